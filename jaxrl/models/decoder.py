@@ -68,7 +68,7 @@ def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Param
 
 
 def init_table(table: Params, key: jax.Array, dtype: Any = jnp.float32) -> Params:
-    """The same of a table of weights, or of a part of one."""
+    """`init` for a table of weights, or a part of one."""
 
     def one(path: Any, weight: Weight) -> jax.Array:
         if weight.init in ("ones", "less_one", "zeros"):
@@ -141,7 +141,7 @@ def rope_tables(
 def _tables_of_kinds(
     positions: jax.Array, config: ModelConfig, dtype: Any, by_rows: ByRows = at_once
 ) -> dict[LayerKind, Tables]:
-    """Of each kind of the model's layers; kinds with one rope share its tables."""
+    """The tables of each kind of layer; kinds with one rope share them."""
     ropes = {kind.rope for kind in config.kinds}
 
     def of_rope(rope: Rope) -> Tables:
@@ -175,7 +175,7 @@ def _norm(x: jax.Array, scale: jax.Array, config: ModelConfig, features_first: b
 
 
 def _along(features: jax.Array, x: jax.Array, features_first: bool) -> jax.Array:
-    """[E] in a shape that goes with x [..., E], or [E, ...]."""
+    """[E] in a shape that broadcasts against x [..., E], or [E, ...]."""
     return features.reshape(-1, *(1,) * (x.ndim - 1)) if features_first else features
 
 
@@ -275,11 +275,11 @@ class _LayerWeights(NamedTuple):
         return self.lp[name].astype(self.dtype)
 
     def norm(self, name: str, x: jax.Array) -> jax.Array:
-        """x with a norm of the residual stream's features, if the layer has it."""
+        """x with a norm of its features, if the layer has that norm."""
         return _norm(x, self.lp[name], self.config, self.features_first) if name in self.lp else x
 
     def biased(self, name: str, x: jax.Array) -> jax.Array:
-        """What a matrix gave, with its bias, if the layer has one."""
+        """A matrix's output with its bias, if the layer has one."""
         if (name := f"{name}_bias") not in self.lp:
             return x
         return x + _along(self.get(name), x, self.features_first)
@@ -295,13 +295,12 @@ class _LayerWeights(NamedTuple):
         return (normed * scale.astype(wide.dtype)).astype(x.dtype)
 
     def added(self, x: jax.Array, part: jax.Array, norm: str) -> jax.Array:
-        """The residual stream with what attention or the MLP adds to it."""
+        """The residual stream plus a part."""
         part, factor = self.norm(norm, part), self.config.residual_multiplier
         return x + (part if factor == 1.0 else part * factor)
 
     def product(self, x: jax.Array, name: str, dtype: Any = None) -> jax.Array:
-        """x [..., I] times a matrix, all of its inputs and all of its outputs as one dim: [..., O], in x's dtype or in
-        the one that is given."""
+        """x [..., I] times a matrix with its inputs and its outputs flattened: [..., O], in x's dtype or `dtype`."""
         if self.features_first:
             return self.from_the_left("oe,e...->o...", name, x)
         if name + SCALE in self.lp:
@@ -320,7 +319,7 @@ class _LayerWeights(NamedTuple):
         return checkpoint_name(out, _PRODUCT)
 
     def _dropped(self, x: jax.Array, name: str) -> jax.Array:
-        """What the adapter of a matrix has of its inputs: each row's own draw, what is left scaled up."""
+        """The inputs of a matrix's adapter after dropout, drawn for each row."""
         lora = self.config.lora
         if self.keys is None or lora is None or not lora.dropout:
             return x
@@ -329,13 +328,11 @@ class _LayerWeights(NamedTuple):
         return jnp.where(draw(self.keys), x / kept, 0).astype(x.dtype)
 
     def heads(self, name: str, h: jax.Array) -> jax.Array:
-        """[..., heads, D]"""
         if self.features_first:
             return jnp.moveaxis(self.from_the_left("hde,e...->hd...", name, h), (0, 1), (-2, -1))
         return self.product(h, name).reshape(*h.shape[:-1], *self.lp[name].shape[1:])
 
     def fused(self, spec: str, name: str, x: jax.Array) -> jax.Array:
-        """The product with fused projections, with their dims of outputs."""
         if name + SCALE in self.lp:
             return self.scaled(spec, name, x, self.get(name)).astype(x.dtype)
         return jnp.einsum(spec, x, self.get(name))
@@ -407,7 +404,7 @@ def _attention_part(weights: _LayerWeights, out: jax.Array) -> jax.Array:
 
 
 def _with_part(bias: str, norm: str, weights: _LayerWeights, x: jax.Array, part: jax.Array) -> jax.Array:
-    """The residual stream with what attention or the MLP adds to it, with its bias and its norm, if it has them."""
+    """The residual stream plus the output of attention or the MLP, with its bias and norm where the layer has them."""
     return weights.added(x, weights.biased(bias, part.astype(x.dtype)), norm)
 
 
@@ -424,7 +421,6 @@ def _mlp_part(weights: _LayerWeights, x: jax.Array) -> jax.Array:
 
 
 def _input_of_experts(weights: _LayerWeights, x: jax.Array) -> jax.Array:
-    """[..., E]"""
     h = weights.norm("mlp_norm", x)
     return jnp.moveaxis(h, 0, -1) if weights.features_first else h
 
@@ -436,7 +432,7 @@ def _routing(weights: _LayerWeights, h: jax.Array) -> experts.Routing:
 
 
 def _experts_part(mix: Mix | None, weights: _LayerWeights, h: jax.Array, routing: experts.Routing) -> jax.Array:
-    """What the chosen experts add to the residual stream."""
+    """The chosen experts' contribution to the residual stream."""
     found = {name: weights.lp[name] for name in experts.WEIGHTS if name in weights.lp}
     # codes and factors stay as they are: of all experts, only those are read that have tokens
     own = found if f"down{SCALE}" in found else {name: weights.get(name) for name in found}
@@ -531,12 +527,11 @@ def embed(
 def final_norm(
     params: Params, x: jax.Array, config: ModelConfig, *, features_first: bool = False, by_rows: ByRows = at_once
 ) -> jax.Array:
-    """The norm before the vocabulary head."""
     return by_rows(lambda scale, x: _norm(x, scale, config, features_first), (x,), params["final_norm"])
 
 
 def head(params: Params) -> Params:
-    """Of the weights outside the layers, those that `logits` needs."""
+    """The weights outside the layers that `logits` needs."""
     name = "lm_head" if "lm_head" in params else "embed"
     return {name: params[name]}
 
@@ -699,7 +694,7 @@ def _with_kind(
 
 
 def _stacked_tables(tables: list[Tables]) -> tuple[jax.Array, jax.Array]:
-    """Tables of several kinds of layers in one array each; a rope that turns nothing where there is none."""
+    """The tables of several kinds of layers, stacked; the identity where there is no rope."""
     like = next(cos for cos, _ in tables if cos is not None)
     cos = [jnp.ones_like(like) if c is None else c for c, _ in tables]
     sin = [jnp.zeros_like(like) if s is None else s for _, s in tables]

@@ -45,7 +45,7 @@ _SMALLEST, _LARGEST = 8, 1024  # tokens of a block
 
 
 class Routing(NamedTuple):
-    """What a router decides for tokens.
+    """A router's decision for tokens.
 
     Attributes:
       experts: int32 [..., C], ascending. weights: [..., C], of their sum, in at least float32.
@@ -61,9 +61,9 @@ class ExpertSettings(NamedTuple):
     """What experts compute, and how. Hashable.
 
     Attributes:
-      activation: (gate, up) -> what the last matrix multiplies.
+      activation: (gate, up) -> the input of the last matrix.
       widen: multiply narrow operands as float32 (exactly).
-      batched: for few tokens, one batched product over all experts, which accelerators like; else blocks always.
+      batched: for few tokens, one batched product over all experts, which suits accelerators; else always blocks.
       parts: over how many devices experts are split.
     """
 
@@ -230,7 +230,8 @@ def over_devices(
 
 
 class _ExpertBlock(NamedTuple):
-    """One block: its expert, the pairs and tokens (beyond the last where it is not full), and whether each is one."""
+    """One block: its expert, its (token, expert) pairs and tokens (out of range where the block is not full), and which
+    entries are real."""
 
     expert: jax.Array
     pairs: jax.Array

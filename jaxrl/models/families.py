@@ -25,7 +25,6 @@ _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multip
 
 
 def _alike(fields: Fields, num_layers: int) -> dict[str, Any]:
-    """All layers have full attention, and positions."""
     return {}
 
 
@@ -48,21 +47,21 @@ def layer_types(fields: Fields, num_layers: int, usual: Callable[[int], bool], w
 
 
 def write_layer_types(config: Any) -> dict[str, Any]:
-    """`layer_types` and `sliding_window` of a `ModelConfig`, as config.json has them."""
+    """`layer_types` and `sliding_window` of a `ModelConfig`, in the form of config.json."""
     one = SLIDING if config.sliding_window else FULL
     types = [*config.layer_types] or [one] * config.num_layers
     return {"layer_types": types, "sliding_window": config.sliding_window or 4096}  # these files always have one
 
 
 def window_of(fields: Fields, default: int | None) -> int | None:
-    """`sliding_window`, where a null switches it off."""
+    """`sliding_window`; a null switches it off."""
     if fields.raw.get("sliding_window", default) is None:
         return None
     return fields.integer("sliding_window", default, high=MAX_ID)
 
 
 def _everywhere(default: int | None) -> Callable[[Fields, int], dict[str, Any]]:
-    """All layers have the window that `sliding_window` names, or this one where the file does not name it."""
+    """All layers have the window of `sliding_window`, or `default` where the file does not give one."""
     return lambda fields, _: {"sliding_window": window_of(fields, default) or 0}
 
 
@@ -122,8 +121,8 @@ def _write_granite_hybrid(config: Any) -> dict[str, Any]:
 
 
 class Experts(NamedTuple):
-    """How config.json says what a mixture of experts is: the key of their number, what it and the number of a token's
-    are where the file leaves them out, and whether a token's weights always sum to one (else `norm_topk_prob`)."""
+    """How config.json describes a mixture of experts: the key of their number, the defaults of that number and of the
+    experts per token, and whether a token's weights always sum to one (else `norm_topk_prob` decides)."""
 
     key: str
     number: int
@@ -132,7 +131,6 @@ class Experts(NamedTuple):
 
 
 def read_experts(fields: Fields, experts: Experts) -> dict[str, Any]:
-    """The fields of `ModelConfig` about experts."""
     for key in ("mlp_only_layers", "router_jitter_noise"):
         if given := fields.get(key):
             fields.refuse(f"{key} {given}", "all layers must have experts, and their routers no noise")
@@ -147,7 +145,6 @@ def read_experts(fields: Fields, experts: Experts) -> dict[str, Any]:
 
 
 def write_experts(config: Any, experts: Experts) -> dict[str, Any]:
-    """The same as config.json has them."""
     own = {experts.key: config.num_experts, "num_experts_per_tok": config.num_experts_per_tok}
     return own if experts.normalised else own | {"norm_topk_prob": config.norm_topk_prob}
 
@@ -199,7 +196,6 @@ class Family:
 
     @property
     def reward_architecture(self) -> str:
-        """The class of its models with one label."""
         return self.reward_model or self.architecture.replace("CausalLM", "SequenceClassification")
 
 

@@ -59,7 +59,6 @@ def resolve_path(path: str, option: str = "model.path", *, weights: bool = False
 
 
 def _url_advice(url: str) -> str:
-    """What to give in place of a URL."""
     parts = url.partition("://")[2].split("/")
     if len(parts) >= 3 and hub_name(name := "/".join(parts[1:3])) is not None:
         return f"give {name} for a model of the Hugging Face Hub, or its folder or .gguf file on this machine"
@@ -67,7 +66,7 @@ def _url_advice(url: str) -> str:
 
 
 def checked_path(path: str | Path, option: str = "model.path") -> Path:
-    """The folder or the .gguf file of a resolved path; ValueError, which names the option, if there is none."""
+    """The folder or the .gguf file of a resolved path. Raises ValueError, which names the option, if there is none."""
     text = str(path).removeprefix(RANDOM)
     found, shown = Path(text), str(path).replace("\0", "\\0")
     what = f"a Hugging Face folder, a .gguf file, '{RANDOM}<folder>' or org/name of the Hugging Face Hub"
@@ -102,9 +101,8 @@ def load_model(
 def load_layerwise(
     path: str | Path, mesh: Mesh, dtype: Any = jnp.float32, *, random_init_seed: int | None = None
 ) -> tuple[ModelConfig, dict[str, Any], Iterator[dict[str, Any]]]:
-    """(config, the weights outside of layers, each layer's, stacked on a leading dim of 1), on the mesh's train
-    shardings: a model that is larger than the devices is read a layer at a time. Arguments as for `load_model`; random
-    weights are all made at once."""
+    """(config, the weights outside the layers, each layer's, stacked on a leading dim of 1), on the mesh's train
+    shardings: reads a model that is larger than the devices a layer at a time. Random weights are all made at once."""
     source = checked_path(path)
     if str(path).startswith(RANDOM) or random_init_seed is not None:
         config, params = _random(config_of(path), mesh, dtype, random_init_seed or 0)
@@ -116,7 +114,7 @@ def load_layerwise(
 
 
 def config_of(path: str | Path, option: str = "model.path") -> ModelConfig:
-    """The model's config alone, without its weights; `path` as in `load_model`, given by `option`."""
+    """The model's config alone; `path` as in `load_model`, given by `option`."""
     source = checked_path(path, option)
     if source.is_dir():
         return ModelConfig.from_hf(source)

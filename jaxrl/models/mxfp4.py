@@ -23,20 +23,20 @@ _PAIRS = np.stack([_VALUES[np.arange(256) & 15], _VALUES[np.arange(256) >> 4]], 
 
 
 def is_meant(fields: Fields) -> bool:
-    """Whether a config.json says that experts are in MXFP4."""
+    """Whether config.json says that experts are in MXFP4."""
     content = fields.get("quantization_config")
     return isinstance(content, Mapping) and content.get("quant_method") == "mxfp4"
 
 
 class PackedExperts(NamedTuple):
-    """Matrices of experts: the tensors of codes and of scales, each with `shape` and `read`."""
+    """Matrices of experts as two tensors, codes and scales, each with `shape` and `read`."""
 
     codes: Any
     scales: Any
 
     @property
     def is_sound(self) -> bool:
-        """Whether the two belong together."""
+        """Whether codes and scales fit each other."""
         return len(self.codes.shape) == 4 and self.codes.shape == (*self.scales.shape, BLOCK // 2)
 
     @property
@@ -46,7 +46,7 @@ class PackedExperts(NamedTuple):
         return experts, groups * BLOCK, outputs
 
     def read(self, *part: slice) -> np.ndarray:
-        """The part that slices cut out, in float32."""
+        """A part, in float32."""
         experts, inputs, outputs = (*part, *(slice(None),) * (3 - len(part)))
         start, stop, _ = inputs.indices(self.shape[1])
         first = start // BLOCK

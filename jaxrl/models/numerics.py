@@ -79,7 +79,7 @@ def merging_exactly(model: ModelConfig, platform: str, *, interpret: bool = Fals
 
 
 class _Merged(NamedTuple):
-    """A layer's matrices with their adapters in them, as a weight sync gives them to the rollout."""
+    """Merges adapters into a layer's matrices, as a weight sync does for the rollout."""
 
     lora: Lora
     dtype: str
@@ -94,7 +94,7 @@ class _Merged(NamedTuple):
 
 
 def refuse_invariant(model: ModelConfig, platform: str, parts: int) -> None:
-    """Raises ValueError where there are no pieces of one shape; `parts`: `actor.numerics_tp`."""
+    """Raises ValueError where invariant numerics are not supported; `parts`: `actor.numerics_tp`."""
     for found, what in (
         (platform not in ("cpu", "gpu"), f"devices of the kind {platform}: it is built for CPUs and NVIDIA's GPUs"),
         (

@@ -39,10 +39,10 @@ _LARGEST_ALPHA = 1e6
 
 
 def read_lora(folder: Path, model: ModelConfig) -> Lora:
-    """The adapters that a folder says it has, for a model without some; no tensor is read.
+    """The adapters that a folder describes, for a model without adapters; reads no tensor.
 
     Raises:
-      ValueError: there is no adapter_config.json, or it asks for what is not computed here.
+      ValueError: adapter_config.json is missing, or asks for what is not supported.
     """
     file = folder / CONFIG
     try:
@@ -84,7 +84,7 @@ def _targets(fields: Fields, layers: Mapping[str, Weight]) -> tuple[str, ...]:
 
 
 def _module(weight: Weight) -> str:
-    """The name of a matrix's module in files, which it perhaps shares with others."""
+    """The name of a matrix's module in files; several matrices may share it."""
     return weight.hf_name.removesuffix(".weight").rpartition(".")[2]
 
 
@@ -133,8 +133,7 @@ def load_adapter(folder: Path, model: ModelConfig, mesh: Mesh | None, dtype: Any
 
 
 def merged_params(model: ModelConfig, params: Mapping[str, Any]) -> dict[str, Any]:
-    """The weights of the model without adapters that computes the same, in training form; those with an adapter in at
-    least float32."""
+    """The weights of the model without adapters that computes the same; merged ones in at least float32."""
     names = model.base.weights()["layers"]
 
     def one(layer: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,7 +192,7 @@ def export_adapter(params: Mapping[str, Any], model: ModelConfig, folder: Path, 
 
 
 def _parts(model: ModelConfig, params: Mapping[str, Any]) -> dict[str, list[tuple[str, Weight, np.ndarray]]]:
-    """What each tensor of a file holds: of adapters' weights by name, in the order of the table."""
+    """The contents of each tensor of a file: weights of adapters, in the order of the table."""
     found: dict[str, list[tuple[str, Weight, np.ndarray]]] = {}
     for name, weight in adapters_alone(model.weights())["layers"].items():
         stacked = np.asarray(params["layers"][name])
@@ -203,7 +202,8 @@ def _parts(model: ModelConfig, params: Mapping[str, Any]) -> dict[str, list[tupl
 
 
 def _one_tensor(name: str, parts: Sequence[tuple[str, Weight, np.ndarray]], folder: Path) -> np.ndarray:
-    """Raises ValueError where adapters of matrices that share a tensor are not one of the whole tensor."""
+    """The tensor of its parts. Raises ValueError where matrices share a tensor, and their adapters are not one adapter
+    of the whole."""
     weight, arrays = parts[0][1], [array for *_, array in parts]
     if weight.file_rows is None and all(np.array_equal(arrays[0], array) for array in arrays[1:]):
         return arrays[0]  # one matrix's, or the A of all

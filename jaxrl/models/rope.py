@@ -52,7 +52,7 @@ class RopeScaling:
     long_factor: tuple[float, ...] = ()
 
     def to_hf(self) -> dict[str, Any]:
-        """The `rope_scaling` entry of config.json, in the words of transformers."""
+        """The `rope_scaling` entry of config.json."""
         names: dict[str, tuple[str, ...]] = {
             "none": (),
             "linear": ("factor",),
@@ -75,13 +75,13 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary position embedding: the base of the frequencies, and how they are stretched."""
+    """Rotary position embedding: the base of the frequencies, and their scaling."""
 
     theta: float = DEFAULT_THETA
     scaling: RopeScaling = field(default_factory=RopeScaling)
 
     def to_hf(self) -> dict[str, Any]:
-        """An entry of `rope_parameters` of config.json."""
+        """An entry of `rope_parameters` in config.json."""
         return {"rope_theta": self.theta, **self.scaling.to_hf()}
 
 
@@ -213,7 +213,7 @@ def _yarn(fields: Fields, factor: float, original: int) -> RopeScaling:
 
 
 def yarn_attention_factor(factor: float, rope: Mapping[str, Any]) -> float:
-    """The factor on cos and sin that yarn implies where the file does not give one."""
+    """The factor on cos and sin that yarn implies where the file gives none."""
 
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
