@@ -139,7 +139,7 @@ def precompile(
       pool: arrays or `jax.ShapeDtypeStruct`s in the layout `before`.
       sizes: (M, G) of the lanes to compile for (rounded up as `lane_capacity` does); default: every pair there is.
     """
-    most = lane_limit(before, after, pool[0][0].shape[2], num_blocks)
+    most = min(pool[0][0].shape[2], num_blocks) - 1
     num_homes = min(before.dp, after.dp)
     if sizes is None:
         sizes = [(own, guests) for own in range(1, most + 1) for guests in range(most + 1 if num_homes > 1 else 1)]
@@ -236,11 +236,6 @@ def _joined(pools: Sequence[Pool], structure: Any) -> Pool:
 # ---------------------------------------------------------------- sizes and checks
 
 
-def lane_limit(before: Layout, after: Layout, num_blocks: int, new_num_blocks: int) -> int:
-    """The most blocks that a lane can have: as many as fit into the smaller of the pools at its ends."""
-    return min(num_blocks, new_num_blocks) - 1
-
-
 def lane_capacity(num_blocks: int, most: int) -> int:
     """Places of a lane: a power of two from 8 on, at most `most`, so that few sizes are compiled."""
     return min(max(MIN_LANE_BLOCKS, 1 << max(num_blocks - 1, 0).bit_length()), max(most, 1))
@@ -273,7 +268,7 @@ def _checked(
                 f"KV migration: sources {sources.shape} and targets {targets.shape} must both be "
                 f"{[*dims, 'M']} for dp {before.dp} to dp {after.dp}: lanes{', homes' * (len(dims) > 1)}, places"
             )
-    most = lane_limit(before, after, old_blocks, num_blocks)
+    most = min(old_blocks, num_blocks) - 1  # what fits into the smaller of a lane's pools
     places, guests = _places(lanes[0].shape[-1], lanes[2].shape[-1], most, num_homes)
     sizes = (heads, old_blocks, num_blocks, block_size, head_dim)
     shape = _Sizes(*sizes, pool[0][0].dtype, places, guests, into is not None)

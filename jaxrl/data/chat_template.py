@@ -68,11 +68,11 @@ class ChatTemplate:
 
 
 class RefusedMessages(ValueError):
-    """The template is sound, but not for these messages."""
+    """The template is valid, but refuses these messages."""
 
 
 def check_template_name(name: Any, place: str) -> None:
-    """Raises ValueError for what cannot name a template: a saved one is a file of that name."""
+    """Raises ValueError for a name that cannot be a template's: a saved template is a file of that name."""
     if not isinstance(name, str) or not _TEMPLATE_NAME.fullmatch(name):
         raise ValueError(
             f"{place}: a chat template's name must be made of letters, digits, _, - and ., found {name!r:.80}"
@@ -139,7 +139,7 @@ def render(source: str, place: str, messages: Sequence[Mapping[str, Any]], conte
 
 
 class _Arguments(dict[str, Any]):
-    """What a call gives: an object for templates that write JSON, and as text its JSON for those that take text."""
+    """A call's arguments: an object for templates that write JSON, and its JSON text for those that take text."""
 
     def __str__(self) -> str:
         return json.dumps(self, ensure_ascii=False)
@@ -152,7 +152,7 @@ class _Arguments(dict[str, Any]):
 
 
 def _as_templates_read(message: Mapping[str, Any], named: str) -> dict[str, Any]:
-    """With its thinking under each name, and the arguments of calls as objects."""
+    """The message with its thinking under each of its names, and with the arguments of calls as objects."""
     thought = next((message[name] for name in THINKING if message.get(name)), None)
     found = {**message, **(dict.fromkeys(THINKING, thought) if thought else {})}
     if calls := found.get("tool_calls"):
@@ -175,7 +175,7 @@ def _call(call: Mapping[str, Any], named: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=16)
 def variables_of(source: str, place: str) -> frozenset[str]:
-    """The variables that a template reads, the conversation among them; ValueError where it is no template."""
+    """The variables that a template reads, `messages` among them. Raises ValueError if it is no template."""
     _usable(source, place, "{}")
     return frozenset(meta.find_undeclared_variables(_environment().parse(source)))
 
@@ -259,7 +259,8 @@ def _check_time(context: Context, _: None) -> None:
 
 @jinja2.pass_context
 def _written(context: Context, value: Any) -> Any:
-    """A value that is written, counted. With it, jinja computes no constant while it compiles."""
+    """Counts a value that is written. A finalizer that takes the context also keeps jinja from computing constants
+    while it compiles."""
     budget = context.get(_BUDGET, _NO_LIMIT)
     budget.written += len(value) if isinstance(value, str) else 1
     if budget.written > 16 * budget.size:  # a text may be captured some times before it is written for good
@@ -303,7 +304,7 @@ def _size_of_operation(operator: str, left: Any, right: Any) -> float:
 
 
 def _size_of_format(text: str) -> float:
-    """The width in a text with format fields; one that is itself an argument may be any."""
+    """The largest width in a text with format fields; infinite where a width is itself an argument."""
     return (
         math.inf if re.search(r"%[^a-z%]*\*|\{[^}]*\{", text) else max(map(float, re.findall(r"\d+", text)), default=0)
     )
@@ -361,7 +362,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _sized(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter of `_SIZE_OF_CALL`, with its check."""
+    """A filter of `_SIZE_OF_CALL` with its check."""
 
     @functools.wraps(function)
     def checked(context: Context, *given: Any, **options: Any) -> Any:

@@ -60,7 +60,7 @@ def _from_files(names: Sequence[str], option: str, data: DataSection) -> Problem
 
 
 def _own(config: Config, environments: Environments, first: int, count: int) -> list[Problem]:
-    """Problems of the environment's own, by their numbers."""
+    """Problems that the environment generates, by their numbers."""
     source = config.environment.id or Path(config.environment.path).stem
     found: list[Problem] = []
     for number, (row, messages) in enumerate(environments.problems(first, first + count, config.data.seed), first):
@@ -171,7 +171,7 @@ class PromptSource:
         }
 
     def repeats(self) -> str:
-        """A note where a batch has prompts more than once; empty: none has."""
+        """A note if a batch contains some prompts more than once, else empty."""
         if self._batch_size <= self.num_prompts:
             return ""
         return (
@@ -189,17 +189,17 @@ class PromptSource:
 
     @property
     def num_prompts(self) -> int:
-        """Prompts per epoch; with quotas, of all sources that have one."""
+        """Prompts per epoch; with quotas, those of all sources with a quota."""
         return len(self._rendered) if self._quotas is None else self._quotas.num_prompts
 
     @property
     def num_filtered(self) -> int:
-        """Problems left out because their prompt is too long."""
+        """Problems that were dropped because their prompt is too long."""
         return self._rendered.num_filtered
 
     @property
     def position(self) -> int:
-        """Prompts handed out so far, over all epochs."""
+        """Prompts returned so far, over all epochs."""
         return self._position
 
     @property
@@ -208,17 +208,16 @@ class PromptSource:
         return self._place(self._position)[1]
 
     def next(self, num_prompts: int) -> list[Prompt]:
-        """The next prompts; never fewer than asked for."""
         positions = range(self._position, self._position + num_prompts)
         self._position += num_prompts
         return [self._rendered.prompt(*self._place(p)) for p in positions]
 
     def get(self, epoch: int, index: int) -> Prompt:
-        """A prompt that was handed out before, by its key. Raises ValueError if the data does not hold it."""
+        """A prompt that was returned before, by its key. Raises ValueError if the data does not contain it."""
         return self._rendered.prompt(self._rendered.row_of(index), epoch)
 
     def state(self) -> dict[str, Any]:
-        """The cursor, as JSON values. The caller saves the prompts that were handed out and not yet consumed."""
+        """The cursor, as JSON values. The caller saves the prompts that were returned and not yet consumed."""
         return {
             "version": _STATE_VERSION,
             "position": self._position,
@@ -227,14 +226,14 @@ class PromptSource:
         }
 
     def differs(self, state: Mapping[str, Any]) -> Literal["", "data", "order"]:
-        """In what a saved cursor is not of these prompts; empty: it is."""
+        """What differs between a saved cursor's prompts and these; empty: nothing."""
         now = self.state()
         if (state["data"], state["num_prompts"]) != (now["data"], now["num_prompts"]):
             return "data"
         return "order" if state["order"] != now["order"] else ""
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to a saved cursor; refuses one that was taken on other data or in another order."""
+        """Restores a saved cursor. Raises ValueError if it was taken on other data or in another order."""
         if state.get("version") != _STATE_VERSION:
             raise ValueError(
                 f"data cursor: version {state.get('version')!r} is not {_STATE_VERSION}, the one known here"

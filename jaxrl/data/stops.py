@@ -13,7 +13,7 @@ MAX_STOP_CHARACTERS = 1000
 
 
 def check_stop_strings(stops: Iterable[Any], option: str) -> None:
-    """Raises ValueError for a stop string that every text holds, or that none can."""
+    """Raises ValueError for a stop string that every text contains, or that none can."""
     for stop in stops:
         if not isinstance(stop, str) or not stop:
             raise ValueError(f"{option}: a stop string must be text and not empty, found {stop!r:.80}")
@@ -28,7 +28,7 @@ def check_stop_strings(stops: Iterable[Any], option: str) -> None:
 
 
 def stop_ids(tokenizer: Tokenizer, eos_token_ids: Collection[int]) -> tuple[int, ...]:
-    """Token ids that end a response: the tokenizer's and the model's."""
+    """The token ids that end a response: the tokenizer's and the model's."""
     return tuple(sorted({*tokenizer.stop_token_ids, *eos_token_ids}))
 
 

@@ -50,7 +50,7 @@ _BACKSLASH, _ESCAPED = re.compile(r"\\(.)", re.DOTALL), "\\'\"abfnrtvxuUN0\n"
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A function's name, its arguments as JSON text, and the id that the model gave it, if any."""
+    """A function's name, its arguments as JSON text, and the id that the model gave the call, if any."""
 
     name: str
     arguments: str
@@ -58,7 +58,7 @@ class ToolCall:
 
 
 def call_id(*of: Any) -> str:
-    """An id that follows from the arguments: nine letters and digits, since Mistral's templates refuse any other."""
+    """An id derived from the arguments: nine letters and digits, since Mistral's templates refuse any other."""
     return hashlib.sha256(repr(of).encode()).hexdigest()[:9]
 
 
@@ -77,8 +77,8 @@ def arguments_of(given: Any) -> dict[str, Any]:
 
 
 def calls_in(text: str, names: Collection[str]) -> tuple[str, list[ToolCall]]:
-    """(what stands around the calls, the calls); (text, []) where there is none, or one that cannot be read. `names`:
-    of the functions that exist."""
+    """(the text around the calls, the calls); (text, []) if there is no call, or one that cannot be read. `names`:
+    of the existing functions."""
     thought, said = _split(text)
     found = _read(said, names)
     if found and found[1] and all(call.name in names or _NAME.fullmatch(call.name) for call in found[1]):
@@ -87,7 +87,7 @@ def calls_in(text: str, names: Collection[str]) -> tuple[str, list[ToolCall]]:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """(what a model thinks, what it says): a call that it only thinks of is none."""
+    """(a model's thinking, the rest): a call inside the thinking does not count."""
     thought = _THOUGHT.match(text)
     return (thought[0], text[thought.end() :]) if thought else ("", text)
 
@@ -109,14 +109,14 @@ def _read(text: str, names: Collection[str]) -> tuple[str, list[ToolCall]] | Non
 
 
 def seems_to_call(text: str) -> bool:
-    """Whether a text has the beginning of a call, or of what was meant for one."""
+    """Whether a text contains the beginning of a call, or an attempt at one."""
     text = _split(text)[1]
     marked = any(mark in text for mark in (PYTHON_TAG, *_MARKS))
     return marked or text.lstrip().startswith(('{"name"', '[{"name"', _FUNCTOOLS))
 
 
 def may_begin(text: str) -> int:
-    """How much of a growing response is certainly no part of a call: what may be handed out already."""
+    """How many characters of a growing response are certainly no part of a call, and may be sent already."""
     thought, text = _split(text)
     stripped, begins = text.lstrip(), (PYTHON_TAG, _FUNCTOOLS)
     begun = any(begin.startswith(stripped) or stripped.startswith(begin) for begin in begins)
@@ -187,7 +187,7 @@ def _python_call(statement: ast.stmt) -> ToolCall | None:
 
 
 def _value(node: ast.expr | None) -> Any:
-    """Raises ValueError for an expression that is more than a value."""
+    """The value of a literal. Raises ValueError for any other expression."""
     match node:
         case ast.Constant(str() | int() | float() | None as value):
             return value
@@ -226,7 +226,7 @@ _DECODER = json.JSONDecoder(parse_constant=_no_number)
 
 
 def _first(text: str) -> tuple[Any, str]:
-    """The JSON value that a text begins with, None where it is none, and what stands behind it."""
+    """The JSON value at the beginning of a text (None if there is none), and the text behind it."""
     text = text.strip()
     try:
         value, end = _DECODER.raw_decode(text)
@@ -236,7 +236,7 @@ def _first(text: str) -> tuple[Any, str]:
 
 
 def _of_object(value: Any, names: Collection[str] | None = None) -> ToolCall | None:
-    """`names`: None where marks say that it is a call."""
+    """The call that a JSON object describes. `names`: None where marks say that it is a call."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     given = value.get("arguments", value.get("parameters"))
@@ -246,8 +246,8 @@ def _of_object(value: Any, names: Collection[str] | None = None) -> ToolCall | N
 
 
 def _made(name: str, given: Any, own_id: Any = None) -> ToolCall | None:
-    """None where the arguments are no object, hold a number too large for JSON, or half a character, or are nested too
-    deep."""
+    """The call, or None if its arguments are not an object, contain a number too large for JSON or half a character,
+    or are nested too deep."""
     try:
         arguments = json.dumps(arguments_of(given), ensure_ascii=False, allow_nan=False)
         arguments.encode()

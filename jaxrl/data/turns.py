@@ -72,7 +72,7 @@ class Between:
         return tuple(ids[1:] if drawn and ids[:1] in ([drawn[-1]], self._ends_message) else ids)
 
     def rewritten(self) -> str:
-        """What the template makes of earlier turns, in a sentence; empty: it only appends."""
+        """A sentence on how the template changes earlier turns; empty: it only appends."""
         turns = [_user(_ASKED), _said(_SAID), _user(_ASKED * 2)]  # some templates tell messages apart by their text
         for before in ([], [{"role": "system", "content": _RULES}]):
             try:

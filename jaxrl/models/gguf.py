@@ -17,12 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-import jax.numpy as jnp
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFReader, ReaderTensor
 from gguf.quants import dequantize
-from jax.sharding import Mesh
 
 from jaxrl.data.gguf_file import open_gguf
 from jaxrl.models.config import LARGEST, ModelConfig, read_config
@@ -254,13 +252,7 @@ def unpermute(tensor: np.ndarray, heads: int) -> np.ndarray:
     return tensor.reshape(heads, -1, 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
 
 
-def load_gguf(file: str | Path, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> tuple[ModelConfig, Any]:
-    """(config, params in training form) of a GGUF file, dequantised, on the mesh's train shardings."""
-    model = open_model(file)
-    return model.config, model.load(mesh, dtype)
-
-
-def open_model(file: str | Path) -> OpenModel:
+def open_gguf_model(file: str | Path) -> OpenModel:
     """Opens a GGUF file. Raises ValueError where its tensors do not fit its config, or have an unsupported type."""
     file = str(file)
     reader = open_gguf(file)

@@ -16,8 +16,8 @@ from jaxrl.data.gguf_file import open_gguf
 from jaxrl.data.hub import hub_name, model_path
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import init
-from jaxrl.models.gguf import config_from_gguf, load_gguf, open_model
-from jaxrl.models.safetensors import load_hf, open_hf
+from jaxrl.models.gguf import config_from_gguf, open_gguf_model
+from jaxrl.models.safetensors import open_hf
 from jaxrl.schema.declared import is_url
 from jaxrl.sharding import rules
 
@@ -95,7 +95,8 @@ def load_model(
     source = checked_path(path)
     if str(path).startswith(RANDOM) or random_init_seed is not None:
         return _random(config_of(path), mesh, dtype, random_init_seed or 0)
-    return load_hf(source, mesh, dtype) if source.is_dir() else load_gguf(source, mesh, dtype)
+    model = open_hf(source) if source.is_dir() else open_gguf_model(source)
+    return model.config, model.load(mesh, dtype)
 
 
 def load_layerwise(
@@ -108,7 +109,7 @@ def load_layerwise(
         config, params = _random(config_of(path), mesh, dtype, random_init_seed or 0)
         layers = params.pop("layers")
         return config, params, ({n: x[i : i + 1] for n, x in layers.items()} for i in range(config.num_layers))
-    model = open_hf(source) if source.is_dir() else open_model(source)
+    model = open_hf(source) if source.is_dir() else open_gguf_model(source)
     layers = (model.load_layer(i, mesh, dtype) for i in range(model.config.num_layers))
     return model.config, model.load_outer(mesh, dtype), layers
 

