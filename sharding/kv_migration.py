@@ -56,7 +56,7 @@ their home, [lanes, homes, G], by the home that they go to and by the one that t
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """What a migration's programs depend on besides the layouts: sizes of one pool array before and after."""
+    """The sizes that a migration's programs depend on beside the layouts: one pool array before and after."""
 
     num_kv_heads: int
     num_blocks: int
@@ -70,7 +70,6 @@ class _Sizes:
 
     @property
     def block_bytes(self) -> int:
-        """One block of one array, all heads."""
         return self.num_kv_heads * self.block_size * self.head_dim * np.dtype(self.dtype).itemsize
 
 
@@ -83,16 +82,15 @@ def migrate(
     *,
     max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES,
 ) -> Pool:
-    """Moves a pool's live blocks into a new pool in a layout of the same mesh, and deletes the old pool.
+    """Moves a pool's live blocks into a new pool in a layout of the same mesh, and deletes the old pool. Blocks that
+    are no lane's target are zero.
 
     Args:
       pool: per layer (keys, values), [dp, K, N, P, D] as `before` shards them (`rollout.kv_cache`).
       lanes: the blocks that move.
-      num_blocks: of a new pool, the reserved one included.
-      max_extra_bytes: per device.
-
-    Returns:
-      The new pool; blocks that are no lane's target are zero.
+      num_blocks: of the new pool, the reserved one included.
+      max_extra_bytes: the most that a device may hold beyond the larger of the two pools; an array that needs more goes
+        alone.
 
     Raises:
       ValueError: before anything moves: another mesh, a pool that is not in `before`, lanes or blocks that do not fit.
@@ -221,14 +219,14 @@ def _migrate_across(
 
 
 def _parts(pool: Any) -> tuple[list[Pool], Any]:
-    """A pool's arrays of each kind as a pool of their own, and the structure of the whole."""
+    """(a pool for each kind of array, the structure of the whole pool)."""
     layers = [tuple(jax.tree.leaves(cached) for cached in layer) for layer in pool]
     kinds = range(len(layers[0][0]))
     return [[(keys[i], values[i]) for keys, values in layers] for i in kinds], jax.tree.structure(pool)
 
 
 def _joined(pools: Sequence[Pool], structure: Any) -> Pool:
-    """The other way round."""
+    """The inverse of `_parts`."""
     arrays = [pool[layer][side] for layer in range(len(pools[0])) for side in range(2) for pool in pools]
     return jax.tree.unflatten(structure, arrays)
 
@@ -242,13 +240,13 @@ def lane_capacity(num_blocks: int, most: int) -> int:
 
 
 def _places(own: int, guests: int, most: int, num_homes: int) -> tuple[int, int]:
-    """(places of a lane, those of them for the guests of each home) for so many blocks in the fullest of each."""
+    """(places of a lane, those among them for the guests of each home), for the fullest lane and home."""
     each = lane_capacity(guests, most) if guests else 0
     return lane_capacity(own, most) + num_homes * each, each
 
 
 def _pool_spec(layout: Layout, shape: _Sizes) -> PartitionSpec:
-    """The spec of a pool array and of packed lanes: both split dp groups and heads alike."""
+    """The spec of pool arrays and of packed lanes alike."""
     return PartitionSpec(layout.dp_axes or None, layout.kv_axes(shape.num_kv_heads) or None)
 
 
@@ -259,7 +257,8 @@ def _describe(layout: Layout) -> str:
 def _checked(
     pool: Pool, before: Layout, after: Layout, lanes: Lanes, num_blocks: int, into: Pool | None
 ) -> tuple[_Sizes, tuple[np.ndarray, np.ndarray]]:
-    """Sizes, and the numbers of source and target blocks as devices stack their lanes, [lanes, places] both."""
+    """The sizes, and the source and target blocks in the order in which devices stack their lanes, [lanes, places]
+    both."""
     heads, old_blocks, block_size, head_dim = pool[0][0].shape[1:]
     num_lanes, num_homes = max(before.dp, after.dp), min(before.dp, after.dp)
     for sources, targets, dims in ((*lanes[:2], (num_lanes,)), (*lanes[2:], (num_lanes, num_homes))):
@@ -301,7 +300,7 @@ def _checked(
 
 
 def _padded(own: np.ndarray, guests: np.ndarray, shape: _Sizes) -> np.ndarray:
-    """Block numbers [lanes, places], -1 for none: a lane's own, and then those of guests, by home."""
+    """Block numbers [lanes, places], -1 for none: a lane's own blocks, then the guests' by home."""
     num_lanes, num_homes, most = guests.shape
     by_home = np.full((num_lanes, num_homes, shape.guest_blocks), -1, np.int32)
     by_home[:, :, :most] = guests
@@ -420,7 +419,7 @@ def _compile(
 
 
 def _moved_axes(before: Layout, after: Layout, heads: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes that change between dp and tp: those that split heads in the layout with larger tp, and the others."""
+    """The axes that change between dp and tp: those that split heads at the larger tp, and the others."""
     large, small = (before, after) if before.tp > after.tp else (after, before)
     moved = [axis for axis in large.tp_axes if axis not in small.tp_axes]
     split = large.kv_axes(heads)
@@ -463,12 +462,12 @@ def _exchange(lanes: jax.Array, before: Layout, after: Layout, heads: int, guest
 
 
 def _take(pool_KNPD: jax.Array, sources_LM: jax.Array) -> jax.Array:
-    """The lanes' blocks, [l, K', M, P, D]; numbers are checked on the host."""
+    """The lanes' blocks, [l, K', M, P, D]. Numbers are checked on the host."""
     return jax.vmap(lambda blocks: jnp.take(pool_KNPD, blocks, axis=1, mode="clip"))(sources_LM)
 
 
 def _put(pool_KNPD: jax.Array, lanes_LKMPD: jax.Array, targets_LM: jax.Array) -> jax.Array:
-    """A pool with the lanes' blocks in it; numbers beyond the last block are dropped."""
+    """The pool with the lanes' blocks in it; numbers beyond the last block are dropped."""
     K, _, P, D = pool_KNPD.shape
     blocks_KBPD = jnp.moveaxis(lanes_LKMPD, 0, 1).reshape(K, -1, P, D)
     return pool_KNPD.at[:, targets_LM.ravel()].set(blocks_KBPD, mode="drop")
@@ -478,13 +477,13 @@ def _put(pool_KNPD: jax.Array, lanes_LKMPD: jax.Array, targets_LM: jax.Array) ->
 
 
 def _shard_bytes(layout: Layout, shape: _Sizes, num_blocks: int, groups: int = 1) -> int:
-    """Of `groups` dp groups' blocks of one array on one device."""
+    """The bytes that one array's blocks of `groups` dp groups take on a device."""
     return groups * num_blocks * shape.block_bytes * layout.kv_heads_each(shape.num_kv_heads) // shape.num_kv_heads
 
 
 def _working_bytes(shape: _Sizes, before: Layout, after: Layout) -> int:
-    """Bytes on a device to move one array, beside its old and new form: the lanes, sent and received, twice; and those
-    of guests, sent and received."""
+    """The bytes on a device while one array moves, beside its old and new form: lanes, sent and received, twice; and
+    those of guests."""
     lanes, guests = max(before.dp, after.dp), shape.guest_blocks * min(before.dp, after.dp)
     sent = _shard_bytes(before, shape, shape.lane_blocks + guests, lanes // before.dp)
     received = _shard_bytes(after, shape, shape.lane_blocks, lanes // after.dp)
@@ -492,7 +491,7 @@ def _working_bytes(shape: _Sizes, before: Layout, after: Layout) -> int:
 
 
 def _chunks(shape: _Sizes, before: Layout, after: Layout, num_arrays: int, max_extra_bytes: int) -> tuple[int, ...]:
-    """How many arrays go at once, evenly."""
+    """The number of arrays of each dispatch, evenly distributed."""
     if max_extra_bytes < 1:
         raise ValueError(f"KV migration: max_extra_bytes ({max_extra_bytes}) must be at least 1")
     pools = [_shard_bytes(before, shape, shape.num_blocks), _shard_bytes(after, shape, shape.new_num_blocks)]

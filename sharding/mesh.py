@@ -84,17 +84,17 @@ def entry_axes(entry: Any) -> tuple[str, ...]:
 
 
 def axes_size(mesh: Mesh, axes: Sequence[str]) -> int:
-    """The number of shards that splitting over `axes` makes."""
+    """The number of shards that a split over `axes` makes."""
     return int(np.prod([mesh.shape[axis] for axis in axes], dtype=np.int64))
 
 
 def dividing_prefix(mesh: Mesh, axes: Sequence[str], size: int) -> tuple[str, ...]:
-    """The longest prefix of `axes` with a product that divides `size`."""
+    """The longest prefix of `axes` whose product divides `size`."""
     return tuple(axes[: len(dividing_factors([mesh.shape[axis] for axis in axes], size))])
 
 
 def dividing_factors(factors: Sequence[int], size: int) -> Sequence[int]:
-    """The longest prefix of `factors` with a product that divides `size`."""
+    """The longest prefix of `factors` whose product divides `size`."""
     product = 1
     for i, factor in enumerate(factors):
         product *= factor

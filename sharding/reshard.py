@@ -63,7 +63,7 @@ class ReshardReport:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One array's path through shardings: the first is where it is, the last where it goes."""
+    """An array's path through shardings, from where it is to where it goes."""
 
     name: str
     shape: Shape
@@ -76,11 +76,11 @@ class Leaf:
 
     @property
     def ends(self) -> tuple[Shape, int, Sharding, Sharding]:
-        """What `crossing_bytes` takes."""
+        """The arguments of `crossing_bytes`."""
         return self.shape, self.dtype.itemsize, self.path[0], self.path[-1]
 
     def bytes_on(self, hop: int) -> int:
-        """Bytes of one shard after so many hops."""
+        """The bytes of one shard after this many hops."""
         return math.prod(self.path[hop].shard_shape(self.shape)) * self.dtype.itemsize
 
 
@@ -242,7 +242,7 @@ def _shardings(tree: Any, target: Any, dims: Any) -> list[Any]:
 
 
 def _is_words(value: Any) -> bool:
-    """Whether it is a tuple of what `Layout.spec` takes, rather than a tuple of such tuples."""
+    """Whether it is a tuple for `Layout.spec`, rather than a tuple of such tuples."""
     return isinstance(value, tuple) and all(
         entry is None or isinstance(entry, str) or (isinstance(entry, tuple) and all(isinstance(x, str) for x in entry))
         for entry in value
@@ -325,7 +325,7 @@ def _has_axes(there: NamedSharding, named: NamedSharding) -> bool:
 
 
 def _without_ones(sharding: NamedSharding) -> NamedSharding:
-    """The same sharding, its spec without the axes of size 1: they split nothing, and another mesh may lack them."""
+    """The same sharding without axes of size 1 in its spec: they split nothing, and another mesh may lack them."""
 
     def kept(entry: Any) -> Any:
         return tuple(axis for axis in entry_axes(entry) if sharding.mesh.shape[axis] > 1) or None
@@ -338,7 +338,7 @@ def _without_ones(sharding: NamedSharding) -> NamedSharding:
 
 
 def steps_of(leaves: Sequence[Leaf], chunk: Sequence[int]) -> list[tuple[Any, ...]]:
-    """The arguments of `program_of` for each hop of a chunk; all its leaves have the same number and kinds of hops."""
+    """The arguments of `program_of` for each hop of a chunk. All its leaves have the same kinds of hops."""
     own = [leaves[i] for i in chunk]
     types = tuple((leaf.shape, leaf.dtype) for leaf in own)
     return [
@@ -349,7 +349,7 @@ def steps_of(leaves: Sequence[Leaf], chunk: Sequence[int]) -> list[tuple[Any, ..
 
 @lru_cache(maxsize=512)
 def program_of(types: tuple[Any, ...], sources: tuple[Sharding, ...], targets: tuple[Sharding, ...]) -> Any:
-    """A function of a chunk's arrays that gives them in other shardings; compiled where it is a program."""
+    """A function that gives a chunk's arrays other shardings; compiled where it is a program."""
     if is_put(sources[0], targets[0]):
         return lambda *arrays: jax.device_put(list(arrays), list(targets))
     abstract = [
@@ -365,7 +365,7 @@ def is_put(source: Sharding, target: Sharding) -> bool:
 
 
 def crossing_bytes(shape: Shape, itemsize: int, source: Sharding, target: Sharding) -> int:
-    """Bytes of an array that devices need in `target` and do not hold themselves in `source`, over all devices."""
+    """Bytes that devices need in `target` and do not hold in `source`, over all devices."""
     held = source.devices_indices_map(shape)
     needed = 0
     for device, index in target.devices_indices_map(shape).items():

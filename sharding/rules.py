@@ -37,7 +37,7 @@ Tree = dict[str, Any]
 
 
 class DeclaredWeight(Shaped, Protocol):
-    """The fields that the rules read of a declared weight (`jaxrl.models.weights.Weight`)."""
+    """The fields of `jaxrl.models.weights.Weight` that the rules read."""
 
     @property
     def is_norm(self) -> bool: ...
@@ -46,7 +46,7 @@ class DeclaredWeight(Shaped, Protocol):
 
 
 class Model(Protocol):
-    """The parts that the rules read of a model config (`jaxrl.models.config.ModelConfig`, a frozen dataclass)."""
+    """The parts of `jaxrl.models.config.ModelConfig` that the rules read."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -100,7 +100,7 @@ def pad_heads(num_heads: int, num_kv_heads: int, tp: int) -> tuple[int, int]:
 
 
 def padded_config(config: M, max_tp: int) -> M:
-    """The config of rollout weights padded for degrees up to `max_tp`; the config itself if nothing needs padding."""
+    """The config of rollout weights padded for degrees up to `max_tp`."""
     num_heads, num_kv_heads = pad_heads(config.num_heads, config.num_kv_heads, max_tp)
     sizes = {
         "num_heads": num_heads,
@@ -148,11 +148,8 @@ def _splits_other_side(weight: DeclaredWeight, mesh: Mesh) -> bool:
 
 
 def train_shardings(config: Model, mesh: Mesh, whole: Mesh | None = None) -> Tree:
-    """The training form's tree of shardings.
-
-    Args:
-      whole: a mesh of which `mesh` is a part: the same dims are split as over it.
-    """
+    """The training form's tree of shardings. `whole`: a mesh of which `mesh` is a part; the same dims are split as
+    over it."""
 
     def one(weight: DeclaredWeight) -> NamedSharding:
         entries = map(entry_axes, train_spec(weight, whole or mesh))
@@ -200,7 +197,7 @@ def rollout_shardings(config: Model, layout: Layout, max_tp: int | None = None, 
 
 
 def map_weights(function: Callable[..., Any], *trees: Mapping[str, Any]) -> Tree:
-    """A tree like the first (nested dicts of weights); each leaf is `function` of the trees' leaves at that place."""
+    """A tree like the first (nested dicts of weights); each leaf is `function` of all trees' leaves at that place."""
     first = trees[0]
     return {
         name: map_weights(function, *(tree[name] for tree in trees))
@@ -308,7 +305,7 @@ def _converters(
     fused_projections: bool = False,
     quantization: Narrow = "none",
 ) -> tuple[Callable[[Tree], Tree], Callable[..., list[Tree]]]:
-    """The conversion of what is outside the layers, and of `count` layers from `start` on."""
+    """(the conversion of the weights outside the layers, that of `count` layers from `start` on)."""
     before, after = config.base.weights(), padded_config(config, max_tp).base.weights()
     group = _groups(config, max_tp)
 

@@ -61,12 +61,11 @@ class Half:
 
     @property
     def mesh(self) -> Mesh:
-        """The half as a factored mesh of its own, with the whole's minor axes."""
+        """The half as a factored mesh with the whole's minor axes."""
         return submeshes(self.whole, 2)[self.index]
 
     @property
     def other(self) -> Mesh:
-        """The other half."""
         return submeshes(self.whole, 2)[1 - self.index]
 
     def lend(self, tree: Tree, shardings: Tree) -> Tree:
@@ -130,7 +129,8 @@ class Half:
         return jax.tree.map(one, tree, shardings)
 
     def _shards(self, array: jax.Array, index: int, spec: PartitionSpec, dim: int | None) -> jax.Array:
-        """The shards of the half of this index, as an array of it, without a copy: half as long in `dim`, if any."""
+        """The shards on the half of this index, as an array of that half, without a copy: half as long in `dim`, if
+        any."""
         mesh = submeshes(self.whole, 2)[index]
         devices = set(mesh.devices.flat)
         shape = tuple(size // 2 if i == dim else size for i, size in enumerate(array.shape))
@@ -159,7 +159,7 @@ def _dim_of(whole: Any, half: NamedSharding) -> int | None:
 
 
 def _trimmed(entries: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Without the dims at the end that nothing splits, which a spec may leave out."""
+    """Without the unsplit dims at the end, which a spec may leave out."""
     while entries and not entries[-1]:
         entries = entries[:-1]
     return entries
@@ -172,7 +172,7 @@ def _copied(target: NamedSharding) -> Callable[[jax.Array], jax.Array]:
 
 @lru_cache(maxsize=64)
 def _joined(target: NamedSharding, ndim: int, dim: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Both parts of each shard put together, on each device by itself."""
+    """Joins both parts of each shard, on each device by itself."""
     spec = PartitionSpec(*target.spec, *[None] * (ndim - len(target.spec)))
 
     def local(first: jax.Array, second: jax.Array) -> jax.Array:

