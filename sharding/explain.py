@@ -72,16 +72,9 @@ def explain_layout(
     name: str = "model",
     num_hosts: int = 1,
 ) -> str:
-    """The layout of a model on `num_devices` devices, in their order, as text.
-
-    Args:
-      max_tp: the largest degree that weights are padded for; default: `tp`.
-      name: of the model.
-      num_hosts: on which the devices are, for what is sent between them.
-
-    Raises:
-      ValueError: no device, or a degree that does not fit the number of devices or does not divide `max_tp`.
-    """
+    """The layout of a model on `num_devices` devices, in their order, as text. `max_tp`: the largest degree that
+    weights are padded for, by default `tp`. `num_hosts`: those that the devices are on, for the traffic between
+    them. Raises ValueError for impossible numbers."""
     max_tp = tp if max_tp is None else max_tp
     problem = number_problem("--devices", num_devices, Declared(int, Interval(ge=1), cap=MAX_DEVICES))
     if problem is not None:

@@ -131,12 +131,9 @@ def precompile(
     *,
     max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES,
 ) -> list[Any]:
-    """Compiles all that `migrate` between these layouts may need, moves nothing, and returns the compiled programs.
-
-    Args:
-      pool: arrays or `jax.ShapeDtypeStruct`s in the layout `before`.
-      sizes: (M, G) of the lanes to compile for (rounded up as `lane_capacity` does); default: every pair there is.
-    """
+    """Compiles everything that `migrate` between these layouts may need, moves nothing, and returns the compiled
+    programs. The pool may hold `jax.ShapeDtypeStruct`s. `sizes`: (M, G) of the lanes to compile for (rounded up as
+    `lane_capacity` does); default: all."""
     most = min(pool[0][0].shape[2], num_blocks) - 1
     num_homes = min(before.dp, after.dp)
     if sizes is None:
@@ -163,9 +160,9 @@ def migrate_across(
     max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES,
 ) -> Pool:
     """Moves live blocks to other devices: packs, copies by `jax.device_put` with the same spec, exchanges them there.
+    The source pool stays as it is, because its other requests may continue.
 
     Args:
-      pool: the source pool; it stays as it is, because its other requests may go on.
       before, after: on meshes of equal shape that have no device in common.
       into: the target worker's pool, deleted afterwards; default: a new one.
       lanes, num_blocks, max_extra_bytes: as in `migrate`.

@@ -158,15 +158,9 @@ def rollout_to_rollout(
     keep: bool = False,
     **form: Unpack[Form],
 ) -> tuple[Any, ReshardReport]:
-    """Rollout weights from one layout to another; shapes stay, because they were padded for `max_tp`.
-
-    Args:
-      params: as `rules.to_rollout` made them for `layout_from`, `max_tp` and `form`.
-      layout_to: on the same mesh, or on a mesh without a common device.
-
-    Raises:
-      ValueError: a weight is not sharded as `layout_from` says, or a degree does not divide `max_tp`.
-    """
+    """Moves rollout weights, which `rules.to_rollout` made for `layout_from`, `max_tp` and `form`, to another layout
+    on the same mesh, or on a mesh without a common device. Shapes stay, because they were padded for `max_tp`.
+    Raises ValueError if a weight is not sharded as `layout_from` says, or if a degree does not divide `max_tp`."""
     expected = rollout_shardings(config, layout_from, max_tp, **form)
     for (path, array), sharding in zip(
         jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(expected), strict=True

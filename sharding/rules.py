@@ -112,16 +112,15 @@ def padded_config(config: M, max_tp: int) -> M:
 
 
 def axes_of_dims(weight: Shaped, factors: Sequence[int], *, in_rollout: bool = False) -> list[slice]:
-    """Of each dim of a weight, the axes that split it in training, as a slice of all of them.
+    """For each dim of a weight the axes that split it in training, as a slice of all of them.
 
     The tensor dim is split over as many axes as divide it, so that a rollout layout is a prefix. Where that leaves more
-    copies than a split of the matrix's other side would (8 key/value heads on 64 devices), that one is split instead:
-    not both, since XLA then adds gradients by an all-reduce in place of a reduce-scatter. What is outside the layers,
-    and experts, of which there are enough, have tensor dims alone.
+    copies than a split of the matrix's other side would (8 key/value heads on 64 devices), that side is split instead:
+    not both, since XLA then adds gradients by an all-reduce in place of a reduce-scatter. Weights outside the layers,
+    and experts, of which there are enough, are split along tensor dims alone.
 
-    Args:
-      factors: sizes of the axes (x0, x1, ...).
-      in_rollout: over those of tensor parallelism, which leave the other side whole.
+    `factors`: sizes of the axes (x0, x1, ...). `in_rollout`: the axes of tensor parallelism, which leave the other side
+    whole.
     """
     begin, found = 0, [slice(0)] * len(weight.dims)
     for i, (dim, size) in enumerate(zip(weight.dims, weight.shape, strict=True)):
@@ -371,9 +370,8 @@ def to_rollout(
 
     Args:
       params: unpadded, on the devices of the layout's mesh; perhaps the layers alone.
-      config: hashable.
       dtype: of the result's matrices and biases (norms: at least float32).
-      max_tp: the largest degree that will be used with these weights, for which they are padded; default: the layout's.
+      max_tp: the largest degree that these weights are padded for; default: the layout's.
       layers_per_call: more means fewer dispatches and a higher peak.
     """
     out, layers = {}, list[Tree]()

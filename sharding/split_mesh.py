@@ -72,12 +72,11 @@ class Half:
         """Copies of arrays of the whole mesh, on the half.
 
         Args:
-          tree: arrays on the whole mesh; they stay as they are.
           shardings: a tree of NamedSharding on `mesh`; each splits the dim that its array is split in, by the minor
-            axes of the array's own spec, or does not split it more than the array is.
+            axes of the array's own spec, or splits it no more than the array is.
 
         Raises:
-          ValueError: a sharding is none that the array's shards make up.
+          ValueError: the array's shards do not make up such a sharding.
         """
         previous: Any = ()
 
@@ -99,15 +98,8 @@ class Half:
         return jax.tree.map(one, tree, shardings)
 
     def give_back(self, tree: Tree, shardings: Tree) -> Tree:
-        """Arrays of the half as arrays of the whole mesh; the reverse of `lend`. The given ones are deleted.
-
-        Args:
-          tree: arrays on `mesh`.
-          shardings: a tree of NamedSharding on the whole mesh, as `lend` could have started from.
-
-        Raises:
-          ValueError: as in `lend`.
-        """
+        """Arrays of the half as arrays of the whole mesh, with shardings that `lend` could have started from; the
+        inverse of `lend`. Deletes the given arrays. Raises ValueError as `lend`."""
         previous: Any = ()
 
         def one(array: jax.Array, target: NamedSharding) -> jax.Array:
@@ -196,20 +188,14 @@ def _cut(source: NamedSharding, ndim: int, dim: int) -> Callable[[jax.Array], tu
 
 
 def submesh_arrays(tree: Any, target: Any) -> Any:
-    """The arrays of a tree under other shardings, with the buffers that they have.
+    """The arrays of a tree under other shardings of devices that they are on, with the same buffers.
 
     Weights come to several workers by one program over all devices. In its result the workers are replicas, so every
     worker's shards are there already, and each gets them without a copy (about 0.01 ms an array). Both arrays then
     share their buffers, and deleting one kills the other: the whole array is dropped after it was split, not deleted.
-
     An array that occurs several times in the tree (tied weights) is made once.
 
-    Args:
-      tree: of jax.Array.
-      target: a tree of NamedSharding like `tree`, over devices on which the arrays are.
-
-    Raises:
-      ValueError: an array is not on one of the target's devices, or has another part of it there.
+    Raises ValueError if an array is not on one of the target's devices, or has another part of it there.
     """
     known: dict[tuple[int, NamedSharding], jax.Array] = {}
 

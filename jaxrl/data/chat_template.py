@@ -56,12 +56,7 @@ _TRIED_TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """A template.
-
-    Attributes:
-      source: in jinja.
-      place: the file that it comes from, for messages.
-    """
+    """A template in jinja, and the file that it comes from."""
 
     source: str
     place: str = field(compare=False)
@@ -82,17 +77,9 @@ def check_template_name(name: Any, place: str) -> None:
 def choose(
     templates: Mapping[str, ChatTemplate], owner: str, name: str | None = None, *, has_tools: bool = False
 ) -> ChatTemplate:
-    """The template that renders a conversation.
-
-    Args:
-      templates: of a tokenizer, by name.
-      owner: the tokenizer's folder or file, for messages.
-      name: of the one that is asked for.
-      has_tools: whether tools are given.
-
-    Raises:
-      ValueError: there is none of that name; or none, without a name.
-    """
+    """The template that renders a conversation: the one of this name, else the one for tools if there are tools,
+    else the default. Raises ValueError if there is no such template; `owner`, a folder or file, stands in the
+    message."""
     there = ", ".join(map(repr, sorted(templates)))
     if name is not None:
         if not isinstance(name, str) or name not in templates:
@@ -113,16 +100,11 @@ def choose(
 
 
 def render(source: str, place: str, messages: Sequence[Mapping[str, Any]], context: Mapping[str, Any]) -> str:
-    """The rendered conversation.
-
-    Args:
-      source: the template.
-      place: the file that it comes from, for messages.
-      context: the template's other variables.
+    """The rendered conversation. `place`: the template's file, for messages; `context`: its other variables.
 
     Raises:
-      ValueError: the template is no template, or exceeds a limit.
-      RefusedMessages: it refuses these messages, or fails with them.
+      ValueError: the source is no template, or exceeds a limit on a short conversation.
+      RefusedMessages: it refuses these messages, fails with them, or exceeds a limit.
     """
     # what tools say is no more tried than what messages say: each new list would be another trial
     tried = {**context, "tools": _TRIED_TOOLS} if context.get("tools") else context

@@ -103,11 +103,8 @@ class ConversationTokens:
         self.notes: dict[str, None] = {}
 
     def example(self, context: Messages, said: Messages, tools: Any, train_on: Turns = "all") -> Example:
-        """What follows `context`: the assistant's turns, and all that was said between them.
-
-        Args:
-          tools: what the assistant may call; None: nothing.
-          train_on: `last`: all turns but the last one are part of the prompt.
+        """The conversation as a context and what follows it. With `train_on` `last` all turns but the last are part of
+        the prompt.
 
         Raises:
           RefusedMessages: the chat template refuses these messages.

@@ -29,11 +29,8 @@ _KINDS = {_GZIP: "gzip", b"PAR1": "Parquet", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x
 
 
 def data_files(names: Sequence[str], option: str) -> list[Path]:
-    """The files that an option names, each of them there; ValueError otherwise. One named twice counts twice.
-
-    Args:
-      names: paths, or names of the Hugging Face Hub (`jaxrl.data.hub`).
-    """
+    """The files that an option names, as paths or as names of the Hugging Face Hub (`jaxrl.data.hub`). Raises
+    ValueError for a missing file. A file that is named twice counts twice."""
     files: list[Path] = []
     for name in names:
         if not name.strip():

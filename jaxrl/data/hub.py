@@ -63,15 +63,8 @@ def data_set_name(text: str) -> HubName | None:
 
 
 def model_path(name: HubName, option: str, *, weights: bool = False) -> Path:
-    """The folder of a model, or its file where the name has one (`.gguf`).
-
-    Args:
-      option: that named it, for messages.
-      weights: fetches the weights too, not only what is small. A `.gguf` file is whole in any case.
-
-    Raises:
-      ValueError: it is not in the cache and cannot be fetched, with the reason.
-    """
+    """The folder of a model, or its file where the name has one (`.gguf`). With `weights` fetches the weights too,
+    not only small files. Raises ValueError, which names the option, if it is not in the cache and cannot be fetched."""
     if name.file:
         folder = _snapshot(name, "model", (name.file,), option, lambda folder: (folder / name.file).is_file())
         if not (folder / name.file).is_file():
@@ -89,11 +82,8 @@ def used_files(folder: Path) -> list[Path]:
 
 
 def data_paths(name: HubName, option: str) -> list[Path]:
-    """The files of a data set that a name's pattern fits, in the order of their names.
-
-    Raises:
-      ValueError: no file is named, none fits, or they are not in the cache and cannot be fetched.
-    """
+    """The files of a data set that a name's pattern fits, by name. Raises ValueError if no file is named or none
+    fits, or if they are not in the cache and cannot be fetched."""
     if not name.file:
         stem = "test" if option.startswith("data.val") else "train"
         raise ValueError(
@@ -133,12 +123,8 @@ def _has_weights(folder: Path) -> bool:
 def _snapshot(
     name: HubName, kind: str, wanted: Sequence[str], option: str, complete: Callable[[Path], bool], flat: bool = False
 ) -> Path:
-    """The folder of a repository in the cache, with the files that are wanted fetched into it if it lacks some.
-
-    Args:
-      wanted: patterns of files.
-      flat: only files of the repository's top folder and of that with chat templates.
-    """
+    """The folder of a repository in the cache, after fetching the files of the wanted patterns that it lacks.
+    `flat`: only files of the top folder and of the one with chat templates."""
     hub = _package(name, option)
     own: dict[str, Any] = {"repo_type": kind, "allow_patterns": list(wanted)}
     if flat:

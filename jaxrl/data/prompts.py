@@ -74,13 +74,8 @@ def _own(config: Config, environments: Environments, first: int, count: int) -> 
 def load_validation(
     config: Config, train: Problems | None = None, environments: Environments | None = None
 ) -> Problems:
-    """The held-out problems: from `data.val_files` if given, else from `data.task`, else of the environment's own;
-    empty if there is none of them.
-
-    Args:
-      config: the configuration.
-      train: the training problems, where the caller has them at hand (they are read again otherwise).
-    """
+    """The held-out problems: from `data.val_files` if given, else from `data.task`, else the environment's own, else
+    none. `train`: the training problems, which are read again if not given."""
     data = config.data
     if not data.val_files:
         if data.task and data.val_size:
@@ -106,13 +101,8 @@ def load_validation(
 
 
 def refuse_sources(config: Config, train: Problems, held_out: Problems | None = None) -> None:
-    """Raises ValueError where `reward.domains` names a source that no problem has, or `data.source_quotas` does not fit
-    the training problems.
-
-    Args:
-      train: the training problems; may be none.
-      held_out: the held-out ones, which are read where they are not at hand and the training problems do not have all.
-    """
+    """Raises ValueError if `reward.domains` names a source that no problem has, or `data.source_quotas` does not fit
+    the training problems. `held_out` is read if it is not given and the training problems do not have all sources."""
     if train and config.data.source_quotas:
         SourceQuotas(config.data.source_quotas, source_names(train))
     sources = set(source_names(train))
@@ -127,10 +117,7 @@ def validation_prompts(
     config: Config, tokenizer: Tokenizer, held_out: Problems | None = None, environments: Environments | None = None
 ) -> list[Prompt]:
     """The held-out prompts for evaluation, in file order (epoch 0); overlong ones are treated as in training.
-
-    Args:
-      held_out: what `load_validation` has returned, where the caller has it at hand (it is read otherwise).
-    """
+    `held_out`: the result of `load_validation`, which is called if it is not given."""
     problems = load_validation(config, environments=environments) if held_out is None else held_out
     rendered = Rendered(problems, tokenizer, config.data, environments)
     if problems and not len(rendered):

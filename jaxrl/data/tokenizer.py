@@ -154,16 +154,15 @@ class Tokenizer:
         chat_template: str | None = None,
         **variables: Any,
     ) -> str:
-        """The rendered conversation, with the marks of `as_text` in what others than the assistant say.
+        """The rendered conversation, with the marks of `as_text` in everything that the assistant does not say.
 
         Args:
-          chat_template: the name of one of `chat_templates`; None: `tool_use` where that exists and `tools` are given,
-            or else `default`.
-          variables: reach the template (`tools`, `enable_thinking` ...).
+          chat_template: the name of one of `chat_templates`; None: as `jaxrl.data.chat_template.choose` decides.
+          variables: of the template (`tools`, `enable_thinking` ...).
 
         Raises:
-          ValueError: there is no such template, or it reads no variable of such a name.
-          RefusedMessages: it refuses these messages; or they have to do with tools, and the model speaks harmony.
+          ValueError: there is no such template, or it reads no such variable.
+          RefusedMessages: it refuses these messages; or they involve tools, and the model speaks harmony.
         """
         template = self._template(variables, chat_template)
         has_tools = variables.get("tools") or any(m["role"] == "tool" or m.get("tool_calls") for m in messages)

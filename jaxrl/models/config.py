@@ -304,14 +304,9 @@ class ModelConfig:
         return table | {"layers": quantized(self.quantization, layers) | adapters(self.lora, layers)}
 
     def dtypes(self, param_dtype: str, dtype: str) -> dict[str, Any]:
-        """The type of each weight in training, in a tree like that of `weights()`.
-
-        What is trained is in `param_dtype`, and so are norms. What adapters leave frozen is in the narrower of the two:
-        layers would compute with it in `dtype` anyway.
-
-        Args:
-          param_dtype, dtype: `actor.param_dtype` and `actor.dtype`.
-        """
+        """The type of each weight in training, in a tree like that of `weights()`, from `actor.param_dtype` and
+        `actor.dtype`. Trained weights and norms are in `param_dtype`; weights that adapters leave frozen are in the
+        narrower of the two, since layers would compute with them in `dtype` anyway."""
 
         def one(name: str, weight: Weight) -> str:
             trained = self.lora is None or is_trained(name) or weight.is_norm

@@ -198,26 +198,21 @@ def layer(
     mix: Mix | None = None,
     by_rows: ByRows = at_once,
 ) -> tuple[jax.Array, Any, experts.Routing | None]:
-    """One decoder layer on x [..., E]. Computes in x's dtype, to which the weights are cast.
+    """One decoder layer on the residual stream x [..., E] ([E, ...] with `features_first`), in x's dtype, to which the
+    weights are cast. Returns (x, extra, the router's decision); the last is None without experts.
 
     Args:
-      lp: the layer's weights, without the leading dim.
-      x: the residual stream; any other dims. With `features_first` it is [E, ...], and so is the result.
       cos, sin: [..., rotary_dim / 2] from `rope_tables`; None: the layer has no rope.
       attend: (q [..., H, D], k [..., K, D], v [..., K, D]) -> (out [..., H, D], extra). Query head h belongs to
         key/value head h // (H // K). `attend` scales by 1/sqrt(D). With sinks it is called as (q, k, v, sinks [H]).
-      config: only constants are taken from it (eps, multipliers, the factor of adapters).
       features_first: matrices are [out..., in...].
       widen: multiply narrow operands as float32 (exactly), for backends with slow narrow products; without
         `features_first`.
-      reduce_dtype: the least type of matrices' gradients while devices add their parts of them.
-      keys: [R] of x [R, T, E], from which the dropout of adapters is drawn; None: there is none.
-      mix: what computes experts, where they are split over devices; None: `experts.mix` of all.
-      by_rows: how what stands before and behind attention is computed; in tiles it takes neither `mix`, nor `keys`,
-        nor `features_first`.
-
-    Returns:
-      (x, extra, what a router decided). The last is None without experts.
+      reduce_dtype: the narrowest type in which devices add their parts of matrices' gradients.
+      keys: [R] of x [R, T, E], for the dropout of adapters; None: no dropout.
+      mix: computes experts that are split over devices; None: `experts.mix` of all.
+      by_rows: how everything before and behind attention is computed; in tiles it excludes `mix`, `keys` and
+        `features_first`.
     """
 
     sums = x.dtype if by_rows is at_once else _at_least_float32(x.dtype)
@@ -545,11 +540,9 @@ def logits(
     widen: bool = False,
     by_rows: ByRows = at_once,
 ) -> jax.Array:
-    """[..., V] in at least float32 from final-normed x [..., E]; -inf for rows that pad the vocabulary.
-
-    With `features_first`, x is [E, ...] and a separate head [V, E]; logits are [..., V] all the same. In parts each has
-    its own rows of the vocabulary.
-    """
+    """[..., V] in at least float32 from final-normed x [..., E]; -inf for rows that pad the vocabulary. With
+    `features_first`, x is [E, ...] and a separate head [V, E], and logits are still [..., V]. In parts each has its
+    own rows of the vocabulary."""
 
     def some(params: Params, x: jax.Array) -> jax.Array:
         params, x = operands(widen, (params, x))
@@ -645,18 +638,17 @@ def forward_scan(
 
     Args:
       attend: (q, k, v) -> out, the same for every layer (`layer` has the shapes). With layers of several kinds it is
-        called as (q, k, v, kind), an int32 scalar: the index of the layer's kind among `config.kinds`. With sinks
-        [H] these come last.
+        called as (q, k, v, kind), an int32 scalar: the index of the layer's kind among `config.kinds`. Sinks [H] come
+        last.
       dtype: of activations and products.
       remat: what the backward pass recomputes: `none`, `full` (each layer from its input) or `dots` (all but the
         products with weights and attention).
-      constrain: applied to the residual stream after the embedding and after each layer (a sharding constraint).
-      widen, reduce_dtype: as in `layer`.
+      constrain: a sharding constraint on the residual stream after the embedding and after each layer.
+      widen, reduce_dtype, mix, by_rows: as in `layer`.
       find: (embedding, tokens) -> rows, as `look_up` does.
       gather: applied to a layer's weights inside the scanned, rematerialised body (FSDP's all-gather).
-      keys: of each row, for the dropout of adapters; None: nothing is dropped.
-      mix, by_rows: as in `layer`.
-      tally: what to keep of each layer's routing; then the result is (hidden states, that of all layers stacked).
+      keys: of each row, for the dropout of adapters; None: no dropout.
+      tally: summarises each layer's routing; the result is then (hidden states, the stacked summaries).
     """
 
     def body(x: jax.Array, own: tuple[Params, Any, Any]) -> tuple[jax.Array, Any]:

@@ -82,13 +82,8 @@ def route(
     normalised: bool,
     multiply: Multiply | None = None,
 ) -> Routing:
-    """Chooses experts by the softmax of a router's logits, all in at least float32.
-
-    Args:
-      num_chosen: experts per token.
-      normalised: whether a token's weights sum to one.
-      multiply: as in `jaxrl.kernels.invariant.ByRows`.
-    """
+    """Chooses `num_chosen` experts per token by the softmax of a router's logits, all in at least float32.
+    `normalised`: whether a token's weights sum to one; `multiply`: as in `jaxrl.kernels.invariant.ByRows`."""
     wide = jnp.promote_types(x_TE.dtype, jnp.float32)
 
     def plain(x: jax.Array, router: jax.Array) -> jax.Array:
@@ -115,12 +110,8 @@ def _taken(values: jax.Array, experts: jax.Array) -> jax.Array:
 def mix(
     x: jax.Array, routing: Routing, weights: Mapping[str, jax.Array], shape: ExpertSettings, first: Any = 0
 ) -> jax.Array:
-    """[..., E] in at least float32: the weighted sum of each token's experts, as far as they are among X.
-
-    Args:
-      weights: `WEIGHTS` of X experts, in x's dtype, or as codes (`jaxrl.sharding.narrow_weights`). first: the number of
-        the first of them.
-    """
+    """[..., E] in at least float32: the weighted sum of each token's experts, of those among the X whose `WEIGHTS`
+    are given, in x's dtype or as codes (`jaxrl.sharding.narrow_weights`). `first`: the number of the first of them."""
     x_TE, chosen = jax.tree.map(lambda each: each.reshape(-1, each.shape[-1]), (x, routing))
     return _mix(x_TE, chosen, weights, shape, first).reshape(x.shape)
 
@@ -198,9 +189,8 @@ def over_devices(
     """`mix` of experts that are split over a mesh, for hidden states [..., E] whose leading dim has the spec `rows`.
 
     Args:
-      specs: of each of the experts' weights, of one layer: (experts, ..., mlp, ...).
-      batched: as in `ExpertSettings`.
-      gathered: whether devices that share experts have tokens of their own; else they have the same.
+      specs: of each weight of the experts of one layer: (experts, ..., mlp, ...).
+      gathered: whether devices that share experts have different tokens; else they have the same.
     """
     of_experts, *others = specs["down"]
     experts = entry_axes(of_experts)

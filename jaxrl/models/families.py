@@ -29,11 +29,8 @@ def _alike(fields: Fields, num_layers: int) -> dict[str, Any]:
 
 
 def layer_types(fields: Fields, num_layers: int, usual: Callable[[int], bool], window: int | None) -> dict[str, Any]:
-    """The window and which layers have it, of `layer_types`.
-
-    Args:
-      usual: whether a layer has a window where the file has no list. window: that of the family; None: there is none.
-    """
+    """The window, and the layers that have it, from `layer_types`. Where the file has no list, `usual` says whether
+    a layer has a window; `window`: the family's own, None: there is none."""
     given = fields.get("layer_types", [SLIDING if usual(i) and window else FULL for i in range(num_layers)])
     given = [{"attention": FULL}.get(x, x) if isinstance(x, str) else x for x in given] if given else given
     if not isinstance(given, list) or len(given) < num_layers or any(x not in (FULL, SLIDING) for x in given):

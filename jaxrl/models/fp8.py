@@ -31,11 +31,8 @@ _TENSOR, _CHANNEL = (None, None), (1, None)
 
 
 def read_blocks(fields: Fields) -> tuple[Block, ...]:
-    """The blocks that a model's scales may have, of its config.json; () where its weights are plain.
-
-    Raises:
-      ValueError: weights are quantised in a form that is not read.
-    """
+    """The blocks that a model's scales may have, from its config.json; () for plain weights. Raises ValueError for
+    an unsupported form of quantisation."""
     if (content := fields.get("quantization_config")) is None:
         return ()
     if not isinstance(content, Mapping):

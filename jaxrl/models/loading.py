@@ -28,14 +28,11 @@ def resolve_path(path: str, option: str = "model.path", *, weights: bool = False
     """A `model.path` as the path of a folder or file, `random:` still before it.
 
     `package:file` names a file inside an installed package, `org/name` a model of the Hugging Face Hub
-    (`jaxrl.data.hub`), and `~` is the home folder.
-
-    Args:
-      weights: a model of the Hub must be there with its weights, which are fetched where the cache lacks them; without,
-        what is small is enough.
+    (`jaxrl.data.hub`), and `~` is the home folder. With `weights` a Hub model's weights are fetched where the cache
+    lacks them, else its small files only.
 
     Raises:
-      ValueError: it is a URL, the package is not installed, or the Hub's model cannot be had.
+      ValueError: it is a URL, the package is not installed, or the Hub's model cannot be fetched.
     """
     if is_url(path.removeprefix(RANDOM)):
         raise ValueError(f"{option}: {path} is a URL; {_url_advice(path.removeprefix(RANDOM))}")
@@ -85,13 +82,9 @@ def checked_path(path: str | Path, option: str = "model.path") -> Path:
 def load_model(
     path: str | Path, mesh: Mesh | None = None, dtype: Any = jnp.float32, *, random_init_seed: int | None = None
 ) -> tuple[ModelConfig, dict[str, Any]]:
-    """(config, params in training form), with the mesh's train shardings, or on the first device if there is no mesh.
-
-    Args:
-      path: a Hugging Face folder, a .gguf file, or `random:<folder with config.json>` for random weights.
-      dtype: of the parameters.
-      random_init_seed: use random weights from this seed instead of the folder's (`random:` alone means seed 0).
-    """
+    """(config, params in training form), with the mesh's train shardings, or on the first device if there is no
+    mesh. `random_init_seed`: random weights from this seed in place of the folder's; a path `random:<folder>` alone
+    means seed 0."""
     source = checked_path(path)
     if str(path).startswith(RANDOM) or random_init_seed is not None:
         return _random(config_of(path), mesh, dtype, random_init_seed or 0)

@@ -56,17 +56,12 @@ class PackedExperts(NamedTuple):
 
 
 def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """The values that codes and scales stand for: exact in float32, but for those beyond its range, which are infinite.
+    """The values of codes [..., rows, groups, 16] uint8 (two a byte, the first in the lower half) and scales [...,
+    rows, groups] uint8, as float32 [..., rows, groups * 32]: exact, but for values beyond float32's range, which are
+    infinite.
 
     The last dim is the inputs of a product; the one before it, of gpt-oss's experts, the outputs (transformers'
     parameters have the two the other way round).
-
-    Args:
-      blocks: [..., rows, groups, 16] uint8, two codes a byte, the first in the lower half.
-      scales: [..., rows, groups] uint8.
-
-    Returns:
-      [..., rows, groups * 32] float32.
     """
     assert blocks.dtype == scales.dtype == np.uint8, (blocks.dtype, scales.dtype)
     assert blocks.shape == (*scales.shape, BLOCK // 2), (blocks.shape, scales.shape)

@@ -33,15 +33,15 @@ def in_tiles(
     layout: Layout | None = None,
     dtype: str | None = None,
 ) -> InTiles:
-    """How a model's layers and its vocabulary are computed.
+    """How a model's layers and its vocabulary are computed in tiles.
 
     Args:
       parts: `actor.numerics_tp`.
-      mesh, rows: as in `InTiles`. layout: whose devices have parts of the weights; None: each has them whole.
-      dtype: of a layer's matrices in products, into which their adapters are merged; None: there are none beside them.
+      layout: whose devices have parts of the weights; None: each has them whole.
+      dtype: of matrices into which adapters are merged for products; None: there are no adapters beside them.
 
     Raises:
-      ValueError: a layout that splits weights otherwise than in these parts.
+      ValueError: the layout splits weights into other parts.
     """
     factors = tuple(prime_factors(parts))
     axes = () if layout is None else layout.tp_axes

@@ -39,11 +39,8 @@ _LARGEST_ALPHA = 1e6
 
 
 def read_lora(folder: Path, model: ModelConfig) -> Lora:
-    """The adapters that a folder describes, for a model without adapters; reads no tensor.
-
-    Raises:
-      ValueError: adapter_config.json is missing, or asks for what is not supported.
-    """
+    """The adapters that a folder describes, for a model without adapters; reads no tensor. Raises ValueError if
+    adapter_config.json is missing, or asks for something that is not supported."""
     file = folder / CONFIG
     try:
         fields = Fields(read_object(file), str(file))
@@ -114,11 +111,8 @@ def _fits(rule: str | list[str], modules: list[str]) -> list[bool]:
 
 
 def load_adapter(folder: Path, model: ModelConfig, mesh: Mesh | None, dtype: Any) -> dict[str, Any]:
-    """A folder's adapters in training form, on the mesh's train shardings.
-
-    Raises:
-      ValueError: its tensors are not those of the model's adapters, or have values that are NaN or infinite.
-    """
+    """A folder's adapters in training form, on the mesh's train shardings. Raises ValueError if its tensors do not
+    fit the model's adapters, or contain NaN or infinite values."""
     table, file = adapters_alone(model.weights()), folder / TENSORS
     tensors = read_header(file)
     check_tensors(table, {name: tensor.shape for name, tensor in tensors.items()}, lambda _: str(file))
@@ -159,14 +153,8 @@ def merged_layers(
 
 
 def export_adapter(params: Mapping[str, Any], model: ModelConfig, folder: Path, dtype: Any, base: str) -> None:
-    """Writes the adapters of `params`, in training form.
-
-    Args:
-      base: where peft finds the model that they belong to.
-
-    Raises:
-      ValueError: matrices share a tensor in the model's files, and their adapters are none of the whole tensor.
-    """
+    """Writes the adapters of `params`. `base`: where peft finds the model that they belong to. Raises ValueError if
+    matrices share a tensor in the model's files, and their adapters are not one adapter of the whole tensor."""
     lora, layers = model.lora, model.base.weights()["layers"]
     assert lora is not None
     tensors: dict[str, np.ndarray] = {}

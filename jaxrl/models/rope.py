@@ -86,12 +86,8 @@ class Rope:
 
 
 def read_rope(fields: Fields, max_position_embeddings: int, theta: float, partial: bool, longrope: bool) -> Rope:
-    """The rope of a config.json that has one for all layers.
-
-    Args:
-      theta: if the file gives none.
-      partial: whether a part of each head may be rotated. longrope: whether that is among the family's types.
-    """
+    """The rope of a config.json that has one for all layers; `theta`: its default. `partial`: whether rope may turn
+    a part of each head; `longrope`: whether the family has that type."""
     rope: dict[str, Any] = dict(_object(fields, "rope_scaling") or _object(fields, "rope_parameters"))
     for name, value in rope.items():
         if isinstance(value, Mapping):
@@ -109,12 +105,8 @@ def read_rope(fields: Fields, max_position_embeddings: int, theta: float, partia
 def read_ropes(
     fields: Fields, max_position_embeddings: int, theta: float, local_theta: float, local_key: str
 ) -> tuple[Rope, Rope]:
-    """(that of layers with full attention, that of windowed ones) of a config.json in which they may differ.
-
-    Args:
-      theta, local_theta: if the file gives none.
-      local_key: of the windowed layers' theta, beside `rope_theta`; empty: there is none.
-    """
+    """(the rope of layers with full attention, that of windowed ones) of a config.json in which they may differ.
+    `local_key`: the windowed layers' theta beside `rope_theta`; empty: there is none."""
     parameters = _object(fields, "rope_parameters")
     full, local = (dict(_object(Fields(parameters, fields.file), f"{kind}_attention")) for kind in ("full", "sliding"))
     full |= _object(fields, "rope_scaling")

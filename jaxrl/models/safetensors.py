@@ -74,11 +74,8 @@ class Tensor:
 
 
 def read_header(file: Path, packed: str = "") -> dict[str, Tensor]:
-    """The tensors of one safetensors file; ValueError where the file is damaged.
-
-    Args:
-      packed: a dtype beside `DTYPES` that some may have.
-    """
+    """The tensors of one safetensors file, which may also have the dtype `packed`. Raises ValueError if the file is
+    damaged."""
     try:
         regular_size(file)
         with reading(file):
@@ -176,13 +173,12 @@ def place(
     where: Callable[[int], str],
     kind: Kind = "hf",
 ) -> jax.Array:
-    """One weight of the training form on its devices; ValueError where it has values that are NaN or infinite.
+    """One weight of the training form on its devices. Raises ValueError if it contains NaN or infinite values.
 
     Args:
-      read: how to read of one of the weight's tensors, in the order of `Weight.names` (`Weight.from_file`).
+      read: for an index in `Weight.names`, a function that reads slices of that tensor (`Weight.from_file`).
       sharding: None is the first device.
-      where: names the file and the tensor.
-      kind: of the files.
+      where: for the same index, file and tensor, for messages.
     """
     sharding = SingleDeviceSharding(jax.local_devices()[0]) if sharding is None else sharding
     dtype = jnp.dtype(dtype)
@@ -369,15 +365,13 @@ def export_hf(
     dtype: Any = jnp.bfloat16,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write config.json, generation_config.json and safetensors files that transformers loads.
+    """Writes config.json, generation_config.json and safetensors files that transformers loads.
 
     Args:
       params: training form, on any sharding that this process can read whole.
-      config: the model's.
-      folder: created if need be; files of the same names are replaced.
+      folder: files of the same names are replaced.
       tokenizer_files: copied into the folder (`Tokenizer.save` writes such files, too).
       dtype: float32, float16 or bfloat16 in the files.
-      max_file_bytes: where to start another file.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -150,11 +150,8 @@ class Weight:
         return 0 if self._transpose(kind) else -1
 
     def from_file(self, read: Callable[..., Any], index: tuple[slice, ...], kind: Kind = "hf") -> Any:
-        """The part `index` of one tensor's weight (a layer's, or an expert's) in the decoder's shape.
-
-        Args:
-          read: the part of the file's tensor that slices, one for each of its dims, cut out.
-        """
+        """The part `index` of one tensor's weight (a layer's, or an expert's) in the decoder's shape. `read` takes a
+        slice for each dim of the file's tensor."""
         lead = len(self._experts_in(kind))
         sizes, shape, inside, cuts = self.unit_shape, list(self.unit_shape), list(index[lead:]), []
         for first, *rest in self._file_dims(kind):  # the first of them is cut in the file, the others in what was read
