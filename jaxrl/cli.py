@@ -258,8 +258,6 @@ def _add_explanations(command: Command) -> None:
     layout.add_argument(
         "--hosts", type=devices, default=1, help="on which the devices are, for what training sends (1)"
     )
-    layout.add_argument("--svg", type=written, metavar="FILE", help="also draw it")
-    layout.add_argument("--png", type=written, metavar="FILE", help="also draw it (needs pillow)")
 
 
 def _add_profile(command: Command) -> None:
@@ -455,22 +453,12 @@ def _explain_layout(options: argparse.Namespace) -> int:
 
     from jaxrl.models.loading import config_of, resolve_path
     from jaxrl.models.shapes import named_shape
-    from jaxrl.record.files import refuse_file, write_whole
     from jaxrl.sharding.explain import explain_layout
-    from jaxrl.sharding.layout_drawing import draw, png, svg
 
-    for out, option in ((options.svg, "--svg"), (options.png, "--png")):
-        if out:
-            refuse_file(out, option)
     config = named_shape(options.shape) if options.shape else config_of(resolve_path(options.model, "--model"))
     name = options.shape or Path(options.model.partition(":")[2] or options.model).name
     devices = options.devices or len(jax.devices())
-    explanation = explain_layout(config, devices, options.tp, options.max_tp, name=name, num_hosts=options.hosts)
-    if options.svg:
-        write_whole(Path(options.svg).expanduser(), svg(draw(explanation)), removing=_removing(options))
-    if options.png:
-        write_whole(Path(options.png).expanduser(), png(draw(explanation)), removing=_removing(options))
-    print(explanation)
+    print(explain_layout(config, devices, options.tp, options.max_tp, name=name, num_hosts=options.hosts))
     return 0
 
 

@@ -34,10 +34,10 @@ _MOST_THREADS = 8  # each holds a program's intermediate forms, of large models 
 
 
 def products_of(dtype: Any, platform: str) -> AbstractContextManager[Any]:
-    """A context for tracing: products of float32 arrays are products of float32 numbers.
+    """A context for tracing in which products of float32 arrays have float32 precision.
 
-    GPUs multiply float32 with the 10 bits of TF32 by default, and TPUs with bfloat16's 7; where float32 is what was
-    asked for, that is not it. CPUs take all bits anyhow, and in bfloat16 nothing changes.
+    By default GPUs multiply float32 with the 10 bits of TF32, and TPUs with the 7 bits of bfloat16. CPUs use all bits
+    anyway, and bfloat16 is not affected.
     """
     if platform == "cpu" or jnp.dtype(dtype).itemsize < 4:
         return nullcontext()
@@ -49,15 +49,15 @@ Meet = Callable[[str], None]
 
 
 def alone(name: str) -> None:
-    """`Meet` in a run of one process."""
+    """`Meet` for a run of one process."""
 
 
 class CompiledPrograms:
     """Programs of one mesh, each compiled once. Subclasses say which shapes there are, and how one is lowered.
 
     Attributes:
-      meet: of a mesh over several processes, where they meet once all have compiled a program.
-      is_warm: all expected shapes are compiled; what is compiled later counts in `recompiles`.
+      meet: on a mesh over several processes, where they meet after all have compiled a program.
+      is_warm: all expected shapes are compiled; later compilations count in `recompiles`.
     """
 
     def __init__(self) -> None:
@@ -69,20 +69,19 @@ class CompiledPrograms:
         self._lock = threading.Lock()
 
     def shapes(self) -> Sequence[Any]:
-        """Every shape that can be needed, those first that are needed first."""
+        """Every shape that can be needed, in the order of first use."""
         raise NotImplementedError
 
     def lower(self, *shape: Any, **named: Any) -> Any:
-        """The program of a shape, traced for this mesh's devices."""
+        """Traces the program of a shape for this mesh's devices."""
         raise NotImplementedError
 
     def compiler_options(self, kind: str) -> dict[str, Any]:
-        """XLA's options for a program."""
+        """XLA's options for a kind of program."""
         del kind
         return {}
 
     def compile(self, shape: Any) -> Any:
-        """Traces and compiles the program of a shape."""
         return self.lower(*shape).compile(compiler_options=self.compiler_options(shape[0]))
 
     def program(self, shape: Any) -> Any:
@@ -115,11 +114,8 @@ class CompiledPrograms:
         return found
 
     def complete(self, on_program: Callable[[], None] = lambda: None) -> None:
-        """Until every shape is compiled: compiles here what no other thread has begun, and waits for the others.
-
-        Args:
-          on_program: called after each.
-        """
+        """Compiles every shape that no other thread has begun, and waits for the others. Calls `on_program` after
+        each."""
         for shape in self.shapes():
             self.program(shape)
             on_program()
@@ -149,7 +145,7 @@ class CompileAhead:
         ]
 
     def wait(self, progress: Callable[[int, int], None] | None = None) -> int:
-        """Until everything is compiled; returns how many programs that are, and raises what compiling raised."""
+        """Waits until everything is compiled. Returns the number of programs, and raises what compiling raised."""
         for done, job in enumerate(as_completed(self._jobs), 1):
             job.result()
             if progress is not None:
@@ -167,7 +163,7 @@ def compile_threads() -> int:
 
 
 def _settings_of_this_thread() -> Callable[[], Any]:
-    """A context in which another thread has the settings that the caller has now."""
+    """A context that gives another thread the settings that the caller has now."""
     values = {name: getattr(jax.config, f"jax_{name}") for name in _CARRIED}
 
     @contextmanager

@@ -27,7 +27,7 @@ Tree = dict[str, Any]
 
 
 def can_fuse(num_kv_heads: int, max_tp: int) -> bool:
-    """Whether shards have whole groups at every degree up to `max_tp`; key/value heads as padded for it."""
+    """Whether shards have whole groups at every degree up to `max_tp`, for which `num_kv_heads` is padded."""
     return num_kv_heads % max_tp == 0
 
 

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -44,7 +44,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import axes_size
-from jaxrl.sharding.reshard import DEFAULT_MAX_EXTRA_BYTES, crossing_bytes
+from jaxrl.sharding.reshard import DEFAULT_MAX_EXTRA_BYTES
 
 MIN_LANE_BLOCKS = 8
 Pool = list[tuple[Any, Any]]
@@ -55,32 +55,8 @@ their home, [lanes, homes, G], by the home that they go to and by the one that t
 
 
 @dataclass(frozen=True, slots=True)
-class MigrationReport:
-    """The size of a migration, without its time.
-
-    Attributes:
-      num_blocks: live blocks that moved, of all lanes; a block is one of all layers, keys and values.
-      lane_blocks: places of a lane as packed: the fullest lane, rounded up, and those for guests.
-      live_bytes: of those blocks, key/value heads counted once.
-      moved_bytes: bytes that crossed between devices, padding of the lanes and replicated heads included.
-      num_chunks, num_programs: dispatches, and the different programs among them.
-      peak_extra_bytes: the most that any device holds beyond the larger of the pool before and the pool after.
-      max_extra_bytes: the bound; a single array that needs more goes alone.
-    """
-
-    num_blocks: int
-    lane_blocks: int
-    live_bytes: int
-    moved_bytes: int
-    num_chunks: int
-    num_programs: int
-    peak_extra_bytes: int
-    max_extra_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """What a migration's programs depend on besides the layouts: sizes of one pool array before and after."""
+class _Sizes:
+    """The sizes that a migration's programs depend on beside the layouts: one pool array before and after."""
 
     num_kv_heads: int
     num_blocks: int
@@ -94,7 +70,6 @@ class _Shape:
 
     @property
     def block_bytes(self) -> int:
-        """One block of one array, all heads."""
         return self.num_kv_heads * self.block_size * self.head_dim * np.dtype(self.dtype).itemsize
 
 
@@ -106,17 +81,16 @@ def migrate(
     num_blocks: int,
     *,
     max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES,
-) -> tuple[Pool, MigrationReport]:
-    """Moves a pool's live blocks into a new pool in a layout of the same mesh, and deletes the old pool.
+) -> Pool:
+    """Moves a pool's live blocks into a new pool in a layout of the same mesh, and deletes the old pool. Blocks that
+    are no lane's target are zero.
 
     Args:
       pool: per layer (keys, values), [dp, K, N, P, D] as `before` shards them (`rollout.kv_cache`).
       lanes: the blocks that move.
-      num_blocks: of a new pool, the reserved one included.
-      max_extra_bytes: per device.
-
-    Returns:
-      The new pool; blocks that are no lane's target are zero.
+      num_blocks: of the new pool, the reserved one included.
+      max_extra_bytes: the most that a device may hold beyond the larger of the two pools; an array that needs more goes
+        alone.
 
     Raises:
       ValueError: before anything moves: another mesh, a pool that is not in `before`, lanes or blocks that do not fit.
@@ -132,9 +106,7 @@ def migrate(
     return _joined([_migrate(part, before, after, lanes, num_blocks, max_extra_bytes) for part in parts], structure)
 
 
-def _migrate(
-    pool: Pool, before: Layout, after: Layout, lanes: Lanes, num_blocks: int, max_extra_bytes: int
-) -> tuple[Pool, MigrationReport]:
+def _migrate(pool: Pool, before: Layout, after: Layout, lanes: Lanes, num_blocks: int, max_extra_bytes: int) -> Pool:
     shape, index = _checked(pool, before, after, lanes, num_blocks, None)
     chunks = _chunks(shape, before, after, 2 * len(pool), max_extra_bytes)
     programs = [_move(shape, before, after, count) for count in chunks]
@@ -147,7 +119,7 @@ def _migrate(
         for array in own:
             array.delete()
         new += previous
-    return _layers(new), _report(shape, before, after, lanes, chunks, max_extra_bytes)
+    return _layers(new)
 
 
 def precompile(
@@ -159,22 +131,19 @@ def precompile(
     *,
     max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES,
 ) -> list[Any]:
-    """Compiles all that `migrate` between these layouts may need, moves nothing, and returns the compiled programs.
-
-    Args:
-      pool: arrays or `jax.ShapeDtypeStruct`s in the layout `before`.
-      sizes: (M, G) of the lanes to compile for (rounded up as `lane_capacity` does); default: every pair there is.
-    """
-    most = lane_limit(before, after, pool[0][0].shape[2], num_blocks)
+    """Compiles everything that `migrate` between these layouts may need, moves nothing, and returns the compiled
+    programs. The pool may hold `jax.ShapeDtypeStruct`s. `sizes`: (M, G) of the lanes to compile for (rounded up as
+    `lane_capacity` does); default: all."""
+    most = min(pool[0][0].shape[2], num_blocks) - 1
     num_homes = min(before.dp, after.dp)
     if sizes is None:
         sizes = [(own, guests) for own in range(1, most + 1) for guests in range(most + 1 if num_homes > 1 else 1)]
-    found: dict[tuple[_Shape, int], Any] = {}
+    found: dict[tuple[_Sizes, int], Any] = {}
     for places, guests in sorted({_places(*size, most, num_homes) for size in sizes}):
         for part in _parts(pool)[0]:
             heads, old_blocks, block_size, head_dim = part[0][0].shape[1:]
             sized = heads, old_blocks, num_blocks, block_size, head_dim, part[0][0].dtype
-            shape = _Shape(*sized, places, guests, False)
+            shape = _Sizes(*sized, places, guests, False)
             for count in _chunks(shape, before, after, 2 * len(pool), max_extra_bytes):
                 found[shape, count] = _move(shape, before, after, count)
     return list(found.values())
@@ -189,11 +158,11 @@ def migrate_across(
     *,
     into: Pool | None = None,
     max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES,
-) -> tuple[Pool, MigrationReport]:
+) -> Pool:
     """Moves live blocks to other devices: packs, copies by `jax.device_put` with the same spec, exchanges them there.
+    The source pool stays as it is, because its other requests may continue.
 
     Args:
-      pool: the source pool; it stays as it is, because its other requests may go on.
       before, after: on meshes of equal shape that have no device in common.
       into: the target worker's pool, deleted afterwards; default: a new one.
       lanes, num_blocks, max_extra_bytes: as in `migrate`.
@@ -223,7 +192,7 @@ def _migrate_across(
     num_blocks: int,
     into: Pool | None,
     max_extra_bytes: int,
-) -> tuple[Pool, MigrationReport]:
+) -> Pool:
     shape, (source_index, target_index) = _checked(pool, before, after, lanes, num_blocks, into)
     landing = Layout(after.mesh, before.tp)
     chunks = _chunks(shape, landing, after, 2 * len(pool), max_extra_bytes)
@@ -243,35 +212,23 @@ def _migrate_across(
         for array in landed:
             array.delete()
         new += previous
-    return _layers(new), _report(shape, before, after, lanes, chunks, max_extra_bytes)
+    return _layers(new)
 
 
 def _parts(pool: Any) -> tuple[list[Pool], Any]:
-    """A pool's arrays of each kind as a pool of their own, and the structure of the whole."""
+    """(a pool for each kind of array, the structure of the whole pool)."""
     layers = [tuple(jax.tree.leaves(cached) for cached in layer) for layer in pool]
     kinds = range(len(layers[0][0]))
     return [[(keys[i], values[i]) for keys, values in layers] for i in kinds], jax.tree.structure(pool)
 
 
-def _joined(moved: Sequence[tuple[Pool, MigrationReport]], structure: Any) -> tuple[Pool, MigrationReport]:
-    """The other way round, with one report of all."""
-    pools, reports = zip(*moved, strict=True)
-    layers = range(len(pools[0]))
-    arrays = [pool[layer][side] for layer in layers for side in range(2) for pool in pools]
-    summed = {
-        name: sum(getattr(report, name) for report in reports)
-        for name in ("live_bytes", "moved_bytes", "num_chunks", "num_programs")
-    }
-    peak = max(report.peak_extra_bytes for report in reports)
-    return jax.tree.unflatten(structure, arrays), replace(reports[0], peak_extra_bytes=peak, **summed)
+def _joined(pools: Sequence[Pool], structure: Any) -> Pool:
+    """The inverse of `_parts`."""
+    arrays = [pool[layer][side] for layer in range(len(pools[0])) for side in range(2) for pool in pools]
+    return jax.tree.unflatten(structure, arrays)
 
 
 # ---------------------------------------------------------------- sizes and checks
-
-
-def lane_limit(before: Layout, after: Layout, num_blocks: int, new_num_blocks: int) -> int:
-    """The most blocks that a lane can have: as many as fit into the smaller of the pools at its ends."""
-    return min(num_blocks, new_num_blocks) - 1
 
 
 def lane_capacity(num_blocks: int, most: int) -> int:
@@ -280,13 +237,13 @@ def lane_capacity(num_blocks: int, most: int) -> int:
 
 
 def _places(own: int, guests: int, most: int, num_homes: int) -> tuple[int, int]:
-    """(places of a lane, those of them for the guests of each home) for so many blocks in the fullest of each."""
+    """(places of a lane, those among them for the guests of each home), for the fullest lane and home."""
     each = lane_capacity(guests, most) if guests else 0
     return lane_capacity(own, most) + num_homes * each, each
 
 
-def _pool_spec(layout: Layout, shape: _Shape) -> PartitionSpec:
-    """The spec of a pool array and of packed lanes: both split dp groups and heads alike."""
+def _pool_spec(layout: Layout, shape: _Sizes) -> PartitionSpec:
+    """The spec of pool arrays and of packed lanes alike."""
     return PartitionSpec(layout.dp_axes or None, layout.kv_axes(shape.num_kv_heads) or None)
 
 
@@ -296,8 +253,9 @@ def _describe(layout: Layout) -> str:
 
 def _checked(
     pool: Pool, before: Layout, after: Layout, lanes: Lanes, num_blocks: int, into: Pool | None
-) -> tuple[_Shape, tuple[np.ndarray, np.ndarray]]:
-    """Sizes, and the numbers of source and target blocks as devices stack their lanes, [lanes, places] both."""
+) -> tuple[_Sizes, tuple[np.ndarray, np.ndarray]]:
+    """The sizes, and the source and target blocks in the order in which devices stack their lanes, [lanes, places]
+    both."""
     heads, old_blocks, block_size, head_dim = pool[0][0].shape[1:]
     num_lanes, num_homes = max(before.dp, after.dp), min(before.dp, after.dp)
     for sources, targets, dims in ((*lanes[:2], (num_lanes,)), (*lanes[2:], (num_lanes, num_homes))):
@@ -306,10 +264,10 @@ def _checked(
                 f"KV migration: sources {sources.shape} and targets {targets.shape} must both be "
                 f"{[*dims, 'M']} for dp {before.dp} to dp {after.dp}: lanes{', homes' * (len(dims) > 1)}, places"
             )
-    most = lane_limit(before, after, old_blocks, num_blocks)
+    most = min(old_blocks, num_blocks) - 1  # what fits into the smaller of a lane's pools
     places, guests = _places(lanes[0].shape[-1], lanes[2].shape[-1], most, num_homes)
     sizes = (heads, old_blocks, num_blocks, block_size, head_dim)
-    shape = _Shape(*sizes, pool[0][0].dtype, places, guests, into is not None)
+    shape = _Sizes(*sizes, pool[0][0].dtype, places, guests, into is not None)
     _check_pool("the pool", pool, before, shape, old_blocks)
     if into is not None:
         _check_pool("the pool to go into", into, after, shape, num_blocks)
@@ -338,8 +296,8 @@ def _checked(
     return shape, (np.maximum(source_index, 0), np.where(target_index < 0, num_blocks, target_index).astype(np.int32))
 
 
-def _padded(own: np.ndarray, guests: np.ndarray, shape: _Shape) -> np.ndarray:
-    """Block numbers [lanes, places], -1 for none: a lane's own, and then those of guests, by home."""
+def _padded(own: np.ndarray, guests: np.ndarray, shape: _Sizes) -> np.ndarray:
+    """Block numbers [lanes, places], -1 for none: a lane's own blocks, then the guests' by home."""
     num_lanes, num_homes, most = guests.shape
     by_home = np.full((num_lanes, num_homes, shape.guest_blocks), -1, np.int32)
     by_home[:, :, :most] = guests
@@ -349,7 +307,7 @@ def _padded(own: np.ndarray, guests: np.ndarray, shape: _Shape) -> np.ndarray:
     return index
 
 
-def _check_pool(name: str, pool: Pool, layout: Layout, shape: _Shape, num_blocks: int) -> None:
+def _check_pool(name: str, pool: Pool, layout: Layout, shape: _Sizes, num_blocks: int) -> None:
     dims = (layout.dp, shape.num_kv_heads, num_blocks, shape.block_size, shape.head_dim)
     sharding = NamedSharding(layout.mesh, _pool_spec(layout, shape))
     for array in (array for layer in pool for array in layer):
@@ -368,7 +326,7 @@ def _layers(arrays: Sequence[jax.Array]) -> Pool:
 
 
 @lru_cache(maxsize=128)
-def _move(shape: _Shape, before: Layout, after: Layout, count: int) -> Any:
+def _move(shape: _Sizes, before: Layout, after: Layout, count: int) -> Any:
     """Compiled: (`count` pool arrays, sources, targets) -> as many new ones."""
 
     def local(*arguments: jax.Array) -> tuple[jax.Array, ...]:
@@ -386,7 +344,7 @@ def _move(shape: _Shape, before: Layout, after: Layout, count: int) -> Any:
 
 
 @lru_cache(maxsize=128)
-def _pack(shape: _Shape, before: Layout, after: Layout, count: int) -> Any:
+def _pack(shape: _Sizes, before: Layout, after: Layout, count: int) -> Any:
     """Compiled: (`count` pool arrays, sources) -> packed lanes, in the same layout."""
 
     def local(*arguments: jax.Array) -> tuple[jax.Array, ...]:
@@ -400,7 +358,7 @@ def _pack(shape: _Shape, before: Layout, after: Layout, count: int) -> Any:
 
 
 @lru_cache(maxsize=128)
-def _unpack(shape: _Shape, landing: Layout, after: Layout, count: int) -> Any:
+def _unpack(shape: _Sizes, landing: Layout, after: Layout, count: int) -> Any:
     """Compiled: (`count` packed lanes, as many pool arrays if there are any, targets) -> pool arrays."""
 
     def local(*arguments: jax.Array) -> tuple[jax.Array, ...]:
@@ -425,18 +383,18 @@ def _unpack(shape: _Shape, landing: Layout, after: Layout, count: int) -> Any:
     return _compile(local, after, in_specs, new * count, arguments, donated)
 
 
-def _fresh(shape: _Shape, lanes: jax.Array, targets: jax.Array) -> jax.Array:
+def _fresh(shape: _Sizes, lanes: jax.Array, targets: jax.Array) -> jax.Array:
     """A zeroed pool of a dp group with the lanes in it, [1, K', N, P, D]."""
     zeros = jnp.zeros((lanes.shape[1], shape.new_num_blocks, *lanes.shape[3:]), lanes.dtype)
     return _put(zeros, lanes, targets)[None]
 
 
-def _abstract(layout: Layout, shape: _Shape, num_blocks: int) -> jax.ShapeDtypeStruct:
+def _abstract(layout: Layout, shape: _Sizes, num_blocks: int) -> jax.ShapeDtypeStruct:
     dims = (layout.dp, shape.num_kv_heads, num_blocks, shape.block_size, shape.head_dim)
     return jax.ShapeDtypeStruct(dims, shape.dtype, sharding=NamedSharding(layout.mesh, _pool_spec(layout, shape)))
 
 
-def _index(layout: Layout, spec: PartitionSpec, lanes: int, shape: _Shape) -> jax.ShapeDtypeStruct:
+def _index(layout: Layout, spec: PartitionSpec, lanes: int, shape: _Sizes) -> jax.ShapeDtypeStruct:
     sharding = NamedSharding(layout.mesh, spec)
     return jax.ShapeDtypeStruct((lanes, shape.lane_blocks), jnp.int32, sharding=sharding)
 
@@ -458,7 +416,7 @@ def _compile(
 
 
 def _moved_axes(before: Layout, after: Layout, heads: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes that change between dp and tp: those that split heads in the layout with larger tp, and the others."""
+    """The axes that change between dp and tp: those that split heads at the larger tp, and the others."""
     large, small = (before, after) if before.tp > after.tp else (after, before)
     moved = [axis for axis in large.tp_axes if axis not in small.tp_axes]
     split = large.kv_axes(heads)
@@ -501,36 +459,36 @@ def _exchange(lanes: jax.Array, before: Layout, after: Layout, heads: int, guest
 
 
 def _take(pool_KNPD: jax.Array, sources_LM: jax.Array) -> jax.Array:
-    """The lanes' blocks, [l, K', M, P, D]; numbers are checked on the host."""
+    """The lanes' blocks, [l, K', M, P, D]. Numbers are checked on the host."""
     return jax.vmap(lambda blocks: jnp.take(pool_KNPD, blocks, axis=1, mode="clip"))(sources_LM)
 
 
 def _put(pool_KNPD: jax.Array, lanes_LKMPD: jax.Array, targets_LM: jax.Array) -> jax.Array:
-    """A pool with the lanes' blocks in it; numbers beyond the last block are dropped."""
+    """The pool with the lanes' blocks in it; numbers beyond the last block are dropped."""
     K, _, P, D = pool_KNPD.shape
     blocks_KBPD = jnp.moveaxis(lanes_LKMPD, 0, 1).reshape(K, -1, P, D)
     return pool_KNPD.at[:, targets_LM.ravel()].set(blocks_KBPD, mode="drop")
 
 
-# ---------------------------------------------------------------- chunks and the report
+# ---------------------------------------------------------------- chunks
 
 
-def _shard_bytes(layout: Layout, shape: _Shape, num_blocks: int, groups: int = 1) -> int:
-    """Of `groups` dp groups' blocks of one array on one device."""
+def _shard_bytes(layout: Layout, shape: _Sizes, num_blocks: int, groups: int = 1) -> int:
+    """The bytes that one array's blocks of `groups` dp groups take on a device."""
     return groups * num_blocks * shape.block_bytes * layout.kv_heads_each(shape.num_kv_heads) // shape.num_kv_heads
 
 
-def _working_bytes(shape: _Shape, before: Layout, after: Layout) -> int:
-    """Bytes on a device to move one array, beside its old and new form: the lanes, sent and received, twice; and those
-    of guests, sent and received."""
+def _working_bytes(shape: _Sizes, before: Layout, after: Layout) -> int:
+    """The bytes on a device while one array moves, beside its old and new form: lanes, sent and received, twice; and
+    those of guests."""
     lanes, guests = max(before.dp, after.dp), shape.guest_blocks * min(before.dp, after.dp)
     sent = _shard_bytes(before, shape, shape.lane_blocks + guests, lanes // before.dp)
     received = _shard_bytes(after, shape, shape.lane_blocks, lanes // after.dp)
     return 2 * (sent + received)
 
 
-def _chunks(shape: _Shape, before: Layout, after: Layout, num_arrays: int, max_extra_bytes: int) -> tuple[int, ...]:
-    """How many arrays go at once, evenly."""
+def _chunks(shape: _Sizes, before: Layout, after: Layout, num_arrays: int, max_extra_bytes: int) -> tuple[int, ...]:
+    """The number of arrays of each dispatch, evenly distributed."""
     if max_extra_bytes < 1:
         raise ValueError(f"KV migration: max_extra_bytes ({max_extra_bytes}) must be at least 1")
     pools = [_shard_bytes(before, shape, shape.num_blocks), _shard_bytes(after, shape, shape.new_num_blocks)]
@@ -538,54 +496,3 @@ def _chunks(shape: _Shape, before: Layout, after: Layout, num_arrays: int, max_e
     count = math.ceil(num_arrays / max(max_extra_bytes // cost, 1))
     size, larger = divmod(num_arrays, count)
     return tuple(size + (i < larger) for i in range(count))
-
-
-def _report(
-    shape: _Shape, before: Layout, after: Layout, lanes: Lanes, chunks: tuple[int, ...], max_extra_bytes: int
-) -> MigrationReport:
-    num_lanes, num_homes, num_arrays = max(before.dp, after.dp), min(before.dp, after.dp), sum(chunks)
-    packed = (num_lanes, shape.num_kv_heads, shape.lane_blocks, shape.block_size, shape.head_dim)
-    itemsize = np.dtype(shape.dtype).itemsize
-    is_across = before.mesh != after.mesh
-    start = before
-    # guests of all homes but a lane's own
-    crossing = _shard_bytes(before, shape, shape.guest_blocks * (num_homes - 1), num_lanes // before.dp)
-    if is_across:  # the whole transfer with the same spec, then the exchange
-        start = Layout(after.mesh, before.tp)
-        crossing += _shard_bytes(before, shape, shape.lane_blocks, num_lanes // before.dp)
-    crossing *= before.mesh.size
-    specs = [NamedSharding(layout.mesh, _pool_spec(layout, shape)) for layout in (start, after)]
-    crossing += crossing_bytes(packed, itemsize, specs[0], specs[1])
-    num_live = sum(int(np.sum(sources >= 0)) for sources in lanes[::2])
-    return MigrationReport(
-        num_blocks=num_live,
-        lane_blocks=shape.lane_blocks,
-        live_bytes=num_live * shape.block_bytes * num_arrays,
-        moved_bytes=crossing * num_arrays,
-        num_chunks=len(chunks),
-        num_programs=len(set(chunks)) * (1 + is_across),
-        peak_extra_bytes=_peak_extra(shape, before, after, chunks, is_across),
-        max_extra_bytes=max_extra_bytes,
-    )
-
-
-def _peak_extra(shape: _Shape, before: Layout, after: Layout, chunks: tuple[int, ...], is_across: bool) -> int:
-    """Replays the chunks on one device of the new layout, with the temporaries of the compiled programs."""
-    old = _shard_bytes(before, shape, shape.num_blocks)
-    new = _shard_bytes(after, shape, shape.new_num_blocks)
-    if is_across:
-        landing = Layout(after.mesh, before.tp)
-        lanes = max(before.dp, after.dp)
-        packed = _shard_bytes(before, shape, shape.lane_blocks, lanes // before.dp)
-        temporaries = [_unpack(shape, landing, after, count).memory_analysis().temp_size_in_bytes for count in chunks]
-        packing = max(
-            _pack(shape, before, after, count).memory_analysis().temp_size_in_bytes + count * packed for count in chunks
-        )
-        return max(packing, *(count * packed + each for count, each in zip(chunks, temporaries, strict=True)))
-    live = sum(chunks) * old
-    peak, limit = 0, max(old, new) * sum(chunks)
-    for count in chunks:
-        working = _move(shape, before, after, count).memory_analysis().temp_size_in_bytes
-        peak = max(peak, live + count * new + working - limit)
-        live += count * (new - old)
-    return peak

@@ -34,26 +34,23 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """How many data-parallel groups there are."""
         return self.mesh.size // self.tp
 
     @property
     def tp_axes(self) -> tuple[str, ...]:
-        """The axes of tensor parallelism, major first."""
         axes = nested_axes(self.mesh)
         return next(axes[:end] for end in range(len(axes) + 1) if axes_size(self.mesh, axes[:end]) == self.tp)
 
     @property
     def dp_axes(self) -> tuple[str, ...]:
-        """The axes of data parallelism, major first."""
         return tuple(axis for axis in self.mesh.axis_names if axis not in self.tp_axes)
 
     def kv_axes(self, num_kv_heads: int) -> tuple[str, ...]:
-        """The axes that key/value heads are split over; they are replicated over the other tp axes."""
+        """The axes that key/value heads are split over; over the other tp axes they are replicated."""
         return dividing_prefix(self.mesh, self.tp_axes, num_kv_heads)
 
     def kv_heads_each(self, num_kv_heads: int) -> int:
-        """The key/value heads of one device; beyond as many devices as there are heads it still has one."""
+        """The key/value heads of one device, at least one."""
         return num_kv_heads // axes_size(self.mesh, self.kv_axes(num_kv_heads))
 
     def spec(self, *entries: str | tuple[str, ...] | None) -> PartitionSpec:
@@ -71,7 +68,6 @@ class Layout:
         return PartitionSpec(*(axes(entry) for entry in entries))
 
     def sharding(self, *entries: str | tuple[str, ...] | None) -> NamedSharding:
-        """`spec` on this layout's mesh."""
         return NamedSharding(self.mesh, self.spec(*entries))
 
 

@@ -19,7 +19,7 @@ DEFAULT_SHARE = 0.75
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """What is known of the devices' memory, in bytes of one device.
+    """The memory of one device, in bytes.
 
     Attributes:
       platform: `jaxrl.sharding.mesh.platform_of`.
@@ -33,17 +33,17 @@ class DeviceMemory:
 
 
 def device_bytes(devices: Sequence[Any]) -> int | None:
-    """Memory of one of this process's devices; None if the backend does not report it (a CPU's memory is the host's).
-    No other process's device can be asked."""
+    """The memory of one of this process's devices; None if the backend does not report it (a CPU's memory is the
+    host's)."""
     stats = devices[0].memory_stats()
     return None if not stats else stats.get("bytes_limit")
 
 
 def memory_share(platform: str) -> float | None:
-    """The share of a GPU's memory that JAX takes at its start; None on other platforms, which give all.
+    """The share of a GPU's memory that JAX allocates at its start; None on other platforms, which give all.
 
-    JAX reports what it was given (`device_bytes`) and not what the card has, so this is what it was told: the
-    environment variable, or else jax's own default (https://docs.jax.dev/en/latest/gpu_memory_allocation.html).
+    JAX reports this share and not the card's memory, so it is read from the environment, or is jax's default
+    (https://docs.jax.dev/en/latest/gpu_memory_allocation.html).
     """
     if platform not in GPU_PLATFORMS:
         return None
@@ -51,12 +51,12 @@ def memory_share(platform: str) -> float | None:
 
 
 def share_variable() -> str:
-    """The environment variable that sets the share: the one that is set, for jax refuses two of them."""
+    """The environment variable that sets the share. Jax refuses to run with both set."""
     return next(filter(os.environ.get, _SHARE_VARIABLES), _SHARE_VARIABLES[-1])
 
 
 def host_bytes() -> int:
-    """Memory of this machine, or of the part of it (a control group) that this process may use."""
+    """The memory of this machine, or of the control group that this process may use."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # not there, or no limit: `max`
@@ -65,11 +65,8 @@ def host_bytes() -> int:
 
 
 def memory_of(devices: Sequence[Any], sharing: int = 0) -> DeviceMemory:
-    """The memory of this process's devices, which are alike.
-
-    Args:
-      sharing: how many devices have a share of this machine's memory, where they are CPUs; 0: these.
-    """
+    """The memory of this process's devices, which are alike. `sharing`: how many CPU devices share this machine's
+    memory; 0: these."""
     reported = device_bytes(devices)
     share = host_bytes() // (sharing or len(devices)) if reported is None else reported
     return DeviceMemory(platform_of(devices[0]), reported, share)

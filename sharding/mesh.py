@@ -23,15 +23,10 @@ from jaxrl.schema.devices import mesh_factors
 
 
 def make_mesh(devices: Sequence[Any] | None = None, num_hosts: int = 1) -> Mesh:
-    """The factored mesh over `devices` (default: all), axes (`x{k-1}`, ..., `x1`, `x0`) with the smallest factor last.
-
-    One device gives one axis `x0` of size 1. Axis types are Auto: named here because jax's own helpers differ in their
-    default, and resharding differs by type.
-
-    Args:
-      num_hosts: on which the devices are, equally many on each, one host's after another's
-        (`jaxrl.schema.devices.mesh_factors`).
-    """
+    """The factored mesh over `devices` (default: all), axes (`x{k-1}`, ..., `x1`, `x0`) with the smallest factor
+    last; one device gives one axis `x0` of size 1. Each of `num_hosts` hosts has equally many devices, one host's
+    after another's. Axis types are Auto: named here because jax's own helpers differ in their default, and
+    resharding differs by type."""
     devices = jax.devices() if devices is None else devices
     assert len(devices) % num_hosts == 0, f"{len(devices)} devices are not equally many on {num_hosts} hosts"
     factors = mesh_factors(len(devices), num_hosts) or (1,)
@@ -48,17 +43,13 @@ def platform_of(device: Any) -> str:
 
 
 def submeshes(mesh: Mesh, count: int, num_hosts: int = 1) -> tuple[Mesh, ...]:
-    """A factored mesh cut into `count` equal ones along its major axes, in the order of its devices.
+    """A factored mesh cut into `count` equal ones along its major axes, in the order of its devices; the devices of a
+    part are on `num_hosts` hosts.
 
     A part has the axes that were not cut, with their names; a single device has one axis `x0` of size 1. So it is the
-    mesh that `make_mesh` makes of its devices, and its layouts nest in those of the whole: the dp groups of a layout
-    over the whole mesh are those of the parts' layouts of the same degree, one part after another.
-
-    Args:
-      num_hosts: on which the devices of a part are.
-
-    Raises:
-      ValueError: `count` is no product of the first axes.
+    mesh that `make_mesh` makes of its devices, and the dp groups of a layout over the whole mesh are those of the
+    parts' layouts of the same degree, one part after another. Raises ValueError if `count` is no product of the first
+    axes.
     """
     sizes = [mesh.shape[axis] for axis in mesh.axis_names]
     possible = tuple(dict.fromkeys(accumulate((1, *sizes), operator.mul)))
@@ -84,17 +75,17 @@ def entry_axes(entry: Any) -> tuple[str, ...]:
 
 
 def axes_size(mesh: Mesh, axes: Sequence[str]) -> int:
-    """The number of shards that splitting over `axes` makes."""
+    """The number of shards that a split over `axes` makes."""
     return int(np.prod([mesh.shape[axis] for axis in axes], dtype=np.int64))
 
 
 def dividing_prefix(mesh: Mesh, axes: Sequence[str], size: int) -> tuple[str, ...]:
-    """The longest prefix of `axes` with a product that divides `size`."""
+    """The longest prefix of `axes` whose product divides `size`."""
     return tuple(axes[: len(dividing_factors([mesh.shape[axis] for axis in axes], size))])
 
 
 def dividing_factors(factors: Sequence[int], size: int) -> Sequence[int]:
-    """The longest prefix of `factors` with a product that divides `size`."""
+    """The longest prefix of `factors` whose product divides `size`."""
     product = 1
     for i, factor in enumerate(factors):
         product *= factor

@@ -33,7 +33,7 @@ _SPLIT = {"heads", "kv_heads", "mlp"}  # a side of each matrix; routers, norms a
 
 
 class Shaped(Protocol):
-    """The fields that are read of a declared weight (`jaxrl.models.weights.Weight`)."""
+    """The fields of a declared weight (`jaxrl.models.weights.Weight`) that are read here."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -43,7 +43,7 @@ class Shaped(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The factors of a matrix of layers, as a weight with its dims but those of inputs."""
+    """The factors of a matrix of layers as a weight: it has the matrix's dims without those of inputs."""
 
     shape: tuple[int, ...]
     dims: tuple[str, ...]
@@ -55,7 +55,7 @@ class Scale:
 
 
 def inputs(weight: Shaped) -> tuple[int, ...]:
-    """Which dims of a layer's matrix a product sums over; () of a weight that is not quantised."""
+    """The dims of a layer's matrix that a product sums over; () for a weight that is not quantised."""
     dims = weight.dims[1:]
     if weight.dims[0] != "layers" or "embed" not in dims or not _SPLIT & {*dims}:
         return ()
@@ -76,12 +76,10 @@ def codes_of(kind: Narrow, array: jax.Array, axes: int | tuple[int, ...]) -> tup
 
 
 def largest(kind: Narrow) -> float:
-    """The magnitude of the largest code."""
     return _CODES[kind][1]
 
 
 def dtype_of(kind: Narrow) -> Any:
-    """Of codes."""
     return _CODES[kind][0]
 
 

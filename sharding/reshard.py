@@ -24,27 +24,24 @@ holds more than the larger of the two trees and one chunk.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jaxrl.schema.limits import Narrow
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import entry_axes
-from jaxrl.sharding.rules import Model, rollout_shardings
+from jaxrl.sharding.rules import Form, Model, rollout_shardings
 
 DEFAULT_MAX_EXTRA_BYTES = 64 << 20
 _SCALARS = 16  # bytes per leaf for the offsets that a program works out
 
 Shape = tuple[int, ...]
-Place = tuple[int, str]  # a device's id and a kind of memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,27 +51,19 @@ class ReshardReport:
     Attributes:
       num_leaves: arrays of the tree, each counted once however often the tree names it.
       num_aliased: those that were in place already.
-      num_chunks, num_programs: dispatches, and the different programs among them (`device_put` counts as one each).
+      num_chunks: dispatches.
       moved_bytes: bytes that had to cross from one device to another, over all devices.
-      peak_extra_bytes: the most that any device holds beyond the larger of the tree before and the tree after (with
-        `keep`: beyond both together), the compiler's temporary buffers included.
-      max_extra_bytes: the bound.
-      oversized: leaves that alone need more than the bound; each went in a chunk of its own.
     """
 
     num_leaves: int
     num_aliased: int
     num_chunks: int
-    num_programs: int
     moved_bytes: int
-    peak_extra_bytes: int
-    max_extra_bytes: int
-    oversized: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One array's path through shardings: the first is where it is, the last where it goes."""
+    """An array's path through shardings, from where it is to where it goes."""
 
     name: str
     shape: Shape
@@ -85,17 +74,14 @@ class Leaf:
     def kind(self) -> tuple[Any, ...]:
         return self.shape, self.dtype, self.path
 
+    @property
+    def ends(self) -> tuple[Shape, int, Sharding, Sharding]:
+        """The arguments of `crossing_bytes`."""
+        return self.shape, self.dtype.itemsize, self.path[0], self.path[-1]
+
     def bytes_on(self, hop: int) -> int:
-        """Bytes of one shard after so many hops."""
+        """The bytes of one shard after this many hops."""
         return math.prod(self.path[hop].shard_shape(self.shape)) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class ReshardPlan:
-    """Chunks of leaf numbers, and the report."""
-
-    chunks: tuple[tuple[int, ...], ...]
-    report: ReshardReport
 
 
 def reshard(
@@ -121,7 +107,8 @@ def reshard(
       tree: of jax.Array.
       target: a tree of NamedSharding like `tree` or a prefix of it (one sharding for all); or a Layout, with `dims`.
       dims: with a Layout, what `Layout.spec` takes: one tuple for all arrays, or a tree of tuples.
-      max_extra_bytes: per device; see `ReshardReport.peak_extra_bytes`. A leaf that needs more goes alone.
+      max_extra_bytes: the most that a device may hold beyond the larger of the tree before and the tree after (with
+        `keep`: beyond both together). A leaf that needs more goes alone.
       keep: leave the given arrays alive.
 
     Raises:
@@ -129,11 +116,11 @@ def reshard(
         meshes between which no spec is the same.
     """
     arrays, slots, structure, leaves = _collect(tree, target, dims)
-    plan = make_plan(leaves, _bound(max_extra_bytes), keep)
-    programs = [[program_of(*step) for step in steps_of(leaves, chunk)] for chunk in plan.chunks]
+    chunks, report = make_plan(leaves, max_extra_bytes)
+    programs = [[program_of(*step) for step in steps_of(leaves, chunk)] for chunk in chunks]
     moved: list[Any] = list(arrays)
     previous: Any = ()
-    for chunk, steps in zip(plan.chunks, programs, strict=True):
+    for chunk, steps in zip(chunks, programs, strict=True):
         jax.block_until_ready(previous)  # or the chunks in flight would add up
         values: Sequence[jax.Array] = [arrays[i] for i in chunk]
         for hop, program in enumerate(steps):
@@ -145,26 +132,19 @@ def reshard(
         for i, value in zip(chunk, values, strict=True):
             moved[i] = value
         previous = values
-    return jax.tree.unflatten(structure, [moved[i] for i in slots]), plan.report
+    return jax.tree.unflatten(structure, [moved[i] for i in slots]), report
 
 
 def precompile(
-    tree: Any,
-    target: Any,
-    *,
-    dims: Any = None,
-    max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES,
-    keep: bool = False,
-) -> tuple[ReshardReport, list[Any]]:
-    """Compiles what `reshard` with the same arguments would run, and moves nothing. Safe in a background thread.
-
-    `tree` may hold `jax.ShapeDtypeStruct` with shardings. Returns the report and the compiled programs, to look at.
-    """
-    _, _, _, leaves = _collect(tree, target, dims)
-    plan = make_plan(leaves, _bound(max_extra_bytes), keep)
-    steps = dict.fromkeys(step for chunk in plan.chunks for step in steps_of(leaves, chunk))
+    tree: Any, target: Any, *, dims: Any = None, max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES
+) -> list[Any]:
+    """Compiles what `reshard` with the same arguments would run, moves nothing, and returns the compiled programs. Safe
+    in a background thread. `tree` may hold `jax.ShapeDtypeStruct` with shardings."""
+    *_, leaves = _collect(tree, target, dims)
+    chunks, _ = make_plan(leaves, max_extra_bytes)
+    steps = dict.fromkeys(step for chunk in chunks for step in steps_of(leaves, chunk))
     programs = {step: program_of(*step) for step in steps}
-    return plan.report, [program for step, program in programs.items() if not is_put(step[1][0], step[2][0])]
+    return [program for step, program in programs.items() if not is_put(step[1][0], step[2][0])]
 
 
 def rollout_to_rollout(
@@ -173,25 +153,14 @@ def rollout_to_rollout(
     layout_from: Layout,
     layout_to: Layout,
     max_tp: int,
-    features_first: bool = False,
     *,
-    fused_projections: bool = False,
-    quantization: Narrow = "none",
     max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES,
     keep: bool = False,
+    **form: Unpack[Form],
 ) -> tuple[Any, ReshardReport]:
-    """Rollout weights from one layout to another; shapes stay, because they were padded for `max_tp`.
-
-    Args:
-      params: as `rules.to_rollout` made them for `layout_from`, `max_tp`, `features_first`, `fused_projections` and
-        `quantization`.
-      layout_to: on the same mesh, or on a mesh without a common device.
-
-    Raises:
-      ValueError: a weight is not sharded as `layout_from` says, or a degree does not divide `max_tp`.
-    """
-    form: dict[str, Any] = {"features_first": features_first, "fused_projections": fused_projections}
-    form |= {"quantization": quantization}
+    """Moves rollout weights, which `rules.to_rollout` made for `layout_from`, `max_tp` and `form`, to another layout
+    on the same mesh, or on a mesh without a common device. Shapes stay, because they were padded for `max_tp`.
+    Raises ValueError if a weight is not sharded as `layout_from` says, or if a degree does not divide `max_tp`."""
     expected = rollout_shardings(config, layout_from, max_tp, **form)
     for (path, array), sharding in zip(
         jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(expected), strict=True
@@ -206,12 +175,6 @@ def rollout_to_rollout(
 
 
 # ---------------------------------------------------------------- what is asked for
-
-
-def _bound(max_extra_bytes: int) -> int:
-    if max_extra_bytes < 1:
-        raise ValueError(f"reshard: max_extra_bytes ({max_extra_bytes}) must be at least 1")
-    return max_extra_bytes
 
 
 def _collect(tree: Any, target: Any, dims: Any) -> tuple[list[Any], list[int], Any, tuple[Leaf, ...]]:
@@ -273,7 +236,7 @@ def _shardings(tree: Any, target: Any, dims: Any) -> list[Any]:
 
 
 def _is_words(value: Any) -> bool:
-    """Whether it is a tuple of what `Layout.spec` takes, rather than a tuple of such tuples."""
+    """Whether it is a tuple for `Layout.spec`, rather than a tuple of such tuples."""
     return isinstance(value, tuple) and all(
         entry is None or isinstance(entry, str) or (isinstance(entry, tuple) and all(isinstance(x, str) for x in entry))
         for entry in value
@@ -356,7 +319,7 @@ def _has_axes(there: NamedSharding, named: NamedSharding) -> bool:
 
 
 def _without_ones(sharding: NamedSharding) -> NamedSharding:
-    """The same sharding, its spec without the axes of size 1: they split nothing, and another mesh may lack them."""
+    """The same sharding without axes of size 1 in its spec: they split nothing, and another mesh may lack them."""
 
     def kept(entry: Any) -> Any:
         return tuple(axis for axis in entry_axes(entry) if sharding.mesh.shape[axis] > 1) or None
@@ -369,7 +332,7 @@ def _without_ones(sharding: NamedSharding) -> NamedSharding:
 
 
 def steps_of(leaves: Sequence[Leaf], chunk: Sequence[int]) -> list[tuple[Any, ...]]:
-    """The arguments of `program_of` for each hop of a chunk; all its leaves have the same number and kinds of hops."""
+    """The arguments of `program_of` for each hop of a chunk. All its leaves have the same kinds of hops."""
     own = [leaves[i] for i in chunk]
     types = tuple((leaf.shape, leaf.dtype) for leaf in own)
     return [
@@ -380,7 +343,7 @@ def steps_of(leaves: Sequence[Leaf], chunk: Sequence[int]) -> list[tuple[Any, ..
 
 @lru_cache(maxsize=512)
 def program_of(types: tuple[Any, ...], sources: tuple[Sharding, ...], targets: tuple[Sharding, ...]) -> Any:
-    """A function of a chunk's arrays that gives them in other shardings; compiled where it is a program."""
+    """A function that gives a chunk's arrays other shardings; compiled where it is a program."""
     if is_put(sources[0], targets[0]):
         return lambda *arrays: jax.device_put(list(arrays), list(targets))
     abstract = [
@@ -396,7 +359,7 @@ def is_put(source: Sharding, target: Sharding) -> bool:
 
 
 def crossing_bytes(shape: Shape, itemsize: int, source: Sharding, target: Sharding) -> int:
-    """Bytes of an array that devices need in `target` and do not hold themselves in `source`, over all devices."""
+    """Bytes that devices need in `target` and do not hold in `source`, over all devices."""
     held = source.devices_indices_map(shape)
     needed = 0
     for device, index in target.devices_indices_map(shape).items():
@@ -430,12 +393,14 @@ def _cost(leaf: Leaf) -> int:
 
 
 @lru_cache(maxsize=128)
-def make_plan(leaves: tuple[Leaf, ...], max_extra_bytes: int, keep: bool) -> ReshardPlan:
+def make_plan(leaves: tuple[Leaf, ...], max_extra_bytes: int) -> tuple[list[list[int]], ReshardReport]:
+    """Chunks of leaf numbers, and the report."""
+    if max_extra_bytes < 1:
+        raise ValueError(f"reshard: max_extra_bytes ({max_extra_bytes}) must be at least 1")
     classes: dict[tuple[Any, ...], list[int]] = {}
     for i, leaf in enumerate(leaves):
         if len(leaf.path) > 1:
             classes.setdefault(leaf.kind, []).append(i)
-    costs = {kind: _cost(leaves[members[0]]) for kind, members in classes.items()}
 
     def order(kind: tuple[Any, ...]) -> tuple[Any, ...]:
         leaf = leaves[classes[kind][0]]
@@ -446,7 +411,7 @@ def make_plan(leaves: tuple[Leaf, ...], max_extra_bytes: int, keep: bool) -> Res
     chunks: list[list[int]] = []
     room, current = 0, None
     for kind in sorted(classes, key=order):
-        members, cost = classes[kind], costs[kind]
+        members, cost = classes[kind], _cost(leaves[classes[kind][0]])
         if order(kind) == current and len(members) * cost <= room:
             chunks[-1].extend(members)
             room -= len(members) * cost
@@ -456,55 +421,6 @@ def make_plan(leaves: tuple[Leaf, ...], max_extra_bytes: int, keep: bool) -> Res
         ends = [size * i + min(i, larger) for i in range(count + 1)]
         chunks += [members[start:end] for start, end in pairwise(ends)]
         room, current = max_extra_bytes - len(chunks[-1]) * cost, order(kind)
-    oversized = tuple(
-        leaves[i].name for kind, members in classes.items() if costs[kind] > max_extra_bytes for i in members
-    )
-    steps = [step for chunk in chunks for step in steps_of(leaves, chunk)]
-    report = ReshardReport(
-        num_leaves=len(leaves),
-        num_aliased=sum(len(leaf.path) == 1 for leaf in leaves),
-        num_chunks=len(chunks),
-        num_programs=len(set(steps)),
-        moved_bytes=sum(
-            len(members) * crossing_bytes(leaf.shape, leaf.dtype.itemsize, leaf.path[0], leaf.path[-1])
-            for members in classes.values()
-            for leaf in [leaves[members[0]]]
-        ),
-        peak_extra_bytes=_peak_extra(leaves, chunks, keep),
-        max_extra_bytes=max_extra_bytes,
-        oversized=oversized,
-    )
-    return ReshardPlan(tuple(map(tuple, chunks)), report)
-
-
-def _peak_extra(leaves: Sequence[Leaf], chunks: Sequence[Sequence[int]], keep: bool) -> int:
-    """Replays the chunks with what each device holds; temporaries as the compiled programs have them."""
-
-    def places(leaf: Leaf, hop: int) -> dict[Place, int]:
-        sharding, size = leaf.path[hop], leaf.bytes_on(hop)
-        return {(device.id, _kind(sharding)): size for device in sharding.device_set}
-
-    before: Counter[Place] = Counter()
-    after: Counter[Place] = Counter()
-    for leaf in leaves:
-        before.update(places(leaf, 0))
-        after.update(places(leaf, len(leaf.path) - 1))
-        if keep and len(leaf.path) > 1:
-            after.update(places(leaf, 0))
-    live, peak = before.copy(), 0
-    for chunk in chunks:
-        own = [leaves[i] for i in chunk]
-        for hop, step in enumerate(steps_of(leaves, chunk)):
-            for leaf in own:
-                live.update(places(leaf, hop + 1))
-            compiled = program_of(*step)
-            by_copy = is_put(step[1][0], step[2][0])
-            temporary = 0 if by_copy else compiled.memory_analysis().temp_size_in_bytes
-            devices = {device.id for device in step[2][0].device_set}
-            for place, size in live.items():
-                working = temporary if place[0] in devices else 0
-                peak = max(peak, size + working - max(before[place], after[place]))
-            if hop or not keep:
-                for leaf in own:
-                    live.subtract(places(leaf, hop))
-    return peak
+    moved = (len(members) * crossing_bytes(*leaves[members[0]].ends) for members in classes.values())
+    num_aliased = sum(len(leaf.path) == 1 for leaf in leaves)
+    return chunks, ReshardReport(len(leaves), num_aliased, len(chunks), sum(moved))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypedDict, TypeVar, Unpack, cast
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +36,8 @@ split first, and `mlp` over the axes that are left."""
 Tree = dict[str, Any]
 
 
-class Weight(Shaped, Protocol):
-    """The fields that the rules read of a declared weight (`jaxrl.models.weights.Weight`)."""
+class DeclaredWeight(Shaped, Protocol):
+    """The fields of `jaxrl.models.weights.Weight` that the rules read."""
 
     @property
     def is_norm(self) -> bool: ...
@@ -46,7 +46,7 @@ class Weight(Shaped, Protocol):
 
 
 class Model(Protocol):
-    """The parts that the rules read of a model config (`jaxrl.models.config.ModelConfig`, a frozen dataclass)."""
+    """The parts of `jaxrl.models.config.ModelConfig` that the rules read."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -62,6 +62,21 @@ class Model(Protocol):
     def base(self) -> Model: ...
     def weights(self) -> Mapping[str, Any]: ...
     def merged(self, name: str, layer: Mapping[str, Any]) -> jax.Array: ...
+
+
+class Form(TypedDict, total=False):
+    """How rollout weights lie, beside their layout.
+
+    Attributes:
+      features_first: matrices as [out..., in...], for a forward pass with features first in its activations.
+      fused_projections: products of the same activations in one matrix (`jaxrl.sharding.fused_projections`), for a
+        decode step on GPUs.
+      quantization: of layers' matrices (`jaxrl.sharding.narrow_weights`).
+    """
+
+    features_first: bool
+    fused_projections: bool
+    quantization: Narrow
 
 
 M = TypeVar("M", bound=Model)
@@ -85,7 +100,7 @@ def pad_heads(num_heads: int, num_kv_heads: int, tp: int) -> tuple[int, int]:
 
 
 def padded_config(config: M, max_tp: int) -> M:
-    """The config of rollout weights padded for degrees up to `max_tp`; the config itself if nothing needs padding."""
+    """The config of rollout weights padded for degrees up to `max_tp`."""
     num_heads, num_kv_heads = pad_heads(config.num_heads, config.num_kv_heads, max_tp)
     sizes = {
         "num_heads": num_heads,
@@ -97,16 +112,15 @@ def padded_config(config: M, max_tp: int) -> M:
 
 
 def axes_of_dims(weight: Shaped, factors: Sequence[int], *, in_rollout: bool = False) -> list[slice]:
-    """Of each dim of a weight, the axes that split it in training, as a slice of all of them.
+    """For each dim of a weight the axes that split it in training, as a slice of all of them.
 
     The tensor dim is split over as many axes as divide it, so that a rollout layout is a prefix. Where that leaves more
-    copies than a split of the matrix's other side would (8 key/value heads on 64 devices), that one is split instead:
-    not both, since XLA then adds gradients by an all-reduce in place of a reduce-scatter. What is outside the layers,
-    and experts, of which there are enough, have tensor dims alone.
+    copies than a split of the matrix's other side would (8 key/value heads on 64 devices), that side is split instead:
+    not both, since XLA then adds gradients by an all-reduce in place of a reduce-scatter. Weights outside the layers,
+    and experts, of which there are enough, are split along tensor dims alone.
 
-    Args:
-      factors: sizes of the axes (x0, x1, ...).
-      in_rollout: over those of tensor parallelism, which leave the other side whole.
+    `factors`: sizes of the axes (x0, x1, ...). `in_rollout`: the axes of tensor parallelism, which leave the other side
+    whole.
     """
     begin, found = 0, [slice(0)] * len(weight.dims)
     for i, (dim, size) in enumerate(zip(weight.dims, weight.shape, strict=True)):
@@ -121,25 +135,22 @@ def axes_of_dims(weight: Shaped, factors: Sequence[int], *, in_rollout: bool = F
     return found
 
 
-def train_spec(weight: Weight, mesh: Mesh) -> PartitionSpec:
+def train_spec(weight: DeclaredWeight, mesh: Mesh) -> PartitionSpec:
     """How training splits a weight over a mesh."""
     axes = nested_axes(mesh)
     splits = axes_of_dims(weight, [mesh.shape[axis] for axis in axes])
     return PartitionSpec(*(axes[own] or None for own in splits))
 
 
-def _splits_other_side(weight: Weight, mesh: Mesh) -> bool:
+def _splits_other_side(weight: DeclaredWeight, mesh: Mesh) -> bool:
     return any(entry and dim == "embed" for dim, entry in zip(weight.dims, train_spec(weight, mesh), strict=True))
 
 
 def train_shardings(config: Model, mesh: Mesh, whole: Mesh | None = None) -> Tree:
-    """The training form's tree of shardings.
+    """The training form's tree of shardings. `whole`: a mesh of which `mesh` is a part; the same dims are split as
+    over it."""
 
-    Args:
-      whole: a mesh of which `mesh` is a part: the same dims are split as over it.
-    """
-
-    def one(weight: Weight) -> NamedSharding:
+    def one(weight: DeclaredWeight) -> NamedSharding:
         entries = map(entry_axes, train_spec(weight, whole or mesh))
         own = [tuple(axis for axis in entry if axis in mesh.axis_names) or None for entry in entries]
         return NamedSharding(mesh, PartitionSpec(*own))
@@ -147,7 +158,7 @@ def train_shardings(config: Model, mesh: Mesh, whole: Mesh | None = None) -> Tre
     return map_weights(one, config.weights())
 
 
-def rollout_spec(weight: Weight, layout: Layout, padded: Model, features_first: bool = False) -> PartitionSpec:
+def rollout_spec(weight: DeclaredWeight, layout: Layout, padded: Model, features_first: bool = False) -> PartitionSpec:
     """One layer's weight in rollout form: tensor dims over tp, key/value heads over as much as divides them."""
     kv_axes = layout.kv_axes(padded.num_kv_heads)
     entries: dict[str, str | tuple[str, ...]] = {**dict.fromkeys(TENSOR_DIMS, "tp"), "kv_heads": kv_axes}
@@ -159,16 +170,9 @@ def rollout_spec(weight: Weight, layout: Layout, padded: Model, features_first: 
     return layout.spec(*(entries.get(dims[i]) for i in order))
 
 
-def rollout_shardings(
-    config: Model,
-    layout: Layout,
-    max_tp: int | None = None,
-    *,
-    features_first: bool = False,
-    fused_projections: bool = False,
-    quantization: Narrow = "none",
-) -> Tree:
+def rollout_shardings(config: Model, layout: Layout, max_tp: int | None = None, **form: Unpack[Form]) -> Tree:
     """The rollout form's tree of shardings for weights padded up to `max_tp` (default: the layout's own degree)."""
+    features_first, fused_projections = form.get("features_first", False), form.get("fused_projections", False)
     max_tp = _checked(layout, max_tp)
     padded = padded_config(config, max_tp)
     if fused_projections and (features_first or not can_fuse(padded.num_kv_heads, max_tp)):
@@ -177,14 +181,14 @@ def rollout_shardings(
             f"({padded.num_kv_heads}, padded) in whole groups on each of {max_tp} devices (rollout.max_tp)"
         )
 
-    def one(weight: Weight) -> NamedSharding:
+    def one(weight: DeclaredWeight) -> NamedSharding:
         return NamedSharding(layout.mesh, rollout_spec(weight, layout, padded, features_first))
 
     table = config.base.weights()
     tree = map_weights(one, table)
     layer = tree["layers"]
-    if quantization != "none":
-        of_layer: Mapping[str, Weight] = table["layers"]
+    if form.get("quantization", "none") != "none":
+        of_layer: Mapping[str, DeclaredWeight] = table["layers"]
         last = {name: NamedSharding(layout.mesh, rollout_spec(w, layout, padded)) for name, w in of_layer.items()}
         layer = layer | scale_shardings(of_layer, last)
     layer = fused_shardings(layer, layout) if fused_projections else layer
@@ -192,7 +196,7 @@ def rollout_shardings(
 
 
 def map_weights(function: Callable[..., Any], *trees: Mapping[str, Any]) -> Tree:
-    """A tree like the first (nested dicts of weights); each leaf is `function` of the trees' leaves at that place."""
+    """A tree like the first (nested dicts of weights); each leaf is `function` of all trees' leaves at that place."""
     first = trees[0]
     return {
         name: map_weights(function, *(tree[name] for tree in trees))
@@ -218,8 +222,8 @@ def _grow(array: jax.Array, dim: int, size: int) -> jax.Array:
 
 
 def _convert(
-    weight: Weight,
-    padded_weight: Weight,
+    weight: DeclaredWeight,
+    padded_weight: DeclaredWeight,
     group: tuple[int, int],
     array: jax.Array,
     dtype: Any,
@@ -274,25 +278,14 @@ def rollout_params_fn(
     layout: Layout,
     dtype: Any,
     max_tp: int | None = None,
-    *,
-    features_first: bool = False,
-    fused_projections: bool = False,
-    quantization: Narrow = "none",
+    **form: Unpack[Form],
 ) -> tuple[Callable[[Tree], Tree], Tree]:
     """(function, shardings): unpadded training form to rollout form, for `jax.jit(function, out_shardings=shardings)`.
 
     The function is pure: cast, pad, one dict per layer. `to_rollout` does the same with a peak of a few layers.
     """
-    shardings = rollout_shardings(
-        config,
-        layout,
-        max_tp,
-        features_first=features_first,
-        fused_projections=fused_projections,
-        quantization=quantization,
-    )
-    form = features_first, fused_projections, quantization
-    outer, layers = _converters(config, layout.mesh, _checked(layout, max_tp), dtype, *form)
+    shardings = rollout_shardings(config, layout, max_tp, **form)
+    outer, layers = _converters(config, layout.mesh, _checked(layout, max_tp), dtype, **form)
 
     def function(params: Tree) -> Tree:
         rest = {name: value for name, value in params.items() if name != "layers"}
@@ -306,19 +299,22 @@ def _converters(
     mesh: Mesh,
     max_tp: int,
     dtype: Any,
-    features_first: bool,
-    fused_projections: bool,
-    quantization: Narrow,
+    *,
+    features_first: bool = False,
+    fused_projections: bool = False,
+    quantization: Narrow = "none",
 ) -> tuple[Callable[[Tree], Tree], Callable[..., list[Tree]]]:
-    """The conversion of what is outside the layers, and of `count` layers from `start` on."""
+    """(the conversion of the weights outside the layers, that of `count` layers from `start` on)."""
     before, after = config.base.weights(), padded_config(config, max_tp).base.weights()
     group = _groups(config, max_tp)
 
-    def convert(weight: Weight, padded_weight: Weight, array: jax.Array, dtype: Any = dtype) -> jax.Array:
+    def convert(
+        weight: DeclaredWeight, padded_weight: DeclaredWeight, array: jax.Array, dtype: Any = dtype
+    ) -> jax.Array:
         array = _convert(weight, padded_weight, group, array, dtype, mesh)
         return jnp.transpose(array, weight.outputs_first) if features_first else array
 
-    def of_layer(name: str, weight: Weight, array: jax.Array) -> Tree:
+    def of_layer(name: str, weight: DeclaredWeight, array: jax.Array) -> Tree:
         padded = after["layers"][name]
         if quantization == "none" or not inputs(weight):
             return {name: convert(weight, padded, array)}
@@ -351,24 +347,10 @@ def _converters(
 
 @lru_cache(maxsize=64)
 def _compiled(
-    config: Any,
-    layout: Layout,
-    dtype: Any,
-    max_tp: int,
-    count: int,
-    features_first: bool,
-    fused_projections: bool,
-    quantization: Narrow,
+    config: Any, layout: Layout, dtype: Any, max_tp: int, count: int, **form: Unpack[Form]
 ) -> tuple[Any, Any]:
-    shardings = rollout_shardings(
-        config,
-        layout,
-        max_tp,
-        features_first=features_first,
-        fused_projections=fused_projections,
-        quantization=quantization,
-    )
-    outer, layers = _converters(config, layout.mesh, max_tp, dtype, features_first, fused_projections, quantization)
+    shardings = rollout_shardings(config, layout, max_tp, **form)
+    outer, layers = _converters(config, layout.mesh, max_tp, dtype, **form)
     rest = {name: value for name, value in shardings.items() if name != "layers"}
     chunk = jax.jit(lambda stacked, start: layers(stacked, start, count), out_shardings=shardings["layers"][:count])
     return jax.jit(outer, out_shardings=rest), chunk
@@ -381,30 +363,21 @@ def to_rollout(
     dtype: Any,
     max_tp: int | None = None,
     *,
-    features_first: bool = False,
-    fused_projections: bool = False,
-    quantization: Narrow = "none",
     layers_per_call: int = 4,
+    **form: Unpack[Form],
 ) -> Tree:
     """Training form to rollout form on the layout's mesh, a few layers per compiled call and nothing through the host.
 
     Args:
       params: unpadded, on the devices of the layout's mesh; perhaps the layers alone.
-      config: hashable; its weights' table drives padding and shardings.
-      layout: where the result lives.
       dtype: of the result's matrices and biases (norms: at least float32).
-      max_tp: the largest degree that will be used with these weights, for which they are padded; default: the layout's.
-      features_first: matrices as [out..., in...], for a forward pass with features first in its activations.
-      fused_projections: products of the same activations in one matrix (`jaxrl.sharding.fused_projections`), for a
-        decode step on GPUs.
-      quantization: of layers' matrices (`jaxrl.sharding.narrow_weights`).
+      max_tp: the largest degree that these weights are padded for; default: the layout's.
       layers_per_call: more means fewer dispatches and a higher peak.
     """
-    form: dict[str, Any] = {"features_first": features_first, "fused_projections": fused_projections}
-    form |= {"quantization": quantization}
     out, layers = {}, list[Tree]()
-    calls = rollout_calls(params, config, layout, dtype, max_tp, **form, layers_per_call=layers_per_call)
-    for program, arguments in calls:
+    for program, arguments in rollout_calls(
+        params, config, layout, dtype, max_tp, layers_per_call=layers_per_call, **form
+    ):
         made = program(*arguments)
         if len(arguments) == 1:
             out = made
@@ -420,17 +393,14 @@ def rollout_calls(
     dtype: Any,
     max_tp: int | None = None,
     *,
-    features_first: bool = False,
-    fused_projections: bool = False,
-    quantization: Narrow = "none",
     layers_per_call: int = 4,
+    **form: Unpack[Form],
 ) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """What `to_rollout` with the same arguments runs: each program with its arguments, first the one for what is
     outside the layers, then some layers each."""
 
     def programs(count: int) -> tuple[Any, Any]:
-        form = features_first, fused_projections, quantization
-        return _compiled(config, layout, jnp.dtype(dtype), _checked(layout, max_tp), count, *form)
+        return _compiled(config, layout, jnp.dtype(dtype), _checked(layout, max_tp), count, **form)
 
     if rest := {name: value for name, value in params.items() if name != "layers"}:
         yield programs(layers_per_call)[0], (rest,)

@@ -1,4 +1,7 @@
-"""Arrays between a mesh and one half of it: what all devices share goes to half of them, and comes back.
+"""Arrays between a mesh and a part of it.
+
+`Half` lends what all devices share to one half of them, and takes it back. `submesh_arrays` gives a part of the devices
+the shards that they have already.
 
 Purpose: weights go to the devices that the stream trainer has freed, and gradients come back
 (`jaxrl.mechanisms.stream_trainer.gradients`), while the other half decodes. `jaxrl.sharding.reshard` refuses that move,
@@ -58,24 +61,22 @@ class Half:
 
     @property
     def mesh(self) -> Mesh:
-        """The half as a factored mesh of its own, with the whole's minor axes."""
+        """The half as a factored mesh with the whole's minor axes."""
         return submeshes(self.whole, 2)[self.index]
 
     @property
     def other(self) -> Mesh:
-        """The other half."""
         return submeshes(self.whole, 2)[1 - self.index]
 
     def lend(self, tree: Tree, shardings: Tree) -> Tree:
         """Copies of arrays of the whole mesh, on the half.
 
         Args:
-          tree: arrays on the whole mesh; they stay as they are.
           shardings: a tree of NamedSharding on `mesh`; each splits the dim that its array is split in, by the minor
-            axes of the array's own spec, or does not split it more than the array is.
+            axes of the array's own spec, or splits it no more than the array is.
 
         Raises:
-          ValueError: a sharding is none that the array's shards make up.
+          ValueError: the array's shards do not make up such a sharding.
         """
         previous: Any = ()
 
@@ -97,15 +98,8 @@ class Half:
         return jax.tree.map(one, tree, shardings)
 
     def give_back(self, tree: Tree, shardings: Tree) -> Tree:
-        """Arrays of the half as arrays of the whole mesh; the reverse of `lend`. The given ones are deleted.
-
-        Args:
-          tree: arrays on `mesh`.
-          shardings: a tree of NamedSharding on the whole mesh, as `lend` could have started from.
-
-        Raises:
-          ValueError: as in `lend`.
-        """
+        """Arrays of the half as arrays of the whole mesh, with shardings that `lend` could have started from; the
+        inverse of `lend`. Deletes the given arrays. Raises ValueError as `lend`."""
         previous: Any = ()
 
         def one(array: jax.Array, target: NamedSharding) -> jax.Array:
@@ -127,7 +121,8 @@ class Half:
         return jax.tree.map(one, tree, shardings)
 
     def _shards(self, array: jax.Array, index: int, spec: PartitionSpec, dim: int | None) -> jax.Array:
-        """The shards of the half of this index, as an array of it, without a copy: half as long in `dim`, if any."""
+        """The shards on the half of this index, as an array of that half, without a copy: half as long in `dim`, if
+        any."""
         mesh = submeshes(self.whole, 2)[index]
         devices = set(mesh.devices.flat)
         shape = tuple(size // 2 if i == dim else size for i, size in enumerate(array.shape))
@@ -156,7 +151,7 @@ def _dim_of(whole: Any, half: NamedSharding) -> int | None:
 
 
 def _trimmed(entries: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Without the dims at the end that nothing splits, which a spec may leave out."""
+    """Without the unsplit dims at the end, which a spec may leave out."""
     while entries and not entries[-1]:
         entries = entries[:-1]
     return entries
@@ -169,7 +164,7 @@ def _copied(target: NamedSharding) -> Callable[[jax.Array], jax.Array]:
 
 @lru_cache(maxsize=64)
 def _joined(target: NamedSharding, ndim: int, dim: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Both parts of each shard put together, on each device by itself."""
+    """Joins both parts of each shard, on each device by itself."""
     spec = PartitionSpec(*target.spec, *[None] * (ndim - len(target.spec)))
 
     def local(first: jax.Array, second: jax.Array) -> jax.Array:
@@ -190,3 +185,39 @@ def _cut(source: NamedSharding, ndim: int, dim: int) -> Callable[[jax.Array], tu
 
     cut = jax.shard_map(local, mesh=source.mesh, in_specs=spec, out_specs=(spec, spec), check_vma=False)
     return jax.jit(cut, out_shardings=(source, source))
+
+
+def submesh_arrays(tree: Any, target: Any) -> Any:
+    """The arrays of a tree under other shardings of devices that they are on, with the same buffers.
+
+    Weights come to several workers by one program over all devices. In its result the workers are replicas, so every
+    worker's shards are there already, and each gets them without a copy (about 0.01 ms an array). Both arrays then
+    share their buffers, and deleting one kills the other: the whole array is dropped after it was split, not deleted.
+    An array that occurs several times in the tree (tied weights) is made once.
+
+    Raises ValueError if an array is not on one of the target's devices, or has another part of it there.
+    """
+    known: dict[tuple[int, NamedSharding], jax.Array] = {}
+
+    def one(path: Any, array: jax.Array, sharding: NamedSharding) -> jax.Array:
+        key = (id(array), sharding)
+        if key not in known:
+            known[key] = _on_submesh(jax.tree_util.keystr(path) or "the array", array, sharding)
+        return known[key]
+
+    return jax.tree_util.tree_map_with_path(one, tree, target)
+
+
+def _on_submesh(name: str, array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    if array.sharding == sharding:
+        return array
+    there = array.sharding.devices_indices_map(array.shape)
+    wanted = sharding.devices_indices_map(array.shape)
+    moving = [device.id for device, part in wanted.items() if there.get(device) != part]
+    if moving:
+        raise ValueError(
+            f"submesh_arrays: {name} would have to move: device {moving[0]} does not hold the part of it that "
+            f"{sharding.spec} says: use reshard"
+        )
+    parts = [shard.data for shard in array.addressable_shards if shard.device in wanted]
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)

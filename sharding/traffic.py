@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl.schema.devices import mesh_factors
-from jaxrl.sharding.rules import Model, Weight, axes_of_dims
+from jaxrl.sharding.rules import DeclaredWeight, Model, axes_of_dims
 
 _NARROW, _WIDE = 2, 4  # weights cross in bfloat16, gradients in float32
 _BLOCK = 128  # `jaxrl.rollout.sampling.BLOCK`
@@ -42,7 +42,7 @@ class Traffic:
 
 
 def update_traffic(config: Model, num_devices: int, num_hosts: int = 1) -> Traffic:
-    """Of training on so many devices, equally many on each host."""
+    """The traffic of training, with equally many devices on each host."""
     factors, per_host = mesh_factors(num_devices, num_hosts), num_devices // num_hosts
     gathered = reduced = copied = into_host = 0.0
     for weight, times in _weights(config.weights()):
@@ -89,7 +89,7 @@ def step_traffic(config: Model, tp: int, num_hosts: int, num_bytes: int = _NARRO
     return StepTraffic(sums, round(prefill + gathered * others), round(prefill))
 
 
-def _weights(table: Mapping[str, Any]) -> Iterator[tuple[Weight, int]]:
+def _weights(table: Mapping[str, Any]) -> Iterator[tuple[DeclaredWeight, int]]:
     """Each weight, and how often a microbatch gathers it: those of layers forward and backward."""
     for weight in table["layers"].values():
         yield weight, 0 if "experts" in weight.dims else 2

@@ -18,7 +18,7 @@ from jaxrl.commands.run import TrainingRun
 from jaxrl.config import Config, ConfigError, differences
 from jaxrl.config.commands import as_read
 from jaxrl.config.options import total_steps
-from jaxrl.data.conversations import ConversationTokens, Row, RowSource
+from jaxrl.data.conversations import ConversationTokens, ExampleRow, RowSource
 from jaxrl.data.stops import stop_ids
 from jaxrl.record import metrics as numbers
 from jaxrl.record.alarms import Alarms
@@ -94,7 +94,7 @@ class SupervisedRun(TrainingRun):
         self.watchdog.beat("reading the data")
         tokens = ConversationTokens(self.tokenizer, stop_ids(self.tokenizer, self.model.eos_token_ids), config)
         self._source = RowSource(self._method.read(config.data.train_files, "data.train_files", config, tokens), config)
-        self._held_out: list[list[tuple[int, Row]]] = []
+        self._held_out: list[list[tuple[int, ExampleRow]]] = []
         self._held_out_rows = ""
         if config.data.val_files:
             rows = self._method.read(config.data.val_files, "data.val_files", config, tokens)
@@ -185,7 +185,7 @@ class SupervisedRun(TrainingRun):
         measured = {f"val/{name}": sum(m[name] * weight for m, weight in found) / whole for name in found[0][0]}
         self.record.on_eval(self.step, measured)
 
-    def _known_of(self, name: str, rows: Sequence[tuple[int, Row]]) -> np.ndarray | None:
+    def _known_of(self, name: str, rows: Sequence[tuple[int, ExampleRow]]) -> np.ndarray | None:
         return self._known[name][[number for number, _ in rows]] if self._known else None
 
     def _save(self, step: int) -> None:

@@ -1,29 +1,24 @@
 """Chat templates: jinja2 in the environment that templates on the Hugging Face Hub expect, with limits.
 
-A template is a program that came with the model, and jinja's sandbox bounds neither its time nor its memory
-(`{{ 9 ** (9 ** 9) }}` is computed while it is compiled). So each template is first tried, on three short conversations,
-in a process of its own with limits of the operating system. One that writes the same whatever the user says is refused:
-the model would never see a prompt. Only then is it compiled here; each conversation that it renders has a limit of
-size, and one of time, which every turn of a loop and every call of a macro looks at.
+A template is a program that came with the model, and jinja's sandbox bounds neither its time nor its memory. Here each
+rendering has a limit of time, which every turn of a loop and every call of a macro checks, and limits of size: on what
+it writes, and on each value that an operation makes. Nothing is computed while a template is compiled.
+
+Each template is first tried on three short conversations. One that writes the same whatever the user says is refused:
+the model would never see a prompt.
 
 A tokenizer may have several, by name (`default`, `tool_use`, `rag`). Which one renders a conversation is decided as in
 transformers: the one that is named, or else `tool_use` where tools are given and there is one, or else `default`.
-
-This file is also the program of that process, so it imports nothing large of jaxrl.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-import os
 import re
-import resource
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
@@ -35,11 +30,10 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from jaxrl.data.limits import limit
+from jinja2.visitor import NodeTransformer
 
 TIME_LIMIT_S = 2
-"""Processor time of the trial, and of one conversation: a template takes a millisecond."""
+"""Processor time of one conversation: a template takes a millisecond."""
 MAX_CHARACTERS = 2**20
 """The longest template, and the most that it may write around the messages."""
 DEFAULT, WITH_TOOLS = "default", "tool_use"
@@ -47,9 +41,7 @@ DEFAULT, WITH_TOOLS = "default", "tool_use"
 THINKING = ("reasoning_content", "reasoning", "thinking")
 """Names of what an assistant has thought: data has one of them, and a template reads another."""
 _TEMPLATE_NAME = re.compile(r"\w[\w.-]*")
-_MEMORY_LIMIT_BYTES = 2**30
-_LOOK, _UNTIL = "_jaxrl_look_at_time", "_jaxrl_until"
-_TOO_LARGE, _NO_MEMORY, _IGNORES = 3, 4, 5  # statuses of the trial
+_CHECK_TIME, _JOIN, _BUDGET = "_jaxrl_check_time", "_jaxrl_join", "_jaxrl_budget"
 _TRIED: tuple[list[dict[str, str]], ...] = (
     [{"role": "user", "content": "1 + 1 = ?"}],
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1 = ?"}],
@@ -64,23 +56,18 @@ _TRIED_TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """A template.
-
-    Attributes:
-      source: in jinja.
-      place: the file that it comes from, for messages.
-    """
+    """A template in jinja, and the file that it comes from."""
 
     source: str
     place: str = field(compare=False)
 
 
 class RefusedMessages(ValueError):
-    """The template is sound, but not for these messages."""
+    """The template is valid, but refuses these messages."""
 
 
 def check_template_name(name: Any, place: str) -> None:
-    """Raises ValueError for what cannot name a template: a saved one is a file of that name."""
+    """Raises ValueError for a name that cannot be a template's: a saved template is a file of that name."""
     if not isinstance(name, str) or not _TEMPLATE_NAME.fullmatch(name):
         raise ValueError(
             f"{place}: a chat template's name must be made of letters, digits, _, - and ., found {name!r:.80}"
@@ -90,17 +77,9 @@ def check_template_name(name: Any, place: str) -> None:
 def choose(
     templates: Mapping[str, ChatTemplate], owner: str, name: str | None = None, *, has_tools: bool = False
 ) -> ChatTemplate:
-    """The template that renders a conversation.
-
-    Args:
-      templates: of a tokenizer, by name.
-      owner: the tokenizer's folder or file, for messages.
-      name: of the one that is asked for.
-      has_tools: whether tools are given.
-
-    Raises:
-      ValueError: there is none of that name; or none, without a name.
-    """
+    """The template that renders a conversation: the one of this name, else the one for tools if there are tools,
+    else the default. Raises ValueError if there is no such template; `owner`, a folder or file, stands in the
+    message."""
     there = ", ".join(map(repr, sorted(templates)))
     if name is not None:
         if not isinstance(name, str) or name not in templates:
@@ -121,26 +100,28 @@ def choose(
 
 
 def render(source: str, place: str, messages: Sequence[Mapping[str, Any]], context: Mapping[str, Any]) -> str:
-    """The rendered conversation.
-
-    Args:
-      source: the template.
-      place: the file that it comes from, for messages.
-      context: the template's other variables.
+    """The rendered conversation. `place`: the template's file, for messages; `context`: its other variables.
 
     Raises:
-      ValueError: the template is no template, or exceeds a limit.
-      RefusedMessages: it refuses these messages, or fails with them.
+      ValueError: the source is no template, or exceeds a limit on a short conversation.
+      RefusedMessages: it refuses these messages, fails with them, or exceeds a limit.
     """
     # what tools say is no more tried than what messages say: each new list would be another trial
     tried = {**context, "tools": _TRIED_TOOLS} if context.get("tools") else context
     template = _usable(source, place, json.dumps(dict(tried), default=str))
     given = [_as_templates_read(message, f"{place}: message {number}") for number, message in enumerate(messages, 1)]
-    return _rendered_or_refused(template, place, given, context)
+    try:
+        return _rendered(template, given, context)
+    except _Limit as error:
+        raise RefusedMessages(f"{place}: the chat template {error} with these messages") from None
+    except jinja2.TemplateError as error:
+        raise RefusedMessages(f"{place}: the chat template refuses these messages: {_said(error)}") from None
+    except Exception as error:  # whatever the template's own operations raise
+        raise RefusedMessages(f"{place}: the chat template fails with these messages: {_said(error)}") from None
 
 
 class _Arguments(dict[str, Any]):
-    """What a call gives: an object for templates that write JSON, and as text its JSON for those that take text."""
+    """A call's arguments: an object for templates that write JSON, and its JSON text for those that take text."""
 
     def __str__(self) -> str:
         return json.dumps(self, ensure_ascii=False)
@@ -153,7 +134,7 @@ class _Arguments(dict[str, Any]):
 
 
 def _as_templates_read(message: Mapping[str, Any], named: str) -> dict[str, Any]:
-    """With its thinking under each name, and the arguments of calls as objects."""
+    """The message with its thinking under each of its names, and with the arguments of calls as objects."""
     thought = next((message[name] for name in THINKING if message.get(name)), None)
     found = {**message, **(dict.fromkeys(THINKING, thought) if thought else {})}
     if calls := found.get("tool_calls"):
@@ -176,33 +157,33 @@ def _call(call: Mapping[str, Any], named: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=16)
 def variables_of(source: str, place: str) -> frozenset[str]:
-    """The variables that a template reads, the conversation among them; ValueError where it is no template."""
+    """The variables that a template reads, `messages` among them. Raises ValueError if it is no template."""
     _usable(source, place, "{}")
     return frozenset(meta.find_undeclared_variables(_environment().parse(source)))
-
-
-def _rendered_or_refused(
-    template: jinja2.Template, place: str, messages: Sequence[Mapping[str, Any]], context: Mapping[str, Any]
-) -> str:
-    try:
-        return _rendered(template, messages, context)
-    except _Limit as error:
-        raise RefusedMessages(f"{place}: the chat template {error} with these messages") from None
-    except jinja2.TemplateError as error:
-        raise RefusedMessages(f"{place}: the chat template refuses these messages: {_said(error)}") from None
-    except Exception as error:  # whatever the template's own operations raise
-        raise RefusedMessages(f"{place}: the chat template fails with these messages: {_said(error)}") from None
 
 
 class _Limit(Exception):
     """A limit was exceeded; the text says which, as a verb and its object."""
 
 
+@dataclass(slots=True)
+class _Budget:
+    """What one rendering may still take. `size`: of one value; `written`: characters, captured ones included."""
+
+    until: float
+    size: int
+    written: int = 0
+
+
+_NO_LIMIT = _Budget(math.inf, MAX_CHARACTERS)  # of what is evaluated outside of a rendering
+
+
 def _rendered(template: jinja2.Template, messages: Sequence[Mapping[str, Any]], context: Mapping[str, Any]) -> str:
     conversation = [dict(message) for message in messages]
     most = MAX_CHARACTERS + 16 * sum(len(part) for m in conversation for part in m.values() if isinstance(part, str))
-    size, pieces, until = 0, [], {_UNTIL: time.thread_time() + TIME_LIMIT_S}
-    for piece in template.generate(messages=conversation, **context, **until):
+    budget = _Budget(time.thread_time() + TIME_LIMIT_S, most)
+    size, pieces = 0, list[str]()
+    for piece in template.generate(messages=conversation, **context, **{_BUDGET: budget}):
         pieces.append(piece)
         size += len(piece)
         if size > most:
@@ -215,62 +196,31 @@ def _usable(source: str, place: str, context: str) -> jinja2.Template:
     """The compiled template, after its trial."""
     if len(source) > MAX_CHARACTERS:
         raise ValueError(f"{place}: the chat template has {len(source)} characters, more than {MAX_CHARACTERS}")
-    _try(source, place, context)
     try:
-        return _compiled(source)
+        template = _environment().from_string(source)
     except jinja2.TemplateSyntaxError as error:
         said = _said(error)
         raise ValueError(f"{place}: the chat template is no jinja template (line {error.lineno}: {said})") from None
     except RecursionError:
         raise ValueError(f"{place}: the chat template is nested too deeply") from None
-    except Exception as error:  # what is constant is computed now
+    except Exception as error:  # whatever Python's compiler raises
         raise ValueError(f"{place}: the chat template is no jinja template ({_said(error)})") from None
-
-
-def _try(source: str, place: str, context: str) -> None:
-    here = os.getcwd()  # stands first with `python -m`; there the child would find a user's re.py for Python's own
-    paths = os.pathsep.join(sorted((path or here for path in sys.path), key=lambda path: path == here))
-    done = subprocess.run(
-        [sys.executable, "-P", __file__],
-        input=json.dumps([source, json.loads(context), TIME_LIMIT_S]),
-        env=os.environ | {"PYTHONPATH": paths},
-        capture_output=True,
-        encoding="utf-8",
-        check=False,
-    )
-    if done.returncode == 0:
-        return
-    short = "for a short conversation"
-    known = {
-        -signal.SIGXCPU: f"takes more than {TIME_LIMIT_S} s {short}",
-        -signal.SIGKILL: f"takes more than {TIME_LIMIT_S} s {short}",  # SIGXCPU came while Python held it back
-        _TOO_LARGE: f"writes more than {MAX_CHARACTERS} characters {short}",
-        _NO_MEMORY: f"takes more than {_MEMORY_LIMIT_BYTES >> 20} MiB of memory {short}",
-        _IGNORES: "writes the same whatever the user says: it must write messages[i].content, as text",
-    }
-    said = f"ended its trial with status {done.returncode} ({' '.join(done.stderr.split())[-200:]})"
-    raise ValueError(f"{place}: the chat template {known.get(done.returncode, said)}")
-
-
-def _trial() -> int:
-    """The trial's process: the status says which limit was exceeded. Other faults are found when messages come."""
-    source, context, limit_s = json.load(sys.stdin)
-    limit(resource.RLIMIT_CORE, 0)
-    limit(resource.RLIMIT_CPU, limit_s, limit_s + 1)
-    limit(resource.RLIMIT_AS, _MEMORY_LIMIT_BYTES)
-    differs = []
+    differs = list[bool]()
     for messages in _TRIED:
         others = [m | {"content": m["content"] + " Why?"} if m["role"] == "user" else m for m in messages]
         try:
-            template = _compiled(source)
-            differs.append(_rendered(template, messages, context) != _rendered(template, others, context))
-        except _Limit:
-            return _TOO_LARGE
-        except MemoryError:
-            return _NO_MEMORY
-        except Exception:
+            one, other = (_rendered(template, given, json.loads(context)) for given in (messages, others))
+        except _Limit as error:
+            raise ValueError(f"{place}: the chat template {error} for a short conversation") from None
+        except Exception:  # found again when messages come
             continue
-    return _IGNORES if differs and not any(differs) else 0
+        differs.append(one != other)
+    if differs and not any(differs):
+        raise ValueError(
+            f"{place}: the chat template writes the same whatever the user says: it must write messages[i].content, as "
+            "text"
+        )
+    return template
 
 
 class _Generation(Extension):
@@ -284,22 +234,125 @@ class _Generation(Extension):
 
 
 @jinja2.pass_context
-def _look_at_time(context: Context, _: None) -> None:
-    if time.thread_time() > context.get(_UNTIL, math.inf):
+def _check_time(context: Context, _: None) -> None:
+    if time.thread_time() > context.get(_BUDGET, _NO_LIMIT).until:
         raise _Limit(f"takes more than {TIME_LIMIT_S} s")
 
 
+@jinja2.pass_context
+def _written(context: Context, value: Any) -> Any:
+    """Counts a value that is written. A finalizer that takes the context also keeps jinja from computing constants
+    while it compiles."""
+    budget = context.get(_BUDGET, _NO_LIMIT)
+    budget.written += len(value) if isinstance(value, str) else 1
+    if budget.written > 16 * budget.size:  # a text may be captured some times before it is written for good
+        raise _Limit(f"writes more than {budget.size} characters")
+    return value
+
+
+@jinja2.pass_context
+def _joined(context: Context, parts: list[Any]) -> str:
+    """The operator `~`."""
+    texts = [str(part) for part in parts]
+    _check_size(context, sum(map(len, texts)))
+    return "".join(texts)
+
+
+def _check_size(context: Context, size: float) -> None:
+    most = context.get(_BUDGET, _NO_LIMIT).size
+    if size > most:
+        raise _Limit(f"makes a value of more than {most} characters")
+
+
+def _size(value: Any) -> int:
+    """About how many characters a value takes, parts of parts left out."""
+    if isinstance(value, list | tuple):
+        return sum(len(part) if isinstance(part, str) else 1 for part in value)
+    return len(value) if isinstance(value, str) else 1 + value.bit_length() // 8 if isinstance(value, int) else 1
+
+
+def _size_of_operation(operator: str, left: Any, right: Any) -> float:
+    """How large the result is, before it is computed."""
+    match operator, left, right:
+        case "**", int(), int():
+            return _size(left) * abs(right)
+        case "*", str() | list() | tuple(), int():
+            return _size(left) * right
+        case "*", int(), str() | list() | tuple():
+            return left * _size(right)
+        case "%", str(), _:
+            return _size_of_format(left)
+    return _size(left) + _size(right)
+
+
+def _size_of_format(text: str) -> float:
+    """The largest width in a text with format fields; infinite where a width is itself an argument."""
+    return (
+        math.inf if re.search(r"%[^a-z%]*\*|\{[^}]*\{", text) else max(map(float, re.findall(r"\d+", text)), default=0)
+    )
+
+
+_SIZE_OF_CALL: Mapping[str, Callable[..., float]] = {
+    "center": lambda text, width=80, *_: width,
+    "expandtabs": lambda text, tabsize=8: text.count("\t") * tabsize,
+    "format": lambda text, *_, **__: _size_of_format(text),
+    "indent": lambda text, width=4, *_, **__: str(text).count("\n") * (width if isinstance(width, int) else len(width)),
+    "ljust": lambda text, width, *_: width,
+    "replace": lambda text, old, new, *_: str(text).count(str(old)) * len(str(new)),
+    "rjust": lambda text, width, *_: width,
+    "zfill": lambda text, width: width,
+}
+"""Methods of text and filters whose result may be much larger than what they are given, and how large it is."""
+
+
+class _Guarded(NodeTransformer):
+    """Puts checks of time into loops and macros, and one of size into the operator `~`."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        return self._with_time_check(node)
+
+    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
+        return self._with_time_check(node)
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return nodes.Filter(nodes.List(node.nodes), _JOIN, [], [], None, None, lineno=node.lineno)
+
+    def _with_time_check(self, node: Any) -> nodes.Node:
+        self.generic_visit(node)
+        check = nodes.Filter(nodes.Const(None), _CHECK_TIME, [], [], None, None)
+        node.body.insert(0, nodes.ExprStmt(check, lineno=node.lineno))
+        return node
+
+
 class _Environment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
+
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        tree = super()._parse(source, name, filename)
-        for part in tree.find_all((nodes.For, nodes.Macro)):
-            look = nodes.Filter(nodes.Const(None), _LOOK, [], [], None, None)
-            part.body.insert(0, nodes.ExprStmt(look, lineno=part.lineno))
-        return tree
+        return _Guarded().visit(super()._parse(source, name, filename))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        _check_size(context, _size_of_operation(operator, left, right))
+        return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore
+        method = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
+        text = getattr(method, "__self__", None)
+        if isinstance(text, str) and (size := _SIZE_OF_CALL.get(method.__name__)):
+            _check_size(context, size(text, *args, **kwargs))
+        return super().call(context, function, *args, **kwargs)
 
 
-def _compiled(source: str) -> jinja2.Template:
-    return _environment().from_string(source)
+def _sized(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter of `_SIZE_OF_CALL` with its check."""
+
+    @functools.wraps(function)
+    def checked(context: Context, *given: Any, **options: Any) -> Any:
+        _check_size(context, _SIZE_OF_CALL[name](*given, **options))
+        takes_settings = getattr(function, "jinja_pass_arg", None) is not None
+        return function(*((context.eval_ctx,) if takes_settings else ()), *given, **options)
+
+    return jinja2.pass_context(checked)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -314,9 +367,15 @@ def _environment() -> ImmutableSandboxedEnvironment:
         return datetime.now().strftime(format)
 
     environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, "jinja2.ext.loopcontrols"],
+        optimized=False,
+        finalize=_written,
     )
-    environment.filters |= {"tojson": tojson, _LOOK: _look_at_time}
+    filters = environment.filters
+    filters |= {name: _sized(name, filters[name]) for name in _SIZE_OF_CALL if name in filters}
+    filters |= {"tojson": tojson, _CHECK_TIME: _check_time, _JOIN: _joined}
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
     return environment
 
@@ -324,7 +383,3 @@ def _environment() -> ImmutableSandboxedEnvironment:
 def _said(error: Exception) -> str:
     text = (str(error).splitlines() or [""])[0][:300]
     return text or type(error).__name__
-
-
-if __name__ == "__main__":
-    sys.exit(_trial())

@@ -26,7 +26,7 @@ from jaxrl.config.inputs import reading, strict_json
 from jaxrl.data.chat_template import THINKING, RefusedMessages
 from jaxrl.data.files import data_files, rows
 from jaxrl.data.order import nth
-from jaxrl.data.problems import refuse_media
+from jaxrl.data.problems import asked_messages, refuse_media
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.data.turns import Between
 from jaxrl.schema.declared import shown
@@ -52,8 +52,8 @@ Turns = Literal["all", "last"]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Tokens of a conversation, one behind the other; `is_said`: they are learnt, a turn's with its end."""
+class LearningSpan:
+    """Consecutive tokens of a conversation; `is_said`: they are learnt, a turn's together with its end."""
 
     token_ids: list[int]
     is_said: bool
@@ -78,7 +78,7 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ExampleRow:
     """A row of the data. `examples`: one conversation, or of a pair the preferred one and the other."""
 
     where: str
@@ -103,11 +103,8 @@ class ConversationTokens:
         self.notes: dict[str, None] = {}
 
     def example(self, context: Messages, said: Messages, tools: Any, train_on: Turns = "all") -> Example:
-        """What follows `context`: the assistant's turns, and all that was said between them.
-
-        Args:
-          tools: what the assistant may call; None: nothing.
-          train_on: `last`: all turns but the last one are part of the prompt.
+        """The conversation as a context and what follows it. With `train_on` `last` all turns but the last are part of
+        the prompt.
 
         Raises:
           RefusedMessages: the chat template refuses these messages.
@@ -121,18 +118,18 @@ class ConversationTokens:
         return _example([i for span in before for i in span.token_ids], after)
 
     def plain(self, prompt: str, completion: str) -> Example:
-        """Two texts, without a template; the end of the text is learnt, too."""
+        """Two texts without a template; the end of the text is learnt as well."""
         ids = self._tokenizer.encode(prompt, add_special_tokens=True)
         said = [*self._tokenizer.encode(completion), *self._tokenizer.eos_token_ids[:1]]
         if not self._tokenizer.eos_token_ids:
             self.notes[f"the tokenizer names no eos_token: {_NEVER_STOPS}"] = None
-        return _example(ids, [Span(said, is_said=True)])
+        return _example(ids, [LearningSpan(said, is_said=True)])
 
-    def _spans(self, context: Messages, said: Messages, tools: Any) -> Iterator[Span]:
+    def _spans(self, context: Messages, said: Messages, tools: Any) -> Iterator[LearningSpan]:
         messages, asked = (*context, *said), len(context)
         between = self._between(json.dumps(tools) if tools else "")
         whole = self._tokenizer.encode(self._rendered(context, tools, begins=True))
-        yield Span([*whole], is_said=False)
+        yield LearningSpan([*whole], is_said=False)
         while asked < len(messages):
             is_learnt = messages[asked].get("weight") != 0
             turn, answer = self._turn(messages[: asked + 1], tools, between.end), list[int]()
@@ -144,9 +141,9 @@ class ConversationTokens:
                     turn[-1] = answer.pop(0)
                 else:
                     answer = [*between.answer(answers, turn)]
-            yield Span(turn, is_learnt)
+            yield LearningSpan(turn, is_learnt)
             if answer:
-                yield Span(answer, is_said=False)
+                yield LearningSpan(answer, is_said=False)
             whole += [*turn, *answer]
         at_once = self._tokenizer.encode(self._rendered(messages, tools, begins=False)) if len(said) > 1 else whole
         if not self._text(at_once).startswith(self._text(whole)):
@@ -154,7 +151,8 @@ class ConversationTokens:
             self.notes[f"{rewritten}: each turn is learnt behind those before it as they were said"] = None
 
     def _turn(self, messages: Messages, tools: Any, end: str) -> list[int]:
-        """The tokens of the last message, up to the one that ends it, or the white space that `end` closes with."""
+        """The tokens of the last message, up to the one that ends it, or up to the white space that `end` closes
+        with."""
         before, after = self._around(messages, tools)
         if not after.startswith(before):  # a system message may have moved to another question (Mistral's of 2024)
             messages = tuple(message for message in messages if message["role"] != "system")
@@ -185,7 +183,7 @@ class ConversationTokens:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def _around(self, messages: Messages, tools: Any) -> tuple[str, str]:
-        """The conversation up to where the last message begins, and with it."""
+        """The conversation up to where the last message begins, and the whole conversation."""
         return self._rendered(messages[:-1], tools, begins=True), self._rendered(messages, tools, begins=False)
 
     def _rendered(self, messages: Messages, tools: Any, *, begins: bool) -> str:
@@ -197,7 +195,7 @@ class ConversationTokens:
         return Between(self._tokenizer, variables | ({TOOLS: json.loads(tools)} if tools else {}))
 
 
-def _example(prompt: Sequence[int], spans: Sequence[Span]) -> Example:
+def _example(prompt: Sequence[int], spans: Sequence[LearningSpan]) -> Example:
     response = np.concatenate([np.asarray(span.token_ids, np.int32) for span in spans])
     is_said = np.concatenate([np.full(len(span.token_ids), span.is_said) for span in spans])
     return Example(np.asarray(prompt, np.int32), response, is_said)
@@ -214,16 +212,12 @@ def _answers(messages: Messages, start: int) -> Messages:
 # ---------------------------------------------------------------- rows of files
 
 
-class Rows:
-    """The rows of files, tokenised; those that are too long are left out and counted, or refused.
+class ExampleRows:
+    """The rows of files, tokenised. Rows that are too long are dropped and counted (`num_filtered`), or refused."""
 
-    Attributes:
-      num_filtered: rows that were left out.
-    """
-
-    def __init__(self, found: Iterator[Row], option: str, config: Config) -> None:
+    def __init__(self, found: Iterator[ExampleRow], option: str, config: Config) -> None:
         limit, data = config.max_model_length, config.data
-        self._rows: list[Row] = []
+        self._rows: list[ExampleRow] = []
         self.num_filtered = 0
         for row in found:
             longest = max(map(len, row.examples))
@@ -250,17 +244,17 @@ class Rows:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, row: int) -> Row:
+    def __getitem__(self, row: int) -> ExampleRow:
         return self._rows[row]
 
-    def batches(self, count: int, size: int) -> Iterator[list[tuple[int, Row]]]:
+    def batches(self, count: int, size: int) -> Iterator[list[tuple[int, ExampleRow]]]:
         """The first `count` rows (0: all), each with its number, `size` at a time."""
         numbered = list(enumerate(self._rows[: count or len(self)]))
         return (numbered[first : first + size] for first in range(0, len(numbered), size))
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of all tokens, and of which are learnt from."""
+        """A hash of all tokens and their masks."""
         digest = hashlib.sha256()
         for row in self._rows:
             for example in row.examples:
@@ -278,7 +272,7 @@ class RowSource:
       position: rows handed out so far, over all epochs.
     """
 
-    def __init__(self, rows: Rows, config: Config) -> None:
+    def __init__(self, rows: ExampleRows, config: Config) -> None:
         self.rows, self._seed = rows, config.data.seed if config.data.shuffle else None
         self.position = 0
 
@@ -287,10 +281,10 @@ class RowSource:
 
     @property
     def epoch(self) -> int:
-        """Of the last row that was handed out, from 0."""
+        """The epoch of the last row that was returned, from 0."""
         return max(self.position - 1, 0) // len(self)
 
-    def next(self, count: int) -> list[tuple[int, Row]]:
+    def next(self, count: int) -> list[tuple[int, ExampleRow]]:
         """The next rows, each with its number."""
         positions = range(self.position, self.position + count)
         self.position = positions.stop
@@ -302,7 +296,7 @@ class RowSource:
         return {"position": self.position, "rows": self.rows.fingerprint, "order": self._seed}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to a saved cursor. Raises ValueError for one of other rows, or of another order."""
+        """Restores a saved cursor. Raises ValueError if it belongs to other rows, or to another order."""
         now = self.state()
         for name, options in (
             ("rows", "the files, the tokenizer, the chat template or the lengths"),
@@ -313,14 +307,15 @@ class RowSource:
         self.position = int(state["position"])
 
 
-def read_demonstrations(names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> Rows:
-    """The conversations of `jaxrl sft`. Raises ValueError with file, line and rule."""
-    return Rows((_demonstration(where, row, config, tokens) for where, row in _rows_of(names, option)), option, config)
+def read_demonstrations(names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> ExampleRows:
+    return ExampleRows(
+        (_demonstration(where, row, config, tokens) for where, row in _rows_of(names, option)), option, config
+    )
 
 
-def read_pairs(names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> Rows:
-    """The pairs of `jaxrl dpo`. Raises ValueError with file, line and rule."""
-    return Rows((_pair(where, row, config, tokens) for where, row in _rows_of(names, option)), option, config)
+def read_pairs(names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> ExampleRows:
+    found = (_pair(where, row, config, tokens) for where, row in _rows_of(names, option))
+    return ExampleRows(found, option, config)
 
 
 def _rows_of(names: Sequence[str], option: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -331,13 +326,13 @@ def _rows_of(names: Sequence[str], option: str) -> Iterator[tuple[str, Mapping[s
 
 
 def _without_nulls(value: Any) -> Any:
-    """Of Parquet, where each object has the fields of all others, with null for those that it was written without."""
+    """A value without the nulls that Parquet adds, where each object has the fields of all others."""
     if isinstance(value, Mapping):
         return {name: _without_nulls(each) for name, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
-def _demonstration(where: str, row: Mapping[str, Any], config: Config, tokens: ConversationTokens) -> Row:
+def _demonstration(where: str, row: Mapping[str, Any], config: Config, tokens: ConversationTokens) -> ExampleRow:
     sft = config.sft
     if row.get(sft.messages_key) is not None:
         named = f"{where}: {sft.messages_key!r} (sft.messages_key)"
@@ -345,7 +340,7 @@ def _demonstration(where: str, row: Mapping[str, Any], config: Config, tokens: C
             raise ValueError(f"{named} holds a conversation, and data.apply_chat_template is off")
         messages = _messages(row[sft.messages_key], named)
         first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
-        context, said = _asked(messages[:first], config), messages[first:]
+        context, said = asked_messages(messages[:first], config.data), messages[first:]
         _check_said(said, named)
     else:
         for key, option in ((sft.prompt_key, "sft.prompt_key"), (sft.completion_key, "sft.completion_key")):
@@ -358,13 +353,13 @@ def _demonstration(where: str, row: Mapping[str, Any], config: Config, tokens: C
         prompt, completion = row[sft.prompt_key], row[sft.completion_key]
         if not config.data.apply_chat_template:
             text = _plain(prompt, f"{where}: {sft.prompt_key!r} (sft.prompt_key)", config)
-            return Row(where, (tokens.plain(text, _text(completion, f"{where}: {sft.completion_key!r}")),))
+            return ExampleRow(where, (tokens.plain(text, _text(completion, f"{where}: {sft.completion_key!r}")),))
         context = _context(prompt, f"{where}: {sft.prompt_key!r} (sft.prompt_key)", config)
         said = _said(completion, f"{where}: {sft.completion_key!r} (sft.completion_key)")
-    return Row(where, (_tokenised(where, context, said, row, tokens, sft.train_on),))
+    return ExampleRow(where, (_tokenised(where, context, said, row, tokens, sft.train_on),))
 
 
-def _pair(where: str, row: Mapping[str, Any], config: Config, tokens: ConversationTokens) -> Row:
+def _pair(where: str, row: Mapping[str, Any], config: Config, tokens: ConversationTokens) -> ExampleRow:
     dpo = config.dpo
     named = {
         key: f"{where}: {key!r} (dpo.{name})"
@@ -382,13 +377,13 @@ def _pair(where: str, row: Mapping[str, Any], config: Config, tokens: Conversati
     if not config.data.apply_chat_template:
         text = _plain(prompt, named[dpo.prompt_key], config)
         texts = zip(both, (dpo.chosen_key, dpo.rejected_key), strict=True)
-        return Row(where, tuple(tokens.plain(text, _text(each, named[key])) for each, key in texts))
+        return ExampleRow(where, tuple(tokens.plain(text, _text(each, named[key])) for each, key in texts))
     said = [_said_or_all(each, named[key]) for each, key in zip(both, (dpo.chosen_key, dpo.rejected_key), strict=True)]
     shared = _shared(*said)
     if shared and said[0][0]["role"] != "assistant":  # both are whole conversations, the prompt in them
         if prompt is not None:
             _check_prompt(prompt, said[0][:shared], named[dpo.prompt_key])
-        context = _asked(said[0][:shared], config)
+        context = asked_messages(said[0][:shared], config.data)
         said = [each[shared:] for each in said]
     elif prompt is None:
         raise ValueError(
@@ -399,7 +394,7 @@ def _pair(where: str, row: Mapping[str, Any], config: Config, tokens: Conversati
         context = _context(prompt, named[dpo.prompt_key], config)
     for each, key in zip(said, (dpo.chosen_key, dpo.rejected_key), strict=True):
         _check_said(each, named[key])
-    return Row(where, tuple(_tokenised(where, context, each, row, tokens) for each in said))
+    return ExampleRow(where, tuple(_tokenised(where, context, each, row, tokens) for each in said))
 
 
 def _tokenised(
@@ -428,29 +423,15 @@ def _tokenised(
 
 
 def _context(prompt: Any, named: str, config: Config) -> Messages:
-    """What is asked: messages, or one of the user's."""
+    """The prompt's messages; a text is one message of the user."""
     if not isinstance(prompt, str):
-        return _asked(_messages(prompt, named), config)
-    return _asked(({"role": "user", "content": _text(prompt, named)},), config)
+        return asked_messages(_messages(prompt, named), config.data)
+    return asked_messages(({"role": "user", "content": _text(prompt, named)},), config.data)
 
 
 def _plain(prompt: Any, named: str, config: Config) -> str:
     """A prompt without a chat template, as `jaxrl train` writes it."""
     return "\n\n".join(message["content"] for message in _context(_text(prompt, named), named, config))
-
-
-def _asked(messages: Messages, config: Config) -> Messages:
-    """A prompt's messages as `jaxrl train` writes them: `data.prompt_template` around the user's last one, and
-    `data.system_prompt` for what the system says."""
-    found, data = list(messages), config.data
-    last = max((i for i, message in enumerate(found) if message["role"] == "user"), default=None)
-    if last is not None:
-        content = data.prompt_template.replace("{question}", found[last]["content"])
-        found[last] = {**found[last], "content": content}
-    if data.system_prompt:
-        found = [message for message in found if message["role"] != "system"]
-        found.insert(0, {"role": "system", "content": data.system_prompt})
-    return tuple(found)
 
 
 def _said(value: Any, named: str) -> Messages:
@@ -466,7 +447,7 @@ def _said_or_all(value: Any, named: str) -> Messages:
 
 
 def _shared(first: Messages, second: Messages) -> int:
-    """How many messages both begin with, of those before the last ones."""
+    """How many messages both conversations share at their beginning, their last ones left out."""
     count = 0
     for one, other in zip(first[:-1], second[:-1], strict=False):
         if one != other:
@@ -502,7 +483,7 @@ def _check_said(said: Messages, named: str) -> None:
 
 
 def _columns(row: Mapping[str, Any]) -> str:
-    """Those with a value: in Parquet all rows have all columns."""
+    """The columns that have a value: in Parquet all rows have all columns."""
     return ", ".join(repr(name) for name, value in row.items() if value is not None) or "nothing"
 
 
@@ -513,7 +494,7 @@ def _text(value: Any, named: str) -> str:
 
 
 def _check_objects(value: Any, named: str) -> None:
-    """None, or a list of JSON objects: a template that loops over something else writes nonsense."""
+    """Accepts None or a list of JSON objects: a template that loops over anything else writes nonsense."""
     if value is not None and not (isinstance(value, list) and all(isinstance(each, Mapping) for each in value)):
         raise ValueError(f"{named} must be a list of JSON objects, found {shown(value)}")
 
@@ -547,7 +528,7 @@ def _messages(value: Any, named: str) -> Messages:
 
 
 def _is_learnt(message: Mapping[str, Any], named: str) -> bool:
-    """Whether no field of a message masks it; ValueError for one that says neither yes nor no."""
+    """Whether no field of a message masks it. Raises ValueError for a value that is neither yes nor no."""
     given = {name: message[name] for name in _MASKS if message.get(name) is not None}
     for name, value in given.items():
         if not isinstance(value, int | float) or value not in (0, 1):

@@ -29,11 +29,8 @@ _KINDS = {_GZIP: "gzip", b"PAR1": "Parquet", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x
 
 
 def data_files(names: Sequence[str], option: str) -> list[Path]:
-    """The files that an option names, each of them there; ValueError otherwise. One named twice counts twice.
-
-    Args:
-      names: paths, or names of the Hugging Face Hub (`jaxrl.data.hub`).
-    """
+    """The files that an option names, as paths or as names of the Hugging Face Hub (`jaxrl.data.hub`). Raises
+    ValueError for a missing file. A file that is named twice counts twice."""
     files: list[Path] = []
     for name in names:
         if not name.strip():
@@ -56,7 +53,7 @@ def data_files(names: Sequence[str], option: str) -> list[Path]:
 
 
 def rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(where, row) for each row of a file; a file without rows is an error."""
+    """(where, row) for each row of a file. Raises ValueError for a file without rows."""
     if path.suffix == ".parquet":
         found = _parquet_rows(path)
     elif path.name.endswith((".jsonl", ".jsonl.gz")):
@@ -72,7 +69,7 @@ def rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def first_line(error: Exception) -> str:
-    """What a library says of an error, cut where it is long; the error's name where it says nothing."""
+    """The first line of an error's message, shortened; the error's name if there is no message."""
     text = (str(error).splitlines() or [type(error).__name__])[0]
     return text if len(text) <= 200 else f"{text[:200]}..."
 
@@ -147,7 +144,7 @@ def _refuse_expansion(path: Path, found: int, allowed: int) -> None:
 
 
 def _batch_rows(batch: Any, path: Path, before: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The rows of a batch, converted one by one where the whole cannot be, so that the row is known."""
+    """The rows of a batch. If they cannot be converted together, each is converted alone to find the wrong one."""
     try:
         converted = batch.to_pylist()
     except UnicodeDecodeError:

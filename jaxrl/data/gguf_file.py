@@ -28,7 +28,7 @@ _ALIGNMENT = "general.alignment"
 
 
 def open_gguf(file: str | Path) -> GGUFReader:
-    """The `gguf` package's reader; ValueError with one sentence if the file cannot be read."""
+    """The `gguf` package's reader. Raises ValueError with one sentence if the file cannot be read."""
     from gguf import GGUFReader  # numpy-heavy, and only GGUF users need it
 
     check_layout(file)
@@ -39,7 +39,7 @@ def open_gguf(file: str | Path) -> GGUFReader:
 
 
 def check_layout(file: str | Path) -> None:
-    """Raises ValueError unless all that the header tells of lies inside the file."""
+    """Raises ValueError unless everything that the header describes lies inside the file."""
     path = Path(file)
     if not path.exists():
         raise ValueError(f"{file}: no such file")
@@ -54,7 +54,7 @@ def check_layout(file: str | Path) -> None:
 
 @dataclass(slots=True)
 class _Walk:
-    """Goes through one file from its first byte to the end of its header."""
+    """Walks through a file from its first byte to the end of its header."""
 
     file: str
     content: mmap.mmap
@@ -87,7 +87,7 @@ class _Walk:
         self.check_places(places)
 
     def take(self, count: int, what: str) -> int:
-        """Goes `count` bytes on; returns where they begin."""
+        """Advances by `count` bytes; returns where they begin."""
         begin = self.at
         if count > self.size - begin:
             self.wrong(f"{what} at byte {begin} has {count} bytes, and the file ends at {self.size}")
@@ -102,7 +102,7 @@ class _Walk:
         return self.content[begin : self.at]
 
     def name(self, what: str) -> str:
-        """A key or a tensor's name: each once."""
+        """A key or a tensor's name, which must be unique."""
         begin = self.at
         try:
             name = self.text().decode("utf-8")
@@ -145,7 +145,7 @@ class _Walk:
         return _BYTES_OF[kind]
 
     def tensor(self) -> tuple[int, int, str]:
-        """(where it begins after the header, bytes, name)."""
+        """(offset behind the header, bytes, name)."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         name = self.name("tensor")

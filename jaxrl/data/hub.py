@@ -49,7 +49,7 @@ class HubName:
 
 
 def hub_name(text: str) -> HubName | None:
-    """The parts of a name, or None for text that is none: anything else, and what a folder on this machine begins."""
+    """The parts of a Hub name. None for any other text, and for a path that begins with a folder of this machine."""
     found = _NAME.fullmatch(text)
     if found is None or Path(text).exists() or Path(found[1]).parent.is_dir():
         return None
@@ -57,21 +57,14 @@ def hub_name(text: str) -> HubName | None:
 
 
 def data_set_name(text: str) -> HubName | None:
-    """The same for data: what ends as a file of data does, and names none in a data set, is a path."""
+    """`hub_name` for data: text that ends like a data file and names no file inside a data set is a path."""
     found = hub_name(text)
     return None if found is None or (not found.file and text.endswith(_DATA)) else found
 
 
 def model_path(name: HubName, option: str, *, weights: bool = False) -> Path:
-    """The folder of a model, or its file where the name has one (`.gguf`).
-
-    Args:
-      option: that named it, for messages.
-      weights: fetches the weights too, not only what is small. A `.gguf` file is whole in any case.
-
-    Raises:
-      ValueError: it is not in the cache and cannot be fetched, with the reason.
-    """
+    """The folder of a model, or its file where the name has one (`.gguf`). With `weights` fetches the weights too,
+    not only small files. Raises ValueError, which names the option, if it is not in the cache and cannot be fetched."""
     if name.file:
         folder = _snapshot(name, "model", (name.file,), option, lambda folder: (folder / name.file).is_file())
         if not (folder / name.file).is_file():
@@ -89,11 +82,8 @@ def used_files(folder: Path) -> list[Path]:
 
 
 def data_paths(name: HubName, option: str) -> list[Path]:
-    """The files of a data set that a name's pattern fits, in the order of their names.
-
-    Raises:
-      ValueError: no file is named, none fits, or they are not in the cache and cannot be fetched.
-    """
+    """The files of a data set that a name's pattern fits, by name. Raises ValueError if no file is named or none
+    fits, or if they are not in the cache and cannot be fetched."""
     if not name.file:
         stem = "test" if option.startswith("data.val") else "train"
         raise ValueError(
@@ -118,7 +108,7 @@ def _has_config(folder: Path) -> bool:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Whether a model's folder is complete, as its index says."""
+    """Whether a model's folder is complete, by its index."""
     if not _has_config(folder):
         return False
     if (folder / _WHOLE).is_file():
@@ -133,12 +123,8 @@ def _has_weights(folder: Path) -> bool:
 def _snapshot(
     name: HubName, kind: str, wanted: Sequence[str], option: str, complete: Callable[[Path], bool], flat: bool = False
 ) -> Path:
-    """The folder of a repository in the cache, with the files that are wanted fetched into it if it lacks some.
-
-    Args:
-      wanted: patterns of files.
-      flat: only files of the repository's top folder and of that with chat templates.
-    """
+    """The folder of a repository in the cache, after fetching the files of the wanted patterns that it lacks.
+    `flat`: only files of the top folder and of the one with chat templates."""
     hub = _package(name, option)
     own: dict[str, Any] = {"repo_type": kind, "allow_patterns": list(wanted)}
     if flat:
@@ -176,7 +162,7 @@ def _snapshot(
 
 
 def _other_folders(folder: str) -> list[str]:
-    """Patterns of what lies in any folder but this one."""
+    """Patterns of everything in any folder but this one."""
     begins = [(folder[:end], folder[end]) for end in range(len(folder))]
     differs = [f"{same}[!{letter}]*/*" for same, letter in begins]
     return [*differs, *(f"{same}/*" for same, _ in begins if same), f"{folder}[!/]*/*"]
@@ -195,7 +181,7 @@ def _package(name: HubName, option: str) -> Any:
 
 
 def _unreachable(hub: Any) -> tuple[type[BaseException], ...]:
-    """What is raised where the Hub does not answer; the base class is of the library that asks, which has changed."""
+    """The errors that mean that the Hub does not answer; the HTTP library behind huggingface_hub has changed."""
     return OSError, *hub.errors.HfHubHTTPError.__bases__
 
 
@@ -210,14 +196,13 @@ def _reason(error: BaseException) -> str:
 
 
 def _command(name: HubName, kind: str) -> str:
-    """The command that fetches a repository."""
     revision = f" --revision {name.revision}" if name.revision else ""
     only = f" --include '{name.file}'" if name.file else ""
     return f"`hf download {name.repository}{only}{revision}{' --repo-type dataset' if kind == 'dataset' else ''}`"
 
 
 def _there_are(name: HubName, option: str) -> str:
-    """What files of data a data set has, where that can be asked."""
+    """A sentence that lists a data set's data files, if the Hub answers."""
     hub = _package(name, option)
     try:
         files = hub.HfApi().list_repo_files(name.repository, revision=name.revision or None, repo_type="dataset")

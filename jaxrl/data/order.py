@@ -11,7 +11,7 @@ from typing import Any
 
 @lru_cache(maxsize=1 << 14)  # of few prompts grain takes ten milliseconds for each
 def nth(count: int, seed: int | None, position: int) -> int:
-    """The row at a position of the endless order of so many; without a seed they stay as they are."""
+    """The row at a position of the endless order of `count` rows; without a seed rows keep their order."""
     row = _endless(count, seed)[position]
     assert row is not None  # grain writes None for an element that a filter removed; nothing here filters
     return row

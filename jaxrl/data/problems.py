@@ -63,12 +63,12 @@ class Problem:
 
     @property
     def question(self) -> str:
-        """What the user asks last, which the response answers."""
+        """The user's last message, which the response answers."""
         return next((m["content"] for m in reversed(self.messages) if m["role"] == "user"), "")
 
     @property
     def identity(self) -> str:
-        """What tells problems apart: the text of their messages, white space aside."""
+        """The text of the messages, white space normalised: equal for equal problems."""
         return " ".join(" ".join(m["content"] for m in self.messages).split())
 
 
@@ -92,18 +92,33 @@ def read_problems(names: Sequence[str], option: str, data: DataSection) -> Itera
 
 
 def source_name(path: Path) -> str:
-    """The source of a file's problems that name none."""
+    """The source of problems that name none: the file's name."""
     return path.name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".parquet")
 
 
 def refuse_media(row: Mapping[str, Any], where: str) -> None:
-    """Raises ValueError for a row with images, videos or sounds: the model would be asked about what it cannot see."""
+    """Raises ValueError for a row with images, videos or sounds, which models here cannot see."""
     for name in ("images", "image", "videos", "audios"):
         if row.get(name):
             raise ValueError(
                 f"{where}: column {name!r} holds {shown(row[name])}, and models are given text alone: leave the row "
                 "out, or the column where the text does without it"
             )
+
+
+def asked_messages(messages: Sequence[Mapping[str, Any]], data: DataSection) -> tuple[Mapping[str, Any], ...]:
+    """A prompt's messages with `data.prompt_template` around the user's last one, and with `data.system_prompt` in
+    place of what the system says."""
+    found = list(messages)
+    last = max((i for i, message in enumerate(found) if message["role"] == "user"), default=None)
+    if last is not None:
+        # not str.format: templates are full of braces (\boxed{})
+        content = data.prompt_template.replace("{question}", found[last]["content"])
+        found[last] = {**found[last], "content": content}
+    if data.system_prompt:
+        others = [message for message in found if message["role"] != "system"]
+        found = [{"role": "system", "content": data.system_prompt}, *others]
+    return tuple(found)
 
 
 def _problem(index: int, where: str, row: Mapping[str, Any], file: str, data: DataSection) -> Problem:
@@ -138,7 +153,7 @@ def _problem(index: int, where: str, row: Mapping[str, Any], file: str, data: Da
 
 
 def extra_columns(row: Mapping[str, Any], used: Sequence[str]) -> dict[str, Any]:
-    """The columns of a row that are not used otherwise, for the reward."""
+    """The columns of a row that nothing else uses, for the reward."""
     extra = {key: value for key, value in row.items() if key not in used}
     nested = extra.pop("extra_info", None)  # verl's column of that name: its fields are what a reward function expects
     if isinstance(nested, Mapping):
@@ -149,7 +164,8 @@ def extra_columns(row: Mapping[str, Any], used: Sequence[str]) -> dict[str, Any]
 
 
 def _check_template(template: str, row: Mapping[str, Any]) -> None:
-    """Braces in a template stay as they are (`\\boxed{}`), but a column's name in them was meant to be filled in."""
+    """Refuses a template with a column's name in braces: only {question} is filled in, and other braces stay
+    (`\\boxed{}`)."""
     for name in re.findall(r"(?<![\w\\{])\{(\w+)\}(?!\})", template):
         if name != "question" and name in row:
             raise ConfigError(
@@ -159,7 +175,7 @@ def _check_template(template: str, row: Mapping[str, Any]) -> None:
 
 
 def column(row: Mapping[str, Any], key: str, option: str, where: str) -> Any:
-    """The value of the column that `option` names `key`; ValueError with the row's place if it is not there."""
+    """The column that `option` names `key`. Raises ValueError with the row's place if there is none."""
     if key in row:
         return row[key]
     value: Any = row
@@ -194,7 +210,7 @@ def _messages(value: Any, key: str, where: str) -> tuple[Mapping[str, str], ...]
 
 
 def checked_messages(value: Any, named: str) -> tuple[Mapping[str, str], ...]:
-    """A conversation that is to be answered. Raises ValueError for anything else; `named`: what it is, for that."""
+    """A conversation that can be answered. Raises ValueError for anything else, which `named` describes."""
     rule = f"{named} must be a list of messages with text in 'role' and 'content'"
     if not isinstance(value, list) or not value:
         raise ValueError(f"{rule}, found {shown(value)}")
@@ -227,7 +243,7 @@ def checked_messages(value: Any, named: str) -> tuple[Mapping[str, str], ...]:
 
 
 def reference_answer(value: Any, where: str, data: DataSection) -> str:
-    """The text of a reference answer, of GSM8K's what stands behind the `####` of its last line."""
+    """The text of a reference answer; of GSM8K's the part behind the `####` of its last line."""
     named = f"{where}: {data.answer_key!r} (data.answer_key)"
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         raise ValueError(f"{named} must be text or a number, found {shown(value)}")
@@ -245,7 +261,7 @@ def reference_answer(value: Any, where: str, data: DataSection) -> str:
 
 
 def _reference_time_s(row: Mapping[str, Any], key: str, where: str) -> float | None:
-    """Seconds of a right program; None where the row has an empty value."""
+    """Seconds that a correct program takes; None for an empty value."""
     value = column(row, key, "data.reference_time_key", where)
     if value is None or value == "":
         return None
@@ -257,7 +273,6 @@ def _reference_time_s(row: Mapping[str, Any], key: str, where: str) -> float | N
 
 
 def source_of(value: Any, where: str, data: DataSection) -> str:
-    """The text of a row's source."""
     if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
         raise ValueError(
             f"{where}: {data.source_key!r} (data.source_key) must be text or a whole number, found {shown(value)}"

@@ -60,7 +60,7 @@ def _from_files(names: Sequence[str], option: str, data: DataSection) -> Problem
 
 
 def _own(config: Config, environments: Environments, first: int, count: int) -> list[Problem]:
-    """Problems of the environment's own, by their numbers."""
+    """Problems that the environment generates, by their numbers."""
     source = config.environment.id or Path(config.environment.path).stem
     found: list[Problem] = []
     for number, (row, messages) in enumerate(environments.problems(first, first + count, config.data.seed), first):
@@ -74,13 +74,8 @@ def _own(config: Config, environments: Environments, first: int, count: int) -> 
 def load_validation(
     config: Config, train: Problems | None = None, environments: Environments | None = None
 ) -> Problems:
-    """The held-out problems: from `data.val_files` if given, else from `data.task`, else of the environment's own;
-    empty if there is none of them.
-
-    Args:
-      config: the configuration.
-      train: the training problems, where the caller has them at hand (they are read again otherwise).
-    """
+    """The held-out problems: from `data.val_files` if given, else from `data.task`, else the environment's own, else
+    none. `train`: the training problems, which are read again if not given."""
     data = config.data
     if not data.val_files:
         if data.task and data.val_size:
@@ -106,13 +101,8 @@ def load_validation(
 
 
 def refuse_sources(config: Config, train: Problems, held_out: Problems | None = None) -> None:
-    """Raises ValueError where `reward.domains` names a source that no problem has, or `data.source_quotas` does not fit
-    the training problems.
-
-    Args:
-      train: the training problems; may be none.
-      held_out: the held-out ones, which are read where they are not at hand and the training problems do not have all.
-    """
+    """Raises ValueError if `reward.domains` names a source that no problem has, or `data.source_quotas` does not fit
+    the training problems. `held_out` is read if it is not given and the training problems do not have all sources."""
     if train and config.data.source_quotas:
         SourceQuotas(config.data.source_quotas, source_names(train))
     sources = set(source_names(train))
@@ -127,10 +117,7 @@ def validation_prompts(
     config: Config, tokenizer: Tokenizer, held_out: Problems | None = None, environments: Environments | None = None
 ) -> list[Prompt]:
     """The held-out prompts for evaluation, in file order (epoch 0); overlong ones are treated as in training.
-
-    Args:
-      held_out: what `load_validation` has returned, where the caller has it at hand (it is read otherwise).
-    """
+    `held_out`: the result of `load_validation`, which is called if it is not given."""
     problems = load_validation(config, environments=environments) if held_out is None else held_out
     rendered = Rendered(problems, tokenizer, config.data, environments)
     if problems and not len(rendered):
@@ -171,7 +158,7 @@ class PromptSource:
         }
 
     def repeats(self) -> str:
-        """A note where a batch has prompts more than once; empty: none has."""
+        """A note if a batch contains some prompts more than once, else empty."""
         if self._batch_size <= self.num_prompts:
             return ""
         return (
@@ -189,17 +176,17 @@ class PromptSource:
 
     @property
     def num_prompts(self) -> int:
-        """Prompts per epoch; with quotas, of all sources that have one."""
+        """Prompts per epoch; with quotas, those of all sources with a quota."""
         return len(self._rendered) if self._quotas is None else self._quotas.num_prompts
 
     @property
     def num_filtered(self) -> int:
-        """Problems left out because their prompt is too long."""
+        """Problems that were dropped because their prompt is too long."""
         return self._rendered.num_filtered
 
     @property
     def position(self) -> int:
-        """Prompts handed out so far, over all epochs."""
+        """Prompts returned so far, over all epochs."""
         return self._position
 
     @property
@@ -208,17 +195,16 @@ class PromptSource:
         return self._place(self._position)[1]
 
     def next(self, num_prompts: int) -> list[Prompt]:
-        """The next prompts; never fewer than asked for."""
         positions = range(self._position, self._position + num_prompts)
         self._position += num_prompts
         return [self._rendered.prompt(*self._place(p)) for p in positions]
 
     def get(self, epoch: int, index: int) -> Prompt:
-        """A prompt that was handed out before, by its key. Raises ValueError if the data does not hold it."""
+        """A prompt that was returned before, by its key. Raises ValueError if the data does not contain it."""
         return self._rendered.prompt(self._rendered.row_of(index), epoch)
 
     def state(self) -> dict[str, Any]:
-        """The cursor, as JSON values. The caller saves the prompts that were handed out and not yet consumed."""
+        """The cursor, as JSON values. The caller saves the prompts that were returned and not yet consumed."""
         return {
             "version": _STATE_VERSION,
             "position": self._position,
@@ -227,14 +213,14 @@ class PromptSource:
         }
 
     def differs(self, state: Mapping[str, Any]) -> Literal["", "data", "order"]:
-        """In what a saved cursor is not of these prompts; empty: it is."""
+        """What differs between a saved cursor's prompts and these; empty: nothing."""
         now = self.state()
         if (state["data"], state["num_prompts"]) != (now["data"], now["num_prompts"]):
             return "data"
         return "order" if state["order"] != now["order"] else ""
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes to a saved cursor; refuses one that was taken on other data or in another order."""
+        """Restores a saved cursor. Raises ValueError if it was taken on other data or in another order."""
         if state.get("version") != _STATE_VERSION:
             raise ValueError(
                 f"data cursor: version {state.get('version')!r} is not {_STATE_VERSION}, the one known here"

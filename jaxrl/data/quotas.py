@@ -49,20 +49,20 @@ class SourceQuotas:
         self._before = before  # places of the same source earlier in a batch
 
     def at(self, position: int) -> tuple[str, int]:
-        """The source of a position of the run, and how many prompts of it come before."""
+        """The source of a position, and how many prompts of that source come before it."""
         batch, place = divmod(position, len(self._pattern))
         source = self._pattern[place]
         return source, batch * self._quotas[source] + self._before[place]
 
     @property
     def num_prompts(self) -> int:
-        """Prompts of all sources that have a quota."""
+        """Prompts of all sources with a quota."""
         return sum(map(len, self.members.values()))
 
 
 def dealt(quotas: Mapping[str, int]) -> Sequence[str]:
-    """A batch's places by source: each beginning has of every source its share, rounded. The order of `quotas` does not
-    matter."""
+    """The source of each place of a batch, so that every beginning of it has of each source its share, rounded. The
+    order of `quotas` does not matter."""
     total = sum(quotas.values())
     given = dict.fromkeys(quotas, 0)
     order: list[str] = []

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxrl.config import DataSection
 from jaxrl.data.chat_template import RefusedMessages
-from jaxrl.data.problems import Problem
+from jaxrl.data.problems import Problem, asked_messages
 from jaxrl.data.store import ProblemStore, digest, kept, mapped
 from jaxrl.data.tokenizer import JOINT, Tokenizer
 from jaxrl.types import Prompt
@@ -35,14 +35,14 @@ _OPTIONS = (
 
 
 class Environments(Protocol):
-    """What a run's environments have to do with its prompts (`jaxrl.mechanisms.turns.pool.EnvironmentPool`)."""
+    """The methods of a run's environments that prompts need (`jaxrl.mechanisms.turns.pool.EnvironmentPool`)."""
 
     def schemas(self, row: Mapping[str, Any], where: str) -> Sequence[Mapping[str, Any]]:
         """What the model may call in a row, as chat templates take it."""
         ...
 
     def problems(self, first: int, last: int, seed: int) -> Iterable[tuple[Mapping[str, Any], Sequence[Any]]]:
-        """Rows of their own by number, each with its messages."""
+        """Rows that the environment generates, by number, each with its messages."""
         ...
 
 
@@ -95,7 +95,7 @@ class Rendered:
         return len(self._tokens.places)
 
     def _tokenised(self) -> _Tokens:
-        """Those of a store are kept in its folder, unless an environment has a say in them."""
+        """The tokens of a store are kept in its folder, unless an environment changes them."""
         if isinstance(self._problems, ProblemStore) and self._environments is None:
             options = {name: getattr(self._data, name) for name in _OPTIONS}
             today = _today() if self._tokenizer.reads_the_date else ""
@@ -116,7 +116,7 @@ class Rendered:
         (folder / "fingerprint").write_text(fingerprint, encoding="utf-8")
 
     def _encode_all(self, out: BinaryIO) -> tuple[np.ndarray, np.ndarray, np.ndarray, str]:
-        """Writes the tokens of all prompts that are kept; returns the other fields of `_Tokens`, in their order."""
+        """Writes the tokens of all prompts that are kept; returns the other fields of `_Tokens`."""
         data, hashed = self._data, hashlib.sha256()
         places, indices, lengths = array("q"), array("q"), array("q")
         for place, (problem, ids, count) in enumerate(self._encoded()):
@@ -140,8 +140,8 @@ class Rendered:
         return np.asarray(places), np.asarray(indices), ends, hashed.hexdigest()[:16]
 
     def _encoded(self) -> Iterator[tuple[Problem, list[int], str]]:
-        """Each problem with its prompt's ids, and how many it has. Of a text much longer than what is kept, only the
-        beginning."""
+        """Each problem with its prompt's ids and their number. Of a text much longer than the limit only the
+        beginning is tokenised."""
         data = self._data
         # a chat template writes its special tokens itself; plain text gets the tokenizer's own (a BOS, say)
         special, most = not data.apply_chat_template, (data.max_prompt_length + 1) * _LONG_TOKEN
@@ -159,28 +159,26 @@ class Rendered:
                     yield problem, ids, str(len(ids))
 
     def _extra(self, problem: Problem) -> Mapping[str, Any]:
-        """An environment, and a reward over turns, gets the conversation that the prompt is."""
+        """The extra columns; environments, and rewards over turns, also get the conversation."""
         if self._environments is None:
             return problem.extra
-        return {**problem.extra, "messages": _messages(problem, self._data)}
+        return {**problem.extra, "messages": [*map(dict, asked_messages(problem.messages, self._data))]}
 
     def _text(self, problem: Problem) -> str:
         tools = () if self._environments is None else self._environments.schemas(problem.extra, problem.where)
         return _render(problem, self._tokenizer, self._data, tools)
 
     def sources(self, of_problems: Sequence[str]) -> list[str]:
-        """The source of each row, of those of all problems."""
+        """The source of each row."""
         return [of_problems[int(place)] for place in self._tokens.places]
 
     def row_of(self, index: int) -> int:
-        """The row of a problem. Raises ValueError where there is none."""
         row = int(np.searchsorted(self._tokens.indices, index))
         if row == len(self) or self._tokens.indices[row] != index:
             raise ValueError(f"prompt {index}: the training data holds no such problem, or it was dropped as too long")
         return row
 
     def prompt(self, row: int, epoch: int) -> Prompt:
-        """The prompt of a row."""
         problem, ends = self._problems[int(self._tokens.places[row])], self._tokens.ends
         return Prompt(
             epoch=epoch,
@@ -195,7 +193,7 @@ class Rendered:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of what the model sees and its answers are compared with."""
+        """A hash of what the model sees and of the answers that it is compared with."""
         return self._tokens.fingerprint
 
 
@@ -204,7 +202,7 @@ def _today() -> str:
 
 
 def _render(problem: Problem, tokenizer: Tokenizer, data: DataSection, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-    messages = _messages(problem, data)
+    messages = asked_messages(problem.messages, data)
     if data.apply_chat_template:
         try:
             variables = {**data.apply_chat_template_kwargs, **({"tools": list(tools)} if tools else {})}
@@ -212,17 +210,3 @@ def _render(problem: Problem, tokenizer: Tokenizer, data: DataSection, tools: Se
         except RefusedMessages as error:
             raise ValueError(f"{problem.where}: {error}") from None
     return "\n\n".join(message["content"] for message in messages)
-
-
-def _messages(problem: Problem, data: DataSection) -> list[dict[str, str]]:
-    """The conversation that is rendered."""
-    messages = [dict(message) for message in problem.messages]
-    for message in reversed(messages):
-        if message["role"] == "user":
-            # not str.format: templates are full of braces (\boxed{})
-            message["content"] = data.prompt_template.replace("{question}", message["content"])
-            break
-    if data.system_prompt:
-        messages = [m for m in messages if m["role"] != "system"]
-        messages.insert(0, {"role": "system", "content": data.system_prompt})
-    return messages

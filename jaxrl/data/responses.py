@@ -24,16 +24,15 @@ def read_responses(
     path: Path, data: DataSection, needs_answer: Callable[[str], bool], *, needs_length: bool
 ) -> Iterator[tuple[str, Prompt, Sample]]:
     """The place, the prompt and the sample of each row of a `.jsonl`, `.jsonl.gz` or `.parquet` file, one at a time.
-
-    Nothing is tokenised: a prompt has no tokens, and a sample zeros, as many as a column says that it had.
+    Nothing is tokenised: a prompt has no tokens, and a sample as many zeros as its column of lengths says.
 
     Args:
-      needs_answer: whether the scorer of a source compares with a reference answer. Another `data.answer_key` than the
-        default is always looked for: it was given because there is such a column.
+      needs_answer: whether the scorer of a source compares with a reference answer. A `data.answer_key` that is not the
+        default is always required: it was given because there is such a column.
       needs_length: whether the reward depends on the response's length in tokens.
 
     Raises:
-      ValueError: a row is wrong: the file, the line, and the rule.
+      ValueError: a row is wrong; the message has the file, the line and the rule.
     """
     for index, (where, row) in enumerate(rows(path)):
         response = column(row, COLUMN, "of the response", where)

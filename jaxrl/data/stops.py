@@ -4,24 +4,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.types import SamplingParams
 
 MAX_STOP_CHARACTERS = 1000
 """The longest stop string: it is looked for in every response, each time that tokens come."""
 
 
-class Asked(Protocol):
-    """What is read of a request (`jaxrl.scheduling.tokens.plan.Request`)."""
-
-    @property
-    def params(self) -> SamplingParams: ...
-
-
 def check_stop_strings(stops: Iterable[Any], option: str) -> None:
-    """Raises ValueError for a stop string that every text holds, or that none can."""
+    """Raises ValueError for a stop string that every text contains, or that none can."""
     for stop in stops:
         if not isinstance(stop, str) or not stop:
             raise ValueError(f"{option}: a stop string must be text and not empty, found {stop!r:.80}")
@@ -36,14 +28,15 @@ def check_stop_strings(stops: Iterable[Any], option: str) -> None:
 
 
 def stop_ids(tokenizer: Tokenizer, eos_token_ids: Collection[int]) -> tuple[int, ...]:
-    """Token ids that end a response: the tokenizer's and the model's."""
+    """The token ids that end a response: the tokenizer's and the model's."""
     return tuple(sorted({*tokenizer.stop_token_ids, *eos_token_ids}))
 
 
-def stop_string_check(tokenizer: Tokenizer) -> Callable[[Asked, Any], int | None]:
-    """The engine's `stop_check`: the number of response tokens to keep once their text holds a stop string."""
+def stop_string_check(tokenizer: Tokenizer) -> Callable[[Any, Any], int | None]:
+    """The engine's `stop_check`: for a request (`jaxrl.scheduling.tokens.plan.Request`) and its response's tokens, how
+    many of them to keep once their text holds a stop string."""
 
-    def check(request: Asked, token_ids: Any) -> int | None:
+    def check(request: Any, token_ids: Any) -> int | None:
         ids = list(token_ids)
 
         def holds(count: int) -> bool:

@@ -56,12 +56,11 @@ _COLUMNS += ("prompt_template", "system_prompt")
 
 
 class ProblemStore(Sequence[Problem]):
-    """The problems in a folder, each made when it is asked for.
+    """The problems in a folder, each read on demand.
 
     Attributes:
-      folder: where they are; tokens have folders in it.
-      sources: the names of all sources; `source_ids`: int32, the number of each problem's in it.
-      identities: uint64, `identity` of each problem.
+      sources: the names of all sources; `source_ids`: int32, the index of each problem's source.
+      identities: uint64, a hash of each problem's `identity`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -87,11 +86,8 @@ class ProblemStore(Sequence[Problem]):
 
 
 def stored(read: Callable[[], Iterable[Problem]], files: Sequence[Path], data: DataSection) -> Sequence[Problem]:
-    """The problems of `files`, which `read` reads one after another: of large files those that are kept, of others a
-    list.
-
-    Where nothing can be kept in `data.cache_dir` a warning says so, and they are a list too.
-    """
+    """The problems of `files`, which `read` reads one after another: large files as a store that is kept, others as
+    a list. If `data.cache_dir` cannot be written, a warning says so, and they are a list."""
     if not data.cache_dir or sum(file.stat().st_size for file in files) < CACHED_BYTES:
         return list(read())
     options = {name: getattr(data, name) for name in _COLUMNS}
@@ -104,7 +100,6 @@ def stored(read: Callable[[], Iterable[Problem]], files: Sequence[Path], data: D
 
 
 def source_names(problems: Sequence[Problem]) -> list[str]:
-    """The source of each problem."""
     if isinstance(problems, ProblemStore):
         return [problems.sources[i] for i in problems.source_ids]
     return [problem.source for problem in problems]
@@ -118,8 +113,8 @@ def identities(problems: Sequence[Problem]) -> np.ndarray:
 
 
 def kept(folder: Path, write: Callable[[Path], None]) -> Path:
-    """`folder`, whose files `write` writes into an empty one where it is not there or not whole; several processes may
-    do so at once. Raises OSError where it cannot be written, or others can write to it."""
+    """The folder, written by `write` into an empty one if it is missing or damaged; several processes may do so at
+    once. Raises OSError where it cannot be written, or others can write to it."""
     if _is_whole(folder):
         return folder
     if folder.exists():
@@ -149,12 +144,11 @@ def kept(folder: Path, write: Callable[[Path], None]) -> Path:
 
 
 def mapped(folder: Path, name: str) -> np.ndarray:
-    """An array of a folder, mapped into memory."""
     return np.load(folder / f"{name}.npy", mmap_mode="r")
 
 
 def digest(*parts: Any) -> str:
-    """Of values that JSON has, and of this version of jaxrl."""
+    """A digest of JSON values and of this version of jaxrl."""
     text = json.dumps([jaxrl.__version__, *parts], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -185,7 +179,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON that `_restored` makes equal again, types included."""
+    """A value as JSON from which `_restored` makes an equal one, types included."""
     kind = type(value)
     if value is None or kind in (str, int, float, bool):
         return value

@@ -62,7 +62,6 @@ class Tokenizer:
 
     @classmethod
     def from_path(cls, path: str | Path) -> Tokenizer:
-        """The tokenizer of a Hugging Face folder or a GGUF file."""
         path = Path(path)
         if path.suffix == ".gguf":
             return cls(read_gguf(path))
@@ -89,29 +88,29 @@ class Tokenizer:
         ]
 
     def _open(self, found: Encoding) -> list[int]:
-        """The ids without an added end."""
+        """The ids without an end that the tokenizer added."""
         ids = found.ids
         while len(ids) > 1 and ids[-1] in self.eos_token_ids and found.special_tokens_mask[len(ids) - 1]:
             ids.pop()
         return ids
 
     def as_text(self, text: str) -> str:
-        """The text with marks in the special tokens that it spells: `encode` makes their letters' tokens of them."""
+        """The text with a mark in each special token that it spells, so that `encode` makes tokens of its letters."""
         return self._spelled.sub(rf"\1{JOINT}", text)
 
     def as_content(self, text: str) -> str:
-        """The text as a message of a user, a tool or the system has it."""
+        """The text as a message of a user, a tool or the system contains it."""
         return self.as_text(text) if self.special_tokens_in_content == "text" else text
 
     @cached_property
     def _spelled(self) -> re.Pattern[str]:
-        """The first character of each special token in a text, also of one that begins within another."""
+        """Matches the first character of each special token in a text, also of one that begins inside another."""
         names = "|".join(map(re.escape, sorted(filter(None, self.special_texts)))) or "(?!)"
         return re.compile(f"(?={names})(.)", re.DOTALL)
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """A panic of the library, as of an expression that takes too many steps, becomes a ValueError."""
+        """Turns a panic of the library (an expression takes too many steps, say) into a ValueError."""
         try:
             yield
         except BaseException as error:
@@ -121,7 +120,7 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of all that token ids and rendered texts follow from."""
+        """A digest of everything that determines token ids and rendered texts."""
         parts = [self._fast.to_str(), self.special_tokens, {n: t.source for n, t in self.chat_templates.items()}]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -132,7 +131,6 @@ class Tokenizer:
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """The ids of all tokens."""
         return self._fast.get_vocab()
 
     @cached_property
@@ -141,11 +139,11 @@ class Tokenizer:
         return max(map(len, self._fast.get_vocab()))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of token ids; bytes that are no UTF-8 become replacement characters."""
+        """The text of token ids; bytes that are not UTF-8 become replacement characters."""
         return self._fast.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token, special ones too; bytes that are no UTF-8 alone become replacement characters."""
+        """The text of each token, special tokens included."""
         return [self.decode([i], skip_special_tokens=False) for i in ids]
 
     def apply_chat_template(
@@ -156,16 +154,15 @@ class Tokenizer:
         chat_template: str | None = None,
         **variables: Any,
     ) -> str:
-        """The rendered conversation, with the marks of `as_text` in what others than the assistant say.
+        """The rendered conversation, with the marks of `as_text` in everything that the assistant does not say.
 
         Args:
-          chat_template: the name of one of `chat_templates`; None: `tool_use` where that exists and `tools` are given,
-            or else `default`.
-          variables: reach the template (`tools`, `enable_thinking` ...).
+          chat_template: the name of one of `chat_templates`; None: as `jaxrl.data.chat_template.choose` decides.
+          variables: of the template (`tools`, `enable_thinking` ...).
 
         Raises:
-          ValueError: there is no such template, or it reads no variable of such a name.
-          RefusedMessages: it refuses these messages; or they have to do with tools, and the model speaks harmony.
+          ValueError: there is no such template, or it reads no such variable.
+          RefusedMessages: it refuses these messages; or they involve tools, and the model speaks harmony.
         """
         template = self._template(variables, chat_template)
         has_tools = variables.get("tools") or any(m["role"] == "tool" or m.get("tool_calls") for m in messages)
@@ -182,14 +179,15 @@ class Tokenizer:
         return render(template.source, template.place, messages, context)
 
     def check_template_arguments(self, arguments: Mapping[str, Any]) -> None:
-        """Raises ValueError where `apply_chat_template` would, whatever the messages; not if there is no template and
-        none is named."""
+        """Raises the ValueErrors of `apply_chat_template` that do not depend on messages; none if there is no
+        template and none is named."""
         if self.chat_templates or "chat_template" in arguments:
             variables = dict(arguments)
             self._template(variables, variables.pop("chat_template", None))
 
     def _template(self, variables: Mapping[str, Any], name: str | None) -> ChatTemplate:
-        """The template for these variables; ValueError if there is none, or for a variable that it does not read."""
+        """The template for these variables. Raises ValueError if there is none, and for a variable that it does not
+        read."""
         has_tools = variables.get("tools") is not None
         template = choose(self.chat_templates, self._name, name, has_tools=has_tools)
         if variables:
@@ -203,7 +201,7 @@ class Tokenizer:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """`eos_token_ids` and the vocabulary's other tokens that end a turn or a text."""
+        """`eos_token_ids`, and all other tokens of the vocabulary that end a turn or a text."""
         ends = set(self.special_texts).intersection((*END_TOKENS, *_HARMONY) if self.speaks_harmony else END_TOKENS)
         found = map(self._fast.token_to_id, ends - {"<|end|>"} if self.speaks_harmony else ends)
         return tuple(dict.fromkeys([*self.eos_token_ids, *sorted(i for i in found if i is not None)]))
@@ -215,17 +213,15 @@ class Tokenizer:
 
     @cached_property
     def special_texts(self) -> tuple[str, ...]:
-        """The special tokens, as text."""
         return tuple(token.content for token in self._fast.get_added_tokens_decoder().values() if token.special)
 
     @property
     def bos_id(self) -> int | None:
-        """The id of the token that begins a text, if there is one."""
         return self._id("bos_token")
 
     @property
     def pad_id(self) -> int:
-        """The id that fills up rows: the pad token, or else the first eos, or else 0."""
+        """The id that pads rows: the pad token, else the first eos, else 0."""
         pad = self._id("pad_token")
         return pad if pad is not None else (*self.eos_token_ids, 0)[0]
 
@@ -240,7 +236,7 @@ class Tokenizer:
         return max(self._fast.get_vocab(with_added_tokens=True).items(), key=lambda token: token[1])
 
     def save(self, folder: str | Path) -> list[Path]:
-        """Write tokenizer.json, tokenizer_config.json and the files of the chat templates; returns all of them."""
+        """Writes tokenizer.json, tokenizer_config.json and the files of the chat templates; returns their paths."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         files = [folder / "tokenizer.json", folder / "tokenizer_config.json"]
@@ -266,7 +262,7 @@ class Tokenizer:
 
 
 def _whole(text: str) -> str:
-    """The text; ValueError if it holds half a character."""
+    """The text. Raises ValueError if it contains half a character."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

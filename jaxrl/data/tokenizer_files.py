@@ -50,7 +50,7 @@ class TokenizerFiles:
 
 
 def read_folder(folder: Path) -> TokenizerFiles:
-    """The tokenizer of a Hugging Face folder. Raises ValueError with the file that is missing or damaged."""
+    """The tokenizer of a Hugging Face folder. Raises ValueError that names the missing or damaged file."""
     fast = _fast(folder)
     config_file = folder / "tokenizer_config.json"
     config = _object(config_file)
@@ -76,7 +76,7 @@ def read_folder(folder: Path) -> TokenizerFiles:
 
 
 def token_ids(value: Any, place: str) -> tuple[int, ...]:
-    """The ids of an entry such as `eos_token_id`: none (null), one, or a list of them. `place`: file and entry."""
+    """The ids of an entry such as `eos_token_id`: null, one, or a list. `place`: file and entry, for messages."""
     ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
     for i in ids:
         if isinstance(i, bool) or not isinstance(i, int) or i < 0:
@@ -107,7 +107,7 @@ def _fast(folder: Path) -> FastTokenizer:
 
 
 def _replacements(part: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What the steps of a normalizer or decoder replace (empty: an expression), and by what."""
+    """(text, empty for an expression; its replacement) of each Replace step of a normalizer or decoder."""
     if part["type"] == "Replace":
         yield part["pattern"].get("String", ""), part["content"]
     for inner in part.get("normalizers") or part.get("decoders") or ():
@@ -115,7 +115,7 @@ def _replacements(part: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _growth(steps: Iterable[tuple[str, str]]) -> float:
-    """The most characters that one becomes; what an expression replaces may be any."""
+    """The most characters that one character can become; the match of an expression may be any."""
     own, others = dict[str, float](), 1.0
     for text, content in reversed(list(steps)):
         size = sum(own.get(each, others) for each in content) / max(len(text), 1)
@@ -126,7 +126,7 @@ def _growth(steps: Iterable[tuple[str, str]]) -> float:
 
 
 def _object(file: Path) -> dict[str, Any]:
-    """A file's JSON object; empty where there is no such file."""
+    """The JSON object of a file, empty if there is no file."""
     return read_object(file) if file.exists() else {}
 
 
@@ -157,7 +157,7 @@ def _templates_of_files(folder: Path) -> dict[str, ChatTemplate]:
 
 
 def _templates_of_config(value: Any, file: str) -> dict[str, ChatTemplate]:
-    """One template, or a list of named ones; of two with one name the last counts, as in transformers."""
+    """One template or a list of named ones; the last of a name counts, as in transformers."""
     if value is None:
         return {}
     if isinstance(value, str):

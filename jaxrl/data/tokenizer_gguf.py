@@ -35,7 +35,7 @@ PRE_TOKENIZERS = ("smollm", "qwen2", "llama-bpe", "gpt-2", "default")
 
 
 def read_gguf(file: Path) -> TokenizerFiles:
-    """The tokenizer in a GGUF file. Raises ValueError for a damaged file, and for a tokenizer that is not supported."""
+    """The tokenizer of a GGUF file. Raises ValueError for a damaged file, and for an unsupported tokenizer."""
     get = _fields(file)
     if (model := get("tokenizer.ggml.model")) != "gpt2":
         raise ValueError(
@@ -64,7 +64,7 @@ def read_gguf(file: Path) -> TokenizerFiles:
 
 
 def _templates(get: Callable[..., Any], file: Path) -> dict[str, ChatTemplate]:
-    """The default, and those that `tokenizer.chat_templates` names."""
+    """The default template, and those that `tokenizer.chat_templates` names."""
     keys = {DEFAULT: "tokenizer.chat_template"}
     for name in list(get("tokenizer.chat_templates", [])):
         check_template_name(name, f"{file}: tokenizer.chat_templates")
@@ -80,7 +80,7 @@ def _templates(get: Callable[..., Any], file: Path) -> dict[str, ChatTemplate]:
 
 
 def _fields(file: Path) -> Callable[..., Any]:
-    """What reads a field of the file by its name, with a default."""
+    """A function that reads a metadata field by name, with a default."""
     reader = open_gguf(file)
     damaged = (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError, TypeError)
 
@@ -119,7 +119,7 @@ def _id(get: Callable[..., Any], key: str, size: int, file: Path) -> int | None:
 def _byte_level_bpe(
     tokens: Sequence[str], merges: Sequence[str], kinds: Sequence[int], pre: str, bos: str | None, file: str
 ) -> FastTokenizer:
-    """The tokenizer that a GGUF file describes. `bos`: the token that encoding with special tokens begins with."""
+    """The tokenizer. `bos`: the token that begins a text when special tokens are added."""
     vocab = {token: i for i, token in enumerate(tokens) if kinds[i] != _UNUSED}
     pairs = [(left, right) for left, right in (merge.split(" ", 1) for merge in merges)]
     try:

@@ -49,8 +49,8 @@ _BACKSLASH, _ESCAPED = re.compile(r"\\(.)", re.DOTALL), "\\'\"abfnrtvxuUN0\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A function's name, its arguments as JSON text, and the id that the model gave it, if any."""
+class ToolCall:
+    """A function's name, its arguments as JSON text, and the id that the model gave the call, if any."""
 
     name: str
     arguments: str
@@ -58,7 +58,7 @@ class Call:
 
 
 def call_id(*of: Any) -> str:
-    """An id that follows from the arguments: nine letters and digits, since Mistral's templates refuse any other."""
+    """An id derived from the arguments: nine letters and digits, since Mistral's templates refuse any other."""
     return hashlib.sha256(repr(of).encode()).hexdigest()[:9]
 
 
@@ -76,9 +76,9 @@ def arguments_of(given: Any) -> dict[str, Any]:
     return given or {}
 
 
-def calls_in(text: str, names: Collection[str]) -> tuple[str, list[Call]]:
-    """(what stands around the calls, the calls); (text, []) where there is none, or one that cannot be read. `names`:
-    of the functions that exist."""
+def calls_in(text: str, names: Collection[str]) -> tuple[str, list[ToolCall]]:
+    """(the text around the calls, the calls); (text, []) if there is no call, or one that cannot be read. `names`:
+    of the existing functions."""
     thought, said = _split(text)
     found = _read(said, names)
     if found and found[1] and all(call.name in names or _NAME.fullmatch(call.name) for call in found[1]):
@@ -87,12 +87,12 @@ def calls_in(text: str, names: Collection[str]) -> tuple[str, list[Call]]:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """(what a model thinks, what it says): a call that it only thinks of is none."""
+    """(a model's thinking, the rest): a call inside the thinking does not count."""
     thought = _THOUGHT.match(text)
     return (thought[0], text[thought.end() :]) if thought else ("", text)
 
 
-def _read(text: str, names: Collection[str]) -> tuple[str, list[Call]] | None:
+def _read(text: str, names: Collection[str]) -> tuple[str, list[ToolCall]] | None:
     if (found := _bare(text, names)) is not None and found[1]:
         return found
     _, mark = min(((text.find(mark), mark) for mark in _MARKS if mark in text), default=(0, CODE))
@@ -109,14 +109,14 @@ def _read(text: str, names: Collection[str]) -> tuple[str, list[Call]] | None:
 
 
 def seems_to_call(text: str) -> bool:
-    """Whether a text has the beginning of a call, or of what was meant for one."""
+    """Whether a text contains the beginning of a call, or an attempt at one."""
     text = _split(text)[1]
     marked = any(mark in text for mark in (PYTHON_TAG, *_MARKS))
     return marked or text.lstrip().startswith(('{"name"', '[{"name"', _FUNCTOOLS))
 
 
 def may_begin(text: str) -> int:
-    """How much of a growing response is certainly no part of a call: what may be handed out already."""
+    """How many characters of a growing response are certainly no part of a call, and may be sent already."""
     thought, text = _split(text)
     stripped, begins = text.lstrip(), (PYTHON_TAG, _FUNCTOOLS)
     begun = any(begin.startswith(stripped) or stripped.startswith(begin) for begin in begins)
@@ -129,8 +129,8 @@ def may_begin(text: str) -> int:
     return len(thought) + len(text) - max(ends, default=0)
 
 
-def _tagged(before: str, text: str) -> tuple[str, list[Call]] | None:
-    calls: list[Call] = []
+def _tagged(before: str, text: str) -> tuple[str, list[ToolCall]] | None:
+    calls: list[ToolCall] = []
     while True:
         value, rest = _first(text)
         call = _of_object(value)
@@ -143,7 +143,7 @@ def _tagged(before: str, text: str) -> tuple[str, list[Call]] | None:
             return before.rstrip(), calls
 
 
-def _listed(before: str, text: str, names: Collection[str] | None = None) -> tuple[str, list[Call]] | None:
+def _listed(before: str, text: str, names: Collection[str] | None = None) -> tuple[str, list[ToolCall]] | None:
     try:
         values = json.loads(text.strip().removesuffix(_LIST_CLOSES), parse_constant=_no_number)
     except (ValueError, RecursionError):
@@ -152,8 +152,8 @@ def _listed(before: str, text: str, names: Collection[str] | None = None) -> tup
     return (before.rstrip(), [call for call in calls if call is not None]) if calls and all(calls) else None
 
 
-def _named(before: str, text: str) -> tuple[str, list[Call]] | None:
-    calls: list[Call] = []
+def _named(before: str, text: str) -> tuple[str, list[ToolCall]] | None:
+    calls: list[ToolCall] = []
     while match := _NAMED_CALL.match(text):
         value, rest = _first(text[match.end() :])
         call = None if value is None else _made(match[1], value, match[2])
@@ -166,7 +166,7 @@ def _named(before: str, text: str) -> tuple[str, list[Call]] | None:
     return None
 
 
-def _python(before: str, text: str, closes: str) -> tuple[str, list[Call]] | None:
+def _python(before: str, text: str, closes: str) -> tuple[str, list[ToolCall]] | None:
     inside, _, after = text.partition(closes)
     # of a backslash that escapes nothing Python warns, and keeps it
     inside = _BACKSLASH.sub(lambda match: match[0] if match[1] in _ESCAPED else f"\\{match[0]}", inside)
@@ -178,7 +178,7 @@ def _python(before: str, text: str, closes: str) -> tuple[str, list[Call]] | Non
     return ((before + after).rstrip(), found) if len(found) == len(calls) else None
 
 
-def _python_call(statement: ast.stmt) -> Call | None:
+def _python_call(statement: ast.stmt) -> ToolCall | None:
     match statement:
         case ast.Expr(ast.Call(ast.Name(name), [], keywords)):
             given = {str(keyword.arg): _value(keyword.value) for keyword in keywords}
@@ -187,7 +187,7 @@ def _python_call(statement: ast.stmt) -> Call | None:
 
 
 def _value(node: ast.expr | None) -> Any:
-    """Raises ValueError for an expression that is more than a value."""
+    """The value of a literal. Raises ValueError for any other expression."""
     match node:
         case ast.Constant(str() | int() | float() | None as value):
             return value
@@ -202,7 +202,7 @@ def _value(node: ast.expr | None) -> Any:
     raise ValueError(f"{node} is no value")
 
 
-def _bare(text: str, names: Collection[str]) -> tuple[str, list[Call]] | None:
+def _bare(text: str, names: Collection[str]) -> tuple[str, list[ToolCall]] | None:
     rest, calls = text.strip().removeprefix(PYTHON_TAG).strip(), []
     if rest.startswith(("[", _FUNCTOOLS)):
         return _listed("", rest.removeprefix(_FUNCTOOLS[:-1]), names)
@@ -226,7 +226,7 @@ _DECODER = json.JSONDecoder(parse_constant=_no_number)
 
 
 def _first(text: str) -> tuple[Any, str]:
-    """The JSON value that a text begins with, None where it is none, and what stands behind it."""
+    """The JSON value at the beginning of a text (None if there is none), and the text behind it."""
     text = text.strip()
     try:
         value, end = _DECODER.raw_decode(text)
@@ -235,8 +235,8 @@ def _first(text: str) -> tuple[Any, str]:
     return value, text[end:].lstrip()
 
 
-def _of_object(value: Any, names: Collection[str] | None = None) -> Call | None:
-    """`names`: None where marks say that it is a call."""
+def _of_object(value: Any, names: Collection[str] | None = None) -> ToolCall | None:
+    """The call that a JSON object describes. `names`: None where marks say that it is a call."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     given = value.get("arguments", value.get("parameters"))
@@ -245,12 +245,12 @@ def _of_object(value: Any, names: Collection[str] | None = None) -> Call | None:
     return _made(value["name"], given, value.get("id"))
 
 
-def _made(name: str, given: Any, own_id: Any = None) -> Call | None:
-    """None where the arguments are no object, hold a number too large for JSON, or half a character, or are nested too
-    deep."""
+def _made(name: str, given: Any, own_id: Any = None) -> ToolCall | None:
+    """The call, or None if its arguments are not an object, contain a number too large for JSON or half a character,
+    or are nested too deep."""
     try:
         arguments = json.dumps(arguments_of(given), ensure_ascii=False, allow_nan=False)
         arguments.encode()
     except (ValueError, RecursionError):
         return None
-    return Call(name, arguments, own_id if isinstance(own_id, str) and _ID.fullmatch(own_id) else "")
+    return ToolCall(name, arguments, own_id if isinstance(own_id, str) and _ID.fullmatch(own_id) else "")

@@ -53,15 +53,9 @@ class Between:
         self._closes = self.end.rstrip() if after.startswith(self.end.rstrip()) else ""
 
     def answer(self, messages: Sequence[Message], drawn: Sequence[int] = ()) -> tuple[int, ...]:
-        """The tokens that follow a turn, up to where the model's next one begins.
-
-        Args:
-          messages: at least one, of users or tools.
-          drawn: what the model has said. Where it ends as the template ends a turn, the end is not written twice.
-
-        Raises:
-          RefusedMessages: the template refuses these messages here.
-        """
+        """The tokens that follow a turn, up to where the model's next turn begins. `messages`: at least one, of
+        users or tools. If `drawn`, the model's turn, ends as the template ends a turn, the end is not written twice.
+        Raises RefusedMessages if the template refuses these messages."""
         after = self._after(messages)
         if after is None:
             raise RefusedMessages("the chat template leaves out what an assistant has said before these messages")
@@ -72,7 +66,7 @@ class Between:
         return tuple(ids[1:] if drawn and ids[:1] in ([drawn[-1]], self._ends_message) else ids)
 
     def rewritten(self) -> str:
-        """What the template makes of earlier turns, in a sentence; empty: it only appends."""
+        """A sentence on how the template changes earlier turns; empty: it only appends."""
         turns = [_user(_ASKED), _said(_SAID), _user(_ASKED * 2)]  # some templates tell messages apart by their text
         for before in ([], [{"role": "system", "content": _RULES}]):
             try:

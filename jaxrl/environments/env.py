@@ -1,9 +1,9 @@
-"""What an environment is: it reads what a model has said, and answers until the episode is over.
+"""What an environment is: it reads what a model has said, and answers until the episode ends.
 
-An environment's state is a value: between two turns it is pickled, and any worker goes on with it. So a turn needs no
-process of its own while the model thinks, a run that is resumed goes on in the middle of an episode, and a trajectory
-that was cut off takes its environment along. What cannot be pickled (a connection, a browser) belongs to a program that
-drives the policy through the endpoint instead.
+An environment's state is a value: between two turns it is pickled, and any worker continues with it. So a turn needs no
+process of its own while the model thinks, a resumed run continues in the middle of an episode, and a trajectory that
+was cut off keeps its environment. What cannot be pickled (a connection, a browser) belongs to a program that drives the
+policy through the endpoint instead.
 
 Source: names and shapes of tinker-cookbook's `Env` and `StepResult`. Departure: what is said and answered are messages
 and not tokens, which the trainer makes with the model's own template.
@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from jaxrl.data.tool_calls import Call, calls_in, seems_to_call
+from jaxrl.data.tool_calls import ToolCall, calls_in, seems_to_call
 from jaxrl.rewards.request import as_reward
 
 Message = Mapping[str, Any]
@@ -27,18 +27,17 @@ class Action:
     """A turn of the model.
 
     Attributes:
-      text: what it said, without special tokens and without the calls that could be read.
+      text: what it said, without special tokens and without the calls that were read.
       calls: of tools, in their order.
-      is_unread: it was to call something, and what cannot be read.
+      is_unread: it tries to call something that cannot be read.
     """
 
     text: str
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
     is_unread: bool = False
 
     @classmethod
     def of(cls, text: str, schemas: Sequence[Schema]) -> Action:
-        """Reads a turn in which these tools could be called."""
         names = [schema["function"]["name"] for schema in schemas]
         said, calls = calls_in(text, names)
         return cls(said, tuple(calls), is_unread=bool(names) and seems_to_call(text) and not calls)
@@ -50,8 +49,7 @@ class StepResult:
 
     Attributes:
       reward: of this turn.
-      episode_done: no turn follows.
-      next_observation: messages of a user or of tools, one at least unless the episode is over; a text is a user's.
+      next_observation: messages of a user or of tools, at least one unless the episode is done; a text is a user's.
       metrics: numbers to be averaged over trajectories, each the sum over its turns.
     """
 
@@ -66,30 +64,28 @@ class StepResult:
 
 
 class Env(Protocol):
-    """One episode. Made for a row of the data, and pickled between its turns.
+    """One episode, made for a row of the data and pickled between its turns. Users write classes of this form.
 
     A class may have an attribute `schemas`: what the model may call, as `jaxrl.environments.schemas.tool_schema` makes
-    it of a function.
+    it from a function.
     """
 
     def initial_observation(self) -> str | Sequence[Message]:
-        """What the model is asked; called where the rows are the environment's own, and no file has a question."""
+        """The first message; called only where the rows are the environment's own, and no file has a question."""
         ...
 
-    def step(self, action: Action) -> StepResult | Awaitable[StepResult]:
-        """Answers a turn."""
-        ...
+    def step(self, action: Action) -> StepResult | Awaitable[StepResult]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """A trajectory that is over.
+    """A finished trajectory.
 
     Attributes:
       messages: the whole conversation, each with `role` and `content`.
-      turn_rewards: that its environment gave.
-      reward: what it has been given, by whatever scores.
-      stop: why it is over (`jaxrl.mechanisms.turns.rule.STOPS`).
+      turn_rewards: those of its environment.
+      reward: the score so far.
+      stop: why it ended (`jaxrl.mechanisms.turns.rule.STOPS`).
     """
 
     messages: tuple[Message, ...]
@@ -98,26 +94,14 @@ class Trajectory:
     stop: str
 
 
-class EnvGroup(Protocol):
-    """Compares the trajectories of one prompt. Made for the prompt's row, as an `Env` is.
-
-    Source: tinker-cookbook's `EnvGroupBuilder.compute_group_rewards`.
-    """
-
-    def compute_group_rewards(self, trajectories: Sequence[Trajectory]) -> Sequence[float] | Awaitable[Sequence[float]]:
-        """What each is given besides what it has."""
-        ...
-
-
 def as_messages(observation: str | Sequence[Message]) -> tuple[Message, ...]:
-    """An observation as messages."""
     if isinstance(observation, str):
         return ({"role": "user", "content": observation},) if observation else ()
     return tuple(observation)
 
 
 def checked(result: Any, name: str) -> StepResult:
-    """What `step` has returned. Raises ValueError for what is no answer."""
+    """The result of an environment's `step`. Raises ValueError where it breaks a rule."""
     if not isinstance(result, StepResult):
         raise ValueError(f"{name}.step must return a StepResult, found {type(result).__name__}")
     result = replace(result, reward=as_reward(result.reward, f"{name}.step: reward must be"))
@@ -133,7 +117,7 @@ def checked(result: Any, name: str) -> StepResult:
 
 
 def is_answer(message: Any) -> bool:
-    """Whether an environment may say so."""
+    """Whether it is a message that an environment may send."""
     return (
         isinstance(message, Mapping)
         and message.get("role") in ("user", "tool")

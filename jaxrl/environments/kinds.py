@@ -1,8 +1,10 @@
-"""Environments in a Python file: functions as tools, a class with methods as tools, or an `Env`.
+"""Environments in a Python file: functions as tools, a class with methods as tools, an `Env`, or a program.
 
-Purpose: whichever process answers a turn has the file's text (`jaxrl.config.functions`), makes an `Episodes` of it
-once, and is handed the row, the state and what the model said. Between turns the state is bytes, which the next turn's
-process need not have made.
+A worker process imports the file's text once (`jaxrl.config.functions`). Each turn gives it the row, the state and what
+the model said; the state is bytes, so that another process may answer the next turn. The kinds share a form: `schemas`
+says what the model may call, `first_messages` what it is asked in a row of the environment's own, and `step` answers a
+turn (state None: the first) and returns the state after it. `has_hung` says that a call did not end in time and still
+runs: this process must not be used again.
 
 Source: a class with `reset(**row)` and `get_reward()` is what TRL's `environment_factory` takes.
 """
@@ -21,51 +23,26 @@ from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
-from jaxrl.data.tool_calls import Call, call_id
+from jaxrl.data.tool_calls import ToolCall, call_id
 from jaxrl.environments import program_server
 from jaxrl.environments.env import Action, Message, Schema, StepResult, as_messages, checked
 from jaxrl.environments.schemas import signature_of, tool_schema
 from jaxrl.rewards.request import as_reward
 
 MAX_AT_ONCE = 16
-"""Calls of one turn that run side by side."""
+"""Calls of one turn that run at the same time."""
 MAX_ANSWER = 65_536
-"""Characters of the answers of a turn, shared out among its calls; the rest is left out, which the answer says."""
+"""Characters of a turn's answers, divided among its calls; an answer says how much of it was left out."""
 Row = Mapping[str, Any]
 
 
-class Episodes(Protocol):
-    """Episodes of one kind.
-
-    Attributes:
-      schemas: what the model may call.
-      has_hung: a call did not end in time, and goes on: this process is not to be used again.
-    """
-
-    schemas: list[Schema]
-
-    @property
-    def has_hung(self) -> bool: ...
-
-    def step(self, row: Row, state: bytes | None, action: Action, timeout_s: float = 0.0) -> tuple[StepResult, bytes]:
-        """Answers a turn; returns the state after it.
-
-        Args:
-          row: of the data.
-          state: None in the first turn.
-          timeout_s: a call that takes longer is answered so; 0: none.
-        """
-        ...
-
-    def first_messages(self, row: Row) -> tuple[Message, ...]:
-        """What the model is asked, of a row of the environment's own."""
-        ...
-
-
 class FunctionTools:
-    """Functions as tools. An episode ends with the first turn that calls none, and has no reward of its own."""
+    """Functions as tools. An episode ends with the first turn that calls none, and has no reward of its own.
+
+    `timeout_s`: a call that takes longer is answered with an error; 0: no limit.
+    """
 
     def __init__(self, module: ModuleType, text: str) -> None:
         self._functions = public_functions(module, text)
@@ -86,8 +63,10 @@ class FunctionTools:
 
 
 class MethodTools:
-    """A class whose public methods are tools: `reset(**row)` begins an episode, `get_reward()` is asked at its end,
-    which is the first turn that calls nothing. Calls of a turn share the object, and so run one after another."""
+    """A class whose public methods are tools: `reset(**row)` begins an episode, and `get_reward()` scores it after the
+    first turn that calls nothing. Calls of a turn share the object, and so run one after another."""
+
+    has_hung = False
 
     _OWN = ("reset", "get_reward")
 
@@ -101,7 +80,6 @@ class MethodTools:
         self._names = [name for name in names if name not in self._OWN]
         alone = {name for name in names if isinstance(inspect.getattr_static(made, name), staticmethod | classmethod)}
         self.schemas = [tool_schema(getattr(made, name), name, is_method=name not in alone) for name in self._names]
-        self.has_hung = False
 
     def step(self, row: Row, state: bytes | None, action: Action, timeout_s: float = 0.0) -> tuple[StepResult, bytes]:
         episode = self._begun(row) if state is None else pickle.loads(state)
@@ -124,10 +102,11 @@ class MethodTools:
 class NativeEpisodes:
     """An `Env`: a class, or a function that makes one, called with those of the row's columns that it takes."""
 
+    has_hung = False
+
     def __init__(self, make: Callable[..., Any], name: str) -> None:
         self._make, self._name = make, name
         self.schemas: list[Schema] = list(getattr(make, "schemas", ()))
-        self.has_hung = False
 
     def step(self, row: Row, state: bytes | None, action: Action, timeout_s: float = 0.0) -> tuple[StepResult, bytes]:
         env = self._begun(row) if state is None else pickle.loads(state)
@@ -145,7 +124,8 @@ class Program:
     """A file whose function drives the policy itself (`jaxrl.mechanisms.turns.agents`).
 
     Args:
-      call: calls a function of the file by its name, with arguments by name; a value stands for itself.
+      call: calls a function of the file by its name, with arguments by name; a name that is no function gives its
+        value.
       args: `environment.args`, and under `id` `environment.id`.
     """
 
@@ -157,9 +137,6 @@ class Program:
     def has_hung(self) -> bool:
         return isinstance(self._call, OtherPython) and self._call.has_ended
 
-    def step(self, row: Row, state: bytes | None, action: Action, timeout_s: float = 0.0) -> tuple[StepResult, bytes]:
-        raise ValueError("a program asks for turns itself")
-
     def first_messages(self, row: Row) -> tuple[Message, ...]:
         return as_messages(row["messages"] if "messages" in row else row["question"])
 
@@ -167,15 +144,18 @@ class Program:
         return self._call("problem", {"index": index, "seed": seed, **self._args})
 
     def run(self, name: str, row: Row, base_url: str, api_key: str) -> Any:
-        """A whole trajectory; its reward, or a mapping with it under `score`."""
+        """Plays a trajectory; returns its reward, or a mapping with it under `score`."""
         found = self._call(name, {"row": row, "base_url": base_url, "api_key": api_key, **self._args})
         if found is None:
             raise ValueError(f"the file has no function {name!r}, or it has returned no reward")
         return found
 
 
+Episodes = FunctionTools | MethodTools | NativeEpisodes
+
+
 def calls_of(module: ModuleType) -> Callable[[str, Row], Any]:
-    """Calls functions of a file in this process; one that is not there is None."""
+    """What calls functions of a file in this process; a function that is missing gives None."""
     loop = asyncio.Runner()  # one for all: what is kept between calls, such as connections, may belong to it
 
     def call(name: str, given: Row) -> Any:
@@ -193,7 +173,7 @@ class OtherPython:
     """Calls functions of a file under another Python, in a process that stays (`jaxrl.environments.program_server`).
 
     Raises:
-      ValueError: it cannot be started, or what is called fails there.
+      ValueError: it cannot be started, or a call fails there.
     """
 
     def __init__(self, python: str, path: str) -> None:
@@ -208,7 +188,7 @@ class OtherPython:
         return self._process.poll() is not None
 
     def close(self) -> None:
-        self._process.communicate()  # at the end of what it is asked it ends
+        self._process.communicate()  # it exits at the end of its input
 
     def __call__(self, name: str, given: Row) -> Any:
         assert self._process.stdin is not None
@@ -225,9 +205,9 @@ class OtherPython:
 
 
 def public_functions(module: ModuleType, text: str) -> dict[str, Callable[..., Any]]:
-    """The functions that a file defines itself, whatever its decorators make of them, its partial functions, and its
-    objects of classes of its own that can be called; but for those whose names begin with `_`, and for `problem`, which
-    makes rows (`jaxrl.environments.worker`). `text`: of the file."""
+    """The functions that a file defines itself, decorated ones too, its partial functions, and its callable objects of
+    its own classes; without names that begin with `_`, and without `problem`, which makes rows
+    (`jaxrl.environments.worker`)."""
     defined = {*re.findall(r"^(?:async )?def (\w+)", text, re.MULTILINE)}
 
     def is_own(name: str, value: Any) -> bool:
@@ -257,7 +237,7 @@ def accepted(function: Callable[..., Any], row: Row) -> dict[str, Any]:
 
 
 def result_of(value: Any) -> Any:
-    """What a function has returned; of an async one, once it has run."""
+    """A function's result, awaited if it is async."""
 
     async def awaited(found: Awaitable[Any]) -> Any:
         return await found
@@ -268,8 +248,8 @@ def result_of(value: Any) -> Any:
 def answers(
     functions: Mapping[str, Callable[..., Any]], action: Action, timeout_s: float = 0.0, at_once: int = MAX_AT_ONCE
 ) -> tuple[StepResult, bool]:
-    """Runs calls, and answers them in their order; one that fails, is not there or takes too long is told what went
-    wrong. Returns whether all have ended."""
+    """Runs calls and answers them in their order; one that fails, names no tool or takes too long is answered with an
+    error. Returns whether all have ended."""
     if action.is_unread:
         text = f"Error: this call cannot be read. Tools are: {', '.join(functions)}"
         return StepResult(next_observation=[tool_message(text)], metrics={"tool_calls": 1, "tool_errors": 1}), True
@@ -288,14 +268,14 @@ def answers(
     return StepResult(next_observation=messages, metrics=counts), not late
 
 
-def tool_message(text: str, number: int = 0, call: Call | None = None) -> Message:
-    """The answer to a call, by its number in the turn; None: to one that cannot be read."""
+def tool_message(text: str, number: int = 0, call: ToolCall | None = None) -> Message:
+    """The answer to a call, by its number in the turn; None: a call that cannot be read."""
     message = {"role": "tool", "content": text, "tool_call_id": call_id(number)}
     return message if call is None else message | {"name": call.name, "tool_call_id": call.id or call_id(number)}
 
 
-def _answer(function: Callable[..., Any] | None, call: Call, room: int) -> tuple[str, bool]:
-    """(the answer, in so many characters, whether the call went well)."""
+def _answer(function: Callable[..., Any] | None, call: ToolCall, room: int) -> tuple[str, bool]:
+    """(the answer, `room` characters at most, whether the call succeeded)."""
     if function is None:
         return f"Error: {call.name} is no tool of this conversation", False
     arguments = json.loads(call.arguments)
@@ -306,7 +286,7 @@ def _answer(function: Callable[..., Any] | None, call: Call, room: int) -> tuple
     try:
         value = result_of(function(**arguments))
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    except BaseException as error:  # whatever the user's function raises, sys.exit() too, or returns
+    except BaseException as error:  # anything that the user's function raises, sys.exit() too, or returns
         return f"Error: {type(error).__name__}: {error}"[:1000], False
     more = len(text) - room
     return (text if more <= 0 else f"{text[:room]}... and {more} more characters"), True

@@ -1,8 +1,8 @@
-"""What the worker processes of environments are asked, and how they answer: one turn at a time, of any trajectory.
+"""The requests that worker processes of environments answer: one turn at a time, of any trajectory.
 
-Purpose: `EpisodeScorer` is handed to a pool of worker processes in place of a reward's scorer, and so has all that they
-have: foreign code in a process of its own, limits of time and memory, a log, an end with all descendants. A turn's
-reward is its score, and all else that the environment says is the score's `info`, which is JSON.
+A pool of worker processes runs `EpisodeScorer` in place of a reward's scorer, with all that a scorer has: foreign code
+in a process of its own, limits of time and memory, a log, an end together with all descendants. A turn's reward is the
+score, and all else that the environment says is the score's `info`, which is JSON.
 """
 
 from __future__ import annotations
@@ -29,21 +29,20 @@ from jaxrl.environments.kinds import (
 from jaxrl.rewards.request import as_reward
 
 MAX_STATE_BYTES = 1 << 19
-"""Of a pickled environment; it travels with each of its turns."""
-_CLASSES = ("class", "native")  # kinds of which a file may have several
+"""The size of a pickled environment, which travels with each of its turns."""
 STARTED = "/started"
-"""Where a program's process says that it begins, under the policy's address."""
+"""The path under the policy's address to which a program's process reports its start."""
 EnvironmentKind = Literal["tools", "class", "native", "openai", "verifiers"]
 
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """A turn to be answered.
+    """A turn to answer.
 
     Attributes:
-      row: of the data; `tools` in it names those that the model may call.
-      state: of the environment; None: it has to begin.
-      text: what the model has said, without special tokens.
+      row: of the data; its column `tools` names those that the model may call.
+      state: of the environment; None: the episode begins.
+      text: what the model said, without special tokens.
       timeout_s: of its calls.
     """
 
@@ -55,14 +54,14 @@ class TurnRequest:
 
 @dataclass(frozen=True, slots=True)
 class SchemaRequest:
-    """What the model may call. `name`: of the class, where there are several."""
+    """Asks what the model may call. `name`: the class, where there are several."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class ProblemRequest:
-    """Rows of the environment's own, from one number to another."""
+    """Asks for rows of the environment's own, from one number to another."""
 
     first: int
     last: int
@@ -71,12 +70,8 @@ class ProblemRequest:
 
 @dataclass(frozen=True, slots=True)
 class AgentRequest:
-    """A program to be run: a whole trajectory.
-
-    Attributes:
-      row: of the data, with `messages`.
-      base_url, api_key: of the policy, as clients of OpenAI's API take them.
-    """
+    """A program to run for one trajectory. `base_url` and `api_key` are the policy's, as clients of OpenAI's API take
+    them; the row has `messages`."""
 
     row: Mapping[str, Any]
     base_url: str
@@ -85,23 +80,24 @@ class AgentRequest:
 
 @dataclass(frozen=True, slots=True)
 class GroupRequest:
-    """Trajectories of one prompt, to be compared. `row`: of the data."""
+    """Trajectories of one prompt to compare."""
 
     row: Mapping[str, Any]
     trajectories: tuple[Trajectory, ...]
 
 
-Asked = TurnRequest | AgentRequest | SchemaRequest | ProblemRequest | GroupRequest
+EpisodeRequest = TurnRequest | AgentRequest | SchemaRequest | ProblemRequest | GroupRequest
 
 
 @dataclass(slots=True)
 class EpisodeScorer:
-    """Answers requests of these kinds with (reward, info); implements `jaxrl.rewards.scorers.Scorer`.
+    """Answers requests with (reward, info); implements `jaxrl.rewards.scorers.Scorer`.
 
     Attributes:
       kind, name, args, group: as in `environment`.
-      file: that `environment.path` names, or what drives verifiers. python: another one to run it; empty: this one.
-      max_calls: after which this process is not to be used again; 0: any number.
+      file: the one that `environment.path` names, or the driver of verifiers.
+      python: another Python to run it; empty: this one.
+      max_calls: after this many this process is replaced; 0: never.
     """
 
     kind: EnvironmentKind
@@ -113,7 +109,7 @@ class EpisodeScorer:
     max_calls: int = 0
     preload: tuple[str, ...] = ()
     _calls: int = 0
-    _made: dict[str, Episodes] = field(default_factory=dict)
+    _made: dict[str, Episodes | Program] = field(default_factory=dict)
 
     @property
     def loads(self) -> str:
@@ -121,18 +117,18 @@ class EpisodeScorer:
 
     @property
     def is_spent(self) -> bool:
-        """Whether something goes on in this process that should have ended, or it has answered often enough."""
+        """Whether a call that should have ended still runs in this process, or `max_calls` is reached."""
         return 0 < self.max_calls <= self._calls or any(each.has_hung for each in self._made.values())
 
     def load(self) -> None:
-        if self.kind not in _CLASSES or self.name:
+        if self.kind not in ("class", "native") or self.name:  # of which a file may have several
             self._episodes(self.name)
         else:
             user_module("environment.path", self.file)
         if self.group:
             _ = self._group
 
-    def __call__(self, request: Asked) -> tuple[Any, dict[str, Any]]:
+    def __call__(self, request: EpisodeRequest) -> tuple[Any, dict[str, Any]]:
         self._calls += isinstance(request, TurnRequest | AgentRequest)
         match request:
             case AgentRequest():
@@ -147,7 +143,7 @@ class EpisodeScorer:
                 return 0.0, {"rewards": self._compare(request)}
 
     def _row(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """With the columns that all rows have, and those of its own that go before them."""
+        """The row with `environment.args`, over which its own `env_args` take precedence."""
         own: Mapping[str, Any] = row.get("env_args") or {}
         return {**row, **self.args, **own}
 
@@ -164,6 +160,7 @@ class EpisodeScorer:
     def _step(self, request: TurnRequest) -> tuple[float, dict[str, Any]]:
         row = self._row(request.row)
         episodes = self._episodes(row.get("environment") or self.name)
+        assert not isinstance(episodes, Program), "a program asks for turns itself"
         action = Action.of(request.text, schemas_for(row, episodes.schemas))
         result, state = episodes.step(row, request.state, action, request.timeout_s)
         if len(state) > MAX_STATE_BYTES:
@@ -204,13 +201,13 @@ class EpisodeScorer:
         messages = episodes.first_messages(row | dict(self.args))
         return {"row": row, "messages": [dict(message) for message in messages]}
 
-    def _episodes(self, name: str) -> Episodes:
-        """Of a class, or of all functions of the file. Raises ValueError where the file does not have it."""
+    def _episodes(self, name: str) -> Episodes | Program:
+        """The episodes of a class, or of the file. Raises ValueError where the file does not define it."""
         if name not in self._made:
             self._made[name] = self._of_file(name)
         return self._made[name]
 
-    def _of_file(self, name: str) -> Episodes:
+    def _of_file(self, name: str) -> Episodes | Program:
         if self.python:
             return Program(OtherPython(self.python, self.file.path), self.args)
         module = user_module("environment.path", self.file)
@@ -229,8 +226,8 @@ class EpisodeScorer:
 
 
 def schemas_for(row: Mapping[str, Any], schemas: Sequence[Schema]) -> list[Schema]:
-    """Those that the model may call in a row: all, or those that its column `tools` names. Raises ValueError for a name
-    that is none."""
+    """The tools that the model may call in a row: all, or those that its column `tools` names. Raises ValueError for an
+    unknown name."""
     named = row.get("tools")
     if named is None:
         return list(schemas)

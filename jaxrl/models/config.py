@@ -16,13 +16,13 @@ from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from jaxrl.models.families import FAMILIES, SLIDING, Row, read_experts, write_experts
+from jaxrl.models.families import FAMILIES, SLIDING, Family, read_experts, write_experts
 from jaxrl.models.fields import MAX_ID, Fields, read_model_file
 from jaxrl.models.fp8 import read_blocks
 from jaxrl.models.lora import Lora, adapters, is_trained, merged
 from jaxrl.models.quantized import ABSMAX, dequantize, quantized
 from jaxrl.models.rope import DEFAULT_THETA, Rope, RopeScaling, read_rope, read_ropes
-from jaxrl.models.weights import Init, Rows, Weight, leaves
+from jaxrl.models.weights import FileRows, Init, Weight, leaves
 from jaxrl.schema.declared import shown
 from jaxrl.schema.limits import BYTES, Quantization
 
@@ -50,7 +50,7 @@ class LayerKind(NamedTuple):
 
     Attributes:
       window: positions that a query sees, its own included; 0: all.
-      rope: None: the layer knows no positions but by its mask.
+      rope: None: the layer has no position embedding.
     """
 
     window: int
@@ -164,7 +164,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, source: str | Path | Mapping[str, Any]) -> ModelConfig:
-        """Read a Hugging Face folder (config.json and, where there is one, generation_config.json) or a dict."""
+        """Reads a Hugging Face folder (config.json, and generation_config.json where there is one) or a dict."""
         if isinstance(source, Mapping):
             return read_config(Fields(source, "config"), Fields({}, "config"))
         path = Path(source)
@@ -214,8 +214,8 @@ class ModelConfig:
         self._check_name(out)
         return out
 
-    def _layers_to_hf(self, row: Row, rope: Mapping[str, Any]) -> dict[str, Any]:
-        """What config.json says of rope and windows beyond what all families' files say."""
+    def _layers_to_hf(self, row: Family, rope: Mapping[str, Any]) -> dict[str, Any]:
+        """The entries of config.json about rope and windows that only some families have."""
         out: dict[str, Any] = {}
         if row.partial_rope:
             out["partial_rotary_factor"] = self.partial_rotary_factor
@@ -231,7 +231,7 @@ class ModelConfig:
         return out | row.write_layers(self)
 
     def _check_name(self, content: Mapping[str, Any]) -> None:
-        """Refuses a config that its family's config.json cannot say."""
+        """Refuses a config that its family's config.json cannot express."""
         plain = self.base
         read = ModelConfig.from_hf(content)
         wrong = [each.name for each in fields_of(plain) if getattr(plain, each.name) != getattr(read, each.name)]
@@ -243,23 +243,22 @@ class ModelConfig:
 
     @property
     def rope(self) -> Rope:
-        """That of the layers without a rope of their own."""
+        """The rope of the layers without one of their own."""
         return Rope(self.rope_theta, self.rope_scaling)
 
     @property
     def rotary_dim(self) -> int:
-        """How much of a head rope turns."""
+        """The size of the part of a head that rope turns."""
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def query_factor(self) -> float:
-        """What queries are multiplied by, beside head_dim ** -0.5."""
+        """The factor of queries beside head_dim ** -0.5."""
         scale = self.attention_multiplier or (self.query_pre_attn_scalar or self.head_dim) ** -0.5
         factor = scale * self.head_dim**0.5
         return 1.0 if math.isclose(factor, 1.0, rel_tol=1e-12) else factor
 
     def kind(self, layer: int) -> LayerKind:
-        """Of a layer."""
         slides = self.sliding_window and (not self.layer_types or self.layer_types[layer] == SLIDING)
         rope = self.sliding_rope if slides and self.sliding_rope is not None else self.rope
         turns = not self.rope_layers or self.rope_layers[layer]
@@ -267,7 +266,7 @@ class ModelConfig:
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """The kinds that the layers have, in the order in which they come first; one where all are alike."""
+        """The distinct kinds of the layers, in order of first use; one where all layers are alike."""
         return tuple(dict.fromkeys(map(self.kind, range(self.num_layers))))
 
     @property
@@ -293,7 +292,7 @@ class ModelConfig:
 
     @property
     def base(self) -> ModelConfig:
-        """The same without adapters, in plain weights."""
+        """The same model without adapters and quantisation."""
         return replace(self, lora=None, quantization="none")
 
     def weights(self) -> dict[str, Any]:
@@ -305,14 +304,9 @@ class ModelConfig:
         return table | {"layers": quantized(self.quantization, layers) | adapters(self.lora, layers)}
 
     def dtypes(self, param_dtype: str, dtype: str) -> dict[str, Any]:
-        """The type of each weight in training, in a tree like that of `weights()`.
-
-        What is trained is in `param_dtype`, and so are norms. What adapters leave frozen is in the narrower of the two:
-        layers would compute with it in `dtype` anyway.
-
-        Args:
-          param_dtype, dtype: `actor.param_dtype` and `actor.dtype`.
-        """
+        """The type of each weight in training, in a tree like that of `weights()`, from `actor.param_dtype` and
+        `actor.dtype`. Trained weights and norms are in `param_dtype`; weights that adapters leave frozen are in the
+        narrower of the two, since layers would compute with them in `dtype` anyway."""
 
         def one(name: str, weight: Weight) -> str:
             trained = self.lora is None or is_trained(name) or weight.is_norm
@@ -338,17 +332,16 @@ class ModelConfig:
         return matrix.T.reshape(_weights(self)["layers"][name].layer_shape)
 
     def num_params(self) -> int:
-        """How many numbers the weights stand for; tied embeddings count once."""
+        """The number of parameters that the weights stand for; tied embeddings count once."""
         return sum(math.prod(weight.shape) for weight in leaves(replace(self, quantization="none").weights()))
 
     def num_active_params(self) -> int:
-        """How many of them a token is multiplied with: of a mixture's experts those that it chooses."""
+        """The parameters that a token is multiplied with: of a mixture's experts only the chosen ones."""
         return self.num_params() - self.num_expert_params() // max(self.num_experts, 1) * (
             self.num_experts - self.num_experts_per_tok
         )
 
     def num_expert_params(self) -> int:
-        """How many of them belong to experts."""
         return sum(math.prod(weight.shape) for weight in leaves(self.base.weights()) if weight.has_experts)
 
 
@@ -376,7 +369,7 @@ def _attention(sizes: ModelConfig) -> dict[str, Weight]:
     for name, dim, heads in (("q", "heads", H), ("k", "kv_heads", K), ("v", "kv_heads", K)):
         names = (f"{fused or f'self_attn.{name}_proj'}.weight", f"attn_{'qkv' if fused else name}.weight")
         one = _stacked(sizes, (E, heads, D), ("embed", dim, "head_dim"), "normal", names, (heads * D, E))
-        table[name] = replace(one, file_rows=Rows(row, whole)) if fused else one
+        table[name] = replace(one, file_rows=FileRows(row, whole)) if fused else one
         row += heads * D
     out_names = ("self_attn.o_proj.weight", "attn_output.weight")
     table["o"] = _stacked(sizes, (H, D, E), ("heads", "head_dim", "embed"), "normal", out_names, (E, H * D))
@@ -405,7 +398,7 @@ def _mlp(sizes: ModelConfig) -> dict[str, Weight]:
             names = (f"{modules.get(name, f'mlp.{name}_proj')}.weight", f"ffn_{name}.weight")
             return _stacked(sizes, shape, dims, "normal", names, shape[::-1])
         one = _stacked(sizes, shape, dims, "normal", (f"{fused}.weight", "ffn_up.weight"), shape[::-1])
-        return replace(one, file_rows=Rows(F if name == "up" else 0, 2 * F))
+        return replace(one, file_rows=FileRows(F if name == "up" else 0, 2 * F))
 
     table, names = _mlp_norms(sizes), ("gate", "up", "down")
     table |= {name: matrix(name) for name in names}
@@ -435,7 +428,7 @@ def _experts(sizes: ModelConfig) -> dict[str, Weight]:
         hf_shape = shape if row.bare_experts else shape[::-1]
         init: Init = "normal" if len(dims) == 2 else "zeros"
         weight = _stacked(sizes, shape, dims, init, in_files, hf_shape)
-        rows = Rows(part, 2 * F, 2) if row.bare_experts else Rows(part * F, 2 * F)
+        rows = FileRows(part, 2 * F, 2) if row.bare_experts else FileRows(part * F, 2 * F)
         return replace(
             weight,
             shape=(sizes.num_layers, X, *shape),
@@ -458,7 +451,7 @@ def _experts(sizes: ModelConfig) -> dict[str, Weight]:
 
 
 def _norms(sizes: ModelConfig, part: str, before: tuple[str, str], after: tuple[str, str]) -> dict[str, Weight]:
-    """The norms of attention or of the MLP, with their names in files."""
+    """The norms before or after attention (or the MLP), with their names in files."""
     E, table = sizes.hidden_size, dict[str, Weight]()
     if sizes.norms != "after":
         table[f"{part}_norm"] = _norm(sizes, (E,), ("embed",), *before)
@@ -491,7 +484,7 @@ def _stacked(
 
 
 def read_config(fields: Fields, generation: Fields) -> ModelConfig:
-    """Of the content of config.json, and of generation_config.json."""
+    """The config that config.json and generation_config.json describe."""
     family, scalar_head = _family(fields)
     row = FAMILIES[family]
     _check(fields, family, row)
@@ -549,7 +542,7 @@ def read_config(fields: Fields, generation: Fields) -> ModelConfig:
 
 
 def _number(fields: Fields, key: str, default: float) -> float:
-    """A multiplier, or a cap, which a null switches off."""
+    """A multiplier or a cap; a null switches a cap off."""
     if key.endswith(("softcapping", "clip_qkv")) and not fields.raw.get(key, default):
         return 0.0
     if isinstance(default, int):
@@ -557,7 +550,7 @@ def _number(fields: Fields, key: str, default: float) -> float:
     return fields.number(key, default, high=_LARGEST_FACTOR)
 
 
-def _activation(fields: Fields, row: Row) -> Any:
+def _activation(fields: Fields, row: Family) -> Any:
     usual = row.defaults.get("hidden_act", "silu")
     act = {"swish": "silu"}.get(found := fields.raw.get(row.activation, usual), found)
     if act not in ("silu", "gelu_pytorch_tanh"):
@@ -565,8 +558,7 @@ def _activation(fields: Fields, row: Row) -> Any:
     return act
 
 
-def _read_ropes(fields: Fields, row: Row, max_positions: int) -> dict[str, Any]:
-    """The fields of `ModelConfig` about rope."""
+def _read_ropes(fields: Fields, row: Family, max_positions: int) -> dict[str, Any]:
     if row.local_rope is not None:
         rope, local = read_ropes(fields, max_positions, *row.local_rope)
         return {"rope_theta": rope.theta, "rope_scaling": rope.scaling, "sliding_rope": local}
@@ -586,8 +578,8 @@ def _read_ropes(fields: Fields, row: Row, max_positions: int) -> dict[str, Any]:
 
 
 def _family(fields: Fields) -> tuple[str, bool]:
-    """From `architectures`, or from `model_type` where that is missing; both must agree. And whether it is a reward
-    model."""
+    """(the family, whether it is a reward model). The family is that of `architectures`, or of `model_type` where that
+    is missing; both must agree."""
     named, kind = fields.get("architectures", []), fields.get("model_type")
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         fields.wrong("architectures", f'a list of names, as ["{FAMILIES["llama"].architecture}"]')
@@ -609,8 +601,8 @@ def _family(fields: Fields) -> tuple[str, bool]:
     return family, scalar_head
 
 
-def _check(fields: Fields, family: str, row: Row) -> None:
-    """Refuse what the decoder would otherwise silently leave out."""
+def _check(fields: Fields, family: str, row: Family) -> None:
+    """Refuses what the decoder would otherwise leave out in silence."""
     if fields.flag("attention_bias") and "attention_bias" not in row.biases and family != "qwen2":
         fields.refuse(f"attention_bias true with model_type {family!r}", "models of this type have none")
     if fields.flag("mlp_bias") and "mlp_bias" not in row.biases:

@@ -48,14 +48,14 @@ from jaxrl.kernels.invariant import ByRows, Multiply, at_once
 from jaxrl.kernels.reference import ATTENTION, operands
 from jaxrl.models import experts
 from jaxrl.models.config import LayerKind, ModelConfig
-from jaxrl.models.lora import A, B, Lora
+from jaxrl.models.lora import A, B
 from jaxrl.models.rope import Rope
 from jaxrl.models.streaming import LayerFeed
 from jaxrl.models.weights import Weight
 from jaxrl.sharding.narrow_weights import SCALE
 
 Params = dict[str, Any]
-Mix = Callable[[jax.Array, experts.Routing, Mapping[str, jax.Array], experts.Shape], jax.Array]
+Mix = Callable[[jax.Array, experts.Routing, Mapping[str, jax.Array], experts.ExpertSettings], jax.Array]
 """(h [..., E], routing, weights of experts, how) -> [..., E]."""
 Remat = Literal["none", "full", "dots"]
 INIT_STD = 0.02
@@ -68,7 +68,7 @@ def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Param
 
 
 def init_table(table: Params, key: jax.Array, dtype: Any = jnp.float32) -> Params:
-    """The same of a table of weights, or of a part of one."""
+    """`init` for a table of weights, or a part of one."""
 
     def one(path: Any, weight: Weight) -> jax.Array:
         if weight.init in ("ones", "less_one", "zeros"):
@@ -141,7 +141,7 @@ def rope_tables(
 def _tables_of_kinds(
     positions: jax.Array, config: ModelConfig, dtype: Any, by_rows: ByRows = at_once
 ) -> dict[LayerKind, Tables]:
-    """Of each kind of the model's layers; kinds with one rope share its tables."""
+    """The tables of each kind of layer; kinds with one rope share them."""
     ropes = {kind.rope for kind in config.kinds}
 
     def of_rope(rope: Rope) -> Tables:
@@ -164,21 +164,18 @@ def _rotate(x: jax.Array, cos: jax.Array | None, sin: jax.Array | None, factor: 
     return (turned if factor == 1.0 else turned * factor).astype(x.dtype)
 
 
-def _rms_norm(x: jax.Array, scale: jax.Array, eps: float, features_first: bool = False) -> jax.Array:
-    wide = x.astype(_at_least_float32(x.dtype))
-    scale = _along(scale.astype(wide.dtype), x, features_first)
-    normed = wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=0 if features_first else -1, keepdims=True) + eps)
-    return (normed * scale).astype(x.dtype)
-
-
 def _norm(x: jax.Array, scale: jax.Array, config: ModelConfig, features_first: bool = False) -> jax.Array:
+    """The RMS norm over features."""
+    wide = x.astype(_at_least_float32(x.dtype))
     if config.norm_plus_one:
-        scale = scale.astype(_at_least_float32(x.dtype)) + 1
-    return _rms_norm(x, scale, config.rms_norm_eps, features_first)
+        scale = scale.astype(wide.dtype) + 1
+    scale = _along(scale.astype(wide.dtype), x, features_first)
+    mean = jnp.mean(jnp.square(wide), axis=0 if features_first else -1, keepdims=True)
+    return (wide * lax.rsqrt(mean + config.rms_norm_eps) * scale).astype(x.dtype)
 
 
 def _along(features: jax.Array, x: jax.Array, features_first: bool) -> jax.Array:
-    """[E] in a shape that goes with x [..., E], or [E, ...]."""
+    """[E] in a shape that broadcasts against x [..., E], or [E, ...]."""
     return features.reshape(-1, *(1,) * (x.ndim - 1)) if features_first else features
 
 
@@ -201,26 +198,21 @@ def layer(
     mix: Mix | None = None,
     by_rows: ByRows = at_once,
 ) -> tuple[jax.Array, Any, experts.Routing | None]:
-    """One decoder layer on x [..., E]. Computes in x's dtype, to which the weights are cast.
+    """One decoder layer on the residual stream x [..., E] ([E, ...] with `features_first`), in x's dtype, to which the
+    weights are cast. Returns (x, extra, the router's decision); the last is None without experts.
 
     Args:
-      lp: the layer's weights, without the leading dim.
-      x: the residual stream; any other dims. With `features_first` it is [E, ...], and so is the result.
       cos, sin: [..., rotary_dim / 2] from `rope_tables`; None: the layer has no rope.
       attend: (q [..., H, D], k [..., K, D], v [..., K, D]) -> (out [..., H, D], extra). Query head h belongs to
         key/value head h // (H // K). `attend` scales by 1/sqrt(D). With sinks it is called as (q, k, v, sinks [H]).
-      config: only constants are taken from it (eps, multipliers, the factor of adapters).
       features_first: matrices are [out..., in...].
       widen: multiply narrow operands as float32 (exactly), for backends with slow narrow products; without
         `features_first`.
-      reduce_dtype: the least type of matrices' gradients while devices add their parts of them.
-      keys: [R] of x [R, T, E], from which the dropout of adapters is drawn; None: there is none.
-      mix: what computes experts, where they are split over devices; None: `experts.mix` of all.
-      by_rows: how what stands before and behind attention is computed; in tiles it takes neither `mix`, nor `keys`,
-        nor `features_first`.
-
-    Returns:
-      (x, extra, what a router decided). The last is None without experts.
+      reduce_dtype: the narrowest type in which devices add their parts of matrices' gradients.
+      keys: [R] of x [R, T, E], for the dropout of adapters; None: no dropout.
+      mix: computes experts that are split over devices; None: `experts.mix` of all.
+      by_rows: how everything before and behind attention is computed; in tiles it excludes `mix`, `keys` and
+        `features_first`.
     """
 
     sums = x.dtype if by_rows is at_once else _at_least_float32(x.dtype)
@@ -274,19 +266,15 @@ class _LayerWeights(NamedTuple):
     reduce_dtype: Any = jnp.float32
     multiply: Multiply | None = None
 
-    @property
-    def lora(self) -> Lora | None:
-        return self.config.lora
-
     def get(self, name: str) -> jax.Array:
         return self.lp[name].astype(self.dtype)
 
     def norm(self, name: str, x: jax.Array) -> jax.Array:
-        """x with a norm of the residual stream's features, if the layer has it."""
+        """x with a norm of its features, if the layer has that norm."""
         return _norm(x, self.lp[name], self.config, self.features_first) if name in self.lp else x
 
     def biased(self, name: str, x: jax.Array) -> jax.Array:
-        """What a matrix gave, with its bias, if the layer has one."""
+        """A matrix's output with its bias, if the layer has one."""
         if (name := f"{name}_bias") not in self.lp:
             return x
         return x + _along(self.get(name), x, self.features_first)
@@ -302,13 +290,12 @@ class _LayerWeights(NamedTuple):
         return (normed * scale.astype(wide.dtype)).astype(x.dtype)
 
     def added(self, x: jax.Array, part: jax.Array, norm: str) -> jax.Array:
-        """The residual stream with what attention or the MLP adds to it."""
+        """The residual stream plus a part."""
         part, factor = self.norm(norm, part), self.config.residual_multiplier
         return x + (part if factor == 1.0 else part * factor)
 
     def product(self, x: jax.Array, name: str, dtype: Any = None) -> jax.Array:
-        """x [..., I] times a matrix, all of its inputs and all of its outputs as one dim: [..., O], in x's dtype or in
-        the one that is given."""
+        """x [..., I] times a matrix with its inputs and its outputs flattened: [..., O], in x's dtype or `dtype`."""
         if self.features_first:
             return self.from_the_left("oe,e...->o...", name, x)
         if name + SCALE in self.lp:
@@ -321,27 +308,26 @@ class _LayerWeights(NamedTuple):
 
         out = dense(x, name)
         if name + A in self.lp:
-            assert self.lora is not None
-            out = out + self.lora.scale * dense(dense(self._dropped(x, name), name + A), name + B)
+            assert self.config.lora is not None
+            out = out + self.config.lora.scale * dense(dense(self._dropped(x, name), name + A), name + B)
         # the remat policy finds what to keep by this name: of a matrix with its adapter the sum
         return checkpoint_name(out, _PRODUCT)
 
     def _dropped(self, x: jax.Array, name: str) -> jax.Array:
-        """What the adapter of a matrix has of its inputs: each row's own draw, what is left scaled up."""
-        if self.keys is None or self.lora is None or not self.lora.dropout:
+        """The inputs of a matrix's adapter after dropout, drawn for each row."""
+        lora = self.config.lora
+        if self.keys is None or lora is None or not lora.dropout:
             return x
-        kept, salt = 1 - self.lora.dropout, zlib.crc32(name.encode())
+        kept, salt = 1 - lora.dropout, zlib.crc32(name.encode())
         draw = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, salt), kept, x.shape[1:]))
         return jnp.where(draw(self.keys), x / kept, 0).astype(x.dtype)
 
     def heads(self, name: str, h: jax.Array) -> jax.Array:
-        """[..., heads, D]"""
         if self.features_first:
             return jnp.moveaxis(self.from_the_left("hde,e...->hd...", name, h), (0, 1), (-2, -1))
         return self.product(h, name).reshape(*h.shape[:-1], *self.lp[name].shape[1:])
 
     def fused(self, spec: str, name: str, x: jax.Array) -> jax.Array:
-        """The product with fused projections, with their dims of outputs."""
         if name + SCALE in self.lp:
             return self.scaled(spec, name, x, self.get(name)).astype(x.dtype)
         return jnp.einsum(spec, x, self.get(name))
@@ -373,7 +359,11 @@ def _queries_keys_values(
 def _projected(weights: _LayerWeights, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     h = weights.norm("attn_norm", x)
     if "qkv" in weights.lp:
-        q, k, v = _fused_heads(weights, h)
+        slab = weights.fused("...e,ekxd->...kxd", "qkv", h)
+        if "qkv_bias" in weights.lp:
+            slab = slab + weights.get("qkv_bias")
+        q = slab[..., :-2, :]
+        q, k, v = q.reshape(*h.shape[:-1], -1, q.shape[-1]), slab[..., -2, :], slab[..., -1, :]
     else:
         q, k, v = (weights.heads(name, h) for name in _HEADS)
     if "q_bias" in weights.lp:
@@ -399,15 +389,6 @@ def _turned(
     return _rotate(q, cos, sin, config.query_factor), _rotate(k, cos, sin), v
 
 
-def _fused_heads(weights: _LayerWeights, h: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """[..., H, D] and twice [..., K, D], with their biases, from one product."""
-    slab = weights.fused("...e,ekxd->...kxd", "qkv", h)
-    if "qkv_bias" in weights.lp:
-        slab = slab + weights.get("qkv_bias")
-    q = slab[..., :-2, :]
-    return q.reshape(*h.shape[:-1], -1, q.shape[-1]), slab[..., -2, :], slab[..., -1, :]
-
-
 def _attention_part(weights: _LayerWeights, out: jax.Array) -> jax.Array:
     """Attention's output [..., H, D] projected into the residual stream."""
     out = out.reshape(*out.shape[:-2], -1)
@@ -418,7 +399,7 @@ def _attention_part(weights: _LayerWeights, out: jax.Array) -> jax.Array:
 
 
 def _with_part(bias: str, norm: str, weights: _LayerWeights, x: jax.Array, part: jax.Array) -> jax.Array:
-    """The residual stream with what attention or the MLP adds to it, with its bias and its norm, if it has them."""
+    """The residual stream plus the output of attention or the MLP, with its bias and norm where the layer has them."""
     return weights.added(x, weights.biased(bias, part.astype(x.dtype)), norm)
 
 
@@ -435,7 +416,6 @@ def _mlp_part(weights: _LayerWeights, x: jax.Array) -> jax.Array:
 
 
 def _input_of_experts(weights: _LayerWeights, x: jax.Array) -> jax.Array:
-    """[..., E]"""
     h = weights.norm("mlp_norm", x)
     return jnp.moveaxis(h, 0, -1) if weights.features_first else h
 
@@ -447,11 +427,11 @@ def _routing(weights: _LayerWeights, h: jax.Array) -> experts.Routing:
 
 
 def _experts_part(mix: Mix | None, weights: _LayerWeights, h: jax.Array, routing: experts.Routing) -> jax.Array:
-    """What the chosen experts add to the residual stream."""
+    """The chosen experts' contribution to the residual stream."""
     found = {name: weights.lp[name] for name in experts.WEIGHTS if name in weights.lp}
     # codes and factors stay as they are: of all experts, only those are read that have tokens
     own = found if f"down{SCALE}" in found else {name: weights.get(name) for name in found}
-    shape = experts.Shape(_gated(weights.config), weights.widen)
+    shape = experts.ExpertSettings(_gated(weights.config), weights.widen)
     if weights.multiply is not None:
         out = experts.mix_in_kernels(h, routing, own, shape, weights.lp[EXPERT_IDS], weights.multiply)
     elif mix is None:
@@ -542,12 +522,11 @@ def embed(
 def final_norm(
     params: Params, x: jax.Array, config: ModelConfig, *, features_first: bool = False, by_rows: ByRows = at_once
 ) -> jax.Array:
-    """The norm before the vocabulary head."""
     return by_rows(lambda scale, x: _norm(x, scale, config, features_first), (x,), params["final_norm"])
 
 
 def head(params: Params) -> Params:
-    """Of the weights outside the layers, those that `logits` needs."""
+    """The weights outside the layers that `logits` needs."""
     name = "lm_head" if "lm_head" in params else "embed"
     return {name: params[name]}
 
@@ -561,11 +540,9 @@ def logits(
     widen: bool = False,
     by_rows: ByRows = at_once,
 ) -> jax.Array:
-    """[..., V] in at least float32 from final-normed x [..., E]; -inf for rows that pad the vocabulary.
-
-    With `features_first`, x is [E, ...] and a separate head [V, E]; logits are [..., V] all the same. In parts each has
-    its own rows of the vocabulary.
-    """
+    """[..., V] in at least float32 from final-normed x [..., E]; -inf for rows that pad the vocabulary. With
+    `features_first`, x is [E, ...] and a separate head [V, E], and logits are still [..., V]. In parts each has its
+    own rows of the vocabulary."""
 
     def some(params: Params, x: jax.Array) -> jax.Array:
         params, x = operands(widen, (params, x))
@@ -661,18 +638,17 @@ def forward_scan(
 
     Args:
       attend: (q, k, v) -> out, the same for every layer (`layer` has the shapes). With layers of several kinds it is
-        called as (q, k, v, kind), an int32 scalar: the index of the layer's kind among `config.kinds`. With sinks
-        [H] these come last.
+        called as (q, k, v, kind), an int32 scalar: the index of the layer's kind among `config.kinds`. Sinks [H] come
+        last.
       dtype: of activations and products.
       remat: what the backward pass recomputes: `none`, `full` (each layer from its input) or `dots` (all but the
         products with weights and attention).
-      constrain: applied to the residual stream after the embedding and after each layer (a sharding constraint).
-      widen, reduce_dtype: as in `layer`.
+      constrain: a sharding constraint on the residual stream after the embedding and after each layer.
+      widen, reduce_dtype, mix, by_rows: as in `layer`.
       find: (embedding, tokens) -> rows, as `look_up` does.
       gather: applied to a layer's weights inside the scanned, rematerialised body (FSDP's all-gather).
-      keys: of each row, for the dropout of adapters; None: nothing is dropped.
-      mix, by_rows: as in `layer`.
-      tally: what to keep of each layer's routing; then the result is (hidden states, that of all layers stacked).
+      keys: of each row, for the dropout of adapters; None: no dropout.
+      tally: summarises each layer's routing; the result is then (hidden states, the stacked summaries).
     """
 
     def body(x: jax.Array, own: tuple[Params, Any, Any]) -> tuple[jax.Array, Any]:
@@ -710,7 +686,7 @@ def _with_kind(
 
 
 def _stacked_tables(tables: list[Tables]) -> tuple[jax.Array, jax.Array]:
-    """Tables of several kinds of layers in one array each; a rope that turns nothing where there is none."""
+    """The tables of several kinds of layers, stacked; the identity where there is no rope."""
     like = next(cos for cos, _ in tables if cos is not None)
     cos = [jnp.ones_like(like) if c is None else c for c, _ in tables]
     sin = [jnp.zeros_like(like) if s is None else s for _, s in tables]

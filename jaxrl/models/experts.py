@@ -45,7 +45,7 @@ _SMALLEST, _LARGEST = 8, 1024  # tokens of a block
 
 
 class Routing(NamedTuple):
-    """What a router decides for tokens.
+    """A router's decision for tokens.
 
     Attributes:
       experts: int32 [..., C], ascending. weights: [..., C], of their sum, in at least float32.
@@ -57,13 +57,13 @@ class Routing(NamedTuple):
     probabilities: jax.Array | None
 
 
-class Shape(NamedTuple):
+class ExpertSettings(NamedTuple):
     """What experts compute, and how. Hashable.
 
     Attributes:
-      activation: (gate, up) -> what the last matrix multiplies.
+      activation: (gate, up) -> the input of the last matrix.
       widen: multiply narrow operands as float32 (exactly).
-      batched: for few tokens, one batched product over all experts, which accelerators like; else blocks always.
+      batched: for few tokens, one batched product over all experts, which suits accelerators; else always blocks.
       parts: over how many devices experts are split.
     """
 
@@ -82,13 +82,8 @@ def route(
     normalised: bool,
     multiply: Multiply | None = None,
 ) -> Routing:
-    """Chooses experts by the softmax of a router's logits, all in at least float32.
-
-    Args:
-      num_chosen: experts per token.
-      normalised: whether a token's weights sum to one.
-      multiply: as in `jaxrl.kernels.invariant.ByRows`.
-    """
+    """Chooses `num_chosen` experts per token by the softmax of a router's logits, all in at least float32.
+    `normalised`: whether a token's weights sum to one; `multiply`: as in `jaxrl.kernels.invariant.ByRows`."""
     wide = jnp.promote_types(x_TE.dtype, jnp.float32)
 
     def plain(x: jax.Array, router: jax.Array) -> jax.Array:
@@ -112,18 +107,18 @@ def _taken(values: jax.Array, experts: jax.Array) -> jax.Array:
     return flat.at[rows, own].get(mode="promise_in_bounds", unique_indices=True).reshape(experts.shape)
 
 
-def mix(x: jax.Array, routing: Routing, weights: Mapping[str, jax.Array], shape: Shape, first: Any = 0) -> jax.Array:
-    """[..., E] in at least float32: the weighted sum of each token's experts, as far as they are among X.
-
-    Args:
-      weights: `WEIGHTS` of X experts, in x's dtype, or as codes (`jaxrl.sharding.narrow_weights`). first: the number of
-        the first of them.
-    """
+def mix(
+    x: jax.Array, routing: Routing, weights: Mapping[str, jax.Array], shape: ExpertSettings, first: Any = 0
+) -> jax.Array:
+    """[..., E] in at least float32: the weighted sum of each token's experts, of those among the X whose `WEIGHTS`
+    are given, in x's dtype or as codes (`jaxrl.sharding.narrow_weights`). `first`: the number of the first of them."""
     x_TE, chosen = jax.tree.map(lambda each: each.reshape(-1, each.shape[-1]), (x, routing))
     return _mix(x_TE, chosen, weights, shape, first).reshape(x.shape)
 
 
-def _mix(x_TE: jax.Array, routing: Routing, weights: Mapping[str, jax.Array], shape: Shape, first: Any) -> jax.Array:
+def _mix(
+    x_TE: jax.Array, routing: Routing, weights: Mapping[str, jax.Array], shape: ExpertSettings, first: Any
+) -> jax.Array:
     count, tokens = weights["down"].shape[0], x_TE.shape[0]
     own = routing.experts - first
     if shape.batched and tokens <= _BATCHED:
@@ -137,7 +132,7 @@ def mix_in_kernels(
     x: jax.Array,
     routing: Routing,
     weights: Mapping[str, Any],
-    shape: Shape,
+    shape: ExpertSettings,
     ids: jax.Array,
     multiply: Multiply,
 ) -> jax.Array:
@@ -155,7 +150,7 @@ def mix_in_kernels(
 
 
 def _batched(
-    x_TE: jax.Array, own_TC: jax.Array, weights_TC: jax.Array, weights: Mapping[str, jax.Array], shape: Shape
+    x_TE: jax.Array, own_TC: jax.Array, weights_TC: jax.Array, weights: Mapping[str, jax.Array], shape: ExpertSettings
 ) -> jax.Array:
     """Every expert for every token, weighted with zero where it is not chosen; or the chosen ones' weights gathered,
     where they are few."""
@@ -173,7 +168,7 @@ def _batched(
     return jnp.einsum("tx,xte->te", share_TX, each_XTE)
 
 
-def _mlp(shape: Shape, x_BE: jax.Array, expert: Mapping[str, jax.Array]) -> jax.Array:
+def _mlp(shape: ExpertSettings, x_BE: jax.Array, expert: Mapping[str, jax.Array]) -> jax.Array:
     """One expert of tokens: [B, E] in at least float32."""
     wide = jnp.promote_types(x_BE.dtype, jnp.float32)
 
@@ -194,16 +189,15 @@ def over_devices(
     """`mix` of experts that are split over a mesh, for hidden states [..., E] whose leading dim has the spec `rows`.
 
     Args:
-      specs: of each of the experts' weights, of one layer: (experts, ..., mlp, ...).
-      batched: as in `Shape`.
-      gathered: whether devices that share experts have tokens of their own; else they have the same.
+      specs: of each weight of the experts of one layer: (experts, ..., mlp, ...).
+      gathered: whether devices that share experts have different tokens; else they have the same.
     """
     of_experts, *others = specs["down"]
     experts = entry_axes(of_experts)
     columns = entry_axes(others[0] if others else None)
     sharing, how = experts + columns, {"batched": batched, "parts": axes_size(mesh, experts)}
 
-    def local(x: jax.Array, routing: Routing, weights: dict[str, jax.Array], shape: Shape) -> jax.Array:
+    def local(x: jax.Array, routing: Routing, weights: dict[str, jax.Array], shape: ExpertSettings) -> jax.Array:
         if gathered and sharing:
             x, routing = lax.all_gather((x, routing), sharing, tiled=True)
         if columns and "down_bias" in weights:  # one of those that share an expert adds it
@@ -214,7 +208,7 @@ def over_devices(
             out = lax.psum_scatter(out, sharing, tiled=True) if gathered else lax.psum(out, sharing)
         return out
 
-    def mixed(h: jax.Array, routing: Routing, weights: Mapping[str, jax.Array], shape: Shape) -> jax.Array:
+    def mixed(h: jax.Array, routing: Routing, weights: Mapping[str, jax.Array], shape: ExpertSettings) -> jax.Array:
         chosen = routing._replace(probabilities=None)
         own = {name: specs[name] for name in weights}
         split = jax.shard_map(
@@ -225,8 +219,9 @@ def over_devices(
     return mixed
 
 
-class _Step(NamedTuple):
-    """One block: its expert, the pairs and tokens (beyond the last where it is not full), and whether each is one."""
+class _ExpertBlock(NamedTuple):
+    """One block: its expert, its (token, expert) pairs and tokens (out of range where the block is not full), and which
+    entries are real."""
 
     expert: jax.Array
     pairs: jax.Array
@@ -234,7 +229,7 @@ class _Step(NamedTuple):
     is_pair: jax.Array
 
 
-def _step(blocks: ExpertGroups, i: jax.Array, block: int, chosen: int) -> _Step:
+def _step(blocks: ExpertGroups, i: jax.Array, block: int, chosen: int) -> _ExpertBlock:
     expert = jnp.searchsorted(blocks.ends, i, side="right").astype(jnp.int32)
     before = jnp.where(expert > 0, blocks.ends[expert - 1], 0)
     offset = (i - before) * block + jnp.arange(block)
@@ -242,21 +237,26 @@ def _step(blocks: ExpertGroups, i: jax.Array, block: int, chosen: int) -> _Step:
     pairs = blocks.order.at[blocks.starts[expert] + offset].get(mode="clip")
     missing = blocks.order.size + jnp.arange(block)  # each elsewhere: indices are unique
     pairs = jnp.where(is_pair, pairs, missing)
-    return _Step(expert, pairs, jnp.where(is_pair, pairs // chosen, missing), is_pair)
+    return _ExpertBlock(expert, pairs, jnp.where(is_pair, pairs // chosen, missing), is_pair)
 
 
-def _block(shape: Shape, x_BE: jax.Array, share_B: jax.Array, expert: Mapping[str, jax.Array]) -> jax.Array:
+def _block(shape: ExpertSettings, x_BE: jax.Array, share_B: jax.Array, expert: Mapping[str, jax.Array]) -> jax.Array:
     return _mlp(shape, x_BE, expert) * share_B[:, None]
 
 
-def _of_step(step: _Step, x_TE: jax.Array, share: jax.Array, weights: dict[str, jax.Array]) -> tuple[Any, ...]:
+def _of_step(step: _ExpertBlock, x_TE: jax.Array, share: jax.Array, weights: dict[str, jax.Array]) -> tuple[Any, ...]:
     x_BE = x_TE.at[step.tokens].get(mode="fill", fill_value=0)
     share_B = share.reshape(-1).at[step.pairs].get(mode="fill", fill_value=0)
     return x_BE, share_B, {name: w[step.expert] for name, w in weights.items()}
 
 
 def _forward(
-    shape: Shape, block: int, x_TE: jax.Array, share_TC: jax.Array, weights: dict[str, jax.Array], own_TC: jax.Array
+    shape: ExpertSettings,
+    block: int,
+    x_TE: jax.Array,
+    share_TC: jax.Array,
+    weights: dict[str, jax.Array],
+    own_TC: jax.Array,
 ) -> tuple[jax.Array, Any]:
     blocks = expert_groups(own_TC, weights["down"].shape[0], block)
 
@@ -270,7 +270,7 @@ def _forward(
     return out, (x_TE, share_TC, weights, own_TC)
 
 
-def _backward(shape: Shape, block: int, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
+def _backward(shape: ExpertSettings, block: int, saved: Any, d_out: jax.Array) -> tuple[Any, ...]:
     x_TE, share_TC, weights, own_TC = saved
     blocks = expert_groups(own_TC, weights["down"].shape[0], block)
 

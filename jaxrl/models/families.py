@@ -25,16 +25,12 @@ _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multip
 
 
 def _alike(fields: Fields, num_layers: int) -> dict[str, Any]:
-    """All layers have full attention, and positions."""
     return {}
 
 
 def layer_types(fields: Fields, num_layers: int, usual: Callable[[int], bool], window: int | None) -> dict[str, Any]:
-    """The window and which layers have it, of `layer_types`.
-
-    Args:
-      usual: whether a layer has a window where the file has no list. window: that of the family; None: there is none.
-    """
+    """The window, and the layers that have it, from `layer_types`. Where the file has no list, `usual` says whether
+    a layer has a window; `window`: the family's own, None: there is none."""
     given = fields.get("layer_types", [SLIDING if usual(i) and window else FULL for i in range(num_layers)])
     given = [{"attention": FULL}.get(x, x) if isinstance(x, str) else x for x in given] if given else given
     if not isinstance(given, list) or len(given) < num_layers or any(x not in (FULL, SLIDING) for x in given):
@@ -48,21 +44,21 @@ def layer_types(fields: Fields, num_layers: int, usual: Callable[[int], bool], w
 
 
 def write_layer_types(config: Any) -> dict[str, Any]:
-    """`layer_types` and `sliding_window` of a `ModelConfig`, as config.json has them."""
+    """`layer_types` and `sliding_window` of a `ModelConfig`, in the form of config.json."""
     one = SLIDING if config.sliding_window else FULL
     types = [*config.layer_types] or [one] * config.num_layers
     return {"layer_types": types, "sliding_window": config.sliding_window or 4096}  # these files always have one
 
 
 def window_of(fields: Fields, default: int | None) -> int | None:
-    """`sliding_window`, where a null switches it off."""
+    """`sliding_window`; a null switches it off."""
     if fields.raw.get("sliding_window", default) is None:
         return None
     return fields.integer("sliding_window", default, high=MAX_ID)
 
 
 def _everywhere(default: int | None) -> Callable[[Fields, int], dict[str, Any]]:
-    """All layers have the window that `sliding_window` names, or this one where the file does not name it."""
+    """All layers have the window of `sliding_window`, or `default` where the file does not give one."""
     return lambda fields, _: {"sliding_window": window_of(fields, default) or 0}
 
 
@@ -122,8 +118,8 @@ def _write_granite_hybrid(config: Any) -> dict[str, Any]:
 
 
 class Experts(NamedTuple):
-    """How config.json says what a mixture of experts is: the key of their number, what it and the number of a token's
-    are where the file leaves them out, and whether a token's weights always sum to one (else `norm_topk_prob`)."""
+    """How config.json describes a mixture of experts: the key of their number, the defaults of that number and of the
+    experts per token, and whether a token's weights always sum to one (else `norm_topk_prob` decides)."""
 
     key: str
     number: int
@@ -132,7 +128,6 @@ class Experts(NamedTuple):
 
 
 def read_experts(fields: Fields, experts: Experts) -> dict[str, Any]:
-    """The fields of `ModelConfig` about experts."""
     for key in ("mlp_only_layers", "router_jitter_noise"):
         if given := fields.get(key):
             fields.refuse(f"{key} {given}", "all layers must have experts, and their routers no noise")
@@ -147,13 +142,12 @@ def read_experts(fields: Fields, experts: Experts) -> dict[str, Any]:
 
 
 def write_experts(config: Any, experts: Experts) -> dict[str, Any]:
-    """The same as config.json has them."""
     own = {experts.key: config.num_experts, "num_experts_per_tok": config.num_experts_per_tok}
     return own if experts.normalised else own | {"norm_topk_prob": config.norm_topk_prob}
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Family:
     """What a family does otherwise than Llama.
 
     Attributes:
@@ -199,7 +193,6 @@ class Row:
 
     @property
     def reward_architecture(self) -> str:
-        """The class of its models with one label."""
         return self.reward_model or self.architecture.replace("CausalLM", "SequenceClassification")
 
 
@@ -217,10 +210,12 @@ _GEMMA_DEFAULTS = {
     **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh"},
     "tie_word_embeddings": True,
 }
-FAMILIES: dict[str, Row] = {
-    "llama": Row("LlamaForCausalLM", biases=("attention_bias", "mlp_bias")),
-    "qwen2": Row("Qwen2ForCausalLM", fixed={"qkv_bias": True}, defaults=_QWEN, layers=_qwen, write_layers=_write_qwen),
-    "qwen3": Row(
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM", biases=("attention_bias", "mlp_bias")),
+    "qwen2": Family(
+        "Qwen2ForCausalLM", fixed={"qkv_bias": True}, defaults=_QWEN, layers=_qwen, write_layers=_write_qwen
+    ),
+    "qwen3": Family(
         "Qwen3ForCausalLM",
         fixed={"qk_norm": True},
         biases=("attention_bias",),
@@ -228,13 +223,13 @@ FAMILIES: dict[str, Row] = {
         layers=_qwen,
         write_layers=_write_qwen,
     ),
-    "olmo2": Row(
+    "olmo2": Family(
         "Olmo2ForCausalLM",
         fixed={"norms": "after", "qk_norm": True, "qk_norm_over_heads": True},
         biases=("attention_bias",),
         defaults={"rms_norm_eps": 1e-5},
     ),
-    "olmo3": Row(
+    "olmo3": Family(
         "Olmo3ForCausalLM",
         fixed={"norms": "after", "qk_norm": True, "qk_norm_over_heads": True},
         biases=("attention_bias",),
@@ -243,7 +238,7 @@ FAMILIES: dict[str, Row] = {
         write_layers=write_layer_types,
         local_rope=(5e5, 5e5, ""),
     ),
-    "smollm3": Row(
+    "smollm3": Family(
         "SmolLM3ForCausalLM",
         biases=("attention_bias", "mlp_bias"),
         defaults={
@@ -253,19 +248,19 @@ FAMILIES: dict[str, Row] = {
         layers=_smollm3,
         write_layers=_write_smollm3,
     ),
-    "mistral": Row(
+    "mistral": Family(
         "MistralForCausalLM",
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072},
         layers=_everywhere(4096),
         write_layers=_write_window,
     ),
-    "ministral": Row(
+    "ministral": Family(
         "MinistralForCausalLM",
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072},
         layers=lambda fields, n: layer_types(fields, n, lambda i: True, window_of(fields, 4096)),
         write_layers=write_layer_types,
     ),
-    "gemma2": Row(
+    "gemma2": Family(
         "Gemma2ForCausalLM",
         fixed=_GEMMA,
         keys={
@@ -279,7 +274,7 @@ FAMILIES: dict[str, Row] = {
         layers=lambda fields, n: layer_types(fields, n, lambda i: i % 2 == 0, window_of(fields, 4096)),
         write_layers=write_layer_types,
     ),
-    "gemma3_text": Row(
+    "gemma3_text": Family(
         "Gemma3ForCausalLM",
         reward_model="Gemma3TextForSequenceClassification",
         fixed=_GEMMA | {"qk_norm": True},
@@ -294,7 +289,7 @@ FAMILIES: dict[str, Row] = {
         write_layers=write_layer_types,
         local_rope=(1e6, 1e4, "rope_local_base_freq"),
     ),
-    "phi3": Row(  # Phi-3, 3.5 and 4
+    "phi3": Family(  # Phi-3, 3.5 and 4
         "Phi3ForCausalLM",
         defaults={
             **{"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
@@ -306,12 +301,12 @@ FAMILIES: dict[str, Row] = {
         longrope=True,
         modules={"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"},
     ),
-    "granite": Row(
+    "granite": Family(
         "GraniteForCausalLM",
         keys={name: (name, 1.0) for name in _MULTIPLIERS},
         biases=("attention_bias", "mlp_bias"),
     ),
-    "granitemoehybrid": Row(
+    "granitemoehybrid": Family(
         "GraniteMoeHybridForCausalLM",
         keys={name: (name, 1.0) for name in _MULTIPLIERS},
         biases=("attention_bias",),
@@ -321,7 +316,7 @@ FAMILIES: dict[str, Row] = {
         extra={"num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_heads": 1},
         modules={"gate_up": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"},
     ),
-    "qwen3_moe": Row(
+    "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         fixed={"qk_norm": True},
         biases=("attention_bias",),
@@ -332,7 +327,7 @@ FAMILIES: dict[str, Row] = {
         modules=_EXPERTS,
         experts=Experts("num_experts", 128, 8, normalised=False),
     ),
-    "olmoe": Row(
+    "olmoe": Family(
         "OlmoeForCausalLM",
         fixed={"qk_norm": True, "qk_norm_over_heads": True},
         keys={"clip_qkv": ("clip_qkv", 0.0)},
@@ -341,7 +336,7 @@ FAMILIES: dict[str, Row] = {
         modules=_EXPERTS,
         experts=Experts("num_experts", 64, 8, normalised=False),
     ),
-    "mixtral": Row(
+    "mixtral": Family(
         "MixtralForCausalLM",
         defaults={
             **{"num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
@@ -356,7 +351,7 @@ FAMILIES: dict[str, Row] = {
         },
         experts=Experts("num_local_experts", 8, 2, normalised=True),
     ),
-    "granitemoe": Row(
+    "granitemoe": Family(
         "GraniteMoeForCausalLM",
         keys={name: (name, 1.0) for name in _MULTIPLIERS},
         biases=("attention_bias",),
@@ -366,7 +361,7 @@ FAMILIES: dict[str, Row] = {
         },
         experts=Experts("num_local_experts", 8, 2, normalised=True),
     ),
-    "gpt_oss": Row(
+    "gpt_oss": Family(
         "GptOssForCausalLM",
         fixed={"attention_sinks": True, "expert_bias": True},
         keys={"swiglu_limit": ("swiglu_limit", 7.0), "swiglu_alpha": ("swiglu_alpha", 1.702)},

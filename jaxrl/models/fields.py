@@ -18,7 +18,6 @@ MAX_ID = 2**31 - 1
 
 
 def read_model_file(path: Path) -> dict[str, Any]:
-    """A JSON object of a model's folder; ValueError with one sentence otherwise."""
     try:
         return read_object(path)
     except FileNotFoundError:
@@ -26,32 +25,24 @@ def read_model_file(path: Path) -> dict[str, Any]:
 
 
 class Fields:
-    """The values of one JSON object.
-
-    A value that is null counts as left out, as transformers has it.
-
-    Attributes:
-      raw: the object.
-      file: for messages.
-    """
+    """The values of one JSON object of a file, which messages name. A value that is null counts as left out, as in
+    transformers."""
 
     def __init__(self, raw: Mapping[str, Any], file: str) -> None:
         self.raw = raw
         self.file = file
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value as it is, or the default."""
         value = self.raw.get(name)
         return default if value is None else value
 
     def wrong(self, name: str, rule: str) -> NoReturn:
-        """Raises: the value of `name` breaks its rule."""
         if name not in self.raw:
             raise ValueError(f"{self.file}: {name} is missing; it must be {rule}")
         raise ValueError(f"{self.file}: {name} ({shown(self.raw[name])}) must be {rule}")
 
     def refuse(self, what: str, supported: str) -> NoReturn:
-        """Raises: something that the decoder does not compute."""
+        """Raises for something that the decoder does not compute."""
         raise ValueError(f"{self.file}: {what} is not supported; {supported}")
 
     def integer(self, name: str, default: int | None = None, *, high: int, low: int = 1) -> int:
@@ -73,7 +64,7 @@ class Fields:
         return value
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """Of one id or a list of ids."""
+        """One id, or a list of ids."""
         value = self.get(name, [])
         ids = value if isinstance(value, list) else [value]
         for each in ids:

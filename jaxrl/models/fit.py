@@ -32,12 +32,8 @@ def check_vocabulary(tokenizer: Tokenizer, model: ModelConfig, path: str) -> Non
 
 
 def check_length(model: ModelConfig, longest: int, asked: str, path: str) -> None:
-    """Raises ValueError for sequences that are longer than the model was made for.
-
-    Args:
-      longest: tokens of the longest prompt and response.
-      asked: where that number comes from, for the message.
-    """
+    """Raises ValueError for sequences that are longer than the model was made for. `asked`: where the number of
+    tokens comes from, for the message."""
     if longest > model.max_positions:
         raise ValueError(
             f"{asked}, but {path} was made for at most {model.max_positions} (max_position_embeddings, with rope "

@@ -31,11 +31,8 @@ _TENSOR, _CHANNEL = (None, None), (1, None)
 
 
 def read_blocks(fields: Fields) -> tuple[Block, ...]:
-    """The blocks that a model's scales may have, of its config.json; () where its weights are plain.
-
-    Raises:
-      ValueError: weights are quantised in a form that is not read.
-    """
+    """The blocks that a model's scales may have, from its config.json; () for plain weights. Raises ValueError for
+    an unsupported form of quantisation."""
     if (content := fields.get("quantization_config")) is None:
         return ()
     if not isinstance(content, Mapping):
@@ -96,14 +93,14 @@ def _sizes(own: Fields, name: str) -> Block:
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """Of one matrix. `values`: [blocks of outputs, blocks of inputs] float32."""
+    """The scales of one matrix, float32 [blocks of outputs, blocks of inputs]."""
 
     values: np.ndarray
     block: Block
 
     @classmethod
     def of(cls, values: np.ndarray, shape: tuple[int, ...], blocks: tuple[Block, ...]) -> Scales | None:
-        """The scales of a matrix [outputs, inputs] as its file has them; None where they belong to none of `blocks`."""
+        """The scales of a matrix [outputs, inputs] from its file; None where their shape fits none of `blocks`."""
         two = values.reshape(-1, 1) if values.ndim < 2 else values
         for block in blocks:
             if two.shape == tuple(1 if n is None else -(-size // n) for n, size in zip(block, shape, strict=True)):
@@ -111,11 +108,7 @@ class Scales:
         return None
 
     def times(self, codes: np.ndarray, shape: tuple[int, ...], part: tuple[slice, ...]) -> np.ndarray:
-        """What a part of the matrix stands for: exact, in float64.
-
-        Args:
-          codes: of the part. shape: of the matrix. part: slices of its first dims.
-        """
+        """The numbers of a part of the matrix of this `shape`, from the part's codes: exact, in float64."""
         scales, cuts = self.values, (*part, *(slice(None),) * (len(shape) - len(part)))
         for dim, (size, cut, n) in enumerate(zip(shape, cuts, self.block, strict=True)):
             scales = scales if n is None else scales.take(np.arange(*cut.indices(size)) // n, axis=dim)

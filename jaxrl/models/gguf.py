@@ -17,12 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-import jax.numpy as jnp
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFReader, ReaderTensor
 from gguf.quants import dequantize
-from jax.sharding import Mesh
 
 from jaxrl.data.gguf_file import open_gguf
 from jaxrl.models.config import LARGEST, ModelConfig, read_config
@@ -52,7 +50,7 @@ _LLAMA3 = {"original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "hi
 
 
 class _Metadata(Fields):
-    """Metadata of one file, keys relative to the architecture where they start with a dot."""
+    """Metadata of one file. A key that begins with a dot is relative to the architecture."""
 
     def __init__(self, reader: GGUFReader, file: str) -> None:
         super().__init__({}, file)
@@ -86,7 +84,7 @@ class _Metadata(Fields):
 
 
 def config_from_gguf(reader: GGUFReader, file: str) -> ModelConfig:
-    """The model's shapes and constants from metadata (and, for the vocabulary and tied embeddings, from tensors)."""
+    """The model's config from metadata; the vocabulary's size and tied embeddings follow from tensors."""
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     meta = _Metadata(reader, file)
     _check_kind(meta)
@@ -119,7 +117,7 @@ def _check_kind(meta: _Metadata) -> None:
 
 
 def _like_hf(meta: _Metadata, tensors: dict[str, ReaderTensor], vocab_size: int) -> dict[str, Any]:
-    """What config.json would have, for the family's own rules to read."""
+    """The content that config.json would have, for the family's own rules to read."""
 
     def size(key: str, name: str, default: int | None = None) -> int:
         return meta.integer(key, default, high=LARGEST[name])
@@ -192,7 +190,7 @@ _LARGEST_GEMMAS = (("gemma2", 46), ("gemma3", 62))  # with 27B weights, by their
 
 
 def _phi3(meta: _Metadata, tensors: dict[str, ReaderTensor], context: int, partial: float) -> dict[str, Any]:
-    """The rope of Phi: a part of each head, and perhaps longrope, whose factors are tensors."""
+    """The rope of Phi: of a part of each head, and perhaps longrope, whose factors are tensors."""
     out: dict[str, Any] = {"partial_rotary_factor": partial}
     if all(name in tensors for name in _LONGROPE.values()):
         lists = {name: np.asarray(tensors[tensor].data, np.float64).tolist() for name, tensor in _LONGROPE.items()}
@@ -250,18 +248,12 @@ def _with_llama3(config: ModelConfig, tensor: ReaderTensor, file: str) -> ModelC
 
 
 def unpermute(tensor: np.ndarray, heads: int) -> np.ndarray:
-    """Undo the converter's interleaving of q's and k's rows: neighbours become the first and the second half."""
+    """Undoes the converter's interleaving of the rows of q and k: neighbours become the first and the second half."""
     return tensor.reshape(heads, -1, 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
 
 
-def load_gguf(file: str | Path, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> tuple[ModelConfig, Any]:
-    """(config, params in training form) of a GGUF file, dequantised, on the mesh's train shardings."""
-    model = open_model(file)
-    return model.config, model.load(mesh, dtype)
-
-
-def open_model(file: str | Path) -> OpenModel:
-    """A GGUF file. Raises ValueError where its tensors are not those of its config, or of a type that is not read."""
+def open_gguf_model(file: str | Path) -> OpenModel:
+    """Opens a GGUF file. Raises ValueError where its tensors do not fit its config, or have an unsupported type."""
     file = str(file)
     reader = open_gguf(file)
     config = config_from_gguf(reader, file)

@@ -24,12 +24,12 @@ MAX_STACKS = 8
 
 @dataclass(frozen=True, slots=True)
 class KvLayers:
-    """The layers of a model in a pool.
+    """A model's layers in a KV pool.
 
     Attributes:
       stacks: their windows.
       size: layers of a stack, and pairs of arrays in the pool.
-      places: of each layer, its stack and its place there.
+      places: (stack, place in the stack) of each layer.
     """
 
     stacks: KvStacks
@@ -38,12 +38,12 @@ class KvLayers:
 
 
 def whole(num_layers: int) -> KvLayers:
-    """All layers in one stack of which every block is kept."""
+    """All layers in one stack, of which every block is kept."""
     return KvLayers(WHOLE, num_layers, tuple((0, i) for i in range(num_layers)))
 
 
 def kv_layers(config: ModelConfig, max_length: int, max_prefill_tokens: int, decode_steps: int) -> KvLayers:
-    """The layers of a model whose sequences have at most `max_length` tokens, where a plan has at most so many prefill
+    """The layers of a model with sequences of at most `max_length` tokens, whose plans have at most this many prefill
     tokens and decode steps."""
     windows = [config.kind(i).window for i in range(config.num_layers)]
     if max_length <= max(windows):
@@ -65,7 +65,7 @@ def kv_layers(config: ModelConfig, max_length: int, max_prefill_tokens: int, dec
 
 
 def _size(counts: dict[int, int]) -> int:
-    """Layers of a stack for so many of each window: see the module."""
+    """The number of layers of a stack, by the module's rule."""
 
     def empty(size: int) -> tuple[int, int, int]:
         of = {window: -count % size for window, count in counts.items()}

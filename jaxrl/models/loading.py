@@ -16,8 +16,8 @@ from jaxrl.data.gguf_file import open_gguf
 from jaxrl.data.hub import hub_name, model_path
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import init
-from jaxrl.models.gguf import config_from_gguf, load_gguf, open_model
-from jaxrl.models.safetensors import load_hf, open_hf
+from jaxrl.models.gguf import config_from_gguf, open_gguf_model
+from jaxrl.models.safetensors import open_hf
 from jaxrl.schema.declared import is_url
 from jaxrl.sharding import rules
 
@@ -28,14 +28,11 @@ def resolve_path(path: str, option: str = "model.path", *, weights: bool = False
     """A `model.path` as the path of a folder or file, `random:` still before it.
 
     `package:file` names a file inside an installed package, `org/name` a model of the Hugging Face Hub
-    (`jaxrl.data.hub`), and `~` is the home folder.
-
-    Args:
-      weights: a model of the Hub must be there with its weights, which are fetched where the cache lacks them; without,
-        what is small is enough.
+    (`jaxrl.data.hub`), and `~` is the home folder. With `weights` a Hub model's weights are fetched where the cache
+    lacks them, else its small files only.
 
     Raises:
-      ValueError: it is a URL, the package is not installed, or the Hub's model cannot be had.
+      ValueError: it is a URL, the package is not installed, or the Hub's model cannot be fetched.
     """
     if is_url(path.removeprefix(RANDOM)):
         raise ValueError(f"{option}: {path} is a URL; {_url_advice(path.removeprefix(RANDOM))}")
@@ -59,7 +56,6 @@ def resolve_path(path: str, option: str = "model.path", *, weights: bool = False
 
 
 def _url_advice(url: str) -> str:
-    """What to give in place of a URL."""
     parts = url.partition("://")[2].split("/")
     if len(parts) >= 3 and hub_name(name := "/".join(parts[1:3])) is not None:
         return f"give {name} for a model of the Hugging Face Hub, or its folder or .gguf file on this machine"
@@ -67,7 +63,7 @@ def _url_advice(url: str) -> str:
 
 
 def checked_path(path: str | Path, option: str = "model.path") -> Path:
-    """The folder or the .gguf file of a resolved path; ValueError, which names the option, if there is none."""
+    """The folder or the .gguf file of a resolved path. Raises ValueError, which names the option, if there is none."""
     text = str(path).removeprefix(RANDOM)
     found, shown = Path(text), str(path).replace("\0", "\\0")
     what = f"a Hugging Face folder, a .gguf file, '{RANDOM}<folder>' or org/name of the Hugging Face Hub"
@@ -86,37 +82,33 @@ def checked_path(path: str | Path, option: str = "model.path") -> Path:
 def load_model(
     path: str | Path, mesh: Mesh | None = None, dtype: Any = jnp.float32, *, random_init_seed: int | None = None
 ) -> tuple[ModelConfig, dict[str, Any]]:
-    """(config, params in training form), with the mesh's train shardings, or on the first device if there is no mesh.
-
-    Args:
-      path: a Hugging Face folder, a .gguf file, or `random:<folder with config.json>` for random weights.
-      dtype: of the parameters.
-      random_init_seed: use random weights from this seed instead of the folder's (`random:` alone means seed 0).
-    """
+    """(config, params in training form), with the mesh's train shardings, or on the first device if there is no
+    mesh. `random_init_seed`: random weights from this seed in place of the folder's; a path `random:<folder>` alone
+    means seed 0."""
     source = checked_path(path)
     if str(path).startswith(RANDOM) or random_init_seed is not None:
         return _random(config_of(path), mesh, dtype, random_init_seed or 0)
-    return load_hf(source, mesh, dtype) if source.is_dir() else load_gguf(source, mesh, dtype)
+    model = open_hf(source) if source.is_dir() else open_gguf_model(source)
+    return model.config, model.load(mesh, dtype)
 
 
 def load_layerwise(
     path: str | Path, mesh: Mesh, dtype: Any = jnp.float32, *, random_init_seed: int | None = None
 ) -> tuple[ModelConfig, dict[str, Any], Iterator[dict[str, Any]]]:
-    """(config, the weights outside of layers, each layer's, stacked on a leading dim of 1), on the mesh's train
-    shardings: a model that is larger than the devices is read a layer at a time. Arguments as for `load_model`; random
-    weights are all made at once."""
+    """(config, the weights outside the layers, each layer's, stacked on a leading dim of 1), on the mesh's train
+    shardings: reads a model that is larger than the devices a layer at a time. Random weights are all made at once."""
     source = checked_path(path)
     if str(path).startswith(RANDOM) or random_init_seed is not None:
         config, params = _random(config_of(path), mesh, dtype, random_init_seed or 0)
         layers = params.pop("layers")
         return config, params, ({n: x[i : i + 1] for n, x in layers.items()} for i in range(config.num_layers))
-    model = open_hf(source) if source.is_dir() else open_model(source)
+    model = open_hf(source) if source.is_dir() else open_gguf_model(source)
     layers = (model.load_layer(i, mesh, dtype) for i in range(model.config.num_layers))
     return model.config, model.load_outer(mesh, dtype), layers
 
 
 def config_of(path: str | Path, option: str = "model.path") -> ModelConfig:
-    """The model's config alone, without its weights; `path` as in `load_model`, given by `option`."""
+    """The model's config alone; `path` as in `load_model`, given by `option`."""
     source = checked_path(path, option)
     if source.is_dir():
         return ModelConfig.from_hf(source)

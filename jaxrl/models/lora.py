@@ -32,13 +32,13 @@ _IN_FILES = "base_model.model."
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """Which matrices of a decoder's layers have adapters.
+    """The adapters of a decoder's layers.
 
     Attributes:
       rank: of each adapter.
-      alpha: divided by the rank, or by its square root with `use_rslora`, an adapter's factor.
+      alpha: an adapter's factor is alpha / rank, or alpha / sqrt(rank) with `use_rslora`.
       targets: names of matrices, as in the model's table.
-      dropout: share of an adapter's inputs that a gradient's pass leaves out; all other passes have them all.
+      dropout: share of an adapter's inputs that is dropped where gradients are computed, and nowhere else.
       multiply: how A and B are multiplied where an adapter is added to its matrix; None: by the compiler.
     """
 
@@ -55,12 +55,12 @@ class Lora:
 
 
 def matrices(layers: Mapping[str, Weight]) -> dict[str, str]:
-    """The matrices of a layer that may have adapters: names in files (`q_proj`), and in the table."""
+    """The matrices of a layer that may have adapters: by name in files (`q_proj`), the name in the table."""
     return {_module(name, weight).rpartition(".")[2]: name for name, weight in layers.items() if weight.is_linear}
 
 
 def _module(name: str, weight: Weight) -> str:
-    """The module of a matrix in files; of one that shares a tensor with others, as files have it that keep it apart."""
+    """The module of a matrix in files; for one that shares a tensor, its name in files that keep it apart."""
     module = weight.hf_name.removesuffix(".weight")
     return module if weight.file_rows is None else f"{module.rpartition('.')[0]}.{name}_proj"
 
@@ -68,8 +68,8 @@ def _module(name: str, weight: Weight) -> str:
 def chosen(
     layers: Mapping[str, Weight], target_modules: Sequence[str], exclude_modules: Sequence[str]
 ) -> tuple[str, ...]:
-    """The matrices that modules name, in the order of the table. Raises ValueError for a module that is none, or where
-    nothing is left."""
+    """The matrices that the options name, in the order of the table. Raises ValueError for an unknown module, and where
+    no matrix is left."""
     known = matrices(layers)
     for option, names in (("target_modules", target_modules), ("exclude_modules", exclude_modules)):
         for name in names:
@@ -86,7 +86,6 @@ def chosen(
 
 
 def adapters(lora: Lora, layers: Mapping[str, Weight]) -> dict[str, Weight]:
-    """The weights of the adapters of a table of layers."""
     found: dict[str, Weight] = {}
     for name in lora.targets:
         weight = layers[name]
@@ -116,32 +115,29 @@ def adapters(lora: Lora, layers: Mapping[str, Weight]) -> dict[str, Weight]:
 
 
 def is_adapter(path: str) -> bool:
-    """Whether a weight at a path like `layers/q_lora_a` is one of an adapter."""
+    """Whether a path like `layers/q_lora_a` names a weight of an adapter."""
     return path.endswith((A, B))
 
 
 def is_trained(path: str) -> bool:
-    """Whether a model with adapters trains a weight: those of adapters, and a critic's head."""
+    """Whether a model with adapters trains this weight: adapters and a critic's head."""
     return is_adapter(path) or path == "score"
 
 
 def without_adapters(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The base's weights in training form."""
     return {**params, "layers": {name: x for name, x in params["layers"].items() if not is_adapter(name)}}
 
 
 def adapters_alone(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The adapters' weights in training form."""
     return {"layers": {name: x for name, x in params["layers"].items() if is_adapter(name)}}
 
 
 def with_adapters(base: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The base's weights with those of adapters, in training form."""
     return {**base, "layers": {**base["layers"], **own["layers"]}}
 
 
 def merged(lora: Lora, name: str, matrix: jax.Array, layer: Mapping[str, Any]) -> jax.Array:
-    """A matrix of one layer, [in..., out...], with its adapter added in at least float32, if it has one."""
+    """A matrix of one layer, [in..., out...], plus its adapter, added in at least float32, if it has one."""
     import jax.numpy as jnp  # what only looks at a model loads without
     from jax.lax import optimization_barrier
 

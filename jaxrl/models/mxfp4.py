@@ -23,20 +23,20 @@ _PAIRS = np.stack([_VALUES[np.arange(256) & 15], _VALUES[np.arange(256) >> 4]], 
 
 
 def is_meant(fields: Fields) -> bool:
-    """Whether a config.json says that experts are in MXFP4."""
+    """Whether config.json says that experts are in MXFP4."""
     content = fields.get("quantization_config")
     return isinstance(content, Mapping) and content.get("quant_method") == "mxfp4"
 
 
-class Packed(NamedTuple):
-    """Matrices of experts: the tensors of codes and of scales, each with `shape` and `read`."""
+class PackedExperts(NamedTuple):
+    """Matrices of experts as two tensors, codes and scales, each with `shape` and `read`."""
 
     codes: Any
     scales: Any
 
     @property
     def is_sound(self) -> bool:
-        """Whether the two belong together."""
+        """Whether codes and scales fit each other."""
         return len(self.codes.shape) == 4 and self.codes.shape == (*self.scales.shape, BLOCK // 2)
 
     @property
@@ -46,7 +46,7 @@ class Packed(NamedTuple):
         return experts, groups * BLOCK, outputs
 
     def read(self, *part: slice) -> np.ndarray:
-        """The part that slices cut out, in float32."""
+        """A part, in float32."""
         experts, inputs, outputs = (*part, *(slice(None),) * (3 - len(part)))
         start, stop, _ = inputs.indices(self.shape[1])
         first = start // BLOCK
@@ -56,17 +56,12 @@ class Packed(NamedTuple):
 
 
 def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """The values that codes and scales stand for: exact in float32, but for those beyond its range, which are infinite.
+    """The values of codes [..., rows, groups, 16] uint8 (two a byte, the first in the lower half) and scales [...,
+    rows, groups] uint8, as float32 [..., rows, groups * 32]: exact, but for values beyond float32's range, which are
+    infinite.
 
     The last dim is the inputs of a product; the one before it, of gpt-oss's experts, the outputs (transformers'
     parameters have the two the other way round).
-
-    Args:
-      blocks: [..., rows, groups, 16] uint8, two codes a byte, the first in the lower half.
-      scales: [..., rows, groups] uint8.
-
-    Returns:
-      [..., rows, groups * 32] float32.
     """
     assert blocks.dtype == scales.dtype == np.uint8, (blocks.dtype, scales.dtype)
     assert blocks.shape == (*scales.shape, BLOCK // 2), (blocks.shape, scales.shape)

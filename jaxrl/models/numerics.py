@@ -22,7 +22,7 @@ from jaxrl.models.lora import Lora, is_adapter, merged
 from jaxrl.schema.devices import prime_factors
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import entry_axes
-from jaxrl.sharding.rules import TENSOR_DIMS, Weight, padded_config, rollout_spec
+from jaxrl.sharding.rules import TENSOR_DIMS, DeclaredWeight, padded_config, rollout_spec
 
 
 def in_tiles(
@@ -33,15 +33,15 @@ def in_tiles(
     layout: Layout | None = None,
     dtype: str | None = None,
 ) -> InTiles:
-    """How a model's layers and its vocabulary are computed.
+    """How a model's layers and its vocabulary are computed in tiles.
 
     Args:
       parts: `actor.numerics_tp`.
-      mesh, rows: as in `InTiles`. layout: whose devices have parts of the weights; None: each has them whole.
-      dtype: of a layer's matrices in products, into which their adapters are merged; None: there are none beside them.
+      layout: whose devices have parts of the weights; None: each has them whole.
+      dtype: of matrices into which adapters are merged for products; None: there are no adapters beside them.
 
     Raises:
-      ValueError: a layout that splits weights otherwise than in these parts.
+      ValueError: the layout splits weights into other parts.
     """
     factors = tuple(prime_factors(parts))
     axes = () if layout is None else layout.tp_axes
@@ -52,7 +52,7 @@ def in_tiles(
         )
     padded = padded_config(model.base, parts)
 
-    def cut(name: str, weight: Weight) -> Cut | None:
+    def cut(name: str, weight: DeclaredWeight) -> Cut | None:
         dims = weight.dims[1:] if weight.dims[0] == "layers" else weight.dims
         found = next((i for i, dim in enumerate(dims) if dim in TENSOR_DIMS), None)
         if found is None:
@@ -79,7 +79,7 @@ def merging_exactly(model: ModelConfig, platform: str, *, interpret: bool = Fals
 
 
 class _Merged(NamedTuple):
-    """A layer's matrices with their adapters in them, as a weight sync gives them to the rollout."""
+    """Merges adapters into a layer's matrices, as a weight sync does for the rollout."""
 
     lora: Lora
     dtype: str
@@ -94,7 +94,7 @@ class _Merged(NamedTuple):
 
 
 def refuse_invariant(model: ModelConfig, platform: str, parts: int) -> None:
-    """Raises ValueError where there are no pieces of one shape; `parts`: `actor.numerics_tp`."""
+    """Raises ValueError where invariant numerics are not supported; `parts`: `actor.numerics_tp`."""
     for found, what in (
         (platform not in ("cpu", "gpu"), f"devices of the kind {platform}: it is built for CPUs and NVIDIA's GPUs"),
         (

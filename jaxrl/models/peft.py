@@ -39,11 +39,8 @@ _LARGEST_ALPHA = 1e6
 
 
 def read_lora(folder: Path, model: ModelConfig) -> Lora:
-    """The adapters that a folder says it has, for a model without some; no tensor is read.
-
-    Raises:
-      ValueError: there is no adapter_config.json, or it asks for what is not computed here.
-    """
+    """The adapters that a folder describes, for a model without adapters; reads no tensor. Raises ValueError if
+    adapter_config.json is missing, or asks for something that is not supported."""
     file = folder / CONFIG
     try:
         fields = Fields(read_object(file), str(file))
@@ -84,7 +81,7 @@ def _targets(fields: Fields, layers: Mapping[str, Weight]) -> tuple[str, ...]:
 
 
 def _module(weight: Weight) -> str:
-    """The name of a matrix's module in files, which it perhaps shares with others."""
+    """The name of a matrix's module in files; several matrices may share it."""
     return weight.hf_name.removesuffix(".weight").rpartition(".")[2]
 
 
@@ -114,11 +111,8 @@ def _fits(rule: str | list[str], modules: list[str]) -> list[bool]:
 
 
 def load_adapter(folder: Path, model: ModelConfig, mesh: Mesh | None, dtype: Any) -> dict[str, Any]:
-    """A folder's adapters in training form, on the mesh's train shardings.
-
-    Raises:
-      ValueError: its tensors are not those of the model's adapters, or have values that are NaN or infinite.
-    """
+    """A folder's adapters in training form, on the mesh's train shardings. Raises ValueError if its tensors do not
+    fit the model's adapters, or contain NaN or infinite values."""
     table, file = adapters_alone(model.weights()), folder / TENSORS
     tensors = read_header(file)
     check_tensors(table, {name: tensor.shape for name, tensor in tensors.items()}, lambda _: str(file))
@@ -133,8 +127,7 @@ def load_adapter(folder: Path, model: ModelConfig, mesh: Mesh | None, dtype: Any
 
 
 def merged_params(model: ModelConfig, params: Mapping[str, Any]) -> dict[str, Any]:
-    """The weights of the model without adapters that computes the same, in training form; those with an adapter in at
-    least float32."""
+    """The weights of the model without adapters that computes the same; merged ones in at least float32."""
     names = model.base.weights()["layers"]
 
     def one(layer: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,14 +153,8 @@ def merged_layers(
 
 
 def export_adapter(params: Mapping[str, Any], model: ModelConfig, folder: Path, dtype: Any, base: str) -> None:
-    """Writes the adapters of `params`, in training form.
-
-    Args:
-      base: where peft finds the model that they belong to.
-
-    Raises:
-      ValueError: matrices share a tensor in the model's files, and their adapters are none of the whole tensor.
-    """
+    """Writes the adapters of `params`. `base`: where peft finds the model that they belong to. Raises ValueError if
+    matrices share a tensor in the model's files, and their adapters are not one adapter of the whole tensor."""
     lora, layers = model.lora, model.base.weights()["layers"]
     assert lora is not None
     tensors: dict[str, np.ndarray] = {}
@@ -193,7 +180,7 @@ def export_adapter(params: Mapping[str, Any], model: ModelConfig, folder: Path, 
 
 
 def _parts(model: ModelConfig, params: Mapping[str, Any]) -> dict[str, list[tuple[str, Weight, np.ndarray]]]:
-    """What each tensor of a file holds: of adapters' weights by name, in the order of the table."""
+    """The contents of each tensor of a file: weights of adapters, in the order of the table."""
     found: dict[str, list[tuple[str, Weight, np.ndarray]]] = {}
     for name, weight in adapters_alone(model.weights())["layers"].items():
         stacked = np.asarray(params["layers"][name])
@@ -203,7 +190,8 @@ def _parts(model: ModelConfig, params: Mapping[str, Any]) -> dict[str, list[tupl
 
 
 def _one_tensor(name: str, parts: Sequence[tuple[str, Weight, np.ndarray]], folder: Path) -> np.ndarray:
-    """Raises ValueError where adapters of matrices that share a tensor are not one of the whole tensor."""
+    """The tensor of its parts. Raises ValueError where matrices share a tensor, and their adapters are not one adapter
+    of the whole."""
     weight, arrays = parts[0][1], [array for *_, array in parts]
     if weight.file_rows is None and all(np.array_equal(arrays[0], array) for array in arrays[1:]):
         return arrays[0]  # one matrix's, or the A of all

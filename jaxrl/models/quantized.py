@@ -34,7 +34,7 @@ NF4 = (
 
 
 def quantized(kind: Quantization, layers: Mapping[str, Weight]) -> dict[str, Weight]:
-    """The table of layers whose matrices are quantised. Raises ValueError for one that has no whole blocks."""
+    """The table of layers with quantised matrices. Raises ValueError for a matrix that has no whole blocks."""
     found: dict[str, Weight] = {}
     for name, weight in layers.items():
         if kind == "none" or not weight.is_linear:
@@ -86,7 +86,7 @@ def quantize(kind: Quantization, matrix: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 def dequantize(codes: jax.Array, magnitudes: jax.Array) -> jax.Array:
-    """The matrix [O, I] that codes and magnitudes stand for, in float32."""
+    """The matrix [O, I] of codes and magnitudes, in float32."""
     import jax.numpy as jnp
 
     if codes.dtype == jnp.uint8:

@@ -52,7 +52,7 @@ class RopeScaling:
     long_factor: tuple[float, ...] = ()
 
     def to_hf(self) -> dict[str, Any]:
-        """The `rope_scaling` entry of config.json, in the words of transformers."""
+        """The `rope_scaling` entry of config.json."""
         names: dict[str, tuple[str, ...]] = {
             "none": (),
             "linear": ("factor",),
@@ -75,23 +75,19 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary position embedding: the base of the frequencies, and how they are stretched."""
+    """Rotary position embedding: the base of the frequencies, and their scaling."""
 
     theta: float = DEFAULT_THETA
     scaling: RopeScaling = field(default_factory=RopeScaling)
 
     def to_hf(self) -> dict[str, Any]:
-        """An entry of `rope_parameters` of config.json."""
+        """An entry of `rope_parameters` in config.json."""
         return {"rope_theta": self.theta, **self.scaling.to_hf()}
 
 
 def read_rope(fields: Fields, max_position_embeddings: int, theta: float, partial: bool, longrope: bool) -> Rope:
-    """The rope of a config.json that has one for all layers.
-
-    Args:
-      theta: if the file gives none.
-      partial: whether a part of each head may be rotated. longrope: whether that is among the family's types.
-    """
+    """The rope of a config.json that has one for all layers; `theta`: its default. `partial`: whether rope may turn
+    a part of each head; `longrope`: whether the family has that type."""
     rope: dict[str, Any] = dict(_object(fields, "rope_scaling") or _object(fields, "rope_parameters"))
     for name, value in rope.items():
         if isinstance(value, Mapping):
@@ -109,12 +105,8 @@ def read_rope(fields: Fields, max_position_embeddings: int, theta: float, partia
 def read_ropes(
     fields: Fields, max_position_embeddings: int, theta: float, local_theta: float, local_key: str
 ) -> tuple[Rope, Rope]:
-    """(that of layers with full attention, that of windowed ones) of a config.json in which they may differ.
-
-    Args:
-      theta, local_theta: if the file gives none.
-      local_key: of the windowed layers' theta, beside `rope_theta`; empty: there is none.
-    """
+    """(the rope of layers with full attention, that of windowed ones) of a config.json in which they may differ.
+    `local_key`: the windowed layers' theta beside `rope_theta`; empty: there is none."""
     parameters = _object(fields, "rope_parameters")
     full, local = (dict(_object(Fields(parameters, fields.file), f"{kind}_attention")) for kind in ("full", "sliding"))
     full |= _object(fields, "rope_scaling")
@@ -213,7 +205,7 @@ def _yarn(fields: Fields, factor: float, original: int) -> RopeScaling:
 
 
 def yarn_attention_factor(factor: float, rope: Mapping[str, Any]) -> float:
-    """The factor on cos and sin that yarn implies where the file does not give one."""
+    """The factor on cos and sin that yarn implies where the file gives none."""
 
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

@@ -63,8 +63,8 @@ class Tensor:
     scales: fp8.Scales | None = None
 
     def read(self, *part: slice) -> np.ndarray:
-        """The tensor, or the part that slices of its first dims cut out, copied from the file."""
-        if isinstance(self.content, mxfp4.Packed):
+        """The tensor, or the part that slices of its first dims select, copied from the file."""
+        if isinstance(self.content, mxfp4.PackedExperts):
             return self.content.read(*part)
         if self.scales is not None:
             return self.scales.times(self.content[part], self.shape, part)
@@ -74,11 +74,8 @@ class Tensor:
 
 
 def read_header(file: Path, packed: str = "") -> dict[str, Tensor]:
-    """The tensors of one safetensors file; ValueError where the file is damaged.
-
-    Args:
-      packed: a dtype beside `DTYPES` that some may have.
-    """
+    """The tensors of one safetensors file, which may also have the dtype `packed`. Raises ValueError if the file is
+    damaged."""
     try:
         regular_size(file)
         with reading(file):
@@ -100,7 +97,7 @@ def read_header(file: Path, packed: str = "") -> dict[str, Tensor]:
 
 
 def _float8(file: Path) -> dict[str, np.ndarray]:
-    """The codes of the tensors in float8 of a sound file, mapped into memory."""
+    """The codes of the float8 tensors of an intact file, mapped into memory."""
     content = np.memmap(file, np.uint8, "r")
     start = 8 + int(content[:8].view(np.uint64)[0])
     found: dict[str, np.ndarray] = {}
@@ -112,7 +109,7 @@ def _float8(file: Path) -> dict[str, np.ndarray]:
 
 
 def read_folder(folder: Path, packed: str = "") -> dict[str, Tensor]:
-    """All tensors of a folder: of its one file, or else those that the index names, or else of all files."""
+    """All tensors of a folder: those of its one file, else those that the index names, else those of all files."""
     if (folder / SINGLE).exists():
         return read_header(folder / SINGLE, packed)
     index = folder / INDEX
@@ -152,7 +149,7 @@ def _read_indexed(folder: Path, index: Path, packed: str) -> dict[str, Tensor]:
 def check_tensors(
     table: Mapping[str, Any], found: Mapping[str, tuple[int, ...]], where: Callable[[str], str], kind: Kind = "hf"
 ) -> None:
-    """Every weight is there in its shape, and nothing else is; ValueError names file, tensor and shapes."""
+    """Raises ValueError unless every weight is there in its shape, and nothing else is."""
     expected = {name: weight.file_shape(kind) for weight in leaves(dict(table)) for name in weight.names(kind)}
     for name, shape in expected.items():
         if name not in found:
@@ -176,13 +173,12 @@ def place(
     where: Callable[[int], str],
     kind: Kind = "hf",
 ) -> jax.Array:
-    """One weight of the training form on its devices; ValueError where it has values that are NaN or infinite.
+    """One weight of the training form on its devices. Raises ValueError if it contains NaN or infinite values.
 
     Args:
-      read: how to read of one of the weight's tensors, in the order of `Weight.names` (`Weight.from_file`).
+      read: for an index in `Weight.names`, a function that reads slices of that tensor (`Weight.from_file`).
       sharding: None is the first device.
-      where: names the file and the tensor.
-      kind: of the files.
+      where: for the same index, file and tensor, for messages.
     """
     sharding = SingleDeviceSharding(jax.local_devices()[0]) if sharding is None else sharding
     dtype = jnp.dtype(dtype)
@@ -210,7 +206,7 @@ def place(
 
 
 def _rounded(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """In another dtype, rounded once: numpy takes float64 to bfloat16 by way of float32."""
+    """Converts to another dtype, rounding once: numpy takes float64 to bfloat16 by way of float32."""
     values = np.asarray(values)
     if values.dtype == np.float64 and dtype == jnp.bfloat16:
         bits = values.view(np.uint64)  # bfloat16 has 7 of the 52; to nearest, and between two to the even one
@@ -219,19 +215,14 @@ def _rounded(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def shardings_of(config: ModelConfig, mesh: Mesh | None) -> dict[str, Any]:
-    """The training form's shardings, or None at every leaf."""
+    """The training form's shardings; without a mesh None at every leaf."""
     table = config.weights()
     return rules.map_weights(lambda _: None, table) if mesh is None else rules.train_shardings(config, mesh)
 
 
 class OpenModel(NamedTuple):
-    """A model's files, checked, of which no weight is read yet.
-
-    Attributes:
-      read: for a declared weight, how to read of each of its tensors, in the order of `Weight.names`.
-      where: for a declared weight, the names of file and tensor in the same order.
-      kind: of its files.
-    """
+    """A model's checked files, of which no weight is read yet. For a declared weight, `read` and `where` give by the
+    index in `Weight.names` how to read a tensor, and the names of its file and tensor."""
 
     config: ModelConfig
     read: Callable[[Weight], Callable[[int], Callable[..., np.ndarray]]]
@@ -239,11 +230,11 @@ class OpenModel(NamedTuple):
     kind: Kind = "hf"
 
     def load(self, mesh: Mesh | None, dtype: Any) -> Any:
-        """The params in training form, weight by weight, on the mesh's train shardings."""
+        """The params in training form, on the mesh's train shardings."""
         return self._place(self.config.weights(), shardings_of(self.config, mesh), dtype)
 
     def load_outer(self, mesh: Mesh | None, dtype: Any) -> Any:
-        """The weights outside of the layers."""
+        """The weights outside the layers."""
         table = {name: weight for name, weight in self.config.weights().items() if name != "layers"}
         return self._place(table, shardings_of(self.config, mesh), dtype)
 
@@ -265,14 +256,8 @@ class OpenModel(NamedTuple):
         return rules.map_weights(one, table, shardings)
 
 
-def load_hf(folder: str | Path, mesh: Mesh | None = None, dtype: Any = jnp.float32) -> tuple[ModelConfig, Any]:
-    """(config, params in training form) of a Hugging Face folder, weight by weight, on the mesh's train shardings."""
-    model = open_hf(folder)
-    return model.config, model.load(mesh, dtype)
-
-
 def open_hf(folder: str | Path) -> OpenModel:
-    """A Hugging Face folder. Raises ValueError where its tensors are not those of its config."""
+    """Opens a Hugging Face folder. Raises ValueError where its tensors do not fit its config."""
     folder = Path(folder)
     config = ModelConfig.from_hf(folder)
     fields = Fields(read_model_file(folder / "config.json"), str(folder / "config.json"))
@@ -305,7 +290,7 @@ def open_hf(folder: str | Path) -> OpenModel:
 
 
 def _unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a model whose experts are in MXFP4."""
+    """Joins the two tensors of each matrix in MXFP4."""
     found = dict(tensors)
     for name, tensor in tensors.items():
         if tensor.dtype != mxfp4.DTYPE or name not in found:
@@ -313,7 +298,7 @@ def _unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         stem = name.removesuffix("_blocks").removesuffix("_scales")
         codes, scales, plain = (found.pop(f"{stem}{part}", None) for part in ("_blocks", "_scales", ""))
         there = [each for each in (codes, scales, plain) if each is not None]
-        own = None if codes is None or scales is None or plain is not None else mxfp4.Packed(codes, scales)
+        own = None if codes is None or scales is None or plain is not None else mxfp4.PackedExperts(codes, scales)
         if own is None or not own.is_sound or any(each.dtype != mxfp4.DTYPE for each in there):
             raise ValueError(
                 f"{tensor.file}: tensor {name} is in MXFP4: {stem}_blocks must have four dims, the last of "
@@ -325,7 +310,7 @@ def _unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _scaled(tensors: Mapping[str, Tensor], blocks: tuple[fp8.Block, ...], folder: Path) -> dict[str, Tensor]:
-    """The tensors of a model with matrices in float8, without those of scales."""
+    """Joins float8 matrices with their scales."""
     found = {name: tensor for name, tensor in tensors.items() if not name.endswith(fp8.OF_ACTIVATIONS)}
     if len(found) < len(tensors):
         _log.warning("%s: scales of activations are not used: products are not computed in float8", folder)
@@ -380,15 +365,13 @@ def export_hf(
     dtype: Any = jnp.bfloat16,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write config.json, generation_config.json and safetensors files that transformers loads.
+    """Writes config.json, generation_config.json and safetensors files that transformers loads.
 
     Args:
       params: training form, on any sharding that this process can read whole.
-      config: the model's.
-      folder: created if need be; files of the same names are replaced.
+      folder: files of the same names are replaced.
       tokenizer_files: copied into the folder (`Tokenizer.save` writes such files, too).
       dtype: float32, float16 or bfloat16 in the files.
-      max_file_bytes: where to start another file.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -433,7 +416,7 @@ def _pairs(table: Mapping[str, Any], params: Mapping[str, Any]) -> Iterator[tupl
 def _split(
     arrays: Mapping[str, Sequence[tuple[Weight, Any, int]]], itemsize: int, max_file_bytes: int
 ) -> list[list[str]]:
-    """Tensor names by file, each file at most `max_file_bytes` (or one tensor)."""
+    """Tensor names by file, each of at most `max_file_bytes` (or one tensor)."""
     groups: list[list[str]] = [[]]
     size = 0
     for name, ((weight, *_), *_) in arrays.items():
@@ -447,7 +430,7 @@ def _split(
 
 
 def _in_file(parts: Sequence[tuple[Weight, Any, int]], dtype: np.dtype) -> np.ndarray:
-    """A tensor as files have it, of the weights whose rows it holds; contiguous, which `save_file` does not see to."""
+    """A file's tensor, made of the weights whose rows it holds; contiguous, which `save_file` requires."""
     found = [weight.to_file(np.asarray(weight.unit(array, number))) for weight, array, number in parts]
     if len(found) == 1:
         return np.ascontiguousarray(found[0], dtype)

@@ -32,13 +32,13 @@ HOST = "pinned_host"
 
 
 def streamed_layers(num_layers: int, num_resident: int) -> tuple[int, ...]:
-    """The indices of the layers that are streamed, evenly spread, the last layer among them."""
+    """The indices of the streamed layers: evenly spread, the last layer among them."""
     streamed = num_layers - num_resident
     return tuple(i for i in range(num_layers) if (i + 1) * streamed // num_layers > i * streamed // num_layers)
 
 
 def on_host(shardings: Sequence[Mapping[str, Any]], num_resident: int) -> list[dict[str, Any]]:
-    """The shardings of layers, those of streamed matrices in the host's memory."""
+    """The layers' shardings, with those of streamed matrices in the host's memory."""
     streamed = set(streamed_layers(len(shardings), num_resident))
     return [
         {name: s.with_memory_kind(HOST) if i in streamed and name in STREAMED else s for name, s in layer.items()}
@@ -51,7 +51,7 @@ class LayerFeed:
 
     Args:
       layers: each layer's weights; those in the host's memory are streamed.
-      ahead: whether a streamed layer's copy begins when the streamed one before it computes; else when it is its turn.
+      ahead: whether a streamed layer's copy begins while the streamed layer before it computes; else on its own turn.
     """
 
     def __init__(self, layers: Sequence[Mapping[str, Any]], ahead: bool = True) -> None:
@@ -84,5 +84,5 @@ class LayerFeed:
 
 
 def is_on_host(weight: Any) -> bool:
-    """Whether an array, traced or not, lies in the host's memory."""
+    """Whether an array, traced or not, is in the host's memory."""
     return jax.typeof(weight).memory_space == jax.memory.Space.Host

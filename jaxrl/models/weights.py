@@ -19,8 +19,8 @@ Kind = Literal["hf", "gguf"]
 Init = Literal["normal", "ones", "less_one", "zeros", "inputs"]
 
 
-class Rows(NamedTuple):
-    """Which of a tensor's outputs are a weight's: every `step`-th of `all`, from `first` on."""
+class FileRows(NamedTuple):
+    """The outputs of a tensor that belong to a weight: every `step`-th of `all`, from `first` on."""
 
     first: int
     all: int
@@ -56,7 +56,7 @@ class Weight:
     hf_shape: tuple[int, ...]
     transpose: bool = False
     dtype: str = ""
-    file_rows: Rows | None = None
+    file_rows: FileRows | None = None
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.dims), (self.shape, self.dims)
@@ -64,27 +64,25 @@ class Weight:
 
     @property
     def is_norm(self) -> bool:
-        """True for what norms multiply by, which has at least float32 where layers compute in less."""
+        """Whether it is the scale of a norm, which has at least float32 where layers compute in less."""
         return self.init in ("ones", "less_one")
 
     @property
     def is_matrix(self) -> bool:
-        """True for what multiplies vectors: of layers all but norms, biases and sinks, and heads."""
+        """Whether it multiplies vectors: all weights of layers but norms, biases and sinks, and the heads."""
         return self.transpose or (self.has_experts and len(self.unit_shape) == 2)
 
     @property
     def is_linear(self) -> bool:
-        """True for a matrix that all tokens are multiplied with, so that it may have an adapter or be quantised."""
+        """Whether all tokens are multiplied with it, so that it may have an adapter or be quantised."""
         return self.transpose and not {"experts", "routes"} & {*self.dims}
 
     @property
     def stacked(self) -> bool:
-        """True when the leading dim counts layers."""
         return self.dims[0] == "layers"
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
-        """The shape without the leading dim of layers."""
         return self.shape[1:] if self.stacked else self.shape
 
     @property
@@ -93,17 +91,17 @@ class Weight:
 
     @property
     def num_stacked(self) -> int:
-        """How many leading dims count matrices: of layers, and of experts."""
+        """How many leading dims count matrices: layers and experts."""
         return self.stacked + self.has_experts
 
     @property
     def unit_shape(self) -> tuple[int, ...]:
-        """The shape without those."""
+        """The shape of one matrix."""
         return self.shape[self.num_stacked :]
 
     @property
     def num_inputs(self) -> int:
-        """The number of leading dims of a layer's matrix that a product sums over; else 0 (norms, embedding)."""
+        """How many leading dims of a matrix a product sums over; 0 for norms and the embedding."""
         if not self.is_matrix:
             return 0
         sizes = self.unit_shape
@@ -111,17 +109,16 @@ class Weight:
 
     @property
     def outputs_first(self) -> tuple[int, ...]:
-        """The permutation that brings a layer's matrix from [in..., out...] to [out..., in...]; those of experts
-        and routers stay."""
+        """The permutation of a layer's matrix from [in..., out...] to [out..., in...]; experts and routers keep their
+        order."""
         order, inputs = tuple(range(len(self.layer_shape))), self.num_inputs if self.is_linear else 0
         return order[inputs:] + order[:inputs]
 
     def each_apart(self, kind: Kind = "hf") -> bool:
-        """True when each expert has a tensor of its own in a file."""
+        """Whether each expert has a tensor of its own in a file."""
         return "{expert}" in (self.hf_name if kind == "hf" else self.gguf_name)
 
     def units_per_layer(self, kind: Kind = "hf") -> int:
-        """How many tensors of a file a layer has."""
         return self.shape[1] if self.each_apart(kind) else 1
 
     def names(self, kind: Kind = "hf") -> list[str]:
@@ -130,7 +127,7 @@ class Weight:
         units = range(self.units_per_layer(kind))
         return [name.format(layer=i, expert=x) for i in range(self.shape[0]) for x in units] if self.stacked else [name]
 
-    def _rows(self, kind: Kind) -> Rows | None:
+    def _rows(self, kind: Kind) -> FileRows | None:
         return None if kind == "gguf" and self.has_experts else self.file_rows
 
     def _transpose(self, kind: Kind) -> bool:
@@ -141,7 +138,7 @@ class Weight:
         return (self.shape[1],) if self.has_experts and not self.each_apart(kind) else ()
 
     def file_shape(self, kind: Kind = "hf") -> tuple[int, ...]:
-        """The shape of the file's tensor, other weights' rows included."""
+        """The shape of the file's tensor, rows of other weights included."""
         shape, rows = list(self.hf_shape), self._rows(kind)
         if self._transpose(kind) and not self.transpose:
             shape.reverse()
@@ -153,11 +150,8 @@ class Weight:
         return 0 if self._transpose(kind) else -1
 
     def from_file(self, read: Callable[..., Any], index: tuple[slice, ...], kind: Kind = "hf") -> Any:
-        """The part `index` of one tensor's weight (a layer's, or an expert's) in the decoder's shape.
-
-        Args:
-          read: the part of the file's tensor that slices, one for each of its dims, cut out.
-        """
+        """The part `index` of one tensor's weight (a layer's, or an expert's) in the decoder's shape. `read` takes a
+        slice for each dim of the file's tensor."""
         lead = len(self._experts_in(kind))
         sizes, shape, inside, cuts = self.unit_shape, list(self.unit_shape), list(index[lead:]), []
         for first, *rest in self._file_dims(kind):  # the first of them is cut in the file, the others in what was read
@@ -178,7 +172,7 @@ class Weight:
         return tensor.reshape(*tensor.shape[:lead], *shape)[(slice(None),) * lead + tuple(inside)]
 
     def _file_dims(self, kind: Kind) -> tuple[tuple[int, ...], ...]:
-        """The dims of a unit that each dim of a file's tensor holds."""
+        """For each dim of a file's tensor, the dims of a matrix that it holds."""
         order = tuple(range(len(self.unit_shape)))
         if self.transpose:
             return order[self.num_inputs :], order[: self.num_inputs]
@@ -187,14 +181,14 @@ class Weight:
         return (order,) if len(self.hf_shape) == 1 else tuple((dim,) for dim in order)
 
     def unit(self, array: Any, number: int, kind: Kind = "hf") -> Any:
-        """What the tensor `names()[number]` holds of this weight, in the decoder's shape."""
+        """This weight's part of the tensor `names()[number]`, in the decoder's shape."""
         if not self.stacked:
             return array
         layer, expert = divmod(number, self.units_per_layer(kind))
         return array[layer][expert] if self.each_apart(kind) else array[layer]
 
     def to_file(self, array: Any, kind: Kind = "hf") -> Any:
-        """One layer of this weight, or one expert, in the shape that files have."""
+        """One layer of this weight, or one expert, in the shape of files."""
         lead = array.shape[: array.ndim - len(self.unit_shape)]
         if self._transpose(kind):
             shape = self.hf_shape[::-1] if self.transpose else self.hf_shape
@@ -213,6 +207,6 @@ class Weight:
 
 
 def leaves(table: dict[str, Any]) -> list[Any]:
-    """Every weight of a table, in the order of declaration; or what a tree like one has in their place."""
+    """Every weight of a table in the order of declaration, or the leaves of a tree like one."""
     flat = (leaves(value) if isinstance(value, dict) else [value] for value in table.values())
     return [weight for group in flat for weight in group]

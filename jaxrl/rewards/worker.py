@@ -23,7 +23,6 @@ import sys
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from jaxrl.data.limits import limit
 from jaxrl.processes.fork_server import Supervise
 from jaxrl.processes.messages import MAX_ANSWER_BYTES, TASK_ID_BYTES, read_task, receive_message, send_message, to_bytes
 from jaxrl.processes.process_tree import close_all_but, die_with_parent
@@ -120,11 +119,17 @@ def _become_worker(
 def _limit_memory(gib: float) -> None:
     """Bounds the private memory that the process may write, on Linux, and its address space elsewhere.
 
-    Not the address space on Linux: libraries reserve much more of it than they use.
+    Not the address space on Linux: libraries reserve much more of it than they use. A lower limit that is there already
+    stays, and macOS takes none below what is mapped.
     """
-    limit(resource.RLIMIT_CORE, 0)
+    limits = {resource.RLIMIT_CORE: 0}
     if gib:
-        limit(resource.RLIMIT_DATA if sys.platform == "linux" else resource.RLIMIT_AS, round(gib * GIB))
+        limits[resource.RLIMIT_DATA if sys.platform == "linux" else resource.RLIMIT_AS] = round(gib * GIB)
+    for kind, most in limits.items():
+        there = resource.getrlimit(kind)[1]
+        most = most if there == resource.RLIM_INFINITY else min(most, there)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(kind, (most, most))
 
 
 class _Worker:

@@ -27,7 +27,7 @@ from jaxrl.rollout import kv_cache
 from jaxrl.rollout.calls import Call, MeshTicket, kept_tokens, place, prefill_calls, results
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms, bucket
 from jaxrl.rollout.plan_times import PlanTimer
-from jaxrl.rollout.programs import MAX_STOP_IDS, Form, RowState, host_rows
+from jaxrl.rollout.programs import MAX_STOP_IDS, RowState, host_rows
 from jaxrl.rollout.proposals import DeviceHistories
 from jaxrl.rollout.sampling import request_key
 from jaxrl.scheduling.layouts.kv_plan import KvPlan, Lanes
@@ -46,7 +46,7 @@ from jaxrl.sharding import kv_migration, reshard
 from jaxrl.sharding.compiled import CompileAhead, CompiledPrograms
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import platform_of
-from jaxrl.sharding.rules import rollout_shardings, to_rollout, train_shardings
+from jaxrl.sharding.rules import Form, rollout_shardings, to_rollout, train_shardings
 
 
 def check_request(config: ExecutorConfig, request: Request) -> None:
@@ -109,7 +109,6 @@ class MeshExecutor:
         self.stacks = kv_layers(model, config.max_length, config.max_prefill_tokens, config.decode_steps).stacks
         self.policy_version = 0
         self.host_s = 0.0
-        self.reports: tuple[reshard.ReshardReport | None, kv_migration.MigrationReport | None] = (None, None)
         self._mesh = layout.mesh
         self.is_spread = len({device.process_index for device in layout.mesh.devices.flat}) > 1
         self.way_back: Callable[[], None] | None = None if weights is None else lambda: self._sync_again(weights)
@@ -331,14 +330,11 @@ class MeshExecutor:
             pool, self._pool = self._pool, None
             layouts = (source.layout, self.layout)
             try:
-                self._pool, report = kv_migration.migrate_across(
-                    source._pool, *layouts, lanes, self.num_blocks, into=pool
-                )
+                self._pool = kv_migration.migrate_across(source._pool, *layouts, lanes, self.num_blocks, into=pool)
                 jax.block_until_ready(self._pool)
             except Exception as error:
                 self.allocate()
                 raise SwitchFailed(f"the migration failed ({type(error).__name__}: {error})", is_usable=True) from error
-            self.reports = (self.reports[0], report)
         self.put_rows(rows)
 
     def _prepare_switch(self, target: LayoutPrograms, lanes: Lanes) -> None:
@@ -355,8 +351,7 @@ class MeshExecutor:
 
     def _move_weights(self, target: LayoutPrograms) -> Any:
         params, self._params = self._params, None
-        self._params, report = reshard.reshard(params, self._shardings(target))
-        self.reports = (report, self.reports[1])
+        self._params, _ = reshard.reshard(params, self._shardings(target))
         return self._params
 
     def _move_pool(self, target: LayoutPrograms, lanes: Lanes) -> Any:
@@ -364,12 +359,11 @@ class MeshExecutor:
         assert pool is not None
         if lanes.is_any:
             num_blocks = target.cache_shape.num_blocks
-            self._pool, report = kv_migration.migrate(pool, self.layout, target.layout, lanes, num_blocks)
+            self._pool = kv_migration.migrate(pool, self.layout, target.layout, lanes, num_blocks)
         else:
             for array in jax.tree.leaves(pool):
                 array.delete()
-            self._pool, report = kv_cache.allocate(target.layout, target.cache_shape), None
-        self.reports = (self.reports[0], report)
+            self._pool = kv_cache.allocate(target.layout, target.cache_shape)
         return self._pool
 
     def _back_to(self, programs: LayoutPrograms, error: Exception) -> SwitchFailed:

@@ -11,7 +11,7 @@ V vocabulary. Stacks of layers are those of `jaxrl.models.kv_layers`.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from jaxrl.sharding.fused_projections import can_fuse
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import platform_of
 from jaxrl.sharding.narrow_weights import scale_shardings
-from jaxrl.sharding.rules import pad_heads, padded_config, rollout_spec
+from jaxrl.sharding.rules import Form, pad_heads, padded_config, rollout_spec
 
 Tiles = tuple[WindowTiles, ...]
 """Of each stack of layers, the tiles of the rows' windows."""
@@ -131,14 +131,6 @@ def likeliest(logits: jax.Array, temperature: jax.Array, count: int) -> tuple[ja
     scaled = logits / jnp.where(temperature == 0, 1.0, temperature).astype(logits.dtype)[..., None]
     logprobs, token_ids = jax.lax.top_k(jax.nn.log_softmax(scaled), count)
     return token_ids.astype(jnp.int32), logprobs
-
-
-class Form(TypedDict):
-    """The order, the joining and the codes of weights (`jaxrl.sharding.rules.to_rollout`)."""
-
-    features_first: bool
-    fused_projections: bool
-    quantization: Narrow
 
 
 class Programs:

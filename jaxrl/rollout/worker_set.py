@@ -8,7 +8,7 @@ Source: docs/architecture.md (workers; facts about device_put and aliases).
 
 Weights: one program on the whole mesh makes them in the layout of the largest degree in use, in which the workers are
 replicas of each other, and each worker's shards become arrays of its own devices without a copy
-(`jaxrl.sharding.submesh_arrays`). A worker at a smaller degree gathers the rest inside its submesh. So the trainer's
+(`jaxrl.sharding.split_mesh`). A worker at a smaller degree gathers the rest inside its submesh. So the trainer's
 weights are read once, and no device ever holds the weights of another worker's layout beside its own.
 
 Over several hosts the one program runs on the devices of all of them, and every process dispatches it: in its result
@@ -42,7 +42,7 @@ from jaxrl.sharding.compiled import CompileAhead, CompiledPrograms, Meet, alone,
 from jaxrl.sharding.layout import Layout, tp_degrees
 from jaxrl.sharding.reshard import reshard
 from jaxrl.sharding.rules import rollout_calls, rollout_shardings
-from jaxrl.sharding.submesh_arrays import submesh_arrays
+from jaxrl.sharding.split_mesh import submesh_arrays
 
 _POLL_S = 0.0002
 

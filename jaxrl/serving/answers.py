@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.data.tool_calls import Call, calls_in, may_begin
+from jaxrl.data.tool_calls import ToolCall, calls_in, may_begin
 from jaxrl.serving.bodies import ChatBody, CompletionBody
 from jaxrl.serving.drawing import Choice, Growth
 from jaxrl.serving.driver import Piece
@@ -135,14 +135,14 @@ class Chat:
             message["tool_calls"] = tool_calls(calls, self._id, choice.index)
         return {"index": choice.index, "message": message} | self._rest(choice, calls, 0)
 
-    def _read(self, choice: Choice) -> tuple[str, list[Call]]:
+    def _read(self, choice: Choice) -> tuple[str, list[ToolCall]]:
         """The text and the calls; of a response that grows, the text that can be no call's beginning."""
         text = choice.text.text
         if not self._names:
             return text, []
         return calls_in(text, self._names) if choice.finish_reason else (text[: may_begin(text)], [])
 
-    def _rest(self, choice: Choice, calls: list[Call], start: int) -> dict[str, Any]:
+    def _rest(self, choice: Choice, calls: list[ToolCall], start: int) -> dict[str, Any]:
         """What a choice has beside its message; of the tokens from `start` on."""
         called = calls and choice.finish_reason == "stop"
         found: dict[str, Any] = {"finish_reason": "tool_calls" if called else choice.finish_reason}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrl.data.tool_calls import Call, call_id
+from jaxrl.data.tool_calls import ToolCall, call_id
 
 
-def tool_calls(calls: Sequence[Call], *message: Any) -> list[dict[str, Any]]:
+def tool_calls(calls: Sequence[ToolCall], *message: Any) -> list[dict[str, Any]]:
     """As an assistant's message has them; `message` says which one it is, as ids of calls differ."""
     return [
         {

@@ -28,12 +28,12 @@ import numpy as np
 
 from jaxrl.config import Config
 from jaxrl.config.supervised import DpoSection
-from jaxrl.data.conversations import ConversationTokens, Row, Rows, read_demonstrations, read_pairs
+from jaxrl.data.conversations import ConversationTokens, ExampleRow, ExampleRows, read_demonstrations, read_pairs
 from jaxrl.train.training_step import Trainer
 from jaxrl.types import ENVIRONMENT, Group, Prompt, Sample, SampleKey, TrainBatch
 
 
-def batch_of(rows: Sequence[tuple[int, Row]]) -> TrainBatch:
+def batch_of(rows: Sequence[tuple[int, ExampleRow]]) -> TrainBatch:
     """The examples of rows, each with its number. A row's examples are the samples of one prompt, whose key begins with
     the row's place in the batch: a row may be there twice where an epoch ends."""
     groups: list[Group] = []
@@ -60,7 +60,7 @@ class Demonstrations:
     def trained(self, config: Config) -> Config:
         return config
 
-    def read(self, names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> Rows:
+    def read(self, names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> ExampleRows:
         return read_demonstrations(names, option, config, tokens)
 
     def reference(self, trainer: Trainer, batch: TrainBatch) -> np.ndarray:
@@ -121,7 +121,7 @@ class Preferences:
         algorithm = replace(config.algorithm, loss_agg_mode="seq-mean-token-sum")
         return replace(config, actor=replace(config.actor, use_kl_loss=resident), algorithm=algorithm)
 
-    def read(self, names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> Rows:
+    def read(self, names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> ExampleRows:
         return read_pairs(names, option, config, tokens)
 
     def reference(self, trainer: Trainer, batch: TrainBatch) -> np.ndarray:

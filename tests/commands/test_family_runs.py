@@ -17,7 +17,7 @@ from tiny import write_tiny_model
 from jaxrl.cli import main
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.families import FAMILIES
-from jaxrl.models.safetensors import load_hf
+from jaxrl.models.loading import load_model
 
 STEPS = 3
 
@@ -44,7 +44,7 @@ def test_every_command(family: str, tmp_path: Path):
     assert_same_end(killed, whole)
 
     assert main(["export", str(whole), str(tmp_path / "exported"), "--dtype=float32"]) == 0
-    config, params = load_hf(tmp_path / "exported")
+    config, params = load_model(tmp_path / "exported")
     assert config.base == ModelConfig.from_hf(content)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
     (tmp_path / "val.jsonl").write_text('{"question": "other", "answer": "1"}\n')

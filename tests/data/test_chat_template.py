@@ -1,10 +1,6 @@
 """Chat templates: what they give, and the limits of time, size and memory."""
 
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -14,6 +10,7 @@ from jaxrl.data.chat_template import RefusedMessages, render
 ASK = [{"role": "user", "content": "hi"}]
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 SAID = "{{ messages[0].content }}"
+LARGE = r"makes a value of more than \d+ characters for a short conversation"
 WORDY = LOOPS.replace("{% endfor %}", " {% endfor %}")
 
 
@@ -25,9 +22,22 @@ def test_a_template_is_rendered():
     ("source", "words"),
     [
         (LOOPS, "takes more than 1 s for a short conversation"),
-        ("{{ 9 ** (9 ** 9) }}", "takes more than 1 s for a short conversation"),  # constant: computed by the compiler
-        ("{% set n = 'x' * (messages | length * 2**31) %}", "takes more than 1024 MiB of memory"),  # at once
-        ("{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}", "writes more than 1048576 characters"),
+        ("{{ 9 ** (9 ** 9) }}", LARGE),  # constant: jinja would compute it while it compiles
+        ("{% set n = 'x' * (messages | length * 2**31) %}", LARGE),
+        ("{% set n = [messages[0].content * 1000] * 9999 %}", LARGE),
+        ("{% set x = 'xx' %}" + "{% set x = x ~ x %}" * 99, LARGE),
+        ("{% set x = 'xx' %}" + "{% set x = x + x %}" * 99, LARGE),
+        ("{% set x = 'xx' %}" + "{% set x %}{{ x }}{{ x }}{% endset %}" * 99, "writes more than"),
+        ("{{ 'x' | center(10**12) }}", LARGE),
+        ("{{ 'x'.ljust(10**12) }}", LARGE),
+        ("{{ ('x' * 9999).replace('x', 'y' * 9999) }}", LARGE),
+        ("{{ ('x' * 9999) | replace('x', 'y' * 9999) }}", LARGE),
+        ("{{ ('\\n' * 9999) | indent(9999) }}", LARGE),
+        ("{{ '%999999999999d' % 1 }}{{ '%*d' % (10**12, 1) }}", LARGE),
+        ("{{ '%*d' % (10**12, 1) }}", LARGE),
+        ("{{ '{:999999999999}'.format(1) }}", LARGE),
+        ("{{ '{:{}}' | format(1, 10**12) }}", LARGE),
+        ("{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}", "writes more than"),
         ("x" * 2**21, "has 2097152 characters, more than 1048576"),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "is nested too deeply"),
         ("hello", "writes the same whatever the user says"),
@@ -71,39 +81,27 @@ def test_messages_that_a_template_does_not_take(source: str, words: str):
     ],
 )
 def test_the_time_of_one_conversation(source: str, monkeypatch: pytest.MonkeyPatch):
-    """Looked at also where nothing is written."""
+    """Checked also where nothing is written."""
     monkeypatch.setattr(chat_template, "TIME_LIMIT_S", 0.05)
-    template = chat_template._compiled(source)
     with pytest.raises(RefusedMessages, match=r"takes more than 0\.05 s with these messages"):
-        chat_template._rendered_or_refused(template, "file", ASK, {})
+        render(SAID + "{% if messages[0].content == 'hi' %}" + source + "{% endif %}", "file", ASK, {})
 
 
 def test_what_looks_at_the_time_is_no_variable():
     assert chat_template.variables_of(SAID + "{% for i in range(n) %}{% endfor %}", "file") == {"messages", "n"}
 
 
+def test_operators_are_those_of_jinja():
+    source = (
+        "{{ 3 * 4 }} {{ 'ab' * 2 }} {{ 'ab' * -1 }}{{ 2 ** 3 }} {{ '%s%%' % 3 }} {{ 1 + 2.5 }} {{ 1 ~ nothing ~ [2] }}"
+    )
+    said = "{{ 'a' | center(3) }}|{{ messages[0].content | replace('h', 'H') }}{{ '{}-{}'.format(1, 2) }}"
+    assert render(source + said, "file", ASK, {}) == "12 abab 8 3% 3.5 1[2] a |Hi1-2"
+
+
 def test_the_trial_is_made_once(monkeypatch: pytest.MonkeyPatch):
-    trials = []
-    monkeypatch.setattr(chat_template, "_try", lambda *arguments: trials.append(arguments))
+    trials, rendered = [], chat_template._rendered
+    monkeypatch.setattr(chat_template, "_rendered", lambda *given: (trials.append(given), rendered(*given))[1])
     for text in ("a", "b"):
         assert render("once {{ messages[0].content }}", "file", [{"content": text}], {}) == f"once {text}"
-    assert len(trials) == 1
-
-
-ASKED = f"from jaxrl.data.chat_template import render; print(render('{SAID}', 'file', [dict(content='hi')], dict()))"
-
-
-def assert_says_hi(folder: Path, *command: str) -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr) == ("hi\n", "")
-
-
-def test_below_a_lower_limit_of_the_shell(tmp_path: Path):
-    assert_says_hi(tmp_path, "bash", "-c", f'ulimit -v 900000; exec "$0" -c "{ASKED}"', sys.executable)
-
-
-def test_the_working_folder_hides_none_of_pythons_modules(tmp_path: Path):
-    (tmp_path / "re.py").write_text("raise SystemExit('a module of the user')")
-    own_first = ASKED.replace("; ", "; import sys; sys.path.insert(0, str()); ")
-    assert_says_hi(tmp_path, sys.executable, "-P", "-c", f"import re; {own_first}")
+    assert len(trials) == 6 + 2

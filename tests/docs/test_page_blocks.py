@@ -33,7 +33,7 @@ from jaxrl.config.files import load
 from jaxrl.config.functions import read_user_file, user_module
 from jaxrl.config.options import DataSection
 from jaxrl.data.problems import read_problems
-from jaxrl.data.tool_calls import Call
+from jaxrl.data.tool_calls import ToolCall
 from jaxrl.environments.env import Action, StepResult, Trajectory
 from jaxrl.environments.kinds import Episodes, FunctionTools, MethodTools, NativeEpisodes
 from jaxrl.environments.worker import EpisodeScorer, GroupRequest
@@ -253,10 +253,13 @@ def environment_of(kind: Callable[[Any], Episodes], row: dict[str, Any], *turns:
 
 
 COUNTS = environment_of(
-    lambda module: FunctionTools(module, ""), {}, Action("", (Call("word_count", '{"text": "one and two"}'),))
+    lambda module: FunctionTools(module, ""), {}, Action("", (ToolCall("word_count", '{"text": "one and two"}'),))
 )
 BOX = environment_of(
-    lambda module: MethodTools(module.Box), {"size": 3}, Action("", (Call("take", '{"count": 3}'),)), Action("Empty.")
+    lambda module: MethodTools(module.Box),
+    {"size": 3},
+    Action("", (ToolCall("take", '{"count": 3}'),)),
+    Action("Empty."),
 )
 GUESS = environment_of(
     lambda module: NativeEpisodes(module.Guess, "Guess"),
@@ -293,7 +296,8 @@ def inventing(block: Block, folder: Path, world: World) -> None:
     from jaxrl.models import decoder
     from jaxrl.models.config import ModelConfig
     from jaxrl.models.families import FAMILIES
-    from jaxrl.models.safetensors import export_hf, load_hf
+    from jaxrl.models.loading import load_model
+    from jaxrl.models.safetensors import export_hf
 
     own: dict[str, Any] = {}
     exec(compile(block.text, block.place, "exec"), own)
@@ -304,7 +308,7 @@ def inventing(block: Block, folder: Path, world: World) -> None:
         params = jax.tree.map(lambda x: random.normal(1.0 if x.ndim < 3 else 0.0, 0.3, x.shape), params)
         export_hf(params, model, folder, dtype=np.float32)
         tensors = {name: x.astype(np.float64) for name, x in load_file(folder / "model.safetensors").items()}
-        loaded, params = load_hf(folder)
+        loaded, params = load_model(folder)
         tokens = random.integers(0, 50, 12)
         windows, positions = [kind.window or 99 for kind in model.kinds], jnp.arange(12)[None]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jaxrl.data.tool_calls import Call
+from jaxrl.data.tool_calls import ToolCall
 from jaxrl.environments.env import Action, StepResult
 from jaxrl.environments.kinds import MAX_ANSWER, FunctionTools, MethodTools, NativeEpisodes, calls_of
 
@@ -81,8 +81,8 @@ def module_of(text: str) -> ModuleType:
     return module
 
 
-def call(tool: str, **arguments: Any) -> Call:
-    return Call(tool, json.dumps(arguments))
+def call(tool: str, **arguments: Any) -> ToolCall:
+    return ToolCall(tool, json.dumps(arguments))
 
 
 @pytest.fixture

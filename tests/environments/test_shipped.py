@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jaxrl.config.functions import read_user_file, user_module
-from jaxrl.data.tool_calls import Call
+from jaxrl.data.tool_calls import ToolCall
 from jaxrl.environments import worker
 from jaxrl.environments.env import Action, StepResult
 from jaxrl.environments.kinds import Episodes, FunctionTools, MethodTools, NativeEpisodes
@@ -33,7 +33,7 @@ def game(name: str) -> NativeEpisodes:
 
 
 def called(episodes: Episodes, tool: str, row: dict[str, Any] | None = None, **arguments: Any) -> str:
-    action = Action("", (Call(tool, json.dumps(arguments)),))
+    action = Action("", (ToolCall(tool, json.dumps(arguments)),))
     (message,) = episodes.step(row or {}, None, action, 20)[0].messages
     return message["content"]
 

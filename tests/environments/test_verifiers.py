@@ -1,12 +1,11 @@
-"""Environments of verifiers, in a Python of their own: stand-ins of both kinds of the library, and the library itself
-under each Python that JAXRL_VERIFIERS_PYTHON names (their paths, with a colon between)."""
+"""Environments of verifiers, in a Python of their own: a stand-in for the library, and the library itself under each
+Python that JAXRL_VERIFIERS_PYTHON names (their paths, with a colon between)."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
 import venv
@@ -51,12 +50,8 @@ def stand_in(folder: Path, version: str) -> Path:
     info = folder / f"verifiers-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: verifiers\nVersion: {version}\n")
-    classic, tasksets = ((STAND_INS / f"{name}.py").read_text() for name in ("classic", "tasksets"))
-    files = {"__init__.py": "", "v1/__init__.py": tasksets}
+    files = {"__init__.py": "", "v1/__init__.py": (STAND_INS / "tasksets.py").read_text()}
     files |= {"v1/dialects/chat.py": CHAT, "v1/harnesses/utils/mcp.py": MCP}
-    if version < "0.4":
-        client = "from verifiers import Client as OpenAIChatCompletionsClient\n"
-        files = {"__init__.py": classic, "clients/openai_chat_completions_client.py": client}
     for name, text in files.items():
         path = folder / "verifiers" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,25 +73,20 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         yield made
 
 
-def test_the_version_decides_what_drives_it(program: Callable[..., Program]):
-    for version, first in (("0.1.14", "Be short."), ("0.3.1", "Be short."), ("0.4.0", "Be short.")):
-        made = program(version)
-        assert [each["function"]["name"] for each in made.schemas] == ["calc_double"]
-        assert made.problem(3, 0)["messages"] == [
-            {"role": "system", "content": first},
-            {"role": "user", "content": "What is 3 + 3?"},
-        ]
-        assert made.problem(3, 0)["answer"] == "6"
-    for version in ("0.1.10", "0.5.0"):
-        with pytest.raises(ValueError, match=rf"has verifiers {re.escape(version)}, and 0\.1\.11 to 0\.4 are driven"):
-            program(version)
+def test_tools_and_rows(program: Callable[..., Program]):
+    made = program("0.4.0")
+    assert [each["function"]["name"] for each in made.schemas] == ["calc_double"]
+    assert made.problem(3, 0)["messages"] == [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "What is 3 + 3?"},
+    ]
+    assert made.problem(3, 0)["answer"] == "6"
 
 
-def test_held_out_rows_of_a_data_set(program: Callable[..., Program]):
-    made = program("0.1.14", count=4)
-    assert made.problem(5, 0)["answer"] == "2", "rows come again"
-    held_out = made.problem(HELD_OUT + 7, 0)
-    assert (held_out["messages"], held_out["answer"]) == ([{"role": "user", "content": "What is 50 + 50?"}], None)
+@pytest.mark.parametrize("version", ["0.3.1", "0.5.0"])
+def test_another_version_is_refused(program: Callable[..., Program], version: str):
+    with pytest.raises(ValueError, match=rf"has verifiers {re.escape(version)}, and 0\.4 is supported"):
+        program(version)
 
 
 def test_held_out_tasks_of_a_taskset(program: Callable[..., Program]):
@@ -130,28 +120,18 @@ def test_a_conversation_that_the_environment_opens(program: Callable[..., Progra
 
 
 @pytest.mark.parametrize(
-    ("version", "id", "args", "words"),
+    ("id", "args", "words"),
     [
-        ("0.1.14", "none", {}, "environment.id: Could not import 'none' environment. Ensure that it is installed."),
-        ("0.1.14", "sandboxed", {}, "sandboxed runs code in Prime's sandboxes, which take PRIME_API_KEY"),
-        ("0.4.0", "none", {}, "environment.id: none cannot be imported: No module named 'nothing'"),
-        ("0.4.0", "sums", {"agents": 1}, "environment.args: agents.0: there is no such option"),
-        ("0.4.0", "sums", {"other": {}}, "has the agents agent, other to be the policy"),
-        ("0.4.0", "sums", {"taskset": {"count": 0}}, "the taskset sums has no tasks"),
-        ("0.4.0", "boxed", {}, "an episode fails before its first turn: ValueError: it needs a container"),
+        ("none", {}, "environment.id: none cannot be imported: No module named 'nothing'"),
+        ("sums", {"agents": 1}, "environment.args: agents.0: there is no such option"),
+        ("sums", {"other": {}}, "has the agents agent, other to be the policy"),
+        ("sums", {"taskset": {"count": 0}}, "the taskset sums has no tasks"),
+        ("boxed", {}, "an episode fails before its first turn: ValueError: it needs a container"),
     ],
 )
-def test_what_cannot_be_driven(
-    program: Callable[..., Program],
-    monkeypatch: pytest.MonkeyPatch,
-    version: str,
-    id: str,
-    args: dict[str, Any],
-    words: str,
-):
-    monkeypatch.delenv("PRIME_API_KEY", raising=False)
+def test_what_cannot_be_driven(program: Callable[..., Program], id: str, args: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=re.escape(words)):
-        program(version, id, **args)
+        program("0.4.0", id, **args)
 
 
 def test_a_python_without_verifiers(tmp_path: Path):
@@ -165,15 +145,15 @@ def test_a_python_without_verifiers(tmp_path: Path):
         Program(python, {"id": "sums", "args": {}})
 
 
-@pytest.fixture(params=["0.1.14", "0.4.0", *PYTHONS])
+@pytest.fixture(params=["0.4.0", *PYTHONS])
 def agents(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[AgentPool, EnvironmentPool]]:
     """A run's processes, over a stand-in or the library itself with the same environment."""
     python, id = request.param, "sums"
     if python in PYTHONS:
-        folder, id = tmp_path, "sums_tasks" if is_tasksets(python) else "sums"
-        for name in ("sums.py", "sums_tasks.py", "sums_tools.py"):
+        folder, id = tmp_path, "sums_tasks"
+        for name in ("sums_tasks.py", "sums_tools.py"):
             shutil.copy(STAND_INS / name, folder)
     else:
         folder, python = stand_in(tmp_path, python), sys.executable
@@ -186,11 +166,6 @@ def agents(
         made = pool.acting()
         assert isinstance(made, AgentPool)
         yield made, pool
-
-
-def is_tasksets(python: str) -> bool:
-    asked = "import importlib.metadata as m; print(m.version('verifiers') >= '0.4')"
-    return subprocess.run([python, "-c", asked], capture_output=True, text=True, check=True).stdout.strip() == "True"
 
 
 def observed(agents: AgentPool) -> Observed:

@@ -43,7 +43,7 @@ def in_kernels(x: Any, routing: experts.Routing, weights: Any, begin: int = 0, f
 @pytest.mark.parametrize(("dtype", "bias", "tolerance"), [("float32", True, 1e-5), ("bfloat16", False, 2e-2)])
 def test_values_are_those_of_the_plain_computation(dtype: str, bias: bool, tolerance: float):
     x, routing, weights = made(dtype, bias=bias)
-    wanted = np.asarray(experts.mix(x, routing, weights, experts.Shape(gated)), np.float32)
+    wanted = np.asarray(experts.mix(x, routing, weights, experts.ExpertSettings(gated)), np.float32)
     found = np.asarray(in_kernels(x, routing, weights))
     np.testing.assert_allclose(found, wanted, rtol=0, atol=tolerance * np.abs(wanted).max())
 
@@ -70,7 +70,7 @@ def test_a_share_of_the_experts_gives_what_those_give():
         np.testing.assert_array_equal(in_kernels(x, routing, weights | biases, begin, begin, half), alone)
         chosen = (routing.experts >= begin) & (routing.experts < begin + half)
         kept = routing._replace(weights=jnp.where(chosen, routing.weights, 0))
-        wanted = experts.mix(x, kept, weights, experts.Shape(gated))
+        wanted = experts.mix(x, kept, weights, experts.ExpertSettings(gated))
         np.testing.assert_allclose(alone, wanted, rtol=0, atol=1e-5)
 
 

@@ -38,7 +38,8 @@ from drawn_models import LENGTH, draw  # noqa: E402
 
 from jaxrl.models.config import ModelConfig  # noqa: E402
 from jaxrl.models.families import FAMILIES  # noqa: E402
-from jaxrl.models.safetensors import export_hf, load_hf  # noqa: E402
+from jaxrl.models.loading import load_model  # noqa: E402
+from jaxrl.models.safetensors import export_hf  # noqa: E402
 
 with without_our_folder():
     import transformers
@@ -61,7 +62,7 @@ def compare(family: str, seed: int) -> tuple[float, float, dict[str, Any]]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         export_hf(params, config, folder, dtype=np.float64, max_file_bytes=20_000)
-        again, reread = load_hf(folder, dtype=np.float64)
+        again, reread = load_model(folder, dtype=np.float64)
         assert again == config, (again, config)
         jax.tree.map(np.testing.assert_array_equal, reread, params)
         exported, _ = logits_and_gradients(load(transformers, folder), tokens, cotangent)
@@ -86,7 +87,7 @@ def _in_our_form(gradients: dict[str, np.ndarray], folder: Path) -> Any:
     for file in folder.glob("*.safetensors"):
         names = load_file(file)
         save_file({name: np.ascontiguousarray(_of_file(gradients, name)) for name in names}, file, {"format": "pt"})
-    return load_hf(folder, dtype=np.float64)[1]
+    return load_model(folder, dtype=np.float64)[1]
 
 
 def _of_file(gradients: dict[str, np.ndarray], name: str) -> np.ndarray:

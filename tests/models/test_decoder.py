@@ -15,7 +15,8 @@ from jaxrl.kernels import attention, packed
 from jaxrl.kernels.reference import MaskInputs
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.safetensors import export_hf, load_hf
+from jaxrl.models.loading import load_model
+from jaxrl.models.safetensors import export_hf
 from jaxrl.models.weights import Weight
 from jaxrl.sharding import rules
 from jaxrl.sharding.layout import Layout
@@ -78,7 +79,7 @@ def test_logits_with_rope_added_to_our_own_export(name, tmp_path, torch_logits):
     params = lively(tiny_config())
     export_hf(params, tiny_config(), tmp_path, dtype=jnp.float32)
     (tmp_path / "config.json").write_text(json.dumps(rope_config(name)))
-    config, params = load_hf(tmp_path)
+    config, params = load_model(tmp_path)
     np.testing.assert_allclose(
         scan_logits(params, TOKENS, config), torch_logits(tmp_path, TOKENS), atol=1e-4, rtol=1e-4
     )

@@ -15,7 +15,7 @@ from jaxrl.models import experts
 from jaxrl.sharding.mesh import make_mesh
 
 E, F, X, C = 12, 16, 8, 3
-SHAPE = experts.Shape(lambda gate, up: jax.nn.silu(gate) * up)
+SHAPE = experts.ExpertSettings(lambda gate, up: jax.nn.silu(gate) * up)
 
 
 def weights_of(random: np.random.Generator, *, biased: bool) -> dict[str, jax.Array]:

@@ -12,7 +12,8 @@ from drawn_models import draw
 
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.families import FAMILIES
-from jaxrl.models.safetensors import export_hf, load_hf
+from jaxrl.models.loading import load_model
+from jaxrl.models.safetensors import export_hf
 
 from .conftest import drawn_gradients, gradient_sums, lively, scan_logits
 
@@ -73,7 +74,7 @@ def test_drawn_models_are_written_and_read(family, tmp_path):
         assert ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
     params = lively(config)
     export_hf(params, config, tmp_path, dtype=np.float32, max_file_bytes=9_000)
-    again, loaded = load_hf(tmp_path)
+    again, loaded = load_model(tmp_path)
     assert again == config
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
 

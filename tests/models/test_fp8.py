@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.fp8 import Scales
 from jaxrl.models.loading import load_layerwise, load_model
-from jaxrl.models.safetensors import SINGLE, export_hf, load_hf
+from jaxrl.models.safetensors import SINGLE, export_hf
 from jaxrl.sharding.mesh import make_mesh
 
 from .conftest import lively, tiny_config
@@ -99,11 +99,11 @@ def in_files(config: ModelConfig, params: Any, folder: Path, dtype: Any) -> dict
 @pytest.mark.parametrize("form", FORMS)
 def test_every_number_is_a_code_times_its_scale(form, tmp_path):
     config, stand_for = write(tmp_path / "m", form)
-    found, params = load_hf(tmp_path / "m")
+    found, params = load_model(tmp_path / "m")
     assert found == config
     for name, x in in_files(config, params, tmp_path / "f32", jnp.float32).items():
         assert np.array_equal(x, stand_for[name].astype(np.float32)), name
-    _, params = load_hf(tmp_path / "m", dtype=jnp.bfloat16)
+    _, params = load_model(tmp_path / "m", dtype=jnp.bfloat16)
     for name, x in in_files(config, params, tmp_path / "bf16", jnp.bfloat16).items():
         if ".layers." in name and x.ndim == 2:
             assert np.array_equal(x.astype(np.float64), np.vectorize(narrow)(stand_for[name])), name
@@ -131,13 +131,13 @@ def test_each_device_has_its_part_of_the_same_numbers(form, family, tmp_path):
 
 def test_scales_of_activations_are_left_out_with_a_line(tmp_path, caplog):
     config, _ = write(tmp_path, "tensor")
-    _, before = load_hf(tmp_path)
+    _, before = load_model(tmp_path)
     assert not caplog.records
     more = {"self_attn.q_proj.input_scale": (), "self_attn.k_scale": (1,), "mlp.up_proj.output_scale": ()}
     of_activations = {f"model.layers.1.{name}": np.ones(shape, np.float32) for name, shape in more.items()}
     write(tmp_path, "tensor", change=lambda x: x.update(of_activations))
     with caplog.at_level(logging.WARNING):
-        found, params = load_hf(tmp_path)
+        found, params = load_model(tmp_path)
     assert found == config
     jax.tree.map(np.testing.assert_array_equal, params, before)
     (record,) = caplog.records
@@ -194,7 +194,7 @@ IN_BLOCKS = f"{UP}.weight_scale_inv"
 def test_damaged_files_are_refused_with_the_tensor(how, message, tmp_path):
     write(tmp_path, "blocks", change=how)
     with pytest.raises(ValueError, match=re.escape(message)):
-        load_hf(tmp_path)
+        load_model(tmp_path)
 
 
 HERE = "quantization_config: "
@@ -254,7 +254,7 @@ def test_a_float64_number_is_rounded_to_bfloat16_once(tmp_path):
     norm[:6] = [x * (1 + 2**-8 + d) for x in (1, -3, 2**-20) for d in (2**-40, -(2**-40))]
     norm[6:9] = (1 + 2**-8, 1 + 3 * 2**-8, 2.0**120)
     save_file(tensors | {"model.norm.weight": norm}, tmp_path / SINGLE, {"format": "pt"})
-    found = np.asarray(load_hf(tmp_path, dtype=jnp.bfloat16)[1]["final_norm"], np.float64)
+    found = np.asarray(load_model(tmp_path, dtype=jnp.bfloat16)[1]["final_norm"], np.float64)
     assert np.array_equal(found[:9], list(map(narrow, norm[:9])))
     assert found[0] == 1 + 2**-7
     assert found[1] == 1

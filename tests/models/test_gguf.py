@@ -17,7 +17,7 @@ from gguf.quants import dequantize, quantize
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.gguf import load_gguf, unpermute
+from jaxrl.models.gguf import unpermute
 from jaxrl.models.loading import load_model
 from jaxrl.models.rope import RopeScaling
 from jaxrl.models.safetensors import export_hf
@@ -157,7 +157,7 @@ def test_other_families(family, tmp_path):
     config = ModelConfig.from_hf(SIZES | {"model_type": family} | content)
     params = lively(config)
     write(tmp_path / "m.gguf", config, params, metadata=metadata)
-    loaded_config, loaded = load_gguf(tmp_path / "m.gguf")
+    loaded_config, loaded = load_model(tmp_path / "m.gguf")
     assert loaded_config == config
     assert_same(loaded, params, rtol=0, atol=5e-7 if config.norm_plus_one else 0)
 
@@ -176,7 +176,7 @@ def test_longrope(tmp_path):
     factors = {f"rope_factors_{name}.weight": np.float32(lists[f"{name}_factor"]) for name in ("short", "long")}
     params = lively(config)
     write(tmp_path / "m.gguf", config, params, metadata=metadata, tensors=factors)
-    loaded_config, loaded = load_gguf(tmp_path / "m.gguf")
+    loaded_config, loaded = load_model(tmp_path / "m.gguf")
     assert loaded_config == config
     assert loaded_config.max_positions == 64
     assert_same(loaded, params, rtol=0, atol=0)
@@ -217,7 +217,7 @@ def model(family="llama", **changes):
 def test_float32_round_trip(family, tmp_path):
     config, params = model(family)
     write(tmp_path / "m.gguf", config, params)
-    loaded_config, loaded = load_gguf(tmp_path / "m.gguf")
+    loaded_config, loaded = load_model(tmp_path / "m.gguf")
     assert loaded_config == config
     assert_same(loaded, params, rtol=0, atol=0)
 
@@ -229,7 +229,7 @@ def test_types_that_can_be_written(kind, error, tmp_path):
     """The loaded weights are what the gguf package makes of each tensor, and near the original."""
     config, params = model("qwen2")
     write(tmp_path / "m.gguf", config, params, kind)
-    _, loaded = load_gguf(tmp_path / "m.gguf")
+    _, loaded = load_model(tmp_path / "m.gguf")
     weight = config.weights()["layers"]["gate"]
     original = np.ascontiguousarray(weight.to_file(np.asarray(params["layers"]["gate"][1])))
     np.testing.assert_array_equal(
@@ -253,7 +253,7 @@ def test_k_quants_are_read(kind, tmp_path):
     blocks[:, scale_at] = np.full((256, (scale_at.stop - scale_at.start) // 2), 0.01, np.float16).view(np.uint8)
     rewritten = tmp_path / "k.gguf"
     rewrite_tensor(tmp_path / "m.gguf", rewritten, "blk.0.ffn_up.weight", blocks, kind)
-    _, loaded = load_gguf(rewritten)
+    _, loaded = load_model(rewritten)
     np.testing.assert_array_equal(loaded["layers"]["up"][0].T, dequantize(blocks, kind))
     assert_same(loaded["layers"]["gate"], params["layers"]["gate"], rtol=0, atol=0)
 
@@ -288,7 +288,7 @@ def test_rope_scaling_metadata(tmp_path):
         file = tmp_path / f"{scaling.kind}.gguf"
         metadata = {"rope.scaling.type": scaling.kind, "rope.scaling.factor": scaling.factor}
         write(file, config, params, metadata=metadata)
-        assert load_gguf(file)[0].rope_scaling == scaling
+        assert load_model(file)[0].rope_scaling == scaling
 
 
 def test_llama3_scaling_is_recovered_from_the_divisors(tmp_path):
@@ -296,24 +296,24 @@ def test_llama3_scaling_is_recovered_from_the_divisors(tmp_path):
     scaled = replace(config, rope_scaling=RopeScaling("llama3", 8.0, 8192))
     divisors = (decoder.rope_frequencies(config) / decoder.rope_frequencies(scaled)).astype(np.float32)
     write(tmp_path / "m.gguf", config, params, tensors={"rope_freqs.weight": divisors})
-    assert load_gguf(tmp_path / "m.gguf")[0] == scaled
+    assert load_model(tmp_path / "m.gguf")[0] == scaled
     divisors[2] = 5.0
     write(tmp_path / "other.gguf", config, params, tensors={"rope_freqs.weight": divisors})
     with pytest.raises(ValueError, match=r"rope_freqs.weight does not come from llama3 scaling"):
-        load_gguf(tmp_path / "other.gguf")
+        load_model(tmp_path / "other.gguf")
 
 
 def test_unsupported_files_are_refused(tmp_path):
     config, params = model("qwen2")
     write(tmp_path / "rope.gguf", config, params, metadata={"rope.scaling.type": "longrope"})
     with pytest.raises(ValueError, match=r"rope.scaling.type 'longrope' is not supported"):
-        load_gguf(tmp_path / "rope.gguf")
+        load_model(tmp_path / "rope.gguf")
     write(tmp_path / "type.gguf", config, params, Kind.Q5_0)
     with pytest.raises(ValueError, match=r"has type Q5_0, which is not supported; supported are F32, F16"):
-        load_gguf(tmp_path / "type.gguf")
+        load_model(tmp_path / "type.gguf")
     write(tmp_path / "surplus.gguf", config, params, tensors={"blk.0.extra.weight": np.zeros((3,), np.float32)})
     with pytest.raises(ValueError, match=r"surplus.gguf: tensor blk.0.extra.weight of shape \(3,\) has no place"):
-        load_gguf(tmp_path / "surplus.gguf")
+        load_model(tmp_path / "surplus.gguf")
 
 
 def test_a_truncated_file_is_refused_by_its_sizes(smollm2, tmp_path):
@@ -322,7 +322,7 @@ def test_a_truncated_file_is_refused_by_its_sizes(smollm2, tmp_path):
         (tmp_path / "short.gguf").write_bytes(stream.read(10_000_000))
     start = time.process_time()
     with pytest.raises(ValueError, match=r"tensor .* ends at byte \d+, the file at 10000000\)"):
-        load_gguf(tmp_path / "short.gguf")
+        load_model(tmp_path / "short.gguf")
     assert time.process_time() - start < 2
 
 

@@ -10,8 +10,9 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import init
+from jaxrl.models.loading import load_model
 from jaxrl.models.mxfp4 import BLOCK, dequantize
-from jaxrl.models.safetensors import export_hf, load_hf
+from jaxrl.models.safetensors import export_hf
 from jaxrl.sharding.mesh import make_mesh
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # OCP MX v1.0, table 5; the fourth bit is the sign
@@ -91,7 +92,7 @@ def write_packed(folder: Path, **changes: np.ndarray | None) -> dict[str, np.nda
 @pytest.mark.parametrize("devices", [1, 8])
 def test_a_folder_of_gpt_oss(devices, tmp_path):
     matrices = write_packed(tmp_path)
-    config, params = load_hf(tmp_path, make_mesh(jax.devices()[:devices]))
+    config, params = load_model(tmp_path, make_mesh(jax.devices()[:devices]))
     assert config == ModelConfig.from_hf(GPT_OSS)
     for layer in range(2):
         at = f"model.layers.{layer}.mlp.experts"
@@ -101,7 +102,7 @@ def test_a_folder_of_gpt_oss(devices, tmp_path):
         np.testing.assert_array_equal(own["up"], matrices[f"{at}.gate_up_proj"][..., 1::2])
     export_hf(params, config, tmp_path / "plain", dtype=np.float32)
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
-    jax.tree.map(np.testing.assert_array_equal, load_hf(tmp_path / "plain")[1], params)
+    jax.tree.map(np.testing.assert_array_equal, load_model(tmp_path / "plain")[1], params)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_what_is_no_matrix_or_two_is_refused(changes, tmp_path):
     write_packed(tmp_path, **changes)
     said = r"safetensors: tensor model.layers.1.mlp.experts.down_proj_\w+ is in MXFP4: .*; found "
     with pytest.raises(ValueError, match=said):
-        load_hf(tmp_path)
+        load_model(tmp_path)
 
 
 def test_bytes_are_refused_where_nothing_says_what_they_are(tmp_path):
@@ -127,4 +128,4 @@ def test_bytes_are_refused_where_nothing_says_what_they_are(tmp_path):
     content = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(content | {"quantization_config": None}))
     with pytest.raises(ValueError, match=r"tensor \S+_(blocks|scales) has dtype U8, which is not supported"):
-        load_hf(tmp_path)
+        load_model(tmp_path)

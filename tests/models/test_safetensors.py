@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import load_model
-from jaxrl.models.safetensors import INDEX, SINGLE, export_hf, load_hf, read_header
+from jaxrl.models.safetensors import INDEX, SINGLE, export_hf, read_header
 from jaxrl.sharding.mesh import make_mesh
 
 from .conftest import FAMILIES, TOKENS, lively, scan_logits, tiny_config
@@ -34,7 +34,7 @@ def assert_same(a, b):
 def test_round_trip(family, tmp_path):
     config, params = model(family, "yarn")
     export_hf(params, config, tmp_path, dtype=jnp.float32)
-    loaded_config, loaded = load_hf(tmp_path)
+    loaded_config, loaded = load_model(tmp_path)
     assert loaded_config == config
     assert_same(loaded, params)
 
@@ -48,15 +48,15 @@ def test_several_files_with_an_index(tmp_path):
     assert not (tmp_path / SINGLE).exists()
     placed = json.loads((tmp_path / INDEX).read_text())["weight_map"]
     assert {name for file in files for name in read_header(file)} == set(placed)
-    assert_same(load_hf(tmp_path)[1], params)
+    assert_same(load_model(tmp_path)[1], params)
 
 
 def test_bfloat16_files_and_parameters(tmp_path):
     config, params = model()
     export_hf(params, config, tmp_path)
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    assert_same(load_hf(tmp_path, dtype=jnp.bfloat16)[1], narrow)
-    assert_same(load_hf(tmp_path)[1], jax.tree.map(lambda x: x.astype(jnp.float32), narrow))
+    assert_same(load_model(tmp_path, dtype=jnp.bfloat16)[1], narrow)
+    assert_same(load_model(tmp_path)[1], jax.tree.map(lambda x: x.astype(jnp.float32), narrow))
 
 
 def test_loads_onto_train_shardings(tmp_path):
@@ -95,7 +95,7 @@ def test_transformers_loads_and_writes_back_the_same_tensors(family, tmp_path, t
         )
         theirs.save_pretrained(tmp_path / "theirs")
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    loaded_config, loaded = load_hf(tmp_path / "theirs")
+    loaded_config, loaded = load_model(tmp_path / "theirs")
     assert loaded_config == config
     assert_same(loaded, params)
 
@@ -109,7 +109,7 @@ def test_a_model_written_by_transformers_loads(family, tmp_path, transformers, t
         num_key_value_heads=2, initializer_range=0.3,
     )  # fmt: skip
     getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(tmp_path)
-    ours, params = load_hf(tmp_path)
+    ours, params = load_model(tmp_path)
     np.testing.assert_allclose(scan_logits(params, TOKENS, ours), torch_logits(tmp_path, TOKENS), atol=1e-4, rtol=1e-4)
 
 
@@ -128,7 +128,7 @@ def test_damaged_files_are_named(tmp_path):
     ):
         file.write_bytes(damaged)
         with pytest.raises(ValueError, match=message):
-            load_hf(tmp_path)
+            load_model(tmp_path)
 
 
 def test_a_head_beside_a_tied_embedding(tmp_path):
@@ -141,13 +141,13 @@ def test_a_head_beside_a_tied_embedding(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
 
     write(params["embed"], params["embed"])
-    assert_same(load_hf(tmp_path)[1], params)
+    assert_same(load_model(tmp_path)[1], params)
     tensors = load_file(tmp_path / SINGLE)
     save_file({name: each for name, each in tensors.items() if "embed_tokens" not in name}, tmp_path / SINGLE)
-    assert_same(load_hf(tmp_path)[1], params)
+    assert_same(load_model(tmp_path)[1], params)
     write(params["embed"], params["embed"] + np.float32(1e-6) * (np.arange(48) == 7))
     with pytest.raises(ValueError, match=r"lm_head.weight differs from model.embed_tokens.weight, though config.json"):
-        load_hf(tmp_path)
+        load_model(tmp_path)
 
 
 def test_one_file_counts_before_an_index(tmp_path):
@@ -157,16 +157,16 @@ def test_one_file_counts_before_an_index(tmp_path):
     index = (tmp_path / INDEX).read_bytes()
     export_hf(params, config, tmp_path, dtype=jnp.float32)
     (tmp_path / INDEX).write_bytes(index)
-    assert_same(load_hf(tmp_path)[1], params)
+    assert_same(load_model(tmp_path)[1], params)
 
 
 def test_values_too_large_for_the_parameters_are_refused(tmp_path):
     config, params = model()
     params["final_norm"][3] = 1e6
     export_hf(params, config, tmp_path, dtype=jnp.float32)
-    assert load_hf(tmp_path)[0] == config
+    assert load_model(tmp_path)[0] == config
     with pytest.raises(ValueError, match=r"tensor model.norm.weight has values that are NaN or infinite in float16"):
-        load_hf(tmp_path, dtype=jnp.float16)
+        load_model(tmp_path, dtype=jnp.float16)
 
 
 def test_export_refuses_padded_parameters_and_odd_dtypes(tmp_path):

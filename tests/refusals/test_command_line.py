@@ -84,13 +84,6 @@ REFUSED = {
     "explain-layout --shape tiny --devices 8 --tp 4 --max-tp 2": (
         "--max-tp (2), which weights are padded for, must be a multiple of --tp (4)"
     ),
-    "explain-layout --shape tiny --devices 2 --svg '{tmp}'": (
-        "explain-layout: --svg ({tmp}) is a folder: name a file in it"
-    ),
-    "explain-layout --shape tiny --devices 2 --png file.txt/x.png": (
-        "explain-layout: --png (file.txt/x.png) cannot be written: {tmp}/file.txt is not a folder"
-    ),
-    "explain-layout --shape tiny --devices 2 --png ''": "explain-layout: --png must not be empty, found ''",
     "check-numerics": "check-numerics: --model or --shape must be given",
     "check-numerics --model m --rows 8,": ("check-numerics: --rows must be a whole number from 1 to 4096, found ''"),
     "check-numerics --model m --tp 0,2": "check-numerics: --tp must be a whole number from 1 to 64, found 0",

@@ -12,8 +12,8 @@ from small_models import model_of, weights_of
 
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.loading import config_of, load_layerwise
-from jaxrl.models.safetensors import export_hf, load_hf
+from jaxrl.models.loading import config_of, load_layerwise, load_model
+from jaxrl.models.safetensors import export_hf
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.host_weights import HostWeights
 from jaxrl.rollout.layout_programs import ExecutorConfig
@@ -38,7 +38,7 @@ def folder(tmp_path):
 
 def expected(folder) -> list[float]:
     """For each text: all of them padded behind their ends, where nothing looks back from."""
-    config, params = load_hf(folder, dtype=jnp.float64)
+    config, params = load_model(folder, dtype=jnp.float64)
     tokens = np.array([[*text, *[0] * (24 - len(text))] for text in TEXTS])
     ends = [len(text) - 1 for text in TEXTS]
 

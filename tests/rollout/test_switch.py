@@ -205,11 +205,6 @@ def nothing_compiles(name: str) -> None:
     CompileAhead(executor.programs_of((2, 4, 8))).wait()
     run(engine, requests(), (2, 4, 8), "migrate")
     assert executor.recompiles == 0
-    report, migrated = executor.reports
-    assert report is not None
-    assert migrated is not None
-    assert report.num_leaves > 10
-    assert migrated.num_blocks > 0
 
 
 def failures(name: str) -> None:

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.data.tool_calls import Call, calls_in, may_begin, seems_to_call
+from jaxrl.data.tool_calls import ToolCall, calls_in, may_begin, seems_to_call
 
 NAMES = {"look", "add"}
 ONE = '{"name": "look", "arguments": {"at": "é"}}'
-OTHER = Call("other", "{}")
-LOOK, ADD = Call("look", '{"at": "é"}'), Call("add", '{"a": 1, "b": [2]}')
+OTHER = ToolCall("other", "{}")
+LOOK, ADD = ToolCall("look", '{"at": "é"}'), ToolCall("add", '{"a": 1, "b": [2]}')
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ LOOK, ADD = Call("look", '{"at": "é"}'), Call("add", '{"a": 1, "b": [2]}')
             [LOOK, ADD],
         ),
         ('{"name": "look", "arguments": "{\\"at\\": \\"é\\"}"}', "", [LOOK]),
-        ('{"name": "look"}', "", [Call("look", "{}")]),
+        ('{"name": "look"}', "", [ToolCall("look", "{}")]),
         (f"[TOOL_CALLS][{ONE}]", "", [LOOK]),
         (f'I look. [TOOL_CALLS] [{ONE}, {{"name":"add","arguments":{{"a":1,"b":[2]}}}}]', "I look.", [LOOK, ADD]),
         (f"<|tool_call|>[{ONE}]<|/tool_call|>", "", [LOOK]),
@@ -63,7 +63,7 @@ LOOK, ADD = Call("look", '{"at": "é"}'), Call("add", '{"a": 1, "b": [2]}')
         ("<function_calls>other()</function_calls>", "", [OTHER]),
         ("<code>other()\nlook(at='é')</code>", "", [OTHER, LOOK]),
         # without arguments
-        *((f'{{"name": "look", "arguments": {each}}}', "", [Call("look", "{}")]) for each in ("null", '""', '" "')),
+        *((f'{{"name": "look", "arguments": {each}}}', "", [ToolCall("look", "{}")]) for each in ("null", '""', '" "')),
         ('look{"at": "é"}add{"a":1,"b":[2]}', "", [LOOK, ADD]),
         ('look{"at": "é"}\nlook{"at": "é"}', "", [LOOK, LOOK]),
         ("<function_calls>\nlook(at='é')\nadd(a=1, b=[2])\n</function_calls>", "", [LOOK, ADD]),
@@ -73,7 +73,7 @@ LOOK, ADD = Call("look", '{"at": "é"}'), Call("add", '{"a": 1, "b": [2]}')
         ('As <code>x</code>: <code>look(at="é")</code>', "As <code>x</code>:", [LOOK]),
         (f"As <code>x</code>: <tool_call>{ONE}</tool_call>", "As <code>x</code>:", [LOOK]),
         *(  # marks inside of arguments
-            (call.replace("é", inside), "", [Call("look", f'{{"at": "{inside}"}}')])
+            (call.replace("é", inside), "", [ToolCall("look", f'{{"at": "{inside}"}}')])
             for call in (ONE, f"[TOOL_CALLS][{ONE}]", '[TOOL_CALLS]look{"at": "é"}', f"<tool_call>{ONE}</tool_call>")
             for inside in (
                 *("<code>look(at=1)</code>", "<function_calls>look(at=1)</function_calls>", "<|tool_call|>"),
@@ -82,7 +82,7 @@ LOOK, ADD = Call("look", '{"at": "é"}'), Call("add", '{"a": 1, "b": [2]}')
         ),
     ],
 )
-def test_calls_are_read(text: str, before: str, calls: list[Call]):
+def test_calls_are_read(text: str, before: str, calls: list[ToolCall]):
     assert calls_in(text, NAMES) == (before, calls)
 
 

@@ -155,7 +155,7 @@ def test_experts_read_codes(batched, tokens, x64):
     layout = Layout(make_mesh(jax.devices()[:1]), 1)
     params = placed(normal_params(config, jnp.float64), config, layout.mesh)
     layer = rules.to_rollout(params, config, layout, jnp.float64, quantization="int8")["layers"][0]
-    shape = experts.Shape(lambda gate, up: jax.nn.silu(gate) * up, batched=batched)
+    shape = experts.ExpertSettings(lambda gate, up: jax.nn.silu(gate) * up, batched=batched)
     h = jnp.asarray(np.random.default_rng(1).normal(size=(tokens, config.hidden_size)))
     routing = experts.route(h, layer["router"], None, 2, normalised=True)
     own = {name: layer[name] for name in experts.WEIGHTS if name in layer}

@@ -58,13 +58,11 @@ def test_every_pair_of_layouts_equals_a_fresh_conversion(model, dtype, features_
     for before, after in PAIRS:
         layouts, bound = (Layout(mesh, before), Layout(mesh, after)), 64 << 10
         moved, report = rollout_to_rollout(
-            fresh[before], config, *layouts, 8, features_first, max_extra_bytes=bound, keep=True
+            fresh[before], config, *layouts, 8, max_extra_bytes=bound, keep=True, features_first=features_first
         )
         equal(moved, fresh[after])
         assert (report.moved_bytes == 0) == (after > before)
         assert report.num_aliased >= 2 * config.num_layers + 1  # norms
-        assert report.oversized == ()
-        assert report.peak_extra_bytes <= bound
 
 
 def test_the_source_is_gone_except_for_what_was_there_already():
@@ -101,9 +99,8 @@ def test_what_is_there_survives_a_move_of_its_alias():
 def test_keep_leaves_the_source_alive():
     mesh = make_mesh()
     array = on(mesh, 8, "tp")
-    moved, report = reshard(array, Layout(mesh, 2).sharding("tp"), keep=True)
+    moved, _ = reshard(array, Layout(mesh, 2).sharding("tp"), keep=True)
     np.testing.assert_array_equal(moved, array)
-    assert report.peak_extra_bytes == 0  # beyond both, which are to stay
     moved.delete()
     np.testing.assert_array_equal(array, np.arange(512).reshape(16, 32))
 
@@ -126,12 +123,10 @@ def test_precompiling_from_shapes_leaves_nothing_to_compile():
     tree = {"w": on(mesh, 8, "tp", shape=(16, 48)), "b": on(mesh, 8, "tp", shape=(8,))}
     target = {"w": Layout(mesh, 4).sharding(None, "tp"), "b": Layout(mesh, 2).sharding("tp")}
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
-    planned, programs = precompile(abstract, target)
-    assert len(programs) == planned.num_programs > 0
+    assert precompile(abstract, target)
     misses = module.program_of.cache_info().misses
-    moved, report = reshard(tree, target)
+    moved, _ = reshard(tree, target)
     assert module.program_of.cache_info().misses == misses
-    assert report == planned
     assert moved["w"].sharding.is_equivalent_to(target["w"], 2)
     assert spec != target["w"]
 
@@ -149,27 +144,21 @@ def test_memory_stays_within_the_bound(before, after, monkeypatch):
     size = 64 * 128 * 4
     bound = 3 * size // after + (3 * size // before if after < before else 0) + 64
     start, watched = live_bytes(), Watched(module.program_of)
-    module.make_plan.cache_clear()
-    precompile(tree, target, max_extra_bytes=bound)  # the plan itself reads the programs unwatched
     monkeypatch.setattr(module, "program_of", watched)
     moved, report = reshard(tree, target, max_extra_bytes=bound)
     end = live_bytes()
     extra = max(now[d] - max(start[d], end[d]) for now in watched.seen for d in now)
     assert len(watched.seen) == report.num_chunks > 2
-    assert report.oversized == ()
-    assert extra <= report.peak_extra_bytes <= extra + max(watched.temporaries)
-    assert report.peak_extra_bytes <= bound
+    assert extra + max(watched.temporaries) <= bound
     assert end[0] - start[0] == 12 * size // after - 12 * size // before
     np.testing.assert_array_equal(moved[5]["in"], np.arange(64 * 128).reshape(64, 128))
 
 
-def test_a_leaf_beyond_the_bound_goes_alone_and_is_named():
+def test_a_leaf_beyond_the_bound_goes_alone():
     mesh = make_mesh()
     tree = {"large": on(mesh, 8, None, "tp", shape=(64, 128)), "small": on(mesh, 8, None, "tp")}
     _, report = reshard(tree, Layout(mesh, 1).sharding(), max_extra_bytes=4096)
-    assert report.oversized == ("['large']",)
     assert report.num_chunks == 2
-    assert report.peak_extra_bytes > 4096
 
 
 def test_programs_grow_with_kinds_of_leaves_and_not_with_layers():
@@ -177,8 +166,9 @@ def test_programs_grow_with_kinds_of_leaves_and_not_with_layers():
     counts = []
     for layers in (4, 24):
         tree = [{"a": on(mesh, 4, "tp"), "b": on(mesh, 4, None, "tp")} for _ in range(layers)]
-        _, report = reshard(tree, Layout(mesh, 2).sharding("tp"), max_extra_bytes=12 << 10)
-        counts.append(report.num_programs)
+        target = Layout(mesh, 2).sharding("tp")
+        counts.append(len(precompile(tree, target, max_extra_bytes=12 << 10)))
+        _, report = reshard(tree, target, max_extra_bytes=12 << 10)
         assert report.num_chunks >= layers // 4
     assert max(counts) <= 4
 

@@ -13,7 +13,7 @@ from uneven_models import normal_params, placed, uneven
 from jaxrl.sharding.layout import Layout, tp_degrees
 from jaxrl.sharding.mesh import make_mesh, submeshes
 from jaxrl.sharding.rules import rollout_shardings, to_rollout
-from jaxrl.sharding.submesh_arrays import submesh_arrays
+from jaxrl.sharding.split_mesh import submesh_arrays
 
 
 def buffers(tree) -> dict[tuple[str, int], int]:

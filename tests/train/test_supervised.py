@@ -17,7 +17,7 @@ from preference_rows import CONVERSATIONS, LOSSES, PAIRS, moved, written_model
 from jaxrl.config import Config
 from jaxrl.config.commands import as_read
 from jaxrl.config.supervised import DpoSection
-from jaxrl.data.conversations import ConversationTokens, Example, Row
+from jaxrl.data.conversations import ConversationTokens, Example, ExampleRow
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.weights import Weight
@@ -52,13 +52,13 @@ def trainer_of(config: Config, method: Method, model: ModelConfig, params: Any, 
     return Trainer(trained, model, params, mesh, programs=programs)
 
 
-def demonstrations(path: Path, conversations: Sequence[Any] = CONVERSATIONS) -> list[tuple[int, Row]]:
+def demonstrations(path: Path, conversations: Sequence[Any] = CONVERSATIONS) -> list[tuple[int, ExampleRow]]:
     tokens = tokens_of(path)
     rows = []
     for number, messages in enumerate(conversations):
         first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
         example = tokens.example(tuple(messages[:first]), tuple(messages[first:]), None)
-        rows.append((number, Row(f"row {number}", (example,))))
+        rows.append((number, ExampleRow(f"row {number}", (example,))))
     return rows
 
 
@@ -119,7 +119,7 @@ def test_what_is_no_assistants_is_not_learnt_from(written: Any):
     cut = replace(example, response=example.response[:ends], is_said=example.is_said[:ends])
     other = replace(cut, response=np.where(cut.is_said | (np.arange(ends) < ends - 3), cut.response, 70))
     losses = [
-        Demonstrations(config_of()).evaluate(trainer, batch_of([(0, Row("", (each,)))]))[0]["loss"]
+        Demonstrations(config_of()).evaluate(trainer, batch_of([(0, ExampleRow("", (each,)))]))[0]["loss"]
         for each in (cut, other)
     ]
     assert losses[0] == losses[1]
@@ -148,7 +148,7 @@ def test_dpo_has_trls_loss_metrics_and_gradient(written: Any, name: str, devices
     assert apply()["actor/skipped_updates"] == 0
 
 
-def trls_pairs(name: str) -> list[tuple[int, Row]]:
+def trls_pairs(name: str) -> list[tuple[int, ExampleRow]]:
     tokens, masks = FOUND[f"{name}/tokens"], FOUND[f"{name}/mask"]
     half = len(tokens) // 2
 
@@ -157,7 +157,7 @@ def trls_pairs(name: str) -> list[tuple[int, Row]]:
         first, last = said[0], said[-1] + 1
         return Example(tokens[i][:first], tokens[i][first:last].astype(np.int32), np.ones(last - first, bool))
 
-    return [(i, Row("", (example(i), example(half + i)))) for i in range(half)]
+    return [(i, ExampleRow("", (example(i), example(half + i)))) for i in range(half)]
 
 
 def test_pairs_are_tokenised_as_by_trl_up_to_the_end_of_the_turn(written: Any):
@@ -233,6 +233,6 @@ def test_the_reference_that_is_known_before_is_the_one_that_is_kept(rank: int, w
 
     trainer: Any = Asked()
     example = Example(np.array([1], np.int32), np.array([2, 3], np.int32), np.array([False, True]))
-    assert method.reference(trainer, batch_of([(0, Row("", (example, example)))])).tolist() == [[-1, -1]]
+    assert method.reference(trainer, batch_of([(0, ExampleRow("", (example, example)))])).tolist() == [[-1, -1]]
     assert asked == [which]
     assert method.trained(given).needs_ref == bool(rank)

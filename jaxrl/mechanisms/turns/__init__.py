@@ -81,9 +81,7 @@ class Turns(Mechanism):
             "A Python file, or one that comes with jaxrl: `calculator`, `python`, `search`, `number_guessing`, "
             "`wordle`, `frozen_lake`, `gymnasium` or `openenv`.",
         ] = ""
-        id: Annotated[str, "With kind verifiers, the environment's name: of `load_environment`, or of the taskset."] = (
-            ""
-        )
+        id: Annotated[str, "With kind verifiers, the name of the taskset."] = ""
         python: Annotated[
             str,
             Names("file"),
