@@ -1,7 +1,6 @@
 """What a run, real or simulated, writes and shows while it goes, opened and closed together.
 
-Purpose: `open_record` reads the files of a run directory up to the step from which the run goes on, and opens the live
-view; `RunRecord.begin` opens the files for writing, once nothing can refuse the start any more; the other methods of
+No file is written before `RunRecord.begin`, when nothing can refuse the start any more. The other methods of
 `RunRecord` are the hooks of the loop and the backend. However the run ends, each file is closed, the last opened first.
 
 A simulated run differs: its metrics have `simulated`. It has no journal, because its clock decides the same again; no
@@ -21,12 +20,10 @@ from typing import Any
 from jaxrl.config import Config, to_mapping
 from jaxrl.record import batches, layouts, samples
 from jaxrl.record.batches import BatchLog
-from jaxrl.record.files import Written
 from jaxrl.record.journal import FILE_NAME as JOURNAL
 from jaxrl.record.journal import Journal
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.record.live import LiveView
-from jaxrl.record.metrics import FILE_NAME as METRICS
 from jaxrl.record.metrics import MetricsWriter
 from jaxrl.record.run_dir import RunDir
 from jaxrl.record.samples import PiecesOf, SampleLog
@@ -44,33 +41,18 @@ class RunRecord:
     samples: SampleLog
     batches: BatchLog
     layouts: LayoutLog
-    timeline: Timeline | None = None
-    journal: Journal | None = None
-    watchdog: Watchdog | None = None
-    simulated: bool = False
+    timeline: Timeline | None
+    journal: Journal | None
+    watchdog: Watchdog | None
+    simulated: bool
     _phase_began_s: float = field(default_factory=time.monotonic)
     _evaluated: Mapping[str, float] = field(default_factory=dict)  # of the step that is running
 
-    def open_sinks(self) -> None:
-        """As `MetricsWriter.open_sinks`."""
-        self.metrics.open_sinks()
-
     def begin(self) -> None:
         """Drops from the files what later steps wrote. The first write of a start that is not refused."""
-        parts = (self.timeline, self.metrics, self.samples, self.batches, self.layouts, self.journal)
-        for part in parts:
+        for part in (self.timeline, self.metrics, self.samples, self.batches, self.layouts, self.journal):
             if part is not None:
                 part.begin()
-
-    def written(self) -> dict[str, Written]:
-        """The checksums of the files that only grow, by name; the journal has its own."""
-        logs = {
-            METRICS: self.metrics.lines,
-            samples.FILE_NAME: self.samples,
-            batches.FILE_NAME: self.batches,
-            layouts.FILE_NAME: self.layouts,
-        }
-        return {name: log.written for name, log in logs.items() if log.written.lines}
 
     def on_progress(self, busy: int, rows: int, tokens: int, done: int, launched: int) -> None:
         self.beat()
@@ -83,7 +65,7 @@ class RunRecord:
         self.view.phase(name)
 
     def on_step(self, step: int, measured: Mapping[str, float], groups: Sequence[Group]) -> None:
-        measured = {**measured, **self._evaluated, **self._kind()}
+        measured = {**measured, **self._evaluated, **self._kind}
         self._evaluated = {}
         self.metrics.write(step, measured, self.samples.write(step, groups))
         self.batches.write(step, groups)
@@ -94,24 +76,25 @@ class RunRecord:
         if step > 0:
             self._evaluated = measured
         else:
-            self.metrics.write(0, {**measured, **self._kind()})
-        if not self.simulated:
-            self.view.message(f"step {step}: held-out {_held_out(measured, len(groups))}")
+            self.metrics.write(0, {**measured, **self._kind})
+        if self.simulated:
+            return
+        if "val/loss" in measured:
+            accuracy = measured.get("val/rewards/accuracies")
+            text = f"loss {measured['val/loss']:.4f}" + ("" if accuracy is None else f", accuracy {accuracy:.3f}")
+        else:
+            text = f"reward {measured['val/reward']:.3f}, accuracy {measured['val/accuracy']:.3f}"
+            text += f" on {len(groups)} prompts"
+        self.view.message(f"step {step}: held-out {text}")
 
     def beat(self) -> None:
-        """Tells the watchdog that the run has made progress."""
+        """The run has made progress, as the watchdog wants to know."""
         if self.watchdog is not None:
             self.watchdog.beat()
 
+    @property
     def _kind(self) -> dict[str, float]:
         return {"simulated": 1} if self.simulated else {}
-
-
-def _held_out(measured: Mapping[str, float], num_prompts: int) -> str:
-    if "val/loss" in measured:
-        accuracy = measured.get("val/rewards/accuracies")
-        return f"loss {measured['val/loss']:.4f}" + ("" if accuracy is None else f", accuracy {accuracy:.3f}")
-    return f"reward {measured['val/reward']:.3f}, accuracy {measured['val/accuracy']:.3f} on {num_prompts} prompts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,14 +127,13 @@ def open_record(
       pieces_of: as in `SampleLog`.
 
     Raises:
-      ValueError: a file of the record is damaged.
+      ValueError: the journal is damaged.
     """
     with ExitStack() as stack:
         every = {"testing": config.trainer.test_freq, "save": config.trainer.save_freq}
         view = stack.enter_context(closing(LiveView(total_steps, sys.stdout, done=max(resume_step, 0), every=every)))
-        timeline = None
-        if not simulated:
-            timeline = stack.enter_context(closing(Timeline(run_dir.file("timeline.json"), begin=False)))
+        timeline = None if simulated else Timeline(run_dir.file("timeline.json"), begin=False)
+        journal = None if simulated else Journal(run_dir.file(JOURNAL), max(resume_step, 0))
         metrics = MetricsWriter(
             run_dir.path,
             () if simulated else config.trainer.logger,
@@ -159,20 +141,24 @@ def open_record(
             project=config.trainer.project_name,
             experiment=config.trainer.experiment_name,
             config=to_mapping(config),
-            begin=False,
         )
-        stack.enter_context(closing(metrics))
-        file = run_dir.file(samples.FILE_NAME)
-        sample_log = stack.enter_context(closing(SampleLog(file, resume_step, begin=False, pieces_of=pieces_of)))
-        file, limit = run_dir.file(batches.FILE_NAME), config.data.max_response_length
-        batch_log = stack.enter_context(closing(BatchLog(file, resume_step, limit, begin=False)))
-        layout_log = LayoutLog(run_dir.file(layouts.FILE_NAME), resume_step, begin=False)
-        stack.enter_context(closing(layout_log))
-        record = RunRecord(view, metrics, sample_log, batch_log, layout_log, timeline, simulated=simulated)
-        if timeline is not None:
-            journal = Journal(run_dir.file(JOURNAL), max(resume_step, 0), begin=False)
-            record.journal = stack.enter_context(closing(journal))
-            if watchdog is not None:
-                watchdog.follow(timeline, view.message)
-                record.watchdog = watchdog
-        yield record
+        sample_log = SampleLog(run_dir.file(samples.FILE_NAME), resume_step, pieces_of=pieces_of)
+        limit = config.data.max_response_length
+        batch_log = BatchLog(run_dir.file(batches.FILE_NAME), resume_step, limit)
+        layout_log = LayoutLog(run_dir.file(layouts.FILE_NAME), resume_step)
+        for part in (timeline, metrics, sample_log, batch_log, layout_log, journal):
+            if part is not None:
+                stack.enter_context(closing(part))
+        if timeline is not None and watchdog is not None:
+            watchdog.follow(timeline, view.message)
+        yield RunRecord(
+            view=view,
+            metrics=metrics,
+            samples=sample_log,
+            batches=batch_log,
+            layouts=layout_log,
+            timeline=timeline,
+            journal=journal,
+            watchdog=None if simulated else watchdog,
+            simulated=simulated,
+        )

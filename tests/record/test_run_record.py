@@ -141,10 +141,10 @@ def test_all_is_closed_last_opened_first_whatever_ends_the_run(run_dir: RunDir, 
 
 
 def test_what_is_open_is_closed_when_the_next_cannot_be_opened(run_dir: RunDir, closed: list[str]):
-    run_dir.file("layouts.jsonl").write_text("nonsense\n")
-    with pytest.raises(ValueError, match=r"layouts\.jsonl, line 1: damaged"):
+    run_dir.file("journal.jsonl").write_text("nonsense\n")
+    with pytest.raises(ValueError, match=r"journal\.jsonl: damaged"):
         interrupt(run_dir)
-    assert closed == ["SampleLog", "MetricsWriter", "Timeline", "LiveView"]
+    assert closed == ["LiveView"], "no other part opens its file before it begins"
 
 
 def test_the_watchdog_hears_of_progress(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch):
