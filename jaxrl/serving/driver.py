@@ -1,16 +1,12 @@
-"""The thread that owns an engine: requests come in from an event loop, and tokens go out as they are drawn.
+"""The thread that owns an engine: requests come in from an event loop, and tokens go out as they are sampled.
 
-Purpose: requests join the running batch as they come, wait in order where it is full, and leave it when nobody reads
-them any more.
+Requests join the running batch as they come, wait in order where it is full, and leave it when nobody reads them any
+more. The engine has a thread of its own because an event loop may not wait for a plan. No other thread touches it:
+requests go in through a queue, and the tokens of a plan go out in one call to the event loop, for all requests.
 
-The engine runs in a thread of its own because a plan takes as long as it takes, and an event loop may not wait for it.
-Nothing of the engine is touched by another thread: what is asked for goes in through a queue, and what was drawn in a
-plan goes out in one call to the event loop, for all requests together.
-
-Who asks again as soon as it has its answer would miss the next plan by milliseconds, and its row would be idle for as
-long as that one takes. So where rows have become free that nobody waits for, the next plan is made as soon as as many
-requests have come, and a small part of a plan's time later at the latest. So is the first one after an idle time, for
-those who ask at once.
+A client that asks again as soon as it has its answer would miss the next plan by milliseconds, and its row would be
+idle for that plan. So the next plan waits for as many requests as rows have become free, for a small part of a plan's
+time at most. So does the first plan after an idle time.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ from jaxrl.types import FinishReason, Sample, TopTokens
 
 
 class Busy(Exception):
-    """So many requests wait already; `retry_s`: in how many seconds a row may be free."""
+    """Too many requests wait; `retry_s`: in how many seconds a row may be free."""
 
     def __init__(self, waiting: int, retry_s: int) -> None:
         super().__init__(f"{waiting} requests wait already: try again in {retry_s} s")
@@ -73,46 +69,21 @@ _LAST_PLAN_S = 10.0  # that the engine may take to end; a compiler may take minu
 _WINDOW, _BESIDE = 0.05, 0.2  # of a plan's time; the latter where the devices have another plan to run meanwhile
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What the engine was doing after its last plan.
-
-    Attributes:
-      running, waiting: requests with a row and without one.
-      free_blocks, parked_blocks, num_blocks: KV blocks of all dp groups: those that a request could get, those among
-        them that hold a conversation's KV, and all.
-      prompt_tokens, cached_tokens, drawn_tokens, preemptions: so far; `cached_tokens` had their KV.
-    """
-
-    running: int = 0
-    waiting: int = 0
-    free_blocks: int = 0
-    parked_blocks: int = 0
-    num_blocks: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    drawn_tokens: int = 0
-    preemptions: int = 0
-
-
 class Driver:
     """Runs an engine that nobody else touches.
 
     Args:
-      engine: idle.
       max_waiting: requests that may wait for a row.
 
     Attributes:
-      load: after the last plan.
+      load: numbers of the engine after its last plan, by their names in `jaxrl.serving.monitoring`.
       failure: what ended the thread before its time.
     """
 
     def __init__(self, engine: Engine, max_waiting: int) -> None:
-        self.load = Load()
         self._engine, self._max_waiting = engine, max_waiting
-        self._inbox: queue.SimpleQueue[Request | int | None] = (
-            queue.SimpleQueue()
-        )  # one to add, one to abort, or the end
+        # a request to add, the id of one to abort, or the end
+        self._inbox: queue.SimpleQueue[Request | int | None] = queue.SimpleQueue()
         self._readers: dict[int, Pieces] = {}  # the event loop's: of the requests that have not ended
         self._told: dict[int, int] = {}  # the thread's: tokens that were handed out, of each live request
         self._loop = asyncio.get_running_loop()
@@ -121,7 +92,7 @@ class Driver:
         self._expected = 0  # the thread's: requests that may follow those that ended in the last plan
         self._plan_s = 0.0  # what that took
         self._closing = False
-        self._look()
+        self.load = self._measured()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -137,8 +108,8 @@ class Driver:
             raise ValueError(str(error).removeprefix(f"request {request.request_id} ({request.key}): ")) from None
 
     def submit(self, requests: Sequence[Request]) -> Pieces:
-        """Hands requests in; what they draw arrives in the queue that is returned, each piece with its request's id,
-        the last one of each with its `finish_reason`. An error comes in place of a piece.
+        """Returns the queue in which the requests' pieces arrive, each with its request's id, the last one of each with
+        its `finish_reason`. An error comes in place of a piece.
 
         Raises:
           Busy, Closing, Failed: none was taken.
@@ -157,13 +128,13 @@ class Driver:
         return pieces
 
     def leave(self, requests: Sequence[Request]) -> None:
-        """Nobody reads these any more: those that are not at their end free their rows."""
+        """Aborts those that have not ended: nobody reads them any more."""
         for request in requests:
             if self._readers.pop(request.request_id, None) is not None:
                 self._inbox.put(request.request_id)
 
     async def close(self, grace_s: float) -> None:
-        """Lets the responses under way end, for so long, and then ends the thread."""
+        """Lets running responses end for `grace_s` seconds, and then ends the thread."""
         self._closing = True
         deadline = self._loop.time() + grace_s
         while self._readers and self._loop.time() < deadline and self.failure is None:
@@ -195,7 +166,7 @@ class Driver:
         try:
             while self._take_in():
                 pieces = self._step()
-                self._look()
+                self.load = self._measured()
                 if pieces:
                     self._loop.call_soon_threadsafe(self._hand_out, pieces)
             self._engine.abort(self._told)
@@ -205,7 +176,7 @@ class Driver:
             self._loop.call_soon_threadsafe(self._hand_out, dict.fromkeys(self._told, Failed()))
 
     def _take_in(self) -> bool:
-        """Hands the engine what has been asked for, waiting where it has nothing to do; False at the end."""
+        """Gives the engine the new requests, waiting where it has nothing to do; False at the end."""
         refused: dict[int, Piece | BaseException] = {}
         share = _BESIDE if self._engine.num_in_flight else _WINDOW
         until = time.monotonic() + share * self._plan_s
@@ -252,20 +223,21 @@ class Driver:
         self._drawn += sum(len(piece.token_ids) for piece in found.values() if isinstance(piece, Piece))
         return found
 
-    def _look(self) -> None:
+    def _measured(self) -> dict[str, int]:
         batcher = self._engine.batcher
         blocks, counters, groups = batcher.blocks, batcher.counters, range(batcher.capacity.num_groups)
-        self.load = Load(
-            running=batcher.num_running,
-            waiting=batcher.num_waiting,
-            free_blocks=sum(map(blocks.num_free, groups)),
-            parked_blocks=sum(map(blocks.num_parked, groups)),
-            num_blocks=blocks.capacity * len(groups),
-            prompt_tokens=counters.prefill_tokens + counters.shared_tokens,
-            cached_tokens=counters.shared_tokens,
-            drawn_tokens=self._drawn,
-            preemptions=counters.preemptions,
-        )
+        return {
+            "running_requests": batcher.num_running,
+            "waiting_requests": batcher.num_waiting,
+            "rows": self.num_rows,
+            "kv_blocks": blocks.capacity * len(groups),
+            "kv_blocks_free": sum(map(blocks.num_free, groups)),
+            "kv_blocks_parked": sum(map(blocks.num_parked, groups)),
+            "prompt_tokens_seen": counters.prefill_tokens + counters.shared_tokens,
+            "prompt_tokens_cached": counters.shared_tokens,
+            "tokens_drawn": self._drawn,
+            "preemptions": counters.preemptions,
+        }
 
 
 def _piece(sample: Sample, told: int, finish_reason: FinishReason | None = None) -> Piece:

@@ -57,9 +57,9 @@ def test_each_in_the_journal_is_refused(whole: tuple[Runs, Path], tmp_path: Path
     for _ in range(NUM_LINES):
         file = Path(shutil.copy(run_dir / "journal.jsonl", tmp_path))
         done = harm_file(file, moments)
+        print(done)
         with pytest.raises(ValueError, match="damaged"):
             read_journal(file)
-            pytest.fail(done)
 
 
 def test_damage_to_both_ends_the_start(whole: tuple[Runs, Path], tmp_path: Path):

@@ -1,18 +1,69 @@
-"""From a checked body to responses that grow: requests for the driver, and what each response is so far."""
+"""From a checked body to responses that grow: requests for the driver, and the text of each response so far.
+
+Source: the way in which vLLM and text-generation-inference detokenize: the text of a token depends on a few before it
+(a word's blank, the bytes of one character), so a window is decoded with and without the new tokens, and the difference
+is new. A window that ends in half a character waits for the rest.
+"""
 
 from __future__ import annotations
 
 import itertools
 import secrets
+import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.serving.driver import Driver, Piece, Pieces
-from jaxrl.serving.figures import Figures, Timing
-from jaxrl.serving.texts import GrowingText
+from jaxrl.serving.monitoring import ServerMetrics
 from jaxrl.types import FinishReason, SampleKey, SamplingParams
+
+HALF = "\ufffd"  # bytes that are no character yet
+
+
+class GrowingText:
+    """The text of a response, piece by piece: complete characters only. All pieces together are the text of all tokens,
+    cut before the first stop string.
+
+    Attributes:
+      text: the pieces so far.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+        self.text = ""
+        self._tokenizer, self._stops = tokenizer, tuple(stops)
+        self._held = ""  # decoded, and perhaps the beginning of a stop string
+        self._ids: list[int] = []
+        self._start = self._read = 0  # the window, and how much of it has been decoded
+        self._longest = max(map(len, self._stops), default=0)
+
+    def add(self, token_ids: Sequence[int], *, ends: bool) -> str:
+        """What these tokens add to the text; `ends`: they are the last."""
+        self._ids.extend(token_ids)
+        self._held += self._decoded(ends)
+        found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        if found:
+            new, self._held = self._held[: min(found)], ""
+        else:
+            kept = 0 if ends else self._num_held()
+            new, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
+        self.text += new
+        return new
+
+    def _decoded(self, ends: bool) -> str:
+        before = self._tokenizer.decode(self._ids[self._start : self._read])
+        after = self._tokenizer.decode(self._ids[self._start :])
+        if not ends and (after.endswith(HALF) or len(after) <= len(before)):
+            return ""
+        self._start, self._read = self._read, len(self._ids)
+        return after[len(before) :]
+
+    def _num_held(self) -> int:
+        """Characters at the end of what is held that may begin a stop string."""
+        most = min(self._longest - 1, len(self._held))
+        ends = (self._held[len(self._held) - count :] for count in range(most, 0, -1))
+        return next((len(end) for end in ends if any(stop.startswith(end) for stop in self._stops)), 0)
 
 
 @dataclass(slots=True)
@@ -22,9 +73,8 @@ class Choice:
     Attributes:
       index: among the choices of its answer.
       prompt: the number of its prompt among them.
-      prompt_ids: what it answers.
-      text: what was handed out of it; without stop strings and special tokens.
-      token_ids, logprobs: all tokens that were drawn, and their log-probabilities.
+      text: without stop strings and special tokens.
+      token_ids, logprobs: all sampled tokens, and their log-probabilities.
       top: of each token's place the likeliest ones, as (token id, log-probability), where they were asked for.
       finish_reason: None while it grows.
     """
@@ -50,8 +100,8 @@ class Choice:
         return self.text.add(token_ids, ends=piece.finish_reason is not None)
 
 
-class Drawing:
-    """Requests of one model, numbered.
+class ServedModel:
+    """Makes requests of one model, and numbers them.
 
     Args:
       max_length: tokens of the longest prompt and response together.
@@ -62,13 +112,13 @@ class Drawing:
         self, driver: Driver, tokenizer: Tokenizer, max_length: int, stop_token_ids: tuple[int, ...], vocab_size: int
     ) -> None:
         self.driver, self.tokenizer, self.max_length = driver, tokenizer, max_length
-        self.figures = Figures(driver)
+        self.metrics = ServerMetrics(driver)
         self.stop_token_ids, self.vocab_size = stop_token_ids, vocab_size
         self._ids = itertools.count()
         self._most_characters = max_length * tokenizer.longest_token
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids. A text of so many characters that it cannot fit is refused unread: reading holds up all others."""
+        """Token ids. A text with more characters than can fit is refused unread: reading holds up all others."""
         if len(text) > self._most_characters:
             raise ValueError(
                 f"the prompt has {len(text)} characters, which are more than {self.max_length} tokens: shorten it"
@@ -92,16 +142,16 @@ class Drawing:
             raise ValueError(f"token id {largest} is not in the vocabulary, which has {self.vocab_size} tokens")
         return min(room, default or room) if asked is None else asked
 
-    def requests(
+    def begin(
         self,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         n: int = 1,
         seed: int | None = None,
         session: str | None = None,
-    ) -> list[Request]:
-        """`n` for each prompt, one prompt after another. With a seed a response depends on that, its prompt and its
-        place among these alone. Raises ValueError for more than can ever run or wait."""
+    ) -> Generation:
+        """Submits `n` requests for each prompt, one prompt after another. With a seed a response depends on that, its
+        prompt and its place among these alone. Raises ValueError for more than can ever run or wait, or `Busy`."""
         if len(prompts) * n > self.driver.most_at_once:
             raise ValueError(
                 f"{len(prompts) * n} responses are asked for at once, and this server takes "
@@ -109,7 +159,7 @@ class Drawing:
             )
         params = replace(params, seed=secrets.randbits(63) if seed is None else seed)
         alone = len(prompts) * n == 1
-        return [
+        requests = [
             Request(
                 next(self._ids),
                 SampleKey(0, i, j),
@@ -121,31 +171,33 @@ class Drawing:
             for i, prompt in enumerate(prompts)
             for j in range(n)
         ]
-
-    def begin(self, requests: Sequence[Request]) -> Growth:
-        """Hands the requests in. Raises ValueError for one that can never run, or `Busy`."""
         for request in requests:
             self.driver.check(request)
-        stops = requests[0].params.stop_strings
         choices = [
-            Choice(i, each.key.prompt_index, each.prompt_ids, GrowingText(self.tokenizer, stops))
+            Choice(i, each.key.prompt_index, each.prompt_ids, GrowingText(self.tokenizer, params.stop_strings))
             for i, each in enumerate(requests)
         ]
-        return Growth(self.driver, requests, choices, self.driver.submit(requests), Timing(self.figures))
+        return Generation(self.driver, requests, choices, self.driver.submit(requests), self.metrics)
 
 
-class Growth:
-    """The choices of an answer, under way.
+class Generation:
+    """The choices of an answer while they are generated.
 
     Attributes:
       choices: one for each request, in their order.
     """
 
     def __init__(
-        self, driver: Driver, requests: Sequence[Request], choices: list[Choice], pieces: Pieces, timing: Timing
+        self,
+        driver: Driver,
+        requests: Sequence[Request],
+        choices: list[Choice],
+        pieces: Pieces,
+        metrics: ServerMetrics,
     ) -> None:
         self.choices = choices
-        self._driver, self._requests, self._pieces, self._timing = driver, requests, pieces, timing
+        self._driver, self._requests, self._pieces, self._metrics = driver, requests, pieces, metrics
+        self._began_s = time.perf_counter()
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -156,18 +208,22 @@ class Growth:
         """(choice, the text that it gained, its tokens) as they come, in any order of the choices. Closing it frees
         their rows."""
         choice_of = dict(zip((request.request_id for request in self._requests), self.choices, strict=True))
+        first_s: float | None = None
         try:
             while any(choice.finish_reason is None for choice in self.choices):
                 request_id, piece = await self._pieces.get()
                 if isinstance(piece, BaseException):
                     raise piece
                 choice = choice_of[request_id]
-                self._timing.drew()
+                if first_s is None:
+                    first_s = time.perf_counter()
+                    self._metrics.first_token.observe(first_s - self._began_s)
                 yield choice, choice.take(piece), piece
-            self._timing.ended(self.num_prompt_tokens, [len(choice.token_ids) for choice in self.choices])
+            lengths = [len(choice.token_ids) for choice in self.choices]
+            self._metrics.ended(self._began_s, first_s, self.num_prompt_tokens, lengths)
         finally:
             self.leave()
 
     def leave(self) -> None:
-        """Nobody reads what is still to come: its rows are freed."""
+        """Frees the rows of what nobody reads any more."""
         self._driver.leave(self._requests)
