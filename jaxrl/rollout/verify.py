@@ -1,9 +1,8 @@
 """Decode steps that verify proposed tokens.
 
-Purpose: `Verify.run` is `Programs.decode` with another step. In each step tokens are proposed for a row
-(`jaxrl.rollout.proposals`), the model runs over its last token and the proposal at once, every position's token is
-drawn, and the row keeps the drawn tokens up to and with the first that is not the proposed one. The host has no part in
-it: one dispatch takes many such steps.
+`Verify.run` is `Programs.decode` with another step: tokens are proposed for a row (`jaxrl.rollout.proposals`), the
+model runs over its last token and the proposal at once, every position's token is sampled, and the row keeps the
+sampled tokens up to and with the first that is not the proposed one. A dispatch takes many such steps.
 
 Source: verification of several positions in one forward pass: Leviathan et al. 2023.
 
@@ -73,8 +72,6 @@ class Verify:
     """The program for one model on one layout.
 
     Attributes:
-      programs: the forward pass, and what else plain decoding has.
-      proposer: of tokens.
       width: proposed tokens that a step has room for in each row.
       truncate: as in `Programs.decode`.
     """
@@ -87,7 +84,7 @@ class Verify:
     @property
     def most_tokens(self) -> int:
         """T: the most tokens that a row may gain in a dispatch."""
-        return self.programs.decode_steps * TOKENS_PER_STEP
+        return self.programs.config.decode_steps * TOKENS_PER_STEP
 
     def run(
         self,
@@ -221,7 +218,7 @@ class Verify:
                 layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
             ) -> tuple[jax.Array, Any]:
                 own = windows[layer], tiles[programs.kv.places[layer][0]], fresh[layer]
-                return gathered.attend_several(q, k, v, *own, start, at, programs.rules[layer], sinks)
+                return gathered.attend(q, k, v, *own, start, at, programs.rules[layer], sinks)
 
             return programs.layers(params, tokens, positions, attend)
 
