@@ -23,7 +23,7 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.record.failures import summary_of
 from jaxrl.record.files import reason, way_on
 from jaxrl.record.run_dir import recorded_start
-from jaxrl.record.run_record import RunOutcome, RunRecord, open_record
+from jaxrl.record.run_record import RunOutcome, RunRecord
 from jaxrl.record.state import join_arrays
 from jaxrl.report.page import write_report
 from jaxrl.runtime.build import retuning_note
@@ -180,7 +180,7 @@ class TrainingRun(ABC):
         with ExitStack() as stack:  # however the run ends, everything opened is closed, the last opened first
             stack.enter_context(closing(self.store))
             resume_step = self.step if self.resuming else -1
-            opened = open_record(
+            opened = RunRecord(
                 self.config,
                 self.run_dir,
                 resume_step,

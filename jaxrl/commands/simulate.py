@@ -26,7 +26,7 @@ from jaxrl.loop import Hooks
 from jaxrl.mechanisms.table import batch_rule, page_parts
 from jaxrl.record.files import read_lines, write_whole
 from jaxrl.record.run_dir import SIMULATED, RunDir, recorded_config
-from jaxrl.record.run_record import RunOutcome, open_record
+from jaxrl.record.run_record import RunOutcome, RunRecord
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.report.page import write_report
 from jaxrl.runtime.rules import carried
@@ -142,7 +142,7 @@ def _run(
     stop: Stop,
 ) -> RunOutcome:
     """The simulation; `begin` writes what a start writes, when nothing can be refused any more."""
-    opened = open_record(config, run_dir, -1 if state is None else state["step"], simulated=True)  # no time to go
+    opened = RunRecord(config, run_dir, -1 if state is None else state["step"], simulated=True)  # no time to go
     with rare_collections(), opened as record:
 
         def on_step(step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:

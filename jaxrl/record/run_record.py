@@ -1,7 +1,7 @@
-"""What a run, real or simulated, writes and shows while it goes, opened and closed together.
+"""What a run, real or simulated, writes and shows while it goes.
 
 No file is written before `RunRecord.begin`, when nothing can refuse the start any more. The other methods of
-`RunRecord` are the hooks of the loop and the backend. However the run ends, each file is closed, the last opened first.
+`RunRecord` are the hooks of the loop and the backend.
 
 A simulated run differs: its metrics have `simulated`. It has no journal, because its clock decides the same again; no
 timeline of its own, because that clock draws it; no watchdog and no messages about evaluations.
@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,27 +32,74 @@ from jaxrl.record.watchdog import Watchdog
 from jaxrl.types import Group
 
 
-@dataclass(slots=True)
 class RunRecord:
-    """The open record of a run; `journal` and `timeline` are None in a simulated one, and `watchdog` where none is."""
+    """The record of a run in its directory, to be closed by a `with`.
 
-    view: LiveView
-    metrics: MetricsWriter
-    samples: SampleLog
-    batches: BatchLog
-    layouts: LayoutLog
-    timeline: Timeline | None
-    journal: Journal | None
-    watchdog: Watchdog | None
-    simulated: bool
-    _phase_began_s: float = field(default_factory=time.monotonic)
-    _evaluated: Mapping[str, float] = field(default_factory=dict)  # of the step that is running
+    Args:
+      resume_step: the last step that counts, a checkpoint's; -1 where there is none. `begin` drops what later steps
+        wrote.
+      total_steps: for the live view's estimate of the time left; 0: it shows none.
+      watchdog: hears of the run's progress, and from now on sees the open spans of its timeline.
+      pieces_of: as in `SampleLog`.
+
+    Attributes:
+      journal, timeline: None in a simulated run.
+
+    Raises:
+      ValueError: the journal is damaged.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: RunDir,
+        resume_step: int,
+        *,
+        total_steps: int = 0,
+        simulated: bool = False,
+        watchdog: Watchdog | None = None,
+        pieces_of: PiecesOf | None = None,
+    ) -> None:
+        self._watchdog = watchdog
+        self._kind = {"simulated": 1} if simulated else {}
+        self._phase_began_s = time.monotonic()
+        self._evaluated: Mapping[str, float] = {}  # of the step that is running
+        self.journal = None if simulated else Journal(run_dir.file(JOURNAL), max(resume_step, 0))
+        self.timeline = None if simulated else Timeline(run_dir.file("timeline.json"), begin=False)
+        self.metrics = MetricsWriter(
+            run_dir.path,
+            () if simulated else config.trainer.logger,
+            resume_step=resume_step,
+            project=config.trainer.project_name,
+            experiment=config.trainer.experiment_name,
+            config=to_mapping(config),
+        )
+        self.samples = SampleLog(run_dir.file(samples.FILE_NAME), resume_step, pieces_of=pieces_of)
+        limit = config.data.max_response_length
+        self.batches = BatchLog(run_dir.file(batches.FILE_NAME), resume_step, limit)
+        self.layouts = LayoutLog(run_dir.file(layouts.FILE_NAME), resume_step)
+        every = {"testing": config.trainer.test_freq, "save": config.trainer.save_freq}
+        self.view = LiveView(total_steps, sys.stdout, done=max(resume_step, 0), every=every)
+        if self.timeline is not None and watchdog is not None:
+            watchdog.follow(self.timeline, self.view.message)
+
+    def __enter__(self) -> RunRecord:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(closing(self.view))
+            for part in self._parts():
+                stack.enter_context(closing(part))
+
+    def _parts(self) -> list[Any]:
+        parts = (self.timeline, self.metrics, self.samples, self.batches, self.layouts, self.journal)
+        return [part for part in parts if part is not None]
 
     def begin(self) -> None:
         """Drops from the files what later steps wrote. The first write of a start that is not refused."""
-        for part in (self.timeline, self.metrics, self.samples, self.batches, self.layouts, self.journal):
-            if part is not None:
-                part.begin()
+        for part in self._parts():
+            part.begin()
 
     def on_progress(self, busy: int, rows: int, tokens: int, done: int, launched: int) -> None:
         self.beat()
@@ -77,7 +124,7 @@ class RunRecord:
             self._evaluated = measured
         else:
             self.metrics.write(0, {**measured, **self._kind})
-        if self.simulated:
+        if self._kind:
             return
         if "val/loss" in measured:
             accuracy = measured.get("val/rewards/accuracies")
@@ -89,12 +136,8 @@ class RunRecord:
 
     def beat(self) -> None:
         """The run has made progress, as the watchdog wants to know."""
-        if self.watchdog is not None:
-            self.watchdog.beat()
-
-    @property
-    def _kind(self) -> dict[str, float]:
-        return {"simulated": 1} if self.simulated else {}
+        if self._watchdog is not None:
+            self._watchdog.beat()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,60 +148,3 @@ class RunOutcome:
     finished: bool
     summary: Mapping[str, Any]
     report: Path
-
-
-@contextmanager
-def open_record(
-    config: Config,
-    run_dir: RunDir,
-    resume_step: int,
-    *,
-    total_steps: int = 0,
-    simulated: bool = False,
-    watchdog: Watchdog | None = None,
-    pieces_of: PiecesOf | None = None,
-) -> Iterator[RunRecord]:
-    """The record of a run in its directory, closed at the end of the `with`. It writes from `RunRecord.begin` on.
-
-    Args:
-      resume_step: the last step that counts, a checkpoint's; -1 where there is none. What later steps wrote is dropped.
-      total_steps: for the live view's estimate of the time left; 0: it shows none.
-      watchdog: hears of the run's progress, and from now on sees the open spans of its timeline.
-      pieces_of: as in `SampleLog`.
-
-    Raises:
-      ValueError: the journal is damaged.
-    """
-    with ExitStack() as stack:
-        every = {"testing": config.trainer.test_freq, "save": config.trainer.save_freq}
-        view = stack.enter_context(closing(LiveView(total_steps, sys.stdout, done=max(resume_step, 0), every=every)))
-        timeline = None if simulated else Timeline(run_dir.file("timeline.json"), begin=False)
-        journal = None if simulated else Journal(run_dir.file(JOURNAL), max(resume_step, 0))
-        metrics = MetricsWriter(
-            run_dir.path,
-            () if simulated else config.trainer.logger,
-            resume_step=resume_step,
-            project=config.trainer.project_name,
-            experiment=config.trainer.experiment_name,
-            config=to_mapping(config),
-        )
-        sample_log = SampleLog(run_dir.file(samples.FILE_NAME), resume_step, pieces_of=pieces_of)
-        limit = config.data.max_response_length
-        batch_log = BatchLog(run_dir.file(batches.FILE_NAME), resume_step, limit)
-        layout_log = LayoutLog(run_dir.file(layouts.FILE_NAME), resume_step)
-        for part in (timeline, metrics, sample_log, batch_log, layout_log, journal):
-            if part is not None:
-                stack.enter_context(closing(part))
-        if timeline is not None and watchdog is not None:
-            watchdog.follow(timeline, view.message)
-        yield RunRecord(
-            view=view,
-            metrics=metrics,
-            samples=sample_log,
-            batches=batch_log,
-            layouts=layout_log,
-            timeline=timeline,
-            journal=journal,
-            watchdog=None if simulated else watchdog,
-            simulated=simulated,
-        )
