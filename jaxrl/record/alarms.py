@@ -35,7 +35,7 @@ class Alarms:
         self._bad_steps: dict[str, int] = {}  # of a model, in a row without an update
         self._quantized = config.rollout.quantized
         self._is_corrected = uncorrected(config) is None
-        self._told_k3 = 0.0
+        self._warned_k3 = 0.0
 
     def rewarded(self, status: str, error: str) -> str | None:
         """One verdict: `ok`, or what went wrong and why."""
@@ -78,9 +78,9 @@ class Alarms:
     def _mismatched(self, step: int, measured: Mapping[str, float]) -> None:
         k3 = measured.get("rollout_corr/k3_kl", 0.0)
         if not self._quantized or k3 <= MOST_K3:
-            self._told_k3 = 0.0
-        elif k3 >= 2 * self._told_k3:
-            self._told_k3 = k3
+            self._warned_k3 = 0.0
+        elif k3 >= 2 * self._warned_k3:
+            self._warned_k3 = k3
             stale = measured.get("training/off_policy/share", 0.0)
             _log.warning(
                 "step %d: rollout_corr/k3_kl is %.3g nats a token, above %g: %s makes another policy of the "

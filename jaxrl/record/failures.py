@@ -63,12 +63,12 @@ def reward_failures(
     kinds = {name: count for name in FAILURES if (count := total(name)) > 0}
     if not kinds:
         return None
-    told = [(str(text), int(count)) for line in batches for text, count in line.get("errors", ())]
-    told = told or [(str(sample["error"]), 1) for sample in samples if sample.get("error")]
+    errors = [(str(text), int(count)) for line in batches for text, count in line.get("errors", ())]
+    errors = errors or [(str(sample["error"]), 1) for sample in samples if sample.get("error")]
     texts = Counter[str]()
-    for text, count in told:
+    for text, count in errors:
         texts[text] += count
-    return RewardFailures(total("num_scored"), kinds, texts, told[-1][0] if told else "")
+    return RewardFailures(total("num_scored"), kinds, texts, errors[-1][0] if errors else "")
 
 
 def summary_of(run_dir: str | Path) -> dict[str, str]:

@@ -285,7 +285,7 @@ def refuse_file(path: str | Path, option: str) -> None:
 
 
 def file_problem(path: str | Path) -> str | None:
-    """Why no file can be written at `path`, to stand after the name of an option; None: nothing is in the way."""
+    """Why no file can be written at `path`, to stand after the name of an option; None if one can."""
     target = Path(os.path.realpath(os.path.expanduser(path)))
     try:
         there = next(each for each in (target, *target.parents) if _exists(each))

@@ -152,7 +152,7 @@ def read_journal(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _fault(content: bytes) -> str | None:
-    """What is wrong with a journal, as far as its header tells; no crash leaves it so."""
+    """What is wrong with a journal by its header; no crash leaves it so."""
     if not content:
         return "it is empty, and had a header at least"
     line, _, decisions = content.partition(b"\n")

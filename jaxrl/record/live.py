@@ -38,7 +38,7 @@ _MANY_CUT = 0.5  # a share of the responses
 _RECENT_STEPS = 10
 _COMPILED = ("rollout/recompiles", "actor/recompiles")
 _COUNT = re.compile(r" \d+/\d+$")
-# whole terminal sequences (colours, cursor, window titles), then any control character that is left
+# terminal sequences (colours, cursor, window titles), then any control character that is left
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -94,7 +94,7 @@ class LiveView:
     def phase(self, name: str) -> None:
         """What the run does from now on."""
         with self._lock:
-            if _COUNT.sub("", name) != _COUNT.sub("", self._phase_name):  # a count goes on within one phase
+            if _COUNT.sub("", name) != _COUNT.sub("", self._phase_name):  # a new count is the same phase
                 self._phase_since = self._clock()
             self._phase_name, self._rollout = name, None
             self._log_progress()
@@ -209,7 +209,7 @@ class LiveView:
                 text = _clean(str(what)).encode(encoding, "replace").decode(encoding)
                 self._stream.write(text + "\n")
                 self._stream.flush()
-        except (OSError, ValueError):  # a closed pipe or file: the run goes on without a view
+        except (OSError, ValueError):  # a closed pipe or file does not end the run
             self._muted = True
 
     def _eta(self, since_s: float) -> str:

@@ -134,7 +134,7 @@ class MetricsWriter:
         config: Mapping[str, Any] | None = None,
     ) -> None:
         self._folder, self._resume_step = Path(run_dir), resume_step
-        self._shown = (project, experiment or self._folder.name, config)
+        self._shown = (project, experiment or self._folder.name, config or {})
         self._sinks: list[RetryingSink] = []
         self._names = [name for name in sinks if name != "console"]
         for name in self._names:

@@ -110,7 +110,7 @@ class RunDir:
 
     @cached_property
     def earlier(self) -> Config | None:
-        """The configuration that this directory was last run with; None: never."""
+        """The configuration of the last run in this directory, if there was one."""
         return recorded_config(self.path)
 
     def changes(self, config: Config) -> list[str]:
@@ -153,10 +153,10 @@ class RunDir:
         self._add_to_record({"compilation_cache": name}, {} if note is None else {"note": note})
 
     def missing_checkpoint(self, found: int | None) -> str | None:
-        """A warning that the last checkpoint is missing, where the run goes on from an older one; None: it is there.
+        """A warning if the last checkpoint is missing and the run resumes from an older one.
 
         Args:
-          found: the newest step that is there, damaged or not; None: there is none.
+          found: the newest step that is there, damaged or not.
 
         Raises:
           ValueError: none is there, and to start from step 1 would drop the metrics of the steps that were saved.
@@ -165,7 +165,7 @@ class RunDir:
         if saved is None or (found is not None and found >= saved):
             return None
         if found is not None:
-            return f"checkpoint {saved} is missing, though {self.file(RUN_FILE)} tells of it"
+            return f"checkpoint {saved} is missing, though {self.file(RUN_FILE)} names it"
         metrics = self.file("metrics.jsonl")
         if not any(line.get("step") for line in read_lines(metrics)):
             return None  # moved away: a new start is what is wanted
@@ -175,7 +175,7 @@ class RunDir:
         )
 
     def missing_journal(self) -> str | None:
-        """A warning that the journal is gone although a run began here; None: it is there, or none began."""
+        """A warning if the journal is gone although a run began here."""
         file = self.file(JOURNAL)
         if os.path.lexists(file) or "checkpoint" not in (recorded_start(self.path) or {}):
             return None
@@ -200,7 +200,7 @@ def remove_empty(folders: Sequence[Path]) -> None:
 
 
 def recorded_config(folder: str | Path) -> Config | None:
-    """The configuration of the run in a folder, which need not exist; None: there is no run.
+    """The configuration of the run in a folder, if there is one.
 
     Raises:
       ConfigError: config.yaml is damaged, or no configuration of this version.
@@ -214,7 +214,7 @@ def recorded_config(folder: str | Path) -> Config | None:
 
 
 def recorded_start(folder: str | Path) -> Mapping[str, Any] | None:
-    """What run.json says of the last start in a folder, and of all `starts`; None: there is no such file.
+    """What run.json says of the last start in a folder, and of all `starts`; None without such a file.
 
     Raises:
       ValueError: it is damaged.

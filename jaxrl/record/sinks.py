@@ -68,7 +68,7 @@ def open_sink(
     last_step: int,
     project: str,
     experiment: str,
-    config: Mapping[str, Any] | None,
+    config: Mapping[str, Any],
 ) -> Sink:
     """Opens the sink of a name.
 
@@ -131,7 +131,7 @@ class RetryingSink:
         if self._waiting:
             first, count = self._waiting[0][0], len(self._waiting)
             _log.warning(
-                "trainer.logger: %s lacks %d of the steps, from step %d on: a run that goes on sends them",
+                "trainer.logger: %s lacks %d of the steps, from step %d on: a resumed run sends them",
                 *(self._name, count, first),
             )
         self._sink.close()
@@ -153,8 +153,8 @@ class RetryingSink:
 
 
 class _TensorBoard:
-    """A thread of its own writes, and a flush does not wait for it. So a kill loses what came last, and a run that goes
-    on sends a few steps again, which take the place of those that are there."""
+    """A thread of TensorBoard's writes, and a flush does not wait for it. So a kill loses the last steps, and a resumed
+    run sends a few steps again, which replace those that are there."""
 
     def __init__(self, package: Any, folder: Path, last_step: int) -> None:
         first = max(last_step + 1 - _SENT_AGAIN, 0) if folder.is_dir() else 0
@@ -182,19 +182,17 @@ def _sent_steps(file: Path) -> Container[int]:
 
 
 class _Wandb:
-    """Its own steps are ours, so that it goes on from there: the server says from which, and offline, where a run is a
-    folder for each start that `wandb sync` joins, a file of ours does."""
+    """Its steps are the run's. The server says which step comes next; offline, where each start has a folder that
+    `wandb sync` joins, a file of ours does."""
 
-    def __init__(
-        self, wandb: Any, folder: Path, project: str, experiment: str, config: Mapping[str, Any] | None
-    ) -> None:
-        id_file = folder / "wandb_id.txt"  # a resumed run goes on in the same wandb run
+    def __init__(self, wandb: Any, folder: Path, project: str, experiment: str, config: Mapping[str, Any]) -> None:
+        id_file = folder / "wandb_id.txt"  # a resumed run continues the same wandb run
         run_id = id_file.read_text().strip() if id_file.exists() else None
         # a kill loses what is not in its file yet: by default the last 15 s
         prompt = {"x_transaction_log_flush_interval": 0.1}
         known = wandb.Settings.model_fields  # an experimental one, of some releases
         settings = wandb.Settings(**{name: value for name, value in prompt.items() if name in known})
-        own = {"id": run_id, "resume": "allow", "config": dict(config or {}), "settings": settings}
+        own = {"id": run_id, "resume": "allow", "config": dict(config), "settings": settings}
         try:
             self._run = wandb.init(project=project, name=experiment, dir=str(folder), **own)
         except wandb.Error as error:
@@ -206,10 +204,7 @@ class _Wandb:
         self._error = wandb.Error
 
     def write(self, step: int, metrics: Mapping[str, float], rows: Rows) -> None:
-        values: dict[str, Any] = {**metrics, "step": step}
-        if rows:
-            columns, data = _columns(rows)
-            values[_TABLE] = self._table(columns=columns, data=data)
+        values = _with_table(metrics, rows, self._table) | {"step": step}
         try:
             self._run.log(values, step=step, commit=True)  # without that a step is kept back until the next
         except self._error as error:
@@ -221,19 +216,15 @@ class _Wandb:
 
 
 class _Trackio:
-    """Its runs are found again by their names, so each has one of its own, and that of the first start is kept. A kill
-    loses what it had not stored yet: what is stored on this machine is read, of a server a file of ours says it."""
+    """It finds runs again by their names, so each run gets a name of its own at its first start. A kill loses what was
+    not stored yet: what is stored on this machine is read, and of a server a file of ours says it."""
 
-    def __init__(
-        self, trackio: Any, folder: Path, project: str, experiment: str, config: Mapping[str, Any] | None
-    ) -> None:
+    def __init__(self, trackio: Any, folder: Path, project: str, experiment: str, config: Mapping[str, Any]) -> None:
         name_file = folder / "trackio_name.txt"
         is_new = not name_file.exists()
         name = f"{experiment}-{secrets.token_hex(2)}" if is_new else name_file.read_text().strip()
         try:
-            self._run = trackio.init(
-                project=project, name=name, resume="allow", config=_flat(config or {}), embed=False
-            )
+            self._run = trackio.init(project=project, name=name, resume="allow", config=_flat(config), embed=False)
         except (OSError, RuntimeError, ValueError) as error:
             raise _refused("trackio", error) from error
         name_file.write_text(f"{name}\n")
@@ -246,11 +237,7 @@ class _Trackio:
             self.sent = {line["step"] for line in stored}
 
     def write(self, step: int, metrics: Mapping[str, float], rows: Rows) -> None:
-        values: dict[str, Any] = dict(metrics)
-        if rows:
-            columns, data = _columns(rows)
-            values[_TABLE] = self._table(columns=columns, data=data)
-        self._run.log(values, step=step)
+        self._run.log(_with_table(metrics, rows, self._table), step=step)
         write_whole(self._file, f"{step}\n")
 
     def close(self) -> None:
@@ -258,15 +245,13 @@ class _Trackio:
 
 
 class _MLflow:
-    """The server, or the folder, is MLFLOW_TRACKING_URI's; the project is the experiment there. The metric `step` says
+    """The server, or the folder, is MLFLOW_TRACKING_URI's; the project is the experiment there. Its metric `step` says
     which steps it has."""
 
-    def __init__(
-        self, mlflow: Any, folder: Path, project: str, experiment: str, config: Mapping[str, Any] | None
-    ) -> None:
+    def __init__(self, mlflow: Any, folder: Path, project: str, experiment: str, config: Mapping[str, Any]) -> None:
         id_file = folder / "mlflow_id.txt"
         run_id = id_file.read_text().strip() if id_file.exists() else None
-        params = {_mlflow_name(name): value for name, value in _flat(config or {}).items()}
+        params = {_mlflow_name(name): value for name, value in _flat(config).items()}
         try:
             mlflow.set_experiment(project)
             self._id = mlflow.start_run(run_id=run_id, run_name=None if run_id else experiment).info.run_id
@@ -325,6 +310,14 @@ def _columns(rows: Rows) -> tuple[list[str], list[list[Any]]]:
         return value if value is None or isinstance(value, str | int | float) else json.dumps(value)
 
     return names, [[cell(row.get(name)) for name in names] for row in rows]
+
+
+def _with_table(metrics: Mapping[str, float], rows: Rows, table: Any) -> dict[str, Any]:
+    """A step's values, with its samples as a service's own kind of table."""
+    if not rows:
+        return dict(metrics)
+    columns, data = _columns(rows)
+    return {**metrics, _TABLE: table(columns=columns, data=data)}
 
 
 def _markdown(rows: Rows) -> str:

@@ -77,10 +77,10 @@ def _round(step: dict[str, Any], inside: list[dict[str, Any]]) -> RoundRows:
     began = min(each["ts"] for each in inside)
     rows: dict[str, list[RequestSpan]] = {}
     for each in sorted(inside, key=lambda event: event["ts"]):
-        told = each.get("args", {})
+        args = each.get("args", {})
         start, end = ((each["ts"] - began) / 1e6, (each["ts"] + each["dur"] - began) / 1e6)
-        span = RequestSpan(str(each["name"]), start, end, str(told.get("end")), told.get("tokens"))
-        rows.setdefault(str(told.get("row")), []).append(span)
+        span = RequestSpan(str(each["name"]), start, end, str(args.get("end")), args.get("tokens"))
+        rows.setdefault(str(args.get("row")), []).append(span)
     rows = {row: found for row, found in rows.items() if all(part.isdigit() for part in row.split("."))}
     last = max((span.end_s for found in rows.values() for span in found), default=0.0)
     return RoundRows(step.get("args", {}).get("step", 0), rows, last)

@@ -1,12 +1,5 @@
-"""What a page reads of a run: the files in its folder, each of which may be missing.
-
-- metrics.jsonl: one line per step (`jaxrl.record.metrics`);
-- samples.jsonl: one line per shown sample (`jaxrl.record.samples` has its fields);
-- batches.jsonl: lengths and groups' rewards of each step (`jaxrl.record.batches`);
-- timeline.json: of which the last round's rows are read (`jaxrl.report.rounds`);
-- layouts.jsonl: the layout over each rollout round, where it adapts (`jaxrl.record.layouts`);
-- config.yaml: only to say so if it cannot be read, as a run could not go on;
-- run.json: config (resolved), versions, commit, devices {platform, kind, count}, started, command.
+"""What a page reads of a run: the files in its folder, each of which may be missing. config.yaml is read only to say so
+if it is damaged, because a run could not resume then.
 """
 
 from __future__ import annotations

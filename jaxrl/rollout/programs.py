@@ -49,7 +49,7 @@ class RowState(NamedTuple):
     """What the device knows about a row; every field [G, S, ...] (or [G, R, ...] inside a program).
 
     token: the last token drawn, its KV not in the cache yet; position: where it stands in the sequence;
-    active: whether the row goes on; limit: the sequence length at which it stops; stop_ids: [..., MAX_STOP_IDS], -1
+    active: whether the row decodes; limit: the sequence length at which it stops; stop_ids: [..., MAX_STOP_IDS], -1
     for none. Only where proposals are verified (`jaxrl.rollout.verify`): recent: the last tokens of the response,
     [..., num_recent], `Proposer.blank` where it has fewer; window: the most tokens of its next proposal.
     """
@@ -87,7 +87,7 @@ class Generated(NamedTuple):
     """Tokens [G, R, T] with both log-probabilities, tokens taken per row [G, R], and whether the row stopped [G, R].
 
     `verified`, of a program that verifies: its counts per row (`jaxrl.rollout.verify.VerifySums`). `top_ids` and
-    `top_logprobs` [G, R, T, K], of one that tells them: the likeliest tokens of each place.
+    `top_logprobs` [G, R, T, K], if they were asked for: the likeliest tokens of each place.
     Fields are device arrays, their numpy copies, or the shardings of either.
     """
 
@@ -337,7 +337,7 @@ class Programs:
           tokens: int32 [G, R, C]; start, length: int32 [G, R]; tables: of each stack int32 [G, R, W].
           slots: int32 [G, R], beyond the last slot for chunks that do not end a prefill.
           rows: what to fill the slot with ([G, R, ...]); token, position and active are set here.
-          num_top: K, the likeliest tokens that are told.
+          num_top: K, the likeliest tokens that are returned.
         """
         offset = jnp.arange(tokens.shape[-1])
         valid = offset < length[..., None]
@@ -394,17 +394,12 @@ class Programs:
           num_steps: int32 scalar, at most `decode_steps`.
           leave_after: int32 scalar, rows over all groups.
           tiles: of each stack [G, U, ...], the rows' blocks once more, if `gathered`.
-          num_top: K, the likeliest tokens that are told.
+          num_top: K, the likeliest tokens that are returned.
         """
-        rows = take_rows(state, slots)
-        rows = rows._replace(active=rows.active & (slots < state.token.shape[1]))
-        started = rows.active
-        may_stop = started | fresh
-        shape = (*slots.shape, self.config.decode_steps)
-        real = jnp.float64 if self.dtype == jnp.float64 else jnp.float32
-        out = (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, real), jnp.zeros(shape, real))
+        rows, out = self.dispatched(state, slots, self.config.decode_steps)
+        started, may_stop = rows.active, rows.active | fresh
         if num_top:
-            out += (jnp.zeros((*shape, num_top), jnp.int32), jnp.zeros((*shape, num_top), real))
+            out += tuple(jnp.zeros((*out[0].shape, num_top), x.dtype) for x in out[:2])
 
         def go_on(carry: tuple) -> jax.Array:
             step, rows, _, _, _ = carry
@@ -436,6 +431,13 @@ class Programs:
         steps, rows, counts, cache, out = jax.lax.while_loop(go_on, advance, carry)
         generated = Generated(*out[:3], counts, started & ~rows.active, None, *out[3:])
         return close(cache, counts), self.pin(put_rows(state, slots, rows)), self.pin(generated), steps
+
+    def dispatched(self, state: RowState, slots: jax.Array, most: int) -> tuple[RowState, tuple[jax.Array, ...]]:
+        """The rows in these slots, and room for `most` tokens of each and both of their log-probabilities."""
+        rows = take_rows(state, slots)
+        shape, real = (*slots.shape, most), jnp.float64 if self.dtype == jnp.float64 else jnp.float32
+        out = (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, real), jnp.zeros(shape, real))
+        return rows._replace(active=rows.active & (slots < state.token.shape[1])), out
 
     def _decode_cache(
         self, params: Any, pool: kv_cache.Pool, tables: kv_cache.Tables, tiles: Tiles | None, began: RowState

@@ -131,7 +131,7 @@ def sample(
       state: per-row parameters; temperature 0 takes the likeliest token, its `sampled_logprob` is then 0 and its
         `rollout_logprob` is that of temperature 1.
       truncate: whether any row may use top-k, top-p or min-p (they need a sort of the vocabulary).
-      of: int32 [...], the tokens whose log-probabilities are returned; None: of those drawn.
+      of: int32 [...], the tokens whose log-probabilities are returned; None: of the sampled ones.
     """
     greedy = state.temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, state.temperature).astype(logits.dtype)[..., None]

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxrl.rollout import kv_cache
-from jaxrl.rollout.programs import Generated, Programs, RowState, Tiles, followed_by, put_rows, stops, take_rows
+from jaxrl.rollout.programs import Generated, Programs, RowState, Tiles, followed_by, put_rows, stops
 from jaxrl.rollout.proposals import Proposed, Proposer
 from jaxrl.rollout.sampling import SamplingState
 from jaxrl.scheduling.tokens.plan import TOKENS_PER_STEP
@@ -64,7 +64,7 @@ class _Carry(NamedTuple):
     gained: jax.Array
     sums: VerifySums
     cache: Any
-    out: tuple[jax.Array, jax.Array, jax.Array]
+    out: tuple[jax.Array, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +110,8 @@ class Verify:
           max_new: int32 [G, R], the most tokens that a row may gain, at most `most_tokens`; it then waits for the end.
         """
         programs = self.programs
-        rows = take_rows(state, slots)
-        rows = rows._replace(active=rows.active & (slots < state.token.shape[1]))
-        started = rows.active
-        may_stop = started | fresh
-        shape = (*slots.shape, self.most_tokens)
-        real = jnp.float64 if programs.dtype == jnp.float64 else jnp.float32
-        out = (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, real), jnp.zeros(shape, real))
+        rows, out = programs.dispatched(state, slots, self.most_tokens)
+        started, may_stop = rows.active, rows.active | fresh
         none = jnp.zeros(slots.shape, jnp.int32)
 
         def go_on(carry: _Carry) -> jax.Array:
@@ -178,7 +173,7 @@ class Verify:
         """Proposals of at most `most` [G, R] tokens for all dp groups, each from its own places."""
         layout = self.programs.layout
 
-        def local(histories: Any, places: jax.Array, recent: jax.Array, most: jax.Array) -> Proposed:
+        def local(histories, places, recent, most):
             own = jax.tree.map(lambda x: x[0], histories)
             found = self.proposer.propose(own, places[0], recent[0], self.width)
             length = jnp.clip(most[0], 0, found.length)

@@ -54,7 +54,7 @@ class Piece:
     Attributes:
       token_ids: int32 [T].
       logprobs: float32 [T], as `Sample.rollout_logprobs`.
-      finish_reason: why it ended; None: more will come.
+      finish_reason: why it ended; None while it runs.
       top: the likeliest tokens, where they were asked for.
     """
 
@@ -76,7 +76,7 @@ class Driver:
       max_waiting: requests that may wait for a row.
 
     Attributes:
-      load: numbers of the engine after its last plan, by their names in `jaxrl.serving.monitoring`.
+      load: numbers of the engine after its last plan, by their names in `GET /metrics`.
       failure: what ended the thread before its time.
     """
 
@@ -85,7 +85,7 @@ class Driver:
         # a request to add, the id of one to abort, or the end
         self._inbox: queue.SimpleQueue[Request | int | None] = queue.SimpleQueue()
         self._readers: dict[int, Pieces] = {}  # the event loop's: of the requests that have not ended
-        self._told: dict[int, int] = {}  # the thread's: tokens that were handed out, of each live request
+        self._sent: dict[int, int] = {}  # the thread's: tokens of each live request that its reader has
         self._loop = asyncio.get_running_loop()
         self.failure: BaseException | None = None
         self._drawn = 0
@@ -141,7 +141,7 @@ class Driver:
             await asyncio.sleep(0.02)
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join, _LAST_PLAN_S)
-        self._hand_out(dict.fromkeys(self._readers, Closing()))
+        self._deliver(dict.fromkeys(self._readers, Closing()))
 
     @property
     def num_rows(self) -> int:
@@ -153,7 +153,7 @@ class Driver:
         """Requests that can run or wait."""
         return self.num_rows + self._max_waiting
 
-    def _hand_out(self, pieces: Mapping[int, Piece | BaseException]) -> None:
+    def _deliver(self, pieces: Mapping[int, Piece | BaseException]) -> None:
         for request_id, piece in pieces.items():
             if (reader := self._readers.get(request_id)) is not None:
                 reader.put_nowait((request_id, piece))
@@ -168,12 +168,12 @@ class Driver:
                 pieces = self._step()
                 self.load = self._measured()
                 if pieces:
-                    self._loop.call_soon_threadsafe(self._hand_out, pieces)
-            self._engine.abort(self._told)
+                    self._loop.call_soon_threadsafe(self._deliver, pieces)
+            self._engine.abort(self._sent)
             self._engine.drain()
         except BaseException as error:
             self.failure = error
-            self._loop.call_soon_threadsafe(self._hand_out, dict.fromkeys(self._told, Failed()))
+            self._loop.call_soon_threadsafe(self._deliver, dict.fromkeys(self._sent, Failed()))
 
     def _take_in(self) -> bool:
         """Gives the engine the new requests, waiting where it has nothing to do; False at the end."""
@@ -194,13 +194,13 @@ class Driver:
                 self._expected -= 1
                 try:
                     self._engine.add(asked)
-                    self._told[asked.request_id] = 0
+                    self._sent[asked.request_id] = 0
                 except ValueError as error:
                     refused[asked.request_id] = error
-            elif self._told.pop(asked, None) is not None:
+            elif self._sent.pop(asked, None) is not None:
                 self._engine.abort([asked])
         if refused:
-            self._loop.call_soon_threadsafe(self._hand_out, refused)
+            self._loop.call_soon_threadsafe(self._deliver, refused)
         return True
 
     def _step(self) -> dict[int, Piece | BaseException]:
@@ -211,15 +211,15 @@ class Driver:
         self._plan_s = time.monotonic() - began
         self._expected = len(ended) - self._engine.batcher.num_waiting
         for finished in ended:
-            told = self._told.pop(finished.request_id, None)
-            if told is not None:
+            sent = self._sent.pop(finished.request_id, None)
+            if sent is not None:
                 sample = finished.sample
-                found[finished.request_id] = _piece(sample, told, sample.finish_reason)
-        for request_id, told in self._told.items():
+                found[finished.request_id] = _piece(sample, sent, sample.finish_reason)
+        for request_id, sent in self._sent.items():
             progress = self._engine.batcher.progress(request_id)
-            if progress.num_tokens > told:
-                found[request_id] = _piece(progress.sample("abort"), told)
-                self._told[request_id] = progress.num_tokens
+            if progress.num_tokens > sent:
+                found[request_id] = _piece(progress.sample("abort"), sent)
+                self._sent[request_id] = progress.num_tokens
         self._drawn += sum(len(piece.token_ids) for piece in found.values() if isinstance(piece, Piece))
         return found
 
@@ -240,7 +240,7 @@ class Driver:
         }
 
 
-def _piece(sample: Sample, told: int, finish_reason: FinishReason | None = None) -> Piece:
-    """The tokens behind the first `told`; copies, because the arrays of a request that goes on are written to."""
-    top = None if sample.top is None else TopTokens(*(each[told:].copy() for each in sample.top))
-    return Piece(sample.token_ids[told:].copy(), sample.rollout_logprobs[told:].copy(), finish_reason, top)
+def _piece(sample: Sample, sent: int, finish_reason: FinishReason | None = None) -> Piece:
+    """The tokens behind the first `sent`; copies, because a running request writes to its arrays."""
+    top = None if sample.top is None else TopTokens(*(each[sent:].copy() for each in sample.top))
+    return Piece(sample.token_ids[sent:].copy(), sample.rollout_logprobs[sent:].copy(), finish_reason, top)

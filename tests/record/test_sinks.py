@@ -260,7 +260,7 @@ def test_a_server_that_fails_later_ends_no_run(tmp_path, monkeypatch, caplog):
     assert steps(tmp_path) == [1, 2]
     assert (
         caplog.messages[-1]
-        == "trainer.logger: mlflow lacks 1 of the steps, from step 2 on: a run that goes on sends them"
+        == "trainer.logger: mlflow lacks 1 of the steps, from step 2 on: a resumed run sends them"
     )
 
 
