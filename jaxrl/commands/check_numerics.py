@@ -36,8 +36,7 @@ from jaxrl.models.shapes import named_shape
 from jaxrl.record.files import to_json
 from jaxrl.record.progress import StartupProgress
 from jaxrl.rollout.executor import MeshExecutor
-from jaxrl.rollout.forced import Forced
-from jaxrl.rollout.sampling import Draw, sample
+from jaxrl.rollout.sampling import Draw, Forced, sample
 from jaxrl.runtime.build import build_executor, refuse_too_large, use_compilation_cache
 from jaxrl.runtime.devices import prepare_jax
 from jaxrl.runtime.memory import kv_layers_of

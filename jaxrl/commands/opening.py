@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxrl.config import Config, ConfigError
-from jaxrl.record.integrity import refuse_damaged
+from jaxrl.record.journal import FILE_NAME as JOURNAL
+from jaxrl.record.journal import read_journal
 from jaxrl.record.progress import StartupProgress
 from jaxrl.record.run_dir import RunDir
 from jaxrl.record.run_record import RunOutcome
@@ -132,7 +133,7 @@ def _open(
         stack.enter_context(closing(watchdog))
         run_dir.refuse_other_kind()
         earlier = run_dir.earlier
-        refuse_damaged(run_dir)
+        read_journal(run_dir.file(JOURNAL))  # refused if damaged, before anything that takes long
         if config.trainer.init_from:
             find_step(config.trainer.init_from, option="trainer.init_from")
         for name in config.trainer.logger:

@@ -21,7 +21,7 @@ from jaxrl.config.files import load
 from jaxrl.data.stops import stop_ids
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.record.run_dir import CONFIG_FILE
-from jaxrl.record.samples import Recorded, read_sample
+from jaxrl.record.samples import RecordedSample, read_sample
 from jaxrl.runtime.build import (
     build_engine,
     build_executor,
@@ -46,7 +46,7 @@ class _Span:
     """A span, and what came of drawing it again.
 
     Attributes:
-      version: as in `jaxrl.record.samples.Span`. start: tokens of the response before it.
+      version: as in `jaxrl.record.samples.RecordedSample`. start: tokens of the response before it.
       logprobs: of each token, from the model's own distribution at the run's temperature; none for an environment's.
       other: where another token was drawn, the place in the span, and that token.
     """
@@ -93,8 +93,8 @@ def replay(
     say(f"each of the {sum(len(span.logprobs) for span in spans)} tokens of the model is as it was recorded")
 
 
-def _versions(recorded: Recorded) -> list[int]:
-    return sorted({span.version for span in recorded.spans} - {ENVIRONMENT})
+def _versions(recorded: RecordedSample) -> list[int]:
+    return sorted({version for version, _ in recorded.spans} - {ENVIRONMENT})
 
 
 def _weights(config: Config, run_dir: str, version: int, say: Callable[[str], None]) -> Path | None:
@@ -111,7 +111,7 @@ def _weights(config: Config, run_dir: str, version: int, say: Callable[[str], No
 
 
 def _drawn(
-    config: Config, recorded: Recorded, places: dict[int, Path | None], say: Callable[[str], None]
+    config: Config, recorded: RecordedSample, places: dict[int, Path | None], say: Callable[[str], None]
 ) -> tuple[list[_Span], Tokenizer]:
     """The spans of a response in their order, each drawn with the weights of its version."""
     mesh = make_mesh(prepare_jax(config))
@@ -125,8 +125,8 @@ def _drawn(
     executor = build_executor(config, model, Layout(mesh, config.rollout.tp))
     engine = build_engine(config, executor, tokenizer)
     spans: list[_Span] = []
-    for span in recorded.spans:
-        spans.append(_Span(span.version, sum(len(each.token_ids) for each in spans), span.token_ids))
+    for version, token_ids in recorded.spans:
+        spans.append(_Span(version, sum(len(each.token_ids) for each in spans), token_ids))
     for version, place in places.items():
         executor.sync_weights(load_weights(config, model, mesh, place), version)
         executor.allocate()
@@ -139,7 +139,7 @@ def _drawn(
 
 
 def _request(
-    config: Config, recorded: Recorded, spans: Sequence[_Span], number: int, stops: tuple[int, ...]
+    config: Config, recorded: RecordedSample, spans: Sequence[_Span], number: int, stops: tuple[int, ...]
 ) -> Request:
     """One that draws a span again, behind all that is recorded before it."""
     rollout, span = config.rollout, spans[number]

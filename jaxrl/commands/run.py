@@ -22,9 +22,8 @@ from jaxrl.mechanisms import page_parts
 from jaxrl.models.config import ModelConfig
 from jaxrl.record.failures import summary_of
 from jaxrl.record.files import reason, way_on
-from jaxrl.record.integrity import lost_lines, missing_checkpoint, missing_journal
 from jaxrl.record.run_dir import recorded_start
-from jaxrl.record.run_record import RunOutcome, RunRecord, open_record
+from jaxrl.record.run_record import RunOutcome, RunRecord
 from jaxrl.record.state import join_arrays
 from jaxrl.report.page import write_report
 from jaxrl.runtime.build import retuning_note
@@ -85,8 +84,7 @@ class TrainingRun(ABC):
         latest = self.store.latest_step()
         self.step, self.resuming = latest or 0, latest is not None
         self.watchdog.saved_step = latest
-        self.said += lost_lines(self.run_dir, self.step) if self.resuming else []
-        self.said += [gone] if (gone := missing_journal(self.run_dir)) is not None else []
+        self.said += [gone] if (gone := self.run_dir.missing_journal()) is not None else []
         saved = self.run_dir.file(f"checkpoints/{self.step}") if self.resuming else None
         self.init_from = None
         # a run that goes on has its weights; only the reference is always that of the beginning, or the base
@@ -135,7 +133,7 @@ class TrainingRun(ABC):
         store = self.host.open_store(self.run_dir.file("checkpoints"), self._committed)
         chosen = store.chosen
         newest = None if chosen is None else max([chosen.step, *chosen.faults])
-        missing = missing_checkpoint(self.run_dir, newest)
+        missing = self.run_dir.missing_checkpoint(newest)
         self.said += [*(() if missing is None else (missing,)), *(() if chosen is None else chosen.notes())]
         return store
 
@@ -182,7 +180,7 @@ class TrainingRun(ABC):
         with ExitStack() as stack:  # however the run ends, everything opened is closed, the last opened first
             stack.enter_context(closing(self.store))
             resume_step = self.step if self.resuming else -1
-            opened = open_record(
+            opened = RunRecord(
                 self.config,
                 self.run_dir,
                 resume_step,
@@ -214,14 +212,13 @@ class TrainingRun(ABC):
         found = self.devices
         described = {"platform": found.backend, "kind": found.kind, "count": found.count}
         self.watchdog.beat("opening what trainer.logger names")
-        record.open_sinks()  # the last that can fail; a signal does not wait for the network
+        record.metrics.open_sinks()  # the last that can fail; a signal does not wait for the network
         cache_before = (recorded_start(self.run_dir.path) or {}).get("compilation_cache")
         with self.stop.held():
             newest = self.step if self.resuming else None
             self.run_dir.record_start(self.config, described, self.step, checkpoint=newest, began_with=self.began_with)
             self.store.tidy()
             record.begin()
-            self.run_dir.record_checkpoint(newest, record.written())
             cache = self.host.use_compilation_cache()
             note = retuning_note(cache_before, cache, found.platform) if self.resuming else None
             self.run_dir.record_cache(cache, note)
@@ -238,7 +235,7 @@ class TrainingRun(ABC):
 
     def _committed(self, step: int) -> None:
         """A checkpoint is complete; in the thread that wrote it."""
-        self.run_dir.record_checkpoint(step, self.record.written())
+        self.run_dir.record_checkpoint(step)
         self.watchdog.saved_step = step
 
     def restored(self) -> dict[str, Any]:

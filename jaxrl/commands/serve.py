@@ -122,14 +122,14 @@ async def _run(
     say: Callable[[str], None],
     stop: Stop,
 ) -> None:
-    from jaxrl.serving.app import Face, Routes
-    from jaxrl.serving.drawing import Drawing
+    from jaxrl.serving.app import Routes
     from jaxrl.serving.driver import Driver
+    from jaxrl.serving.generation import ServedModel
 
     config = served.config
     driver = Driver(served.engine, config.serve.max_waiting)
-    drawing = Drawing(driver, served.tokenizer, config.max_model_length, served.stop_token_ids, served.vocab_size)
-    app = Routes(drawing, Face(name, key, int(config.serve.max_body_mib * 2**20))).app()
+    model = ServedModel(driver, served.tokenizer, config.max_model_length, served.stop_token_ids, served.vocab_size)
+    app = Routes(model, name, key, int(config.serve.max_body_mib * 2**20)).app()
 
     class Server(web.Server):
         @contextmanager

@@ -24,9 +24,8 @@ from jaxrl.config import Config, ConfigError
 from jaxrl.config.inputs import reading
 from jaxrl.mechanisms import batch_rule, page_parts
 from jaxrl.record.files import read_lines, write_whole
-from jaxrl.record.integrity import lost_lines, refuse_damaged
 from jaxrl.record.run_dir import SIMULATED, RunDir, recorded_config
-from jaxrl.record.run_record import RunOutcome, open_record
+from jaxrl.record.run_record import RunOutcome, RunRecord
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.report.page import write_report
 from jaxrl.runtime.rules import carried
@@ -66,7 +65,6 @@ def simulate(config: Config, say: Callable[[str], None] = print, stop: Stop | No
     with closing(RunDir(folder, "simulate.run_dir", kind="simulate")) as run_dir:
         run_dir.refuse_other_kind()
         state = _earlier_state(run_dir)
-        refuse_damaged(run_dir)
         config, of_degree = _with_degree(config, folder)
         cost, cost_source = cost_model(config)
         workload, workload_source = workload_of(config)
@@ -81,7 +79,6 @@ def simulate(config: Config, say: Callable[[str], None] = print, stop: Stop | No
             *(f"  {name.replace('_', ' ')}: {sources[name]}" for name in ("cost_model", "workload")),
             *([f"  {of_degree}"] if of_degree else []),
             *(_started_again(run_dir) if state is None else run_dir.resuming(run_dir.changes(config), step)),
-            *([] if state is None else lost_lines(run_dir, step)),
         ]
 
         def begin() -> None:
@@ -129,7 +126,7 @@ def _record_start(config: Config, run_dir: RunDir, step: int, sources: Mapping[s
     shown = replace(config, trainer=replace(config.trainer, experiment_name=name))
     kind = f"{config.simulate.hardware} ({SIMULATED})"
     devices = {"platform": SIMULATED, "kind": kind, "count": num_devices_of(config)}
-    run_dir.record_start(shown, devices, step, simulation=sources)
+    run_dir.record_start(shown, devices, step, checkpoint=step or None, simulation=sources)
 
 
 def _run(
@@ -144,7 +141,7 @@ def _run(
     stop: Stop,
 ) -> RunOutcome:
     """The simulation; `begin` writes what a start writes, when nothing can be refused any more."""
-    opened = open_record(config, run_dir, -1 if state is None else state["step"], simulated=True)  # no time to go
+    opened = RunRecord(config, run_dir, -1 if state is None else state["step"], simulated=True)  # no time to go
     with rare_collections(), opened as record:
 
         def on_step(step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
@@ -154,7 +151,7 @@ def _run(
         def save(step: int, state: Mapping[str, Any]) -> None:
             with stop.held():
                 write_whole(run_dir.file(STATE_FILE), dump_state(state))
-                run_dir.record_checkpoint(step, record.written())
+                run_dir.record_checkpoint(step)
 
         simulation = build(
             config,
@@ -176,7 +173,6 @@ def _run(
             with stop.held():
                 begin()
                 record.begin()
-                run_dir.record_checkpoint(None if state is None else state["step"], record.written())
                 simulation.phases.begin()
             ended_s = [time.perf_counter()]  # the start, then each step's end
             finished = loop.run()

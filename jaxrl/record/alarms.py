@@ -1,15 +1,11 @@
 """Alarms: a run that does not learn says so at once, and ends after `trainer.max_bad_steps` bad steps in a row.
 
-Purpose: a run may go on without learning because every update of a step is skipped (a gradient is not finite), or
-because every reward fails (a scorer's service is down, its file is wrong). Each is a warning on the console when it
-happens; in a row they end the run with the cause.
+A step is bad when every update is skipped because a gradient is not finite, or when every reward fails: the scorer or
+the environment raised, timed out, or ended its process. Each is a warning on the console. A batch's worth of failed
+rewards in a row counts as a bad step too, because a round that drops every group would never end.
 
 A quantised rollout that has become another policy than the one in training (`rollout_corr/k3_kl` above `MOST_K3`) is a
-warning alone, when it begins, and again when it is twice what was last said.
-
-A reward counts as failed when the scorer or the environment raised, timed out, or ended its process; a reward of 0 is
-none of these. A batch's worth of failed rewards in a row counts as a bad step, so that a round ends that would go on
-for ever because every group is dropped.
+warning alone, when it begins, and again when it has doubled.
 
 The counts start at 0 in a resumed run. They decide when a run ends, never what it computes.
 """
@@ -30,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class Alarms:
-    """Looks at verdicts and updates as they come. Each method returns why the run has to end, or None."""
+    """Each method returns why the run has to end, or None."""
 
     def __init__(self, config: Config) -> None:
         self._limit = config.trainer.max_bad_steps  # 0: none
@@ -39,7 +35,7 @@ class Alarms:
         self._bad_steps: dict[str, int] = {}  # of a model, in a row without an update
         self._quantized = config.rollout.quantized
         self._is_corrected = uncorrected(config) is None
-        self._told_k3 = 0.0
+        self._warned_k3 = 0.0
 
     def rewarded(self, status: str, error: str) -> str | None:
         """One verdict: `ok`, or what went wrong and why."""
@@ -47,20 +43,14 @@ class Alarms:
         if not self._failed or self._failed % self._batch:
             return None
         worth = self._failed // self._batch
-        text = f"the last {self._failed} rewards have all failed, the worth of {_batches(worth)}; the last one: {error}"
+        batches = "one batch" if worth == 1 else f"{worth} batches"
+        text = f"the last {self._failed} rewards have all failed, the worth of {batches}; the last one: {error}"
         return self._bad(text, worth)
 
     def updated(
         self, step: int, updates: Mapping[str, tuple[int, int]], measured: Mapping[str, float], batch: TrainBatch
     ) -> str | None:
-        """The updates of one step.
-
-        Args:
-          updates: by model (`actor`, `critic`), how many there were, and how many of them changed nothing because a
-            gradient was not finite.
-          measured: their metrics.
-          batch: what they trained on.
-        """
+        """The updates of one step: by model (`actor`, `critic`) how many there were, and how many were skipped."""
         failing: str | None = None
         self._mismatched(step, measured)
         failures = [sample.failure for sample in batch.samples]
@@ -88,9 +78,9 @@ class Alarms:
     def _mismatched(self, step: int, measured: Mapping[str, float]) -> None:
         k3 = measured.get("rollout_corr/k3_kl", 0.0)
         if not self._quantized or k3 <= MOST_K3:
-            self._told_k3 = 0.0
-        elif k3 >= 2 * self._told_k3:
-            self._told_k3 = k3
+            self._warned_k3 = 0.0
+        elif k3 >= 2 * self._warned_k3:
+            self._warned_k3 = k3
             stale = measured.get("training/off_policy/share", 0.0)
             _log.warning(
                 "step %d: rollout_corr/k3_kl is %.3g nats a token, above %g: %s makes another policy of the "
@@ -118,7 +108,3 @@ def non_finite(batch: TrainBatch) -> list[str]:
         "the advantages": batch.advantages,
     }
     return [name for name, found in arrays.items() if found and not all(np.isfinite(x).all() for x in found)]
-
-
-def _batches(worth: int) -> str:
-    return "one batch" if worth == 1 else f"{worth} batches"

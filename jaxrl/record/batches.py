@@ -9,8 +9,9 @@ of a text and how often, of the most frequent, with the newest at the end.
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,14 +24,14 @@ BINS = 32
 MOST_ERRORS = 5
 _MAX_ERROR = 500  # characters
 _MOST_GROUPS = 4096  # beyond, every second, third and so on is kept
+_log = logging.getLogger(__name__)
 
 
 class BatchLog(JsonLines):
-    """Appends a line per step; drops lines of steps after `last_step` when it begins. `limit`: tokens of the longest
-    response."""
+    """Appends a line per step. `limit`: tokens of the longest response."""
 
-    def __init__(self, path: str | Path, last_step: int, limit: int, *, begin: bool = True) -> None:
-        super().__init__(path, lambda step: step <= last_step, compact=True, begin=begin)
+    def __init__(self, path: str | Path, last_step: int, limit: int) -> None:
+        super().__init__(path, last_step, compact=True)
         self._limit = limit
 
     def write(self, step: int, groups: Sequence[Group]) -> None:
@@ -57,9 +58,9 @@ def _errors(groups: Sequence[Group]) -> list[tuple[str, int]]:
     return [(text, count) for text, count in counts.items() if text in most or text in newest]
 
 
-def read_batches(folder: str | Path) -> list[dict[str, Any]]:
-    """The steps of a run, in order; empty if nothing was written. Raises ValueError if a line is damaged."""
-    return read_lines(Path(folder) / FILE_NAME, _parse)
+def read_batches(folder: str | Path, note: Callable[[str], None] = _log.warning) -> list[dict[str, Any]]:
+    """The steps of a run, in order; empty if nothing was written. `note` hears of damaged lines."""
+    return read_lines(Path(folder) / FILE_NAME, _parse, note)
 
 
 def _parse(line: bytes) -> dict[str, Any]:

@@ -14,18 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.record.batches import read_batches
-from jaxrl.record.metrics import read_metrics
-
-KINDS = {"errors": ("error", "errors"), "timeouts": ("time-out", "time-outs"), "crashes": ("crash", "crashes")}
-"""Of one, and of several."""
+from jaxrl.record.metrics import FAILURES, read_metrics
 
 
 @dataclass(frozen=True, slots=True)
 class RewardFailures:
     """Attributes:
     scored: verdicts in all.
-    kinds: how many failed, by kind (`KINDS`), without those that are 0.
-    texts: why, with how often where that is known; empty where nothing was recorded.
+    kinds: how many failed, by kind (`metrics.FAILURES`), without those that are 0.
+    texts: why, and how often; empty where nothing was recorded.
     last: the newest of them.
     """
 
@@ -58,33 +55,28 @@ def reward_failures(
     samples: Sequence[Mapping[str, Any]] = (),
 ) -> RewardFailures | None:
     """What failed in these lines of a run's files; None if nothing did."""
-    counts = {name: _total(metrics, f"reward/{name}") for name in ("num_scored", *KINDS)}
-    kinds = {name: counts[name] for name in KINDS if counts[name] > 0}
+
+    def total(name: str) -> int:
+        values = (line.get(f"reward/{name}", 0.0) for line in metrics)
+        return int(sum(value for value in values if isfinite(value)))
+
+    kinds = {name: count for name in FAILURES if (count := total(name)) > 0}
     if not kinds:
         return None
-    told = [(str(text), int(count)) for line in batches for text, count in line.get("errors", ())]
-    told = told or [(str(sample["error"]), 1) for sample in samples if sample.get("error")]
+    errors = [(str(text), int(count)) for line in batches for text, count in line.get("errors", ())]
+    errors = errors or [(str(sample["error"]), 1) for sample in samples if sample.get("error")]
     texts = Counter[str]()
-    for text, count in told:
+    for text, count in errors:
         texts[text] += count
-    return RewardFailures(counts["num_scored"], kinds, texts, told[-1][0] if told else "")
-
-
-def _total(metrics: Sequence[Mapping[str, float]], name: str) -> int:
-    values = (line.get(name, 0.0) for line in metrics)
-    return int(sum(value for value in values if isfinite(value)))
-
-
-def failures_of(run_dir: str | Path) -> RewardFailures | None:
-    """`reward_failures` of the files in a run's folder."""
-    return reward_failures(read_metrics(run_dir), read_batches(run_dir))
+    return RewardFailures(total("num_scored"), kinds, texts, errors[-1][0] if errors else "")
 
 
 def summary_of(run_dir: str | Path) -> dict[str, str]:
     """Lines by their names: the first and the last evaluation's mean reward, and rewards that failed; either may be
     missing."""
-    lines = [(int(line["step"]), line["val/reward"]) for line in read_metrics(run_dir) if "val/reward" in line]
+    metrics = read_metrics(run_dir)
+    lines = [(int(line["step"]), line["val/reward"]) for line in metrics if "val/reward" in line]
     found = [f"{value:.3f} at step {step}" for step, value in lines if isfinite(value)]
-    failures = failures_of(run_dir)
+    failures = reward_failures(metrics, read_batches(run_dir))
     out = {"held-out": "reward " + ", ".join(found if len(found) < 2 else (found[0], found[-1]))} if found else {}
     return out | ({} if failures is None else {"rewards": failures.summary()})

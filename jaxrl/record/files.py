@@ -1,14 +1,7 @@
 """Files that a crash at any moment leaves readable: JSON lines that only grow, and files that are replaced atomically.
 
-Purpose: `JsonLines` is the writer behind metrics, samples, layouts and the journal; `read_lines` reads them back;
-`write_whole` and `writing_whole` replace a file atomically; `refuse_folder` and `refuse_file` say before a long
-computation whether its result can be written. `system_error` finds the operating system's error behind those of other
-libraries.
-
 A line is complete when it ends in a newline. Text after the last newline was cut off by a crash: readers skip it, and
-the next writer removes it. A whole line that cannot be parsed is damage: it is refused with its number. `Written` is
-the checksum of a file up to a moment, with which a later start can tell whether it has changed
-(`jaxrl.record.integrity`).
+the next writer removes it. Readers skip a complete line that cannot be parsed as well, and say so.
 
 All JSON written here is valid JSON: a number that is not finite becomes the text "nan", "inf" or "-inf".
 """
@@ -17,18 +10,18 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import math
 import os
 import re
 import secrets
 import stat
 import tempfile
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from io import FileIO
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, Any, TypeVar
 
 from jaxrl.config.inputs import reading
 
@@ -38,86 +31,60 @@ Removing = Callable[[Path], AbstractContextManager[object]]
 """Inside it, a signal that ends the process removes a temporary file first (`jaxrl.runtime.stop.Stop.removing`)."""
 _LONGEST_NAME = 255  # bytes
 _NUMBER = re.compile(r"os_error_code='(\d+)'|\bOS error (\d+)\b", re.IGNORECASE)
-
-
-class Written(NamedTuple):
-    """What was written to a file, up to some moment."""
-
-    lines: int = 0
-    bytes: int = 0
-    crc32: int = 0
-
-    def then(self, content: bytes) -> Written:
-        """With whole lines after it."""
-        lines, size = self.lines + content.count(b"\n"), self.bytes + len(content)
-        return Written(lines, size, zlib.crc32(content, self.crc32))
+_log = logging.getLogger(__name__)
 
 
 class JsonLines:
-    """Appends JSON objects to a file, one on a line. The file is made by `make`, or with its first line.
+    """Appends JSON objects to a file, one on a line. The file is made by `open`, or with its first line.
 
     Args:
-      stays: whether lines of a given step that are already in the file are kept; a line without a step always is.
+      last_step: `begin` drops lines of later steps; None: all lines stay.
       compact: no spaces between names and values.
-      sync: `append` and `keep` return only when the lines are on the disk.
-      begin: False: the file is read and may be refused, and nothing is written before `begin` is called.
-
-    Raises:
-      ValueError: a whole line is damaged; the file is left alone.
-
-    Attributes:
-      written: all that is in the file, once lines can be written.
+      sync: `append` returns only when the line is on the disk.
     """
 
     def __init__(
-        self,
-        path: str | Path,
-        stays: Callable[[int], bool],
-        *,
-        compact: bool = False,
-        sync: bool = False,
-        begin: bool = True,
+        self, path: str | Path, last_step: int | None = None, *, compact: bool = False, sync: bool = False
     ) -> None:
-        self._path, self._sync, self._stays = Path(path), sync, stays
+        self._path, self._last_step, self._sync = Path(path), last_step, sync
         self._separators = (",", ":") if compact else (", ", ": ")
+        self._has_begun = False
         self._file: FileIO | None = None
-        self.written = Written()
-        if begin:
-            self.begin()
-        else:
-            read_lines(self._path, _step)
 
     def begin(self) -> None:
-        """Drops the lines that do not stay; from here on, lines can be written."""
-        self.keep(self._stays)
+        """Drops lines of steps that will run again, and an unfinished last line. The first write."""
+        self._has_begun = True
+        if not os.path.lexists(self._path):
+            return
+        with reading(self._path), open(self._path, "rb") as file:
+            content = b"".join(line for line in file if line.endswith(b"\n") and not self._is_later(line))
+            size = file.tell()
+        if len(content) != size:
+            write_whole(self._path, content, sync=self._sync)
 
-    def make(self) -> FileIO:
+    def _is_later(self, line: bytes) -> bool:
+        """Whether a line is of a step after `last_step`. A damaged line is of none: someone may want to mend it."""
+        try:
+            step = json.loads(line).get("step")
+        except (ValueError, AttributeError, RecursionError):
+            return False
+        return self._last_step is not None and type(step) is int and step > self._last_step
+
+    def open(self) -> FileIO:
         """The open file, made if it is missing."""
+        if not self._has_begun:
+            self.begin()
         if self._file is None:
             self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run lasts
         return self._file
 
     def append(self, entry: Mapping[str, Any]) -> None:
         line = to_json(entry, separators=self._separators).encode() + b"\n"
-        file = self.make()
+        file = self.open()
         with reading(self._path):
             write_all(file, line)  # one write: a crash leaves either all of the line or a tail without a newline
             if self._sync:
                 os.fsync(file.fileno())
-        self.written = self.written.then(line)
-
-    def keep(self, stays: Callable[[int], bool]) -> None:
-        """Drops the lines of all other steps, and an unfinished last line."""
-
-        def kept(line: bytes) -> bytes:
-            step = _step(line)
-            return line + b"\n" if step is None or stays(step) else b""
-
-        self.close()
-        content = b"".join(read_lines(self._path, kept))
-        if self._path.exists() and self._path.stat().st_size != len(content):  # it is a part of what is there
-            write_whole(self._path, content, sync=self._sync)
-        self.written = Written().then(content)
 
     def close(self) -> None:
         if self._file is not None:
@@ -125,23 +92,11 @@ class JsonLines:
             self._file = None
 
 
-def _step(line: bytes) -> int | None:
-    """The step of a line; None where it has none."""
-    entry = json.loads(line)
-    if not isinstance(entry, dict):
-        raise ValueError("not an object")
-    step = entry.get("step")
-    if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
-        raise ValueError(f"step must be a whole number, found {step!r}")
-    return step
-
-
-def read_lines(path: Path, parse: Callable[[bytes], T] = json.loads) -> list[T]:
-    """What `parse` makes of each whole line, in order; nothing where there is no file.
-
-    Raises:
-      ValueError: a line is damaged: the file, the line, what is wrong with it, and what to do.
-    """
+def read_lines(
+    path: Path, parse: Callable[[bytes], T] = json.loads, note: Callable[[str], None] = _log.warning
+) -> list[T]:
+    """What `parse` makes of each complete line, in order; nothing where there is no file. A line that it cannot parse
+    is left out, and `note` is called with a sentence about it."""
     found: list[T] = []
     if not os.path.lexists(path):
         return found
@@ -151,14 +106,11 @@ def read_lines(path: Path, parse: Callable[[bytes], T] = json.loads) -> list[T]:
                 try:
                     found.append(parse(line[:-1]))
                 except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-                    raise ValueError(
-                        f"{path}, line {number}: damaged ({_wrong(error)}): remove or mend the line, or move the file "
-                        "away"
-                    ) from None
+                    note(f"{path}, line {number}: damaged ({_fault(error)})")
     return found
 
 
-def _wrong(error: Exception) -> str:
+def _fault(error: Exception) -> str:
     """What is wrong with a line, in a few words."""
     match error:
         case UnicodeDecodeError():
@@ -333,7 +285,7 @@ def refuse_file(path: str | Path, option: str) -> None:
 
 
 def file_problem(path: str | Path) -> str | None:
-    """Why no file can be written at `path`, to stand after the name of an option; None: nothing is in the way."""
+    """Why no file can be written at `path`, to stand after the name of an option; None if one can."""
     target = Path(os.path.realpath(os.path.expanduser(path)))
     try:
         there = next(each for each in (target, *target.parents) if _exists(each))

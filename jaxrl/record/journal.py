@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config.inputs import reading
-from jaxrl.record.files import Written, read_lines, to_short_json, write_all, write_whole
+from jaxrl.record.files import read_lines, to_short_json, write_all, write_whole
 
 FILE_NAME = "journal.jsonl"
 SCHEMA = 2
@@ -34,7 +34,8 @@ _HEADER = re.compile(rb'\{"journal":%d,"bytes": *(\d{1,12}),"crc32": *(\d{1,10})
 
 
 class Journal:
-    """Decisions of the steps after `last_step`, the checkpoint that this run starts from.
+    """Decisions of the steps after `last_step`, the checkpoint that this run starts from. The file is read at once, and
+    nothing is written before `begin` or the first `append`.
 
     Example::
 
@@ -42,22 +43,21 @@ class Journal:
         earlier = journal.find(11, "verdict", key)      # None, or what was decided before the crash
         if earlier is None:
             journal.append(11, "verdict", key, {"status": "timeout"})
-
-    Args:
-      begin: False: the file is read, and nothing is written before `begin` is called.
     """
 
-    def __init__(self, path: str | Path, last_step: int, *, begin: bool = True) -> None:
+    def __init__(self, path: str | Path, last_step: int) -> None:
         self._path = Path(path)
         self._entries = {_place(entry): entry for entry in read_journal(path)[1:] if entry["step"] > last_step}
         self._file: FileIO | None = None
-        self._written = Written()
-        if begin:
-            self.begin()
+        self._size = self._crc32 = 0  # of the decisions in the file
 
     def begin(self) -> None:
-        """Drops the lines of other steps; from here on, decisions can be written."""
-        self._write()
+        """Writes the file anew, without the lines of other steps."""
+        self.close()
+        content = b"".join(map(_line, self._entries.values()))
+        self._size, self._crc32 = len(content), zlib.crc32(content)
+        write_whole(self._path, _header(self._size, self._crc32) + content, sync=True)
+        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run lasts
 
     def find(self, step: int, kind: str, key: tuple[int, ...]) -> Mapping[str, Any] | None:
         """What was decided about `key` in `step`, if anything was."""
@@ -81,36 +81,30 @@ class Journal:
             frequent decisions. It survives the end of this process, and may be lost with the machine.
         """
         entry = {"step": step, "kind": kind, "key": list(key), **decision}
+        if self._file is None:
+            self.begin()
+        assert self._file is not None
         self._entries[_place(entry)] = entry
-        assert self._file is not None, "it has begun"
         line = _line(entry)
         with reading(self._path):
             write_all(self._file, line)
             if sync:
                 os.fsync(self._file.fileno())
-            self._written = self._written.then(line)
+            self._size, self._crc32 = self._size + len(line), zlib.crc32(line, self._crc32)
             with open(self._path, "r+b", buffering=0) as start:
-                start.write(_header(self._written.bytes, self._written.crc32))
+                start.write(_header(self._size, self._crc32))
 
     def cut(self, step: int) -> None:
         """A checkpoint of `step` has been committed: decisions up to it have had their effect."""
         kept = {place: entry for place, entry in self._entries.items() if place[0] > step}
         is_shorter, self._entries = len(kept) < len(self._entries), kept
         if is_shorter:
-            self._write()
+            self.begin()
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def _write(self) -> None:
-        """The file anew, and open for more."""
-        self.close()
-        content = b"".join(map(_line, self._entries.values()))
-        self._written = Written().then(content)
-        write_whole(self._path, _header(self._written.bytes, self._written.crc32) + content, sync=True)
-        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run lasts
 
 
 def _header(size: int, crc32: int) -> bytes:
@@ -131,11 +125,11 @@ def read_journal(path: str | Path) -> list[dict[str, Any]]:
     Raises:
       ValueError: this is not a journal, or not as it was written: the run could not decide again as it did.
     """
-    path, header = Path(path), True
-    with reading(path):
-        content = path.read_bytes() if os.path.lexists(path) else None
-    if content is None:
+    path = Path(path)
+    if not os.path.lexists(path):
         return []
+    with reading(path):
+        content = path.read_bytes()
     if (fault := _fault(content)) is not None:
         raise ValueError(
             f"{path}: damaged ({fault}): bring back the file as it was, or move it away, and steps after the last "
@@ -143,25 +137,27 @@ def read_journal(path: str | Path) -> list[dict[str, Any]]:
         )
 
     def parse(line: bytes) -> dict[str, Any]:
-        nonlocal header
-        entry, is_header, header = json.loads(line), header, False
-        if is_header:
+        entry = json.loads(line)
+        if "journal" in entry:
             return entry
         step, kind, key = _place(entry)
         if not (isinstance(step, int) and isinstance(kind, str) and all(isinstance(part, int) for part in key)):
             raise ValueError("step must be a whole number, kind text, key whole numbers")
         return entry
 
-    return read_lines(path, parse)
+    def refuse(fault: str) -> None:
+        raise ValueError(f"{fault}: remove or mend the line, or move the file away")
+
+    return read_lines(path, parse, refuse)
 
 
 def _fault(content: bytes) -> str | None:
-    """What is wrong with a journal, as far as its header tells; no crash leaves it so."""
+    """What is wrong with a journal by its header; no crash leaves it so."""
     if not content:
         return "it is empty, and had a header at least"
     line, _, decisions = content.partition(b"\n")
     match = _HEADER.fullmatch(line)
-    size, crc32 = (0, 0) if match is None else map(int, match.groups())
+    size, crc32 = map(int, match.groups()) if match else (0, 0)
     if match is None or line + b"\n" != _header(size, crc32):
         return f"it must begin with the header of a journal of schema {SCHEMA}, found {line[:80]!r}"
     if len(decisions) < size:

@@ -1,10 +1,10 @@
 """The live view of a run: what happens now, and one line per finished step.
 
-Purpose: on a terminal, a panel (drawn with rich) under the lines of the finished steps: step, phase, rows busy, tokens
+On a terminal, a panel (drawn with rich) under the lines of the finished steps: step, phase, rows busy, tokens
 per second, reward, gradient norm, alarms, time left (`EtaEstimator`). Where the output is no terminal (a file, a pipe,
 TERM=dumb), it prints only the lines, in plain characters, and after half a minute without one what the run is doing,
 for how long, and how far it has come. A thread checks that every second, because the run itself prints nothing while it
-compiles or computes. A step whose gradient is 0 gets a line that says why.
+compiles or computes.
 
 The view never stops a run: a missing metric is left out, and a closed output (a broken pipe) only silences the view.
 """
@@ -28,10 +28,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from jaxrl.record.metrics import UPDATE_PHASES, step_phases
+from jaxrl.record.metrics import FAILURES, PHASES, SHOWN, step_phases
 
 _SHOWN_S = 0.05  # a phase that took less is not
-_SHOWN_AS = {"reward": "scoring"}  # a reward stands in the same line
 _SILENT_S, _SILENT_FIRST_S = 30.0, 10.0  # for which a log may say nothing, and that before the first step
 _BEGUN_S = 3.0  # a phase that has taken less is not what the silence was about
 _LOOK_S = 1.0
@@ -39,10 +38,8 @@ _MANY_CUT = 0.5  # a share of the responses
 _RECENT_STEPS = 10
 _COMPILED = ("rollout/recompiles", "actor/recompiles")
 _COUNT = re.compile(r" \d+/\d+$")
-_FAILED = ("reward/errors", "reward/timeouts", "reward/crashes")
-# whole terminal sequences (colours, cursor, window titles), then any control character that is left
+# terminal sequences (colours, cursor, window titles), then any control character that is left
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-_PHASES = ("gen", "reward", "ahead", *UPDATE_PHASES, "sync", "testing", "save")
 
 
 class LiveView:
@@ -50,18 +47,9 @@ class LiveView:
 
     Args:
       total_steps: the run's last step; 0 where it is not known (then no time left is shown).
-      stream: where to.
-      done: the steps that a resumed run has behind it.
+      done: the steps before a resumed run's first.
       every: by phase, the steps between two times that it is due ("testing", "save"), for the time left.
-      clock: seconds from any origin.
-
-    Example::
-
-        with LiveView(total_steps=100) as view:
-            view.phase("gen")
-            view.rollout(rows_busy=7, rows_total=32, tokens_per_s=812.0, finished=57, total=64)
-            view.step(1, {"critic/rewards/mean": 0.25, "timing_s/step": 12.5})
-            view.final_table([("reward", "0.25"), ("steps", 1)])
+      clock: in seconds.
     """
 
     def __init__(
@@ -104,12 +92,12 @@ class LiveView:
             live.start()
 
     def phase(self, name: str) -> None:
-        """What the run does from now on; forgets the rollout's figures."""
+        """What the run does from now on."""
         with self._lock:
-            if _COUNT.sub("", name) != _COUNT.sub("", self._phase_name):  # a count goes on within one phase
+            if _COUNT.sub("", name) != _COUNT.sub("", self._phase_name):  # a new count is the same phase
                 self._phase_since = self._clock()
             self._phase_name, self._rollout = name, None
-            self._tell_progress()
+            self._log_progress()
             if self._looking is None and self._console is None and not self._closed.is_set():
                 self._looking = threading.Thread(target=self._look, name="live view", daemon=True)
                 self._looking.start()
@@ -118,16 +106,16 @@ class LiveView:
         """The state of generation: rows that decode, tokens per second, finished samples and all samples."""
         with self._lock:
             self._rollout = (rows_busy, rows_total, tokens_per_s, finished, total)
-            self._tell_progress()
+            self._log_progress()
 
     def waiting(self, count: int, longest: str, since_s: float) -> None:
-        """So many turns wait for their environments' answers; which has waited longest, and since when by the view's
+        """`count` turns wait for their environments' answers; which has waited longest, and since when by the view's
         clock."""
         with self._lock:
             self._waiting = (count, longest, since_s) if count else None
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A step is over: prints its line."""
+        """Prints the line of a finished step, and why its gradient is 0 if it is."""
         with self._lock:
             now = self._clock()
             seconds = _finite(metrics.get("timing_s/step"))
@@ -183,17 +171,15 @@ class LiveView:
     def _look(self) -> None:
         while not self._closed.wait(_LOOK_S):
             with self._lock:
-                self._tell_progress()
+                self._log_progress()
 
-    def _tell_progress(self) -> None:
-        """In a log, where nothing else has been said for long: what goes on, and how far it is."""
+    def _log_progress(self) -> None:
+        """In a log that has been silent for long: what the run does, and how far it is."""
         now = self._clock()
-        if now - self._phase_since < _BEGUN_S:
-            return
         silent_s = _SILENT_S if self._last_step_at is not None else _SILENT_FIRST_S
-        if self._console is not None or now - self._printed_at < silent_s:
+        if self._console is not None or now - self._printed_at < silent_s or now - self._phase_since < _BEGUN_S:
             return
-        parts = [f"step {self._next_step()}: {self._phase_name}", f"{duration(now - self._phase_since)}"]
+        parts = [f"step {self._next_step()}: {self._phase_name}", duration(now - self._phase_since)]
         if self._rollout is not None:
             busy, rows, tokens_per_s, finished, total = self._rollout
             parts += [f"finished {finished}/{total}", f"rows {busy}/{rows}", f"{_value(float(tokens_per_s))} tokens/s"]
@@ -223,13 +209,12 @@ class LiveView:
                 text = _clean(str(what)).encode(encoding, "replace").decode(encoding)
                 self._stream.write(text + "\n")
                 self._stream.flush()
-        except (OSError, ValueError):  # a closed pipe or file: the run goes on without a view
+        except (OSError, ValueError):  # a closed pipe or file does not end the run
             self._muted = True
 
     def _eta(self, since_s: float) -> str:
         """The time left, `since_s` after the last step; empty where it is not known, or nothing is left."""
-        seconds = self._estimator.seconds()
-        if not seconds:
+        if not (seconds := self._estimator.seconds()):
             return ""
         return f"eta {'under ' if self._estimator.is_bound else ''}{duration(max(seconds - since_s, 0))}"
 
@@ -250,17 +235,17 @@ class LiveView:
                 head.append(f"   {eta}", "dim")
             lines: list[Any] = [head]
             if self._rollout is not None:
-                lines.append(self._rollout_line(*self._rollout))
+                lines.append(_rollout_line(*self._rollout))
             if self._waiting is not None:
                 lines.append(Text(_clean(self._waiting_text(now)), style="dim"))
-            if (state := self._state_line()) is not None:
+            if (state := self._state_line()).plain:
                 lines.append(state)
             if self._total:
                 lines.append(ProgressBar(total=self._total, completed=self._last_step, width=48))
             return Group(*lines)
 
-    def _state_line(self) -> Text | None:
-        """The gradient of the last step, and alarms since the start: in red, with how many, if that step had any."""
+    def _state_line(self) -> Text:
+        """The gradient of the last step, and alarms since the start: in red, with their number, if it had any."""
         line = Text()
         if (norm := self._last_metrics.get("actor/grad_norm")) is not None:
             line.append("grad norm ", "dim").append(_value(norm), "" if _finite(norm) is not None else "bold red")
@@ -269,29 +254,30 @@ class LiveView:
             if count:
                 text = f"{name} {count}" + (f" (+{last[name]})" if name in last else "")
                 line.append("   " if line.plain else "").append(text, "bold red" if name in last else "dim")
-        return line if line.plain else None
+        return line
 
-    def _rollout_line(self, busy: int, rows: int, tokens_per_s: float, finished: int, total: int) -> Text:
-        cells = 16
-        filled = round(cells * busy / rows) if rows > 0 else 0
-        return Text.assemble(
-            ("rows ", "dim"),
-            ("█" * filled, "cyan"),
-            ("░" * (cells - filled), "dim"),
-            (f" {busy}/{rows}   ", ""),
-            ("tokens/s ", "dim"),
-            (_value(float(tokens_per_s)), ""),
-            ("   finished ", "dim"),
-            (f"{finished}/{total}", ""),
-        )
+
+def _rollout_line(busy: int, rows: int, tokens_per_s: float, finished: int, total: int) -> Text:
+    cells = 16
+    filled = round(cells * busy / rows) if rows > 0 else 0
+    return Text.assemble(
+        ("rows ", "dim"),
+        ("█" * filled, "cyan"),
+        ("░" * (cells - filled), "dim"),
+        f" {busy}/{rows}   ",
+        ("tokens/s ", "dim"),
+        _value(float(tokens_per_s)),
+        ("   finished ", "dim"),
+        f"{finished}/{total}",
+    )
 
 
 class EtaEstimator:
-    """Estimates a run's remaining seconds from the steps that it has made.
+    """Estimates a run's remaining seconds from its finished steps.
 
     The first step after a start compiles programs, and so does one that reports recompilations: they count only while
-    there is no other, and the estimate is an upper bound then. What comes every few steps, evaluations and saving, is
-    taken out of a step's seconds and added for as often as it is due.
+    there is no other, and the estimate is an upper bound then. Evaluations and saving, which come every few steps, are
+    taken out of a step's seconds and added for as often as they are due.
 
     Args:
       total_steps: the run's last step; 0: not known, and nothing is estimated.
@@ -306,7 +292,7 @@ class EtaEstimator:
         self._last_step, self._num_steps = 0, 0
 
     def step(self, step: int, seconds: float | None, metrics: Mapping[str, float]) -> None:
-        """A step is over; `seconds`: that it took, None if that is not known."""
+        """Takes in a finished step; `seconds`: None if they are not known."""
         self._last_step, self._num_steps = step, self._num_steps + 1
         if seconds is None:
             return
@@ -323,11 +309,11 @@ class EtaEstimator:
 
     @property
     def is_bound(self) -> bool:
-        """Whether all steps so far also compiled, so that it will take less."""
+        """Whether all steps so far also compiled, so that the rest takes less."""
         return not self._recent
 
     def seconds(self) -> float | None:
-        """What is left, from the end of the last step; None where nothing is known."""
+        """The time left from the end of the last step; None where nothing is known."""
         each_s = fmean(self._recent) if self._recent else self._compiling
         if not self._total or each_s is None:
             return None
@@ -344,22 +330,17 @@ def duration(seconds: float) -> str:
     if not math.isfinite(seconds):
         return "?"
     whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+    for size, name, part, part_name in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if whole >= size:
+            return f"{whole // size}{name}{whole % size // part:02d}{part_name}"
+    return f"{whole}s"
 
 
 def alarms_of(metrics: Mapping[str, float]) -> dict[str, int]:
     """What went wrong in a step, and how often; empty: nothing."""
-    found = {
-        "updates skipped": _finite(metrics.get("actor/skipped_updates")) or 0.0,
-        "rewards failed": sum(_finite(metrics.get(name)) or 0.0 for name in _FAILED),
-    }
-    return {name: int(count) for name, count in found.items() if count > 0}
+    failed = (_finite(metrics.get(f"reward/{kind}")) or 0.0 for kind in FAILURES)
+    skipped = _finite(metrics.get("actor/skipped_updates")) or 0.0
+    return {name: int(n) for name, n in (("updates skipped", skipped), ("rewards failed", sum(failed))) if n > 0}
 
 
 def _no_gradient(metrics: Mapping[str, float]) -> str:
@@ -378,35 +359,41 @@ def _no_gradient(metrics: Mapping[str, float]) -> str:
 
 def _step_line(step: int, total: int, metrics: Mapping[str, float], eta: str) -> str:
     """`step  3/10  reward 0.42  length 118 (longest 256)  12.3s: gen 8.1, update_actor 3.4  eta 1m26s`."""
-    parts = [f"step {step:>{len(str(total))}}/{total}" if total else f"step {step}"]
 
-    def add(text: str, *names: str) -> None:
-        values = [metrics.get(name) for name in names]
-        if all(value is not None for value in values):
-            parts.append(text.format(*(_value(value) for value in values)))
+    def text(name: str) -> str:
+        value = metrics.get(name)
+        return "" if value is None else SHOWN[name].text.format(_value(value))
 
-    add("reward {}", "critic/rewards/mean")
-    add("loss {}", "train/loss")
-    add("length {} (longest {})", "response_length/mean", "response_length/max")
-    seconds_of = step_phases(metrics)
-    phases = {name: seconds for name in _PHASES if (seconds := _finite(seconds_of.get(name))) is not None}
-    hidden_s = _finite(metrics.get("reward/hidden_s")) or 0.0  # of scoring, beside what was waited for
-    beside = {"reward": f" (+{_value(hidden_s)} hidden)"} if hidden_s >= _SHOWN_S and "reward" in phases else {}
-    shown = ", ".join(
-        f"{_SHOWN_AS.get(name, name)} {_value(seconds if seconds >= _SHOWN_S else 0.0)}{beside.get(name, '')}"
-        for name, seconds in phases.items()
-        if seconds >= _SHOWN_S or name in beside
-    )
-    if (seconds := _finite(metrics.get("timing_s/step"))) is not None:
-        parts.append(f"{_value(seconds)}s" + (f": {shown}" if shown else ""))
-    add("{} tokens/s/device", "perf/throughput")
-    add("grad norm {}", "actor/grad_norm")
+    longest = text("response_length/max")
+    parts = [
+        f"step {step:>{len(str(total))}}/{total}" if total else f"step {step}",
+        text("critic/rewards/mean"),
+        text("train/loss"),
+        f"{text('response_length/mean')} ({longest})" if longest else "",
+        _seconds(metrics),
+        text("perf/throughput"),
+        text("actor/grad_norm"),
+    ]
     for name, value in metrics.items():
         if name.startswith("val") and name.count("/") == 1 and _finite(value) is not None:  # not the details below it
             parts.append(f"{name} {_value(value)}")
     parts += [f"{name}: {count}" for name, count in alarms_of(metrics).items()]
-    parts += [eta] if eta else []
-    return "  ".join(parts)
+    return "  ".join(part for part in (*parts, eta) if part)
+
+
+def _seconds(metrics: Mapping[str, float]) -> str:
+    """`12.3s: gen 8.1, scoring 0.4 (+2.1 hidden)`: a step's seconds, and those of its phases."""
+    if (whole_s := _finite(metrics.get("timing_s/step"))) is None:
+        return ""
+    seconds_of, shown = step_phases(metrics), list[str]()
+    for phase in PHASES:
+        if (seconds := _finite(seconds_of.get(phase.name))) is None:
+            continue
+        hidden_s = (_finite(metrics.get("reward/hidden_s")) or 0.0) if phase.name == "reward" else 0.0
+        beside = f" (+{_value(hidden_s)} hidden)" if hidden_s >= _SHOWN_S else ""
+        if seconds >= _SHOWN_S or beside:
+            shown.append(f"{phase.label} {_value(seconds if seconds >= _SHOWN_S else 0.0)}{beside}")
+    return f"{_value(whole_s)}s" + (f": {', '.join(shown)}" if shown else "")
 
 
 def _finite(value: object) -> float | None:

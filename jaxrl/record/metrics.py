@@ -1,30 +1,23 @@
 """Numbers of a run: one JSON line per step in `metrics.jsonl`, and optional sinks.
 
-Purpose: `MetricsWriter` appends `{"step": .., "time": .., "<metric>": ..}` per step; `read_metrics` reads them back;
-helpers compute the figures that verl's users know (`response_length/mean` ...). It uses no jax, and a clock only for a
-line's wall time.
+`PHASES` and `SHOWN` are the one list of what people see: the live view, the report and the comparison of runs read it.
 
 Source: metric names follow verl. Departures: `response_length/{p50,p95}` are added, because a mean hides
 the long tail.
 
 Non-finite numbers are written as the strings "nan", "inf" and "-inf" (JSON has no others) and read back as floats.
-
-Example::
-
-    writer = MetricsWriter("runs/a", config.trainer.logger, resume_step=checkpoint.step)
-    writer.write(1, spread("critic/rewards", rewards) | length_metrics(lengths, limit=128))
-    writer.close()
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat
 
 import numpy as np
 
@@ -34,27 +27,97 @@ from jaxrl.record.sinks import RetryingSink, open_sink, sink_package
 from jaxrl.types import Group, TrainBatch
 
 FILE_NAME = "metrics.jsonl"
-ROUND_PHASES = ("data", "gen", "reward")  # of the round that made a step's batch
-# stream: what had begun beside the rollout
-UPDATE_PHASES = ("stream", "old_log_prob", "ref", "teacher", "values", "adv", "update_critic", "update_actor")
+
+
+class Phase(NamedTuple):
+    """A part of a step, whose seconds are `timing_s/<name>`.
+
+    Attributes:
+      part: of a step that it belongs to: the "round" that made the batch, the "update", or neither.
+      label: on a terminal and a page.
+      colour: on a page, where a phase without one is drawn as a part of "other".
+    """
+
+    name: str
+    part: str
+    label: str
+    colour: str = ""
+
+
+PHASES = (
+    Phase("data", "round", "data"),
+    Phase("gen", "round", "gen", "c1"),
+    Phase("reward", "round", "scoring", "c2"),
+    Phase("ahead", "", "next rollout", "c10"),
+    Phase("stream", "update", "stream", "c11"),  # the end of gradients that began beside the rollout
+    Phase("old_log_prob", "update", "old_log_prob", "c3"),
+    Phase("ref", "update", "ref", "c4"),
+    Phase("teacher", "update", "teacher", "c13"),
+    Phase("values", "update", "values", "c12"),
+    Phase("adv", "update", "adv"),
+    Phase("update_critic", "update", "update_critic", "c13"),
+    Phase("update_actor", "update", "update_actor", "c6"),
+    Phase("sync", "", "sync", "c7"),
+    Phase("testing", "", "testing", "c5"),
+    Phase("save", "", "save", "c8"),
+)
+ROUND_PHASES = tuple(phase.name for phase in PHASES if phase.part == "round")
+UPDATE_PHASES = tuple(phase.name for phase in PHASES if phase.part == "update")
+
+
+class Shown(NamedTuple):
+    """How people see a metric: the title and the unit of its chart, and its text in a step's line on a terminal."""
+
+    title: str
+    unit: str
+    text: str = ""
+
+
+SHOWN = {
+    "critic/rewards/mean": Shown("Reward", "per step", "reward {}"),
+    "train/loss": Shown("Loss", "per step", "loss {}"),
+    "response_length/mean": Shown("Response length", "tokens", "length {}"),
+    "response_length/max": Shown("Longest response", "tokens", "longest {}"),
+    "response_length/clip_ratio": Shown("Responses cut at the limit", "share"),
+    "critic/mixed_reward_groups": Shown("Groups with mixed rewards", "share"),
+    "rollout/bubble_ratio": Shown("Idle row-slots in rollout", "share"),
+    "perf/throughput": Shown("Throughput", "tokens/s/device", "{} tokens/s/device"),
+    "actor/entropy": Shown("Entropy", "nats per token"),
+    "actor/grad_norm": Shown("Gradient norm", "before clipping", "grad norm {}"),
+    "actor/pg_clipfrac": Shown("Clipped tokens", "share"),
+    "actor/skipped_updates": Shown("Skipped updates", "per step"),
+    "actor/lr": Shown("Learning rate", "at the step's last update"),
+    "actor/ppo_kl": Shown("KL of the update, old to new policy", "nats per token, mean log-ratio"),
+    "actor/kl_loss": Shown("KL to the reference", "nats per token"),
+    "actor/teacher_kl": Shown("KL to the teacher", "nats per token, mean log-ratio"),
+    "critic/values/mean": Shown("Values and returns", "mean over tokens"),
+    "critic/vf_explained_var": Shown("Explained variance of the critic", "share"),
+    "rewards/chosen": Shown("Implicit rewards", "beta times the log-ratio, means"),
+    "rollout_corr/k3_kl": Shown("Rollout against trainer", "nats per token"),
+    "rollout_corr/logprob_abs_diff_max": Shown("Largest gap of a log-probability", "nats, rollout to trainer"),
+    "rollout_corr/rollout_is_mean": Shown("Importance weights of the rollout", "ratio"),
+    "training/off_policy/mean_staleness": Shown("Staleness of trained tokens", "policy versions"),
+    "training/off_policy/share": Shown("Tokens of earlier weights", "share"),
+}
+FAILURES = {"timeouts": ("time-out", "time-outs"), "crashes": ("crash", "crashes"), "errors": ("error", "errors")}
+"""The kinds of failed rewards, which `reward/<kind>` counts: the words for one and for several."""
 RIGHT = 1.0
 """The reward from which on a sample counts as right."""
 _RESERVED = ("step", "time")
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_log = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Appends one line per step to `run_dir/metrics.jsonl`, and hands the same numbers to the sinks.
+    """Appends one line per step to `run_dir/metrics.jsonl`, and sends the same numbers to the sinks. Nothing is written
+    or sent before `open_sinks` and `begin`, which a `with` calls.
 
     Args:
-      run_dir: the run's folder; made if it is missing.
       sinks: names from `trainer.logger`, which `jaxrl.record.sinks` opens; "console" is left to the live view. One that
         lacks steps of the file is sent them when the writer begins, with the samples in `samples.jsonl`.
       resume_step: the last step that counts (the checkpoint's). Lines of later steps are removed, so that a step that
         runs again does not appear twice. -1 removes all; None keeps all.
       project, experiment, config: what sinks show.
-      begin: False: the file is read and may be refused, and nothing is sent before `open_sinks` is called, or written
-        before `begin` is.
 
     Attributes:
       last_step: the last step in the file that counts; -1 where there is none.
@@ -69,57 +132,32 @@ class MetricsWriter:
         project: str = "jaxrl",
         experiment: str = "",
         config: Mapping[str, Any] | None = None,
-        begin: bool = True,
     ) -> None:
         self._folder, self._resume_step = Path(run_dir), resume_step
-        self._shown = (project, experiment or self._folder.name, config)
+        self._shown = (project, experiment or self._folder.name, config or {})
         self._sinks: list[RetryingSink] = []
         self._names = [name for name in sinks if name != "console"]
         for name in self._names:
             sink_package(name)
-        self._path = self._folder / FILE_NAME
-
-        def stays(step: int) -> bool:
-            return resume_step is None or step <= resume_step
-
-        self.lines = JsonLines(self._path, stays, sync=True, begin=False)
+        self._lines = JsonLines(self._folder / FILE_NAME, resume_step, sync=True)
         steps = (int(row["step"]) for row in read_metrics(self._folder))
-        self.last_step = max(filter(stays, steps), default=-1)
-        if begin:
-            self.open_sinks()
-            self.begin()
+        self.last_step = max((step for step in steps if resume_step is None or step <= resume_step), default=-1)
 
     def open_sinks(self) -> None:
         """To be called before `begin`: a sink that cannot be opened changes nothing in the file. Some wait for the
         network. Raises RunFailed if that does not answer."""
         self._folder.mkdir(parents=True, exist_ok=True)
         last_step = self.last_step if self._resume_step is None else self._resume_step
-        for name in self._names:  # one by one: those that are open are closed if the next cannot be
+        for name in self._names[len(self._sinks) :]:  # one by one: those that are open are closed if the next fails
             self._sinks.append(RetryingSink(name, open_sink(name, self._folder, last_step, *self._shown)))
 
     def begin(self) -> None:
-        """Removes the lines of later steps; from here on, steps can be written."""
-        self.lines.begin()
-        self.lines.make()
-        if self._sinks:
-            self._send_earlier()
-
-    def write(self, step: int, metrics: Mapping[str, SupportsFloat], rows: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Writes a step's numbers; steps must rise (step 0 is the evaluation before training).
-
-        Args:
-          rows: the step's samples, as `samples.jsonl` has them, for the sinks.
-        """
-        assert step > self.last_step, f"step {step} after step {self.last_step} in {self._path}"
-        numbers = {name: _number(name, value) for name, value in metrics.items()}
-        self.lines.append({"step": step, "time": round(time.time(), 3)} | {k: _to_json(v) for k, v in numbers.items()})
-        self.last_step = step
-        for sink in self._sinks:
-            sink.send(step, numbers, rows)
-
-    def _send_earlier(self) -> None:
-        """Hands the sinks the steps of the file: a sink may have been named only now, or the run have been killed
-        before it had sent them."""
+        """Removes the lines of later steps, and sends the sinks the steps of the file that they lack: a sink may have
+        been named only now, or the run have been killed before it had sent them."""
+        self.open_sinks()
+        self._lines.open()
+        if not self._sinks:
+            return
         tables: dict[int, list[Mapping[str, Any]]] = {}
         for row in read_lines(self._folder / samples.FILE_NAME):
             tables.setdefault(row["step"], []).append(row)
@@ -129,22 +167,57 @@ class MetricsWriter:
             for sink in self._sinks:
                 sink.send(step, numbers, tables.get(step, []))
 
+    def write(self, step: int, metrics: Mapping[str, SupportsFloat], rows: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Writes a step's numbers; steps must rise (step 0 is the evaluation before training).
+
+        Args:
+          rows: the step's samples, as `samples.jsonl` has them, for the sinks.
+        """
+        assert step > self.last_step, f"step {step} after step {self.last_step} in {self._folder / FILE_NAME}"
+        numbers = {name: _number(name, value) for name, value in metrics.items()}
+        line = {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
+        self._lines.append({"step": step, "time": round(time.time(), 3)} | line)
+        self.last_step = step
+        for sink in self._sinks:
+            sink.send(step, numbers, rows)
+
     def close(self) -> None:
-        self.lines.close()
+        self._lines.close()
         for sink in self._sinks:
             sink.close()
         self._sinks = []
 
     def __enter__(self) -> MetricsWriter:
+        self.begin()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def read_metrics(run_dir: str | Path) -> list[dict[str, float]]:
-    """The steps of a run in order, each with "step", "time" and its metrics; empty where no step has been written."""
-    return read_lines(Path(run_dir) / FILE_NAME, _parse)
+def read_metrics(run_dir: str | Path, note: Callable[[str], None] = _log.warning) -> list[dict[str, float]]:
+    """The steps of a run in order, each with "step", "time" and its metrics; empty where no step has been written.
+    `note` hears of damaged lines, which are left out."""
+    return read_lines(Path(run_dir) / FILE_NAME, _parse, note)
+
+
+def _parse(line: bytes) -> dict[str, float]:
+    values = json.loads(line)
+    numbers = {name: _NON_FINITE[value] if isinstance(value, str) else value for name, value in values.items()}
+    if not all(isinstance(value, int | float) for value in numbers.values()):
+        raise ValueError("a value is not a number")
+    return numbers | {"step": int(values["step"])}
+
+
+def _number(name: str, value: SupportsFloat) -> float:
+    if name in _RESERVED:
+        raise ValueError(f"metric {name!r}: the names {' and '.join(_RESERVED)} belong to the line itself")
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"metric {name} must be a number, found {value!r}") from None
 
 
 def spread(name: str, values: Sequence[float] | np.ndarray) -> dict[str, float]:
@@ -300,26 +373,3 @@ def throughput(batch: TrainBatch, line: Mapping[str, float], num_devices: int) -
         "perf/throughput": total / training_s / num_devices,
         **({"perf/gen_throughput": drawn / gen_s / num_devices} if gen_s > 0 else {}),
     }
-
-
-def _parse(line: bytes) -> dict[str, float]:
-    values = json.loads(line)
-    numbers = {name: _NON_FINITE[value] if isinstance(value, str) else value for name, value in values.items()}
-    if not all(isinstance(value, int | float) for value in numbers.values()):
-        raise ValueError("a value is not a number")
-    return numbers | {"step": int(values["step"])}
-
-
-def _number(name: str, value: SupportsFloat) -> float:
-    if name in _RESERVED:
-        raise ValueError(f"metric {name!r}: the names {' and '.join(_RESERVED)} belong to the line itself")
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"metric {name} must be a number, found {value!r}") from None
-
-
-def _to_json(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)

@@ -1,8 +1,4 @@
-"""The progress of a command that has nothing to show yet.
-
-Purpose: reading data, loading weights and checking a checkpoint may take minutes each. `StartupProgress` prints the
-name of a stage that takes longer than `patience_s`. `ProgressCounter` prints how many of a known number are done.
-"""
+"""The progress of a command that has nothing to show yet: reading data or loading weights may take minutes."""
 
 from __future__ import annotations
 
@@ -16,11 +12,10 @@ PATIENCE_S = 10.0
 
 
 class StartupProgress:
-    """Names the stages of a start that take long; a stage ends when the next one begins. May be closed twice.
+    """Names the stages of a start that take longer than `patience_s`; a stage ends when the next one begins.
 
     Args:
       say: shows a line; called from a thread of its own.
-      patience_s: how long a stage lasts before it is named.
     """
 
     def __init__(self, say: Callable[[str], None], patience_s: float = PATIENCE_S) -> None:
@@ -28,18 +23,17 @@ class StartupProgress:
         self._timer: threading.Timer | None = None
 
     def begin(self, name: str) -> None:
-        """A stage begins."""
+        def show() -> None:
+            with suppress(OSError, ValueError):  # a closed pipe or file does not end the run
+                self._say(f"{name} ...")
+
         self.close()
-        self._timer = threading.Timer(self._patience_s, self._tell, [f"{name} ..."])
+        self._timer = threading.Timer(self._patience_s, show)
         self._timer.daemon = True
         self._timer.start()
 
-    def _tell(self, line: str) -> None:
-        with suppress(OSError, ValueError):  # a closed pipe or file: the run goes on
-            self._say(line)
-
     def close(self) -> None:
-        """The last stage is over."""
+        """Ends the last stage; may be called twice."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer.join()
@@ -47,13 +41,7 @@ class StartupProgress:
 
 
 class ProgressCounter:
-    """How many of a known number are done: on a terminal one line that changes, in a log a line now and then.
-
-    Args:
-      what: is counted, as "responses".
-      every_s: between two lines of a log.
-      clock: seconds from any origin.
-    """
+    """How many `what` are done: on a terminal one line that changes, in a log a line every `every_s` seconds."""
 
     def __init__(
         self, what: str, stream: TextIO, every_s: float = 30.0, clock: Callable[[], float] = time.monotonic
@@ -62,7 +50,6 @@ class ProgressCounter:
         self._said_at, self._has_line = clock(), False
 
     def show(self, done: int, total: int | None = None) -> None:
-        """`done` of `total` are; None: nobody knows of how many."""
         said = f"{done} {self._what}" if total is None else f"{done} of {total} {self._what}"
         with suppress(OSError, ValueError):
             if self._stream.isatty():
@@ -73,7 +60,7 @@ class ProgressCounter:
                 print(said, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """What follows on a terminal begins in a line of its own."""
+        """Ends the line on a terminal."""
         if self._has_line:
             self._has_line = False
             with suppress(OSError, ValueError):

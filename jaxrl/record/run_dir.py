@@ -1,12 +1,10 @@
 """A run's directory: where its files are, and what `run.json` says of the run.
 
-docs/architecture.md, "The run directory", says what each file holds. The process that the user has started writes all
-of them. `refuse_overwriting` keeps other commands from writing over them.
+docs/architecture.md, "The run directory", says what each file holds. A lock (`.lock`) keeps a second run out; the
+operating system drops it when the process ends, however it ends.
 
-A lock (`.lock`) keeps a second run out; the operating system drops it when the process ends, however it ends.
-
-A start that is refused leaves the folder as it was: before `record_start` nothing is written but the lock, the folder
-if it is missing, and early files; without `record_start`, `close` takes those back.
+A start that is refused leaves the folder as it was: before `record_start` only the lock, the folder and early files are
+written, and without `record_start`, `close` takes those back.
 """
 
 from __future__ import annotations
@@ -30,29 +28,27 @@ import yaml
 from jaxrl.config import Config, ConfigError, differences, to_mapping
 from jaxrl.config.files import load_recorded
 from jaxrl.config.inputs import reading
-from jaxrl.record.files import Written, leftover_temporaries, refuse_folder, to_json, write_whole
+from jaxrl.record.files import leftover_temporaries, read_lines, refuse_folder, to_json, write_whole
+from jaxrl.record.journal import FILE_NAME as JOURNAL
 from jaxrl.schema.hidden import hider
 
 CONFIG_FILE, RUN_FILE = "config.yaml", "run.json"
-RUN_FILES = frozenset(
-    (
-        *(CONFIG_FILE, RUN_FILE, "metrics.jsonl", "samples.jsonl", "batches.jsonl", "layouts.jsonl", "journal.jsonl"),
-        *("state.json", "timeline.json", "rewards.log"),
-        *("mlflow_id.txt", "trackio_name.txt", "trackio_step.txt", "wandb_id.txt", "wandb_step.txt"),
-    )
-)
+RUN_FILES = {
+    *(CONFIG_FILE, RUN_FILE, "metrics.jsonl", "samples.jsonl", "batches.jsonl", "layouts.jsonl", "journal.jsonl"),
+    *("state.json", "timeline.json", "rewards.log"),
+    *("mlflow_id.txt", "trackio_name.txt", "trackio_step.txt", "wandb_id.txt", "wandb_step.txt"),
+}
 """The files that only the run itself writes; `report.html` is written by `jaxrl report` as well."""
 SIMULATED = "simulated"  # the platform that `jaxrl simulate` writes for its devices
-_PACKAGES = (*("jaxrl", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "grain", "tokenizers", "reasoning-gym"),)
+_PACKAGES = ("jaxrl", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "grain", "tokenizers", "reasoning-gym")
 
 
 class RunDir:
     """An open run directory, made if it is missing, and locked against other runs.
 
     Args:
-      path: of the run's folder.
-      option: the one that names it, for messages.
-      kind: the command that the run belongs to (`train`).
+      option: that names the folder, for messages.
+      kind: the command that the run belongs to.
 
     Raises:
       ValueError: it cannot be a folder that this process writes, or another process holds it.
@@ -62,7 +58,7 @@ class RunDir:
         self.kind = kind
         self.path, self._option = refuse_folder(path, option), option
         self._started = False
-        self._early: dict[Path, int | None] = {}  # sizes before this start
+        self._early: dict[Path, int | None] = {}  # sizes before this start; None: the file was missing
         # folders that this start makes, the innermost first
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         file = self.path / ".lock"
@@ -82,7 +78,7 @@ class RunDir:
             raise ValueError(f"{option}: {where}: {(error.strerror or str(error)).lower()}") from None
 
     def refuse_other_kind(self) -> None:
-        """Raises ValueError if the earlier run here was begun by another command."""
+        """Raises ValueError if another command began the run here."""
         earlier = recorded_start(self.path)
         if earlier is not None and earlier.get("kind", self.kind) != self.kind:
             raise ValueError(
@@ -97,20 +93,24 @@ class RunDir:
         """A file that something may append to before the start is recorded; `close` takes that back where the start is
         refused."""
         path = self.file(name)
-        self._early |= sizes_of([path])
+        self._early[path] = path.stat().st_size if path.exists() else None
         return path
 
     def close(self) -> None:
         if not self._started:
             if self._lock_is_new:
                 self.file(".lock").unlink(missing_ok=True)  # still held: nothing can lock it in between
-            cut_to(self._early)
+            for path, size in self._early.items():
+                if size is None:
+                    path.unlink(missing_ok=True)
+                elif path.exists():
+                    os.truncate(path, size)
             remove_empty(self._made)
         self._lock.release()
 
     @cached_property
     def earlier(self) -> Config | None:
-        """The configuration that this directory was last run with; None: never. It is read once."""
+        """The configuration of the last run in this directory, if there was one."""
         return recorded_config(self.path)
 
     def changes(self, config: Config) -> list[str]:
@@ -118,7 +118,7 @@ class RunDir:
         return [] if self.earlier is None else differences(self.earlier, config)
 
     def resuming(self, changes: Sequence[str], step: int, total_steps: int = 0) -> list[str]:
-        """The first messages of a resumed run; `changes` come from the method of that name, `total_steps` may be 0."""
+        """The first messages of a resumed run; `total_steps` may be 0."""
         of = f" of {total_steps}" if total_steps else ""
         return [f"resuming {self.path} after step {step}{of}", *(f"  changed since: {change}" for change in changes)]
 
@@ -131,7 +131,7 @@ class RunDir:
             for leftover in leftover_temporaries(self.file(name)):  # of a killed start: no other run can write here now
                 leftover.unlink()
         write_whole(self.file(CONFIG_FILE), yaml.safe_dump(to_mapping(config), sort_keys=False), sync=True)
-        starts = [] if earlier is None else earlier.get("starts", [])
+        starts = (earlier or {}).get("starts") or []
         now = {
             "kind": self.kind,
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -144,17 +144,42 @@ class RunDir:
         record = {"config": to_mapping(config), "seeds": {"trainer": config.trainer.seed, "data": config.data.seed}}
         self._write_record(record | now | {"starts": [*starts, now]} | more)
 
-    def record_checkpoint(self, step: int | None, written: Mapping[str, Written]) -> None:
-        """Notes in run.json that checkpoint `step` is complete, and the checksums of the files that only grow, with
-        which a later start finds what was lost (`jaxrl.record.integrity`). None: there is no checkpoint yet.
-
-        To be called also when a start has dropped lines from those files: until then, run.json has no checksums.
-        """
-        self._add_to_record({"checkpoint": step, "written": {name: each._asdict() for name, each in written.items()}})
+    def record_checkpoint(self, step: int) -> None:
+        """Notes in run.json that checkpoint `step` is complete."""
+        self._add_to_record({"checkpoint": step})
 
     def record_cache(self, name: str, note: str | None) -> None:
-        """Notes in run.json which compilation cache this start uses, and what was said of it, if anything."""
+        """Notes in run.json which compilation cache this start uses, and a warning about it."""
         self._add_to_record({"compilation_cache": name}, {} if note is None else {"note": note})
+
+    def missing_checkpoint(self, found: int | None) -> str | None:
+        """A warning if the last checkpoint is missing and the run resumes from an older one.
+
+        Args:
+          found: the newest step that is there, damaged or not.
+
+        Raises:
+          ValueError: none is there, and to start from step 1 would drop the metrics of the steps that were saved.
+        """
+        saved = (recorded_start(self.path) or {}).get("checkpoint")
+        if saved is None or (found is not None and found >= saved):
+            return None
+        if found is not None:
+            return f"checkpoint {saved} is missing, though {self.file(RUN_FILE)} names it"
+        metrics = self.file("metrics.jsonl")
+        if not any(line.get("step") for line in read_lines(metrics)):
+            return None  # moved away: a new start is what is wanted
+        raise ValueError(
+            f"{self.file('checkpoints')} holds no checkpoint, though step {saved} was saved: bring the folder back, "
+            f"choose another trainer.run_dir, or move {metrics} away to start from step 1"
+        )
+
+    def missing_journal(self) -> str | None:
+        """A warning if the journal is gone although a run began here."""
+        file = self.file(JOURNAL)
+        if os.path.lexists(file) or "checkpoint" not in (recorded_start(self.path) or {}):
+            return None
+        return f"{file} is gone: steps after the last checkpoint ask the clock again, and may come out another way"
 
     def _add_to_record(self, more: Mapping[str, Any], of_start: Mapping[str, Any] | None = None) -> None:
         file = self.file(RUN_FILE)
@@ -168,29 +193,14 @@ class RunDir:
         write_whole(self.file(RUN_FILE), to_json(record, indent=1), sync=True)
 
 
-def sizes_of(files: Sequence[Path]) -> dict[Path, int | None]:
-    """The sizes of files; None: there is none."""
-    return {path: path.stat().st_size if path.exists() else None for path in files}
-
-
-def cut_to(sizes: Mapping[Path, int | None]) -> None:
-    """Takes back what was appended to files since `sizes_of`."""
-    for path, size in sizes.items():
-        if size is None:
-            path.unlink(missing_ok=True)
-        elif path.exists():
-            os.truncate(path, size)
-
-
 def remove_empty(folders: Sequence[Path]) -> None:
-    """Removes the folders, which this start has made."""
     for folder in folders:
         with suppress(OSError):  # it was not made, or something else is in it by now
             folder.rmdir()
 
 
 def recorded_config(folder: str | Path) -> Config | None:
-    """The configuration of the run in a folder, which need not exist; None: there is no run.
+    """The configuration of the run in a folder, if there is one.
 
     Raises:
       ConfigError: config.yaml is damaged, or no configuration of this version.
@@ -204,7 +214,7 @@ def recorded_config(folder: str | Path) -> Config | None:
 
 
 def recorded_start(folder: str | Path) -> Mapping[str, Any] | None:
-    """What run.json says of the last start in a folder, and of all `starts`; None: there is no such file.
+    """What run.json says of the last start in a folder, and of all `starts`; None without such a file.
 
     Raises:
       ValueError: it is damaged.
@@ -219,36 +229,22 @@ def recorded_start(folder: str | Path) -> Mapping[str, Any] | None:
     return found
 
 
+_READ = {  # what a later start reads of run.json: its type, and what it must be
+    "devices": (Mapping, "an object"),
+    "starts": (list | None, "a list"),
+    "checkpoint": (int | None, "a step or null"),
+    "kind": (str | None, "a command's name"),
+    "compilation_cache": (str | None, "a name or null"),
+    "began_with": (str | None, "text or null"),
+}
+
+
 def _fault(found: Any) -> str | None:
     """What is wrong with the content of run.json, as far as a later start reads it."""
     if not isinstance(found, Mapping):
         return "not an object"
-    devices, starts, newest = found.get("devices"), found.get("starts", []), found.get("checkpoint")
-    if not isinstance(devices, Mapping):
-        return "devices must be an object"
-    if not isinstance(starts, list):
-        return "starts must be a list"
-    if not isinstance(newest, int | None):
-        return "checkpoint must be a step or null"
-    if not _is_written(found.get("written", {})):
-        return "written must be an object of files, with whole numbers as " + ", ".join(Written._fields)
-    if not isinstance(found.get("kind"), str | None):
-        return "kind must be a command's name"
-    if not isinstance(found.get("compilation_cache"), str | None):
-        return "compilation_cache must be a name or null"
-    if not isinstance(found.get("began_with"), str | None):
-        return "began_with must be text or null"
-    return None
-
-
-def _is_written(found: Any) -> bool:
-    files = list(found.values()) if isinstance(found, Mapping) else [None]
-    return all(
-        isinstance(each, Mapping)
-        and each.keys() == set(Written._fields)
-        and all(type(number) is int for number in each.values())
-        for each in files
-    )
+    wrong = (name for name, (kind, _) in _READ.items() if not isinstance(found.get(name), kind))
+    return next((f"{name} must be {_READ[name][1]}" for name in wrong), None)
 
 
 def versions() -> dict[str, str]:

@@ -1,8 +1,7 @@
-"""What a run, real or simulated, writes and shows while it goes, opened and closed together.
+"""What a run, real or simulated, writes and shows while it goes.
 
-Purpose: `open_record` reads the files of a run directory up to the step from which the run goes on, and opens the live
-view; `RunRecord.begin` opens the files for writing, once nothing can refuse the start any more; the other methods of
-`RunRecord` are the hooks of the loop and the backend. However the run ends, each file is closed, the last opened first.
+No file is written before `RunRecord.begin`, when nothing can refuse the start any more. The other methods of
+`RunRecord` are the hooks of the loop and the backend.
 
 A simulated run differs: its metrics have `simulated`. It has no journal, because its clock decides the same again; no
 timeline of its own, because that clock draws it; no watchdog and no messages about evaluations.
@@ -12,21 +11,19 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxrl.config import Config, to_mapping
 from jaxrl.record import batches, layouts, samples
 from jaxrl.record.batches import BatchLog
-from jaxrl.record.files import Written
 from jaxrl.record.journal import FILE_NAME as JOURNAL
 from jaxrl.record.journal import Journal
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.record.live import LiveView
-from jaxrl.record.metrics import FILE_NAME as METRICS
 from jaxrl.record.metrics import MetricsWriter
 from jaxrl.record.run_dir import RunDir
 from jaxrl.record.samples import PiecesOf, SampleLog
@@ -35,42 +32,74 @@ from jaxrl.record.watchdog import Watchdog
 from jaxrl.types import Group
 
 
-@dataclass(slots=True)
 class RunRecord:
-    """The open record of a run; `journal` and `timeline` are None in a simulated one, and `watchdog` where none is."""
+    """The record of a run in its directory, to be closed by a `with`.
 
-    view: LiveView
-    metrics: MetricsWriter
-    samples: SampleLog
-    batches: BatchLog
-    layouts: LayoutLog
-    timeline: Timeline | None = None
-    journal: Journal | None = None
-    watchdog: Watchdog | None = None
-    simulated: bool = False
-    _phase_began_s: float = field(default_factory=time.monotonic)
-    _evaluated: Mapping[str, float] = field(default_factory=dict)  # of the step that is running
+    Args:
+      resume_step: the last step that counts, a checkpoint's; -1 where there is none. `begin` drops what later steps
+        wrote.
+      total_steps: for the live view's estimate of the time left; 0: it shows none.
+      watchdog: hears of the run's progress, and from now on sees the open spans of its timeline.
+      pieces_of: as in `SampleLog`.
 
-    def open_sinks(self) -> None:
-        """As `MetricsWriter.open_sinks`."""
-        self.metrics.open_sinks()
+    Attributes:
+      journal, timeline: None in a simulated run.
+
+    Raises:
+      ValueError: the journal is damaged.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: RunDir,
+        resume_step: int,
+        *,
+        total_steps: int = 0,
+        simulated: bool = False,
+        watchdog: Watchdog | None = None,
+        pieces_of: PiecesOf | None = None,
+    ) -> None:
+        self._watchdog = watchdog
+        self._kind = {"simulated": 1} if simulated else {}
+        self._phase_began_s = time.monotonic()
+        self._evaluated: Mapping[str, float] = {}  # of the step that is running
+        self.journal = None if simulated else Journal(run_dir.file(JOURNAL), max(resume_step, 0))
+        self.timeline = None if simulated else Timeline(run_dir.file("timeline.json"), begin=False)
+        self.metrics = MetricsWriter(
+            run_dir.path,
+            () if simulated else config.trainer.logger,
+            resume_step=resume_step,
+            project=config.trainer.project_name,
+            experiment=config.trainer.experiment_name,
+            config=to_mapping(config),
+        )
+        self.samples = SampleLog(run_dir.file(samples.FILE_NAME), resume_step, pieces_of=pieces_of)
+        limit = config.data.max_response_length
+        self.batches = BatchLog(run_dir.file(batches.FILE_NAME), resume_step, limit)
+        self.layouts = LayoutLog(run_dir.file(layouts.FILE_NAME), resume_step)
+        every = {"testing": config.trainer.test_freq, "save": config.trainer.save_freq}
+        self.view = LiveView(total_steps, sys.stdout, done=max(resume_step, 0), every=every)
+        if self.timeline is not None and watchdog is not None:
+            watchdog.follow(self.timeline, self.view.message)
+
+    def __enter__(self) -> RunRecord:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(closing(self.view))
+            for part in self._parts():
+                stack.enter_context(closing(part))
+
+    def _parts(self) -> list[Any]:
+        parts = (self.timeline, self.metrics, self.samples, self.batches, self.layouts, self.journal)
+        return [part for part in parts if part is not None]
 
     def begin(self) -> None:
         """Drops from the files what later steps wrote. The first write of a start that is not refused."""
-        parts = (self.timeline, self.metrics, self.samples, self.batches, self.layouts, self.journal)
-        for part in parts:
-            if part is not None:
-                part.begin()
-
-    def written(self) -> dict[str, Written]:
-        """The checksums of the files that only grow, by name; the journal has its own."""
-        logs = {
-            METRICS: self.metrics.lines,
-            samples.FILE_NAME: self.samples,
-            batches.FILE_NAME: self.batches,
-            layouts.FILE_NAME: self.layouts,
-        }
-        return {name: log.written for name, log in logs.items() if log.written.lines}
+        for part in self._parts():
+            part.begin()
 
     def on_progress(self, busy: int, rows: int, tokens: int, done: int, launched: int) -> None:
         self.beat()
@@ -83,7 +112,7 @@ class RunRecord:
         self.view.phase(name)
 
     def on_step(self, step: int, measured: Mapping[str, float], groups: Sequence[Group]) -> None:
-        measured = {**measured, **self._evaluated, **self._kind()}
+        measured = {**measured, **self._evaluated, **self._kind}
         self._evaluated = {}
         self.metrics.write(step, measured, self.samples.write(step, groups))
         self.batches.write(step, groups)
@@ -94,24 +123,21 @@ class RunRecord:
         if step > 0:
             self._evaluated = measured
         else:
-            self.metrics.write(0, {**measured, **self._kind()})
-        if not self.simulated:
-            self.view.message(f"step {step}: held-out {_held_out(measured, len(groups))}")
+            self.metrics.write(0, {**measured, **self._kind})
+        if self._kind:
+            return
+        if "val/loss" in measured:
+            accuracy = measured.get("val/rewards/accuracies")
+            text = f"loss {measured['val/loss']:.4f}" + ("" if accuracy is None else f", accuracy {accuracy:.3f}")
+        else:
+            text = f"reward {measured['val/reward']:.3f}, accuracy {measured['val/accuracy']:.3f}"
+            text += f" on {len(groups)} prompts"
+        self.view.message(f"step {step}: held-out {text}")
 
     def beat(self) -> None:
-        """Tells the watchdog that the run has made progress."""
-        if self.watchdog is not None:
-            self.watchdog.beat()
-
-    def _kind(self) -> dict[str, float]:
-        return {"simulated": 1} if self.simulated else {}
-
-
-def _held_out(measured: Mapping[str, float], num_prompts: int) -> str:
-    if "val/loss" in measured:
-        accuracy = measured.get("val/rewards/accuracies")
-        return f"loss {measured['val/loss']:.4f}" + ("" if accuracy is None else f", accuracy {accuracy:.3f}")
-    return f"reward {measured['val/reward']:.3f}, accuracy {measured['val/accuracy']:.3f} on {num_prompts} prompts"
+        """The run has made progress, as the watchdog wants to know."""
+        if self._watchdog is not None:
+            self._watchdog.beat()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,57 +148,3 @@ class RunOutcome:
     finished: bool
     summary: Mapping[str, Any]
     report: Path
-
-
-@contextmanager
-def open_record(
-    config: Config,
-    run_dir: RunDir,
-    resume_step: int,
-    *,
-    total_steps: int = 0,
-    simulated: bool = False,
-    watchdog: Watchdog | None = None,
-    pieces_of: PiecesOf | None = None,
-) -> Iterator[RunRecord]:
-    """The record of a run in its directory, closed at the end of the `with`. It writes from `RunRecord.begin` on.
-
-    Args:
-      resume_step: the last step that counts, a checkpoint's; -1 where there is none. What later steps wrote is dropped.
-      total_steps: for the live view's estimate of the time left; 0: it shows none.
-      watchdog: hears of the run's progress, and from now on sees the open spans of its timeline.
-      pieces_of: as in `SampleLog`.
-
-    Raises:
-      ValueError: a file of the record is damaged.
-    """
-    with ExitStack() as stack:
-        every = {"testing": config.trainer.test_freq, "save": config.trainer.save_freq}
-        view = stack.enter_context(closing(LiveView(total_steps, sys.stdout, done=max(resume_step, 0), every=every)))
-        timeline = None
-        if not simulated:
-            timeline = stack.enter_context(closing(Timeline(run_dir.file("timeline.json"), begin=False)))
-        metrics = MetricsWriter(
-            run_dir.path,
-            () if simulated else config.trainer.logger,
-            resume_step=resume_step,
-            project=config.trainer.project_name,
-            experiment=config.trainer.experiment_name,
-            config=to_mapping(config),
-            begin=False,
-        )
-        stack.enter_context(closing(metrics))
-        file = run_dir.file(samples.FILE_NAME)
-        sample_log = stack.enter_context(closing(SampleLog(file, resume_step, begin=False, pieces_of=pieces_of)))
-        file, limit = run_dir.file(batches.FILE_NAME), config.data.max_response_length
-        batch_log = stack.enter_context(closing(BatchLog(file, resume_step, limit, begin=False)))
-        layout_log = LayoutLog(run_dir.file(layouts.FILE_NAME), resume_step, begin=False)
-        stack.enter_context(closing(layout_log))
-        record = RunRecord(view, metrics, sample_log, batch_log, layout_log, timeline, simulated=simulated)
-        if timeline is not None:
-            journal = Journal(run_dir.file(JOURNAL), max(resume_step, 0), begin=False)
-            record.journal = stack.enter_context(closing(journal))
-            if watchdog is not None:
-                watchdog.follow(timeline, view.message)
-                record.watchdog = watchdog
-        yield record

@@ -39,68 +39,62 @@ PiecesOf = Callable[[Sequence[int]], Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Tokens of a response, one behind the other, of one origin.
+class RecordedSample:
+    """A sample with all of its tokens, and the step that trained on it.
 
     Attributes:
-      version: of the weights that drew them; `jaxrl.types.ENVIRONMENT`: an environment answered them.
+      spans: (version, token ids) of consecutive tokens of one origin: the version of the weights that sampled them,
+        or `jaxrl.types.ENVIRONMENT`.
     """
-
-    version: int
-    token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """A sample of which all tokens are known. `step`: that trained on it."""
 
     key: SampleKey
     step: int
     prompt_ids: tuple[int, ...]
-    spans: tuple[Span, ...]
+    spans: tuple[tuple[int, tuple[int, ...]], ...]
 
 
 def key_text(key: SampleKey) -> str:
-    """As people write a key: `0-17-3`, the fourth sample of prompt 17 in the first pass over the data; `0-17-3-1` where
-    it was launched a second time."""
+    """`0-17-3`: the fourth sample of prompt 17 in the first pass over the data; `0-17-3-1` where it was launched a
+    second time."""
     return f"{key.epoch}-{key.prompt_index}-{key.sample_index}" + (f"-{key.attempt}" if key.attempt else "")
 
 
-def read_sample(run_dir: str | Path, key: str) -> Recorded:
+def read_sample(run_dir: str | Path, key: str) -> RecordedSample:
     """The sample of a run with a key. Raises ValueError where the file has none of that key."""
     path = Path(run_dir) / FILE_NAME
     lines = read_lines(path)
     for line in lines:
         if line.get("key") == key and IDS in line:
             ids = line[IDS]
-            spans = tuple(Span(version, tuple(token_ids)) for version, token_ids in ids["response"])
-            return Recorded(SampleKey(*map(int, key.split("-"))), line["step"], tuple(ids["prompt"]), spans)
+            spans = tuple((version, tuple(token_ids)) for version, token_ids in ids["response"])
+            return RecordedSample(SampleKey(*map(int, key.split("-"))), line["step"], tuple(ids["prompt"]), spans)
     some = ", ".join(line["key"] for line in lines[-4:] if "key" in line)
     there = f"the last ones are {some}" if some else "it has no sample"
     raise ValueError(f"{path} has no sample {key!r}: {there}")
 
 
 class SampleLog(JsonLines):
-    """Appends the first samples of a step's first groups; drops lines of steps after `last_step` when it begins.
+    """Appends the first samples of a step's first groups.
 
     Args:
-      pieces_of: the text of each of some tokens; None: tokens are not written.
+      pieces_of: the text of each of some tokens, which are written with a turn; None: they are not.
     """
 
-    def __init__(
-        self, path: str | Path, last_step: int, *, begin: bool = True, pieces_of: PiecesOf | None = None
-    ) -> None:
+    def __init__(self, path: str | Path, last_step: int, *, pieces_of: PiecesOf | None = None) -> None:
+        super().__init__(path, last_step)
         self._pieces_of = pieces_of
-        super().__init__(path, lambda step: step <= last_step, begin=begin)
 
     def begin(self) -> None:
         super().begin()
-        self.make()
+        self.open()
 
     def write(self, step: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
         """Returns the lines."""
-        some = [(group, sample) for group in groups[:GROUPS_PER_STEP] for sample in _first(group)]
-        lines = [_line(step, group, sample) | self._turns(sample) for group, sample in some]
+        lines = [
+            _line(step, group, sample) | self._turns(sample)
+            for group in groups[:GROUPS_PER_STEP]
+            for sample in group.samples[:SAMPLES_PER_GROUP]
+        ]
         for line in lines:
             self.append(line)
         return lines
@@ -116,20 +110,16 @@ class SampleLog(JsonLines):
             if self._pieces_of is not None:
                 logprobs = sample.rollout_logprobs[mine].round(2).tolist()
                 said["tokens"] = [*zip(self._pieces_of(sample.token_ids[mine].tolist()), logprobs, strict=True)]
-            turns.append(said | {"answer": [_cut(message) for message in turn.messages]})
+            answer = [{"role": each["role"], "content": each["content"][:MAX_VALUE]} for each in turn.messages]
+            turns.append(said | {"answer": answer})
             start = turn.end
         return {"turns": turns}
 
 
-def _cut(message: Mapping[str, Any]) -> dict[str, Any]:
-    return {"role": message["role"], "content": message["content"][:MAX_VALUE]}
-
-
-def _first(group: Group) -> list[Sample]:
-    return group.samples[:SAMPLES_PER_GROUP]
-
-
 def _line(step: int, group: Group, sample: Sample) -> dict[str, Any]:
+    starts = np.flatnonzero(np.diff(sample.versions, prepend=ENVIRONMENT - 1))
+    parts = np.split(sample.token_ids, starts)[1:]
+    spans = [(int(sample.versions[start]), ids.tolist()) for start, ids in zip(starts, parts, strict=True)]
     line = {
         "step": step,
         "key": key_text(sample.key),
@@ -140,7 +130,7 @@ def _line(step: int, group: Group, sample: Sample) -> dict[str, Any]:
         "length": len(sample),
         "finish_reason": sample.finish_reason,
         "source": group.prompt.source,
-        IDS: {"prompt": [*group.prompt.token_ids], "response": _spans(sample)},
+        IDS: {"prompt": [*group.prompt.token_ids], "response": spans},
     }
     line |= {name: sample.reward_info[name] for name in _OF_REWARD if name in sample.reward_info}
     info = _short({name: value for name, value in sample.reward_info.items() if name not in _OF_REWARD})
@@ -148,13 +138,6 @@ def _line(step: int, group: Group, sample: Sample) -> dict[str, Any]:
         line["error"] = sample.failure
         info.pop("error", None)  # the same
     return line | ({"info": info} if info else {})
-
-
-def _spans(sample: Sample) -> list[tuple[int, list[int]]]:
-    """Of a sample without tokens, as simulated ones are, none."""
-    starts = np.flatnonzero(np.diff(sample.versions, prepend=ENVIRONMENT - 1))
-    parts = zip(sample.versions[starts].tolist(), np.split(sample.token_ids, starts)[1:], strict=True)
-    return [(version, token_ids.tolist()) for version, token_ids in parts]
 
 
 def _short(info: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,8 @@
-"""Other places to which a run's numbers and samples go, by their names in `trainer.logger`.
+"""The services of `trainer.logger`, to which a run's metrics and samples go: W&B, TensorBoard, MLflow, trackio.
 
-Purpose: `open_sink` opens one. It gets a step's metrics under the names of `metrics.jsonl`, and the samples of
-`samples.jsonl` as a table. A resumed run continues the same run there, and no step is sent twice: a sink knows which
-steps it has (`Sink.sent`), and `jaxrl.record.metrics` sends those that it lacks. A run does not end because the server
-of a sink does (`RetryingSink`).
+A service gets a step's metrics under the names of `metrics.jsonl`, and the samples of `samples.jsonl` as a table. A
+resumed run continues the same run there, and no step is sent twice: a sink knows which steps it has (`Sink.sent`), and
+`jaxrl.record.metrics` sends those that it lacks. A run does not end because the server of a sink does (`RetryingSink`).
 
 What was sent cannot be taken back, except from TensorBoard: of a step that runs again after a checkpoint the first
 numbers stay.
@@ -41,8 +40,8 @@ _SENT_AGAIN = 20  # steps: more than fit into the half second between two flushe
 _MOST_PARAMS = 100  # that MLflow takes at once
 _log = logging.getLogger(__name__)
 
-Step = tuple[int, Mapping[str, float], Sequence[Mapping[str, Any]]]
-"""A step, its metrics and its samples."""
+Rows = Sequence[Mapping[str, Any]]
+"""A step's samples."""
 
 
 class Unreachable(Exception):
@@ -50,16 +49,14 @@ class Unreachable(Exception):
 
 
 class Sink(Protocol):
-    """Another place to which a step's metrics and samples go.
-
-    Attributes:
-      sent: the steps that it had when it was opened.
+    """Attributes:
+    sent: the steps that the service had when it was opened.
     """
 
     sent: Container[int]
 
-    def write(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> None:
-        """A step's numbers, and its samples as a table; without samples none. Raises Unreachable."""
+    def write(self, step: int, metrics: Mapping[str, float], rows: Rows) -> None:
+        """Sends a step's numbers, and its samples as a table if there are any. Raises Unreachable."""
         ...
 
     def close(self) -> None: ...
@@ -71,14 +68,13 @@ def open_sink(
     last_step: int,
     project: str,
     experiment: str,
-    config: Mapping[str, Any] | None,
+    config: Mapping[str, Any],
 ) -> Sink:
     """Opens the sink of a name.
 
     Args:
       folder: of the run, which remembers what the run is called there.
       last_step: the last step that counts; -1: none.
-      project, experiment, config: what it shows.
 
     Raises:
       RunFailed: it cannot be opened.
@@ -115,19 +111,14 @@ def sink_package(name: str) -> ModuleType | None:
 
 class RetryingSink:
     """Sends a sink each step once and in order: at once or, where it cannot be reached, again every `RETRY_S` seconds
-    and at the end. What is missing even then is sent by the next start of the run.
-
-    Args:
-      name: of the sink, as in `trainer.logger`.
-      clock: in seconds.
-    """
+    and at the end. What is missing even then is sent by the next start of the run. `clock`: in seconds."""
 
     def __init__(self, name: str, sink: Sink, clock: Callable[[], float] = time.monotonic) -> None:
         self._name, self._sink, self._clock = name, sink, clock
-        self._waiting: deque[Step] = deque()
+        self._waiting: deque[tuple[int, Mapping[str, float], Rows]] = deque()
         self._again_s: float | None = None  # when it is tried again; None: it was reached last time
 
-    def send(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> None:
+    def send(self, step: int, metrics: Mapping[str, float], rows: Rows) -> None:
         """Sends a step's numbers and samples, unless the sink has them."""
         if step in self._sink.sent:
             return
@@ -140,7 +131,7 @@ class RetryingSink:
         if self._waiting:
             first, count = self._waiting[0][0], len(self._waiting)
             _log.warning(
-                "trainer.logger: %s lacks %d of the steps, from step %d on: a run that goes on sends them",
+                "trainer.logger: %s lacks %d of the steps, from step %d on: a resumed run sends them",
                 *(self._name, count, first),
             )
         self._sink.close()
@@ -162,15 +153,15 @@ class RetryingSink:
 
 
 class _TensorBoard:
-    """A thread of its own writes, and a flush does not wait for it. So a kill loses what came last, and a run that goes
-    on sends a few steps again, which take the place of those that are there."""
+    """A thread of TensorBoard's writes, and a flush does not wait for it. So a kill loses the last steps, and a resumed
+    run sends a few steps again, which replace those that are there."""
 
     def __init__(self, package: Any, folder: Path, last_step: int) -> None:
         first = max(last_step + 1 - _SENT_AGAIN, 0) if folder.is_dir() else 0
         self.sent: Container[int] = range(first)
         self._writer: Any = package.SummaryWriter(str(folder), purge_step=first, flush_secs=0.5)
 
-    def write(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float], rows: Rows) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, global_step=step)
         if rows:
@@ -180,113 +171,87 @@ class _TensorBoard:
         self._writer.close()
 
 
-class _Sent:
-    """The last step that went to a service which cannot be asked what it has, in a file of the run's folder."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-
-    @property
-    def steps(self) -> Container[int]:
-        if not self._file.exists():
-            return ()
-        text = self._file.read_text().strip()
-        if not text.isdecimal():
-            raise ValueError(f"{self._file}: must hold a step, found {text!r:.80}: mend it or move it away")
-        return range(int(text) + 1)
-
-    def add(self, step: int) -> None:
-        write_whole(self._file, f"{step}\n".encode())
+def _sent_steps(file: Path) -> Container[int]:
+    """The steps that went to a service which cannot be asked what it has: a file of ours holds the last one."""
+    if not file.exists():
+        return ()
+    text = file.read_text().strip()
+    if not text.isdecimal():
+        raise ValueError(f"{file}: must hold a step, found {text!r:.80}: mend it or move it away")
+    return range(int(text) + 1)
 
 
 class _Wandb:
-    """Its own steps are ours, so that it goes on from there: the server says from which, and offline, where a run is a
-    folder for each start that `wandb sync` joins, a file of ours does."""
+    """Its steps are the run's. The server says which step comes next; offline, where each start has a folder that
+    `wandb sync` joins, a file of ours does."""
 
-    def __init__(
-        self, wandb: Any, folder: Path, project: str, experiment: str, config: Mapping[str, Any] | None
-    ) -> None:
-        id_file = folder / "wandb_id.txt"  # a resumed run goes on in the same wandb run
+    def __init__(self, wandb: Any, folder: Path, project: str, experiment: str, config: Mapping[str, Any]) -> None:
+        id_file = folder / "wandb_id.txt"  # a resumed run continues the same wandb run
         run_id = id_file.read_text().strip() if id_file.exists() else None
         # a kill loses what is not in its file yet: by default the last 15 s
         prompt = {"x_transaction_log_flush_interval": 0.1}
         known = wandb.Settings.model_fields  # an experimental one, of some releases
         settings = wandb.Settings(**{name: value for name, value in prompt.items() if name in known})
-        own = {"id": run_id, "resume": "allow", "config": dict(config or {}), "settings": settings}
+        own = {"id": run_id, "resume": "allow", "config": dict(config), "settings": settings}
         try:
             self._run = wandb.init(project=project, name=experiment, dir=str(folder), **own)
         except wandb.Error as error:
             raise _refused("wandb", error) from error
         id_file.write_text(f"{self._run.id}\n")
         self._run.define_metric("*", step_metric="step")
-        self._table = wandb.Table
-        self._sent = _Sent(folder / "wandb_step.txt")
-        self.sent: Container[int] = self._sent.steps if self._run.offline else range(self._run.starting_step)
+        self._table, self._file = wandb.Table, folder / "wandb_step.txt"
+        self.sent: Container[int] = _sent_steps(self._file) if self._run.offline else range(self._run.starting_step)
         self._error = wandb.Error
 
-    def write(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> None:
-        values: dict[str, Any] = {**metrics, "step": step}
-        if rows:
-            columns, data = _columns(rows)
-            values[_TABLE] = self._table(columns=columns, data=data)
+    def write(self, step: int, metrics: Mapping[str, float], rows: Rows) -> None:
+        values = _with_table(metrics, rows, self._table) | {"step": step}
         try:
             self._run.log(values, step=step, commit=True)  # without that a step is kept back until the next
         except self._error as error:
             raise Unreachable(str(error)) from error
-        self._sent.add(step)
+        write_whole(self._file, f"{step}\n")
 
     def close(self) -> None:
         self._run.finish()
 
 
 class _Trackio:
-    """Its runs are found again by their names, so each has one of its own, and that of the first start is kept. A kill
-    loses what it had not stored yet: what is stored on this machine is read, of a server a file of ours says it."""
+    """It finds runs again by their names, so each run gets a name of its own at its first start. A kill loses what was
+    not stored yet: what is stored on this machine is read, and of a server a file of ours says it."""
 
-    def __init__(
-        self, trackio: Any, folder: Path, project: str, experiment: str, config: Mapping[str, Any] | None
-    ) -> None:
+    def __init__(self, trackio: Any, folder: Path, project: str, experiment: str, config: Mapping[str, Any]) -> None:
         name_file = folder / "trackio_name.txt"
         is_new = not name_file.exists()
         name = f"{experiment}-{secrets.token_hex(2)}" if is_new else name_file.read_text().strip()
         try:
-            self._run = trackio.init(
-                project=project, name=name, resume="allow", config=_flat(config or {}), embed=False
-            )
+            self._run = trackio.init(project=project, name=name, resume="allow", config=_flat(config), embed=False)
         except (OSError, RuntimeError, ValueError) as error:
             raise _refused("trackio", error) from error
         name_file.write_text(f"{name}\n")
-        self._table = trackio.Table
-        self._sent = _Sent(folder / "trackio_step.txt")
+        self._table, self._file = trackio.Table, folder / "trackio_step.txt"
         self.sent: Container[int]
         if any(os.environ.get(variable) for variable in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")):
-            self.sent = self._sent.steps
+            self.sent = _sent_steps(self._file)
         else:
             stored = trackio.sqlite_storage.SQLiteStorage.get_logs(project, name)
-            self.sent = frozenset(line["step"] for line in stored)
+            self.sent = {line["step"] for line in stored}
 
-    def write(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> None:
-        values: dict[str, Any] = dict(metrics)
-        if rows:
-            columns, data = _columns(rows)
-            values[_TABLE] = self._table(columns=columns, data=data)
-        self._run.log(values, step=step)
-        self._sent.add(step)
+    def write(self, step: int, metrics: Mapping[str, float], rows: Rows) -> None:
+        self._run.log(_with_table(metrics, rows, self._table), step=step)
+        write_whole(self._file, f"{step}\n")
 
     def close(self) -> None:
         self._run.finish()
 
 
 class _MLflow:
-    """The server, or the folder, is MLFLOW_TRACKING_URI's; the project is the experiment there. The metric `step` says
+    """The server, or the folder, is MLFLOW_TRACKING_URI's; the project is the experiment there. Its metric `step` says
     which steps it has."""
 
-    def __init__(
-        self, mlflow: Any, folder: Path, project: str, experiment: str, config: Mapping[str, Any] | None
-    ) -> None:
+    def __init__(self, mlflow: Any, folder: Path, project: str, experiment: str, config: Mapping[str, Any]) -> None:
         id_file = folder / "mlflow_id.txt"
         run_id = id_file.read_text().strip() if id_file.exists() else None
-        params = {_mlflow_name(name): value for name, value in _flat(config or {}).items()}
+        params = {_mlflow_name(name): value for name, value in _flat(config).items()}
         try:
             mlflow.set_experiment(project)
             self._id = mlflow.start_run(run_id=run_id, run_name=None if run_id else experiment).info.run_id
@@ -298,10 +263,10 @@ class _MLflow:
         except mlflow.exceptions.MlflowException as error:
             raise _refused("mlflow", error) from error
         id_file.write_text(f"{self._id}\n")
-        self.sent: Container[int] = frozenset(each.step for each in history)
+        self.sent: Container[int] = {each.step for each in history}
         self._mlflow = mlflow
 
-    def write(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float], rows: Rows) -> None:
         columns, data = _columns(rows)
         named = {_mlflow_name(name): value for name, value in metrics.items()} | {"step": step}
         try:
@@ -336,24 +301,32 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _columns(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """The names that any row has, in their order, and each row's values; what a row lacks is None. What is for programs
-    alone stays in the run's own file."""
+def _columns(rows: Rows) -> tuple[list[str], list[list[Any]]]:
+    """The names that any row has, in their order, and each row's values; what a row lacks is None. Token ids stay in
+    the run's own file."""
     names = list(dict.fromkeys(name for row in rows for name in row if name != IDS))
-    return names, [[_cell(row.get(name)) for name in names] for row in rows]
+
+    def cell(value: Any) -> Any:
+        return value if value is None or isinstance(value, str | int | float) else json.dumps(value)
+
+    return names, [[cell(row.get(name)) for name in names] for row in rows]
 
 
-def _cell(value: Any) -> Any:
-    return value if value is None or isinstance(value, str | int | float) else json.dumps(value)
+def _with_table(metrics: Mapping[str, float], rows: Rows, table: Any) -> dict[str, Any]:
+    """A step's values, with its samples as a service's own kind of table."""
+    if not rows:
+        return dict(metrics)
+    columns, data = _columns(rows)
+    return {**metrics, _TABLE: table(columns=columns, data=data)}
 
 
-def _markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table; text of the model is shown as it is, not as markup."""
+def _markdown(rows: Rows) -> str:
+    """A table; the model's text is shown as it is, not as markup."""
+
+    def cell(value: Any) -> str:
+        text = html.escape("" if value is None else str(value), quote=False)
+        return re.sub(r"([|\\`*_{}\[\]#!~])", r"\\\1", text).replace("\n", "<br>")
+
     names, data = _columns(rows)
-    lines = [names, ["---"] * len(names), *([_shown(value) for value in row] for row in data)]
+    lines = [names, ["---"] * len(names), *([cell(value) for value in row] for row in data)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _shown(value: Any) -> str:
-    text = html.escape("" if value is None else str(value), quote=False)
-    return re.sub(r"([|\\`*_{}\[\]#!~])", r"\\\1", text).replace("\n", "<br>")

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 _PART_BYTES = 2**26
-_STATE_SCHEMA = 2
-"""Of a simulated run's file: a line that names it and the digest of the rest."""
+_STATE_SCHEMA = 2  # of a simulated run's file: a line with this number and the digest of the rest
 
 
 def split_arrays(state: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -49,9 +48,8 @@ def join_arrays(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> 
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes arrays of any dtype but object into a file of Arrow's, compressed with zstd. A row is a part of an array:
-    its `name`, `dtype`, `shape`, and up to 64 MiB of `bytes`. Raises ValueError for objects, which could hold anything.
-    """
+    """Writes arrays into a file of Apache Arrow, compressed with zstd. A row is a part of an array: its `name`,
+    `dtype`, `shape`, and up to 64 MiB of `bytes`. Raises ValueError for arrays of objects."""
     import pyarrow as pa
 
     fields = (pa.field("name", pa.string()), pa.field("dtype", pa.string()), pa.field("shape", pa.list_(pa.int64())))
@@ -85,13 +83,9 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def dump_state(state: Mapping[str, Any]) -> str:
-    """`Loop.host_state` as JSON, arrays included."""
+    """`Loop.host_state` as JSON, arrays included, behind a line with its digest."""
     body = json.dumps({"state": _plain(state)}, allow_nan=False)
     return f"{_head(body)}\n{body}"
-
-
-def _head(body: str) -> str:
-    return json.dumps({"simulation": _STATE_SCHEMA, "sha256": hashlib.sha256(body.encode()).hexdigest()})
 
 
 def _plain(value: Any) -> Any:
@@ -115,6 +109,10 @@ def _special(value: dict[str, Any]) -> Any:
     if value.keys() == {"number"}:
         return float(value["number"])
     return value
+
+
+def _head(body: str) -> str:
+    return json.dumps({"simulation": _STATE_SCHEMA, "sha256": hashlib.sha256(body.encode()).hexdigest()})
 
 
 def load_state(text: str, where: str) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """The timeline of a run: a Chrome/Perfetto trace, and the seconds of its phases from the same spans.
 
-Purpose: `Timeline` writes trace events (open the file in https://ui.perfetto.dev or chrome://tracing) and sums up the
-phases, so `timing_s/gen` and the trace always agree.
+Open the file in https://ui.perfetto.dev or chrome://tracing.
 
 Source: the Trace Event Format's JSON array form, in which the closing bracket may be missing: every event is one line
 with a comma, and lines are written whole, so viewers open the file at any moment, also after a crash. `close` ends it
@@ -18,13 +17,14 @@ use different tracks.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -40,13 +40,13 @@ _FLUSH_LINES = 256
 _TAIL_BYTES = 1 << 16
 MAX_BYTES = 32 << 20
 """After which the share of drawn steps halves."""
-ORIGIN, UNIX_US = "jaxrl_origin", "unix_us"
 END = "jaxrl_end"
 """The last event of a file that was closed; it has no comma."""
 ROW = "row"
 """The category of a row's spans, whose `args` name the row."""
 _FIRST_ROW = 1 << 20  # tracks of rows come after all others
 _PAUSE_US = 1_000_000  # between the last event of a run and the first of the run that resumes it
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -55,8 +55,8 @@ class _Span:
     name: str
     start_s: float
     end_s: float
-    args: dict[str, Any] = field(default_factory=dict)
-    mergeable: bool = True
+    args: dict[str, Any]
+    is_phase: bool = False  # it is never merged with others
     count: int = 1
 
 
@@ -73,8 +73,8 @@ class Timeline:
         metrics |= timeline.take_phases()  # {"timing_s/gen": .., "timing_s/step": ..}
 
     Args:
-      clock: seconds from any origin; a simulation's own.
-      begin: False: the file is read and may be refused, and nothing is written before `begin` is called.
+      clock: in seconds; a simulation's own.
+      begin: False: events wait for `begin`.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Timeline:
         if not self._bytes:
             self._lines.append("[\n")
         started = time.strftime("%Y-%m-%d %H:%M:%S")
-        self._metadata("process_name", 0, f"start {self._pid}, {started}")
+        self._metadata("process_name", 0, name=f"start {self._pid}, {started}")
         if begin:
             self.begin()
 
@@ -122,28 +122,32 @@ class Timeline:
             self._file.truncate(self._bytes)
             self._flush()
 
-    @contextmanager
-    def span(self, track: str, name: str, **args: Any) -> Iterator[None]:
+    def span(self, track: str, name: str, **args: Any) -> AbstractContextManager[None]:
         """Draws the time inside the `with` as a bar on `track`, also when it is left by an exception."""
-        span = self._enter(track, name, args)
-        try:
-            yield
-        finally:
-            self._leave(span)
+        return self._spanned(track, name, args, is_phase=False)
 
-    @contextmanager
-    def phase(self, name: str, track: str = "loop", **args: Any) -> Iterator[None]:
+    def phase(self, name: str, track: str = "loop", **args: Any) -> AbstractContextManager[None]:
         """A span that also counts towards `timing_s/<name>`; the phase "step" begins a step."""
         if name == "step":
             self.begin_step()
-        span = self._enter(track, name, args, mergeable=False)
+        return self._spanned(track, name, args, is_phase=True)
+
+    @contextmanager
+    def _spanned(self, track: str, name: str, args: dict[str, Any], *, is_phase: bool) -> Iterator[None]:
+        now = self._clock()
+        span = _Span(track, name, now, now, args, is_phase)
+        with self._lock:
+            self._open[id(span)] = span
         try:
             yield
         finally:
-            self._leave(span)
+            span.end_s = self._clock()
             with self._lock:
-                key = f"timing_s/{name}"
-                self._phases[key] = self._phases.get(key, 0.0) + span.end_s - span.start_s
+                del self._open[id(span)]
+                self._add(span)
+                if is_phase:
+                    key = f"timing_s/{name}"
+                    self._phases[key] = self._phases.get(key, 0.0) + span.end_s - span.start_s
 
     def take_phases(self, *names: str) -> dict[str, float]:
         """Seconds of the phases that ended since they were last taken, as `timing_s/<name>`: of `names`, or of all."""
@@ -159,7 +163,7 @@ class Timeline:
         return sorted(spans, key=lambda item: -item[2])
 
     def complete(self, track: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
-        """Draws a span that is over; times are those of the clock."""
+        """Draws a span that has ended; times are the clock's."""
         with self._lock:
             self._add(_Span(track, name, start_s, end_s, args))
 
@@ -185,9 +189,8 @@ class Timeline:
                 self._left_out += 1
                 return
             if row not in self._rows:
-                tid = self._rows[row] = _FIRST_ROW + len(self._rows)
-                self._metadata("thread_name", tid, f"row {row}")
-                self._metadata("thread_sort_index", tid, _FIRST_ROW + order)
+                self._rows[row] = _FIRST_ROW + len(self._rows)
+                self._new_track(self._rows[row], f"row {row}", _FIRST_ROW + order)
             start, end = self._us(start_s), self._us(end_s)
             event = {"name": name, "cat": ROW, "ph": "X", "tid": self._rows[row], "ts": start}
             self._row_events += 1
@@ -201,8 +204,8 @@ class Timeline:
             if now - self._counters.get(track, float("-inf")) < _COUNTER_EVERY_S:
                 return
             self._counters[track] = now
-            if self._room():
-                self._event({"name": track, "ph": "C", "tid": 0, "ts": self._now_us(), "args": values})
+            if self._has_room():
+                self._event({"name": track, "ph": "C", "tid": 0, "ts": self._us(now), "args": values})
 
     def flush(self) -> None:
         """Writes all spans that have ended."""
@@ -228,19 +231,6 @@ class Timeline:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _enter(self, track: str, name: str, args: dict[str, Any], mergeable: bool = True) -> _Span:
-        now = self._clock()
-        span = _Span(track, name, now, now, args, mergeable)
-        with self._lock:
-            self._open[id(span)] = span
-        return span
-
-    def _leave(self, span: _Span) -> None:
-        span.end_s = self._clock()
-        with self._lock:
-            del self._open[id(span)]
-            self._add(span)
-
     def begin_step(self) -> None:
         """Begins a step: later events belong to it. For callers that do not use the phase "step"."""
         with self._lock:
@@ -254,37 +244,26 @@ class Timeline:
         self._settle()
         if self._left_out:
             args = {"events": self._left_out}
-            self._event({"name": "left out", "ph": "i", "s": "p", "tid": 0, "ts": self._now_us(), "args": args})
+            now_us = self._us(self._clock())
+            self._event({"name": "left out", "ph": "i", "s": "p", "tid": 0, "ts": now_us, "args": args})
         self._events = self._row_events = self._left_out = 0
 
-    def _room(self) -> bool:
+    def _has_room(self, track: str | None = None) -> bool:
+        """Whether the step may draw another event, on a track that may be new; counts it if it is left out."""
         if not self._drawing:
             return False
-        if self._events >= self._max_events:
+        is_full = track is not None and track not in self._tracks and len(self._tracks) >= self._max_tracks
+        if is_full or self._events >= self._max_events:
             self._left_out += 1
             return False
         return True
-
-    def _tid(self, track: str) -> int | None:
-        """The track's number, or None where this event is not drawn."""
-        if not self._room():
-            return None
-        tid = self._tracks.get(track)
-        if tid is None:
-            if len(self._tracks) >= self._max_tracks:
-                self._left_out += 1
-                return None
-            tid = self._tracks[track] = len(self._tracks) + 1
-            self._metadata("thread_name", tid, track)
-            self._metadata("thread_sort_index", tid, tid)
-        return tid
 
     def _add(self, span: _Span) -> None:
         last = self._pending.get(span.track)
         if (
             last is not None
-            and span.mergeable
-            and last.mergeable
+            and not span.is_phase
+            and not last.is_phase
             and last.name == span.name
             and 0 <= span.start_s - last.end_s <= _GAP_S
             and span.end_s - span.start_s < _SHORT_S
@@ -297,9 +276,11 @@ class Timeline:
         self._pending[span.track] = span
 
     def _write_span(self, span: _Span) -> None:
-        tid = self._tid(span.track)
-        if tid is None:
+        if not self._has_room(span.track):
             return
+        if (tid := self._tracks.get(span.track)) is None:
+            tid = self._tracks[span.track] = len(self._tracks) + 1
+            self._new_track(tid, span.track, tid)
         args = span.args if span.count == 1 else {"count": span.count}
         start, end = self._us(span.start_s), self._us(span.end_s)
         self._event({"name": span.name, "ph": "X", "tid": tid, "ts": start, "dur": round(end - start, 1), "args": args})
@@ -309,9 +290,12 @@ class Timeline:
             self._write_span(span)
         self._pending.clear()
 
-    def _metadata(self, kind: str, tid: int, value: str | int) -> None:
-        key = "sort_index" if kind.endswith("sort_index") else "name"
-        self._lines.append(_line({"name": kind, "ph": "M", "pid": self._pid, "tid": tid, "args": {key: value}}))
+    def _new_track(self, tid: int, name: str, order: int) -> None:
+        self._metadata("thread_name", tid, name=name)
+        self._metadata("thread_sort_index", tid, sort_index=order)
+
+    def _metadata(self, kind: str, tid: int, **args: Any) -> None:
+        self._lines.append(_line({"name": kind, "ph": "M", "pid": self._pid, "tid": tid, "args": args}))
 
     def _event(self, event: dict[str, Any]) -> None:
         self._events += 1
@@ -332,9 +316,6 @@ class Timeline:
     def _us(self, at_s: float) -> float:
         return round(self._origin_us + (at_s - self._started_s) * 1e6, 1)
 
-    def _now_us(self) -> float:
-        return self._us(self._clock())
-
 
 def _line(event: dict[str, Any]) -> str:
     # default=str: an argument that JSON does not know must not end a run
@@ -350,16 +331,16 @@ def _end_of(path: Path) -> tuple[int, int, float]:
             return 0, 1, 0.0
         with open(path, "rb") as file:
             if file.read(1) != b"[":
-                raise ValueError(f"{path}: not a timeline, which begins with [: move it away")
+                _log.warning("%s: damaged, and begun anew", path)
+                return 0, 1, 0.0
             file.seek(max(size - _TAIL_BYTES, 0))
             tail = file.read()
     whole, newline, half = tail.rpartition(b"\n")
     if not newline:  # not even the first line is whole
         return 0, 1, 0.0
     last_bytes = len(half)
-    while whole and not whole.endswith(
-        (b",", b"[")
-    ):  # what `close` wrote, of which a crash may have left the first line
+    # what `close` wrote, of which a crash may have left the first line
+    while whole and not whole.endswith((b",", b"[")):
         whole, _, line = whole.rpartition(b"\n")
         last_bytes += len(line) + 1
     events = []
@@ -375,6 +356,6 @@ def _end_of(path: Path) -> tuple[int, int, float]:
 
 
 def _number(event: Mapping[str, Any], name: str) -> float:
-    """0 where it is missing, or damaged: a picture goes on all the same."""
+    """0 where it is missing or damaged."""
     value = event.get(name)
     return value if isinstance(value, int | float) and math.isfinite(value) else 0.0

@@ -36,8 +36,8 @@ class Watchdog:
 
     Args:
       timeout_s: 0 turns it off.
-      end: ends the process with a sentence; it is called from the watchdog's thread.
-      heard: hears of every beat, and what it says is done next.
+      end: ends the process with a sentence; called from the watchdog's thread.
+      heard: called at every beat with what the run does next.
       clock: in seconds.
 
     Attributes:
@@ -67,7 +67,7 @@ class Watchdog:
             self._thread.start()
 
     def beat(self, doing: str = "") -> None:
-        """The run has made progress; `doing`: what comes next, where no timeline knows it. Costs about 1 µs."""
+        """The run has made progress; `doing`: what it does next, where no timeline knows it."""
         self._last_s = self._clock()
         if doing:
             self._doing = doing
@@ -98,7 +98,10 @@ class Watchdog:
         if silent_s >= self._timeout_s:
             _dump_stacks()
             faulthandler.dump_traceback_later(_END_S, exit=True, file=_STDERR)
-            self._end(f"no progress for {silent_s:.3g} s in {self._where()} (trainer.hang_timeout_s); {self._kept()}")
+            kept = "there is no checkpoint yet"
+            if self.saved_step is not None:
+                kept = f"the last checkpoint is step {self.saved_step}: run again to go on from it"
+            self._end(f"no progress for {silent_s:.3g} s in {self._where()} (trainer.hang_timeout_s); {kept}")
             return True
         if silent_s < self._timeout_s / 2:
             self._reported = False
@@ -118,11 +121,6 @@ class Watchdog:
     def _where(self) -> str:
         spans = [] if self._timeline is None else self._timeline.open_spans()
         return " > ".join(f"{name} ({seconds:.0f} s)" for _, name, seconds in spans) or self._doing
-
-    def _kept(self) -> str:
-        if self.saved_step is None:
-            return "there is no checkpoint yet"
-        return f"the last checkpoint is step {self.saved_step}: run again to go on from it"
 
 
 def _dump_stacks() -> None:

@@ -1,6 +1,4 @@
-"""Charts as inline SVG, for a page that needs no network and no script.
-
-Purpose: `card(chart)` is a figure with title, legend and drawing. Colours are classes of the page's style sheet.
+"""Charts as inline SVG, for a page that needs no network and no script. Colours are classes of the page's style sheet.
 
 Lines are drawn from at most `_POINTS` points and bars from `_BARS`: longer series are averaged over equal stretches,
 while bands keep the extremes. Of more than `_MARKS` marks, every second, third and so on is drawn.
@@ -18,7 +16,8 @@ _POINTS = 160
 _BARS = 60
 _MARKS = 40
 # size of the drawing in units of its viewBox: about one CSS pixel each on a phone, and in a column of the wide page
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 360, 210, 46, 12, 10, 26
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 210, 46, 12, 10, 26
+VIEW = f"viewBox='0 0 {WIDTH} {HEIGHT}'"
 
 Point = tuple[float, float]
 
@@ -56,21 +55,33 @@ class Chart:
 
 
 def card(chart: Chart) -> str:
+    """A figure with title, legend and drawing."""
     drawn = [*chart.curves, *chart.stack]
-    head = f"<h3>{escape(chart.title)} <small>{escape(chart.unit)}</small></h3>"
     if not any(finite(curve.points) for curve in drawn):
+        head = f"<h3>{escape(chart.title)} <small>{escape(chart.unit)}</small></h3>"
         return f"<figure>{head}<p class=none>not recorded: {escape(chart.missing)}</p></figure>"
     labels = [(curve.label, curve.colour + " dash" * curve.limit) for curve in drawn]
     if all(chart.band):
         labels.append(("lowest to highest", "c1 faint"))
     if chart.marks:
         labels.append((chart.mark, "mark"))
-    legend = "".join(f"<li class='{colour}'>{escape(label)}</li>" for label, colour in labels)
-    body = f"<ul>{legend}</ul>" if len(labels) > 1 or chart.legend else "<ul></ul>"
-    return f"<figure>{head}{body}{_svg(chart)}</figure>"
+    body, (first, last) = _drawing(chart)
+    legend = labels if len(labels) > 1 or chart.legend else ()
+    return figure(chart.title, chart.unit, legend, body, about=f", steps {first:g} to {last:g}")
 
 
-def _svg(chart: Chart) -> str:
+def figure(
+    title: str, unit: str, legend: Sequence[tuple[str, str]], body: str, view: str = VIEW, about: str = ""
+) -> str:
+    """A figure with a legend of (label, colour), and an SVG with this body."""
+    items = "".join(f"<li class='{colour}'>{escape(label)}</li>" for label, colour in legend)
+    head = f"<h3>{escape(title)} <small>{escape(unit)}</small></h3><ul>{items}</ul>"
+    label = escape(f"{title}, {unit}{about}", quote=True)
+    return f'<figure>{head}<svg {view} role=img aria-label="{label}">{body}</svg></figure>'
+
+
+def _drawing(chart: Chart) -> tuple[str, tuple[float, float]]:
+    """The body of a chart's SVG, and the steps that its axis covers."""
     curves = [replace(curve, points=thin(curve.points, _POINTS)) for curve in chart.curves]
     stack = [replace(curve, points=thin(curve.points, _BARS)) for curve in chart.stack]
     low, high = (thin(points, _POINTS, how) for points, how in zip(chart.band, (min, max), strict=True))
@@ -89,31 +100,31 @@ def _svg(chart: Chart) -> str:
 
     def px(x: float) -> float:
         share = (x - x0) / (x1 - x0) if x1 > x0 else 0.5
-        return round(_LEFT + share * (_WIDTH - _LEFT - _RIGHT), 1)
+        return round(LEFT + share * (WIDTH - LEFT - RIGHT), 1)
 
     def py(y: float) -> float:
-        return round(_HEIGHT - _BOTTOM - (y - ticks[0]) / (ticks[-1] - ticks[0]) * (_HEIGHT - _TOP - _BOTTOM), 1)
+        return round(HEIGHT - BOTTOM - (y - ticks[0]) / (ticks[-1] - ticks[0]) * (HEIGHT - TOP - BOTTOM), 1)
 
-    parts = [_axes(ticks, first, last, px, py), _marks(chart, px), _bars(stack, px, py) if stack else ""]
+    # beside the axis' name, a label begins at its step
+    labels = [(f"{x:g}", px(x), "start" if px(x) < LEFT + 8 else "middle") for x in step_labels(first, last)]
+    parts = [frame([(number(tick), py(tick)) for tick in ticks], labels, "step")]
+    parts += [_marks(chart, px), _bars(stack, px, py) if stack else ""]
     low, high = finite(low), finite(high)
     if low and high:
         edge = [(px(x), py(y)) for x, y in (*high, *reversed(low))]
         parts.append(f"<polygon class='c1 band' points='{' '.join(f'{x},{y}' for x, y in edge)}'/>")
     parts += [_line(curve, px, py) for curve in curves]
-    label = escape(f"{chart.title}, {chart.unit}, steps {first:g} to {last:g}", quote=True)
-    return f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label=\"{label}\">{''.join(parts)}</svg>"
+    return "".join(parts), (first, last)
 
 
-def _axes(ticks: Sequence[float], first: float, last: float, px: Callable, py: Callable) -> str:
+def frame(ticks: Sequence[tuple[str, float]], labels: Sequence[tuple[str, float, str]], unit: str) -> str:
+    """Grid lines with their numbers at heights, and labels of the lower axis at (place, anchor), with its unit."""
     parts = []
-    for tick in ticks:
-        y = py(tick)
-        parts.append(f"<line class=grid x1={_LEFT} x2={_WIDTH - _RIGHT} y1={y} y2={y} />")
-        parts.append(f"<text x={_LEFT - 6} y={y + 3.5} text-anchor=end>{number(tick)}</text>")
-    parts.append(f"<text x={_LEFT - 6} y={_HEIGHT - 8} text-anchor=end>step</text>")
-    for step in step_labels(first, last):
-        anchor = "start" if px(step) < _LEFT + 8 else "middle"  # beside the axis' name
-        parts.append(f"<text x={px(step)} y={_HEIGHT - 8} text-anchor={anchor}>{step:g}</text>")
+    for text, y in ticks:
+        parts.append(f"<line class=grid x1={LEFT} x2={WIDTH - RIGHT} y1={y} y2={y} />")
+        parts.append(f"<text x={LEFT - 6} y={y + 3.5} text-anchor=end>{text}</text>")
+    parts.append(f"<text x={LEFT - 6} y={HEIGHT - 8} text-anchor=end>{unit}</text>")
+    parts += [f"<text x={x} y={HEIGHT - 8} text-anchor={anchor}>{text}</text>" for text, x, anchor in labels]
     return "".join(parts)
 
 
@@ -122,7 +133,7 @@ def _marks(chart: Chart, px: Callable) -> str:
     shown = chart.marks[:: -(-len(chart.marks) // _MARKS)] if chart.marks else ()
     title = escape(chart.mark)
     return "".join(
-        f"<line class=mark x1={px(x)} x2={px(x)} y1={_TOP} y2={_HEIGHT - _BOTTOM}>"
+        f"<line class=mark x1={px(x)} x2={px(x)} y1={TOP} y2={HEIGHT - BOTTOM}>"
         f"<title>step {x:g}: {title}</title></line>"
         for x in shown
     )
@@ -130,7 +141,7 @@ def _marks(chart: Chart, px: Callable) -> str:
 
 def _bars(stack: Sequence[Curve], px: Callable, py: Callable) -> str:
     count = len(stack[0].points)
-    width = round(min((_WIDTH - _LEFT - _RIGHT) / count * 0.82, 28), 2)
+    width = round(min((WIDTH - LEFT - RIGHT) / count * 0.82, 28), 2)
     base, parts = [0.0] * count, []
     for curve in stack:
         for i, (x, y) in enumerate(curve.points):

@@ -1,8 +1,7 @@
 """Several runs on one page: their curves over each other, and tables of what differs. One self-contained HTML file.
 
-Purpose: `write_comparison(folders, out)` writes the page, and returns it with a short summary for a terminal. Runs are
-named A, B, ... and by their folders; a simulated one says so wherever its name stands, because its seconds are those of
-modelled devices.
+Runs are named A, B, ... and by their folders; a simulated one says so wherever its name stands, because its seconds are
+those of modelled devices.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from typing import Any
 
 from jaxrl.config import flatten
 from jaxrl.record.files import Removing, refuse_file, write_whole
-from jaxrl.record.metrics import ROUND_PHASES, UPDATE_PHASES
+from jaxrl.record.metrics import ROUND_PHASES, SHOWN, UPDATE_PHASES
 from jaxrl.record.run_dir import refuse_overwriting
 from jaxrl.report.charts import Chart, Curve, Point, breakable, card, finite
 from jaxrl.report.curves import short, validation_names
 from jaxrl.report.figures import Figure, figures_of, seconds
-from jaxrl.report.runs import Run, devices, option_text, read_run
+from jaxrl.report.runs import Run, facts, option_text, read_run
 from jaxrl.report.style import document
 
 MOST_RUNS = 8
@@ -69,14 +68,12 @@ def differing(runs: Sequence[Run]) -> dict[str, list[str]]:
     """The options with different values, each with the text of its value in every run."""
     configs = [flatten(run.section("config")) for run in runs]
     paths = dict.fromkeys(path for config in configs for path in config)
-    found = {path: [_value(config, path) for config in configs] for path in paths if path not in _WHOSE}
+    found = {
+        path: [option_text(config[path]) if path in config else _MISSING for config in configs]
+        for path in paths
+        if path not in _WHOSE
+    }
     return {path: values for path, values in found.items() if len(set(values)) > 1}
-
-
-def _value(config: Mapping[str, Any], path: str) -> str:
-    if path not in config:
-        return _MISSING
-    return option_text(config[path])
 
 
 # ---------------------------------------------------------------- the page
@@ -131,32 +128,33 @@ def _charts(runs: Sequence[Run], names: Sequence[str]) -> list[Chart]:
         ]
         return Chart(title, unit, curves, "", legend=True, **more)
 
-    def of(name: str) -> Callable[[Run], Sequence[Point]]:
-        return lambda run: run.series(name)
+    def of(name: str, unit: str = "", **more: Any) -> Chart:
+        return chart(SHOWN[name].title, unit or SHOWN[name].unit, lambda run: run.series(name), **more)
+
+    def ever(found: Chart) -> list[Chart]:
+        return [found] if any(y for curve in found.curves for _, y in curve.points) else []
 
     held_out = dict.fromkeys(name for run in runs for name in validation_names(run)[:2])
     found = [
-        chart("Reward", "mean per step", of("critic/rewards/mean")),
-        *(chart(f"Held-out {short(name)}", "at evaluations", of(name), dots=True) for name in held_out),
-        chart("Response length", "tokens, mean", of("response_length/mean")),
-        chart("Longest response", "tokens", of("response_length/max")),
+        of("critic/rewards/mean", "mean per step"),
+        *(
+            chart(f"Held-out {short(name)}", "at evaluations", lambda run, name=name: run.series(name), dots=True)
+            for name in held_out
+        ),
+        of("response_length/mean", "tokens, mean"),
+        of("response_length/max"),
         chart("Step time", "seconds", lambda run: seconds(run, ("step",))),
         chart("Rollout time", "seconds", lambda run: seconds(run, ROUND_PHASES)),
         chart("Update time", "seconds", lambda run: seconds(run, UPDATE_PHASES)),
-        chart("Throughput", "tokens/s/device", of("perf/throughput")),
-        chart("Idle row-slots in rollout", "share", of("rollout/bubble_ratio"), top=1),
-        chart("Groups with mixed rewards", "share", of("critic/mixed_reward_groups"), top=1),
-        chart("Entropy", "nats per token", of("actor/entropy"), from_zero=False),
-        chart("Gradient norm", "before clipping", of("actor/grad_norm")),
-        chart("Clipped tokens", "share", of("actor/pg_clipfrac")),
-        chart("Tokens of earlier weights", "share", of("training/off_policy/share"), top=1),
+        of("perf/throughput"),
+        of("rollout/bubble_ratio", top=1),
+        of("critic/mixed_reward_groups", top=1),
+        of("actor/entropy", from_zero=False),
+        of("actor/grad_norm"),
+        *ever(of("actor/pg_clipfrac")),
+        *ever(of("training/off_policy/share", top=1)),
     ]
-    ever = ("Clipped tokens", "Tokens of earlier weights")  # drawn where there were any
-    return [
-        each
-        for each in found
-        if each.curves and (each.title not in ever or any(y for curve in each.curves for _, y in curve.points))
-    ]
+    return [each for each in found if each.curves]
 
 
 def _figures(figures: Sequence[Figure], names: Sequence[str]) -> str:
@@ -184,20 +182,11 @@ def _options(runs: Sequence[Run], names: Sequence[str]) -> str:
 
 
 def _facts(runs: Sequence[Run], names: Sequence[str]) -> str:
-    def versions(run: Run) -> str:
-        return ", ".join(f"{name} {version}" for name, version in run.section("versions").items())
-
-    facts: tuple[tuple[str, Callable[[Run], Any]], ...] = (
-        ("folder", lambda run: run.folder.resolve()),
-        ("devices", devices),
-        ("started", lambda run: run.info.get("started")),
-        ("commit", lambda run: str(run.info.get("commit") or "")[:12]),
-        ("versions", versions),
-    )
+    found = [facts(run) for run in runs]
     rows = [
         f"<tr><th scope=row>{name}</th>"
-        f"{''.join(f'<td><code>{escape(str(read(run) or _MISSING))}</code></td>' for run in runs)}</tr>"
-        for name, read in facts
+        f"{''.join(f'<td><code>{escape(str(each[name] or _MISSING))}</code></td>' for each in found)}</tr>"
+        for name in found[0]
     ]
     return _table("", names, rows)
 
@@ -233,11 +222,10 @@ def _differ(options: Mapping[str, Any]) -> str:
 def _cells(figure: Figure) -> list[str]:
     found = [figure.name]
     for i, value in enumerate(figure.values):
-        beside = figure.beside_first(i)
         if value is None:
             found.append(_MISSING)
         elif len(figure.values) == 2:
-            found.append(f"{figure.text(i)} {beside}".rstrip())
+            found.append(f"{figure.text(i)} {figure.beside_first(i)}".rstrip())
         else:  # more runs leave no room for steps and differences; the page has them
             found.append(figure.shown(value))
     return found

@@ -1,11 +1,9 @@
-"""Drawings that are no curves over steps: lengths as a histogram, groups' rewards as a heat map, rows over time.
-
-Purpose: `histogram_card`, `heat_card` and `rows_card` are figures of the page, in the style of `jaxrl.report.charts`;
-each is empty where its file was not written.
+"""Drawings that are no curves over steps: lengths as a histogram, groups' rewards as a heat map, rows over time. Each
+is empty where its file was not written.
 
 The heat map has a column for each step, or for several where there are many, in which groups are sorted by their mean
 reward: the darker, the higher. So a band in the middle is what still teaches. The rows are those of the last round that
-the timeline has drawn.
+the timeline has found.
 """
 
 from __future__ import annotations
@@ -15,15 +13,14 @@ from html import escape
 from statistics import fmean
 from typing import Any
 
-from jaxrl.report.charts import number, ticks_of
-from jaxrl.report.rounds import DrawnRound, Stay
+from jaxrl.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, figure, frame, number, ticks_of
+from jaxrl.report.rounds import RequestSpan, RoundRows
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 360, 210, 46, 12, 10, 26
 _APART = 0.06  # between bars, in percent of the width
 _COLUMNS, _RANKS, _LEVELS = 90, 24, 8
 MOST_ROWS = 64
 """Of a round that are drawn; of more, every second, third and so on."""
-_ENDS = {  # of a stay in a row: label and colour
+_ENDS = {  # of a request in a row: label and colour
     "stop": ("ended", "c1"),
     "length": ("cut at the limit", "c2"),
     "abort": ("aborted", "c6"),
@@ -45,24 +42,26 @@ def histogram_card(batches: Batches) -> str:
         parts.append(("first steps", _shares(batches[:tenth]), "c2"))
     limit, bins = batches[-1]["limit"], len(batches[-1]["lengths"])
     ticks = ticks_of(0.0, max(max(shares) for _, shares, _ in parts if shares))
-    body = [_frame(ticks, [(t, t / limit) for t in ticks_of(0, limit) if 0 < t <= limit], "tokens")]
-    wide = (_WIDTH - _LEFT - _RIGHT) / bins
-    low, high = _HEIGHT - _BOTTOM, _HEIGHT - _BOTTOM - _TOP
+    labels = [(t, t / limit) for t in ticks_of(0, limit) if 0 < t <= limit]
+    grid = [(number(tick), round(HEIGHT - BOTTOM - tick / ticks[-1] * (HEIGHT - TOP - BOTTOM), 1)) for tick in ticks]
+    body = [frame(grid, [_label(value, share) for value, share in labels], "tokens")]
+    wide = (WIDTH - LEFT - RIGHT) / bins
+    low, high = HEIGHT - BOTTOM, HEIGHT - BOTTOM - TOP
     for label, shares, colour in parts:
         heights = [round(high * share / ticks[-1], 1) for share in shares]
         if colour == "c1":
             for i, (share, height) in enumerate(zip(shares, heights, strict=True)):
                 if share:
                     span = f"{limit * i // bins} to {limit * (i + 1) // bins} tokens"
-                    box = f"x={_LEFT + wide * i:.1f} y={low - height:.1f} width={wide * 0.88:.1f} height={height}"
+                    box = f"x={LEFT + wide * i:.1f} y={low - height:.1f} width={wide * 0.88:.1f} height={height}"
                     body.append(f"<rect class=c1 {box}><title>{label}, {span}: {share:.1%}</title></rect>")
             continue
-        edge = [f"{_LEFT},{low}"]
+        edge = [f"{LEFT},{low}"]
         for i, height in enumerate(heights):
-            edge += [f"{_LEFT + wide * (i + x):.1f},{low - height:.1f}" for x in (0, 1)]
+            edge += [f"{LEFT + wide * (i + x):.1f},{low - height:.1f}" for x in (0, 1)]
         body.append(f"<polyline class='{colour} line' points='{' '.join(edge)}'/>")
     legend = [(label, colour) for label, _, colour in parts]
-    return _figure("Histogram of lengths", "share of responses", legend, "".join(body))
+    return figure("Histogram of lengths", "share of responses", legend, "".join(body))
 
 
 def _shares(batches: Batches) -> list[float]:
@@ -83,23 +82,28 @@ def heat_card(batches: Batches) -> str:
     count = min(_COLUMNS, len(batches))
     pieces = [batches[i * len(batches) // count : (i + 1) * len(batches) // count] for i in range(count)]
     ranks = min(_RANKS, max(len(each["groups"]) for each in batches))
-    wide, tall = (_WIDTH - _LEFT - _RIGHT) / count, (_HEIGHT - _TOP - _BOTTOM) / ranks
+    wide, tall = (WIDTH - LEFT - RIGHT) / count, (HEIGHT - TOP - BOTTOM) / ranks
     cells: list[list[str]] = [[] for _ in range(_LEVELS)]
     for i, piece in enumerate(pieces):
         columns = [_ranked(each["groups"], ranks) for each in piece]
         for rank, rewards in enumerate(zip(*columns, strict=True)):
             level = min(int((fmean(rewards) - low) / (high - low) * _LEVELS), _LEVELS - 1)
-            x, y = _LEFT + wide * i, _HEIGHT - _BOTTOM - tall * (rank + 1)
+            x, y = LEFT + wide * i, HEIGHT - BOTTOM - tall * (rank + 1)
             cells[level].append(f"M{x:.1f} {y:.1f}h{wide + 0.2:.1f}v{tall + 0.2:.1f}h{-wide - 0.2:.1f}z")
     body = [f"<path class='c3 heat{level}' d='{''.join(d)}'/>" for level, d in enumerate(cells) if d]
     first, last = batches[0]["step"], batches[-1]["step"]
     marks = [(t, (t - first + 0.5) / (last - first + 1)) for t in ticks_of(first, last) if first <= t <= last]
     marks = [(t, at) for t, at in marks if t == int(t)] if last - first > 1 else [(first, 0.5)]
-    body.append(_frame([], marks, "step"))
-    for y, text in ((_TOP + 8, "best"), (_HEIGHT - _BOTTOM, "worst")):
-        body.append(f"<text x={_LEFT - 6} y={y} text-anchor=end>{text}</text>")
+    body.append(frame([], [_label(value, share) for value, share in marks], "step"))
+    for y, text in ((TOP + 8, "best"), (HEIGHT - BOTTOM, "worst")):
+        body.append(f"<text x={LEFT - 6} y={y} text-anchor=end>{text}</text>")
     shown = [(number(low + (high - low) * level / (_LEVELS - 1)), f"c3 heat{level}") for level in (0, 2, 5, 7)]
-    return _figure("Rewards of groups", "mean of each, sorted", shown, "".join(body))
+    return figure("Rewards of groups", "mean of each, sorted", shown, "".join(body))
+
+
+def _label(value: float, share: float) -> tuple[str, float, str]:
+    """A label of the lower axis at a share of its length."""
+    return number(value), round(LEFT + share * (WIDTH - LEFT - RIGHT), 1), "end" if share > 0.97 else "middle"
 
 
 def _ranked(values: Sequence[float], ranks: int) -> list[float]:
@@ -108,70 +112,42 @@ def _ranked(values: Sequence[float], ranks: int) -> list[float]:
     return [ordered[i * len(ordered) // ranks] for i in range(ranks)]
 
 
-def rows_card(drawn: DrawnRound | None) -> str:
+def rows_card(found: RoundRows | None) -> str:
     """Who had which row, and when."""
-    if drawn is None:
+    if found is None:
         return ""
-    names = sorted(drawn.rows, key=lambda row: [int(part) for part in row.split(".")])
+    names = sorted(found.rows, key=lambda row: [int(part) for part in row.split(".")])
     shown = names[:: -(-len(names) // MOST_ROWS)]
-    tall = max(min((_HEIGHT * 1.4) / len(shown), 16), 4)
-    base = _TOP + tall * len(shown)
-    end = max(drawn.end_s, 1e-9)
+    tall = max(min((HEIGHT * 1.4) / len(shown), 16), 4)
+    base = TOP + tall * len(shown)
+    end = max(found.end_s, 1e-9)
     share = 100 / end  # of the width, for each second
     bars = []
     for i, row in enumerate(shown):
-        y = _TOP + tall * i
-        bars += [_bar(stay, row, share, y, tall) for stay in drawn.rows[row]]
+        y = TOP + tall * i
+        bars += [_bar(span, row, share, y, tall) for span in found.rows[row]]
         if i % max(1, round(14 / tall)) == 0:
             bars.append(f"<text x=-6 y={y + tall / 2 + 4:.1f} text-anchor=end>{escape(row)}</text>")
     for tick in ticks_of(0, end):
         if tick <= end:
             x = f"{share * tick:.2f}%"
-            bars.append(f"<line class=grid x1={x} x2={x} y1={_TOP} y2={base:.1f} />")
+            bars.append(f"<line class=grid x1={x} x2={x} y1={TOP} y2={base:.1f} />")
             bars.append(f"<text x={x} y={base + 16:.1f} text-anchor=middle>{number(tick)}</text>")
-    ends = {stay.end for row in shown for stay in drawn.rows[row]}
+    ends = {span.end for row in shown for span in found.rows[row]}
     legend = [label for end_, label in _ENDS.items() if end_ in ends]
     some = f", {len(shown)} of {len(names)} rows" if len(shown) < len(names) else ""
-    title = f"Rows in step {drawn.step:g}"
+    title = f"Rows in step {found.step:g}"
     until = "until the end of the plan (rollout.decode_steps tokens) in which it ended"
     unit = f"seconds; a bar is a response, {until}{some}"
     # without a viewBox: lengths are shares of the width, so that it fits a phone with text of the same size
-    view = f"style='height:{base + _BOTTOM:.4g}px'"
-    return f"<section class='charts rows'>{_figure(title, unit, legend, ''.join(bars), view)}</section>"
+    view = f"style='height:{base + BOTTOM:.4g}px'"
+    return f"<section class='charts rows'>{figure(title, unit, legend, ''.join(bars), view)}</section>"
 
 
-def _bar(stay: Stay, row: str, share: float, y: float, tall: float) -> str:
-    label, colour = _ENDS.get(stay.end, _ENDS["abort"])
-    tokens = "" if stay.tokens is None else f", {stay.tokens} tokens"
-    title = f"row {row}: {stay.name}, {number(stay.start_s)} to {number(stay.end_s)} s, {label}{tokens}"
-    x, width = share * stay.start_s, max(share * (stay.end_s - stay.start_s) - _APART, _APART)
+def _bar(span: RequestSpan, row: str, share: float, y: float, tall: float) -> str:
+    label, colour = _ENDS.get(span.end, _ENDS["abort"])
+    tokens = "" if span.tokens is None else f", {span.tokens} tokens"
+    title = f"row {row}: {span.name}, {number(span.start_s)} to {number(span.end_s)} s, {label}{tokens}"
+    x, width = share * span.start_s, max(share * (span.end_s - span.start_s) - _APART, _APART)
     box = f"x={x:.2f}% y={y + 0.5:.1f} width={width:.2f}% height={tall - 1:.1f}"
     return f"<rect class={colour} {box}><title>{escape(title)}</title></rect>"
-
-
-def _frame(ticks: Sequence[float], marks: Sequence[tuple[float, float]], unit: str) -> str:
-    """Lines and numbers of the upright axis, and numbers of the other at shares of its length."""
-    parts = []
-    for tick in ticks:
-        y = round(_HEIGHT - _BOTTOM - tick / ticks[-1] * (_HEIGHT - _TOP - _BOTTOM), 1)
-        parts.append(f"<line class=grid x1={_LEFT} x2={_WIDTH - _RIGHT} y1={y} y2={y} />")
-        parts.append(f"<text x={_LEFT - 6} y={y + 3.5} text-anchor=end>{number(tick)}</text>")
-    for value, share in marks:
-        x = round(_LEFT + share * (_WIDTH - _LEFT - _RIGHT), 1)
-        anchor = "end" if share > 0.97 else "middle"
-        parts.append(f"<text x={x} y={_HEIGHT - 8} text-anchor={anchor}>{number(value)}</text>")
-    parts.append(f"<text x={_LEFT - 6} y={_HEIGHT - 8} text-anchor=end>{unit}</text>")
-    return "".join(parts)
-
-
-def _figure(
-    title: str,
-    unit: str,
-    legend: Sequence[tuple[str, str]],
-    body: str,
-    view: str = f"viewBox='0 0 {_WIDTH} {_HEIGHT}'",
-) -> str:
-    items = "".join(f"<li class='{colour}'>{escape(label)}</li>" for label, colour in legend)
-    head = f"<h3>{escape(title)} <small>{escape(unit)}</small></h3><ul>{items}</ul>"
-    label = escape(f"{title}, {unit}", quote=True)
-    return f'<figure>{head}<svg {view} role=img aria-label="{label}">{body}</svg></figure>'

@@ -1,8 +1,4 @@
-"""What is compared between runs: a few figures of each, from its metrics.
-
-Purpose: `FIGURES` lists them in the order of the table, and `figures_of` takes those that any of the runs has. A figure
-is a mean, a median or a sum over a run's own steps; `last` and `first` are means over a tenth of them.
-"""
+"""What is compared between runs: a few figures of each, from its metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from statistics import fmean, median
 from typing import Any, Literal
 
 from jaxrl.record.live import duration
-from jaxrl.record.metrics import ROUND_PHASES, UPDATE_PHASES, seconds_of
+from jaxrl.record.metrics import FAILURES, ROUND_PHASES, UPDATE_PHASES, seconds_of
 from jaxrl.report.charts import Point, finite, number
 from jaxrl.report.curves import short, validation_names
 from jaxrl.report.runs import Run
@@ -102,7 +98,6 @@ _ROWS: tuple[tuple[str, str, How, bool], ...] = (
     ("tokens/s/device, median", "perf/throughput", "median", True),
     ("tokens, sum", "perf/total_num_tokens", "sum", True),
 )
-_FAILED = ("reward/errors", "reward/timeouts", "reward/crashes")
 
 
 def figures_of(runs: Sequence[Run]) -> list[Figure]:
@@ -112,17 +107,22 @@ def figures_of(runs: Sequence[Run]) -> list[Figure]:
         return Figure(name, tuple(summed(points(run), how) for run in runs), ratio, **more)
 
     found = [row("steps", lambda run: [(line["step"], line["step"]) for line in run.metrics], "end")]
-    common = common_step(runs)
+    common = min((run.metrics[-1]["step"] if run.metrics else 0 for run in runs), default=0)  # that all runs have
     if common and any(run.metrics[-1]["step"] != common for run in runs):
         since = common - max(common // 10, 1) + 1
         name = f"reward, mean of steps {since:g} to {common:g}" if since < common else f"reward at step {common:g}"
-        found.append(row(name, lambda run: between(run.series("critic/rewards/mean"), since, common), "mean"))
+
+        def rewards(run: Run) -> list[Point]:
+            return [point for point in run.series("critic/rewards/mean") if since <= point[0] <= common]
+
+        found.append(row(name, rewards, "mean"))
     found += [row(name, lambda run, key=key: run.series(key), how, ratio) for name, key, how, ratio in _ROWS[:2]]
     for key in dict.fromkeys(key for run in runs for key in validation_names(run)[:2]):
         found += _held_out(f"held-out {short(key)}", [finite(run.series(key)) for run in runs])
     found += [row(name, lambda run, key=key: run.series(key), how, ratio) for name, key, how, ratio in _ROWS[2:]]
-    failed = tuple(_failed(run) for run in runs)
-    found.append(Figure("rewards that failed, sum", failed))
+    failed = [[summed(run.series(f"reward/{kind}"), "sum") for kind in FAILURES] for run in runs]
+    counts = ([count for count in each if count is not None] for each in failed)
+    found.append(Figure("rewards that failed, sum", tuple(sum(each) if each else None for each in counts)))
     for name, phases in (
         ("seconds per step, median", ("step",)),
         ("rollout, seconds per step, median", ROUND_PHASES),
@@ -131,15 +131,6 @@ def figures_of(runs: Sequence[Run]) -> list[Figure]:
         found.append(row(name, lambda run, phases=phases: seconds(run, phases), "median", ratio=True))
     whole = row("all steps together", lambda run: seconds(run, ("step",)), "sum", ratio=True, shown=duration)
     return [figure for figure in (*found, whole) if any(value is not None for value in figure.values)]
-
-
-def common_step(runs: Sequence[Run]) -> float:
-    """The last step that all runs have; 0 where one has none."""
-    return min((run.metrics[-1]["step"] if run.metrics else 0 for run in runs), default=0)
-
-
-def between(points: Sequence[Point], first: float, last: float) -> list[Point]:
-    return [point for point in points if first <= point[0] <= last]
 
 
 def seconds(run: Run, phases: Sequence[str]) -> list[Point]:
@@ -159,8 +150,3 @@ def _held_out(name: str, series: Sequence[Sequence[Point]]) -> list[Figure]:
         steps, values = zip(*points, strict=True)
         found.append(Figure(f"{name}, {what}", values, steps=steps, upto=tuple(step for step, _ in ends)))
     return found
-
-
-def _failed(run: Run) -> float | None:
-    found = [summed(run.series(name), "sum") for name in _FAILED]
-    return sum(value for value in found if value is not None) if any(value is not None for value in found) else None

@@ -1,10 +1,5 @@
-"""A run as one self-contained HTML page: no network, light and dark, wide and narrow screens.
-
-Purpose: `write_report(run_dir)` reads a run's files (`jaxrl.report.runs` names them) and shows on one page: headline
-numbers, curves and drawings (inline SVG, `jaxrl.report.charts` and `jaxrl.report.drawings`), the configuration, and
-samples to read. A file that is missing is named on the page. A small script sorts and filters the samples; without it
-the rest of the page is as it is.
-"""
+"""A run as one self-contained HTML page: no network, light and dark, wide and narrow screens. A file that is missing is
+named on the page. A small script sorts and filters the samples; the rest of the page needs none."""
 
 from __future__ import annotations
 
@@ -16,16 +11,17 @@ from pathlib import Path
 from statistics import fmean, median
 
 from jaxrl.config import Config, flatten, to_mapping
-from jaxrl.record.failures import KINDS, reward_failures
+from jaxrl.record.failures import reward_failures
 from jaxrl.record.files import Removing, refuse_file, write_whole
 from jaxrl.record.live import duration
-from jaxrl.record.metrics import hidden_shares
+from jaxrl.record.metrics import FAILURES, hidden_shares
 from jaxrl.record.run_dir import refuse_overwriting
 from jaxrl.report.charts import breakable, card, finite, number
 from jaxrl.report.curves import PagePart, charts, short, validation_names
 from jaxrl.report.drawings import heat_card, histogram_card, rows_card
 from jaxrl.report.rewards import rewards_section
-from jaxrl.report.runs import Run, devices, option_text, read_run
+from jaxrl.report.rounds import read_round
+from jaxrl.report.runs import Run, devices, facts, option_text, read_run
 from jaxrl.report.samples import samples_section
 from jaxrl.report.style import document
 
@@ -40,8 +36,8 @@ def write_report(
     say: Callable[[str], None] = lambda text: None,
     parts: Sequence[PagePart] = (),
 ) -> Path:
-    """Writes the page (default: `report.html` in the run's folder) and returns where it is. What of the run cannot be
-    read is on the page, and told by `say`; `parts` are those of mechanisms."""
+    """Writes the page (default: `report.html` in the run's folder) and returns where it is. The page and `say` name
+    what cannot be read; `parts` are those of mechanisms."""
     if out is not None:
         refuse_file(out, "--out")
         refuse_overwriting(out, "--out")
@@ -51,9 +47,6 @@ def write_report(
     target = Path(out) if out is not None else run.folder / "report.html"
     write_whole(target, page(run, parts), removing=removing)
     return target
-
-
-# ---------------------------------------------------------------- the page
 
 
 def page(run: Run, parts: Sequence[PagePart] = ()) -> str:
@@ -67,7 +60,7 @@ def page(run: Run, parts: Sequence[PagePart] = ()) -> str:
         _subtitle(run),
         f"{_failed(run)}{problems}{_simulated(run)}{_headlines(run)}<section class=charts>{drawn}"
         f"{histogram_card(run.batches)}{heat_card(run.batches)}</section>"
-        f"{rows_card(run.drawn_round())}{rewards_section(run.metrics, span)}"
+        f"{rows_card(read_round(run.folder / 'timeline.json'))}{rewards_section(run, span)}"
         f"{''.join(part.section(run) for part in parts)}{_samples(run)}"
         f"<h2>Configuration</h2>{_config(run)}<h2>Where and when</h2>{_facts(run)}",
     )
@@ -78,7 +71,7 @@ def _failed(run: Run) -> str:
     found = reward_failures(run.metrics, run.batches, run.samples)
     if found is None:
         return ""
-    kinds = ", ".join(f"{count} {KINDS[name][count > 1]}" for name, count in found.kinds.items())
+    kinds = ", ".join(f"{count} {FAILURES[name][count > 1]}" for name, count in found.kinds.items())
     text = f"<b>{found.failed} of {found.scored} rewards failed</b> and count as 0: {kinds}."
     if found.most:
         text += f" Most often: <code>{breakable(found.most)}</code>."
@@ -166,17 +159,8 @@ def _config(run: Run) -> str:
 
 
 def _facts(run: Run) -> str:
-    versions, command = run.section("versions"), run.info.get("command")
-    facts = [
-        ("command", " ".join(map(str, command)) if isinstance(command, list) else command),
-        ("started", run.info.get("started")),
-        ("commit", run.info.get("commit")),
-        ("devices", devices(run)),
-        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
-        ("folder", run.folder.resolve()),
-    ]
     rows = "".join(
         f"<tr><th scope=row>{name}</th><td><code>{escape(str(value) if value else 'not recorded')}</code></td></tr>"
-        for name, value in facts
+        for name, value in facts(run).items()
     )
     return f"<table class=facts><tbody>{rows}</tbody></table>"

@@ -1,9 +1,5 @@
-"""Rewards on a run's page: what scoring took, by domain, what of it the rollout hid, what failed, and of what parts a
-reward is made.
-
-Purpose: `rewards_section` turns a run's metrics (`jaxrl.rewards.router` names them) into charts and a table of domains;
-empty for a run without any of them.
-"""
+"""Rewards on a run's page: how long scoring took, by domain, how much of it the rollout hid, what failed, and of what
+parts a reward is made (`jaxrl.rewards.reward_metrics` names the metrics)."""
 
 from __future__ import annotations
 
@@ -12,137 +8,92 @@ from dataclasses import replace
 from html import escape
 from statistics import median
 
-from jaxrl.record.metrics import hidden_scoring_shares
-from jaxrl.report.charts import Chart, Curve, Point, breakable, card, finite, number
+from jaxrl.record.metrics import FAILURES, hidden_scoring_shares
+from jaxrl.report.charts import Chart, Curve, breakable, card, finite, number
+from jaxrl.report.curves import curves_of, ever
+from jaxrl.report.runs import Run
 
-Lines = Sequence[Mapping[str, float]]
 MAX_DOMAINS = 6
 """With a chart of their own, those with most samples."""
-FAILURES = (("timeouts", "time-outs", "c2"), ("crashes", "crashes", "c3"), ("errors", "errors", "c5"))
-TIMEOUTS = (
-    ("case", "test cases, adaptive limit", "c1"),
-    ("case_max", "test cases, largest limit", "c2"),
-    ("program", "programs", "c6"),
-    ("sample", "samples", "c3"),
-    ("endpoint", "requests to the endpoint", "c4"),
-    ("watchdog", "silent workers", "c5"),
-)
-"""Kinds of limits (`jaxrl.rewards.reward_metrics`)."""
-_OF_DOMAIN = "/num_scored"
+COLOURS = {"timeouts": "c2", "crashes": "c3", "errors": "c5"}
+TIMEOUTS = {
+    "case": ("test cases, adaptive limit", "c1"),
+    "case_max": ("test cases, largest limit", "c2"),
+    "program": ("programs", "c6"),
+    "sample": ("samples", "c3"),
+    "endpoint": ("requests to the endpoint", "c4"),
+    "watchdog": ("silent workers", "c5"),
+}
+"""Kinds of limits (`jaxrl.rewards.reward_metrics`), with labels and colours."""
 COLUMNS = ("Domain", "Samples", "p50", "p95", "Max", "Time-outs", "Crashes", "Errors")
 
 
-def rewards_section(lines: Lines, span: tuple[float, float] | None) -> str:
-    """HTML of a run's metrics, a mapping for each step; `span`: the steps that axes cover."""
-    names = domains(lines)
-    charts = [
-        *_times(lines, names),
-        *_hidden(lines),
-        *_failed(lines),
-        *_timeouts(lines),
-        *_anchors(lines),
-        *_parts(lines),
-    ]
+def rewards_section(run: Run, span: tuple[float, float] | None) -> str:
+    """HTML; empty for a run without any of these metrics. `span`: the steps that axes cover."""
+    names = domains(run.metrics)
+    charts: list[Chart] = []
+    for name in names[:MAX_DOMAINS]:
+        of = f"reward/{name}"
+        lines = ("median", f"{of}/p50_s", "c1"), ("95 %", f"{of}/p95_s", "c2"), ("longest", f"{of}/max_s", "c3")
+        charts.append(Chart(f"Scoring of {name}", "seconds", curves_of(run, *lines), f"{of}/p50_s"))
+    if shares := hidden_scoring_shares(run.metrics):
+        curves = [Curve("of its seconds", shares)]
+        charts.append(Chart("Scoring hidden under the rollout", "share", curves, "", top=1))
+    failed = [(FAILURES[kind][1], f"reward/{kind}", colour) for kind, colour in COLOURS.items()]
+    failed += [("scored again", "reward/retries", "c4"), ("test cases cut off", "reward/code/cut_off", "c6")]
+    charts += ever(Chart("Rewards that failed", "samples per step", curves_of(run, *failed), ""))
+    limits = [(label, f"reward/timeouts/{kind}", colour) for kind, (label, colour) in TIMEOUTS.items()]
+    charts += ever(Chart("Time-outs by kind", "per step", curves_of(run, *limits), ""))
+    anchors = ("median", "reward/code/anchor_s/median", "c1"), ("longest", "reward/code/anchor_s/max", "c3")
+    if curves := curves_of(run, *anchors):
+        charts.append(Chart("Longest correct test case", "seconds", curves, ""))
+    charts += _parts(run)
     if not charts:
         return ""
     figures = "".join(card(replace(chart, span=span)) for chart in charts)
-    return f"<h2>Rewards</h2><section class=charts>{figures}</section>{_table(lines, names) if names else ''}"
+    return f"<h2>Rewards</h2><section class=charts>{figures}</section>{_table(run, names) if names else ''}"
 
 
-def domains(lines: Lines) -> list[str]:
+def domains(lines: Sequence[Mapping[str, float]]) -> list[str]:
     """Names of domains, those with most samples first."""
     counts: dict[str, float] = {}
     for line in lines:
         for name, value in line.items():
-            if name.startswith("reward/") and name.endswith(_OF_DOMAIN) and name != "reward/num_scored":
-                domain = name.removeprefix("reward/").removesuffix(_OF_DOMAIN)
+            if name.startswith("reward/") and name.endswith("/num_scored") and name != "reward/num_scored":
+                domain = name.removeprefix("reward/").removesuffix("/num_scored")
                 counts[domain] = counts.get(domain, 0.0) + value
     return sorted(counts, key=lambda domain: (-counts[domain], domain))
 
 
-def series(lines: Lines, name: str) -> list[Point]:
-    """(step, value) where the metric was recorded."""
-    return [(line["step"], line[name]) for line in lines if name in line]
-
-
-def _times(lines: Lines, names: Sequence[str]) -> list[Chart]:
-    """Seconds of scoring, a chart for each domain."""
-    found: list[Chart] = []
-    for name in names[:MAX_DOMAINS]:
-        curves = [
-            Curve(label, points, colour)
-            for label, key, colour in (("median", "p50_s", "c1"), ("95 %", "p95_s", "c2"), ("longest", "max_s", "c3"))
-            if (points := series(lines, f"reward/{name}/{key}"))
-        ]
-        found.append(Chart(f"Scoring of {name}", "seconds", curves, f"reward/{name}/p50_s"))
-    return found
-
-
-def _hidden(lines: Lines) -> list[Chart]:
-    shares = hidden_scoring_shares(lines)
-    if not shares:
-        return []
-    return [Chart("Scoring hidden under the rollout", "share", [Curve("of its seconds", shares)], "", top=1)]
-
-
-def _failed(lines: Lines) -> list[Chart]:
-    """How many rewards failed in a step, by kind, and how many samples were scored again; none where none was."""
-    kinds = (
-        *((f"reward/{key}", label, colour) for key, label, colour in FAILURES),
-        ("reward/retries", "scored again", "c4"),
-        ("reward/code/cut_off", "test cases cut off", "c6"),
-    )
-    curves = [Curve(label, series(lines, name), colour) for name, label, colour in kinds]
-    curves = [curve for curve in curves if any(value for _, value in curve.points)]
-    return [Chart("Rewards that failed", "samples per step", curves, "")] if curves else []
-
-
-def _timeouts(lines: Lines) -> list[Chart]:
-    """What limits ended, by their kind; none where none ended anything."""
-    curves = [Curve(label, series(lines, f"reward/timeouts/{kind}"), colour) for kind, label, colour in TIMEOUTS]
-    curves = [curve for curve in curves if any(value for _, value in curve.points)]
-    return [Chart("Time-outs by kind", "per step", curves, "")] if curves else []
-
-
-def _anchors(lines: Lines) -> list[Chart]:
-    """The longest time of a correct response, of all test cases that have one."""
-    curves = [
-        Curve(label, points, colour)
-        for label, key, colour in (("median", "median", "c1"), ("longest", "max", "c3"))
-        if (points := series(lines, f"reward/code/anchor_s/{key}"))
-    ]
-    return [Chart("Longest correct test case", "seconds", curves, "")] if curves else []
-
-
-def _parts(lines: Lines) -> list[Chart]:
-    """Means of what rewards are made of, before weights."""
-    names = sorted({name for line in lines for name in line if name.startswith("reward/part/")})
-    overlong = [(step, -lost) for step, lost in series(lines, "reward/overlong_penalty/mean")]
+def _parts(run: Run) -> list[Chart]:
+    """Means of the parts of rewards, before weights."""
+    names = sorted({name for line in run.metrics for name in line if name.startswith("reward/part/")})
+    overlong = [(step, -lost) for step, lost in run.series("reward/overlong_penalty/mean")]
     if not names and not overlong:
         return []
     colours = ("c2", "c3", "c4", "c5", "c6", "c7", "c8", "c10", "c11")
-    curves = [Curve("scorer", points)] if (points := series(lines, "reward/own/mean")) else []
-    curves += [
-        Curve(name.removeprefix("reward/part/").removesuffix("/mean"), series(lines, name), colours[i % len(colours)])
+    parts = [
+        (name.removeprefix("reward/part/").removesuffix("/mean"), name, colours[i % len(colours)])
         for i, name in enumerate(names)
     ]
+    curves = curves_of(run, ("scorer", "reward/own/mean", "c1"), *parts)
     curves += [Curve("overlong", overlong, "c9")] if overlong else []
     return [Chart("Parts of the reward", "mean, before weights", curves, "", legend=True)]
 
 
-def _table(lines: Lines, names: Sequence[str]) -> str:
+def _table(run: Run, names: Sequence[str]) -> str:
     """Each domain over the whole run: counts, and medians over steps of the times, but the longest of all."""
     rows = []
     for name in names:
 
         def values(key: str, name: str = name) -> list[float]:
-            return [value for _, value in finite(series(lines, f"reward/{name}/{key}"))]
+            return [value for _, value in finite(run.series(f"reward/{name}/{key}"))]
 
         seconds = [median(found) if (found := values(key)) else None for key in ("p50_s", "p95_s")]
         seconds.append(max(values("max_s"), default=None))
         cells = [breakable(name), number(sum(values("num_scored")))]
         cells += ["–" if value is None else f"{number(value)} s" for value in seconds]
-        cells += [number(sum(values(key))) for key, *_ in FAILURES]
+        cells += [number(sum(values(kind))) for kind in FAILURES]
         rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     head = "".join(f"<th>{escape(name)}</th>" for name in COLUMNS)
     note = "<p class=sub style='margin-top:14px'>Counts of the whole run; p50 and p95 are medians over its steps.</p>"

@@ -1,8 +1,4 @@
-"""A round's rows over time, read back from a run's timeline.
-
-Purpose: `read_round(folder)` finds the last step in which rows were drawn, and returns who had which row; evaluations
-are left out. Only the end of the file is read: it may be large, and its last steps are there.
-"""
+"""A round's rows over time, read back from a run's timeline. Only the end of the file is read: it may be large."""
 
 from __future__ import annotations
 
@@ -19,9 +15,9 @@ _WANTED = (f'"cat":"{ROW}"'.encode(), b'"name":"step"', b'"name":"testing"')
 
 
 @dataclass(frozen=True, slots=True)
-class Stay:
-    """A response in a row: its name, seconds since the round's first one, why it ended there, and its tokens where it
-    ended for good."""
+class RequestSpan:
+    """A request in a row: its name, seconds since the round's first one, why it left the row, and its tokens if it
+    ended there."""
 
     name: str
     start_s: float
@@ -31,27 +27,27 @@ class Stay:
 
 
 @dataclass(frozen=True, slots=True)
-class DrawnRound:
-    """The rows of the round in a step, by name, each with its responses in order; `end_s`: when the last one ended."""
+class RoundRows:
+    """The rows of the round in a step, by name, each with its requests in order; `end_s`: when the last one ended."""
 
     step: float
-    rows: dict[str, list[Stay]]
+    rows: dict[str, list[RequestSpan]]
     end_s: float
 
 
-def read_round(file: Path) -> DrawnRound | None:
-    """The last round of a timeline; None where there is none, or no rows were drawn. A line that is damaged is none."""
+def read_round(file: Path) -> RoundRows | None:
+    """The last round of a timeline without evaluations; None where no rows were drawn. Damaged lines are left out."""
     if not file.is_file():
         return None
-    stays: list[dict[str, Any]] = []
+    spans: list[dict[str, Any]] = []
     steps: list[dict[str, Any]] = []
     tests: list[dict[str, Any]] = []
     for event in _events(file):
-        kind = stays if event.get("cat") == ROW else steps if event["name"] == "step" else tests
+        kind = spans if event.get("cat") == ROW else steps if event["name"] == "step" else tests
         kind.append(event)
-    stays = [each for each in stays if not any(_holds(test, each) for test in tests)]
+    spans = [each for each in spans if not any(_holds(test, each) for test in tests)]
     for step in reversed(steps):
-        if inside := [each for each in stays if _holds(step, each)]:
+        if inside := [each for each in spans if _holds(step, each)]:
             return _round(step, inside)
     return None
 
@@ -77,14 +73,14 @@ def _holds(outer: dict[str, Any], inner: dict[str, Any]) -> bool:
     return outer["pid"] == inner["pid"] and outer["ts"] <= end <= outer["ts"] + outer["dur"] + 1
 
 
-def _round(step: dict[str, Any], inside: list[dict[str, Any]]) -> DrawnRound:
+def _round(step: dict[str, Any], inside: list[dict[str, Any]]) -> RoundRows:
     began = min(each["ts"] for each in inside)
-    rows: dict[str, list[Stay]] = {}
+    rows: dict[str, list[RequestSpan]] = {}
     for each in sorted(inside, key=lambda event: event["ts"]):
-        told = each.get("args", {})
+        args = each.get("args", {})
         start, end = ((each["ts"] - began) / 1e6, (each["ts"] + each["dur"] - began) / 1e6)
-        stay = Stay(str(each["name"]), start, end, str(told.get("end")), told.get("tokens"))
-        rows.setdefault(str(told.get("row")), []).append(stay)
+        span = RequestSpan(str(each["name"]), start, end, str(args.get("end")), args.get("tokens"))
+        rows.setdefault(str(args.get("row")), []).append(span)
     rows = {row: found for row, found in rows.items() if all(part.isdigit() for part in row.split("."))}
-    last = max((stay.end_s for found in rows.values() for stay in found), default=0.0)
-    return DrawnRound(step.get("args", {}).get("step", 0), rows, last)
+    last = max((span.end_s for found in rows.values() for span in found), default=0.0)
+    return RoundRows(step.get("args", {}).get("step", 0), rows, last)

@@ -1,12 +1,5 @@
-"""What a page reads of a run: the files in its folder, each of which may be missing.
-
-- metrics.jsonl: one line per step (`jaxrl.record.metrics`);
-- samples.jsonl: one line per shown sample (`jaxrl.record.samples` has its fields);
-- batches.jsonl: lengths and groups' rewards of each step (`jaxrl.record.batches`);
-- timeline.json: of which the last round's rows are read (`jaxrl.report.rounds`);
-- layouts.jsonl: the layout over each rollout round, where it adapts (`jaxrl.record.layouts`);
-- config.yaml: only to say so if it cannot be read, as a run could not go on;
-- run.json: config (resolved), versions, commit, devices {platform, kind, count}, started, command.
+"""What a page reads of a run: the files in its folder, each of which may be missing. config.yaml is read only to say so
+if it is damaged, because a run could not resume then.
 """
 
 from __future__ import annotations
@@ -21,17 +14,10 @@ from typing import Any
 from jaxrl.config import flatten
 from jaxrl.config.inputs import read_text
 from jaxrl.config.yaml_text import parse_yaml
-from jaxrl.record.batches import FILE_NAME as BATCHES_FILE
-from jaxrl.record.batches import read_batches
+from jaxrl.record import batches, layouts, metrics, samples
 from jaxrl.record.files import read_lines
-from jaxrl.record.layouts import FILE_NAME as LAYOUTS_FILE
-from jaxrl.record.layouts import read_layouts
-from jaxrl.record.metrics import FILE_NAME, read_metrics
 from jaxrl.record.run_dir import CONFIG_FILE, RUN_FILE, SIMULATED
-from jaxrl.record.samples import FILE_NAME as SAMPLES_FILE
-from jaxrl.record.samples import IDS
 from jaxrl.report.charts import Point
-from jaxrl.report.rounds import DrawnRound, read_round
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +35,6 @@ class Run:
     def series(self, name: str) -> list[Point]:
         """(step, value) where the metric was recorded."""
         return [(row["step"], row[name]) for row in self.metrics if name in row]
-
-    def drawn_round(self) -> DrawnRound | None:
-        """The rows of the last round on the timeline."""
-        return read_round(self.folder / "timeline.json")
 
     def section(self, name: str) -> Mapping[str, Any]:
         """A part of run.json; empty where it is missing or not a mapping."""
@@ -76,17 +58,18 @@ class Run:
 
 def read_run(run_dir: str | Path) -> Run:
     """Reads a run's folder; ValueError if it is not one."""
-    folder = Path(run_dir)
-    if not any((folder / name).is_file() for name in (FILE_NAME, SAMPLES_FILE, RUN_FILE)):
-        raise ValueError(f"{folder} is not a run: it has none of {FILE_NAME}, {SAMPLES_FILE}, {RUN_FILE}")
+    folder, expected = Path(run_dir), (metrics.FILE_NAME, samples.FILE_NAME, RUN_FILE)
+    if not any((folder / name).is_file() for name in expected):
+        raise ValueError(f"{folder} is not a run: it has none of {', '.join(expected)}")
     problems: list[str] = []
 
-    def attempt(read: Callable[[Path], Any], name: str, otherwise: Any) -> Any:
+    def attempt(read: Callable[[], Any], name: str, otherwise: Any, optional: bool = False) -> Any:
         if not (folder / name).is_file():
-            problems.append(f"{name} is missing")
+            if not optional or os.path.lexists(folder / name):
+                problems.append(f"{name} is missing")
             return otherwise
         try:
-            value = read(folder / name)
+            value = read()
             if type(value) is not type(otherwise):
                 raise ValueError("must hold an object")
             return value
@@ -94,30 +77,42 @@ def read_run(run_dir: str | Path) -> Run:
             problems.append(f"{name} could not be read: {error}")
             return otherwise
 
-    metrics = attempt(lambda _: list(read_metrics(folder)), FILE_NAME, [])
-    if not metrics and not problems:
+    def note(damaged: str) -> None:
+        problems.append(f"{damaged}, and left out")
+
+    steps = attempt(lambda: metrics.read_metrics(folder, note), metrics.FILE_NAME, [])
+    if not steps and not problems:
         problems.append("no step has been finished yet")
-    info = attempt(lambda path: json.loads(path.read_text(encoding="utf-8")), RUN_FILE, {})
-    samples = attempt(_read_samples, SAMPLES_FILE, [])
-    attempt(lambda path: parse_yaml(read_text(path), CONFIG_FILE)[0], CONFIG_FILE, {})
-
-    def if_there(read: Callable[[Path], Any], name: str) -> list[dict[str, Any]]:
-        """Of a file that not every run has."""
-        return attempt(lambda _: read(folder), name, []) if os.path.lexists(folder / name) else []
-
-    layouts, batches = if_there(read_layouts, LAYOUTS_FILE), if_there(read_batches, BATCHES_FILE)
-    return Run(folder, metrics, samples, layouts, batches, info, problems)
+    info = attempt(lambda: json.loads((folder / RUN_FILE).read_text(encoding="utf-8")), RUN_FILE, {})
+    shown = attempt(lambda: _read_samples(folder / samples.FILE_NAME, note), samples.FILE_NAME, [])
+    attempt(lambda: parse_yaml(read_text(folder / CONFIG_FILE), CONFIG_FILE)[0], CONFIG_FILE, {})
+    rounds = attempt(lambda: layouts.read_layouts(folder, note), layouts.FILE_NAME, [], optional=True)
+    of_steps = attempt(lambda: batches.read_batches(folder, note), batches.FILE_NAME, [], optional=True)
+    return Run(folder, steps, shown, rounds, of_steps, info, problems)
 
 
-def _read_samples(path: Path) -> list[dict[str, Any]]:
-    def parse(line: bytes) -> Any:
+def _read_samples(path: Path, note: Callable[[str], None]) -> list[dict[str, Any]]:
+    def parse(line: bytes) -> dict[str, Any]:
         sample = json.loads(line.decode(errors="replace"))
-        if isinstance(sample, dict):
-            sample.pop(IDS, None)  # no page shows them, and they are most of a long sample
+        if not isinstance(sample["step"], int | float):
+            raise ValueError("step must be a number")
+        sample.pop(samples.IDS, None)  # no page shows them, and they are most of a long sample
         return sample
 
-    samples = read_lines(path, parse)
-    return [sample for sample in samples if isinstance(sample, dict) and isinstance(sample.get("step"), int | float)]
+    return read_lines(path, parse, note)
+
+
+def facts(run: Run) -> dict[str, Any]:
+    """Where and when a run was made; what was not recorded is empty."""
+    command = run.info.get("command")
+    return {
+        "command": " ".join(map(str, command)) if isinstance(command, list) else command,
+        "started": run.info.get("started"),
+        "commit": run.info.get("commit"),
+        "devices": devices(run),
+        "versions": ", ".join(f"{name} {version}" for name, version in run.section("versions").items()),
+        "folder": run.folder.resolve(),
+    }
 
 
 def devices(run: Run) -> str:

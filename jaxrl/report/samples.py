@@ -1,10 +1,8 @@
-"""Samples to read on a run's page: a table that a small script sorts and filters.
+"""Samples to read on a run's page: a table of lines of `samples.jsonl` that a small script sorts and filters.
 
-Purpose: `samples_section` shows lines of `samples.jsonl` (`jaxrl.record.samples` has their fields). Not every
-sample has every field, so a cell reads them with `get`. Widths of columns stand in the page's style sheet.
-
-Without the script the page shows samples of the first, the middle and the last step, and has no controls. Of a prompt
-in a chat template the last message of the user is shown, and the whole is folded below it.
+Not every sample has every field, so a cell reads them with `get`. Without the script the page shows samples of the
+first, the middle and the last step, and has no controls. Of a prompt in a chat template the last message of the user is
+shown, and the rest is folded below it.
 """
 
 from __future__ import annotations
@@ -106,12 +104,11 @@ def _row(sample: Shown, picked: Sequence[str]) -> str:
     numbers = " ".join(f"data-{name}={found if isfinite(found) else -1e308}" for name, found in data.items())
     source = escape(str(sample.get("source") or ""), quote=True)
     hidden = "" if "edge" in picked else " hidden"
-    cells = "".join(_cell(sample, *column) for column in COLUMNS)
+    cells = "".join(
+        f"<td data-label={heading}{' class=num' if is_number else ''}>{content(sample)}</td>"
+        for heading, _, content, is_number in COLUMNS
+    )
     return f"<tr {numbers} data-pick='{' '.join(picked)}' data-source=\"{source}\"{hidden}>{cells}</tr>"
-
-
-def _cell(sample: Shown, heading: str, by: str, content: Callable[[Shown], str], is_number: bool) -> str:
-    return f"<td data-label={heading}{' class=num' if is_number else ''}>{content(sample)}</td>"
 
 
 def _step(sample: Shown) -> str:
@@ -131,13 +128,11 @@ def _prompt(sample: Shown) -> str:
 
 
 def _response(sample: Shown) -> str:
-    turns = sample.get("turns")
-    return _conversation(turns) if turns else _pre(str(sample.get("response") or ""))
-
-
-def _conversation(turns: Sequence[Shown]) -> str:
-    """Turn by turn: what the model said, tokens the redder the less likely they were, and below it the answer, grey:
-    nothing is learnt from that."""
+    """The response; of several turns what the model said, tokens the redder the less likely they were, and below it the
+    environment's answer, grey because nothing is learnt from it."""
+    turns: Sequence[Shown] = sample.get("turns") or ()
+    if not turns:
+        return _pre(str(sample.get("response") or ""))
     parts: list[str] = []
     for count, turn in enumerate(turns, 1):
         answer = turn.get("answer") or []
@@ -159,7 +154,7 @@ def _coloured(tokens: Sequence[tuple[str, float]]) -> str:
 
 
 def _reward(sample: Shown) -> str:
-    """The reward, and below it what it was made of, why scoring failed, and what else the scorer said."""
+    """The reward, and below it its parts, why scoring failed, and, folded, what else the scorer said."""
     parts = sample.get("parts")
     made_of = {"scorer": sample.get("own_reward"), **(parts if isinstance(parts, Mapping) else {})}
     made_of |= {"wrong": sample.get("wrong_reward"), "overlong": sample.get("overlong_reward")}
@@ -167,15 +162,12 @@ def _reward(sample: Shown) -> str:
     if sample.get("error"):
         lines.append(str(sample["error"])[:200])
     below = "".join(f"<p class=sub>{breakable(line)}</p>" for line in lines)
-    return escape(_number(sample.get("reward"))) + below + _info(sample.get("info"))
-
-
-def _info(info: Any) -> str:
-    """What else the scorer said, folded."""
+    shown = escape(_number(sample.get("reward"))) + below
+    info = sample.get("info")
     if not isinstance(info, Mapping) or not info:
-        return ""
+        return shown
     lines = [f"{name}: {said if isinstance(said, str) else json.dumps(said)}" for name, said in info.items()]
-    return f"<details><summary>info</summary>{_pre(chr(10).join(lines))}</details>"
+    return f"{shown}<details><summary>info</summary>{_pre(chr(10).join(lines))}</details>"
 
 
 def _number(value: Any) -> str:
@@ -195,9 +187,9 @@ def _pre(text: str) -> str:
 
 
 COLUMNS: tuple[tuple[str, str, Callable[[Shown], str], bool], ...] = (
-    ("Step", "step", lambda sample: _step(sample), True),
+    ("Step", "step", _step, True),
     ("Prompt", "", _prompt, False),
-    ("Response", "", lambda sample: _response(sample), False),
+    ("Response", "", _response, False),
     ("Reward", "reward", _reward, True),
     ("Tokens", "tokens", _tokens, True),
 )

@@ -1,9 +1,8 @@
 """The executor that runs the engine's plans on a mesh.
 
 `submit` turns a plan into program calls over padded shape buckets and returns at once; `collect` waits for the values
-of a plan. Weights, KV pool and row state stay on the devices between plans. Every shape is compiled ahead (`warm_up`)
-and kept in jax's persistent compilation cache when one is configured; a shape that is first needed later is compiled
-then and counted (`recompiles`).
+of a plan. Every shape is compiled ahead (`warm_up`) and kept in jax's persistent compilation cache when one is
+configured; a shape that is first needed later is compiled then and counted (`recompiles`).
 
 Prefill chunks of one plan run in ascending order of their start, in one call per run of equal length buckets. A chunk
 that reads blocks written by another chunk of the plan (a prompt's shared blocks) starts later in its sequence than that
@@ -15,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -26,7 +26,6 @@ from jaxrl.models.numerics import merging_exactly
 from jaxrl.rollout import kv_cache
 from jaxrl.rollout.calls import Call, MeshTicket, kept_tokens, place, prefill_calls, results
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms, bucket
-from jaxrl.rollout.plan_times import PlanTimer
 from jaxrl.rollout.programs import MAX_STOP_IDS, RowState, host_rows
 from jaxrl.rollout.proposals import DeviceHistories
 from jaxrl.rollout.sampling import request_key
@@ -47,6 +46,41 @@ from jaxrl.sharding.compiled import CompileAhead, CompiledPrograms
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import platform_of
 from jaxrl.sharding.rules import Form, rollout_shardings, to_rollout, train_shardings
+
+
+@dataclass(slots=True)
+class PlanTimer:
+    """The seconds that plans take on the devices, as the host sees them; moments are `clock`'s.
+
+    Plans queue, so one begins when it is submitted or when the one before has ended, and has ended when its values are
+    there. Where the host looks later (another model has had the devices behind a plan), it ended when the devices were
+    last seen quiet.
+
+    Attributes:
+      ended_s: when the last plan was known to have ended.
+    """
+
+    clock: Callable[[], float] = time.perf_counter
+    ended_s: float = 0.0
+    _submitted_s: float = 0.0
+    _quiet_s: float = 0.0
+
+    def submits(self) -> float:
+        """A plan is about to be submitted; when."""
+        self._submitted_s = self.clock()
+        return self._submitted_s
+
+    def seen_quiet(self) -> None:
+        """What was submitted has ended by now. The first such moment after a plan counts."""
+        if self._quiet_s <= self._submitted_s:
+            self._quiet_s = self.clock()
+
+    def took(self, submitted_s: float) -> float:
+        """The seconds of the plan that was submitted then, whose values are there."""
+        now_s = self.clock()
+        ended_s = self._quiet_s if submitted_s < self._quiet_s else now_s
+        began_s, self.ended_s = max(submitted_s, self.ended_s), ended_s
+        return max(ended_s - began_s, 0.0)
 
 
 def check_request(config: ExecutorConfig, request: Request) -> None:
@@ -82,15 +116,13 @@ class MeshExecutor:
     Call `sync_weights` and `allocate` before the first plan. `release` frees the KV pool for the update phase.
 
     Args:
-      model, layout: what to run, and the layout to begin with.
-      config: sizes, and the layouts that it can change to (`switch`).
+      layout: to begin with.
       weights: returns the trainer's weights of the version last synchronised; needed to go back after a switch that
         failed halfway.
 
     Attributes:
-      platform: of its devices (`jaxrl.sharding.mesh.platform_of`).
       is_spread: whether other processes have a part of its devices. They run the same plans, and rows and what a plan
-        returns are whole on every device.
+        returns are replicated on every device.
       way_back: takes the weights of `policy_version` again, in the layout in use; None: there is no source of them.
     """
 
@@ -111,7 +143,9 @@ class MeshExecutor:
         self.host_s = 0.0
         self._mesh = layout.mesh
         self.is_spread = len({device.process_index for device in layout.mesh.devices.flat}) > 1
-        self.way_back: Callable[[], None] | None = None if weights is None else lambda: self._sync_again(weights)
+        self.way_back: Callable[[], None] | None = None
+        if weights is not None:
+            self.way_back = lambda: self.sync_weights(weights(), self.policy_version)
         self._layouts: dict[int, LayoutPrograms] = {}
         self._timer = PlanTimer()
         self._params: Any = None
@@ -152,8 +186,8 @@ class MeshExecutor:
     # -- memory phases ---------------------------------------------------------------------------------------------
 
     def sync_weights(self, train_params: Any, policy_version: int) -> None:
-        """Takes over the trainer's weights, on the devices: cast, padded and resharded to this layout. Weights of a
-        trainer on other devices are sent over first, in chunks."""
+        """Takes over the trainer's weights: cast, padded and resharded to this layout. Weights of a trainer on other
+        devices are sent over first, in chunks."""
         self.drop_weights()
         self.take_weights(self.rollout_form(train_params, self.layout), self.layout, policy_version)
 
@@ -165,12 +199,12 @@ class MeshExecutor:
         return to_rollout(train_params, self.model, layout, self.config.dtype, self.config.max_tp, **self.form)
 
     def drop_weights(self) -> None:
-        """Lets go of the weights, before new ones are made: two copies never exist at once."""
+        """To be called before new ones are made: two copies never exist at once."""
         self._params = None
 
     def take_weights(self, params: Any, layout: Layout, policy_version: int) -> None:
-        """Takes over weights in rollout form, in a layout of this executor's mesh: they are the executor's from now on,
-        and are resharded, chunk by chunk, if another layout is in use."""
+        """Takes over weights in rollout form, in a layout of this executor's mesh. They are resharded, chunk by chunk,
+        if another layout is in use."""
         if layout != self.layout:
             params, _ = reshard.reshard(params, self._shardings(self._now))
         self._params = params
@@ -185,7 +219,6 @@ class MeshExecutor:
 
     @property
     def form(self) -> Form:
-        """How its weights lie."""
         return self._now.programs.form
 
     @property
@@ -200,9 +233,6 @@ class MeshExecutor:
     @property
     def has_pool(self) -> bool:
         return self._pool is not None
-
-    def _sync_again(self, weights: Callable[[], Any]) -> None:
-        self.sync_weights(weights(), self.policy_version)
 
     def allocate(self, pool: kv_cache.Pool | None = None) -> None:
         """Allocates the KV pool if there is none, or takes over one of `cache_shape` in this layout's shardings; row
@@ -257,7 +287,6 @@ class MeshExecutor:
 
     @property
     def tp(self) -> int:
-        """The tensor-parallel degree in use."""
         return self.layout.tp
 
     def capacity(self, tp: int) -> Capacity:
@@ -367,8 +396,7 @@ class MeshExecutor:
         return self._pool
 
     def _back_to(self, programs: LayoutPrograms, error: Exception) -> SwitchFailed:
-        """After a failure halfway: takes the weights anew in the old layout, with an empty pool, or has nothing
-        left."""
+        """After a failure halfway: takes the weights anew in the old layout, with an empty pool, if it can."""
         self._params = self._pool = self._state = None  # of weights, never a mixture
         self._use(programs)
         what = f"the switch from tp {programs.layout.tp} failed halfway ({type(error).__name__}: {error})"
@@ -385,7 +413,7 @@ class MeshExecutor:
     # -- the seam ----------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Refuses requests that this executor's programs were not built for."""
+        """Raises ValueError for a request that this executor's programs were not built for."""
         check_request(self.config, request)
 
     def submit(self, plan: Plan) -> MeshTicket:

@@ -1,9 +1,9 @@
 """The programs of the rollout as a JetStream engine: prefill, insert and generate of `jetstream.engine.engine_api`.
 
-Purpose: to serve a jaxrl model from JetStream's orchestrator, or from anything else that drives its `Engine`. Nothing
-else in jaxrl imports this module. `pip install 'jaxrl[jetstream]'` brings google-jetstream 0.2.2, the last release on
-PyPI of an archived project, and with it seqio and TensorFlow, which its `engine_api` imports. It was run with Python
-3.11, jax 0.10.2 and with Python 3.12, jax 0.11.2 (both with seqio 0.0.20, TensorFlow 2.21, protobuf 7.36).
+`jaxrl serve --jetstream` is a server made of these parts; nothing else in jaxrl imports this module. `pip install
+'jaxrl[jetstream]'` brings google-jetstream 0.2.2, the last release on PyPI of an archived project, with seqio and
+TensorFlow, which its `engine_api` imports. It was run with Python 3.11, jax 0.10.2 and with Python 3.12, jax 0.11.2
+(both with seqio 0.0.20, TensorFlow 2.21, protobuf 7.36).
 
 Source: google-jetstream 0.2.2, `engine/engine_api.py` and the way `core/orchestrator.py` drives it. There, prefill
 returns a prefix only, and `generate` returns every token of a response. (Later sources on GitHub return the first token
@@ -24,7 +24,7 @@ Departures:
   token ids are exact. JetStream puts a BOS token in front of a client's token ids, even for models without one.
 
 `orchestrator.Driver` throws away an inserted prefix by `jax.tree_map`, which jax no longer has; the process then dies
-(SIGKILL). `drive` makes a Driver that lives. `jaxrl serve --jetstream` is a server made of these parts.
+(SIGKILL). `drive` makes a Driver that lives.
 
 Dims: G dp groups (sharded), S slots per group, n samples per slot, R = S * n rows per group, K key/value heads, N
 blocks, P positions per block, W blocks per table, D head dim, C positions of a prefill.
@@ -47,7 +47,7 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.fit import check_length, check_vocabulary
 from jaxrl.models.loading import RANDOM, load_model
 from jaxrl.rollout import kv_cache
-from jaxrl.rollout.programs import MAX_STOP_IDS, Programs, RowState, host_rows, row_state_shapes
+from jaxrl.rollout.programs import MAX_STOP_IDS, ExecutorConfig, Programs, RowState, host_rows, row_state_shapes
 from jaxrl.rollout.sampling import request_key
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.rules import pad_heads, to_rollout
@@ -74,19 +74,13 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=1 << 24)
 
 @dataclass(frozen=True, slots=True)
 class JetStreamConfig:
-    """Sizes of a JetStream engine, and how it samples.
+    """Sizes of a JetStream engine, and how it samples; the names of `ExecutorConfig` mean the same here.
 
     Attributes:
-      num_slots: requests per dp group.
       samples_per_slot: responses to each request; they share its prefill.
-      block_size: positions per block.
-      max_length: tokens of the longest sequence, prompt and response.
       max_prefill_length: tokens of the longest prompt, 16, 32, 64 ...; longer ones lose their beginning (JetStream).
-      dtype: of weights, KV and activations.
-      seed: folded into every token's key.
       sampling: the sampling parameters of every request.
-      max_tp: the largest TP degree that the weights are padded for. Engines that hand each other prefixes must agree on
-        it and on `block_size`.
+      max_tp: engines that exchange prefixes must agree on it and on `block_size`.
     """
 
     num_slots: int
@@ -154,13 +148,10 @@ def drive(engine: JetStreamEngine, params: Any, generating: tuple[JetStreamEngin
     """
     from jetstream.core import orchestrator  # pyright: ignore[reportMissingImports]
 
-    orchestrator.delete_pytree = _keep  # its own asks jax for a function that is gone
+    # its own asks jax for a function that is gone; a prefix goes when its last reference goes
+    orchestrator.delete_pytree = lambda prefix: None
     last, last_params = generating or (engine, params)
     return orchestrator.Driver([engine], [last], [params], [last_params], interleaved_mode=generating is None)
-
-
-def _keep(prefix: Any) -> None:
-    """In place of JetStream's deletion: a prefix goes when its last reference goes."""
 
 
 def add_service(driver: Any, server: Any) -> None:
@@ -201,7 +192,8 @@ class JetStreamEngine(engine_api.Engine):
         self._cache = kv_cache.CacheShape(
             model.num_layers, kv_heads, model.head_dim, num_blocks, config.block_size, jnp.dtype(config.dtype)
         )
-        self._programs = Programs(model, layout, jnp.dtype(config.dtype), decode_steps=1, max_tp=config.max_tp)
+        sizes = ExecutorConfig(config.num_slots, decode_steps=1, dtype=config.dtype, max_tp=config.max_tp)
+        self._programs = Programs(model, layout, sizes)
         self._truncate = config.sampling.top_k > 0 or config.sampling.top_p < 1 or config.sampling.min_p > 0
         self._num_requests = itertools.count()
         by_row = self._programs.rows_sharding

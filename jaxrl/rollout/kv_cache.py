@@ -144,14 +144,11 @@ class GatheredCache:
 
     def __init__(self, layout: Layout, num_kv_heads: int, layers: KvLayers) -> None:
         self._mesh, self._layers = layout.mesh, layers
-        dp, kv = layout.dp_axes or None, layout.kv_axes(num_kv_heads) or None
-        self._rows, self._paged = PartitionSpec(dp), PartitionSpec(dp, kv)
+        self._dp, self._tp = layout.dp_axes or None, layout.tp_axes or None
+        self._kv = layout.kv_axes(num_kv_heads) or None
+        self._rows, self._paged = PartitionSpec(self._dp), PartitionSpec(self._dp, self._kv)
         self._tiles = gathered.WindowTiles(*[self._rows] * 3)
         self._window, self._fresh = gathered.Window(*[self._paged] * 2), gathered.Fresh(*[self._paged] * 2)
-        tp = layout.tp_axes or None
-        self._queries, self._keys = PartitionSpec(dp, None, tp), PartitionSpec(dp, None, kv)
-        self._heads = PartitionSpec(tp)
-        self._several = PartitionSpec(dp, None, None, tp), PartitionSpec(dp, None, None, kv)
 
     def open(
         self, pool: Pool, tiles: Sequence[gathered.WindowTiles], num_rows: int, num_steps: int, dtype: Any
@@ -159,7 +156,7 @@ class GatheredCache:
         """Each layer's window of its stack's tiles, [dp, U, ...], and its empty buffer for `num_steps` steps
         (positions) of the rows; `dtype`: of the window, where the pool holds codes."""
 
-        def local(keys: Cached, values: Cached, blocks: jax.Array) -> tuple[gathered.Window, gathered.Fresh]:
+        def local(keys, values, blocks):
             keys, values = _own((keys, values))
             window = gathered.gather(keys, values, blocks[0], dtype)
             return _lead((window, gathered.blank(values, num_rows, num_steps)))
@@ -177,101 +174,46 @@ class GatheredCache:
         tiles: gathered.WindowTiles,
         fresh: gathered.Fresh,
         start: jax.Array,
-        step: jax.Array,
-        rule: reference.Rule = reference.PLAIN,
-        sinks: jax.Array | None = None,
-    ) -> tuple[jax.Array, gathered.Fresh]:
-        """One step of one layer.
-
-        Args:
-          q: [dp, R, H, D]; k, v: [dp, R, K, D].
-          window, fresh: those of this layer; tiles: the tiles that the window was gathered from.
-          start: int32 [dp, R], the position of step 0 in each row; step: int32 scalar.
-          rule, sinks [H]: the layer's.
-
-        Returns:
-          The attention's output [dp, R, H, D] and the layer's new buffer.
-        """
-
-        def local(
-            q: jax.Array,
-            k: jax.Array,
-            v: jax.Array,
-            window: gathered.Window,
-            tiles: gathered.WindowTiles,
-            fresh: gathered.Fresh,
-            start: jax.Array,
-            step: jax.Array,
-            sinks: jax.Array | None,
-        ) -> tuple[jax.Array, gathered.Fresh]:
-            own = _own(fresh)
-            own = gathered.put(own, coded(k[0], own.keys_BTD), coded(v[0], own.values_BTD), step)
-            out = gathered.attend(q[0], _own(window), _own(tiles), own, start[0], step, rule, sinks)
-            return out[None], _lead(own)
-
-        rest = (self._window, self._tiles, self._fresh, self._rows, PartitionSpec(), self._heads)
-        in_specs = (self._queries, self._keys, self._keys, *rest)
-        arrays = (q, k, v, window, tiles, fresh, start, step, sinks)
-        return self._map(local, in_specs, (self._queries, self._fresh))(*arrays)
-
-    def attend_several(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        window: gathered.Window,
-        tiles: gathered.WindowTiles,
-        fresh: gathered.Fresh,
-        start: jax.Array,
         at: jax.Array,
         rule: reference.Rule = reference.PLAIN,
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, gathered.Fresh]:
-        """One layer of a step in which rows take several positions.
+        """One layer of one step, in which rows take one position, or C positions.
 
         Args:
-          q: [dp, R, C, H, D]; k, v: [dp, R, C, K, D].
-          window, tiles, fresh, start, rule, sinks: as for `attend`.
-          at: int32 [dp, R, C], each position's index in the fresh buffer; beyond its end: not stored.
+          q: [dp, R, H, D] or [dp, R, C, H, D]; k, v: the same with K heads.
+          window, fresh: those of this layer; tiles: the tiles that the window was gathered from.
+          start: int32 [dp, R], the position of step 0 in each row.
+          at: int32 scalar, the step; or [dp, R, C], each position's index in the fresh buffer; beyond its end: not
+            stored.
+          rule, sinks [H]: the layer's.
 
         Returns:
-          The attention's output [dp, R, C, H, D] and the layer's new buffer.
+          The attention's output, as q, and the layer's new buffer.
         """
+        several = at.ndim > 0
+        put, attend = (gathered.put_several, gathered.attend_several) if several else (gathered.put, gathered.attend)
 
-        def local(
-            q: jax.Array,
-            k: jax.Array,
-            v: jax.Array,
-            window: gathered.Window,
-            tiles: gathered.WindowTiles,
-            fresh: gathered.Fresh,
-            start: jax.Array,
-            at: jax.Array,
-            sinks: jax.Array | None,
-        ) -> tuple[jax.Array, gathered.Fresh]:
-            own = _own(fresh)
-            own = gathered.put_several(own, coded(k[0], own.keys_BTD), coded(v[0], own.values_BTD), at[0])
-            out = gathered.attend_several(q[0], _own(window), _own(tiles), own, start[0], at[0], rule, sinks)
+        def local(q, k, v, window, tiles, fresh, start, at, sinks):
+            own, at = _own(fresh), at[0] if several else at
+            own = put(own, coded(k[0], own.keys_BTD), coded(v[0], own.values_BTD), at)
+            out = attend(q[0], _own(window), _own(tiles), own, start[0], at, rule, sinks)
             return out[None], _lead(own)
 
-        queries, keys = self._several
-        in_specs = (queries, keys, keys, self._window, self._tiles, self._fresh, self._rows, self._rows, self._heads)
+        positions = (None, None) if several else (None,)
+        queries = PartitionSpec(self._dp, *positions, self._tp)
+        keys = PartitionSpec(self._dp, *positions, self._kv)
+        places = self._rows if several else PartitionSpec()
+        rest = (self._window, self._tiles, self._fresh, self._rows, places, PartitionSpec(self._tp))
         arrays = (q, k, v, window, tiles, fresh, start, at, sinks)
-        return self._map(local, in_specs, (queries, self._fresh))(*arrays)
+        return self._map(local, (queries, keys, keys, *rest), (queries, self._fresh))(*arrays)
 
     def close(
         self, pool: Pool, fresh: list[gathered.Fresh], tables: Tables, start: jax.Array, counts: jax.Array
     ) -> Pool:
         """The pool with each row's first `counts` [dp, R] steps in it."""
 
-        def local(
-            keys: Cached,
-            values: Cached,
-            fresh: gathered.Fresh,
-            tables: jax.Array,
-            start: jax.Array,
-            counts: jax.Array,
-        ) -> tuple[Cached, Cached]:
+        def local(keys, values, fresh, tables, start, counts):
             keys, values, own = _own((keys, values, fresh))
             return _lead(gathered.scatter(keys, values, own, tables[0], start[0], counts[0]))
 

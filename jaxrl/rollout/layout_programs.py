@@ -1,14 +1,12 @@
 """The compiled programs of one layout, by shape bucket, and the shapes and shardings that they are compiled for.
 
-Purpose: an executor that changes its layout keeps one `LayoutPrograms` per layout. Programs follow from the model, the
-layout and the sizes alone, so they can be compiled before a layout is in use, without weights or pools
-(`jaxrl.sharding.compiled`).
+Programs follow from the model, the layout and the sizes alone, so they can be compiled before a layout is in use,
+without weights or pools (`jaxrl.sharding.compiled`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -17,20 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl.kernels.attention import PagedImplementation
 from jaxrl.kernels.gathered import WindowTiles, num_tiles, window_tiles
 from jaxrl.kernels.invariant import GPU_COMPILER_OPTIONS
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.kv_layers import kv_layers
 from jaxrl.models.streaming import on_host
 from jaxrl.rollout import kv_cache
-from jaxrl.rollout.programs import Generated, Programs, Tiles, row_state_shapes
+from jaxrl.rollout.programs import ExecutorConfig, Generated, Programs, Tiles, row_state_shapes
 from jaxrl.rollout.proposals import Proposer
-from jaxrl.rollout.sampling import Draw, sample
 from jaxrl.rollout.verify import Verify, VerifySums
 from jaxrl.scheduling.tokens.plan import Capacity
-from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks
-from jaxrl.schema.limits import Narrow
 from jaxrl.sharding.compiled import CompiledPrograms, products_of
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import platform_of
@@ -45,83 +39,6 @@ _GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE,C
 
 _TILE = 128
 """The most positions of a window's tile (or one block, if that is more): fewer are more products, more are padding."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutSizes:
-    """What a layout has room for, per dp group: rows, and KV blocks with the reserved one."""
-
-    tp: int
-    num_slots: int
-    num_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class ExecutorConfig:
-    """Sizes of an executor.
-
-    Attributes:
-      num_slots: rows per dp group.
-      num_blocks: KV blocks per dp group, the reserved one included; 0: as many as the rows can use.
-      block_size: positions per block.
-      max_length: tokens of the longest sequence.
-      max_prefill_tokens: prefill tokens per plan and dp group.
-      decode_steps: the most decode steps per plan.
-      dtype: of weights, KV and activations.
-      quantization: of the weights of layers' matrices (`jaxrl.sharding.narrow_weights`).
-      kv_codes: what the KV cache holds; none: numbers of `dtype`.
-      seed: the run's; folded into every token's key.
-      truncate: whether requests may use top-k, top-p or min-p: their programs sort the vocabulary.
-      max_tp: the largest TP degree that the weights are padded for.
-      attention: what reads the paged cache (`jaxrl.kernels.attention`). is_invariant: `actor.numerics`.
-      features_first, fused_projections, gathered: how programs are built (`programs.Programs`); None: as the layout's
-        devices run them fastest.
-      interpret: run the GPU kernels as plain JAX, on any device (slow; for tests).
-      proposer: of tokens to verify, for requests with a history (`jaxrl.rollout.verify`); None: nothing is proposed.
-      resident_layers: how many layers' matrices are on the devices; the others are streamed from the host's memory
-        (`jaxrl.models.streaming`); None: all.
-      ahead: whether a streamed layer's copy begins before its turn.
-      draw: draws the tokens.
-      top_logprobs: the most of the likeliest tokens that a request may have told. Programs that tell them are compiled
-        when the first such request comes.
-      layouts: sizes of single degrees that the executor can change to; any other degree that divides `max_tp` has
-        `num_slots` and `num_blocks`.
-    """
-
-    num_slots: int
-    num_blocks: int = 0
-    block_size: int = 16
-    max_length: int = 1024
-    max_prefill_tokens: int = 512
-    decode_steps: int = 16
-    dtype: Any = jnp.float32
-    quantization: Narrow = "none"
-    kv_codes: Narrow = "none"
-    seed: int = 0
-    truncate: bool = False
-    max_tp: int = 1
-    attention: PagedImplementation = "auto"
-    is_invariant: bool = False
-    features_first: bool | None = None
-    fused_projections: bool | None = None
-    gathered: bool | None = None
-    interpret: bool = False
-    proposer: Proposer | None = None
-    resident_layers: int | None = None
-    ahead: bool = True
-    draw: Draw = sample
-    top_logprobs: int = 0
-    layouts: tuple[LayoutSizes, ...] = ()
-
-    def sizes(self, tp: int, stacks: KvStacks = WHOLE) -> LayoutSizes:
-        """What the layout of a degree has room for. Raises ValueError if the weights are not padded for that degree."""
-        if tp < 1 or self.max_tp % tp:
-            raise ValueError(
-                f"a layout with tp {tp}: it must divide max_tp ({self.max_tp}), which weights are padded for"
-            )
-        num_blocks = self.num_blocks or self.num_slots * stacks.most_blocks(self.max_length, self.block_size) + 1
-        own = (sizes for sizes in self.layouts if sizes.tp == tp)
-        return next(own, LayoutSizes(tp, self.num_slots, num_blocks))
 
 
 def buckets(most: int, factor: int, least: int = 1) -> tuple[int, ...]:
@@ -141,9 +58,9 @@ class LayoutPrograms(CompiledPrograms):
     """Programs of one model on one layout, each compiled once.
 
     Attributes:
-      capacity: what the layout offers; layout, config, model: what the programs were made for.
+      capacity: what the layout offers.
       kv: how the model's layers share the KV pool.
-      cache_shape: of the KV pool. programs: their functions.
+      cache_shape: of the KV pool. programs: the programs' functions.
     """
 
     def __init__(self, model: ModelConfig, layout: Layout, config: ExecutorConfig) -> None:
@@ -154,24 +71,7 @@ class LayoutPrograms(CompiledPrograms):
         rooms = sizes.num_slots, sizes.num_blocks, config.block_size, config.max_prefill_tokens
         self.capacity = Capacity(layout.dp, *rooms, self.kv.stacks)
         self.dtype, self.platform = jnp.dtype(config.dtype), platform_of(layout.mesh.devices.flat[0])
-        self.programs = Programs(
-            model,
-            layout,
-            self.dtype,
-            config.decode_steps,
-            max_tp=config.max_tp,
-            attention=config.attention,
-            is_invariant=config.is_invariant,
-            features_first=config.features_first,
-            fused_projections=config.fused_projections,
-            gathered=config.gathered,
-            interpret=config.interpret,
-            streams=config.resident_layers is not None,
-            ahead=config.ahead,
-            draw=config.draw,
-            layers=self.kv,
-            quantization=config.quantization,
-        )
+        self.programs = Programs(model, layout, config, self.kv)
         self.cache_shape = kv_cache.CacheShape(
             self.kv.size,
             pad_heads(model.num_heads, model.num_kv_heads, config.max_tp)[1],
@@ -204,15 +104,15 @@ class LayoutPrograms(CompiledPrograms):
         return buckets(most, *((4, 1) if self.programs.gathered else (8, 4)))
 
     def tile_counts(self, rows: int) -> tuple[int, ...]:
-        """The sizes of a window of so many rows, in tiles of the stack that has most."""
+        """The sizes of a window of `rows` rows, in tiles of the stack that has most."""
         return buckets(rows * max(self.row_tiles), 2, least=rows)
 
     def _stack_tiles(self, rows: int, most: int) -> list[int]:
-        """How many tiles each stack has room for in a program for so many rows and tiles."""
+        """How many tiles each stack has room for in a program for `rows` rows and `most` tiles."""
         return [min(most, rows * each) for each in self.row_tiles]
 
     def list_tiles(self, tables: Sequence[Sequence[Sequence[int]]], rows: int, most: int) -> Tiles:
-        """The tiles of rows with these block tables, [dp groups, rows], in a program for so many rows and tiles."""
+        """The tiles of rows with these block tables, [dp groups, rows], in a program for `rows` and `most` tiles."""
         stacks = []
         for own, count in zip(self._by_stack(tables), self._stack_tiles(rows, most), strict=True):
             listed = (window_tiles(group, self.tile_width, count, self.config.block_size) for group in own)
@@ -232,15 +132,15 @@ class LayoutPrograms(CompiledPrograms):
         return [[[table[stack::count] for table in group] for group in tables] for stack in range(count)]
 
     def verify_width(self, rows: int) -> int:
-        """How many proposed tokens a step verifies in each of so many rows (a size of `row_buckets`); 0: proposals are
-        not worth a program, or there are none."""
+        """How many proposed tokens a step verifies in each row, by a size of `row_buckets`; 0: proposals are not worth
+        a program, or there are none."""
         return 0 if self.config.proposer is None else self.config.proposer.width(rows)
 
     def decode_shape(
         self, tables: Sequence[Sequence[Sequence[int]]], verifies: bool = False, tells_top: bool = False
     ) -> Shape:
-        """The shape for rows with these block tables, [dp groups, rows]: of a program that verifies if the plan does,
-        and there is one for so many rows."""
+        """The shape for rows with these block tables, [dp groups, rows]: of a program that verifies if the plan does
+        and there is one for these rows."""
         rows = bucket(max(map(len, tables)), self.row_buckets)
         width = self.verify_width(rows) if verifies else 0
         kind = "verify" if width else "decode_top" if tells_top else "decode"
@@ -265,15 +165,12 @@ class LayoutPrograms(CompiledPrograms):
             decode = [("decode", r, tiles, widths[-1]) for r in self.row_buckets for tiles in self.tile_counts(r)]
         else:
             decode = [("decode", r, 1, width) for r in self.row_buckets for width in widths]
-        return prefill + decode + self._verify_shapes(decode)
-
-    def _verify_shapes(self, decode: list[Shape]) -> list[Shape]:
         if self.config.proposer is None:
-            return []
-        of_width = [(self.verify_width(rows), rows, length, width) for _, rows, length, width in decode]
+            return prefill + decode
+        widths_of = [(self.verify_width(rows), rows, length, width) for _, rows, length, width in decode]
         gathered = self.programs.gathered
-        verify = [("verify", r, length if gathered else 1 + most, w) for most, r, length, w in of_width if most]
-        return [*verify, self.upload_shape] if verify else []
+        verify = [("verify", r, length if gathered else 1 + most, w) for most, r, length, w in widths_of if most]
+        return prefill + decode + ([*verify, self.upload_shape] if verify else [])
 
     @property
     def upload_shape(self) -> Shape:
@@ -285,14 +182,12 @@ class LayoutPrograms(CompiledPrograms):
     def compiler_options(self, kind: str) -> dict[str, Any]:
         """XLA's options for a program. On a GPU the decode loop goes into the CUDA graph with all that is inside, so a
         plan is one launch; by default the host runs the loop and reads a predicate back in every step."""
-        own = GPU_COMPILER_OPTIONS if self.config.is_invariant and self.platform == "gpu" else {}
-        if (
-            kind not in ("decode", "decode_top", "verify")
-            or self.platform != "gpu"
-            or self.config.resident_layers is not None
-        ):
-            return {**own}  # a copy from the host's memory is not what a graph is made of
-        return {**own, "xla_gpu_enable_command_buffer": _GRAPHS}
+        if self.platform != "gpu":
+            return {}
+        own = GPU_COMPILER_OPTIONS if self.config.is_invariant else {}
+        # a graph holds no copy from the host's memory
+        has_graph = kind in ("decode", "decode_top", "verify") and self.config.resident_layers is None
+        return {**own, **({"xla_gpu_enable_command_buffer": _GRAPHS} if has_graph else {})}
 
     def lower(self, kind: str, *sizes: int, platforms: tuple[str, ...] | None = None) -> Any:
         """The program of a `Shape`, traced for this layout's devices; lowered for `platforms` where they are given."""
@@ -312,12 +207,8 @@ class LayoutPrograms(CompiledPrograms):
             one = jax.ShapeDtypeStruct((groups,), jnp.int32, sharding=by_group)
             assert self.config.proposer is not None
             histories, new = self.abstract_histories(), self._sharded(self.config.proposer.array_shapes(groups))
-            return (
-                self.config.proposer.upload,
-                (0,),
-                (histories, one, new),
-                jax.tree.map(lambda x: x.sharding, histories),
-            )
+            out = jax.tree.map(lambda x: x.sharding, histories)
+            return self.config.proposer.upload, (0,), (histories, one, new), out
         live = self.abstract_params(), self.abstract_pool(), self._state(self.capacity.num_slots)
         tables = (of(jnp.int32, width),) * len(self.kv.stacks)
         slots, flags = of(jnp.int32), of(jnp.bool_)
@@ -328,16 +219,8 @@ class LayoutPrograms(CompiledPrograms):
         generated = Generated(by_group, by_group, by_group, by_group, by_group, None, *top)
         if kind.startswith("prefill"):
             arguments = (of(jnp.int32, length), of(jnp.int32), of(jnp.int32), tables, slots, self._state(rows))
-            return (
-                partial(self.programs.prefill, truncate=truncate, num_top=num_top),
-                (1, 2),
-                (*live, *arguments),
-                (
-                    pool,
-                    state,
-                    generated,
-                ),
-            )
+            prefill = partial(self.programs.prefill, truncate=truncate, num_top=num_top)
+            return prefill, (1, 2), (*live, *arguments), (pool, state, generated)
         everywhere = NamedSharding(self.layout.mesh, PartitionSpec())
         scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
         counts = self._stack_tiles(rows, length)

@@ -1,8 +1,5 @@
 """Measures what a latency profile holds, on an executor: decode steps, those that verify proposed tokens, prefills,
-and changes of layout.
-
-Purpose: `Profiler` runs dummy batches through the executor's own programs, in the shapes in which the engine would run
-them. `jaxrl profile` (`jaxrl.commands.profile`) decides what is measured and keeps the table.
+and changes of layout. Dummy batches run through the executor's own programs, in the engine's shapes.
 
 Source: PAT §4.2 (offline profiler: dummy batches over TP x batch x context) and §4.3 (costs of a switch).
 
@@ -32,10 +29,9 @@ POINT_S = 1.5
 
 
 class Profiler:
-    """Runs on an idle executor with weights and a pool; it changes the executor's layout as it needs.
+    """Runs on an idle executor with weights and a pool, and changes its layout.
 
     Args:
-      executor: `jaxrl.rollout.executor.MeshExecutor`.
       repeats: how often a fast point is measured; the median counts.
     """
 
@@ -48,7 +44,6 @@ class Profiler:
         self._ids = 0
 
     def use(self, tp: int) -> None:
-        """Goes to a layout."""
         if self.executor.tp != tp:
             self._engine.switch(tp)
 

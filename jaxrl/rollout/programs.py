@@ -10,6 +10,7 @@ V vocabulary. Stacks of layers are those of `jaxrl.models.kv_layers`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +29,8 @@ from jaxrl.models.kv_layers import KvLayers, whole
 from jaxrl.models.numerics import in_tiles, refuse_invariant
 from jaxrl.rollout import fused_step, kv_cache
 from jaxrl.rollout.proposals import Proposer
-from jaxrl.rollout.sampling import Draw, Drawn, SamplingState, drawn_by_rows, sample
+from jaxrl.rollout.sampling import Draw, SampledToken, SamplingState, drawn_by_rows, sample
+from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks
 from jaxrl.schema.limits import Narrow
 from jaxrl.sharding.fused_projections import can_fuse
 from jaxrl.sharding.layout import Layout
@@ -47,7 +49,7 @@ class RowState(NamedTuple):
     """What the device knows about a row; every field [G, S, ...] (or [G, R, ...] inside a program).
 
     token: the last token drawn, its KV not in the cache yet; position: where it stands in the sequence;
-    active: whether the row goes on; limit: the sequence length at which it stops; stop_ids: [..., MAX_STOP_IDS], -1
+    active: whether the row decodes; limit: the sequence length at which it stops; stop_ids: [..., MAX_STOP_IDS], -1
     for none. Only where proposals are verified (`jaxrl.rollout.verify`): recent: the last tokens of the response,
     [..., num_recent], `Proposer.blank` where it has fewer; window: the most tokens of its next proposal.
     """
@@ -85,7 +87,7 @@ class Generated(NamedTuple):
     """Tokens [G, R, T] with both log-probabilities, tokens taken per row [G, R], and whether the row stopped [G, R].
 
     `verified`, of a program that verifies: its counts per row (`jaxrl.rollout.verify.VerifySums`). `top_ids` and
-    `top_logprobs` [G, R, T, K], of one that tells them: the likeliest tokens of each place.
+    `top_logprobs` [G, R, T, K], if they were asked for: the likeliest tokens of each place.
     Fields are device arrays, their numpy copies, or the shardings of either.
     """
 
@@ -126,15 +128,93 @@ def followed_by(rows: RowState, tokens: jax.Array, count: jax.Array | int) -> Ro
 
 
 def likeliest(logits: jax.Array, temperature: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The `count` likeliest tokens [..., K] of logits [..., V], and their log-probabilities as `Drawn.rollout_logprob`
-    has them."""
+    """The `count` likeliest tokens [..., K] of logits [..., V], and their log-probabilities, as
+    `SampledToken.rollout_logprob` has them."""
     scaled = logits / jnp.where(temperature == 0, 1.0, temperature).astype(logits.dtype)[..., None]
     logprobs, token_ids = jax.lax.top_k(jax.nn.log_softmax(scaled), count)
     return token_ids.astype(jnp.int32), logprobs
 
 
+@dataclass(frozen=True, slots=True)
+class LayoutSizes:
+    """What a layout has room for, per dp group: rows, and KV blocks with the reserved one."""
+
+    tp: int
+    num_slots: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorConfig:
+    """Sizes of an executor.
+
+    Attributes:
+      num_slots: rows per dp group.
+      num_blocks: KV blocks per dp group, the reserved one included; 0: all that the rows can use.
+      block_size: positions per block.
+      max_length: tokens of the longest sequence.
+      max_prefill_tokens: prefill tokens per plan and dp group.
+      decode_steps: the most decode steps per plan.
+      dtype: of weights, KV and activations.
+      quantization: of the weights of layers' matrices (`jaxrl.sharding.narrow_weights`).
+      kv_codes: what the KV cache holds; none: numbers of `dtype`.
+      seed: the run's; folded into every token's key.
+      truncate: whether requests may use top-k, top-p or min-p: their programs sort the vocabulary.
+      max_tp: the largest TP degree that the weights are padded for.
+      attention: what reads the paged cache (`jaxrl.kernels.attention`).
+      is_invariant: `actor.numerics`. It decides the forms, and the attention; `quantization` excludes it.
+      features_first, fused_projections, gathered: how programs are built (`Programs`); None: as the layout's devices
+        run them fastest.
+      interpret: run the GPU kernels as plain JAX, on any device (slow; for tests).
+      proposer: of tokens to verify, for requests with a history (`jaxrl.rollout.verify`); None: nothing is proposed.
+      resident_layers: how many layers' matrices are on the devices; the others are streamed from the host's memory
+        (`jaxrl.models.streaming`); None: all.
+      ahead: whether a streamed layer's copy begins before its turn.
+      draw: draws the tokens.
+      top_logprobs: the most of the likeliest tokens that a request may ask for. Programs that return them are compiled
+        when the first such request comes.
+      layouts: sizes of single degrees that the executor can change to; any other degree that divides `max_tp` has
+        `num_slots` and `num_blocks`.
+    """
+
+    num_slots: int
+    num_blocks: int = 0
+    block_size: int = 16
+    max_length: int = 1024
+    max_prefill_tokens: int = 512
+    decode_steps: int = 16
+    dtype: Any = jnp.float32
+    quantization: Narrow = "none"
+    kv_codes: Narrow = "none"
+    seed: int = 0
+    truncate: bool = False
+    max_tp: int = 1
+    attention: PagedImplementation = "auto"
+    is_invariant: bool = False
+    features_first: bool | None = None
+    fused_projections: bool | None = None
+    gathered: bool | None = None
+    interpret: bool = False
+    proposer: Proposer | None = None
+    resident_layers: int | None = None
+    ahead: bool = True
+    draw: Draw = sample
+    top_logprobs: int = 0
+    layouts: tuple[LayoutSizes, ...] = ()
+
+    def sizes(self, tp: int, stacks: KvStacks = WHOLE) -> LayoutSizes:
+        """What the layout of a degree has room for. Raises ValueError if the weights are not padded for that degree."""
+        if tp < 1 or self.max_tp % tp:
+            raise ValueError(
+                f"a layout with tp {tp}: it must divide max_tp ({self.max_tp}), which weights are padded for"
+            )
+        num_blocks = self.num_blocks or self.num_slots * stacks.most_blocks(self.max_length, self.block_size) + 1
+        own = (sizes for sizes in self.layouts if sizes.tp == tp)
+        return next(own, LayoutSizes(tp, self.num_slots, num_blocks))
+
+
 class Programs:
-    """The two programs for one model on one layout; `decode_steps` is the most that one dispatch may take.
+    """The two programs for one model on one layout.
 
     Attributes:
       features_first: the order of activations and matrices (`models.decoder`): features first on CPU.
@@ -142,82 +222,51 @@ class Programs:
         allow it.
       gathered: whether decode copies its rows' blocks into windows once per dispatch (`kernels.gathered`); that pays on
         CPU, where no kernel reads a block table in place.
+      kv: how the layers share the pool; by default each has arrays of its own.
       rules: what each layer's attention does beyond a causal mask.
       mix: computes experts that are split over devices, if the model has any.
       fused: whether a decode step is `fused_step`, whose kernels need them.
       by_rows: how a token's numbers are computed (`actor.numerics`).
-
-    Args:
-      max_tp: the degree that the weights are padded for.
-      attention: what reads the paged cache (`jaxrl.kernels.attention`).
-      features_first, fused_projections, gathered: None: as the layout's devices run fastest.
-      interpret: run the GPU kernels as plain JAX, on any device (slow; for tests).
-      streams: whether weights come from the host's memory (`jaxrl.models.streaming`), for which there is no fused step.
-      ahead: as `jaxrl.models.streaming.LayerFeed` takes it.
-      draw: draws the tokens.
-      layers: how the layers share the pool; None: each has arrays of its own.
-      is_invariant: `actor.numerics`. It decides the forms, and the attention.
-      quantization: of layers' matrices; `is_invariant` excludes it.
 
     Raises:
       ValueError: forms that do not go together, or an implementation that these devices do not run.
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        layout: Layout,
-        dtype: jnp.dtype,
-        decode_steps: int,
-        *,
-        max_tp: int = 1,
-        attention: PagedImplementation = "auto",
-        features_first: bool | None = None,
-        fused_projections: bool | None = None,
-        gathered: bool | None = None,
-        interpret: bool = False,
-        streams: bool = False,
-        ahead: bool = True,
-        draw: Draw = sample,
-        layers: KvLayers | None = None,
-        is_invariant: bool = False,
-        quantization: Narrow = "none",
+        self, model: ModelConfig, layout: Layout, config: ExecutorConfig, layers: KvLayers | None = None
     ) -> None:
-        platform = platform_of(device := layout.mesh.devices.flat[0])
-        self.quantization: Narrow = quantization
-        if is_invariant:
-            assert quantization == "none", "the trainer's weights are not quantised"
-            refuse_invariant(config, platform, max_tp)
-            features_first = fused_projections = gathered = False
+        self.model, self.layout, self.config = model, layout, config
+        self.dtype, max_tp = jnp.dtype(config.dtype), config.max_tp
+        self.kv = layers or whole(model.num_layers)
+        self.rules = [Rule(model.kind(i).window, model.attn_logit_softcapping) for i in range(model.num_layers)]
         rows = PartitionSpec(layout.dp_axes or None)
-        tiles = in_tiles(config, max_tp, layout.mesh, rows, layout) if is_invariant else None
-        self.by_rows = tiles.for_platform(platform, interpret=interpret) if tiles else at_once
-        self._widen = is_invariant and platform == "cpu"  # as the trainer
-        on_cpu, (heads, kv_heads) = platform == "cpu", pad_heads(config.num_heads, config.num_kv_heads, max_tp)
-        self.fused_projections = (
-            platform == "gpu" and can_fuse(kv_heads, max_tp) if fused_projections is None else fused_projections
-        )
-        self.features_first = on_cpu and not self.fused_projections if features_first is None else features_first
+        self.rows_sharding = NamedSharding(layout.mesh, rows)
+        platform = platform_of(device := layout.mesh.devices.flat[0])
+        on_cpu, (heads, kv_heads) = platform == "cpu", pad_heads(model.num_heads, model.num_kv_heads, max_tp)
+        can_be_fused = platform == "gpu" and can_fuse(kv_heads, max_tp)
+        fused, first, gathered = config.fused_projections, config.features_first, config.gathered
+        if config.is_invariant:
+            assert config.quantization == "none", "the trainer's weights are not quantised"
+            refuse_invariant(model, platform, max_tp)
+            fused = first = gathered = False
+        self.fused_projections = can_be_fused if fused is None else fused
+        self.features_first = on_cpu and not self.fused_projections if first is None else first
         self.gathered = on_cpu if gathered is None else gathered
-        how = {"interpret": interpret, "invariant_parts": tiles.own_parts if tiles else 0}
+        tiles = in_tiles(model, max_tp, layout.mesh, rows, layout) if config.is_invariant else None
+        self.by_rows = tiles.for_platform(platform, interpret=config.interpret) if tiles else at_once
+        self._widen = config.is_invariant and on_cpu  # as the trainer
+        how = {"interpret": config.interpret, "invariant_parts": tiles.own_parts if tiles else 0}
         if platform == "gpu":
             how["capability"] = getattr(device, "compute_capability", HOPPER)
-        self.attention = choose_paged(attention, platform, config.attn_logit_softcapping, **how)
+        self.attention = choose_paged(config.attention, platform, model.attn_logit_softcapping, **how)
         on_one = heads // layout.tp, layout.kv_heads_each(kv_heads)
-        decodes = self.attention.decodes(*on_one, config.head_dim, dtype)
-        computes = fused_step.computes(config)
-        self.fused = self.fused_projections and not self.gathered and not streams and decodes and computes
-        self.ahead, self.draw = ahead, drawn_by_rows(draw, self.by_rows) if is_invariant else draw
-        split = config.num_experts and not is_invariant
-        self.mix = _mix(config, layout, max_tp, batched=not on_cpu) if split else None
-        self.config = config
-        self.kv = layers or whole(config.num_layers)
-        self.rules = [Rule(config.kind(i).window, config.attn_logit_softcapping) for i in range(config.num_layers)]
-        self.layout = layout
-        self.max_tp = max_tp
-        self.dtype = dtype
-        self.decode_steps = decode_steps
-        self.rows_sharding = NamedSharding(layout.mesh, rows)
+        decodes = self.attention.decodes(*on_one, model.head_dim, self.dtype)
+        streams = config.resident_layers is not None  # from the host's memory, for which there is no fused step
+        can_step = decodes and fused_step.computes(model) and not streams
+        self.fused = self.fused_projections and not self.gathered and can_step
+        self.draw = drawn_by_rows(config.draw, self.by_rows) if config.is_invariant else config.draw
+        is_split = model.num_experts and not config.is_invariant
+        self.mix = _mix(model, layout, max_tp, batched=not on_cpu) if is_split else None
 
     @property
     def form(self) -> Form:
@@ -225,7 +274,7 @@ class Programs:
         return {
             "features_first": self.features_first,
             "fused_projections": self.fused_projections,
-            "quantization": self.quantization,
+            "quantization": self.config.quantization,
         }
 
     def forward(
@@ -251,13 +300,13 @@ class Programs:
         return self.layers(params, tokens, positions, attend)[0], arrays
 
     def layers(self, params: Any, tokens: jax.Array, positions: jax.Array, attends: Any) -> tuple[jax.Array, Any]:
-        how = {"dtype": self.dtype, "features_first": self.features_first, "ahead": self.ahead, "mix": self.mix}
+        how = {"dtype": self.dtype, "features_first": self.features_first, "ahead": self.config.ahead, "mix": self.mix}
         how |= {"widen": self._widen, "by_rows": self.by_rows}
-        return decoder.forward_layers(params, tokens, positions, attends, self.config, **how)
+        return decoder.forward_layers(params, tokens, positions, attends, self.model, **how)
 
     def logits(self, params: Any, hidden: jax.Array) -> jax.Array:
         how = {"features_first": self.features_first, "widen": self._widen, "by_rows": self.by_rows}
-        return decoder.logits(decoder.head(params), hidden, self.config, **how)
+        return decoder.logits(decoder.head(params), hidden, self.model, **how)
 
     def prefill(
         self,
@@ -280,7 +329,7 @@ class Programs:
           tokens: int32 [G, R, C]; start, length: int32 [G, R]; tables: of each stack int32 [G, R, W].
           slots: int32 [G, R], beyond the last slot for chunks that do not end a prefill.
           rows: what to fill the slot with ([G, R, ...]); token, position and active are set here.
-          num_top: K, the likeliest tokens that are told.
+          num_top: K, the likeliest tokens that are returned.
         """
         offset = jnp.arange(tokens.shape[-1])
         valid = offset < length[..., None]
@@ -292,9 +341,9 @@ class Programs:
         else:
             ends = jnp.take_along_axis(hidden, last[..., None], axis=2)[:, :, 0]
         position = start + length
-        if self.config.scalar_head:  # nothing is drawn: its number stands where a token's log-probability does
+        if self.model.scalar_head:  # nothing is drawn: its number stands where a token's log-probability does
             number = decoder.score(params, ends, features_first=self.features_first)
-            drawn, top = Drawn(jnp.zeros(number.shape, jnp.int32), number, number), ()
+            drawn, top = SampledToken(jnp.zeros(number.shape, jnp.int32), number, number), ()
         else:
             logits = self.logits(params, ends)
             drawn = self.draw(logits, position, rows.sampling, truncate=truncate)
@@ -337,17 +386,12 @@ class Programs:
           num_steps: int32 scalar, at most `decode_steps`.
           leave_after: int32 scalar, rows over all groups.
           tiles: of each stack [G, U, ...], the rows' blocks once more, if `gathered`.
-          num_top: K, the likeliest tokens that are told.
+          num_top: K, the likeliest tokens that are returned.
         """
-        rows = take_rows(state, slots)
-        rows = rows._replace(active=rows.active & (slots < state.token.shape[1]))
-        started = rows.active
-        may_stop = started | fresh
-        shape = (*slots.shape, self.decode_steps)
-        real = jnp.float64 if self.dtype == jnp.float64 else jnp.float32
-        out = (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, real), jnp.zeros(shape, real))
+        rows, out = self.dispatched(state, slots, self.config.decode_steps)
+        started, may_stop = rows.active, rows.active | fresh
         if num_top:
-            out += (jnp.zeros((*shape, num_top), jnp.int32), jnp.zeros((*shape, num_top), real))
+            out += tuple(jnp.zeros((*out[0].shape, num_top), x.dtype) for x in out[:2])
 
         def go_on(carry: tuple) -> jax.Array:
             step, rows, _, _, _ = carry
@@ -380,6 +424,13 @@ class Programs:
         generated = Generated(*out[:3], counts, started & ~rows.active, None, *out[3:])
         return close(cache, counts), self.pin(put_rows(state, slots, rows)), self.pin(generated), steps
 
+    def dispatched(self, state: RowState, slots: jax.Array, most: int) -> tuple[RowState, tuple[jax.Array, ...]]:
+        """The rows in these slots, and room for `most` tokens of each and both of their log-probabilities."""
+        rows = take_rows(state, slots)
+        shape, real = (*slots.shape, most), jnp.float64 if self.dtype == jnp.float64 else jnp.float32
+        out = (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, real), jnp.zeros(shape, real))
+        return rows._replace(active=rows.active & (slots < state.token.shape[1])), out
+
     def _decode_cache(
         self, params: Any, pool: kv_cache.Pool, tables: kv_cache.Tables, tiles: Tiles | None, began: RowState
     ) -> tuple[Any, ...]:
@@ -395,13 +446,13 @@ class Programs:
                         tables,
                         rows.position,
                         rows.active,
-                        config=self.config,
+                        config=self.model,
                         layout=self.layout,
-                        max_tp=self.max_tp,
+                        max_tp=self.config.max_tp,
                         how=self.attention,
                         dtype=self.dtype,
                         layers=self.kv,
-                        quantization=self.quantization,
+                        quantization=self.config.quantization,
                     )
                 token, position, active = (x[..., None] for x in (rows.token, rows.position, rows.active))
                 hidden, pool = self.forward(params, pool, token, tables, position, active)
@@ -410,7 +461,7 @@ class Programs:
             return pool, paged, lambda pool, counts: pool
 
         gathered, start = kv_cache.GatheredCache(self.layout, pool[0][0].shape[1], self.kv), began.position
-        windows, blank = gathered.open(pool, tiles, began.token.shape[1], self.decode_steps, self.dtype)
+        windows, blank = gathered.open(pool, tiles, began.token.shape[1], self.config.decode_steps, self.dtype)
 
         def windowed(fresh: list[Any], rows: RowState, step: jax.Array) -> tuple[jax.Array, list[Any]]:
             def attend(

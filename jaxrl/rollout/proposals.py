@@ -1,8 +1,8 @@
-"""What an executor asks of a mechanism that proposes the tokens which a plan's steps verify (`jaxrl.rollout.verify`).
+"""The interface of a mechanism that proposes the tokens which a plan's steps verify (`jaxrl.rollout.verify`).
 
-Purpose: `Proposer` looks proposals up inside the decode loop, in arrays that lie on the devices. Each dp group has
-*places* in these arrays, one for each history (`jaxrl.scheduling.tokens.plan.Request.history`) that is there at the
-moment; `DeviceHistories` is the host's side: which history lies in which place.
+A `Proposer` looks proposals up inside the decode loop, in arrays on the devices. Each dp group has *places* in these
+arrays, one for each history (`jaxrl.scheduling.tokens.plan.Request.history`) that is there at the moment;
+`DeviceHistories` knows which history lies in which place.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import numpy as np
 
 
 class Proposed(NamedTuple):
-    """Tokens int32 [R, W], of which the first `length` [R] are proposed; matched [R], the tokens of context that they
-    were found by."""
+    """Tokens int32 [R, W], of which the first `length` [R] are proposed, and the tokens of context `matched` [R]."""
 
     tokens: jax.Array
     length: jax.Array
@@ -24,28 +23,20 @@ class Proposed(NamedTuple):
 
 
 class DeviceHistories(Protocol):
-    """Which histories lie in the arrays of an executor's devices, and where.
-
-    Attributes:
-      arrays: on the devices. num_places: of each dp group.
-    """
-
-    arrays: Any
-    num_places: int
+    arrays: Any  # on the devices
+    num_places: int  # of each dp group
 
     def place(self, named: Iterable[tuple[int, Any]], write: Callable[[Any, np.ndarray, Any], Any]) -> list[int]:
-        """Sees to it that the histories of a plan's rows, each with its dp group, are there, and returns their places.
-        Where a group names more than it has room for, the last ones get none, which is `num_places`. `write`: the
-        compiled `Proposer.upload`."""
+        """Uploads the histories of a plan's rows, each with its dp group, and returns their places. Where a group names
+        more than it has room for, the last ones get none, which is `num_places`. `write`: the compiled
+        `Proposer.upload`."""
         ...
 
     def forget(self) -> None:
-        """Lets go of all histories: another rollout names others."""
+        """Drops all histories."""
         ...
 
-    def delete(self) -> None:
-        """Deletes the arrays."""
-        ...
+    def delete(self) -> None: ...
 
 
 class Proposer(Protocol):
@@ -74,9 +65,7 @@ class Proposer(Protocol):
         """How many proposed tokens a step verifies in each row, by the rows of its program; 0: none."""
         ...
 
-    def num_places(self, num_slots: int) -> int:
-        """Places of a dp group with so many rows."""
-        ...
+    def num_places(self, num_slots: int) -> int: ...
 
     def refusal(self, history: Any) -> str | None:
         """Why a history has no room in a place; None if it has."""
@@ -87,7 +76,7 @@ class Proposer(Protocol):
         ...
 
     def on_devices(self, arrays: Any) -> DeviceHistories:
-        """The host's side of arrays [dp groups, places, ...] that are zero."""
+        """The places in arrays [dp groups, places, ...] that are zero."""
         ...
 
     def upload(self, arrays: Any, place: jax.Array, new: Any) -> Any:
@@ -105,6 +94,5 @@ class Proposer(Protocol):
         ...
 
     def next_window(self, window: Any, proposed: Any, accepted: Any) -> Any:
-        """The most tokens of rows' next proposals, after a step that verified so many and accepted so many of them; of
-        numpy or jax arrays alike."""
+        """The most tokens of rows' next proposals, after a step with these counts; of numpy or jax arrays alike."""
         ...

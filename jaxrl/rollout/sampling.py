@@ -1,4 +1,4 @@
-"""Drawing tokens so that they depend on the sample's identity and never on the schedule (docs/architecture.md).
+"""Sampling tokens so that they depend on the sample's identity and never on the schedule (docs/architecture.md).
 
 A token's random bits come from a key that folds in, one after another, the run's seed, epoch, prompt index, sample
 index, attempt (`request_key`, on the host) and the token's position (on the device). The draw is an exponential race
@@ -18,6 +18,7 @@ Dims: leading dims `...` are rows; V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import jax
@@ -78,14 +79,9 @@ class SamplingState(NamedTuple):
     min_p: jax.Array
 
 
-class Drawn(NamedTuple):
-    """What was drawn.
-
-    Attributes:
-      token: int32 [...].
-      sampled_logprob: [...], under the distribution that it was really drawn from, truncated.
-      rollout_logprob: [...], under the same before truncation, scaled by temperature: what training can compute again.
-    """
+class SampledToken(NamedTuple):
+    """A token, int32 [...], with its log-probability [...] under the truncated distribution that it was sampled from,
+    and under the same before truncation, scaled by temperature, which training can compute again."""
 
     token: jax.Array
     sampled_logprob: jax.Array
@@ -93,19 +89,19 @@ class Drawn(NamedTuple):
 
 
 class Draw(Protocol):
-    """`sample`, or what stands in its place where a run is measured (`jaxrl.rollout.forced`)."""
+    """`sample`, or what stands in its place where a run is measured (`Forced`)."""
 
     def __call__(
         self, logits: jax.Array, positions: jax.Array, state: SamplingState, /, *, truncate: bool
-    ) -> Drawn: ...
+    ) -> SampledToken: ...
 
 
 def drawn_by_rows(draw: Draw, by_rows: ByRows) -> Draw:
     """The same, with numbers that do not depend on the other rows, and the `rollout_logprob` of
     `jaxrl.train.logprobs`."""
 
-    def drawn(logits: jax.Array, positions: jax.Array, state: SamplingState, /, *, truncate: bool) -> Drawn:
-        def one(_: tuple[()], logits: jax.Array, positions: jax.Array, state: SamplingState) -> Drawn:
+    def drawn(logits: jax.Array, positions: jax.Array, state: SamplingState, /, *, truncate: bool) -> SampledToken:
+        def one(_: tuple[()], logits: jax.Array, positions: jax.Array, state: SamplingState) -> SampledToken:
             return draw(logits, positions, state, truncate=truncate)
 
         found = by_rows(one, (logits, positions, state))
@@ -123,7 +119,7 @@ def sample(
     *,
     truncate: bool,
     of: jax.Array | None = None,
-) -> Drawn:
+) -> SampledToken:
     """Draws one token per row, in prefill, decode and verification alike.
 
     Training computes `rollout_logprob` again from the same logits and temperature (`jaxrl.train.objectives`). Whoever
@@ -135,7 +131,7 @@ def sample(
       state: per-row parameters; temperature 0 takes the likeliest token, its `sampled_logprob` is then 0 and its
         `rollout_logprob` is that of temperature 1.
       truncate: whether any row may use top-k, top-p or min-p (they need a sort of the vocabulary).
-      of: int32 [...], the tokens whose log-probabilities are returned; None: of those drawn.
+      of: int32 [...], the tokens whose log-probabilities are returned; None: of the sampled ones.
     """
     greedy = state.temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, state.temperature).astype(logits.dtype)[..., None]
@@ -169,7 +165,7 @@ def sample(
         index = of % BLOCK
     chosen = jnp.take_along_axis(inside, index[..., None], axis=-1)[..., 0]
     sampled = jnp.where(greedy, 0.0, chosen - jnp.log(jnp.sum(kept, axis=-1)))
-    return Drawn(token, sampled, chosen - jnp.log(jnp.sum(mass, axis=-1)))
+    return SampledToken(token, sampled, chosen - jnp.log(jnp.sum(mass, axis=-1)))
 
 
 def _in_blocks(scaled: jax.Array) -> jax.Array:
@@ -211,3 +207,31 @@ def truncation_threshold(scaled: jax.Array, state: SamplingState) -> jax.Array:
     by_rank = jnp.take_along_axis(ranked, last, axis=-1)
     by_min_p = ranked[..., :1] + jnp.log(state.min_p.astype(scaled.dtype))[..., None]
     return jnp.maximum(by_rank, by_min_p)
+
+
+class Forced:
+    """A `Draw` of given tokens, so that two ways to compute the same responses stay comparable: each position's token
+    is the one of its response, whatever would have been sampled there (`jaxrl.commands.check_numerics`).
+
+    `SampledToken.token` is the given token and `rollout_logprob` that token's; `sampled_logprob` is the *id* of the
+    token that would have been sampled, as a float: float32 holds all below 2^24 exactly. Keys name the rows.
+
+    Args:
+      seed: the run's.
+      given: of each response its key, the tokens of its prompt (a number), and its own.
+    """
+
+    def __init__(self, seed: int, given: Sequence[tuple[SampleKey, int, Sequence[int]]]) -> None:
+        self._keys = np.stack([request_key(seed, key) for key, _, _ in given])
+        self._tokens = np.zeros((len(given), max(start + len(tokens) for _, start, tokens in given)), np.int32)
+        for row, (_, start, tokens) in zip(self._tokens, given, strict=True):
+            row[start : start + len(tokens)] = tokens
+
+    def __call__(
+        self, logits: jax.Array, positions: jax.Array, state: SamplingState, /, *, truncate: bool
+    ) -> SampledToken:
+        # rows that do not decode have no key here, and positions beyond; what they get is not read
+        row = jnp.argmax(jnp.all(state.keys[..., None, :] == self._keys, axis=-1), axis=-1)
+        given = jnp.asarray(self._tokens).at[row, positions].get(mode="clip")
+        drawn = sample(logits, positions, state, truncate=truncate, of=given)
+        return SampledToken(given, drawn.token.astype(logits.dtype), drawn.rollout_logprob)

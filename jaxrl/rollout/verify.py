@@ -1,9 +1,8 @@
 """Decode steps that verify proposed tokens.
 
-Purpose: `Verify.run` is `Programs.decode` with another step. In each step tokens are proposed for a row
-(`jaxrl.rollout.proposals`), the model runs over its last token and the proposal at once, every position's token is
-drawn, and the row keeps the drawn tokens up to and with the first that is not the proposed one. The host has no part in
-it: one dispatch takes many such steps.
+`Verify.run` is `Programs.decode` with another step: tokens are proposed for a row (`jaxrl.rollout.proposals`), the
+model runs over its last token and the proposal at once, every position's token is sampled, and the row keeps the
+sampled tokens up to and with the first that is not the proposed one. A dispatch takes many such steps.
 
 Source: verification of several positions in one forward pass: Leviathan et al. 2023.
 
@@ -32,7 +31,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxrl.rollout import kv_cache
-from jaxrl.rollout.programs import Generated, Programs, RowState, Tiles, followed_by, put_rows, stops, take_rows
+from jaxrl.rollout.programs import Generated, Programs, RowState, Tiles, followed_by, put_rows, stops
 from jaxrl.rollout.proposals import Proposed, Proposer
 from jaxrl.rollout.sampling import SamplingState
 from jaxrl.scheduling.tokens.plan import TOKENS_PER_STEP
@@ -65,7 +64,7 @@ class _Carry(NamedTuple):
     gained: jax.Array
     sums: VerifySums
     cache: Any
-    out: tuple[jax.Array, jax.Array, jax.Array]
+    out: tuple[jax.Array, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +72,6 @@ class Verify:
     """The program for one model on one layout.
 
     Attributes:
-      programs: the forward pass, and what else plain decoding has.
-      proposer: of tokens.
       width: proposed tokens that a step has room for in each row.
       truncate: as in `Programs.decode`.
     """
@@ -87,7 +84,7 @@ class Verify:
     @property
     def most_tokens(self) -> int:
         """T: the most tokens that a row may gain in a dispatch."""
-        return self.programs.decode_steps * TOKENS_PER_STEP
+        return self.programs.config.decode_steps * TOKENS_PER_STEP
 
     def run(
         self,
@@ -113,13 +110,8 @@ class Verify:
           max_new: int32 [G, R], the most tokens that a row may gain, at most `most_tokens`; it then waits for the end.
         """
         programs = self.programs
-        rows = take_rows(state, slots)
-        rows = rows._replace(active=rows.active & (slots < state.token.shape[1]))
-        started = rows.active
-        may_stop = started | fresh
-        shape = (*slots.shape, self.most_tokens)
-        real = jnp.float64 if programs.dtype == jnp.float64 else jnp.float32
-        out = (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, real), jnp.zeros(shape, real))
+        rows, out = programs.dispatched(state, slots, self.most_tokens)
+        started, may_stop = rows.active, rows.active | fresh
         none = jnp.zeros(slots.shape, jnp.int32)
 
         def go_on(carry: _Carry) -> jax.Array:
@@ -181,7 +173,7 @@ class Verify:
         """Proposals of at most `most` [G, R] tokens for all dp groups, each from its own places."""
         layout = self.programs.layout
 
-        def local(histories: Any, places: jax.Array, recent: jax.Array, most: jax.Array) -> Proposed:
+        def local(histories, places, recent, most):
             own = jax.tree.map(lambda x: x[0], histories)
             found = self.proposer.propose(own, places[0], recent[0], self.width)
             length = jnp.clip(most[0], 0, found.length)
@@ -221,7 +213,7 @@ class Verify:
                 layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
             ) -> tuple[jax.Array, Any]:
                 own = windows[layer], tiles[programs.kv.places[layer][0]], fresh[layer]
-                return gathered.attend_several(q, k, v, *own, start, at, programs.rules[layer], sinks)
+                return gathered.attend(q, k, v, *own, start, at, programs.rules[layer], sinks)
 
             return programs.layers(params, tokens, positions, attend)
 

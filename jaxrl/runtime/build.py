@@ -21,7 +21,7 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.fit import check_length, check_vocabulary
 from jaxrl.models.loading import checked_path, config_of, resolve_path
 from jaxrl.rollout.executor import MeshExecutor
-from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
+from jaxrl.rollout.programs import ExecutorConfig, LayoutSizes
 from jaxrl.rollout.sampling import Draw, sample
 from jaxrl.rollout.worker_set import WorkerSet
 from jaxrl.runtime.devices import ProcessDevices

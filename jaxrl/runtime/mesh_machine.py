@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from jaxrl.mechanisms.speculation.index_builder import IndexBuilder
     from jaxrl.mechanisms.stream_trainer.gradients import TrainStream
     from jaxrl.rollout.remote import RemoteWorkers
-    from jaxrl.train.trainer import Trainer
     from jaxrl.train.teacher import Teacher
+    from jaxrl.train.trainer import Trainer
 
 
 class MeshMachine:

@@ -1,4 +1,4 @@
-"""What clients get: OpenAI's objects, whole and in chunks."""
+"""What clients get: OpenAI's objects, complete and in chunks."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import json
 import secrets
 import time
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.data.tool_calls import ToolCall, calls_in, may_begin
 from jaxrl.serving.bodies import ChatBody, CompletionBody
-from jaxrl.serving.drawing import Choice, Growth
 from jaxrl.serving.driver import Piece
+from jaxrl.serving.generation import HALF, Choice, Generation
 from jaxrl.serving.objects import tool_calls
-from jaxrl.serving.texts import HALF
 
 DONE = "data: [DONE]\n\n"
 
@@ -25,7 +24,6 @@ def event(body: Any) -> str:
 
 
 def new_id() -> str:
-    """Of an answer."""
     return secrets.token_hex(12)
 
 
@@ -33,47 +31,30 @@ def _head(prefix: str, kind: str, answer_id: str, model: str) -> dict[str, Any]:
     return {"id": f"{prefix}-{answer_id}", "object": kind, "created": int(time.time()), "model": model}
 
 
-class Answer(Protocol):
-    """What a client of OpenAI's routes gets: all at once, or in chunks, each an object of its own."""
-
-    def whole(self) -> dict[str, Any]: ...
-
-    def opening(self) -> Iterator[dict[str, Any]]:
-        """Chunks before the first token."""
-        ...
-
-    def chunk(self, choice: Choice, text: str, piece: Piece) -> dict[str, Any]:
-        """Of what a choice gained: its tokens, and the text that they add."""
-        ...
-
-    def last(self) -> dict[str, Any]:
-        """The chunk with the number of tokens, for who asks for it."""
-        ...
-
-
 class Completion:
-    """An answer of `/v1/completions`."""
+    """An answer of `/v1/completions`. `whole` is all of it; `opening`, `chunk` and `last` are the objects of a stream:
+    before the first token, for the tokens and the text that a choice gained, and with the number of tokens."""
 
-    def __init__(self, body: CompletionBody, growth: Growth, tokenizer: Tokenizer, model: str) -> None:
-        self._body, self._growth = body, growth
+    def __init__(self, body: CompletionBody, generation: Generation, tokenizer: Tokenizer, model: str) -> None:
+        self._body, self._generation = body, generation
         self._token_texts = TokenTexts(tokenizer, bool(body.return_tokens_as_token_ids))
         self._head = _head("cmpl", "text_completion", new_id(), model)
 
     def whole(self) -> dict[str, Any]:
-        choices = [self._told(choice, choice.text.text, 0, 0) for choice in self._growth.choices]
-        return self._head | {"choices": choices, "usage": usage(self._growth)}
+        choices = [self._choice(choice, choice.text.text, 0, 0) for choice in self._generation.choices]
+        return self._head | {"choices": choices, "usage": usage(self._generation)}
 
     def opening(self) -> Iterator[dict[str, Any]]:
         yield from ()
 
     def chunk(self, choice: Choice, text: str, piece: Piece) -> dict[str, Any]:
         start, offset = len(choice.token_ids) - len(piece.token_ids), len(choice.text.text) - len(text)
-        return self._head | {"choices": [self._told(choice, text, start, offset)]}
+        return self._head | {"choices": [self._choice(choice, text, start, offset)]}
 
     def last(self) -> dict[str, Any]:
-        return self._head | {"choices": [], "usage": usage(self._growth)}
+        return self._head | {"choices": [], "usage": usage(self._generation)}
 
-    def _told(self, choice: Choice, text: str, start: int, offset: int) -> dict[str, Any]:
+    def _choice(self, choice: Choice, text: str, start: int, offset: int) -> dict[str, Any]:
         """Of the tokens from `start` on, whose text begins `offset` characters after the choice's."""
         found: dict[str, Any] = {"index": choice.index, "text": text, "logprobs": None}
         if self._body.logprobs is not None:
@@ -87,29 +68,34 @@ class Completion:
 
 
 class Chat:
-    """An answer of `/v1/chat/completions`.
+    """An answer of `/v1/chat/completions`, with the methods of `Completion`.
 
     Args:
       names: functions that may be called; none: calls are text.
     """
 
     def __init__(
-        self, body: ChatBody, growth: Growth, tokenizer: Tokenizer, model: str, names: frozenset[str] = frozenset()
+        self,
+        body: ChatBody,
+        generation: Generation,
+        tokenizer: Tokenizer,
+        model: str,
+        names: frozenset[str] = frozenset(),
     ) -> None:
-        self._body, self._growth, self._names = body, growth, names
+        self._body, self._generation, self._names = body, generation, names
         self._token_texts = TokenTexts(tokenizer, bool(body.return_tokens_as_token_ids))
         self._id = new_id()
         self._head = _head("chatcmpl", "chat.completion", self._id, model)
         self._chunk = self._head | {"object": "chat.completion.chunk"}
-        self._given = dict.fromkeys((choice.index for choice in growth.choices), 0)  # characters handed out, in chunks
+        self._given = dict.fromkeys((choice.index for choice in generation.choices), 0)  # characters of earlier chunks
 
     def whole(self) -> dict[str, Any]:
-        choices = list(map(self._message, self._growth.choices))
-        return self._head | self._prompt() | {"choices": choices, "usage": usage(self._growth)}
+        choices = list(map(self._message, self._generation.choices))
+        return self._head | self._prompt() | {"choices": choices, "usage": usage(self._generation)}
 
     def opening(self) -> Iterator[dict[str, Any]]:
         prompt = self._prompt()
-        for choice in self._growth.choices:
+        for choice in self._generation.choices:
             part = {"index": choice.index, "delta": {"role": "assistant", "content": ""}}
             yield self._chunk | prompt | {"choices": [part | {"logprobs": None, "finish_reason": None}]}
             prompt = {}
@@ -126,7 +112,7 @@ class Chat:
         return self._chunk | {"choices": [{"index": choice.index, "delta": delta} | self._rest(choice, calls, start)]}
 
     def last(self) -> dict[str, Any]:
-        return self._chunk | {"choices": [], "usage": usage(self._growth)}
+        return self._chunk | {"choices": [], "usage": usage(self._generation)}
 
     def _message(self, choice: Choice) -> dict[str, Any]:
         text, calls = self._read(choice)
@@ -151,10 +137,13 @@ class Chat:
 
     def _prompt(self) -> dict[str, Any]:
         """The prompt's tokens, which all choices share, for who asks for them."""
-        return {"prompt_token_ids": list(self._growth.choices[0].prompt_ids)} if self._body.return_token_ids else {}
+        return {"prompt_token_ids": list(self._generation.choices[0].prompt_ids)} if self._body.return_token_ids else {}
 
 
-def generated(growth: Growth, texts: TokenTexts, request_id: str | None) -> dict[str, Any]:
+Answer = Completion | Chat
+
+
+def generated(generation: Generation, texts: TokenTexts, request_id: str | None) -> dict[str, Any]:
     """An answer of `/inference/v1/generate`; `texts` names tokens by their ids."""
     choices = [
         {
@@ -163,14 +152,14 @@ def generated(growth: Growth, texts: TokenTexts, request_id: str | None) -> dict
             "finish_reason": choice.finish_reason,
             "logprobs": chat_logprobs(texts, choice, 0),
         }
-        for choice in growth.choices
+        for choice in generation.choices
     ]
     return {"request_id": request_id or new_id(), "choices": choices}
 
 
-def usage(growth: Growth) -> dict[str, int]:
+def usage(generation: Generation) -> dict[str, int]:
     """Tokens of the prompts, each once, and of the responses."""
-    given, drawn = growth.num_prompt_tokens, sum(len(choice.token_ids) for choice in growth.choices)
+    given, drawn = generation.num_prompt_tokens, sum(len(choice.token_ids) for choice in generation.choices)
     return {"prompt_tokens": given, "completion_tokens": drawn, "total_tokens": given + drawn}
 
 
@@ -222,11 +211,11 @@ def _by_text(texts: TokenTexts, place: list[tuple[int, float]]) -> dict[str, flo
 def chat_logprobs(texts: TokenTexts, choice: Choice, start: int) -> dict[str, Any]:
     """Those of a choice's tokens from `start` on."""
 
-    def told(token_id: int, logprob: float) -> dict[str, Any]:
+    def named(token_id: int, logprob: float) -> dict[str, Any]:
         return {"token": texts(token_id), "logprob": logprob, "bytes": texts.bytes_of(token_id)}
 
     pairs = zip(choice.token_ids[start:], choice.logprobs[start:], strict=True)
-    content = [told(*pair) | {"top_logprobs": []} for pair in pairs]
+    content = [named(*pair) | {"top_logprobs": []} for pair in pairs]
     for each, top in zip(content, choice.top[start:], strict=False):
-        each["top_logprobs"] = [told(*pair) for pair in top]
+        each["top_logprobs"] = [named(*pair) for pair in top]
     return {"content": content, "refusal": None}

@@ -1,4 +1,4 @@
-"""The routes: a body is checked, drawn, and answered whole or piece by piece.
+"""The routes: a body is checked, and answered at once or piece by piece.
 
 Errors are OpenAI's objects, with the status that its clients expect: 400 for a body that is wrong, 401 without the key,
 404 for another model or path, 413 for a body that is too large, 503 with `Retry-After` where too many wait. An answer
@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -26,38 +25,30 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from jaxrl.data.chat_template import RefusedMessages
-from jaxrl.serving import openapi
 from jaxrl.serving.answers import DONE, Answer, Chat, Completion, TokenTexts, event, generated
-from jaxrl.serving.bodies import Asked, ChatBody, CompletionBody, GenerateBody, Strict, first_mistake
-from jaxrl.serving.drawing import Drawing, Growth
+from jaxrl.serving.bodies import (
+    ChatBody,
+    CompletionBody,
+    GenerateBody,
+    GenerationRequest,
+    StrictBody,
+    first_mistake,
+    openapi_document,
+)
 from jaxrl.serving.driver import Busy, Closing, Failed
+from jaxrl.serving.generation import Generation, ServedModel
 from jaxrl.serving.objects import error_object
 
 SESSION = "x-session-id"
 MAX_SESSION = 200
 DEFAULT_TOKENS = 16
 """Of a completion; a message of a chat may fill what is left, as OpenAI's API has both."""
-Body = TypeVar("Body", bound=Strict)
+Body = TypeVar("Body", bound=StrictBody)
 Handler = Callable[[Request], Awaitable[Response]]
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Face:
-    """What the server is, to its clients.
-
-    Attributes:
-      model: its name.
-      key: what requests must bear; None: nothing.
-      max_body_bytes: of a request.
-    """
-
-    model: str
-    key: str | None = None
-    max_body_bytes: int = 16 << 20
-
-
-class Refused(Exception):
+class HttpRefusal(Exception):
     """An answer with another status than 200."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
@@ -66,10 +57,17 @@ class Refused(Exception):
 
 
 class Routes:
-    """Answers to the requests of one model's clients."""
+    """Answers to the requests of one model's clients.
 
-    def __init__(self, drawing: Drawing, face: Face) -> None:
-        self.drawing, self.face, self._began = drawing, face, int(time.time())
+    Args:
+      name: of the model, to clients.
+      key: that requests must bear; None: they need none.
+      max_body_bytes: of a request.
+    """
+
+    def __init__(self, model: ServedModel, name: str, key: str | None = None, max_body_bytes: int = 16 << 20) -> None:
+        self.model, self.name, self._key, self._max_body_bytes = model, name, key, max_body_bytes
+        self._began = int(time.time())
 
     def app(self) -> Starlette:
         post = {
@@ -94,10 +92,10 @@ class Routes:
         return JSONResponse({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self.drawing.figures.text(), media_type="text/plain; version=0.0.4")
+        return Response(self.model.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def openapi(self, request: Request) -> Response:
-        return JSONResponse(openapi.document())
+        return JSONResponse(openapi_document())
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
@@ -109,24 +107,24 @@ class Routes:
     async def completions(self, request: Request) -> Response:
         body = await self._body(request, CompletionBody)
         prompts = await asyncio.to_thread(lambda: [*self._encoded(body)])
-        growth = self._begun(request, body, prompts, body.max_tokens, DEFAULT_TOKENS)
-        answer = Completion(body, growth, self.drawing.tokenizer, self.face.model)
-        return await self._whole_or_streamed(request, body, growth, answer)
+        generation = self._begun(request, body, prompts, body.max_tokens, DEFAULT_TOKENS)
+        answer = Completion(body, generation, self.model.tokenizer, self.name)
+        return await self._respond(request, body, generation, answer)
 
     async def chat(self, request: Request) -> Response:
         body = await self._body(request, ChatBody)
         prompt = await asyncio.to_thread(self._rendered, body)
-        growth = self._begun(request, body, [prompt], body.max_completion_tokens or body.max_tokens)
+        generation = self._begun(request, body, [prompt], body.max_completion_tokens or body.max_tokens)
         names = frozenset(tool.function.name for tool in body.callable_tools)
-        answer = Chat(body, growth, self.drawing.tokenizer, self.face.model, names)
-        return await self._whole_or_streamed(request, body, growth, answer)
+        answer = Chat(body, generation, self.model.tokenizer, self.name, names)
+        return await self._respond(request, body, generation, answer)
 
     async def generate(self, request: Request) -> Response:
         body = await self._body(request, GenerateBody)
-        growth = self._begun(request, body.sampling_params, [body.token_ids], body.sampling_params.max_tokens)
-        await self._drawn(request, growth)
-        texts = TokenTexts(self.drawing.tokenizer, by_id=True)
-        return JSONResponse(generated(growth, texts, body.request_id))
+        generation = self._begun(request, body.sampling_params, [body.token_ids], body.sampling_params.max_tokens)
+        await self._finished(request, generation)
+        texts = TokenTexts(self.model.tokenizer, by_id=True)
+        return JSONResponse(generated(generation, texts, body.request_id))
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -134,21 +132,21 @@ class Routes:
         found = bytearray()
         async for piece in request.stream():
             found += piece
-            if len(found) > self.face.max_body_bytes:
-                raise Refused(413, f"a body may have {self.face.max_body_bytes} bytes")
+            if len(found) > self._max_body_bytes:
+                raise HttpRefusal(413, f"a body may have {self._max_body_bytes} bytes")
         body = await asyncio.to_thread(_checked, found, kind)
         self._check_model(getattr(body, "model", None))
         return body
 
     def _check_model(self, name: str | None) -> None:
-        if name not in (None, "", self.face.model):
-            raise Refused(
-                404, f"model {name!r:.80} is not here: this server has {self.face.model!r}", "model", "model_not_found"
+        if name not in (None, "", self.name):
+            raise HttpRefusal(
+                404, f"model {name!r:.80} is not here: this server has {self.name!r}", "model", "model_not_found"
             )
 
     def _model(self) -> dict[str, Any]:
-        found = {"id": self.face.model, "object": "model", "created": self._began, "owned_by": "jaxrl"}
-        return found | {"max_model_len": self.drawing.max_length}
+        found = {"id": self.name, "object": "model", "created": self._began, "owned_by": "jaxrl"}
+        return found | {"max_model_len": self.model.max_length}
 
     def _begun(
         self,
@@ -157,20 +155,20 @@ class Routes:
         prompts: Sequence[Sequence[int]],
         asked: int | None,
         default: int | None = None,
-    ) -> Growth:
+    ) -> Generation:
         session = request.headers.get(SESSION) or None
         if session is not None and len(session) > MAX_SESSION:
-            raise Refused(400, f"{SESSION}: a session's name may have {MAX_SESSION} characters")
-        params = body.params(self.drawing.max_tokens(prompts, asked, default), self.drawing.stop_token_ids)
-        return self.drawing.begin(self.drawing.requests(prompts, params, body.n or 1, body.seed, session))
+            raise HttpRefusal(400, f"{SESSION}: a session's name may have {MAX_SESSION} characters")
+        params = body.params(self.model.max_tokens(prompts, asked, default), self.model.stop_token_ids)
+        return self.model.begin(prompts, params, body.n or 1, body.seed, session)
 
     def _encoded(self, body: CompletionBody) -> Iterator[list[int]]:
         """The prompts' tokens. The first prompt that is refused spares reading the others."""
         for each in body.prompts:
-            prompt = self.drawing.encode(each, add_special_tokens=True) if isinstance(each, str) else each
+            prompt = self.model.encode(each, add_special_tokens=True) if isinstance(each, str) else each
             if not prompt:
-                raise Refused(400, "the prompt has no tokens", "prompt")
-            self.drawing.max_tokens([prompt], body.max_tokens)
+                raise HttpRefusal(400, "the prompt has no tokens", "prompt")
+            self.model.max_tokens([prompt], body.max_tokens)
             yield prompt
 
     def _rendered(self, body: ChatBody) -> list[int]:
@@ -178,28 +176,30 @@ class Routes:
         variables = dict(body.chat_template_kwargs or {})
         if body.callable_tools:
             variables["tools"] = [tool.model_dump(exclude_none=True) for tool in body.callable_tools]
-        text = self.drawing.tokenizer.apply_chat_template([each.given for each in body.messages], **variables)
-        return self.drawing.encode(text)
+        text = self.model.tokenizer.apply_chat_template([each.given for each in body.messages], **variables)
+        return self.model.encode(text)
 
-    async def _whole_or_streamed(self, request: Request, body: Asked, growth: Growth, answer: Answer) -> Response:
+    async def _respond(
+        self, request: Request, body: GenerationRequest, generation: Generation, answer: Answer
+    ) -> Response:
         if body.stream:
-            return Streamed(growth, answer, body.includes_usage)
-        await self._drawn(request, growth)
+            return Streamed(generation, answer, body.includes_usage)
+        await self._finished(request, generation)
         return JSONResponse(answer.whole())
 
-    async def _drawn(self, request: Request, growth: Growth) -> None:
-        """Waits until all choices are whole. A client that goes away ends it."""
+    async def _finished(self, request: Request, generation: Generation) -> None:
+        """Waits until all choices have ended, or raises ClientDisconnect."""
 
-        async def drawn() -> None:
-            async with aclosing(growth.pieces()) as grown:
-                async for _ in grown:
+        async def ended() -> None:
+            async with aclosing(generation.pieces()) as pieces:
+                async for _ in pieces:
                     pass
 
         async def gone() -> None:
             while (await request.receive())["type"] != "http.disconnect":
                 pass
 
-        tasks = [asyncio.create_task(drawn()), asyncio.create_task(gone())]
+        tasks = [asyncio.create_task(ended()), asyncio.create_task(gone())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if not tasks[0].done():
@@ -213,14 +213,14 @@ class Routes:
     def _answered(self, route: str, answer: Handler) -> Handler:
         async def answered(request: Request) -> Response:
             response = await tried(request)
-            self.drawing.figures.requests.labels(route, response.status_code).inc()
+            self.model.metrics.requests.labels(route, response.status_code).inc()
             return response
 
         async def tried(request: Request) -> Response:
             try:
                 self._check_key(request)
                 return await answer(request)
-            except Refused as error:
+            except HttpRefusal as error:
                 return _error(error.status, str(error), error.param, error.code)
             except Busy as error:
                 return _error(503, str(error), headers={"Retry-After": str(error.retry_s)})
@@ -241,34 +241,36 @@ class Routes:
         return answered
 
     def _check_key(self, request: Request) -> None:
-        if self.face.key is None:
+        if self._key is None:
             return
         kind, _, given = request.headers.get("authorization", "").partition(" ")
-        if kind.lower() != "bearer" or not hmac.compare_digest(given.encode(), self.face.key.encode()):
-            raise Refused(401, "the key is missing or wrong: send Authorization: Bearer KEY", code="invalid_api_key")
+        if kind.lower() != "bearer" or not hmac.compare_digest(given.encode(), self._key.encode()):
+            raise HttpRefusal(
+                401, "the key is missing or wrong: send Authorization: Bearer KEY", code="invalid_api_key"
+            )
 
 
 class Streamed(StreamingResponse):
     """An answer as server-sent events. However it ends, its rows are freed."""
 
-    def __init__(self, growth: Growth, answer: Answer, includes_usage: bool) -> None:
-        events = _events(growth, answer, includes_usage)
+    def __init__(self, generation: Generation, answer: Answer, includes_usage: bool) -> None:
+        events = _events(generation, answer, includes_usage)
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._growth = growth
+        self._generation = generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:  # a client may be gone before the first event
-            self._growth.leave()
+            self._generation.leave()
 
 
-async def _events(growth: Growth, answer: Answer, includes_usage: bool) -> AsyncIterator[str]:
+async def _events(generation: Generation, answer: Answer, includes_usage: bool) -> AsyncIterator[str]:
     """A server that stops, or whose engine fails, says so."""
     for chunk in answer.opening():
         yield event(chunk)
     try:
-        async with aclosing(growth.pieces()) as pieces:
+        async with aclosing(generation.pieces()) as pieces:
             async for gained in pieces:
                 yield event(answer.chunk(*gained))
     except (Closing, Failed) as error:
@@ -283,12 +285,12 @@ def _checked(content: bytearray, kind: type[Body]) -> Body:
     try:
         sent = from_json(content, cache_strings="none")  # a cache costs where a million names differ
     except ValueError as error:
-        raise Refused(400, f"Invalid JSON: {error}") from None
+        raise HttpRefusal(400, f"Invalid JSON: {error}") from None
     try:
         return kind.model_validate(sent)
     except ValidationError as error:
         place, said = first_mistake(error, sent)
-        raise Refused(400, f"{place}: {said}" if place else said, place or None) from None
+        raise HttpRefusal(400, f"{place}: {said}" if place else said, place or None) from None
 
 
 def _without_place(message: str) -> str:

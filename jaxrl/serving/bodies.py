@@ -1,8 +1,8 @@
-"""What clients send, checked: the bodies of OpenAI's completions and chat completions, and of tokens in, tokens out.
+"""What clients send, checked: the bodies of OpenAI's completions and chat completions, and of tokens in, tokens out;
+and the OpenAPI 3.1 document of the routes (`GET /openapi.json`), which follows from them.
 
-A name that is not listed is refused, and so is a value that would change what is drawn and that this server does not
-know: a client is never answered as if it had asked for something else. What changes nothing here (`user`, `metadata`)
-is taken and ignored, and null asks for nothing, whatever its name.
+A name that is not listed is refused, and so is a value that would change what is sampled and that this server does not
+know. What changes nothing here (`user`, `metadata`) is ignored, and null asks for nothing, whatever its name.
 
 A body with a million mistakes costs no more than one with a single mistake: lists end at their first wrong item.
 
@@ -27,7 +27,9 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.json_schema import models_json_schema
 
+from jaxrl import __version__
 from jaxrl.data.chat_template import THINKING
 from jaxrl.data.tool_calls import arguments_of
 from jaxrl.types import SamplingParams
@@ -47,7 +49,7 @@ Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Neutral = Literal[0] | None
 
 
-class Sent(BaseModel):
+class LenientBody(BaseModel):
     """A mapping; a name whose value is null counts as left out."""
 
     model_config = ConfigDict(extra="ignore")
@@ -63,20 +65,20 @@ class Sent(BaseModel):
         return {name: value[name] for name in asked if value.get(name) is not None}
 
 
-class Strict(Sent):
+class StrictBody(LenientBody):
     """A mapping with these names and no others."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictBody):
     """`include_usage`: a last chunk with the number of tokens."""
 
     include_usage: bool = False
     continuous_usage_stats: Literal[False] = False
 
 
-class Sampling(Strict):
+class Sampling(StrictBody):
     """How to draw, by the names that all routes share."""
 
     temperature: float | None = Field(default=1.0, ge=0, le=1000)
@@ -106,7 +108,7 @@ class Sampling(Strict):
 
     @property
     def num_top(self) -> int:
-        """How many of the likeliest tokens are told of each place."""
+        """How many of the likeliest tokens are returned for each place."""
         return 0
 
     def params(self, max_tokens: int, stop_token_ids: tuple[int, ...]) -> SamplingParams:
@@ -123,7 +125,7 @@ class Sampling(Strict):
         )
 
 
-class Asked(Sampling):
+class GenerationRequest(Sampling):
     """What both of OpenAI's routes take."""
 
     model: str | None = None
@@ -154,7 +156,7 @@ class Asked(Sampling):
 Tokens = Annotated[Many[Token], Field(min_length=1, max_length=1 << 20)]
 
 
-class CompletionBody(Asked):
+class CompletionBody(GenerationRequest):
     """`POST /v1/completions`: text, or token ids, or a list of either."""
 
     prompt: (
@@ -187,7 +189,7 @@ class CompletionBody(Asked):
         return self.prompt  # pyright: ignore[reportReturnType]
 
 
-class Function(Strict):
+class Function(StrictBody):
     """A function that the model may call; `parameters` is a JSON schema."""
 
     name: str = Field(min_length=1, max_length=64)
@@ -196,12 +198,12 @@ class Function(Strict):
     strict: bool | None = None
 
 
-class Tool(Strict):
+class Tool(StrictBody):
     type: Literal["function"]
     function: Function
 
 
-class Part(Strict):
+class TextPart(StrictBody):
     """A piece of a message; text alone."""
 
     type: Literal["text"]
@@ -218,24 +220,24 @@ class Part(Strict):
 Arguments = Annotated[dict[str, Any], BeforeValidator(arguments_of, json_schema_input_type=str | dict[str, Any])]
 
 
-class Called(Sent):
+class FunctionCall(LenientBody):
     """A function that the model has called, in an earlier turn. Templates write the arguments as JSON themselves."""
 
     name: str
     arguments: Arguments = {}
 
 
-class ToolCall(Sent):
+class ToolCall(LenientBody):
     id: str | None = None
     type: Literal["function"] = "function"
-    function: Called
+    function: FunctionCall
 
 
-class Message(Sent):
+class Message(LenientBody):
     """A turn of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Many[Part] | None = None
+    content: Text | Many[TextPart] | None = None
     name: str | None = None
     tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -261,13 +263,13 @@ class Message(Sent):
         return found | {name: value for name, value in beside.items() if value is not None}
 
 
-class ResponseFormat(Strict):
+class ResponseFormat(StrictBody):
     """Text alone: what is drawn is not held to a grammar."""
 
     type: Literal["text"]
 
 
-class ChatBody(Asked):
+class ChatBody(GenerationRequest):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[Many[Message], Field(min_length=1, max_length=10_000)]
@@ -318,7 +320,7 @@ class GenerateSampling(Sampling):
         return self.logprobs or 0
 
 
-class GenerateBody(Strict):
+class GenerateBody(StrictBody):
     """`POST /inference/v1/generate`: token ids in, token ids out."""
 
     model: str | None = None
@@ -351,3 +353,45 @@ def first_mistake(error: ValidationError, sent: Any) -> tuple[str, str]:
         return (progress, has_kind), ".".join(map(str, path)), said
 
     return max(map(found, error.errors(include_url=False, include_context=False)), key=lambda each: each[0])[1:]
+
+
+BODIES: dict[str, tuple[type[BaseModel], str]] = {
+    "/v1/completions": (CompletionBody, "Responses to prompts of text or token ids."),
+    "/v1/chat/completions": (ChatBody, "The next message of a conversation."),
+    "/inference/v1/generate": (GenerateBody, "Token ids in, token ids out."),
+}
+ANSWERS = {
+    "/v1/models": "The model that is served.",
+    "/health": "That the server answers.",
+    "/metrics": "Counts and latencies, as Prometheus reads them.",
+    "/openapi.json": "This document.",
+}
+REFUSALS = {400: "wrong", 401: "without the key", 404: "for another model", 413: "too large", 503: "one too many"}
+
+
+def openapi_document() -> dict[str, Any]:
+    kinds = [(kind, "validation") for kind, _ in BODIES.values()]
+    _, schemas = models_json_schema(kinds, ref_template="#/components/schemas/{model}")  # pyright: ignore
+    paths: dict[str, Any] = {
+        path: {"get": {"summary": text, "responses": _responses()}} for path, text in ANSWERS.items()
+    }
+    for path, (kind, text) in BODIES.items():
+        body = {"$ref": f"#/components/schemas/{kind.__name__}"}
+        paths[path] = {
+            "post": {
+                "summary": text,
+                "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+                "responses": _responses(),
+            }
+        }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "jaxrl serve", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": schemas["$defs"]},
+    }
+
+
+def _responses() -> dict[str, Any]:
+    found = {"200": {"description": "The answer."}}
+    return found | {str(status): {"description": f"The request is {why}."} for status, why in REFUSALS.items()}

@@ -1,16 +1,12 @@
-"""The thread that owns an engine: requests come in from an event loop, and tokens go out as they are drawn.
+"""The thread that owns an engine: requests come in from an event loop, and tokens go out as they are sampled.
 
-Purpose: requests join the running batch as they come, wait in order where it is full, and leave it when nobody reads
-them any more.
+Requests join the running batch as they come, wait in order where it is full, and leave it when nobody reads them any
+more. The engine has a thread of its own because an event loop may not wait for a plan. No other thread touches it:
+requests go in through a queue, and the tokens of a plan go out in one call to the event loop, for all requests.
 
-The engine runs in a thread of its own because a plan takes as long as it takes, and an event loop may not wait for it.
-Nothing of the engine is touched by another thread: what is asked for goes in through a queue, and what was drawn in a
-plan goes out in one call to the event loop, for all requests together.
-
-Who asks again as soon as it has its answer would miss the next plan by milliseconds, and its row would be idle for as
-long as that one takes. So where rows have become free that nobody waits for, the next plan is made as soon as as many
-requests have come, and a small part of a plan's time later at the latest. So is the first one after an idle time, for
-those who ask at once.
+A client that asks again as soon as it has its answer would miss the next plan by milliseconds, and its row would be
+idle for that plan. So the next plan waits for as many requests as rows have become free, for a small part of a plan's
+time at most. So does the first plan after an idle time.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ from jaxrl.types import FinishReason, Sample, TopTokens
 
 
 class Busy(Exception):
-    """So many requests wait already; `retry_s`: in how many seconds a row may be free."""
+    """Too many requests wait; `retry_s`: in how many seconds a row may be free."""
 
     def __init__(self, waiting: int, retry_s: int) -> None:
         super().__init__(f"{waiting} requests wait already: try again in {retry_s} s")
@@ -58,7 +54,7 @@ class Piece:
     Attributes:
       token_ids: int32 [T].
       logprobs: float32 [T], as `Sample.rollout_logprobs`.
-      finish_reason: why it ended; None: more will come.
+      finish_reason: why it ended; None while it runs.
       top: the likeliest tokens, where they were asked for.
     """
 
@@ -73,55 +69,30 @@ _LAST_PLAN_S = 10.0  # that the engine may take to end; a compiler may take minu
 _WINDOW, _BESIDE = 0.05, 0.2  # of a plan's time; the latter where the devices have another plan to run meanwhile
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What the engine was doing after its last plan.
-
-    Attributes:
-      running, waiting: requests with a row and without one.
-      free_blocks, parked_blocks, num_blocks: KV blocks of all dp groups: those that a request could get, those among
-        them that hold a conversation's KV, and all.
-      prompt_tokens, cached_tokens, drawn_tokens, preemptions: so far; `cached_tokens` had their KV.
-    """
-
-    running: int = 0
-    waiting: int = 0
-    free_blocks: int = 0
-    parked_blocks: int = 0
-    num_blocks: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    drawn_tokens: int = 0
-    preemptions: int = 0
-
-
 class Driver:
     """Runs an engine that nobody else touches.
 
     Args:
-      engine: idle.
       max_waiting: requests that may wait for a row.
 
     Attributes:
-      load: after the last plan.
+      load: numbers of the engine after its last plan, by their names in `GET /metrics`.
       failure: what ended the thread before its time.
     """
 
     def __init__(self, engine: Engine, max_waiting: int) -> None:
-        self.load = Load()
         self._engine, self._max_waiting = engine, max_waiting
-        self._inbox: queue.SimpleQueue[Request | int | None] = (
-            queue.SimpleQueue()
-        )  # one to add, one to abort, or the end
+        # a request to add, the id of one to abort, or the end
+        self._inbox: queue.SimpleQueue[Request | int | None] = queue.SimpleQueue()
         self._readers: dict[int, Pieces] = {}  # the event loop's: of the requests that have not ended
-        self._told: dict[int, int] = {}  # the thread's: tokens that were handed out, of each live request
+        self._sent: dict[int, int] = {}  # the thread's: tokens of each live request that its reader has
         self._loop = asyncio.get_running_loop()
         self.failure: BaseException | None = None
         self._drawn = 0
         self._expected = 0  # the thread's: requests that may follow those that ended in the last plan
         self._plan_s = 0.0  # what that took
         self._closing = False
-        self._look()
+        self.load = self._measured()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -137,8 +108,8 @@ class Driver:
             raise ValueError(str(error).removeprefix(f"request {request.request_id} ({request.key}): ")) from None
 
     def submit(self, requests: Sequence[Request]) -> Pieces:
-        """Hands requests in; what they draw arrives in the queue that is returned, each piece with its request's id,
-        the last one of each with its `finish_reason`. An error comes in place of a piece.
+        """Returns the queue in which the requests' pieces arrive, each with its request's id, the last one of each with
+        its `finish_reason`. An error comes in place of a piece.
 
         Raises:
           Busy, Closing, Failed: none was taken.
@@ -157,20 +128,20 @@ class Driver:
         return pieces
 
     def leave(self, requests: Sequence[Request]) -> None:
-        """Nobody reads these any more: those that are not at their end free their rows."""
+        """Aborts those that have not ended: nobody reads them any more."""
         for request in requests:
             if self._readers.pop(request.request_id, None) is not None:
                 self._inbox.put(request.request_id)
 
     async def close(self, grace_s: float) -> None:
-        """Lets the responses under way end, for so long, and then ends the thread."""
+        """Lets running responses end for `grace_s` seconds, and then ends the thread."""
         self._closing = True
         deadline = self._loop.time() + grace_s
         while self._readers and self._loop.time() < deadline and self.failure is None:
             await asyncio.sleep(0.02)
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join, _LAST_PLAN_S)
-        self._hand_out(dict.fromkeys(self._readers, Closing()))
+        self._deliver(dict.fromkeys(self._readers, Closing()))
 
     @property
     def num_rows(self) -> int:
@@ -182,7 +153,7 @@ class Driver:
         """Requests that can run or wait."""
         return self.num_rows + self._max_waiting
 
-    def _hand_out(self, pieces: Mapping[int, Piece | BaseException]) -> None:
+    def _deliver(self, pieces: Mapping[int, Piece | BaseException]) -> None:
         for request_id, piece in pieces.items():
             if (reader := self._readers.get(request_id)) is not None:
                 reader.put_nowait((request_id, piece))
@@ -195,17 +166,17 @@ class Driver:
         try:
             while self._take_in():
                 pieces = self._step()
-                self._look()
+                self.load = self._measured()
                 if pieces:
-                    self._loop.call_soon_threadsafe(self._hand_out, pieces)
-            self._engine.abort(self._told)
+                    self._loop.call_soon_threadsafe(self._deliver, pieces)
+            self._engine.abort(self._sent)
             self._engine.drain()
         except BaseException as error:
             self.failure = error
-            self._loop.call_soon_threadsafe(self._hand_out, dict.fromkeys(self._told, Failed()))
+            self._loop.call_soon_threadsafe(self._deliver, dict.fromkeys(self._sent, Failed()))
 
     def _take_in(self) -> bool:
-        """Hands the engine what has been asked for, waiting where it has nothing to do; False at the end."""
+        """Gives the engine the new requests, waiting where it has nothing to do; False at the end."""
         refused: dict[int, Piece | BaseException] = {}
         share = _BESIDE if self._engine.num_in_flight else _WINDOW
         until = time.monotonic() + share * self._plan_s
@@ -223,13 +194,13 @@ class Driver:
                 self._expected -= 1
                 try:
                     self._engine.add(asked)
-                    self._told[asked.request_id] = 0
+                    self._sent[asked.request_id] = 0
                 except ValueError as error:
                     refused[asked.request_id] = error
-            elif self._told.pop(asked, None) is not None:
+            elif self._sent.pop(asked, None) is not None:
                 self._engine.abort([asked])
         if refused:
-            self._loop.call_soon_threadsafe(self._hand_out, refused)
+            self._loop.call_soon_threadsafe(self._deliver, refused)
         return True
 
     def _step(self) -> dict[int, Piece | BaseException]:
@@ -240,35 +211,36 @@ class Driver:
         self._plan_s = time.monotonic() - began
         self._expected = len(ended) - self._engine.batcher.num_waiting
         for finished in ended:
-            told = self._told.pop(finished.request_id, None)
-            if told is not None:
+            sent = self._sent.pop(finished.request_id, None)
+            if sent is not None:
                 sample = finished.sample
-                found[finished.request_id] = _piece(sample, told, sample.finish_reason)
-        for request_id, told in self._told.items():
+                found[finished.request_id] = _piece(sample, sent, sample.finish_reason)
+        for request_id, sent in self._sent.items():
             progress = self._engine.batcher.progress(request_id)
-            if progress.num_tokens > told:
-                found[request_id] = _piece(progress.sample("abort"), told)
-                self._told[request_id] = progress.num_tokens
+            if progress.num_tokens > sent:
+                found[request_id] = _piece(progress.sample("abort"), sent)
+                self._sent[request_id] = progress.num_tokens
         self._drawn += sum(len(piece.token_ids) for piece in found.values() if isinstance(piece, Piece))
         return found
 
-    def _look(self) -> None:
+    def _measured(self) -> dict[str, int]:
         batcher = self._engine.batcher
         blocks, counters, groups = batcher.blocks, batcher.counters, range(batcher.capacity.num_groups)
-        self.load = Load(
-            running=batcher.num_running,
-            waiting=batcher.num_waiting,
-            free_blocks=sum(map(blocks.num_free, groups)),
-            parked_blocks=sum(map(blocks.num_parked, groups)),
-            num_blocks=blocks.capacity * len(groups),
-            prompt_tokens=counters.prefill_tokens + counters.shared_tokens,
-            cached_tokens=counters.shared_tokens,
-            drawn_tokens=self._drawn,
-            preemptions=counters.preemptions,
-        )
+        return {
+            "running_requests": batcher.num_running,
+            "waiting_requests": batcher.num_waiting,
+            "rows": self.num_rows,
+            "kv_blocks": blocks.capacity * len(groups),
+            "kv_blocks_free": sum(map(blocks.num_free, groups)),
+            "kv_blocks_parked": sum(map(blocks.num_parked, groups)),
+            "prompt_tokens_seen": counters.prefill_tokens + counters.shared_tokens,
+            "prompt_tokens_cached": counters.shared_tokens,
+            "tokens_drawn": self._drawn,
+            "preemptions": counters.preemptions,
+        }
 
 
-def _piece(sample: Sample, told: int, finish_reason: FinishReason | None = None) -> Piece:
-    """The tokens behind the first `told`; copies, because the arrays of a request that goes on are written to."""
-    top = None if sample.top is None else TopTokens(*(each[told:].copy() for each in sample.top))
-    return Piece(sample.token_ids[told:].copy(), sample.rollout_logprobs[told:].copy(), finish_reason, top)
+def _piece(sample: Sample, sent: int, finish_reason: FinishReason | None = None) -> Piece:
+    """The tokens behind the first `sent`; copies, because a running request writes to its arrays."""
+    top = None if sample.top is None else TopTokens(*(each[sent:].copy() for each in sample.top))
+    return Piece(sample.token_ids[sent:].copy(), sample.rollout_logprobs[sent:].copy(), finish_reason, top)

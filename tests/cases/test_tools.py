@@ -21,9 +21,9 @@ from tiny import write_tiny_model
 from jaxrl.data.chat_template import ChatTemplate
 from jaxrl.environments.env import Action
 from jaxrl.environments.kinds import answers
-from jaxrl.serving.app import Face, Routes
-from jaxrl.serving.drawing import Drawing
+from jaxrl.serving.app import Routes
 from jaxrl.serving.driver import Driver
+from jaxrl.serving.generation import ServedModel
 from jaxrl.text import TextEngine
 
 ROWS = list(map(json.loads, (Path(__file__).parent / "tools.jsonl").read_text(encoding="utf-8").splitlines()))
@@ -105,7 +105,7 @@ def test_a_history_is_in_the_prompt_or_refused_by_its_place(row: dict[str, Any],
 
     async def answer() -> Any:
         driver = Driver(engine.engine, 4)
-        routes = Routes(Drawing(driver, tokenizer, LENGTH, (), tokenizer.vocab_size), Face("tiny"))
+        routes = Routes(ServedModel(driver, tokenizer, LENGTH, (), tokenizer.vocab_size), "tiny")
         async with AsyncExitStack() as stack:
             stack.push_async_callback(driver.close, 5.0)
             app = httpx2.ASGITransport(routes.app())

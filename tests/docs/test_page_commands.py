@@ -25,7 +25,7 @@ from jaxrl.cli import _parser, main
 from jaxrl.commands.arguments import parse
 from jaxrl.config.files import load
 from jaxrl.runtime.stop import Stop
-from jaxrl.serving.openapi import BODIES
+from jaxrl.serving.bodies import BODIES
 
 COMMANDS = page_commands()
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]

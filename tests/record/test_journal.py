@@ -24,6 +24,7 @@ def journal_of() -> Iterator[Open]:
 
     def open_one(path: Path, last_step: int) -> Journal:
         opened.append(Journal(path, last_step))
+        opened[-1].begin()
         return opened[-1]
 
     yield open_one

@@ -138,10 +138,10 @@ def test_a_log_says_which_sample_waits_for_what(unwatched):
         view.phase("gen")
         view.waiting(3, "prompt 5, sample 1 (search)", 2.0)
         clock.now = 14.0
-        view._tell_progress()
+        view._log_progress()
         view.waiting(0, "", 0.0)
         clock.now = 60.0
-        view._tell_progress()
+        view._log_progress()
     first, second = output.getvalue().splitlines()
     assert first == "step 1/10: gen  14s  3 wait for answers, longest prompt 5, sample 1 (search): 12s"
     assert "wait" not in second

@@ -174,7 +174,7 @@ def test_what_the_start_and_checkpoints_record_is_on_the_disk(tmp_path: Path, mo
     monkeypatch.setattr(os, "fsync", lambda n: synced.append(os.readlink(f"/proc/self/fd/{n}")) or fsync(n))
     with closing(RunDir(tmp_path)) as run_dir:
         run_dir.record_start(make_config(), {}, 0)
-        run_dir.record_checkpoint(10, {})
+        run_dir.record_checkpoint(10)
     assert [Path(name).name.split("-")[1] for name in synced] == ["config.yaml", "run.json", "run.json"]
 
 
@@ -229,3 +229,14 @@ def test_every_file_that_the_options_name_is_an_input():
         "algorithm": {"filter_groups": {"enable": True, "path": "f.py"}},
     }
     assert {"t.jsonl", "v.jsonl", "r.py", "f.py"} <= set(inputs_of(from_mapping(values)))
+
+
+def test_a_journal_that_is_gone_is_noted(tmp_path: Path):
+    with closing(RunDir(tmp_path)) as run_dir:
+        assert run_dir.missing_journal() is None
+        run_dir.record_start(make_config(), {}, 0, checkpoint=None)
+        file = run_dir.file("journal.jsonl")
+        said = "is gone: steps after the last checkpoint ask the clock again, and may come out another way"
+        assert run_dir.missing_journal() == f"{file} {said}"
+        file.write_text("")
+        assert run_dir.missing_journal() is None, "its reader refuses it"

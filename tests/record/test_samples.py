@@ -15,9 +15,8 @@ from jaxrl.record.samples import (
     MAX_INFO,
     MAX_VALUE,
     SAMPLES_PER_GROUP,
-    Recorded,
+    RecordedSample,
     SampleLog,
-    Span,
     read_sample,
 )
 from jaxrl.types import ENVIRONMENT, Episode, Group, Prompt, Sample, SampleKey, Turn
@@ -74,9 +73,9 @@ def test_a_sample_is_found_by_its_key(tmp_path: Path):
     groups[1].samples[1] = wanted
     with closing(SampleLog(tmp_path / "samples.jsonl", last_step=-1)) as log:
         log.write(7, groups)
-    spans = Span(0, (0,)), Span(3, (1, 2)), Span(ENVIRONMENT, (3, 4)), Span(3, (5,)), Span(4, (6,))
-    assert read_sample(tmp_path, "2-1-1-5") == Recorded(wanted.key, 7, (1,), spans)
-    assert read_sample(tmp_path, "0-0-1") == Recorded(SampleKey(0, 0, 1), 7, (1,), (Span(0, (5, 6)),))
+    spans = (0, (0,)), (3, (1, 2)), (ENVIRONMENT, (3, 4)), (3, (5,)), (4, (6,))
+    assert read_sample(tmp_path, "2-1-1-5") == RecordedSample(wanted.key, 7, (1,), spans)
+    assert read_sample(tmp_path, "0-0-1") == RecordedSample(SampleKey(0, 0, 1), 7, (1,), ((0, (5, 6)),))
     with pytest.raises(ValueError, match=r"no sample '2-1-1': the last ones are 0-0-0, 0-0-1, 0-1-0, 2-1-1-5"):
         read_sample(tmp_path, "2-1-1")
     with pytest.raises(ValueError, match="it has no sample"):

@@ -260,14 +260,14 @@ def test_a_server_that_fails_later_ends_no_run(tmp_path, monkeypatch, caplog):
     assert steps(tmp_path) == [1, 2]
     assert (
         caplog.messages[-1]
-        == "trainer.logger: mlflow lacks 1 of the steps, from step 2 on: a run that goes on sends them"
+        == "trainer.logger: mlflow lacks 1 of the steps, from step 2 on: a resumed run sends them"
     )
 
 
 def test_a_server_that_is_not_there_ends_the_start(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", MLflow(fails=True))
     with pytest.raises(RunFailed, match=r"mlflow began no run \(no server at all\): mend that, or leave mlflow out"):
-        MetricsWriter(tmp_path, ["mlflow"])
+        MetricsWriter(tmp_path, ["mlflow"]).open_sinks()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # MLflow's own, with newer releases of what it uses

@@ -108,28 +108,12 @@ DAMAGED = (
             "run.json: damaged (devices must be an object): mend it, or move it away"),
     damaged("run_json", '{"devices": {}, "starts": {}}',
             "run.json: damaged (starts must be a list): mend it, or move it away"),
-    damaged("run_json",
-            '{"devices": {}, "written": {"metrics.jsonl": {"lines": "1", "bytes": 2, "crc32": 3}}}',
-            "run.json: damaged (written must be an object of files, with whole numbers as lines, bytes, crc32): mend "
-            "it, or move it away"),
     damaged("run_json", None, "run.json: is a directory"),
     damaged("run_json", b"\xff\xfe", "run.json: not UTF-8 text (byte 0)"),
     damaged("config_yaml", "trainer: {seed: 1",
             "config.yaml, line 1: expected ',' or '}', but got '<stream end>'"),
     damaged("config_yaml", "",
             "config.yaml: empty, though it held the options of a run: bring it back, or move it away"),
-    damaged("metrics_jsonl", '{"step": 1}\n{"step": 2, "x":\n',
-            f"metrics.jsonl, line 2: damaged (not valid JSON, column 17): {REMEDY}"),
-    damaged("metrics_jsonl", '{"x": 1}\n',
-            f"metrics.jsonl, line 1: damaged ('step' is missing): {REMEDY}"),
-    damaged("samples_jsonl", '{"step": 1}\n[1]\n',
-            f"samples.jsonl, line 2: damaged (not an object): {REMEDY}"),
-    damaged("samples_jsonl", '{"step": "1"}\n',
-            f"samples.jsonl, line 1: damaged (step must be a whole number, found '1'): {REMEDY}"),
-    damaged("samples_jsonl", b'{"step": 1, "prompt": "\xff"}\n',
-            f"samples.jsonl, line 1: damaged (not UTF-8 text, byte 23): {REMEDY}"),
-    damaged("layouts_jsonl", "points\n",
-            f"layouts.jsonl, line 1: damaged (not valid JSON, column 1): {REMEDY}"),
     damaged("journal_jsonl", "Monday\n",
             "journal.jsonl: damaged (it must begin with the header of a journal of schema 2, found b'Monday'): "
             + BRING_BACK),
@@ -142,8 +126,6 @@ DAMAGED = (
             + BRING_BACK),
     damaged("journal_jsonl", JOURNAL + '{"step":1,"kind":"verdict","key":["a"]}\n',
             f"journal.jsonl, line 2: damaged (step must be a whole number, kind text, key whole numbers): {REMEDY}"),
-    damaged("timeline_json", '{"traceEvents": []}',
-            "timeline.json: not a timeline, which begins with [: move it away"),
 )  # fmt: skip
 SIMULATIONS = (
     Refusal(

@@ -7,6 +7,7 @@ from typing import Any
 from jaxrl.record.metrics import MetricsWriter, hidden_scoring_shares
 from jaxrl.report.page import write_report
 from jaxrl.report.rewards import domains, rewards_section
+from jaxrl.report.runs import Run
 
 
 def line(step: int) -> dict[str, float]:
@@ -62,6 +63,10 @@ def test_a_run_with_domains(tmp_path: Path):
     assert "no score within reward.domains.kodcode.timeout_<wbr>s (4 s)" in text
 
 
+def section(lines: list[dict[str, float]]) -> str:
+    return rewards_section(Run(Path(), lines, [], [], [], {}, []), None)
+
+
 def test_a_run_without_domains_has_what_it_recorded(tmp_path: Path):
     plain = {
         "step": 1.0,
@@ -70,12 +75,12 @@ def test_a_run_without_domains_has_what_it_recorded(tmp_path: Path):
         "reward/hidden_s": 3.0,
         "timing_s/reward": 1,
     }
-    text = rewards_section([plain], None)
+    text = section([plain])
     assert text.count("<figure>") == 1
     assert "Scoring hidden under the rollout" in text
     assert "<table>" not in text
-    assert rewards_section([{"step": 1.0, "reward/num_scored": 4.0}], None) == ""
-    assert rewards_section([], None) == ""
+    assert section([{"step": 1.0, "reward/num_scored": 4.0}]) == ""
+    assert section([]) == ""
 
 
 def test_shares_of_scoring_that_was_hidden():

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.rollout.forced import Forced
-from jaxrl.rollout.sampling import SamplingState, request_key, sample
+from jaxrl.rollout.sampling import Forced, SamplingState, request_key, sample
 from jaxrl.types import SampleKey
 
 ROWS, VOCABULARY, SEED = 5, 300, 3

@@ -18,7 +18,7 @@ from jaxrl.kernels.reference import MaskInputs, operands
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout import kv_cache
-from jaxrl.rollout.programs import Programs
+from jaxrl.rollout.programs import ExecutorConfig, Programs
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import to_rollout
@@ -47,7 +47,7 @@ class Recording:
 def rolled_out(params: Any, tokens: np.ndarray, dtype: str, tp: int) -> np.ndarray:
     """[L, R, T, C]: a prefill of some positions, then one after another."""
     layout = Layout(make_mesh(jax.devices()[:tp]), tp)
-    programs = Programs(CONFIG, layout, jnp.dtype(dtype), 1, max_tp=tp)
+    programs = Programs(CONFIG, layout, ExecutorConfig(ROWS, decode_steps=1, dtype=dtype, max_tp=tp))
     weights = to_rollout(params, CONFIG, layout, dtype, tp, **programs.form)
     shape = kv_cache.CacheShape(
         CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.head_dim, 1 + ROWS * LENGTH // BLOCK, BLOCK, jnp.dtype(dtype)

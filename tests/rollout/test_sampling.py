@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.rollout.sampling import Drawn, SamplingState, exponential_noise, request_key, sample
+from jaxrl.rollout.sampling import SampledToken, SamplingState, exponential_noise, request_key, sample
 from jaxrl.types import SampleKey
 
 CHI_SQUARE_63 = 119.0  # quantile at 0.9999 of 63 degrees of freedom
@@ -151,7 +151,7 @@ def test_rows_that_cut_nothing_off_sort_nothing_and_draw_as_ever(x64):
         jax.tree.map(np.asarray, draw(logits, np.arange(4), each, truncate=truncate))
         for each, truncate in ((plain, False), (plain, True), (mixed, True))
     )
-    for field in Drawn._fields:
+    for field in SampledToken._fields:
         expected = getattr(whole, field)
         np.testing.assert_array_equal(getattr(none, field), expected)
         np.testing.assert_array_equal(getattr(some, field)[[0, 2, 3]], expected[[0, 2, 3]])

@@ -30,7 +30,7 @@ from jaxrl.models import decoder
 from jaxrl.models.families import FAMILIES
 from jaxrl.models.kv_layers import kv_layers
 from jaxrl.rollout.executor import MeshExecutor
-from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutSizes
+from jaxrl.rollout.programs import ExecutorConfig, LayoutSizes
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
 from jaxrl.scheduling.layouts.request_migration import migrate_requests
 from jaxrl.scheduling.tokens.batcher import BatcherConfig

@@ -19,10 +19,10 @@ from served import LENGTH, ROWS, WAITING, Client, Talk, talk_to
 from starlette.requests import ClientDisconnect
 
 from jaxrl.serving.answers import Completion
-from jaxrl.serving.app import Face, Routes, Streamed
+from jaxrl.serving.app import Routes, Streamed
 from jaxrl.serving.bodies import ChatBody, CompletionBody
-from jaxrl.serving.drawing import Drawing
 from jaxrl.serving.driver import Driver
+from jaxrl.serving.generation import ServedModel
 from jaxrl.text import TextEngine
 from jaxrl.types import SamplingParams
 
@@ -407,7 +407,7 @@ def test_others_do_not_wait_for_bodies_and_prompts(talk: Talk, engine: TextEngin
         assert threading.current_thread() not in read
 
     monkeypatch.setattr("jaxrl.serving.app.from_json", noted(from_json))
-    monkeypatch.setattr(Drawing, "encode", noted(Drawing.encode))
+    monkeypatch.setattr(ServedModel, "encode", noted(ServedModel.encode))
     talk(conversation)
 
 
@@ -428,7 +428,7 @@ def test_metrics_have_a_row_for_each_route_and_not_for_each_path(talk: Talk):
         assert await rows() == before
         assert 'jaxrl_requests_total{route="/v1/models/{name:path}",status="404"}' in before
 
-    talk(conversation, Face("tiny", "k"))
+    talk(conversation, "k")
 
 
 def test_an_empty_session_is_none(talk: Talk, engine: TextEngine):
@@ -450,13 +450,13 @@ def test_a_stream_that_is_left_before_it_begins_frees_its_row(engine: TextEngine
 
     async def inside() -> None:
         driver = Driver(engine.engine, WAITING)
-        drawing = Drawing(driver, engine.tokenizer, LENGTH, engine.stop_token_ids, engine.tokenizer.vocab_size)
+        model = ServedModel(driver, engine.tokenizer, LENGTH, engine.stop_token_ids, engine.tokenizer.vocab_size)
         params = SamplingParams(max_tokens=200)
-        growth = drawing.begin(drawing.requests([[5, 6]], params))
-        answer = Completion(CompletionBody(prompt="x"), growth, engine.tokenizer, "tiny")
+        generation = model.begin([[5, 6]], params)
+        answer = Completion(CompletionBody(prompt="x"), generation, engine.tokenizer, "tiny")
         scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
         with pytest.raises(ClientDisconnect):
-            await Streamed(growth, answer, False)(scope, lost, lost)
+            await Streamed(generation, answer, False)(scope, lost, lost)
         assert not driver._readers
         await driver.close(0)
 
@@ -470,8 +470,8 @@ def test_a_client_is_not_told_why_an_engine_fails(engine: TextEngine, monkeypatc
 
     async def inside() -> None:
         driver = Driver(engine.engine, WAITING)
-        drawing = Drawing(driver, engine.tokenizer, LENGTH, engine.stop_token_ids, engine.tokenizer.vocab_size)
-        app = httpx2.ASGITransport(Routes(drawing, Face("tiny")).app())
+        model = ServedModel(driver, engine.tokenizer, LENGTH, engine.stop_token_ids, engine.tokenizer.vocab_size)
+        app = httpx2.ASGITransport(Routes(model, "tiny").app())
         async with Client(transport=app, base_url="http://server") as client:
             for stream in (False, False, True):
                 response = await client.post("/v1/completions", json=body | {"stream": stream})
@@ -520,4 +520,4 @@ def test_the_key_is_asked_for(talk: Talk):
         assert found.json()["data"][0]["max_model_len"] == LENGTH
         assert (await client.get("/health")).status_code == 200
 
-    talk(conversation, Face("tiny", "secret"))
+    talk(conversation, "secret")

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from served import Client, Talk
 
-from jaxrl.serving.openapi import document
+from jaxrl.serving.bodies import openapi_document
 
 MESSAGE = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
@@ -62,7 +62,7 @@ def asked(draw: st.DrawFn) -> tuple[str, bytes]:
     return path, json.dumps(body).encode()
 
 
-NAMES = sorted({name for kind in document()["components"]["schemas"].values() for name in kind["properties"]})
+NAMES = sorted({name for kind in openapi_document()["components"]["schemas"].values() for name in kind["properties"]})
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.serving.texts import GrowingText
+from jaxrl.serving.generation import GrowingText
 
 
 @pytest.fixture(scope="module")

@@ -20,10 +20,9 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.data.tool_calls import ToolCall
 from jaxrl.serving.answers import Chat
 from jaxrl.serving.bodies import ChatBody, Message
-from jaxrl.serving.drawing import Choice, Growth
 from jaxrl.serving.driver import Piece
+from jaxrl.serving.generation import Choice, Generation, GrowingText
 from jaxrl.serving.objects import tool_calls
-from jaxrl.serving.texts import GrowingText
 from jaxrl.text import TextEngine
 from jaxrl.types import FinishReason
 
@@ -125,7 +124,7 @@ def test_calls_come_back_whole_and_in_pieces(
     tokenizer = Tokenizer.from_path(str(tiny_model))
     ids = tokenizer.encode(text)
     choice = Choice(0, 0, (5,), GrowingText(tokenizer))
-    growth = cast("Growth", SimpleNamespace(choices=[choice], num_prompt_tokens=1))
+    growth = cast("Generation", SimpleNamespace(choices=[choice], num_prompt_tokens=1))
     chat = Chat(ChatBody.model_validate(ASKED), growth, tokenizer, "tiny", frozenset({"look"}))
     chunks = [*chat.opening()]
     for start in range(0, len(ids), 7):

@@ -36,7 +36,6 @@ BOTH_KEYS = (
     Mask("run.json", "commit", "the recorded commit differs by intent"),
     Mask("run.json", "versions", "of Python and packages, which the machine has"),
     Mask("run.json", "command", "begins with the folder of the code"),
-    Mask("run.json", "written", "checksums of lines that have the wall clock in them"),
     Mask("run.json", "began_with", "the folder's place on this machine"),
 )
 REAL_KEYS = (

@@ -14,27 +14,27 @@ import httpx2
 
 from jaxrl.commands.serve import Address, serve
 from jaxrl.runtime.stop import Stop
-from jaxrl.serving.app import Face, Routes
-from jaxrl.serving.drawing import Drawing
+from jaxrl.serving.app import Routes
 from jaxrl.serving.driver import Driver
+from jaxrl.serving.generation import ServedModel
 from jaxrl.text import TextEngine
 
 LENGTH, ROWS, WAITING = 256, 2, 8
 Client = httpx2.AsyncClient
 Talk = Callable[..., None]
-"""Runs a conversation (of a `Client`) with a server's routes; a `Face` may follow."""
+"""Runs a conversation (of a `Client`) with a server's routes; its key may follow."""
 
 
 def talk_to(engine: TextEngine) -> Talk:
     """With a server over this engine, which is idle in the end and has lost no block."""
 
-    def run(conversation: Callable[[Client], Coroutine[Any, Any, None]], face: Face = Face("tiny")) -> None:  # noqa: B008
+    def run(conversation: Callable[[Client], Coroutine[Any, Any, None]], key: str | None = None) -> None:
         async def inside() -> None:
             driver = Driver(engine.engine, WAITING)
-            drawing = Drawing(driver, engine.tokenizer, LENGTH, engine.stop_token_ids, engine.tokenizer.vocab_size)
+            model = ServedModel(driver, engine.tokenizer, LENGTH, engine.stop_token_ids, engine.tokenizer.vocab_size)
             async with AsyncExitStack() as stack:
                 stack.push_async_callback(driver.close, 5.0)
-                app = httpx2.ASGITransport(Routes(drawing, face).app())
+                app = httpx2.ASGITransport(Routes(model, "tiny", key).app())
                 client = await stack.enter_async_context(Client(transport=app, base_url="http://server"))
                 await conversation(client)
             assert driver.failure is None

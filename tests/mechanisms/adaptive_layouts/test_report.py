@@ -118,5 +118,5 @@ def test_the_page_is_made_without_a_damaged_record(tmp_path: Path, line: str, wo
     (tmp_path / "run.json").write_text("{}")
     (tmp_path / FILE_NAME).write_text(line + "\n")
     text = write_report(tmp_path, parts=page_parts()).read_text()
-    assert "layouts.jsonl could not be read" in text
+    assert "layouts.jsonl, line 1: damaged" in text
     assert words in html.unescape(text)

@@ -15,7 +15,7 @@ from jaxrl.mechanisms.judge.pool import JudgePool
 from jaxrl.mechanisms.judge.session import JudgeSession
 from jaxrl.mechanisms.judge.turns import JudgeTurns
 from jaxrl.mechanisms.judge.verdict_tokens import verdict_key
-from jaxrl.rollout.plan_times import PlanTimer
+from jaxrl.rollout.executor import PlanTimer
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import Verdict
