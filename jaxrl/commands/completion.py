@@ -20,6 +20,7 @@ import argcomplete
 from argcomplete.completers import BaseCompleter, ChoicesCompleter, FilesCompleter, SuppressCompleter
 from argcomplete.shell_integration import shellcode
 
+from jaxrl.commands.arguments import OVERRIDE
 from jaxrl.config.files import OWN
 from jaxrl.config.reference import OptionDoc, options, sections
 
@@ -33,7 +34,7 @@ def answer_shell(parser: argparse.ArgumentParser, commands: Mapping[str, argpars
     """Writes what may follow the words before the cursor, and ends the process. For a call by such a script alone."""
     for command in commands.values():
         for action in command._actions:
-            if action.metavar == "section.option=value":
+            if action.metavar == OVERRIDE:
                 action.completer = Overrides()  # pyright: ignore[reportAttributeAccessIssue]
             elif "--config" in action.option_strings:
                 action.completer = ConfigFiles()  # pyright: ignore[reportAttributeAccessIssue]
