@@ -20,7 +20,7 @@ import numpy as np
 from jaxrl.config import Config
 from jaxrl.config.domains import Domain, domains, is_staged
 from jaxrl.mechanisms.dynamic_sampling.group_filter import THE_REWARD
-from jaxrl.rewards.pool_base import in_words
+from jaxrl.rewards.pool_base import describe_sample
 from jaxrl.scheduling.rounds.events import Verdict, named_values
 from jaxrl.scheduling.rounds.shaping import RewardShaping
 from jaxrl.types import SampleKey
@@ -147,7 +147,7 @@ class PoolMetrics:
     `where`: how a warning names a sample.
     """
 
-    def __init__(self, where: Callable[[SampleKey], str] = in_words) -> None:
+    def __init__(self, where: Callable[[SampleKey], str] = describe_sample) -> None:
         self._where = where
         self._since_last = Counter[str]()
         self._seconds = 0.0

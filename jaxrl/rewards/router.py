@@ -149,7 +149,7 @@ class RewardRouter:
 def combined(domain: Domain, scored: Verdict, parts: Verdict | None = None) -> Verdict:
     """One verdict of a domain's own and of what the worker processes made of the parts.
 
-    Worker processes weight and add themselves (`jaxrl.rewards.parts`). A sample of which one half failed has failed.
+    Worker processes weight and add themselves (`jaxrl.rewards.domains`). A sample of which one half failed has failed.
     """
     if domain.place == "workers" or scored.status != "ok":
         return scored
