@@ -1,5 +1,4 @@
-"""Rules between several options. The bounds of a single option stand on its field; what a section says of its own
-options and of what they need stands with it (`jaxrl.schema.declared.Checked`).
+"""Rules between options of several sections; a section's own rules stand with it (`jaxrl.schema.declared.Checked`).
 
 Each check raises `ConfigError` with one sentence: which options, what was found, what is allowed.
 """
@@ -33,7 +32,7 @@ class ConfigError(ValueError):
 
 
 def check(c: Config) -> None:
-    """Raises ConfigError for options that do not go together."""
+    """Raises ConfigError for options that cannot be combined."""
     if not c.model.path:
         raise ConfigError(
             "model.path is missing: give a Hugging Face folder, a .gguf file or org/name of the Hugging Face Hub"
@@ -41,11 +40,10 @@ def check(c: Config) -> None:
     _check_data(c)
     _check_quotas(c)
     _check_reward(c)
-    _check_overlong(c)
     _check_batch(c)
     _check_greedy(c)
     _check_sizes(c)
-    _check_old_logprobs(c)
+    _check_stale(c)
     _check_numerics(c)
     _check_gdpo(c)
     _check_tokens(c)
@@ -93,12 +91,8 @@ def _check_quotas(c: Config) -> None:
 
 
 def _check_reward(c: Config) -> None:
-    problem = reward_problem(c)
-    if problem is not None:
+    if (problem := reward_problem(c)) is not None:
         raise ConfigError(problem)
-
-
-def _check_overlong(c: Config) -> None:
     overlong, longest = c.reward.overlong_buffer, c.data.max_response_length
     if overlong.enable and not 0 < overlong.len <= longest:
         raise ConfigError(
@@ -169,10 +163,8 @@ def _check_sizes(c: Config) -> None:
             )
 
 
-def _check_old_logprobs(c: Config) -> None:
-    if c.actor.old_logprobs == "recompute":
-        return
-    if c.rollout.stale_tokens == "recompute":
+def _check_stale(c: Config) -> None:
+    if c.rollout.stale_tokens == "recompute" and c.actor.old_logprobs != "recompute":
         raise ConfigError(
             "rollout.stale_tokens=recompute needs actor.old_logprobs=recompute, found rollout, with which no "
             "log-probability is computed anew"

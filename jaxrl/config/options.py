@@ -194,7 +194,7 @@ class AlgorithmSection:
         "each turn's minus the mean of those of all its samples' turns, added up from a turn on, rloo: minus the mean "
         "of the others, reinforce_plus_plus: each token's return, whitened over the batch, gae: each token's return "
         "above what a critic expects of it, whitened over the batch, gdpo: the sum of several rewards, each "
-        "as by grpo, whitened over the batch, none: what algorithm.teacher adds alone.",
+        "as by grpo, whitened over the batch, none: the distillation loss of algorithm.teacher only.",
     ] = "grpo"
     gamma: Annotated[
         float, Interval(ge=0, le=1), "Discount of a reward per token that it comes later, with adv_estimator gae."
@@ -202,8 +202,8 @@ class AlgorithmSection:
     lam: Annotated[
         float,
         Interval(ge=0, le=1),
-        "Weight of the critic's error at the next token in that of a token, with adv_estimator gae; 1: a value is "
-        "compared with the whole return, 0: with the next reward and value alone.",
+        "GAE's λ, with adv_estimator gae; 1: a value is compared with the whole return, 0: with the next reward and "
+        "value alone.",
     ] = 1.0
     norm_adv_by_std_in_grpo: Annotated[bool, "Divide GRPO's advantages by the standard deviation of the group."] = True
     gdpo_reward_keys: Annotated[
@@ -342,7 +342,7 @@ class Config:
 
     @property
     def has_teacher(self) -> bool:
-        """Whether another model says what it thinks of the policy's tokens."""
+        """Whether a teacher scores the policy's tokens."""
         return bool(self.algorithm.teacher.path or self.algorithm.teacher.endpoint)
 
     @property
@@ -401,12 +401,12 @@ class Config:
         return self.rollout.tensor_model_parallel_size == "auto"
 
     def with_tp(self, degree: int) -> Config:
-        """The same with `rollout.tensor_model_parallel_size` so."""
+        """A copy with this `rollout.tensor_model_parallel_size`."""
         return replace(self, rollout=replace(self.rollout, tensor_model_parallel_size=degree))
 
     def with_types(self, platform: str, earlier: Config | None = None) -> Config:
-        """The same with a type in place of each dtype that is auto: that of an `earlier` start of its run, or what is
-        usual on devices of `platform`, as JAX calls it."""
+        """A copy without dtypes that are auto: they become those of an `earlier` start of the run, or what is usual on
+        devices of `platform`, as JAX calls it."""
         if "auto" not in (self.actor.dtype, self.rollout.dtype, self.algorithm.teacher.dtype):
             return self
         usual = "float32" if platform == "cpu" else "bfloat16"
@@ -425,8 +425,8 @@ class Config:
         )
 
     def with_tp_of(self, earlier: Config | None, num_devices: int) -> Config:
-        """Where the number is open, the same with that of an `earlier` start of its run, if there is one and it divides
-        the rollout's devices."""
+        """A copy with the degree of an `earlier` start of the run, where it is auto and that one divides the rollout's
+        devices."""
         if not self.is_tp_open or earlier is None or earlier.is_tp_open or num_devices % earlier.rollout.tp:
             return self
         return self.with_tp(earlier.rollout.tp)
