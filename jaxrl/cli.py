@@ -7,9 +7,9 @@ Only argument parsing is imported at the top. Reward workers re-import the main 
 Every command ends in one of these ways, and never with more than one line on stderr but for a bug's traceback:
 
 - 0: done, or a training run that was stopped and has saved; also when the reader of the output has gone (`| head`).
-- 1: it could not go on, though what was handed in is right (no space on the disk, no memory, a run that has gone
-  wrong, no progress); or a bug, with its traceback.
-- 2: what was handed in is wrong: an argument, an option, a file. One sentence says where and what the rule is.
+- 1: it could not continue, though its input is right (no space on the disk, no memory, a run that has gone wrong, no
+  progress); or a bug, with its traceback.
+- 2: its input is wrong: an argument, an option, a file. One sentence names the place and the rule.
 - 130, 143: ended by SIGINT or SIGTERM (`jaxrl.runtime.stop`).
 """
 
@@ -357,7 +357,7 @@ def _serve(options: argparse.Namespace) -> int:
             )
         if "model" not in given:
             raise ValueError("serve --jetstream: --model must be given")
-        serve_jetstream.serve(serve_jetstream.ServeOptions(**given, **address), stop=options.signals)
+        serve_jetstream.serve(**given, **address, stop=options.signals)
         return 0
     if given:
         flag = "--" + next(iter(given)).replace("_", "-")

@@ -218,51 +218,50 @@ class Bench:
 # ------------------------------------------------------------------ how a path drives the engine
 
 
-def _together(engine: Engine, requests: Sequence[Request]) -> None:
-    for request in requests:
+def _together(engine: Engine, bench: Bench) -> None:
+    for request in bench.requests:
         engine.add(request)
 
 
-def _late(engine: Engine, requests: Sequence[Request]) -> None:
-    for request in reversed(requests):
+def _late(engine: Engine, bench: Bench) -> None:
+    for request in reversed(bench.requests):
         engine.add(request)
         engine.step()
 
 
-def _switched(to: int, by: How, engine: Engine, requests: Sequence[Request]) -> None:
-    _together(engine, requests)
-    progress = engine.batcher.progress
-    while sum(len(progress(i).tokens) for i in engine.unfinished()) < len(requests) * requests[0].params.max_tokens / 3:
+def _switched(to: int, by: How, engine: Engine, bench: Bench) -> None:
+    _together(engine, bench)
+    progress, all_tokens = engine.batcher.progress, len(bench.requests) * bench.options.response_length
+    while sum(len(progress(i).tokens) for i in engine.unfinished()) < all_tokens / 3:
         engine.step()
     engine.switch(to, by)
 
 
-def _resumed(engine: Engine, requests: Sequence[Request]) -> None:
-    _together(engine, requests)
+def _resumed(engine: Engine, bench: Bench) -> None:
+    _together(engine, bench)
     for _ in range(3):
         engine.step()
     engine.drain()  # a plan in flight would be drawn twice
     live = engine.unfinished()
     for number, kept in zip(live, engine.abort(live), strict=True):
-        engine.add(resume(requests[number], kept))
+        engine.add(resume(bench.requests[number], kept))
 
 
-def _sharing(bench: Bench) -> list[Request]:
-    return [replace(request, share=request.key.prompt_index) for request in bench.requests]
+def _sharing(engine: Engine, bench: Bench) -> None:
+    for request in bench.requests:
+        engine.add(replace(request, share=request.key.prompt_index))
 
 
-def _with_drafts(bench: Bench) -> list[Request]:
+def _drafting(engine: Engine, bench: Bench) -> None:
     """Each may draft from its own response, in which every seventh token is another one and is rejected."""
-    lengths = draft_lengths(bench.configured(*_drafting(bench.options.most_rows)).rollout.speculation)
-    made = []
+    lengths = draft_lengths(bench.configured(*_speculation(bench.options.most_rows)).rollout.speculation)
     for request, drawn in zip(bench.requests, bench.samples, strict=True):
         text = drawn.token_ids.copy()
         text[3::7] = (text[3::7] + 1) % bench.model.vocab_size
-        made.append(replace(request, history=DraftIndex.build([text], [1.0], lengths)))
-    return made
+        engine.add(replace(request, history=DraftIndex.build([text], [1.0], lengths)))
 
 
-def _drafting(rows: int) -> tuple[str, ...]:
+def _speculation(rows: int) -> tuple[str, ...]:
     values = {"enable": "true", "min_prefix": 1, "max_prefix": 3, "verify_tokens": 4 * rows, "max_batch": rows}
     return tuple(f"rollout.speculation.{name}={value}" for name, value in (values | {"max_window": 4}).items())
 
@@ -276,16 +275,14 @@ class Path:
 
     Attributes:
       options: of the run, on top of the reference's.
-      drive: gives the requests to the engine; None: the trainer computes the log-probabilities instead.
-      requests: those of the reference, changed.
+      drive: gives the reference's requests to the engine; None: the trainer computes the log-probabilities instead.
       happens: counts what the path is about, which must occur.
     """
 
     name: str
     options: tuple[str, ...] = ()
     num_devices: int = 1
-    drive: Callable[[Engine, Sequence[Request]], None] | None = _together
-    requests: Callable[[Bench], list[Request]] = lambda bench: bench.requests
+    drive: Callable[[Engine, Bench], None] | None = _together
     happens: Callable[[Counters], int] = lambda counters: counters.steps
 
 
@@ -304,11 +301,11 @@ def paths(options: CheckOptions) -> list[Path]:
         *(Path(f"plans of {n} step{'s' if n > 1 else ''}", (f"{steps}={n}",)) for n in (1, 16)),
         *(Path(f"prompts in chunks of {n} tokens", (f"{chunk}={n}",)) for n in (24, 40)),
         Path("aborted and prefilled again", drive=_resumed, happens=lambda counters: counters.admissions - first),
-        Path("prompts shared", requests=_sharing, happens=lambda counters: counters.shared_tokens),
+        Path("prompts shared", drive=_sharing, happens=lambda counters: counters.shared_tokens),
         Path(
             "drafts verified",
-            _drafting(rows),
-            requests=_with_drafts,
+            _speculation(rows),
+            drive=_drafting,
             happens=lambda counters: min(counters.accepted_tokens, counters.proposed_tokens - counters.accepted_tokens),
         ),
     ]
@@ -369,7 +366,7 @@ def measured(bench: Bench, path: Path) -> list[Row]:
 
     engine = bench.engine(config, bench.devices[: path.num_devices])
     engine.keepers.append(keep)
-    path.drive(engine, path.requests(bench))
+    path.drive(engine, bench)
     while not engine.is_idle:
         engine.step()
     if not path.happens(engine.counters):

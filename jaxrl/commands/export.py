@@ -43,7 +43,7 @@ def export(
       source: a run's directory, or what `model.path` takes.
       folder: to write; empty or absent.
       dtype: of the weights.
-      say: gets which checkpoint is used, which newer one is damaged, and that a model has no tokenizer.
+      say: shows which checkpoint is used, which newer one is damaged, and that a model has no tokenizer.
       stop: the program's signals, if it has any.
       merge: of a run that trains adapters, write the whole model with them in its weights.
 
@@ -59,7 +59,7 @@ def export(
         )
     refuse_folder(target.parent, "the folder to write")  # the temporary folder goes there
     config = _config_of_run(source)
-    said: list[str] = []  # shown once nothing is refused any more
+    said: list[str] = []  # shown after all checks
     place = None if config is None else whole_step(source, say=said.append)
     mesh = make_mesh()
     if merge and (config is None or not config.model.has_adapters):
@@ -88,7 +88,7 @@ def export(
     tokenizer = _tokenizer(path, said.append)
     for line in said:
         say(line)
-    partial = temporary_path(target, "partial")  # not as files end: a run may be going on in the folder above
+    partial = temporary_path(target, "partial")  # not a name that a running run's folder above may hold
     partial.mkdir(parents=True)
     try:
         with (stop or Stop()).removing(partial):
@@ -111,7 +111,7 @@ def export(
 
 
 def _tokenizer(path: str, say: Callable[[str], None]) -> Tokenizer | None:
-    """The tokenizer of a model; None, and said, where its folder has none."""
+    """The tokenizer of a model; None, with a note, if its folder has none."""
     source = Path(path.removeprefix(RANDOM))
     if source.is_dir() and not (source / "tokenizer.json").exists():
         say(f"{source} holds no tokenizer.json: the model is exported without a tokenizer")
@@ -124,7 +124,7 @@ def _taken(target: Path) -> str:
 
 
 def _config_of_run(source: str) -> Config | None:
-    """The configuration of the run in a folder; None: it is no run's. Raises ValueError for a run without weights."""
+    """The configuration of a run's folder; None if it is no run's. Raises ValueError for a run without weights."""
     last = recorded_start(source)
     if last is not None and last["devices"].get("platform") == SIMULATED:
         raise ValueError(f"{source} is a simulated run: it has no weights to export")

@@ -90,7 +90,7 @@ def replay(
 
 
 def _checkpoint(config: Config, run_dir: str, version: int, say: Callable[[str], None]) -> Path | None:
-    """The checkpoint with the weights of a version; None: they are those of `model.path`."""
+    """The checkpoint with the weights of a version; None for version 0, which has those of `model.path`."""
     if not version:
         return whole_step(config.trainer.init_from, say=say) if config.trainer.init_from else None
     try:

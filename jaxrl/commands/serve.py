@@ -190,8 +190,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _bound_socket(address: Address) -> socket.socket:
-    """Bound before the model is read, so that an address where somebody listens is known at once; nobody is let in
-    before the model is there."""
+    """Bound before the model is read, so that a port in use is refused at once; it listens once the model is there."""
     made: socket.socket | None = None
     try:
         family, kind, number, _, place = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
@@ -208,7 +207,7 @@ def _bound_socket(address: Address) -> socket.socket:
 
 
 def _configured(source: str, overrides: Sequence[str], say: Callable[[str], None]) -> tuple[Config, Path | None]:
-    """The configuration, and the checkpoint whose parameters are served; None: those of `model.path`."""
+    """The configuration, and the checkpoint to serve, or None to serve the weights of `model.path`."""
     file = Path(source) / CONFIG_FILE
     if file.is_file():
         return load(file, overrides, say), whole_step(source, say=say)

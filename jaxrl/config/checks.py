@@ -282,7 +282,7 @@ def _check_spanning(c: Config, several: str) -> None:
     if c.is_tp_open:
         raise ConfigError(
             f"rollout.tensor_model_parallel_size is auto, and with {option} there is nothing to choose: set it to "
-            "as many devices as so many hosts have"
+            "as many devices as its hosts have together"
         )
     if not rollout.warmup:
         raise ConfigError(
@@ -292,7 +292,7 @@ def _check_spanning(c: Config, several: str) -> None:
 
 
 def host_problem(c: Config, num_devices: int, option: str = "the number of devices") -> str | None:
-    """Why the rollout is impossible on the devices of a host, as a sentence; None: it is possible.
+    """Why the rollout is impossible on the devices of a host, as a sentence; None if it is possible.
 
     Args:
       option: that counts the devices, where there is one host.
@@ -334,7 +334,7 @@ def without_effect(c: Config, command: str = "") -> list[str]:
 
 
 def _unread(c: Config, command: str) -> Iterator[tuple[str, frozenset[str] | None, str]]:
-    """Sections, the options in them that are not read (None: all), and why."""
+    """Sections, the options in them that are not read (None for all), and why."""
     for path, section in _sections(c):
         if "enable" in declared(type(section)) and not section.enable:
             yield path, None, f"{path}.enable is off"
@@ -378,7 +378,7 @@ def _unread(c: Config, command: str) -> Iterator[tuple[str, frozenset[str] | Non
 
 
 def _no_reference_copy(c: Config, command: str) -> str | None:
-    """Why a run keeps no copy of the weights for its reference; None: it keeps one."""
+    """Why a run keeps no copy of the weights for its reference; None if it keeps one."""
     if c.model.has_adapters:
         return "the reference is the base of the adapters, which is there"
     if command == "dpo":

@@ -167,7 +167,7 @@ def source_problem(c: Config, sources: Collection[str]) -> str | None:
 
 
 def unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:
-    """Options of section `reward` that are not read: the section, their names (None: all of it), and why."""
+    """Options of section `reward` that are not read: the section, their names (None for all), and why."""
     kinds = c.reward.kinds
     for domain in domains(c.reward).values():
         if domain.kind != "custom":

@@ -15,11 +15,10 @@ from typing import Annotated, Any, Literal, overload
 
 from annotated_types import Ge, Gt, Interval
 
-from jaxrl.config.hosts import HostsSection, with_workers_of_hosts
+from jaxrl.config.hosts import HostsSection
 from jaxrl.config.rewards import RewardSection
 from jaxrl.config.rollout_correction import RolloutCorrectionSection
 from jaxrl.config.rollouts import RolloutSection
-from jaxrl.config.serving import ServeSection
 from jaxrl.config.simulation import SimulateSection
 from jaxrl.config.supervised import DpoSection, SftSection
 from jaxrl.config.teacher import TeacherSection
@@ -34,6 +33,8 @@ from jaxrl.schema.limits import MAX_LENGTH, MAX_PROMPTS, MAX_RANK, MAX_WAIT, Qua
 AdvantageEstimator = Literal["grpo", "dr_grpo", "grpo_turns", "rloo", "reinforce_plus_plus", "gae", "gdpo", "none"]
 
 MAX_STEPS = Cap(1_000_000_000, "updates are counted in 32 bits")
+MAX_WAITING = Cap(1_000_000, "each of them is held in memory")
+MAX_BODY_MIB = Cap(1024, "a request's body is held in memory")
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class DataSection:
         int,
         Ge(0),
         MAX_PROMPTS,
-        "Evaluation prompts: so many of a procedural task, or the first ones of data.val_files; 0: all of the files.",
+        "Evaluation prompts: this many of a procedural task, or the first ones of data.val_files; 0: all of the files.",
     ] = 100
     prompt_key: Annotated[str, "Column of the problem's text."] = "question"
     messages_key: Annotated[
@@ -285,6 +286,22 @@ class TrainerSection(Checked):
 
 
 @dataclass(frozen=True)
+class ServeSection:
+    """A model behind OpenAI's routes; what it draws with are options of `rollout`."""
+
+    max_model_len: Annotated[
+        int, Ge(0), MAX_LENGTH, "The longest prompt and response together, in tokens; 0: 4096, or what the model takes."
+    ] = 0
+    max_waiting: Annotated[
+        int, Ge(0), MAX_WAITING, "Requests that wait for a row; beyond them a client gets status 503, try again later."
+    ] = 256
+    grace_s: Annotated[
+        float, Ge(0), MAX_WAIT, "Seconds that responses under way have to end once the server is asked to stop."
+    ] = 30.0
+    max_body_mib: Annotated[float, Gt(0), MAX_BODY_MIB, "The largest request, in MiB."] = 16.0
+
+
+@dataclass(frozen=True)
 class Config:
     """All sections."""
 
@@ -377,8 +394,9 @@ class Config:
 
     @property
     def num_workers(self) -> int:
-        """The rollout's workers, of all hosts."""
-        return with_workers_of_hosts(self.rollout.num_workers, self.num_host_groups)
+        """The rollout's workers, of all hosts: at least one per host, or group of hosts that a worker spans."""
+        asked = self.rollout.num_workers
+        return self.num_host_groups if asked == 1 else asked
 
     @property
     def num_own_devices(self) -> int:

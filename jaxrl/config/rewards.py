@@ -210,5 +210,5 @@ class RewardSection:
         return (self.judge,)
 
     def model_of(self, kind: RewardKind) -> JudgeSection | None:
-        """The one that scores a kind; None: worker processes do."""
+        """The model that scores a kind; None if worker processes do."""
         return next((model for model in self.models if kind in model.kinds), None)

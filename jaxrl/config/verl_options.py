@@ -154,8 +154,8 @@ ABSENT: Mapping[str, str] = {
     "trainer.log_val_generations": "samples are always written to samples.jsonl in trainer.run_dir",
     "trainer.rollout_data_dir": "samples are always written to samples.jsonl in trainer.run_dir",
     "trainer.validation_data_dir": "samples are always written to samples.jsonl in trainer.run_dir",
-    "trainer.resume_mode": "a run goes on by itself where trainer.run_dir holds one",
-    "trainer.resume_from_path": "trainer.run_dir names the run that goes on (trainer.init_from gives its weights to a "
+    "trainer.resume_mode": "a run in trainer.run_dir is resumed by itself",
+    "trainer.resume_from_path": "trainer.run_dir names the run to resume (trainer.init_from gives its weights to a "
     "new one)",
     "trainer.default_hdfs_dir": "checkpoints are written to trainer.run_dir alone",
     "trainer.del_local_ckpt_after_load": "checkpoints are kept (trainer.max_ckpt_to_keep)",
@@ -174,7 +174,7 @@ _LAST_NAMES = frozenset(path.rpartition(".")[2] for path in _OURS)
 
 def advice(path: str, value: Any = None) -> tuple[str, str] | None:
     """Of an unknown option, or of a section with options as its value: the option's path, and what to do about it.
-    None: verl has none of that name, as far as is known here."""
+    None if no option of verl with that name is known here."""
     for option in _leaves(path, value):
         if (found := _advice(option)) is not None:
             return option, found

@@ -86,7 +86,7 @@ def describe_sample(key: SampleKey) -> str:
 
 
 Ended = queue.SimpleQueue[tuple[int, Scored, float]]
-"""(number, what scoring came to, time) of samples, in the order in which their scoring ended."""
+"""(number, result of scoring, time) of samples, in the order in which their scoring ended."""
 
 
 def drain(ended: Ended, verdict: Callable[[int, Scored, float], list[Verdict]]) -> list[Verdict]:

@@ -1,4 +1,4 @@
-"""What a scorer sees of a sample, and what it may answer."""
+"""The input of a scorer, and what it may return."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class ScoreRequest:
         (`jaxrl.mechanisms.reward_timeouts.rule`); those beyond have the last one, and all where it is empty
         `reward.code.max_timeout_s`.
       num_tokens: that the model has drawn.
-      turn_rewards: that an environment has given, by turn; None: there was none.
-      stop: why the trajectory was over.
+      turn_rewards: of an environment, by turn; None without one.
+      stop: why the trajectory ended.
     """
 
     source: str

@@ -117,7 +117,7 @@ class RewardMetrics:
         return ""
 
     def clear(self) -> None:
-        """The round is dropped: what it has counted is not."""
+        """Forgets the counts of a round that is dropped."""
         self._clear()
 
     def take(self, pool: Mapping[str, float]) -> dict[str, float]:

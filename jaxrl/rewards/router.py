@@ -47,7 +47,7 @@ class RewardRouter:
 
     Args:
       domains: by source, that of other sources under the empty name (`jaxrl.config.domains.domains`).
-      workers: scores what worker processes score, parts among it; None: there are none.
+      workers: the pool of worker processes, which also score parts; None without any.
       parts: names of the parts of a reward, which the workers add.
       max_retries: times that another pool's sample is scored again.
     """

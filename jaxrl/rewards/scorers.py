@@ -37,7 +37,7 @@ from jaxrl.rewards.tracebacks import TracebackDeduper, error_location, shown_pat
 from jaxrl.scheduling.rounds.events import VerdictStatus
 
 Scored = tuple[VerdictStatus, float, dict[str, Any], float]
-"""What scoring one request came to: status, reward, info, duration_s."""
+"""The result of scoring one request: status, reward, info, duration_s."""
 
 OUT_OF_MEMORY = "MemoryError"
 """How the error of a sample begins whose scorer ran out of memory."""

@@ -1,4 +1,4 @@
-r"""How large the numbers in an expression may become, told from its text before anything evaluates it.
+r"""How large the numbers in an expression may become, judged from its text before anything evaluates it.
 
 A computer algebra system takes minutes and gigabytes for `9^{9^{9}}`, `(10!)!` or `\prod_{k=1}^{10^{12}} k`, since it
 computes with all digits. `digits` reads the LaTeX (or plain) text once, roughly, and bounds from above the digits of

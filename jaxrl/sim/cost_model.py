@@ -200,8 +200,8 @@ class CostModel:
         return busy_S + np.array([self._decode_pass_s(tp, tokens) for tokens in tokens_S.tolist()])
 
     def _seen(self, tokens: Any, pairs: Any) -> Any:
-        """How many (query, key) pairs of a layer, the mean of all, are not behind its window, where `tokens` queries
-        with `pairs` of them are alike: numbers, or arrays."""
+        """(query, key) pairs inside a layer's window, averaged over the layers, of `tokens` equal queries that have
+        `pairs` without windows: numbers, or arrays."""
         if not self.model.sliding_window:
             return pairs
         ends = [self.model.kind(layer).window for layer in range(self.model.num_layers)]
@@ -214,7 +214,7 @@ class CostModel:
         return pass_s
 
     def _unread_s(self, tp: int, tokens: int) -> float:
-        """Seconds that reading the experts would take that none of so many tokens has chosen, if each chooses any."""
+        """Seconds for reading the experts that none of `tokens` tokens chooses, if each token chooses at random."""
         model = self.model
         if not model.num_experts:
             return 0.0
@@ -400,7 +400,7 @@ class CostModel:
         Args:
           memory_fraction: of a device's memory, for weights and KV together (`rollout.memory_fraction`).
           reserved_bytes: what else lies on each device during rollout.
-          num_layers: of a block (`jaxrl.models.kv_layers`); None: all.
+          num_layers: of a block (`jaxrl.models.kv_layers`); None means all.
 
         Raises ValueError if not even two blocks fit.
         """
@@ -434,8 +434,8 @@ class TableCost(CostModel):
         return self.predictor.decode_steps_s(tp, batch_S, context_S)
 
     def verify_steps_s(self, tp: int, batch_S: np.ndarray, width: int, context_S: np.ndarray) -> np.ndarray:
-        """What was measured for so many rows, at the width that they had; where no such steps were measured, the
-        measured decode step times what the roofline says that verification makes of one."""
+        """The measured steps of that many rows, at their width; where there are none, the measured decode step times the
+        ratio of the two by the roofline."""
         if width and self.predictor.profile.verify_widths(tp):
             steps = zip(batch_S.tolist(), context_S.tolist(), strict=True)
             return np.array([self.predictor.verify_step_s(tp, rows, context) for rows, context in steps])

@@ -97,7 +97,7 @@ def share_above(z: float) -> float:
 
 
 def reference_time_s(scoring: SimulatedScoring, z: float) -> float:
-    """Seconds that a right program takes where its prompt has score `z`: without what a response has of its own."""
+    """Seconds that a right program takes for a prompt with score `z`, without a response's own variation."""
     return scoring.median_s * math.exp(scoring.sigma * correlated(scoring.correlation, z, 0.0))
 
 
