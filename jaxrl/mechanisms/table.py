@@ -35,7 +35,7 @@ from jaxrl.mechanisms.stream_trainer import declaration as stream_trainer
 from jaxrl.mechanisms.tail_batching import build as build_tail_batching
 from jaxrl.mechanisms.tail_batching import declaration as tail_batching
 from jaxrl.mechanisms.turns import declaration as turns
-from jaxrl.rewards.pool_base import RewardPool, in_words
+from jaxrl.rewards.pool_base import RewardPool, describe_sample
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.scheduling.mechanism import Mechanism
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches
@@ -264,7 +264,7 @@ def refuse_requests(config: Config, requests: Iterable[ScoreRequest]) -> None:
     refuse_fields(config, requests)
 
 
-def join_pools(config: Config, pool: RewardPool, where: Callable[[SampleKey], str] = in_words) -> None:
+def join_pools(config: Config, pool: RewardPool, where: Callable[[SampleKey], str] = describe_sample) -> None:
     """Has mechanisms score what a run's pool has for them. `where`: as in `jaxrl.rewards.pool.build_pool`. Raises
     ValueError for an option that names a variable of the environment that is not set."""
     join_endpoint(config, pool, where)

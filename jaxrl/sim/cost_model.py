@@ -434,8 +434,8 @@ class TableCost(CostModel):
         return self.predictor.decode_steps_s(tp, batch_S, context_S)
 
     def verify_steps_s(self, tp: int, batch_S: np.ndarray, width: int, context_S: np.ndarray) -> np.ndarray:
-        """The measured steps of that many rows, at their width; where there are none, the measured decode step times the
-        ratio of the two by the roofline."""
+        """The measured steps of that many rows, at their width; where there are none, the measured decode step times
+        what the roofline gives for their ratio."""
         if width and self.predictor.profile.verify_widths(tp):
             steps = zip(batch_S.tolist(), context_S.tolist(), strict=True)
             return np.array([self.predictor.verify_step_s(tp, rows, context) for rows, context in steps])

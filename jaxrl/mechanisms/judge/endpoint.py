@@ -34,7 +34,7 @@ from jaxrl.config import Config
 from jaxrl.mechanisms.judge.options import JudgeSection
 from jaxrl.mechanisms.judge.verdict_text import JudgeText
 from jaxrl.processes.endpoint_client import Client, Failed, Refused, UnderWay, read_json
-from jaxrl.rewards.pool_base import Ended, RewardPool, awaited, in_words, taken, verdict_of
+from jaxrl.rewards.pool_base import Ended, RewardPool, describe_sample, drain, verdict_of, wait_for
 from jaxrl.rewards.reward_metrics import PoolMetrics
 from jaxrl.rewards.router import RewardRouter
 from jaxrl.rewards.scorers import Scored, ScoreRequest, describe
@@ -66,7 +66,7 @@ class EndpointPool:
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        where: Callable[[SampleKey], str] = in_words,
+        where: Callable[[SampleKey], str] = describe_sample,
     ) -> None:
         self._judge, self._seed, self._clock = judge, seed, clock
         self._text = JudgeText(judge)
@@ -113,10 +113,10 @@ class EndpointPool:
                 task.cancel()
 
     def completed(self) -> list[Verdict]:
-        return taken(self._ended, self._verdict)
+        return drain(self._ended, self._verdict)
 
     def wait(self, timeout_s: float | None = None) -> list[Verdict]:
-        return awaited(self, self._ended, self._verdict, self._check, timeout_s)
+        return wait_for(self, self._ended, self._verdict, self._check, timeout_s)
 
     @property
     def num_pending(self) -> int:
@@ -206,7 +206,7 @@ class EndpointPool:
         return "error" if "error" in info else "ok", reward, info, seconds
 
 
-def join_endpoint(config: Config, pool: RewardPool, where: Callable[[SampleKey], str] = in_words) -> None:
+def join_endpoint(config: Config, pool: RewardPool, where: Callable[[SampleKey], str] = describe_sample) -> None:
     """Has the endpoint score what a run's pool has for it, if anything; as `EndpointPool`."""
     if isinstance(pool, RewardRouter) and "endpoint" in pool.places:
         pool.join("endpoint", EndpointPool(config.reward.judge, seed=config.trainer.seed, where=where))
