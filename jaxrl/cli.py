@@ -71,9 +71,9 @@ def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> in
             answer_shell(*parser)
         options = parse(*parser, sys.argv[1:] if arguments is None else arguments)
         options.signals = stop
-        status: int = options.run(options)
+        options.run(options)
         sys.stdout.flush()
-        return status
+        return 0
     except SystemExit:  # of --help and --version
         _output_is_whole()
         raise
@@ -101,8 +101,7 @@ def _reader_is_gone() -> bool:
 
 
 def _output_is_whole() -> bool:
-    """Writes the rest of the output. What cannot be written is dropped: the interpreter would try it again at its end,
-    and has no sentence for the error."""
+    """Writes the rest of the output, or drops it: the interpreter would try again at its end, with a traceback."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -119,12 +118,12 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(metavar="command")
 
-    def command(name: str, run: Callable[..., int], text: str) -> Parser:
+    def command(name: str, run: Callable[[argparse.Namespace], None], text: str) -> Parser:
         sub = commands.add_parser(name, help=text, description=text)
         sub.set_defaults(run=run, command=name)
         return sub
 
-    def configured(name: str, run: Callable[..., int], text: str) -> Parser:
+    def configured(name: str, run: Callable[[argparse.Namespace], None], text: str) -> Parser:
         """A command that takes a configuration file, and options on top of it."""
         sub = command(name, run, text)
         add(sub, "--config", filled, "a .yaml or .gin file", metavar="FILE")
@@ -280,7 +279,7 @@ def _add_serve(sub: Parser) -> None:
 
 
 def _config(options: argparse.Namespace, command: str = "") -> Config:
-    """The configuration of a command; options that have no effect are said."""
+    """The configuration of a command, with a note for each option that has no effect."""
     from jaxrl.config.files import load
 
     notes: list[str] = []
@@ -295,23 +294,21 @@ def _removing(options: argparse.Namespace) -> Removing:
     return nullcontext if options.signals is None else options.signals.removing
 
 
-def _learn(options: argparse.Namespace) -> int:
+def _learn(options: argparse.Namespace) -> None:
     from jaxrl.commands import start, supervised
 
     starts = {"train": start.start, "sft": supervised.start_sft, "dpo": supervised.start_dpo}
     config = _config(options, command=options.command)
     starts[options.command](config, stop=options.signals, progress=partial(print, flush=True))
-    return 0
 
 
-def _simulate(options: argparse.Namespace) -> int:
+def _simulate(options: argparse.Namespace) -> None:
     from jaxrl.commands.simulate import simulate
 
     simulate(_config(options), stop=options.signals)
-    return 0
 
 
-def _tune(options: argparse.Namespace) -> int:
+def _tune(options: argparse.Namespace) -> None:
     from jaxrl.commands.tune import tune
 
     def progress(done: int, total: int) -> None:
@@ -332,17 +329,15 @@ def _tune(options: argparse.Namespace) -> int:
         progress=progress,
         removing=_removing(options),
     )
-    return 0
 
 
-def _generate(options: argparse.Namespace) -> int:
+def _generate(options: argparse.Namespace) -> None:
     from jaxrl.commands.generate import generate
 
     generate(options)
-    return 0
 
 
-def _serve(options: argparse.Namespace) -> int:
+def _serve(options: argparse.Namespace) -> None:
     address = {"host": options.host, "port": options.port}
     address = {name: value for name, value in address.items() if value is not None}
     of_jetstream = ("model", "num_slots", "max_length", "max_prefill_length", "dtype", "tp", "seed")
@@ -358,7 +353,7 @@ def _serve(options: argparse.Namespace) -> int:
         if "model" not in given:
             raise ValueError("serve --jetstream: --model must be given")
         serve_jetstream.serve(**given, **address, stop=options.signals)
-        return 0
+        return
     if given:
         flag = "--" + next(iter(given)).replace("_", "-")
         raise ValueError(f"serve: {flag} goes with --jetstream; without it, give RUN|MODEL and section.option=value")
@@ -368,10 +363,9 @@ def _serve(options: argparse.Namespace) -> int:
 
     listens = Address(**address, key_file=options.api_key_file)
     serve(options.source, options.overrides, listens, stop=options.signals, adapters=options.adapter or ())
-    return 0
 
 
-def _eval(options: argparse.Namespace) -> int:
+def _eval(options: argparse.Namespace) -> None:
     from jaxrl.commands.evaluate import evaluate
     from jaxrl.record.run_dir import refuse_overwriting
 
@@ -384,17 +378,15 @@ def _eval(options: argparse.Namespace) -> int:
     width = max(map(len, result))
     for name, value in result.items():
         print(f"{name:<{width}}  {value:.4g}")
-    return 0
 
 
-def _replay(options: argparse.Namespace) -> int:
+def _replay(options: argparse.Namespace) -> None:
     from jaxrl.commands.replay import replay
 
     replay(options.run_dir, options.sample, options.overrides, each_token=options.tokens)
-    return 0
 
 
-def _score(options: argparse.Namespace) -> int:
+def _score(options: argparse.Namespace) -> None:
     from jaxrl.commands.score import score
 
     if options.config and options.kind:
@@ -412,18 +404,16 @@ def _score(options: argparse.Namespace) -> int:
             removing=_removing(options),
         )
     print(scores.summary())
-    return 0
 
 
-def _export(options: argparse.Namespace) -> int:
+def _export(options: argparse.Namespace) -> None:
     from jaxrl.commands.export import export
 
     for file in export(options.source, options.folder, options.dtype, stop=options.signals, merge=options.merge):
         print(file)
-    return 0
 
 
-def _check(options: argparse.Namespace) -> int:
+def _check(options: argparse.Namespace) -> None:
     from dataclasses import fields
 
     from jaxrl.commands.check_numerics import CheckOptions, check_numerics
@@ -431,10 +421,9 @@ def _check(options: argparse.Namespace) -> int:
     given = {each.name: value for each in fields(CheckOptions) if (value := getattr(options, each.name)) is not None}
     progress = partial(print, file=sys.stderr, flush=True)
     check_numerics(CheckOptions(**given), partial(print, flush=True), progress, options.json)
-    return 0
 
 
-def _explain(options: argparse.Namespace) -> int:
+def _explain(options: argparse.Namespace) -> None:
     from pathlib import Path
 
     from jaxrl.commands.explain import explain_config
@@ -447,36 +436,30 @@ def _explain(options: argparse.Namespace) -> int:
         options.overrides = [*options.overrides, f"model.path={options.shape}"]
     config = _config(options, command=command)
     print(explain_config(config, options.devices, int(options.device_gib * 2**30) or None, command))
-    return 0
 
 
-def _explain_layout(options: argparse.Namespace) -> int:
+def _explain_layout(options: argparse.Namespace) -> None:
     from pathlib import Path
 
     import jax
 
     from jaxrl.models.loading import config_of, resolve_path
     from jaxrl.models.shapes import named_shape
-    from jaxrl.record.files import refuse_file, write_whole
+    from jaxrl.record.files import write_whole
     from jaxrl.sharding.explain import explain_layout
     from jaxrl.sharding.layout_drawing import draw, png, svg
 
-    for out, option in ((options.svg, "--svg"), (options.png, "--png")):
-        if out:
-            refuse_file(out, option)
     config = named_shape(options.shape) if options.shape else config_of(resolve_path(options.model, "--model"))
     name = options.shape or Path(options.model.partition(":")[2] or options.model).name
     devices = options.devices or len(jax.devices())
     explanation = explain_layout(config, devices, options.tp, options.max_tp, name=name, num_hosts=options.hosts)
-    if options.svg:
-        write_whole(Path(options.svg).expanduser(), svg(draw(explanation)), removing=_removing(options))
-    if options.png:
-        write_whole(Path(options.png).expanduser(), png(draw(explanation)), removing=_removing(options))
+    for out, picture in ((options.svg, svg), (options.png, png)):
+        if out:
+            write_whole(Path(out).expanduser(), picture(draw(explanation)), removing=_removing(options))
     print(explanation)
-    return 0
 
 
-def _profile(options: argparse.Namespace) -> int:
+def _profile(options: argparse.Namespace) -> None:
     from jaxrl.commands.profile import profile_with_progress
 
     config = _config(options)
@@ -488,44 +471,35 @@ def _profile(options: argparse.Namespace) -> int:
     verify = f", {len(table.verify)} that verify" if table.verify else ""
     counts = f"{len(table.prefill)} prefills, {len(table.switches)} switches"
     print(f"{out}: {len(table.decode)} decode points{verify}, {counts}")
-    return 0
 
 
-def _options(options: argparse.Namespace) -> int:
+def _options(options: argparse.Namespace) -> None:
     from jaxrl.commands.options import options_json, options_text
 
     print((options_json if options.json else options_text)(options.section))
-    return 0
 
 
-def _completion(options: argparse.Namespace) -> int:
+def _completion(options: argparse.Namespace) -> None:
     from jaxrl.commands.completion import script
 
     print(script(options.shell))
-    return 0
 
 
-def _report(options: argparse.Namespace) -> int:
+def _report(options: argparse.Namespace) -> None:
     removing = _removing(options)
     if not options.others:
         from jaxrl.mechanisms.table import page_parts
         from jaxrl.report.page import write_report
 
-        print(
-            write_report(
-                options.run_dir,
-                options.out,
-                removing,
-                lambda text: print(f"jaxrl: {text}", file=sys.stderr),
-                page_parts(),
-            )
-        )
-        return 0
+        def say(text: str) -> None:
+            print(f"jaxrl: {text}", file=sys.stderr)
+
+        print(write_report(options.run_dir, options.out, removing, say, page_parts()))
+        return
     from jaxrl.report.comparison import write_comparison
 
     page, summary = write_comparison([options.run_dir, *options.others], options.out or "comparison.html", removing)
     print(f"{summary}\n\n{page}")
-    return 0
 
 
 if __name__ == "__main__":

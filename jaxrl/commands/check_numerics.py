@@ -37,12 +37,14 @@ from jaxrl.rollout.forced import Forced
 from jaxrl.rollout.sampling import Draw, sample
 from jaxrl.runtime.build import build_executor, refuse_too_large, use_compilation_cache
 from jaxrl.runtime.devices import prepare_jax
+from jaxrl.runtime.memory import kv_layers_of
 from jaxrl.runtime.rules import batcher_config
 from jaxrl.runtime.weights import adapted, load_weights
 from jaxrl.scheduling.layouts.relayout import How
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import PlanResult, Request, resume
 from jaxrl.scheduling.tokens.progress import Counters
+from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.memory import memory_of
 from jaxrl.sharding.mesh import make_mesh
@@ -290,17 +292,24 @@ def _rows(rows: int) -> str:
     return f"{rows} row{'s' if rows > 1 else ''} at once"
 
 
-def paths(options: CheckOptions) -> list[Path]:
+def paths(options: CheckOptions, stacks: KvStacks = WHOLE) -> list[Path]:
     """All that are compared with the reference: one device, the most rows, prompts whole and not shared."""
-    rows, length, first = options.most_rows, LONGEST_PROMPT + options.response_length, options.num_groups * GROUP
+    rows, length = options.most_rows, LONGEST_PROMPT + options.response_length
     seqs, steps, chunk = "rollout.max_num_seqs", "rollout.decode_steps", "rollout.max_num_batched_tokens"
+    if stacks.is_whole:
+        # rows must grow, and not all can
+        few = f"rollout.num_blocks={max(2, rows // 2) * stacks.most_blocks(length, BLOCK)}"
+        again = Path("preempted and prefilled again", (few,), happens=lambda counters: counters.preemptions)
+    else:  # behind windows there is always room
+        once = options.num_groups * GROUP
+        again = Path("aborted and prefilled again", drive=_resumed, happens=lambda counters: counters.admissions - once)
     found = [
         Path("the same again"),
         *(Path(_rows(fewer), (f"{seqs}={fewer}",)) for fewer in options.rows if fewer != rows),
         Path("one more request with each plan, the last first", drive=_late),
         *(Path(f"plans of {n} step{'s' if n > 1 else ''}", (f"{steps}={n}",)) for n in (1, 16)),
         *(Path(f"prompts in chunks of {n} tokens", (f"{chunk}={n}",)) for n in (24, 40)),
-        Path("aborted and prefilled again", drive=_resumed, happens=lambda counters: counters.admissions - first),
+        again,
         Path("prompts shared", drive=_sharing, happens=lambda counters: counters.shared_tokens),
         Path(
             "drafts verified",
@@ -402,7 +411,7 @@ def check_numerics(options: CheckOptions, say: Callable[[str], None], stage: Cal
             say(f"{'path':<48} {'tokens':>7} {'differ':>16} {'flips':>6} {'largest':>8} {'ULPs':>8}  first")
         found = []
         keys = [request.key for request in bench.requests]
-        for path in paths(options):
+        for path in paths(options, kv_layers_of(bench.config, bench.model).stacks):
             stages.begin(f"computing them again: {path.name}")
             found.append(compare(path.name, keys, bench.wanted, measured(bench, path), options.dtype))
             gc.collect()

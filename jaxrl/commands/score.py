@@ -18,7 +18,7 @@ from jaxrl.config.domains import domains
 from jaxrl.data.files import data_files
 from jaxrl.data.responses import read_responses
 from jaxrl.mechanisms.table import join_pools
-from jaxrl.record.files import Removing, refuse_file, to_json, writing_whole
+from jaxrl.record.files import Removing, to_json, writing_whole
 from jaxrl.record.metrics import RIGHT
 from jaxrl.record.run_dir import inputs_of, refuse_overwriting
 from jaxrl.rewards.domains import build_scorer, refuse_tests
@@ -83,7 +83,6 @@ def score(
       ValueError: what a user can mend: an option, or a row of the file with its line.
       RunFailed: scoring failed for every response; the file is written all the same.
     """
-    refuse_file(out, "--out")
     refuse_overwriting(out, "--out", [responses, *inputs, *inputs_of(config)])
     (path,) = data_files([responses], "--responses")
     of = domains(config.reward)

@@ -26,7 +26,7 @@ from jaxrl.config import Config
 from jaxrl.config import files as config_files
 from jaxrl.loop import Hooks
 from jaxrl.mechanisms.table import RULES, batch_rule, rooms_of
-from jaxrl.record.files import Removing, refuse_file, to_json, write_whole
+from jaxrl.record.files import Removing, to_json, write_whole
 from jaxrl.record.metrics import read_metrics
 from jaxrl.record.run_dir import CONFIG_FILE, RUN_FILE, SIMULATED, recorded_start, refuse_overwriting
 from jaxrl.runtime.simulation import build, rare_collections
@@ -88,7 +88,6 @@ def tune(
       ValueError: what a user can mend.
     """
     if out:
-        refuse_file(out, "--out")
         refuse_overwriting(out, "--out")
     search = SEARCHES[rule]
     grid = _grid(search, values, prompt_factors, response_factors)

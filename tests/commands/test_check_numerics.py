@@ -15,6 +15,7 @@ from jaxrl.commands import check_numerics as command
 from jaxrl.commands.check_numerics import CheckOptions, Path, _rows, compare, paths
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.families import FAMILIES
+from jaxrl.scheduling.tokens.stacks import KvStacks
 from jaxrl.types import SampleKey
 
 KEYS = [SampleKey(0, 4, 0), SampleKey(0, 4, 1)]
@@ -62,7 +63,7 @@ def test_the_same_again_is_the_same_and_another_type_is_not(
 ):
     """Tokens that are forced change nothing, and a path that must differ is seen to."""
     again = Path("the same again")
-    monkeypatch.setattr(command, "paths", lambda options: [again])
+    monkeypatch.setattr(command, "paths", lambda options, _stacks: [again])
     status, found, _ = checked(tiny_model, capsys)
     assert status == 0
     (line,) = found["paths"]
@@ -70,7 +71,7 @@ def test_the_same_again_is_the_same_and_another_type_is_not(
 
     other = Path("bfloat16", ("rollout.dtype=bfloat16",))
     trainer = next(path for path in paths(CheckOptions(rows=(4,))) if path.drive is None)
-    monkeypatch.setattr(command, "paths", lambda options: [other, trainer])
+    monkeypatch.setattr(command, "paths", lambda options, _stacks: [other, trainer])
     status, found, said = checked(tiny_model, capsys)
     assert status == 1
     assert "of 2 paths differ from 4 rows at once" in said
@@ -86,17 +87,21 @@ def test_invariant_numbers_are_the_same_bits(
     tiny_model: File, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     every = {path.name: path for path in paths(CheckOptions(rows=(1, 4)))}
-    monkeypatch.setattr(command, "paths", lambda options: [every["1 row at once"], every["trainer, packed rows"]])
+    monkeypatch.setattr(
+        command, "paths", lambda options, _stacks: [every["1 row at once"], every["trainer, packed rows"]]
+    )
     status, found, _ = checked(tiny_model, capsys, "--dtype", "bfloat16", "actor.numerics=invariant")
     assert status == 0
     assert [(line["tokens"], line["differ"]) for line in found["paths"]] == [(8 * 24, 0)] * 2
 
 
-def test_aborted_responses_are_resumed(
+def test_where_windows_leave_room_for_all_they_are_aborted_and_resumed(
     tiny_model: File, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    (again,) = [path for path in paths(CheckOptions(rows=(4,))) if path.name.startswith("aborted")]
-    monkeypatch.setattr(command, "paths", lambda options: [again])
+    every = paths(CheckOptions(rows=(4,)), KvStacks((0, 8)))
+    assert not [path for path in every if path.name.startswith("preempted")]
+    (again,) = [path for path in every if path.name.startswith("aborted")]
+    monkeypatch.setattr(command, "paths", lambda options, _stacks: [again])
     status, found, said = checked(tiny_model, capsys, "--dtype", "float64")
     assert status in (0, 1), said
     (line,) = found["paths"]
@@ -137,7 +142,7 @@ def test_the_trainer_finds_the_bits_of_long_responses(
     """0 of 10^5, packed or not."""
     model = write_tiny_model(tmp_path / "model", max_position_embeddings=4096)
     trains = [path for path in paths(CheckOptions(rows=(32,), tokens=50_016)) if path.drive is None]
-    monkeypatch.setattr(command, "paths", lambda options: trains)
+    monkeypatch.setattr(command, "paths", lambda options, _stacks: trains)
     more = ("--rows", "32", "--tokens", "50016", "--dtype", "bfloat16")
     status, found, said = checked(model, capsys, *more, "actor.numerics=invariant")
     assert status == 0, said
@@ -167,7 +172,7 @@ def test_invariant_numbers_of_every_family(
     some = (_rows(1), "prompts in chunks of 24 tokens", "tp 2", "tp 1, then 2, KV migrated", "trainer, packed rows")
     every = {path.name: path for path in paths(CheckOptions(rows=(1, 4), tp=(1, parts)))}
     chosen = [every[name] for name in some if name in every]
-    monkeypatch.setattr(command, "paths", lambda options: chosen)
+    monkeypatch.setattr(command, "paths", lambda options, _stacks: chosen)
     own = ("actor.numerics=invariant", f"actor.numerics_tp={parts}")
     status, found, said = checked(model, capsys, "--dtype", "bfloat16", "--tp", f"1,{parts}", *own)
     assert status == 0, said
