@@ -43,12 +43,12 @@ from jaxrl.sim.configured import (
 )
 from jaxrl.sim.hardware import HARDWARE
 from jaxrl.sim.recorded import RecordedWorkload
-from jaxrl.sim.tuning import PLAIN, Factors, Search, Table, Trial, Tried, label, trial
+from jaxrl.sim.tuning import PLAIN, Factors, RuleSearch, Table, Trial, Tried, label, trial
 from jaxrl.sim.workload import Workload
 
 LEAST_RESPONSES = 20  # with fewer, the longest is a matter of chance
-SEARCHES: Mapping[str, Search] = {
-    room.option.removeprefix("rollout."): Search(
+SEARCHES: Mapping[str, RuleSearch] = {
+    room.option.removeprefix("rollout."): RuleSearch(
         room.option, room.searched, tuple(other.option for other, _ in RULES if other is not room)
     )
     for room, _ in RULES
@@ -153,7 +153,7 @@ def tune(
 
 
 def _grid(
-    search: Search, values: Sequence[float], prompt_factors: Sequence[float], response_factors: Sequence[float]
+    search: RuleSearch, values: Sequence[float], prompt_factors: Sequence[float], response_factors: Sequence[float]
 ) -> list[Factors]:
     if not prompt_factors and not response_factors:
         return search.together(values or search.of.values)

@@ -1,7 +1,7 @@
 """The pure half of `jaxrl tune`: what to simulate, what a simulated run shows, and what all of them say.
 
-A `Search` names the options of a rule that take the values of a grid; each value and plain batches are simulated with
-the same seeds; `Table` compares them.
+A `RuleSearch` names the options of a rule that take the values of a grid; each value and plain batches are simulated
+with the same seeds; `Table` compares them.
 
 Source: RollPacker §6.3 (one speculation factor for prompts and responses, and a grid search over [1.1, 1.4]; Fig. 12:
 each factor alone, averages over whole periods of short rounds and a long one); APRIL §3 (N' / N).
@@ -31,7 +31,7 @@ _PERIODS = 2  # at the least
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
+class RuleSearch:
     """A rule's section, what is searched of it, and the sections of all other rules."""
 
     section: str
@@ -203,7 +203,7 @@ class Spread:
 class Table:
     """What a search has found."""
 
-    search: Search
+    search: RuleSearch
     plain: Tried  # the baseline
     tried: tuple[Tried, ...]  # the values of the grid, in its order
 

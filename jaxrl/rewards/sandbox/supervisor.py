@@ -105,7 +105,7 @@ class Supervisor:
         self._checker: _Child | None = None
         self._wakeup = wake_by_children()
         self._since = self._deadline = 0.0
-        self._group: groups.Group | None = None
+        self._group: groups.ControlGroup | None = None
         self._out = self._err = self._report = -1
 
     def run(self) -> dict[str, Any]:
