@@ -69,39 +69,25 @@ class Efficiency:
     """The share of each peak that software reaches, and costs that do not depend on size; `jaxrl.sim.calibration` reads
     fitted factors.
 
-    Attributes:
-      memory: share of the memory bandwidth, reading weights and activations.
-      kv: share of it, reading KV (paged and ragged).
-      compute: share of the FLOP/s in inference.
-      link: share of the bandwidth between devices, and from host memory.
-      mfu: share of the FLOP/s in training, over everything between its first and last kernel.
-      launch_s: seconds per layer and pass whatever the amount of work: launches, small kernels.
-      step_s: seconds per decode step or prefill, once: host, sampling.
-      collective_s: latency of one collective step between devices.
-      one_shot_s, one_shot_peer_s: latency of a reduction by a single kernel (`Hardware.one_shot`): of the kernel, and
-        for each device. SGLang's custom all-reduce on H100 takes 3.7 to 3.9 µs for up to 16 kB over 2 devices, 3.7 to
-        4.8 over 4 and 5.7 to 5.9 over 8 (sgl-project/sglang, pull request 2904; float32, no graph); its
-        4 MB in 20 to 34 µs are a `link` of 0.53 to 0.59.
-      train_fixed_s: seconds of a training step whatever its size: phases, loading of optimizer states, imbalance.
-      sync_fixed_s: the same of a weight sync.
-      rollout_fixed_s: the same of a rollout: engines and pools are woken, and drained at the end.
-      switch_fixed_s: the same of a change of layout: graphs and programs of the new layout, pools.
+    A reduction by one kernel: SGLang's custom all-reduce on H100 takes 3.7 to 3.9 µs for up to 16 kB over 2 devices,
+    3.7 to 4.8 over 4 and 5.7 to 5.9 over 8 (sgl-project/sglang, pull request 2904; float32, no graph); its 4 MB in 20
+    to 34 µs are a `link` of 0.53 to 0.59.
     """
 
-    memory: float = 0.8
-    kv: float = 0.6
-    compute: float = 0.5
-    link: float = 0.7
-    mfu: float = 0.3
-    launch_s: float = 40e-6
-    step_s: float = 0.5e-3
-    collective_s: float = 8e-6
-    one_shot_s: float = 3.1e-6
-    one_shot_peer_s: float = 0.33e-6
-    train_fixed_s: float = 5.0
-    sync_fixed_s: float = 1.0
-    rollout_fixed_s: float = 0.0
-    switch_fixed_s: float = 0.5
+    memory: float = 0.8  # of the memory bandwidth, reading weights and activations
+    kv: float = 0.6  # of it, reading KV (paged and ragged)
+    compute: float = 0.5  # of the FLOP/s in inference
+    link: float = 0.7  # of the bandwidth between devices, and from host memory
+    mfu: float = 0.3  # of the FLOP/s in training, over everything between its first and last kernel
+    launch_s: float = 40e-6  # per layer and pass: launches, small kernels
+    step_s: float = 0.5e-3  # per decode step or prefill: host, sampling
+    collective_s: float = 8e-6  # latency of one collective step between devices
+    one_shot_s: float = 3.1e-6  # of a reduction by a single kernel (`Hardware.one_shot`): the kernel's latency
+    one_shot_peer_s: float = 0.33e-6  # and what each device adds
+    train_fixed_s: float = 5.0  # of a training step: phases, loading of optimizer states, imbalance
+    sync_fixed_s: float = 1.0  # of a weight sync
+    rollout_fixed_s: float = 0.0  # of a rollout: engines and pools are woken, and drained at the end
+    switch_fixed_s: float = 0.5  # of a change of layout: graphs and programs of the new layout, pools
 
     def __post_init__(self) -> None:
         for name in (each.name for each in fields(self)):
@@ -115,21 +101,13 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True)
 class TrainLoad:
-    """What one training step computes.
+    """What one training step computes."""
 
-    Attributes:
-      tokens: prompt and response tokens of the batch.
-      pairs: (query, key) pairs of its attention; see `causal_pairs`.
-      updates: optimizer updates that the batch is cut into.
-      epochs: passes over the batch (each forward and backward).
-      extra_forwards: further forward passes: old log-probabilities, the reference model.
-    """
-
-    tokens: float
-    pairs: float = 0.0
-    updates: int = 1
-    epochs: int = 1
-    extra_forwards: int = 0
+    tokens: float  # prompt and response tokens of the batch
+    pairs: float = 0.0  # (query, key) pairs of its attention; see `causal_pairs`
+    updates: int = 1  # optimizer updates that the batch is cut into
+    epochs: int = 1  # passes over the batch (each forward and backward)
+    extra_forwards: int = 0  # further forward passes: old log-probabilities, the reference model
 
 
 def causal_pairs(tokens: float, start: float = 0.0) -> float:
