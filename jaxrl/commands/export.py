@@ -34,8 +34,8 @@ def export(
     *,
     merge: bool = False,
 ) -> list[Path]:
-    """Writes a run's last checkpoint, or any model that loads, as a Hugging Face folder; returns the files. Of a run
-    that trains adapters it is a folder of peft's, with the adapters alone.
+    """Writes a run's last checkpoint, or any model that loads, as a Hugging Face folder; returns the files. A run that
+    trains adapters gives a folder of peft's, with the adapters alone.
 
     A temporary folder is written and renamed at the end: a failed export leaves no partial folder, and of two into one
     folder the second is refused.
@@ -43,9 +43,7 @@ def export(
     Args:
       source: a run's directory, or what `model.path` takes.
       folder: to write; empty or absent.
-      dtype: of the weights.
       say: shows which checkpoint is used, which newer one is damaged, and that a model has no tokenizer.
-      stop: the program's signals, if it has any.
       merge: of a run that trains adapters, write the whole model with them in its weights.
 
     Raises:

@@ -77,7 +77,6 @@ def score(
         all are scored.
       inputs: more files that are read, which `out` must not replace.
       progress: called with the number of responses written, a few times a second at most.
-      removing: of the process's signals, which may end it while `out` is open.
 
     Raises:
       ValueError: what a user can mend: an option, or a row of the file with its line.
