@@ -112,31 +112,21 @@ def tune(
         batch_rule(each)
         _machine(each)  # what cannot be simulated is refused before anything is
     workload, lengths = workload_of(config)
-    notes = []
-    if left_out := [label(factors) for factors in grid if factors not in tried]:
-        notes.append(f"left out, since they launch what another value launches: {', '.join(left_out)}")
     if isinstance(workload, RecordedWorkload):
         _check_lengths(workload)
-        notes += _missing(config, workload, run_dir)
-    if config.simulate.cost == "roofline" and devices["platform"] != SIMULATED:
-        notes.append(
-            f"the run was on {devices['count']} × {devices['kind']}, and these seconds are modelled: name a file of "
-            "`jaxrl profile` as rollout.layout.profile for measured ones"
-        )
-    costs, machine = cost_model(config)[1], f"{num_devices_of(config)} × {config.simulate.hardware}"
+    machine, costs = f"{num_devices_of(config)} × {config.simulate.hardware}", cost_model(config)[1]
     say(
         f"{search.name} on {run_dir}: {seeds} seeds × {steps} simulated steps of {prompts} prompts × {n} samples on "
         f"{machine}"
     )
-    for line in (f"costs: {costs}", f"lengths: {lengths}", *(f"note: {note}" for note in notes)):
-        say(f"  {line}")
+    say(f"  costs: {costs}")
+    say(f"  lengths: {lengths}")
+    left_out = [label(factors) for factors in grid if factors not in tried]
+    for note in _notes(config, workload, run_dir, devices, left_out):
+        say(f"  note: {note}")
 
-    runs = [
-        SimulatedTrial(_seeded(each, seed), drawn, search.of.warm_up)
-        for seed in range(seeds)
-        for drawn in [_lengths_of_seed(config, workload, seed)]
-        for each in configs
-    ]
+    drawn = [_lengths_of_seed(config, workload, seed) for seed in range(seeds)]
+    runs = [SimulatedTrial(_seeded(each, i), own, search.of.warm_up) for i, own in enumerate(drawn) for each in configs]
     trials = _run(runs, processes, progress)
     plain, *others = (
         Tried(factors, search.launched(factors, prompts, n), tuple(trials[i :: len(tried)]))
@@ -206,14 +196,27 @@ def _check_lengths(workload: RecordedWorkload) -> None:
         )
 
 
-def _missing(config: Config, workload: RecordedWorkload, run_dir: str) -> Iterator[str]:
-    """Long responses that the record lacks."""
-    longest = workload.lengths[-1]
-    if any(room.drops_slowest(config) for room in rooms_of(config)):
-        yield "the run itself ended its slowest responses early, so long ones are missing from its record"
-    known = max((row.get("response_length/max", 0.0) for row in read_metrics(run_dir)), default=0.0)
-    if known > 1.25 * longest:
-        yield f"the run's longest response had {known:.0f} tokens, the longest in its record {longest}: more steps help"
+def _notes(
+    config: Config, workload: Workload, run_dir: str, devices: Mapping[str, Any], left_out: Sequence[str]
+) -> Iterator[str]:
+    """Which values were left out, and why the figures may be off."""
+    if left_out:
+        yield f"left out, since they launch what another value launches: {', '.join(left_out)}"
+    if isinstance(workload, RecordedWorkload):
+        longest = workload.lengths[-1]
+        if any(room.drops_slowest(config) for room in rooms_of(config)):
+            yield "the run itself ended its slowest responses early, so long ones are missing from its record"
+        known = max((row.get("response_length/max", 0.0) for row in read_metrics(run_dir)), default=0.0)
+        if known > 1.25 * longest:
+            yield (
+                f"the run's longest response had {known:.0f} tokens, the longest in its record {longest}: more steps "
+                "help"
+            )
+    if config.simulate.cost == "roofline" and devices["platform"] != SIMULATED:
+        yield (
+            f"the run was on {devices['count']} × {devices['kind']}, and these seconds are modelled: name a file of "
+            "`jaxrl profile` as rollout.layout.profile for measured ones"
+        )
 
 
 # ---------------------------------------------------------------- the runs
