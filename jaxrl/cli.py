@@ -7,9 +7,9 @@ Only argument parsing is imported at the top. Reward workers re-import the main 
 Every command ends in one of these ways, and never with more than one line on stderr but for a bug's traceback:
 
 - 0: done, or a training run that was stopped and has saved; also when the reader of the output has gone (`| head`).
-- 1: it could not go on, though what was handed in is right (no space on the disk, no memory, a run that has gone
-  wrong, no progress); or a bug, with its traceback.
-- 2: what was handed in is wrong: an argument, an option, a file. One sentence says where and what the rule is.
+- 1: it could not continue, though its input is right (no space on the disk, no memory, a run that has gone wrong, no
+  progress); or a bug, with its traceback.
+- 2: its input is wrong: an argument, an option, a file. One sentence names the place and the rule.
 - 130, 143: ended by SIGINT or SIGTERM (`jaxrl.runtime.stop`).
 """
 
@@ -27,28 +27,29 @@ from typing import TYPE_CHECKING
 
 from jaxrl import __version__
 from jaxrl.commands.arguments import (
-    MAX_PROCESSES,
-    MAX_REPEATS,
-    MAX_SEEDS,
-    MAX_STEPS,
     MAX_TOKENS,
-    Command,
     Parser,
-    add_command,
+    add,
+    add_choice,
     add_dtype,
+    add_overrides,
+    add_sampling,
+    add_switch,
     count,
     device_count,
+    factors,
     filled,
+    json_object,
     number,
-    numbers,
     one_of,
     parse,
     seed,
+    stop_string,
+    utf8,
     whole,
     wholes,
     written,
 )
-from jaxrl.commands.drawing import add_drawing
 from jaxrl.record.progress import ProgressCounter
 from jaxrl.runtime.answer import answer, one_line
 from jaxrl.runtime.stop import Stop
@@ -56,7 +57,6 @@ from jaxrl.runtime.stop import Stop
 if TYPE_CHECKING:
     from jaxrl.config import Config
     from jaxrl.record.files import Removing
-    from jaxrl.record.run_record import RunOutcome
 
 
 def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> int:
@@ -71,9 +71,9 @@ def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> in
             answer_shell(*parser)
         options = parse(*parser, sys.argv[1:] if arguments is None else arguments)
         options.signals = stop
-        status: int = options.run(options)
+        options.run(options)
         sys.stdout.flush()
-        return status
+        return 0
     except SystemExit:  # of --help and --version
         _output_is_whole()
         raise
@@ -101,8 +101,7 @@ def _reader_is_gone() -> bool:
 
 
 def _output_is_whole() -> bool:
-    """Writes the rest of the output. What cannot be written is dropped: the interpreter would try it again at its end,
-    and has no sentence for the error."""
+    """Writes the rest of the output, or drops it: the interpreter would try again at its end, with a traceback."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -119,182 +118,166 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(metavar="command")
 
-    def command(name: str, run: Callable[..., int], text: str, *, config: bool = False) -> Parser:
-        sub = add_command(commands, name, run, text)
-        if config:
-            sub.add_argument("--config", type=filled, metavar="FILE", help="a .yaml or .gin file")
-            sub.add_argument("overrides", nargs="*", metavar="section.option=value", help="options on top of the file")
+    def command(name: str, run: Callable[[argparse.Namespace], None], text: str) -> Parser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(run=run, command=name)
         return sub
 
-    command("train", _train, "Train, or resume the run in trainer.run_dir.", config=True)
-    command("sft", _sft, "Learn from conversations, or resume such a run: supervised fine-tuning.", config=True)
-    command("dpo", _dpo, "Learn from pairs of which one was preferred, or resume such a run: DPO, IPO.", config=True)
-    command("simulate", _simulate, "Run the same loop on modelled devices, lengths and times.", config=True)
-    for add in (
-        _add_tune,
-        add_drawing,
-        _add_eval_and_export,
-        _add_replay,
-        _add_score,
-        _add_check,
-        _add_explanations,
-        _add_profile,
-        _add_queries,
-    ):
-        add(command)
+    def configured(name: str, run: Callable[[argparse.Namespace], None], text: str) -> Parser:
+        """A command that takes a configuration file, and options on top of it."""
+        sub = command(name, run, text)
+        add(sub, "--config", filled, "a .yaml or .gin file", metavar="FILE")
+        add_overrides(sub, "options on top of the file")
+        return sub
+
+    configured("train", _learn, "Train, or resume the run in trainer.run_dir.")
+    configured("sft", _learn, "Learn from conversations, or resume such a run: supervised fine-tuning.")
+    configured("dpo", _learn, "Learn from pairs of which one was preferred, or resume such a run: DPO, IPO.")
+    configured("simulate", _simulate, "Run the same loop on modelled devices, lengths and times.")
+    _add_tune(command("tune", _tune, "Find a rule's fastest factors by simulation, from a run's recorded lengths."))
+    _add_generate(command("generate", _generate, "Draw responses to prompts given as arguments or on standard input."))
+    _add_serve(command("serve", _serve, "Serve a model behind OpenAI's routes, until SIGTERM or Ctrl-C."))
+
+    sub = configured("eval", _eval, "Score a model on held-out prompts: pass@k, avg@k, maj@k.")
+    add(sub, "--checkpoint", filled, "a run directory: its last checkpoint's parameters", metavar="DIR")
+    add(sub, "--out", written, "write every response and its verdict as JSON lines", metavar="FILE")
+
+    sub = command("export", _export, "Write a model as a Hugging Face folder.")
+    add(sub, "source", filled, _SOURCE, metavar="RUN|MODEL")
+    add(sub, "folder", filled, "where to write")
+    add_switch(sub, "--merge", "with adapters (model.lora_rank): the whole model")
+    add_dtype(sub, "float32", "bfloat16", "float16", default="bfloat16")
+
+    sub = command("replay", _replay, "Draw a recorded response again, and compare each token.")
+    add(sub, "run_dir", filled, metavar="RUN")
+    add(sub, "--sample", filled, "as the report and samples.jsonl have it (0-17-3)", metavar="KEY", required=True)
+    add_switch(sub, "--tokens", "show each token with its log-probability")
+    add_overrides(sub, "options on top of the run's own")
+
+    sub = configured("score", _score, "Score given responses with a reward, without a model.")
+    kinds = ("auto", "math", "task", "code", "judge", "custom")
+    add_choice(sub, "--kind", *kinds, text="reward.kind, in place of --config")
+    columns = "JSONL or Parquet: a problem's columns, and response"
+    add(sub, "--responses", filled, columns, required=True, metavar="FILE")
+    add(sub, "--out", written, "a JSON line with the reward for each response", required=True, metavar="FILE")
+
+    sub = command("check-numerics", _check, "Compute responses in many ways, and show which bits differ, where first.")
+    source = sub.add_mutually_exclusive_group(required=True)
+    add(source, "--model", filled, "as model.path")
+    add(source, "--shape", filled, "random weights of a model by name (SmolLM2-135M)")
+    add(sub, "--tp", wholes(1, 64), "degrees, each on as many devices (1)", default=(1,), metavar="LIST")
+    add(sub, "--rows", wholes(1, 4096), "decoded together (1,8,32)", default=(1, 8, 32), metavar="LIST")
+    add(sub, "--tokens", whole(1, MAX_TOKENS), "drawn, about (1024)", default=1024)
+    add(sub, "--seed", seed, "of prompts and responses (0)", default=0)
+    add_dtype(sub, "float32", "bfloat16", "float64", default="float32")
+    add_switch(sub, "--json", "as a JSON object")
+    add_overrides(sub, "options of rollout and actor")
+
+    sub = configured("explain-config", _explain, "Show derived sizes and the memory of both phases.")
+    add(sub, "--shape", filled, "a model by name (Qwen2.5-7B), as model.path")
+    add(sub, "--devices", device_count(0), "how many devices to plan for (0: those here)", default=0)
+    add(sub, "--device-gib", number(0, 100_000), "GiB that JAX has of each (0: what it says)", default=0.0)
+    reads = "that reads it (of a run's config.yaml the run's, else train)"
+    add_choice(sub, "--command", "train", "sft", "dpo", text=reads, dest="reader")
+
+    sub = command("explain-layout", _explain_layout, "Show which device holds which part of the rollout weights.")
+    source = sub.add_mutually_exclusive_group(required=True)
+    add(source, "--model", filled, "as model.path; only its config is read")
+    add(source, "--shape", filled, "a model by name (SmolLM2-135M)")
+    add(sub, "--devices", device_count(0), "how many devices (0: those here)", default=0)
+    add(sub, "--tp", device_count(1), "tensor parallelism; dp is the rest (1)", default=1)
+    add(sub, "--max-tp", device_count(1), "the degree that weights are padded for (--tp)")
+    add(sub, "--hosts", device_count(0), "on which the devices are, for what training sends (1)", default=1)
+
+    sub = configured("profile", _profile, "Measure latencies for rollout.layout: decode, prefill, switches.")
+    add(sub, "--out", written, "the table (default: rollout.layout.profile)", metavar="FILE")
+    add(sub, "--max-batch", whole(0, 2**20), "most live rows, all dp groups together", default=0)
+    add(sub, "--token-budget", count, "most live tokens, all dp groups together", default=0)
+    add(sub, "--max-context", whole(0, MAX_TOKENS), "most tokens of a row", default=0)
+    add(sub, "--repeats", whole(1, 1000), "measurements of a fast point (3)", default=3)
+
+    sub = command("options", _options, "List the options of the configuration, with defaults, units and bounds.")
+    sections = "a section (rollout.layout), or an option (rollout.n)"
+    add(sub, "section", None, sections, nargs="?", default="", metavar="SECTION")
+    add_switch(sub, "--json", "as a JSON list")
+
+    sub = command("completion", _completion, 'Print what a shell reads for completion: eval "$(...)".')
+    add_choice(sub, "shell", "bash", "zsh", "fish")
+
+    sub = command("report", _report, "Write a run's page, report.html; of several runs one that compares them.")
+    add(sub, "run_dir", filled, metavar="RUN")
+    add(sub, "others", filled, "runs to compare it with", nargs="*", default=[], metavar="RUN")
+    page = "the page (report.html in the run; of several, comparison.html here)"
+    add(sub, "--out", written, page, metavar="FILE")
     return parser, commands.choices
 
 
-def _add_tune(command: Command) -> None:
-    tune = command("tune", _tune, "Find a rule's fastest factors by simulation, from a run's recorded lengths.")
+_SOURCE = "a run directory (its last checkpoint), or a model.path"
+
+
+def _add_tune(sub: Parser) -> None:
     # not a positional: it would be taken for an override
-    tune.add_argument(
-        "--run", dest="run_dir", type=filled, metavar="DIR", required=True, help="of a real or a simulated run"
-    )
-    tune.add_argument("overrides", nargs="*", metavar="section.option=value", help="options on top of the run's own")
-    rules = ("tail_batching", "partial_rollout")
-    tune.add_argument("--rule", default=rules[0], type=one_of(*rules), metavar=f"{{{','.join(rules)}}}")
+    add(sub, "--run", filled, "of a real or a simulated run", dest="run_dir", metavar="DIR", required=True)
+    add_overrides(sub, "options on top of the run's own")
+    add_choice(sub, "--rule", "tail_batching", "partial_rollout", default="tail_batching")
     for name, text in (
         ("--values", "factors to try, as 1.1,1.2,1.3; of prompts and responses together"),
         ("--prompt-factors", "factors of prompts alone; with --response-factors, all pairs"),
         ("--response-factors", "factors of responses alone"),
     ):
-        tune.add_argument(name, type=numbers, default=(), metavar="LIST", help=text)
-    tune.add_argument("--seeds", type=whole(1, MAX_SEEDS), default=5, help="simulated runs of each value (5)")
-    steps = whole(1, MAX_STEPS)
-    tune.add_argument("--steps", type=steps, default=None, help="of each of them (default: the longest period twice)")
-    tune.add_argument("--processes", type=whole(1, MAX_PROCESSES), default=1, help="runs at the same time (1)")
-    tune.add_argument("--out", type=written, metavar="FILE", help="also write the results as JSON")
+        add(sub, name, factors, text, default=(), metavar="LIST")
+    add(sub, "--seeds", whole(1, 1000), "simulated runs of each value (5)", default=5)
+    add(sub, "--steps", whole(1, 100_000), "of each of them (default: the longest period twice)")
+    add(sub, "--processes", whole(1, 256), "runs at the same time (1)", default=1)
+    add(sub, "--out", written, "also write the results as JSON", metavar="FILE")
 
 
-def _add_eval_and_export(command: Command) -> None:
-    evaluate = command("eval", _eval, "Score a model on held-out prompts: pass@k, avg@k, maj@k.", config=True)
-    evaluate.add_argument(
-        "--checkpoint", type=filled, metavar="DIR", help="a run directory: its last checkpoint's parameters"
-    )
-    evaluate.add_argument(
-        "--out", type=written, metavar="FILE", help="write every response and its verdict as JSON lines"
-    )
-
-    export = command("export", _export, "Write a model as a Hugging Face folder.")
-    export.add_argument(
-        "source", type=filled, metavar="RUN|MODEL", help="a run directory (its last checkpoint), or a model.path"
-    )
-    export.add_argument("folder", type=filled, help="where to write")
-    export.add_argument("--merge", action="store_true", help="with adapters (model.lora_rank): the whole model")
-    add_dtype(export, "float32", "bfloat16", "float16", default="bfloat16")
-
-
-def _add_replay(command: Command) -> None:
-    replay = command("replay", _replay, "Draw a recorded response again, and compare each token.")
-    replay.add_argument("run_dir", type=filled, metavar="RUN")
-    replay.add_argument(
-        "--sample", type=filled, metavar="KEY", required=True, help="as the report and samples.jsonl have it (0-17-3)"
-    )
-    replay.add_argument("--tokens", action="store_true", help="show each token with its log-probability")
-    replay.add_argument("overrides", nargs="*", metavar="section.option=value", help="options on top of the run's own")
+def _add_generate(sub: Parser) -> None:
+    add(sub, "--model", filled, "as model.path", required=True)
+    add(sub, "--max-tokens", whole(1, MAX_TOKENS), "of a response (128)", default=128)
+    add_sampling(sub, "0 is greedy (1.0)", temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
+    add(sub, "--stop", stop_string, "a stop string; may be repeated", action="append", default=[], metavar="TEXT")
+    add(sub, "-n", whole(1, 100_000), "responses per prompt (1)", default=1)
+    add(sub, "--seed", seed, "the same seed draws the same responses (0)", default=0)
+    add_dtype(sub, "float32", "bfloat16", default="float32")
+    add(sub, "--tp", device_count(1), "tensor parallelism over all devices (1)", default=1)
+    add(sub, "--system", utf8, "a system message, before every prompt", metavar="TEXT")
+    add_switch(sub, "--raw", "send the text as it is, without the chat template")
+    variables = "variables for the chat template, such as '{\"enable_thinking\": false}'"
+    add(sub, "--chat-template-kwargs", json_object, variables, default={}, metavar="JSON")
+    add_switch(sub, "--json", "one JSON line per response")
+    add(sub, "prompts", utf8, nargs="*", metavar="PROMPT")
 
 
-def _add_score(command: Command) -> None:
-    score = command("score", _score, "Score given responses with a reward, without a model.", config=True)
-    kinds = ("auto", "math", "task", "code", "judge", "custom")
-    score.add_argument(
-        "--kind", type=one_of(*kinds), metavar=f"{{{','.join(kinds)}}}", help="reward.kind, in place of --config"
-    )
-    score.add_argument(
-        "--responses",
-        type=filled,
-        required=True,
-        metavar="FILE",
-        help="JSONL or Parquet: a problem's columns, and response",
-    )
-    score.add_argument(
-        "--out", type=written, required=True, metavar="FILE", help="a JSON line with the reward for each response"
-    )
-
-
-def _add_check(command: Command) -> None:
-    check = command(
-        "check-numerics", _check, "Compute responses in many ways, and show which bits differ, where first."
-    )
-    source = check.add_mutually_exclusive_group(required=True)
-    source.add_argument("--model", type=filled, help="as model.path")
-    source.add_argument("--shape", type=filled, help="random weights of a model by name (SmolLM2-135M)")
-    check.add_argument(
-        "--tp", type=wholes(1, 64), default=(1,), metavar="LIST", help="degrees, each on as many devices (1)"
-    )
-    check.add_argument(
-        "--rows", type=wholes(1, 4096), default=(1, 8, 32), metavar="LIST", help="decoded together (1,8,32)"
-    )
-    check.add_argument("--tokens", type=whole(1, MAX_TOKENS), default=1024, help="drawn, about (1024)")
-    check.add_argument("--seed", type=seed, default=0, help="of prompts and responses (0)")
-    add_dtype(check, "float32", "bfloat16", "float64", default="float32")
-    check.add_argument("--json", action="store_true", help="as a JSON object")
-    check.add_argument("overrides", nargs="*", metavar="section.option=value", help="options of rollout and actor")
-
-
-def _add_explanations(command: Command) -> None:
-    devices, degree = device_count(0), device_count(1)
-    explain = command("explain-config", _explain, "Show derived sizes and the memory of both phases.", config=True)
-    explain.add_argument("--shape", type=filled, help="a model by name (Qwen2.5-7B), as model.path")
-    explain.add_argument("--devices", type=devices, default=0, help="how many devices to plan for (0: those here)")
-    gib = number(0, 100_000)
-    explain.add_argument("--device-gib", type=gib, default=0.0, help="GiB that JAX has of each (0: what it says)")
-    learning = ("train", "sft", "dpo")
-    explain.add_argument(
-        "--command",
-        type=one_of(*learning),
-        metavar=f"{{{','.join(learning)}}}",
-        help="that reads it (of a run's config.yaml the run's, else train)",
-    )
-
-    layout = command("explain-layout", _explain_layout, "Show which device holds which part of the rollout weights.")
-    source = layout.add_mutually_exclusive_group(required=True)
-    source.add_argument("--model", type=filled, help="as model.path; only its config is read")
-    source.add_argument("--shape", type=filled, help="a model by name (SmolLM2-135M)")
-    layout.add_argument("--devices", type=devices, default=0, help="how many devices (0: those here)")
-    layout.add_argument("--tp", type=degree, default=1, help="tensor parallelism; dp is the rest (1)")
-    layout.add_argument("--max-tp", type=degree, default=None, help="the degree that weights are padded for (--tp)")
-    layout.add_argument(
-        "--hosts", type=devices, default=1, help="on which the devices are, for what training sends (1)"
-    )
-
-
-def _add_profile(command: Command) -> None:
-    measure = command(
-        "profile", _profile, "Measure latencies for rollout.layout: decode, prefill, switches.", config=True
-    )
-    measure.add_argument("--out", type=written, metavar="FILE", help="the table (default: rollout.layout.profile)")
-    measure.add_argument("--max-batch", type=whole(0, 2**20), default=0, help="most live rows, all dp groups together")
-    measure.add_argument("--token-budget", type=count, default=0, help="most live tokens, all dp groups together")
-    measure.add_argument("--max-context", type=whole(0, MAX_TOKENS), default=0, help="most tokens of a row")
-    measure.add_argument("--repeats", type=whole(1, MAX_REPEATS), default=3, help="measurements of a fast point (3)")
-
-
-def _add_queries(command: Command) -> None:
-    options = command("options", _options, "List the options of the configuration, with defaults, units and bounds.")
-    options.add_argument(
-        "section", nargs="?", default="", metavar="SECTION", help="a section (rollout.layout), or an option (rollout.n)"
-    )
-    options.add_argument("--json", action="store_true", help="as a JSON list")
-
-    completion = command("completion", _completion, 'Print what a shell reads for completion: eval "$(...)".')
-    shells = ("bash", "zsh", "fish")
-    completion.add_argument("shell", type=one_of(*shells), metavar=f"{{{','.join(shells)}}}")
-
-    report = command("report", _report, "Write a run's page, report.html; of several runs one that compares them.")
-    report.add_argument("run_dir", type=filled, metavar="RUN")
-    report.add_argument("others", nargs="*", type=filled, default=[], metavar="RUN", help="runs to compare it with")
-    report.add_argument(
-        "--out",
-        type=written,
-        metavar="FILE",
-        help="the page (report.html in the run; of several, comparison.html here)",
+def _add_serve(sub: Parser) -> None:
+    add(sub, "source", filled, _SOURCE, nargs="?", metavar="RUN|MODEL")
+    add_overrides(sub, "options of serve and rollout")
+    add(sub, "--host", filled, "address to listen on (127.0.0.1)")
+    add(sub, "--port", whole(0, 65535), "0: any free one (8000; 9000 with --jetstream)")
+    add(sub, "--api-key-file", filled, "holds the key that clients must send", metavar="FILE")
+    adapters = "serve it with peft's adapters, as NAME"
+    add(sub, "--adapter", filled, adapters, action="append", metavar="NAME=FOLDER")
+    add_switch(sub, "--jetstream", "JetStream's gRPC service instead")
+    own = sub.add_argument_group("with --jetstream alone")  # None where it is not given
+    add(own, "--model", filled, "as model.path; must be given")
+    add(own, "--num-slots", whole(1, 4096), "requests at once, per dp group (8)")
+    add(own, "--max-length", whole(1, MAX_TOKENS), "of prompt and response (1024)")
+    add(own, "--max-prefill-length", whole(1, MAX_TOKENS), "of a prompt; 16, 32, 64 ... (512)")
+    add(own, "--dtype", one_of("float32", "bfloat16", "float64"), "float32, bfloat16 or float64 (float32)")
+    add(own, "--tp", device_count(1), "tensor parallelism over all devices (1)")
+    add(own, "--seed", seed, "the same seed draws the same responses (0)")
+    add_sampling(own, "of all requests; 0 is greedy (0)")
+    sub.epilog = (
+        "Routes: GET /v1/models, /health, /metrics, /openapi.json; POST /v1/completions, /v1/chat/completions, "
+        "/inference/v1/generate (tokens in, tokens out). Clients of OpenAI's API take http://HOST:PORT/v1 as base_url. "
+        "Options that matter: serve.max_model_len, serve.max_waiting, serve.grace_s, serve.max_body_mib, "
+        "rollout.max_num_seqs (requests at once), rollout.dtype, rollout.tensor_model_parallel_size. "
+        "docs/serving.md has examples."
     )
 
 
 def _config(options: argparse.Namespace, command: str = "") -> Config:
-    """The configuration of a command; options that have no effect are said."""
+    """The configuration of a command, with a note for each option that has no effect."""
     from jaxrl.config.files import load
 
     notes: list[str] = []
@@ -309,59 +292,78 @@ def _removing(options: argparse.Namespace) -> Removing:
     return nullcontext if options.signals is None else options.signals.removing
 
 
-def _train(options: argparse.Namespace) -> int:
-    from jaxrl.commands.start import start
+def _learn(options: argparse.Namespace) -> None:
+    from jaxrl.commands import start, supervised
 
-    return _learn(options, "train", start)
-
-
-def _sft(options: argparse.Namespace) -> int:
-    from jaxrl.commands.supervised import start_sft
-
-    return _learn(options, "sft", start_sft)
+    starts = {"train": start.start, "sft": supervised.start_sft, "dpo": supervised.start_dpo}
+    config = _config(options, command=options.command)
+    starts[options.command](config, stop=options.signals, progress=partial(print, flush=True))
 
 
-def _dpo(options: argparse.Namespace) -> int:
-    from jaxrl.commands.supervised import start_dpo
-
-    return _learn(options, "dpo", start_dpo)
-
-
-def _learn(options: argparse.Namespace, name: str, start: Callable[..., RunOutcome]) -> int:
-    start(_config(options, command=name), stop=options.signals, progress=partial(print, flush=True))
-    return 0
-
-
-def _simulate(options: argparse.Namespace) -> int:
+def _simulate(options: argparse.Namespace) -> None:
     from jaxrl.commands.simulate import simulate
 
     simulate(_config(options), stop=options.signals)
-    return 0
 
 
-def _tune(options: argparse.Namespace) -> int:
-    from jaxrl.commands.tune import TuneOptions, tune
-
-    chosen = TuneOptions(
-        options.rule,
-        options.values,
-        options.prompt_factors,
-        options.response_factors,
-        options.seeds,
-        options.steps,
-        options.processes,
-        options.out or "",
-    )
+def _tune(options: argparse.Namespace) -> None:
+    from jaxrl.commands.tune import tune
 
     def progress(done: int, total: int) -> None:
         if sys.stderr.isatty():
             print(f"\r{done} of {total} runs", end="\n" if done == total else "", file=sys.stderr, flush=True)
 
-    tune(options.run_dir, options.overrides, chosen, progress=progress, removing=_removing(options))
-    return 0
+    tune(
+        options.run_dir,
+        options.overrides,
+        options.rule,
+        values=options.values,
+        prompt_factors=options.prompt_factors,
+        response_factors=options.response_factors,
+        seeds=options.seeds,
+        steps=options.steps,
+        processes=options.processes,
+        out=options.out or "",
+        progress=progress,
+        removing=_removing(options),
+    )
 
 
-def _eval(options: argparse.Namespace) -> int:
+def _generate(options: argparse.Namespace) -> None:
+    from jaxrl.commands.generate import generate
+
+    generate(options)
+
+
+def _serve(options: argparse.Namespace) -> None:
+    address = {"host": options.host, "port": options.port}
+    address = {name: value for name, value in address.items() if value is not None}
+    of_jetstream = ("model", "num_slots", "max_length", "max_prefill_length", "dtype", "tp", "seed")
+    of_jetstream += ("temperature", "top_k", "top_p", "min_p")
+    given = {name: value for name in of_jetstream if (value := getattr(options, name)) is not None}
+    if options.jetstream:
+        from jaxrl.commands import serve_jetstream
+
+        if any(each is not None for each in (options.source, options.api_key_file, options.adapter)):
+            raise ValueError(
+                "serve --jetstream: takes --model in place of RUN|MODEL, and neither options nor a key nor adapters"
+            )
+        if "model" not in given:
+            raise ValueError("serve --jetstream: --model must be given")
+        serve_jetstream.serve(**given, **address, stop=options.signals)
+        return
+    if given:
+        flag = "--" + next(iter(given)).replace("_", "-")
+        raise ValueError(f"serve: {flag} goes with --jetstream; without it, give RUN|MODEL and section.option=value")
+    if options.source is None:
+        raise ValueError("serve: RUN|MODEL must be given")
+    from jaxrl.commands.serve import Address, serve
+
+    listens = Address(**address, key_file=options.api_key_file)
+    serve(options.source, options.overrides, listens, stop=options.signals, adapters=options.adapter or ())
+
+
+def _eval(options: argparse.Namespace) -> None:
     from jaxrl.commands.evaluate import evaluate
     from jaxrl.record.run_dir import refuse_overwriting
 
@@ -374,17 +376,15 @@ def _eval(options: argparse.Namespace) -> int:
     width = max(map(len, result))
     for name, value in result.items():
         print(f"{name:<{width}}  {value:.4g}")
-    return 0
 
 
-def _replay(options: argparse.Namespace) -> int:
+def _replay(options: argparse.Namespace) -> None:
     from jaxrl.commands.replay import replay
 
     replay(options.run_dir, options.sample, options.overrides, each_token=options.tokens)
-    return 0
 
 
-def _score(options: argparse.Namespace) -> int:
+def _score(options: argparse.Namespace) -> None:
     from jaxrl.commands.score import score
 
     if options.config and options.kind:
@@ -402,35 +402,26 @@ def _score(options: argparse.Namespace) -> int:
             removing=_removing(options),
         )
     print(scores.summary())
-    return 0
 
 
-def _export(options: argparse.Namespace) -> int:
+def _export(options: argparse.Namespace) -> None:
     from jaxrl.commands.export import export
 
     for file in export(options.source, options.folder, options.dtype, stop=options.signals, merge=options.merge):
         print(file)
-    return 0
 
 
-def _check(options: argparse.Namespace) -> int:
+def _check(options: argparse.Namespace) -> None:
+    from dataclasses import fields
+
     from jaxrl.commands.check_numerics import CheckOptions, check_numerics
 
-    asked = CheckOptions(
-        options.model or "",
-        options.shape or "",
-        options.dtype,
-        options.tp,
-        options.rows,
-        options.tokens,
-        options.seed,
-        tuple(options.overrides),
-    )
-    check_numerics(asked, partial(print, flush=True), partial(print, file=sys.stderr, flush=True), options.json)
-    return 0
+    given = {each.name: value for each in fields(CheckOptions) if (value := getattr(options, each.name)) is not None}
+    progress = partial(print, file=sys.stderr, flush=True)
+    check_numerics(CheckOptions(**given), partial(print, flush=True), progress, options.json)
 
 
-def _explain(options: argparse.Namespace) -> int:
+def _explain(options: argparse.Namespace) -> None:
     from pathlib import Path
 
     from jaxrl.commands.explain import explain_config
@@ -438,15 +429,14 @@ def _explain(options: argparse.Namespace) -> int:
 
     file = Path(options.config or "")
     recorded = recorded_start(file.parent) if file.name == CONFIG_FILE else None
-    command = options.command or (recorded or {}).get("kind", "train")
+    command = options.reader or (recorded or {}).get("kind", "train")
     if options.shape:
         options.overrides = [*options.overrides, f"model.path={options.shape}"]
     config = _config(options, command=command)
     print(explain_config(config, options.devices, int(options.device_gib * 2**30) or None, command))
-    return 0
 
 
-def _explain_layout(options: argparse.Namespace) -> int:
+def _explain_layout(options: argparse.Namespace) -> None:
     from pathlib import Path
 
     import jax
@@ -459,59 +449,49 @@ def _explain_layout(options: argparse.Namespace) -> int:
     name = options.shape or Path(options.model.partition(":")[2] or options.model).name
     devices = options.devices or len(jax.devices())
     print(explain_layout(config, devices, options.tp, options.max_tp, name=name, num_hosts=options.hosts))
-    return 0
 
 
-def _profile(options: argparse.Namespace) -> int:
-    from jaxrl.commands.profile import ProfileOptions, run
+def _profile(options: argparse.Namespace) -> None:
+    from jaxrl.commands.profile import profile_with_progress
 
     config = _config(options)
     out = options.out or config.rollout.layout.profile
     if not out:
         raise ValueError("profile: give the table's file with --out, or as rollout.layout.profile")
-    sizes = ProfileOptions(options.max_batch, options.token_budget, options.max_context, options.repeats)
-    table = run(config, out, sizes, _removing(options))
+    sizes = (options.max_batch, options.token_budget, options.max_context)
+    table = profile_with_progress(config, out, sizes, options.repeats, _removing(options))
     verify = f", {len(table.verify)} that verify" if table.verify else ""
     counts = f"{len(table.prefill)} prefills, {len(table.switches)} switches"
     print(f"{out}: {len(table.decode)} decode points{verify}, {counts}")
-    return 0
 
 
-def _options(options: argparse.Namespace) -> int:
+def _options(options: argparse.Namespace) -> None:
     from jaxrl.commands.options import options_json, options_text
 
     print((options_json if options.json else options_text)(options.section))
-    return 0
 
 
-def _completion(options: argparse.Namespace) -> int:
+def _completion(options: argparse.Namespace) -> None:
     from jaxrl.commands.completion import script
 
     print(script(options.shell))
-    return 0
 
 
-def _report(options: argparse.Namespace) -> int:
+def _report(options: argparse.Namespace) -> None:
     removing = _removing(options)
     if not options.others:
         from jaxrl.mechanisms import page_parts
         from jaxrl.report.page import write_report
 
-        print(
-            write_report(
-                options.run_dir,
-                options.out,
-                removing,
-                lambda text: print(f"jaxrl: {text}", file=sys.stderr),
-                page_parts(),
-            )
-        )
-        return 0
+        def say(text: str) -> None:
+            print(f"jaxrl: {text}", file=sys.stderr)
+
+        print(write_report(options.run_dir, options.out, removing, say, page_parts()))
+        return
     from jaxrl.report.comparison import write_comparison
 
     page, summary = write_comparison([options.run_dir, *options.others], options.out or "comparison.html", removing)
     print(f"{summary}\n\n{page}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ class TextEngine:
           num_slots: rows that decode at once, per dp group.
           num_blocks: KV blocks per dp group; 0: as many as the rows can use.
           truncate: whether requests may use top-k, top-p or min-p.
-          top_logprobs: the most of the likeliest tokens that a request may have told.
+          top_logprobs: the most of the likeliest tokens that a request may ask for.
         """
         path = resolve_path(path, weights=True)
         folder = path.removeprefix(RANDOM)
@@ -139,7 +139,7 @@ class TextEngine:
         return cls(engine, tokenizer, stop_ids(tokenizer, model.eos_token_ids))
 
     def sync_weights(self, params: Any) -> None:
-        """Takes over weights in training form (`Trainer.params`), on the devices, cast and split as the layout says.
+        """Copies weights in training form (`Trainer.params`) into the engine, on the devices, cast and resharded.
 
         Tokens from now on are of the next `policy_version`, and conversations (`Request.session`) begin anew. Raises
         ValueError while requests are unfinished: their KV was computed with the old weights.
@@ -154,7 +154,7 @@ class TextEngine:
         self.engine.batcher.blocks.forget_all()
 
     def switch(self, tp: int, by: Literal["migrate", "recompute"] = "migrate") -> Switched:
-        """Goes on with another tensor-parallel degree, also between two samples of a `stream`: `Engine.switch`."""
+        """Switches to another tensor-parallel degree, also between two samples of a `stream`: `Engine.switch`."""
         return self.engine.switch(tp, by)
 
     def generate(

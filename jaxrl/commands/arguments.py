@@ -1,7 +1,7 @@
-"""What the command line itself refuses: argparse with one sentence for each mistake, and arguments with bounds.
+"""Arguments of the command line: their types with bounds, and one sentence for each mistake.
 
 Every sentence begins with the command and the option: `generate --max-tokens: must be a whole number of at least 1,
-found 0`. Imports only the standard library's argparse, so that help is immediate.
+found 0`. Only the standard library is imported at the top, so that help is immediate.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 MAX_TOKENS = 2**20  # the longest context of any model
-MAX_REPEATS, MAX_SEEDS, MAX_STEPS, MAX_PROCESSES = 1000, 1000, 100_000, 256  # of `profile` and `tune`
+MAX_FACTOR = 100  # a round would launch that many batches at once
+OVERRIDE = "section.option=value"
 _MAX_SHOWN = 60  # characters of a value that a sentence shows
-_COMMAND = "_command"
 _CONFIG_FILES = (".yaml", ".yml", ".gin")
 
 
@@ -58,7 +58,7 @@ def parse(parser: Parser, commands: Mapping[str, Parser], arguments: Sequence[st
         found = f"unknown command {shown(first)}{near}" if first else "no command is given"
         raise ValueError(found if near else f"{found}: give one of {', '.join(commands)}")
     options, extra = parser.parse_known_args(arguments)
-    sub = commands[getattr(options, _COMMAND)]
+    sub = commands[options.command]
     unknown = next((text for text in extra if text.startswith("-") and text != "-"), None)
     if unknown is not None:
         name, _, value = unknown.partition("=")
@@ -87,17 +87,35 @@ def _takes(command: Parser, name: str) -> bool:
     return any(action.dest == name for action in command._actions)
 
 
-class Command(Protocol):
-    """Adds a command; with `config`, one that takes a configuration file and options on top of it."""
+def add(command: Any, name: str, kind: Callable[[str], Any] | None, text: str | None = None, **settings: Any) -> None:
+    """Adds an argument, whose value `kind` reads or refuses, to a parser or to a group of one."""
+    command.add_argument(name, type=kind, help=text, **settings)
 
-    def __call__(self, name: str, run: Callable[..., int], text: str, *, config: bool = False) -> Parser: ...
+
+def add_switch(command: Parser, name: str, text: str) -> None:
+    command.add_argument(name, action="store_true", help=text)
 
 
-def add_command(commands: Any, name: str, run: Callable[..., int], text: str) -> Parser:
-    """A command's own parser; `run` is called with its options."""
-    sub: Parser = commands.add_parser(name, help=text, description=text)
-    sub.set_defaults(run=run, **{_COMMAND: name})
-    return sub
+def add_choice(command: Parser, name: str, *words: str, text: str | None = None, **settings: Any) -> None:
+    """Adds an argument that is one of a few words."""
+    add(command, name, one_of(*words), text, metavar=f"{{{','.join(words)}}}", **settings)
+
+
+def add_dtype(command: Parser, *names: str, default: str) -> None:
+    add_choice(command, "--dtype", *names, text=f"number format of the weights ({default})", default=default)
+
+
+def add_overrides(command: Parser, text: str) -> None:
+    add(command, "overrides", None, text, nargs="*", metavar=OVERRIDE)
+
+
+def add_sampling(command: Any, temperature_text: str, **defaults: float) -> None:
+    """Adds how tokens are drawn, to a parser or to a group of one."""
+    add(command, "--temperature", number(0, 1000), temperature_text, default=defaults.get("temperature"))
+    share, least = "share of the likeliest tokens (1.0)", "least probability, as a share of the likeliest's (0.0)"
+    add(command, "--top-p", number(0, 1, above=True), share, default=defaults.get("top_p"))
+    add(command, "--top-k", whole(-1, MAX_TOKENS), "0 or -1: no limit (0)", default=defaults.get("top_k"))
+    add(command, "--min-p", number(0, 1), least, default=defaults.get("min_p"))
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
@@ -164,14 +182,9 @@ def _bounded(text: str, kind: Callable[[str], float], least: float, most: float,
     return value
 
 
-def numbers(text: str) -> tuple[float, ...]:
-    """An argument's type: numbers with commas between them."""
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"must be numbers with commas between them, as 1.1,1.25, found {shown(text)}"
-        ) from None
+def factors(text: str) -> tuple[float, ...]:
+    """An argument's type: by how many times more is launched; numbers with commas between them."""
+    return tuple(map(number(1, MAX_FACTOR), text.split(",")))
 
 
 def one_of(*choices: str) -> Callable[[str], str]:
@@ -218,12 +231,6 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f"must be a JSON object, found {shown(text)}")
     return found
-
-
-def add_dtype(command: Parser, *dtypes: str, default: str) -> None:
-    """Adds `--dtype` to a command."""
-    text = f"number format of the weights ({default})"
-    command.add_argument("--dtype", default=default, type=one_of(*dtypes), metavar=f"{{{','.join(dtypes)}}}", help=text)
 
 
 def written(text: str) -> str:

@@ -1,12 +1,11 @@
-"""Completion in shells: `jaxrl completion bash|zsh|fish`, and what is completed where a shell asks.
+"""Completion in shells: `jaxrl completion bash|zsh|fish` prints a script, which calls `jaxrl` at each Tab.
 
-Purpose: `script(shell)` is what a shell reads once; from then on it calls `jaxrl` at each Tab, and `answer_shell`
-writes what may follow. Options of the configuration are offered section by section (`rollout.`, then `rollout.layout.`)
-and end in `=`; behind it come the names, the switches' true and false, and files where the option is a path. After
-`--config` come configuration files, also those that come with jaxrl.
+Options of the configuration are offered section by section (`rollout.`, then `rollout.layout.`) and end in `=`. After
+it come the option's names, true and false of a switch, and files where it is a path. After `--config` come
+configuration files, those that are installed with jaxrl among them.
 
-Source: the package argcomplete, which knows the shells and walks our own parser, so that a new command or option is
-completed without a line here. Never imports jax: a Tab takes as long as `jaxrl --help`.
+The package argcomplete knows the shells and walks our own parser, so a new command or option needs no line here. Never
+imports jax: a Tab takes as long as `jaxrl --help`.
 """
 
 from __future__ import annotations
@@ -20,20 +19,21 @@ import argcomplete
 from argcomplete.completers import BaseCompleter, ChoicesCompleter, FilesCompleter, SuppressCompleter
 from argcomplete.shell_integration import shellcode
 
+from jaxrl.commands.arguments import OVERRIDE
 from jaxrl.config.files import OWN
 from jaxrl.config.reference import OptionDoc, options, sections
 
 
 def script(shell: str) -> str:
-    """What bash, zsh or fish is to read: `eval "$(jaxrl completion bash)"`."""
+    """The script for bash, zsh or fish: `eval "$(jaxrl completion bash)"`."""
     return shellcode(["jaxrl"], shell=shell)
 
 
 def answer_shell(parser: argparse.ArgumentParser, commands: Mapping[str, argparse.ArgumentParser]) -> None:
-    """Writes what may follow the words before the cursor, and ends the process. For a call by such a script alone."""
+    """Writes the completions of the words before the cursor, and ends the process. Only such a script calls it."""
     for command in commands.values():
         for action in command._actions:
-            if action.metavar == "section.option=value":
+            if action.metavar == OVERRIDE:
                 action.completer = Overrides()  # pyright: ignore[reportAttributeAccessIssue]
             elif "--config" in action.option_strings:
                 action.completer = ConfigFiles()  # pyright: ignore[reportAttributeAccessIssue]
@@ -49,7 +49,7 @@ NOTHING = SuppressCompleter()
 
 
 def names_of(action: argparse.Action) -> tuple[str, ...]:
-    """The words that an argument shows as `{a,b}` in the help; empty: it is none of a few."""
+    """The words that the help shows as `{a,b}`; empty where any text may be given."""
     shown = action.metavar if isinstance(action.metavar, str) else ""
     return tuple(shown[1:-1].split(",")) if shown.startswith("{") else ()
 
@@ -91,7 +91,7 @@ def _described(names: Iterable[str]) -> dict[str, str]:
 
 
 def next_names(paths: Iterable[str], prefix: str) -> list[str]:
-    """How `prefix` may go on: up to the next dot, unless there is one way only; then further."""
+    """The completions of `prefix`: up to the next dot, or further where there is only one."""
     fits = [path for path in paths if path.startswith(prefix)]
     at = len(prefix)
     while True:
@@ -102,7 +102,7 @@ def next_names(paths: Iterable[str], prefix: str) -> list[str]:
 
 
 def values_of(option: OptionDoc, begun: str) -> Iterable[str]:
-    """What may stand behind an option's equals sign, of which `begun` is there."""
+    """The values of an option; `begun` is what the user has typed of one."""
     if option.names:
         return FilesCompleter()(begun)
     return option.choices

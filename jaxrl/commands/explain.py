@@ -1,17 +1,13 @@
-"""What follows from a configuration before anything is allocated: counts, steps, and the memory of both phases; of
-`jaxrl sft` and `jaxrl dpo`, which have no rollout, of the update.
+"""`jaxrl explain-config`: what follows from a configuration before anything is allocated.
 
-Purpose: `jaxrl explain-config`.
-
-Source: docs/architecture.md (The mesh, Memory phases); the bytes are `jaxrl.runtime.memory`'s.
+One page for each command that trains: counts, steps, and the memory of each phase. `jaxrl sft` and `jaxrl dpo` have no
+rollout, so their page has the update alone. The bytes are those of `jaxrl.runtime.memory`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-
-from annotated_types import Interval
 
 from jaxrl.commands.supervised import method_of
 from jaxrl.config import Config
@@ -28,8 +24,6 @@ from jaxrl.runtime.degree import planned_degree
 from jaxrl.runtime.devices import prepare_jax, with_types
 from jaxrl.runtime.memory import MemoryPlan, memory_plan, memory_problem, update_problem
 from jaxrl.runtime.weights import adapted
-from jaxrl.schema.declared import Declared, number_problem
-from jaxrl.schema.devices import MAX_DEVICES
 from jaxrl.schema.limits import BYTES
 from jaxrl.sharding.memory import (
     DEFAULT_SHARE,
@@ -45,129 +39,68 @@ from jaxrl.sharding.rules import padded_config
 from jaxrl.sharding.traffic import step_traffic
 from jaxrl.train.update_memory import full_microbatch, resident_parts, trained_numbers, update_parts
 
-MAX_MEMORY_BYTES = 1 << 50  # a million GiB
-_UNKNOWN_STEPS = "number of steps not known before the files are read"
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Sizes of a step. A name ends with its unit; `max_` stands where the size depends on the lengths drawn."""
-
-    step_prompts: int
-    step_samples: int
-    launched_prompts: int  # under way at once in a round, as far as rows allow; some rules launch more than a step
-    launched_samples: int
-    step_max_response_tokens: int
-    step_max_tokens: int
-    update_prompts: int  # one optimizer update, that is, one minibatch
-    update_samples: int
-    update_max_tokens: int
-    updates_per_step: int
-    critic_updates_per_step: int  # 0: there is no critic
-    critic_update_prompts: int
-    sharing_devices: int  # have a part of each row: the sizes of a microbatch are of so many devices together
-    microbatch_device_tokens: int
-    microbatch_device_samples: int  # of the longest length, each with a prompt of its own
-    microbatch_samples: int  # over all devices
-    update_max_microbatches: int
-    rollout_rows: int  # samples that decode at once, over all dp groups
-    evaluation_samples: int
-    epoch_prompts: int | None  # None: not known before the files are read
-    epoch_steps: float | None
-    total_steps: int | None
+_UPDATE_OPTIONS = "actor.ppo_max_token_len_per_gpu, actor.logprob_chunk_tokens or actor.remat"
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """A configuration, worked out. `str()` of it is what `jaxrl explain-config` prints."""
-
-    num_params: int
-    num_active: int  # that a token is multiplied with: with experts, fewer
-    num_devices: int
-    dp: int
-    tp: int
-    counts: Counts
-    memory: MemoryPlan
-    warnings: tuple[str, ...]
-    rewards: tuple[str, ...] = ()  # lines of text: how each domain is scored
-    spanning: str = ""  # what a worker's hosts send each other; empty: it is inside one
-    share: float | None = None  # of a GPU's memory, that JAX is given; None: all, or of devices that are not here
-
-    def __str__(self) -> str:
-        return render(self)
-
-
-@dataclass(frozen=True, slots=True)
-class LearningExplanation:
-    """A configuration of `jaxrl sft` or `jaxrl dpo`, worked out. `str()` of it is what `jaxrl explain-config` prints.
+    """A configuration, worked out; `str()` of it is the page.
 
     Attributes:
-      learnt: what, and compared with what.
-      step_rows, step_sequences, max_length: rows of an update, their conversations, and tokens of the longest one.
-      sharing_devices, microbatch_sequences, microbatch_tokens: of the largest, per so many devices; conversations of
-        the longest length.
-      total_steps: 0: not known before the files are read.
-      resident, update: bytes per device that are always there, and that an update adds.
-      remat, chunk_tokens: `actor.remat` and `actor.logprob_chunk_tokens`, resolved.
+      columns: what `sizes` counts. sizes: by what has them: prompts, samples and tokens (rows, conversations and tokens
+        where files are learnt from), each `""` where it says nothing.
+      resident, phases: bytes of each part per device: those that are always there, and all of each phase.
+      share: of a GPU's memory, that JAX is given; None: all of it, or devices that are not here.
+      memory: of a command with a rollout, the plan that `resident` and `phases` show.
     """
 
     num_params: int
-    num_trained: int
-    num_devices: int
-    learnt: str
-    step_rows: int
-    step_sequences: int
-    max_length: int
-    sharing_devices: int
-    microbatch_sequences: int
-    microbatch_tokens: int
-    total_steps: int
-    resident: dict[str, int]
-    update: dict[str, int]
+    summary: tuple[str, ...]
+    columns: tuple[str, str, str]
+    sizes: Mapping[str, tuple[int | str, int | str, int | str]]
+    steps: tuple[str, ...]
+    resident: Mapping[str, int]
+    phases: Mapping[str, Mapping[str, int]]
     device_bytes: int | None
-    remat: str
-    chunk_tokens: int
-    warnings: tuple[str, ...]
+    details: tuple[str, ...]
+    rewards: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    share: float | None = None
+    memory: MemoryPlan | None = None
 
     def __str__(self) -> str:
-        trained = "" if self.num_trained == self.num_params else f", {_count(self.num_trained)} of them trained"
-        step = f"{self.step_rows:,}", f"{self.step_sequences:,}", f"{self.step_sequences * self.max_length:,}"
-        part = f"{self.microbatch_sequences:,} or more", f"{self.microbatch_tokens:,}"
-        lines = [
-            f"{_count(self.num_params)} parameters{trained}; {self.num_devices} {_plural(self.num_devices, 'device')}",
-            self.learnt,
-            "",
-            *_table(
-                ("", "rows", "conversations", "tokens, at most"),
-                ("a step, which is an optimizer update", *step),
-                (_microbatch(self.sharing_devices), "", *part),
-            ),
-            "",
-            f"{self.total_steps:,} steps" if self.total_steps else _UNKNOWN_STEPS,
-            "",
-            "memory per device",
-            *_phase_table(self.resident, {"update": self.resident | self.update}, self.device_bytes),
-            "",
-            f"update: logits of {self.chunk_tokens} tokens at a time, remat {self.remat}",
-            *([""] if self.warnings else []),
-            *(f"note: {text}" for text in self.warnings),
-        ]
-        return "\n".join(line.rstrip() for line in lines)
+        sizes = [(name, *(f"{n:,}" if isinstance(n, int) else n for n in row)) for name, row in self.sizes.items()]
+        notes = [f"note: {text}" for text in self.warnings]
+        parts = (
+            self.summary,
+            _table(("", *self.columns), *sizes),
+            self.steps,
+            ("memory per device", *self._memory_lines()),
+            self.details,
+            self.rewards,
+            notes,
+        )
+        return "\n\n".join("\n".join(line.rstrip() for line in part) for part in parts if part)
+
+    def _memory_lines(self) -> Iterator[str]:
+        phases, size = self.phases.values(), self.device_bytes
+        names = dict.fromkeys(name for parts in (self.resident, *phases) for name in parts)
+        rows = [(name, *(in_bytes(phase[name]) if name in phase else "" for phase in phases)) for name in names]
+        rows.append(("total", *(in_bytes(sum(phase.values())) for phase in phases)))
+        if size is not None:
+            rows.append(("of", *[in_bytes(size)] * len(phases)))
+        yield from _table(("", *self.phases), *rows)
+        if self.share is not None:
+            of = "" if size is None else f": {in_bytes(size)} of about {in_bytes(size / self.share)}"
+            yield f"JAX is given {self.share:g} of a GPU's memory ({share_variable()}){of}"
 
 
-def explain_config(
-    config: Config, num_devices: int, memory_bytes: int | None, command: str = "train"
-) -> Explanation | LearningExplanation:
-    """Derived sizes and the memory of both phases, without loading weights or data.
+def explain_config(config: Config, num_devices: int, memory_bytes: int | None, command: str = "train") -> Explanation:
+    """Works a configuration out for devices that are here (0) or that many others, without loading weights or data.
 
     Args:
       command: that reads the configuration, as in `jaxrl.config.commands.as_read`.
     """
-    problem = number_problem("--devices", num_devices, Declared(int, Interval(ge=0), cap=MAX_DEVICES))
-    if problem is not None:
-        raise ValueError(problem)
-    if memory_bytes is not None and not 1 <= memory_bytes <= MAX_MEMORY_BYTES:
-        raise ValueError(f"--device-gib must be from 1 to {MAX_MEMORY_BYTES} bytes, found {memory_bytes}")
     learns_alone = command in ("sft", "dpo")
     if not learns_alone:
         batch_rule(config)  # its settings may be refused
@@ -175,22 +108,23 @@ def explain_config(
     model = adapted(config, SHAPES.get(config.model.path) or config_of(resolve_path(config.model.path)))
     memory = memory_bytes or (device_bytes(devices) if devices else None)
     platform = platform_of(devices[0]) if devices else "gpu"
-    types: list[str] = []
-    config = with_types(config, platform, types.append, command=command)
+    notes: list[str] = []
+    config = with_types(config, platform, notes.append, command=command)
     num_devices = num_devices or len(devices) * config.hosts.num
     # of devices that are not here, what a CPU's share of a host would be is not known
     each = memory or (memory_of(devices).share if devices else None)
     if learns_alone:
         explained = _explain_learning(config, model, num_devices, DeviceMemory(platform, memory, each or 0), command)
-        return replace(explained, warnings=(*types, *explained.warnings))
+        return replace(explained, warnings=(*notes, *explained.warnings))
     refuse_devices(config, num_devices)
     refuse_sharing(config, num_devices - config.num_own_devices)
     rolling = config.rollout.num_devices or num_devices // config.num_host_groups
-    config, said = planned_degree(config, model, rolling, memory)
-    explained = explain(config, model, num_devices, memory, platform=platform)
+    config, chosen = planned_degree(config, model, rolling, memory)
+    explained = explain(config, model, num_devices, memory, platform)
+    assert explained.memory is not None
     too_large = memory_problem(config, model, explained.memory, num_devices, each) if each else None
-    refused = f"a run is refused: {too_large}" if too_large else ""
-    notes = [*types, said, uncorrected(config), refused, *explained.warnings]
+    notes += filter(None, (chosen, uncorrected(config), too_large and f"a run is refused: {too_large}"))
+    notes += explained.warnings
     if devices:
         notes += share_notes(config, devices)
     elif memory_bytes is not None:
@@ -198,85 +132,101 @@ def explain_config(
             f"--device-gib is what JAX is given of a device: {DEFAULT_SHARE:g} of a GPU, unless {share_variable()} in "
             "the run's environment says otherwise"
         )
-    return replace(explained, share=memory_share(platform) if devices else None, warnings=tuple(filter(None, notes)))
+    return replace(explained, share=memory_share(platform) if devices else None, warnings=tuple(notes))
 
 
 def _explain_learning(
     config: Config, model: ModelConfig, num_devices: int, memory: DeviceMemory, command: str
-) -> LearningExplanation:
-    method = method_of(command, config)
+) -> Explanation:
+    """Of `jaxrl sft` and `jaxrl dpo`."""
+    method, platform = method_of(command, config), memory.platform
     trained = with_planned_update(method.trained(config), model, num_devices, memory)
-    actor, rows = trained.actor, config.data.train_batch_size
-    chunk = actor.logprob_chunk_tokens
+    actor, rows, length = trained.actor, config.data.train_batch_size, config.max_model_length
+    chunk, steps = actor.logprob_chunk_tokens, config.trainer.total_training_steps
     assert chunk != "auto", "it is planned"
-    full = full_microbatch(trained, model, num_devices, memory.platform)
-    too_large = memory.share and update_problem(trained, model, num_devices, memory.platform, memory.share)
-    return LearningExplanation(
+    full = full_microbatch(trained, model, num_devices, platform)
+    resident = resident_parts(trained, model, num_devices)
+    update = update_parts(trained, model, num_devices, platform, actor.remat, chunk)
+    own = trained_numbers(model, 1)
+    part = "" if own == model.num_params() else f", {_short(own)} of them trained"
+    too_large = memory.share and update_problem(trained, model, num_devices, platform, memory.share)
+    sequences = rows * method.examples
+    return Explanation(
         num_params=model.num_params(),
-        num_trained=trained_numbers(model, 1),
-        num_devices=num_devices,
-        learnt=method.explained,
-        step_rows=rows,
-        step_sequences=rows * method.examples,
-        max_length=config.max_model_length,
-        sharing_devices=actor.context_parallel_size,
-        microbatch_sequences=full.rows * (full.length // config.max_model_length),
-        microbatch_tokens=full.tokens,
-        total_steps=config.trainer.total_training_steps,
-        resident=resident_parts(trained, model, num_devices),
-        update=update_parts(trained, model, num_devices, memory.platform, actor.remat, chunk),
+        summary=(f"{_short(model.num_params())} parameters{part}; {_count(num_devices, 'device')}", method.explained),
+        columns=("rows", "conversations", "tokens, at most"),
+        sizes={
+            "a step, which is an optimizer update": (rows, sequences, sequences * length),
+            _microbatch(actor.context_parallel_size): ("", _or_more(full.rows * (full.length // length)), full.tokens),
+        },
+        steps=(_steps(steps or None),),
+        resident=resident,
+        phases={"update": resident | update},
         device_bytes=memory.reported,
-        remat=actor.remat,
-        chunk_tokens=chunk,
+        details=(f"update: logits of {chunk} tokens at a time, remat {actor.remat}",),
         warnings=(f"a run is refused: {too_large}",) if too_large else (),
     )
 
 
 def explain(
     config: Config,
-    model_config: ModelConfig,
+    model: ModelConfig,
     num_devices: int,
     device_bytes: int | None = None,
-    num_prompts: int | None = None,
     platform: str = "gpu",
 ) -> Explanation:
-    """Works a configuration out.
+    """Works out a configuration with a rollout.
 
     Args:
       device_bytes: memory of one device; None where it is not known (then no warning compares with it).
-      num_prompts: prompts of the training set; default: `data.task_size` where the problems come from a task.
       platform: of the devices; it decides from which row length on attention runs in tiles.
     """
     config = config.with_types(platform)
-    dp, tp = _layout(config, num_devices)
-    memory = memory_plan(config, model_config, num_devices, device_bytes, platform)
-    counts = _counts(config, model_config, num_devices, num_prompts, platform)
+    _refuse_number(config, num_devices)
+    data, actor, n, length = config.data, config.actor, config.rollout.n, config.max_model_length
+    tp = config.rollout.tp
+    rolling = config.num_own_devices or num_devices
+    dp, training = rolling // tp, num_devices - config.num_own_devices
+    memory = memory_plan(config, model, num_devices, device_bytes, platform)
+
+    full, sharing = full_microbatch(config, model, training, platform), actor.context_parallel_size
+    device_samples = full.rows * (full.length // length)
+    prompts, mini = data.train_batch_size, config.mini_batch_prompts
+    under_way_prompts, under_way = batch_rule(config).max_under_way
+    rows = config.rollout.max_num_seqs * dp
+    sizes: dict[str, tuple[int | str, int | str, int | str]] = {"a step": (prompts, prompts * n, prompts * n * length)}
+    if under_way != prompts * n:
+        sizes["a round has under way, at most"] = (under_way_prompts, under_way, "")
+    sizes["an optimizer update"] = (mini, mini * n, mini * n * length)
+    sizes[_microbatch(sharing)] = ("", _or_more(device_samples), full.tokens)
+    sizes["rows that decode at once"] = ("", rows, "")
+
+    active, workers = model.num_active_params(), memory.workers
+    of_a_token = "" if active == model.num_params() else f", {_short(active)} of them a token"
+    place = "rollout" if memory.shared else f"rollout alone on {dp * tp}:"
+    cut = "" if workers.count == 1 else f", as {workers.count} workers of dp {workers.dp} × tp {tp}"
+    used = memory.resident | memory.rollout if memory.shared else memory.rollout
+    phases = {"rollout": used, "update": memory.resident | memory.update}
     return Explanation(
-        num_params=model_config.num_params(),
-        num_active=model_config.num_active_params(),
-        num_devices=num_devices,
-        dp=dp,
-        tp=tp,
-        counts=counts,
-        memory=memory,
-        warnings=tuple(_warnings(config, counts, memory)),
+        num_params=model.num_params(),
+        summary=(
+            f"{_short(model.num_params())} parameters{of_a_token}; {_count(num_devices, 'device')}, {place} dp {dp} × "
+            f"tp {tp}{cut}",
+        ),
+        columns=("prompts", "samples", "tokens, at most"),
+        sizes=sizes,
+        steps=tuple(_step_lines(config, -(-mini * n // (device_samples * (training // sharing))))),
+        resident=memory.resident,
+        phases=phases | {each.column: {**memory.resident, **each.parts} for each in memory.freed},
+        device_bytes=memory.device_bytes,
+        details=tuple(_rollout_lines(config, model, memory, under_way)),
         rewards=(*_table(*reward_rows(config)), *part_lines(config)),
-        spanning=_spanning(config, model_config),
+        warnings=tuple(_warnings(config, memory, rows, under_way)),
+        memory=memory,
     )
 
 
-def _spanning(config: Config, model_config: ModelConfig) -> str:
-    if (num_hosts := config.rollout.hosts_per_worker) == 1:
-        return ""
-    tp, num_bytes = config.rollout.tp, BYTES[config.rollout.dtype]
-    traffic = step_traffic(padded_config(model_config, tp), tp, num_hosts, num_bytes)
-    return f"a worker spans {num_hosts} hosts; into each come {traffic}"
-
-
-def _layout(config: Config, num_devices: int) -> tuple[int, int]:
-    """(dp, tp) of the rollout on all of `num_devices` or on its own."""
-    rollout = config.rollout
-    tp, own = rollout.tp, config.num_own_devices
+def _refuse_number(config: Config, num_devices: int) -> None:
     if num_devices < 1:
         raise ValueError(f"the number of devices ({num_devices}) must be >= 1")
     if num_devices % config.hosts.num:
@@ -284,208 +234,106 @@ def _layout(config: Config, num_devices: int) -> tuple[int, int]:
             f"the number of devices ({num_devices}) must be a multiple of hosts.num ({config.hosts.num}): all hosts "
             "have as many"
         )
-    problem = host_problem(config, num_devices // config.hosts.num)
-    if problem is not None:
+    if (problem := host_problem(config, num_devices // config.hosts.num)) is not None:
         raise ValueError(problem)
-    return (own or num_devices) // tp, tp
 
 
-def _counts(
-    config: Config, model_config: ModelConfig, num_devices: int, num_prompts: int | None, platform: str
-) -> Counts:
-    data, n = config.data, config.rollout.n
-    prompts, mini = data.train_batch_size, config.mini_batch_prompts
-    if num_prompts is None and data.task:
-        num_prompts = data.task_size
-    training = num_devices - config.num_own_devices
-    full = full_microbatch(config, model_config, training, platform)
-    device_samples, sharing = full.rows * (full.length // config.max_model_length), config.actor.context_parallel_size
-    evaluated = (data.val_size or 0) if (data.task or data.val_files) else 0
-    dp, _ = _layout(config, num_devices)
-    launched_prompts, launched_samples = batch_rule(config).max_under_way
-    return Counts(
-        step_prompts=prompts,
-        step_samples=prompts * n,
-        launched_prompts=launched_prompts,
-        launched_samples=launched_samples,
-        step_max_response_tokens=prompts * n * data.max_response_length,
-        step_max_tokens=prompts * n * config.max_model_length,
-        update_prompts=mini,
-        update_samples=mini * n,
-        update_max_tokens=mini * n * config.max_model_length,
-        updates_per_step=config.updates_per_step,
-        critic_updates_per_step=config.critic_updates_per_step,
-        critic_update_prompts=config.critic_mini_batch_prompts if config.has_critic else 0,
-        sharing_devices=sharing,
-        microbatch_device_tokens=full.tokens,
-        microbatch_device_samples=device_samples,
-        microbatch_samples=device_samples * (training // sharing),
-        update_max_microbatches=-(-mini * n // (device_samples * (training // sharing))),
-        rollout_rows=config.rollout.max_num_seqs * dp,
-        evaluation_samples=evaluated * config.rollout.val_kwargs.n,
-        epoch_prompts=num_prompts,
-        epoch_steps=None if num_prompts is None else num_prompts / prompts,
-        total_steps=total_steps(config, num_prompts),
+def _step_lines(config: Config, microbatches: int) -> Iterator[str]:
+    data, updates = config.data, config.updates_per_step
+    evaluated = (data.val_size or 0) * config.rollout.val_kwargs.n if data.task or data.val_files else 0
+    yield (
+        f"{_count(updates, 'update')} per step, at most {_count(microbatches, 'microbatch')} per update"
+        + (f"; {evaluated:,} samples per evaluation" if evaluated else "")
     )
+    if config.has_critic:
+        updates, prompts = config.critic_updates_per_step, config.critic_mini_batch_prompts
+        yield f"critic: {_count(updates, 'update')} per step, of {_count(prompts, 'prompt')} each"
+    of_epoch = data.task_size if data.task else None
+    steps = _steps(total_steps(config, of_epoch))
+    if of_epoch is not None:
+        steps += f"; an epoch of {of_epoch:,} prompts takes {of_epoch / data.train_batch_size:,.1f}"
+    yield steps
 
 
-def _warnings(config: Config, counts: Counts, memory: MemoryPlan) -> Iterator[str]:
+def _rollout_lines(config: Config, model: ModelConfig, memory: MemoryPlan, under_way: int) -> Iterator[str]:
+    """Of the KV pools, of workers where there are several, and of what an update computes at a time."""
+    workers, num_hosts, tp = memory.workers, config.rollout.hosts_per_worker, config.rollout.tp
+    yield (
+        f"KV pool per dp group: {memory.num_blocks:,} blocks (one reserved), {memory.pool_tokens:,} tokens, "
+        f"{_count(memory.pool_requests, 'request')} of the longest length"
+    )
+    if workers.count > 1:
+        weights = in_bytes(memory.rollout["rollout weights"] * workers.num_devices)
+        pools = in_bytes(memory.rollout["KV pool"] * workers.num_devices)
+        yield (
+            f"each of {workers.count} workers: {_count(workers.num_devices, 'device')}, rollout weights of {weights} "
+            f"and KV pools of {pools} together,"
+        )
+        yield (
+            f"  rows for {workers.num_rows * workers.dp:,} samples and KV for {memory.pool_requests * workers.dp:,} of "
+            f"the longest length; about {-(-under_way // workers.count):,} of the {under_way:,} samples under way are "
+            "its own"
+        )
+    if num_hosts > 1:
+        traffic = step_traffic(padded_config(model, tp), tp, num_hosts, BYTES[config.rollout.dtype])
+        yield f"a worker spans {num_hosts} hosts; into each come {traffic}"
+    yield from (each.line for each in memory.beside if each.line)
+    yield f"update: logits of {memory.chunk_tokens} tokens at a time, remat {memory.remat}"
+
+
+def _warnings(config: Config, memory: MemoryPlan, all_rows: int, under_way: int) -> Iterator[str]:
     rows = config.rollout.max_num_seqs
     if memory.pool_requests < rows:
         yield (
             f"the KV pool holds {memory.pool_requests} requests of the longest length, rollout.max_num_seqs is {rows}: "
             "requests will be preempted if many grow long"
         )
-    if counts.rollout_rows > counts.launched_samples:
+    if all_rows > under_way:
         yield (
-            f"rollout.max_num_seqs ({rows} per dp group, {counts.rollout_rows} in all) exceeds the samples of a round "
-            f"({counts.launched_samples}): rows stay empty"
+            f"rollout.max_num_seqs ({rows} per dp group, {all_rows} in all) exceeds the samples of a round "
+            f"({under_way}): rows stay empty"
         )
     if memory.device_bytes is None:
         return
-    for phase, needed in (("rollout", memory.rollout_bytes), ("update", memory.update_bytes)):
+    for phase, needed, options in (
+        ("rollout", memory.rollout_bytes, "rollout.num_blocks"),
+        ("update", memory.update_bytes, _UPDATE_OPTIONS),
+    ):
         if needed > memory.device_bytes:
-            option = {
-                "rollout": "rollout.num_blocks",
-                "update": "actor.ppo_max_token_len_per_gpu, actor.logprob_chunk_tokens or actor.remat",
-            }[phase]
             yield (
                 f"the {phase} phase needs about {in_bytes(needed)} of the device's {in_bytes(memory.device_bytes)}: "
-                f"lower {option}"
+                f"lower {options}"
             )
 
 
 # ---------------------------------------------------------------- text
 
 
+def _table(*rows: Iterable[str]) -> list[str]:
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    first = [f"  {cell.ljust(widths[0])}" for cell in columns[0]]
+    others = [[cell.rjust(width) for cell in column] for column, width in zip(columns[1:], widths[1:], strict=True)]
+    return ["  ".join(row) for row in zip(first, *others, strict=True)]
+
+
+def _steps(total: int | None) -> str:
+    return "number of steps not known before the files are read" if total is None else f"{total:,} steps"
+
+
 def _microbatch(sharing: int) -> str:
     return "a microbatch, per device" if sharing == 1 else f"a microbatch, per {sharing} devices that share its rows"
 
 
-def render(e: Explanation) -> str:
-    """The explanation as text of at most 100 columns or so."""
-    c, m = e.counts, e.memory
-    devices = f"{e.num_devices} {_plural(e.num_devices, 'device')}"
-    rolling = "rollout" if m.shared else f"rollout alone on {e.dp * e.tp}:"
-    workers = "" if m.workers.count == 1 else f", as {m.workers.count} workers of dp {m.workers.dp} × tp {e.tp}"
-    active = "" if e.num_active == e.num_params else f", {_count(e.num_active)} of them a token"
-    lines = [
-        f"{_count(e.num_params)} parameters{active}; {devices}, {rolling} dp {e.dp} × tp {e.tp}{workers}",
-        "",
-        *_table(
-            ("", "prompts", "samples", "tokens, at most"),
-            ("a step", f"{c.step_prompts:,}", f"{c.step_samples:,}", f"{c.step_max_tokens:,}"),
-            *(
-                [("a round has under way, at most", f"{c.launched_prompts:,}", f"{c.launched_samples:,}", "")]
-                if c.launched_samples != c.step_samples
-                else []
-            ),
-            ("an optimizer update", f"{c.update_prompts:,}", f"{c.update_samples:,}", f"{c.update_max_tokens:,}"),
-            (
-                _microbatch(c.sharing_devices),
-                "",
-                f"{c.microbatch_device_samples:,} or more",
-                f"{c.microbatch_device_tokens:,}",
-            ),
-            ("rows that decode at once", "", f"{c.rollout_rows:,}", ""),
-        ),
-        "",
-        f"{c.updates_per_step} {_plural(c.updates_per_step, 'update')} per step, at most "
-        f"{c.update_max_microbatches} {_plural(c.update_max_microbatches, 'microbatch')} per update"
-        + (f"; {c.evaluation_samples:,} samples per evaluation" if c.evaluation_samples else ""),
-        *_critic_line(c),
-        _steps_line(c),
-        "",
-        "memory per device",
-        *_memory_table(m),
-        *_share_line(e),
-        "",
-        f"KV pool per dp group: {m.num_blocks:,} blocks (one reserved), {m.pool_tokens:,} tokens, "
-        f"{m.pool_requests:,} {_plural(m.pool_requests, 'request')} of the longest length",
-        *_worker_lines(e),
-        *([e.spanning] if e.spanning else []),
-        *(each.line for each in m.beside if each.line),
-        f"update: logits of {m.chunk_tokens} tokens at a time, remat {m.remat}",
-        "",
-        *e.rewards,
-        *([""] if e.warnings else []),
-        *(f"note: {text}" for text in e.warnings),
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+def _or_more(count: int) -> str:
+    return f"{count:,} or more"
 
 
-def _critic_line(c: Counts) -> list[str]:
-    updates, prompts = c.critic_updates_per_step, c.critic_update_prompts
-    if not updates:
-        return []
-    return [
-        f"critic: {updates} {_plural(updates, 'update')} per step, of {prompts:,} {_plural(prompts, 'prompt')} each"
-    ]
+def _count(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
-def _steps_line(c: Counts) -> str:
-    total = _UNKNOWN_STEPS if c.total_steps is None else f"{c.total_steps:,} steps"
-    if c.epoch_steps is None:
-        return total
-    return f"{total}; an epoch of {c.epoch_prompts:,} prompts takes {c.epoch_steps:,.1f}"
-
-
-def _memory_table(m: MemoryPlan) -> list[str]:
-    phases = {"rollout": m.resident | m.rollout if m.shared else m.rollout, "update": m.resident | m.update}
-    phases |= {each.column: {**m.resident, **each.parts} for each in m.freed}
-    return _phase_table(m.resident, phases, m.device_bytes)
-
-
-def _phase_table(
-    resident: Mapping[str, int], phases: Mapping[str, Mapping[str, int]], device_bytes: int | None
-) -> list[str]:
-    rows = [("", *phases)]
-    for name in dict.fromkeys(name for parts in (resident, *phases.values()) for name in parts):
-        rows.append((name, *(in_bytes(phase[name]) if name in phase else "" for phase in phases.values())))
-    rows.append(("total", *(in_bytes(sum(phase.values())) for phase in phases.values())))
-    if device_bytes is not None:
-        rows.append(("of", *[in_bytes(device_bytes)] * len(phases)))
-    return _table(*rows)
-
-
-def _worker_lines(e: Explanation) -> list[str]:
-    """Each worker's share of rollout, where there are several."""
-    workers, m = e.memory.workers, e.memory
-    if workers.count == 1:
-        return []
-    weights = in_bytes(m.rollout["rollout weights"] * workers.num_devices)
-    pools = in_bytes(m.rollout["KV pool"] * workers.num_devices)
-    per_worker = -(-e.counts.launched_samples // workers.count)
-    return [
-        f"each of {workers.count} workers: {workers.num_devices} {_plural(workers.num_devices, 'device')}, rollout "
-        f"weights of {weights} and KV pools of {pools} together,",
-        f"  rows for {workers.num_rows * workers.dp:,} samples and KV for {m.pool_requests * workers.dp:,} of the "
-        f"longest length; about {per_worker:,} of the {e.counts.launched_samples:,} samples under way are its own",
-    ]
-
-
-def _share_line(e: Explanation) -> list[str]:
-    if e.share is None:
-        return []
-    size = e.memory.device_bytes
-    of = "" if size is None else f": {in_bytes(size)} of about {in_bytes(size / e.share)}"
-    return [f"JAX is given {e.share:g} of a GPU's memory ({share_variable()}){of}"]
-
-
-def _table(*rows: tuple[str, ...]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  "
-        + "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
-    ]
-
-
-def _plural(count: int, noun: str) -> str:
-    return noun if count == 1 else noun + ("es" if noun.endswith("ch") else "s")
-
-
-def _count(value: int) -> str:
+def _short(value: int) -> str:
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if value >= size:
             return f"{value / size:.1f}{unit}"

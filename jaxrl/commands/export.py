@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxrl.config import Config
 from jaxrl.data.tokenizer import Tokenizer
+from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import RANDOM, config_of, load_model, resolve_path
 from jaxrl.models.peft import export_adapter, merged_params
 from jaxrl.models.safetensors import export_hf
@@ -33,8 +34,8 @@ def export(
     *,
     merge: bool = False,
 ) -> list[Path]:
-    """Writes a run's last checkpoint, or any model that loads, as a Hugging Face folder; returns the files. Of a run
-    that trains adapters it is a folder of peft's, with the adapters alone.
+    """Writes a run's last checkpoint, or any model that loads, as a Hugging Face folder; returns the files. A run that
+    trains adapters gives a folder of peft's, with the adapters alone.
 
     A temporary folder is written and renamed at the end: a failed export leaves no partial folder, and of two into one
     folder the second is refused.
@@ -42,9 +43,7 @@ def export(
     Args:
       source: a run's directory, or what `model.path` takes.
       folder: to write; empty or absent.
-      dtype: of the weights.
-      say: gets which checkpoint is used, which newer one is damaged, and that a model has no tokenizer.
-      stop: the program's signals, if it has any.
+      say: shows which checkpoint is used, which newer one is damaged, and that a model has no tokenizer.
       merge: of a run that trains adapters, write the whole model with them in its weights.
 
     Raises:
@@ -58,37 +57,12 @@ def export(
             f"the folder to write: {target} is a mount point, which an export cannot replace: name a folder inside it"
         )
     refuse_folder(target.parent, "the folder to write")  # the temporary folder goes there
-    config = _config_of_run(source)
-    said: list[str] = []  # shown once nothing is refused any more
-    place = None if config is None else whole_step(source, say=said.append)
-    mesh = make_mesh()
-    if merge and (config is None or not config.model.has_adapters):
-        raise ValueError(
-            f"export --merge: {source} has no adapters to merge: it is no run with model.lora_rank or "
-            "model.lora_adapter_path"
-        )
-    if config is not None and place is not None:
-        path = resolve_path(config.model.path)
-        model = adapted(config, config_of(path))
-        if merge:
-            params: Any = merged_params(model, load_weights(config, model, mesh, place))
-            model = model.base
-        else:
-            params = trained_weights(place, config, model, mesh)
-            if model.lora is not None and path.endswith(".gguf"):
-                said.append(
-                    f"peft cannot load the adapters' base, the GGUF file {path}, by itself: load it with transformers "
-                    "(gguf_file=) and give it to PeftModel.from_pretrained, or export the merged model (--merge)"
-                )
-    else:
-        path = resolve_path(source, weights=True)
-        if not os.path.lexists(path.removeprefix(RANDOM)):
-            raise ValueError(f"{source}: neither a run nor a model: there is no such file or folder")
-        model, params = load_model(path, mesh)
-    tokenizer = _tokenizer(path, said.append)
-    for line in said:
-        say(line)
-    partial = temporary_path(target, "partial")  # not as files end: a run may be going on in the folder above
+    notes: list[str] = []  # shown after all checks
+    path, model, params = _read(source, notes.append, merge=merge)
+    tokenizer = _tokenizer(path, notes.append)
+    for note in notes:
+        say(note)
+    partial = temporary_path(target, "partial")  # not a name that a running run's folder above may hold
     partial.mkdir(parents=True)
     try:
         with (stop or Stop()).removing(partial):
@@ -110,8 +84,35 @@ def export(
     return sorted(target.iterdir())
 
 
+def _read(source: str, say: Callable[[str], None], *, merge: bool) -> tuple[str, ModelConfig, Any]:
+    """The path of a model, its config, and its weights, or a run's adapters."""
+    config = _config_of_run(source)
+    place = None if config is None else whole_step(source, say=say)
+    mesh = make_mesh()
+    if merge and (config is None or not config.model.has_adapters):
+        raise ValueError(
+            f"export --merge: {source} has no adapters to merge: it is no run with model.lora_rank or "
+            "model.lora_adapter_path"
+        )
+    if config is None or place is None:
+        path = resolve_path(source, weights=True)
+        if not os.path.lexists(path.removeprefix(RANDOM)):
+            raise ValueError(f"{source}: neither a run nor a model: there is no such file or folder")
+        return path, *load_model(path, mesh)
+    path = resolve_path(config.model.path)
+    model = adapted(config, config_of(path))
+    if merge:
+        return path, model.base, merged_params(model, load_weights(config, model, mesh, place))
+    if model.lora is not None and path.endswith(".gguf"):
+        say(
+            f"peft cannot load the adapters' base, the GGUF file {path}, by itself: load it with transformers "
+            "(gguf_file=) and give it to PeftModel.from_pretrained, or export the merged model (--merge)"
+        )
+    return path, model, trained_weights(place, config, model, mesh)
+
+
 def _tokenizer(path: str, say: Callable[[str], None]) -> Tokenizer | None:
-    """The tokenizer of a model; None, and said, where its folder has none."""
+    """The tokenizer of a model; None, with a note, if its folder has none."""
     source = Path(path.removeprefix(RANDOM))
     if source.is_dir() and not (source / "tokenizer.json").exists():
         say(f"{source} holds no tokenizer.json: the model is exported without a tokenizer")
@@ -124,7 +125,7 @@ def _taken(target: Path) -> str:
 
 
 def _config_of_run(source: str) -> Config | None:
-    """The configuration of the run in a folder; None: it is no run's. Raises ValueError for a run without weights."""
+    """The configuration of a run's folder; None if it is no run's. Raises ValueError for a run without weights."""
     last = recorded_start(source)
     if last is not None and last["devices"].get("platform") == SIMULATED:
         raise ValueError(f"{source} is a simulated run: it has no weights to export")

@@ -1,8 +1,9 @@
-"""maj@k of an evaluation: which of a prompt's answers are the same, and how often the most frequent one is right.
+"""maj@k of an evaluation: how often a prompt's most frequent answer is right.
 
-A sample's answer is what its scorer names `extracted`, or `pred` as verl's do; what is no text is taken as JSON. Two
-answers are one if the verifier says so (`jaxrl.rewards.math.equal`): `0.5`, `1/2` and `\\frac12` vote together. Since
-it may take long, it works in processes, within `reward.math_timeout_s`; two that it fails to compare are two.
+A sample's answer is the value that its scorer calls `extracted`, or `pred` as verl's do; other values than text count
+as JSON. The verifier decides whether two answers are the same (`jaxrl.rewards.math.equal`): `0.5`, `1/2` and `\\frac12`
+vote together. It may take long, so it runs in worker processes, within `reward.math_timeout_s`; two answers that it
+fails to compare are different.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def ballots(config: Config, groups: Sequence[Group]) -> Ballots:
             pool.warm()
         counts = [_count(answers) for answers in named]
 
-        def go_on(i: int, same: bool | None) -> None:
+        def proceed(i: int, same: bool | None) -> None:
             try:
                 answer, other = counts[i].send(same)
             except StopIteration as done:
@@ -48,10 +49,10 @@ def ballots(config: Config, groups: Sequence[Group]) -> Ballots:
             pool.submit(Prompt(0, i, (), "", "", other), replace(Sample.empty(SampleKey(0, i, 0)), text=answer))
 
         for i in range(len(groups)):
-            go_on(i, None)
+            proceed(i, None)
         while pool is not None and pool.num_pending:
             for verdict in pool.wait():
-                go_on(verdict.key.prompt_index, verdict.reward >= RIGHT)
+                proceed(verdict.key.prompt_index, verdict.reward >= RIGHT)
     return found
 
 

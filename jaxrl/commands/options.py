@@ -1,8 +1,7 @@
 """`jaxrl options`: every option as text for a terminal of 80 columns, or as JSON.
 
-Purpose: `options_text(name)` lists what `jaxrl.config.reference` reads from the declarations: all options with a line
-for each, or those of a section, or the ones whose names begin with a few letters, with their texts; or a single one
-with all that is known of it. Never imports jax.
+Without a name it lists all options, a line each; with one, the options that `find` finds, with their texts, or
+everything about a single option. Never imports jax.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _NAME, _DEFAULT = 27, 16
 
 
 def options_text(name: str = "") -> str:
-    """The options that `name` asks for, as `find` finds them; all of them, a line each, if it is empty."""
+    """The options that `find` finds; all of them, a line each, for an empty name."""
     if not name:
         return _overview(options())
     found = find(name)
@@ -84,7 +83,7 @@ def _begins(word: str, text: str) -> bool:
 
 
 def _values(option: OptionDoc) -> list[str]:
-    """The names that its value, or an element of it, may be; those of a switch tell nothing about it."""
+    """The names that its value, or an element of it, may be; none for a switch, as true and false identify nothing."""
     listed = option.type.partition("list of one of ")[2]
     return listed.split(", ") if listed else [] if option.type == "bool" else list(option.choices)
 
@@ -118,7 +117,7 @@ def _block(option: OptionDoc) -> str:
 
 
 def _whole(option: OptionDoc) -> str:
-    """All that is known of one option."""
+    """Everything about one option."""
     known = [
         ("default", shown(option.default)),
         ("type", option.type),

@@ -1,22 +1,20 @@
 """`jaxrl profile`: measures a model's latencies on this machine and keeps them in a table that a run can use.
 
-The table (JSON, versioned, of one model, machine, jax version and dtype) is written after every measurement, so a run
-that was interrupted goes on where it stopped. A table there of anything else is refused, with the reason.
+The table (JSON, versioned, of one model, machine, jax version and dtype) is written after every measurement, so that an
+interrupted run resumes where it stopped. A table of anything else is refused, with the reason.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-from annotated_types import Ge
-
-from jaxrl.commands.arguments import MAX_REPEATS
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.hosts import HostsSection
 from jaxrl.record.files import Removing, refuse_file, write_whole
@@ -42,7 +40,6 @@ from jaxrl.scheduling.layouts.latency_profile import (
     profile_points,
     verify_points,
 )
-from jaxrl.schema.declared import Cap, fields_problem
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.memory import memory_of
 from jaxrl.sharding.mesh import make_mesh, platform_of, submeshes
@@ -51,38 +48,48 @@ OnProgress = Callable[[int, int, str], None]
 """(measurements done, of how many, what comes next)"""
 
 
-@dataclass(frozen=True, slots=True)
-class ProfileOptions:
-    """What to measure. Raises ValueError for a number beyond its bounds."""
+def profile_with_progress(
+    config: Config, out: str | Path, sizes: Sequence[int], repeats: int, removing: Removing = nullcontext
+) -> Profile:
+    """`profile` with a progress bar on a terminal, and elsewhere with a line now and then."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
 
-    max_batch: Annotated[
-        int, Ge(0), "The most live rows of all dp groups together; 0: as many as the layouts have rows."
-    ] = 0
-    token_budget: Annotated[
-        int, Ge(0), "The most live tokens of all dp groups together; 0: as many as the smallest pools hold."
-    ] = 0
-    max_context: Annotated[int, Ge(0), "Tokens of a row; 0: the longest sequence of the configuration."] = 0
-    repeats: Annotated[
-        int,
-        Ge(1),
-        Cap(MAX_REPEATS, "every point takes that many times as long"),
-        "How often a fast point is measured; the median counts.",
-    ] = 3
+    console = Console()
+    counts = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    last_s = 0.0
+    with Bar(*counts, TextColumn("{task.description}"), console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("loading the model")
 
-    def __post_init__(self) -> None:
-        problem = fields_problem(self)
-        if problem is not None:
-            raise ValueError(problem)
+        def show(done: int, total: int, text: str) -> None:
+            nonlocal last_s
+            bar.update(task, completed=done, total=total, description=text)
+            if not console.is_terminal and (done == total or time.monotonic() - last_s > 10):
+                last_s = time.monotonic()
+                print(f"{done}/{total} {text}", flush=True)
+
+        return profile(config, out, sizes, repeats, show, removing)
 
 
 def profile(
     config: Config,
     out: str | Path,
-    options: ProfileOptions,
-    progress: OnProgress | None = None,
+    sizes: Sequence[int],
+    repeats: int,
+    progress: OnProgress,
     removing: Removing = nullcontext,
 ) -> Profile:
-    """Measures the points that `out` lacks, and writes them there. Raises ValueError for a table of something else."""
+    """Measures the points that `out` lacks, and writes them there.
+
+    Args:
+      sizes: the most live rows and the most live tokens of all dp groups together, and the most tokens of a row; 0: as
+        many as the layouts have rows, as the smallest pools hold, and as the configuration's longest sequence has.
+      repeats: of a fast point; the median counts.
+
+    Raises:
+      ValueError: `out` is a table of something else.
+    """
     refuse_file(out, "--out")
     refuse_overwriting(out, "--out", inputs_of(config))
     config = adaptive(config)
@@ -91,35 +98,28 @@ def profile(
     mesh = submeshes(make_mesh(devices), config.workers_per_group)[0]
     rollout = replace(config.rollout, num_devices=0, num_workers=1, hosts_per_worker=1)
     config = replace(config, rollout=rollout, hosts=HostsSection())
-    degrees = layout_degrees(config, mesh.size)
     _, model = read_tokenizer_and_model(config)
     refuse_too_large(config, model, mesh.size, memory_of(mesh.devices.ravel().tolist()), trains=False)
     path = Path(out).expanduser()
     table = _continued(path, Profile(identity_of(config, model, mesh)))
     params = load_weights(config, model, mesh)
-    layout = Layout(mesh, config.rollout.tp)
-    executor = build_executor(config, model, layout, lambda: params)
+    executor = build_executor(config, model, Layout(mesh, config.rollout.tp), lambda: params)
+    degrees = layout_degrees(config, mesh.size)
     row_sizes = {tp: executor.row_sizes(tp) for tp in degrees}
-    rows = tuple(RowSizes(tp, sizes) for tp, sizes in row_sizes.items())
     widths = {tp: executor.verify_widths(tp) for tp in degrees}
-    measured = {tp: table.verify_widths(tp) for tp in degrees}
-    if any(measured[tp].items() - widths[tp].items() for tp in degrees):
-        raise ConfigError(
-            f"{path} was measured with steps that verify other numbers of tokens (by the options of their mechanism): "
-            f"{measured} there, {widths} here: name another file with --out"
-        )
-    if table.row_sizes not in ((), rows):
-        raise ConfigError(
-            f"{path} was measured with programs for other numbers of rows (rollout.max_num_seqs): {table.row_sizes} "
-            f"there, {rows} here: name another file with --out"
-        )
-    table = replace(table, row_sizes=rows)
-    points = _points(config, executor, row_sizes, options)
+    table = _for_programs(path, table, row_sizes, widths)
+    points = _points(config, executor, row_sizes, sizes)
     use_compilation_cache(config)
     executor.sync_weights(params, 0)
     executor.allocate()
-    verify = verify_points(points, widths)
-    return _measure(table, Profiler(executor, options.repeats), points, verify, degrees, path, progress, removing)
+    steps = _steps(table, Profiler(executor, repeats), points, verify_points(points, widths), degrees)
+    total = len(points) + len(verify_points(points, widths)) + len(prefill_points(points)) + len(pairs(degrees))
+    for done, (text, measure) in enumerate(steps, total - len(steps)):
+        progress(done, total, text)
+        table = measure(table)
+        write_whole(path, json.dumps(table.to_json(), indent=1) + "\n", removing=removing)
+    progress(total, total, "done")
+    return table
 
 
 def _continued(path: Path, table: Profile) -> Profile:
@@ -146,86 +146,76 @@ def adaptive(config: Config) -> Config:
     return replace(config, rollout=replace(config.rollout, layout=layout)).with_tp(min(layout.degrees, default=1))
 
 
+def _for_programs(
+    path: Path, table: Profile, row_sizes: dict[int, tuple[int, ...]], widths: dict[int, dict[int, int]]
+) -> Profile:
+    """The table with the numbers of rows of the programs. Raises ConfigError if it was measured with others."""
+    measured = {tp: table.verify_widths(tp) for tp in widths}
+    if any(measured[tp].items() - widths[tp].items() for tp in widths):
+        raise ConfigError(
+            f"{path} was measured with steps that verify other numbers of tokens (by the options of their mechanism): "
+            f"{measured} there, {widths} here: name another file with --out"
+        )
+    rows = tuple(RowSizes(tp, sizes) for tp, sizes in row_sizes.items())
+    if table.row_sizes not in ((), rows):
+        raise ConfigError(
+            f"{path} was measured with programs for other numbers of rows (rollout.max_num_seqs): {table.row_sizes} "
+            f"there, {rows} here: name another file with --out"
+        )
+    return replace(table, row_sizes=rows)
+
+
 def _points(
-    config: Config, executor: MeshExecutor, row_sizes: dict[int, tuple[int, ...]], options: ProfileOptions
+    config: Config, executor: MeshExecutor, row_sizes: dict[int, tuple[int, ...]], sizes: Sequence[int]
 ) -> tuple[ProfilePoint, ...]:
+    """The loads to measure. Raises ConfigError for sizes that the rollout is not built for."""
     degrees = tuple(row_sizes)
     capacities = [executor.capacity(tp) for tp in degrees]
     rows = min(c.num_groups * c.num_slots for c in capacities)
     tokens = min(c.num_groups * c.stacks.num_tokens(c.num_blocks - 1, c.block_size) for c in capacities)
-    longest = config.max_model_length
-    asked = (options.max_batch or rows, options.token_budget or tokens, options.max_context or longest)
-    for name, value, most in zip(
-        ("max-batch", "token-budget", "max-context"), asked, (rows, tokens, longest), strict=True
+    chosen = []
+    for name, size, most in zip(
+        ("max-batch", "token-budget", "max-context"), sizes, (rows, tokens, config.max_model_length), strict=True
     ):
-        if not 0 < value <= most:
-            raise ConfigError(
-                f"--{name} ({value}) must be at least 1 and at most {most}, for which the rollout is built"
-            )
+        if size > most or not most:
+            raise ConfigError(f"--{name} ({size or most}) must be from 1 to {most}, for which the rollout is built")
+        chosen.append(size or most)
+    batch, budget, context = chosen
     num_devices = capacities[0].num_groups * degrees[0]
-    return profile_points(asked[0], asked[1], degrees, num_devices, asked[2], row_sizes=row_sizes)
+    return profile_points(batch, budget, degrees, num_devices, context, row_sizes=row_sizes)
 
 
-def _measure(
+def _steps(
     table: Profile,
     profiler: Profiler,
     points: tuple[ProfilePoint, ...],
     verified: tuple[ProfilePoint, ...],
     degrees: tuple[int, ...],
-    path: Path,
-    progress: OnProgress | None,
-    removing: Removing,
-) -> Profile:
-    decode, prefill = missing_points(table.decode, points), missing_points(table.prefill, prefill_points(points))
-    verify = missing_points(table.verify, verified)
+) -> list[tuple[str, Callable[[Profile], Profile]]]:
+    """What the table lacks: its name, and a function that measures it and adds it. One layout after another."""
+    kinds = (
+        ("decode", profiler.decode, missing_points(table.decode, points)),
+        ("verify", profiler.verify, missing_points(table.verify, verified)),
+        ("prefill", profiler.prefill, missing_points(table.prefill, prefill_points(points))),
+    )
+    steps: list[tuple[str, Callable[[Profile], Profile]]] = []
+    for tp in degrees:
+        for kind, measure, missing in kinds:
+            for point in missing:
+                if point.tp == tp:
+                    text = f"{kind}, tp {tp}, {point.batch} rows of {point.context}"
+                    steps.append((text, partial(_with_point, kind, measure, point)))
     known = {(cost.from_tp, cost.to_tp) for cost in table.switches}
-    changes = [pair for pair in pairs(degrees) if pair not in known]
-    total = len(points) + len(verified) + len(prefill_points(points)) + len(pairs(degrees))
-    done = total - len(decode) - len(verify) - len(prefill) - len(changes)
-
-    def steps() -> Iterator[tuple[str, Callable[[Profile], Profile]]]:
-        for tp in degrees:  # one layout after another
-            for point in (p for p in decode if p.tp == tp):
-                text = f"decode, tp {tp}, {point.batch} rows of {point.context}"
-                yield text, lambda t, p=point: replace(t, decode=(*t.decode, profiler.decode(p)))
-            for point in (p for p in verify if p.tp == tp):
-                text = f"verify, tp {tp}, {point.batch} rows of {point.context}"
-                yield text, lambda t, p=point: replace(t, verify=(*t.verify, profiler.verify(p)))
-            for point in (p for p in prefill if p.tp == tp):
-                text = f"prefill, tp {tp}, {point.batch} rows of {point.context}"
-                yield text, lambda t, p=point: replace(t, prefill=(*t.prefill, profiler.prefill(p)))
-        for one, other in changes:
+    for one, other in pairs(degrees):
+        if (one, other) not in known:
             text = f"switch, tp {one} and {other}"
-            yield text, lambda t, a=one, b=other: replace(t, switches=(*t.switches, *profiler.switches(a, b)))
-
-    for text, measure in steps():
-        if progress is not None:
-            progress(done, total, text)
-        table = measure(table)
-        write_whole(path, json.dumps(table.to_json(), indent=1) + "\n", removing=removing)
-        done += 1
-    if progress is not None:
-        progress(done, total, "done")
-    return table
+            steps.append((text, partial(_with_switches, profiler, one, other)))
+    return steps
 
 
-def run(config: Config, out: str | Path, options: ProfileOptions, removing: Removing = nullcontext) -> Profile:
-    """`profile` with a progress bar on a terminal, and elsewhere with a line now and then."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
+def _with_point(kind: str, measure: Callable[[ProfilePoint], Any], point: ProfilePoint, table: Profile) -> Profile:
+    return replace(table, **{kind: (*getattr(table, kind), measure(point))})
 
-    console = Console()
-    counts = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    last_s = 0.0
-    with Bar(*counts, TextColumn("{task.description}"), console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("loading the model")
 
-        def show(done: int, total: int, text: str) -> None:
-            nonlocal last_s
-            bar.update(task, completed=done, total=total, description=text)
-            if not console.is_terminal and (done == total or time.monotonic() - last_s > 10):
-                last_s = time.monotonic()
-                print(f"{done}/{total} {text}", flush=True)
-
-        return profile(config, out, options, show, removing)
+def _with_switches(profiler: Profiler, one: int, other: int, table: Profile) -> Profile:
+    return replace(table, switches=(*table.switches, *profiler.switches(one, other)))

@@ -1,8 +1,8 @@
-"""`jaxrl replay`: a response of a run, drawn again from its record, token by token.
+"""`jaxrl replay`: draws a recorded response again, token by token.
 
-Purpose: a trajectory that looks wrong is looked at alone, offline: no reward, no tool and no other response is needed.
-The random bits of a token are those of the run's seed, the sample's key and the position, so with the same weights each
-token is drawn as it was. What an environment has answered is taken from the record (`jaxrl.record.samples`).
+So one looks at a trajectory alone and offline: no reward, tool or other response is needed. A token's random bits come
+from the run's seed, the sample's key and the position, so the same weights draw the same token. An environment's
+answers are taken from the record (`jaxrl.record.samples`).
 
 Each span of the model's tokens is drawn behind what is recorded before it, with the weights of its version: those of
 the checkpoint after as many steps, or those with which the run began.
@@ -11,7 +11,8 @@ the checkpoint after as many steps, or those with which the run began.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -38,24 +39,18 @@ from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.memory import memory_of
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train.steps import whole_step
-from jaxrl.types import ENVIRONMENT, RunFailed, Sample, SamplingParams
+from jaxrl.types import ENVIRONMENT, RunFailed, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
-    """A span, and what came of drawing it again.
-
-    Attributes:
-      version: as in `jaxrl.record.samples.RecordedSample`. start: tokens of the response before it.
-      logprobs: of each token, from the model's own distribution at the run's temperature; none for an environment's.
-      other: where another token was drawn, the place in the span, and that token.
-    """
+class ReplayedSpan:
+    """A recorded span (`jaxrl.record.samples.Span`) and what was drawn in its place; an environment's draws nothing."""
 
     version: int
-    start: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...] = ()
-    other: tuple[int, int] | None = None
+    start: int  # tokens of the response before it
+    recorded: tuple[int, ...]
+    drawn: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()  # of the tokens drawn, from the model's own distribution at the run's temperature
 
 
 def replay(
@@ -66,16 +61,14 @@ def replay(
     *,
     each_token: bool = False,
 ) -> None:
-    """Draws a recorded response again, shows it, and says whether each token is the recorded one.
+    """Draws a recorded response again, prints it, and says whether each token is the recorded one.
 
     Args:
       key: of the sample, as `samples.jsonl` and the report have it.
       overrides: options on top of the run's own.
-      say: shows a line.
-      each_token: with a line for each token.
 
     Raises:
-      ValueError: the run has no such sample, or not the weights that drew it any more.
+      ValueError: the run has no such sample, or no longer the weights that drew it.
       RunFailed: a token is another one.
     """
     file = Path(run_dir) / CONFIG_FILE
@@ -83,22 +76,21 @@ def replay(
         raise ValueError(f"{run_dir} is no run: it has no {CONFIG_FILE}")
     recorded = read_sample(run_dir, key)
     config = load(file, overrides, say)
-    places = {version: _weights(config, run_dir, version, say) for version in _versions(recorded)}
-    spans, tokenizer = _drawn(on_one_worker(config), recorded, places, say)
-    say(f"step {recorded.step}, sample {key}: {sum(len(span.token_ids) for span in spans)} tokens")
+    versions = sorted({version for version, _ in recorded.spans} - {ENVIRONMENT})
+    places = {version: _checkpoint(config, run_dir, version, say) for version in versions}
+    spans, tokenizer = _drawn_again(on_one_worker(config), recorded, places, say)
+    say(f"step {recorded.step}, sample {key}: {sum(len(span.recorded) for span in spans)} tokens")
     for span in spans:
-        for line in _shown(span, tokenizer, each_token=each_token):
+        for line in _lines(span, tokenizer, each_token=each_token):
             say(line)
-    _compare(spans, key)
-    say(f"each of the {sum(len(span.logprobs) for span in spans)} tokens of the model is as it was recorded")
+    for span in spans:
+        if span.version != ENVIRONMENT:
+            _compare(span, key)
+    say(f"each of the {sum(len(span.drawn) for span in spans)} tokens of the model is as it was recorded")
 
 
-def _versions(recorded: RecordedSample) -> list[int]:
-    return sorted({version for version, _ in recorded.spans} - {ENVIRONMENT})
-
-
-def _weights(config: Config, run_dir: str, version: int, say: Callable[[str], None]) -> Path | None:
-    """The checkpoint with the weights of a version; None: they are those of `model.path`."""
+def _checkpoint(config: Config, run_dir: str, version: int, say: Callable[[str], None]) -> Path | None:
+    """The checkpoint with the weights of a version; None for version 0, which has those of `model.path`."""
     if not version:
         return whole_step(config.trainer.init_from, say=say) if config.trainer.init_from else None
     try:
@@ -110,72 +102,67 @@ def _weights(config: Config, run_dir: str, version: int, say: Callable[[str], No
         ) from None
 
 
-def _drawn(
+def _drawn_again(
     config: Config, recorded: RecordedSample, places: dict[int, Path | None], say: Callable[[str], None]
-) -> tuple[list[_Span], Tokenizer]:
+) -> tuple[list[ReplayedSpan], Tokenizer]:
     """The spans of a response in their order, each drawn with the weights of its version."""
     mesh = make_mesh(prepare_jax(config))
     config = with_degree(config, mesh, say)
     tokenizer, model = read_tokenizer_and_model(config)
     refuse_too_large(config, model, mesh.size, memory_of(mesh.devices.ravel().tolist()), trains=False)
-    for place in places.values():
-        if place is not None:
-            refuse_other_model(place, config, model, mesh)
+    for place in filter(None, places.values()):
+        refuse_other_model(place, config, model, mesh)
     use_compilation_cache(config)
     executor = build_executor(config, model, Layout(mesh, config.rollout.tp))
     engine = build_engine(config, executor, tokenizer)
-    spans: list[_Span] = []
-    for version, token_ids in recorded.spans:
-        spans.append(_Span(version, sum(len(each.token_ids) for each in spans), token_ids))
+    starts = [0, *accumulate(len(token_ids) for _, token_ids in recorded.spans)]
+    spans = [
+        ReplayedSpan(version, start, token_ids)
+        for (version, token_ids), start in zip(recorded.spans, starts, strict=False)
+    ]
+    stops = stop_ids(tokenizer, model.eos_token_ids)
     for version, place in places.items():
         executor.sync_weights(load_weights(config, model, mesh, place), version)
         executor.allocate()
         own = [i for i, span in enumerate(spans) if span.version == version]
-        stops = stop_ids(tokenizer, model.eos_token_ids)
-        samples = engine.generate([_request(config, recorded, spans, i, stops) for i in own])
+        samples = engine.generate([_request(config, recorded, spans[: i + 1], stops) for i in own])
         for i, sample in zip(own, samples, strict=True):
-            spans[i] = _compared(spans[i], sample)
+            start = spans[i].start
+            logprobs = tuple(sample.rollout_logprobs[start:].tolist())
+            spans[i] = replace(spans[i], drawn=tuple(sample.token_ids[start:].tolist()), logprobs=logprobs)
     return spans, tokenizer
 
 
 def _request(
-    config: Config, recorded: RecordedSample, spans: Sequence[_Span], number: int, stops: tuple[int, ...]
+    config: Config, recorded: RecordedSample, spans: Sequence[ReplayedSpan], stops: tuple[int, ...]
 ) -> Request:
-    """One that draws a span again, behind all that is recorded before it."""
-    rollout, span = config.rollout, spans[number]
+    """A request that draws the last of some spans again, behind all that is recorded before it."""
+    rollout, (*before, span) = config.rollout, spans
     params = SamplingParams(
         rollout.temperature,
         max(rollout.top_k, 0),
         rollout.top_p,
         rollout.min_p,
-        span.start + len(span.token_ids),
+        span.start + len(span.recorded),
         stops,
         tuple(rollout.stop),
     )
-    before = [(token_id, each.version) for each in spans[:number] for token_id in each.token_ids]
-    nothing = (0.0,) * len(before)
+    unknown = (0.0,) * span.start
     return Request(
-        number,
+        len(before),
         recorded.key,
         recorded.prompt_ids,
         params,
-        generated=tuple(token_id for token_id, _ in before),
-        generated_sampled_logprobs=nothing,
-        generated_rollout_logprobs=nothing,
-        generated_versions=tuple(version for _, version in before),
+        generated=tuple(token_id for each in before for token_id in each.recorded),
+        generated_sampled_logprobs=unknown,
+        generated_rollout_logprobs=unknown,
+        generated_versions=tuple(each.version for each in before for _ in each.recorded),
     )
 
 
-def _compared(span: _Span, sample: Sample) -> _Span:
-    found = sample.token_ids[span.start :].tolist()
-    logprobs = tuple(sample.rollout_logprobs[span.start :].tolist())
-    others = [(i, now) for i, (now, then) in enumerate(zip(found, span.token_ids, strict=False)) if now != then]
-    return _Span(span.version, span.start, span.token_ids, logprobs, others[0] if others else None)
-
-
-def _shown(span: _Span, tokenizer: Tokenizer, *, each_token: bool) -> Iterator[str]:
-    text = tokenizer.decode(span.token_ids, skip_special_tokens=False)
-    count = f"{len(span.token_ids)} tokens"
+def _lines(span: ReplayedSpan, tokenizer: Tokenizer, *, each_token: bool) -> Iterator[str]:
+    text = tokenizer.decode(span.recorded, skip_special_tokens=False)
+    count = f"{len(span.recorded)} tokens"
     if span.version == ENVIRONMENT:
         yield f"-- the environment, {count}\n{text}"
         return
@@ -183,21 +170,18 @@ def _shown(span: _Span, tokenizer: Tokenizer, *, each_token: bool) -> Iterator[s
     if not each_token:
         yield text
         return
-    for i, (token_id, logprob) in enumerate(zip(span.token_ids, span.logprobs, strict=False)):
+    for i, (token_id, logprob) in enumerate(zip(span.recorded, span.logprobs, strict=False)):
         piece = tokenizer.decode([token_id], skip_special_tokens=False)
         yield f"{span.start + i:>6}  {token_id:>7}  {logprob:>9.4f}  {piece!r}"
 
 
-def _compare(spans: Sequence[_Span], key: str) -> None:
+def _compare(span: ReplayedSpan, key: str) -> None:
     """Raises RunFailed where a token is another one, or a response has ended earlier."""
-    for span in spans:
-        if span.version == ENVIRONMENT:
-            continue
-        if span.other is not None:
-            place, token_id = span.other
+    for place, (then, now) in enumerate(zip(span.recorded, span.drawn, strict=False), span.start):
+        if now != then:
             raise RunFailed(
-                f"sample {key}: token {span.start + place} was {span.token_ids[place]}, and now {token_id} is drawn: "
-                "the weights, the options of rollout, the type or the number of devices are not those of the run"
+                f"sample {key}: token {place} was {then}, and now {now} is drawn: the weights, the options of rollout, "
+                "the type or the number of devices are not those of the run"
             )
-        if len(span.logprobs) != len(span.token_ids):
-            raise RunFailed(f"sample {key}: {len(span.token_ids)} tokens were drawn, and now {len(span.logprobs)}")
+    if len(span.drawn) != len(span.recorded):
+        raise RunFailed(f"sample {key}: {len(span.recorded)} tokens were drawn, and now {len(span.drawn)}")

@@ -1,7 +1,7 @@
-"""`jaxrl score`: given responses, scored with a run's reward and without a model: how a reward is tried before a run.
+"""`jaxrl score`: scores given responses with a run's reward and without a model, to try a reward before a run.
 
-The pool is that of a run, with its workers, limits and domains. Responses are read, scored and written as a stream: at
-any time only so many are under way as keep the workers busy.
+The pool is that of a run, with its workers, limits and domains. Responses are read, scored and written as a stream:
+only as many are under way as keep the workers busy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxrl.config.domains import domains
 from jaxrl.data.files import data_files
 from jaxrl.data.responses import read_responses
 from jaxrl.mechanisms.judge.endpoint import join_endpoint
-from jaxrl.record.files import Removing, refuse_file, to_json, writing_whole
+from jaxrl.record.files import Removing, to_json, writing_whole
 from jaxrl.record.metrics import RIGHT
 from jaxrl.record.run_dir import inputs_of, refuse_overwriting
 from jaxrl.rewards.domains import build_scorer, refuse_tests
@@ -33,18 +33,13 @@ _AHEAD = 64  # responses under way for each worker, so that a slow one holds non
 
 @dataclass(slots=True)
 class Scores:
-    """What the responses came to.
-
-    Attributes:
-      failed: by status, responses whose scoring failed; each of them counts as 0.
-      error: why the last of them did.
-    """
+    """The rewards of all responses, added up."""
 
     count: int = 0
     right: int = 0
     total: float = 0.0
-    failed: Counter[str] = field(default_factory=Counter)
-    error: str = ""
+    failed: Counter[str] = field(default_factory=Counter)  # by status: responses with reward 0, as scoring failed
+    error: str = ""  # why the last of them failed
 
     def add(self, verdict: Verdict) -> None:
         self.count += 1
@@ -81,14 +76,12 @@ def score(
       out: the file of JSON lines: `row` (from 1), `source`, `reward`, `status`, `info`, `duration_s`. It appears when
         all are scored.
       inputs: more files that are read, which `out` must not replace.
-      progress: is told how many responses are written, a few times in a second at the most.
-      removing: of the process's signals, which may end it while `out` is open.
+      progress: called with the number of responses written, a few times a second at most.
 
     Raises:
       ValueError: what a user can mend: an option, or a row of the file with its line.
       RunFailed: scoring failed for every response; the file is written all the same.
     """
-    refuse_file(out, "--out")
     refuse_overwriting(out, "--out", [responses, *inputs, *inputs_of(config)])
     (path,) = data_files([responses], "--responses")
     of = domains(config.reward)
@@ -106,17 +99,26 @@ def score(
     rows = read_responses(path, config.data, needs_answer, needs_length=needs_length)
     scores = Scores()
     places: dict[int, str] = {}  # of the rows under way: file and line
-    scorer = build_scorer(_with_file(config, responses))
+    # with `auto`, a scorer that looks where each row is from: rows are no problems of `data.task`, but for those with a
+    # column `entry`
+    is_task = any(domain.kind == "task" for domain in of.values())
+    scorer = build_scorer(config if is_task else replace(config, data=replace(config.data, val_files=[responses])))
 
     def where(key: SampleKey) -> str:
         return places[key.prompt_index]
+
+    def placed() -> Iterator[tuple[Prompt, Sample]]:
+        for place, prompt, sample in rows:
+            refuse_tests(config, place, ScoreRequest.of(prompt, sample))
+            places[prompt.index] = place
+            yield prompt, sample
 
     with closing(build_pool(config, scorer, where=where)) as pool:
         join_endpoint(config, pool, where)
         pool.warm()
         with writing_whole(out, removing=removing) as file:
             said_s = time.monotonic()
-            for prompt, verdict in _in_order(pool, _placed(config, rows, places), _AHEAD * config.reward.num_workers):
+            for prompt, verdict in _in_order(pool, placed(), _AHEAD * config.reward.num_workers):
                 _write(file, prompt, verdict)
                 del places[prompt.index]
                 scores.add(verdict)
@@ -127,24 +129,6 @@ def score(
     if sum(scores.failed.values()) == scores.count:
         raise RunFailed(f"no response could be scored: {scores.summary()}")
     return scores
-
-
-def _with_file(config: Config, responses: str) -> Config:
-    """The configuration of a run that also has prompts from a file: with `auto`, a scorer that looks where each is
-    from, since rows are no problems of `data.task` (but for those with a column `entry`)."""
-    if any(domain.kind == "task" for domain in domains(config.reward).values()):
-        return config
-    return replace(config, data=replace(config.data, val_files=[responses]))
-
-
-def _placed(
-    config: Config, rows: Iterator[tuple[str, Prompt, Sample]], places: dict[int, str]
-) -> Iterator[tuple[Prompt, Sample]]:
-    """The rows, each of whose places is noted when it is read."""
-    for where, prompt, sample in rows:
-        refuse_tests(config, where, ScoreRequest.of(prompt, sample))
-        places[prompt.index] = where
-        yield prompt, sample
 
 
 def _in_order(pool: RewardPool, rows: Iterator[tuple[Prompt, Sample]], most: int) -> Iterator[tuple[Prompt, Verdict]]:

@@ -45,22 +45,15 @@ from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train.steps import whole_step
 
 DEFAULT_LENGTH = 4096
-Begin = Callable[[str], None]
-"""Names a stage of the start."""
 _POLL_S = 0.1  # until a signal is noticed
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where the server listens, and what its clients must bear.
-
-    Attributes:
-      port: 0: any free one.
-      key_file: a file with the key; None: nothing must be borne.
-    """
+    """Where the server listens, and the file of the key that its clients must send, if there is one."""
 
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: int = 8000  # 0: any free one
     key_file: str | None = None
 
 
@@ -78,7 +71,6 @@ def serve(
     Args:
       source: a run's directory, whose last checkpoint and configuration are taken, or what `model.path` takes.
       overrides: options on top of the configuration.
-      address: default: port 8000 of the loopback address.
       say: shows a line; standard output where there is none.
       stop: the signals of the program.
       adapters: none, or one `NAME=FOLDER`: the model has the folder's adapters in its weights, and that name.
@@ -92,31 +84,30 @@ def serve(
     with closing(_bound_socket(address)) as listener:
         name, more = _adapter(source, adapters)
         config, checkpoint = _configured(source, [*overrides, *more], say)
-        served = _build(config, checkpoint, say)
+        model = _served(name, config, checkpoint, say)
         stop = stop or Stop()
         stop.save_first(
             lambda text: say(
                 f"stopping: responses under way have {config.serve.grace_s:g} s; a second signal ends it at once"
             )
         )
-        asyncio.run(_run(web, served, name, key, listener, say, stop))
+        asyncio.run(_run(web, model, key, listener, say, stop))
 
 
 @dataclass(frozen=True, slots=True)
-class _Served:
-    """What is served: an engine, what reads and writes its tokens, and the configuration of both."""
+class LoadedModel:
+    """A model under the name by which clients know it: its engine, and what reads and writes its tokens."""
 
+    name: str
     config: Config
     engine: Engine
     tokenizer: Tokenizer
     stop_token_ids: tuple[int, ...]
-    vocab_size: int
 
 
 async def _run(
     web: Any,
-    served: _Served,
-    name: str,
+    loaded: LoadedModel,
     key: str | None,
     listener: socket.socket,
     say: Callable[[str], None],
@@ -126,10 +117,11 @@ async def _run(
     from jaxrl.serving.driver import Driver
     from jaxrl.serving.generation import ServedModel
 
-    config = served.config
-    driver = Driver(served.engine, config.serve.max_waiting)
-    model = ServedModel(driver, served.tokenizer, config.max_model_length, served.stop_token_ids, served.vocab_size)
-    app = Routes(model, name, key, int(config.serve.max_body_mib * 2**20)).app()
+    config, tokenizer = loaded.config, loaded.tokenizer
+    driver = Driver(loaded.engine, config.serve.max_waiting)
+    stops, vocab_size = loaded.stop_token_ids, tokenizer.vocab_size
+    model = ServedModel(driver, tokenizer, config.max_model_length, stops, vocab_size)
+    app = Routes(model, loaded.name, key, int(config.serve.max_body_mib * 2**20)).app()
 
     class Server(web.Server):
         @contextmanager
@@ -145,10 +137,9 @@ async def _run(
     if task.done():
         await driver.close(0)
         raise ValueError(f"serve --port: {host}:{port} has been taken meanwhile ({task.exception()})")
-    rows = driver.num_rows
     say(
-        f"serving {name} on http://{f'[{host}]' if ':' in host else host}:{port}/v1: {rows} requests at once, "
-        f"sequences up to {config.max_model_length} tokens"
+        f"serving {loaded.name} on http://{f'[{host}]' if ':' in host else host}:{port}/v1: {driver.num_rows} requests "
+        f"at once, sequences up to {config.max_model_length} tokens"
     )
     try:
         while not stop.asked and not task.done() and driver.failure is None:
@@ -175,7 +166,7 @@ def _web() -> Any:
 
 
 def _key(address: Address) -> str | None:
-    """The key that clients must bear. Raises ValueError where there must be one, and is none."""
+    """The key that clients must send. Raises ValueError where there must be one, and is none."""
     if address.key_file is None:
         if not _is_loopback(address.host):
             raise ValueError(
@@ -200,8 +191,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _bound_socket(address: Address) -> socket.socket:
-    """Bound before the model is read, so that an address where somebody listens is known at once; nobody is let in
-    before the model is there."""
+    """Bound before the model is read, so that a port in use is refused at once; it listens once the model is there."""
     made: socket.socket | None = None
     try:
         family, kind, number, _, place = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
@@ -218,7 +208,7 @@ def _bound_socket(address: Address) -> socket.socket:
 
 
 def _configured(source: str, overrides: Sequence[str], say: Callable[[str], None]) -> tuple[Config, Path | None]:
-    """The configuration, and the checkpoint whose parameters are served; None: those of `model.path`."""
+    """The configuration, and the checkpoint to serve, or None to serve the weights of `model.path`."""
     file = Path(source) / CONFIG_FILE
     if file.is_file():
         return load(file, overrides, say), whole_step(source, say=say)
@@ -251,35 +241,30 @@ def _adapter(source: str, adapters: Sequence[str]) -> tuple[str, list[str]]:
     return name, [f"model.lora_adapter_path={folder}"]
 
 
-def _build(config: Config, checkpoint: Path | None, say: Callable[[str], None]) -> _Served:
+def _served(name: str, config: Config, checkpoint: Path | None, say: Callable[[str], None]) -> LoadedModel:
+    from jaxrl.serving.bodies import MAX_TOP_LOGPROBS
+
     limit = config_of(resolve_path(config.model.path, weights=True)).max_positions
     length = config.serve.max_model_len or min(DEFAULT_LENGTH, limit)
     rollout = replace(config.rollout, stop=[])
     data = replace(config.data, max_prompt_length=length - length // 2, max_response_length=length // 2)
     config = on_one_worker(replace(config, rollout=rollout, data=data))
     with closing(StartupProgress(say)) as stages:
-        return _built(config, checkpoint, say, stages.begin)
-
-
-def _built(config: Config, checkpoint: Path | None, say: Callable[[str], None], begin: Begin) -> _Served:
-    mesh = make_mesh(prepare_jax(config))
-    config = with_degree(config, mesh, say)
-    tokenizer, model = read_tokenizer_and_model(config)
-    refuse_too_large(config, model, mesh.size, memory_of(mesh.devices.ravel().tolist()), trains=False)
-    if checkpoint is not None:
-        refuse_other_model(checkpoint, config, model, mesh)
-    begin("reading the model")
-    params = load_weights(config, model, mesh, checkpoint)
-    use_compilation_cache(config)
-    from jaxrl.serving.bodies import MAX_TOP_LOGPROBS
-
-    executor = build_executor(
-        config, model, Layout(mesh, config.rollout.tp), truncate=True, top_logprobs=MAX_TOP_LOGPROBS
-    )
-    executor.sync_weights(params, 0)
-    executor.allocate()
-    if config.rollout.warmup:
-        begin("compiling programs")
-        executor.warm_up()
-    stops = stop_ids(tokenizer, model.eos_token_ids)
-    return _Served(config, build_engine(config, executor, tokenizer), tokenizer, stops, tokenizer.vocab_size)
+        mesh = make_mesh(prepare_jax(config))
+        config = with_degree(config, mesh, say)
+        tokenizer, model = read_tokenizer_and_model(config)
+        refuse_too_large(config, model, mesh.size, memory_of(mesh.devices.ravel().tolist()), trains=False)
+        if checkpoint is not None:
+            refuse_other_model(checkpoint, config, model, mesh)
+        stages.begin("reading the model")
+        params = load_weights(config, model, mesh, checkpoint)
+        use_compilation_cache(config)
+        layout = Layout(mesh, config.rollout.tp)
+        executor = build_executor(config, model, layout, truncate=True, top_logprobs=MAX_TOP_LOGPROBS)
+        executor.sync_weights(params, 0)
+        executor.allocate()
+        if config.rollout.warmup:
+            stages.begin("compiling programs")
+            executor.warm_up()
+        stops = stop_ids(tokenizer, model.eos_token_ids)
+        return LoadedModel(name, config, build_engine(config, executor, tokenizer), tokenizer, stops)

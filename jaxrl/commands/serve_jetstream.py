@@ -15,7 +15,6 @@ import os
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,35 +34,29 @@ _GRACE_S = 10.0  # for responses that are being drawn when the server is stopped
 _MIN_THREADS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class ServeOptions:
-    """What is served and where; sizes and sampling as `jaxrl.rollout.jetstream.JetStreamConfig` describes them.
-
-    Attributes:
-      model: as `model.path`.
-      port: 0: any free one.
-      num_slots: requests at once, per dp group.
-    """
-
-    model: str
-    host: str = "127.0.0.1"
-    port: int = 9000
-    num_slots: int = 8
-    max_length: int = 1024
-    max_prefill_length: int = 512
-    dtype: str = "float32"
-    tp: int = 1
-    seed: int = 0
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-
-def serve(options: ServeOptions, say: Callable[[str], None] | None = None, stop: Stop | None = None) -> None:
-    """Serves until a stop is asked for.
+def serve(
+    model: str,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 9000,
+    num_slots: int = 8,
+    max_length: int = 1024,
+    max_prefill_length: int = 512,
+    dtype: str = "float32",
+    tp: int = 1,
+    seed: int = 0,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    say: Callable[[str], None] | None = None,
+    stop: Stop | None = None,
+) -> None:
+    """Serves until a stop is asked for. Sizes and sampling are those of `jaxrl.rollout.jetstream.JetStreamConfig`.
 
     Args:
+      model: as `model.path`.
+      port: 0: any free one.
       say: shows a line; standard output where there is none.
       stop: the signals of the program.
 
@@ -72,30 +65,22 @@ def serve(options: ServeOptions, say: Callable[[str], None] | None = None, stop:
     """
     stop, say = stop or Stop(), say or partial(print, flush=True)
     jetstream = _adapter()
-    path = resolve_path(options.model, "--model", weights=True)
-    model = config_of(path)
-    check_vocabulary(Tokenizer.from_path(path.removeprefix(RANDOM)), model, path)
-    layout = Layout(make_mesh(), options.tp)
-    sampling = SamplingParams(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        max_tokens=options.max_length,
-    )
+    path = resolve_path(model, "--model", weights=True)
+    config = config_of(path)
+    check_vocabulary(Tokenizer.from_path(path.removeprefix(RANDOM)), config, path)
     sizes = jetstream.JetStreamConfig(
-        num_slots=options.num_slots,
-        max_length=options.max_length,
-        max_prefill_length=options.max_prefill_length,
-        dtype=options.dtype,
-        seed=options.seed,
-        sampling=sampling,
-        max_tp=options.tp,
+        num_slots=num_slots,
+        max_length=max_length,
+        max_prefill_length=max_prefill_length,
+        dtype=dtype,
+        seed=seed,
+        sampling=SamplingParams(temperature, top_k, top_p, min_p, max_length),
+        max_tp=tp,
     )
-    engine = jetstream.JetStreamEngine(model, layout, sizes, path)
+    engine = jetstream.JetStreamEngine(config, Layout(make_mesh(), tp), sizes, path)
     params = engine.load_params()
     stop.save_first(lambda text: say("stopping: responses under way have ten seconds; a second signal ends it at once"))
-    asyncio.run(_serve(jetstream, engine, params, options, say, stop))
+    asyncio.run(_serve(jetstream, engine, params, model, (host, port), say, stop))
 
 
 def _adapter() -> Any:
@@ -119,23 +104,29 @@ def _adapter() -> Any:
 
 
 async def _serve(
-    jetstream: Any, engine: JetStreamEngine, params: Any, options: ServeOptions, say: Callable[[str], None], stop: Stop
+    jetstream: Any,
+    engine: JetStreamEngine,
+    params: Any,
+    model: str,
+    address: tuple[str, int],
+    say: Callable[[str], None],
+    stop: Stop,
 ) -> None:
     import grpc  # pyright: ignore[reportMissingImports]  (an optional extra)
 
     threads = ThreadPoolExecutor(max(_MIN_THREADS, engine.max_concurrent_decodes))
     server = grpc.aio.server(threads)
     try:
-        port = server.add_insecure_port(f"{options.host}:{options.port}")
+        port = server.add_insecure_port("{}:{}".format(*address))
     except RuntimeError as error:
-        raise ValueError(f"serve --port: {options.host}:{options.port} cannot be listened on ({error})") from None
+        raise ValueError(f"serve --port: {':'.join(map(str, address))} cannot be listened on ({error})") from None
     driver = jetstream.drive(engine, params)
     try:
         jetstream.add_service(driver, server)
         await server.start()
         say(
-            f"JetStream serves {options.model} on {options.host}:{port}: {engine.max_concurrent_decodes} requests at "
-            f"once, prompts up to {options.max_prefill_length} and sequences up to {options.max_length} tokens"
+            f"JetStream serves {model} on {address[0]}:{port}: {engine.max_concurrent_decodes} requests at once, "
+            f"prompts up to {engine.config.max_prefill_length} and sequences up to {engine.config.max_length} tokens"
         )
         while not stop.asked:
             await asyncio.sleep(_POLL_S)

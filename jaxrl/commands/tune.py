@@ -1,8 +1,7 @@
 """`jaxrl tune`: which factors of a rule are fastest for a run, by simulation from lengths that the run has recorded.
 
-Purpose: reads a run directory, simulates the run's own configuration with each value of a grid and with plain batches
-over several seeds, and says what came out. What is searched and how results compare: `jaxrl.sim.tuning`. Never imports
-jax.
+It simulates the run's own configuration with each value of a grid and with plain batches over several seeds. What is
+searched and how results compare: `jaxrl.sim.tuning`. Never imports jax.
 
 Source: RollPacker §6.3. Departures: lengths are a bootstrap of `samples.jsonl` (`jaxrl.sim.recorded`), new for each
 seed, so the spread over the seeds includes how little a short record says; seconds are those of the run's latency
@@ -21,22 +20,17 @@ from datetime import UTC, datetime
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from annotated_types import Ge
-
-from jaxrl.commands.arguments import MAX_PROCESSES, MAX_SEEDS, MAX_STEPS
 from jaxrl.config import Config
 from jaxrl.config import files as config_files
 from jaxrl.mechanisms import MECHANISMS, batch_rule, enabled
-from jaxrl.record.files import Removing, refuse_file, to_json, write_whole
+from jaxrl.record.files import Removing, to_json, write_whole
 from jaxrl.record.metrics import read_metrics
-from jaxrl.record.run_dir import RUN_FILE, SIMULATED, recorded_start, refuse_overwriting
+from jaxrl.record.run_dir import CONFIG_FILE, RUN_FILE, SIMULATED, recorded_start, refuse_overwriting
 from jaxrl.runtime.simulation import build, rare_collections
 from jaxrl.runtime.stop import end_with_parent, ignored_by_children
 from jaxrl.scheduling.mechanism import UNFINISHED
-from jaxrl.schema.declared import Cap, fields_problem
-from jaxrl.schema.limits import MAX_FACTOR
 from jaxrl.sim.configured import (
     cost_model,
     layout_sizes,
@@ -49,125 +43,119 @@ from jaxrl.sim.configured import (
 )
 from jaxrl.sim.hardware import HARDWARE
 from jaxrl.sim.recorded import RecordedWorkload
-from jaxrl.sim.tuning import PLAIN, Factors, Search, Table, Trial, Tried, label, trial
+from jaxrl.sim.tuning import PLAIN, Factors, RuleSearch, Table, Trial, Tried, label, trial
 from jaxrl.sim.workload import Workload
 
 LEAST_RESPONSES = 20  # with fewer, the longest is a matter of chance
 _RULES = [each for each in MECHANISMS if UNFINISHED in each.decides]
-SEARCHES: Mapping[str, Search] = {
-    each.option.removeprefix("rollout."): Search(
+SEARCHES: Mapping[str, RuleSearch] = {
+    each.option.removeprefix("rollout."): RuleSearch(
         each.option, each.searched, tuple(other.option for other in _RULES if other is not each)
     )
     for each in _RULES
     if each.searched is not None
 }
 """By the name of a rule's section."""
-_STEPS = "trainer.total_training_steps"
 _FIXED = ("trainer.test_freq=0", "trainer.val_before_train=false", "trainer.save_freq=0")
-
-
-@dataclass(frozen=True, slots=True)
-class TuneOptions:
-    """What `jaxrl tune` is asked for.
-
-    Attributes:
-      rule: a name in `SEARCHES`.
-      values: of all options of the rule together; empty: the default grid.
-      prompt_factors, response_factors: each option's own grid, of which all pairs are tried; the one left out is 1.
-      seeds: simulated runs of each value. steps: of each run; None: as many as show the longest period twice.
-      processes: runs at the same time.
-      out: a file for the results as JSON; empty: none.
-    """
-
-    rule: str = next(iter(SEARCHES))
-    values: Annotated[tuple[float, ...], Ge(1), MAX_FACTOR, "Of all options of the rule together."] = ()
-    prompt_factors: Annotated[tuple[float, ...], Ge(1), MAX_FACTOR, "Of prompts."] = ()
-    response_factors: Annotated[tuple[float, ...], Ge(1), MAX_FACTOR, "Of samples per prompt."] = ()
-    seeds: Annotated[int, Ge(1), Cap(MAX_SEEDS, "each is a run of its own"), "Runs of each value."] = 5
-    steps: Annotated[int | None, Ge(1), Cap(MAX_STEPS, "every run makes that many"), "Steps of each run."] = None
-    processes: Annotated[int, Ge(1), Cap(MAX_PROCESSES, "each has a Python of its own"), "Runs at the same time."] = 1
-    out: str = ""
-
-    def __post_init__(self) -> None:
-        problem = fields_problem(self)
-        if problem is not None:
-            raise ValueError(problem)
-        if self.out:
-            refuse_file(self.out, "--out")
-            refuse_overwriting(self.out, "--out")
-        if self.rule not in SEARCHES:
-            raise ValueError(f"--rule ({self.rule}) must be one of {', '.join(SEARCHES)}")
-        search = SEARCHES[self.rule]
-        warm_up = search.of.warm_up
-        if self.steps is not None and self.steps <= warm_up:
-            raise ValueError(f"--steps ({self.steps}) must be above {warm_up}, which are left out while a buffer fills")
-        split = self.prompt_factors or self.response_factors
-        if split and len(search.of.options) == 1:
-            both = " or ".join(name for name, each in SEARCHES.items() if len(each.of.options) == 2)
-            raise ValueError(f"--prompt-factors and --response-factors belong to --rule {both}, not {self.rule}")
-        if split and self.values:
-            raise ValueError(
-                f"--values sets both factors of {search.name}: leave out --prompt-factors and --response-factors"
-            )
-
-    def grid(self, search: Search) -> list[Factors]:
-        if self.prompt_factors or self.response_factors:
-            return list(product(self.prompt_factors or (1.0,), self.response_factors or (1.0,)))
-        return search.together(self.values or search.of.values)
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One simulated run: its configuration, its lengths, and the steps that its means leave out."""
-
-    config: Config
-    workload: Workload
-    warm_up: int
 
 
 def tune(
     run_dir: str,
     overrides: Sequence[str],
-    options: TuneOptions,
+    rule: str = "tail_batching",
+    *,
+    values: Sequence[float] = (),
+    prompt_factors: Sequence[float] = (),
+    response_factors: Sequence[float] = (),
+    seeds: int = 5,
+    steps: int | None = None,
+    processes: int = 1,
+    out: str = "",
     say: Callable[[str], None] = print,
     progress: Callable[[int, int], None] = lambda done, total: None,
     removing: Removing = nullcontext,
 ) -> Table:
-    """Searches, and says what was found; raises ValueError for what a user can mend."""
-    search = SEARCHES[options.rule]
-    grid = options.grid(search)
-    given = [*_of_the_run(run_dir, overrides), *overrides]
+    """Searches, and prints what it found.
+
+    Args:
+      rule: a name in `SEARCHES`.
+      values: of all options of the rule together; empty: the default grid.
+      prompt_factors, response_factors: each option's own grid, of which all pairs are tried; the one left out is 1.
+      seeds: simulated runs of each value. steps: of each run; None: as many as show the longest period twice.
+      processes: runs at the same time.
+      out: a file for the results as JSON.
+
+    Raises:
+      ValueError: what a user can mend.
+    """
+    if out:
+        refuse_overwriting(out, "--out")
+    search = SEARCHES[rule]
+    grid = _grid(search, values, prompt_factors, response_factors)
+    if steps is not None and steps <= search.of.warm_up:
+        raise ValueError(
+            f"--steps ({steps}) must be above {search.of.warm_up}, which are left out while a buffer fills"
+        )
+    start = recorded_start(run_dir)
+    if start is None:
+        raise ValueError(f"{run_dir} is not a run directory: it holds no {RUN_FILE}")
+    devices = start["devices"]
+    given = [*_options_of_run(run_dir, devices, overrides), *overrides]
     config = _load(run_dir, given)
-    batch = config.data.train_batch_size, config.rollout.n
-    values = search.distinct((PLAIN, *grid), *batch)
-    if len(values) == 1:
+    prompts, n = config.data.train_batch_size, config.rollout.n
+    tried = search.distinct((PLAIN, *grid), prompts, n)
+    if len(tried) == 1:
         raise ValueError(f"no value ({', '.join(map(label, grid))}) launches more than plain batches do")
-    steps = options.steps or search.num_steps(values[1:], batch[0])
-    configs = [_load(run_dir, [*given, *_FIXED, f"{_STEPS}={steps}", *search.alone(each)]) for each in values]
+    steps = steps or search.num_steps(tried[1:], prompts)
+    fixed = [*given, *_FIXED, f"trainer.total_training_steps={steps}"]
+    configs = [_load(run_dir, [*fixed, *search.alone(factors)]) for factors in tried]
     for each in configs:
-        _check(each)
+        batch_rule(each)
+        _machine(each)  # what cannot be simulated is refused before anything is
     workload, lengths = workload_of(config)
     if isinstance(workload, RecordedWorkload):
         _check_lengths(workload)
-    facts = {"costs": cost_model(config)[1], "lengths": lengths}
-    say(f"{search.name} on {run_dir}: {options.seeds} seeds × {steps} simulated steps of {_size(config)}")
-    for name, text in facts.items():
-        say(f"  {name}: {text}")
-    for line in (*_left_out(grid, values), *_doubts(config, workload, run_dir)):
-        say(f"  note: {line}")
+    machine, costs = f"{num_devices_of(config)} × {config.simulate.hardware}", cost_model(config)[1]
+    say(
+        f"{search.name} on {run_dir}: {seeds} seeds × {steps} simulated steps of {prompts} prompts × {n} samples on "
+        f"{machine}"
+    )
+    say(f"  costs: {costs}")
+    say(f"  lengths: {lengths}")
+    left_out = [label(factors) for factors in grid if factors not in tried]
+    for note in _notes(config, workload, run_dir, devices, left_out):
+        say(f"  note: {note}")
 
-    drawn = [_drawn(config, workload, seed) for seed in range(options.seeds)]
-    jobs = [Job(_seeded(each, i), own, search.of.warm_up) for i, own in enumerate(drawn) for each in configs]
-    trials = _run(jobs, options.processes, progress)
-    by_value = [tuple(trials[i :: len(values)]) for i in range(len(values))]
-    tried = [Tried(each, search.launched(each, *batch), own) for each, own in zip(values, by_value, strict=True)]
-    table = Table(search, tried[0], tuple(tried[1:]))
+    drawn = [_lengths_of_seed(config, workload, seed) for seed in range(seeds)]
+    runs = [SimulatedTrial(_seeded(each, i), own, search.of.warm_up) for i, own in enumerate(drawn) for each in configs]
+    trials = _run(runs, processes, progress)
+    plain, *others = (
+        Tried(factors, search.launched(factors, prompts, n), tuple(trials[i :: len(tried)]))
+        for i, factors in enumerate(tried)
+    )
+    table = Table(search, plain, tuple(others))
     for line in ("", *table.rows(), "", *table.verdict(), f"options: {' '.join(table.chosen)}"):
         say(line)
-    if options.out:
-        size = {"seeds": options.seeds, "steps": steps}
-        _write(options.out, {"run": run_dir, "given": list(overrides), **size, **facts, **table.to_json()}, removing)
+    if out:
+        record = {"written": datetime.now(UTC).isoformat(timespec="seconds"), "run": run_dir, "given": list(overrides)}
+        record |= {"seeds": seeds, "steps": steps, "costs": costs, "lengths": lengths, **table.to_json()}
+        write_whole(Path(out), to_json(record, indent=1) + "\n", removing=removing)
     return table
+
+
+def _grid(
+    search: RuleSearch, values: Sequence[float], prompt_factors: Sequence[float], response_factors: Sequence[float]
+) -> list[Factors]:
+    if not prompt_factors and not response_factors:
+        return search.together(values or search.of.values)
+    if len(search.of.options) == 1:
+        both = " or ".join(name for name, each in SEARCHES.items() if len(each.of.options) == 2)
+        raise ValueError(f"--prompt-factors and --response-factors belong to --rule {both}, not {search.rule}")
+    if values:
+        raise ValueError(
+            f"--values sets both factors of {search.name}: leave out --prompt-factors and --response-factors"
+        )
+    return list(product(prompt_factors or (1.0,), response_factors or (1.0,)))
 
 
 # ---------------------------------------------------------------- what a run says about itself
@@ -175,30 +163,22 @@ def tune(
 
 def _load(run_dir: str, overrides: Sequence[str]) -> Config:
     """The run's configuration with other options; a degree that these leave open (auto) is the modelled fastest."""
-    config = config_files.load(Path(run_dir) / "config.yaml", overrides)
+    config = config_files.load(Path(run_dir) / CONFIG_FILE, overrides)
     return with_degree(with_simulated_hosts(config))[0]
 
 
-def _devices(run_dir: str) -> dict[str, Any]:
-    """The devices that the run was on."""
-    last = recorded_start(run_dir)
-    if last is None:
-        raise ValueError(f"{run_dir} is not a run directory: it holds no {RUN_FILE}")
-    return last["devices"]
-
-
-def _of_the_run(run_dir: str, overrides: Sequence[str]) -> list[str]:
-    """Options of section `simulate` that its record answers: lengths; of a real run the devices as well, and latencies
-    if it, or an override, names a profile."""
+def _options_of_run(run_dir: str, devices: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Options of section `simulate` that a run's record answers: lengths; of a real run the devices as well, and
+    latencies if it, or an override, names a profile."""
     lengths = f"simulate.recorded_run={json.dumps(str(run_dir))}"
     found = ["simulate.workload=recorded", "simulate.recorded_rule=by_rank", lengths]
-    devices = _devices(run_dir)
     if devices["platform"] == SIMULATED:
         return found
     found.append(f"simulate.num_devices={devices['count']}")
     found += [f"simulate.hardware={name}" for name in HARDWARE if re.search(rf"\b{name}\b", devices["kind"])]
-    profile = _load(run_dir, overrides).rollout.layout.profile
-    return [*found, "simulate.cost=table", f"simulate.profile={json.dumps(profile)}"] if profile else found
+    if profile := _load(run_dir, overrides).rollout.layout.profile:
+        found += ["simulate.cost=table", f"simulate.profile={json.dumps(profile)}"]
+    return found
 
 
 def _check_lengths(workload: RecordedWorkload) -> None:
@@ -217,16 +197,22 @@ def _check_lengths(workload: RecordedWorkload) -> None:
         )
 
 
-def _left_out(grid: Sequence[Factors], values: Sequence[Factors]) -> Iterator[str]:
-    if left_out := [label(factors) for factors in grid if factors not in values]:
+def _notes(
+    config: Config, workload: Workload, run_dir: str, devices: Mapping[str, Any], left_out: Sequence[str]
+) -> Iterator[str]:
+    """Which values were left out, and why the figures may be off."""
+    if left_out:
         yield f"left out, since they launch what another value launches: {', '.join(left_out)}"
-
-
-def _doubts(config: Config, workload: Workload, run_dir: str) -> Iterator[str]:
-    """Why the figures may be off."""
     if isinstance(workload, RecordedWorkload):
-        yield from _missing(config, workload, run_dir)
-    devices = _devices(run_dir)
+        longest = workload.lengths[-1]
+        if any(each.drops_slowest(config) for each in enabled(config)):
+            yield "the run itself ended its slowest responses early, so long ones are missing from its record"
+        known = max((row.get("response_length/max", 0.0) for row in read_metrics(run_dir)), default=0.0)
+        if known > 1.25 * longest:
+            yield (
+                f"the run's longest response had {known:.0f} tokens, the longest in its record {longest}: more steps "
+                "help"
+            )
     if config.simulate.cost == "roofline" and devices["platform"] != SIMULATED:
         yield (
             f"the run was on {devices['count']} × {devices['kind']}, and these seconds are modelled: name a file of "
@@ -234,30 +220,13 @@ def _doubts(config: Config, workload: Workload, run_dir: str) -> Iterator[str]:
         )
 
 
-def _missing(config: Config, workload: RecordedWorkload, run_dir: str) -> Iterator[str]:
-    """Long responses that the record lacks."""
-    longest = workload.lengths[-1]
-    if any(each.drops_slowest(config) for each in enabled(config)):
-        yield "the run itself ended its slowest responses early, so long ones are missing from its record"
-    known = max((row.get("response_length/max", 0.0) for row in read_metrics(run_dir)), default=0.0)
-    if known > 1.25 * longest:
-        yield f"the run's longest response had {known:.0f} tokens, the longest in its record {longest}: more steps help"
-
-
-def _size(config: Config) -> str:
-    devices = f"{num_devices_of(config)} × {config.simulate.hardware}"
-    return f"{config.data.train_batch_size} prompts × {config.rollout.n} samples on {devices}"
-
-
 # ---------------------------------------------------------------- the runs
 
 
-def _check(config: Config) -> None:
-    """Raises ValueError for a configuration that cannot be simulated, before any is."""
-    batch_rule(config)
-    cost, _ = cost_model(config)
-    machine_sizes(config, cost, model_sizes(config))
-    layout_sizes(config, cost, model_sizes(config))
+def _machine(config: Config) -> tuple[Any, Any, Any]:
+    """Cost model, sizes and layouts. Raises ValueError for a configuration that cannot be simulated."""
+    cost, sizes = cost_model(config)[0], model_sizes(config)
+    return cost, machine_sizes(config, cost, sizes), layout_sizes(config, cost, sizes)
 
 
 def _seeded(config: Config, seed: int) -> Config:
@@ -267,47 +236,45 @@ def _seeded(config: Config, seed: int) -> Config:
     )
 
 
-def _drawn(config: Config, workload: Workload, seed: int) -> Workload:
-    """The lengths of one seed."""
+def _lengths_of_seed(config: Config, workload: Workload, seed: int) -> Workload:
     if isinstance(workload, RecordedWorkload):
         return workload.resampled(config.trainer.seed + seed)
     return workload_of(_seeded(config, seed))[0]
 
 
-def _simulate(job: Job) -> Trial:
-    """Runs one simulation; nothing is written."""
-    steps: list[dict[str, float]] = []
+@dataclass(frozen=True, slots=True)
+class SimulatedTrial:
+    """One simulated run, which may take place in another process; it writes nothing."""
 
-    def on_step(step: int, measured: dict[str, float], groups: Any) -> None:
-        steps.append(measured)
+    config: Config
+    workload: Workload
+    warm_up: int  # steps that its means leave out
 
-    config = job.config
-    cost, _ = cost_model(config)
-    sizes = machine_sizes(config, cost, model_sizes(config))
-    layouts = layout_sizes(config, cost, model_sizes(config))
-    with rare_collections():
-        build(config, cost, job.workload, sizes=sizes, layouts=layouts, on_step=on_step).loop.run()
-    return trial(steps, config.data.train_batch_size, job.warm_up)
+    def run(self) -> Trial:
+        steps: list[dict[str, float]] = []
+
+        def on_step(step: int, measured: dict[str, float], groups: Any) -> None:
+            steps.append(measured)
+
+        cost, sizes, layouts = _machine(self.config)
+        with rare_collections():
+            build(self.config, cost, self.workload, sizes=sizes, layouts=layouts, on_step=on_step).loop.run()
+        return trial(steps, self.config.data.train_batch_size, self.warm_up)
 
 
-def _run(jobs: Sequence[Job], processes: int, progress: Callable[[int, int], None]) -> list[Trial]:
-    """The trials in the order of the jobs, several at a time."""
+def _run(runs: Sequence[SimulatedTrial], processes: int, progress: Callable[[int, int], None]) -> list[Trial]:
+    """The trials in the order of the runs, several at a time."""
     done: list[Trial] = []
     with ExitStack() as stack:
         in_order: Callable[..., Iterable[Trial]] = map
-        processes = min(processes, len(jobs))
+        processes = min(processes, len(runs))
         if processes > 1:
             # not by fork: the calling process may have threads
             pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=end_with_parent)
             in_order = stack.enter_context(pool).map
         with ignored_by_children():
-            trials = in_order(_simulate, jobs)  # starts the processes
+            trials = in_order(SimulatedTrial.run, runs)  # starts the processes
         for found in trials:
             done.append(found)
-            progress(len(done), len(jobs))
+            progress(len(done), len(runs))
     return done
-
-
-def _write(out: str, record: Mapping[str, Any], removing: Removing) -> None:
-    written = {"written": datetime.now(UTC).isoformat(timespec="seconds")}
-    write_whole(Path(out), to_json(written | dict(record), indent=1) + "\n", removing=removing)

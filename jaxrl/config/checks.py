@@ -1,5 +1,4 @@
-"""Rules between several options. The bounds of a single option stand on its field; what a section says of its own
-options and of what they need stands with it (`jaxrl.schema.declared.Checked`).
+"""Rules between options of several sections; a section's own rules stand with it (`jaxrl.schema.declared.Checked`).
 
 Each check raises `ConfigError` with one sentence: which options, what was found, what is allowed.
 """
@@ -33,7 +32,7 @@ class ConfigError(ValueError):
 
 
 def check(c: Config) -> None:
-    """Raises ConfigError for options that do not go together."""
+    """Raises ConfigError for options that cannot be combined."""
     if not c.model.path:
         raise ConfigError(
             "model.path is missing: give a Hugging Face folder, a .gguf file or org/name of the Hugging Face Hub"
@@ -41,11 +40,10 @@ def check(c: Config) -> None:
     _check_data(c)
     _check_quotas(c)
     _check_reward(c)
-    _check_overlong(c)
     _check_batch(c)
     _check_greedy(c)
     _check_sizes(c)
-    _check_old_logprobs(c)
+    _check_stale(c)
     _check_numerics(c)
     _check_gdpo(c)
     _check_tokens(c)
@@ -93,12 +91,8 @@ def _check_quotas(c: Config) -> None:
 
 
 def _check_reward(c: Config) -> None:
-    problem = reward_problem(c)
-    if problem is not None:
+    if (problem := reward_problem(c)) is not None:
         raise ConfigError(problem)
-
-
-def _check_overlong(c: Config) -> None:
     overlong, longest = c.reward.overlong_buffer, c.data.max_response_length
     if overlong.enable and not 0 < overlong.len <= longest:
         raise ConfigError(
@@ -169,10 +163,8 @@ def _check_sizes(c: Config) -> None:
             )
 
 
-def _check_old_logprobs(c: Config) -> None:
-    if c.actor.old_logprobs == "recompute":
-        return
-    if c.rollout.stale_tokens == "recompute":
+def _check_stale(c: Config) -> None:
+    if c.rollout.stale_tokens == "recompute" and c.actor.old_logprobs != "recompute":
         raise ConfigError(
             "rollout.stale_tokens=recompute needs actor.old_logprobs=recompute, found rollout, with which no "
             "log-probability is computed anew"
@@ -290,7 +282,7 @@ def _check_spanning(c: Config, several: str) -> None:
     if c.is_tp_open:
         raise ConfigError(
             f"rollout.tensor_model_parallel_size is auto, and with {option} there is nothing to choose: set it to "
-            "as many devices as so many hosts have"
+            "as many devices as its hosts have together"
         )
     if not rollout.warmup:
         raise ConfigError(
@@ -300,7 +292,7 @@ def _check_spanning(c: Config, several: str) -> None:
 
 
 def host_problem(c: Config, num_devices: int, option: str = "the number of devices") -> str | None:
-    """Why the rollout is impossible on the devices of a host, as a sentence; None: it is possible.
+    """Why the rollout is impossible on the devices of a host, as a sentence; None if it is possible.
 
     Args:
       option: that counts the devices, where there is one host.
@@ -342,7 +334,7 @@ def without_effect(c: Config, command: str = "") -> list[str]:
 
 
 def _unread(c: Config, command: str) -> Iterator[tuple[str, frozenset[str] | None, str]]:
-    """Sections, the options in them that are not read (None: all), and why."""
+    """Sections, the options in them that are not read (None for all), and why."""
     for path, section in _sections(c):
         if "enable" in declared(type(section)) and not section.enable:
             yield path, None, f"{path}.enable is off"
@@ -386,7 +378,7 @@ def _unread(c: Config, command: str) -> Iterator[tuple[str, frozenset[str] | Non
 
 
 def _no_reference_copy(c: Config, command: str) -> str | None:
-    """Why a run keeps no copy of the weights for its reference; None: it keeps one."""
+    """Why a run keeps no copy of the weights for its reference; None if it keeps one."""
     if c.model.has_adapters:
         return "the reference is the base of the adapters, which is there"
     if command == "dpo":

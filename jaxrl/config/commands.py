@@ -1,8 +1,7 @@
-"""Which options `jaxrl sft` and `jaxrl dpo` read. The others have no effect on them, and no rule about those may refuse
-a run.
+"""Which options `jaxrl sft` and `jaxrl dpo` read.
 
-Purpose: `as_read(config, command)`. Options that are not read are as if nobody had set them: so the rules between
-options that `jaxrl.config.checks` has for all commands ask for nothing but what matters.
+The others are put back to their defaults, so that no rule of `jaxrl.config.checks` refuses a run for an option that has
+no effect on it.
 """
 
 from __future__ import annotations

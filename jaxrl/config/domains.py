@@ -1,7 +1,6 @@
-"""Domains of a run's data: by a prompt's source, how its samples are scored (`reward.domains`), and what is refused.
+"""Domains of a run's data: how samples are scored, by their prompt's source (`reward.domains`), and what is refused.
 
-Purpose: `domains(reward)` resolves what a domain takes over from `reward`; `problem` and `unknown_source` say why such
-options cannot run. The scorers are built by `jaxrl.rewards.domains`.
+The scorers are built by `jaxrl.rewards.domains`.
 """
 
 from __future__ import annotations
@@ -20,17 +19,9 @@ _MAX_SHOWN = 8  # sources in a sentence
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """How samples of one source are scored, with what it takes over from `reward` filled in.
+    """How samples of one source are scored: `reward.domains`, with the defaults of `reward` filled in."""
 
-    Attributes:
-      source: whose samples; empty: of all sources without a domain of their own.
-      kind, weight, path, name, extract, timeout_s, max_concurrent: as in `reward.domains`.
-      inherits_timeout: whether `timeout_s` is that of `reward`.
-      timeout_option: the option that sets `timeout_s`, for errors.
-      place: where they are scored.
-    """
-
-    source: str
+    source: str  # empty: all sources without a domain of their own
     kind: RewardKind
     weight: float
     path: str
@@ -39,7 +30,7 @@ class Domain:
     timeout_s: float
     max_concurrent: int
     inherits_timeout: bool
-    timeout_option: str
+    timeout_option: str  # that sets `timeout_s`, for errors
     place: Place
 
     @property
@@ -103,7 +94,7 @@ def needs_workers(reward: RewardSection) -> bool:
 
 
 def problem(c: Config) -> str | None:
-    """Why the options of section `reward` do not go together, as a sentence; None if they do."""
+    """Why the options of section `reward` cannot be combined, as a sentence; None if they can."""
     return next(_problems(c), None)
 
 
@@ -159,7 +150,9 @@ def source_problem(c: Config, sources: Collection[str]) -> str | None:
     for source in named:
         if source not in found:
             near = difflib.get_close_matches(source, found, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"the data's sources are {_listed(found)}"
+            more = f" and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
+            listed = ", ".join(found[:_MAX_SHOWN]) + more
+            hint = f"did you mean {near[0]}?" if near else f"the data's sources are {listed}"
             return f"reward.domains.{source}: no prompt has the source {source!r}: {hint}"
     others = [source for source in found if source not in named]
     if named and others and c.reward.kind in ("auto", "math") and not c.data.answer_key and not c.data.task:
@@ -170,16 +163,11 @@ def source_problem(c: Config, sources: Collection[str]) -> str | None:
     return None
 
 
-def _listed(names: list[str]) -> str:
-    more = len(names) - _MAX_SHOWN
-    return ", ".join(names[:_MAX_SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
 # ---------------------------------------------------------------- options that change nothing
 
 
 def unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:
-    """Options of section `reward` that are not read: the section, their names (None: all of it), and why."""
+    """Options of section `reward` that are not read: the section, their names (None for all), and why."""
     kinds = c.reward.kinds
     for domain in domains(c.reward).values():
         if domain.kind != "custom":

@@ -1,8 +1,8 @@
 """Configuration files: YAML or gin, plus overrides from the command line, to one checked `Config`.
 
-Purpose: `load(path, overrides)`. Both formats become the same nested mapping and go through
-`jaxrl.config.from_mapping`, so equal options give equal configs. Every failure is one sentence, with the places that
-gave the options it names: file and line, or the command line. `yaml_text` and `gin_file` say how each format is read.
+Both formats become the same nested mapping and go through `jaxrl.config.from_mapping`, so equal options give equal
+configs. Every failure is one sentence, with the places that gave the options it names: file and line, or the command
+line. `yaml_text` and `gin_file` say how each format is read.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def load(
 
     Args:
       path: one under `configs/` that is not there may be one of those that come with jaxrl.
-      say: is told of options that have no effect beside the others, and where the file is not the one that was named.
+      say: called with options that have no effect beside the others, and with the file where it is not the one named.
       command: that reads it, as in `jaxrl.config.commands.as_read`.
     """
     options = Options() if path is None else _read(_found(Path(path), say))

@@ -60,11 +60,11 @@ def read_user_file(option: str, path: str) -> UserFile:
 def user_function(option: tuple[str, str], file: UserFile, name: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
     """Runs the user's file and checks the function in it.
 
+    The file runs once per process for each option that names it.
+
     Args:
-      option: the names of the options that give the file and `name`.
-      file: the Python file. It runs once per process for each option that names it.
-      name: the function in it.
-      arguments: the names that it is called with.
+      option: the options that give the file and `name`.
+      arguments: the names that the function is called with.
 
     Raises:
       ValueError: the file or the function is wrong.

@@ -22,8 +22,8 @@ class HostsSection:
         int,
         Ge(1),
         MAX_HOSTS,
-        "Hosts of the run, each with as many devices; 1: this machine alone, without Ray; more: a Ray actor on each of "
-        "so many hosts.",
+        "Hosts of the run, each with as many devices; 1: this machine alone, without Ray; more: a Ray actor on each "
+        "host.",
     ] = 1
     address: Annotated[
         str,
@@ -44,8 +44,3 @@ class HostsSection:
         Ge(0),
         "How often all hosts are started again after one was lost, without a checkpoint in between, before it ends.",
     ] = 3
-
-
-def with_workers_of_hosts(num_workers: int, num_groups: int) -> int:
-    """The workers of a run: as many as asked for, and at least one per host, or group of hosts that a worker spans."""
-    return num_groups if num_workers == 1 else num_workers

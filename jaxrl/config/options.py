@@ -15,11 +15,10 @@ from typing import Annotated, Any, Literal, overload
 
 from annotated_types import Ge, Gt, Interval
 
-from jaxrl.config.hosts import HostsSection, with_workers_of_hosts
+from jaxrl.config.hosts import HostsSection
 from jaxrl.config.rewards import RewardSection
 from jaxrl.config.rollout_correction import RolloutCorrectionSection
 from jaxrl.config.rollouts import RolloutSection
-from jaxrl.config.serving import ServeSection
 from jaxrl.config.simulation import SimulateSection
 from jaxrl.config.supervised import DpoSection, SftSection
 from jaxrl.config.teacher import TeacherSection
@@ -34,6 +33,8 @@ from jaxrl.schema.limits import MAX_LENGTH, MAX_PROMPTS, MAX_RANK, MAX_WAIT, Qua
 AdvantageEstimator = Literal["grpo", "dr_grpo", "grpo_turns", "rloo", "reinforce_plus_plus", "gae", "gdpo", "none"]
 
 MAX_STEPS = Cap(1_000_000_000, "updates are counted in 32 bits")
+MAX_WAITING = Cap(1_000_000, "each of them is held in memory")
+MAX_BODY_MIB = Cap(1024, "a request's body is held in memory")
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ class DataSection:
         int,
         Ge(0),
         MAX_PROMPTS,
-        "Evaluation prompts: so many of a procedural task, or the first ones of data.val_files; 0: all of the files.",
+        "Evaluation prompts: this many of a procedural task, or the first ones of data.val_files; 0: all of the files.",
     ] = 100
     prompt_key: Annotated[str, "Column of the problem's text."] = "question"
     messages_key: Annotated[
@@ -194,7 +195,7 @@ class AlgorithmSection:
         "each turn's minus the mean of those of all its samples' turns, added up from a turn on, rloo: minus the mean "
         "of the others, reinforce_plus_plus: each token's return, whitened over the batch, gae: each token's return "
         "above what a critic expects of it, whitened over the batch, gdpo: the sum of several rewards, each "
-        "as by grpo, whitened over the batch, none: what algorithm.teacher adds alone.",
+        "as by grpo, whitened over the batch, none: the distillation loss of algorithm.teacher only.",
     ] = "grpo"
     gamma: Annotated[
         float, Interval(ge=0, le=1), "Discount of a reward per token that it comes later, with adv_estimator gae."
@@ -202,8 +203,8 @@ class AlgorithmSection:
     lam: Annotated[
         float,
         Interval(ge=0, le=1),
-        "Weight of the critic's error at the next token in that of a token, with adv_estimator gae; 1: a value is "
-        "compared with the whole return, 0: with the next reward and value alone.",
+        "GAE's λ, with adv_estimator gae; 1: a value is compared with the whole return, 0: with the next reward and "
+        "value alone.",
     ] = 1.0
     norm_adv_by_std_in_grpo: Annotated[bool, "Divide GRPO's advantages by the standard deviation of the group."] = True
     gdpo_reward_keys: Annotated[
@@ -285,6 +286,22 @@ class TrainerSection(Checked):
 
 
 @dataclass(frozen=True)
+class ServeSection:
+    """A model behind OpenAI's routes; what it draws with are options of `rollout`."""
+
+    max_model_len: Annotated[
+        int, Ge(0), MAX_LENGTH, "The longest prompt and response together, in tokens; 0: 4096, or what the model takes."
+    ] = 0
+    max_waiting: Annotated[
+        int, Ge(0), MAX_WAITING, "Requests that wait for a row; beyond them a client gets status 503, try again later."
+    ] = 256
+    grace_s: Annotated[
+        float, Ge(0), MAX_WAIT, "Seconds that responses under way have to end once the server is asked to stop."
+    ] = 30.0
+    max_body_mib: Annotated[float, Gt(0), MAX_BODY_MIB, "The largest request, in MiB."] = 16.0
+
+
+@dataclass(frozen=True)
 class Config:
     """All sections."""
 
@@ -342,7 +359,7 @@ class Config:
 
     @property
     def has_teacher(self) -> bool:
-        """Whether another model says what it thinks of the policy's tokens."""
+        """Whether a teacher scores the policy's tokens."""
         return bool(self.algorithm.teacher.path or self.algorithm.teacher.endpoint)
 
     @property
@@ -377,8 +394,9 @@ class Config:
 
     @property
     def num_workers(self) -> int:
-        """The rollout's workers, of all hosts."""
-        return with_workers_of_hosts(self.rollout.num_workers, self.num_host_groups)
+        """The rollout's workers, of all hosts: at least one per host, or group of hosts that a worker spans."""
+        asked = self.rollout.num_workers
+        return self.num_host_groups if asked == 1 else asked
 
     @property
     def num_own_devices(self) -> int:
@@ -401,12 +419,12 @@ class Config:
         return self.rollout.tensor_model_parallel_size == "auto"
 
     def with_tp(self, degree: int) -> Config:
-        """The same with `rollout.tensor_model_parallel_size` so."""
+        """A copy with this `rollout.tensor_model_parallel_size`."""
         return replace(self, rollout=replace(self.rollout, tensor_model_parallel_size=degree))
 
     def with_types(self, platform: str, earlier: Config | None = None) -> Config:
-        """The same with a type in place of each dtype that is auto: that of an `earlier` start of its run, or what is
-        usual on devices of `platform`, as JAX calls it."""
+        """A copy without dtypes that are auto: they become those of an `earlier` start of the run, or what is usual on
+        devices of `platform`, as JAX calls it."""
         if "auto" not in (self.actor.dtype, self.rollout.dtype, self.algorithm.teacher.dtype):
             return self
         usual = "float32" if platform == "cpu" else "bfloat16"
@@ -425,8 +443,8 @@ class Config:
         )
 
     def with_tp_of(self, earlier: Config | None, num_devices: int) -> Config:
-        """Where the number is open, the same with that of an `earlier` start of its run, if there is one and it divides
-        the rollout's devices."""
+        """A copy with the degree of an `earlier` start of the run, where it is auto and that one divides the rollout's
+        devices."""
         if not self.is_tp_open or earlier is None or earlier.is_tp_open or num_devices % earlier.rollout.tp:
             return self
         return self.with_tp(earlier.rollout.tp)

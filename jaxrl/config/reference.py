@@ -17,29 +17,17 @@ from jaxrl.schema.declared import WORDS, Declared, allowed_text, declared, numbe
 
 @dataclass(frozen=True, slots=True)
 class OptionDoc:
-    """What the option reference says of one option.
+    """What the option reference says of one option; a text is empty where there is nothing to say."""
 
-    Attributes:
-      path: `rollout.n`.
-      type: `int`, `one of up, both`, `list of str`.
-      default: its value.
-      bounds: `at least 1`; empty where there are none.
-      unit: of a number, `tokens` or `seconds`, as its name or its text says; empty: it is a plain number.
-      choices: the names that its value may be; of a switch, true and false; empty: any text or number.
-      names: what its text is the path of, `file`, `folder` or `new folder`; empty: it is no path.
-      cap: of a size, the most that it may be, with the reason: `65536 (...)`; empty where there is none.
-      doc: what it is, with its unit.
-    """
-
-    path: str
-    type: str
+    path: str  # rollout.n
+    type: str  # int; one of up, both; list of str
     default: Any
-    bounds: str
+    bounds: str  # at least 1
     doc: str
-    cap: str = ""
-    unit: str = ""
-    choices: tuple[str, ...] = ()
-    names: str = ""
+    cap: str = ""  # the largest value of a size, with the reason: 65536 (...)
+    unit: str = ""  # of a number: tokens, seconds
+    choices: tuple[str, ...] = ()  # names that the value may be; of a switch, true and false
+    names: str = ""  # of a path: file, folder or new folder
 
     @property
     def allowed(self) -> str:

@@ -209,5 +209,5 @@ class RewardSection:
         return (self.judge,)
 
     def model_of(self, kind: RewardKind) -> Judge.Options | None:
-        """The one that scores a kind; None: worker processes do."""
+        """The model that scores a kind; None if worker processes do."""
         return next((model for model in self.models if kind in model.kinds), None)

@@ -30,7 +30,7 @@ class ValSamplingSection:
     temperature: Annotated[
         float, _TEMPERATURE, _GREEDY, "Sampling temperature of the evaluation; 0: the likeliest token."
     ] = 0.0
-    top_k: Annotated[int, Ge(-1), "Draw from so many of the likeliest tokens; 0 or -1: from all."] = 0
+    top_k: Annotated[int, Ge(-1), "Draw from this many of the likeliest tokens; 0 or -1: from all."] = 0
     top_p: Annotated[
         float, Interval(gt=0, le=1), "Draw from the likeliest tokens that together have this probability; 1: from all."
     ] = 1.0
@@ -73,7 +73,7 @@ class RolloutSection:
         "arrival: as they come, so no worker waits for another, and what came when is journalled for a resume.",
     ] = "logical"
     temperature: Annotated[float, _TEMPERATURE, _GREEDY, "Sampling temperature; 0: the likeliest token."] = 1.0
-    top_k: Annotated[int, Ge(-1), "Draw from so many of the likeliest tokens; 0 or -1: from all."] = 0
+    top_k: Annotated[int, Ge(-1), "Draw from this many of the likeliest tokens; 0 or -1: from all."] = 0
     top_p: Annotated[
         float, Interval(gt=0, le=1), "Draw from the likeliest tokens that together have this probability; 1: from all."
     ] = 1.0

@@ -25,13 +25,13 @@ class TeacherSection(EndpointOptions, Checked):
     coef: Annotated[
         float,
         Ge(0),
-        "Weight of the KL to the teacher: a token's advantage loses so many times log π_old - log π_teacher; with "
+        "Weight of the KL to the teacher: a token's advantage loses this times log π_old - log π_teacher; with "
         "top_k, of the divergence in the loss.",
     ] = 1.0
     top_k: Annotated[
         int,
         Ge(0),
-        Cap(4096, "so many ids and numbers are kept of each token"),
+        Cap(4096, "that many ids and numbers are kept of each token"),
         "The teacher's likeliest tokens at each position, over which, with all others as one, the loss has a "
         "divergence; 0: advantages have the KL of the tokens that were drawn.",
     ] = 0
@@ -47,7 +47,7 @@ class TeacherSection(EndpointOptions, Checked):
         bool, "Keep its layers in the host's memory, from where each comes while the one before computes."
     ] = False
     context_key: Annotated[
-        str, "Column of what the teacher is told besides, such as a solution, or data.answer_key; empty: nothing."
+        str, "Column of what the teacher reads besides, such as a solution, or data.answer_key; empty: nothing."
     ] = ""
     context_template: Annotated[
         str, "The question as the teacher reads it, with `{context}` and `{question}` where those go."

@@ -44,7 +44,7 @@ class OptimSection:
         "Optimizer updates over which the learning rate rises; the i-th of n has i / n of it (verl's first has none).",
     ] = 0
     lr_scheduler_type: Annotated[
-        Literal["constant", "cosine", "linear"], "How the learning rate goes on after its warm-up."
+        Literal["constant", "cosine", "linear"], "How the learning rate changes after its warm-up."
     ] = "constant"
     min_lr_ratio: Annotated[
         float, Interval(ge=0, le=1), "Where cosine and linear end, as a share of the highest learning rate."
@@ -91,7 +91,7 @@ class ActorSection:
         int,
         Ge(1),
         MAX_DEVICES,
-        "The tensor parallelism up to which invariant numbers are the same bits: products are cut into so many parts, "
+        "The tensor parallelism up to which invariant numbers are the same bits: products are cut into as many parts, "
         "whatever tp is. Each tp of the rollout must divide it.",
     ] = 1
     ppo_mini_batch_size: Annotated[int, Ge(0), "Prompts per optimizer update; 0: the whole batch."] = 0

@@ -1,8 +1,7 @@
 """What options of verl, and the best known of TRL's, are called here, or in one sentence why there is none.
 
-Purpose: `advice(path)` completes the refusal of an unknown option for those who bring a script of verl along. Most
-names are the same and stand in no table: verl's `actor_rollout_ref.actor.optim.lr` is `actor.optim.lr`, and its
-`algorithm` and `trainer` sections have the same names here.
+`advice(path)` completes the refusal of an unknown option for users who bring a script of verl. Most names are the same
+and stand in no table: verl's `actor_rollout_ref.actor.optim.lr` is `actor.optim.lr` here.
 
 Sources: verl's documentation of its configuration (`ppo_trainer.yaml`), versions 0.3 to 0.6; TRL's of `GRPOConfig`,
 versions 0.15 to 0.24, whose options stand in no section.
@@ -155,8 +154,8 @@ ABSENT: Mapping[str, str] = {
     "trainer.log_val_generations": "samples are always written to samples.jsonl in trainer.run_dir",
     "trainer.rollout_data_dir": "samples are always written to samples.jsonl in trainer.run_dir",
     "trainer.validation_data_dir": "samples are always written to samples.jsonl in trainer.run_dir",
-    "trainer.resume_mode": "a run goes on by itself where trainer.run_dir holds one",
-    "trainer.resume_from_path": "trainer.run_dir names the run that goes on (trainer.init_from gives its weights to a "
+    "trainer.resume_mode": "a run in trainer.run_dir is resumed by itself",
+    "trainer.resume_from_path": "trainer.run_dir names the run to resume (trainer.init_from gives its weights to a "
     "new one)",
     "trainer.default_hdfs_dir": "checkpoints are written to trainer.run_dir alone",
     "trainer.del_local_ckpt_after_load": "checkpoints are kept (trainer.max_ckpt_to_keep)",
@@ -175,7 +174,7 @@ _LAST_NAMES = frozenset(path.rpartition(".")[2] for path in _OURS)
 
 def advice(path: str, value: Any = None) -> tuple[str, str] | None:
     """Of an unknown option, or of a section with options as its value: the option's path, and what to do about it.
-    None: verl has none of that name, as far as is known here."""
+    None if no option of verl with that name is known here."""
     for option in _leaves(path, value):
         if (found := _advice(option)) is not None:
             return option, found

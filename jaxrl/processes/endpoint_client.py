@@ -1,9 +1,9 @@
 """Requests to an OpenAI-compatible endpoint: paced, limited in time and size, and sent again after a fault.
 
-Purpose: `Client.ask` turns a request's body into what is read of the answer, or raises `Failed`. A judge's verdicts and
-a teacher's log-probabilities come so.
-Waits between attempts double from `FIRST_WAIT_S`, without chance; a `Retry-After` of the endpoint holds all requests
-back. The key is in the request's header and nowhere else: whatever an endpoint says goes through `Client.hide`.
+`Client.ask` sends a request's body and reads the answer, or raises `RequestFailed`: a judge's verdicts, a teacher's
+log-probabilities. Waits between attempts double from `FIRST_WAIT_S`, without chance; a `Retry-After` of the endpoint
+delays all requests. The key is in the request's header and nowhere else: every text of an endpoint passes
+`Client.hide`.
 
 `httpx2` does HTTP: it comes with tokenizers (by way of huggingface_hub), pools connections, and knows TLS and proxies.
 Its timeouts are for single reads, so one over the whole request stands around it. What this machine itself serves is
@@ -41,8 +41,8 @@ _AGAIN = frozenset({408, 409, 425, 429})  # and 5xx
 _COUNTS = ("requests", "sent_again", "throttled", "late", "garbled")
 
 
-class Failed(Exception):
-    """A request came to nothing.
+class RequestFailed(Exception):
+    """A request failed.
 
     Attributes:
       status: what a verdict that it was for becomes.
@@ -65,13 +65,13 @@ class Failed(Exception):
 
 
 @dataclass(slots=True)
-class UnderWay:
-    """The seconds in which the endpoint had a request, over all times that it was sent."""
+class Elapsed:
+    """Seconds that the endpoint took for a request, added up over all attempts."""
 
     seconds: float = 0.0
 
 
-class Refused(Exception):
+class EndpointRefused(Exception):
     """The endpoint refuses what the configuration says; the text is a sentence for the user."""
 
 
@@ -81,7 +81,7 @@ class Client(Generic[T]):
     Args:
       section: where the options stand, such as `reward.judge`.
       path: what is asked there: `/chat/completions`.
-      read: of a body with status 200, and whether it answers the probe; raises Failed. `hide` is its own business.
+      read: of a body with status 200, and whether it answers the probe; raises RequestFailed, and calls `hide` itself.
       trial: the body of a request that costs little, which `probe` sends.
 
     Raises ValueError: the environment has no variable `api_key_env`, or it holds no key.
@@ -130,7 +130,7 @@ class Client(Generic[T]):
             client = httpx2.AsyncClient(headers=headers, timeout=None, limits=limits, verify=needs_tls, mounts=own)
         except Exception as error:  # of certificates or proxies that the environment names
             text = self._said(f"no connection can be made: {type(error).__name__}: {error}")
-            self._opened().set_exception(Failed(text, "crash", again=False))
+            self._opened().set_exception(RequestFailed(text, "crash", again=False))
             await asyncio.Event().wait()
             return
         async with client:
@@ -143,16 +143,16 @@ class Client(Generic[T]):
         return self._http
 
     async def probe(self) -> None:
-        """Raises Refused for a URL, model or key that the endpoint does not take; Failed if it is out of order."""
+        """Raises EndpointRefused if the endpoint does not accept URL, model or key, RequestFailed if it is down."""
         try:
             await self.ask(self._trial, is_probe=True)
-        except Failed as failed:
+        except RequestFailed as failed:
             refused = self._refused(failed)
             if refused is None:
                 raise
-            raise Refused(refused) from None
+            raise EndpointRefused(refused) from None
 
-    def _refused(self, failed: Failed) -> str | None:
+    def _refused(self, failed: RequestFailed) -> str | None:
         """What the user has to mend; None for an endpoint that is late, busy or broken."""
         options, section = self._options, self._section
         if failed.code in (401, 403):
@@ -167,9 +167,9 @@ class Client(Generic[T]):
             return f"{place}: {failed}"
         return None
 
-    async def ask(self, body: Mapping[str, Any], under_way: UnderWay | None = None, *, is_probe: bool = False) -> T:
-        """What is read of the answer. Raises Failed once it has been sent `max_retries` times again."""
-        under_way = UnderWay() if under_way is None else under_way
+    async def ask(self, body: Mapping[str, Any], under_way: Elapsed | None = None, *, is_probe: bool = False) -> T:
+        """What is read of the answer. Raises RequestFailed once it has been sent `max_retries` times again."""
+        under_way = Elapsed() if under_way is None else under_way
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         try:
@@ -177,7 +177,7 @@ class Client(Generic[T]):
         finally:
             self._waited_s += loop.time() - began_s - under_way.seconds
 
-    async def _ask(self, content: bytes, under_way: UnderWay, is_probe: bool) -> T:
+    async def _ask(self, content: bytes, under_way: Elapsed, is_probe: bool) -> T:
         wait_s, attempt = FIRST_WAIT_S, 0
         while True:
             try:
@@ -185,7 +185,7 @@ class Client(Generic[T]):
                     await self._turn()
                     self._counts["requests"] += 1
                     return await self._within_time(content, under_way, is_probe)
-            except Failed as failed:
+            except RequestFailed as failed:
                 self._note(failed)
                 is_other_server = is_probe and failed.status == "error"
                 if not failed.again or is_other_server or attempt >= self._options.max_retries:
@@ -195,7 +195,7 @@ class Client(Generic[T]):
             await self._sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
-    def _note(self, failed: Failed) -> None:
+    def _note(self, failed: RequestFailed) -> None:
         self._counts["throttled"] += failed.code == 429
         self._counts["late"] += failed.status == "timeout"
         self._counts["garbled"] += failed.status == "error" and not failed.code
@@ -212,14 +212,16 @@ class Client(Generic[T]):
         if start_s > now_s:
             await self._sleep(start_s - now_s)
 
-    async def _within_time(self, content: bytes, under_way: UnderWay, is_probe: bool) -> T:
+    async def _within_time(self, content: bytes, under_way: Elapsed, is_probe: bool) -> T:
         limit_s, loop = self._options.request_timeout_s, asyncio.get_running_loop()
         began_s = loop.time()
         try:
             async with asyncio.timeout(limit_s):
                 return await self._once(content, is_probe)
         except TimeoutError:
-            raise Failed(f"no answer within {self._section}.request_timeout_s ({limit_s:g} s)", "timeout") from None
+            raise RequestFailed(
+                f"no answer within {self._section}.request_timeout_s ({limit_s:g} s)", "timeout"
+            ) from None
         finally:
             under_way.seconds += loop.time() - began_s
 
@@ -234,26 +236,26 @@ class Client(Generic[T]):
                     body += chunk
                     if len(body) > self._max_body_bytes:
                         limit = f"{self._max_body_bytes >> 20} MiB"
-                        raise Failed(f"its answer is larger than {limit}", "error", again=False)
+                        raise RequestFailed(f"its answer is larger than {limit}", "error", again=False)
         except httpx2.ConnectError as error:
-            raise Failed(f"it cannot be reached: {self._said(str(error))}", "crash") from None
+            raise RequestFailed(f"it cannot be reached: {self._said(str(error))}", "crash") from None
         except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
             what = self._said(str(error)) or type(error).__name__
-            raise Failed(f"it broke the connection off: {what}", "crash") from None
+            raise RequestFailed(f"it broke the connection off: {what}", "crash") from None
         if response.status_code != 200:
             raise self._of_status(response, bytes(body))
         return self._read(bytes(body), is_probe)
 
-    def _of_status(self, response: httpx2.Response, body: bytes) -> Failed:
+    def _of_status(self, response: httpx2.Response, body: bytes) -> RequestFailed:
         code = response.status_code
         text = f"status {code}" + (f": {said}" if (said := self._said(_message(body))) else "")
         if code not in _AGAIN and code < 500:
-            return Failed(text, "error", again=False, code=code)
+            return RequestFailed(text, "error", again=False, code=code)
         after_s = _seconds(response.headers.get("Retry-After", ""))
         if after_s > MAX_RETRY_AFTER_S:
             text = f"{text}; it asks to be left alone for {after_s:.0f} s"
-            return Failed(text, "crash", again=False, code=code)
-        return Failed(text, "crash", after_s=after_s, code=code)
+            return RequestFailed(text, "crash", again=False, code=code)
+        return RequestFailed(text, "crash", after_s=after_s, code=code)
 
     def _said(self, text: str) -> str:
         """An endpoint's own words in one line, without secrets."""
@@ -262,11 +264,11 @@ class Client(Generic[T]):
 
 
 def read_json(body: bytes) -> Any:
-    """Of an answer's body. Raises Failed."""
+    """Of an answer's body. Raises RequestFailed."""
     try:
         return json.loads(body)
     except (ValueError, RecursionError):
-        raise Failed("its answer is not JSON", "error") from None
+        raise RequestFailed("its answer is not JSON", "error") from None
 
 
 def api_key(section: str, variable: str, environment: Mapping[str, str] = os.environ) -> str:

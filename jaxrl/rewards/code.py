@@ -5,7 +5,7 @@ response, the tests from the prompt's columns (`jaxrl.rewards.programs`), and `j
 the other. The worker process that this runs in has the sandbox's fork server as a child.
 
 A test case that takes too long, a program that ends early, and one that takes too much memory are wrong answers, and
-not errors of the scorer: they are told apart in what is recorded. With `reward.code.score=all` the first wrong case
+not errors of the scorer; the record distinguishes them. With `reward.code.score=all` the first wrong case
 decides, and the others are not run. With `share` a program that hangs on every case would cost a limit for each:
 `reward.code.max_failing_s` bounds what the cases that it does not pass may take together. A program that passes is
 never ended by it, however slow it is.
@@ -42,7 +42,7 @@ class CodeScorer:
     """Runs a response's program against the prompt's tests.
 
     Attributes:
-      means: what locks programs in; None: what `reward.code.sandbox` comes to where this is loaded.
+      means: what locks programs in; None for what `reward.code.sandbox` chooses on the machine that loads this.
 
     What it records: `passed` and `cases` (test cases), `correct` (all passed), `case_s` (seconds of each case that was
     run, in order), `cut_off` (cases that their time limit ended), `timeouts` (the same by the kind of limit), and

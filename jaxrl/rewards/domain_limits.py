@@ -1,7 +1,7 @@
 """How samples wait for workers: a queue for each domain, so that a slow domain leaves workers to the others.
 
-Purpose: `DomainLimits` says to which domain a prompt's samples belong, and its limits; `FairQueue` holds what waits,
-and hands out the next. Both are plain state, used by the pool on processes and by the one on Ray alike.
+`DomainLimits` has the limits of each domain, `FairQueue` what waits. Both are plain state, used by the pool on
+processes and by the one on Ray alike.
 
 Of the domains in which something waits, and which have fewer samples being scored than they may have, the one with
 the fewest being scored is next; of equals the one whose turn was longest ago. With one domain that is the order of
@@ -47,22 +47,17 @@ class DomainLimits:
     @classmethod
     def of(cls, domains: Mapping[str, Domain]) -> DomainLimits:
         """Of a run's domains."""
-        return cls(
-            {
-                source: DomainLimit(
-                    each.max_concurrent,
-                    each.timeout_s,
-                    each.timeout_option,
-                )
-                for source, each in domains.items()
-            }
-        )
+        limits = {
+            source: DomainLimit(each.max_concurrent, each.timeout_s, each.timeout_option)
+            for source, each in domains.items()
+        }
+        return cls(limits)
 
     def domain(self, source: str) -> str:
         return source if source in self.by_source else MAIN
 
     def named(self, source: str, scored: Scored) -> Scored:
-        """What scoring came to; a time-out with the option that set the limit."""
+        """The result of scoring; a time-out names the option that set the limit."""
         status, reward, _, duration_s = scored
         if status != "timeout":
             return scored
@@ -71,7 +66,7 @@ class DomainLimits:
 
 
 class FairQueue(Generic[T]):
-    """What waits, by domain. What was handed out counts as being scored until `done` or `put_back`."""
+    """What waits, by domain. What was popped counts as being scored until `done` or `put_back`."""
 
     def __init__(self, limits: DomainLimits, num_workers: int) -> None:
         self._limits, self._num_workers = limits.by_source, num_workers
@@ -90,7 +85,7 @@ class FairQueue(Generic[T]):
         return self._limits[domain].most or max(self._num_workers - len(self._waiting) + 1, 1)
 
     def put_back(self, domain: str, item: T) -> None:
-        """Something that was handed out has to wait again, before all others of its domain."""
+        """Something that was popped has to wait again, before all others of its domain."""
         self.done(domain)
         self._waiting[domain].appendleft(item)
 
@@ -120,7 +115,7 @@ class FairQueue(Generic[T]):
             self._waiting[domain] = deque(item for item in waiting if wanted(item))
 
     def take_all(self) -> list[T]:
-        """Everything that waits, which does not wait any more."""
+        """Removes and returns everything that waits."""
         found = [item for waiting in self._waiting.values() for item in waiting]
         for waiting in self._waiting.values():
             waiting.clear()

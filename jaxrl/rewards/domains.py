@@ -1,24 +1,97 @@
-"""The scorer of a run's data: one for each domain (`reward.domains`), all in one worker process.
+"""The scorer of a run's data: one for each domain (`reward.domains`), with parts (`reward.parts`), in one process.
 
-Purpose: `build_scorer(config)` is what the pool's workers load. A process holds the scorers of all domains, and a
-sample's source says which of them is asked: so any free worker takes any sample, and n domains on w workers are w
-processes, not n times w. What keeps a slow domain from taking all of them are the pool's limits
-(`jaxrl.rewards.domain_limits`).
+A worker process holds the scorers of all domains, and a sample's source chooses among them: so any free worker takes
+any sample, and n domains on w workers are w processes, not n times w. What keeps a slow domain from taking all of them
+are the pool's limits (`jaxrl.rewards.domain_limits`). Domains that an endpoint or the devices score
+(`jaxrl.rewards.router`) have only their parts here.
 
-Domains that an endpoint or the devices score (`jaxrl.rewards.router`) have only their parts here.
+A part is a number beside the scorer's own: format, length, or a function of the user's. The reward is the scorer's
+times its domain's weight, plus each part times its own. Parts run where the scorer runs, in a worker process and within
+its time limit: a pattern may take for ever on a text that a model wrote. A sample's `reward_info` keeps the unweighted
+values: of parts under `parts`, of the scorer under `own_reward`, which evaluations take, and `acc`, unless the scorer
+gives one.
+
+Source: weighted sums as in DeepSeek-R1 (accuracy and format); a penalty that grows with the length as in DAPO's
+equation 13. Departure: `length` falls over all that follows `free_tokens`, where DAPO's buffer lies at the end
+(`reward.overlong_buffer`, which shapes training alone).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl.config import Config
 from jaxrl.config.domains import Domain, domains
-from jaxrl.rewards.parts import Weighted, build_parts
+from jaxrl.config.functions import read_user_file
+from jaxrl.config.rewards import PartSection
 from jaxrl.rewards.programs import checks_of
-from jaxrl.rewards.scorers import Scorer, ScoreRequest, scorer_of
+from jaxrl.rewards.request import as_reward
+from jaxrl.rewards.scorers import CustomScorer, Scorer, ScoreRequest, scorer_of
+
+
+@dataclass(frozen=True, slots=True)
+class RewardPart:
+    """A part of a reward. May raise where it is asked, which makes the whole sample an error."""
+
+    section: PartSection
+    max_tokens: int = 0  # of a response
+    function: CustomScorer | None = None  # of kind custom; it has the signature of a custom scorer
+
+    def load(self) -> None:
+        re.compile(self.section.pattern, re.DOTALL)
+        if self.function is not None:
+            self.function.load()
+
+    def value(self, request: ScoreRequest) -> float:
+        if self.function is not None:
+            return as_reward(self.function(request)[0])
+        if self.section.kind == "format":
+            return float(re.fullmatch(self.section.pattern, request.response, re.DOTALL) is not None)
+        free = self.section.free_tokens
+        over = max(request.num_tokens - free, 0)
+        return 0.0 - min(over / (self.max_tokens - free), 1.0)  # not -0.0, as a page would show it
+
+
+@dataclass(frozen=True, slots=True)
+class Weighted:
+    """A scorer whose reward is a weighted sum.
+
+    Attributes:
+      scorer: None: another pool has it, and what comes back here is the sum of the parts.
+      parts: by name, each with its weight.
+    """
+
+    scorer: Scorer | None
+    weight: float
+    parts: Mapping[str, tuple[float, RewardPart]] = field(default_factory=dict)
+
+    @property
+    def preload(self) -> tuple[str, ...]:
+        return () if self.scorer is None else self.scorer.preload
+
+    @property
+    def loads(self) -> str:
+        names = [f"reward.parts.{name}: loading it" for name in self.parts]
+        return " and ".join([*([] if self.scorer is None else [self.scorer.loads]), *names])
+
+    def load(self) -> None:
+        if self.scorer is not None:
+            self.scorer.load()
+        for _, part in self.parts.values():
+            part.load()
+
+    def __call__(self, request: ScoreRequest) -> tuple[float, dict[str, Any]]:
+        values = {name: part.value(request) for name, (_, part) in self.parts.items()}
+        shaped = sum(weight * values[name] for name, (weight, _) in self.parts.items())
+        info: dict[str, Any] = {"parts": values} if values else {}
+        if self.scorer is None:
+            return shaped, info
+        reward, said = self.scorer(request)
+        own = as_reward(reward)
+        return self.weight * own + shaped, {"acc": own, **said, "own_reward": own, **info}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +121,14 @@ def build_scorer(config: Config) -> Scorer:
     """What worker processes score with; they have nothing to do where all is scored elsewhere and there are no parts
     (`jaxrl.config.domains.needs_workers`).
 
-    Raises ValueError for settings that would make every sample fail.
+    Raises ValueError for settings that would make every sample fail, or a file that cannot be read.
     """
-    parts = build_parts(config)
+    parts: dict[str, tuple[float, RewardPart]] = {}
+    for name, section in config.reward.parts.items():
+        function, option = None, f"reward.parts.{name}"
+        if section.kind == "custom":
+            function = CustomScorer(read_user_file(f"{option}.path", section.path), section.name, option)
+        parts[name] = section.weight, RewardPart(section, config.data.max_response_length, function)
 
     def scorer(domain: Domain) -> Scorer:
         own = scorer_of(config, domain) if domain.place == "workers" else None

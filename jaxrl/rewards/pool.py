@@ -24,7 +24,7 @@ from pathlib import Path
 from jaxrl.config import Config
 from jaxrl.config.domains import domains, is_staged, needs_workers
 from jaxrl.rewards.domain_limits import DomainLimits
-from jaxrl.rewards.pool_base import RewardPool, in_words
+from jaxrl.rewards.pool_base import RewardPool, describe_sample
 from jaxrl.rewards.process_pool import ProcessRewardPool
 from jaxrl.rewards.ray_pool import RayRewardPool
 from jaxrl.rewards.router import RewardRouter
@@ -39,7 +39,7 @@ def build_pool(
     config: Config,
     scorer: Scorer,
     log: Path | None = None,
-    where: Callable[[SampleKey], str] = in_words,
+    where: Callable[[SampleKey], str] = describe_sample,
 ) -> RewardPool:
     """What scores a run's samples: the pool that `reward.pool` asks for, or a router over it where domains or parts are
     configured. It begins to start its workers, and does not wait for them.

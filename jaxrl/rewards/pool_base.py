@@ -79,17 +79,17 @@ class RewardPool(Protocol):
         ...
 
 
-def in_words(key: SampleKey) -> str:
+def describe_sample(key: SampleKey) -> str:
     """A sample of a run, as warnings name it."""
     text = f"epoch {key.epoch}, prompt {key.prompt_index}, sample {key.sample_index}"
     return f"{text}, attempt {key.attempt}" if key.attempt else text
 
 
 Ended = queue.SimpleQueue[tuple[int, Scored, float]]
-"""(number, what scoring came to, time) of samples, in the order in which their scoring ended."""
+"""(number, result of scoring, time) of samples, in the order in which their scoring ended."""
 
 
-def taken(ended: Ended, verdict: Callable[[int, Scored, float], list[Verdict]]) -> list[Verdict]:
+def drain(ended: Ended, verdict: Callable[[int, Scored, float], list[Verdict]]) -> list[Verdict]:
     """The verdicts on all that has ended; never waits."""
     verdicts: list[Verdict] = []
     with contextlib.suppress(queue.Empty):
@@ -98,7 +98,7 @@ def taken(ended: Ended, verdict: Callable[[int, Scored, float], list[Verdict]]) 
     return verdicts
 
 
-def awaited(
+def wait_for(
     pool: RewardPool,
     ended: Ended,
     verdict: Callable[[int, Scored, float], list[Verdict]],

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 
 from jaxrl.rewards.domain_limits import DomainLimits
-from jaxrl.rewards.pool_base import awaited, in_words, taken, verdict_of
+from jaxrl.rewards.pool_base import describe_sample, drain, verdict_of, wait_for
 from jaxrl.rewards.reward_metrics import PoolMetrics
 from jaxrl.rewards.scorers import Scored, ScoreRequest
 from jaxrl.rewards.worker import WorkerSettings
@@ -37,7 +37,7 @@ class ProcessRewardPool:
         env: Mapping[str, str],
         limits: DomainLimits,
         clock: Callable[[], float] = time.monotonic,
-        where: Callable[[SampleKey], str] = in_words,
+        where: Callable[[SampleKey], str] = describe_sample,
     ):
         self._counts = PoolMetrics(where)
         self._numbers = itertools.count()
@@ -66,10 +66,10 @@ class ProcessRewardPool:
         with contextlib.suppress(queue.Empty):
             while True:
                 self._counts.retried(self._workers.retries.get_nowait())
-        return taken(self._workers.ended, self._verdict)
+        return drain(self._workers.ended, self._verdict)
 
     def wait(self, timeout_s: float | None = None) -> list[Verdict]:
-        return awaited(self, self._workers.ended, self._verdict, self._workers.check, timeout_s)
+        return wait_for(self, self._workers.ended, self._verdict, self._workers.check, timeout_s)
 
     @property
     def num_pending(self) -> int:

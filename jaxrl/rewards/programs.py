@@ -40,26 +40,17 @@ _ASSERTS = re.compile(r"(?:^|[;:])[ \t]*(?:assert|raise)\b|\b(?:assert|raises|fa
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """Tests of one prompt.
+    """Tests of one prompt."""
 
-    Attributes:
-      shape: stdin, calls or tests.
-      pairs: of stdin: each input and output.
-      job: of the others: what the checker is given (`jaxrl.rewards.sandbox.suites.run_tests`).
-      count: of cases; None where only the checker can tell.
-      entry_point: the function that a completion continues (HumanEval).
-      prompt: the text that it continues; empty: there is none, and a response is the whole program.
-      before: what stands in that text before the function: imports and helpers.
-      names: what the tests call and do not define: one of them is defined by the program. Empty of stdin.
-    """
-
-    shape: str
-    pairs: tuple[tuple[str, str], ...] = ()
+    shape: str  # stdin, calls or tests
+    pairs: tuple[tuple[str, str], ...] = ()  # of stdin: each input and output
+    # of the others: the checker's job (`jaxrl.rewards.sandbox.suites.run_tests`)
     job: dict[str, Any] = field(default_factory=dict)
-    count: int | None = None
-    entry_point: str = ""
-    prompt: str = ""
-    before: str = ""
+    count: int | None = None  # of cases; None where only the checker can tell
+    entry_point: str = ""  # the function that a completion continues (HumanEval)
+    prompt: str = ""  # the text that it continues; empty: a response is the whole program
+    before: str = ""  # what stands in that text before the function: imports and helpers
+    # what the tests call and do not define, one of which the program defines; empty of stdin
     names: frozenset[str] = frozenset()
 
 

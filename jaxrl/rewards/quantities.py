@@ -88,7 +88,7 @@ class Quantity:
     Attributes:
       value: the number; of `50%` it is 50.
       unit: the words of its unit, in small letters and singular; `%` for a percentage.
-      places: decimal places that it is written with, after which it may be rounded; None: it is exact.
+      places: decimal places that it is written with, after which it may be rounded; None for an exact number.
     """
 
     value: Fraction

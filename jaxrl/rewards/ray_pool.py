@@ -22,7 +22,7 @@ from jaxrl.processes.messages import BadMessage
 from jaxrl.processes.ray_process import RayProcess
 from jaxrl.processes.worker_supervisor import MAX_ATTEMPTS
 from jaxrl.rewards.domain_limits import DomainLimits
-from jaxrl.rewards.pool_base import in_words, verdict_of
+from jaxrl.rewards.pool_base import describe_sample, verdict_of
 from jaxrl.rewards.ray_actors import RaySetup
 from jaxrl.rewards.reward_metrics import PoolMetrics
 from jaxrl.rewards.scorers import ScoreRequest
@@ -53,7 +53,7 @@ class RayRewardPool:
         env: Mapping[str, str],
         limits: DomainLimits,
         clock: Callable[[], float] = time.monotonic,
-        where: Callable[[SampleKey], str] = in_words,
+        where: Callable[[SampleKey], str] = describe_sample,
     ):
         if importlib.util.find_spec("ray") is None:
             raise ValueError("reward.pool=ray needs ray, which is not installed: pip install 'jaxrl[ray]'")

@@ -1,4 +1,4 @@
-"""What a scorer sees of a sample, and what it may answer."""
+"""The input of a scorer, and what it may return."""
 
 from __future__ import annotations
 
@@ -27,29 +27,21 @@ def as_reward(value: Any, who: str = "a scorer must return") -> float:
 class ScoreRequest:
     """What a scorer sees of a sample: the same few values for every kind of scorer, cheap to send to another process.
 
-    Attributes:
-      source: the prompt's data set or task.
-      response: the decoded response; of one with turns, what the model said in the last of them.
-      answer: the reference answer, if there is one.
-      extra: the prompt's own columns; and `prompt`, `question` (the last user message), `epoch`, `index`,
-        `finish_reason` and `response_length` (tokens that the model drew), unless the data has columns of these names;
-        of a response with turns also `messages`, the whole conversation.
-      limits_s: seconds that each test case of the prompt may take, in their order, for scorers that run test cases
-        (`jaxrl.mechanisms.reward_timeouts.rule`); those beyond have the last one, and all where it is empty
-        `reward.code.max_timeout_s`.
-      num_tokens: that the model has drawn.
-      turn_rewards: that an environment has given, by turn; None: there was none.
-      stop: why the trajectory was over.
+    `extra` has the prompt's own columns; and `prompt`, `question` (the last user message), `epoch`, `index`,
+    `finish_reason` and `response_length` (tokens that the model drew), unless the data has columns of these names; of a
+    response with turns also `messages`, the whole conversation.
     """
 
-    source: str
-    response: str
-    answer: str | None
+    source: str  # the prompt's data set or task
+    response: str  # decoded; of one with turns, the model's text of the last turn
+    answer: str | None  # the reference answer, if there is one
     extra: Mapping[str, Any] = field(default_factory=dict)
+    # seconds for each test case of the prompt in their order, the last also for further ones; empty:
+    # `reward.code.max_timeout_s` for all (`jaxrl.mechanisms.reward_timeouts.rule`)
     limits_s: tuple[float, ...] = ()
-    num_tokens: int = 0
-    turn_rewards: tuple[float, ...] | None = None
-    stop: str = ""
+    num_tokens: int = 0  # that the model has drawn
+    turn_rewards: tuple[float, ...] | None = None  # of an environment, by turn
+    stop: str = ""  # why the trajectory ended
 
     @classmethod
     def of(cls, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> ScoreRequest:

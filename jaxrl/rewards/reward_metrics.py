@@ -20,7 +20,7 @@ import numpy as np
 from jaxrl.config import Config
 from jaxrl.config.domains import Domain, domains, is_staged
 from jaxrl.mechanisms.dynamic_sampling import THE_REWARD
-from jaxrl.rewards.pool_base import in_words
+from jaxrl.rewards.pool_base import describe_sample
 from jaxrl.scheduling.rounds.events import Verdict, named_values
 from jaxrl.scheduling.rounds.shaping import RewardShaping
 from jaxrl.types import SampleKey
@@ -117,7 +117,7 @@ class RewardMetrics:
         return ""
 
     def clear(self) -> None:
-        """The round is dropped: what it has counted is not."""
+        """Forgets the counts of a round that is dropped."""
         self._clear()
 
     def take(self, pool: Mapping[str, float]) -> dict[str, float]:
@@ -147,7 +147,7 @@ class PoolMetrics:
     `where`: how a warning names a sample.
     """
 
-    def __init__(self, where: Callable[[SampleKey], str] = in_words) -> None:
+    def __init__(self, where: Callable[[SampleKey], str] = describe_sample) -> None:
         self._where = where
         self._since_last = Counter[str]()
         self._seconds = 0.0

@@ -47,7 +47,7 @@ class RewardRouter:
 
     Args:
       domains: by source, that of other sources under the empty name (`jaxrl.config.domains.domains`).
-      workers: scores what worker processes score, parts among it; None: there are none.
+      workers: the pool of worker processes, which also score parts; None without any.
       parts: names of the parts of a reward, which the workers add.
       max_retries: times that another pool's sample is scored again.
     """
@@ -149,7 +149,7 @@ class RewardRouter:
 def combined(domain: Domain, scored: Verdict, parts: Verdict | None = None) -> Verdict:
     """One verdict of a domain's own and of what the worker processes made of the parts.
 
-    Worker processes weight and add themselves (`jaxrl.rewards.parts`). A sample of which one half failed has failed.
+    Worker processes weight and add themselves (`jaxrl.rewards.domains`). A sample of which one half failed has failed.
     """
     if domain.place == "workers" or scored.status != "ok":
         return scored

@@ -1,8 +1,8 @@
-"""From the configuration to a scorer: a small picklable object that names what to import, and imports it where it runs.
+"""From the configuration to a scorer: a small picklable object that imports what it needs where it runs.
 
-The training process builds the scorer, and refuses what it can see without running anything of the user's. The scorer
-travels to the reward pool's worker processes as a few strings, the text of the user's file among them, and imports
-there what it needs (`load`); the pool's `warm` reports what that finds wrong. Nothing here imports jax.
+The training process builds the scorer, and refuses what it can see without running the user's code. Worker processes
+get the scorer as a few strings, the text of the user's file among them, and import what it needs (`load`); the pool's
+`warm` reports the errors of that. Nothing here imports jax.
 
 Kinds (`reward.kind`):
 
@@ -37,7 +37,7 @@ from jaxrl.rewards.tracebacks import TracebackDeduper, error_location, shown_pat
 from jaxrl.scheduling.rounds.events import VerdictStatus
 
 Scored = tuple[VerdictStatus, float, dict[str, Any], float]
-"""What scoring one request came to: status, reward, info, duration_s."""
+"""The result of scoring one request: status, reward, info, duration_s."""
 
 OUT_OF_MEMORY = "MemoryError"
 """How the error of a sample begins whose scorer ran out of memory."""

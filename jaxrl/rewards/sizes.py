@@ -1,4 +1,4 @@
-r"""How large the numbers in an expression may become, told from its text before anything evaluates it.
+r"""How large the numbers in an expression may become, judged from its text before anything evaluates it.
 
 A computer algebra system takes minutes and gigabytes for `9^{9^{9}}`, `(10!)!` or `\prod_{k=1}^{10^{12}} k`, since it
 computes with all digits. `digits` reads the LaTeX (or plain) text once, roughly, and bounds from above the digits of
@@ -38,7 +38,7 @@ class _TooLarge(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Magnitude:
     """log2 of what p and q of a part are at most.
 
     Attributes:
@@ -49,14 +49,14 @@ class _Part:
     under: float = 0.0
     terms: int = 0
 
-    def checked(self) -> _Part:
+    def checked(self) -> _Magnitude:
         if self.over + self.under > _MAX_BITS or self.terms > _MAX_TERMS:
             raise _TooLarge
         return self
 
 
-_ONE = _Part()
-_VARIABLE = _Part(terms=1)
+_ONE = _Magnitude()
+_VARIABLE = _Magnitude(terms=1)
 
 
 def digits(text: str) -> int | None:
@@ -89,12 +89,12 @@ class _Reader:
     def _peek(self) -> str:
         return self._tokens[self._at] if self.has_more else ""
 
-    def sum(self, depth: int) -> _Part:
+    def sum(self, depth: int) -> _Magnitude:
         """Up to a closing bracket, or to the end."""
         if depth > _MAX_DEPTH:
             raise _TooLarge
-        total: _Part | None = None
-        term: _Part | None = None
+        total: _Magnitude | None = None
+        term: _Magnitude | None = None
         divides = False
         while self.has_more and self._peek() not in _CLOSE:
             token = self._peek()
@@ -110,7 +110,7 @@ class _Reader:
                 divides = False
         return _added(total, term) or _ONE
 
-    def _factor(self, depth: int) -> _Part:
+    def _factor(self, depth: int) -> _Magnitude:
         """One operand with the powers and factorials behind it."""
         token = self._peek()
         part = self._operand(depth)
@@ -129,7 +129,7 @@ class _Reader:
                 part = _power(part, exponent)
         return part
 
-    def _exponent(self, depth: int) -> _Part:
+    def _exponent(self, depth: int) -> _Magnitude:
         sign = self._peek() in ("-", "+")
         if sign:
             self.skip()
@@ -140,7 +140,7 @@ class _Reader:
             part = _factorial(part) if mark == "!" else _power(part, self._exponent(depth + 1))
         return part
 
-    def _operand(self, depth: int) -> _Part:
+    def _operand(self, depth: int) -> _Magnitude:
         if depth > _MAX_DEPTH:
             raise _TooLarge
         token = self._peek()
@@ -157,14 +157,14 @@ class _Reader:
         if token in _FACTORIALS:
             return _factorial(self._operand(depth + 1))
         if token in _CONSTANTS:
-            constant = _Part(2.0)
+            constant = _Magnitude(2.0)
             return _power(constant, self._operand(depth + 1)) if token in (r"\exp", r"\cosh", r"\sinh") else constant
         if token.startswith("\\") and len(token) > 2 and self._peek() in ("{", "("):
             return self._operand(depth + 1)  # a function whose value is no larger than its argument's
         return _VARIABLE if token[:1].isalpha() or token.startswith("\\") else _ONE
 
 
-def _literal(token: str) -> _Part:
+def _literal(token: str) -> _Magnitude:
     mantissa, _, exponent = token.lower().partition("e")
     whole, _, places = mantissa.partition(".")
     digits = (whole + places).lstrip("0")
@@ -175,50 +175,50 @@ def _literal(token: str) -> _Part:
             raise _TooLarge
         shift = int(exponent) * log2(10)
         over, under = over + max(shift, 0.0), under + max(-shift, 0.0)
-    return _Part(over, under).checked()
+    return _Magnitude(over, under).checked()
 
 
-def _added(total: _Part | None, term: _Part | None) -> _Part | None:
+def _added(total: _Magnitude | None, term: _Magnitude | None) -> _Magnitude | None:
     if total is None or term is None:
         return term if total is None else total
     over = max(total.over + term.under, term.over + total.under) + 1
     terms = total.terms + term.terms + bool(total.terms) * (not term.terms) + bool(term.terms) * (not total.terms)
-    return _Part(over, total.under + term.under, terms).checked()
+    return _Magnitude(over, total.under + term.under, terms).checked()
 
 
-def _multiplied(a: _Part, b: _Part) -> _Part:
+def _multiplied(a: _Magnitude, b: _Magnitude) -> _Magnitude:
     terms = max(a.terms, 1) * max(b.terms, 1) if a.terms or b.terms else 0
-    return _Part(a.over + b.over, a.under + b.under, terms).checked()
+    return _Magnitude(a.over + b.over, a.under + b.under, terms).checked()
 
 
-def _inverse(a: _Part) -> _Part:
-    return _Part(a.under, a.over, a.terms)
+def _inverse(a: _Magnitude) -> _Magnitude:
+    return _Magnitude(a.under, a.over, a.terms)
 
 
-def _power(base: _Part, exponent: _Part) -> _Part:
+def _power(base: _Magnitude, exponent: _Magnitude) -> _Magnitude:
     if exponent.terms:
-        return _VARIABLE if not base.terms else _Part(terms=base.terms)
+        return _VARIABLE if not base.terms else _Magnitude(terms=base.terms)
     if exponent.over > 40:
         raise _TooLarge
     most = 2.0**exponent.over
     if base.terms:
         if most > (_MAX_DEGREE if base.terms == 1 else _MAX_TERMS):
             raise _TooLarge
-        return _Part(terms=comb(int(most) + base.terms - 1, base.terms - 1)).checked()
-    return _Part(max(base.over, base.under) * most, base.under * most).checked()
+        return _Magnitude(terms=comb(int(most) + base.terms - 1, base.terms - 1)).checked()
+    return _Magnitude(max(base.over, base.under) * most, base.under * most).checked()
 
 
-def _factorial(part: _Part) -> _Part:
+def _factorial(part: _Magnitude) -> _Magnitude:
     if part.terms:
         return _VARIABLE
     if part.over > 14:
         raise _TooLarge
-    return _Part(part.over * 2.0**part.over, 0.0).checked()
+    return _Magnitude(part.over * 2.0**part.over, 0.0).checked()
 
 
-def _binomial(n: _Part, k: _Part) -> _Part:
+def _binomial(n: _Magnitude, k: _Magnitude) -> _Magnitude:
     if n.terms or k.terms:
         return _VARIABLE
     if min(n.over, k.over) > 14:
         raise _TooLarge
-    return _Part(min(2.0**n.over, n.over * 2.0**k.over)).checked()
+    return _Magnitude(min(2.0**n.over, n.over * 2.0**k.over)).checked()

@@ -267,7 +267,7 @@ class WorkerPool:
             for payload in supervisor.channel.receive():
                 self._handle(supervisor, read_message(payload))
         except BadMessage as bad:
-            _log.warning("reward pool: a keeper sent %s", bad)
+            _log.warning("reward pool: a supervisor sent %s", bad)
             supervisor.channel.ended = True
 
     def _handle(self, supervisor: _Supervisor, message: dict[str, object]) -> None:
@@ -308,11 +308,11 @@ class WorkerPool:
         request = supervisor.request
         if self._closing:
             return
-        self.restarts.put("a worker's keeper ended or did not answer; started again")
+        self.restarts.put("a worker's supervisor ended or did not answer; started again")
         if request is None:
             return
         request.losses += 1
-        why = "the keeper of the scorer's process ended or did not answer"
+        why = "the supervisor of the scorer's process ended or did not answer"
         if request.losses > self._settings.max_retries:
             self._end(request, crashed(why, request.losses, is_silent=is_silent))
         else:

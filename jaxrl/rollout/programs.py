@@ -421,7 +421,9 @@ class Programs:
 
         carry = (jnp.int32(0), rows, jnp.zeros(slots.shape, jnp.int32), cache, out)
         steps, rows, counts, cache, out = jax.lax.while_loop(go_on, advance, carry)
-        generated = Generated(*out[:3], counts, started & ~rows.active, None, *out[3:])
+        tokens, sampled_logprobs, rollout_logprobs, *top = out
+        stopped = started & ~rows.active
+        generated = Generated(tokens, sampled_logprobs, rollout_logprobs, counts, stopped, None, *top)
         return close(cache, counts), self.pin(put_rows(state, slots, rows)), self.pin(generated), steps
 
     def dispatched(self, state: RowState, slots: jax.Array, most: int) -> tuple[RowState, tuple[jax.Array, ...]]:

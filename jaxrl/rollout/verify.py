@@ -124,7 +124,9 @@ class Verify:
         advance = partial(self._advance, params, forward, propose, max_new)
         carry = _Carry(jnp.int32(0), rows, none, VerifySums(*[none] * len(VerifySums._fields)), cache, out)
         last = jax.lax.while_loop(go_on, advance, carry)
-        generated = Generated(*last.out, last.gained, started & ~last.rows.active, last.sums)
+        tokens, sampled_logprobs, rollout_logprobs = last.out
+        stopped = started & ~last.rows.active
+        generated = Generated(tokens, sampled_logprobs, rollout_logprobs, last.gained, stopped, last.sums)
         pool = close(last.cache, last.gained)
         return pool, programs.pin(put_rows(state, slots, last.rows)), programs.pin(generated), last.step
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxrl.config import Config, ConfigError
-from jaxrl.processes.endpoint_client import Client, Failed, Refused, read_json
+from jaxrl.processes.endpoint_client import Client, EndpointRefused, RequestFailed, read_json
 from jaxrl.train.logprobs import LEAST
 from jaxrl.train.teacher import own_prompts
 from jaxrl.types import Prompt, RunFailed, TrainBatch
@@ -81,9 +81,9 @@ class EndpointTeacher:
 
         try:
             return asyncio.run(run())
-        except Refused as refused:
+        except EndpointRefused as refused:
             raise ConfigError(str(refused)) from None
-        except Failed as failed:
+        except RequestFailed as failed:
             raise RunFailed(f"{_SECTION}.endpoint ({self._options.endpoint}): {failed}") from None
 
     def _body(self, token_ids: Sequence[int]) -> dict[str, Any]:
@@ -131,8 +131,8 @@ class EndpointTeacher:
         return own, named, np.array(ids, np.int32).reshape(shape)
 
 
-def _wrong(text: str) -> Failed:
-    return Failed(f"its answer's {text}" if text.startswith(_WHERE) else text, "error", again=False)
+def _wrong(text: str) -> RequestFailed:
+    return RequestFailed(f"its answer's {text}" if text.startswith(_WHERE) else text, "error", again=False)
 
 
 def _entries(body: bytes, is_probe: bool) -> list[Any]:
@@ -145,12 +145,12 @@ def _entries(body: bytes, is_probe: bool) -> list[Any]:
         found = None
     if not isinstance(found, list):
         text = f"its answer has no {_WHERE}: a teacher must give the log-probabilities of a prompt, as vLLM does"
-        raise Failed(text, "error", again=False)
+        raise RequestFailed(text, "error", again=False)
     return found
 
 
 def _logprobs(entries: list[Any], place: int) -> dict[int, float]:
-    """By token id. Raises Failed."""
+    """By token id. Raises RequestFailed."""
     try:
         found = {int(token): float(each["logprob"]) for token, each in entries[place].items()}
     except (AttributeError, KeyError, TypeError, ValueError):

@@ -1,7 +1,4 @@
-"""What a section of the configuration declares about its options, read from the annotations of its fields.
-
-Purpose: `declared(section)` and `walk(section)`; no other module reads the annotations.
-"""
+"""What a section of the configuration declares about its options, read from the annotations of its fields."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ MAX_FLOAT = 3.4028234663852886e38  # the largest float32
 
 @dataclass(frozen=True, slots=True)
 class Cap:
-    """The most that a size may be, and why: what goes wrong beyond, for the sentence that refuses it."""
+    """The largest value of a size, and what goes wrong beyond it."""
 
     most: float
     why: str
@@ -37,7 +34,7 @@ SEED = Cap(MAX_SEED, "the largest unsigned 32-bit integer")
 
 @dataclass(frozen=True, slots=True)
 class Or:
-    """A value outside the bounds that an option may have as well, and what it stands for: `Or(0, "off")`."""
+    """A sentinel: a value outside the bounds with a meaning of its own, as `Or(0, "off")`."""
 
     value: float
     meaning: str
@@ -45,23 +42,20 @@ class Or:
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What an option's text names; a new folder is one that a run may make."""
+    """The kind of path that an option's text is; a new folder is one that a run may make."""
 
     what: Literal["file", "folder", "new folder"]
 
 
 class Checked:
-    """A section that says itself how its options go with each other and with those of other sections.
-
-    `config` is the whole configuration (`jaxrl.config.Config`), of which the section is a part.
-    """
+    """A section with rules of its own; `config` is the whole configuration (`jaxrl.config.Config`) around it."""
 
     def problem(self, config: Any) -> str | None:
-        """Why the options do not go together, as a sentence; None if they do."""
+        """Why the options cannot be combined, as a sentence; None if they can."""
         return None
 
     def excludes_hosts(self, config: Any) -> tuple[str, str] | None:
-        """An option that excludes several hosts, and why; None: there is none."""
+        """An option that excludes several hosts, and why; None if there is none."""
         return None
 
     def unread(self, config: Any) -> Iterator[tuple[frozenset[str], str]]:
@@ -71,23 +65,14 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """One field of a section.
+    """One field of a section: an option, or a nested section."""
 
-    Attributes:
-      type: the field's type, without bounds and text: an option's type, or the class of a nested section.
-      bounds: of an option's value; None: any value of the type.
-      doc: an option's text; a section has a docstring instead.
-      cap: the most that a size may be, with the reason.
-      other: a value beside the bounds.
-      names: what the text is the path of; empty: it is no path.
-    """
-
-    type: Any
+    type: Any  # without bounds and text: an option's type, or the class of a nested section
     bounds: Interval | None = None
-    doc: str = ""
+    doc: str = ""  # an option's text; a section has a docstring instead
     cap: Cap | None = None
     other: Or | None = None
-    names: Literal["file", "folder", "new folder", ""] = ""
+    names: Literal["file", "folder", "new folder", ""] = ""  # empty: the value is no path
 
     @property
     def is_section(self) -> bool:
@@ -203,19 +188,6 @@ def text_problem(name: str, value: str, option: Declared) -> str | None:
         return f"{name}: {value} is a URL; {advice}"
     if "\0" in value:
         return f"{name} must be a path, found a NUL character in {shown(value)}"
-    return None
-
-
-def fields_problem(section: Any, prefix: str = "--") -> str | None:
-    """The first number among the fields of a declared dataclass that breaks its declaration, as a sentence; names are
-    those of options on the command line (`--max-batch`)."""
-    for name, option in declared(type(section)).items():
-        values = getattr(section, name)
-        for value in values if isinstance(values, tuple | list) else (values,):
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                problem = number_problem(prefix + name.replace("_", "-"), value, option)
-                if problem is not None:
-                    return problem
     return None
 
 

@@ -32,7 +32,7 @@ def mesh_factors(num_devices: int, num_hosts: int = 1) -> tuple[int, ...]:
 
 
 def sharing_problem(sharing: int, num_devices: int, num_hosts: int = 1, where: str = "of the trainer") -> str | None:
-    """Why groups of `sharing` devices cannot share rows of tokens; None: they can. `where`: the devices are."""
+    """Why groups of `sharing` devices cannot share rows of tokens; None if they can. `where`: whose devices."""
     possible = tuple(accumulate((1, *mesh_factors(num_devices, num_hosts)), operator.mul))
     if sharing in possible:
         return None
@@ -43,7 +43,7 @@ def sharing_problem(sharing: int, num_devices: int, num_hosts: int = 1, where: s
 
 
 def possible_workers(num_devices: int) -> tuple[int, ...]:
-    """The numbers of workers that so many devices can be cut into, ascending.
+    """The numbers of workers into which the devices can be divided, ascending.
 
     The cut goes along the major axes of the factored mesh, so that a worker's devices are a factored mesh themselves,
     with the minor axes of the whole.

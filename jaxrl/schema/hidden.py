@@ -1,7 +1,6 @@
-"""Secrets in texts: what comes from outside, and what shows an option, passes here before it is shown or kept.
+"""Takes secrets out of texts that come from outside, or show an option, before they are shown or kept.
 
-Purpose: `hider` takes the user and password of every URL out of a text, and a key in each form in which a server may
-repeat it. Lookups are bounded, so that no text takes more than a time that grows with its length.
+Lookups are bounded, so that the time grows with a text's length only.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _LEAST_BASE64 = 4  # characters of which base64 is looked for; fewer are in many
 
 
 def hider(key: str = "") -> Callable[[str], str]:
-    """What puts `***` in the place of users and passwords in URLs, and of `key` (printable ASCII; empty: none).
+    """A function that puts `***` in place of users and passwords in URLs, and of `key` (printable ASCII; empty: none).
 
     The key is found as it is, percent-encoded, escaped as in JSON, Python or HTML, in hexadecimal, and in base64, also
     as a part of a longer text that was encoded.

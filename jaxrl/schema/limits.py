@@ -20,7 +20,7 @@ BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float64": 8, "int8": 1, "
 AtEnd = Literal["flush", "leave"]
 ScoreWhen = Literal["sample", "group", "rollout"]
 
-MAX_PROMPTS = Cap(65536, "prompts and their samples are kept in memory until their step is over")
+MAX_PROMPTS = Cap(65536, "prompts and their samples are kept in memory until their step ends")
 MAX_SAMPLES = Cap(65536, "a prompt's samples are kept in memory until the last one is scored")
 MAX_LENGTH = Cap(16777216, "every row of a batch has room for the longest sequence")
 MAX_FACTOR = Cap(100, "a round would launch that many batches at once")

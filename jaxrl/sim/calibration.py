@@ -1,7 +1,7 @@
 """A calibration file: constants of the simulator that were fitted to known facts about a machine or a workload.
 
-Purpose: `simulate.calibration` names such a file and `simulate.calibration_of` one problem in it. The file that comes
-with jaxrl is `docs/reproductions/calibration.json`; `scripts/papers` makes it from facts that papers published.
+`simulate.calibration` names such a file and `simulate.calibration_of` one problem in it. `scripts/papers` makes jaxrl's
+own, `docs/reproductions/calibration.json`, from facts that papers published.
 """
 
 from __future__ import annotations

@@ -26,10 +26,9 @@ from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.schema.limits import BYTES
 from jaxrl.sim.calibration import Calibration
-from jaxrl.sim.cost_model import CostModel, Efficiency, TableCost
+from jaxrl.sim.cost_model import CostModel, Efficiency, TableCost, modelled_profile
 from jaxrl.sim.executor import MachineSizes
 from jaxrl.sim.hardware import hardware
-from jaxrl.sim.profiled import modelled_profile
 from jaxrl.sim.recorded import RecordedWorkload
 from jaxrl.sim.workload import ModelledWorkload, Workload, check_scoring, check_task
 

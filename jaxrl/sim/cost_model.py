@@ -1,9 +1,8 @@
 """Seconds and bytes of a simulated machine's work: an analytic roofline, and measured inference in its place.
 
-Purpose: the simulated executor asks how long a plan takes (`decode_step_s`, `prefill_s`); others ask how long training,
-a weight sync and a change of layout take, and how many KV blocks a device holds. `CostModel` below is all that any of
-them may ask. Every answer is for one dp group (one model copy on `tp` devices): groups of a layout run in lockstep, so
-a plan takes as long as its slowest group.
+The simulated executor asks `CostModel` how long a plan takes (`decode_step_s`, `prefill_s`); others ask how long
+training, a weight sync and a change of layout take, and how many KV blocks a device holds. Every answer is for one dp
+group (one model copy on `tp` devices). Groups of a layout run in lockstep, so a plan takes as long as its slowest one.
 
 Source: the roofline of Williams et al. (2009) over the bytes and FLOPs of a dense decoder; decode as a function of
 (batch, total context) is PAT §4.2 (Fig. 6); the move of KV is PAT §4.3 (equations 1-2); each method names the mechanism
@@ -22,6 +21,7 @@ Example::
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -29,7 +29,14 @@ import numpy as np
 
 from jaxrl.models.config import ModelConfig
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
-from jaxrl.scheduling.layouts.latency_profile import SwitchCost
+from jaxrl.scheduling.layouts.latency_profile import (
+    Measurement,
+    Profile,
+    ProfileIdentity,
+    SwitchCost,
+    prefill_points,
+    profile_points,
+)
 from jaxrl.sim.hardware import Hardware
 
 _OPTIMIZER_BYTES = 28  # per parameter and update: master, two moments (read, written: 24) and the gradient (4) in fp32
@@ -62,39 +69,25 @@ class Efficiency:
     """The share of each peak that software reaches, and costs that do not depend on size; `jaxrl.sim.calibration` reads
     fitted factors.
 
-    Attributes:
-      memory: share of the memory bandwidth, reading weights and activations.
-      kv: share of it, reading KV (paged and ragged).
-      compute: share of the FLOP/s in inference.
-      link: share of the bandwidth between devices, and from host memory.
-      mfu: share of the FLOP/s in training, over everything between its first and last kernel.
-      launch_s: seconds per layer and pass whatever the amount of work: launches, small kernels.
-      step_s: seconds per decode step or prefill, once: host, sampling.
-      collective_s: latency of one collective step between devices.
-      one_shot_s, one_shot_peer_s: latency of a reduction by a single kernel (`Hardware.one_shot`): of the kernel, and
-        for each device. SGLang's custom all-reduce on H100 takes 3.7 to 3.9 µs for up to 16 kB over 2 devices, 3.7 to
-        4.8 over 4 and 5.7 to 5.9 over 8 (sgl-project/sglang, pull request 2904; float32, no graph); its
-        4 MB in 20 to 34 µs are a `link` of 0.53 to 0.59.
-      train_fixed_s: seconds of a training step whatever its size: phases, loading of optimizer states, imbalance.
-      sync_fixed_s: the same of a weight sync.
-      rollout_fixed_s: the same of a rollout: engines and pools are woken, and drained at the end.
-      switch_fixed_s: the same of a change of layout: graphs and programs of the new layout, pools.
+    A reduction by one kernel: SGLang's custom all-reduce on H100 takes 3.7 to 3.9 µs for up to 16 kB over 2 devices,
+    3.7 to 4.8 over 4 and 5.7 to 5.9 over 8 (sgl-project/sglang, pull request 2904; float32, no graph); its 4 MB in 20
+    to 34 µs are a `link` of 0.53 to 0.59.
     """
 
-    memory: float = 0.8
-    kv: float = 0.6
-    compute: float = 0.5
-    link: float = 0.7
-    mfu: float = 0.3
-    launch_s: float = 40e-6
-    step_s: float = 0.5e-3
-    collective_s: float = 8e-6
-    one_shot_s: float = 3.1e-6
-    one_shot_peer_s: float = 0.33e-6
-    train_fixed_s: float = 5.0
-    sync_fixed_s: float = 1.0
-    rollout_fixed_s: float = 0.0
-    switch_fixed_s: float = 0.5
+    memory: float = 0.8  # of the memory bandwidth, reading weights and activations
+    kv: float = 0.6  # of it, reading KV (paged and ragged)
+    compute: float = 0.5  # of the FLOP/s in inference
+    link: float = 0.7  # of the bandwidth between devices, and from host memory
+    mfu: float = 0.3  # of the FLOP/s in training, over everything between its first and last kernel
+    launch_s: float = 40e-6  # per layer and pass: launches, small kernels
+    step_s: float = 0.5e-3  # per decode step or prefill: host, sampling
+    collective_s: float = 8e-6  # latency of one collective step between devices
+    one_shot_s: float = 3.1e-6  # of a reduction by a single kernel (`Hardware.one_shot`): the kernel's latency
+    one_shot_peer_s: float = 0.33e-6  # and what each device adds
+    train_fixed_s: float = 5.0  # of a training step: phases, loading of optimizer states, imbalance
+    sync_fixed_s: float = 1.0  # of a weight sync
+    rollout_fixed_s: float = 0.0  # of a rollout: engines and pools are woken, and drained at the end
+    switch_fixed_s: float = 0.5  # of a change of layout: graphs and programs of the new layout, pools
 
     def __post_init__(self) -> None:
         for name in (each.name for each in fields(self)):
@@ -108,21 +101,13 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True)
 class TrainLoad:
-    """What one training step computes.
+    """What one training step computes."""
 
-    Attributes:
-      tokens: prompt and response tokens of the batch.
-      pairs: (query, key) pairs of its attention; see `causal_pairs`.
-      updates: optimizer updates that the batch is cut into.
-      epochs: passes over the batch (each forward and backward).
-      extra_forwards: further forward passes: old log-probabilities, the reference model.
-    """
-
-    tokens: float
-    pairs: float = 0.0
-    updates: int = 1
-    epochs: int = 1
-    extra_forwards: int = 0
+    tokens: float  # prompt and response tokens of the batch
+    pairs: float = 0.0  # (query, key) pairs of its attention; see `causal_pairs`
+    updates: int = 1  # optimizer updates that the batch is cut into
+    epochs: int = 1  # passes over the batch (each forward and backward)
+    extra_forwards: int = 0  # further forward passes: old log-probabilities, the reference model
 
 
 def causal_pairs(tokens: float, start: float = 0.0) -> float:
@@ -173,30 +158,28 @@ class CostModel:
 
     def decode_steps_s(self, tp: int, batch_S: np.ndarray, context_S: np.ndarray) -> np.ndarray:
         """`decode_step_s` of many steps at once, equal to the last bit: [S], [S] -> [S]."""
-        weights_s, row_memory_s, token_memory_s, row_compute_s, token_compute_s = self._decode_terms(tp)
-        seen_S = self._seen(batch_S, context_S)
-        memory_S = weights_s - self._unread_each_s(tp, batch_S) + row_memory_s * batch_S + token_memory_s * seen_S
-        busy_S = np.maximum(memory_S, row_compute_s * batch_S + token_compute_s * seen_S)
-        return busy_S + np.array([self._decode_pass_s(tp, batch) for batch in batch_S.tolist()])
+        return self._steps_s(tp, batch_S, 0, context_S)
 
     def verify_steps_s(self, tp: int, batch_S: np.ndarray, width: int, context_S: np.ndarray) -> np.ndarray:
-        """Seconds of steps that verify `width` proposed tokens a row, each row with one token more: [S], [S] -> [S]. A
-        width of 0 is a decode step.
+        """Seconds of steps that verify `width` proposed tokens a row, each row with one token more: [S], [S] -> [S].
 
         Weights are read once, and a row's KV once for all of its queries; products, activations and reductions go by
         tokens. Each query attends to the context and to the proposed tokens before it.
         """
+        return self._steps_s(tp, batch_S, width, context_S)
+
+    def _steps_s(self, tp: int, batch_S: np.ndarray, width: int, context_S: np.ndarray) -> np.ndarray:
         weights_s, row_memory_s, token_memory_s, row_compute_s, token_compute_s = self._decode_terms(tp)
         tokens_S, context_S = batch_S * (1 + width), self._seen(batch_S, context_S)
         pairs_S = context_S * (1 + width) + batch_S * (width * (width + 1) / 2)
-        read_s = weights_s - self._unread_each_s(tp, tokens_S)
-        memory_S = read_s + row_memory_s * tokens_S + token_memory_s * context_S
+        unread_S = [self._unread_s(tp, tokens) for tokens in tokens_S.tolist()] if self.model.num_experts else 0.0
+        memory_S = weights_s - np.array(unread_S) + row_memory_s * tokens_S + token_memory_s * context_S
         busy_S = np.maximum(memory_S, row_compute_s * tokens_S + token_compute_s * pairs_S)
         return busy_S + np.array([self._decode_pass_s(tp, tokens) for tokens in tokens_S.tolist()])
 
     def _seen(self, tokens: Any, pairs: Any) -> Any:
-        """How many (query, key) pairs of a layer, the mean of all, are not behind its window, where `tokens` queries
-        with `pairs` of them are alike: numbers, or arrays."""
+        """(query, key) pairs inside a layer's window, averaged over the layers, of `tokens` equal queries that have
+        `pairs` without windows: numbers, or arrays."""
         if not self.model.sliding_window:
             return pairs
         ends = [self.model.kind(layer).window for layer in range(self.model.num_layers)]
@@ -209,7 +192,7 @@ class CostModel:
         return pass_s
 
     def _unread_s(self, tp: int, tokens: int) -> float:
-        """Seconds that reading the experts would take that none of so many tokens has chosen, if each chooses any."""
+        """Seconds for reading the experts that none of `tokens` tokens chooses, if each token chooses at random."""
         model = self.model
         if not model.num_experts:
             return 0.0
@@ -217,29 +200,20 @@ class CostModel:
         num_bytes = share * self.params.experts / tp * (self.layer_bytes or self.number_bytes)
         return num_bytes / (self.hardware.memory_bytes_per_s * self.efficiency.memory)
 
-    def _unread_each_s(self, tp: int, tokens_S: np.ndarray) -> np.ndarray | float:
-        """The same of many steps."""
-        if not self.model.num_experts:
-            return 0.0
-        return np.array([self._unread_s(tp, tokens) for tokens in tokens_S.tolist()])
-
     def _decode_terms(self, tp: int) -> tuple[float, float, float, float, float]:
         """Seconds to read the weights; of memory traffic per row and context token; of computing per row and token."""
         terms = self._decode.get(tp)
         if terms is None:
-            terms = self._decode[tp] = self._new_decode_terms(tp)
+            hw, eff, read = self.hardware, self.efficiency, self.params.read
+            bandwidth, flops = hw.memory_bytes_per_s, hw.flops_per_s * eff.compute * tp
+            terms = self._decode[tp] = (
+                self.device_bytes(tp, read) / (bandwidth * eff.memory),
+                self._activation_bytes(tp, 1, logits=1) / (bandwidth * eff.memory),
+                self.kv_bytes_per_token(tp) / (bandwidth * eff.kv),
+                2.0 * (read - self.params.unchosen) / flops,
+                self._attention_flops(1) / flops,
+            )
         return terms
-
-    def _new_decode_terms(self, tp: int) -> tuple[float, float, float, float, float]:
-        hw, eff, read = self.hardware, self.efficiency, self.params.read
-        bandwidth, flops = hw.memory_bytes_per_s, hw.flops_per_s * eff.compute * tp
-        return (
-            self.device_bytes(tp, read) / (bandwidth * eff.memory),
-            self._activation_bytes(tp, 1, logits=1) / (bandwidth * eff.memory),
-            self.kv_bytes_per_token(tp) / (bandwidth * eff.kv),
-            2.0 * (read - self.params.unchosen) / flops,
-            self._attention_flops(1) / flops,
-        )
 
     def prefill_s(self, tp: int, tokens: int, pairs: float = 0.0) -> float:
         """Seconds to prefill `tokens` tokens in one pass, attending `pairs` (query, key) pairs; 0 tokens: 0."""
@@ -404,7 +378,7 @@ class CostModel:
         Args:
           memory_fraction: of a device's memory, for weights and KV together (`rollout.memory_fraction`).
           reserved_bytes: what else lies on each device during rollout.
-          num_layers: of a block (`jaxrl.models.kv_layers`); None: all.
+          num_layers: of a block (`jaxrl.models.kv_layers`); None means all.
 
         Raises ValueError if not even two blocks fit.
         """
@@ -438,13 +412,12 @@ class TableCost(CostModel):
         return self.predictor.decode_steps_s(tp, batch_S, context_S)
 
     def verify_steps_s(self, tp: int, batch_S: np.ndarray, width: int, context_S: np.ndarray) -> np.ndarray:
-        """What was measured for so many rows, at the width that they had; where no such steps were measured, the
-        measured decode step times what the roofline says that verification makes of one."""
+        """The measured steps of that many rows, at their width; where there are none, the measured decode step times
+        what the roofline gives for their ratio."""
         if width and self.predictor.profile.verify_widths(tp):
             steps = zip(batch_S.tolist(), context_S.tolist(), strict=True)
             return np.array([self.predictor.verify_step_s(tp, rows, context) for rows, context in steps])
-        longer_S = CostModel.verify_steps_s(self, tp, batch_S, width, context_S)
-        longer_S /= CostModel.decode_steps_s(self, tp, batch_S, context_S)
+        longer_S = self._steps_s(tp, batch_S, width, context_S) / self._steps_s(tp, batch_S, 0, context_S)
         return self.decode_steps_s(tp, batch_S, context_S) * longer_S
 
     def prefill_s(self, tp: int, tokens: int, pairs: float = 0.0) -> float:
@@ -458,3 +431,29 @@ class TableCost(CostModel):
 
     def switch_cost(self, tp: int, new_tp: int) -> SwitchCost:
         return self.predictor.switch_cost(tp, new_tp)
+
+
+def modelled_profile(
+    cost: CostModel, name: str, degrees: Sequence[int], num_devices: int, max_batch: int, max_context: int
+) -> Profile:
+    """What `jaxrl profile` would measure on modelled devices (PAT §4.2), labelled as synthetic.
+
+    So a simulated run chooses its layouts from a table of points, as a real run does, and not from the cost model that
+    charges its time.
+
+    Args:
+      name: of the modelled devices.
+      max_batch: the most live rows of all dp groups together. max_context: tokens of a row.
+    """
+    points = profile_points(max_batch, max_batch * max_context, degrees, num_devices, max_context)
+    decode = tuple(
+        Measurement(p.tp, p.batch, p.context, cost.decode_step_s(p.tp, p.batch, p.batch * p.context)) for p in points
+    )
+    prefill = tuple(
+        Measurement(
+            p.tp, p.batch, p.context, cost.prefill_s(p.tp, p.batch * p.context, p.batch * causal_pairs(p.context))
+        )
+        for p in prefill_points(points)
+    )
+    switches = tuple(cost.switch_cost(tp, new_tp) for tp in degrees for new_tp in degrees if tp != new_tp)
+    return Profile(ProfileIdentity("", "", name, num_devices, "", ""), decode, prefill, switches, source="synthetic")

@@ -1,6 +1,6 @@
 """Accelerators: what a device can do at best, from its vendor's data sheet.
 
-Purpose: the constants of `jaxrl.sim.cost_model`. They are peaks; how much of a peak software reaches is an efficiency
+These are the constants of `jaxrl.sim.cost_model`. They are peaks; how much of a peak software reaches is an efficiency
 factor of the cost model, never mixed in here.
 
 Source: each entry's docstring names the data sheet of each number. FLOP/s are dense bfloat16 (data sheets print twice
@@ -22,29 +22,20 @@ _GBIT_BYTES = 1e9 / 8
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """One kind of device, eight (or `node_size`) of them to a node.
+    """One kind of device, eight (or `node_size`) of them to a node. Bandwidths are of one direction.
 
-    Attributes:
-      name: as on the data sheet.
-      flops_per_s: dense bfloat16 FLOP/s of one device.
-      memory_bytes_per_s: device memory bandwidth.
-      memory_bytes: device memory.
-      link_bytes_per_s: bandwidth from one device to the others of its node, in one direction.
-      inter_node_bytes_per_s: one device's share of its node's network, in one direction.
-      host_bytes_per_s: bandwidth from host memory to one device, in one direction.
-      node_size: devices of a node.
-      one_shot: whether reductions inside a node by a single kernel are modelled. Every device must read every other's
-        memory over links or a switch (over PCIe engines turn such kernels off), and the latency must be published: it
-        is for the H100 (`jaxrl.sim.cost_model.Efficiency`), and taken to be the same for the H200, with its links.
+    `one_shot`: whether reductions inside a node by a single kernel are modelled. Every device must read every other's
+    memory over links or a switch (over PCIe engines turn such kernels off), and the latency must be published: it is
+    for the H100 (`jaxrl.sim.cost_model.Efficiency`), and taken to be the same for the H200, with its links.
     """
 
-    name: str
-    flops_per_s: float
+    name: str  # as on the data sheet
+    flops_per_s: float  # dense bfloat16
     memory_bytes_per_s: float
     memory_bytes: int
-    link_bytes_per_s: float
-    inter_node_bytes_per_s: float
-    host_bytes_per_s: float
+    link_bytes_per_s: float  # from one device to the others of its node
+    inter_node_bytes_per_s: float  # one device's share of its node's network
+    host_bytes_per_s: float  # from host memory to one device
     node_size: int = 8
     one_shot: bool = False
 

@@ -1,7 +1,7 @@
 """Prompts of a simulation: lengths and identities, no text.
 
-Purpose: `jaxrl.loop.Prompts` without files, tokenizer or grain (which brings jax along). A prompt's index decides its
-length, kind and, through the workload, the lengths of its responses; epochs come in a new order each, as in training.
+This is `jaxrl.loop.Prompts` without files, tokenizer or grain (which imports jax). A prompt's index decides its length,
+its kind and, through the workload, the lengths of its responses; each epoch has a new order, as in training.
 
 Departures: the order is numpy's for (seed, epoch), not grain's: equally random, but not the same.
 """
@@ -26,8 +26,8 @@ class SimulatedPrompts:
     Args:
       max_prompt_length: tokens at which prompts are cut.
       shuffle: a new order in each epoch; else that of the indices.
-      quotas: prompts per batch by task (`data.source_quotas`); None: as tasks come.
-      reference_time_key: under which a prompt says how long a right program takes; empty: none does.
+      quotas: prompts per batch by task (`data.source_quotas`).
+      reference_time_key: the column of seconds that a right program takes; empty for no such column.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class SimulatedPrompts:
         return [self.prompt(*self._place(p)) for p in positions]
 
     def get(self, epoch: int, index: int) -> Prompt:
-        """A prompt that was handed out before, by its key."""
+        """A prompt that `next` has returned before, by its key."""
         return self.prompt(index, epoch)
 
     def held_out(self, count: int) -> list[Prompt]:
@@ -104,7 +104,7 @@ class SimulatedPrompts:
         return members[self._ordered(source, len(members), epoch, place, (self._seed, epoch, number))], epoch
 
     def _ordered(self, source: str, count: int, epoch: int, place: int, seed: tuple[int, ...]) -> int:
-        """What stands at `place` of an epoch of `count` prompts."""
+        """The prompt at `place` in an epoch of `count` prompts."""
         if not self._shuffle:
             return place
         if source not in self._orders or self._orders[source][0] != epoch:

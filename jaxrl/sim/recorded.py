@@ -1,6 +1,4 @@
-"""Lengths of a real run, replayed: `samples.jsonl` of a run directory as a `Workload`.
-
-Purpose: a simulation in which lengths come from a run instead of a formula.
+"""Lengths of a real run, replayed: `samples.jsonl` of a run directory as a `Workload`, in place of a formula.
 
 Source: bootstrap resampling (Efron 1979), by prompt so that its responses are long again (RollPacker §3, RhymeRL §6.1).
 The rule `by_rank` is the model of `jaxrl.sim.workload` with the recorded lengths as its distribution: a response's
@@ -63,9 +61,12 @@ class RecordedPrompt:
 class RecordedWorkload:
     """`jaxrl.sim.workload.Workload` that draws from a run's responses.
 
+    A response is drawn from the recorded step nearest to the step asked for, so growth over training is replayed too;
+    `by_rank` takes all steps together.
+
     Args:
       seed: of the draws.
-      prompts: the recorded prompts. Prompt index i is one of them, drawn by (seed, i), so always the same one.
+      prompts: at least one, each with a response. Prompt index i is always the same one, drawn by (seed, i).
       rule: `by_prompt`: a response is one of its prompt's recorded ones; `pooled`: one of any prompt's, so that prompts
         have no length of their own; `by_rank`: one of any prompt of the same source, prompts differing as much as the
         recorded ones.
@@ -73,10 +74,7 @@ class RecordedWorkload:
       num_truncated: recorded responses that ended at the run's token limit.
       history: how much of a response its prompt's earlier ones foretell, which the file does not hold either.
 
-    A response is drawn from the recorded step nearest to the step asked for, so growth over training is replayed too;
-    `by_rank` takes all steps together.
-
-    Raises ValueError without prompts, for a prompt without responses, or with `by_rank` if no prompt has two.
+    Raises ValueError with `by_rank` if no prompt has two responses.
     """
 
     def __init__(
@@ -89,10 +87,6 @@ class RecordedWorkload:
         num_truncated: int = 0,
         history: SimulatedHistory = _HISTORY,
     ) -> None:
-        if not prompts or any(not prompt.responses for prompt in prompts):
-            raise ValueError(f"RecordedWorkload: prompts ({len(prompts)}) must be at least one, each with a response")
-        if rule not in ("by_prompt", "pooled", "by_rank"):
-            raise ValueError(f"RecordedWorkload: rule ({rule!r}) must be 'by_prompt', 'pooled' or 'by_rank'")
         self.seed = seed
         self.prompts = tuple(prompts)
         self.rule: Rule = rule
@@ -103,8 +97,12 @@ class RecordedWorkload:
         if rule == "pooled":
             pools = [tuple(response for pool in pools for response in pool)]
         self._pools = [_by_step(pool) for pool in pools]
-        self.correlation = _correlation(prompts) if rule == "by_rank" else math.nan
-        self._by_length = {source: _ascending(prompts, source) for source in _sources(prompts)}
+        self._by_source = _by_source(prompts)
+        self.correlation = _correlation(self._by_source) if rule == "by_rank" else math.nan
+        self._by_length = {
+            source: sorted((response for prompt in own for response in prompt.responses), key=lambda each: each.length)
+            for source, own in self._by_source.items()
+        }
 
     @classmethod
     def read(
@@ -149,13 +147,8 @@ class RecordedWorkload:
     def resampled(self, seed: int) -> RecordedWorkload:
         """As many of the recorded prompts of each source, drawn with replacement, as of one step: what another run
         might have recorded. Differences between such workloads show how much the record leaves open."""
-        of_source: dict[str, list[int]] = {}
-        for i, prompt in enumerate(self.prompts):
-            of_source.setdefault(prompt.source, []).append(i)
-        prompts: list[RecordedPrompt] = []
-        for i, prompt in enumerate(self.prompts):
-            places = of_source[prompt.source]
-            prompts.append(self.prompts[places[int(uniform(_PROMPT, seed, i, len(self.prompts)) * len(places))]])
+        same = [self._by_source[prompt.source] for prompt in self.prompts]
+        prompts = [own[int(uniform(_PROMPT, seed, i, len(self.prompts)) * len(own))] for i, own in enumerate(same)]
         timeless = [replace(p, responses=tuple(replace(response, step=0) for response in p.responses)) for p in prompts]
         limits = self.scoring, self.timeout_s, self.num_truncated
         return RecordedWorkload(seed, timeless, self.rule, *limits, self._history)
@@ -171,12 +164,8 @@ class RecordedWorkload:
 
     def reward_s(self, key: SampleKey, step: int = 0) -> float:
         words = (self.seed, key.epoch, key.prompt_index, key.sample_index, key.attempt)
-        prompt, own, u = (
-            normal(_PROMPT_TIME, self.seed, key.prompt_index),
-            normal(_TIME, *words),
-            uniform(_HANGS, *words),
-        )
-        z = correlated(self.scoring.correlation, prompt, own)
+        prompt = normal(_PROMPT_TIME, self.seed, key.prompt_index)
+        z, u = correlated(self.scoring.correlation, prompt, normal(_TIME, *words)), uniform(_HANGS, *words)
         return scoring_s(self.scoring, self.timeout_s, z, u, self.length(key, step))
 
     def reference_time_s(self, prompt_index: int) -> float:
@@ -203,28 +192,23 @@ class RecordedWorkload:
         responses = self._by_length[self.kind_name(key.prompt_index)]
         prompt = normal(_PROMPT_SCORE, self.seed, key.prompt_index)
         own = normal(_RESPONSE_SCORE, self.seed, key.epoch, key.prompt_index, key.sample_index, key.attempt)
-        score = math.sqrt(self.correlation) * prompt + math.sqrt(1 - self.correlation) * own
+        score = correlated(self.correlation, prompt, own)
         return responses[min(int(_NORMAL.cdf(score) * len(responses)), len(responses) - 1)]
 
 
-def _sources(prompts: Sequence[RecordedPrompt]) -> list[str]:
-    """The sources of the prompts, in the order in which they come."""
-    return list(dict.fromkeys(prompt.source for prompt in prompts))
+def _by_source(prompts: Sequence[RecordedPrompt]) -> dict[str, list[RecordedPrompt]]:
+    found: dict[str, list[RecordedPrompt]] = {}
+    for prompt in prompts:
+        found.setdefault(prompt.source, []).append(prompt)
+    return found
 
 
-def _ascending(prompts: Sequence[RecordedPrompt], source: str) -> tuple[Response, ...]:
-    """The responses to a source's prompts, by length."""
-    found = [response for prompt in prompts if prompt.source == source for response in prompt.responses]
-    return tuple(sorted(found, key=lambda response: response.length))
-
-
-def _correlation(prompts: Sequence[RecordedPrompt]) -> float:
+def _correlation(by_source: Mapping[str, Sequence[RecordedPrompt]]) -> float:
     """How much of a length its prompt decides: the mean product of two normal scores of a prompt, at least 0. A score
     is a rank within the source; equal lengths share theirs."""
     products: list[float] = []
-    for source in _sources(prompts):
-        same = [prompt for prompt in prompts if prompt.source == source]
-        lengths = np.array([response.length for response in _ascending(same, source)])
+    for same in by_source.values():
+        lengths = np.sort([response.length for prompt in same for response in prompt.responses])
         known, first, count = np.unique(lengths, return_index=True, return_counts=True)
         scores = np.array([_NORMAL.inv_cdf((i + n / 2) / len(lengths)) for i, n in zip(first, count, strict=True)])
         mean = np.average(scores, weights=count)

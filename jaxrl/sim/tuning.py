@@ -1,7 +1,7 @@
-"""A search over a rule's factors: what to simulate, what is measured of it, and what the measurements say.
+"""The pure half of `jaxrl tune`: what to simulate, what a simulated run shows, and what all of them say.
 
-Purpose: the pure half of `jaxrl tune`. A `Search` names the options of a rule that take the values of a grid; each
-value and plain batches are simulated with the same seeds; `Table` compares them. It runs nothing itself.
+A `RuleSearch` names the options of a rule that take the values of a grid; each value and plain batches are simulated
+with the same seeds; `Table` compares them.
 
 Source: RollPacker §6.3 (one speculation factor for prompts and responses, and a grid search over [1.1, 1.4]; Fig. 12:
 each factor alone, averages over whole periods of short rounds and a long one); APRIL §3 (N' / N).
@@ -31,7 +31,7 @@ _PERIODS = 2  # at the least
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
+class RuleSearch:
     """A rule's section, what is searched of it, and the sections of all other rules."""
 
     section: str
@@ -83,25 +83,15 @@ class Search:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What one simulated run shows.
-
-    Attributes:
-      step_s: simulated seconds of a step, with a share of a long round for the prompts that wait at the end.
-      gen_s: likewise, of its rollout.
-      thrown_share: of all response tokens, those that are neither trained on, filtered, nor carried.
-      stale_share: of the trained tokens, those of earlier versions than the policy that trains on them.
-      queue: prompts carried from step to step, on average.
-      wait_steps: the longest that a prompt was carried.
-      long_share: of the steps, those with a long round.
-    """
+    """What one simulated run shows. Its seconds have a share of a long round for the prompts that wait at the end."""
 
     step_s: float
-    gen_s: float
-    thrown_share: float
-    stale_share: float
-    queue: float
-    wait_steps: float
-    long_share: float
+    gen_s: float  # of a step's rollout
+    thrown_share: float  # of all response tokens: neither trained on, filtered, nor carried
+    stale_share: float  # of the trained tokens: of earlier versions than the policy that trains on them
+    queue: float  # prompts carried from step to step, on average
+    wait_steps: float  # the longest that a prompt was carried
+    long_share: float  # of the steps: with a long round
 
 
 def trial(steps: Sequence[Mapping[str, float]], num_prompts: int, warm_up: int = 0) -> Trial:
@@ -175,6 +165,15 @@ class Tried:
     def speedup(self, plain: Tried) -> Spread:
         return Spread.of(plain.values("step_s") / self.values("step_s"))
 
+    def to_json(self, plain: Tried, options: tuple[str, ...]) -> dict[str, Any]:
+        return {
+            "factors": dict(zip(options, self.factors, strict=bool(self.factors))),
+            "launched": list(self.launched),
+            "step_s": Spread.of(self.values("step_s")).to_json(),
+            "speedup": self.speedup(plain).to_json(),
+            "trials": [asdict(one) for one in self.trials],
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Spread:
@@ -196,20 +195,17 @@ class Spread:
         shown = f"{self.mean:.{digits}f}"
         return shown if math.isnan(self.deviation) else f"{shown} ± {self.deviation:.{digits}f}"
 
+    def to_json(self) -> dict[str, float | None]:
+        return {"mean": self.mean, "deviation": None if math.isnan(self.deviation) else self.deviation}
+
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What a search has found.
+    """What a search has found."""
 
-    Attributes:
-      search: what was searched.
-      plain: the baseline.
-      tried: the values of the grid, in its order.
-    """
-
-    search: Search
-    plain: Tried
-    tried: tuple[Tried, ...]
+    search: RuleSearch
+    plain: Tried  # the baseline
+    tried: tuple[Tried, ...]  # the values of the grid, in its order
 
     @property
     def best(self) -> Tried:
@@ -290,23 +286,14 @@ class Table:
 
     def to_json(self) -> dict[str, Any]:
         """Everything measured, by value and seed."""
-
-        def entry(each: Tried) -> dict[str, Any]:
-            step, speed = Spread.of(each.values("step_s")), each.speedup(self.plain)
-            return {
-                "factors": dict(zip(self.search.of.options, each.factors, strict=bool(each.factors))),
-                "launched": list(each.launched),
-                "step_s": _known(step),
-                "speedup": _known(speed),
-                "trials": [asdict(one) for one in each.trials],
-            }
-
+        plain, *tried = (each.to_json(self.plain, self.search.of.options) for each in (self.plain, *self.tried))
+        factors = {each: entry["factors"] for each, entry in zip(self.tried, tried, strict=True)}
         return {
             "rule": self.search.rule,
-            "plain": entry(self.plain),
-            "tried": [entry(each) for each in self.tried],
-            "best": entry(self.best)["factors"],
-            "as_good": [entry(each)["factors"] for each in self.as_good],
+            "plain": plain,
+            "tried": tried,
+            "best": factors[self.best],
+            "as_good": [factors[each] for each in self.as_good],
             "beats_plain": self.pays,
             "overrides": self.chosen,
         }
@@ -324,7 +311,3 @@ _HEAD = (
     "longest wait",
     "long rounds",
 )
-
-
-def _known(spread: Spread) -> dict[str, float | None]:
-    return {"mean": spread.mean, "deviation": None if math.isnan(spread.deviation) else spread.deviation}

@@ -1,7 +1,6 @@
 """The data of a simulated run: response and prompt lengths, seconds of scoring and rewards, each by identity.
 
-Purpose: the lengths and times of `jaxrl simulate`. Every number is a pure function of (seed, identity): a change of
-schedule does not change what is generated, and no state is kept.
+Every number is a pure function of (seed, identity), so a change of schedule does not change what is generated.
 
 Source: RollPacker §2.2 and Fig. 2 (long-tailed lengths, by kind of task), §4.3 and Fig. 8 (time-outs of the sandbox);
 RhymeRL §3.1 (lengths grow over training) and §6.1 (a prompt's rank by length is stable over epochs); APRIL §3.2.3
@@ -66,7 +65,17 @@ def correlated(share: float, prompt: float, own: float) -> float:
 def exact_length(lengths: SimulatedLengths, z: float, step: int = 0) -> float:
     """Tokens of the response with score `z`, before limit and rounding; infinite if the tail is too far out for a
     float."""
-    return _body_or_tail(lengths, z) * _growth(lengths, step)
+    if lengths.tail_from < 1 and (above := share_above(z)) < 1 - lengths.tail_from:
+        if above <= 0:
+            return math.inf
+        log_length = math.log((1 - lengths.tail_from) / above) / lengths.tail_index
+        tokens = tail_start(lengths) * math.exp(min(log_length, 700.0))
+    else:
+        tokens = lengths.median * math.exp(min(lengths.sigma * z, 700.0))
+    if lengths.growth == 0 or step <= 0:
+        return tokens
+    exponent, limit = step * math.log1p(lengths.growth), math.log(lengths.growth_limit)
+    return tokens * math.exp(min(max(exponent, -limit), limit))
 
 
 def length_of_score(lengths: SimulatedLengths, longest: int, z: float, step: int = 0) -> int:
@@ -84,28 +93,11 @@ def share_above(z: float) -> float:
     return 0.5 * math.erfc(z / math.sqrt(2))
 
 
-def _growth(lengths: SimulatedLengths, step: int) -> float:
-    """How many times as long as at step 0."""
-    if lengths.growth == 0 or step <= 0:
-        return 1.0
-    exponent, limit = step * math.log1p(lengths.growth), math.log(lengths.growth_limit)
-    return math.exp(min(max(exponent, -limit), limit))
-
-
-def _body_or_tail(lengths: SimulatedLengths, z: float) -> float:
-    if lengths.tail_from < 1 and (above := share_above(z)) < 1 - lengths.tail_from:
-        if above <= 0:
-            return math.inf
-        log_length = math.log((1 - lengths.tail_from) / above) / lengths.tail_index
-        return tail_start(lengths) * math.exp(min(log_length, 700.0))
-    return lengths.median * math.exp(min(lengths.sigma * z, 700.0))
-
-
 # Scoring
 
 
 def reference_time_s(scoring: SimulatedScoring, z: float) -> float:
-    """Seconds that a right program takes where its prompt has score `z`: without what a response has of its own."""
+    """Seconds that a right program takes for a prompt with score `z`, without a response's own variation."""
     return scoring.median_s * math.exp(scoring.sigma * correlated(scoring.correlation, z, 0.0))
 
 
@@ -141,16 +133,12 @@ def check_scoring(scoring: SimulatedScoring, timeout_s: float) -> None:
 
 
 class Workload(Protocol):
-    """What the simulator asks. `step` is the training step in which a response was first launched; a resumed response
-    keeps that step, and so its length."""
+    """The lengths and times of a simulation. `step` is the training step in which a response was first launched; a
+    resumed response keeps that step, and so its length."""
 
-    def length(self, key: SampleKey, step: int = 0) -> int:
-        """Response tokens."""
-        ...
+    def length(self, key: SampleKey, step: int = 0) -> int: ...
 
-    def prompt_length(self, prompt_index: int) -> int:
-        """Prompt tokens."""
-        ...
+    def prompt_length(self, prompt_index: int) -> int: ...
 
     def kind_name(self, prompt_index: int) -> str:
         """The name of a prompt's task."""
@@ -164,12 +152,10 @@ class Workload(Protocol):
         """Seconds that a right program takes for a test case."""
         ...
 
-    def reward(self, key: SampleKey, step: int = 0) -> float:
-        """The verdict."""
-        ...
+    def reward(self, key: SampleKey, step: int = 0) -> float: ...
 
     def history(self, prompt_index: int) -> SimulatedHistory:
-        """How much of a prompt's responses its earlier ones foretell."""
+        """How well a prompt's earlier responses predict the next ones."""
         ...
 
 

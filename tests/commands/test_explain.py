@@ -9,7 +9,7 @@ import pytest
 from known_sizes import SMOLLM2, TINY, config
 
 from jaxrl.cli import main
-from jaxrl.commands.explain import Explanation, LearningExplanation, explain, explain_config, render
+from jaxrl.commands.explain import explain, explain_config
 from jaxrl.config import from_mapping
 from jaxrl.config.options import total_steps
 from jaxrl.models.decoder import init
@@ -28,18 +28,19 @@ def test_counts():
         trainer={"total_epochs": 2},
     )
     e = explain(c, TINY, num_devices=4)
-    assert (e.dp, e.tp) == (2, 2)
-    counts = e.counts
-    assert (counts.step_prompts, counts.step_samples) == (8, 32)
-    assert (counts.step_max_response_tokens, counts.step_max_tokens) == (32 * 40, 32 * 64)
-    assert (counts.update_prompts, counts.update_samples, counts.update_max_tokens) == (2, 8, 8 * 64)
-    assert counts.updates_per_step == 4 * 2
-    assert counts.microbatch_device_tokens == 64  # an update has no more than 94 for each of 4 devices
-    assert (counts.microbatch_device_samples, counts.microbatch_samples) == (1, 4)
-    assert counts.update_max_microbatches == 2
-    assert counts.rollout_rows == 32
-    assert counts.evaluation_samples == 300
-    assert (counts.epoch_prompts, counts.epoch_steps, counts.total_steps) == (100, 12.5, 25)
+    assert "rollout dp 2 × tp 2" in e.summary[0]
+    assert e.columns == ("prompts", "samples", "tokens, at most")
+    assert e.sizes == {
+        "a step": (8, 32, 32 * 64),
+        "an optimizer update": (2, 8, 8 * 64),
+        # an update has no more than 94 for each of 4 devices
+        "a microbatch, per device": ("", "1 or more", 64),
+        "rows that decode at once": ("", 32, ""),
+    }
+    assert e.steps == (
+        "8 updates per step, at most 2 microbatches per update; 300 samples per evaluation",
+        "25 steps; an epoch of 100 prompts takes 12.5",
+    )
 
 
 def test_a_worker_that_spans_hosts():
@@ -61,10 +62,8 @@ def test_rows_that_devices_share():
         actor = {"context_parallel_size": sharing, "ppo_max_token_len_per_gpu": 32768 // sharing}
         c = config(data=data, actor=actor | {"remat": "full", "dtype": "bfloat16"})
         e = explain(c, model, 8)
-        assert (e.counts.sharing_devices, e.counts.microbatch_device_tokens) == (sharing, 32768)
-        assert (e.counts.microbatch_device_samples, e.counts.microbatch_samples) == (1, 8 // sharing)
         what = "device" if sharing == 1 else f"{sharing} devices that share its rows"
-        assert f"a microbatch, per {what} " in str(e)
+        assert e.sizes[f"a microbatch, per {what}"] == ("", "1 or more", 32768)
         kept[sharing] = e.memory.update["activations kept (remat full, estimate)"]
         keys = update_phases(c, model, 8, "gpu", "full", 512)["layers"][
             "keys and values of shared rows, and their gradients"
@@ -92,8 +91,8 @@ def test_a_critic():
     added = {name: size for name, size in gae.memory.resident.items() if name not in plain.memory.resident}
     assert added == {"critic: master weights": one, "critic: optimizer (adam m, v)": 2 * one}
     assert gae.memory.update == plain.memory.update, "what an update of the policy adds is more than its own does"
-    assert "critic: 6 updates per step, of 4 prompts each\n" in render(gae)
-    assert "critic" not in render(plain)
+    assert "critic: 6 updates per step, of 4 prompts each\n" in str(gae)
+    assert "critic" not in str(plain)
     offloaded = explain(
         config(**sections, algorithm={"adv_estimator": "gae"}, actor={"offload_optimizer": True}), TINY, 2
     )
@@ -160,7 +159,6 @@ def test_a_reference_on_the_host_leaves_what_is_outside_the_layers():
     memory = explain(config(**sections), SMOLLM2, 1).memory
     assert memory.resident["reference weights"] == 4 * 576 * (49152 + 30 * 2 + 1), "the embedding, and norms"
     dpo = explain_config(from_mapping({"model": {"path": "SmolLM2-135M"}, **sections}, "dpo"), 1, None, "dpo")
-    assert isinstance(dpo, LearningExplanation)
     assert dpo.resident == memory.resident
 
 
@@ -171,7 +169,7 @@ def test_kernels_on_a_cpu_are_refused_by_the_plan():
 
 def test_invariant_numbers_that_a_run_cannot_have_are_refused_by_the_plan():
     c = config(actor={"numerics": "invariant", "numerics_tp": 2}, rollout={"tensor_model_parallel_size": 2})
-    assert explain(c, SMOLLM2, 4, platform="cpu").tp == 2
+    assert "tp 2" in explain(c, SMOLLM2, 4, platform="cpu").summary[0]
     with pytest.raises(ValueError, match=r"must be fast for devices of the kind tpu: it is built for CPUs and NVIDIA"):
         explain(c, SMOLLM2, 4, platform="tpu")
     mixture = replace(SMOLLM2, family="qwen3_moe", num_experts=3, num_experts_per_tok=1)
@@ -212,8 +210,8 @@ def test_what_does_not_fit():
 )
 def test_what_a_round_has_under_way(rollout, prompts, samples):
     e = explain(config(data={"task": "t"}, rollout=rollout), SMOLLM2, 1)
-    assert (e.counts.launched_prompts, e.counts.launched_samples) == (prompts, samples)
-    assert ("a round has under way" in str(e)) == (samples != 64)
+    plain = samples == 64
+    assert e.sizes.get("a round has under way, at most") == (None if plain else (prompts, samples, ""))
 
 
 def test_the_text():
@@ -236,7 +234,6 @@ def test_devices_of_the_rollouts_own_hold_no_training_state():
     shared = explain(config(data={"task": "t"}), SMOLLM2, 4, 4 << 30).memory
     own = {"num_devices": 4, "tensor_model_parallel_size": 2}
     e = explain(config(data={"task": "t"}, rollout=own, trainer={"one_step_off": True}), SMOLLM2, 8, 4 << 30)
-    assert (e.dp, e.tp) == (2, 2)
     assert e.memory.update == shared.update
     assert e.memory.resident == shared.resident
     assert e.memory.rollout_bytes == sum(e.memory.rollout.values())
@@ -252,7 +249,7 @@ def test_workers_have_equal_shares():
     cut = {"num_workers": 2, "tensor_model_parallel_size": 2}
     e = explain(config(data={"task": "t"}, rollout=cut), SMOLLM2, 8, 4 << 30)
     assert (e.memory.rollout, e.memory.num_blocks) == (together.memory.rollout, together.memory.num_blocks)
-    assert (e.dp, e.tp, e.counts) == (4, 2, together.counts)
+    assert e.sizes == together.sizes
     workers = e.memory.workers
     assert (workers.count, workers.num_devices, workers.dp, workers.tp, workers.num_rows) == (2, 4, 2, 2, 32)
     assert "rollout dp 4 × tp 2, as 2 workers of dp 2 × tp 2" in str(e)
@@ -275,22 +272,6 @@ def test_a_worker_whose_pool_holds_no_request_is_refused():
         explain(config(data={"task": "t"}, rollout=cut | {"num_workers": 2}), SMOLLM2, 8, 500 << 20)
     with pytest.raises(ValueError, match=r"size \(4\) must divide .* devices \(8\) / rollout.num_workers \(4\)"):
         explain(config(data={"task": "t"}, rollout=cut | {"tensor_model_parallel_size": 4}), SMOLLM2, 8)
-
-
-@pytest.mark.parametrize(
-    ("num_devices", "memory", "words"),
-    [
-        (
-            1_000_000,
-            None,
-            r"^--devices must be at most 16384 \(no machine has more, and each is listed\), found 1000000$",
-        ),
-        (8, 1 << 80, r"^--device-gib must be from 1 to 1125899906842624 bytes, found 1208925819614629174706176$"),
-    ],
-)
-def test_numbers_that_no_machine_has(num_devices, memory, words):
-    with pytest.raises(ValueError, match=words):
-        explain_config(config(), num_devices, memory)
 
 
 def test_a_named_shape_is_explained():
@@ -325,15 +306,14 @@ def test_what_learns_from_files_has_a_picture_of_its_own(command, options, seque
     """No rollout, no reward; the update's memory is that of a run of RL with the same reference."""
     given = {"model": {"path": "SmolLM2-135M"}, "trainer": {"total_training_steps": 5}, **options}
     e = explain_config(from_mapping(given, command), 2, 8 << 30, command)
-    assert isinstance(e, LearningExplanation)
     text = str(e)
     copied = reference is not None and reference.startswith("a copy")
     alike = from_mapping({**given, "actor": {"use_kl_loss": copied}, "dpo": {}})
     rl = explain_config(alike, 2, 8 << 30)
-    assert isinstance(rl, Explanation)
-    assert (e.num_params, e.resident) == (rl.num_params, rl.memory.resident)
+    assert (e.num_params, e.resident) == (rl.num_params, rl.resident)
     assert ("reference weights" in text) == copied
-    assert (e.step_rows, e.step_sequences, e.total_steps) == (8, sequences, 5)
+    assert e.sizes["a step, which is an optimizer update"][:2] == (8, sequences)
+    assert "\n5 steps\n" in text
     assert reference is None or f"reference: {reference}\n" in text
     assert not any(word in text for word in ("rollout", "reward", "KV pool", "samples"))
     assert ("of them trained" in text) == ("lora_rank" in given["model"])

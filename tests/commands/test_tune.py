@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from jaxrl.cli import main
-from jaxrl.commands.tune import TuneOptions, tune
+from jaxrl.commands.tune import tune
 from jaxrl.config import from_mapping, to_mapping
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity
 
@@ -81,7 +81,7 @@ def write(tmp_path: Path) -> Callable[..., str]:
 def search(run_dir: str, *overrides: str, **options: Any) -> tuple[Any, list[str]]:
     """The table, and what was said."""
     said: list[str] = []
-    return tune(run_dir, overrides, TuneOptions(**{"seeds": 2, "steps": 10, **options}), said.append), said
+    return tune(run_dir, overrides, **{"seeds": 2, "steps": 10, "say": said.append, **options}), said
 
 
 def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

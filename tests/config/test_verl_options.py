@@ -77,7 +77,7 @@ def test_sections_of_a_file():
         (f"{PREFIX}.rollout.multi_turn.enable=True", "environment.kind says what answers .* environment.max_turns how"),
         (f"{PREFIX}.rollout.multi_turn.max_assistant_turns=5", "environment.kind says what .* environment.max_turns"),
         (f"{PREFIX}.rollout.agent.num_workers=2", "environment.kind says what .* environment.max_turns how often"),
-        ("trainer.resume_from_path=x", r"trainer.run_dir names the run that goes on \(trainer.init_from gives"),
+        ("trainer.resume_from_path=x", r"trainer.run_dir names the run to resume \(trainer.init_from gives"),
         ("defaults=[ppo_trainer, _self_]", "there is no Hydra: one file has all options, and others stand behind it"),
         ("hydra.run.dir=x", "there is no Hydra: one file"),
     ],

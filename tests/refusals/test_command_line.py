@@ -95,17 +95,11 @@ REFUSED = {
     ),
     "tune": "tune: --run must be given",
     "tune --run run --rule tail": "tune: --rule must be one of tail_batching, partial_rollout, found 'tail'",
-    "tune --run run --values 1.1,many": (
-        "tune: --values must be numbers with commas between them, as 1.1,1.25, found '1.1,many'"
-    ),
-    "tune --run run --values ''": "tune: --values must be numbers with commas between them, as 1.1,1.25, found ''",
-    "tune --run run --values 0.5": "--values must be at least 1, found 0.5",
-    "tune --run run --values inf": (
-        "--values must be at most 100 (a round would launch that many batches at once), found inf"
-    ),
-    "tune --run run --prompt-factors 1e6": (
-        "--prompt-factors must be at most 100 (a round would launch that many batches at once), found 1000000.0"
-    ),
+    "tune --run run --values 1.1,many": "tune: --values must be a number from 1 to 100, found 'many'",
+    "tune --run run --values ''": "tune: --values must be a number from 1 to 100, found ''",
+    "tune --run run --values 0.5": "tune: --values must be a number from 1 to 100, found 0.5",
+    "tune --run run --values inf": "tune: --values must be a number from 1 to 100, found inf",
+    "tune --run run --prompt-factors 1e6": "tune: --prompt-factors must be a number from 1 to 100, found 1e6",
     "tune --run run --out .": "tune: --out (.) is a folder: name a file in it",
     "tune --run run --rule partial_rollout --prompt-factors 1.5": (
         "--prompt-factors and --response-factors belong to --rule tail_batching, not partial_rollout"

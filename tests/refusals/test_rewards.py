@@ -380,16 +380,16 @@ BAD = [
     Bad(
         "kills its keeper",
         "os.kill(os.getppid(), signal.SIGKILL); time.sleep(9)",
-        "the keeper of the scorer's process ended or did not answer",
+        "the supervisor of the scorer's process ended or did not answer",
         "crash",
     ),
     Bad(
         "stops its keeper",
         "os.kill(os.getppid(), signal.SIGSTOP); time.sleep(9)",
-        "the keeper of the scorer's process ended or did not answer",
+        "the supervisor of the scorer's process ended or did not answer",
         "crash",
         info={
-            "error": "the keeper of the scorer's process ended or did not answer (2 times in a row)",
+            "error": "the supervisor of the scorer's process ended or did not answer (2 times in a row)",
             "timeouts": {"watchdog": 1},
         },
     ),

@@ -8,8 +8,8 @@ import pytest
 
 from jaxrl.config import from_mapping
 from jaxrl.config.domains import needs_workers
-from jaxrl.rewards.domains import DomainScorer, build_scorer
-from jaxrl.rewards.parts import FormatPart, LengthPart, Weighted
+from jaxrl.config.rewards import PartSection
+from jaxrl.rewards.domains import DomainScorer, RewardPart, Weighted, build_scorer
 from jaxrl.rewards.scorers import MathScorer, Scorer, ScoreRequest, score_safely
 
 SCORER = """
@@ -36,13 +36,15 @@ def score(scorer: Scorer, response: str, source: str = "a", tokens: int = 10) ->
 
 
 def test_format():
-    part, tagged = FormatPart(r"<think>.*</think>\s*<answer>.*</answer>"), "<think>a\nb</think>\n<answer>4</answer>"
+    part = RewardPart(PartSection(pattern=r"<think>.*</think>\s*<answer>.*</answer>"))
+    tagged = "<think>a\nb</think>\n<answer>4</answer>"
     assert [part.value(ScoreRequest("a", text, None)) for text in (tagged, f"{tagged} more", "")] == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(("tokens", "value"), [(0, 0.0), (20, 0.0), (60, -0.5), (100, -1.0), (120, -1.0)])
 def test_length(tokens: int, value: float):
-    found = LengthPart(20, 100).value(ScoreRequest("a", "", None, num_tokens=tokens))
+    part = RewardPart(PartSection(kind="length", free_tokens=20), max_tokens=100)
+    found = part.value(ScoreRequest("a", "", None, num_tokens=tokens))
     assert (found, str(found)) == (value, str(value))  # 0, not -0
 
 

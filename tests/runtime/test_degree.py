@@ -157,7 +157,7 @@ def test_explain_config_shows_it(tmp_path: Path):
     values = to_mapping(config({"profile": write(tmp_path / "p.json")}))
     values["model"]["path"] = str(path)
     explained = explain_config(from_mapping(values), 8, 1 << 34)
-    assert (explained.dp, explained.tp) == (4, 2)
+    assert "rollout dp 4 × tp 2" in explained.summary[0]
     assert "note: rollout.tensor_model_parallel_size: auto is 2 by " in str(explained)
 
 

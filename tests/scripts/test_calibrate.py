@@ -474,12 +474,22 @@ def test_files_that_must_not_be_used(tmp_path: Path):
 
 @pytest.mark.slow
 def test_the_whole_calibration_is_the_file_and_explains_its_facts():
+    """The last bits of a BLAS move a fit within what its facts leave open: values are compared in that unit."""
     found, kept = calibrate.calibrate(), read(FILE)
+    residuals = {
+        row["fact"]: row["residual"]
+        for entry in json.loads(FILE.read_text(encoding="utf-8"))["problems"].values()
+        for row in entry["facts"]
+    }
     for name, solution in found.items():
-        assert dict(solution.values) == pytest.approx(dict(kept.values[name]), rel=1e-3)
+        assert dict(solution.values).keys() == dict(kept.values[name]).keys()
+        for fitted in solution.constants:
+            open_spread = fitted.spread * math.sqrt(1 - fitted.informed)
+            assert abs(math.log(fitted.value / kept.values[name][fitted.name])) < 0.3 * open_spread, (name, fitted)
         for row in solution.facts:
             if row.fact.role == "fit":
                 assert abs(row.residual) < 0.2, row
+                assert abs(row.residual - residuals[row.fact.name]) < 0.5 * row.fact.tolerance, row
     assert kept.efficiency("rollpacker").memory <= 1
     assert kept.efficiency("rollpacker_32b").launch_s > 0
     assert FACTS["rollpacker.code.timeout"].low == constant(kept, "rollpacker", "reward.code.timeout_s")

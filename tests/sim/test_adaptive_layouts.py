@@ -24,11 +24,10 @@ from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sim.clock import SimulatedClock
 from jaxrl.sim.configured import layout_sizes, worker_predictor
-from jaxrl.sim.cost_model import CostModel
+from jaxrl.sim.cost_model import CostModel, modelled_profile
 from jaxrl.sim.executor import SimulatedExecutor
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.lockstep import LockstepBatcher
-from jaxrl.sim.profiled import modelled_profile
 from jaxrl.sim.replay import ReplayExecutor
 from jaxrl.types import Sample, SampleKey, SamplingParams
 

@@ -33,8 +33,8 @@ from typing import Any
 from jaxrl.config import Config
 from jaxrl.mechanisms.judge import Judge
 from jaxrl.mechanisms.judge.verdicts import JudgeText
-from jaxrl.processes.endpoint_client import Client, Failed, Refused, UnderWay, read_json
-from jaxrl.rewards.pool_base import Ended, RewardPool, awaited, in_words, taken, verdict_of
+from jaxrl.processes.endpoint_client import Client, Elapsed, EndpointRefused, RequestFailed, read_json
+from jaxrl.rewards.pool_base import Ended, RewardPool, describe_sample, drain, verdict_of, wait_for
 from jaxrl.rewards.reward_metrics import PoolMetrics
 from jaxrl.rewards.router import RewardRouter
 from jaxrl.rewards.scorers import Scored, ScoreRequest, describe
@@ -66,7 +66,7 @@ class EndpointPool:
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        where: Callable[[SampleKey], str] = in_words,
+        where: Callable[[SampleKey], str] = describe_sample,
     ) -> None:
         self._judge, self._seed, self._clock = judge, seed, clock
         self._text = JudgeText(judge)
@@ -86,9 +86,9 @@ class EndpointPool:
         """Asks the endpoint for one token: a wrong URL, model or key is known before the first sample."""
         try:
             self._run(self._client.probe()).result()
-        except Refused as refused:
+        except EndpointRefused as refused:
             raise ValueError(str(refused)) from None
-        except Failed as failed:
+        except RequestFailed as failed:
             raise RunFailed(f"reward.judge.endpoint ({self._judge.endpoint}): {failed}") from None
 
     def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> None:
@@ -113,10 +113,10 @@ class EndpointPool:
                 task.cancel()
 
     def completed(self) -> list[Verdict]:
-        return taken(self._ended, self._verdict)
+        return drain(self._ended, self._verdict)
 
     def wait(self, timeout_s: float | None = None) -> list[Verdict]:
-        return awaited(self, self._ended, self._verdict, self._check, timeout_s)
+        return wait_for(self, self._ended, self._verdict, self._check, timeout_s)
 
     @property
     def num_pending(self) -> int:
@@ -187,14 +187,14 @@ class EndpointPool:
         body = request_body(judge, messages, judge.max_tokens) | {"temperature": judge.temperature}
         seeds = [verdict_seed(self._seed, key, i) if judge.temperature else None for i in range(judge.num_samples)]
         bodies = [body if seed is None else {**body, "seed": seed} for seed in seeds]
-        times = [UnderWay() for _ in bodies]
+        times = [Elapsed() for _ in bodies]
         asked = (self._client.ask(each, under_way) for each, under_way in zip(bodies, times, strict=True))
         came = await asyncio.gather(*asked, return_exceptions=True)
         for each in came:
-            if isinstance(each, BaseException) and not isinstance(each, Failed):
+            if isinstance(each, BaseException) and not isinstance(each, RequestFailed):
                 raise each
         texts = [self._client.hide(each) for each in came if isinstance(each, str)]
-        failed = [each for each in came if isinstance(each, Failed)]
+        failed = [each for each in came if isinstance(each, RequestFailed)]
         seconds = max(each.seconds for each in times)
         late = sum(each.status == "timeout" for each in failed)
         outside = {"outside": True, **({"timeouts": {"endpoint": late}} if late else {})}
@@ -206,7 +206,7 @@ class EndpointPool:
         return "error" if "error" in info else "ok", reward, info, seconds
 
 
-def join_endpoint(config: Config, pool: RewardPool, where: Callable[[SampleKey], str] = in_words) -> None:
+def join_endpoint(config: Config, pool: RewardPool, where: Callable[[SampleKey], str] = describe_sample) -> None:
     """Has the endpoint score what a run's pool has for it, if anything; as `EndpointPool`."""
     if isinstance(pool, RewardRouter) and "endpoint" in pool.places:
         pool.join("endpoint", EndpointPool(config.reward.judge, seed=config.trainer.seed, where=where))
@@ -231,15 +231,15 @@ def _text_of(body: bytes, is_probe: bool) -> str:
     try:
         text = answer["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):
-        raise Failed("its answer has no choices[0].message.content", "error") from None
+        raise RequestFailed("its answer has no choices[0].message.content", "error") from None
     if text is None:
         if is_probe:  # one token may be too few for any text
             return ""
-        raise Failed(
+        raise RequestFailed(
             "its answer has null as choices[0].message.content: a model that thinks first may have no tokens left for "
             "a verdict (raise reward.judge.max_tokens; turn thinking off in reward.judge.apply_chat_template_kwargs)",
             "error",
         )
     if not isinstance(text, str):
-        raise Failed("its answer has no text in choices[0].message.content", "error")
+        raise RequestFailed("its answer has no text in choices[0].message.content", "error")
     return text.encode("utf-8", "replace").decode()  # half a pair of surrogates is no character

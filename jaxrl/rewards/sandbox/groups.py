@@ -55,7 +55,7 @@ def _once(pid: int) -> int:
 
 
 @dataclass(frozen=True)
-class Group:
+class ControlGroup:
     """A control group for one program."""
 
     folder: str
@@ -65,7 +65,7 @@ class Group:
 
 
 @contextlib.contextmanager
-def group(parent: str, limits: Limits) -> Iterator[Group | None]:
+def group(parent: str, limits: Limits) -> Iterator[ControlGroup | None]:
     """A group below `parent` that holds a program's memory and processes; None without a parent. Gone afterwards."""
     if not parent:
         yield None
@@ -80,7 +80,7 @@ def group(parent: str, limits: Limits) -> Iterator[Group | None]:
         ):
             if (folder / name).exists():
                 (folder / name).write_text(str(most))
-        yield Group(str(folder))
+        yield ControlGroup(str(folder))
     finally:
         deadline = time.monotonic() + _REMOVE_S
         while True:

@@ -23,7 +23,7 @@ from jaxrl.processes.process_tree import adopt_orphans, die_with_parent, kill_de
 from jaxrl.rewards.sandbox.cage import Cage, make_cage
 from jaxrl.rewards.sandbox.locks import Limits, Means
 from jaxrl.rewards.sandbox.probe import find_means
-from jaxrl.rewards.sandbox.supervisor import Order, Supervisor
+from jaxrl.rewards.sandbox.supervisor import ExecutionRequest, Supervisor
 
 HEADER = struct.Struct("!I")
 _PRELOADED = """
@@ -96,7 +96,7 @@ def _execute(sock: socket.socket, cage: Cage, message: dict[str, Any], fds: list
             means = Means(**message.pop("means"))
             caged = cage if means.namespaces and not means.bubblewrap else Cage()  # which has its own
             message["limits"] = Limits(**message["limits"])
-            reply = Supervisor(sock, means, caged, Order(**message), fds, _mapped()).run()
+            reply = Supervisor(sock, means, caged, ExecutionRequest(**message), fds, _mapped()).run()
             with open(sink, "wb") as file:
                 file.write(json.dumps(reply).encode())
             os._exit(0)

@@ -35,7 +35,7 @@ _REPORT_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
-class Order:
+class ExecutionRequest:
     """What is to be executed.
 
     Attributes:
@@ -95,7 +95,9 @@ class Supervisor:
       mapped: bytes that the server has mapped.
     """
 
-    def __init__(self, control: socket.socket, means: Means, cage: Cage, order: Order, fds: list[int], mapped: int):
+    def __init__(
+        self, control: socket.socket, means: Means, cage: Cage, order: ExecutionRequest, fds: list[int], mapped: int
+    ):
         self._control, self._means, self._order, self._fds, self._mapped = control, means, order, fds, mapped
         self._cage = cage
         self._outcome = _Outcome()
@@ -103,7 +105,7 @@ class Supervisor:
         self._checker: _Child | None = None
         self._wakeup = wake_by_children()
         self._since = self._deadline = 0.0
-        self._group: groups.Group | None = None
+        self._group: groups.ControlGroup | None = None
         self._out = self._err = self._report = -1
 
     def run(self) -> dict[str, Any]:
