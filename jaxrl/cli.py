@@ -293,11 +293,15 @@ def _removing(options: argparse.Namespace) -> Removing:
 
 
 def _learn(options: argparse.Namespace) -> None:
-    from jaxrl.commands import start, supervised
+    config, progress = _config(options, command=options.command), partial(print, flush=True)
+    if options.command == "train":
+        from jaxrl.commands.train import train
 
-    starts = {"train": start.start, "sft": supervised.start_sft, "dpo": supervised.start_dpo}
-    config = _config(options, command=options.command)
-    starts[options.command](config, stop=options.signals, progress=partial(print, flush=True))
+        train(config, stop=options.signals, progress=progress)
+    else:
+        from jaxrl.commands.supervised import train_on_files
+
+        train_on_files(options.command, config, options.signals, progress)
 
 
 def _simulate(options: argparse.Namespace) -> None:

@@ -24,6 +24,10 @@ class RunFailed(Exception):
     line prints it and ends with status 1; a ValueError (a mistake in what the user gave) ends with 2."""
 
 
+class HostLost(RunFailed):
+    """A host has died or does not answer: its run can begin again from the newest checkpoint."""
+
+
 class StreamFailed(Exception):
     """Gradients could not be computed beside the rollout: the devices' own words. The trainer has not moved."""
 

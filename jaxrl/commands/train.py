@@ -1,225 +1,297 @@
-"""`jaxrl train`: a run in its directory, from the first step or from where it stopped.
+"""`jaxrl train`: from a configuration to the loop, in the order in which a run is put together.
 
-`jaxrl.commands.start` comes before it, and has the order in which a run is built.
+What can be refused at once comes first, and nothing is written before all is known to fit. jax is loaded with the
+devices, which takes a second: a refusal does not wait for it. What a run has in common with one that learns from files
+is in `jaxrl.runtime.training`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
-from jaxrl.commands.opening import Opened
-from jaxrl.commands.run import TrainingRun
 from jaxrl.config import Config, differences
+from jaxrl.config.domains import domains
 from jaxrl.config.options import total_steps
 from jaxrl.config.rollout_correction import uncorrected
-from jaxrl.data.prompts import Problem, PromptSource, validation_prompts
+from jaxrl.data.problems import Problem
+from jaxrl.data.prompts import PromptSource, load_train, load_validation, refuse_sources, validation_prompts
 from jaxrl.data.stops import stop_ids
-from jaxrl.loop import Loop
-from jaxrl.mechanisms import enabled, refuse_devices
+from jaxrl.mechanisms import batch_rule, enabled, refuse_devices
 from jaxrl.mechanisms.judge import Judge
-from jaxrl.mechanisms.judge.build import read_judge
-from jaxrl.mechanisms.turns.pool import EnvironmentPool
-from jaxrl.record.journal import Journal
-from jaxrl.record.run_record import RunRecord
-from jaxrl.record.state import split_arrays
-from jaxrl.rewards.pool import RewardPool
+from jaxrl.mechanisms.judge.endpoint import join_endpoint
+from jaxrl.mechanisms.judge.verdicts import refuse_fields
+from jaxrl.record.run_record import RunOutcome
+from jaxrl.rewards.domains import build_scorer, refuse_tests
+from jaxrl.rewards.pool import RewardPool, build_pool
+from jaxrl.rewards.request import ScoreRequest
 from jaxrl.runtime.arrival import ArrivalOrder
-from jaxrl.runtime.beginnings import refuse_other_data
-from jaxrl.runtime.build import (
-    build_engines,
-    read_tokenizer_and_model,
-    refuse_too_large,
-    with_planned_update,
-)
-from jaxrl.runtime.host import LoadRequest
-from jaxrl.runtime.memory import layout_degrees, layout_sizes
-from jaxrl.runtime.mesh_machine import MeshMachine
 from jaxrl.runtime.rules import carried
 from jaxrl.runtime.run import Run
-from jaxrl.runtime.teacher import endpoint_teacher, read_teacher, refuse_context
-from jaxrl.runtime.teacher_endpoint import EndpointTeacher
-from jaxrl.scheduling.rounds.batches import BatchRule
-from jaxrl.sharding.compiled import CompiledPrograms
-from jaxrl.train.checkpoint import HostState
+from jaxrl.runtime.stop import Stop
+from jaxrl.runtime.training import Training, run_training
 from jaxrl.train.training_step import Models
-from jaxrl.types import Group
+from jaxrl.types import Group, Prompt, Sample, SampleKey
+
+if TYPE_CHECKING:
+    from jaxrl.loop import Loop
+    from jaxrl.mechanisms.turns.pool import EnvironmentPool
+    from jaxrl.runtime.mesh_machine import MeshMachine
+    from jaxrl.runtime.teacher_endpoint import EndpointTeacher
+    from jaxrl.scheduling.layouts.latency_profile import Profile
+    from jaxrl.sharding.compiled import CompiledPrograms
 
 
-class RolloutTraining(TrainingRun):
-    """A training run while it is being built and while it goes.
+def train(
+    config: Config,
+    say: Callable[[str], None] = print,
+    stop: Stop | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> RunOutcome:
+    """Runs (or resumes) the training that `config` describes; arguments and errors are those of `run_training`."""
+    batch_rule(config)  # refuses settings, before the folder is touched
+    return run_training("train", config, _start, say, stop, progress)
 
-    Args:
-      opened: its folder.
-      rule, problems, held_out, pool, environments: what `jaxrl.commands.start` has found to be right.
-    """
 
-    def __init__(
-        self,
-        opened: Opened,
-        rule: BatchRule,
-        problems: Sequence[Problem],
-        held_out: Sequence[Problem],
-        pool: RewardPool,
-        environments: EnvironmentPool | None,
-    ) -> None:
-        super().__init__(opened)
-        self.rule, self.pool, self.environments = rule, pool, environments
-        self.beside: list[CompiledPrograms] = []  # whose programs are compiled beside the first step
-        self.asked: EndpointTeacher | None = None
-        self.config = config = self._place_rollout()
-        self.changes = [] if self.earlier is None else differences(self.earlier, config)
-        self.tokenizer, self.model = read_tokenizer_and_model(config)
-        self.host.read_model(self.model)
-        memory = self.devices.memory
-        self.teacher_model = read_teacher(config, self.tokenizer, self.model)
-        refuse_too_large(config, self.model, self.devices.count, memory)
-        if config.trainer.init_from and self.earlier is None:
-            self.host.refuse_other_init()
-        self._data(problems, held_out)
-        refuse_other_data(self.run_dir, self.prompts, config)
-        self.profile = (
-            self.host.checked_profile() if any(each.reads_profile(config) for each in enabled(config)) else None
-        )
-        self.said += filter(None, (each.note(config) for each in enabled(config)))
-        self.said += [*filter(None, [uncorrected(config), self.prompts.repeats()])]
-        layout_sizes(config, self.model, self.num_rollout_devices, memory.reported)
-        trained = with_planned_update(config, self.model, self.num_trainer_devices, memory)
-        self.find_checkpoints()
-        if Judge.is_on(config):
-            read_judge(config)
-        self.watchdog.beat("starting the reward workers")
-        self.pool.warm()
-        self.is_over = self.resuming and self.step >= self.total_steps
-        if self.is_over:
-            return
-        self.watchdog.beat("loading the weights")
-        self._weights(trained)
-        if self.resuming:
-            self.watchdog.beat("restoring the checkpoint")
-        self.host_state = self.restored() if self.resuming else None
+def _start(start: Training) -> RunOutcome:
+    from jaxrl.runtime.build import read_tokenizer_and_model, refuse_too_large, with_planned_update
+    from jaxrl.runtime.memory import layout_sizes
+    from jaxrl.runtime.teacher import read_teacher
 
-    def _place_rollout(self) -> Config:
-        """Chooses devices; returns the configuration with the degree that they allow."""
-        config, notes, self.num_trainer_devices, self.num_rollout_devices = self.host.place_rollout(self.earlier)
-        self.said += notes
-        refuse_devices(config, self.devices.count)
-        return config
+    environments = _environments(start)
+    problems, held_out = _problems(start, environments)
+    pool = _rewards(start)
+    start.beat("looking for devices, reading tokenizer and model")
+    start.open_devices()
+    host, memory, count = start.host, start.devices.memory, start.devices.count
+    config, notes, training_devices, rollout_devices = host.place_rollout(start.earlier)
+    start.config, start.said = config, [*start.said, *notes]
+    refuse_devices(config, count)
+    start.changes = [] if start.earlier is None else differences(start.earlier, config)
+    start.tokenizer, start.model = read_tokenizer_and_model(config)
+    host.read_model(start.model)
+    teacher = read_teacher(config, start.tokenizer, start.model)
+    refuse_too_large(config, start.model, count, memory)
+    if config.trainer.init_from and start.earlier is None:
+        host.refuse_other_init()
+    prompts, validation = _prompts(start, problems, held_out, environments)
+    profile = host.checked_profile() if any(each.reads_profile(config) for each in enabled(config)) else None
+    start.said += filter(None, [*(each.note(config) for each in enabled(config)), uncorrected(config)])
+    start.said += filter(None, [prompts.repeats()])
+    layout_sizes(config, start.model, rollout_devices, memory.reported)  # refuses pools that are too small
+    trained = with_planned_update(config, start.model, training_devices, memory)
+    start.find_checkpoints(needs_ref=config.needs_ref, needs_critic=config.has_critic)
+    if Judge.is_on(config):
+        from jaxrl.mechanisms.judge.build import read_judge
 
-    def _data(self, problems: Sequence[Problem], held_out: Sequence[Problem]) -> None:
-        config = self.config
-        refuse_context(config, problems)
-        self.prompts = PromptSource(problems, self.tokenizer, config, self.environments)
-        self.validation = validation_prompts(config, self.tokenizer, held_out, self.environments)
-        steps = total_steps(config, self.prompts.num_prompts)
-        assert steps is not None
-        self.total_steps = steps
+        read_judge(config)
+    start.beat("starting the reward workers")
+    pool.warm()
+    asked, state = None, None
+    if not start.is_complete:
+        asked = _load(start, trained, teacher)
+        state = start.restored()
+    run = Run(
+        config=config,
+        weights=lambda: host.params,
+        scoring=pool,
+        text_of=lambda sample: start.tokenizer.decode(sample.token_ids.tolist()),
+        rule=batch_rule(config),
+        prompts=prompts,
+        validation=validation if config.trainer.test_freq or config.trainer.val_before_train else (),
+        total_steps=start.total_steps,
+        stop_token_ids=stop_ids(start.tokenizer, start.model.eos_token_ids),
+        num_devices=count,
+        stop=start.stop,
+        beat=start.beat,
+    )
+    return start.go(partial(_train, start, run, environments, profile, asked, rollout_devices, state))
 
-    def _weights(self, trained: Config) -> None:
-        config = self.config
-        self.asked = endpoint_teacher(config, self.model, self.tokenizer, self.watchdog.beat)
-        updates = (self.total_steps - config.critic_warmup) * config.updates_per_step
-        critic_updates = self.total_steps * config.critic_updates_per_step if config.has_critic else 0
-        asked = LoadRequest(trained, self.init_from, updates, critic_updates, self.teacher_model)
-        if note := self.host.load(asked, self.tokenizer):
-            self.said.append(note)
 
-    def train(self, record: RunRecord, stack: ExitStack) -> Mapping[str, str]:
-        self.watchdog.beat("building the engine")
-        loop = self._loop(record, stack)
-        if self.host_state is not None:
-            loop.load_host_state(self.host_state)
-        self.begin(record)
-        self._warm_up(loop, record, stack)
-        self.stop.save_first(record.view.message)
-        loop.run()
-        self.step = loop.step
-        return carried(self.rule.name, loop.num_carried)
+# -- before jax is loaded ----------------------------------------------------------------------------------------------
 
-    def _loop(self, record: RunRecord, stack: ExitStack) -> Loop:
-        config, journal, timeline = self.config, record.journal, record.timeline
-        assert journal is not None, "only a simulated run goes without"
-        assert timeline is not None, "only a simulated run goes without"
-        host = self.host
-        workers = self.workers = host.build_workers()
-        arrival = ArrivalOrder(workers.first_done, journal) if config.rollout.order == "arrival" else None
-        here: Any = host  # mechanisms that need devices of this process are refused where it has none
-        devices = here.rollout_mesh, workers, stack, here.trainer, here.teacher
-        self.machine = machine = MeshMachine(config, *devices, self.profile, timeline)
-        run = Run(
-            config=config,
-            workers=build_engines(config, workers, self.tokenizer, self.profile, arrival),
-            executors=workers,
-            machine=machine,
-            weights=lambda: host.params,
-            scoring=self.pool,
-            text_of=lambda sample: self.tokenizer.decode(sample.token_ids.tolist()),
-            timeline=timeline,
-            rule=self.rule,
-            models=Models(host.trainer, host.critic, host.teacher or self.asked),
-            prompts=self.prompts,
-            validation=self.validation if config.trainer.test_freq or config.trainer.val_before_train else (),
-            total_steps=self.total_steps,
-            stop_token_ids=stop_ids(self.tokenizer, self.model.eos_token_ids),
-            num_devices=self.devices.count,
-            conversation=None
-            if self.environments is None
-            else self.environments.conversation(self.tokenizer, self.said),
-            journal=journal,
-            layout_log=record.layouts,
-            on_phase=record.on_phase,
-            on_step=partial(self._stepped, record),
-            on_eval=record.on_eval,
-            on_progress=record.on_progress,
-            on_waiting=record.view.waiting,
-            save=partial(self._save, journal),
-            stop=self.stop,
-            beat=self.watchdog.beat,
-            mechanisms=() if arrival is None else (arrival,),
-        )
-        return run.loop()
 
-    def _save(self, journal: Journal, step: int, state: Mapping[str, Any]) -> None:
-        committed = self.store.latest_step()  # for sure only then: saving waits for the save before
-        self.save(step, HostState(*split_arrays(state)))
-        if committed is not None:
+def _environments(start: Training) -> EnvironmentPool | None:
+    """The processes of the run's environments, which begin to start."""
+    if not start.config.environment.is_on:
+        return None
+    from jaxrl.mechanisms.turns.pool import EnvironmentPool
+
+    pool = EnvironmentPool(start.config, log=start.run_dir.early_file("environments.log"))
+    start.beat("starting the environments")
+    return start.stack.enter_context(closing(pool))
+
+
+def _problems(start: Training, environments: EnvironmentPool | None) -> tuple[Sequence[Problem], Sequence[Problem]]:
+    """Problems to train on, and held-out ones. Raises ValueError for data that the reward cannot score, whatever the
+    model answers."""
+    config = start.config
+    start.beat("reading the data")
+    problems = load_train(config, environments)
+    refuse_sources(config, problems)
+    held_out = load_validation(config, problems, environments)
+    nothing = replace(Sample.empty(SampleKey(0, 0, 0)), finish_reason="stop")
+
+    def request(of: Problem) -> ScoreRequest:
+        prompt = Prompt(0, of.index, (), of.question, of.source, of.answer, of.extra, of.question)
+        return ScoreRequest.of(prompt, nothing)
+
+    if any(domain.kind == "code" for domain in domains(config.reward).values()):
+        for problem in chain(problems, held_out):
+            refuse_tests(config, problem.where, request(problem))
+    refuse_fields(config, map(request, chain(problems, held_out)))
+    return problems, held_out
+
+
+def _rewards(start: Training) -> RewardPool:
+    """The pool that scores samples, and the endpoint of a judge with it."""
+    start.beat("reading the reward function")
+    log = start.run_dir.early_file("rewards.log")  # a reward file may print while it is imported
+    pool = start.stack.enter_context(closing(build_pool(start.config, build_scorer(start.config), log=log)))
+    join_endpoint(start.config, pool)
+    return pool
+
+
+# -- data and weights --------------------------------------------------------------------------------------------------
+
+
+def _prompts(
+    start: Training, problems: Sequence[Problem], held_out: Sequence[Problem], environments: EnvironmentPool | None
+) -> tuple[PromptSource, list[Prompt]]:
+    """Prompts to train on, and held-out ones; sets `total_steps`."""
+    from jaxrl.runtime.beginnings import refuse_other_data
+    from jaxrl.runtime.teacher import refuse_context
+
+    config = start.config
+    refuse_context(config, problems)
+    prompts = PromptSource(problems, start.tokenizer, config, environments)
+    validation = validation_prompts(config, start.tokenizer, held_out, environments)
+    start.total_steps = total_steps(config, prompts.num_prompts)
+    refuse_other_data(start.run_dir, prompts, config)
+    return prompts, validation
+
+
+def _load(start: Training, trained: Config, teacher: Any) -> EndpointTeacher | None:
+    """Loads the weights of all models; returns a teacher that answers at an endpoint."""
+    from jaxrl.runtime.host import LoadRequest
+    from jaxrl.runtime.teacher import endpoint_teacher
+
+    config, steps = start.config, start.total_steps
+    start.beat("loading the weights")
+    asked = endpoint_teacher(config, start.model, start.tokenizer, start.beat)
+    updates = (steps - config.critic_warmup) * config.updates_per_step
+    critic_updates = steps * config.critic_updates_per_step if config.has_critic else 0
+    request = LoadRequest(trained, start.init_from, updates, critic_updates, teacher)
+    start.said += filter(None, [start.host.load(request, start.tokenizer)])
+    return asked
+
+
+# -- the rollout, and the loop -----------------------------------------------------------------------------------------
+
+
+def _train(
+    start: Training,
+    run: Run,
+    environments: EnvironmentPool | None,
+    profile: Profile | None,
+    asked: EndpointTeacher | None,
+    rollout_devices: int,
+    state: Mapping[str, Any] | None,
+    stack: ExitStack,
+) -> Mapping[str, str]:
+    """Opens the rollout, and runs the loop to its end."""
+    start.beat("building the engine")
+    machine = _open_rollout(start, run, profile, asked, stack)
+    if environments is not None:
+        run.conversation = environments.conversation(start.tokenizer, start.said)
+    beside: list[CompiledPrograms] = []  # whose programs are compiled beside the first step
+    _report_to(start, run, beside)
+    loop = run.loop()
+    if state is not None:
+        loop.load_host_state(state)
+    start.begin()
+    if run.config.rollout.warmup and start.step < start.total_steps:
+        beside += _warm_up(start, loop, machine, rollout_devices, stack)
+    start.stop.save_first(start.record.view.message)
+    loop.run()
+    start.step = loop.step
+    return carried(loop.rule.name, loop.num_carried)
+
+
+def _open_rollout(
+    start: Training, run: Run, profile: Profile | None, asked: EndpointTeacher | None, stack: ExitStack
+) -> MeshMachine:
+    """Builds the executors of the workers, and their engines."""
+    from jaxrl.runtime.build import build_engines
+    from jaxrl.runtime.mesh_machine import MeshMachine
+
+    config, host, record = run.config, start.host, start.record
+    assert record.journal is not None, "only a simulated run goes without"
+    assert record.timeline is not None, "only a simulated run goes without"
+    run.journal, run.timeline, run.layout_log = record.journal, record.timeline, record.layouts
+    run.executors = executors = host.build_workers()
+    arrival = ArrivalOrder(executors.first_done, run.journal) if config.rollout.order == "arrival" else None
+    run.mechanisms = () if arrival is None else (arrival,)
+    run.workers = build_engines(config, executors, start.tokenizer, profile, arrival)
+    here: Any = host  # mechanisms that need devices of this process are refused where it has none
+    devices = here.rollout_mesh, executors, stack, here.trainer, here.teacher
+    run.machine = machine = MeshMachine(config, *devices, profile, record.timeline)
+    run.models = Models(host.trainer, host.critic, host.teacher or asked)
+    return machine
+
+
+def _report_to(start: Training, run: Run, beside: list[CompiledPrograms]) -> None:
+    """Connects the loop with the run's record and checkpoints."""
+    record, journal = start.record, run.journal
+
+    def stepped(step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
+        record.on_step(step, measured, groups)
+        while beside and step < start.total_steps and not start.stop():
+            record.view.phase("compiling programs")  # what is left when a step has ended would only slow the next one
+            beside.pop().complete(start.beat)
+
+    def save(step: int, state: Mapping[str, Any]) -> None:
+        committed = start.store.latest_step()  # for sure only then: saving waits for the save before
+        start.save(step, state)
+        if committed is not None and journal is not None:
             journal.cut(committed)
 
-    def _stepped(self, record: RunRecord, step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
-        record.on_step(step, measured, groups)
-        while self.beside and step < self.total_steps and not self.stop():
-            record.view.phase("compiling programs")  # what is left when a step has ended would only slow the next one
-            self.beside.pop().complete(self.watchdog.beat)
+    run.on_phase, run.on_step, run.on_eval, run.save = record.on_phase, stepped, record.on_eval, save
+    run.on_progress, run.on_waiting = record.on_progress, record.view.waiting
 
-    def _warm_up(self, loop: Loop, record: RunRecord, stack: ExitStack) -> None:
-        """Compiles the rollout's programs, and begins with the update's and those of other layouts.
 
-        For GPUs the update's are compiled here as well: compiling tries kernels on the device and takes the fastest,
-        and a rollout beside it would disturb what is measured. On a CPU nothing is measured, and the first rollout
-        does not wait. The programs of other layouts, which may be many and may never run, are compiled beside it
-        everywhere.
-        """
-        programs = [each.programs for each in self.host.models]
-        workers, update = self.workers, [*programs[:1], *self.machine.update_programs, *programs[1:]]
-        if not self.config.rollout.warmup or self.step >= self.total_steps:
-            return
-        began = time.monotonic()
-        rolling = self.machine.rollout_programs
-        now, later = (rolling, update) if self.devices.backend == "cpu" else ([*update, *rolling], [])
+def _warm_up(
+    start: Training, loop: Loop, machine: MeshMachine, rollout_devices: int, stack: ExitStack
+) -> Sequence[CompiledPrograms]:
+    """Compiles the rollout's programs, and begins with the update's and those of other layouts. Returns those that are
+    left for the first step.
 
-        def progress(done: int, total: int) -> None:
-            record.beat()
-            record.view.phase(f"compiling programs {done}/{total}")
+    For GPUs the update's are compiled here as well: compiling tries kernels on the device and takes the fastest, and a
+    rollout beside it would disturb what is measured. On a CPU nothing is measured, and the first rollout does not wait.
+    The programs of other layouts, which may be many and may never run, are compiled beside it everywhere.
+    """
+    from jaxrl.runtime.memory import layout_degrees
 
-        assert record.timeline is not None, "only a simulated run goes without"
-        with record.timeline.span("loop", "compile"):
-            loop.backend.enter_rollout(self.step)
-            count = workers.warm_up(progress, now)
-        record.view.message(f"{count} programs ready in {time.monotonic() - began:.0f} s")
-        ahead = workers.compile_ahead(layout_degrees(self.config, self.num_rollout_devices), later)
-        if ahead is not None:
-            stack.enter_context(closing(ahead))
-        self.beside = later
+    record, executors, began = start.record, start.host.workers, time.monotonic()
+    programs, rolling = [each.programs for each in start.host.models], machine.rollout_programs
+    update = [*programs[:1], *machine.update_programs, *programs[1:]]
+    now, later = (rolling, update) if start.devices.backend == "cpu" else ([*update, *rolling], [])
+
+    def progress(done: int, total: int) -> None:
+        record.beat()
+        record.view.phase(f"compiling programs {done}/{total}")
+
+    assert record.timeline is not None, "only a simulated run goes without"
+    with record.timeline.span("loop", "compile"):
+        loop.backend.enter_rollout(start.step)
+        count = executors.warm_up(progress, now)
+    record.view.message(f"{count} programs ready in {time.monotonic() - began:.0f} s")
+    ahead = executors.compile_ahead(layout_degrees(loop.config, rollout_devices), later)
+    if ahead is not None:
+        stack.enter_context(closing(ahead))
+    return later

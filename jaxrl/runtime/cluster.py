@@ -40,7 +40,7 @@ from jaxrl.runtime.host_agreement import disagreement, mark_in, software
 from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.train.checkpoint import HostState
 from jaxrl.train.steps import Choice
-from jaxrl.types import RunFailed, TrainBatch
+from jaxrl.types import HostLost, RunFailed, TrainBatch
 
 _LOOK_S = 1.0
 _ASK_S = 5.0
@@ -68,10 +68,6 @@ def _newest(known: OrderedDict[Any, Any], key: Any) -> Any:
     while len(known) > _MOST_SHARED:
         known.popitem(last=False)
     return known[key]
-
-
-class HostLost(RunFailed):
-    """A host has died or does not answer: its run can begin again from the newest checkpoint."""
 
 
 class Cluster:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from jaxrl.sim.prompts import SimulatedPrompts
 
 M = TypeVar("M", bound=Mechanism)
+_LATER: Any = None  # set once devices and record are open
 
 
 class Machine(Protocol):
@@ -128,12 +129,12 @@ class Run:
     """
 
     config: Config
-    workers: LocalWorkers
-    executors: WorkerSet | RemoteWorkers | SimulatedExecutorSet
-    machine: Machine
     weights: Callable[[], Any]
     scoring: Scoring
     text_of: Callable[[Sample], str]
+    workers: LocalWorkers = _LATER
+    executors: WorkerSet | RemoteWorkers | SimulatedExecutorSet = _LATER
+    machine: Machine = _LATER
     timeline: Timeline | SimulatedPhases | None = None
     rule: BatchRule | None = None
     models: Models | None = None

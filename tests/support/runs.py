@@ -23,9 +23,9 @@ import yaml
 from quick_xla import flags
 
 from jaxrl.cli import main
-from jaxrl.commands.run import TrainingRun
 from jaxrl.record.run_record import RunRecord
 from jaxrl.runtime.stop import Stop
+from jaxrl.runtime.training import Training
 from jaxrl.train.checkpoint import Checkpointer, _stored
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -165,12 +165,12 @@ def asked() -> Stop:
 def copied_after(places: Mapping[int, Path]) -> Iterator[None]:
     """Runs in this process leave what a SIGKILL behind a step would leave: the run directory, copied when the step has
     ended. A save that was begun before is complete; tests/faults/test_kills.py kills while one is under way."""
-    begun: list[TrainingRun] = []
-    begin, on_step = TrainingRun.begin, RunRecord.on_step
+    begun: list[Training] = []
+    begin, on_step = Training.begin, RunRecord.on_step
 
-    def beginning(run: TrainingRun, record: RunRecord) -> None:
+    def beginning(run: Training) -> None:
         begun[:] = [run]
-        begin(run, record)
+        begin(run)
 
     def copying(record: RunRecord, step: int, *rest: Any) -> None:
         on_step(record, step, *rest)
@@ -179,7 +179,7 @@ def copied_after(places: Mapping[int, Path]) -> Iterator[None]:
             shutil.copytree(begun[0].run_dir.path, places[step])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TrainingRun, "begin", beginning)
+        patch.setattr(Training, "begin", beginning)
         patch.setattr(RunRecord, "on_step", copying)
         yield
 
