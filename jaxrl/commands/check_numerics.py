@@ -438,9 +438,10 @@ def _of_engine(bench: Bench, engine: Engine, path: Path) -> list[Row]:
     pieces: dict[int, list[tuple[np.ndarray, ...]]] = {request.request_id: [] for request in bench.requests}
 
     def keep(result: PlanResult) -> None:
-        for request_id, row in result.rows.items():
-            drawn = row.sampled_logprobs if bench.wanted else row.token_ids
-            pieces[request_id].append((row.rollout_logprobs, drawn.astype(np.int32)))
+        drawn = result.sampled_logprobs if bench.wanted else result.token_ids
+        for row, request_id in enumerate(result.request_ids.tolist()):
+            part = result.part(row)
+            pieces[request_id].append((result.rollout_logprobs[part], drawn[part].astype(np.int32)))
 
     engine.keepers.append(keep)
     path.drive(engine, path.asked(bench, bench.requests))

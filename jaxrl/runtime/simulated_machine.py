@@ -30,7 +30,6 @@ from jaxrl.sim.configured import worker_predictor
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.executor import MachineSizes, SimulatedExecutor
 from jaxrl.sim.executor_set import SimulatedExecutorSet
-from jaxrl.sim.lockstep import LockstepBatcher
 from jaxrl.sim.scoring import ScoringWorkers
 from jaxrl.sim.workload import Workload
 
@@ -73,7 +72,7 @@ class SimulatedMachine:
         self.pace = self._predictor()
         self.executors = self._executors(sizes)
         batching = batcher_config(config, table.simulated_verify_rule(config, cost))
-        engines = [Engine(each, batching, batcher=LockstepBatcher) for each in self.executors.executors]
+        engines = [Engine(each, batching) for each in self.executors.executors]
         self.arrival = ArrivalOrder(self.executors.first_done, None) if config.rollout.order == "arrival" else None
         ticks = step_ticks if self.pace is None else PlanCostModel(self.pace, engines)
         self.workers = LocalWorkers(engines, config.rollout.deal, ticks, self.arrival)
@@ -86,7 +85,7 @@ class SimulatedMachine:
         num_workers, several = config.num_workers, config.hosts.num > 1
 
         def draw(track: str, plan: Any, result: Any, start_ns: int, end_ns: int) -> None:
-            named = {"rows": len(plan.decode), "steps": result.num_steps}
+            named = {"rows": plan.num_decoding, "steps": result.num_steps}
             drawn.complete(track, "plan", start_ns / 1e9, end_ns / 1e9, **named)
 
         sync_s = cost.weight_sync_s(sizes.tp, sizes.num_devices * num_workers)

@@ -291,8 +291,7 @@ class LocalWorkers:
         of every request's limit."""
         done = self._done[worker]
         if done is None:
-            rows = self.engines[worker].batcher.rows()
-            done = self._done[worker] = sum(progress.num_prompt + num_tokens for progress, num_tokens in rows)
+            done = self._done[worker] = self.engines[worker].batcher.num_row_tokens
         return self._limits[worker] - done
 
     def move(self, request_ids: Iterable[int], target: int, by: By = "migrate") -> MigrationOutcome:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from checked_blocks import check_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,7 +75,7 @@ def test_every_position_arrives(generation):
     requests, dp_before, groups = generation
     num_blocks = 1 + max([1, *(blocks_needed([r for r in requests if r.request_id in ids], BLOCK) for ids in groups)])
     plan = plan_migration(requests, dp_before, groups, num_blocks, BLOCK)
-    plan.blocks.check()
+    check_blocks(plan.blocks)
     new = carry_out(plan, contents(requests))
     for request in requests:
         placed = plan.placements[request.request_id]
@@ -140,7 +141,7 @@ def test_a_pool_that_is_too_small_is_refused_and_none_else(generation, num_block
     requests, dp_before, groups = generation
     needs = [blocks_needed([r for r in requests if r.request_id in ids], BLOCK) for ids in groups]
     if max(needs) < num_blocks:
-        plan_migration(requests, dp_before, groups, num_blocks, BLOCK).blocks.check()
+        check_blocks(plan_migration(requests, dp_before, groups, num_blocks, BLOCK).blocks)
     else:
         with pytest.raises(ValueError, match=rf"needs {max(needs)} blocks .* raise rollout.num_blocks \({num_blocks}"):
             plan_migration(requests, dp_before, groups, num_blocks, BLOCK)
@@ -205,7 +206,7 @@ def test_into_the_pools_of_another_worker():
     assert [(c.source_block, c.target_block) for c in plan.copies] == [(7, 4)]
     with pytest.raises(ValueError, match=r"dp group 0 of 1 needs 7 blocks for its 2 requests, and 3 of its pool's 7"):
         plan_migration([live(3, 0, 4, (5,)), live(4, 0, 24, range(9, 15))], 1, [[3, 4]], 8, BLOCK, into=blocks)
-    blocks.check()
+    check_blocks(blocks)
     assert blocks.num_free(0) == 3, "a refusal gives everything back"
     with pytest.raises(ValueError, match=r"the pools to go into are 1 of 8 blocks of 4 positions"):
         plan_migration([], 1, [[]], 9, BLOCK, into=blocks)
