@@ -466,14 +466,15 @@ class MeshExecutor:
     def _submit_decode(self, plan: Plan, ticket: MeshTicket) -> None:
         scheduled, groups = plan.rows, plan.rows.dp_groups
         at = groups, places_in(groups)
+        block_tables, widths = scheduled.tables
         by_group: list[list[Any]] = [[] for _ in range(self.num_groups)]
-        for group, table, held in zip(groups.tolist(), scheduled.tables, scheduled.widths.tolist(), strict=True):
+        for group, table, held in zip(groups.tolist(), block_tables, widths.tolist(), strict=True):
             by_group[group].append(table[:held])
         program_shape = self._now.decode_shape(by_group, plan.verifies, plan.tells_top)
         kind, rows, num_tiles, width = program_shape
         shape = (self.num_groups, rows)
         tables = np.full((*shape, width * len(self.stacks)), TRASH_BLOCK, np.int32)
-        tables[..., : scheduled.tables.shape[1]][at] = scheduled.tables
+        tables[..., : block_tables.shape[1]][at] = block_tables
         slots = np.full(shape, self.num_slots, np.int32)
         fresh, max_new = np.zeros(shape, np.bool_), np.zeros(shape, np.int32)
         slots[at], fresh[at], max_new[at] = scheduled.slots, scheduled.is_new, scheduled.max_new

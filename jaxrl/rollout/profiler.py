@@ -101,8 +101,7 @@ class Profiler:
             executor.num_slots,
             is_new=np.zeros(len(rows), bool),
             max_new=np.full(len(rows), steps),
-            widths=widths,
-            tables=padded,
+            tables=(padded, widths),
         )
         plan = Plan(self._plans, (), scheduled, num_steps=steps, verifies=verifies)
         self._plans += 1

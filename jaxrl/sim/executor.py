@@ -99,8 +99,7 @@ class _Rows:
         self.first_window = first_window
         self.ids = np.full(num_seats, -1, np.int64)
         self.responses = np.empty(num_seats, object)  # int32 [tokens] each, from the first token to the last
-        self.context = np.zeros(num_seats, np.int64)  # prompt and response tokens so far
-        self.generated = np.zeros(num_seats, np.int64)
+        self.lengths, self.ends = np.zeros((2, num_seats), np.int64)  # when it stops: without and with the prompt
         self.left = np.zeros(num_seats, np.int64)  # tokens until it stops
         self.keys = np.empty(num_seats, object)  # `SampleKey` of each
         self.acceptance = np.empty(num_seats, object)  # of the response; None: not asked for yet
@@ -113,17 +112,11 @@ class _Rows:
 
     def seat_of(self, row: ResidentRow) -> int:
         """The seat of a row with these tokens, or -1."""
-        seats = np.flatnonzero((self.ids == row.request.request_id) & (self.context == row.position + 1))
+        seats = np.flatnonzero((self.ids == row.request.request_id) & (self.ends - self.left == row.position + 1))
         return int(seats[0]) if len(seats) else -1
 
     def _arrays(self) -> tuple[np.ndarray, ...]:
-        return self.ids, self.responses, self.context, self.generated, self.left, self.keys, self.acceptance
-
-    def advance(self, seats: np.ndarray, count: np.ndarray | int) -> None:
-        if len(seats):
-            self.context[seats] += count
-            self.generated[seats] += count
-            self.left[seats] -= count
+        return self.ids, self.responses, self.lengths, self.ends, self.left, self.keys, self.acceptance
 
 
 class SimulatedExecutor:
@@ -193,12 +186,13 @@ class SimulatedExecutor:
         """Runs a plan; its outcome is seen when it is collected."""
         self._clock.advance(self._host_s + self._call_s)
         rows, seats = self._rows, plan.rows.seats
-        prefill = self._prefill(plan)
+        prefill, num_stops, verified = self._prefill(plan), plan.leave_after, None
         assert (rows.ids[seats] == plan.rows.request_ids).all(), plan
-        before, filled = rows.generated[seats], seats[plan.rows.is_new]
-        rows.advance(filled, 1)
-        num_stops = plan.leave_after - int((rows.left[filled] == 0).sum())
-        verified = None
+        before = rows.left[seats]
+        if prefill:
+            filled = seats[plan.rows.is_new]
+            rows.left[filled] -= 1
+            num_stops -= int((rows.left[filled] == 0).sum())
         if plan.verifies:
             verified, num_steps, seconds_G = self._verify(plan, num_stops)
         else:
@@ -206,7 +200,8 @@ class SimulatedExecutor:
         for group, work in prefill.items():
             seconds_G[group] += self._cost.prefill_s(self.sizes.tp, work.tokens, work.pairs)
         seconds = float(seconds_G.max()) * self._slowness  # the slowest dp group's
-        counts = rows.generated[seats] - before
+        left = rows.left[seats]
+        counts = before - left
         self.num_tokens += int(counts.sum())
         start_ns = max(self._clock.now_ns + self._latency_ns, self._free_ns)
         self._free_ns = start_ns + nanoseconds(seconds)
@@ -214,7 +209,7 @@ class SimulatedExecutor:
             plan.index,
             plan.rows.request_ids,
             counts,
-            (rows.left[seats] == 0) & (counts > 0),
+            left == 0,
             num_steps=num_steps,
             policy_version=self.policy_version,
             duration_s=seconds,
@@ -287,7 +282,7 @@ class SimulatedExecutor:
         seat_of = {request_id: seat for seat, request_id in enumerate(old.ids.tolist()) if request_id >= 0}
         for row in move.rows:
             seat = seat_of[row.request.request_id]
-            groups.setdefault(seat // self.num_slots, []).append(int(old.context[seat]))
+            groups.setdefault(seat // self.num_slots, []).append(int(old.ends[seat] - old.left[seat]))
         fullest = max(groups.values(), key=sum, default=[])
         cost = self._cost.switch_cost(self.tp, move.to_tp)
         times = TimeTaken(cost.weights_s, cost.kv_s_per_token * sum(fullest), cost.fixed_s)
@@ -348,18 +343,18 @@ class SimulatedExecutor:
         rows.ids[seat], rows.responses[seat] = request.request_id, fillers(request, length)
         rows.keys[seat], rows.acceptance[seat] = request.key, None
         rows.windows[seat] = rows.first_window
-        rows.context[seat] = len(request.prompt_ids) + kept
-        rows.generated[seat], rows.left[seat] = kept, length - kept
+        rows.lengths[seat], rows.ends[seat], rows.left[seat] = length, len(request.prompt_ids) + length, length - kept
 
     def _decode(self, plan: Plan, num_stops: int) -> tuple[int, np.ndarray]:
         """Runs the decode steps, a token each, until `num_stops` rows have stopped; the steps, and their seconds by dp
         group."""
         rows, seats = self._rows, plan.rows.seats
-        seats = seats[(rows.left[seats] > 0) & (plan.num_steps > 0)]
         left = rows.left[seats]
+        if not left.all():
+            seats, left = seats[left > 0], left[left > 0]
         num_steps = _num_steps(plan.num_steps, num_stops, left)
         seconds_G = self._decode_s(seats, left, num_steps) if num_steps else np.zeros(self.num_groups)
-        rows.advance(seats, np.minimum(left, num_steps))
+        rows.left[seats] = np.maximum(left - num_steps, 0)
         return num_steps, seconds_G
 
     def _verify(self, plan: Plan, num_stops: int) -> tuple[np.ndarray, int, np.ndarray]:
@@ -374,11 +369,12 @@ class SimulatedExecutor:
             for row, seat in zip(np.flatnonzero(is_live).tolist(), seats.tolist(), strict=True)
         ]
         fullest = int(np.bincount(scheduled.dp_groups).max())
-        before_R, width = rows.context[seats], proposals.width(fullest)
+        left, width = rows.left[seats], proposals.width(fullest)
+        before_R = rows.ends[seats] - left
         found = verify(
             acceptance,
-            rows.generated[seats],
-            rows.left[seats],
+            rows.lengths[seats] - left,
+            left,
             scheduled.max_new[is_live],
             rows.windows[seats],
             next_window=proposals.next_window,
@@ -387,7 +383,7 @@ class SimulatedExecutor:
             num_stops=num_stops,
         )
         rows.windows[seats] = found.windows
-        rows.advance(seats, found.gained)
+        rows.left[seats] = left - found.gained
         seconds_G = np.zeros(self.num_groups)
         for group in np.unique(seats // group_size).tolist():
             own = seats // group_size == group
@@ -411,7 +407,7 @@ class SimulatedExecutor:
 
     def _decode_s(self, seats: np.ndarray, left: np.ndarray, num_steps: int) -> np.ndarray:
         """Seconds of the decode steps, [dp groups]. If no row stops on the way, one evaluation is enough."""
-        tp, of_group, context = self.sizes.tp, seats // self.num_slots, self._rows.context[seats]
+        tp, of_group, context = self.sizes.tp, seats // self.num_slots, self._rows.ends[seats] - left
         batch_G = np.bincount(of_group, minlength=self.num_groups)
         context_G = np.bincount(of_group, context, minlength=self.num_groups)
         splits_G = np.bincount(of_group[left < num_steps], minlength=self.num_groups) > 0

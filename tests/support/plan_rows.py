@@ -26,7 +26,7 @@ class DecodeRow:
 def decode_rows(plan: Plan) -> list[DecodeRow]:
     """The rows that decode, in the order of the plan."""
     rows = plan.rows
-    tables = [tuple(table[:width]) for table, width in zip(rows.tables.tolist(), rows.widths.tolist(), strict=True)]
+    tables = [tuple(table[:width].tolist()) for table, width in zip(*rows.tables, strict=True)]
     columns = rows.request_ids, rows.dp_groups, rows.slots, tables, rows.max_new, rows.histories or [None] * len(rows)
     values = (column.tolist() if isinstance(column, np.ndarray) else column for column in columns)
     return [DecodeRow(*row) for row in zip(*values, strict=True)] if plan.num_steps else []
@@ -51,8 +51,7 @@ def scheduled(rows: Sequence[DecodeRow], num_slots: int, new: Collection[int] = 
         num_slots,
         np.array([row.request_id in new for row in rows], bool),
         np.array([row.max_new for row in rows], np.int64),
-        widths,
-        tables,
+        (tables, widths),
         [row.history for row in rows],
     )
 

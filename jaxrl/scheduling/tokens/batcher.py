@@ -36,6 +36,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 
@@ -51,6 +52,7 @@ from jaxrl.scheduling.tokens.plan import (
     Request,
     ScheduledRows,
     Seat,
+    Tables,
     VerifyCounts,
     VerifyRule,
     check_request,
@@ -59,6 +61,7 @@ from jaxrl.scheduling.tokens.progress import Admitted, Completed, Counters, Fini
 from jaxrl.scheduling.tokens.rows import Response, Rows, StopCheck
 
 UNLIMITED = 1 << 30
+_FEW = 4  # rows that get blocks one by one, in less time than arrays take
 _by_arrival = attrgetter("arrival")
 
 
@@ -100,12 +103,29 @@ class _Draft:
     admitted: list[int] = field(default_factory=list)  # seats, in the order in which they were given
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Columns:
+    """The rows of a plan, by ascending seat; for the arrays see `ScheduledRows`."""
+
+    seats: np.ndarray
+    ids: np.ndarray
+    is_new: np.ndarray
+    max_new: np.ndarray  # without drafts
+    decodes: bool  # else prefill goes first
+    tells_top: bool
+    is_watched: bool
+
+
 @dataclass(slots=True)
 class _Flight:
     """A plan in flight."""
 
     index: int
     rows: ScheduledRows
+    is_watched: bool  # what some row gains must be looked at
+    most: np.ndarray  # tokens that it can bring each row
+    num_most: int  # their sum
+    has_new: bool  # chunks end the prefill of some rows, perhaps
     filling: set[int]  # request ids with a chunk after which their prefill goes on
     is_whole: bool  # all of its tokens will be made
     left: dict[int, Response] = field(default_factory=dict)  # by request id, those that have left their row since
@@ -131,6 +151,8 @@ class Batcher:
         self._rows = Rows(capacity.num_groups, capacity.num_slots)
         self._free_slots = [list(range(capacity.num_slots)) for _ in range(capacity.num_groups)]  # heaps
         self._flights: deque[_Flight] = deque()
+        none = np.zeros(0, np.int64)
+        self._steady = _Columns(none, none, none, none, decodes=False, tells_top=False, is_watched=False)
         self._share_prompts: dict[object, tuple[tuple[int, ...], int]] = {}  # share -> (prompt, live requests)
 
     # Requests in and out
@@ -189,130 +211,155 @@ class Batcher:
 
     def schedule(self) -> Plan | None:
         """The next plan; None if no row can do anything before a plan in flight is collected."""
-        rows, steps = self._rows, self.config.decode_steps
         draft = _Draft([self.capacity.max_prefill_tokens] * self.capacity.num_groups)
         running = self._go_on(draft)
         is_short = self._admit(draft, running)
-        seats = running if not draft.admitted else np.sort(np.append(running, draft.admitted))
-        seats = seats[rows.unfilled[seats] == 0]
-        if not draft.prefill and not len(seats):
+        if not draft.prefill and not len(running):
             assert self._flights or not self._requests, "requests wait, nothing runs, and none can be admitted"
             return None
-        if draft.lacks_budget:
-            assert draft.prefill, "prefill budget is lacking because another request has it"
-            seats = seats[rows.is_new[seats]]
-        is_new = rows.is_new[seats]
-        decodes = len(seats) > 0 and not draft.lacks_budget
-        tells_top = bool(rows.tells_top[seats].any()) or any(c.request.params.top_logprobs for c in draft.prefill)
-        max_new = np.full(len(seats), steps if decodes else 0)
-        verifies = decodes and not tells_top and self._verifies(seats)
+        columns = self._columns(draft, running)
+        seats, is_new, max_new = columns.seats, columns.is_new, columns.max_new
+        verifies = columns.decodes and not columns.tells_top and self._verifies(seats)
         if verifies:
-            self._give_room(draft, running, seats, is_new, max_new)
-        tables, blocks = rows.tables[seats], self.blocks
-        widths = blocks.held[tables] * len(blocks.stacks)
-        scheduled = ScheduledRows(
-            rows.ids[seats],
-            seats,
-            self.capacity.num_slots,
-            is_new,
-            max_new,
-            widths,
-            lambda: blocks.tables[tables, : widths.max(initial=0)],
-            [rows[seat].request.history for seat in seats.tolist()] if verifies else None,
-        )
+            max_new = self._with_room_for_drafts(draft, running, columns)
+        histories = [self._rows[seat].request.history for seat in seats.tolist()] if verifies else None
         plan = Plan(
             index=self.next_index,
             prefill=tuple(draft.prefill),
-            rows=scheduled,
-            num_steps=steps if decodes else 0,
+            rows=ScheduledRows(
+                columns.ids, seats, self.capacity.num_slots, is_new, max_new, partial(self._tables, seats), histories
+            ),
+            num_steps=self.config.decode_steps if columns.decodes else 0,
             leave_after=self.config.leave_after if is_short else UNLIMITED,
             verifies=verifies,
-            tells_top=tells_top,
+            tells_top=columns.tells_top,
         )
-        rows.is_new[seats] = False
-        rows.pending[seats] += max_new + is_new
+        has_new = len(draft.prefill) > 0
+        most = max_new + is_new if has_new else max_new
+        self._rows.written[seats] += most
+        if has_new:
+            self._rows.is_new[seats] = False
         filling = {chunk.request.request_id for chunk in draft.prefill if not chunk.is_last}
-        self._flights.append(_Flight(plan.index, scheduled, filling, plan.leave_after == UNLIMITED and not verifies))
+        is_whole = not is_short and not verifies
+        self._flights.append(
+            _Flight(plan.index, plan.rows, columns.is_watched, most, int(most.sum()), has_new, filling, is_whole)
+        )
         self.next_index += 1
         return plan
+
+    def _columns(self, draft: _Draft, running: np.ndarray) -> _Columns:
+        """The rows of the plan; `running`: seats of those that had theirs before."""
+        if not draft.prefill and running is self._steady.seats:
+            return self._steady
+        rows, seats = self._rows, running
+        if draft.prefill:
+            seats = np.sort(np.append(running, draft.admitted).astype(np.int64))
+            seats = seats[(rows.unfilled[seats] == 0) & (rows.is_new[seats] | (not draft.lacks_budget))]
+        assert draft.prefill or not draft.lacks_budget, "prefill budget is lacking because another request has it"
+        decodes = len(seats) > 0 and not draft.lacks_budget
+        columns = _Columns(
+            seats,
+            rows.ids[seats],
+            rows.is_new[seats],
+            np.full(len(seats), self.config.decode_steps if decodes else 0),
+            decodes,
+            bool(rows.tells_top[seats].any()) or any(chunk.request.params.top_logprobs for chunk in draft.prefill),
+            bool(rows.is_watched[seats].any()),
+        )
+        if not draft.prefill:
+            self._steady = columns
+        return columns
+
+    def _tables(self, seats: np.ndarray) -> Tables:
+        rows = self._rows.tables[seats]
+        widths = self.blocks.held[rows] * len(self.blocks.stacks)
+        return self.blocks.tables[rows, : widths.max(initial=0)], widths
 
     def _verifies(self, seats: np.ndarray) -> bool:
         """Whether the plan verifies proposed tokens."""
         if self.verify_rule is None or not self._rows.has_history[seats].any():
             return False
-        return self.verify_rule.decides(*self._fullest(seats, self._rows.lengths[seats] + self._rows.pending[seats]))
+        return self.verify_rule.decides(*self._fullest(seats, self._rows.written[seats] + 1))
 
     def _fullest(self, seats: np.ndarray, tokens: np.ndarray) -> tuple[int, int]:
         """The most rows, and the most of these tokens, that a dp group has."""
         groups, num_groups = seats // self.capacity.num_slots, self.capacity.num_groups
-        most = np.bincount(groups, tokens, num_groups).max()
-        return int(np.bincount(groups, minlength=num_groups).max()), int(most)
+        return int(np.bincount(groups, minlength=num_groups).max()), int(np.bincount(groups, tokens, num_groups).max())
 
-    def _give_room(
-        self, draft: _Draft, running: np.ndarray, seats: np.ndarray, is_new: np.ndarray, max_new: np.ndarray
-    ) -> None:
-        """Lets rows with a history gain more tokens, as far as blocks are free that no row may want in the next plan;
-        the oldest first. No row loses its place for what is proposed for another."""
-        rows, most = self._rows, TOKENS_PER_STEP * self.config.decode_steps
+    def _with_room_for_drafts(self, draft: _Draft, running: np.ndarray, columns: _Columns) -> np.ndarray:
+        """`max_new`, with more for rows with a history, as far as blocks are free that no row may want in the next
+        plan; the oldest first. No row loses its place for what is proposed for another."""
+        rows, most, max_new = self._rows, TOKENS_PER_STEP * self.config.decode_steps, columns.max_new.copy()
         headroom = self._headroom(draft, running)
-        places = {seat: place for place, seat in enumerate(seats.tolist()) if rows.has_history[seat]}
+        places = {seat: place for place, seat in enumerate(columns.seats.tolist()) if rows.has_history[seat]}
         for seat in (*running[np.argsort(rows.arrivals[running])].tolist(), *draft.admitted):
             if (place := places.get(seat)) is None:
                 continue
-            response, group = rows[seat], seat // self.capacity.num_slots
-            length = int(rows.lengths[seat])
-            need = min(length + int(rows.pending[seat]) - (not is_new[place]) + most, response.limit)
-            first = 0 if is_new[place] else length - 1  # this plan's chunk sees more
+            response, group, is_new = rows[seat], seat // self.capacity.num_slots, bool(columns.is_new[place])
+            need = min(int(rows.written[seat]) + is_new + most, response.limit)
+            first = 0 if is_new else int(rows.lengths[seat]) - 1  # this plan's chunk sees more
             request_id = response.request.request_id
             more = self.blocks.blocks_for(need) - int(self.blocks.held[rows.tables[seat]]) * len(self.blocks.stacks)
             if more <= self.blocks.num_free(group) - headroom[group] and self.blocks.extend(request_id, need, first):
                 max_new[place] = most
+        return max_new
 
     def _go_on(self, draft: _Draft) -> np.ndarray:
         """Gives running rows blocks for the plan, and chunks to those in their prefill, the oldest first; preempts
         younger ones for their blocks. Returns the seats that have a place in the plan."""
-        rows, blocks = self._rows, self.blocks
-        seats = rows.taken()
-        if not len(seats):
+        rows, seats = self._rows, self._rows.taken()
+        is_due = rows.written[seats] > rows.enough[seats]
+        if not is_due.any():
             return seats
-        limits, is_filling = rows.limits[seats], rows.unfilled[seats] > 0
-        written = rows.lengths[seats] + rows.pending[seats] - 1
-        need = np.minimum(written + self.config.decode_steps, limits)
-        more = -(-need // blocks.block_size) - blocks.held[rows.tables[seats]]
-        is_short = (more > 0) | is_filling
-        if all(flight.is_whole for flight in self._flights):  # these bring the others their last token
-            goes_on = is_filling | (written + 1 < limits)
-            seats, is_short, more = seats[goes_on], is_short[goes_on], more[goes_on]
-        if not is_short.any():
-            return seats
-        short, more = seats[is_short], more[is_short]
-        oldest_first = np.argsort(rows.arrivals[short])
-        short, more = short[oldest_first], more[oldest_first]
-        if not is_filling.any() and blocks.extend_all(rows.tables[short], short // self.capacity.num_slots, more):
-            return seats
-        for seat in short.tolist():
-            if rows.ids[seat] >= 0:
-                self._go_on_alone(draft, rows[seat])
-        return seats[rows.ids[seats] >= 0]
+        due = seats[is_due]
+        due = due[np.argsort(rows.arrivals[due])]
+        left_out: np.ndarray | list[int] = []
+        if all(
+            flight.is_whole for flight in self._flights
+        ):  # they bring these their last token, unless one stops before
+            is_left_out = (rows.written[due] + 1 >= rows.limits[due]) & (rows.unfilled[due] == 0)
+            left_out, due = due[is_left_out], due[~is_left_out]
+        if len(due) <= _FEW or not self._extend_all(due):
+            for seat in due.tolist():
+                if rows.ids[seat] >= 0:
+                    self._go_on_alone(draft, rows[seat])
+            seats = rows.taken()
+        return seats[~np.isin(seats, left_out)] if len(left_out) else seats
+
+    def _extend_all(self, seats: np.ndarray) -> bool:
+        """Gives rows blocks for the plan, in this order; False, with nothing changed, where one has to be looked at by
+        itself."""
+        rows, blocks, steps = self._rows, self.blocks, self.config.decode_steps
+        if rows.unfilled[seats].any():
+            return False
+        tables, limits = rows.tables[seats], rows.limits[seats]
+        more = -(-np.minimum(rows.written[seats] + steps, limits) // blocks.block_size) - blocks.held[tables]
+        if not blocks.extend_all(tables, seats // self.capacity.num_slots, np.maximum(more, 0)):
+            return False
+        room = blocks.held[tables] * blocks.block_size
+        rows.enough[seats] = np.minimum(limits - 2, np.where(room < limits, room - steps, limits))
+        return True
 
     def _go_on_alone(self, draft: _Draft, response: Response) -> None:
-        rows, seat, group = self._rows, response.seat, response.group
-        unfilled = int(rows.unfilled[seat])
-        num_chunk = min(unfilled, draft.budget[group])
+        """`_go_on` for one row."""
+        rows, seat, group, limit = self._rows, response.seat, response.group, response.limit
+        unfilled, steps = int(rows.unfilled[seat]), self.config.decode_steps
+        num_chunk, request_id = min(unfilled, draft.budget[group]), response.request.request_id
+        first = response.prefilled if unfilled else int(rows.lengths[seat]) - 1
+        need = min(int(rows.written[seat]) + (unfilled > 0) + steps, limit)
         if num_chunk < unfilled:  # without windows, all blocks of its prefill were allocated when it was admitted
             draft.lacks_budget = True
-            need = response.prefilled + num_chunk
-        else:
-            written = len(response.prefix) if unfilled else response.num_written
-            need = min(written + self.config.decode_steps, response.limit)
-        first = response.prefilled if unfilled else response.num_prompt + response.num_tokens - 1
-        while not self.blocks.extend(response.request.request_id, need, first):
+            need = first + num_chunk
+        while not self.blocks.extend(request_id, need, first):
             youngest = rows.youngest(group)
             self._preempt(youngest)
             draft.closed.add(group)  # a request let in now would be the next to be preempted
             if youngest is response:
                 return
         self._prefill(draft, response, num_chunk)
+        if num_chunk == unfilled:
+            room = int(self.blocks.held[rows.tables[seat]]) * self.blocks.block_size
+            rows.enough[seat] = min(limit - 2, room - steps if room < limit else limit)
 
     def _prefill(self, draft: _Draft, response: Response, num_chunk: int) -> None:
         """Writes the next `num_chunk` tokens of a row's prefix into the plan."""
@@ -347,7 +394,7 @@ class Batcher:
         """Blocks that rows of the plan may want in the next one."""
         rows, steps = self._rows, self.config.decode_steps
         limits, lengths = rows.limits[seats], rows.lengths[seats]
-        written = lengths + rows.pending[seats] - ~rows.is_new[seats]
+        written = rows.written[seats] + rows.is_new[seats]
         grown = np.where(rows.unfilled[seats] > 0, lengths, np.minimum(written + steps, limits))
         return self.blocks.more_for(rows.tables[seats], np.minimum(grown + steps, limits))
 
@@ -476,29 +523,38 @@ class Batcher:
     def update(self, result: PlanResult, stop_check: StopCheck | None = None) -> list[Finished]:
         """Takes in a plan's outcome; returns the requests that ended, by (dp group, slot)."""
         flight, rows, counts = self._flights.popleft(), self._rows, result.counts
-        scheduled, seats = flight.rows, flight.rows.seats
+        seats, ids, is_new = flight.rows.seats, flight.rows.request_ids, flight.rows.is_new
         assert flight.index == result.index, f"plan {flight.index} is due, and the result is of plan {result.index}"
-        assert np.array_equal(result.request_ids, scheduled.request_ids), f"plan {result.index}: a result of other rows"
-        most = scheduled.max_new + scheduled.is_new
-        assert (counts <= most).all(), f"plan {result.index}: more tokens than asked"
+        assert result.request_ids is ids or np.array_equal(result.request_ids, ids), "a result of other rows"
+        num_tokens = int(counts.sum())
         self.counters.plans += 1
         self.counters.steps += result.num_steps
         self.counters.offered_row_steps += result.num_steps * len(rows.ids)
         if result.verified is None:
-            self.counters.busy_row_steps += int(counts.sum() - (scheduled.is_new & (counts > 0)).sum())
+            self.counters.busy_row_steps += num_tokens
+            if flight.has_new:
+                self.counters.busy_row_steps -= np.count_nonzero(counts[is_new])
         else:
             verified = VerifyCounts(*result.verified.sum(axis=1).tolist())
             self.counters.busy_row_steps += verified.steps
             if self.verify_rule is not None and verified.steps:  # else its rows had stopped before
                 self.counters.add_verified(verified)
                 self.verify_rule.saw(verified)
-        is_there = rows.ids[seats] == scheduled.request_ids
-        rows.pending[seats[is_there]] -= most[is_there]
+        is_there = rows.ids[seats] == ids if flight.left else None
+        if num_tokens != flight.num_most:
+            missing = flight.most - counts
+            assert (missing >= 0).all(), f"plan {result.index}: more tokens than asked"
+            own = slice(None) if is_there is None else is_there
+            rows.written[seats[own]] -= missing[own]
         rows.gain(result, seats, is_there)
-        looked_at = (counts > 0) & (result.stopped | rows.is_watched[seats] | ~is_there)
         finished: list[Finished] = []
-        for row in np.flatnonzero(looked_at).tolist():
-            request_id, (group, slot) = int(scheduled.request_ids[row]), divmod(int(seats[row]), rows.num_slots)
+        if is_there is None and not flight.is_watched and not result.stopped.any():
+            return finished
+        looked_at = result.stopped | rows.is_watched[seats]
+        if is_there is None:
+            is_there = np.ones(len(seats), bool)
+        for row in np.flatnonzero((counts > 0) & (looked_at | ~is_there)).tolist():
+            request_id, (group, slot) = int(ids[row]), divmod(int(seats[row]), rows.num_slots)
             response = rows[int(seats[row])] if is_there[row] else flight.left[request_id]
             if response.has_ended:
                 self.counters.dropped_tokens += int(counts[row])
@@ -524,7 +580,7 @@ class Batcher:
         if not plan.num_decoding:
             return 0, 0
         seats = plan.rows.seats
-        return self._fullest(seats, self._rows.lengths[seats] + self._rows.pending[seats] - plan.rows.max_new)
+        return self._fullest(seats, self._rows.written[seats] + 1 - plan.rows.max_new)
 
     def rows(self) -> Iterator[tuple[Response, int]]:
         """The requests that have a row, in the order of arrival, each with the tokens of its response so far."""
@@ -597,12 +653,8 @@ class Batcher:
         """Gives back a row and its blocks."""
         request_id, seat = response.request.request_id, response.seat
         for flight in self._flights:
-            at = int(np.searchsorted(flight.rows.seats, seat))
-            has_row = at < len(flight.rows) and (flight.rows.seats[at], flight.rows.request_ids[at]) == (
-                seat,
-                request_id,
-            )
-            if has_row or request_id in flight.filling:
+            at = flight.rows.seats.searchsorted(seat)
+            if request_id in flight.filling or request_id in flight.rows.request_ids[at : at + 1]:
                 flight.left[request_id] = response
         self.blocks.free(request_id)
         heapq.heappush(self._free_slots[response.group], response.slot)

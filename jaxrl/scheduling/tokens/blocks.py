@@ -481,6 +481,15 @@ class BlockManager:
         if count <= 0:
             return
         group, row = holding.group, holding.row
+        if (
+            count == 1 and self.stacks.is_whole and self._num_free[group] and self.held[row] < self.tables.shape[1]
+        ):  # nearly always
+            self._num_free[group] -= 1
+            block = self._free[group, self._num_free[group]]
+            self._references[group, block] = 1
+            self.tables[row, self.held[row]] = block
+            self.held[row] += 1
+            return
         begin = int(self.held[row]) * len(self.stacks)
         places = self._not_behind(np.arange(begin, begin + count), self._behind[row].tolist())
         self._reclaim(group, len(places))

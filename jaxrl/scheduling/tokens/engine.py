@@ -220,7 +220,8 @@ class Engine:
         if self._loads and self._loads[0].index == result.index:
             load, steps = self._loads.popleft(), result.num_steps
             context = load.context + load.batch * (steps - load.num_steps) / 2
-            times = replace(load, num_steps=steps, duration_s=result.duration_s, context=context)
+            of_plan = load.prefill_tokens, load.batch, context, load.was_queued, load.verified
+            times = PlanTimes(result.index, steps, result.duration_s, *of_plan)
             for watcher in self.watchers:
                 watcher(times)
         finished = self.batcher.update(result, self.stop_check)

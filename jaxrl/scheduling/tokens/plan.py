@@ -100,6 +100,10 @@ class PrefillChunk:
     num_generated: int
 
 
+Tables = tuple[np.ndarray, np.ndarray]
+"""Block tables, filled up with the trash block, int32 [R, widest], and how many blocks each has, int64 [R]."""
+
+
 class ScheduledRows:
     """The rows that may gain tokens in a plan, in the order of their seats: columns, each [R].
 
@@ -110,11 +114,10 @@ class ScheduledRows:
       is_new: bool, its prefill ends in this plan, which brings it a token before it decodes.
       max_new: int64, the most tokens that decode may bring it in this plan; with so many it waits for the end of the
         plan. 0 everywhere in a plan that decodes nothing.
-      widths: int64, blocks of its table.
       histories: in a plan that verifies, what its tokens may be proposed from (`Request.history`); None: of no row.
     """
 
-    __slots__ = ("_tables", "histories", "is_new", "max_new", "num_slots", "request_ids", "seats", "widths")
+    __slots__ = ("_tables", "histories", "is_new", "max_new", "num_slots", "request_ids", "seats")
 
     def __init__(
         self,
@@ -123,19 +126,18 @@ class ScheduledRows:
         num_slots: int,
         is_new: np.ndarray,
         max_new: np.ndarray,
-        widths: np.ndarray,
-        tables: np.ndarray | Callable[[], np.ndarray],
+        tables: Tables | Callable[[], Tables],
         histories: Sequence[Any] | None = None,
     ) -> None:
         self.request_ids, self.seats, self.num_slots = request_ids, seats, num_slots
         self.is_new, self.max_new, self.histories = is_new, max_new, histories
-        self.widths, self._tables = widths, tables
+        self._tables = tables
 
     def __len__(self) -> int:
         return len(self.request_ids)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        columns = self.request_ids, self.seats, self.num_slots, self.is_new, self.max_new, self.widths
+        columns = self.request_ids, self.seats, self.num_slots, self.is_new, self.max_new
         return ScheduledRows, (*columns, self.tables, self.histories)
 
     @property
@@ -147,9 +149,9 @@ class ScheduledRows:
         return self.seats % self.num_slots
 
     @property
-    def tables(self) -> np.ndarray:
-        """Block tables that cover every position that this plan may write, filled up with the trash block: int32
-        [R, widest]. A simulation reads none, so they are made when they are first asked for: before the next plan."""
+    def tables(self) -> Tables:
+        """Block tables that cover every position that this plan may write. A simulation reads none, so they are made
+        when they are first asked for: before the next plan."""
         if callable(self._tables):
             self._tables = self._tables()
         return self._tables

@@ -82,7 +82,7 @@ class Response:
     @property
     def pending(self) -> int:
         """The most tokens that plans in flight may add."""
-        return int(self._own_rows.pending[self.seat])
+        return self.num_written + 1 - self.num_prompt - self.num_tokens
 
     @property
     def num_written(self) -> int:
@@ -90,7 +90,7 @@ class Response:
 
         One less than its tokens: the newest has been sampled but not run through the model.
         """
-        return self.num_prompt + self.num_tokens + self.pending - 1
+        return int(self._own_rows.written[self.seat])
 
     def take_row(self, rows: Rows, seat: int, prefix: tuple[int, ...], unfilled: int, table: int) -> None:
         """Goes to a free row of `rows`; for the rest see there."""
@@ -201,7 +201,9 @@ class Rows:
     Attributes:
       responses: None: the row is free.
       ids: request ids, -1: free. arrivals, limits: as in `Response`.
-      lengths: tokens so far, the prompt's among them. pending: the most that plans in flight may add.
+      lengths: tokens so far, the prompt's among them.
+      written: `Response.num_written`; while its prefill goes on, one less than `lengths`.
+      enough: as long as `written` is no more than this, the next plan can name the row as it is.
       unfilled: tokens of its prefix that no plan has yet.
       tables: its row of `BlockManager.tables`.
       is_new: its prefill ends in the plan that is being made.
@@ -214,10 +216,12 @@ class Rows:
         self.num_slots = num_slots
         self.responses: list[Response | None] = [None] * num_seats
         self.ids, self.arrivals = np.full((2, num_seats), -1, np.int64)
-        self.lengths, self.limits, self.pending, self.unfilled, self.tables = np.zeros((5, num_seats), np.int64)
+        self.lengths, self.limits, self.written, self.enough = np.zeros((4, num_seats), np.int64)
+        self.unfilled, self.tables = np.zeros((2, num_seats), np.int64)
         self.is_new, self.is_watched, self.has_history, self.tells_top = np.zeros((4, num_seats), bool)
         self._first = np.zeros(num_seats, np.int64)  # tokens that it had when it got its row, the prompt's among them
-        self._versions = np.full(num_seats, -1, np.int64)  # that made its last token since then
+        self._version = -1  # that made the newest tokens
+        self._of_others = set[int]()  # seats of rows that have gained no token of this version
         self._known = np.full(num_seats, None, object)  # of a simulation: `PlanResult.responses`
         self._room = 1
         self._gained: Tokens | None = None  # [seats, room] each, made when the first tokens come
@@ -249,9 +253,10 @@ class Rows:
         params = response.request.params
         self.responses[seat], self._taken = response, None
         self.ids[seat], self.arrivals[seat] = response.request.request_id, response.arrival
-        self.limits[seat], self.pending[seat] = response.limit, 0
-        self.lengths[seat] = self._first[seat] = response.num_prompt + response.num_kept
-        self.unfilled[seat], self.tables[seat], self._versions[seat] = unfilled, table, -1
+        self.lengths[seat] = self._first[seat] = length = response.num_prompt + response.num_kept
+        self.limits[seat], self.written[seat], self.enough[seat] = response.limit, length - 1, -1
+        self.unfilled[seat], self.tables[seat] = unfilled, table
+        self._of_others.add(seat)
         self.tells_top[seat] = bool(params.top_logprobs)
         self.is_watched[seat] = bool(params.top_logprobs or params.stop_strings)
         self.has_history[seat] = response.request.history is not None
@@ -260,6 +265,7 @@ class Rows:
     def remove(self, seat: int) -> None:
         self.ids[seat] = self.arrivals[seat] = -1
         self.responses[seat] = self._known[seat] = self._taken = None
+        self._of_others.discard(seat)
 
     def _make_room(self, count: int) -> None:
         """Lets rows gain so many tokens. Most of a large array that is never written is never there."""
@@ -276,29 +282,34 @@ class Rows:
         shape = len(self.ids), self._room
         return np.empty(shape, np.int32), np.empty(shape, np.float32), np.empty(shape, np.float32)
 
-    def gain(self, result: PlanResult, seats: np.ndarray, is_there: np.ndarray) -> None:
+    def gain(self, result: PlanResult, seats: np.ndarray, is_there: np.ndarray | None) -> None:
         """Takes in what rows have gained.
 
         Args:
           seats: of the result's rows.
-          is_there: bool, which of these rows are still those of the plan.
+          is_there: bool, which of these rows are still those of the plan; None: all.
         """
         counts = result.counts
-        for row in np.flatnonzero((self._versions[seats] != result.policy_version) & is_there & (counts > 0)).tolist():
-            self[seats[row]].made_by(result.policy_version)
-            self._versions[seats[row]] = result.policy_version
-            if result.responses is not None:
-                self._known[seats[row]] = result.responses[row]
+        if result.policy_version != self._version:
+            self._version, self._of_others = result.policy_version, set(self.taken().tolist())
+        for seat in [*self._of_others]:
+            row = int(seats.searchsorted(seat))
+            if row < len(seats) and seats[row] == seat and counts[row] and (is_there is None or is_there[row]):
+                self[seat].made_by(result.policy_version)
+                self._of_others.remove(seat)
+                if result.responses is not None:
+                    self._known[seat] = result.responses[row]
         if result.responses is None and len(result.token_ids):
             self._gained = self._gained or self._empty()
             before = np.cumsum(counts) - counts
             first = seats * self._room + self.lengths[seats] - self._first[seats] - before
             places = np.repeat(first, counts) + np.arange(len(result.token_ids))
             new = result.token_ids, result.sampled_logprobs, result.rollout_logprobs
-            whose = ... if is_there.all() else np.repeat(is_there, counts)
+            whose = ... if is_there is None else np.repeat(is_there, counts)
             for into, tokens in zip(self._gained, new, strict=True):
                 into.reshape(-1)[places[whose]] = tokens[whose]
-        self.lengths[seats[is_there]] += counts[is_there]
+        own = slice(None) if is_there is None else is_there
+        self.lengths[seats[own]] += counts[own]
 
     def tokens(self, seat: int, first: int, last: int) -> Tokens:
         """Tokens of a response that came while it had its row; `first`: those that it had before."""
