@@ -6,24 +6,22 @@ dp group and counted.
 
 Source: paged attention as in vLLM (Kwon et al. 2023) and prefix caching as in nano-vllm's block manager.
 
-Departures: sharing goes by an explicit key, not by hashes of token blocks: the samples of one prompt are the case that
-matters here, and that needs no table of hashes. Only full blocks in front of the prompt's last token are shared,
-because at least one token must be run to get logits; so a shared block is never written again and copy-on-write never
-happens. A block is freed with its last holder, but for those that are *parked*.
+Departures: sharing goes by an explicit key, not by hashes of token blocks, because the samples of one prompt are the
+case that matters here. Only full blocks in front of the prompt's last token are shared, because at least one token must
+be run to get logits; so a shared block is never written again, and copy-on-write never happens.
 
-The blocks of a conversation are parked between two of its turns: they hold the KV of known tokens, and those that
-nobody else holds count as free. Its next request takes over those in front of the first token that is another one,
-block and all: nobody shares the last of them, so what stands behind may be written over. Where a pool runs dry, what
-was parked longest ago is given up. Conversations that begin with the same prompt share its blocks, parked or not.
+The blocks of a conversation are *parked* between two of its turns: those that nobody else holds count as free. Its next
+request takes over those in front of the first token that differs; nobody shares the last of them, so what stands behind
+may be written over. Where a pool runs dry, what was parked longest ago is given up.
 
 A block becomes shareable when it is *published*, that is, when the chunk that writes it has been put into a plan.
 Plans run in order, and one plan writes the prefill KV of a layer before any of its rows reads that layer, so a
 published block may be named in the same plan without waiting for the device.
 
 Where layers have windows (`jaxrl.scheduling.tokens.stacks`), a request that needs blocks first gives back those behind
-the window of every query still to come. Its table then begins with the trash block in the stacks with a window; and so
-does what is published of a prompt, once all who held a block have passed it. Such a prompt is found as long as all is
-there that its next token sees; after that the next request with this prompt runs it again, and publishes its own.
+the window of every query still to come: its table begins with the trash block there, and so does what is published of
+its prompt, once all who held a block have passed it. Such a prompt is found as long as all is there that its next token
+sees; after that the next request with it runs it again, and publishes its own.
 """
 
 from __future__ import annotations

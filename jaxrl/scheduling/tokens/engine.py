@@ -57,7 +57,8 @@ class Engine:
     ) -> None:
         self.executor = executor
         self.stop_check = stop_check
-        self.batcher = Batcher(config, _capacity(executor), trace)
+        sizes = executor.num_groups, executor.num_slots, executor.num_blocks, executor.block_size
+        self.batcher = Batcher(config, Capacity(*sizes, executor.max_prefill_tokens, executor.stacks), trace)
         self.watchers: list[Callable[[PlanTimes], None]] = []  # called for every plan that was collected
         self.keepers: list[Callable[[PlanResult], None]] = []  # the same, once the batcher has taken in its result
         self._tickets: deque[Ticket] = deque()
@@ -80,14 +81,9 @@ class Engine:
         return len(self._tickets)
 
     @property
-    def oldest(self) -> Ticket:
-        """The oldest plan in flight, of which there must be one."""
-        return self._tickets[0]
-
-    @property
-    def oldest_plan(self) -> int | None:
-        """The index of the oldest plan in flight; None where there is none."""
-        return self._tickets[0].index if self._tickets else None
+    def oldest(self) -> Ticket | None:
+        """The oldest plan in flight."""
+        return self._tickets[0] if self._tickets else None
 
     def next_times(self) -> PlanTimes | None:
         """The load of the oldest plan in flight, should it take all of its steps; in no time. None where no plan is in
@@ -241,14 +237,3 @@ class Engine:
             was_queued=bool(self._tickets) and not self._paused,
             verified=plan.verifies,
         )
-
-
-def _capacity(executor: Executor) -> Capacity:
-    return Capacity(
-        num_groups=executor.num_groups,
-        num_slots=executor.num_slots,
-        num_blocks=executor.num_blocks,
-        block_size=executor.block_size,
-        max_prefill_tokens=executor.max_prefill_tokens,
-        stacks=executor.stacks,
-    )

@@ -195,7 +195,8 @@ class LocalWorkers:
         ahead, _, worker = min(self._dues)
         if ahead == MAX_IN_FLIGHT and self._arrival is not None:
             waiting = [worker for ahead, _, worker in self._dues if ahead == MAX_IN_FLIGHT]
-            tickets = {worker: self.engines[worker].oldest for worker in waiting if self.engines[worker].num_in_flight}
+            oldest = {worker: self.engines[worker].oldest for worker in waiting}
+            tickets = {worker: ticket for worker, ticket in oldest.items() if ticket is not None}
             worker = self._arrival(tickets) if tickets else worker
         return None if ahead == _NEVER else worker
 

@@ -252,7 +252,14 @@ class PlanResult:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What an executor offers, per dp group; see `Executor`."""
+    """What an executor offers.
+
+    Attributes:
+      num_groups: dp groups, each with a pool and slots of its own. The rest is per dp group.
+      num_blocks: KV blocks, `TRASH_BLOCK` included; block_size: positions of each.
+      max_prefill_tokens: the most that one plan may carry.
+      stacks: the layers, by what their windows leave behind.
+    """
 
     num_groups: int
     num_slots: int
@@ -334,13 +341,7 @@ class Ticket(Protocol):
 class Executor(Protocol):
     """Runs plans, in order, one ahead of the host: a mesh (`jaxrl.rollout.executor`) or a simulation.
 
-    Attributes:
-      num_groups: dp groups, each with a pool and slots of its own.
-      num_slots: slots per dp group.
-      num_blocks: KV blocks per dp group, `TRASH_BLOCK` included.
-      block_size: positions per block.
-      max_prefill_tokens: the most prefill tokens that one plan may carry per dp group.
-      stacks: the layers, by what their windows leave behind.
+    Its sizes are those of its `Capacity`.
     """
 
     num_groups: int
