@@ -331,6 +331,6 @@ def assert_empty(engine: Engine) -> None:
     blocks, capacity = engine.batcher.blocks, engine.batcher.capacity
     check_blocks(blocks)
     assert all(blocks.num_free(g) == capacity.num_blocks - 1 for g in range(capacity.num_groups))
-    assert all(len(slots) == capacity.num_slots for slots in engine.batcher._free_slots)
+    assert all(len(engine.batcher.free_slots(g)) == capacity.num_slots for g in range(capacity.num_groups))
     assert not engine.batcher._share_prompts
     assert not engine.batcher._flights

@@ -31,7 +31,6 @@ preempted, and preempted requests come first when there is room again. So the ol
 
 from __future__ import annotations
 
-import heapq
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -149,7 +148,6 @@ class Batcher:
         self._preempted: list[Response] = []  # sorted by arrival
         self._waiting: dict[int, Response] = {}  # never yet on the device
         self._rows = Rows(capacity.num_groups, capacity.num_slots)
-        self._free_slots = [list(range(capacity.num_slots)) for _ in range(capacity.num_groups)]  # heaps
         self._flights: deque[_Flight] = deque()
         none = np.zeros(0, np.int64)
         self._steady = _Columns(none, none, none, none, decodes=False, tells_top=False, is_watched=False)
@@ -426,7 +424,7 @@ class Batcher:
         for response in admitted:
             if self._waiting.pop(response.request.request_id, None) is None:
                 self._preempted.remove(response)
-        return self.num_waiting > 0 and bool(draft.closed or not any(self._free_slots))
+        return self.num_waiting > 0 and bool(draft.closed or not any(self._rows.num_free))
 
     def _choose_group(self, draft: _Draft, response: Response) -> int | None:
         """The dp group to admit a request to, or None if it must wait.
@@ -455,17 +453,14 @@ class Batcher:
     def _with_room(self, draft: _Draft, response: Response, groups: Iterable[int]) -> list[int]:
         """The open dp groups in which a request can start and grow by two plans, with the blocks of one more plan left
         for the running rows."""
-        request = response.request
-        num_prompt = len(request.prompt_ids)
-        num_grown = num_prompt + response.num_tokens + 2 * self.config.decode_steps
-        num_grown = min(num_grown, response.limit)
-        wanted = self.blocks.most_blocks(num_grown)
-        blocks, closed, headroom, free_slots = self.blocks, draft.closed, draft.headroom, self._free_slots
+        request, blocks, closed, num_free = response.request, self.blocks, draft.closed, self._rows.num_free
+        num_prompt, headroom = response.num_prompt, draft.headroom
         assert headroom is not None
-        holding = blocks.groups_holding(request.share)
+        num_grown = min(num_prompt + response.num_tokens + 2 * self.config.decode_steps, response.limit)
+        wanted, holding = blocks.most_blocks(num_grown), blocks.groups_holding(request.share)
         with_room = []
         for group in groups:  # every one for every request that starts: thousands, in a simulation of a large machine
-            if group not in closed and free_slots[group]:
+            if group not in closed and num_free[group]:
                 of = request.share, num_prompt, request.session, num_grown
                 saved = blocks.num_saved(group, *of) if group in holding else 0
                 if wanted - saved + headroom[group] <= blocks.num_free(group):
@@ -474,7 +469,7 @@ class Batcher:
 
     def _room(self, group: int) -> int:
         """How much room a dp group has: the smaller of the free shares of slots and of blocks."""
-        slots, blocks = len(self._free_slots[group]), self.blocks.num_free(group)
+        slots, blocks = self._rows.num_free[group], self.blocks.num_free(group)
         return min(slots * self.blocks.capacity, blocks * self.capacity.num_slots)
 
     def _start(self, draft: _Draft, response: Response, group: int) -> None:
@@ -499,7 +494,7 @@ class Batcher:
         else:
             found = self.blocks.allocate(request.request_id, group, need, request.share, prompt_len)
         assert found == num_there, "admitted without room"
-        seat = group * self.capacity.num_slots + heapq.heappop(self._free_slots[group])
+        seat = group * self.capacity.num_slots + self.free_slots(group)[0]
         response.take_row(self._rows, seat, prefix, len(prefix) - num_there, self.blocks.row(request.request_id))
         self.counters.admissions += 1
         self.counters.shared_tokens += num_there
@@ -614,7 +609,6 @@ class Batcher:
         for response in running:
             response.leave_row()
         self._rows = Rows(capacity.num_groups, capacity.num_slots)
-        self._free_slots = [list(range(capacity.num_slots)) for _ in range(capacity.num_groups)]
         self.capacity, self.blocks = capacity, blocks
         for response in running:
             if (seat := seats.get(response.request.request_id)) is None:
@@ -633,12 +627,11 @@ class Batcher:
         number = seat.dp_group * self.capacity.num_slots + seat.slot
         unfilled, table = max(len(prefix) - seat.num_written, 0), self.blocks.row(response.request.request_id)
         response.take_row(self._rows, number, prefix, unfilled, table)
-        self._free_slots[seat.dp_group].remove(seat.slot)
-        heapq.heapify(self._free_slots[seat.dp_group])
 
     def free_slots(self, group: int) -> tuple[int, ...]:
         """The free slots of a dp group, ascending."""
-        return tuple(sorted(self._free_slots[group]))
+        first = group * self.capacity.num_slots
+        return tuple(np.flatnonzero(self._rows.ids[first : first + self.capacity.num_slots] < 0).tolist())
 
     # Bookkeeping
 
@@ -657,7 +650,6 @@ class Batcher:
             if request_id in flight.filling or request_id in flight.rows.request_ids[at : at + 1]:
                 flight.left[request_id] = response
         self.blocks.free(request_id)
-        heapq.heappush(self._free_slots[response.group], response.slot)
         response.leave_row()
 
     def _end(self, response: Response) -> None:

@@ -226,6 +226,7 @@ class Rows:
         self._room = 1
         self._gained: Tokens | None = None  # [seats, room] each, made when the first tokens come
         self._taken: np.ndarray | None = None
+        self.num_free = [num_slots] * num_groups  # of each dp group
 
     def taken(self) -> np.ndarray:
         """The seats of rows that are not free, ascending."""
@@ -257,6 +258,7 @@ class Rows:
         self.limits[seat], self.written[seat], self.enough[seat] = response.limit, length - 1, -1
         self.unfilled[seat], self.tables[seat] = unfilled, table
         self._of_others.add(seat)
+        self.num_free[seat // self.num_slots] -= 1
         self.tells_top[seat] = bool(params.top_logprobs)
         self.is_watched[seat] = bool(params.top_logprobs or params.stop_strings)
         self.has_history[seat] = response.request.history is not None
@@ -266,6 +268,7 @@ class Rows:
         self.ids[seat] = self.arrivals[seat] = -1
         self.responses[seat] = self._known[seat] = self._taken = None
         self._of_others.discard(seat)
+        self.num_free[seat // self.num_slots] += 1
 
     def _make_room(self, count: int) -> None:
         """Lets rows gain so many tokens. Most of a large array that is never written is never there."""
