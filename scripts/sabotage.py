@@ -282,7 +282,7 @@ FAULTS = (
     Fault(
         "an end is delivered before another worker's earlier one is known",
         "jaxrl/scheduling/tokens/local_workers.py",
-        "low_watermark is None or self._held[0].order[0] <= low_watermark",
+        "low_watermark is None or self._held[0][0][0] <= low_watermark",
         "True",
         "tests/scheduling",
     ),

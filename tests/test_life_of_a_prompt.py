@@ -65,7 +65,7 @@ BESIDE = {
     *("types.py", "scheduling/mechanism.py", "scheduling/rounds/events.py", "rewards/request.py"),
     *("rewards/pool_base.py", "rewards/process_pool.py"),
     *("rewards/domain_limits.py", "rewards/reward_metrics.py", "scheduling/rounds/busy_time.py"),  # what is counted
-    *("scheduling/tokens/plan_builder.py", "scheduling/tokens/lengths.py", "rollout/calls.py"),
+    *("scheduling/tokens/progress.py", "scheduling/tokens/lengths.py", "rollout/calls.py"),
     *("runtime/plan_timeline.py", "runtime/row_timeline.py", "runtime/stop.py"),
     "runtime/host.py",  # asked for the weights alone
     "rollout/kv_cache.py",

@@ -367,10 +367,11 @@ def measured(bench: Bench, path: Path) -> list[Row]:
     pieces: dict[int, list[tuple[np.ndarray, ...]]] = {request.request_id: [] for request in bench.requests}
 
     def keep(result: PlanResult) -> None:
-        for request_id, row in result.rows.items():
-            # where tokens are forced, this holds the ids of those that would have been drawn
-            drawn = row.token_ids if is_reference else row.sampled_logprobs
-            pieces[request_id].append((row.rollout_logprobs, drawn.astype(np.int32)))
+        # where tokens are forced, these are the ids of those that would have been drawn
+        drawn = result.token_ids if is_reference else result.sampled_logprobs
+        for row, request_id in enumerate(result.request_ids.tolist()):
+            part = result.part(row)
+            pieces[request_id].append((result.rollout_logprobs[part], drawn[part].astype(np.int32)))
 
     engine = bench.engine(config, bench.devices[: path.num_devices])
     engine.keepers.append(keep)

@@ -1,18 +1,17 @@
-"""What a submitted plan is on the devices: program calls over padded rows, and how their values go back to requests."""
+"""What a submitted plan is on the devices: program calls over padded rows, and how their values become a result."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import numpy as np
 
 from jaxrl.rollout.layout_programs import LayoutPrograms, bucket
 from jaxrl.rollout.programs import Generated
-from jaxrl.scheduling.tokens.plan import PrefillChunk, RowResult, VerifyCounts
+from jaxrl.scheduling.tokens.plan import PlanResult, PrefillChunk, ScheduledRows
 from jaxrl.types import TopTokens
 
 _UNKNOWN = -3
@@ -21,9 +20,11 @@ _UNKNOWN = -3
 
 @dataclass(slots=True)
 class Call:
-    """Which request each [group, row] of a program call belongs to, and what it will return."""
+    """What a program call will return, and which of the plan's rows are at which of its places [group, row]."""
 
-    requests: list[tuple[int, int, int]]  # (group, row, request id)
+    rows: np.ndarray
+    groups: np.ndarray
+    places: np.ndarray
     generated: Generated
 
 
@@ -32,6 +33,7 @@ class MeshTicket:
     """A submitted plan: its calls' device values."""
 
     index: int
+    rows: ScheduledRows
     policy_version: int
     calls: list[Call] = field(default_factory=list)
     steps: jax.Array | None = None
@@ -44,14 +46,13 @@ class MeshTicket:
         return all(array.is_ready() for array in arrays if array is not None)
 
 
-def place(items: Iterable[Any], num_groups: int) -> list[tuple[int, int, Any]]:
-    """Numbers items (group, row) in order, each within its dp group."""
-    rows = [0] * num_groups
-    placed = []
-    for item in items:
-        placed.append((item.dp_group, rows[item.dp_group], item))
-        rows[item.dp_group] += 1
-    return placed
+def places_in(groups: np.ndarray) -> np.ndarray:
+    """Numbers rows, of these dp groups, within each group; int64, as `groups`."""
+    places = np.zeros(len(groups), np.int64)
+    for group in np.unique(groups):
+        own = groups == group
+        places[own] = np.arange(own.sum())
+    return places
 
 
 def prefill_calls(chunks: Iterable[PrefillChunk], programs: LayoutPrograms) -> list[tuple[list[PrefillChunk], int]]:
@@ -80,47 +81,43 @@ def kept_tokens(chunk: PrefillChunk) -> Sequence[int]:
     return (_UNKNOWN,) * (chunk.num_generated - shown) + chunk.tokens[len(chunk.tokens) - shown :]
 
 
-def results(calls: Iterable[Call]) -> dict[int, RowResult]:
-    """Waits for the values of a plan's calls, and groups them by request id."""
-    pieces: dict[int, list[RowResult]] = {}
-    for call in calls:
-        host: Generated = jax.tree.map(np.asarray, call.generated)
-        for group, row, request_id in call.requests:
-            count, verified = int(host.counts[group, row]), None
-            if host.verified is not None:
-                verified = VerifyCounts(**{name: int(x[group, row]) for name, x in host.verified._asdict().items()})
-            pieces.setdefault(request_id, []).append(
-                RowResult(
-                    host.tokens[group, row, :count],
-                    host.sampled_logprobs[group, row, :count],
-                    host.rollout_logprobs[group, row, :count],
-                    bool(host.stopped[group, row]),
-                    verified,
-                    _top(host, group, row, count),
-                )
-            )
-    return {request_id: _join(parts) for request_id, parts in pieces.items()}
+def result_of(ticket: MeshTicket, duration_s: float) -> PlanResult:
+    """Waits for the values of a plan's calls, and puts them in the order of its rows: of each, the first token of a
+    prefill that ended before those that it decoded."""
+    num_rows = len(ticket.rows)
+    counts, stopped, verified = np.zeros(num_rows, np.int64), np.zeros(num_rows, bool), None
+    found: list[tuple[Generated, np.ndarray]] = []  # values of a call's rows [R, ...], and which of them count [R, T]
+    owners: list[np.ndarray] = []  # of these values, their rows
+    for call in ticket.calls:
+        at = call.groups, call.places
+        own: Generated = jax.tree.map(lambda x, at=at: np.asarray(x)[at], call.generated)
+        counts[call.rows] += own.counts
+        stopped[call.rows] |= own.stopped
+        found.append((own, np.arange(own.tokens.shape[1]) < own.counts[:, None]))
+        owners.append(np.repeat(call.rows, own.counts))
+        if own.verified is not None:
+            verified = np.zeros((len(own.verified), num_rows), np.int64)
+            verified[:, call.rows] = own.verified
+    order = np.argsort(np.concatenate([np.zeros(0, np.int64), *owners]), kind="stable")
 
+    def joined(name: str, empty: np.ndarray) -> np.ndarray:
+        return np.concatenate([empty, *(getattr(own, name)[counted] for own, counted in found)])[order]
 
-def _join(parts: list[RowResult]) -> RowResult:
-    """A finished prefill's first token and what the same plan decoded after it."""
-    if len(parts) == 1:
-        return parts[0]
-    return RowResult(
-        np.concatenate([part.token_ids for part in parts]),
-        np.concatenate([part.sampled_logprobs for part in parts]),
-        np.concatenate([part.rollout_logprobs for part in parts]),
-        any(part.stopped for part in parts),
-        parts[-1].verified,
-        _join_top([part.top for part in parts if part.top is not None]),
+    no_ids, no_values, top = np.zeros(0, np.int32), np.zeros(0, np.float32), None
+    if found and found[0][0].top_ids is not None:
+        shape = 0, found[0][0].top_ids.shape[-1]
+        top = TopTokens(joined("top_ids", no_ids.reshape(shape)), joined("top_logprobs", no_values.reshape(shape)))
+    return PlanResult(
+        index=ticket.index,
+        request_ids=ticket.rows.request_ids,
+        counts=counts,
+        stopped=stopped,
+        token_ids=joined("tokens", no_ids),
+        sampled_logprobs=joined("sampled_logprobs", no_values),
+        rollout_logprobs=joined("rollout_logprobs", no_values),
+        num_steps=0 if ticket.steps is None else int(ticket.steps),
+        policy_version=ticket.policy_version,
+        duration_s=duration_s,
+        verified=verified,
+        top=top,
     )
-
-
-def _top(host: Generated, group: int, row: int, count: int) -> TopTokens | None:
-    if host.top_ids is None:
-        return None
-    return TopTokens(host.top_ids[group, row, :count], host.top_logprobs[group, row, :count])
-
-
-def _join_top(parts: list[TopTokens]) -> TopTokens | None:
-    return TopTokens(*map(np.concatenate, zip(*parts, strict=True))) if parts else None

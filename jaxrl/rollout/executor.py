@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.kv_layers import kv_layers
 from jaxrl.models.numerics import merging_exactly
 from jaxrl.rollout import kv_cache
-from jaxrl.rollout.calls import Call, MeshTicket, kept_tokens, place, prefill_calls, results
+from jaxrl.rollout.calls import Call, MeshTicket, kept_tokens, places_in, prefill_calls, result_of
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms, bucket
 from jaxrl.rollout.programs import MAX_STOP_IDS, RowState, host_rows
 from jaxrl.rollout.proposals import DeviceHistories
@@ -34,11 +34,11 @@ from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, SwitchFaile
 from jaxrl.scheduling.tokens.plan import (
     TRASH_BLOCK,
     Capacity,
-    DecodeRow,
     Plan,
     PlanResult,
     PrefillChunk,
     Request,
+    ScheduledRows,
     Ticket,
 )
 from jaxrl.sharding import kv_migration, reshard
@@ -421,10 +421,10 @@ class MeshExecutor:
         if self._params is None or self._pool is None:
             raise RuntimeError("the executor has no weights or no KV pool: call sync_weights and allocate first")
         began = self._timer.submits()
-        ticket = MeshTicket(plan.index, self.policy_version, submitted_s=began)
+        ticket = MeshTicket(plan.index, plan.rows, self.policy_version, submitted_s=began)
         for chunks, length in prefill_calls(plan.prefill, self._now):
-            ticket.calls.append(self._submit_prefill(chunks, length, plan.tells_top))
-        if plan.decode and plan.num_steps:
+            ticket.calls.append(self._submit_prefill(chunks, length, plan))
+        if plan.num_decoding:
             self._submit_decode(plan, ticket)
         for call in ticket.calls:
             for array in jax.tree.leaves(call.generated):
@@ -433,17 +433,17 @@ class MeshExecutor:
         return ticket
 
     def collect(self, ticket: Ticket) -> PlanResult:
-        """Waits for the plan's values and groups them by request."""
+        """Waits for the plan's values."""
         assert isinstance(ticket, MeshTicket), "a ticket of another executor"
-        rows = results(ticket.calls)
-        steps = 0 if ticket.steps is None else int(ticket.steps)
-        return PlanResult(ticket.index, rows, steps, ticket.policy_version, self._timer.took(ticket.submitted_s))
+        result = result_of(ticket, 0.0)
+        return replace(result, duration_s=self._timer.took(ticket.submitted_s))
 
     # -- prefill -----------------------------------------------------------------------------------------------------
 
-    def _submit_prefill(self, chunks: list[PrefillChunk], length: int, tells_top: bool) -> Call:
-        placed = place(chunks, self.num_groups)
-        rows = bucket(max(row for _, row, _ in placed) + 1, self._now.prefill_rows(length))
+    def _submit_prefill(self, chunks: list[PrefillChunk], length: int, plan: Plan) -> Call:
+        groups = np.array([chunk.dp_group for chunk in chunks])
+        places = places_in(groups)
+        rows = bucket(int(places.max()) + 1, self._now.prefill_rows(length))
         stacks = len(self.stacks)
         width = bucket(max(len(chunk.block_table) for chunk in chunks) // stacks, self._now.prefill_widths)
         shape = (self.num_groups, rows)
@@ -452,21 +452,21 @@ class MeshExecutor:
         slots = np.full(shape, self.num_slots, np.int32)
         tables = np.full((*shape, width * stacks), TRASH_BLOCK, np.int32)
         state = host_rows(*shape, self.config.proposer)
-        requests = []
-        for group, row, chunk in placed:
-            at = (group, row)
+        for at, chunk in zip(zip(groups.tolist(), places.tolist(), strict=True), chunks, strict=True):
             tokens[at][: len(chunk.tokens)] = chunk.tokens
             start[at], lengths[at] = chunk.start, len(chunk.tokens)
             tables[at][: len(chunk.block_table)] = chunk.block_table
             if chunk.is_last:
                 slots[at] = chunk.slot
                 self._fill(state, at, chunk.request, kept_tokens(chunk))
-                requests.append((group, row, chunk.request.request_id))
-        program = self._now.program(("prefill_top" if tells_top else "prefill", rows, length, width))
+        program = self._now.program(("prefill_top" if plan.tells_top else "prefill", rows, length, width))
         self._pool, self._state, generated = program(
             self._params, self._pool, self._state, tokens, start, lengths, self._now.split(tables), slots, state
         )
-        return Call(requests, generated)
+        is_last = np.array([chunk.is_last for chunk in chunks])
+        seats = groups * self.num_slots + np.array([chunk.slot for chunk in chunks])
+        own = np.searchsorted(plan.rows.seats, seats[is_last])
+        return Call(own, groups[is_last], places[is_last], generated)
 
     def _fill(self, state: RowState, at: tuple[int, int], request: Request, response: Sequence[int]) -> None:
         params = request.params
@@ -485,46 +485,43 @@ class MeshExecutor:
     # -- decode ------------------------------------------------------------------------------------------------------
 
     def _submit_decode(self, plan: Plan, ticket: MeshTicket) -> None:
-        placed = place(plan.decode, self.num_groups)
-        by_group: list[list[tuple[int, ...]]] = [[] for _ in range(self.num_groups)]
-        for group, _, entry in placed:
-            by_group[group].append(entry.block_table)
+        scheduled, groups = plan.rows, plan.rows.dp_groups
+        at = groups, places_in(groups)
+        block_tables, widths = scheduled.tables
+        by_group: list[list[Any]] = [[] for _ in range(self.num_groups)]
+        for group, table, held in zip(groups.tolist(), block_tables, widths.tolist(), strict=True):
+            by_group[group].append(table[:held])
         program_shape = self._now.decode_shape(by_group, plan.verifies, plan.tells_top)
         kind, rows, num_tiles, width = program_shape
         shape = (self.num_groups, rows)
         tables = np.full((*shape, width * len(self.stacks)), TRASH_BLOCK, np.int32)
+        tables[..., : block_tables.shape[1]][at] = block_tables
         slots = np.full(shape, self.num_slots, np.int32)
         fresh, max_new = np.zeros(shape, np.bool_), np.zeros(shape, np.int32)
-        ended = {chunk.request.request_id for chunk in plan.prefill if chunk.is_last}
-        requests = []
-        for group, row, entry in placed:
-            at = (group, row)
-            tables[at][: len(entry.block_table)] = entry.block_table
-            slots[at] = entry.slot
-            fresh[at], max_new[at] = entry.request_id in ended, entry.max_new
-            requests.append((group, row, entry.request_id))
+        slots[at], fresh[at], max_new[at] = scheduled.slots, scheduled.is_new, scheduled.max_new
         tiles = self._now.list_tiles(by_group, rows, num_tiles) if self._now.programs.gathered else None
         program, arguments = self._now.program(program_shape), [self._now.split(tables), slots, fresh]
         if kind == "verify":
-            histories, places = self._histories_of(placed, shape)
-            arguments = [histories, *arguments, places, max_new]
+            histories, history_places = self._histories_of(scheduled, at, shape)
+            arguments = [histories, *arguments, history_places, max_new]
         limits = np.int32(plan.num_steps), np.int32(min(plan.leave_after, 1 << 30))
         self._pool, self._state, generated, ticket.steps = program(
             self._params, self._pool, self._state, *arguments, *limits, tiles
         )
-        ticket.calls.append(Call(requests, generated))
+        ticket.calls.append(Call(np.arange(len(scheduled)), *at, generated))
 
     def _histories_of(
-        self, placed: Sequence[tuple[int, int, DecodeRow]], shape: tuple[int, int]
+        self, scheduled: ScheduledRows, at: tuple[np.ndarray, np.ndarray], shape: tuple[int, int]
     ) -> tuple[Any, np.ndarray]:
-        """The histories on the devices, those of a plan among them, and the place of each row's [dp, rows]."""
+        """The histories on the devices, those of a plan's rows among them, and the place of each row's [dp, rows]; the
+        rows are at `at`."""
         assert self._histories is not None, "an executor with a pool has places"
-        named = [(group, row, entry.history) for group, row, entry in placed if entry.history is not None]
+        histories = scheduled.histories or ()
+        own = [row for row, history in enumerate(histories) if history is not None]
         write = self._now.program(self._now.upload_shape)
         places = np.full(shape, self._histories.num_places, np.int32)
-        found = self._histories.place([(group, history) for group, _, history in named], write)
-        for (group, row, _), at in zip(named, found, strict=True):
-            places[group, row] = at
+        found = self._histories.place([(int(at[0][row]), histories[row]) for row in own], write)
+        places[at[0][own], at[1][own]] = found
         return self._histories.arrays, places
 
     # -- compilation -------------------------------------------------------------------------------------------------

@@ -15,13 +15,15 @@ import time
 from collections.abc import Sequence
 from statistics import median
 
+import numpy as np
+
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.scheduling.layouts.kv_plan import LiveBlocks, plan_migration
 from jaxrl.scheduling.layouts.latency_profile import Measurement, ProfilePoint, SwitchCost, VerifyMeasurement
 from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, TimeTaken
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.plan import TRASH_BLOCK, DecodeRow, Plan, Request, Seat
+from jaxrl.scheduling.tokens.plan import TRASH_BLOCK, Plan, Request, ScheduledRows, Seat
 from jaxrl.types import SampleKey, SamplingParams
 
 POINT_S = 1.5
@@ -75,7 +77,7 @@ class Profiler:
         """Seconds per step of a plan in which rows have these contexts halfway."""
         executor, size = self.executor, self.executor.block_size
         rows: list[ResidentRow] = []
-        named: list[DecodeRow] = []
+        tables: list[tuple[int, ...]] = []
         for group in range(executor.num_groups):
             used = 0
             for slot, context in enumerate(contexts):
@@ -84,9 +86,19 @@ class Profiler:
                 width = -(-(start + 1 + steps) // size)
                 rows.append(ResidentRow(request, group, slot, token=1, position=start))
                 table, used = self._table(start, width, used)
-                named.append(DecodeRow(request.request_id, group, slot, table, steps))
+                tables.append(table)
         executor.put_rows(rows)
-        plan = Plan(self._plans, decode=tuple(named), num_steps=steps, verifies=verifies)
+        widths = np.array([len(table) for table in tables])
+        padded = np.array([table + (TRASH_BLOCK,) * (max(widths) - len(table)) for table in tables], np.int32)
+        scheduled = ScheduledRows(
+            np.array([row.request.request_id for row in rows]),
+            np.array([row.dp_group * executor.num_slots + row.slot for row in rows]),
+            executor.num_slots,
+            is_new=np.zeros(len(rows), bool),
+            max_new=np.full(len(rows), steps),
+            tables=(padded, widths),
+        )
+        plan = Plan(self._plans, (), scheduled, num_steps=steps, verifies=verifies)
         self._plans += 1
         began = time.perf_counter()
         result = executor.collect(executor.submit(plan))

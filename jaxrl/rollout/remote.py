@@ -10,15 +10,13 @@ Source: docs/architecture.md (a run on several hosts).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
-
-import numpy as np
 
 from jaxrl.rollout.executor import check_request
 from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.scheduling.layouts.relayout import Relayout, SwitchFailed, TimeTaken
-from jaxrl.scheduling.tokens.plan import Capacity, Plan, PlanResult, Request, RowResult, Ticket, VerifyCounts
+from jaxrl.scheduling.tokens.plan import Capacity, Plan, PlanResult, Request, Ticket
 from jaxrl.scheduling.tokens.stacks import KvStacks
 
 
@@ -64,58 +62,6 @@ class Channel(Protocol):
     def share(self, kind: type) -> None:
         """From here on, an object of this class is sent once, and arrives as the same object each time."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class PackedResult:
-    """A `PlanResult` as it is sent: one array for the tokens of all rows in place of one for each.
-
-    Attributes:
-      whole: the result, without rows.
-      ids, counts, stopped: of each row, its request, its tokens, and whether the device ended it, [R].
-      token_ids, sampled_logprobs, rollout_logprobs: of all rows one after another, [sum of `counts`].
-      verified: of each row; None: nothing was verified.
-    """
-
-    whole: PlanResult
-    ids: np.ndarray
-    counts: np.ndarray
-    stopped: np.ndarray
-    token_ids: np.ndarray
-    sampled_logprobs: np.ndarray
-    rollout_logprobs: np.ndarray
-    verified: list[VerifyCounts | None] | None
-
-    @classmethod
-    def of(cls, result: PlanResult) -> PackedResult:
-        rows = list(result.rows.values())
-
-        def joined(name: str, dtype: Any) -> np.ndarray:
-            return np.concatenate([np.zeros(0, dtype), *(getattr(row, name) for row in rows)])
-
-        return cls(
-            replace(result, rows={}),
-            np.fromiter(result.rows, np.int64, len(rows)),
-            np.array([len(row.token_ids) for row in rows], np.int64),
-            np.array([row.stopped for row in rows], bool),
-            joined("token_ids", np.int32),
-            joined("sampled_logprobs", np.float32),
-            joined("rollout_logprobs", np.float32),
-            [row.verified for row in rows] if any(row.verified is not None for row in rows) else None,
-        )
-
-    def unpacked(self) -> PlanResult:
-        arrays = self.token_ids, self.sampled_logprobs, self.rollout_logprobs
-        ends = np.cumsum(self.counts)[:-1]
-        parts = zip(*(np.split(each, ends) for each in arrays), strict=True) if len(self.ids) else ()
-        verified = [None] * len(self.ids) if self.verified is None else self.verified
-        rows = {
-            request_id: RowResult(ids, sampled, rollout, stopped, counts)
-            for request_id, (ids, sampled, rollout), stopped, counts in zip(
-                self.ids.tolist(), parts, self.stopped.tolist(), verified, strict=True
-            )
-        }
-        return replace(self.whole, rows=rows)
 
 
 @dataclass(slots=True)
@@ -164,8 +110,7 @@ class RemoteExecutor:
         assert isinstance(ticket, RemoteTicket), "a ticket of another executor"
         collected = self.ask(ticket)
         self._channel.receive(ticket.sent)  # raises what the submission has raised
-        found: PackedResult = self._channel.receive(collected)
-        return found.unpacked()
+        return self._channel.receive(collected)
 
     def ask(self, ticket: RemoteTicket) -> Any:
         """The call that brings the result of a plan, the oldest in flight; begins it where there is none."""

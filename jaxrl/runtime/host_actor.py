@@ -21,14 +21,14 @@ import jax
 
 from jaxrl.config import Config
 from jaxrl.config.hosts import HostsSection
-from jaxrl.rollout.remote import ExecutorFacts, LayoutFacts, PackedResult
+from jaxrl.rollout.remote import ExecutorFacts, LayoutFacts
 from jaxrl.runtime.build import read_tokenizer_and_model
 from jaxrl.runtime.devices import devices_by_process, refuse_few
 from jaxrl.runtime.host import Host, LoadRequest
 from jaxrl.runtime.host_agreement import facts, folder_problem
 from jaxrl.runtime.host_group import HostGroup
 from jaxrl.runtime.memory import layout_degrees
-from jaxrl.scheduling.tokens.plan import Plan, Ticket
+from jaxrl.scheduling.tokens.plan import Plan, PlanResult, Ticket
 from jaxrl.train.steps import Choice
 from jaxrl.types import TrainBatch
 
@@ -180,10 +180,10 @@ class HostActor:
         ticket = self.host.workers.executors[worker].submit(plan)
         self._tickets.setdefault(worker, deque()).append(ticket)
 
-    def collect(self, worker: int) -> PackedResult:
+    def collect(self, worker: int) -> PlanResult:
         """The result of a worker's oldest plan."""
         self._beats += 1
-        return PackedResult.of(self.host.workers.executors[worker].collect(self._tickets[worker].popleft()))
+        return self.host.workers.executors[worker].collect(self._tickets[worker].popleft())
 
     def release(self, weights: bool) -> None:
         self.host.workers.release(weights=weights)

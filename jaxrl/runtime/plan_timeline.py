@@ -58,7 +58,8 @@ class PlanTracks:
     def follow(self, worker: int) -> None:
         """Plans of a worker may have been collected, or submitted: ends what is drawn of the former, and begins with
         the next."""
-        oldest, (index, span) = self._engines[worker].oldest_plan, self._open.get(worker, (None, None))
+        ticket, (index, span) = self._engines[worker].oldest, self._open.get(worker, (None, None))
+        oldest = None if ticket is None else ticket.index
         if self._timeline is None or self._is_alone or index == oldest:
             return
         if span is not None:

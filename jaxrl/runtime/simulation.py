@@ -46,7 +46,6 @@ from jaxrl.sim.configured import PLATFORM, layout_sizes, machine_sizes, num_devi
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.executor import MachineSizes, SimulatedExecutor
 from jaxrl.sim.executor_set import SimulatedExecutorSet
-from jaxrl.sim.lockstep import LockstepBatcher
 from jaxrl.sim.prompts import SimulatedPrompts
 from jaxrl.sim.scoring import DeviceScoring, ScoringWorkers
 from jaxrl.sim.trainer import SimulatedTrainer
@@ -96,7 +95,7 @@ class SimulatedMachine:
         self.num_devices = num_devices_of(config) if own else sizes.num_devices * config.num_workers
         self.executors = self._build_executors()
         batching = batcher_config(config, simulated_speculation.verify_rule(config, cost))
-        engines = [Engine(each, batching, batcher=LockstepBatcher) for each in self.executors.executors]
+        engines = [Engine(each, batching) for each in self.executors.executors]
         self.arrival = ArrivalOrder(self.executors.first_done, None) if config.rollout.order == "arrival" else None
         pace = self.predictor() if config.rollout.layout.switch else None
         ticks = step_ticks if pace is None else PlanCostModel(pace, engines)
@@ -109,7 +108,7 @@ class SimulatedMachine:
         num_workers, several, sizes = config.num_workers, config.hosts.num > 1, self._sizes
 
         def draw(track: str, plan: Any, result: Any, start_ns: int, end_ns: int) -> None:
-            named = {"rows": len(plan.decode), "steps": result.num_steps}
+            named = {"rows": plan.num_decoding, "steps": result.num_steps}
             phases.complete(track, "plan", start_ns / 1e9, end_ns / 1e9, **named)
 
         sync_s = cost.weight_sync_s(sizes.tp, sizes.num_devices * num_workers)

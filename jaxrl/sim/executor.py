@@ -4,8 +4,8 @@ Purpose: `SimulatedExecutor` stands for `rollout.executor` on a modelled machine
 each with a KV pool and rows. It jumps from stop to stop instead of going token by token.
 
 Source: vidur (Agrawal et al. 2024) for replacing the model by a cost; the depth (one plan ahead) and the rule for
-leaving a plan early: docs/architecture.md. `jaxrl.sim.replay.ReplayExecutor` does the same step by step; tests compare
-the two: rows, tokens, steps and stops are equal.
+leaving a plan early: docs/architecture.md. A tests' executor does the same step by step, with equal rows, tokens, steps
+and stops.
 
 Time: a plan starts when it has been submitted and the previous plan is over, so the host works on the next plan while
 the device runs this one; `collect` waits for a plan's end. In each dp group a plan costs its prefill chunks in one
@@ -18,6 +18,7 @@ active takes no time.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,13 +28,16 @@ import numpy as np
 
 from jaxrl.scheduling.layouts.kv_plan import KvPlan
 from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, TimeTaken
-from jaxrl.scheduling.tokens.plan import Capacity, DecodeRow, Plan, PlanResult, PrefillChunk, Request, Ticket
+from jaxrl.scheduling.tokens.plan import Capacity, Plan, PlanResult, PrefillChunk, Request, Ticket
 from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks
 from jaxrl.sim.clock import SimulatedClock, nanoseconds
 from jaxrl.sim.cost_model import CostModel, causal_pairs
-from jaxrl.sim.simulated_rows import Gains, SimulatedRows, SteadyPlan, fillers
 from jaxrl.sim.verification import Acceptance, Proposals, verify
 from jaxrl.types import SampleKey
+
+VOCABULARY = 30_011  # a prime: fillers of neighbouring positions and samples differ
+_SEQUENCE = np.tile((np.arange(VOCABULARY) * 17 % VOCABULARY).astype(np.int32), 4)  # for all but very long responses
+_PLACE_OF_ONE = pow(17, -1, VOCABULARY)  # a token t stands at t * _PLACE_OF_ONE, modulo VOCABULARY
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,34 @@ class _Prefill:
 
     tokens: int = 0
     pairs: float = 0.0
+
+
+class _Rows:
+    """The state that the devices would hold of their rows: arrays by seat, which is dp group * num_slots + slot. A row
+    that comes to a seat has a window of `first_window` tokens."""
+
+    def __init__(self, num_seats: int, first_window: int = 0) -> None:
+        self.first_window = first_window
+        self.ids = np.full(num_seats, -1, np.int64)
+        self.responses = np.empty(num_seats, object)  # int32 [tokens] each, from the first token to the last
+        self.lengths, self.ends = np.zeros((2, num_seats), np.int64)  # when it stops: without and with the prompt
+        self.left = np.zeros(num_seats, np.int64)  # tokens until it stops
+        self.keys = np.empty(num_seats, object)  # `SampleKey` of each
+        self.acceptance = np.empty(num_seats, object)  # of the response; None: not asked for yet
+        self.windows = np.full(num_seats, first_window)  # the most tokens of its next proposal
+
+    def take(self, seat: int, other: _Rows, other_seat: int) -> None:
+        """Copies a row from a seat of `other`."""
+        for mine, theirs in zip(self._arrays(), other._arrays(), strict=True):
+            mine[seat] = theirs[other_seat]
+
+    def seat_of(self, row: ResidentRow) -> int:
+        """The seat of a row with these tokens, or -1."""
+        seats = np.flatnonzero((self.ids == row.request.request_id) & (self.ends - self.left == row.position + 1))
+        return int(seats[0]) if len(seats) else -1
+
+    def _arrays(self) -> tuple[np.ndarray, ...]:
+        return self.ids, self.responses, self.lengths, self.ends, self.left, self.keys, self.acceptance
 
 
 class SimulatedExecutor:
@@ -153,19 +185,37 @@ class SimulatedExecutor:
     def submit(self, plan: Plan) -> SimulatedTicket:
         """Runs a plan; its outcome is seen when it is collected."""
         self._clock.advance(self._host_s + self._call_s)
-        rows = self._rows
-        prefill, filled = self._prefill(plan)
-        rows.advance(filled, 1)
-        stopped = int((rows.left[filled] == 0).sum())
-        run = self._verify if plan.verifies else self._decode
-        gains, num_steps, seconds_G = run(plan, filled, stopped)
+        rows, seats = self._rows, plan.rows.seats
+        prefill, num_stops, verified = self._prefill(plan), plan.leave_after, None
+        assert (rows.ids[seats] == plan.rows.request_ids).all(), plan
+        before = rows.left[seats]
+        if prefill:
+            filled = seats[plan.rows.is_new]
+            rows.left[filled] -= 1
+            num_stops -= int((rows.left[filled] == 0).sum())
+        if plan.verifies:
+            verified, num_steps, seconds_G = self._verify(plan, num_stops)
+        else:
+            num_steps, seconds_G = self._decode(plan, num_stops)
         for group, work in prefill.items():
             seconds_G[group] += self._cost.prefill_s(self.sizes.tp, work.tokens, work.pairs)
         seconds = float(seconds_G.max()) * self._slowness  # the slowest dp group's
-        self.num_tokens += gains.num_tokens
+        left = rows.left[seats]
+        counts = before - left
+        self.num_tokens += int(counts.sum())
         start_ns = max(self._clock.now_ns + self._latency_ns, self._free_ns)
         self._free_ns = start_ns + nanoseconds(seconds)
-        result = PlanResult(plan.index, gains, num_steps, self.policy_version, seconds)
+        result = PlanResult(
+            plan.index,
+            plan.rows.request_ids,
+            counts,
+            left == 0,
+            num_steps=num_steps,
+            policy_version=self.policy_version,
+            duration_s=seconds,
+            verified=verified,
+            responses=rows.responses[seats],
+        )
         self._on_plan(plan, result, start_ns, self._free_ns)
         ticket = SimulatedTicket(result, self._free_ns + self._latency_ns)
         self._tickets.append(ticket)
@@ -232,7 +282,7 @@ class SimulatedExecutor:
         seat_of = {request_id: seat for seat, request_id in enumerate(old.ids.tolist()) if request_id >= 0}
         for row in move.rows:
             seat = seat_of[row.request.request_id]
-            groups.setdefault(seat // self.num_slots, []).append(int(old.context[seat]))
+            groups.setdefault(seat // self.num_slots, []).append(int(old.ends[seat] - old.left[seat]))
         fullest = max(groups.values(), key=sum, default=[])
         cost = self._cost.switch_cost(self.tp, move.to_tp)
         times = TimeTaken(cost.weights_s, cost.kv_s_per_token * sum(fullest), cost.fixed_s)
@@ -263,25 +313,24 @@ class SimulatedExecutor:
         self.block_size, self.max_prefill_tokens = sizes.block_size, sizes.max_prefill_tokens
         self.stacks = sizes.stacks
         first_window = 0 if self._proposals is None else self._proposals.first_window
-        self._rows = SimulatedRows(sizes.num_groups * sizes.num_slots, first_window)
+        self._rows = _Rows(sizes.num_groups * sizes.num_slots, first_window)
 
     # Inside
 
-    def _prefill(self, plan: Plan) -> tuple[dict[int, _Prefill], np.ndarray]:
-        """Counts the chunks of each dp group and activates rows at the end of their prefill; returns their seats."""
+    def _prefill(self, plan: Plan) -> dict[int, _Prefill]:
+        """Counts the chunks of each dp group, and activates rows at the end of their prefill."""
         work: dict[int, _Prefill] = {}
-        filled: list[int] = []
         for chunk in plan.prefill:
             group = work.setdefault(chunk.dp_group, _Prefill())
             group.tokens += len(chunk.tokens)
             group.pairs += causal_pairs(len(chunk.tokens), chunk.start)
             self.num_prefill_tokens += len(chunk.tokens)
             if chunk.is_last:
-                filled.append(self._activate(chunk))
-        return work, np.asarray(filled, np.int64)
+                self._activate(chunk)
+        return work
 
-    def _activate(self, chunk: PrefillChunk) -> int:
-        """Writes a row's state; its seat."""
+    def _activate(self, chunk: PrefillChunk) -> None:
+        """Writes a row's state."""
         request, kept = chunk.request, chunk.num_generated
         first_version = next(iter(request.generated_versions), self.policy_version)
         of = request.key, first_version + 1
@@ -294,58 +343,47 @@ class SimulatedExecutor:
         rows.ids[seat], rows.responses[seat] = request.request_id, fillers(request, length)
         rows.keys[seat], rows.acceptance[seat] = request.key, None
         rows.windows[seat] = rows.first_window
-        rows.context[seat] = len(request.prompt_ids) + kept
-        rows.generated[seat], rows.left[seat] = kept, length - kept
-        return seat
+        rows.lengths[seat], rows.ends[seat], rows.left[seat] = length, len(request.prompt_ids) + length, length - kept
 
-    def _active(self, plan: Plan) -> np.ndarray:
-        """Seats of the plan's rows that have not stopped, ascending."""
-        if isinstance(plan, SteadyPlan):
-            ids, seats = plan.ids, plan.seats
-        else:
-            ids = np.array([row.request_id for row in plan.decode], np.int64)
-            seats = np.array([row.dp_group * self.num_slots + row.slot for row in plan.decode], np.int64)
-            order = np.argsort(seats)
-            ids, seats = ids[order], seats[order]
-        assert (self._rows.ids[seats] == ids).all(), plan
-        return seats[self._rows.left[seats] > 0]
-
-    def _decode(self, plan: Plan, filled: np.ndarray, stopped: int) -> tuple[Gains, int, np.ndarray]:
-        """Runs the decode steps, a token each; what all rows gained, the steps, and their seconds, [dp groups].
-
-        Args:
-          filled: seats with a prefill that ended in the plan; `stopped` of these rows stopped with it.
-        """
-        rows, seats = self._rows, self._active(plan)
+    def _decode(self, plan: Plan, num_stops: int) -> tuple[int, np.ndarray]:
+        """Runs the decode steps, a token each, until `num_stops` rows have stopped; the steps, and their seconds by dp
+        group."""
+        rows, seats = self._rows, plan.rows.seats
         left = rows.left[seats]
-        num_steps = _num_steps(plan, stopped, left)
+        if not left.all():
+            seats, left = seats[left > 0], left[left > 0]
+        num_steps = _num_steps(plan.num_steps, num_stops, left)
         seconds_G = self._decode_s(seats, left, num_steps) if num_steps else np.zeros(self.num_groups)
-        steps = np.minimum(left, num_steps)
-        rows.advance(seats, steps)
-        return rows.gains(filled, seats, steps), num_steps, seconds_G
+        rows.left[seats] = np.maximum(left - num_steps, 0)
+        return num_steps, seconds_G
 
-    def _verify(self, plan: Plan, filled: np.ndarray, stopped: int) -> tuple[Gains, int, np.ndarray]:
-        """`_decode` in a plan that verifies."""
+    def _verify(self, plan: Plan, num_stops: int) -> tuple[np.ndarray, int, np.ndarray]:
+        """`_decode` in a plan that verifies; also the counts of its rows, [5, R]."""
         assert self._proposals is not None, "a plan verifies, and nothing is proposed"
         proposals, rows, group_size = self._proposals, self._rows, self.num_slots
-        named = sorted((row.dp_group * group_size + row.slot, row) for row in plan.decode if self._is_live(row))
-        seats = np.array([seat for seat, _ in named], np.int64)
-        acceptance = [self._acceptance(seat) if row.history is not None else None for seat, row in named]
-        fullest = max(Counter(row.dp_group for row in plan.decode).values())
-        before_R, width = rows.context[seats], proposals.width(fullest)
+        scheduled, histories = plan.rows, plan.rows.histories or ()
+        is_live = rows.left[scheduled.seats] > 0
+        seats = scheduled.seats[is_live]
+        acceptance = [
+            self._acceptance(seat) if histories[row] is not None else None
+            for row, seat in zip(np.flatnonzero(is_live).tolist(), seats.tolist(), strict=True)
+        ]
+        fullest = int(np.bincount(scheduled.dp_groups).max())
+        left, width = rows.left[seats], proposals.width(fullest)
+        before_R = rows.ends[seats] - left
         found = verify(
             acceptance,
-            rows.generated[seats],
-            rows.left[seats],
-            np.array([row.max_new for _, row in named], np.int64),
+            rows.lengths[seats] - left,
+            left,
+            scheduled.max_new[is_live],
             rows.windows[seats],
             next_window=proposals.next_window,
             width=width,
             num_steps=plan.num_steps,
-            num_stops=plan.leave_after - stopped,
+            num_stops=num_stops,
         )
         rows.windows[seats] = found.windows
-        rows.advance(seats, found.gained)
+        rows.left[seats] = left - found.gained
         seconds_G = np.zeros(self.num_groups)
         for group in np.unique(seats // group_size).tolist():
             own = seats // group_size == group
@@ -354,12 +392,9 @@ class SimulatedExecutor:
             batch_S = active_SR.sum(1)
             busy = batch_S > 0
             seconds_G[group] = self._cost.verify_steps_s(self.sizes.tp, batch_S[busy], width, context_S[busy]).sum()
-        return rows.gains(filled, seats, found.gained, found.counts), found.num_steps, seconds_G
-
-    def _is_live(self, row: DecodeRow) -> bool:
-        seat = row.dp_group * self.num_slots + row.slot
-        assert self._rows.ids[seat] == row.request_id, row
-        return bool(self._rows.left[seat] > 0)
+        counts = np.zeros((len(found.counts), len(scheduled)), np.int64)
+        counts[:, is_live] = found.counts
+        return counts, found.num_steps, seconds_G
 
     def _acceptance(self, seat: int) -> Acceptance:
         """Of the response at a seat, made when it is first asked for."""
@@ -372,7 +407,7 @@ class SimulatedExecutor:
 
     def _decode_s(self, seats: np.ndarray, left: np.ndarray, num_steps: int) -> np.ndarray:
         """Seconds of the decode steps, [dp groups]. If no row stops on the way, one evaluation is enough."""
-        tp, of_group, context = self.sizes.tp, seats // self.num_slots, self._rows.context[seats]
+        tp, of_group, context = self.sizes.tp, seats // self.num_slots, self._rows.ends[seats] - left
         batch_G = np.bincount(of_group, minlength=self.num_groups)
         context_G = np.bincount(of_group, context, minlength=self.num_groups)
         splits_G = np.bincount(of_group[left < num_steps], minlength=self.num_groups) > 0
@@ -406,11 +441,30 @@ def decode_s(cost: CostModel, tp: int, rows: Iterable[tuple[int, int]], num_step
     return seconds
 
 
-def _num_steps(plan: Plan, num_stopped: int, left: np.ndarray) -> int:
-    """Decode steps until the plan is left; `num_stopped` rows have stopped in its prefill."""
-    wanted = plan.leave_after - num_stopped  # more stops
-    if not len(left) or wanted <= 0:
+def _num_steps(most: int, num_stops: int, left: np.ndarray) -> int:
+    """Decode steps until so many rows have stopped, or all."""
+    if not len(left) or num_stops <= 0:
         return 0
-    if wanted > len(left):
-        return min(plan.num_steps, int(left.max()))
-    return min(plan.num_steps, int(np.partition(left, wanted - 1)[wanted - 1]))
+    if num_stops > len(left):
+        return min(most, int(left.max()))
+    return min(most, int(np.partition(left, num_stops - 1)[num_stops - 1]))
+
+
+def fillers(request: Request, length: int) -> np.ndarray:
+    """The tokens of a response, int32 [length], read-only: different ones at neighbouring positions and in other
+    samples, and a stop token at the end of one that stops before its limit."""
+    key, stops = request.key, request.params.stop_token_ids
+    first = key.prompt_index * 7919 + key.sample_index * 104_729 + key.attempt * 31
+    entry = first * _PLACE_OF_ONE % VOCABULARY
+    sequence = _SEQUENCE
+    if entry + length > len(sequence):
+        sequence = np.resize(sequence, entry + length)
+    tokens = sequence[entry : entry + length].copy()
+    for stop in stops:
+        if 0 <= stop < VOCABULARY:
+            instead = next(token for token in itertools.count(stop + 1) if token not in stops)
+            tokens[(stop * _PLACE_OF_ONE - entry) % VOCABULARY :: VOCABULARY] = instead
+    if stops and length < request.params.max_tokens:
+        tokens[-1] = stops[0]
+    tokens.flags.writeable = False
+    return tokens

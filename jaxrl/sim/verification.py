@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxrl.scheduling.tokens.plan import VerifyCounts
 from jaxrl.types import SampleKey
 
 
@@ -117,11 +116,6 @@ def verify(
     return Verified(
         len(actives), gained, now, np.array(actives, bool).reshape(shape), np.array(befores).reshape(shape), counts
     )
-
-
-def counts_of(counts: np.ndarray) -> VerifyCounts:
-    """Counts of one row, [5], as a result has them."""
-    return VerifyCounts(*counts.tolist())
 
 
 def _ahead(acceptance: Sequence[Acceptance | None], generated: np.ndarray, room: np.ndarray) -> tuple[np.ndarray, ...]:

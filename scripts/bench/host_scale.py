@@ -2,9 +2,8 @@
 
 `configured` is the run: tail batching, 16 responses a prompt, a worker of eight H100s on each host, a 7B model at
 tensor parallelism 2. `play` runs it, and returns for each step what it took in simulated seconds and what the
-controller took in this process: everything but what stands for devices. `plan_seconds` measures the engine with the
-batcher of real runs, which is slower than the one that simulations have; `call_seconds` what Ray takes to bring a plan
-to an actor and its result back.
+controller took in this process: everything but what stands for devices. `plan_seconds` measures the engine with its
+batcher alone; `call_seconds` what Ray takes to bring a plan to an actor and its result back.
 """
 
 from __future__ import annotations
@@ -12,18 +11,17 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from jaxrl.config import Config, from_mapping
-from jaxrl.rollout.remote import PackedResult
 from jaxrl.runtime.simulation import Simulation
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
-from jaxrl.scheduling.tokens.plan import Plan, PlanResult, Request, RowResult, Ticket
+from jaxrl.scheduling.tokens.plan import Plan, PlanResult, Request, Ticket
 from jaxrl.scheduling.tokens.stacks import WHOLE
 from jaxrl.sim.configured import with_simulated_hosts
 from jaxrl.types import SampleKey, SamplingParams
@@ -135,18 +133,18 @@ class _NoDevices:
         self.num_slots, self.num_blocks = num_slots, num_blocks
         self._results: deque[PlanResult] = deque()
         self.last: tuple[Plan, PlanResult] | None = None
-        ids, logprobs = np.zeros(64, np.int32), np.zeros(64, np.float32)
-        self._rows = [RowResult(ids[:n], logprobs[:n], logprobs[:n], False, None, None) for n in range(65)]
+        self._ids, self._logprobs = np.zeros(64 * num_slots, np.int32), np.zeros(64 * num_slots, np.float32)
 
     def check(self, request: Request) -> None: ...
 
     def submit(self, plan: Plan) -> Ticket:
-        ends = {chunk.request.request_id for chunk in plan.prefill if chunk.is_last}
-        rows = {row.request_id: self._rows[row.max_new] for row in plan.decode}
-        rows |= dict.fromkeys(ends - rows.keys(), self._rows[1])
-        self._results.append(PlanResult(plan.index, rows, plan.num_steps, 0, 0.0))
-        self.last = plan, self._results[-1]
-        return self._results[-1]
+        rows = plan.rows
+        counts = rows.max_new + rows.is_new
+        tokens = self._ids[: counts.sum()], self._logprobs[: counts.sum()], self._logprobs[: counts.sum()]
+        result = PlanResult(plan.index, rows.request_ids, counts, np.zeros(len(rows), bool), *tokens, plan.num_steps)
+        self._results.append(result)
+        self.last = plan, result
+        return result
 
     def collect(self, ticket: Ticket) -> PlanResult:
         return self._results.popleft()
@@ -175,11 +173,6 @@ def plan_seconds(num_rows: int, plans: int = 200) -> float:
     return (time.thread_time() - began) / plans
 
 
-def _own(row: RowResult) -> RowResult:
-    """The same with arrays of its own, as devices give them."""
-    return RowResult(row.token_ids.copy(), row.sampled_logprobs.copy(), row.rollout_logprobs.copy(), False)
-
-
 def call_seconds(num_rows: int, calls: int = 300) -> tuple[float, float]:
     """Of submitting a plan of so many rows to a Ray actor and collecting its result: seconds until it is there, and CPU
     seconds of this process."""
@@ -188,22 +181,19 @@ def call_seconds(num_rows: int, calls: int = 300) -> tuple[float, float]:
     class Echo:  # here, so that it goes to the actor with its code
         def submit(self, plan: Plan) -> None: ...
 
-        def collect(self) -> PackedResult:
-            return PackedResult.of(result)
+        def collect(self) -> PlanResult:
+            return result
 
     _, executor = _decoding(num_rows, 1)
     assert executor.last is not None
     plan, result = executor.last
-    rows = {request_id: _own(row) for request_id, row in result.rows.items()}
-    result = replace(result, rows=rows)
     if not ray.is_initialized():
         ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     remote: Any = ray.remote(Echo)
     actor = remote.remote()
 
     def call() -> None:
-        _, found = ray.get([actor.submit.remote(plan), actor.collect.remote()])
-        found.unpacked()
+        ray.get([actor.submit.remote(plan), actor.collect.remote()])
 
     for _ in range(20):
         call()

@@ -16,7 +16,6 @@ from simulate_options import TRAINING, config
 
 from jaxrl.cli import main
 from jaxrl.record.metrics import read_metrics
-from jaxrl.scheduling.tokens.batcher import Batcher
 from jaxrl.sim.configured import workload_of
 from jaxrl.types import SampleKey
 
@@ -70,20 +69,6 @@ def test_a_run_directory_like_a_real_one(training: Path, tmp_path: Path, capsys:
     assert "<title>a-simulated" in page
     assert "16 × H100 (simulated)" in page
     assert "simulated prompt" in page
-
-
-@pytest.mark.parametrize("rule", ["tail_batching", "partial_rollout", "over_provisioning"])
-def test_rows_in_lockstep_change_nothing(rule: str, training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    options = (f"rollout.{rule}.enable=true", "reward.num_workers=3", "simulate.task.scoring.median_s=0.01")
-    assert run(training, tmp_path / "a", *options) == 0
-    monkeypatch.setattr("jaxrl.runtime.simulated_machine.LockstepBatcher", Batcher)
-    assert run(training, tmp_path / "b", *options) == 0
-    a, b = tmp_path / "a-simulated", tmp_path / "b-simulated"
-    assert without_clock(a) == without_clock(b)
-    for name in ("samples.jsonl", "state.json"):
-        assert (a / name).read_bytes() == (b / name).read_bytes()
-    spans = [re.sub('start 1, [^"]*', "", (folder / "timeline.json").read_text()) for folder in (a, b)]
-    assert spans[0] == spans[1]
 
 
 def test_the_timeline_shows_simulated_seconds(training: Path, tmp_path: Path):

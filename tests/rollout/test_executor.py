@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from recorder import Recorder
+from replay_executor import ReplayExecutor
 
 from jaxrl.kernels import reference
 from jaxrl.models import decoder
@@ -32,7 +33,6 @@ from jaxrl.scheduling.tokens.progress import PlanTimes
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import train_shardings
-from jaxrl.sim.replay import ReplayExecutor
 from jaxrl.types import Sample, SampleKey, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("x64")

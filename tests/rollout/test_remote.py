@@ -15,7 +15,7 @@ from small_models import model_of, requests, weights_of
 
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
-from jaxrl.rollout.remote import ExecutorFacts, LayoutFacts, PackedResult, RemoteExecutor
+from jaxrl.rollout.remote import ExecutorFacts, LayoutFacts, RemoteExecutor
 from jaxrl.rollout.worker_set import WorkerSet
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
@@ -54,7 +54,7 @@ class Wire:
             self._tickets.append(executor.submit(*rest))
             return None
         if method == "collect":
-            return PackedResult.of(executor.collect(self._tickets.popleft()))
+            return executor.collect(self._tickets.popleft())
         return getattr(executor, rest[0])(*rest[1:])
 
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checked_blocks import check_blocks
 from near_ties import is_near_tie
 from own_process import alone, call
 from small_models import MODELS, VOCABULARY, model_of, requests, weights_of
@@ -90,7 +91,7 @@ def run(engine: Engine, asked: list[Request], degrees: tuple[int, ...], how: str
             ready = step + 2
             assert switched.num_live > 1, "the batch was to be in the middle"
             assert (switched.num_moved > 0) == (how == "migrate")
-            engine.batcher.blocks.check()
+            check_blocks(engine.batcher.blocks)
         for finished in engine.step():
             assert finished.request_id not in samples, "told twice"
             samples[finished.request_id] = finished.sample
@@ -276,8 +277,8 @@ def across(name: str, dtype: str, left_tp: int, right_tp: int, drafting: Draftin
             assert handed.num_moved > 0
             assert handed.num_seated > 2
             assert not set(leaving) & set(left.unfinished())
-            left.batcher.blocks.check()
-            right.batcher.blocks.check()
+            check_blocks(left.batcher.blocks)
+            check_blocks(right.batcher.blocks)
         for engine in (left, right):
             for finished in engine.drain() + engine.step() + engine.drain():  # programs of the halves, one at a time
                 assert finished.request_id not in samples

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from checked_blocks import check_blocks
 
 from jaxrl.scheduling.tokens.plan import Request, resume
 from jaxrl.text import TextEngine
@@ -46,7 +47,7 @@ def test_nothing_is_run_twice_and_no_token_changes(x64: None, tiny_model: Path):
             ended = {}
             while not engine.is_idle:
                 ended |= {one.request_id: one.sample for one in engine.step()}
-            engine.batcher.blocks.check()
+            check_blocks(engine.batcher.blocks)
             found[cached] = {sample.key: sample for sample in ended.values()}
             requests = [answered(request, ended[request.request_id], turn) for request in requests]
         run, turns = engine.counters.prefill_tokens, NUM_TURNS - 1

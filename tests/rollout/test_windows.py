@@ -17,8 +17,10 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
+from checked_blocks import check_blocks
 from own_process import alone
 from recorder import Recorder
+from replay_executor import ReplayExecutor
 from small_models import VOCABULARY, model_of, requests, weights_of
 
 from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule
@@ -33,7 +35,6 @@ from jaxrl.scheduling.tokens.progress import Completed, TraceEvent
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import train_shardings
-from jaxrl.sim.replay import ReplayExecutor
 from jaxrl.types import Sample, SampleKey, SamplingParams
 
 from . import test_switch
@@ -97,7 +98,7 @@ def test_what_is_behind_a_window_is_freed_and_no_token_changes(x64: None, name: 
         while not engine.is_idle:
             samples |= {one.request_id: one.sample for one in engine.step()}
             blocks = engine.batcher.blocks
-            blocks.check()
+            check_blocks(blocks)
             for progress in engine.batcher.running():
                 held = np.count_nonzero(blocks.table(progress.request.request_id))
                 most = max(most, progress.num_written * len(executor.stacks) // 4 - held)
@@ -142,7 +143,7 @@ def test_a_conversation_goes_on_where_its_window_is_left(x64: None, name: str):
         ran.append(engine.counters.prefill_tokens - before)
         compare(name, [request], [sample], executor)
         tokens = (*tokens, *sample.token_ids.tolist())
-        engine.batcher.blocks.check()
+        check_blocks(engine.batcher.blocks)
     assert ran[:3] == [10, 2, 1], "what is new: the token drawn last, if it is kept, and the one behind it"
     assert ran[3] == len(prompt) + 3 * 14 - 1 - 24 + 1, "the window of its first new token is gone"
 

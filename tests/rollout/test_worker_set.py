@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checked_blocks import check_blocks
 from own_process import alone, call
 from small_models import model_of, requests, weights_of
 
@@ -334,7 +335,7 @@ def moved(name: str, degrees: tuple[int, ...], how: How) -> None:
         if plan == 30:
             workers.open(last)
         for engine in workers.engines:
-            engine.batcher.blocks.check()
+            check_blocks(engine.batcher.blocks)
 
     assert_equal(run(workers, asked, at), expected)
     assert len(moves) == 3

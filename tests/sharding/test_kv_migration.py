@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checked_blocks import check_blocks
 from live_arrays import Watched, live_bytes
 from own_process import alone, call
 
@@ -147,7 +148,7 @@ class Walk:
         self.layout, self.blocks, self.num_blocks = after, plan.blocks, num_blocks
         for request_id, placed in plan.placements.items():
             self.requests[request_id]["group"] = placed.group
-        self.blocks.check()
+        check_blocks(self.blocks)
 
 
 @lru_cache

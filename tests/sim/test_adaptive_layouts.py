@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 from adaptive_runs import LARGE, TASK, config, requests, run
+from checked_blocks import check_blocks
+from replay_executor import ReplayExecutor
 from sim_machine import STOP, ConstantCost, sizes
 from simulated_runs import samples_of
 
@@ -19,7 +21,7 @@ from jaxrl.config import ConfigError
 from jaxrl.record.layouts import read_layouts
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import SwitchCost
-from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sim.clock import SimulatedClock
@@ -27,8 +29,6 @@ from jaxrl.sim.configured import layout_sizes, worker_predictor
 from jaxrl.sim.cost_model import CostModel, modelled_profile
 from jaxrl.sim.executor import SimulatedExecutor
 from jaxrl.sim.hardware import H100
-from jaxrl.sim.lockstep import LockstepBatcher
-from jaxrl.sim.replay import ReplayExecutor
 from jaxrl.types import Sample, SampleKey, SamplingParams
 
 LAYOUTS = {
@@ -36,15 +36,15 @@ LAYOUTS = {
 }
 
 
-def generate(executor: Any, asked: list[Request], batcher: type[Batcher], how: str | None, seed: int = 0) -> list[Any]:
+def generate(executor: Any, asked: list[Request], how: str | None, seed: int = 0) -> list[Any]:
     """Samples of a batch during which the layout changes at random; None: it stays."""
-    engine, rng = Engine(executor, BatcherConfig(decode_steps=4), batcher=batcher), random.Random(seed)
+    engine, rng = Engine(executor, BatcherConfig(decode_steps=4)), random.Random(seed)
     for request in asked:
         engine.add(request)
     done: dict[int, Sample] = {}
     while not engine.is_idle:
         done |= {one.request_id: one.sample for one in engine.step()}
-        engine.batcher.blocks.check()
+        check_blocks(engine.batcher.blocks)
         if how is not None and rng.random() < 0.15 and engine.unfinished():
             engine.switch(rng.choice([tp for tp in LAYOUTS if tp != executor.tp]), how)
     assert engine.counters.preemptions > 0, "pools were to run dry"
@@ -54,8 +54,8 @@ def generate(executor: Any, asked: list[Request], batcher: type[Batcher], how: s
 @pytest.mark.parametrize("how", ["migrate", "recompute"])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_walk_changes_no_token_and_no_decision(seed: int, how: str):
-    """Against one layout, against the executor that goes token by token, and in lockstep. Pools run dry, so some rows
-    were preempted before and have another seat."""
+    """Against one layout, and against the executor that goes token by token. Pools run dry, so some rows were
+    preempted before and have another seat."""
     asked, lengths = requests(seed)
 
     def simulated() -> SimulatedExecutor:
@@ -63,12 +63,11 @@ def test_a_walk_changes_no_token_and_no_decision(seed: int, how: str):
             LAYOUTS[1], lambda of, _: lengths[of], ConstantCost(), SimulatedClock(), layouts=LAYOUTS
         )
 
-    still = generate(simulated(), asked, Batcher, None)
+    still = generate(simulated(), asked, None)
     capacities = {tp: each.capacity for tp, each in LAYOUTS.items()}
     stepping = ReplayExecutor(lengths, 4, 4, 16, 4, 24, layouts=capacities)
-    assert generate(stepping, asked, Batcher, how, seed) == still
-    assert generate(simulated(), asked, Batcher, how, seed) == still
-    assert generate(simulated(), asked, LockstepBatcher, how, seed) == still
+    assert generate(stepping, asked, how, seed) == still
+    assert generate(simulated(), asked, how, seed) == still
 
 
 class Charging(ConstantCost):
@@ -143,29 +142,6 @@ def test_a_run_that_switches_gains_time_and_changes_nothing_else():
         assert measured["rollout/layout/step_s"] == pytest.approx(measured["rollout/layout/predicted_step_s"], rel=0.1)
     _, again, _, _ = run(config(switch=True), saved[2])
     assert {step: again[step] for step in (3, 4)} == {step: adaptive[step] for step in (3, 4)}
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"switch": True},
-        {"switch": True, "min_gain": 0.9},  # the rule looks at the rows before every plan, and says no
-        {"switch": True, "bound": "expected"},
-        {"planner": True},
-    ],
-    ids=str,
-)
-def test_layouts_that_adapt_leave_rows_in_lockstep(layout: dict[str, Any]):
-    """A steady batch ends at a switch, and nowhere else but where it ends without one."""
-    still, *_ = run_once()
-    moving, metrics, *_ = run_once(**layout)
-    batches = []
-    for batcher in (still.workers.engines[0].batcher, moving.workers.engines[0].batcher):
-        assert isinstance(batcher, LockstepBatcher)
-        batches.append(batcher.num_batches)
-    switches = sum(step["rollout/layout/switches"] for step in metrics.values())
-    assert moving.workers.counters.plans > 20 * batches[0]
-    assert batches[1] <= batches[0] + switches
 
 
 def test_a_switch_needs_its_degrees_in_the_table_and_pools_that_hold_a_request(tmp_path: Path):

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from known_samples import KnownSample, KnownWorkload
 from papers.closed_form import drain
+from replay_executor import ReplayExecutor, filler
 from sim_machine import SMALL, STOP, ConstantCost, Machine, key, play, prompt, recorded, sizes
 
 from jaxrl.config import SimulatedLengths, SimulatedTask
@@ -22,11 +23,9 @@ from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.scheduling.tokens.progress import Preempted
 from jaxrl.sim.clock import SimulatedClock
 from jaxrl.sim.cost_model import CostModel, TrainLoad
-from jaxrl.sim.executor import SimulatedExecutor, decode_s
+from jaxrl.sim.executor import SimulatedExecutor, decode_s, fillers
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.prompts import SimulatedPrompts
-from jaxrl.sim.replay import ReplayExecutor, filler
-from jaxrl.sim.simulated_rows import fillers
 from jaxrl.sim.trainer import SimulatedTrainer
 from jaxrl.sim.workload import ModelledWorkload
 from jaxrl.types import Sample, SampleKey, SamplingParams, TrainBatch

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 from adaptive_runs import LARGE, WORKLOAD, config, requests, run
+from checked_blocks import check_blocks
 from checked_workers import run as run_all
 from known_samples import KnownSample, KnownWorkload
+from replay_executor import ReplayExecutor
 from sim_machine import STOP, ConstantCost, drawn, key, play, prompt, sizes
 from simulated_runs import samples_of
 
@@ -29,7 +31,7 @@ from jaxrl.scheduling.layouts.relayout import How
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import Event, SampleFinished
 from jaxrl.scheduling.rounds.round import Round
-from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine, Finished
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.scheduling.tokens.plan import Request
@@ -39,8 +41,6 @@ from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.executor import SimulatedExecutor
 from jaxrl.sim.executor_set import SimulatedExecutorSet
 from jaxrl.sim.hardware import H100
-from jaxrl.sim.lockstep import LockstepBatcher
-from jaxrl.sim.replay import ReplayExecutor
 from jaxrl.sim.scoring import ScoringWorkers
 from jaxrl.types import SampleKey, SamplingParams
 
@@ -60,10 +60,10 @@ def fixed_run(num_workers: int, deal: str) -> Any:
 SMALL = sizes(num_devices=2, tp=1, num_slots=6, num_blocks=24, max_prefill_tokens=24)
 
 
-def walk(executors: Sequence[Any], batcher: type[Batcher], seed: int, moves: bool) -> tuple[list[Any], LocalWorkers]:
+def walk(executors: Sequence[Any], seed: int, moves: bool) -> tuple[list[Any], LocalWorkers]:
     """The samples of a batch whose requests move between two workers at random, in the order in which they are told."""
     asked, rng = requests(seed)[0], random.Random(seed)
-    workers = LocalWorkers([Engine(each, BatcherConfig(decode_steps=4), batcher=batcher) for each in executors])
+    workers = LocalWorkers([Engine(each, BatcherConfig(decode_steps=4)) for each in executors])
     for request in asked:
         workers.add(request)
     told: list[Finished] = []
@@ -74,28 +74,27 @@ def walk(executors: Sequence[Any], batcher: type[Batcher], seed: int, moves: boo
             by: How = rng.choice(["migrate", "recompute"])
             workers.move(rng.sample(live, rng.randint(1, len(live))), rng.randrange(2), by)
             for engine in workers.engines:
-                engine.batcher.blocks.check()
+                check_blocks(engine.batcher.blocks)
     samples = [one.sample for one in told]
     return [(s.key, s.token_ids.tolist(), s.finish_reason) for s in samples], workers
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_that_move_keep_their_tokens(seed: int):
-    """Against no move, against the executor that goes token by token, and in lockstep."""
+    """Against no move, and against the executor that goes token by token."""
     lengths = requests(seed)[1]
 
     def simulated() -> list[SimulatedExecutor]:
         clock = SimulatedClock()
         return [SimulatedExecutor(SMALL, lambda of, _: lengths[of], ConstantCost(), clock) for _ in range(2)]
 
-    still, _ = walk(simulated(), Batcher, seed, moves=False)
+    still, _ = walk(simulated(), seed, moves=False)
     replayed = [ReplayExecutor(lengths, 2, 6, 24, 4, 24) for _ in range(2)]
-    stepping, there = walk(replayed, Batcher, seed, moves=True)
+    stepping, there = walk(replayed, seed, moves=True)
     assert sorted(stepping) == sorted(still)
-    for batcher in (Batcher, LockstepBatcher):
-        moved, workers = walk(simulated(), batcher, seed, moves=True)
-        assert moved == stepping
-        assert workers.counters == there.counters
+    moved, workers = walk(simulated(), seed, moves=True)
+    assert moved == stepping
+    assert workers.counters == there.counters
     assert there.counters.admissions > 24, "some were computed again"
 
 
@@ -156,9 +155,7 @@ class Machine:
             ],
             self.clock,
         )
-        engines = [
-            Engine(each, BatcherConfig(decode_steps=2), batcher=LockstepBatcher) for each in self.executors.executors
-        ]
+        engines = [Engine(each, BatcherConfig(decode_steps=2)) for each in self.executors.executors]
         self.backend = RolloutBackend(
             LocalWorkers(engines, "prompts", constant_ticks),
             self.executors,

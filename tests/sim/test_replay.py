@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from plan_rows import DecodeRow, scheduled
+from replay_executor import ReplayExecutor, filler
 
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.plan import DecodeRow, Plan, PlanResult, PrefillChunk, Request
-from jaxrl.sim.replay import ReplayExecutor, filler
+from jaxrl.scheduling.tokens.plan import Plan, PlanResult, PrefillChunk, Request
 from jaxrl.types import SampleKey, SamplingParams
 
 STOP = 2
@@ -25,12 +26,14 @@ def make_executor(lengths: list[int], **more) -> ReplayExecutor:
 def run(executor: ReplayExecutor, index: int, new: list[Request], old: list[int], **more) -> PlanResult:
     """Submits a plan that starts `new` requests and advances `old` ones; the slot is the request's id."""
     chunks = [PrefillChunk(r, 0, r.request_id, r.prompt_ids, 0, (1,), True, len(r.generated)) for r in new]
-    rows = [DecodeRow(i, 0, i, (1, 2), 16) for i in [*old, *(r.request_id for r in new)]]
-    return executor.collect(executor.submit(Plan(index, tuple(chunks), tuple(rows), **more)))
+    started = [request.request_id for request in new]
+    rows = scheduled([DecodeRow(i, 0, i, (1, 2), 16) for i in [*old, *started]], 8, started)
+    return executor.collect(executor.submit(Plan(index, tuple(chunks), rows, **more)))
 
 
 def gained(result: PlanResult) -> dict[int, tuple[int, bool]]:
-    return {i: (len(row.token_ids), row.stopped) for i, row in result.rows.items()}
+    columns = result.request_ids.tolist(), result.counts.tolist(), result.stopped.tolist()
+    return {request_id: (count, stopped) for request_id, count, stopped in zip(*columns, strict=True)}
 
 
 @pytest.mark.parametrize(
@@ -64,19 +67,18 @@ def test_a_row_that_has_stopped_gains_nothing_and_does_not_count_as_stopping_aga
 
 def test_tokens_depend_on_identity_and_position_alone():
     request = make_request(0, stop=(STOP, 17))
-    whole = run(make_executor([6]), 0, [request], [], num_steps=20).rows[0].token_ids.tolist()
+    whole = run(make_executor([6]), 0, [request], [], num_steps=20).token_ids.tolist()
     assert whole == [filler(request, i, 6) for i in range(6)]
     assert whole[-1] == STOP
     assert not {STOP, 17} & set(whole[:-1])
     kept = Request(0, request.key, request.prompt_ids, request.params, None, tuple(whole[:4]))
-    assert run(make_executor([6]), 0, [kept], [], num_steps=20).rows[0].token_ids.tolist() == whole[4:]
+    assert run(make_executor([6]), 0, [kept], [], num_steps=20).token_ids.tolist() == whole[4:]
 
 
 def test_lengths_are_cut_at_max_tokens_without_a_stop_token():
-    row = run(make_executor([6]), 0, [make_request(0, max_tokens=5)], [], num_steps=20).rows[0]
-    assert len(row.token_ids) == 5
-    assert row.stopped
-    assert STOP not in row.token_ids
+    result = run(make_executor([6]), 0, [make_request(0, max_tokens=5)], [], num_steps=20)
+    assert gained(result) == {0: (5, True)}
+    assert STOP not in result.token_ids
 
 
 def test_time_is_charged_by_plan_and_steps():

@@ -10,6 +10,10 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from checked_blocks import check_blocks
+from plan_rows import decode_rows
+from replay_executor import ReplayExecutor, filler
+
 from jaxrl.scheduling.layouts.kv_plan import KvPlan
 from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, TimeTaken
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
@@ -24,7 +28,6 @@ from jaxrl.scheduling.tokens.plan import (
     Ticket,
 )
 from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks, most_ahead
-from jaxrl.sim.replay import ReplayExecutor, filler
 from jaxrl.types import Sample, SampleKey, SamplingParams
 
 STOP = 2
@@ -146,9 +149,9 @@ class CheckingExecutor:
 
     def _check_shape(self, plan: Plan) -> None:
         """Checks a plan by itself."""
-        assert plan.prefill or plan.decode
+        assert plan.prefill or plan.num_decoding
         chunked = [c.request.request_id for c in plan.prefill]
-        decoding = [r.request_id for r in plan.decode]
+        decoding = [r.request_id for r in decode_rows(plan)]
         assert len(set(chunked)) == len(chunked)
         assert len(set(decoding)) == len(decoding)
         last = {c.request.request_id for c in plan.prefill if c.is_last}
@@ -160,7 +163,7 @@ class CheckingExecutor:
             assert chunk.tokens
             spent[chunk.dp_group] += len(chunk.tokens)
             owners.setdefault((chunk.dp_group, chunk.slot), set()).add(chunk.request.request_id)
-        for row in plan.decode:
+        for row in decode_rows(plan):
             owners.setdefault((row.dp_group, row.slot), set()).add(row.request_id)
         assert all(count <= self.max_prefill_tokens for count in spent.values())
         for (group, slot), owner in owners.items():
@@ -172,7 +175,7 @@ class CheckingExecutor:
     def _check_tables(self, plan: Plan) -> None:
         """No block twice in a plan, unless it is one place of the prompt of one `share`."""
         self._requests.update((chunk.request.request_id, chunk.request) for chunk in plan.prefill)
-        tables = {row.request_id: (row.dp_group, row.block_table) for row in plan.decode}
+        tables = {row.request_id: (row.dp_group, row.block_table) for row in decode_rows(plan)}
         tables |= {chunk.request.request_id: (chunk.dp_group, chunk.block_table) for chunk in plan.prefill}
         users: dict[tuple[int, int], set[tuple[object, int]]] = {}
         for request_id, (group, table) in tables.items():
@@ -216,14 +219,16 @@ class CheckingExecutor:
 
     def _run_decode(self, plan: Plan, result: PlanResult) -> None:
         fresh = {chunk.request.request_id for chunk in plan.prefill if chunk.is_last}
-        assert set(result.rows) == {row.request_id for row in plan.decode} | fresh
+        decoding = decode_rows(plan)
+        counts = dict(zip(result.request_ids.tolist(), result.counts.tolist(), strict=True))
+        assert counts.keys() == {row.request_id for row in decoding} | fresh
         for chunk in plan.prefill:
-            if chunk.is_last and not plan.decode:  # its first token, and no row decodes
-                assert len(result.rows[chunk.request.request_id].token_ids) == 1
+            if chunk.is_last and not decoding:  # its first token, and no row decodes
+                assert counts[chunk.request.request_id] == 1
                 self._rows[chunk.dp_group, chunk.slot].num_generated += 1
-        began = {named.request_id: self._rows[named.dp_group, named.slot].cached for named in plan.decode}
-        for named in plan.decode:
-            row, gained = self._rows[named.dp_group, named.slot], len(result.rows[named.request_id].token_ids)
+        began = {named.request_id: self._rows[named.dp_group, named.slot].cached for named in decoding}
+        for named in decoding:
+            row, gained = self._rows[named.dp_group, named.slot], counts[named.request_id]
             request = row.request
             assert request.request_id == named.request_id
             reach = min(row.cached + plan.num_steps, len(request.prompt_ids) + request.params.max_tokens - 1)
@@ -234,9 +239,9 @@ class CheckingExecutor:
             for _ in range(gained - (request.request_id in fresh)):
                 self._write(named.dp_group, named.block_table, row.cached, self._expected(request, row.cached))
                 row.cached += 1
-        for named in plan.decode:
+        for named in decoding:
             row = self._rows[named.dp_group, named.slot]
-            if len(result.rows[named.request_id].token_ids):
+            if counts[named.request_id]:
                 first = began[named.request_id]
                 self._check_context(named.dp_group, named.block_table, row.request, first, row.cached)
 
@@ -324,8 +329,8 @@ def assert_empty(engine: Engine) -> None:
     """Everything was given back."""
     assert engine.is_idle
     blocks, capacity = engine.batcher.blocks, engine.batcher.capacity
-    blocks.check()
+    check_blocks(blocks)
     assert all(blocks.num_free(g) == capacity.num_blocks - 1 for g in range(capacity.num_groups))
-    assert all(len(slots) == capacity.num_slots for slots in engine.batcher._free_slots)
+    assert all(len(engine.batcher.free_slots(g)) == capacity.num_slots for g in range(capacity.num_groups))
     assert not engine.batcher._share_prompts
-    assert not engine.batcher._in_flight
+    assert not engine.batcher._flights

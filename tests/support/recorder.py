@@ -20,8 +20,9 @@ class Recorder:
 
     def collect(self, ticket: Ticket) -> PlanResult:
         result = self.inner.collect(ticket)
-        for request_id, row in result.rows.items():
-            piece = (row.rollout_logprobs.tolist(), row.sampled_logprobs.tolist())
+        for row, request_id in enumerate(result.request_ids.tolist()):
+            part = result.part(row)
+            piece = (result.rollout_logprobs[part].tolist(), result.sampled_logprobs[part].tolist())
             self.seen.setdefault(request_id, []).append(piece)
         return result
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl.sim.replay import ReplayExecutor
+from replay_executor import ReplayExecutor
+
 from jaxrl.types import SampleKey
 
 

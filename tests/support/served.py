@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
 import httpx2
+from checked_blocks import check_blocks
 
 from jaxrl.commands.serve import Address, serve
 from jaxrl.runtime.stop import Stop
@@ -41,7 +42,7 @@ def talk_to(engine: TextEngine) -> Talk:
 
         asyncio.run(inside())
         assert engine.engine.is_idle
-        engine.engine.batcher.blocks.check()
+        check_blocks(engine.engine.batcher.blocks)
 
     return run
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from known_samples import KnownSample, KnownWorkload
+from plan_rows import gains_of
 
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.shapes import SHAPES
@@ -23,14 +24,13 @@ from jaxrl.scheduling.rounds.events import (
     Verdict,
 )
 from jaxrl.scheduling.rounds.round import Round
-from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Plan, PlanResult
 from jaxrl.scheduling.tokens.progress import TraceEvent
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
 from jaxrl.sim.cost_model import CostModel, TrainLoad
 from jaxrl.sim.executor import MachineSizes, SimulatedExecutor
-from jaxrl.sim.lockstep import LockstepBatcher
 from jaxrl.sim.scoring import ScoringWorkers
 from jaxrl.sim.workload import Workload
 from jaxrl.types import Prompt, SampleKey, SamplingParams
@@ -107,13 +107,12 @@ class Machine:
     timeout_s: float = 0.0
     host_s: float = 0.0
     trace: list[TraceEvent] = field(default_factory=list)
-    batcher: type[Batcher] = LockstepBatcher
 
     def __post_init__(self) -> None:
         self.clock = SimulatedClock()
         self.executor = SimulatedExecutor(self.sizes, self.workload.length, self.cost, self.clock, self.host_s)
         config = BatcherConfig(decode_steps=self.decode_steps)
-        self.engine = Engine(self.executor, config, trace=self.trace.append, batcher=self.batcher)
+        self.engine = Engine(self.executor, config, trace=self.trace.append)
         phases = SimulatedPhases(self.clock)
         self.scoring = ScoringWorkers(self.workload, self.clock, phases, self.workers, self.timeout_s)
         self.backend = RolloutBackend(
@@ -148,13 +147,8 @@ def recorded(executor: Any) -> list[tuple[Plan, tuple]]:
     def recording(plan: Plan) -> Any:
         ticket = submit(plan)
         result: PlanResult = ticket.result if hasattr(ticket, "result") else executor._results[-1]
-        rows = {
-            i: (row.token_ids.tolist(), row.stopped, row.verified)
-            for i, row in result.rows.items()
-            if len(row.token_ids)
-        }
-        named = [(row.request_id, row.dp_group, row.slot, row.max_new) for row in plan.decode]
-        plans.append((plan, (result.index, result.num_steps, result.policy_version, named, rows)))
+        seats = plan.rows.request_ids.tolist(), plan.rows.seats.tolist(), plan.rows.max_new.tolist()
+        plans.append((plan, (result.index, result.num_steps, result.policy_version, seats, gains_of(result))))
         return ticket
 
     executor.submit = recording

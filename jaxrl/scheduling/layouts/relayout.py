@@ -23,7 +23,7 @@ from jaxrl.scheduling.layouts.regroup import regroup
 from jaxrl.scheduling.tokens.batcher import Batcher
 from jaxrl.scheduling.tokens.blocks import BlockManager
 from jaxrl.scheduling.tokens.plan import Capacity, Executor, Request, Seat
-from jaxrl.scheduling.tokens.progress import Progress
+from jaxrl.scheduling.tokens.rows import Response
 
 How = Literal["migrate", "recompute"]
 """How a request's KV reaches another layout, or another worker."""
@@ -183,13 +183,13 @@ def plan_relayout(batcher: Batcher, from_tp: int, to_tp: int, capacity: Capacity
     )
 
 
-def resident_row(progress: Progress, seat: Seat) -> ResidentRow:
+def resident_row(progress: Response, seat: Seat) -> ResidentRow:
     """What the device must know about the row that decodes at this seat."""
     token, position = progress.last_token, progress.num_prompt + progress.num_tokens - 1
     return ResidentRow(progress.request, seat.dp_group, seat.slot, token, position, tuple(progress.tokens))
 
 
-def live_blocks(batcher: Batcher, progress: Progress) -> LiveBlocks:
+def live_blocks(batcher: Batcher, progress: Response) -> LiveBlocks:
     """What a running request holds, and the positions that it needs: its whole prefill, or the next plan's steps."""
     assert not progress.pending, "a layout changes while plans are in flight"
     request = progress.request

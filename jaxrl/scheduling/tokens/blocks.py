@@ -6,31 +6,32 @@ dp group and counted.
 
 Source: paged attention as in vLLM (Kwon et al. 2023) and prefix caching as in nano-vllm's block manager.
 
-Departures: sharing goes by an explicit key, not by hashes of token blocks: the samples of one prompt are the case that
-matters here, and that needs no table of hashes. Only full blocks in front of the prompt's last token are shared,
-because at least one token must be run to get logits; so a shared block is never written again and copy-on-write never
-happens. A block is freed with its last holder, but for those that are *parked*.
+Departures: sharing goes by an explicit key, not by hashes of token blocks, because the samples of one prompt are the
+case that matters here. Only full blocks in front of the prompt's last token are shared, because at least one token must
+be run to get logits; so a shared block is never written again, and copy-on-write never happens.
 
-The blocks of a conversation are parked between two of its turns: they hold the KV of known tokens, and those that
-nobody else holds count as free. Its next request takes over those in front of the first token that is another one,
-block and all: nobody shares the last of them, so what stands behind may be written over. Where a pool runs dry, what
-was parked longest ago is given up. Conversations that begin with the same prompt share its blocks, parked or not.
+The blocks of a conversation are *parked* between two of its turns: those that nobody else holds count as free. Its next
+request takes over those in front of the first token that differs; nobody shares the last of them, so what stands behind
+may be written over. Where a pool runs dry, what was parked longest ago is given up.
 
 A block becomes shareable when it is *published*, that is, when the chunk that writes it has been put into a plan.
 Plans run in order, and one plan writes the prefill KV of a layer before any of its rows reads that layer, so a
 published block may be named in the same plan without waiting for the device.
 
 Where layers have windows (`jaxrl.scheduling.tokens.stacks`), a request that needs blocks first gives back those behind
-the window of every query still to come. Its table then begins with the trash block in the stacks with a window; and so
-does what is published of a prompt, once all who held a block have passed it. Such a prompt is found as long as all is
-there that its next token sees; after that the next request with this prompt runs it again, and publishes its own.
+the window of every query still to come: its table begins with the trash block there, and so does what is published of
+its prompt, once all who held a block have passed it. Such a prompt is found as long as all is there that its next token
+sees; after that the next request with it runs it again, and publishes its own.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from jaxrl.scheduling.tokens.plan import TRASH_BLOCK
 from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks, is_there
@@ -38,15 +39,13 @@ from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks, is_there
 
 @dataclass(slots=True)
 class _Holding:
-    """What one request holds."""
+    """What one request holds. `row`: of `BlockManager.tables`."""
 
     group: int
-    blocks: list[int]
+    row: int
     share: object | None
     num_shareable: int  # how many leading blocks (of each stack) may be shared
-    is_publisher: bool  # its leading blocks are the published ones, as far as those go
-    table: tuple[int, ...] | None = None  # `blocks` as a tuple, kept until they change, because every plan names it
-    behind: tuple[int, ...] = (0,)  # of each stack, the leading blocks that were given back, or never taken
+    is_publisher: bool = True  # its leading blocks are the published ones, as far as those go
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class _Parked:
     """The KV of a conversation's tokens, in their order; the rest as of the request that left it."""
 
     group: int
-    blocks: list[int]
+    blocks: np.ndarray
     tokens: tuple[int, ...]
     share: object | None
     num_shareable: int
@@ -63,6 +62,11 @@ class _Parked:
 
 class BlockManager:
     """The pools of all dp groups.
+
+    Attributes:
+      tables: the blocks of each request that holds some, in a row of its own (`row`), filled up with the trash block:
+        int32 [rows, widest].
+      held: blocks that each of these rows has for each stack, those behind windows too: int64 [rows].
 
     Example::
 
@@ -86,13 +90,19 @@ class BlockManager:
         self.stacks = stacks
         self._limits = stacks.limits(block_size)
         # Popped from the end: the lowest numbers go first, and what was freed last is used next.
-        self._free = [[b for b in range(num_blocks - 1, -1, -1) if b != TRASH_BLOCK] for _ in range(num_groups)]
-        self._references = [[0] * num_blocks for _ in range(num_groups)]
+        numbers = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        self._free = np.tile(numbers[numbers != TRASH_BLOCK], (num_groups, 1))
+        self._num_free = [num_blocks - 1] * num_groups  # of each row of `_free`, the entries that count
+        self._references = np.zeros((num_groups, num_blocks), np.int32)
         self._holdings: dict[int, _Holding] = {}
+        self.tables = np.full((8, 8), TRASH_BLOCK, np.int32)
+        self.held = np.zeros(8, np.int64)
+        self._behind = np.zeros((8, len(stacks)), np.int64)  # of each stack, leading blocks given back, or never taken
+        self._free_rows = list(range(7, -1, -1))
         self._published: dict[tuple[int, object], list[int]] = {}
         self._holders: dict[object, Counter[int]] = {}
         self._parked: dict[object, _Parked] = {}  # by session, those parked longest ago first
-        self._parked_references = [[0] * num_blocks for _ in range(num_groups)]  # of a block's, those of parked ones
+        self._parked_references = np.zeros((num_groups, num_blocks), np.int32)  # of a block's, those of parked ones
         self._num_parked = [0] * num_groups  # blocks that nobody else holds
 
     @property
@@ -102,7 +112,7 @@ class BlockManager:
 
     def num_free(self, group: int) -> int:
         """Those that a request may get: parked ones are given up for it."""
-        return len(self._free[group]) + self._num_parked[group]
+        return self._num_free[group] + self._num_parked[group]
 
     def num_parked(self, group: int) -> int:
         """Those that parked conversations hold, and nobody else."""
@@ -116,26 +126,26 @@ class BlockManager:
         """The most blocks that a request holds at a time on its way to `num_tokens` positions."""
         return self.stacks.most_blocks(num_tokens, self.block_size)
 
-    def more_for(self, request_id: int, num_tokens: int) -> int:
-        """The most blocks that a request may hold more than now on its way to `num_tokens` positions."""
-        holding = self._holdings[request_id]
-        more = max(self.blocks_for(num_tokens) - len(holding.blocks), 0)
-        if self.stacks.is_whole or not more:
+    def more_for(self, rows: Any, num_tokens: Any) -> Any:
+        """The most blocks that requests, rows of `tables`, may hold more than now on their way to `num_tokens`
+        positions; numbers, or arrays."""
+        more = np.maximum(-(-num_tokens // self.block_size) - self.held[rows], 0)
+        if self.stacks.is_whole:
             return more
-        each, covered = more // len(self.stacks), self.num_held(request_id)
-        pairs = zip(self._limits, holding.behind, strict=True)
-        return sum(min(each, max(limit - covered + behind, 0)) if limit else each for limit, behind in pairs)
+        left = (limit - self.held[rows] + self._behind[rows, stack] for stack, limit in enumerate(self._limits))
+        pairs = zip(self._limits, left, strict=True)
+        return sum(np.minimum(more, np.maximum(of_stack, 0)) if limit else more for limit, of_stack in pairs)
+
+    def row(self, request_id: int) -> int:
+        """The row of `tables` that a request has until its blocks are freed."""
+        return self._holdings[request_id].row
 
     def table(self, request_id: int) -> tuple[int, ...]:
         """The blocks of a request, in the order of its positions."""
-        holding = self._holdings[request_id]
-        if holding.table is None:
-            holding.table = tuple(holding.blocks)
-        return holding.table
+        return tuple(self._blocks(self._holdings[request_id]).tolist())
 
-    def num_held(self, request_id: int) -> int:
-        """Blocks that its table has for each stack, those behind windows too."""
-        return len(self._holdings[request_id].blocks) // len(self.stacks)
+    def _blocks(self, holding: _Holding) -> np.ndarray:
+        return self.tables[holding.row, : self.held[holding.row] * len(self.stacks)]
 
     def num_shareable(self, prompt_len: int) -> int:
         """Full blocks in front of a prompt's last token."""
@@ -158,7 +168,7 @@ class BlockManager:
         if self.stacks.is_whole and not self._parked:
             return self.num_published(group, share, prompt_len)
         parked = self._parked.get(session)
-        ready = self._ready(group, share, prompt_len)
+        ready: Any = self._ready(group, share, prompt_len)
         if parked is not None and parked.group == group:
             ready = parked.blocks if self.stacks.is_whole else ()
         if self.stacks.is_whole:
@@ -181,23 +191,17 @@ class BlockManager:
         Returns how many of its leading tokens are in shared blocks, so need no prefill; None if the pool has too few
         blocks (then nothing has changed).
         """
-        assert request_id not in self._holdings, f"request {request_id} holds blocks already"
         assert num_tokens >= prompt_len or not self.stacks.is_whole, (num_tokens, prompt_len)
-        ready = self._ready(group, share, prompt_len, first)
+        ready = np.asarray(self._ready(group, share, prompt_len, first), np.int32)
         behind = self.stacks.behind(max(first, len(ready) // len(self.stacks) * self.block_size), self.block_size)
         shared = self._seen(ready, behind)
-        new = range(len(shared), self.blocks_for(num_tokens))
-        num_new = len(new) if not any(behind) else sum(not self._is_behind(i, behind) for i in new)
-        if num_new + sum(self._is_parked(group, block) for block in shared) > self.num_free(group):
+        new = self._not_behind(np.arange(len(shared), self.blocks_for(num_tokens)), behind)
+        if len(new) + self._is_parked(group, shared).sum() > self.num_free(group):
             return None
+        self._num_parked[group] -= int(self._is_parked(group, shared).sum())
+        self._references[group, shared[shared != TRASH_BLOCK]] += 1
         num_shareable = self.num_shareable(prompt_len) if share is not None else 0
-        holding = _Holding(group, [*shared], share, num_shareable, True, behind=behind)
-        for block in shared:
-            if block != TRASH_BLOCK:
-                self._num_parked[group] -= self._is_parked(group, block)
-                self._references[group][block] += 1
-        self._take(holding, len(new))
-        self._holdings[request_id] = holding
+        self._hold(request_id, group, shared, behind, num_tokens, share, num_shareable)
         if share is not None:
             self._holders.setdefault(share, Counter())[group] += 1
         return len(shared) // len(self.stacks) * self.block_size
@@ -206,60 +210,70 @@ class BlockManager:
         """Lets a request's table cover `num_tokens` positions; False if the pool runs dry. If it does not cover them
         already, what no query at `first` or beyond sees is given back before."""
         holding = self._holdings[request_id]
-        num_new = self.blocks_for(num_tokens) - len(holding.blocks)
-        if num_new > 0 and not self.stacks.is_whole:
+        num_new = self.blocks_for(num_tokens) - int(self.held[holding.row]) * len(self.stacks)
+        if num_new <= 0:
+            return True
+        if not self.stacks.is_whole:
             self._pass(holding, first)
         if num_new > self.num_free(holding.group):
             return False
-        self._take(holding, max(num_new, 0))
+        self._take(holding, num_new)
+        return True
+
+    def extend_all(self, rows: np.ndarray, groups: np.ndarray, more: np.ndarray) -> bool:
+        """Gives requests, rows of `tables`, so many blocks more, in this order. False, and nothing has changed, where a
+        pool runs dry, or layers have windows: then each is to be extended by itself."""
+        wanted = np.bincount(groups, more, self.num_groups).astype(np.int64)
+        num_free = np.array(self._num_free)
+        if not self.stacks.is_whole or (wanted > num_free).any():
+            return False
+        if self.num_groups > 1:
+            by_group = np.argsort(groups, kind="stable")
+            rows, groups, more = rows[by_group], groups[by_group], more[by_group]
+        self._widen(int((self.held[rows] + more).max()))
+        # all blocks one after another: those of a group's first row, of its second row ...
+        number_B, ends = np.arange(int(wanted.sum())), np.cumsum(more)
+        row_B, group_B = np.repeat(rows, more), np.repeat(groups, more)
+        of_row_B = number_B - np.repeat(ends - more, more)
+        of_group_B = number_B - (np.cumsum(wanted) - wanted)[group_B]
+        block_B = self._free[group_B, num_free[group_B] - 1 - of_group_B]
+        self.tables[row_B, self.held[row_B] + of_row_B] = block_B
+        self._references[group_B, block_B] = 1
+        self.held[rows] += more
+        self._num_free = (num_free - wanted).tolist()
         return True
 
     def _pass(self, holding: _Holding, first: int) -> None:
         """Gives back the blocks behind the windows of queries at `first` and beyond."""
-        behind, stacks = self.stacks.behind(first, self.block_size), len(self.stacks)
+        row, stacks = holding.row, len(self.stacks)
+        behind, before = self.stacks.behind(first, self.block_size), self._behind[row].tolist()
         passed = [
             stack + stacks * i
-            for stack, (before, now) in enumerate(zip(holding.behind, behind, strict=True))
-            for i in range(before, min(now, len(holding.blocks) // stacks))
+            for stack, (was, now) in enumerate(zip(before, behind, strict=True))
+            for i in range(was, min(now, int(self.held[row])))
         ]
         if not passed:
             return
-        blocks = [holding.blocks[i] for i in passed]
-        for i in passed:
-            holding.blocks[i] = TRASH_BLOCK
-        holding.behind, holding.table = tuple(map(max, holding.behind, behind)), None
+        blocks = self.tables[row, passed]
+        self.tables[row, passed] = TRASH_BLOCK
+        self._behind[row] = np.maximum(before, behind)
         self._give_back(holding.group, blocks)
         if passed[0] < len(self._published.get((holding.group, holding.share), ())):
             self._forget_freed(holding.group, holding.share)
 
-    def _is_behind(self, i: int, behind: Sequence[int]) -> bool:
-        """Whether block i of a table is among the leading ones that `behind` counts."""
-        each, stack = divmod(i, len(behind))
-        return each < behind[stack]
+    def _not_behind(self, places: np.ndarray, behind: Sequence[int]) -> np.ndarray:
+        """Those of these places of a table that are not among the leading ones that `behind` counts."""
+        if not any(behind):
+            return places
+        return places[places // len(behind) >= np.asarray(behind)[places % len(behind)]]
 
-    def _seen(self, blocks: Sequence[int], behind: Sequence[int]) -> Sequence[int]:
+    def _seen(self, blocks: np.ndarray, behind: Sequence[int]) -> np.ndarray:
         """The blocks at the beginning of a table, without those that `behind` counts."""
         if not any(behind):
             return blocks
-        return [TRASH_BLOCK if self._is_behind(i, behind) else block for i, block in enumerate(blocks)]
-
-    def grow(self, wanted: Iterable[tuple[int, int]]) -> bool:
-        """Gives requests more blocks: pairs of a request id and how many, at least one. False at the first with a pool
-        that runs dry: the requests before it have got theirs."""
-        holdings, free, references = self._holdings, self._free, self._references
-        for request_id, count in wanted:
-            holding = holdings[request_id]
-            pool = free[holding.group]
-            if count > len(pool):
-                return False
-            if count == 1:  # nearly always, and there are thousands
-                block = pool.pop()
-                references[holding.group][block] = 1
-                holding.blocks.append(block)
-                holding.table = None
-            else:
-                self._take(holding, count)
-        return True
+        seen, there = np.full_like(blocks, TRASH_BLOCK), self._not_behind(np.arange(len(blocks)), behind)
+        seen[there] = blocks[there]
+        return seen
 
     def publish(self, request_id: int, num_tokens: int) -> None:
         """Notes that the chunks which write the first `num_tokens` positions of a request are in plans."""
@@ -272,19 +286,22 @@ class BlockManager:
             published[:] = ()  # what the next one with this prompt needs is gone
         # A request that holds a published block holds all those before it, so the list shrinks from its end only. So a
         # request that started its own copy before another one published must not publish.
-        if holding.blocks[: len(published)] != published[: len(holding.blocks)] and (
-            self.stacks.is_whole or any(a != b for a, b in zip(holding.blocks, published, strict=False) if a and b)
+        own = self._blocks(holding)[: max(num_full, len(published))].tolist()
+        if own[: len(published)] != published[: len(own)] and (
+            self.stacks.is_whole or any(a != b for a, b in zip(own, published, strict=False) if a and b)
         ):
             holding.is_publisher = False
             return
-        published.extend(holding.blocks[len(published) : num_full])
+        published.extend(own[len(published) : num_full])
         if not any(published):
             del self._published[holding.group, holding.share]
 
     def free(self, request_id: int) -> None:
         """Gives a request's blocks back; blocks that other requests share stay in use."""
         holding = self._holdings.pop(request_id)
-        self._give_back(holding.group, holding.blocks)
+        self._give_back(holding.group, self._blocks(holding))
+        self.tables[holding.row] = TRASH_BLOCK
+        self._free_rows.append(holding.row)
         self._leave(holding.group, holding.share)
 
     def _ready(self, group: int, share: object | None, prompt_len: int, first: int = 0) -> Sequence[int]:
@@ -337,12 +354,15 @@ class BlockManager:
         kept = self.blocks_for(len(tokens))
         assert kept >= holding.num_shareable * len(self.stacks), "a part of the prompt is left behind"
         self.forget(session)
-        group, blocks = holding.group, holding.blocks[:kept]
-        self._parked[session] = _Parked(group, blocks, tokens, holding.share, holding.num_shareable, holding.behind)
-        for block in blocks:
-            self._parked_references[group][block] += 1
-            self._num_parked[group] += self._is_parked(group, block)
-        holding.blocks, holding.table, holding.share, holding.num_shareable = holding.blocks[kept:], None, None, 0
+        group, blocks = holding.group, self._blocks(holding).copy()
+        behind = tuple(self._behind[holding.row].tolist())
+        parked = _Parked(group, blocks[:kept], tokens, holding.share, holding.num_shareable, behind)
+        self._parked[session] = parked
+        self._parked_references[group, parked.blocks] += 1
+        self._num_parked[group] += int(self._is_parked(group, parked.blocks).sum())
+        self.tables[holding.row, : len(blocks) - kept] = blocks[kept:]
+        self.held[holding.row] = (len(blocks) - kept) // len(self.stacks)
+        holding.share, holding.num_shareable = None, 0
 
     def parked_in(self, session: object) -> int | None:
         """The dp group in which a conversation's KV is parked; None: nowhere."""
@@ -366,27 +386,26 @@ class BlockManager:
 
         Returns how many of them have their KV (`num_resumed`); None if the pool has too few blocks.
         """
-        assert request_id not in self._holdings, f"request {request_id} holds blocks already"
         num_blocks, num_there = self.blocks_for(num_tokens), self.num_resumed(group, session, tokens)
         parked = self._parked.get(session)
-        behind = self.stacks.behind(num_there, self.block_size)
-        kept = [*self._seen(parked.blocks[: self.blocks_for(num_there)], behind)] if parked is not None else []
+        behind, kept = self.stacks.behind(num_there, self.block_size), np.zeros(0, np.int32)
+        if parked is not None:
+            kept = self._seen(parked.blocks[: self.blocks_for(num_there)], behind)
         if num_blocks - self._num_in_use(group, kept) > self.num_free(group):
             return None
-        holding = _Holding(group, kept, None, 0, False, behind=behind)
+        share, num_shareable = None, 0
         if parked is not None:
             self._unpark(session)
-            left = [block for i, block in enumerate(parked.blocks) if i >= len(kept) or kept[i] != block]
-            self._give_back(parked.group, left)
+            left = np.append(parked.blocks[: len(kept)] != kept, np.ones(len(parked.blocks) - len(kept), bool))
+            self._give_back(parked.group, parked.blocks[left])
             if num_there and parked.share is not None:
-                holding.share, holding.num_shareable = parked.share, parked.num_shareable
+                share, num_shareable = parked.share, parked.num_shareable
                 if not self.stacks.is_whole:
-                    self._forget_freed(group, parked.share)
-                assert num_there >= holding.num_shareable * self.block_size, "a shared block would be written over"
+                    self._forget_freed(group, share)
+                assert num_there >= num_shareable * self.block_size, "a shared block would be written over"
             else:
                 self._leave(parked.group, parked.share)
-        self._take(holding, num_blocks - len(kept))
-        self._holdings[request_id] = holding
+        self._hold(request_id, group, kept, behind, num_tokens, share, num_shareable, is_publisher=False)
         return num_there
 
     def forget(self, session: object) -> None:
@@ -404,90 +423,94 @@ class BlockManager:
         """What is parked of a conversation, which is now the caller's."""
         parked = self._parked.pop(session, None)
         if parked is not None:
-            for block in parked.blocks:
-                self._num_parked[parked.group] -= self._is_parked(parked.group, block)
-                self._parked_references[parked.group][block] -= 1
+            self._num_parked[parked.group] -= int(self._is_parked(parked.group, parked.blocks).sum())
+            self._parked_references[parked.group, parked.blocks] -= 1
         return parked
 
-    def _is_parked(self, group: int, block: int) -> bool:
-        """Whether parked conversations hold it, and nobody else."""
-        return 0 < self._references[group][block] == self._parked_references[group][block]
+    def _is_parked(self, group: int, blocks: Any) -> np.ndarray:
+        """Which of these blocks parked conversations hold, and nobody else."""
+        blocks = np.asarray(blocks, np.int64)
+        references = self._references[group, blocks]
+        return (references > 0) & (references == self._parked_references[group, blocks])
 
-    def _num_in_use(self, group: int, blocks: Sequence[int]) -> int:
+    def _num_in_use(self, group: int, blocks: Any) -> int:
         """How many of these, which are all held (or the trash block), are not among the free ones."""
-        return sum(not self._is_parked(group, block) for block in blocks)
+        return len(blocks) - int(self._is_parked(group, blocks).sum())
 
     def _reclaim(self, group: int, count: int) -> None:
         """Gives up what was parked longest ago, until so many blocks are free."""
-        while len(self._free[group]) < count:
+        while self._num_free[group] < count:
             self.forget(next(session for session, parked in self._parked.items() if parked.group == group))
 
-    def check(self) -> None:
-        """Asserts the invariants: every block is free or held, counts are right, only prompt blocks are shared."""
-        for group in range(self.num_groups):
-            held: Counter[int] = Counter()
-            owners: dict[int, set[tuple[object, int]]] = {}
-            for request_id, holding in self._holdings.items():
-                if holding.group != group:
-                    continue
-                own = [(i, block) for i, block in enumerate(holding.blocks) if not self._is_behind(i, holding.behind)]
-                assert len({block for _, block in own}) == len(own), f"request {request_id} names a block twice"
-                assert any(holding.blocks) == any(block for _, block in own), "a block behind a window is held"
-                held.update(block for _, block in own)
-                for i, block in own:
-                    shared = holding.share is not None and i // len(self.stacks) < holding.num_shareable
-                    owners.setdefault(block, set()).add((holding.share if shared else ("own", request_id), i))
-            alone = set(range(self.num_blocks)) - set(held)
-            for session, each in self._parked.items():
-                if each.group != group:
-                    continue
-                held.update(block for block in each.blocks if block != TRASH_BLOCK)
-                num_shared = each.num_shareable * len(self.stacks) if each.share is not None else 0
-                for i, block in enumerate(each.blocks):
-                    if block != TRASH_BLOCK:
-                        owners.setdefault(block, set()).add((each.share if i < num_shared else ("parked", session), i))
-            parked = alone & set(held)
-            assert len(parked) == self._num_parked[group], "parked blocks are counted wrongly"
-            assert parked == {b for b in range(self.num_blocks) if self._is_parked(group, b)}
-            free = self._free[group]
-            assert TRASH_BLOCK not in {*held, *free}, "a request got the block that belongs to none"
-            assert len({*held, *free}) == len(held) + len(free), "a block is free and held, or free twice"
-            assert len(free) + len(held) == self.capacity, "a block is lost"
-            assert all(self._references[group][block] == held[block] for block in range(self.num_blocks))
-            assert all(len(owner) == 1 for owner in owners.values()), "unrelated requests hold the same block"
-        for (group, _), published in self._published.items():
-            assert any(published), "an empty entry stayed"
-            references = self._references[group]
-            assert all(references[block] for block in published if block != TRASH_BLOCK), "a free block is published"
-            assert all(published) or not self.stacks.is_whole
+    # Blocks and rows
+
+    def _hold(
+        self,
+        request_id: int,
+        group: int,
+        blocks: np.ndarray,
+        behind: Sequence[int],
+        num_tokens: int,
+        share: object | None,
+        num_shareable: int,
+        *,
+        is_publisher: bool = True,
+    ) -> None:
+        """Gives a request a row of `tables`: these blocks, which are its own now, and new ones for `num_tokens`."""
+        assert request_id not in self._holdings, f"request {request_id} holds blocks already"
+        if not self._free_rows:
+            rows = len(self.held)
+            self.tables = np.pad(self.tables, ((0, rows), (0, 0)), constant_values=TRASH_BLOCK)
+            self.held, self._behind = np.pad(self.held, (0, rows)), np.pad(self._behind, ((0, rows), (0, 0)))
+            self._free_rows = list(range(2 * rows - 1, rows - 1, -1))
+        row = self._free_rows.pop()
+        self._widen(len(blocks))
+        self.tables[row, : len(blocks)] = blocks
+        self.held[row], self._behind[row] = len(blocks) // len(self.stacks), behind
+        holding = self._holdings[request_id] = _Holding(group, row, share, num_shareable, is_publisher)
+        self._take(holding, self.blocks_for(num_tokens) - len(blocks))
+
+    def _widen(self, width: int) -> None:
+        if width > (has := self.tables.shape[1]):
+            self.tables = np.pad(self.tables, ((0, 0), (0, max(width - has, has))), constant_values=TRASH_BLOCK)
 
     def _take(self, holding: _Holding, count: int) -> None:
-        if not count:
+        """Adds so many blocks to a table; those behind windows are the trash block."""
+        if count <= 0:
             return
-        holding.table = None
-        begin = len(holding.blocks)
-        new = range(begin, begin + count)
-        if any(holding.behind):
-            new = [i for i in new if not self._is_behind(i, holding.behind)]
-        self._reclaim(holding.group, len(new))
-        holding.blocks += [TRASH_BLOCK] * count
-        free, references = self._free[holding.group], self._references[holding.group]
-        for i in new:
-            block = holding.blocks[i] = free.pop()
-            assert references[block] == 0
-            references[block] = 1
+        group, row = holding.group, holding.row
+        if (
+            count == 1 and self.stacks.is_whole and self._num_free[group] and self.held[row] < self.tables.shape[1]
+        ):  # nearly always
+            self._num_free[group] -= 1
+            block = self._free[group, self._num_free[group]]
+            self._references[group, block] = 1
+            self.tables[row, self.held[row]] = block
+            self.held[row] += 1
+            return
+        begin = int(self.held[row]) * len(self.stacks)
+        places = self._not_behind(np.arange(begin, begin + count), self._behind[row].tolist())
+        self._reclaim(group, len(places))
+        self._widen(begin + count)
+        left = self._num_free[group] - len(places)
+        blocks = self._free[group, left : left + len(places)][::-1]
+        self._num_free[group] = left
+        assert not self._references[group, blocks].any()
+        self._references[group, blocks] = 1
+        self.tables[row, places] = blocks
+        self.held[row] += count // len(self.stacks)
 
-    def _give_back(self, group: int, blocks: Sequence[int]) -> None:
-        references, free = self._references[group], self._free[group]
-        parked_references = self._parked_references[group]
+    def _give_back(self, group: int, blocks: np.ndarray) -> None:
+        """Drops a reference to each of these, which are free with their last one."""
         if not self.stacks.is_whole:
-            blocks = [block for block in blocks if block != TRASH_BLOCK]
-        for block in reversed(blocks):
-            references[block] -= 1
-            if references[block] == 0:
-                free.append(block)
-            else:
-                self._num_parked[group] += references[block] == parked_references[block]
+            blocks = blocks[blocks != TRASH_BLOCK]
+        self._references[group, blocks] -= 1
+        gone = blocks[self._references[group, blocks] == 0][::-1]
+        begin = self._num_free[group]
+        self._free[group, begin : begin + len(gone)] = gone
+        self._num_free[group] += len(gone)
+        if self._parked:
+            self._num_parked[group] += int(self._is_parked(group, blocks).sum())
 
 
 def _num_common(one: Sequence[int], other: Sequence[int]) -> int:

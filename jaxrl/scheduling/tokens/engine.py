@@ -23,46 +23,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from jaxrl.scheduling.layouts.relayout import How
 from jaxrl.scheduling.layouts.switching import Switched, switch
 from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
 from jaxrl.scheduling.tokens.plan import Capacity, Executor, Plan, PlanResult, Request, Ticket
-from jaxrl.scheduling.tokens.progress import Counters, Ended, PlanTimes, StopCheck, TraceEvent
+from jaxrl.scheduling.tokens.progress import Counters, Finished, PlanTimes, TraceEvent
+from jaxrl.scheduling.tokens.rows import StopCheck
 from jaxrl.types import Sample
 
 MAX_IN_FLIGHT = 2
 """Plans of an engine that its devices may have at once: one that they run, and the next."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A response that ended by itself: its sample, where and when (in logical time) it ended."""
-
-    request_id: int
-    sample: Sample
-    dispatch: int
-    dp_group: int
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """What `PlanTimes` will report of a plan in flight."""
-
-    index: int
-    prefill_tokens: int
-    batch: int
-    tokens: int  # when it was made
-    most_steps: int
-    was_queued: bool
-    verifies: bool
-
-    def times(self, steps: int, duration_s: float) -> PlanTimes:
-        context = self.tokens + self.batch * steps / 2
-        was_queued, verified = self.was_queued, self.verifies
-        return PlanTimes(self.index, steps, duration_s, self.prefill_tokens, self.batch, context, was_queued, verified)
 
 
 class Engine:
@@ -74,7 +46,6 @@ class Engine:
       stop_check: `(request, response tokens) -> how many to keep, or None`: looks for stop strings on the host; called
         for requests with stop strings whenever they gained tokens.
       trace: called with every admission, preemption and completion, in order (`list.append` records them).
-      batcher: another class with the same decisions that is faster on some executors (`jaxrl.sim.lockstep`).
     """
 
     def __init__(
@@ -83,15 +54,15 @@ class Engine:
         config: BatcherConfig,
         stop_check: StopCheck | None = None,
         trace: Callable[[TraceEvent], None] | None = None,
-        batcher: type[Batcher] = Batcher,
     ) -> None:
         self.executor = executor
         self.stop_check = stop_check
-        self.batcher = batcher(config, _capacity(executor), trace)
+        sizes = executor.num_groups, executor.num_slots, executor.num_blocks, executor.block_size
+        self.batcher = Batcher(config, Capacity(*sizes, executor.max_prefill_tokens, executor.stacks), trace)
         self.watchers: list[Callable[[PlanTimes], None]] = []  # called for every plan that was collected
         self.keepers: list[Callable[[PlanResult], None]] = []  # the same, once the batcher has taken in its result
         self._tickets: deque[Ticket] = deque()
-        self._loads: deque[_Load] = deque()  # of the same plans, where they are watched
+        self._loads: deque[PlanTimes] = deque()  # of the same plans, where they are watched: if they take all steps
         self._paused = False  # since the last plan was submitted
         self._undelivered: list[Finished] = []  # ended while plans in flight were collected without a step
 
@@ -110,19 +81,14 @@ class Engine:
         return len(self._tickets)
 
     @property
-    def oldest(self) -> Ticket:
-        """The oldest plan in flight, of which there must be one."""
-        return self._tickets[0]
-
-    @property
-    def oldest_plan(self) -> int | None:
-        """The index of the oldest plan in flight; None where there is none."""
-        return self._tickets[0].index if self._tickets else None
+    def oldest(self) -> Ticket | None:
+        """The oldest plan in flight."""
+        return self._tickets[0] if self._tickets else None
 
     def next_times(self) -> PlanTimes | None:
         """The load of the oldest plan in flight, should it take all of its steps; in no time. None where no plan is in
         flight, or nothing watches."""
-        return self._loads[0].times(self._loads[0].most_steps, 0.0) if self._loads else None
+        return self._loads[0] if self._loads else None
 
     def unfinished(self) -> tuple[int, ...]:
         """Ids of the requests that are waiting or running, in the order in which they were added."""
@@ -149,7 +115,7 @@ class Engine:
         Tokens of plans in flight are lost; `drain` first to keep them. `resume` makes a new request from such a sample.
         Raises ValueError, with nothing changed, if an id is not live.
         """
-        return [progress.sample("abort") for progress in self.batcher.abort(request_ids)]
+        return [response.sample("abort") for response in self.batcher.abort(request_ids)]
 
     def step(self) -> list[Finished]:
         """Submits the next plan, collects the one before, and returns the requests that finished in that one."""
@@ -248,42 +214,26 @@ class Engine:
     def _collect(self) -> list[Finished]:
         result = self.executor.collect(self._tickets.popleft())
         if self._loads and self._loads[0].index == result.index:
-            times = self._loads.popleft().times(result.num_steps, result.duration_s)
+            load, steps = self._loads.popleft(), result.num_steps
+            context = load.context + load.batch * (steps - load.num_steps) / 2
+            of_plan = load.prefill_tokens, load.batch, context, load.was_queued, load.verified
+            times = PlanTimes(result.index, steps, result.duration_s, *of_plan)
             for watcher in self.watchers:
                 watcher(times)
-        finished = [_finished(ended) for ended in self.batcher.update(result, self.stop_check)]
+        finished = self.batcher.update(result, self.stop_check)
         for keeper in self.keepers:
             keeper(result)
         return finished
 
-    def _load(self, plan: Plan) -> _Load:
-        prefill_tokens = sum(len(chunk.tokens) for chunk in plan.prefill)
-        return _Load(
-            plan.index,
-            prefill_tokens,
-            *self.batcher.fullest(plan),
-            plan.num_steps,
-            bool(self._tickets) and not self._paused,
-            plan.verifies,
+    def _load(self, plan: Plan) -> PlanTimes:
+        batch, tokens = self.batcher.fullest(plan)
+        return PlanTimes(
+            index=plan.index,
+            num_steps=plan.num_steps,
+            duration_s=0.0,
+            prefill_tokens=sum(len(chunk.tokens) for chunk in plan.prefill),
+            batch=batch,
+            context=tokens + batch * plan.num_steps / 2,
+            was_queued=bool(self._tickets) and not self._paused,
+            verified=plan.verifies,
         )
-
-
-def _capacity(executor: Executor) -> Capacity:
-    return Capacity(
-        num_groups=executor.num_groups,
-        num_slots=executor.num_slots,
-        num_blocks=executor.num_blocks,
-        block_size=executor.block_size,
-        max_prefill_tokens=executor.max_prefill_tokens,
-        stacks=executor.stacks,
-    )
-
-
-def _finished(ended: Ended) -> Finished:
-    return Finished(
-        request_id=ended.progress.request.request_id,
-        sample=ended.progress.sample(ended.reason),
-        dispatch=ended.dispatch,
-        dp_group=ended.dp_group,
-        slot=ended.slot,
-    )

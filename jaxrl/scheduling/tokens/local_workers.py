@@ -6,22 +6,19 @@ they are added, and may move later; a worker may be closed, so that its devices 
 
 A mechanism may say which worker each request goes to (`jaxrl.scheduling.mechanism.Mechanism.place`).
 
-Logical time: each worker has a tick, which grows with every plan that was collected by what the plan costs in whole
-ticks, as predicted from the plan and its load alone. A `step` does one of two things. As long as a worker has fewer
-plans in flight than it may have (`jaxrl.scheduling.tokens.engine.MAX_IN_FLIGHT`), it submits the next plan of the one
-that runs dry first. Only when all have what they can get does it wait: for the oldest plan of the worker whose plan
-should end first. So while the host waits for one worker, each of the others has a plan to run and one behind it, and
-stands idle only if the wait is longer than a whole plan. What has ended is held back until no worker can still bring
-something earlier, and is delivered in the order (tick, worker, dispatch, dp group, slot). No clock is looked at, so the
-order of everything follows from the plans; with good predictions it is also the order in which the devices are done.
+Logical time: each worker has a tick, which grows with every collected plan by what the plan costs in whole ticks, as
+predicted from the plan and its load alone. A `step` submits the next plan of the worker that runs dry first, or, where
+all have `MAX_IN_FLIGHT` plans or none to make, waits for the oldest plan of the worker whose plan should end first. So
+while the host waits for one worker, each other one has a plan to run and one behind it. What has ended is held back
+until no worker can still bring something earlier, and is delivered in the order (tick, worker, dispatch, dp group,
+slot). No clock is looked at, so the order of everything follows from the plans.
 
-The price: what is decided between two steps (a request that is added, an abort) reaches the devices of the other
-workers a plan later than it would with one plan in flight; and a worker whose plan takes longer than predicted by more
-than a whole plan makes the others wait. In order of arrival (`arrival`) nobody waits: the worker whose plan is done is
-served, and what ended in it is delivered at once. Somebody has to write that order down, or it cannot be repeated.
+The price: a command between two steps reaches the other workers' devices a plan later than with one plan in flight, and
+a worker whose plan takes more than a whole plan longer than predicted makes the others wait. In order of arrival
+(`arrival`) nobody waits: the worker whose plan is done is served, and what ended in it is delivered at once. Somebody
+has to write that order down, or it cannot be repeated.
 
-Source: RollPacker §4.4 (devices that leave the rollout in its middle) and PAT §4 (nodes that change their layouts one
-by one) are what stands on it; docs/architecture.md (logical time). Departures: the papers' systems order by arrival.
+Source: docs/architecture.md (logical time). Departures: the systems of RollPacker and PAT order by arrival.
 
 With one engine, a step is that of the engine alone, and so are plans and their order.
 """
@@ -30,7 +27,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -65,22 +62,6 @@ tokens' products with them. Peak bf16 FLOP/s over bytes/s is 295 on an H100 and 
 def step_ticks(_: int, times: PlanTimes) -> int:
     """Decode steps, all alike, and prefill tokens; a tick is a prefill token's time."""
     return times.num_steps * PREFILL_TOKENS_PER_STEP + times.prefill_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class _Placement:
-    """Where a live request is, and the most tokens that it may have, its prompt among them."""
-
-    worker: int
-    limit: int
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class _Held:
-    """A request that ended and has not been delivered. `order`: its tick, worker, dispatch, dp group and slot."""
-
-    order: tuple[int, int, int, int, int]
-    finished: Finished = field(compare=False)
 
 
 class LocalWorkers:
@@ -122,11 +103,12 @@ class LocalWorkers:
         self._passed: list[dict[int, int]] = [{} for _ in engines]  # by dispatch, the tick after that plan
         self._expected = [0] * len(engines)  # what the oldest plan in flight should cost
         self._planned: set[int] = set()  # workers with no more to plan, until one is collected or requests come or go
-        self._held: list[_Held] = []  # a heap
+        self._held: list[tuple[tuple[int, int, int, int, int], Finished]] = []  # a heap, by the order of delivery
         self._changed = set(range(len(engines)))  # workers of which what follows is not right any more
         self._busy_until = [_NEVER] * len(engines)  # of busy workers, their ticks
         self._dues = [(_NEVER, 0, worker) for worker in range(len(engines))]  # of busy workers, the order of service
-        self._placements: dict[int, _Placement] = {}  # of every live request, in the order in which they were added
+        self._worker_of: dict[int, int] = {}  # of every live request, in the order in which they were added
+        self._limit_of: dict[int, int] = {}  # the most tokens that it may have, its prompt among them
         self._limits = [0] * len(engines)  # of each worker's live requests, summed
         self._num_live = [0] * len(engines)
         self._done: list[int | None] = [0] * len(engines)  # tokens that its rows have by now; None: to be counted
@@ -134,8 +116,6 @@ class LocalWorkers:
         if len(engines) > 1:  # one alone needs no logical time
             for worker, engine in enumerate(engines):
                 engine.watchers.append(partial(self._pass, worker))
-
-    # -- what an engine has ------------------------------------------------------------------------------------------
 
     @property
     def counters(self) -> Counters:
@@ -152,14 +132,14 @@ class LocalWorkers:
         if len(self.engines) == 1:
             return self.engines[0].unfinished()
         live = {request_id for engine in self.engines for request_id in engine.unfinished()}
-        return tuple(request_id for request_id in self._placements if request_id in live)
+        return tuple(request_id for request_id in self._worker_of if request_id in live)
 
     def add(self, request: Request, worker: int | None = None) -> None:
         """Gives a request to a worker: to `worker`, an open one, or else to the one that `deal` chooses.
 
         Raises ValueError if it can never run there.
         """
-        if request.request_id in self._placements:
+        if request.request_id in self._worker_of:
             raise ValueError(f"request {request.request_id} ({request.key}): a request with this id is live")
         if self.is_idle:
             self._begin_anew()
@@ -174,7 +154,7 @@ class LocalWorkers:
         if was_idle:
             self._ticks[worker] = max(self._ticks[worker], now)
         limit = len(request.prompt_ids) + request.params.max_tokens
-        self._placements[request.request_id] = _Placement(worker, limit)
+        self._worker_of[request.request_id], self._limit_of[request.request_id] = worker, limit
         self._num_live[worker] += 1
         self._limits[worker] += limit
         self._planned.discard(worker)
@@ -186,17 +166,17 @@ class LocalWorkers:
         `drain` first to keep them. Raises ValueError, with nothing changed, if an id is not live.
         """
         ids = list(request_ids)
-        held = {one.finished.request_id: one.finished.sample for one in self._held}
+        held = {one.request_id: one.sample for _, one in self._held}
         self._changed.update(range(len(self.engines)))
-        unknown = sorted(set(ids) - self._placements.keys() - held.keys())
+        unknown = sorted(set(ids) - self._worker_of.keys() - held.keys())
         if unknown or len(set(ids)) < len(ids):
             raise ValueError(f"abort({ids}): every id must be live and named once; not live: {unknown}")
         samples = {i: replace(held[i], finish_reason="abort") for i in ids if i in held}
         if samples:
-            self._held = [one for one in self._held if one.finished.request_id not in samples]
+            self._held = [held for held in self._held if held[1].request_id not in samples]
             heapq.heapify(self._held)
         for worker, engine in enumerate(self.engines):
-            own = [i for i in ids if i in self._placements and self._placements[i].worker == worker]
+            own = [i for i in ids if self._worker_of.get(i) == worker]
             samples.update(zip(own, engine.abort(own), strict=True))
             self._leave(own)
         return [samples[i] for i in ids]
@@ -215,7 +195,8 @@ class LocalWorkers:
         ahead, _, worker = min(self._dues)
         if ahead == MAX_IN_FLIGHT and self._arrival is not None:
             waiting = [worker for ahead, _, worker in self._dues if ahead == MAX_IN_FLIGHT]
-            tickets = {worker: self.engines[worker].oldest for worker in waiting if self.engines[worker].num_in_flight}
+            oldest = {worker: self.engines[worker].oldest for worker in waiting}
+            tickets = {worker: ticket for worker, ticket in oldest.items() if ticket is not None}
             worker = self._arrival(tickets) if tickets else worker
         return None if ahead == _NEVER else worker
 
@@ -257,10 +238,7 @@ class LocalWorkers:
 
     def worker_of(self, request_id: int) -> int | None:
         """Where a live request is; None where it has ended."""
-        placement = self._placements.get(request_id)
-        return None if placement is None else placement.worker
-
-    # -- several workers ---------------------------------------------------------------------------------------------
+        return self._worker_of.get(request_id)
 
     @property
     def num_open(self) -> int:
@@ -291,8 +269,7 @@ class LocalWorkers:
         of every request's limit."""
         done = self._done[worker]
         if done is None:
-            rows = self.engines[worker].batcher.rows()
-            done = self._done[worker] = sum(progress.num_prompt + num_tokens for progress, num_tokens in rows)
+            done = self._done[worker] = self.engines[worker].batcher.num_row_tokens
         return self._limits[worker] - done
 
     def move(self, request_ids: Iterable[int], target: int, by: By = "migrate") -> MigrationOutcome:
@@ -313,12 +290,12 @@ class LocalWorkers:
         """
         ids = list(request_ids)
         self._refuse_closed(target)
-        unknown = sorted(set(ids) - self._placements.keys())
+        unknown = sorted(set(ids) - self._worker_of.keys())
         if unknown or len(set(ids)) < len(ids):
             raise ValueError(f"move({ids}): every id must be live and named once; not live: {unknown}")
         sources: dict[int, list[int]] = {}
         for request_id in ids:
-            sources.setdefault(self._placements[request_id].worker, []).append(request_id)
+            sources.setdefault(self._worker_of[request_id], []).append(request_id)
         sources.pop(target, None)
         moved = MigrationOutcome(0, 0, 0)
         for source, leaving in sorted(sources.items()):
@@ -345,7 +322,7 @@ class LocalWorkers:
         for request_id in engine.unfinished():
             target = self._deal(engine.batcher.progress(request_id).request, staying, added)
             targets.setdefault(target, []).append(request_id)
-            added[target] += self._placements[request_id].limit
+            added[target] += self._limit_of[request_id]
         moved = MigrationOutcome(0, 0, 0)
         try:
             for target, ids in sorted(targets.items()):
@@ -380,16 +357,16 @@ class LocalWorkers:
     def _leave(self, request_ids: Collection[int]) -> None:
         """Forgets requests that ended."""
         for request_id in request_ids:
-            placement = self._placements.pop(request_id)
-            self._num_live[placement.worker] -= 1
-            self._limits[placement.worker] -= placement.limit
-            self._planned.discard(placement.worker)
-            self._changed.add(placement.worker)
-            self._done[placement.worker] = None
+            worker = self._worker_of.pop(request_id)
+            self._num_live[worker] -= 1
+            self._limits[worker] -= self._limit_of.pop(request_id)
+            self._planned.discard(worker)
+            self._changed.add(worker)
+            self._done[worker] = None
 
     def _move(self, source: int, target: int, request_ids: Sequence[int], by: By) -> MigrationOutcome:
         self._collect(source)
-        live = [i for i in request_ids if i in self._placements]
+        live = [i for i in request_ids if i in self._worker_of]
         if not live:
             return MigrationOutcome(0, 0, 0)
         between = self.engines[source], self.engines[target]
@@ -401,12 +378,10 @@ class LocalWorkers:
         # They go on no earlier than they stopped.
         self._ticks[target] = max(self._ticks[target], self._ticks[source], now if was_idle else 0)
         for request_id in live:
-            placement = self._placements[request_id]
-            self._num_live[source] -= 1
-            self._num_live[target] += 1
-            self._limits[source] -= placement.limit
-            self._limits[target] += placement.limit
-            self._placements[request_id] = replace(placement, worker=target)
+            for worker, change in ((source, -1), (target, 1)):
+                self._num_live[worker] += change
+                self._limits[worker] += change * self._limit_of[request_id]
+            self._worker_of[request_id] = target
         self._planned -= {source, target}
         self._changed |= {source, target}
         self._done[source] = self._done[target] = None
@@ -488,7 +463,7 @@ class LocalWorkers:
         several = len(self.engines) > 1
         for one in ended:
             tick = passed[one.dispatch] if several else 0
-            heapq.heappush(self._held, _Held((tick, worker, one.dispatch, one.dp_group, one.slot), one))
+            heapq.heappush(self._held, ((tick, worker, one.dispatch, one.dp_group, one.slot), one))
         self._changed.add(worker)
         self._leave([one.request_id for one in ended])
         self._done[worker] = None
@@ -498,8 +473,8 @@ class LocalWorkers:
     def _deliver(self, low_watermark: int | None) -> list[Finished]:
         """What ended up to a tick, or all of it, in logical order."""
         found: list[Finished] = []
-        while self._held and (low_watermark is None or self._held[0].order[0] <= low_watermark):
-            one = heapq.heappop(self._held)
-            self._last_delivered = max(self._last_delivered, one.order[0])
-            found.append(one.finished)
+        while self._held and (low_watermark is None or self._held[0][0][0] <= low_watermark):
+            (tick, *_), finished = heapq.heappop(self._held)
+            self._last_delivered = max(self._last_delivered, tick)
+            found.append(finished)
         return found

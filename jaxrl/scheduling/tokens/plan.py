@@ -12,7 +12,7 @@ not write are pointed at it).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -100,34 +100,72 @@ class PrefillChunk:
     num_generated: int
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeRow:
-    """Advance the row in `slot`.
+Tables = tuple[np.ndarray, np.ndarray]
+"""Block tables, filled up with the trash block, int32 [R, widest], and how many blocks each has, int64 [R]."""
+
+
+class ScheduledRows:
+    """The rows that may gain tokens in a plan, in the order of their seats: columns, each [R].
 
     Attributes:
-      request_id, dp_group, slot: the row.
-      block_table: covers every position that this plan may write.
-      max_new: the most tokens that decode may bring it in this plan; with so many it waits for the end of the plan.
-      history: that of its request; None: it gains a token a step in a plan that verifies, too.
+      request_ids: int64.
+      seats: int64, dp group * `num_slots` + slot.
+      num_slots: slots of a dp group.
+      is_new: bool, its prefill ends in this plan, which brings it a token before it decodes.
+      max_new: int64, the most tokens that decode may bring it in this plan; with so many it waits for the end of the
+        plan. 0 everywhere in a plan that decodes nothing.
+      histories: in a plan that verifies, what its tokens may be proposed from (`Request.history`); None: of no row.
     """
 
-    request_id: int
-    dp_group: int
-    slot: int
-    block_table: tuple[int, ...]
-    max_new: int
-    history: Any = None
+    __slots__ = ("_tables", "histories", "is_new", "max_new", "num_slots", "request_ids", "seats")
+
+    def __init__(
+        self,
+        request_ids: np.ndarray,
+        seats: np.ndarray,
+        num_slots: int,
+        is_new: np.ndarray,
+        max_new: np.ndarray,
+        tables: Tables | Callable[[], Tables],
+        histories: Sequence[Any] | None = None,
+    ) -> None:
+        self.request_ids, self.seats, self.num_slots = request_ids, seats, num_slots
+        self.is_new, self.max_new, self.histories = is_new, max_new, histories
+        self._tables = tables
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        columns = self.request_ids, self.seats, self.num_slots, self.is_new, self.max_new
+        return ScheduledRows, (*columns, self.tables, self.histories)
+
+    @property
+    def dp_groups(self) -> np.ndarray:
+        return self.seats // self.num_slots
+
+    @property
+    def slots(self) -> np.ndarray:
+        return self.seats % self.num_slots
+
+    @property
+    def tables(self) -> Tables:
+        """Block tables that cover every position that this plan may write. A simulation reads none, so they are made
+        when they are first asked for: before the next plan."""
+        if callable(self._tables):
+            self._tables = self._tables()
+        return self._tables
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """One dispatch.
 
     Attributes:
       index: dispatch number, from 0: the engine's logical time.
       prefill: chunks, run first, all in one program.
-      decode: rows to advance, also those with a prefill that ends in this plan; none while prefill goes first.
-      num_steps: the most decode steps before the host looks again.
+      rows: those that end their prefill, and those that decode: none of these while prefill goes first.
+      num_steps: the most decode steps before the host looks again; 0: no row decodes.
       leave_after: leave the decode loop early once this many of the plan's rows have stopped in it (a stopped row lets
         a waiting request in); the loop also ends when no row is active.
       verifies: each step verifies tokens that are proposed for the rows that have a history.
@@ -135,12 +173,16 @@ class Plan:
     """
 
     index: int
-    prefill: tuple[PrefillChunk, ...] = ()
-    decode: Sequence[DecodeRow] = ()
+    prefill: tuple[PrefillChunk, ...]
+    rows: ScheduledRows
     num_steps: int = 0
     leave_after: int = 1 << 30
     verifies: bool = False
     tells_top: bool = False
+
+    @property
+    def num_decoding(self) -> int:
+        return len(self.rows) if self.num_steps else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,36 +205,61 @@ class VerifyCounts:
         return VerifyCounts(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 
 
-@dataclass(frozen=True, slots=True)
-class RowResult:
-    """The tokens that one request gained in one plan: the first token of a finished prefill, then decoded ones.
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanResult:
+    """The outcome of one plan: what each of its rows gained, in the order of `Plan.rows`.
 
-    `stopped` says that the device ended the row: a stop token, or the limit of `SamplingParams.max_tokens`. `verified`
-    is None in a plan that does not verify: each decoded token is a step's. `top`: in a plan that tells them.
+    Attributes:
+      request_ids: of the rows, int64 [R].
+      counts: tokens that each gained, int64 [R]: the first token of a prefill that ended, then decoded ones.
+      stopped: the device ended the row: a stop token, or the limit of `SamplingParams.max_tokens`; bool [R].
+      token_ids, sampled_logprobs, rollout_logprobs: of all rows, one after another, [sum of `counts`].
+      num_steps: decode steps really taken. policy_version: of the weights. duration_s: seconds charged.
+      verified: in a plan that verifies, the fields of `VerifyCounts` of each row, int64 [5, R]; None: each decoded
+        token is a step's.
+      top: in a plan that tells them, the likeliest tokens, of all rows one after another.
+      responses: of a simulation, which knows them beforehand: each row's response from its first token to its last.
+        They stand in place of `token_ids`, and log-probabilities are 0.
     """
 
-    token_ids: np.ndarray
-    sampled_logprobs: np.ndarray
-    rollout_logprobs: np.ndarray
-    stopped: bool
-    verified: VerifyCounts | None = None
-    top: TopTokens | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PlanResult:
-    """The outcome of one plan: rows by request id, decode steps really taken, the weights' version, seconds charged."""
-
     index: int
-    rows: Mapping[int, RowResult] = field(default_factory=dict)
+    request_ids: np.ndarray
+    counts: np.ndarray
+    stopped: np.ndarray
+    token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    sampled_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    rollout_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     num_steps: int = 0
     policy_version: int = 0
     duration_s: float = 0.0
+    verified: np.ndarray | None = None
+    top: TopTokens | None = None
+    responses: np.ndarray | None = None
+
+    def part(self, row: int) -> slice:
+        """Where a row's tokens are."""
+        end = int(self.counts[: row + 1].sum())
+        return slice(end - int(self.counts[row]), end)
+
+    def tokens(self, row: int, before: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The ids and both log-probabilities of what a row gained, whose response had so many tokens before."""
+        if self.responses is not None:
+            ids = self.responses[row][before : before + int(self.counts[row])]
+            return ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.float32)
+        part = self.part(row)
+        return self.token_ids[part], self.sampled_logprobs[part], self.rollout_logprobs[part]
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What an executor offers, per dp group; see `Executor`."""
+    """What an executor offers.
+
+    Attributes:
+      num_groups: dp groups, each with a pool and slots of its own. The rest is per dp group.
+      num_blocks: KV blocks, `TRASH_BLOCK` included; block_size: positions of each.
+      max_prefill_tokens: the most that one plan may carry.
+      stacks: the layers, by what their windows leave behind.
+    """
 
     num_groups: int
     num_slots: int
@@ -274,13 +341,7 @@ class Ticket(Protocol):
 class Executor(Protocol):
     """Runs plans, in order, one ahead of the host: a mesh (`jaxrl.rollout.executor`) or a simulation.
 
-    Attributes:
-      num_groups: dp groups, each with a pool and slots of its own.
-      num_slots: slots per dp group.
-      num_blocks: KV blocks per dp group, `TRASH_BLOCK` included.
-      block_size: positions per block.
-      max_prefill_tokens: the most prefill tokens that one plan may carry per dp group.
-      stacks: the layers, by what their windows leave behind.
+    Its sizes are those of its `Capacity`.
     """
 
     num_groups: int

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from checking import assert_empty, assert_whole, engine_in, make_request
 from hypothesis import given, settings
@@ -96,10 +97,7 @@ class World:
 
 
 def fullest(plan: Any) -> int:
-    rows: dict[int, int] = {}
-    for row in plan.decode:
-        rows[row.dp_group] = rows.get(row.dp_group, 0) + 1
-    return max(rows.values(), default=1)
+    return max(np.bincount(plan.rows.dp_groups)) if plan.num_decoding else 1
 
 
 LENGTHS = [60, 20, 25, 30, 20, 12, 8, 5, 30, 12, 6, 3]

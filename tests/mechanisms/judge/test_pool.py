@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from replay_executor import ReplayExecutor
 
 from jaxrl.mechanisms.judge.pool import JudgePool
 from jaxrl.mechanisms.judge.session import JudgeSession
@@ -24,7 +25,6 @@ from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.scheduling.tokens.progress import PlanTimes
-from jaxrl.sim.replay import ReplayExecutor
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
 PROMPT = Prompt(0, 3, (1,), "?", "s")

@@ -8,6 +8,8 @@ from functools import partial
 
 import numpy as np
 import pytest
+from checked_blocks import check_blocks
+from plan_rows import decode_rows, result_of
 
 from jaxrl.mechanisms.speculation.index import DraftIndex
 from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, StepCosts, Window
@@ -20,7 +22,6 @@ from jaxrl.scheduling.tokens.plan import (
     Plan,
     PlanResult,
     Request,
-    RowResult,
     VerifyCounts,
 )
 from jaxrl.scheduling.tokens.progress import Preempted, TraceEvent
@@ -67,7 +68,7 @@ class Accepting:
                 rows[request.request_id] = self._advance(request.request_id, 1)
         owners: dict[tuple[int, int], int] = {}
         counts: dict[int, VerifyCounts] = {}
-        for row in plan.decode:
+        for row in decode_rows(plan):
             if row.request_id not in self.at:
                 continue
             position, limit = self.at[row.request_id]
@@ -85,11 +86,8 @@ class Accepting:
             if plan.verifies:
                 steps = min(STEPS, len(gained))
                 counts[row.request_id] = VerifyCounts(steps, 2 * len(gained), len(gained) - steps, steps, 7 * steps)
-        results = {
-            i: RowResult(np.array(t, np.int32), np.zeros(len(t)), np.zeros(len(t)), i not in self.at, counts.get(i))
-            for i, t in rows.items()
-        }
-        return Ticket(plan.index, PlanResult(plan.index, results, plan.num_steps))
+        stopped, verified = [i for i in rows if i not in self.at], counts if plan.verifies else None
+        return Ticket(plan.index, result_of(plan.rows, plan.index, rows, stopped, verified, num_steps=plan.num_steps))
 
     def collect(self, ticket: Ticket) -> PlanResult:
         return ticket.result
@@ -123,9 +121,9 @@ def test_a_row_never_gets_more_than_its_plan_has_blocks_for(seed: int, num_slots
     for request, sample in zip(requests, samples, strict=True):
         first = len(request.prompt_ids)
         assert sample.token_ids.tolist() == list(range(first, first + request.params.max_tokens))
-    engine.batcher.blocks.check()
+    check_blocks(engine.batcher.blocks)
     assert any(plan.verifies for plan in executor.plans)
-    assert not any(plan.verifies and not plan.decode for plan in executor.plans)
+    assert not any(plan.verifies and not plan.num_decoding for plan in executor.plans)
     preempted = any(isinstance(event, Preempted) for event in trace)
     assert preempted == (num_blocks == 16)
     counters = engine.counters
@@ -142,7 +140,7 @@ def test_without_blocks_to_spare_rows_get_what_decoding_needs_and_nothing_else()
     engine = Engine(executor, drafting())
     requests = [Request(i, SampleKey(0, i, 0), (1,), SamplingParams(max_tokens=30), history=HISTORY) for i in range(2)]
     engine.generate(requests)
-    given = [row.max_new for plan in executor.plans for row in plan.decode]
+    given = [row.max_new for plan in executor.plans for row in decode_rows(plan)]
     assert set(given) == {STEPS, TOKENS_PER_STEP * STEPS}
     assert engine.counters.preemptions == 0
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from plan_rows import decode_rows
 from replay_worker import ReplayWorker
 
 from jaxrl.mechanisms.speculation.index import DraftIndex, DraftLengths
@@ -225,7 +226,7 @@ class Recording(Engine):
         submit = executor.submit
 
         def noted(plan: Plan) -> Any:
-            self.drafting.append({row.request_id for row in plan.decode if row.history is not None})
+            self.drafting.append({row.request_id for row in decode_rows(plan) if row.history is not None})
             return submit(plan)
 
         executor.submit = noted

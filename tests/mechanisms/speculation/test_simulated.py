@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_rows import DecodeRow, scheduled
+from replay_executor import ReplayExecutor
 from sim_machine import SMALL, STOP, ConstantCost, recorded, sizes
 from simulated_runs import House, make_config, make_workload, whole
 
@@ -22,16 +24,14 @@ from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, StepCosts,
 from jaxrl.mechanisms.speculation.simulated import SimulatedDrafts
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, VerifyMeasurement
-from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.plan import DecodeRow, Plan, PrefillChunk, Request
+from jaxrl.scheduling.tokens.plan import Plan, PrefillChunk, Request
 from jaxrl.scheduling.tokens.progress import Preempted
 from jaxrl.sim.clock import SimulatedClock
 from jaxrl.sim.cost_model import CostModel, TableCost
 from jaxrl.sim.executor import SimulatedExecutor
 from jaxrl.sim.hardware import H100
-from jaxrl.sim.lockstep import LockstepBatcher
-from jaxrl.sim.replay import ReplayExecutor
 from jaxrl.sim.verification import Acceptance, verify
 from jaxrl.types import SampleKey, SamplingParams
 
@@ -170,7 +170,7 @@ def test_all_rows_at_once_gain_what_each_alone_does(seed: int, leave_after: int)
         plans, trace = recorded(executor), []
         engine = Engine(executor, config, trace=trace.append)
         samples = engine.generate(wanted)
-        speculate |= {plan.verifies for plan, _ in plans if plan.decode}
+        speculate |= {plan.verifies for plan, _ in plans if plan.num_decoding}
         ends = [(s.key, s.token_ids.tolist(), s.finish_reason) for s in samples]
         outcomes.append(([brought for _, brought in plans], trace, ends, engine.counters))
     assert outcomes[0] == outcomes[1]
@@ -181,11 +181,11 @@ def test_all_rows_at_once_gain_what_each_alone_does(seed: int, leave_after: int)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_lockstep_makes_the_plans_of_a_batcher(share: float):
-    """Whether all rows have a history, some, or none; tokens are those without speculation."""
+def test_drafts_change_no_token(share: float):
+    """Whether all rows have a history, some, or none."""
     outcomes = []
     on = partial(DraftRule, DraftConfig(WINDOW, 64))
-    for batcher, drafts in ((Batcher, on), (LockstepBatcher, on), (Batcher, None)):
+    for drafts in (on, None):
         rng = random.Random(1)
         histories = [HISTORY if rng.random() < share else None for _ in range(12)]
         params = SamplingParams(max_tokens=90)
@@ -195,16 +195,11 @@ def test_lockstep_makes_the_plans_of_a_batcher(share: float):
         executor = SimulatedExecutor(
             shape, lambda of, _: 20 + 5 * of.prompt_index, ConstantCost(), clock, proposals=drafting(64)
         )
-        plans = recorded(executor)
-        engine = Engine(executor, BatcherConfig(decode_steps=4, verify_rule=drafts), batcher=batcher)
+        engine = Engine(executor, BatcherConfig(decode_steps=4, verify_rule=drafts))
         samples = [(s.key, s.token_ids.tolist()) for s in engine.generate(wanted)]
-        outcomes.append((samples, [brought for _, brought in plans], clock.now_ns))
-        if batcher is LockstepBatcher:
-            assert isinstance(engine.batcher, LockstepBatcher)
-            assert (engine.batcher.num_batches > 0) == (share < 1)
-    assert outcomes[0] == outcomes[1]
-    assert outcomes[0][0] == outcomes[2][0]
-    assert share != 1 or outcomes[0][2] < outcomes[2][2], "drafts save time"
+        outcomes.append((samples, clock.now_ns))
+    assert outcomes[0][0] == outcomes[1][0]
+    assert share != 1 or outcomes[0][1] < outcomes[1][1], "drafts save time"
 
 
 def test_a_plan_that_speculates_is_charged_step_by_step():
@@ -224,11 +219,12 @@ def test_a_plan_that_speculates_is_charged_step_by_step():
     ]
     at = [(0, 0), (0, 1), (1, 0)]
     chunks = [PrefillChunk(r, g, s, r.prompt_ids, 0, (1,), True, 0) for r, (g, s) in zip(made, at, strict=True)]
-    executor.collect(executor.submit(Plan(0, tuple(chunks))))
-    rows = tuple(DecodeRow(i, g, s, (1, 2), 40, HISTORY) for i, (g, s) in enumerate(at))
+    new = scheduled([DecodeRow(i, g, s, (1, 2), 0) for i, (g, s) in enumerate(at)], 2, range(3))
+    executor.collect(executor.submit(Plan(0, tuple(chunks), new)))
+    rows = scheduled([DecodeRow(i, g, s, (1, 2), 40, HISTORY) for i, (g, s) in enumerate(at)], 2)
     result = executor.collect(executor.submit(Plan(1, (), rows, 6, verifies=True)))
     # 18 tokens are left of the first: 3, 5 and 7, then 3 at once; the second has one a step
-    assert [len(result.rows[i].token_ids) for i in range(3)] == [18, 6, 6]
+    assert result.counts.tolist() == [18, 6, 6]
     contexts = [[3 + 1 + n for n in (0, 3, 8, 15)], [4 + 1 + n for n in range(6)], [5 + 1 + n for n in range(6)]]
     groups = [[[*contexts[0][s : s + 1], contexts[1][s]] for s in range(6)], [[each] for each in contexts[2]]]
 

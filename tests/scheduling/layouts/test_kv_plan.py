@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from checked_blocks import check_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,7 +75,7 @@ def test_every_position_arrives(generation):
     requests, dp_before, groups = generation
     num_blocks = 1 + max([1, *(blocks_needed([r for r in requests if r.request_id in ids], BLOCK) for ids in groups)])
     plan = plan_migration(requests, dp_before, groups, num_blocks, BLOCK)
-    plan.blocks.check()
+    check_blocks(plan.blocks)
     new = carry_out(plan, contents(requests))
     for request in requests:
         placed = plan.placements[request.request_id]
@@ -140,7 +141,7 @@ def test_a_pool_that_is_too_small_is_refused_and_none_else(generation, num_block
     requests, dp_before, groups = generation
     needs = [blocks_needed([r for r in requests if r.request_id in ids], BLOCK) for ids in groups]
     if max(needs) < num_blocks:
-        plan_migration(requests, dp_before, groups, num_blocks, BLOCK).blocks.check()
+        check_blocks(plan_migration(requests, dp_before, groups, num_blocks, BLOCK).blocks)
     else:
         with pytest.raises(AssertionError, match="has too few blocks"):
             plan_migration(requests, dp_before, groups, num_blocks, BLOCK)

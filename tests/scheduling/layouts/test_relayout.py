@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from checked_blocks import check_blocks
 from checking import assert_empty, assert_whole, engine_in, make_request, stacks_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -58,7 +59,7 @@ def run(engine: Engine, requests: Sequence[Request], switches: dict[int, tuple[i
             if tp != engine.executor.tp:  # pyright: ignore[reportAttributeAccessIssue]
                 switched = engine.switch(tp, how)  # pyright: ignore[reportArgumentType]
                 assert switched.num_live <= len(engine.unfinished())
-                engine.batcher.blocks.check()
+                check_blocks(engine.batcher.blocks)
         for finished in engine.step():
             assert finished.request_id not in samples, "told twice"
             samples[finished.request_id] = finished.sample

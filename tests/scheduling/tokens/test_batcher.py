@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from checked_blocks import check_blocks
+from plan_rows import decode_rows, result_of
 
 from jaxrl.scheduling.tokens.batcher import UNLIMITED, Batcher, BatcherConfig
-from jaxrl.scheduling.tokens.plan import TOKENS_PER_STEP, Capacity, Plan, PlanResult, Request, RowResult, resume
-from jaxrl.scheduling.tokens.progress import Admitted, Completed, Counters, Ended, Preempted, Progress, TraceEvent
+from jaxrl.scheduling.tokens.plan import TOKENS_PER_STEP, Capacity, Plan, Request, resume
+from jaxrl.scheduling.tokens.progress import Admitted, Completed, Counters, Finished, Preempted, TraceEvent
 from jaxrl.scheduling.tokens.stacks import KvStacks, most_ahead
-from jaxrl.types import ENVIRONMENT, SampleKey, SamplingParams
+from jaxrl.types import ENVIRONMENT, Sample, SampleKey, SamplingParams
 
 STOP = 2
 
@@ -46,18 +48,13 @@ def plan_of(batcher: Batcher) -> Plan:
     return plan
 
 
-def answer(batcher: Batcher, index: int, rows: Mapping[int, list[int]], stopped: set[int] | None = None) -> list[Ended]:
-    """Hands in the result of a plan in which these requests gained these tokens."""
-    results = {
-        request_id: RowResult(
-            np.asarray(tokens, np.int32),
-            np.full((len(tokens),), -0.5, np.float32),
-            np.full((len(tokens),), -0.25, np.float32),
-            request_id in (stopped or set()),
-        )
-        for request_id, tokens in rows.items()
-    }
-    return batcher.update(PlanResult(index, results, num_steps=4, policy_version=index))
+def answer(
+    batcher: Batcher, index: int, rows: Mapping[int, list[int]], stopped: set[int] | None = None
+) -> list[Finished]:
+    """Hands in the result of the oldest plan, in which these requests gained these tokens."""
+    scheduled, logprobs = batcher._flights[0].rows, (-0.5, -0.25)
+    result = result_of(scheduled, index, rows, stopped or (), None, logprobs, num_steps=4, policy_version=index)
+    return batcher.update(result)
 
 
 def starts(plan: Plan) -> list[tuple[int, int, int]]:
@@ -66,7 +63,7 @@ def starts(plan: Plan) -> list[tuple[int, int, int]]:
 
 
 def decoding(plan: Plan) -> list[int]:
-    return [row.request_id for row in plan.decode]
+    return [row.request_id for row in decode_rows(plan)]
 
 
 def test_first_come_first_served_and_lowest_slot_first():
@@ -105,7 +102,7 @@ def test_a_row_that_reaches_its_limit_in_flight_is_in_no_further_plan():
     assert decoding(plan_of(batcher)) == [0, 1]  # a token from the prefill, and four steps
     assert decoding(plan_of(batcher)) == [1]
     assert batcher.schedule() is None
-    assert [ended.progress.request.request_id for ended in answer(batcher, 0, {0: [5] * 5, 1: [5] * 5}, {0})] == [0]
+    assert [ended.request_id for ended in answer(batcher, 0, {0: [5] * 5, 1: [5] * 5}, {0})] == [0]
     assert batcher.schedule() is None
 
 
@@ -186,14 +183,15 @@ def test_samples_of_a_prompt_run_it_once_over_all_their_turns():
         num_run.append(sum(len(chunk.tokens) for chunk in plan_of(batcher).prefill))
         ids = [request.request_id for request in requests]
         ended = answer(batcher, turn, {i: [70, STOP] for i in ids}, set(ids))
-        assert [one.progress.request for one in ended] == requests
+        assert [one.request_id for one in ended] == ids
         assert batcher.blocks.num_free(0) == batcher.blocks.capacity
-        requests = [_next_turn(one.progress, answered=STOP) for one in ended]  # which stops nothing
+        pairs = zip(requests, ended, strict=True)
+        requests = [_next_turn(request, one.sample, answered=STOP) for request, one in pairs]  # which stops nothing
     assert num_run == [9 + 3, 4 * 2, 4 * 2], "of the prompt all but its last token is in full blocks"
 
 
-def _next_turn(progress: Progress, answered: int) -> Request:
-    kept = resume(progress.request, progress.sample("stop"))
+def _next_turn(request: Request, sample: Sample, answered: int) -> Request:
+    kept = resume(request, sample)
     return replace(
         kept,
         request_id=kept.request_id + 10,
@@ -238,9 +236,9 @@ def test_prompts_too_short_to_share_are_spread():
 def test_blocks_cover_the_plan_in_flight_and_never_pass_the_limit():
     batcher, _ = make_batcher(decode_steps=4, block_size=1)
     batcher.add(make_request(0, num_prompt=4, max_tokens=10))
-    sizes = [len(plan_of(batcher).decode[0].block_table)]
+    sizes = [len(decode_rows(plan_of(batcher))[0].block_table)]
     for index, gained in enumerate([[5, 5, 5, 5, 5], [5, 5, 5, 5]]):
-        sizes.append(len(plan_of(batcher).decode[0].block_table))
+        sizes.append(len(decode_rows(plan_of(batcher))[0].block_table))
         answer(batcher, index, {0: gained})
     # prompt + 4 steps; + 4 steps unseen; then prompt + max_tokens, where one plan more would reach 16.
     assert sizes == [8, 12, 14]
@@ -253,7 +251,7 @@ def test_a_new_request_leaves_the_running_ones_room_for_a_plan(num_blocks: int, 
     plan_of(batcher)
     batcher.add(make_request(1, num_prompt=4, max_tokens=20))
     plan = plan_of(batcher)
-    assert len(plan.decode[0].block_table) == 3
+    assert len(decode_rows(plan)[0].block_table) == 3
     # The new request needs 3 blocks for two plans, the other one will need its fourth.
     assert bool(plan.prefill) == comes_in
 
@@ -279,7 +277,7 @@ def test_the_youngest_is_preempted_and_comes_back_first_with_its_tokens():
     answer(batcher, 1, {0: [5] * 4, 1: [6] * 4})
     assert not plan_of(batcher).prefill, "no room"
     (ended,) = answer(batcher, 2, {0: [5, STOP]}, stopped={0})
-    assert (ended.reason, ended.dispatch, ended.slot) == ("stop", 2, 0)
+    assert (ended.sample.finish_reason, ended.dispatch, ended.slot) == ("stop", 2, 0)
     chunk = plan_of(batcher).prefill[0]
     assert (chunk.request.request_id, chunk.slot, chunk.start, chunk.num_generated) == (1, 0, 0, 9)
     assert chunk.tokens == (100, 101, *[6] * 9), "tokens that arrived late are kept"
@@ -291,7 +289,7 @@ def test_a_preempted_request_may_turn_out_finished():
     batcher, trace = crowd()
     plan_of(batcher)
     (ended,) = answer(batcher, 1, {0: [5] * 4, 1: [6, 6, STOP]}, stopped={1})
-    assert (ended.progress.request.request_id, ended.reason, ended.slot) == (1, "stop", 1)
+    assert (ended.request_id, ended.sample.finish_reason, ended.slot) == (1, "stop", 1)
     assert trace[-1] == Completed(1, SampleKey(0, 1, 0), 0, 1, 8, "stop")
     assert batcher.live() == (0, 2)
     assert batcher.num_waiting == 1
@@ -388,16 +386,6 @@ def test_a_rule_is_asked_with_the_rows_and_tokens_of_the_fullest_group():
     assert rule.found == [(2, 4 + 6), (1, 9 + 4)]
 
 
-def test_of_what_version_a_response_is():
-    batcher, _ = make_batcher()
-    batcher.add(make_request(0))
-    progress = batcher.progress(0)
-    assert not progress.is_all_of(0), "there is no token"
-    answer(batcher, plan_of(batcher).index, {0: [5, 5]})
-    assert progress.is_all_of(0)
-    assert not progress.is_all_of(1)
-
-
 def test_what_is_only_parked_keeps_no_request_out_where_one_fits():
     """Where all layers have a window, one that finds its prompt holds as many blocks later as one that does not."""
     stacks = KvStacks((6,), most_ahead(16, 3 * TOKENS_PER_STEP + 1))
@@ -412,4 +400,4 @@ def test_what_is_only_parked_keeps_no_request_out_where_one_fits():
     batcher.add(replace(make_request(1, num_prompt=12, max_tokens=52, share="a"), **kept))
     assert starts(plan_of(batcher)) == [(1, 0, 0)]
     assert batcher.counters.shared_tokens == 11
-    batcher.blocks.check()
+    check_blocks(batcher.blocks)

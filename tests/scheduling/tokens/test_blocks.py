@@ -2,7 +2,9 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
+from checked_blocks import check_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,14 +21,24 @@ def test_blocks_are_given_in_order_and_come_back():
     assert blocks.extend(1, num_tokens=12)
     assert blocks.extend(1, num_tokens=16)
     assert not blocks.extend(1, num_tokens=17)
-    assert blocks.num_held(1) == 4
+    assert num_held(blocks, 1) == 4
     blocks.free(1)
     assert blocks.num_free(0) == 4
-    blocks.check()
+    check_blocks(blocks)
 
 
-def test_growing_is_extending_one_after_another():
-    """The same blocks in the same order; the first that finds its pool dry gets nothing, and those after it neither."""
+def extend_all(blocks: BlockManager, *wanted: tuple[int, int, int]) -> bool:
+    """Of (request, dp group, blocks)."""
+    rows, groups, more = zip(*((blocks.row(request), group, more) for request, group, more in wanted), strict=True)
+    return blocks.extend_all(np.array(rows), np.array(groups), np.array(more))
+
+
+def num_held(blocks: BlockManager, request: int) -> int:
+    return int(blocks.held[blocks.row(request)])
+
+
+def test_extending_all_is_extending_one_after_another():
+    """The same blocks in the same order; where a pool runs dry, nobody gets any."""
     one_by_one, together = (BlockManager(num_groups=2, num_blocks=6, block_size=4) for _ in range(2))
     for blocks in (one_by_one, together):
         for request, group in ((1, 0), (2, 1), (3, 0)):
@@ -34,11 +46,11 @@ def test_growing_is_extending_one_after_another():
     assert one_by_one.extend(3, 8)
     assert one_by_one.extend(2, 12)
     assert one_by_one.extend(1, 8)
-    assert together.grow([(3, 1), (2, 2), (1, 1)])
+    assert extend_all(together, (3, 0, 1), (2, 1, 2), (1, 0, 1))
     assert [together.table(i) for i in (1, 2, 3)] == [one_by_one.table(i) for i in (1, 2, 3)]
-    assert not together.grow([(3, 1), (1, 2), (2, 1)])
-    assert [together.num_held(i) for i in (1, 2, 3)] == [2, 3, 3]
-    together.check()
+    assert not extend_all(together, (3, 0, 1), (1, 0, 2), (2, 1, 1))
+    assert [num_held(together, i) for i in (1, 2, 3)] == [2, 3, 2]
+    check_blocks(together)
 
 
 def test_a_published_prompt_is_shared_and_outlives_its_writer():
@@ -59,7 +71,7 @@ def test_a_published_prompt_is_shared_and_outlives_its_writer():
     assert blocks.num_published(0, "p", 9) == 0
     assert blocks.groups_holding("p") == ()
     assert blocks.num_free(0) == 8
-    blocks.check()
+    check_blocks(blocks)
 
 
 @pytest.mark.parametrize(("prompt_len", "shareable"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2)])
@@ -80,7 +92,7 @@ def test_a_copy_that_started_before_the_first_was_published_is_not_published_ove
     assert blocks.allocate(3, 0, num_tokens=7, share="p", prompt_len=7) == 4
     assert blocks.table(3)[:2] == blocks.table(1)[:2]
     blocks.free(1)
-    blocks.check()
+    check_blocks(blocks)
     assert blocks.num_published(0, "p", 7) == 2, "the third request holds them"
 
 
@@ -88,7 +100,7 @@ def test_a_conversation_goes_on_with_its_blocks():
     blocks = BlockManager(num_groups=2, num_blocks=9, block_size=4)
     blocks.allocate(1, 1, num_tokens=14)
     blocks.park(1, "talk", tuple(range(10)))
-    assert blocks.num_held(1) == 1
+    assert num_held(blocks, 1) == 1
     blocks.free(1)
     assert (blocks.num_free(1), blocks.num_parked(1)) == (8, 3), "they count as free, and the fourth block is"
     assert (blocks.parked_in("talk"), blocks.parked_in("other")) == (1, None)
@@ -103,7 +115,7 @@ def test_a_conversation_goes_on_with_its_blocks():
     assert blocks.resume(3, 0, num_tokens=11, session="talk", tokens=turn) == 0, "it goes on elsewhere"
     assert blocks.num_free(1) == 8
     assert blocks.parked_in("talk") is None
-    blocks.check()
+    check_blocks(blocks)
 
 
 def test_where_a_pool_runs_dry_the_blocks_parked_longest_ago_are_given_up():
@@ -117,13 +129,13 @@ def test_where_a_pool_runs_dry_the_blocks_parked_longest_ago_are_given_up():
     assert [blocks.parked_in(session) for session in "abc"] == [None, 0, 0]
     assert blocks.extend(3, num_tokens=6)
     assert [blocks.parked_in(session) for session in "abc"] == [None, None, 0]
-    assert blocks.grow([(3, 1)]), "one of the two that b had is there"
-    assert not blocks.grow([(3, 3)])
+    assert extend_all(blocks, (3, 0, 1)), "one of the two that b had is there"
+    assert not extend_all(blocks, (3, 0, 3))
     assert blocks.parked_in("c") == 0, "what cannot be is no reason to give anything up"
     assert blocks.resume(4, 0, num_tokens=7, session="d", tokens=(1,)) is None
     blocks.forget_all()
     assert (blocks.num_free(0), blocks.num_parked(0)) == (2, 0)
-    blocks.check()
+    check_blocks(blocks)
 
 
 def test_a_conversation_that_goes_on_elsewhere_leaves_what_it_shared():
@@ -135,7 +147,7 @@ def test_a_conversation_that_goes_on_elsewhere_leaves_what_it_shared():
     assert blocks.groups_holding("p") == (0,)
     assert blocks.resume(1, 1, 12, "talk", tuple(range(10))) == 0
     assert blocks.groups_holding("p") == ()
-    blocks.check()
+    check_blocks(blocks)
 
 
 def test_conversations_of_one_prompt_share_its_blocks_while_they_wait():
@@ -160,13 +172,13 @@ def test_conversations_of_one_prompt_share_its_blocks_while_they_wait():
     assert blocks.allocate(2, 0, 12, "p", 9) == 8
     assert blocks.resume(3, 0, 16, "second", (*ends[1], 40)) == 12
     assert blocks.table(3)[:2] == blocks.table(2)[:2]
-    blocks.check()
+    check_blocks(blocks)
     assert blocks.extend(3, 28), "the first one is given up"
     assert (blocks.parked_in("first"), blocks.num_free(0)) == (None, 0)
     blocks.free(2)
     blocks.free(3)
     assert (blocks.num_published(0, "p", 9), blocks.groups_holding("p")) == (0, ())
-    blocks.check()
+    check_blocks(blocks)
 
 
 @pytest.mark.parametrize("sizes", [(0, 4, 4), (1, 1, 4), (1, 4, 0)])
@@ -181,17 +193,19 @@ SEEN = KvStacks((0, 5), ahead=8)  # two stacks: one sees all, the other five pos
 def test_what_is_behind_a_window_serves_others():
     blocks = BlockManager(1, 20, 2, SEEN)
     assert blocks.allocate(1, 0, num_tokens=8) == 0
-    assert (blocks.table(1), blocks.num_held(1)) == ((1, 2, 3, 4, 5, 6, 7, 8), 4)
+    assert (blocks.table(1), num_held(blocks, 1)) == ((1, 2, 3, 4, 5, 6, 7, 8), 4)
     assert blocks.extend(1, 8, first=8), "it has them, and gives nothing back"
     assert blocks.num_free(0) == 11
     assert blocks.extend(1, 9, first=8)
     assert blocks.table(1) == (1, 0, 3, 0, 5, 6, 7, 8, 2, 4), "a query at 8 sees 4 to 8"
     assert blocks.num_free(0) == 11
-    assert blocks.more_for(1, 30) == 10 + 5, "of at most eight blocks of the stack with the window it has three"
-    blocks.check()
+    assert blocks.more_for(blocks.row(1), 30) == 10 + 5, (
+        "of at most eight blocks of the stack with the window it has three"
+    )
+    check_blocks(blocks)
     blocks.free(1)
     assert blocks.num_free(0) == 19
-    blocks.check()
+    check_blocks(blocks)
 
 
 def test_a_prompt_is_found_while_its_last_window_is_there():
@@ -202,20 +216,20 @@ def test_a_prompt_is_found_while_its_last_window_is_there():
     assert blocks.extend(1, 12, first=9)
     assert blocks.allocate(2, 0, 10, "p", 9) == 8
     assert blocks.table(2)[:8] == (1, 0, 3, 0, *blocks.table(1)[4:8]), "what it does not see is not its"
-    blocks.check()
+    check_blocks(blocks)
     assert blocks.extend(1, 14, first=12)
     assert blocks.num_published(0, "p", 9) == 4, "the second request holds them"
     assert blocks.extend(2, 14, first=12)
     assert blocks.num_published(0, "p", 9) == 0, "a part of the window is gone"
-    blocks.check()
+    check_blocks(blocks)
     assert blocks.allocate(3, 0, 10, "p", 9) == 0
     blocks.publish(3, 9)
     assert blocks.allocate(4, 0, 10, "p", 9) == 8, "of the one that has run it again"
     assert blocks.table(4)[0] == blocks.table(3)[0] != blocks.table(1)[0]
-    blocks.check()
+    check_blocks(blocks)
     for request in (3, 1, 4, 2):
         blocks.free(request)
-        blocks.check()
+        check_blocks(blocks)
     assert blocks.num_free(0) == 59
 
 
@@ -227,7 +241,7 @@ def test_a_request_that_moves_takes_what_it_sees():
     assert blocks.num_published(0, "p", 9) == 0, "one that begins needs more"
     assert blocks.allocate(2, 0, 16, "p", 9, first=13) == 8, "one that is as far needs no more"
     assert blocks.table(2)[:8] == blocks.table(1)[:8]
-    blocks.check()
+    check_blocks(blocks)
 
 
 def test_a_conversation_goes_on_only_where_its_window_is_left():
@@ -242,7 +256,7 @@ def test_a_conversation_goes_on_only_where_its_window_is_left():
     assert blocks.num_resumed(0, "talk", (*said, 99)) == 20
     assert blocks.resume(2, 0, 22, "talk", (*said, 99)) == 20
     assert blocks.table(2)[15] == 0 != blocks.table(2)[17], "a query at 20 sees 16 to 20"
-    blocks.check()
+    check_blocks(blocks)
     blocks.free(2)
     assert blocks.num_free(0) == 59
 
@@ -276,7 +290,7 @@ def test_invariants_hold_after_any_sequence(num_blocks: int, block_size: int, ca
                 assert shared <= max(prompt_len - 1, 0)
         elif call == "extend" and request in live:
             where, tokens = live[request]
-            missing = blocks.blocks_for(tokens + more) - blocks.num_held(request)
+            missing = blocks.blocks_for(tokens + more) - num_held(blocks, request)
             fits = missing <= blocks.num_free(where)
             assert blocks.extend(request, tokens + more) == fits
             if fits:
@@ -302,14 +316,14 @@ def test_invariants_hold_after_any_sequence(num_blocks: int, block_size: int, ca
             if fits:
                 live[request], shares[request] = (group, len(tokens) + 2), begins[session] if there else None
                 assert there < len(tokens)
-        blocks.check()
+        check_blocks(blocks)
         for holder, (_, tokens) in live.items():
-            assert blocks.num_held(holder) >= blocks.blocks_for(tokens)
+            assert num_held(blocks, holder) >= blocks.blocks_for(tokens)
     for request in live:
         blocks.free(request)
-        blocks.check()
+        check_blocks(blocks)
     blocks.forget_all()
-    blocks.check()
+    check_blocks(blocks)
     assert not any(blocks.groups_holding(share) for share in PROMPT_LENGTHS)
     assert [blocks.num_free(g) for g in range(3)] == [num_blocks - 1] * 3
 
@@ -344,7 +358,7 @@ def test_with_windows_invariants_hold_and_what_is_seen_is_there(
         elif call == "extend" and request in live:
             where, first, tokens = live[request]
             first = max(first, tokens - 10, min(first + more // 2, tokens - 1))
-            could = blocks.more_for(request, tokens + more) <= blocks.num_free(where)
+            could = blocks.more_for(blocks.row(request), tokens + more) <= blocks.num_free(where)
             live[request] = (where, first, tokens)  # what is behind it may be gone, whether or not there is room
             if blocks.extend(request, tokens + more, first):
                 live[request] = (where, first, tokens + more)
@@ -367,7 +381,7 @@ def test_with_windows_invariants_hold_and_what_is_seen_is_there(
             assert found is not None or blocks.most_blocks(len(tokens) + 2) > free, "admitted without room"
             if found is not None:
                 live[request], shares[request] = (group, found, len(tokens) + 2), None
-        blocks.check()
+        check_blocks(blocks)
         for holder, (_, first, tokens) in live.items():
             table = blocks.table(holder)
             for stack, window in enumerate(windows):
@@ -375,8 +389,8 @@ def test_with_windows_invariants_hold_and_what_is_seen_is_there(
                 assert all(table[i * len(windows) + stack] for i in range(begin, -(-tokens // block_size)))
     for request in live:
         blocks.free(request)
-        blocks.check()
+        check_blocks(blocks)
     blocks.forget_all()
-    blocks.check()
+    check_blocks(blocks)
     assert not any(blocks.groups_holding(share) for share in PROMPT_LENGTHS)
     assert [blocks.num_free(g) for g in range(2)] == [num_blocks - 1] * 2

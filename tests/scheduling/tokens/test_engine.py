@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from checked_blocks import check_blocks
 from checking import assert_empty, assert_whole, make_engine, make_request, stacks_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -78,7 +79,7 @@ def test_a_long_prompt_is_prefilled_in_chunks_before_anybody_decodes():
     assert_whole(samples[1], long, 3)
     chunks = [[(c.request.request_id, c.start, len(c.tokens), c.is_last) for c in p.prefill] for p in executor.plans]
     assert chunks[:4] == [[(0, 0, 3, True), (1, 0, 5, False)], [(1, 5, 8, False)], [(1, 13, 7, True)], []]
-    assert [len(p.decode) for p in executor.plans[:3]] == [0, 0, 2]
+    assert [p.num_decoding for p in executor.plans[:3]] == [0, 0, 2]
 
 
 def test_preempted_requests_keep_their_tokens():
@@ -243,7 +244,7 @@ def run_scenario(scenario: Scenario, trace: list[TraceEvent]) -> tuple[Engine, d
         for f in finished:
             assert f.request_id not in done
             done[f.request_id] = f.sample
-        engine.batcher.blocks.check()
+        check_blocks(engine.batcher.blocks)
 
     for action, which in scenario.script:
         match action:

@@ -154,7 +154,7 @@ def test_in_order_of_arrival_the_worker_whose_plan_is_done_is_served_and_its_end
     asked_of = list[tuple[int, ...]]()
 
     def arrival(tickets: Mapping[int, Ticket]) -> int:
-        assert all(ticket.index == engines[worker].oldest_plan for worker, ticket in tickets.items())
+        assert all(ticket is engines[worker].oldest for worker, ticket in tickets.items())
         asked_of.append(tuple(tickets))
         return max(tickets)
 

@@ -1,7 +1,8 @@
 """An executor without a model: it replays the length of each response, and charges time for it.
 
-Purpose: `jaxrl simulate`, and tests of everything above the executor. Engine, batcher and block accounting are the real
-ones. So are the depth (one plan ahead) and, step by step, the decode loop's rule for leaving early.
+Purpose: tests of everything above the executor, and of `jaxrl.sim.executor`, which jumps from stop to stop. Engine,
+batcher and block accounting are the real ones. So are the depth (one plan ahead) and, step by step, the decode loop's
+rule for leaving early.
 
 Source: vidur (Agrawal et al. 2024) for replacing the model by a cost; docs/architecture.md.
 
@@ -18,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from plan_rows import DecodeRow, decode_rows, result_of
 
 from jaxrl.scheduling.layouts.kv_plan import KvPlan
 from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, TimeTaken
@@ -27,15 +29,13 @@ from jaxrl.scheduling.tokens.plan import (
     PlanResult,
     PrefillChunk,
     Request,
-    RowResult,
     Ticket,
     VerifyCounts,
 )
 from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks
+from jaxrl.sim.executor import VOCABULARY
 from jaxrl.sim.verification import Proposals
 from jaxrl.types import SampleKey
-
-VOCABULARY = 30_011  # a prime: fillers of neighbouring positions and samples differ
 
 Cost = Callable[[Plan, int], float]
 """(plan, decode steps really taken) -> seconds."""
@@ -114,7 +114,8 @@ class ReplayExecutor:
 
     def submit(self, plan: Plan) -> ReplayTicket:
         """Runs a plan on the replayed rows; its outcome is seen when it is collected."""
-        gained: dict[int, list[int]] = {row.request_id: [] for row in plan.decode}
+        named = decode_rows(plan)
+        gained: dict[int, list[int]] = {row.request_id: [] for row in named}
         stopped: set[int] = set()
         for chunk in plan.prefill:
             if chunk.is_last:
@@ -122,10 +123,10 @@ class ReplayExecutor:
                 self._slots = {at: s for at, s in self._slots.items() if s.request.request_id != request_id}
                 slot = self._slots[chunk.dp_group, chunk.slot] = self._activate(chunk)
                 self._advance(slot, gained.setdefault(chunk.request.request_id, []), stopped)
-        rows = [self._slots[row.dp_group, row.slot] for row in plan.decode]
-        assert all(s.request.request_id == r.request_id for s, r in zip(rows, plan.decode, strict=True)), plan
-        verified = dict.fromkeys((row.request_id for row in plan.decode), VerifyCounts()) if plan.verifies else {}
-        limits = [slot.num_generated + row.max_new for slot, row in zip(rows, plan.decode, strict=True)]
+        rows = [self._slots[row.dp_group, row.slot] for row in named]
+        assert all(s.request.request_id == r.request_id for s, r in zip(rows, named, strict=True)), plan
+        verified = dict.fromkeys((row.request_id for row in named), VerifyCounts()) if plan.verifies else {}
+        limits = [slot.num_generated + row.max_new for slot, row in zip(rows, named, strict=True)]
         num_steps = 0
         while num_steps < plan.num_steps and len(stopped) < plan.leave_after:
             active = [i for i, slot in enumerate(rows) if slot.is_active and slot.num_generated < limits[i]]
@@ -134,16 +135,19 @@ class ReplayExecutor:
             for i in active:
                 slot, request_id = rows[i], rows[i].request.request_id
                 counts = VerifyCounts(steps=1)
-                if plan.verifies and plan.decode[i].history is not None:
-                    counts = self._propose(slot, limits[i], plan)
+                if plan.verifies and named[i].history is not None:
+                    counts = self._propose(slot, limits[i], named)
                 for _ in range(counts.accepted + 1):
                     self._advance(slot, gained[request_id], stopped)
                 if plan.verifies:
                     verified[request_id] += counts
             num_steps += 1
-        result = PlanResult(
-            index=plan.index,
-            rows={each: _row_result(tokens, each in stopped, verified.get(each)) for each, tokens in gained.items()},
+        result = result_of(
+            plan.rows,
+            plan.index,
+            gained,
+            stopped,
+            verified if plan.verifies else None,
             num_steps=num_steps,
             policy_version=self.policy_version,
             duration_s=self._cost(plan, num_steps) if self._cost is not None else 0.0,
@@ -197,12 +201,12 @@ class ReplayExecutor:
         window = 0 if self._proposals is None else self._proposals.first_window
         return _Slot(request, length, chunk.num_generated, window)
 
-    def _propose(self, slot: _Slot, limit: int, plan: Plan) -> VerifyCounts:
+    def _propose(self, slot: _Slot, limit: int, named: list[DecodeRow]) -> VerifyCounts:
         """What is proposed for a row and accepted in a step; its window moves."""
         assert self._proposals is not None, "a plan verifies, and nothing is proposed"
         acceptance = self._proposals.acceptance(slot.request.key, slot.length)
         right = int(acceptance.right[slot.num_generated])
-        fullest = max(Counter(row.dp_group for row in plan.decode).values())
+        fullest = max(Counter(row.dp_group for row in named).values())
         room = min(limit, slot.length) - slot.num_generated - 1
         proposed = min(slot.window, self._proposals.width(fullest), room) if right >= 0 else 0
         if not proposed:
@@ -229,8 +233,3 @@ def filler(request: Request, position: int, length: int) -> int:
     while token in params.stop_token_ids:
         token += 1
     return token
-
-
-def _row_result(tokens: list[int], stopped: bool, verified: VerifyCounts | None) -> RowResult:
-    zeros = np.zeros((len(tokens),), np.float32)
-    return RowResult(np.asarray(tokens, np.int32), zeros, zeros, stopped, verified)
