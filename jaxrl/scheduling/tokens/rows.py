@@ -271,7 +271,7 @@ class Rows:
         self.num_free[seat // self.num_slots] += 1
 
     def _make_room(self, count: int) -> None:
-        """Lets rows gain so many tokens. Most of a large array that is never written is never there."""
+        """Lets rows gain so many tokens."""
         if count <= self._room:
             return
         self._room, had = 1 << (count - 1).bit_length(), self._room
