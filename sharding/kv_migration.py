@@ -1,28 +1,21 @@
-"""Moving live KV blocks between layouts of one mesh, and between workers on disjoint devices.
+"""Moving live KV blocks between layouts of one mesh (`migrate`), and between workers on disjoint devices
+(`migrate_across`). A plan (`jaxrl.scheduling.layouts.kv_plan`) says where the live blocks go.
 
-Purpose: `migrate` turns a paged KV pool in one layout into a pool in another, with the live blocks where a plan
-(`jaxrl.scheduling.layouts.kv_plan`) puts them; `migrate_across` does the same between meshes that share no device.
+Only live blocks move, picked in `shard_map` with a local take. The partitioner never gets a gather or scatter together
+with a layout change, which would abort the process on jax 0.11.2 (docs/architecture.md). The exchange is written out as
+collectives in the same `shard_map`: a jitted identity with `out_shardings` between take and scatter takes longer
+(docs/layouts.md), and replicates the whole array where key/value heads are replicated over a part of tp. So a migration
+jumps over degrees, with one all-to-all per array over the axes that split heads, and one all-gather over the others.
 
-Source: docs/architecture.md: only live blocks move, picked in `shard_map` with a local take. The partitioner never gets
-a gather or scatter together with a layout change, which would abort the process on jax 0.11.2.
-
-Departures: the exchange is written out as collectives inside the same `shard_map`, instead of a jitted identity with
-`out_shardings` between the take and the scatter, which takes longer (docs/layouts.md has the times). For key/value
-heads that are replicated over a part of tp, the identity makes the partitioner replicate the whole array (it warns of
-an involuntary rematerialisation: K = 2, tp 1 to 4 and 8, and 4 to 1). So a migration jumps over degrees, with one
-all-to-all per array over the axes that split heads, and one all-gather over the other axes.
-
-A pool of codes (`rollout.kv_cache_dtype`) has two arrays where another has one: codes, and scales, whose last dim is 1.
-They are moved as two pools, one after the other.
-
-One program moves an array: take the live blocks of each lane, exchange, scatter into the new pool. One array (of keys
-or of values, of one layer) is the unit of a chunk; the old one is deleted right after its dispatch.
+One program moves an array (keys or values of one layer): take the live blocks of each lane, exchange, scatter into the
+new pool. Arrays are the unit of a chunk; the old one is deleted right after its dispatch. A pool of codes
+(`rollout.kv_cache_dtype`) has codes and scales, whose last dim is 1: they move as two pools.
 
 A *lane* is one dp group of the layout that has more of them. A device's lanes stand in the order in which collectives
-over several axes stack them (`_lane_order`); only the block numbers depend on that order. A *home* is one dp group of
-the layout that has fewer of them. Blocks that change their home (guests) take the last places of a lane, as many for
-each home in turn. They cross by one all-to-all more, over the axes of dp that both layouts have, to the lane of the
-same place in the other home, and are then exchanged with the others; a switch without guests runs a program without it.
+over several axes stack them (`_lane_order`); only the block numbers depend on it. A *home* is one dp group of the
+layout that has fewer of them. Blocks that change their home (guests) take the last places of a lane, equally many for
+each home. They cross by one more all-to-all, over the axes of dp that both layouts have, to the lane of the same place
+in the other home, and are then exchanged with the others.
 
 Dims: dp groups, l lanes of a device, K key/value heads (K' of a device), N blocks of a pool, P positions per block, D
 head dim, M places of a lane.

@@ -1,11 +1,10 @@
-"""Rows with an assistant's turns in them -> tokens to learn from: conversations, and pairs of which one was preferred.
+"""Rows with an assistant's turns -> tokens to learn from: conversations, and pairs of which one was preferred.
 
-A conversation is tokenised as a rollout makes it: the prompt with the beginning of the first turn, then by turns what
-the assistant has said, up to the token that ends its turn, and what stands between that and the next turn
-(`jaxrl.data.turns`). So what is learnt here is what will be drawn there, token by token, and the tokens that are learnt
-from are known without marks in the template. Where a template only appends, the tokens are those of the whole
-conversation rendered at once; one that rewrites earlier turns (Qwen3's drops their thinking) is given each turn as it
-was when it was the last one, as in a rollout.
+A conversation is tokenised as a rollout makes it: the prompt with the beginning of the first turn, then by turns the
+assistant's text, up to the token that ends its turn, and the glue between that and the next turn (`jaxrl.data.turns`).
+So training sees the tokens that a rollout would sample, and knows the learnt ones without marks in the template. Where
+a template only appends, the tokens are those of the whole conversation rendered at once; one that rewrites earlier
+turns (Qwen3's drops their thinking) is given each turn as it was when it was the last one, as in a rollout.
 """
 
 from __future__ import annotations

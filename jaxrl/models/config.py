@@ -1,10 +1,8 @@
 """What a decoder looks like: `ModelConfig`, read from and written as a Hugging Face `config.json`.
 
-All families share one decoder; `jaxrl.models.families` has what each does otherwise than Llama. Anything that the
-decoder does not compute (another activation, another kind of rope) is refused when the file is read, never ignored.
-
-Values are read as transformers 5 reads them, with its defaults for what a file leaves out; `jaxrl.models.rope` has the
-rules for rope.
+All families share one decoder; `jaxrl.models.families` says how each differs from Llama. Anything that the decoder does
+not compute (another activation, another kind of rope) is refused when the file is read, never ignored. Values are read
+as transformers 5 reads them, with its defaults; `jaxrl.models.rope` has the rules for rope.
 """
 
 from __future__ import annotations
