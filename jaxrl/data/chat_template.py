@@ -298,7 +298,7 @@ _SIZE_OF_CALL: Mapping[str, Callable[..., float]] = {
     "format": lambda text, *_, **__: _size_of_format(text),
     "indent": lambda text, width=4, *_, **__: str(text).count("\n") * (width if isinstance(width, int) else len(width)),
     "ljust": lambda text, width, *_: width,
-    "replace": lambda text, old, new, *_: str(text).count(str(old)) * len(str(new)),
+    "replace": lambda text, old, new, *_, **__: str(text).count(str(old)) * len(str(new)),
     "rjust": lambda text, width, *_: width,
     "zfill": lambda text, width: width,
 }

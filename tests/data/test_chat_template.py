@@ -95,7 +95,7 @@ def test_operators_are_those_of_jinja():
     source = (
         "{{ 3 * 4 }} {{ 'ab' * 2 }} {{ 'ab' * -1 }}{{ 2 ** 3 }} {{ '%s%%' % 3 }} {{ 1 + 2.5 }} {{ 1 ~ nothing ~ [2] }}"
     )
-    said = "{{ 'a' | center(3) }}|{{ messages[0].content | replace('h', 'H') }}{{ '{}-{}'.format(1, 2) }}"
+    said = "{{ 'a' | center(3) }}|{{ messages[0].content | replace('h', 'H', count=1) }}{{ '{}-{}'.format(1, 2) }}"
     assert render(source + said, "file", ASK, {}) == "12 abab 8 3% 3.5 1[2] a |Hi1-2"
 
 
