@@ -77,7 +77,7 @@ class StepTraffic:
 
 
 def step_traffic(config: Model, tp: int, num_hosts: int, num_bytes: int = _NARROW) -> StepTraffic:
-    """Of a worker that spans so many hosts, with activations of so many bytes: it adds up parts of the hidden state
+    """The traffic of a worker that spans hosts, with activations of `num_bytes` each: it sums parts of the hidden state
     after the embedding, each attention and each mlp. Logits, in float32, stay where they are if a device has whole
     blocks of them, as drawing reads them, and are gathered if not. A few numbers of each row are not counted."""
     vocabulary, hidden = config.weights()["embed"].shape

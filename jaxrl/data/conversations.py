@@ -268,7 +268,7 @@ class RowSource:
 
     Attributes:
       rows: all of them.
-      position: rows handed out so far, over all epochs.
+      position: rows returned so far, over all epochs.
     """
 
     def __init__(self, rows: ExampleRows, config: Config) -> None:

@@ -65,14 +65,14 @@ class ModelConfig:
     With `scalar_head` it is a reward model (`...ForSequenceClassification` with one label): in place of the vocabulary
     head it has one number, read at a text's last token that is not `pad_token_id`.
 
-    The switches, of which a family has some (their names are those of config.json where it has them):
+    The switches (named as in config.json where it has them):
 
-    - `norms`: of attention and MLP each `before` (their inputs), `after` (what they add) or `both`; `norm_plus_one`:
-      what multiplies is one plus the weight.
+    - `norms`: of attention and MLP each `before` (of their inputs), `after` (of their outputs) or `both`;
+      `norm_plus_one`: the scale is one plus the weight.
     - `qk_norm`: of queries and keys, each head by itself, or with `qk_norm_over_heads` all heads together.
     - `qkv_bias`, `o_bias`, `mlp_bias`; `hidden_act`.
     - `scale_embedding`: by the square root of hidden_size. `embedding_multiplier`, `residual_multiplier`: of the
-      embedding, and of what attention and MLP add. Logits are divided by `logits_scaling`.
+      embedding, and of the outputs of attention and MLP. Logits are divided by `logits_scaling`.
     - Scores are multiplied by `attention_multiplier`, or if that is 0 by `query_pre_attn_scalar` ** -0.5, or if that is
       0 by head_dim ** -0.5. Soft-capped, by `attn_logit_softcapping` and `final_logit_softcapping`, x is
       cap * tanh(x / cap); 0 is off.
@@ -81,9 +81,9 @@ class ModelConfig:
       empty: all. `sliding_rope`: rope of the layers with a window; None: that of the others. `rope_layers`: whether a
       layer has rope; empty: all have. `attention_sinks`: each head has a score that no value belongs to.
     - `clip_qkv`: the most that an entry of queries, keys and values may be, either way; 0: any.
-    - `num_experts`: each layer has so many MLPs of `intermediate_size`, of which a token takes `num_experts_per_tok`,
-      each times its share of the router's softmax; with `norm_topk_prob` of that over the chosen alone; 0: it has one
-      MLP (`jaxrl.models.experts`). `expert_bias`: of router and experts. With `swiglu_limit` their gate and up stay
+    - `num_experts`: the MLPs of `intermediate_size` of each layer, of which a token takes `num_experts_per_tok`, each
+      times its share of the router's softmax, or with `norm_topk_prob` of that over the chosen alone; 0: each layer has
+      one MLP (`jaxrl.models.experts`). `expert_bias`: of router and experts. With `swiglu_limit` their gate and up stay
       within it, and the gate's sigmoid has `swiglu_alpha`.
 
     Example::

@@ -27,8 +27,8 @@ async def problem(index, seed, url, observation="", rules=""):
     number = int(hashlib.sha256(f"{seed}.{index}".encode()).hexdigest()[:7], 16)
     async with GenericEnvClient(base_url=url) as environment:
         shown = _shown(await environment.reset(seed=number), observation)
-    told = [{"role": "system", "content": rules}] if rules else []
-    return {"seed": number, "messages": [*told, {"role": "user", "content": shown}]}
+    system = [{"role": "system", "content": rules}] if rules else []
+    return {"seed": number, "messages": [*system, {"role": "user", "content": shown}]}
 
 
 async def run(row, base_url, api_key, url, action, observation="", pattern="", max_steps=0):
