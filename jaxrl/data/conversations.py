@@ -354,7 +354,9 @@ def _demonstration(where: str, row: Mapping[str, Any], config: Config, tokens: C
             text = _plain(prompt, f"{where}: {sft.prompt_key!r} (sft.prompt_key)", config)
             return ExampleRow(where, (tokens.plain(text, _text(completion, f"{where}: {sft.completion_key!r}")),))
         context = _context(prompt, f"{where}: {sft.prompt_key!r} (sft.prompt_key)", config)
-        said = _said(completion, f"{where}: {sft.completion_key!r} (sft.completion_key)")
+        named = f"{where}: {sft.completion_key!r} (sft.completion_key)"
+        said = _said_or_all(completion, named)
+        _check_said(said, named)
     return ExampleRow(where, (_tokenised(where, context, said, row, tokens, sft.train_on),))
 
 
@@ -431,12 +433,6 @@ def _context(prompt: Any, named: str, config: Config) -> Messages:
 def _plain(prompt: Any, named: str, config: Config) -> str:
     """A prompt without a chat template, as `jaxrl train` writes it."""
     return "\n\n".join(message["content"] for message in _context(_text(prompt, named), named, config))
-
-
-def _said(value: Any, named: str) -> Messages:
-    found = _said_or_all(value, named)
-    _check_said(found, named)
-    return found
 
 
 def _said_or_all(value: Any, named: str) -> Messages:

@@ -139,15 +139,18 @@ class Rendered:
                     ids = self._tokenizer.encode(text, add_special_tokens=special)
                     yield problem, ids, str(len(ids))
 
-    def _extra(self, problem: Problem) -> Mapping[str, Any]:
-        """The extra columns; environments, and rewards over turns, also get the conversation."""
-        if self._environments is None:
-            return problem.extra
-        return {**problem.extra, "messages": [*map(dict, asked_messages(problem.messages, self._data))]}
-
     def _text(self, problem: Problem) -> str:
-        tools = () if self._environments is None else self._environments.schemas(problem.extra, problem.where)
-        return _render(problem, self._tokenizer, self._data, tools)
+        data = self._data
+        messages = asked_messages(problem.messages, data)
+        if not data.apply_chat_template:
+            return "\n\n".join(message["content"] for message in messages)
+        variables = dict(data.apply_chat_template_kwargs)
+        if self._environments is not None and (tools := self._environments.schemas(problem.extra, problem.where)):
+            variables["tools"] = list(tools)
+        try:
+            return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, **variables)
+        except RefusedMessages as error:
+            raise ValueError(f"{problem.where}: {error}") from None
 
     def sources(self, of_problems: Sequence[str]) -> list[str]:
         """The source of each row."""
@@ -161,6 +164,9 @@ class Rendered:
 
     def prompt(self, row: int, epoch: int) -> Prompt:
         problem, ends = self._problems[int(self._places[row])], self._ends
+        extra = problem.extra
+        if self._environments is not None:  # an environment, and a reward over turns, gets the conversation too
+            extra = {**extra, "messages": [*map(dict, asked_messages(problem.messages, self._data))]}
         return Prompt(
             epoch=epoch,
             index=problem.index,
@@ -168,21 +174,10 @@ class Rendered:
             text=self._text(problem).replace(JOINT, ""),
             source=problem.source,
             answer=problem.answer,
-            extra=self._extra(problem),
+            extra=extra,
             question=problem.question,
         )
 
 
 def _today() -> str:
     return str(date.today())
-
-
-def _render(problem: Problem, tokenizer: Tokenizer, data: DataSection, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-    messages = asked_messages(problem.messages, data)
-    if data.apply_chat_template:
-        try:
-            variables = {**data.apply_chat_template_kwargs, **({"tools": list(tools)} if tools else {})}
-            return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **variables)
-        except RefusedMessages as error:
-            raise ValueError(f"{problem.where}: {error}") from None
-    return "\n\n".join(message["content"] for message in messages)

@@ -503,6 +503,10 @@ def read_config(fields: Fields, generation: Fields) -> ModelConfig:
     if "attention_bias" in row.biases:
         has_bias = fields.flag("attention_bias", row.defaults.get("attention_bias", False))
         switches["qkv_bias"] = switches["o_bias"] = has_bias
+    act = fields.raw.get(row.activation, row.defaults.get("hidden_act", "silu"))
+    if act not in ("silu", "swish", "gelu_pytorch_tanh"):
+        fields.refuse(f"{row.activation} {shown(act)}", "the MLP's activation must be 'silu' or 'gelu_pytorch_tanh'")
+    switches["hidden_act"] = "silu" if act == "swish" else act
     switches["mlp_bias"] = "mlp_bias" in row.biases and fields.flag("mlp_bias")
     switches |= row.layers(fields, num_layers) | _read_ropes(fields, row, max_positions)
     if "sliding_window" not in switches:
@@ -525,7 +529,6 @@ def read_config(fields: Fields, generation: Fields) -> ModelConfig:
             head_dim=size("head_dim", hidden // heads),
             rms_norm_eps=fields.number("rms_norm_eps", row.defaults.get("rms_norm_eps", _DEFAULT_EPS), high=1.0),
             tie_word_embeddings=fields.flag("tie_word_embeddings", row.defaults.get("tie_word_embeddings", False)),
-            hidden_act=_activation(fields, row),
             **switches,
             max_position_embeddings=max_positions,
             bos_token_id=bos[0] if bos else None,
@@ -546,14 +549,6 @@ def _number(fields: Fields, key: str, default: float) -> float:
     if isinstance(default, int):
         return fields.integer(key, default, high=MAX_ID)
     return fields.number(key, default, high=_LARGEST_FACTOR)
-
-
-def _activation(fields: Fields, row: Family) -> Any:
-    usual = row.defaults.get("hidden_act", "silu")
-    act = {"swish": "silu"}.get(found := fields.raw.get(row.activation, usual), found)
-    if act not in ("silu", "gelu_pytorch_tanh"):
-        fields.refuse(f"{row.activation} {shown(found)}", "the MLP's activation must be 'silu' or 'gelu_pytorch_tanh'")
-    return act
 
 
 def _read_ropes(fields: Fields, row: Family, max_positions: int) -> dict[str, Any]:
