@@ -94,25 +94,22 @@ def migrate(
             "within one mesh, migrate_across between devices that are all others"
         )
     parts, structure = _parts(pool)
-    for part in parts:
-        _checked(part, before, after, lanes, num_blocks, None)
-    return _joined([_migrate(part, before, after, lanes, num_blocks, max_extra_bytes) for part in parts], structure)
-
-
-def _migrate(pool: Pool, before: Layout, after: Layout, lanes: Lanes, num_blocks: int, max_extra_bytes: int) -> Pool:
-    shape, index = _checked(pool, before, after, lanes, num_blocks, None)
-    chunks = _chunks(shape, before, after, 2 * len(pool), max_extra_bytes)
-    programs = [_move(shape, before, after, count) for count in chunks]
-    old, new = [array for layer in pool for array in layer], []
-    previous: Any = ()
-    for count, program in zip(chunks, programs, strict=True):
-        jax.block_until_ready(previous)  # or the chunks in flight would add up
-        own = [old.pop(0) for _ in range(count)]
-        previous = program(*own, *index)
-        for array in own:
-            array.delete()
-        new += previous
-    return _layers(new)
+    checked = [_checked(part, before, after, lanes, num_blocks, None) for part in parts]
+    moved: list[Pool] = []
+    for part, (shape, index) in zip(parts, checked, strict=True):
+        chunks = _chunks(shape, before, after, 2 * len(part), max_extra_bytes)
+        programs = [_move(shape, before, after, count) for count in chunks]
+        old, new = [array for layer in part for array in layer], []
+        previous: Any = ()
+        for count, program in zip(chunks, programs, strict=True):
+            jax.block_until_ready(previous)  # or the chunks in flight would add up
+            own = [old.pop(0) for _ in range(count)]
+            previous = program(*own, *index)
+            for array in own:
+                array.delete()
+            new += previous
+        moved.append(_layers(new))
+    return _joined(moved, structure)
 
 
 def precompile(
@@ -169,43 +166,32 @@ def migrate_across(
             f"KV migration across: {_describe(before)} and {_describe(after)} must be meshes of equal shape without a "
             f"common device, and have {len(shared)}: the same spec must exist on both sides"
         )
-    (parts, structure), held = _parts(pool), None if into is None else _parts(into)[0]
-    where = before, after, lanes, num_blocks
-    both = [*zip(parts, held or [None] * len(parts), strict=True)]
-    for part, own in both:
-        _checked(part, *where, own)
-    return _joined([_migrate_across(part, *where, own, max_extra_bytes) for part, own in both], structure)
-
-
-def _migrate_across(
-    pool: Pool,
-    before: Layout,
-    after: Layout,
-    lanes: Lanes,
-    num_blocks: int,
-    into: Pool | None,
-    max_extra_bytes: int,
-) -> Pool:
-    shape, (source_index, target_index) = _checked(pool, before, after, lanes, num_blocks, into)
+    parts, structure = _parts(pool)
+    targets: Sequence[Pool | None] = [None] * len(parts) if into is None else _parts(into)[0]
     landing = Layout(after.mesh, before.tp)
-    chunks = _chunks(shape, landing, after, 2 * len(pool), max_extra_bytes)
-    packs = [_pack(shape, before, after, count) for count in chunks]
-    unpacks = [_unpack(shape, landing, after, count) for count in chunks]
-    old, new = [array for layer in pool for array in layer], []
-    held = [array for layer in into or [] for array in layer]
-    packed_sharding = NamedSharding(landing.mesh, _pool_spec(landing, shape))
-    previous: Any = ()
-    for count, pack, unpack in zip(chunks, packs, unpacks, strict=True):
-        jax.block_until_ready(previous)
-        packed = pack(*[old.pop(0) for _ in range(count)], source_index)
-        landed = jax.device_put(list(packed), packed_sharding)
-        for array in packed:
-            array.delete()
-        previous = unpack(*landed, *[held.pop(0) for _ in range(count if held else 0)], target_index)
-        for array in landed:
-            array.delete()
-        new += previous
-    return _layers(new)
+    both = [*zip(parts, targets, strict=True)]
+    checked = [_checked(part, before, after, lanes, num_blocks, target) for part, target in both]
+    moved: list[Pool] = []
+    for (part, target), (shape, (source_index, target_index)) in zip(both, checked, strict=True):
+        chunks = _chunks(shape, landing, after, 2 * len(part), max_extra_bytes)
+        packs = [_pack(shape, before, after, count) for count in chunks]
+        unpacks = [_unpack(shape, landing, after, count) for count in chunks]
+        old, new = [array for layer in part for array in layer], []
+        held = [array for layer in target or [] for array in layer]
+        packed_sharding = NamedSharding(landing.mesh, _pool_spec(landing, shape))
+        previous: Any = ()
+        for count, pack, unpack in zip(chunks, packs, unpacks, strict=True):
+            jax.block_until_ready(previous)
+            packed = pack(*[old.pop(0) for _ in range(count)], source_index)
+            landed = jax.device_put(list(packed), packed_sharding)
+            for array in packed:
+                array.delete()
+            previous = unpack(*landed, *[held.pop(0) for _ in range(count if held else 0)], target_index)
+            for array in landed:
+                array.delete()
+            new += previous
+        moved.append(_layers(new))
+    return _joined(moved, structure)
 
 
 def _parts(pool: Any) -> tuple[list[Pool], Any]:
