@@ -1,10 +1,10 @@
-"""Programs that are compiled once for each shape of their arguments, before they are needed or when they are.
+"""Programs that are compiled once for each shape of their arguments, ahead of time or on demand.
 
-Purpose: the rollout (`jaxrl.rollout.layout_programs`) and the update (`jaxrl.train.programs`) both know the shapes of
-their arguments before there are any, so they are compiled side by side, and in the background while another thread
-works. A thread that needs a program meanwhile waits for that program only.
+The rollout (`jaxrl.rollout.layout_programs`) and the update (`jaxrl.train.programs`) know the shapes of their arguments
+in advance, so programs are compiled side by side, in the background while another thread works. A thread that needs a
+program waits for that program only.
 
-Compiling lets go of the interpreter; tracing does not. A program of 28 layers is traced in about a second and takes XLA
+Compiling releases the interpreter, tracing does not. A program of 28 layers is traced in about a second and takes XLA
 ten for a GPU, so some threads share the work well: one per core, since XLA's own threads only serve parts of it.
 """
 

@@ -1,28 +1,21 @@
-"""Moving live KV blocks between layouts of one mesh, and between workers on disjoint devices.
+"""Moving live KV blocks between layouts of one mesh (`migrate`), and between workers on disjoint devices
+(`migrate_across`). A plan (`jaxrl.scheduling.layouts.kv_plan`) says where the live blocks go.
 
-Purpose: `migrate` turns a paged KV pool in one layout into a pool in another, with the live blocks where a plan
-(`jaxrl.scheduling.layouts.kv_plan`) puts them; `migrate_across` does the same between meshes that share no device.
+Only live blocks move, picked in `shard_map` with a local take. The partitioner never gets a gather or scatter together
+with a layout change, which would abort the process on jax 0.11.2 (docs/architecture.md). The exchange is written out as
+collectives in the same `shard_map`: a jitted identity with `out_shardings` between take and scatter takes longer
+(docs/layouts.md), and replicates the whole array where key/value heads are replicated over a part of tp. So a migration
+jumps over degrees, with one all-to-all per array over the axes that split heads, and one all-gather over the others.
 
-Source: docs/architecture.md: only live blocks move, picked in `shard_map` with a local take. The partitioner never gets
-a gather or scatter together with a layout change, which would abort the process on jax 0.11.2.
-
-Departures: the exchange is written out as collectives inside the same `shard_map`, instead of a jitted identity with
-`out_shardings` between the take and the scatter, which takes longer (docs/layouts.md has the times). For key/value
-heads that are replicated over a part of tp, the identity makes the partitioner replicate the whole array (it warns of
-an involuntary rematerialisation: K = 2, tp 1 to 4 and 8, and 4 to 1). So a migration jumps over degrees, with one
-all-to-all per array over the axes that split heads, and one all-gather over the other axes.
-
-A pool of codes (`rollout.kv_cache_dtype`) has two arrays where another has one: codes, and scales, whose last dim is 1.
-They are moved as two pools, one after the other.
-
-One program moves an array: take the live blocks of each lane, exchange, scatter into the new pool. One array (of keys
-or of values, of one layer) is the unit of a chunk; the old one is deleted right after its dispatch.
+One program moves an array (keys or values of one layer): take the live blocks of each lane, exchange, scatter into the
+new pool. Arrays are the unit of a chunk; the old one is deleted right after its dispatch. A pool of codes
+(`rollout.kv_cache_dtype`) has codes and scales, whose last dim is 1: they move as two pools.
 
 A *lane* is one dp group of the layout that has more of them. A device's lanes stand in the order in which collectives
-over several axes stack them (`_lane_order`); only the block numbers depend on that order. A *home* is one dp group of
-the layout that has fewer of them. Blocks that change their home (guests) take the last places of a lane, as many for
-each home in turn. They cross by one all-to-all more, over the axes of dp that both layouts have, to the lane of the
-same place in the other home, and are then exchanged with the others; a switch without guests runs a program without it.
+over several axes stack them (`_lane_order`); only the block numbers depend on it. A *home* is one dp group of the
+layout that has fewer of them. Blocks that change their home (guests) take the last places of a lane, equally many for
+each home. They cross by one more all-to-all, over the axes of dp that both layouts have, to the lane of the same place
+in the other home, and are then exchanged with the others.
 
 Dims: dp groups, l lanes of a device, K key/value heads (K' of a device), N blocks of a pool, P positions per block, D
 head dim, M places of a lane.
@@ -101,25 +94,22 @@ def migrate(
             "within one mesh, migrate_across between devices that are all others"
         )
     parts, structure = _parts(pool)
-    for part in parts:
-        _checked(part, before, after, lanes, num_blocks, None)
-    return _joined([_migrate(part, before, after, lanes, num_blocks, max_extra_bytes) for part in parts], structure)
-
-
-def _migrate(pool: Pool, before: Layout, after: Layout, lanes: Lanes, num_blocks: int, max_extra_bytes: int) -> Pool:
-    shape, index = _checked(pool, before, after, lanes, num_blocks, None)
-    chunks = _chunks(shape, before, after, 2 * len(pool), max_extra_bytes)
-    programs = [_move(shape, before, after, count) for count in chunks]
-    old, new = [array for layer in pool for array in layer], []
-    previous: Any = ()
-    for count, program in zip(chunks, programs, strict=True):
-        jax.block_until_ready(previous)  # or the chunks in flight would add up
-        own = [old.pop(0) for _ in range(count)]
-        previous = program(*own, *index)
-        for array in own:
-            array.delete()
-        new += previous
-    return _layers(new)
+    checked = [_checked(part, before, after, lanes, num_blocks, None) for part in parts]
+    moved: list[Pool] = []
+    for part, (shape, index) in zip(parts, checked, strict=True):
+        chunks = _chunks(shape, before, after, 2 * len(part), max_extra_bytes)
+        programs = [_move(shape, before, after, count) for count in chunks]
+        old, new = [array for layer in part for array in layer], []
+        previous: Any = ()
+        for count, program in zip(chunks, programs, strict=True):
+            jax.block_until_ready(previous)  # or the chunks in flight would add up
+            own = [old.pop(0) for _ in range(count)]
+            previous = program(*own, *index)
+            for array in own:
+                array.delete()
+            new += previous
+        moved.append(_layers(new))
+    return _joined(moved, structure)
 
 
 def precompile(
@@ -176,43 +166,32 @@ def migrate_across(
             f"KV migration across: {_describe(before)} and {_describe(after)} must be meshes of equal shape without a "
             f"common device, and have {len(shared)}: the same spec must exist on both sides"
         )
-    (parts, structure), held = _parts(pool), None if into is None else _parts(into)[0]
-    where = before, after, lanes, num_blocks
-    both = [*zip(parts, held or [None] * len(parts), strict=True)]
-    for part, own in both:
-        _checked(part, *where, own)
-    return _joined([_migrate_across(part, *where, own, max_extra_bytes) for part, own in both], structure)
-
-
-def _migrate_across(
-    pool: Pool,
-    before: Layout,
-    after: Layout,
-    lanes: Lanes,
-    num_blocks: int,
-    into: Pool | None,
-    max_extra_bytes: int,
-) -> Pool:
-    shape, (source_index, target_index) = _checked(pool, before, after, lanes, num_blocks, into)
+    parts, structure = _parts(pool)
+    targets: Sequence[Pool | None] = [None] * len(parts) if into is None else _parts(into)[0]
     landing = Layout(after.mesh, before.tp)
-    chunks = _chunks(shape, landing, after, 2 * len(pool), max_extra_bytes)
-    packs = [_pack(shape, before, after, count) for count in chunks]
-    unpacks = [_unpack(shape, landing, after, count) for count in chunks]
-    old, new = [array for layer in pool for array in layer], []
-    held = [array for layer in into or [] for array in layer]
-    packed_sharding = NamedSharding(landing.mesh, _pool_spec(landing, shape))
-    previous: Any = ()
-    for count, pack, unpack in zip(chunks, packs, unpacks, strict=True):
-        jax.block_until_ready(previous)
-        packed = pack(*[old.pop(0) for _ in range(count)], source_index)
-        landed = jax.device_put(list(packed), packed_sharding)
-        for array in packed:
-            array.delete()
-        previous = unpack(*landed, *[held.pop(0) for _ in range(count if held else 0)], target_index)
-        for array in landed:
-            array.delete()
-        new += previous
-    return _layers(new)
+    both = [*zip(parts, targets, strict=True)]
+    checked = [_checked(part, before, after, lanes, num_blocks, target) for part, target in both]
+    moved: list[Pool] = []
+    for (part, target), (shape, (source_index, target_index)) in zip(both, checked, strict=True):
+        chunks = _chunks(shape, landing, after, 2 * len(part), max_extra_bytes)
+        packs = [_pack(shape, before, after, count) for count in chunks]
+        unpacks = [_unpack(shape, landing, after, count) for count in chunks]
+        old, new = [array for layer in part for array in layer], []
+        held = [array for layer in target or [] for array in layer]
+        packed_sharding = NamedSharding(landing.mesh, _pool_spec(landing, shape))
+        previous: Any = ()
+        for count, pack, unpack in zip(chunks, packs, unpacks, strict=True):
+            jax.block_until_ready(previous)
+            packed = pack(*[old.pop(0) for _ in range(count)], source_index)
+            landed = jax.device_put(list(packed), packed_sharding)
+            for array in packed:
+                array.delete()
+            previous = unpack(*landed, *[held.pop(0) for _ in range(count if held else 0)], target_index)
+            for array in landed:
+                array.delete()
+            new += previous
+        moved.append(_layers(new))
+    return _joined(moved, structure)
 
 
 def _parts(pool: Any) -> tuple[list[Pool], Any]:

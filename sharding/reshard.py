@@ -1,9 +1,7 @@
-"""Moving a tree of arrays between shardings: chunk by chunk, on the devices, with a bound on the extra memory.
+"""Moving a tree of arrays (rollout weights, training state) between shardings: chunk by chunk, on the devices, with a
+bound on the extra memory.
 
-Purpose: `reshard` moves any tree of arrays (rollout weights, training state, packed KV) from its shardings to others;
-`rollout_to_rollout` does that for rollout weights between layouts.
-
-Source: docs/architecture.md; its facts were measured on jax 0.10.2 and 0.11.2. Three rules follow from them.
+Facts behind it (docs/architecture.md; measured on jax 0.10.2 and 0.11.2):
 
 - Within one set of devices, a jitted identity with `out_shardings` moves arrays; `jax.device_put` would go through the
   host and block. Its programs are slices only when TP grows, and all-gathers only when it falls.
@@ -12,13 +10,11 @@ Source: docs/architecture.md; its facts were measured on jax 0.10.2 and 0.11.2. 
 - An array that is in place already is aliased, never copied and never deleted. An array that moves is deleted right
   after its chunk was dispatched (unless `keep`), so two copies of a tree never exist at once.
 
-A tree moves in chunks, one of them in flight at a time; the last one is not waited for. Everything is checked, planned
-and compiled before anything moves. Plans and programs are cached by shapes, dtypes and shardings, so a second move of
-the same kind compiles nothing.
-
-Leaves of equal shape, dtype and shardings form a class; a chunk holds whole classes if they fit into the bound, and
-larger classes are cut evenly. So programs are few, even for many layers. Leaves that shrink go first: a device never
-holds more than the larger of the two trees and one chunk.
+One chunk is in flight at a time; the last one is not waited for. Everything is checked, planned and compiled before
+anything moves. Plans and programs are cached, so a second move of the same kind compiles nothing. Leaves of equal
+shape, dtype and shardings form a class; a chunk holds whole classes if they fit into the bound, and larger classes are
+cut evenly, so programs are few. Leaves that shrink go first: a device never holds more than the larger of the two trees
+and one chunk.
 """
 
 from __future__ import annotations

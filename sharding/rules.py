@@ -2,10 +2,10 @@
 
 Training splits a weight's tensor dim over all axes, nested in the order (x0, x1, ...), or the other side of its matrix
 where heads are too few; a rollout layout splits the tensor dim over a prefix of them; so a weight sync is an all-gather
-and a cast. Query and key/value heads that do not divide in whole groups are padded with zero heads; MLP columns and
+and a cast. Query and key/value heads that do not divide into whole groups are padded with zero heads; MLP columns and
 vocabulary rows likewise. The padded entries of the output projections are zero, so they change nothing, and training
-never sees them. Adapters (`Model.lora`) are added to their matrices on the way: rollout knows none. Where the rollout's
-weights are quantised (`jaxrl.sharding.narrow_weights`) that is done before they are gathered.
+never sees them. Adapters (`Model.lora`) are merged into their matrices on the way, and quantised weights
+(`jaxrl.sharding.narrow_weights`) are quantised before they are gathered.
 
 The rules read the table of weights that a model config declares (`Model.weights()`), and nothing else of the model.
 """

@@ -1,24 +1,20 @@
 """Arrays between a mesh and a part of it.
 
-`Half` lends what all devices share to one half of them, and takes it back. `submesh_arrays` gives a part of the devices
-the shards that they have already.
+`Half` lends what all devices share to one half of them, and takes it back: weights go to the devices that the stream
+trainer has freed, and gradients come back (`jaxrl.mechanisms.stream_trainer.gradients`), while the other half decodes.
+`jaxrl.sharding.reshard` refuses that move, since no program runs on two sets of devices; and a program on the whole
+mesh would stop the other half, which would hold what it gathers. `submesh_arrays` gives a part of the devices the
+shards that they have already.
 
-Purpose: weights go to the devices that the stream trainer has freed, and gradients come back
-(`jaxrl.mechanisms.stream_trainer.gradients`), while the other half decodes. `jaxrl.sharding.reshard` refuses that move,
-since no program runs on two sets of devices; and a program on the whole mesh would make the other half stop, and hold
-what it gathers.
-
-Source: none published; docs/architecture.md (nested shards; copies between disjoint devices keep the spec).
-
-A half is cut along the mesh's major axis. That axis is the last one that splits a dim, so each device of a half
-has one part of its new shard already, and its partner in the other half has the other part, beside it. Hence:
+A half is cut along the mesh's major axis. That axis is the last one that splits a dim, so each device of a half has one
+part of its new shard already, and its partner in the other half has the part beside it. Hence:
 
 - To the half: the partner's parts cross (`jax.device_put` between disjoint devices with the same spec, which no program
-  of either takes part in), and a program on the half alone puts both parts together.
+  of either takes part in), and a program on the half alone joins both parts.
 - Back: a program on the half cuts each shard in two, one of which crosses.
 
-Arrays go leaf by leaf: a device of the half holds, beside what it gets, the parts of one leaf that cross; the other
-half nothing at all. Nothing here is donated or deleted but what `give_back` is told it may.
+Arrays move leaf by leaf: a device of the half holds, beside its own result, the parts of one leaf that cross; the other
+half holds nothing more.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""What devices send each other in a microbatch of training, counted from how `jaxrl.sharding.rules` splits weights, and
-what hosts get in a step of a rollout whose tensor parallelism spans them.
-
-Purpose: `jaxrl explain-layout --hosts N` and `explain-config`, which show what links between hosts have to carry.
+"""The bytes that devices send each other in a microbatch of training, and those that hosts receive in a rollout step
+whose tensor parallelism spans them: for `jaxrl explain-layout --hosts N` and `explain-config`.
 
 Source: rings, as NCCL has them: of an array of S bytes on n devices an all-gather or a reduce-scatter has each device
-send (n - 1) / n * S, and an all-reduce twice that. Not counted: rows of the embedding, what experts get, and the keys
+send (n - 1) / n * S, and an all-reduce twice that. Not counted: rows of the embedding, the tokens of experts, and keys
 and values of rows that devices share, which are as many as there are tokens.
 
 A copy of all weights on each host would not lessen what comes into hosts: gradients in float32 then cross by an
@@ -79,7 +77,7 @@ class StepTraffic:
 
 
 def step_traffic(config: Model, tp: int, num_hosts: int, num_bytes: int = _NARROW) -> StepTraffic:
-    """Of a worker that spans so many hosts, with activations of so many bytes: it adds up parts of the hidden state
+    """The traffic of a worker that spans hosts, with activations of `num_bytes` each: it sums parts of the hidden state
     after the embedding, each attention and each mlp. Logits, in float32, stay where they are if a device has whole
     blocks of them, as drawing reads them, and are gathered if not. A few numbers of each row are not counted."""
     vocabulary, hidden = config.weights()["embed"].shape

@@ -287,22 +287,28 @@ def _size_of_operation(operator: str, left: Any, right: Any) -> float:
 
 def _size_of_format(text: str) -> float:
     """The largest width in a text with format fields; infinite where a width is itself an argument."""
-    return (
-        math.inf if re.search(r"%[^a-z%]*\*|\{[^}]*\{", text) else max(map(float, re.findall(r"\d+", text)), default=0)
-    )
+    fields = re.findall(r"%(?:\(\w*\))?[^a-zA-Z%]*|\{[^}]*", text)
+    if any("*" in field or "{" in field[1:] for field in fields):
+        return math.inf
+    return max((float(width) for field in fields for width in re.findall(r"\d+", field)), default=0)
 
 
 _SIZE_OF_CALL: Mapping[str, Callable[..., float]] = {
+    "batch": lambda value, linecount, *_, **__: linecount,
     "center": lambda text, width=80, *_: width,
     "expandtabs": lambda text, tabsize=8: text.count("\t") * tabsize,
     "format": lambda text, *_, **__: _size_of_format(text),
+    "format_map": lambda text, _: _size_of_format(text),
     "indent": lambda text, width=4, *_, **__: str(text).count("\n") * (width if isinstance(width, int) else len(width)),
     "ljust": lambda text, width, *_: width,
-    "replace": lambda text, old, new, *_: str(text).count(str(old)) * len(str(new)),
+    "replace": lambda text, old, new, *_, **__: str(text).count(str(old)) * len(str(new)),
     "rjust": lambda text, width, *_: width,
+    "round": lambda value, precision=0, *_, **__: abs(precision),
+    "slice": lambda value, slices, *_, **__: slices,
+    "tojson": lambda value, *_, indent=0, **__: indent if isinstance(indent, int) else 0,
     "zfill": lambda text, width: width,
 }
-"""Methods of text and filters whose result may be much larger than what they are given, and how large it is."""
+"""Filters and methods of text whose result may be much larger than their arguments, and about how large it is."""
 
 
 class _Guarded(NodeTransformer):
@@ -374,9 +380,10 @@ def _environment() -> ImmutableSandboxedEnvironment:
         finalize=_written,
     )
     filters = environment.filters
-    filters |= {name: _sized(name, filters[name]) for name in _SIZE_OF_CALL if name in filters}
     filters |= {"tojson": tojson, _CHECK_TIME: _check_time, _JOIN: _joined}
+    filters |= {name: _sized(name, filters[name]) for name in _SIZE_OF_CALL if name in filters}
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    del environment.globals["lipsum"]
     return environment
 
 

@@ -1,11 +1,10 @@
-"""Rows with an assistant's turns in them -> tokens to learn from: conversations, and pairs of which one was preferred.
+"""Rows with an assistant's turns -> tokens to learn from: conversations, and pairs of which one was preferred.
 
-A conversation is tokenised as a rollout makes it: the prompt with the beginning of the first turn, then by turns what
-the assistant has said, up to the token that ends its turn, and what stands between that and the next turn
-(`jaxrl.data.turns`). So what is learnt here is what will be drawn there, token by token, and the tokens that are learnt
-from are known without marks in the template. Where a template only appends, the tokens are those of the whole
-conversation rendered at once; one that rewrites earlier turns (Qwen3's drops their thinking) is given each turn as it
-was when it was the last one, as in a rollout.
+A conversation is tokenised as a rollout makes it: the prompt with the beginning of the first turn, then by turns the
+assistant's text, up to the token that ends its turn, and the glue between that and the next turn (`jaxrl.data.turns`).
+So training sees the tokens that a rollout would sample, and knows the learnt ones without marks in the template. Where
+a template only appends, the tokens are those of the whole conversation rendered at once; one that rewrites earlier
+turns (Qwen3's drops their thinking) is given each turn as it was when it was the last one, as in a rollout.
 """
 
 from __future__ import annotations
@@ -269,7 +268,7 @@ class RowSource:
 
     Attributes:
       rows: all of them.
-      position: rows handed out so far, over all epochs.
+      position: rows returned so far, over all epochs.
     """
 
     def __init__(self, rows: ExampleRows, config: Config) -> None:
@@ -355,7 +354,9 @@ def _demonstration(where: str, row: Mapping[str, Any], config: Config, tokens: C
             text = _plain(prompt, f"{where}: {sft.prompt_key!r} (sft.prompt_key)", config)
             return ExampleRow(where, (tokens.plain(text, _text(completion, f"{where}: {sft.completion_key!r}")),))
         context = _context(prompt, f"{where}: {sft.prompt_key!r} (sft.prompt_key)", config)
-        said = _said(completion, f"{where}: {sft.completion_key!r} (sft.completion_key)")
+        named = f"{where}: {sft.completion_key!r} (sft.completion_key)"
+        said = _said_or_all(completion, named)
+        _check_said(said, named)
     return ExampleRow(where, (_tokenised(where, context, said, row, tokens, sft.train_on),))
 
 
@@ -432,12 +433,6 @@ def _context(prompt: Any, named: str, config: Config) -> Messages:
 def _plain(prompt: Any, named: str, config: Config) -> str:
     """A prompt without a chat template, as `jaxrl train` writes it."""
     return "\n\n".join(message["content"] for message in _context(_text(prompt, named), named, config))
-
-
-def _said(value: Any, named: str) -> Messages:
-    found = _said_or_all(value, named)
-    _check_said(found, named)
-    return found
 
 
 def _said_or_all(value: Any, named: str) -> Messages:

@@ -21,8 +21,8 @@ MAX_LINE_BYTES = 64 * 2**20
 _MAX_EMPTY_LINES = 100_000  # in a row
 _ENCODED, _DECODED = 2**24, 2**28
 _EXPANDS = 256
-"""A Parquet file may stand for so many times its bytes, and some: compression rarely makes more than 50 of one, and a
-dictionary can make any number."""
+"""A Parquet file may expand to this many times its size, and some more: compression rarely makes more than 50 bytes of
+one, and a dictionary can make any number."""
 
 _GZIP = b"\x1f\x8b"
 _KINDS = {_GZIP: "gzip", b"PAR1": "Parquet", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}

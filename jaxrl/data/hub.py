@@ -1,11 +1,11 @@
 """Models and data sets of the Hugging Face Hub, by their names: `Qwen/Qwen2.5-0.5B-Instruct`, `org/name@revision`, and
 `openai/gsm8k:main/train-*.parquet` for files of one.
 
-Purpose: a name becomes the path of a folder or of files in the Hub's own cache on this machine (`HF_HOME`), through
-`huggingface_hub`, an optional package. What is in the cache is taken without a question to the network, so a run that
-goes on finds what it began with, and a machine without a network needs nothing but a filled cache. What is missing is
-fetched, of the commit that is there already if one is. So a branch (`main` is one) does not move by itself:
-`hf download org/name` moves it.
+A name becomes the path of a folder or of files in the Hub's own cache on this machine (`HF_HOME`), through
+`huggingface_hub`, an optional package. The cache is used without a request to the network, so a resumed run finds the
+files that it began with, and a machine without a network needs nothing but a filled cache. Missing files are fetched,
+of the commit that is in the cache already if there is one. So a branch (`main` is one) does not move by itself: `hf
+download org/name` moves it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From the rows of data files to problems: which column is what, and what it may hold.
+"""From the rows of data files to problems: the columns and their allowed values.
 
 Columns are named by `data.*_key`; a dotted name reaches into nested columns (`reward_model.ground_truth`, as verl's
 Parquet files have it). What a prompt cannot carry (calls of tools, roles other than system, user and assistant, parts

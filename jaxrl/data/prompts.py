@@ -131,7 +131,7 @@ def validation_prompts(
 class PromptSource:
     """Training prompts without end: a new deterministic order in each epoch, batches crossing epoch ends.
 
-    The position counts prompts handed out since the beginning; the p-th prompt is a pure function of (problems,
+    The position counts prompts returned since the beginning; the p-th prompt is a pure function of (problems,
     configuration, p). So a set smaller than a batch simply repeats inside it, each time with its own epoch, and the
     cursor is the position.
     """

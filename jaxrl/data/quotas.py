@@ -1,8 +1,8 @@
 """Prompts of each source in a fixed number per batch (`data.source_quotas`), in an order that one integer resumes.
 
 Each source is walked in epochs of its own: its k-th prompt, counted over the run, belongs to its epoch k // n, n being
-its prompts. So a small source with a large quota is in a later epoch than the others, no prompt is left out, and the
-key (epoch, index) of a prompt stays its own, since an index belongs to one source.
+its number of prompts. So a small source with a large quota is in a later epoch than the others, no prompt is left out,
+and the key (epoch, index) of a prompt stays unique, since an index belongs to one source.
 
 The p-th prompt of the run stands at place p mod P0 of batch p // P0. The places of a batch are dealt to the sources so
 that each has its share of every beginning, nearly: a rule that launches more or fewer than P0 gets the same mix.

@@ -8,7 +8,6 @@ import json
 import logging
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import date
 from itertools import islice
 from pathlib import Path
@@ -46,35 +45,12 @@ class Environments(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Tokens:
-    """The prompts that are kept.
-
-    Attributes:
-      places, indices: of each, its place among the problems and their `index`, both ascending.
-      tokens: of all, one after another; `ends`: where each ends.
-      fingerprint: a hash of what the model sees and its answers are compared with: indices, tokens, sources, answers.
-    """
-
-    places: np.ndarray
-    indices: np.ndarray
-    tokens: np.ndarray
-    ends: np.ndarray
-    fingerprint: str
-
-    @classmethod
-    def in_folder(cls, folder: Path) -> _Tokens:
-        file = folder / "tokens"
-        tokens = np.memmap(file, np.int32, "r") if file.stat().st_size else np.zeros(0, np.int32)
-        arrays = [mapped(folder, name) for name in ("places", "indices", "ends")]
-        return cls(arrays[0], arrays[1], tokens, arrays[2], (folder / "fingerprint").read_text(encoding="utf-8"))
-
-
 class Rendered:
     """Problems with their tokenised prompts, the overlong ones dropped.
 
     Attributes:
       num_filtered: problems that are dropped.
+      fingerprint: a hash of what the model sees and of the answers that it is compared with.
     """
 
     def __init__(
@@ -85,28 +61,33 @@ class Rendered:
         environments: Environments | None = None,
     ):
         self._problems, self._tokenizer, self._data, self._environments = problems, tokenizer, data, environments
-        self._tokens = self._tokenised()
+        # of the prompts that are kept: places among the problems and their `index`, both ascending; the ends of each in
+        # the tokens of all
+        self._places, self._indices, self._ends, self.fingerprint, self._token_ids = self._tokenised()
         self.num_filtered = len(problems) - len(self)
         if self.num_filtered:
             limit = data.max_prompt_length
             _log.warning("dropped %d of %d prompts: over %d tokens", self.num_filtered, len(problems), limit)
 
     def __len__(self) -> int:
-        return len(self._tokens.places)
+        return len(self._places)
 
-    def _tokenised(self) -> _Tokens:
+    def _tokenised(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, str, np.ndarray]:
         """The tokens of a store are kept in its folder, unless an environment changes them."""
         if isinstance(self._problems, ProblemStore) and self._environments is None:
             options = {name: getattr(self._data, name) for name in _OPTIONS}
             today = _today() if self._tokenizer.reads_the_date else ""
             key = digest(self._tokenizer.fingerprint, options, today)
             try:
-                return _Tokens.in_folder(kept(self._problems.folder / f"tokens-{key}", self._write))
+                folder = kept(self._problems.folder / f"tokens-{key}", self._write)
+                file = folder / "tokens"
+                tokens = np.memmap(file, np.int32, "r") if file.stat().st_size else np.zeros(0, np.int32)
+                places, indices, ends = (mapped(folder, name) for name in ("places", "indices", "ends"))
+                return places, indices, ends, (folder / "fingerprint").read_text(encoding="utf-8"), tokens
             except OSError as error:
                 _log.warning("data.cache_dir: %s; prompts are tokenised anew at every start", error)
         out = io.BytesIO()
-        places, indices, ends, fingerprint = self._encode_all(out)
-        return _Tokens(places, indices, np.frombuffer(out.getbuffer(), np.int32), ends, fingerprint)
+        return *self._encode_all(out), np.frombuffer(out.getbuffer(), np.int32)
 
     def _write(self, folder: Path) -> None:
         with (folder / "tokens").open("wb") as file:
@@ -116,7 +97,7 @@ class Rendered:
         (folder / "fingerprint").write_text(fingerprint, encoding="utf-8")
 
     def _encode_all(self, out: BinaryIO) -> tuple[np.ndarray, np.ndarray, np.ndarray, str]:
-        """Writes the tokens of all prompts that are kept; returns the other fields of `_Tokens`."""
+        """Writes the tokens of all prompts that are kept; returns their places, indices, ends, and the fingerprint."""
         data, hashed = self._data, hashlib.sha256()
         places, indices, lengths = array("q"), array("q"), array("q")
         for place, (problem, ids, count) in enumerate(self._encoded()):
@@ -158,55 +139,45 @@ class Rendered:
                     ids = self._tokenizer.encode(text, add_special_tokens=special)
                     yield problem, ids, str(len(ids))
 
-    def _extra(self, problem: Problem) -> Mapping[str, Any]:
-        """The extra columns; environments, and rewards over turns, also get the conversation."""
-        if self._environments is None:
-            return problem.extra
-        return {**problem.extra, "messages": [*map(dict, asked_messages(problem.messages, self._data))]}
-
     def _text(self, problem: Problem) -> str:
-        tools = () if self._environments is None else self._environments.schemas(problem.extra, problem.where)
-        return _render(problem, self._tokenizer, self._data, tools)
+        data = self._data
+        messages = asked_messages(problem.messages, data)
+        if not data.apply_chat_template:
+            return "\n\n".join(message["content"] for message in messages)
+        variables = dict(data.apply_chat_template_kwargs)
+        if self._environments is not None and (tools := self._environments.schemas(problem.extra, problem.where)):
+            variables["tools"] = list(tools)
+        try:
+            return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, **variables)
+        except RefusedMessages as error:
+            raise ValueError(f"{problem.where}: {error}") from None
 
     def sources(self, of_problems: Sequence[str]) -> list[str]:
         """The source of each row."""
-        return [of_problems[int(place)] for place in self._tokens.places]
+        return [of_problems[int(place)] for place in self._places]
 
     def row_of(self, index: int) -> int:
-        row = int(np.searchsorted(self._tokens.indices, index))
-        if row == len(self) or self._tokens.indices[row] != index:
+        row = int(np.searchsorted(self._indices, index))
+        if row == len(self) or self._indices[row] != index:
             raise ValueError(f"prompt {index}: the training data holds no such problem, or it was dropped as too long")
         return row
 
     def prompt(self, row: int, epoch: int) -> Prompt:
-        problem, ends = self._problems[int(self._tokens.places[row])], self._tokens.ends
+        problem, ends = self._problems[int(self._places[row])], self._ends
+        extra = problem.extra
+        if self._environments is not None:  # an environment, and a reward over turns, gets the conversation too
+            extra = {**extra, "messages": [*map(dict, asked_messages(problem.messages, self._data))]}
         return Prompt(
             epoch=epoch,
             index=problem.index,
-            token_ids=tuple(self._tokens.tokens[ends[row - 1] if row else 0 : ends[row]].tolist()),
+            token_ids=tuple(self._token_ids[ends[row - 1] if row else 0 : ends[row]].tolist()),
             text=self._text(problem).replace(JOINT, ""),
             source=problem.source,
             answer=problem.answer,
-            extra=self._extra(problem),
+            extra=extra,
             question=problem.question,
         )
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of what the model sees and of the answers that it is compared with."""
-        return self._tokens.fingerprint
 
 
 def _today() -> str:
     return str(date.today())
-
-
-def _render(problem: Problem, tokenizer: Tokenizer, data: DataSection, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-    messages = asked_messages(problem.messages, data)
-    if data.apply_chat_template:
-        try:
-            variables = {**data.apply_chat_template_kwargs, **({"tools": list(tools)} if tools else {})}
-            return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **variables)
-        except RefusedMessages as error:
-            raise ValueError(f"{problem.where}: {error}") from None
-    return "\n\n".join(message["content"] for message in messages)

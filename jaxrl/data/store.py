@@ -1,11 +1,11 @@
-"""Large data kept between starts: problems as they were read and the tokens of their prompts, mapped into memory.
+"""Large data kept between starts: problems and the tokens of their prompts, mapped into memory.
 
-Reading and tokenising a million problems takes minutes and gigabytes. What that gives is kept in a folder of
-`data.cache_dir` whose name is the digest of all that it follows from: the contents and names of the files, the options
-by which rows become problems, and this version of jaxrl (`jaxrl.data.rendered` adds tokenizer and templates). A later
-start compares the files with their checksums, maps them, and reads a problem when it is asked for. A folder that was
-cut off while it was written has another name, and a damaged one is made anew. Problems are JSON, and only a folder that
-nobody else can write to is read.
+Reading and tokenising a million problems takes minutes and gigabytes. The result is kept in a folder of
+`data.cache_dir` whose name is the digest of everything that determines it: the contents and names of the files, the
+options by which rows become problems, and this version of jaxrl (`jaxrl.data.rendered` adds tokenizer and templates). A
+later start compares the files with their checksums, maps them, and reads problems on demand. A folder that is still
+being written has another name, and a damaged one is made anew. Problems are JSON, and a folder is read only if nobody
+else can write to it.
 """
 
 from __future__ import annotations

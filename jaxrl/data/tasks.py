@@ -41,7 +41,8 @@ def draw_task(data: DataSection, held_out: bool, count: int) -> list[Problem]:
             extra={"entry": entry},
         )
         misses += 1
-        if _is_held_out(problem.identity) == held_out and problem.identity not in found:
+        hashed = int.from_bytes(hashlib.sha256(problem.identity.encode()).digest()[:8], "big")
+        if (hashed < _HELD_OUT_SHARE * 2**64) == held_out and problem.identity not in found:
             found[problem.identity] = problem
             misses = 0
         if len(found) == count:
@@ -51,11 +52,6 @@ def draw_task(data: DataSection, held_out: bool, count: int) -> list[Problem]:
     kind, option = ("held-out", "data.val_size") if held_out else ("training", "data.task_size")
     _log.warning("%s: only %d distinct %s problems (%s is %d)", data.task, len(found), kind, option, count)
     return list(found.values())
-
-
-def _is_held_out(identity: str) -> bool:
-    number = int.from_bytes(hashlib.sha256(identity.encode()).digest()[:8], "big")
-    return number < _HELD_OUT_SHARE * 2**64
 
 
 def _task_entries(data: DataSection) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -1,7 +1,7 @@
-"""What the files of a Hugging Face folder say of a tokenizer: tokenizer.json, tokenizer_config.json and their kin.
+"""A tokenizer's files in a Hugging Face folder: tokenizer.json, tokenizer_config.json and their kin.
 
-Transformers takes some of these entries in any form, or leaves out what it does not know. Here an entry of another type
-than its documentation says is refused with the file's name, and so is a special token that no id stands for.
+Transformers accepts some of these entries in any form, or ignores unknown ones. Here an entry of another type than its
+documentation says is refused with the file's name, and so is a special token that has no id.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The functions that a response calls, read back from its text in the forms that models write.
+"""The functions that a response calls, parsed from its text in the forms that models write.
 
 - Hermes, Qwen, SmolLM3: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them, and text around
   them.
@@ -10,15 +10,14 @@
 - Mistral since 2025: `[TOOL_CALLS]name[ARGS]{...}`, any number of them, perhaps with `[CALL_ID]` and an id between; or
   `name{...}` without the marks.
 - OLMo 3: lines `name(argument=value, ...)` between `<function_calls>` and `</function_calls>`, where values are
-  Python's or JSON's. SmolLM3, told to write Python, has such calls between `<code>` and `</code>` at the end of a
-  response; what is more of a program than that is text.
-- Gemma and Phi-4 have no form of their own: they call as the prompt has it.
+  Python's or JSON's. SmolLM3, asked to write Python, has such calls between `<code>` and `</code>` at the end of a
+  response; a program that is more than calls is text.
+- Gemma and Phi-4 have no form of their own: they call in the form that the prompt gives.
 
-What cannot be read is text: a model that writes half a call has called nothing. So is all up to `</think>`, where a
-model only thinks of calls. A call of a function that does not
-exist is a call all the same, so that whoever answers can say so, and the calls beside it count. Where a model's marks
-are special tokens, which text leaves out, an object is a call if its function exists or it has a call's names alone,
-and `name{...}` and what stands in `<code>` are calls if one of their functions exists.
+Text that cannot be parsed calls nothing, and so does everything up to `</think>`. A call of an unknown function is a
+call, so that it can be answered with an error, and the calls beside it count. Where a model's marks are special tokens,
+which text leaves out, an object is a call if its function exists or if it has the keys of a call and no others, and
+`name{...}` and the contents of `<code>` are calls if one of their functions exists.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""What stands between two turns of a model: answers, as the model's own chat template writes them, as tokens.
+"""The tokens between two turns of a model: new messages, in the form of the model's own chat template.
 
-Purpose: a conversation is appended to, and never rendered again. What the model has said stays as it was drawn, token
-by token; behind it come the tokens that the template writes after an assistant's message: its end, the new messages,
-and the beginning of the next turn. A template is asked for these alone, beside two short messages, whatever the
-conversation has grown to: its time does not grow with the turns.
+A conversation is appended to, and never rendered again. The model's tokens stay as they were sampled; behind them come
+the tokens that the template writes after an assistant's message: its end, the new messages, and the beginning of the
+next turn. The template renders these alone, beside two short messages, so its time does not grow with the turns.
 
 Where a template only appends, the tokens are those of the whole conversation, rendered at once; unless a tokenizer
-joins the beginning of a turn and what is said there into one token, which no model can draw. Some templates rewrite
-what was said before: Qwen3's drops the thinking of all turns but the last. A model that is trained on what it has drawn
-then reads its own thinking, which `rewritten` says in a sentence for the user.
+joins the beginning of a turn and its first words into one token, which no model can sample. Some templates rewrite
+earlier turns: Qwen3's drops the thinking of all turns but the last. A model that is trained on its own samples then
+reads its own thinking, which `rewritten` says in a sentence for the user.
 """
 
 from __future__ import annotations

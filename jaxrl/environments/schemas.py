@@ -1,8 +1,8 @@
 """A typed Python function with a docstring, as a tool that a chat template describes to a model.
 
-Source: the form of OpenAI's `tools`, made of a function as transformers' `get_json_schema` makes it: the description is
-the docstring up to `Args:`, where each parameter has a line of its own. Departure: the description of what it returns
-is left out, since no family's template shows it.
+Source: the form of OpenAI's `tools`, made from a function as transformers' `get_json_schema` makes it: the description
+is the docstring up to `Args:`, where each parameter has a line of its own. Departure: the description of the result is
+left out, since no family's template shows it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _ARGUMENT = re.compile(r"^\*{0,2}(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
 
 
 def tool_schema(function: Callable[..., Any], name: str = "", *, is_method: bool = False) -> Schema:
-    """The description of a function, as chat templates and OpenAI's `tools` take it.
+    """The description of a function, in the form that chat templates and OpenAI's `tools` take.
 
     Args:
       name: default: its own.
       is_method: its first parameter is the object.
 
     Raises:
-      ValueError: it has no docstring, or a parameter without a type, without a line under `Args:`, of a type that JSON
-        does not have, or of which there may be any number.
+      ValueError: it has no docstring; or a parameter has no type, no line under `Args:` or a type that JSON does not
+        have, or cannot be given by name.
     """
     name = name or function.__name__
     if not callable(function):
@@ -67,7 +67,7 @@ def tool_schema(function: Callable[..., Any], name: str = "", *, is_method: bool
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """What a model may give: of a partial function all but what it binds."""
+    """The parameters that a model may give: those of a partial function that it does not bind."""
     signature, inner = inspect.signature(function), inspect.unwrap(function)
     bound = inner.keywords if isinstance(inner, functools.partial) else {}
     return signature.replace(parameters=[each for each in signature.parameters.values() if each.name not in bound])
@@ -102,7 +102,7 @@ def _of_type(hint: Any, which: str) -> Schema:
 
 
 def _read(text: str) -> tuple[str, Mapping[str, str]]:
-    """(the description, what is said of each parameter) of a docstring in Google's style."""
+    """(the description, the text for each parameter) of a docstring in Google's style."""
     first = _SECTION.search(text)
     description = " ".join(text[: first.start() if first else None].split())
     lines: dict[str, str] = {}

@@ -96,8 +96,8 @@ def _config(id, args):
     except ModuleNotFoundError as error:
         raise ValueError(f"environment.id: {id} cannot be imported: {error.__cause__ or error}") from None
     except ValueError as error:
-        told = getattr(error, "errors", list)()  # pydantic's, in several lines
-        wrong = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in told] or [str(error)]
+        details = getattr(error, "errors", list)()  # pydantic's, in several lines
+        wrong = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in details] or [str(error)]
         raise ValueError(f"environment.args: {'; '.join(wrong)}") from None
 
 
@@ -110,8 +110,9 @@ class Environment:
     """An environment, with the policy in one of its seats.
 
     Args:
-      id: of the taskset. args: the environment's configuration, as in the section `env` of verifiers' own files.
-      is_held_out_whole: all tasks are for evaluation.
+      id: of the taskset.
+      args: the environment's configuration, as in the section `env` of verifiers' own files.
+      is_held_out_whole: whether all tasks are for evaluation.
     """
 
     def __init__(self, id, args, is_held_out_whole):
@@ -200,7 +201,7 @@ class Conversation(vf.Harness[vf.HarnessConfig]):
             while True:
                 try:
                     answer = await client.chat.completions.create(model=ctx.model, messages=messages, **given)
-                except openai.APIStatusError as error:  # the episode is over, or the policy's server refuses
+                except openai.APIStatusError as error:  # the episode has ended, or the policy's server refuses
                     return vf.ProgramResult(exit_code=1, stdout="", stderr=str(error))
                 said = answer.choices[0].message
                 messages.append(said.model_dump(exclude_none=True))

@@ -202,12 +202,12 @@ class EpisodeScorer:
         return {"row": row, "messages": [dict(message) for message in messages]}
 
     def _episodes(self, name: str) -> Episodes | Program:
-        """The episodes of a class, or of the file. Raises ValueError where the file does not define it."""
         if name not in self._made:
-            self._made[name] = self._of_file(name)
+            self._made[name] = self._loaded(name)
         return self._made[name]
 
-    def _of_file(self, name: str) -> Episodes | Program:
+    def _loaded(self, name: str) -> Episodes | Program:
+        """The episodes of a class, or of the file. Raises ValueError where the file does not define it."""
         if self.python:
             return Program(OtherPython(self.python, self.file.path), self.args)
         module = user_module("environment.path", self.file)

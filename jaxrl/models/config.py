@@ -1,10 +1,8 @@
 """What a decoder looks like: `ModelConfig`, read from and written as a Hugging Face `config.json`.
 
-All families share one decoder; `jaxrl.models.families` has what each does otherwise than Llama. Anything that the
-decoder does not compute (another activation, another kind of rope) is refused when the file is read, never ignored.
-
-Values are read as transformers 5 reads them, with its defaults for what a file leaves out; `jaxrl.models.rope` has the
-rules for rope.
+All families share one decoder; `jaxrl.models.families` says how each differs from Llama. Anything that the decoder does
+not compute (another activation, another kind of rope) is refused when the file is read, never ignored. Values are read
+as transformers 5 reads them, with its defaults; `jaxrl.models.rope` has the rules for rope.
 """
 
 from __future__ import annotations
@@ -67,14 +65,14 @@ class ModelConfig:
     With `scalar_head` it is a reward model (`...ForSequenceClassification` with one label): in place of the vocabulary
     head it has one number, read at a text's last token that is not `pad_token_id`.
 
-    The switches, of which a family has some (their names are those of config.json where it has them):
+    The switches (named as in config.json where it has them):
 
-    - `norms`: of attention and MLP each `before` (their inputs), `after` (what they add) or `both`; `norm_plus_one`:
-      what multiplies is one plus the weight.
+    - `norms`: of attention and MLP each `before` (of their inputs), `after` (of their outputs) or `both`;
+      `norm_plus_one`: the scale is one plus the weight.
     - `qk_norm`: of queries and keys, each head by itself, or with `qk_norm_over_heads` all heads together.
     - `qkv_bias`, `o_bias`, `mlp_bias`; `hidden_act`.
     - `scale_embedding`: by the square root of hidden_size. `embedding_multiplier`, `residual_multiplier`: of the
-      embedding, and of what attention and MLP add. Logits are divided by `logits_scaling`.
+      embedding, and of the outputs of attention and MLP. Logits are divided by `logits_scaling`.
     - Scores are multiplied by `attention_multiplier`, or if that is 0 by `query_pre_attn_scalar` ** -0.5, or if that is
       0 by head_dim ** -0.5. Soft-capped, by `attn_logit_softcapping` and `final_logit_softcapping`, x is
       cap * tanh(x / cap); 0 is off.
@@ -83,9 +81,9 @@ class ModelConfig:
       empty: all. `sliding_rope`: rope of the layers with a window; None: that of the others. `rope_layers`: whether a
       layer has rope; empty: all have. `attention_sinks`: each head has a score that no value belongs to.
     - `clip_qkv`: the most that an entry of queries, keys and values may be, either way; 0: any.
-    - `num_experts`: each layer has so many MLPs of `intermediate_size`, of which a token takes `num_experts_per_tok`,
-      each times its share of the router's softmax; with `norm_topk_prob` of that over the chosen alone; 0: it has one
-      MLP (`jaxrl.models.experts`). `expert_bias`: of router and experts. With `swiglu_limit` their gate and up stay
+    - `num_experts`: the MLPs of `intermediate_size` of each layer, of which a token takes `num_experts_per_tok`, each
+      times its share of the router's softmax, or with `norm_topk_prob` of that over the chosen alone; 0: each layer has
+      one MLP (`jaxrl.models.experts`). `expert_bias`: of router and experts. With `swiglu_limit` their gate and up stay
       within it, and the gate's sigmoid has `swiglu_alpha`.
 
     Example::
@@ -505,6 +503,10 @@ def read_config(fields: Fields, generation: Fields) -> ModelConfig:
     if "attention_bias" in row.biases:
         has_bias = fields.flag("attention_bias", row.defaults.get("attention_bias", False))
         switches["qkv_bias"] = switches["o_bias"] = has_bias
+    act = fields.raw.get(row.activation, row.defaults.get("hidden_act", "silu"))
+    if act not in ("silu", "swish", "gelu_pytorch_tanh"):
+        fields.refuse(f"{row.activation} {shown(act)}", "the MLP's activation must be 'silu' or 'gelu_pytorch_tanh'")
+    switches["hidden_act"] = "silu" if act == "swish" else act
     switches["mlp_bias"] = "mlp_bias" in row.biases and fields.flag("mlp_bias")
     switches |= row.layers(fields, num_layers) | _read_ropes(fields, row, max_positions)
     if "sliding_window" not in switches:
@@ -527,7 +529,6 @@ def read_config(fields: Fields, generation: Fields) -> ModelConfig:
             head_dim=size("head_dim", hidden // heads),
             rms_norm_eps=fields.number("rms_norm_eps", row.defaults.get("rms_norm_eps", _DEFAULT_EPS), high=1.0),
             tie_word_embeddings=fields.flag("tie_word_embeddings", row.defaults.get("tie_word_embeddings", False)),
-            hidden_act=_activation(fields, row),
             **switches,
             max_position_embeddings=max_positions,
             bos_token_id=bos[0] if bos else None,
@@ -548,14 +549,6 @@ def _number(fields: Fields, key: str, default: float) -> float:
     if isinstance(default, int):
         return fields.integer(key, default, high=MAX_ID)
     return fields.number(key, default, high=_LARGEST_FACTOR)
-
-
-def _activation(fields: Fields, row: Family) -> Any:
-    usual = row.defaults.get("hidden_act", "silu")
-    act = {"swish": "silu"}.get(found := fields.raw.get(row.activation, usual), found)
-    if act not in ("silu", "gelu_pytorch_tanh"):
-        fields.refuse(f"{row.activation} {shown(found)}", "the MLP's activation must be 'silu' or 'gelu_pytorch_tanh'")
-    return act
 
 
 def _read_ropes(fields: Fields, row: Family, max_positions: int) -> dict[str, Any]:

@@ -655,7 +655,7 @@ def forward_scan(
         lp, index, kind = own
         drawn = None if keys is None else jax.vmap(jax.random.fold_in, (0, None))(keys, index)
         cos, sin = (table[kind] for table in tables) if ropes_differ else tables
-        of_layer = attend if kind is None else partial(_with_kind, attend, kind)
+        of_layer = attend if kind is None else lambda q, k, v, *sinks: attend(q, k, v, kind, *sinks)
         how = {"widen": widen, "reduce_dtype": reduce_dtype, "keys": drawn, "mix": mix, "by_rows": by_rows}
         x, _, routing = layer(gather(lp), x, cos, sin, lambda *qkv: (of_layer(*qkv), None), config, **how)
         return constrain(x), None if tally is None or routing is None else tally(routing)
@@ -677,12 +677,6 @@ def forward_scan(
     x, tallies = lax.scan(_rematerialised(body, remat), x, (layers, indices, kinds))
     hidden = final_norm(params, x, config, by_rows=by_rows)
     return hidden if tally is None else (hidden, tallies)
-
-
-def _with_kind(
-    attend: Callable[..., jax.Array], kind: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, *sinks: jax.Array
-) -> jax.Array:
-    return attend(q, k, v, kind, *sinks)
 
 
 def _stacked_tables(tables: list[Tables]) -> tuple[jax.Array, jax.Array]:

@@ -113,19 +113,14 @@ def mix(
     """[..., E] in at least float32: the weighted sum of each token's experts, of those among the X whose `WEIGHTS`
     are given, in x's dtype or as codes (`jaxrl.sharding.narrow_weights`). `first`: the number of the first of them."""
     x_TE, chosen = jax.tree.map(lambda each: each.reshape(-1, each.shape[-1]), (x, routing))
-    return _mix(x_TE, chosen, weights, shape, first).reshape(x.shape)
-
-
-def _mix(
-    x_TE: jax.Array, routing: Routing, weights: Mapping[str, jax.Array], shape: ExpertSettings, first: Any
-) -> jax.Array:
-    count, tokens = weights["down"].shape[0], x_TE.shape[0]
-    own = routing.experts - first
-    if shape.batched and tokens <= _BATCHED:
-        return _batched(x_TE, own, routing.weights, weights, shape)
-    load = routing.experts.size // (count * shape.parts)  # the mean
-    block = min(max(1 << max(load - 1, 0).bit_length(), _SMALLEST), _LARGEST)
-    return _in_blocks(shape, block, x_TE, routing.weights, dict(weights), own)
+    own = chosen.experts - first
+    if shape.batched and x_TE.shape[0] <= _BATCHED:
+        out = _batched(x_TE, own, chosen.weights, weights, shape)
+    else:
+        load = own.size // (weights["down"].shape[0] * shape.parts)  # the mean
+        block = min(max(1 << max(load - 1, 0).bit_length(), _SMALLEST), _LARGEST)
+        out = _in_blocks(shape, block, x_TE, chosen.weights, dict(weights), own)
+    return out.reshape(x.shape)
 
 
 def mix_in_kernels(

@@ -1,13 +1,12 @@
 """The families of models that the decoder computes: a table with a row for each.
 
-A row says what a family does otherwise than Llama, as fields of `jaxrl.models.config.ModelConfig`: what all its models
-have (`fixed`), and what its config.json decides (`keys`, `layers`). The decoder knows switches and no family, so a
-model whose switches are all here is a row (docs/your-model.md), and code that a family does not ask for is not in its
-programs.
+A row says how a family differs from Llama, as fields of `jaxrl.models.config.ModelConfig`: those that all its models
+have (`fixed`), and those that its config.json decides (`keys`, `layers`). The decoder knows switches and no family, so
+a model whose switches exist is a row (docs/your-model.md).
 
-Source: transformers 5.24, `configuration_*.py` and `modeling_*.py` of each family; defaults for what a file leaves out
-are theirs. Departures: what transformers ignores in a file is refused where it would be read as a switch
-(`attention_bias`, `mlp_bias`), and so is attention in both directions.
+Source: transformers 5.24, `configuration_*.py` and `modeling_*.py` of each family, with their defaults. Departures:
+entries that transformers ignores are refused where they would be read as a switch (`attention_bias`, `mlp_bias`), and
+so is attention in both directions.
 """
 
 from __future__ import annotations

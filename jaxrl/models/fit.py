@@ -1,7 +1,7 @@
-"""Whether a tokenizer, a model and a run's lengths belong together; looked at before any weight is read.
+"""Checks, before any weight is read, that a tokenizer, a model and a run's lengths belong together.
 
-An id beyond the model's vocabulary has no row of the embedding: on the devices its row is another one, or none, and no
-error says so. A position beyond those that a model was made for gives text, and worse text.
+An id beyond the model's vocabulary has no row of the embedding: on the devices it reads another row, or none, without
+an error. Positions beyond those that a model was made for give worse text, without an error.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""How a model's layers share a KV pool: in stacks of equally many, all of a stack with one window.
+"""How a model's layers share a KV pool: in stacks of equally many layers, all of a stack with one window.
 
-Purpose: a block holds the KV of one stack's layers (`jaxrl.scheduling.tokens.stacks`), so the pool has a pair of arrays
-for each place in a stack, whatever stacks there are.
-
-Source: the hybrid KV cache manager of vLLM; the size of a stack is chosen otherwise.
+A block holds the KV of one stack's layers (`jaxrl.scheduling.tokens.stacks`), so the pool has a pair of arrays for each
+place in a stack. Source: the hybrid KV cache manager of vLLM; the size of a stack is chosen otherwise.
 
 The size is the largest with which no place of a stack without a window stays empty and, of those, few with a window do:
-Gemma 3 27B has 10 layers that see all and 52 with a window, which are one stack and six of 10 layers, 8 of them empty.
-Where the longest sequence reaches behind no window, nothing can be freed: all layers are one stack without a window.
+Gemma 3 27B has 10 layers with full attention and 52 with a window, which are one stack and six of 10 layers, 8 of them
+empty. Where no sequence is longer than the windows, nothing can be freed: all layers are one stack without a window.
 """
 
 from __future__ import annotations

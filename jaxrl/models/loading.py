@@ -35,7 +35,10 @@ def resolve_path(path: str, option: str = "model.path", *, weights: bool = False
       ValueError: it is a URL, the package is not installed, or the Hub's model cannot be fetched.
     """
     if is_url(path.removeprefix(RANDOM)):
-        raise ValueError(f"{option}: {path} is a URL; {_url_advice(path.removeprefix(RANDOM))}")
+        parts, advice = path.partition("://")[2].split("/"), "download the model, and give its folder or its .gguf file"
+        if len(parts) >= 3 and hub_name(name := "/".join(parts[1:3])) is not None:
+            advice = f"give {name} for a model of the Hugging Face Hub, or its folder or .gguf file on this machine"
+        raise ValueError(f"{option}: {path} is a URL; {advice}")
     if path.startswith("~"):
         path = os.path.expanduser(path)
     package, colon, file = path.partition(":")
@@ -53,13 +56,6 @@ def resolve_path(path: str, option: str = "model.path", *, weights: bool = False
             )
         path = str(Path(next(iter(spec.submodule_search_locations))) / file)
     return path
-
-
-def _url_advice(url: str) -> str:
-    parts = url.partition("://")[2].split("/")
-    if len(parts) >= 3 and hub_name(name := "/".join(parts[1:3])) is not None:
-        return f"give {name} for a model of the Hugging Face Hub, or its folder or .gguf file on this machine"
-    return "download the model, and give its folder or its .gguf file"
 
 
 def checked_path(path: str | Path, option: str = "model.path") -> Path:

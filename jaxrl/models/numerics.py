@@ -1,10 +1,10 @@
-"""`actor.numerics=invariant` of a model: what is computed in pieces of one shape (`jaxrl.kernels.invariant`), and in
-which parts, so that a token's numbers do not depend on the degree of tensor parallelism either.
+"""`actor.numerics=invariant` of a model: the tiles (`jaxrl.kernels.invariant`) and the parts of weights in which it is
+computed, so that a token's numbers do not depend on the degree of tensor parallelism either.
 
-Each weight that tensor parallelism splits is cut into `actor.numerics_tp` parts, whatever degree a layout has: a device
-computes its own parts one after another. What a sum over heads or MLP columns is made of is added in the order of the
-mesh's own tree, neighbouring parts first, so a layout with fewer devices adds the same pairs in the same order. The
-trainer, whose devices have whole weights, computes all parts, with the zeros that pad the rollout's.
+Each weight that tensor parallelism splits is cut into `actor.numerics_tp` parts in every layout: a device computes its
+own parts one after another. Sums over heads or MLP columns are added in the order of the mesh's own tree, neighbouring
+parts first, so a layout with fewer devices adds the same pairs in the same order. The trainer, whose devices have whole
+weights, computes all parts, with the zeros that pad the rollout's.
 """
 
 from __future__ import annotations

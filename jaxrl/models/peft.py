@@ -1,8 +1,8 @@
-"""Adapters as peft writes and reads them: a folder with adapter_config.json and adapter_model.safetensors.
+"""Adapters in peft's format: a folder with adapter_config.json and adapter_model.safetensors.
 
-Which matrices have adapters follows from `target_modules` and `exclude_modules` by peft's rules: a list of names or of
-ends of names, a regular expression for whole names, or all-linear. What changes a layer's function otherwise (DoRA,
-biases, other ranks for some matrices, other modules) is refused when the folder is read, never ignored.
+`target_modules` and `exclude_modules` choose matrices by peft's rules: a list of names or of ends of names, a regular
+expression for whole names, or all-linear. Settings that change a layer's function in another way (DoRA, biases, other
+ranks for some matrices, other modules) are refused when the folder is read, never ignored.
 """
 
 from __future__ import annotations

@@ -83,9 +83,9 @@ def read_header(file: Path, packed: str = "") -> dict[str, Tensor]:
     except FileNotFoundError:
         raise ValueError(f"{file}: no such file") from None
     except SafetensorError as error:
-        told = str(error).removeprefix("Error while deserializing header: ")
-        told = "".join(letter for letter in told if letter.isprintable())
-        raise ValueError(f"{file}: truncated or not a safetensors file ({told[:200]})") from None
+        said = str(error).removeprefix("Error while deserializing header: ")
+        said = "".join(letter for letter in said if letter.isprintable())
+        raise ValueError(f"{file}: truncated or not a safetensors file ({said[:200]})") from None
     tensors, codes = dict[str, Tensor](), _float8(file) if packed == fp8.DTYPE else {}
     for name in content.keys():  # noqa: SIM118 (no mapping)
         entry = content.get_slice(name)

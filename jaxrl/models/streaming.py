@@ -1,11 +1,10 @@
-"""Weights of layers that lie in the host's memory and come to the devices while the model runs.
-
-Purpose: a model beside the actor on the same devices with few of its layers resident.
+"""Weights of layers that lie in the host's memory and come to the devices while the model runs, so that a model can
+share the actor's devices with few of its layers resident.
 
 Source: RollPacker §4.3, the layer-wise pipeline scheme: a layer's copy runs under the compute of the layers before it.
 
-A layer's matrices are streamed; its norms and biases, a thousandth of it, stay on the devices. Two buffers: when a
-streamed layer begins to compute, the copy of the next streamed one begins, into the buffer of the one before. A barrier
+A layer's matrices are streamed; its norms and biases, a thousandth of it, stay on the devices. There are two buffers:
+when a streamed layer begins to compute, the copy of the next one begins, into the buffer of the one before. A barrier
 ties each copy to the layer's input: without it XLA would begin all copies at the start of the program, with a buffer
 for each, and would take them out of the loop over decode steps.
 

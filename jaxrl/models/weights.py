@@ -1,10 +1,8 @@
-"""A weight of a decoder, as it is declared: once, in the table of `jaxrl.models.config`.
-
-Random initialisation, shardings, loading (safetensors and GGUF), export and padding all derive from that table, so that
-a weight's shape, its logical dims and its names in files are written down in one place only.
+"""A weight of a decoder, declared once, in the table of `jaxrl.models.config`. Random initialisation, shardings,
+loading (safetensors and GGUF), export and padding all derive from that table.
 
 Logical dims: `vocab`, `embed` (the residual stream), `heads` (query heads), `kv_heads`, `head_dim`, `mlp`, `layers`,
-`experts` (of a mixture), `routes` (what a router gives: a number for each expert, whole on every device), `labels` (the
+`experts` (of a mixture), `routes` (a router's outputs: a number for each expert, whole on every device), `labels` (the
 one number of a reward model), `rank` (of an adapter).
 """
 

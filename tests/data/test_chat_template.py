@@ -36,7 +36,13 @@ def test_a_template_is_rendered():
         ("{{ '%999999999999d' % 1 }}{{ '%*d' % (10**12, 1) }}", LARGE),
         ("{{ '%*d' % (10**12, 1) }}", LARGE),
         ("{{ '{:999999999999}'.format(1) }}", LARGE),
-        ("{{ '{:{}}' | format(1, 10**12) }}", LARGE),
+        ("{{ '{:{}}'.format(1, 10**12) }}", LARGE),
+        ("{{ '{a:999999999999}'.format_map({'a': 1}) }}", LARGE),
+        ("{{ '%.*f' | format(10**12, 1) }}", LARGE),
+        ("{{ [1] | batch(10**12, 'x') | list }}", LARGE),
+        ("{{ [1] | slice(10**12) | list }}", LARGE),
+        ("{{ messages | tojson(indent=10**12) }}", LARGE),
+        ("{{ 1.5 | round(10**12, 'ceil') }}", LARGE),
         ("{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}", "writes more than"),
         ("x" * 2**21, "has 2097152 characters, more than 1048576"),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "is nested too deeply"),
@@ -95,8 +101,9 @@ def test_operators_are_those_of_jinja():
     source = (
         "{{ 3 * 4 }} {{ 'ab' * 2 }} {{ 'ab' * -1 }}{{ 2 ** 3 }} {{ '%s%%' % 3 }} {{ 1 + 2.5 }} {{ 1 ~ nothing ~ [2] }}"
     )
-    said = "{{ 'a' | center(3) }}|{{ messages[0].content | replace('h', 'H') }}{{ '{}-{}'.format(1, 2) }}"
-    assert render(source + said, "file", ASK, {}) == "12 abab 8 3% 3.5 1[2] a |Hi1-2"
+    said = "{{ 'a' | center(3) }}|{{ messages[0].content | replace('h', 'H', count=1) }}"
+    said += "{{ '{}-{:>2} 9999999999'.format(1, 2) }}{{ [1] | tojson }}"
+    assert render(source + said, "file", ASK, {}) == "12 abab 8 3% 3.5 1[2] a |Hi1- 2 9999999999[1]"
 
 
 def test_the_trial_is_made_once(monkeypatch: pytest.MonkeyPatch):

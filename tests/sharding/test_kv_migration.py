@@ -201,7 +201,7 @@ def programs(model: str) -> None:
         num_homes = min(layout.dp for layout in layouts)
         for guests in (0, 8) if num_homes > 1 else (0,):
             places = 8 + guests * num_homes
-            shape = kv_migration._Shape(heads, 20, 30, BLOCK, HEAD_DIM, jnp.dtype("float32"), places, guests, False)
+            shape = kv_migration._Sizes(heads, 20, 30, BLOCK, HEAD_DIM, jnp.dtype("float32"), places, guests, False)
             text = kv_migration._move(shape, *layouts, 2).as_text()
             found = re.findall(r"= .*?(all-gather|all-to-all|all-reduce|collective-permute)(?:-start)?\(", text)
             split, rest = (len(layout.kv_axes(heads)) for layout in layouts), max(before, after) > heads

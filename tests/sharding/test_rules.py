@@ -166,7 +166,7 @@ def test_the_second_sync_compiles_nothing():
     params = placed(normal_params(config, jnp.float32), config, layout.mesh)
     rules.to_rollout(params, config, layout, jnp.float32)
     with jax.transfer_guard_device_to_host("disallow"):
-        outer, chunk = rules._compiled(config, layout, jnp.dtype(jnp.float32), 2, 4, False, False, "none")
+        outer, chunk = rules._compiled(config, layout, jnp.dtype(jnp.float32), 2, 4)
         before = outer._cache_size(), chunk._cache_size()
         rules.to_rollout(params, config, layout, "float32")
         assert (outer._cache_size(), chunk._cache_size()) == before

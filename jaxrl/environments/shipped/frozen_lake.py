@@ -1,7 +1,7 @@
 """A game: FrozenLake of gymnasium, on a lake of its own in each row.
 
 `environment.kind=native environment.path=frozen_lake environment.name=FrozenLake`; columns, or `environment.args`:
-`size` (of the square, 4 by default), `moves` (how many there are, 12) and `slippery` (whether moves may go astray).
+`size` (of the square, 4 by default), `moves` (their number, 12) and `slippery` (whether moves may go astray).
 """
 
 import hashlib

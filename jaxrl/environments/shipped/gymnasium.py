@@ -2,14 +2,14 @@
 
 `environment.kind=native environment.path=gymnasium environment.name=Gymnasium`; `environment.args`, or columns: `id`
 (as `gymnasium.make` takes it, `package:Name-v0` too) with `kwargs` for it, `actions` (their names in words, in order),
-`rules` (what the model is told first) and `moves` (turns that there are; 0: as many as the environment allows).
+`rules` (the first message) and `moves` (the number of turns; 0: as many as the environment allows).
 
-The model sees what the environment draws with render_mode="ansi", where it can, or else the observation: as it is, or
-in a sentence (`sentence`) with {0}, {1} ... for its parts.
+The model sees the environment's picture with render_mode="ansi" if there is one, else the observation: as it is, or in
+a sentence (`sentence`) with {0}, {1} ... for its parts.
 
-Between turns the environment is pickled, with its random numbers: any process goes on with it exactly. To play its
-actions again from the seed would take longer with each turn, and come out otherwise where it draws from elsewhere. One
-that cannot be pickled is refused in its first turn.
+Between turns the environment is pickled together with its random numbers, so any process continues it exactly. To
+replay its actions from the seed would take longer with each turn, and fail where it takes randomness from elsewhere. An
+environment that cannot be pickled is refused in its first turn.
 """
 
 import hashlib
@@ -27,11 +27,11 @@ class Gymnasium:
     """An episode. Its rewards are the environment's own, turn by turn.
 
     Args:
-      number: of the row: the seed is made of it.
+      number: of the row: the seed is derived from it.
       others: see above.
 
     Raises:
-      ValueError: its actions are not discrete, or have other names than there are actions.
+      ValueError: its actions are not discrete, or `actions` does not name each of them.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Gymnasium:
         return f"{self._rules} {self._asked}\n{self._shown()}".strip()
 
     def step(self, action: Action) -> StepResult:
-        """A turn does the action that is named first in it; one that names none is a turn as well."""
+        """Does the action that the turn names first; a turn that names none counts as well."""
         self._left -= 1
         move = self._move(action.text)
         reward, done = 0.0, False
@@ -83,7 +83,7 @@ class Gymnasium:
         return f"Answer with one of: {', '.join(self._actions)}."
 
     def _move(self, text: str) -> int | None:
-        """The number of the action that is named first; the longer of two names that begin alike."""
+        """The number of the action that is named first; of two names with the same beginning the longer one."""
         found = [
             (match.start(), -len(name), number)
             for number, name in enumerate(self._actions)
@@ -113,7 +113,7 @@ def _plain(value: Any) -> Any:
 
 
 def _without_colour(match: re.Match[str]) -> str:
-    """What stands on a coloured ground in brackets; behind what is coloured itself its colour."""
+    """Text on a coloured ground in brackets; coloured text with its colour behind it."""
     codes, text = match[1].split(";"), match[2]
     if any(len(code) == 2 and code[0] == "4" for code in codes):
         return f"[{text}]"

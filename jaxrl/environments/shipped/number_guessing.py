@@ -1,7 +1,7 @@
-"""A game: the model guesses a number, and is told whether it is higher or lower.
+"""A game: the model guesses a number, and learns whether it is higher or lower.
 
 `environment.kind=native environment.path=number_guessing environment.name=NumberGuessing`; columns, or
-`environment.args`: `high` (the largest number, 15 by default) and `guesses` (how many there are, 4).
+`environment.args`: `high` (the largest number, 15 by default) and `guesses` (their number, 4).
 """
 
 import random
@@ -14,11 +14,7 @@ _NUMBER = re.compile(r"\d{1,9}")
 
 
 class NumberGuessing:
-    """An episode. A small model is shown one that somebody else has played.
-
-    Attributes:
-      secret: the number, from 1 to `high`. left: guesses.
-    """
+    """An episode. It begins with an example game, which helps small models."""
 
     def __init__(self, number: str, high: int = HIGH, guesses: int = GUESSES) -> None:
         self.high, self.left = high, guesses
@@ -36,7 +32,8 @@ class NumberGuessing:
         return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
 
     def step(self, action: Action) -> StepResult:
-        """1 for the number, 0 for others. The first number that is said counts; none is a guess as well."""
+        """1 for the number, 0 for others. The first number in the text counts; a text without one is a guess as
+        well."""
         self.left -= 1
         found = _NUMBER.search(action.text)
         guess = None if found is None else int(found[0])
@@ -49,5 +46,5 @@ class NumberGuessing:
 
 
 def problem(index: int, seed: int) -> dict[str, object]:
-    """A row: the number of a secret, which is drawn from `high` of them when the episode begins."""
+    """A row: the number of a secret, one of `high`."""
     return {"number": f"{seed}.{index}"}

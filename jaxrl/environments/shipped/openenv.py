@@ -1,16 +1,17 @@
 """An environment of OpenEnv (Meta and Hugging Face), as a program that asks for turns.
 
 `environment.kind=openai environment.path=openenv environment.python=...`, a Python with `openenv-core` and `openai`;
-the environment's own package is not needed there. Its server runs where you started it, with room for as many sessions
-as `environment.num_workers` (`max_concurrent_envs`). `environment.args`:
+the environment's own package is not needed there. Its server runs where you started it, with room for
+`environment.num_workers` sessions (`max_concurrent_envs`). `environment.args`:
 
 - `url`: of the server, such as http://127.0.0.1:8000; `rules`: a system message, before all else;
-- `action`: the field of an action that holds what the model says, or what `pattern` (a regular expression) finds in it;
-- `observation`: the field that the model is shown; empty: all of them, as JSON;
+- `action`: the field of an action that takes the model's text, or the part of it that matches `pattern` (a regular
+  expression);
+- `observation`: the field that the model sees; empty: all of them, as JSON;
 - `max_steps`: after which an episode ends with the rewards so far; 0: when the environment ends it.
 
-An episode's state is the server's, and lasts as long as its connection: one that is interrupted is played again from
-its seed. So a reset with the same seed has to show the same.
+An episode's state is the server's, and lasts as long as its connection: an interrupted episode is played again from its
+seed. So a reset with the same seed has to show the same.
 """
 
 import hashlib
@@ -26,8 +27,8 @@ async def problem(index, seed, url, observation="", rules=""):
     number = int(hashlib.sha256(f"{seed}.{index}".encode()).hexdigest()[:7], 16)
     async with GenericEnvClient(base_url=url) as environment:
         shown = _shown(await environment.reset(seed=number), observation)
-    told = [{"role": "system", "content": rules}] if rules else []
-    return {"seed": number, "messages": [*told, {"role": "user", "content": shown}]}
+    system = [{"role": "system", "content": rules}] if rules else []
+    return {"seed": number, "messages": [*system, {"role": "user", "content": shown}]}
 
 
 async def run(row, base_url, api_key, url, action, observation="", pattern="", max_steps=0):
@@ -62,7 +63,7 @@ async def run(row, base_url, api_key, url, action, observation="", pattern="", m
 
 
 def _shown(result, name):
-    """What the model is shown of an observation."""
+    """The part of an observation that the model sees."""
     if name and name not in result.observation:
         raise ValueError(f"environment.args.observation: found no {name!r} among {sorted(result.observation)}")
     found = result.observation[name] if name else result.observation

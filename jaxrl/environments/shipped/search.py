@@ -1,9 +1,9 @@
 """A tool: search in a corpus on this machine, by BM25 (Robertson and Zaragoza 2009), with the package bm25s.
 
 `environment.kind=class environment.path=search environment.name=Search environment.args={corpus: documents.jsonl}`: a
-line for each document, an object with its text under `text` and perhaps its title under `title`; `text` and `title`
-beside `corpus` name other columns. An index is built once in each process. There is no reward of its own (`get_reward`
-is 0): the answer is scored, by `reward.kind=math` or a function.
+line for each document, an object with its text under `text` and perhaps its title under `title`; the arguments `text`
+and `title` name other columns. An index is built once in each process. There is no reward of its own (`get_reward` is
+0): `reward.kind=math` or a function scores the answer.
 """
 
 import functools
@@ -47,7 +47,7 @@ class Search:
 
 @functools.cache
 def _index(corpus: str, text: str, title: str) -> tuple[Any, list[tuple[str, str]]]:
-    """The index of a file, and its documents, each with its title. Raises ValueError for a file that holds none."""
+    """The index of a file, and its documents with their titles. Raises ValueError for a file without documents."""
     import bm25s
 
     lines = Path(corpus).expanduser().read_text(encoding="utf-8").splitlines()

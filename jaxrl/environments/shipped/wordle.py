@@ -1,4 +1,4 @@
-"""A game: Wordle. The model guesses a word of five letters, and is told which of its letters are right.
+"""A game: Wordle. The model guesses a word of five letters, and learns which of its letters are right.
 
 `environment.kind=native environment.path=wordle environment.name=Wordle`; columns, or `environment.args`: `guesses` (6
 by default).
@@ -55,7 +55,7 @@ class Wordle:
         )
 
     def step(self, action: Action) -> StepResult:
-        """1 for the word; the first word of five letters that is said is the guess."""
+        """1 for the word. The first word of five letters in the text is the guess."""
         self.left -= 1
         found = _WORD.search(action.text.lower())
         guess = found[0] if found else ""
@@ -67,8 +67,8 @@ class Wordle:
 
 
 def marks(guess: str, word: str) -> str:
-    """G, Y or - for each letter; a letter has no more marks than the word has of it, and those in their right places
-    are counted first."""
+    """G, Y or - for each letter of the guess. A letter gets no more marks than the word has of it; those in their
+    right places are counted first."""
     left = Counter(of for said, of in zip(guess, word, strict=True) if said != of)
     found = []
     for said, of in zip(guess, word, strict=True):
