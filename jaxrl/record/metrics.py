@@ -158,9 +158,14 @@ class MetricsWriter:
         self._lines.open()
         if not self._sinks:
             return
+
+        def with_step(line: bytes) -> tuple[int, Mapping[str, Any]]:
+            row = json.loads(line)
+            return int(row["step"]), row
+
         tables: dict[int, list[Mapping[str, Any]]] = {}
-        for row in read_lines(self._folder / samples.FILE_NAME):
-            tables.setdefault(row["step"], []).append(row)
+        for step, row in read_lines(self._folder / samples.FILE_NAME, with_step):
+            tables.setdefault(step, []).append(row)
         for line in read_metrics(self._folder):
             step = int(line["step"])
             numbers = {name: value for name, value in line.items() if name not in _RESERVED}

@@ -76,9 +76,6 @@ def differing(runs: Sequence[Run]) -> dict[str, list[str]]:
     return {path: values for path, values in found.items() if len(set(values)) > 1}
 
 
-# ---------------------------------------------------------------- the page
-
-
 def _page(runs: Sequence[Run], names: Sequence[str], figures: Sequence[Figure]) -> str:
     title = " and ".join(names) if len(names) == 2 else f"{len(names)} runs"
     notes = "".join(f"<p class=note>{escape(text)}</p>" for text in _notes(runs, names))
@@ -158,46 +155,37 @@ def _charts(runs: Sequence[Run], names: Sequence[str]) -> list[Chart]:
 
 
 def _figures(figures: Sequence[Figure], names: Sequence[str]) -> str:
-    rows = []
-    for figure in figures:
-        cells = []
-        for i, value in enumerate(figure.values):
-            beside = f"<p class=sub>{escape(text)}</p>" if (text := figure.beside_first(i)) else ""
-            cells.append(f"<td class=num>{_MISSING if value is None else escape(figure.text(i))}{beside}</td>")
-        rows.append(f"<tr><th scope=row>{breakable(figure.name)}</th>{''.join(cells)}</tr>")
-    note = "<p class=sub>Below a number: how it stands to A's.</p>"
-    return note + _table("", names, rows)
+    def cell(figure: Figure, index: int) -> str:
+        beside = f"<p class=sub>{escape(text)}</p>" if (text := figure.beside_first(index)) else ""
+        return f"<td class=num>{_MISSING if figure.values[index] is None else escape(figure.text(index))}{beside}</td>"
+
+    rows = [(breakable(figure.name), [cell(figure, i) for i in range(len(names))]) for figure in figures]
+    return "<p class=sub>Below a number: how it stands to A's.</p>" + _table("", names, rows)
 
 
 def _options(runs: Sequence[Run], names: Sequence[str]) -> str:
     found = differing(runs)
     if not found:
         return "<p class=sub>The runs have the same options.</p>"
-    rows = [
-        f"<tr><th scope=row><code>{breakable(path)}</code></th>"
-        f"{''.join(f'<td><code>{escape(value)}</code></td>' for value in values)}</tr>"
-        for path, values in found.items()
-    ]
+    rows = [(f"<code>{breakable(path)}</code>", [_code(each) for each in values]) for path, values in found.items()]
     return f"<p class=sub>{_differ(found)}; names of runs and folders aside.</p>{_table('Option', names, rows)}"
 
 
 def _facts(runs: Sequence[Run], names: Sequence[str]) -> str:
     found = [facts(run) for run in runs]
-    rows = [
-        f"<tr><th scope=row>{name}</th>"
-        f"{''.join(f'<td><code>{escape(str(each[name] or _MISSING))}</code></td>' for each in found)}</tr>"
-        for name in found[0]
-    ]
-    return _table("", names, rows)
+    return _table("", names, [(name, [_code(str(each[name] or _MISSING)) for each in found]) for name in found[0]])
 
 
-def _table(first: str, names: Sequence[str], rows: Sequence[str]) -> str:
+def _code(text: str) -> str:
+    return f"<td><code>{escape(text)}</code></td>"
+
+
+def _table(first: str, names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """Rows of a head and cells, all of them HTML."""
     heads = "".join(f"<th>{letter(i)} {breakable(name)}</th>" for i, name in enumerate(names))
     head = f"<thead><tr><th>{first}</th>{heads}</tr></thead>"
-    return f"<div class=wide><table class=compared>{head}<tbody>{''.join(rows)}</tbody></table></div>"
-
-
-# ---------------------------------------------------------------- the summary
+    body = "".join(f"<tr><th scope=row>{name}</th>{''.join(cells)}</tr>" for name, cells in rows)
+    return f"<div class=wide><table class=compared>{head}<tbody>{body}</tbody></table></div>"
 
 
 def summary(runs: Sequence[Run], names: Sequence[str], figures: Sequence[Figure]) -> str:
@@ -207,7 +195,9 @@ def summary(runs: Sequence[Run], names: Sequence[str], figures: Sequence[Figure]
     found = differing(runs)
     lines += ["", f"{_differ(found)}{':' if found else ''}"]
     for path, values in list(found.items())[:_SHOWN_OPTIONS]:
-        text = "  ".join(f"{letter(i)} {_cut(value, 24)}" for i, value in enumerate(values))
+        text = "  ".join(
+            f"{letter(i)} {value if len(value) <= 24 else f'{value[:23]}…'}" for i, value in enumerate(values)
+        )
         lines += [f"  {path}  {text}"] if len(path) + len(text) + 4 <= _WIDTH else [f"  {path}", f"      {text}"]
     if len(found) > _SHOWN_OPTIONS:
         lines.append(f"  and {len(found) - _SHOWN_OPTIONS} more on the page")
@@ -238,7 +228,3 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
         right = (f"  {cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
         found.append(f"{name:<{widths[0]}}{''.join(right)}")
     return found
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else f"{text[: width - 1]}…"

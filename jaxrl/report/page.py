@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from html import escape
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 from jaxrl.config import Config, flatten, to_mapping
 from jaxrl.record.failures import reward_failures
@@ -19,6 +19,7 @@ from jaxrl.record.run_dir import refuse_overwriting
 from jaxrl.report.charts import breakable, card, finite, number
 from jaxrl.report.curves import PagePart, charts, short, validation_names
 from jaxrl.report.drawings import heat_card, histogram_card, rows_card
+from jaxrl.report.figures import summed
 from jaxrl.report.rewards import rewards_section
 from jaxrl.report.rounds import read_round
 from jaxrl.report.runs import Run, devices, facts, option_text, read_run
@@ -113,9 +114,8 @@ def _headlines(run: Run) -> str:
     last = run.metrics[-1]["step"] if run.metrics else 0
     total = run.option("trainer.total_training_steps")
     cells = [("steps", f"{last:g}" + (f" of {total}" if isinstance(total, int) and total >= last > 0 else ""), "")]
-    if reward := finite(run.series("critic/rewards/mean")):
-        tenth = max(len(reward) // 10, 1)
-        first, end = (fmean(y for _, y in part) for part in (reward[:tenth], reward[-tenth:]))
+    reward = run.series("critic/rewards/mean")
+    if (first := summed(reward, "first")) is not None and (end := summed(reward, "last")) is not None:
         cells.append(("reward", number(end), f"from {number(first)}"))
     if loss := finite(run.series("train/loss")):
         cells.append(("loss", number(loss[-1][1]), f"from {number(loss[0][1])}"))

@@ -5,14 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from jaxrl.config import Config, ConfigError
+from jaxrl.config import Config, ConfigError, flatten
 from jaxrl.models.config import ModelConfig
 from jaxrl.scheduling.layouts.latency_profile import Profile, ProfileIdentity
 from jaxrl.sharding.mesh import platform_of, submeshes
@@ -20,7 +18,7 @@ from jaxrl.sharding.mesh import platform_of, submeshes
 
 def identity_of(config: Config, model: ModelConfig, mesh: Mesh) -> ProfileIdentity:
     """The model, machine and versions for which a profile of a worker holds; `mesh` is the worker's."""
-    shapes = {name: (weight.shape, weight.dims) for name, weight in _named(model.base.weights())}
+    shapes = {name: (weight.shape, weight.dims) for name, weight in flatten(model.base.weights()).items()}
     device = mesh.devices.ravel()[0]
     cores = f" ({os.cpu_count()} cores)" if device.platform == "cpu" else ""
     return ProfileIdentity(
@@ -31,13 +29,6 @@ def identity_of(config: Config, model: ModelConfig, mesh: Mesh) -> ProfileIdenti
         jax_version=jax.__version__,
         dtype=config.with_types(platform_of(device)).rollout.types,
     )
-
-
-def _named(weights: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for name, value in weights.items():
-        found += _named(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [(prefix + name, value)]
-    return found
 
 
 def load_profile(path: str | Path) -> Profile:
