@@ -26,7 +26,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +37,6 @@ from jax.experimental.layout import with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl.kernels import packed, reference
-
-if TYPE_CHECKING:
-    from jaxrl.kernels.invariant_pallas import Product as Multiply
-else:
-    Multiply = Any  # a JAX may lack the backend of Pallas that `Product` needs
 
 TILE, GPU_TILE = 32, 128
 """Rows that products, norms and the vocabulary's log-probabilities take at a time, on CPUs and on GPUs. An H100 reads
@@ -95,6 +90,17 @@ class Part:
         dim = int(self.dim > 0)  # what is cut of several dims of outputs is the first of them
         sizes = (first, last * self.count) if dim else (first * self.count, last)
         return replace(self, whole=self.whole.reshape(sizes), dim=dim)
+
+
+class Multiply(Protocol):
+    """`jaxrl.kernels.invariant_pallas.Product`, which a JAX without Pallas on Triton lacks. Hashable."""
+
+    def __call__(
+        self, x: jax.Array, matrix: jax.Array | Part, *, transposed: bool = False, dtype: Any = None
+    ) -> jax.Array: ...
+
+    @property
+    def experts(self) -> Callable[..., jax.Array]: ...
 
 
 class AtOnce(NamedTuple):

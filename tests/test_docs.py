@@ -330,7 +330,7 @@ def test_the_life_of_a_prompt_names_every_station_in_order():
         ("Advantages", "jaxrl/train/advantages.py"),
         ("Packing", "jaxrl/train/packing.py"),
         ("Losses", "jaxrl/train/losses.py"),
-        ("Step", "jaxrl/train/step.py"),
+        ("Step", "jaxrl/train/trainer.py"),
     ]
     items = re.split(r"^\d+\. ", life, flags=re.M)[1:]
     assert [re.split(r"[,:]", item)[0] for item in items] == [name for name, _ in stations]
