@@ -262,7 +262,7 @@ def missing_options(text: str) -> list[str]:
     """Options that a page names in backticks and the configuration does not have; `my_...` and the toy are made up."""
     known = {option.path for option in options()} | set(sections())
     top = "|".join(name for name in sections() if "." not in name)
-    names = set(re.findall(rf"`[^`\n]*?\b((?:{top})\.[a-z_.]*[a-z_])(?=[=`\s,])", text))
+    names = set(re.findall(rf"`[^`\n]*?(?<![\w/])((?:{top})\.[a-z_.]*[a-z_])(?=[=`\s,])", text))
     return sorted(name for name in names - known if not any(each in name for each in (".my_", ".tail_share")))
 
 
