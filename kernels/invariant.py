@@ -24,9 +24,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +36,7 @@ from jax.experimental.layout import with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl.kernels import packed, reference
-
-if TYPE_CHECKING:
-    from jaxrl.kernels.invariant_pallas import Product as Multiply
-else:
-    Multiply = Any  # a JAX may lack the backend of Pallas that `Product` needs
+from jaxrl.kernels.part import Part
 
 TILE, GPU_TILE = 32, 128
 """Rows that products, norms and the vocabulary's log-probabilities take at a time, on CPUs and on GPUs. An H100 reads
@@ -63,38 +58,15 @@ Join = Literal["sum", "vocab"] | tuple[str, ...]
 results, each concatenated in the last dim but one, where the weight of that name is cut."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Part:
-    """One of the equal parts of a matrix, which a kernel reads where it lies; its shape is that of a part.
+class Multiply(Protocol):
+    """`jaxrl.kernels.invariant_pallas.Product`, which a JAX without Pallas on Triton lacks. Hashable."""
 
-    Attributes:
-      whole: all parts. index: of this one, int32. dim: that is cut. count: of parts.
-    """
-
-    whole: jax.Array
-    index: Any
-    dim: int = field(metadata={"static": True})
-    count: int = field(metadata={"static": True})
+    def __call__(
+        self, x: jax.Array, matrix: jax.Array | Part, *, transposed: bool = False, dtype: Any = None
+    ) -> jax.Array: ...
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(n // self.count if i == self.dim else n for i, n in enumerate(self.whole.shape))
-
-    @property
-    def dtype(self) -> Any:
-        return self.whole.dtype
-
-    def astype(self, dtype: Any) -> Part:
-        return replace(self, whole=self.whole.astype(dtype))
-
-    def reshape(self, inputs: int, outputs: int) -> Part:
-        """The same as a matrix of two dims; -1 as usual."""
-        own, (first, last) = math.prod(self.shape), (inputs, outputs)
-        first, last = (own // last if first == -1 else first), (own // first if last == -1 else last)
-        dim = int(self.dim > 0)  # what is cut of several dims of outputs is the first of them
-        sizes = (first, last * self.count) if dim else (first * self.count, last)
-        return replace(self, whole=self.whole.reshape(sizes), dim=dim)
+    def experts(self) -> Callable[..., jax.Array]: ...
 
 
 class AtOnce(NamedTuple):

@@ -30,7 +30,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxrl.kernels import experts_pallas, paged_pallas
-from jaxrl.kernels.invariant import Part
 from jaxrl.kernels.packed import Runs
 from jaxrl.kernels.paged_pallas import (
     Carry,
@@ -45,6 +44,7 @@ from jaxrl.kernels.paged_pallas import (
     tile_of,
     walk,
 )
+from jaxrl.kernels.part import Part
 from jaxrl.kernels.pieces import PIECE, WANTED_PROGRAMS, WHOLE
 from jaxrl.kernels.reference import PLAIN, Rule
 

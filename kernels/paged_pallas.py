@@ -186,7 +186,7 @@ def pool_inputs(k_KNPD: Cached, v_KNPD: Cached, num_tiles: int = 1) -> Inputs:
 
 
 def of_head(*dims: int, num_tiles: int = 1) -> pl.BlockSpec:
-    """A head's part of an array [K, *dims], for a grid's first index as in `pool_inputs`."""
+    """A head's part of an array that has these dims behind its own, for a grid's first index as in `pool_inputs`."""
     return pl.BlockSpec((None, *dims), lambda i, p: (lax.div(i, num_tiles), *(0,) * len(dims)))
 
 

@@ -262,7 +262,7 @@ def missing_options(text: str) -> list[str]:
     """Options that a page names in backticks and the configuration does not have; `my_...` and the toy are made up."""
     known = {option.path for option in options()} | set(sections())
     top = "|".join(name for name in sections() if "." not in name)
-    names = set(re.findall(rf"`[^`\n]*?\b((?:{top})\.[a-z_.]*[a-z_])(?=[=`\s,])", text))
+    names = set(re.findall(rf"`[^`\n]*?(?<![\w/])((?:{top})\.[a-z_.]*[a-z_])(?=[=`\s,])", text))
     return sorted(name for name in names - known if not any(each in name for each in (".my_", ".tail_share")))
 
 
@@ -330,7 +330,7 @@ def test_the_life_of_a_prompt_names_every_station_in_order():
         ("Advantages", "jaxrl/train/advantages.py"),
         ("Packing", "jaxrl/train/packing.py"),
         ("Losses", "jaxrl/train/losses.py"),
-        ("Step", "jaxrl/train/step.py"),
+        ("Step", "jaxrl/train/trainer.py"),
     ]
     items = re.split(r"^\d+\. ", life, flags=re.M)[1:]
     assert [re.split(r"[,:]", item)[0] for item in items] == [name for name, _ in stations]

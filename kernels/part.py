@@ -1,0 +1,44 @@
+"""A part of a matrix that is not cut out: under tensor parallelism a kernel reads what is its own where it lies
+(`jaxrl.kernels.invariant`)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Part:
+    """One of the equal parts of a matrix, with the shape of a part.
+
+    Attributes:
+      whole: all parts. index: of this one, int32. dim: that is cut. count: of parts.
+    """
+
+    whole: jax.Array
+    index: Any
+    dim: int = field(metadata={"static": True})
+    count: int = field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(n // self.count if i == self.dim else n for i, n in enumerate(self.whole.shape))
+
+    @property
+    def dtype(self) -> Any:
+        return self.whole.dtype
+
+    def astype(self, dtype: Any) -> Part:
+        return replace(self, whole=self.whole.astype(dtype))
+
+    def reshape(self, inputs: int, outputs: int) -> Part:
+        """The same as a matrix of two dims; -1 as usual."""
+        own, (first, last) = math.prod(self.shape), (inputs, outputs)
+        first, last = (own // last if first == -1 else first), (own // first if last == -1 else last)
+        dim = int(self.dim > 0)  # what is cut of several dims of outputs is the first of them
+        sizes = (first, last * self.count) if dim else (first * self.count, last)
+        return replace(self, whole=self.whole.reshape(sizes), dim=dim)
