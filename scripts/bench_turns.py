@@ -39,7 +39,7 @@ from bench.measure import say
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 from jaxrl.commands.simulate import simulate
-from jaxrl.commands.start import start
+from jaxrl.commands.train import train
 from jaxrl.config import from_mapping
 from jaxrl.mechanisms.turns.pool import EnvironmentPool
 from jaxrl.mechanisms.turns.rule import Observed
@@ -137,7 +137,7 @@ def _real(folder: Path, rule: str, options: argparse.Namespace, sigma: float) ->
         "timeout_s": 600.0,
     }
     with _barrier() if rule == "barrier" else nullcontext():
-        start(from_mapping(values), say=lambda line: None)
+        train(from_mapping(values), say=lambda line: None)
     return _per_sample(folder / rule)
 
 

@@ -212,8 +212,8 @@ FAULTS = (
     Fault(
         "stale weights: the rollout keeps those that the run began with",
         "jaxrl/commands/train.py",
-        "            lambda: host.params,\n",
-        "            lambda first=__import__('jax').tree.map(lambda leaf: leaf + 0, host.params): first,\n",
+        "        weights=lambda: host.params,\n",
+        "        weights=lambda first=__import__('jax').tree.map(lambda leaf: leaf + 0, host.params): first,\n",
         "tests/commands",
     ),
     Fault(

@@ -8,24 +8,27 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxrl.commands.train import Run
+from jaxrl.runtime.training import Training
 from jaxrl.types import RunFailed
 
 LAST = "the last good checkpoint is step 4"
 
 
-def failing(error: Exception) -> Run:
-    def go() -> None:
+def fail(error: Exception) -> None:
+    """Has a run end with an error while it trains."""
+
+    def train(_: object) -> None:
         raise error
 
-    run = Run.__new__(Run)
+    run = Training.__new__(Training)
     run.__dict__ |= {
-        "_go": go,
+        "resuming": False,
+        "_train": train,
         "run_dir": SimpleNamespace(path=Path("run")),
         "store": SimpleNamespace(last_good=lambda: LAST),
         "devices": SimpleNamespace(kind="NVIDIA H100"),
     }
-    return run
+    run.go(lambda stack: {})
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.EROFS, errno.EACCES])
@@ -33,14 +36,14 @@ def failing(error: Exception) -> Run:
 def test_a_file_that_the_system_refuses(number: int, name: str | None):
     said = os.strerror(number).lower()
     with pytest.raises(RunFailed) as caught:
-        failing(OSError(number, os.strerror(number), name)).go()
+        fail(OSError(number, os.strerror(number), name))
     assert str(caught.value) == f"{name or 'run'}: {said}; {LAST}: mend that and run again"
 
 
 def test_a_device_without_memory():
     said = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes."
     with pytest.raises(RunFailed) as caught:
-        failing(jax.errors.JaxRuntimeError(f"{said}\nBufferAssignment OOM Debugging.")).go()
+        fail(jax.errors.JaxRuntimeError(f"{said}\nBufferAssignment OOM Debugging."))
     assert str(caught.value) == (
         f"the memory of the device is full (NVIDIA H100; {said}); {LAST}: lower rollout.memory_fraction or "
         "actor.ppo_max_token_len_per_gpu, or set actor.remat=full, and run again"
@@ -49,4 +52,4 @@ def test_a_device_without_memory():
 
 def test_another_error_of_jax_is_a_bug():
     with pytest.raises(jax.errors.JaxRuntimeError):
-        failing(jax.errors.JaxRuntimeError("INTERNAL: broken")).go()
+        fail(jax.errors.JaxRuntimeError("INTERNAL: broken"))

@@ -22,7 +22,7 @@ from runs import asked
 from tiny import write_tiny_model
 
 from jaxrl.cli import main
-from jaxrl.commands.train import Run
+from jaxrl.commands.train import _report_to
 from jaxrl.record.files import write_whole
 from jaxrl.record.metrics import read_metrics
 from jaxrl.runtime.build import retuning_note
@@ -274,7 +274,7 @@ def test_a_resume_on_a_gpu_whose_cache_is_gone_says_so_and_keeps_it(
     capsys.readouterr()
     other = f"trainer.compilation_cache_dir={folder / 'other'}"
     real = retuning_note
-    monkeypatch.setattr("jaxrl.commands.run.retuning_note", lambda earlier, now, _: real(earlier, now, "gpu"))
+    monkeypatch.setattr("jaxrl.runtime.build.retuning_note", lambda earlier, now, _: real(earlier, now, "gpu"))
     assert start(folder, longer, other, stop=asked()) == 0
     said = "the compilation cache of this run's last start is not there any more, or another folder is used now"
     assert said in " ".join(capsys.readouterr().out.split())
@@ -296,10 +296,13 @@ def test_a_run_whose_task_drew_other_problems(place: Path, tmp_path: Path, capsy
 
 def test_what_is_compiled_after_a_step_has_its_name_in_the_view():
     """And not that of the phase before, for as long as it takes."""
-    told: list[str] = []
-    programs = SimpleNamespace(complete=lambda beat: told.append("compiled"))
-    run = SimpleNamespace(joined=SimpleNamespace(take_metrics=dict), beside=[programs], total_steps=2)
-    run.stop, run.watchdog = (lambda: False), SimpleNamespace(beat=None)
-    record = SimpleNamespace(on_step=lambda *_: told.append("step"), view=SimpleNamespace(phase=told.append))
-    Run._stepped(run, record, 1, {}, [])  # type: ignore[arg-type]
-    assert told == ["step", "compiling programs", "compiled"]
+    shown: list[str] = []
+    programs: Any = SimpleNamespace(complete=lambda beat: shown.append("compiled"))
+    view = SimpleNamespace(phase=shown.append, waiting=None)
+    record = SimpleNamespace(on_step=lambda *_: shown.append("step"), view=view, on_phase=None, on_eval=None)
+    record.on_progress = None
+    start: Any = SimpleNamespace(record=record, total_steps=2, stop=lambda: False, beat=None)
+    run: Any = SimpleNamespace(journal=None)
+    _report_to(start, run, [programs])
+    run.on_step(1, {}, [])
+    assert shown == ["step", "compiling programs", "compiled"]
