@@ -528,7 +528,7 @@ class Batcher:
         if result.verified is None:
             self.counters.busy_row_steps += num_tokens
             if flight.has_new:
-                self.counters.busy_row_steps -= np.count_nonzero(counts[is_new])
+                self.counters.busy_row_steps -= int(np.count_nonzero(counts[is_new]))
         else:
             verified = VerifyCounts(*result.verified.sum(axis=1).tolist())
             self.counters.busy_row_steps += verified.steps
