@@ -80,7 +80,8 @@ def result_of(
         np.array(list(map(len, gained)), np.int64),
         np.array([request_id in stopped for request_id in ids], bool),
         token_ids,
-        *(np.full(len(token_ids), value, np.float32) for value in logprobs),
+        np.full(len(token_ids), logprobs[0], np.float32),
+        np.full(len(token_ids), logprobs[1], np.float32),
         verified=counts,
         **more,
     )

@@ -118,13 +118,12 @@ class WorkerLoad:
 def load_of(engine: Engine) -> WorkerLoad:
     """The state of a worker's engine, without what the plans in flight will bring."""
     batcher, capacity = engine.batcher, engine.batcher.capacity
-    written = {progress.request.request_id: num_tokens for progress, num_tokens in batcher.rows()}
     requests: list[LeftRequest] = []
     for request_id in batcher.live():
         progress = batcher.progress(request_id)
-        num_response = written.get(request_id, progress.num_tokens)
         request = progress.request
-        left = LeftRequest(progress.num_prompt, num_response, request.params.max_tokens, request.key.prompt_index)
+        of_response = progress.num_tokens, request.params.max_tokens
+        left = LeftRequest(progress.num_prompt, *of_response, request.key.prompt_index)
         requests.append(left)
     blocks = capacity.num_groups * (capacity.num_blocks - 1)
     rooms = blocks * capacity.block_size, capacity.num_groups * capacity.num_slots

@@ -130,7 +130,8 @@ def rows_of(batcher: Batcher, expected: Callable[[int], float | None] | None = N
     `expected`: (tokens of a response so far) -> how many more history expects it to gain.
     """
     groups: list[list[LiveRow]] = [[] for _ in range(batcher.capacity.num_groups)]
-    for progress, num_tokens in batcher.rows():
+    for progress in batcher.running():
+        num_tokens = progress.num_tokens
         length = progress.num_prompt + num_tokens
         remaining = None if expected is None else expected(num_tokens)
         groups[progress.group].append(LiveRow(progress.request.request_id, length, progress.limit, remaining))

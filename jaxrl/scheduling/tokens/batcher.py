@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -577,13 +577,6 @@ class Batcher:
         seats = plan.rows.seats
         return self._fullest(seats, self._rows.written[seats] + 1 - plan.rows.max_new)
 
-    def rows(self) -> Iterator[tuple[Response, int]]:
-        """The requests that have a row, in the order of arrival, each with the tokens of its response so far."""
-        seats = self._rows.by_arrival()
-        for seat, length in zip(seats.tolist(), self._rows.lengths[seats].tolist(), strict=True):
-            response = self._rows[seat]
-            yield response, length - response.num_prompt
-
     @property
     def num_row_tokens(self) -> int:
         """Tokens of all that have a row, their prompts among them."""
@@ -593,7 +586,7 @@ class Batcher:
 
     def running(self) -> tuple[Response, ...]:
         """The requests that have a row, in the order of arrival: to read."""
-        return tuple(self._rows[seat] for seat in self._rows.by_arrival().tolist())
+        return tuple(sorted((self._rows[seat] for seat in self._rows.taken().tolist()), key=_by_arrival))
 
     def reseat(self, capacity: Capacity, blocks: BlockManager, seats: Mapping[int, Seat]) -> None:
         """Goes on with other pools (`jaxrl.scheduling.layouts.relayout`); no plan may be in flight.

@@ -234,11 +234,6 @@ class Rows:
             self._taken = np.flatnonzero(self.ids >= 0)
         return self._taken
 
-    def by_arrival(self) -> np.ndarray:
-        """The same, in the order of arrival."""
-        seats = self.taken()
-        return seats[np.argsort(self.arrivals[seats])]
-
     def __getitem__(self, seat: int) -> Response:
         response = self.responses[seat]
         assert response is not None, f"seat {seat} is free"
