@@ -165,12 +165,8 @@ class Judge(Mechanism):
                 yield "reward.judge", _OF_WORDS, "a reward model gives a number, and no text"
 
         def problem(self, option_of: Mapping[str, str], *, has_answers: bool) -> str | None:
-            """Why it cannot score, as a sentence; None if it can.
-
-            Args:
-              option_of: the kinds of rewards that are asked for, each with the section that asks for it.
-              has_answers: whether prompts have reference answers.
-            """
+            """Why it cannot score, as a sentence. `option_of`: the kinds of rewards that are asked for, each with the
+            section that asks for it; `has_answers`: whether prompts have reference answers."""
             if "@" in self.endpoint:  # whatever scores: config.yaml would keep it
                 return endpoint_problem("reward.judge", self)
             if self.kinds <= option_of.keys():
@@ -207,7 +203,7 @@ class Judge(Mechanism):
     def rollout_memory(
         cls, config: Config, num_devices: int, platform: str, weight_bytes: int, is_timeless: bool
     ) -> RolloutMemory:
-        from jaxrl.mechanisms.judge.memory import rollout_memory
+        from jaxrl.mechanisms.judge.build import rollout_memory
 
         return rollout_memory(config, num_devices)
 

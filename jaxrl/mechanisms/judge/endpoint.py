@@ -1,8 +1,7 @@
 """A judge at an OpenAI-compatible endpoint: a reward pool that asks a server for its verdicts.
 
-Purpose: `EndpointPool` scores the domains of `reward.kind=judge` with `reward.judge.endpoint` (RollPacker §4.3: a judge
-among the rewards). One thread sends the requests, at most `max_requests` at once and `requests_per_minute` in a minute
-(`jaxrl.processes.endpoint_client`), while the trainer computes.
+Source: RollPacker §4.3: a judge among the rewards. One thread sends the requests, at most `max_requests` at once and
+`requests_per_minute` in a minute (`jaxrl.processes.endpoint_client`), while the trainer computes.
 
 Whatever the endpoint does costs the samples at hand, and never the run:
 
@@ -49,8 +48,7 @@ class EndpointPool:
     """Implements `jaxrl.rewards.pool_base.RewardPool`.
 
     Args:
-      judge: `reward.judge`, with an endpoint.
-      seed: the run's; a verdict's own seed comes from it, the sample's key and the verdict's number.
+      seed: the run's.
       clock: stamps the verdicts.
       sleep: waits between requests.
       where: how warnings name a sample.
