@@ -27,41 +27,28 @@ from jaxrl.types import Prompt, SampleKey
 Offer = Callable[[], NextRoundPrefetch | None]
 """What the next round launches; None while its weights are not there."""
 
-Start = Callable[[Prompt, SampleKey, int], int]
-"""Starts a response anew in a worker; returns the id of its request."""
-
 
 class WeightBuffer(Protocol):
     """Executors with a second copy of the weights (`jaxrl.rollout.worker_set.WorkerSet`)."""
 
-    def buffer_weights(self, train_params: Any, policy_version: int, /) -> None:
-        """Begins to bring the trainer's weights to all workers, beside those in use."""
-        ...
-
     @property
-    def is_buffered(self) -> bool:
-        """Whether they have arrived."""
-        ...
+    def is_buffered(self) -> bool: ...
 
-    def take_buffered(self, worker: int, /) -> None:
-        """A worker without a plan in flight switches to them; waits until they have arrived."""
-        ...
+    def buffer_weights(self, train_params: Any, policy_version: int, /) -> None: ...
+
+    def take_buffered(self, worker: int, /) -> None: ...
 
 
 class NextRoundPrefetches:
-    """Samples of the next round, parked while the present one runs (`jaxrl.scheduling.mechanism.Parking`).
-
-    Args:
-      weights: gives the trainer's current weights.
-      clock: seconds from any origin.
-    """
+    """Samples of the next round, parked while the present one runs (`jaxrl.scheduling.mechanism.Parking`). `weights`:
+    gives the trainer's current ones."""
 
     def __init__(
         self,
         engines: LocalWorkers,
         buffer: WeightBuffer,
         weights: Callable[[], Any],
-        start: Start,
+        start: Callable[[Prompt, SampleKey, int], int],
         clock: Callable[[], float],
     ) -> None:
         self._engines, self._buffer, self._weights = engines, buffer, weights

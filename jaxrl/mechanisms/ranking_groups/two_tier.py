@@ -52,8 +52,6 @@ class Load:
 
 
 Group = Sequence[Load]
-"""A ranking group."""
-
 Tau = Callable[[Sequence[Load]], float]
 """What one worker has -> the seconds until the last of it has ended; never less for more responses or longer ones."""
 
@@ -69,24 +67,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class WorkerAllocation:
-    """Which workers serve which ranking groups.
+    """Which workers serve which ranking groups."""
 
-    Attributes:
-      parts: in the order of the ranks; each group is in one of them, and their workers add up to all there are.
-      is_feasible: whether targets on a line can be met; False: they cannot, or nothing predicts times.
-    """
-
-    parts: tuple[Part, ...]
-    is_feasible: bool
+    parts: tuple[Part, ...]  # in the order of the ranks; each group is in one, and their workers are all there are
+    is_feasible: bool  # whether targets on a line can be met; False also where nothing predicts times
 
 
 def rollout_s(loads: Sequence[Load], step_s: StepSeconds, tokens_per_step: float = 1.0) -> float:
-    """Seconds in which one worker decodes `loads` all at once.
-
-    Args:
-      step_s: of a decode step.
-      tokens_per_step: tokens that a response gains per decode step; more than 1 with speculation.
-    """
+    """Seconds in which one worker decodes `loads` all at once. `tokens_per_step`: that a response gains in a decode
+    step; more than 1 with speculation."""
     seconds, done, rows = 0.0, 0.0, sum(load.responses for load in loads)
     for load in sorted(loads, key=lambda one: one.length):
         steps = (load.length - done) / tokens_per_step
@@ -108,14 +97,8 @@ def equal_shares(num_groups: int, num_workers: int) -> tuple[Part, ...]:
 
 
 def allocate(groups: Sequence[Group], num_workers: int, tau: Tau | None, train_s: float = 0.0) -> WorkerAllocation:
-    """Maps ranking groups to workers.
-
-    Args:
-      groups: what the ranking groups hold, the shortest first.
-      num_workers: to share out; all of them are.
-      tau: predicts a worker's time; None: equal shares.
-      train_s: t_train, how long the last update took.
-    """
+    """Maps ranking groups, the shortest first, to workers. `tau`: predicts a worker's time (None: equal shares);
+    `train_s`: t_train, how long the last update took."""
     assert groups, "no ranking groups"
     assert num_workers >= 1, "no workers"
     if tau is None:
@@ -180,7 +163,11 @@ def _met(seconds: float, target_s: float) -> bool:
 
 
 class _Spread:
-    """At least as many workers as groups: each group has workers of its own."""
+    """At least as many workers as groups: each group has workers of its own.
+
+    Here and in `_Runs` are `starts` what t0 can be, `times` those of the workers in the order of the parts, and
+    `parts` those of given sizes. `meeting` returns parts that meet targets; None: there are none.
+    """
 
     def __init__(self, groups: Sequence[Group], num_workers: int, tau: Tau) -> None:
         self._num_workers = num_workers
@@ -194,15 +181,13 @@ class _Spread:
         self.most_s = self._s[-1][0]
 
     def starts(self) -> list[float]:
-        """What t0 can be."""
         return self._s[0]
 
     def times(self, parts: Sequence[Part]) -> list[float]:
-        """Of each worker, in the order of the parts."""
         return [self._s[part.first][part.num_workers - 1] for part in parts for _ in range(part.num_workers)]
 
     def meeting(self, t0: float, d: float) -> tuple[Part, ...] | None:
-        """The fewest workers for each group that meet its target, those left over shared out; None: too few."""
+        """The fewest workers for each group, those left over shared out."""
         counts: list[int] = []
         for i, times in enumerate(self._s):
             fewest = bisect_left(times, True, key=partial(_met, target_s=t0 + i * d)) + 1
@@ -216,7 +201,6 @@ class _Spread:
         return self.parts(counts)
 
     def parts(self, sizes: Sequence[int]) -> tuple[Part, ...]:
-        """Groups with these numbers of workers."""
         return tuple(Part(i, i, count) for i, count in enumerate(sizes))
 
 
@@ -230,19 +214,16 @@ class _Runs:
         self.most_s = self._s(0, len(groups))
 
     def starts(self) -> list[float]:
-        """What t0 can be."""
         return [self._s(0, end) for end in range(1, self._num_groups - self._num_workers + 2)]
 
     def times(self, parts: Sequence[Part]) -> list[float]:
-        """Of each worker, in the order of the parts."""
         return [self._s(part.first, part.last + 1) for part in parts]
 
     def parts(self, sizes: Sequence[int]) -> tuple[Part, ...]:
-        """Runs of these numbers of groups."""
         return tuple(Part(first, end - 1, 1) for first, end in pairwise(accumulate(sizes, initial=0)))
 
     def meeting(self, t0: float, d: float) -> tuple[Part, ...] | None:
-        """Runs that meet the targets, the first as long as they can be; None: some group would be left."""
+        """Runs of which the first are as long as they can be; None also where some group would be left."""
         sizes: list[int] = []
         first, count = 0, self._num_groups
         for worker in range(self._num_workers):
