@@ -44,13 +44,7 @@ SUMMED = frozenset(
 
 
 class AdaptiveLayouts(Mechanism):
-    """Changes the layouts of workers.
-
-    Args:
-      controls: by worker.
-      clock: seconds, as `tracer` has them.
-      log: of switches. journal: of decisions.
-    """
+    """Changes the layouts of workers. `log`: of switches; `journal`: of decisions."""
 
     @dataclass(frozen=True)
     class Options(Checked):
@@ -262,11 +256,8 @@ class AdaptiveLayouts(Mechanism):
         return (worker, len(self.controls)) if len(self.controls) > 1 else ()
 
     def before_plan(self, worker: int | None) -> None:
-        """Lets the layout of one worker change, before a plan of it. Raises Interrupted where nothing can run any more.
-
-        A round that runs again decides nothing by itself before the last decision of any worker has been repeated:
-        until then it is the same round.
-        """
+        """A round that runs again decides nothing by itself before the last decision of any worker has been repeated:
+        until then it is the same round."""
         if worker is None:
             return
         from jaxrl.scheduling.layouts.relayout import SwitchFailed
@@ -319,7 +310,7 @@ class AdaptiveLayouts(Mechanism):
             control.cancel()
 
     def state_dict(self) -> dict[str, Any]:
-        """Part of a checkpoint. One worker's is its control's."""
+        """One worker's is its control's."""
         states = [control.state_dict() for control in self.controls]
         return states[0] if len(states) == 1 else {"workers": {str(i): state for i, state in enumerate(states)}}
 

@@ -26,9 +26,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from jaxrl.mechanisms.adaptive_layouts.confident_planner import ConfidentPlanner
+from jaxrl.mechanisms.adaptive_layouts.planners import ConfidentPlanner, TpPlanner
 from jaxrl.mechanisms.adaptive_layouts.switch_rule import LayoutSwitchRule, Switch
-from jaxrl.mechanisms.adaptive_layouts.tp_planner import TpPlanner
 from jaxrl.scheduling.layouts.batch_state import BatchState, GroupCapacity
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.relayout import LayoutExecutor, SwitchFailed, rows_of
@@ -47,17 +46,14 @@ MAX_TRACE = 240  # points of a round's picture
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A decision with nothing in flight, before plan `dispatch` of the round: to switch, or to stay.
-
-    `failed`: the switch failed halfway; everything was recomputed in the old layout.
-    """
+    """A decision with nothing in flight, before plan `dispatch` of the round: to switch, or to stay. `failed`: the
+    switch failed halfway; everything was recomputed in the old layout."""
 
     dispatch: int
     switch: Switch | None
     failed: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Plain, for the journal."""
         switch = None if self.switch is None else self.switch.to_json()
         return {"schema": SCHEMA, "dispatch": self.dispatch, "switch": switch, "failed": self.failed}
 
@@ -72,23 +68,15 @@ class Decision:
 
 @dataclass(slots=True)
 class MeasuredSwitch:
-    """A switch, as predicted and as measured.
+    """A switch, as predicted and as measured."""
 
-    Attributes:
-      decision: the rule's, with its predictions.
-      done: what the engine did; None if the switch failed halfway.
-      prefill_s: prefills right after it, where KV was recomputed.
-      steps_s: mean step times of the first plans after it that only decoded.
-    """
-
-    decision: Switch
-    done: Switched | None
-    prefill_s: float = 0.0
-    steps_s: list[float] = field(default_factory=list)
+    decision: Switch  # the rule's, with its predictions
+    done: Switched | None  # by the engine; None if the switch failed halfway
+    prefill_s: float = 0.0  # of prefills right after it, where KV was recomputed
+    steps_s: list[float] = field(default_factory=list)  # means of the first plans after it that only decoded
 
     @property
     def cost_s(self) -> float:
-        """Seconds that it took."""
         return self.prefill_s + (0.0 if self.done is None else self.done.times.total_s)
 
     def to_json(self) -> dict[str, Any]:
@@ -117,7 +105,7 @@ class LayoutControl:
 
     Args:
       engine: over an executor that can change its layout.
-      degrees: those that rounds may use (`AdaptiveLayouts.Options.degrees_on`), ascending.
+      degrees: that rounds may use, ascending.
       initial: the degree that rounds start in; with a planner, the first round of each kind.
       predictor: of step times and costs; None: a round stays in the degree that it starts in.
 
@@ -139,31 +127,30 @@ class LayoutControl:
         predictor: LatencyPredictor | None = None,
     ) -> None:
         assert isinstance(engine.executor, LayoutExecutor), "layouts adapt, and this executor cannot change its own"
-        degrees = tuple(degrees)
         assert initial in degrees
-        self.engine = engine
-        self.predictor = predictor
+        self.engine, self.predictor, degrees = engine, predictor, tuple(degrees)
         planner = ConfidentPlanner if options.planner_rule == "confident" else TpPlanner
         self.planner = planner(options, degrees, initial) if options.planner else None
         self.rule = None if predictor is None else LayoutSwitchRule(options, degrees, predictor)
         self.history = LengthHistory() if options.bound == "expected" else None
         self.switches: list[MeasuredSwitch] = []
         self.trace: list[tuple[float, int, int]] = []  # (time, live rows, tp)
-        self._executor = engine.executor
-        self._initial = initial
-        self._capacities = {tp: self._capacity(tp) for tp in degrees}
+        self._executor, self._initial = engine.executor, initial
+        self._capacities: dict[int, GroupCapacity] = {}
+        for tp in degrees:
+            own = engine.executor.capacity(tp)
+            tokens = own.stacks.num_tokens(own.num_blocks - 1, own.block_size)
+            self._capacities[tp] = GroupCapacity(tokens, own.num_slots)
         self._kind: str | None = None  # of the round under way
         self._likely = "plain"  # the likely kind of the next training round
         self._recorded: deque[Decision] = deque()  # earlier decisions still to be repeated
-        self._write: Callable[[Decision], None] = _nowhere
-        self._first = 0
-        self._quiet_until = 0
+        self._write: Callable[[Decision], None]
+        self._first = self._quiet_until = 0
         self._ratios: list[float] = []
         engine.watchers.append(self._observe)
 
     @property
     def tp(self) -> int:
-        """The degree in use."""
         return self._executor.tp
 
     def degree(self, kind: str = "all") -> int:
@@ -178,14 +165,10 @@ class LayoutControl:
         self,
         kind: str = "all",
         recorded: Sequence[Decision] = (),
-        write: Callable[[Decision], None] | None = None,
+        write: Callable[[Decision], None] = lambda decision: None,
     ) -> None:
-        """Begins a round with an idle engine, in the degree of its kind.
-
-        Args:
-          recorded: the journal's decisions of this round.
-          write: puts a decision into the journal; the decision takes effect when it returns.
-        """
+        """Begins a round with an idle engine, in the degree of its kind. `recorded`: the journal's decisions of this
+        round; `write`: puts a new one there, which takes effect when it returns."""
         assert self._kind is None, f"a {kind!r} round begins before the {self._kind!r} round has ended"
         self._kind = kind
         self._likely = self._likely if kind == "eval" else kind
@@ -195,7 +178,7 @@ class LayoutControl:
         if tp != self.tp:
             self.engine.switch(tp)  # no request is live: only weights move
         self._recorded = deque(sorted(recorded, key=lambda decision: decision.dispatch))
-        self._write = _nowhere if write is None else write
+        self._write = write
         self._first, self._quiet_until = self.engine.batcher.next_index, 0
         self.switches, self.trace, self._ratios = [], [], []
 
@@ -301,11 +284,6 @@ class LayoutControl:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _capacity(self, tp: int) -> GroupCapacity:
-        capacity = self._executor.capacity(tp)
-        tokens = capacity.stacks.num_tokens(capacity.num_blocks - 1, capacity.block_size)
-        return GroupCapacity(tokens, capacity.num_slots)
-
     def _batch_state(self, dispatch: int) -> BatchState:
         batcher = self.engine.batcher
         expected = None if self.history is None else self.history.expected_remaining
@@ -365,10 +343,6 @@ class LayoutControl:
             last.steps_s.append(step_s)
         if self.predictor is not None and step_s > 0:
             self._ratios.append(self.predictor.observe(self.tp, times.batch, times.context, step_s))
-
-
-def _nowhere(_: Decision) -> None:
-    """Where decisions go without a journal."""
 
 
 def _thinned(points: list[tuple[float, int, int]]) -> list[tuple[float, int, int]]:

@@ -1,8 +1,4 @@
-"""The layout over time, for a run's page: live requests of a round with the tp degree under them, and its switches.
-
-Purpose: `layouts_section` turns what `jaxrl.record.layouts` holds into HTML with inline SVG, in the report's style: the
-first, the middle and the last of the rounds that switched, and a table of their switches, predicted and real.
-"""
+"""The layout over time, for a run's page: live requests of a round with the tp degree under them, and its switches."""
 
 from __future__ import annotations
 
@@ -12,7 +8,6 @@ from typing import Any
 
 _WIDTH, _LEFT, _RIGHT = 360, 46, 12
 _LIVE_TOP, _LIVE_BOTTOM, _TP_TOP, _TP_BOTTOM, _HEIGHT = 10, 128, 146, 186, 210
-_SHOWN = 3
 
 COLUMNS = (
     "Step",
@@ -28,7 +23,8 @@ COLUMNS = (
 
 
 def layouts_section(rounds: Sequence[Mapping[str, Any]]) -> str:
-    """HTML of a run's rounds (`jaxrl.record.layouts.read_layouts`); empty if the run's layout does not adapt."""
+    """HTML of a run's rounds (`jaxrl.record.layouts.read_layouts`): the first, the middle and the last of those that
+    switched, and a table of their switches; empty if the run's layout does not adapt."""
     if not rounds:
         return ""
     switched = [each for each in rounds if each["switches"]]
@@ -36,18 +32,13 @@ def layouts_section(rounds: Sequence[Mapping[str, Any]]) -> str:
     text = f"{count} switch{'es' if count != 1 else ''} in {len(switched)} of {len(rounds)} rounds."
     if any(each["source"] == "synthetic" for each in rounds):
         text += " The latency profile behind them is synthetic: it was made up to try switches out, not measured."
-    shown = _spread(switched or rounds[-1:])
+    among = switched or rounds[-1:]
+    shown = [among[i] for i in sorted({0, (len(among) - 1) // 2, len(among) - 1})]
     figures = "".join(_figure(each) for each in shown)
     return (
         f"<h2>Layout</h2><p class=sub>{escape(text)}</p><section class=charts>{figures}</section>"
         f"{_table(shown) if switched else ''}"
     )
-
-
-def _spread(rounds: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The first, the middle and the last."""
-    last = len(rounds) - 1
-    return [rounds[i] for i in sorted({0, last // 2, last})][:_SHOWN]
 
 
 def _figure(one: Mapping[str, Any]) -> str:

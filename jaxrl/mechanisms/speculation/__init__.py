@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from annotated_types import Ge, Interval
 
-from jaxrl.mechanisms.speculation.index import DraftIndex
-from jaxrl.mechanisms.speculation.index_builder import Building, IndexBuilder, draft_lengths, history_store
 from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, StepCosts, Window, default_verify_tokens
 from jaxrl.scheduling.mechanism import Mechanism, RolloutMemory, RoundEnd, RoundInfo
 from jaxrl.scheduling.rounds.history import HistoryStore
@@ -31,6 +29,7 @@ from jaxrl.types import Group, Prompt
 
 if TYPE_CHECKING:
     from jaxrl.config import Config
+    from jaxrl.mechanisms.speculation.index import Building, DraftIndex, IndexBuilder
     from jaxrl.mechanisms.speculation.proposer import Drafting
     from jaxrl.report.charts import Chart
     from jaxrl.report.curves import PagePart
@@ -42,12 +41,8 @@ if TYPE_CHECKING:
 
 
 class Speculation(Mechanism):
-    """Keeps the responses of earlier rounds, and gives new requests indexes to draft from.
-
-    Args:
-      store: of responses; batch rules may read it.
-      builder: of indexes; None where lengths alone are kept.
-    """
+    """Keeps the responses of earlier rounds, and gives new requests indexes to draft from. `builder`: None where
+    lengths alone are kept."""
 
     @dataclass(frozen=True)
     class Options(Checked):
@@ -137,7 +132,6 @@ class Speculation(Mechanism):
     def rollout_memory(
         cls, config: Config, num_devices: int, platform: str, weight_bytes: int, is_timeless: bool
     ) -> RolloutMemory | None:
-        """Indexes, for which a dp group of `rollout.max_num_seqs` rows has room, and the tokens that a step checks."""
         drafting, spec, name = proposer(config, platform), config.rollout.speculation, "draft indexes"
         assert drafting is not None
         return RolloutMemory(
@@ -157,6 +151,8 @@ class Speculation(Mechanism):
 
     @classmethod
     def build(cls, run: Run) -> Self | None:
+        from jaxrl.mechanisms.speculation.index import DraftIndex, history_store
+
         options, builder = run.config.rollout.speculation, None
         if not options.enable and not run.config.rollout.ranking_groups.enable:
             return None
@@ -190,7 +186,7 @@ class Speculation(Mechanism):
         return request if index is None else replace(request, history=index)
 
     def index_of(self, prompt: Prompt) -> DraftIndex | None:
-        """The index that a new request of a prompt drafts from, if any."""
+        """What a new request of a prompt drafts from, if anything."""
         if self._builder is None or not self._is_training:
             return None
         building = self._indexes.get(prompt.index)
@@ -241,7 +237,7 @@ class Speculation(Mechanism):
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _begin(self, changed: Sequence[int]) -> None:
-        """Begins the indexes of these prompts, and drops those of prompts that the store no longer keeps."""
+        """Begins indexes, and drops those of prompts that the store no longer keeps."""
         if self._builder is None:
             return
         kept = {*self.store.prompts()}.difference(changed)
@@ -269,12 +265,8 @@ def spec_metrics(counts: Counters) -> dict[str, float]:
 
 
 def draft_config(config: Config, platform: str, costs: StepCosts | None = None) -> DraftConfig | None:
-    """When plans verify drafts, by `rollout.speculation`; None: never.
-
-    Args:
-      platform: of the rollout's devices (`cpu`, `gpu`, ...).
-      costs: what steps take; None: not known.
-    """
+    """When plans verify drafts, by `rollout.speculation`; None: never. `platform`: of the rollout's devices; `costs`:
+    what steps take, if that is known."""
     spec = config.rollout.speculation
     if not spec.enable:
         return None
@@ -283,11 +275,8 @@ def draft_config(config: Config, platform: str, costs: StepCosts | None = None) 
 
 
 def proposer(config: Config, platform: str) -> Drafting | None:
-    """What an executor that verifies drafts is built for; None where `rollout.speculation` is off.
-
-    Args:
-      platform: of the rollout's devices.
-    """
+    """What an executor that verifies drafts is built for; None where `rollout.speculation` is off."""
+    from jaxrl.mechanisms.speculation.index import draft_lengths
     from jaxrl.mechanisms.speculation.proposer import Drafting
 
     drafts, spec = draft_config(config, platform), config.rollout.speculation
@@ -310,13 +299,8 @@ def verify_rule(
     profile: Profile | None = None,
     row_sizes: Mapping[int, Sequence[int]] | None = None,
 ) -> Callable[[], DraftRule] | None:
-    """Makes what says which plans of an executor verify; None where `rollout.speculation` is off.
-
-    Args:
-      profile: checked; None: nothing reads it. row_sizes: as in `step_costs`, where there is a profile.
-
-    Raises ConfigError as `step_costs` does.
-    """
+    """Makes what says which plans of an executor verify; None where `rollout.speculation` is off. `profile`,
+    `row_sizes`: as in `step_costs`, where the profile is read. Raises ConfigError as `step_costs` does."""
     costs = None
     if profile is not None and row_sizes is not None and Speculation.reads_profile(config):
         costs = step_costs(config, profile, executor, row_sizes)

@@ -1,23 +1,22 @@
 """The stream trainer: gradients of complete prompts beside the rollout, on half of its devices.
 
-Purpose: frees workers in the middle of a round, and feeds the stream. The rule (`scale_down.py`) says when workers are
-freed and which; a stream (`gradients.py`, or modelled in `simulated.py`) computes on their devices. Never imports jax.
+The rule (`scale_down.py`) says when workers are freed and which; a stream (`gradients.py`, or modelled in
+`simulated.py`) computes on their devices. Never imports jax.
 
 Source: RollPacker §4.4, Algorithm 1, lines 17 to 23. Requests move by recomputation, as there; with a latency profile
 by KV where that is predicted to be faster (`by`), which no clock decides.
 
 What is streamed, in which parts and in which order is decided before each turn, from what has ended by then
-(`jaxrl.mechanisms.stream_trainer.stream_pace`). A clock decides only when a part is given: once its verdicts have come
-and the stream has room, at the latest when the round has ended. So a step that runs again adds up the same, and so does
-another run. When workers are freed follows from the plans, and these from the clock only where layouts switch by
-measured times; that decision is in the journal.
+(`StreamPace`). A clock decides only when a part is given: once its verdicts have come and the stream has room, at the
+latest when the round has ended. So a step that runs again adds up the same, and so does another run. When workers are
+freed follows from the plans, and these from the clock only where layouts switch by measured times; that decision is in
+the journal.
 
-A freed worker, in order: `on_finished` (called where a response has ended, before the round receives that) asks the
-rule, and closes workers, whose requests move to the others; their pools and weights go, and the stream takes the
-trainer's weights. `look` learns which groups are certain, `before_plan` decides which of them are the next parts, and
-both of them and `while_waiting` give a part to the freed devices when it may go. `round_ends` reports; the stream stays
-open. `update_begins` gives what is left, waits, gives the sums to the trainer, and opens the workers again, which
-`enter_rollout` of the backend then fills.
+A freed worker, in order: `on_finished` asks the rule, and closes workers, whose requests move to the others; their
+pools and weights go, and the stream takes the trainer's weights. `look` learns which groups are certain, `before_plan`
+decides which of them are the next parts, and both of them and `while_waiting` give a part to the freed devices when it
+may go. `update_begins` gives what is left, waits, gives the sums to the trainer, and opens the workers again, which the
+backend then fills.
 
 What fails on the freed devices ends the run at the boundary before the step (`Interrupted`), which then runs again:
 nothing of it has reached the trainer.
@@ -35,8 +34,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self
 
 from annotated_types import Ge, Interval
 
-from jaxrl.mechanisms.stream_trainer.scale_down import ScaleDown, ScaleDownDecision, halves, load_of
-from jaxrl.mechanisms.stream_trainer.stream_pace import StreamPace
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
 from jaxrl.scheduling.mechanism import WORKERS, FreedMemory, Mechanism, Phase, RoundEnd, RoundInfo, RoundState, Tracer
 from jaxrl.scheduling.rounds.events import Interrupted
@@ -48,6 +45,7 @@ from jaxrl.types import Group, Sample, StreamFailed, TrainBatch
 
 if TYPE_CHECKING:
     from jaxrl.config import Config
+    from jaxrl.mechanisms.stream_trainer.scale_down import ScaleDownDecision, StreamPace
     from jaxrl.models.config import ModelConfig
     from jaxrl.record.journal import Journal
     from jaxrl.runtime.run import Run
@@ -57,8 +55,7 @@ FREED = "scale_down"
 
 
 class GradientStream(Protocol):
-    """Computes on freed devices. All methods but `abandon` raise `StreamFailed`
-    if the devices fail."""
+    """Computes on freed devices. All methods but `abandon` raise `StreamFailed` if the devices fail."""
 
     def open(self) -> None: ...
 
@@ -80,13 +77,9 @@ class StreamTrainer(Mechanism):
     (`jaxrl.scheduling.mechanism.GradientSource`).
 
     Args:
-      options: `trainer.stream`.
-      workers: of the rollout.
       streams: by the workers whose devices they have; the sets of workers of which one may be freed.
       release: frees pools and weights of some workers' executors.
       pace: tokens that a dp group's freed devices are taken to compute per decode step of the others.
-      journal: of which workers were freed.
-      tracer: where calls are drawn. clock: its seconds.
       by: how the requests of freed workers move; a pure function, or one way for all.
     """
 
@@ -154,7 +147,6 @@ class StreamTrainer(Mechanism):
 
     @classmethod
     def problem(cls, config: Config, racing: Sequence[str]) -> str | None:
-        """Why gradients cannot be computed beside the rollout."""
         from jaxrl.config.checks import NEEDS_WHOLE_BATCH
 
         option, estimator = "trainer.stream.enable", config.algorithm.adv_estimator
@@ -250,9 +242,11 @@ class StreamTrainer(Mechanism):
         """Raises ValueError where the devices have no halves (`jaxrl.sharding.split_mesh.Half`)."""
         if not cls.is_on(run.config):
             return None
+        from jaxrl.mechanisms.stream_trainer.scale_down import DEFAULT_PACE, halves
+
         options, machine = run.config.trainer.stream, run.machine
         streams = machine.gradient_streams(halves(len(run.workers.engines)))
-        pace = options.pace or (4.0 if machine.platform == "cpu" else 16.0)
+        pace = options.pace or DEFAULT_PACE.get(machine.platform, 16.0)
         given = options, run.workers, streams, machine.release_workers, pace, run.journal, run.timeline, run.clock
         session = cls(*given, by=_moves(run))
         machine.on_wait_quiet(session.wait_quiet)
@@ -271,6 +265,8 @@ class StreamTrainer(Mechanism):
         *,
         by: By = "recompute",
     ) -> None:
+        from jaxrl.mechanisms.stream_trainer.scale_down import ScaleDown
+
         self.gradient_source = self
         self.rule = ScaleDown(options, tuple(streams))
         self.decisions: list[ScaleDownDecision] = []  # of the round
@@ -283,7 +279,7 @@ class StreamTrainer(Mechanism):
         self._num_copied = 0  # tokens whose KV moved in this round
         self._stream: GradientStream | None = None  # open
         self._step = 0  # of the update that is computed
-        self._pace = StreamPace(0, 1.0)  # of the stream that is open
+        self._pace: StreamPace | None = None  # of the stream that is open
         self._freed_step = 0.0  # of the workers' logical time
         self._info: RoundInfo | None = None  # of the last training round
         self._round: RoundState
@@ -302,7 +298,6 @@ class StreamTrainer(Mechanism):
         self._round = state
 
     def round_begins(self, info: RoundInfo) -> None:
-        """A round begins. No worker is freed where nothing would be computed on it."""
         self.decisions, self._busy_s, self._num_copied = [], 0.0, 0
         self._is_training = info.is_training
         if not self._is_training:
@@ -310,11 +305,11 @@ class StreamTrainer(Mechanism):
             return
         assert self._stream is None, "a round begins while the stream of another is open"
         self._info, self._step = info, info.update
+        # no worker is freed where nothing would be computed on it
         self._frees = info.certain is not None and (info.kind != "short" or self._options.short_rounds)
         self.rule.begin(info.kind)
 
     def on_finished(self, samples: Sequence[Sample], *, is_stopping: bool) -> None:
-        """Responses have ended by themselves. Frees workers if the rule says so."""
         running = self._round.running
         done, launched = self._round.num_finished, self._round.num_launched
         if self._options.counts == "prompts":
@@ -322,22 +317,13 @@ class StreamTrainer(Mechanism):
         self.ended([len(sample) for sample in samples], done, launched, is_stopping=is_stopping)
 
     def ended(self, lengths: Sequence[int], num_done: int, num_all: int, *, is_stopping: bool) -> None:
-        """Responses have ended by themselves. Frees workers if the rule says so.
-
-        Args:
-          lengths: of these responses, in tokens.
-          num_done, num_all: of the round's samples, or prompts (`trainer.stream.counts`), those that have ended and
-            those launched.
-          is_stopping: the round is about to end the others: no worker is freed for that.
-        """
+        """Responses of these lengths have ended. Frees workers if the rule says so. `num_done`, `num_all`: of the
+        round's samples, or prompts (`trainer.stream.counts`)."""
         if not self._is_training:
             return
         for length in lengths:
             self.rule.finished(length)
-        if not self._frees or is_stopping:
-            return
-        decision = self._decision(num_done, num_all)
-        if decision is None:
+        if not self._frees or is_stopping or (decision := self._decision(num_done, num_all)) is None:
             return
         self.decisions.append(decision)
         if decision.freed:
@@ -345,9 +331,8 @@ class StreamTrainer(Mechanism):
 
     def before_plan(self, worker: int | None) -> None:
         """Decides what is streamed by now, before a worker is chosen."""
-        if (
-            worker is None and self._stream is not None and self._round.requests
-        ):  # else the plan is of rows that have all stopped
+        # without requests the plan is of rows that have all stopped
+        if worker is None and self._pace is not None and self._round.requests:
             tokens = {
                 group.prompt.key: sum(len(group.prompt.token_ids) + len(sample) for sample in group.samples)
                 for group in self._certain()
@@ -360,9 +345,8 @@ class StreamTrainer(Mechanism):
         if self._stream is None:
             return
         with self._failures():
-            has_room = self._stream.poll()
-        if not has_room:
-            return
+            if not self._stream.poll():
+                return
         self._draw()
         if self._parts and all(key in self._offered for key in self._parts[0]):
             self._give()
@@ -377,7 +361,7 @@ class StreamTrainer(Mechanism):
         self.feed()
 
     def round_ends(self, end: RoundEnd) -> dict[str, float]:
-        """The round is over; its metrics. The stream stays open until the update."""
+        """The stream stays open until the update."""
         if not self._is_training:
             return {}
         hidden_s = self._busy_s + (0.0 if self._began_s is None else self._clock() - self._began_s)
@@ -397,7 +381,6 @@ class StreamTrainer(Mechanism):
         return measured
 
     def round_cancelled(self) -> None:
-        """The round is dropped."""
         if self._is_training:
             self.rule.cancel()
         self._is_training = False
@@ -417,7 +400,6 @@ class StreamTrainer(Mechanism):
             self.feed()
 
     def update_begins(self, groups: Sequence[Group], phase: Phase) -> list[TrainBatch]:
-        """First finishes the streamed part of the batch, and gives the trainer its gradients."""
         with phase("stream"):
             begun = self.close()
         streamed = {prompt.key for batch in begun for prompt in batch.prompts}
@@ -450,11 +432,9 @@ class StreamTrainer(Mechanism):
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Part of a checkpoint."""
         return self.rule.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another run was; without a state, where it starts."""
         if state:
             self.rule.load_state_dict(state)
 
@@ -462,6 +442,8 @@ class StreamTrainer(Mechanism):
 
     def _decision(self, num_done: int, num_all: int) -> ScaleDownDecision | None:
         """What the rule says, or what the journal has of it: no more than one of the two frees workers."""
+        from jaxrl.mechanisms.stream_trainer.scale_down import ScaleDownDecision, load_of
+
         entry = None if self._journal is None else self._journal.find(self._step, FREED, ())
         earlier = None if entry is None else ScaleDownDecision.from_json(entry["decision"])
         if earlier is not None and earlier.freed in self._streams:  # else there are other workers now
@@ -481,6 +463,8 @@ class StreamTrainer(Mechanism):
         return (done.steps + done.prefill_tokens / PREFILL_TOKENS_PER_STEP) / self._workers.num_open
 
     def _free(self, workers: tuple[int, ...]) -> None:
+        from jaxrl.mechanisms.stream_trainer.scale_down import StreamPace
+
         for worker in workers:
             try:
                 self._num_copied += self._workers.close(worker, self._by, leaving=workers).num_moved
@@ -510,7 +494,7 @@ class StreamTrainer(Mechanism):
     def _reopen(self) -> None:
         for worker in self._freed:
             self._workers.open(worker)
-        self._freed, self._stream = (), None
+        self._freed, self._stream, self._pace = (), None, None
         self._certain, self._num_given = tuple, 0
         self._offered.clear()
         self._parts.clear()

@@ -38,7 +38,7 @@ from jaxrl.models.lora import without_adapters
 from jaxrl.sharding.split_mesh import Half
 from jaxrl.train import batch_preparation
 from jaxrl.train.programs import Accumulator, TrainPrograms
-from jaxrl.train.teacher import Teacher, TeacherPrograms, shares_base
+from jaxrl.train.teacher import Teacher, shares_base
 from jaxrl.train.trainer import Trainer
 from jaxrl.types import Group, StreamFailed, TrainBatch
 
@@ -65,7 +65,7 @@ class TrainStream:
         trainer.apply()
 
     Attributes:
-      half: the devices. programs: what runs there; teacher_programs: of a teacher, if there is one.
+      programs, teacher_programs: what runs on the half.
       given: keys of the prompts that were given since `open`, as they were given together.
     """
 
@@ -81,24 +81,17 @@ class TrainStream:
         self.given: list[list[tuple[int, int]]] = []
         self._trainer = trainer
         self._sums: Accumulator | None = None
-        self.teacher_programs: TeacherPrograms | None = None
         self._teacher = teacher
-        if teacher is not None:
-            self.teacher_programs = teacher.programs.without_updates(half.mesh)
+        self.teacher_programs = None if teacher is None else teacher.programs.without_updates(half.mesh)
         self._weights: _Weights | None = None
         self._work: Work | None = None
         self._running: deque[Any] = deque()  # arrays, of which the oldest is there first
         self._ahead = 1  # microbatches that the devices may have at once now
         self._batches: list[TrainBatch] = []
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the weights are on the half."""
-        return self._weights is not None
-
     def open(self) -> None:
         """Copies the trainer's weights, and the reference's, to the half. Nothing is waited for but copies."""
-        assert not self.is_open, "the stream is open already"
+        assert self._weights is None, "the stream is open already"
         with _failures():
             has_base = self.programs.model_config.lora is not None
             others = {"ref": (None if has_base else self._trainer.ref_params, self.programs.shardings)}
@@ -141,18 +134,15 @@ class TrainStream:
                 self._running[0].block_until_ready()
 
     def close(self) -> list[TrainBatch]:
-        """Waits for what was given, hands the sums to the trainer as the beginning of its minibatch, and leaves the
-        half.
-
-        Returns:
-          What was given, with log-probabilities, masks and advantages: one batch per `give`.
-        """
+        """Waits for what was given, and gives the sums to the trainer as the beginning of its minibatch. Returns a
+        batch for each `give`, with log-probabilities, masks and advantages."""
         self.finish()
         sums, self._sums = self._sums, None
         self._release()
         if sums is not None:
+            shardings = jax.tree.map(lambda x: x.sharding, self._trainer.programs.sums)
             with _failures():
-                returned = jax.block_until_ready(self._returned(sums))
+                returned = jax.block_until_ready(self.half.give_back(sums, shardings))
             self._trainer.begin_with(returned)
         batches, self._batches, self.given = self._batches, [], []
         return batches
@@ -208,10 +198,6 @@ class TrainStream:
         for microbatch in self.programs.pack(batch, for_loss=True).microbatches:
             self._sums, result = self.programs.add_gradients(trainable, frozen, self._sums, microbatch)
             yield result
-
-    def _returned(self, sums: Accumulator) -> Accumulator:
-        shardings = jax.tree.map(lambda x: x.sharding, self._trainer.programs.sums)
-        return self.half.give_back(sums, shardings)
 
     def _release(self) -> None:
         if self._weights is not None:

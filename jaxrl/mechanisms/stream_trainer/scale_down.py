@@ -1,7 +1,7 @@
-"""When half of the rollout's workers are freed, so that gradients are computed there while the others decode.
+"""When half of the rollout's workers are freed, so that gradients are computed there while the others decode, and which
+prompts' gradients begin when (`StreamPace`).
 
-Purpose: `ScaleDown` is asked on every finish of a round and says, at most once per round, which workers to free; or why
-not. What follows from it (the requests move, the freed devices train) is its caller's part.
+`ScaleDown` is asked on every finish of a round and says, at most once per round, which workers to free; or why not.
 
 Source: RollPacker §4.4 and Algorithm 1, lines 13 to 21. `min_done`, `max_done` and `done_step` are its 0.2, 0.5 and
 0.05: the first finish with a share done of at least `min_done` is a milestone, and then each that is `done_step` beyond
@@ -49,6 +49,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from jaxrl.scheduling.rounds.round import PromptKey
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.lengths import LengthHistory
 from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks
@@ -67,48 +68,27 @@ Refusal = Literal["", "workers", "rows", "kv"]
 
 @dataclass(frozen=True, slots=True)
 class LeftRequest:
-    """A request that has not ended.
-
-    Attributes:
-      num_prompt: tokens of its prompt.
-      num_response: tokens of its response so far.
-      max_response: the most that its response may have.
-      prompt_index: tells prompts apart; >= 0.
-    """
+    """A request that has not ended, in tokens."""
 
     num_prompt: int
-    num_response: int
-    max_response: int
+    num_response: int  # so far
+    max_response: int  # the most that its response may have
     prompt_index: int = 0
-
-    def __post_init__(self) -> None:
-        if self.num_prompt < 0 or not 0 <= self.num_response <= self.max_response:
-            raise ValueError(
-                f"request with {self.num_prompt} prompt tokens: its response ({self.num_response} tokens) must be "
-                f"between 0 and its limit ({self.max_response} tokens)"
-            )
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of its context: what moves."""
+        """Of its context: what moves."""
         return self.num_prompt + self.num_response
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """A worker that decodes.
-
-    Attributes:
-      requests: those that it has and that have not ended.
-      kv_tokens: tokens of KV that its pools hold; in stacks of layers, those of each count (`KvStacks.num_positions`).
-      num_rows: requests that it can decode at once.
-      stacks: of its layers.
-    """
+    """A worker that decodes."""
 
     requests: tuple[LeftRequest, ...]
-    kv_tokens: int
-    num_rows: int
-    stacks: KvStacks = WHOLE
+    kv_tokens: int  # that its pools hold; in stacks of layers, those of each count (`KvStacks.num_positions`)
+    num_rows: int  # requests that it can decode at once
+    stacks: KvStacks = WHOLE  # of its layers
 
     @property
     def num_tokens(self) -> int:
@@ -123,9 +103,9 @@ def load_of(engine: Engine) -> WorkerLoad:
     for request_id in batcher.live():
         progress = batcher.progress(request_id)
         num_response = written.get(request_id, progress.num_tokens)
-        request = progress.request
-        left = LeftRequest(progress.num_prompt, num_response, request.params.max_tokens, request.key.prompt_index)
-        requests.append(left)
+        asked = progress.request
+        most, place = asked.params.max_tokens, asked.key.prompt_index
+        requests.append(LeftRequest(progress.num_prompt, num_response, most, place))
     blocks = capacity.num_groups * (capacity.num_blocks - 1)
     rooms = blocks * capacity.block_size, capacity.num_groups * capacity.num_slots
     return WorkerLoad(tuple(requests), *rooms, capacity.stacks)
@@ -133,32 +113,19 @@ def load_of(engine: Engine) -> WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class ScaleDownDecision:
-    """What was decided at a milestone, and from which numbers.
+    """What was decided at a milestone, and from which numbers."""
 
-    Attributes:
-      num_done, num_all: of the round's requests, or prompts (`counts`), those that have ended, and all of them.
-      freed: workers to free, ascending; none where `refusal` says why.
-      refusal: `workers`: no half of them is whole; `rows`: what stays has too few rows; `kv`: the projection does not
-        fit; empty: none.
-      num_left: requests that have not ended.
-      num_rows: of the workers that would stay.
-      moved_requests, moved_tokens: of the workers that are, or would be, freed: requests, and tokens of their contexts.
-      projected_tokens: the largest KV projected, in tokens; 0 where it was not asked for.
-      kv_tokens: tokens of KV that may be used on the workers that would stay: their pools, less `kv_margin`.
-      counts: `trainer.stream.counts`.
-    """
-
-    num_done: int
+    num_done: int  # of the round's requests, or prompts (`counts`)
     num_all: int
-    freed: tuple[int, ...] = ()
-    refusal: Refusal = ""
-    num_left: int = 0
-    num_rows: int = 0
-    moved_requests: int = 0
-    moved_tokens: int = 0
-    projected_tokens: int = 0
-    kv_tokens: int = 0
-    counts: str = "samples"
+    freed: tuple[int, ...] = ()  # workers, ascending; none where `refusal` says why
+    refusal: Refusal = ""  # workers: no half of them is whole; rows: too few stay; kv: the projection does not fit
+    num_left: int = 0  # requests that have not ended
+    num_rows: int = 0  # of the workers that would stay
+    moved_requests: int = 0  # of the workers that are, or would be, freed
+    moved_tokens: int = 0  # of their contexts
+    projected_tokens: int = 0  # the largest KV projected; 0 where it was not asked for
+    kv_tokens: int = 0  # that may be used on the workers that would stay: their pools, less `kv_margin`
+    counts: str = "samples"  # `trainer.stream.counts`
 
     def sentence(self) -> str:
         """The decision in words, for logs and the report."""
@@ -178,7 +145,6 @@ class ScaleDownDecision:
         return f"{done}, freed workers: {workers}; {moved}"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain, for the journal."""
         return {"schema": SCHEMA} | asdict(self) | {"freed": list(self.freed)}
 
     @classmethod
@@ -223,11 +189,7 @@ def projected_kv(requests: Sequence[LeftRequest], history: LengthHistory, stacks
 
 
 class ScaleDown:
-    """The rule of one run; see the module.
-
-    Args:
-      options: `trainer.stream`.
-      candidates: sets of workers of which one may be freed (`halves`), the same in every round.
+    """The rule of one run. `candidates`: sets of workers of which one may be freed (`halves`).
 
     Example::
 
@@ -248,7 +210,6 @@ class ScaleDown:
         self._is_over = False  # nothing more is decided in this round
 
     def begin(self, kind: str = "plain") -> None:
-        """A round begins."""
         assert self._kind is None, "a round begins before the one before it has ended"
         self._kind, self._lengths, self._looked_at, self._is_over = kind, [], 0, False
 
@@ -271,13 +232,8 @@ class ScaleDown:
     def after_finish(
         self, num_done: int, num_all: int, workers: Callable[[], Sequence[WorkerLoad]]
     ) -> ScaleDownDecision | None:
-        """What to do when a request has ended: None unless this is a milestone.
-
-        Args:
-          num_done: requests of the round that have ended, or prompts (`trainer.stream.counts`).
-          num_all: all of them.
-          workers: gives the state of each worker, in their order; asked at milestones only.
-        """
+        """What to do when a request has ended: None unless this is a milestone. `num_done`, `num_all`: of the round's
+        requests, or prompts (`trainer.stream.counts`); `workers`: gives the state of each, asked at milestones only."""
         assert self._kind is not None, "no round has begun"
         if self._is_over or not self._is_milestone(num_done, num_all):
             return None
@@ -344,3 +300,49 @@ class ScaleDown:
             kv_tokens,
             self.options.counts,
         )
+
+
+DEFAULT_PACE = {"cpu": 4.0}  # else 16
+"""A decode step of one copy of the weights waits for them to be read, 2 P bytes for P parameters, and the gradient of a
+token takes 6 P operations on the same devices, 12 P with the passes for log-probabilities and recomputation. At 990e12
+FLOP/s and 3.35e12 bytes/s (H100), a quarter to a third of the one and all of the other reached, these are 12 to 33
+tokens per step and copy; what begins too late is lost to the stream, what begins too early holds up the update: 16. A
+CPU reads no faster than it computes; 4 is what it did in docs/performance.md."""
+
+
+class StreamPace:
+    """Which prompts' gradients begin beside a round, and which of them together: by logical time, never by a clock.
+
+    It is asked before each turn. It knows what has ended by then, and takes the freed devices to compute so many tokens
+    per decode step of the others. How fast they really are, and when verdicts come, decides only when the parts are
+    computed: all of them are, before the update.
+
+    Source: RollPacker §4.4. Departure: its trainer takes what is there whenever it has room, so that a clock decides in
+    which parts gradients add up, and two runs differ in their last bits.
+
+    Args:
+      max_prompts: of a part; 0: all that wait.
+      tokens_per_step: that the freed devices are taken to compute in a decode step of the others (`DEFAULT_PACE`).
+    """
+
+    def __init__(self, max_prompts: int, tokens_per_step: float) -> None:
+        self._max_prompts, self._tokens_per_step = max_prompts, tokens_per_step
+        self._waiting: dict[PromptKey, float] = {}  # since that step
+        self._chosen: set[PromptKey] = set()
+        self._free_at = 0.0  # the step at which the parts so far should be done
+
+    def parts(self, step: float, tokens: Mapping[PromptKey, int]) -> list[list[PromptKey]]:
+        """The parts that have begun since the last look. `step`: decode steps since the devices were freed, by logical
+        time; `tokens`: of all prompts that are certain to be in the batch, chosen before or not, in its order."""
+        for key in tokens:
+            if key not in self._chosen:
+                self._waiting.setdefault(key, step)
+        found: list[list[PromptKey]] = []
+        while self._waiting and (begins := max(self._free_at, next(iter(self._waiting.values())))) <= step:
+            part = [key for key, since in self._waiting.items() if since <= begins][: self._max_prompts or None]
+            self._free_at = begins + sum(tokens[key] for key in part) / self._tokens_per_step
+            self._chosen.update(part)
+            for key in part:
+                del self._waiting[key]
+            found.append(part)
+        return found
