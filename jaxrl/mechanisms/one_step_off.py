@@ -1,6 +1,6 @@
 """One-step-off: a round comes before the update whose batch it does not bring.
 
-Purpose: the rollout for step s + 1 runs before update s, so its tokens are of version s - 1 and one version old when
+The rollout for step s + 1 runs before update s, so its tokens are of version s - 1 and one version old when
 they are trained on. Its groups wait in the loop, and are part of a checkpoint. Rollout and update take turns on the
 same devices, or run at the same time, each on its own devices (`rollout.num_devices`). Neither reads what the other
 writes, so both ways give the same numbers. A resumed run may switch one-step-off on or off.
@@ -57,12 +57,10 @@ class ConcurrentPhases:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the second of two things has ended well; the first asks."""
         return self._other is not None and self._other.done() and self._other.exception() is None
 
     def __call__(self, first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
-        """Runs `first` in this thread and `second` in another. An exception of either is raised once both have ended;
-        if both fail, that of `second`, from that of `first`."""
+        """An exception of either is raised once both have ended; if both fail, that of `second`."""
         self.busy = True
         try:
             other = self._other = self._threads.submit(second)
@@ -82,12 +80,8 @@ class ConcurrentPhases:
 
 
 class OneStepOff(Mechanism, PhaseOrder):
-    """Runs the next step's round before an update, or beside it.
-
-    Args:
-      together: runs both at the same time, on devices of their own; None where they take turns.
-      phase: times both together: `timing_s/<name>`.
-    """
+    """Runs the next step's round before an update, or beside it. `together`: runs both at the same time, on devices of
+    their own; None where they take turns."""
 
     title = "one-step-off"
     option = "trainer.one_step_off"

@@ -62,23 +62,14 @@ Action = Literal["resume", "wait", "restart"]
 
 @dataclass(frozen=True, slots=True)
 class WaitingGroup:
-    """A buffered group as the user's function sees it. Tuples have one entry per sample.
+    """A buffered group as the user's function sees it. Tuples have one entry per sample."""
 
-    Attributes:
-      key: (epoch, index) of the prompt.
-      steps_waited: training steps since its first launch.
-      lengths: tokens so far.
-      finished: whether the response has ended.
-      oldest_versions: the version of the first token; None without tokens.
-      restarts: how often it has started again.
-    """
-
-    key: PromptKey
-    steps_waited: int
-    lengths: tuple[int, ...]
-    finished: tuple[bool, ...]
-    oldest_versions: tuple[int | None, ...]
-    restarts: tuple[int, ...]
+    key: PromptKey  # (epoch, index) of the prompt
+    steps_waited: int  # training steps since its first launch
+    lengths: tuple[int, ...]  # tokens so far
+    finished: tuple[bool, ...]  # whether the response has ended
+    oldest_versions: tuple[int | None, ...]  # the version of the first token; None without tokens
+    restarts: tuple[int, ...]  # how often it has started again
 
     def lag(self, policy_version: int) -> int:
         """By how many versions its oldest token is behind the version that samples; 0 without tokens."""
@@ -126,8 +117,7 @@ class PartialRollout(BatchRule, Mechanism):
     """The batch rule; its queue is the buffer. Raises ValueError for impossible limits.
 
     Args:
-      batch: N, the group size, and what else rules share. Its `score_when` is not used: samples are scored by group.
-      options: `rollout.partial_rollout`.
+      batch: its `score_when` is not used: samples are scored by group.
       buffer_filter: decides about buffered groups; None: all resume, the complete and then the oldest first.
 
     Attributes:
@@ -253,7 +243,8 @@ class PartialRollout(BatchRule, Mechanism):
         num_more = max(len(waits) - num_spare, 0)
         return resuming + waits[:num_more], waits[num_more:]
 
-    def _describe(self, group: PlannedGroup, step: int) -> WaitingGroup:
+    @staticmethod
+    def _describe(group: PlannedGroup, step: int) -> WaitingGroup:
         samples = group.samples
         return WaitingGroup(
             key=group.key,

@@ -60,9 +60,6 @@ def _period(prompt_factor: float, num_prompts: int) -> int:
 class TailBatching(BatchRule, Mechanism):
     """The batch rule; its queue is the long-prompt queue. Raises ValueError for impossible limits.
 
-    Args:
-      options: `rollout.tail_batching`.
-
     Attributes:
       num_spare: prompts of a full short round beyond P0.
       least_age_bound: steps until all prompts that one short round defers have run, if only long rounds follow.

@@ -1,18 +1,13 @@
 """What stands behind the loop, real or simulated: workers that draw, a pool that scores, and one clock for both.
 
-Purpose: carries out a round's commands and turns what happens into its events (`jaxrl.scheduling.rounds.events`). While
-samples are still decoding, finished ones are being scored; their verdicts are handed to the round in the order in which
-the samples completed, even when one arrives late. What else a run may have are mechanisms
-(`jaxrl.scheduling.mechanism`), whose hooks are called here; none is known by name.
+It carries out a round's commands and turns what happens into its events (`jaxrl.scheduling.rounds.events`). Finished
+samples are scored while others decode; the round receives their verdicts as `jaxrl.runtime.verdicts` says. What else a
+run may have are mechanisms (`jaxrl.scheduling.mechanism`), whose hooks are called here; none is known by name.
 
 Source: docs/architecture.md. Rewards beside the rollout: RollPacker §4.3.
 
 The host waits for a plan's end before it looks for verdicts: the round first receives the responses that ended in the
-plan, then of the verdicts that came in meanwhile.
-
-Verdicts are all that a clock, or something outside the run, decides here, such as that a scorer timed out. Those are
-journalled before the round receives them (`jaxrl.runtime.verdicts`), so a step that runs again after a crash gets the
-same. A simulated clock needs no journal.
+plan, then the verdicts that came in meanwhile.
 
 What is commanded takes effect at once, in whatever plan comes next. The order of events follows from the workers' plans
 alone (`jaxrl.scheduling.tokens.local_workers`), wherever their devices are.
@@ -125,20 +120,14 @@ class RolloutBackend:
 
     @property
     def generating(self) -> bool:
-        """Whether samples are being drawn, or wait for what they need to go on, or their ends are not delivered yet.
-
-        Not while the round awaits a verdict, because no plan is made before it is there. It ends when the last response
-        has been delivered; a plan of rows that have all stopped may then still be in flight.
-        """
+        """Whether samples are being drawn, or wait for what they need to continue, or their ends are not delivered yet.
+        Not while the round awaits a verdict, because no plan is made before it is there."""
         drawing = bool(self._state.requests) and not self._state.awaited
         undelivered = any(not isinstance(event, Verdict) for event in self._events)
         return drawing or undelivered or any(each.has_pending for each in self._parking)
 
     def wait(self) -> Event:
-        """The next event; blocks on the engine while it runs, then on the scoring.
-
-        Raises Interrupted where a stop was asked for and no event is due.
-        """
+        """The next event; blocks on the engine while it runs, then on the scoring."""
         while (event := self._next()) is None:
             if self._run.stop() and not self._order.defers_stop:
                 raise Interrupted
@@ -192,8 +181,7 @@ class RolloutBackend:
             kept.clear()
 
     def end(self, result: RoundResult | None = None) -> dict[str, float]:
-        """The round is over; its metrics. `result`: what its rule has made of it; None: an evaluation's, or none has
-        any use for it."""
+        """The round has ended; its metrics. `result`: what its rule has made of it; None: an evaluation has no rule."""
         assert not (self._state.requests if self._has_begun else self.engine.unfinished()), (
             "a round ends while it is running"
         )

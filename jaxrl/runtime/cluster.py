@@ -1,10 +1,10 @@
 """The hosts of a run as Ray actors: one on each, and calls to all of them in one order.
 
-Purpose: with `hosts.num` above 1 the process that the user has started is the controller. `open_cluster` starts an
-actor (`jaxrl.runtime.host_actor`) on each host, in a placement group with a bundle per host, and joins them to one
-world of `jax.distributed`. `RemoteHost` has the methods of `jaxrl.runtime.host.Host`, and each is a call to all actors:
-their programs run on the devices of all hosts, so all must run the same ones in the same order, and the controller's
-calls are that order. A batch goes into Ray's object store once.
+With `hosts.num` above 1 the process that the user has started is the controller. `open_cluster` starts an actor
+(`jaxrl.runtime.host_actor`) on each host, in a placement group with a bundle per host, and joins them to one world of
+`jax.distributed`. `RemoteHost` has the methods of `jaxrl.runtime.host.Host`, and each is a call to all actors: their
+programs run on the devices of all hosts, so all must run the same ones in the same order, and the controller's calls
+are that order. A batch goes into Ray's object store once.
 
 An actor that dies is Ray's to report. A call that takes long is watched: while any host reports progress the run
 continues, and after `hosts.stall_timeout_s` without any it ends, with the host and what it was doing.
@@ -24,6 +24,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,13 +33,10 @@ import numpy as np
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.hosts import HostsSection
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.models.config import ModelConfig
 from jaxrl.record.files import reason
 from jaxrl.rollout.remote import RemoteExecutor, RemoteWorkers
-from jaxrl.runtime.host import HostDevices, LoadRequest
+from jaxrl.runtime.host import Host, HostDevices, LoadRequest
 from jaxrl.runtime.host_agreement import disagreement, mark_in, software
-from jaxrl.scheduling.layouts.latency_profile import Profile
-from jaxrl.train.checkpoint import HostState
 from jaxrl.train.steps import Choice
 from jaxrl.types import RunFailed, TrainBatch
 
@@ -47,8 +45,6 @@ _ASK_S = 5.0
 _MOST_SHARED = 4096
 _INHERITED = ("JAX_", "XLA_", "JAXRL_", "OMP_", "OPENBLAS_", "HF_", "NCCL_", "LIBTPU_", "PYTHONPATH")
 """Beginnings of the names of environment variables that actors get from the controller."""
-
-
 _SHARED: OrderedDict[int, Any] = OrderedDict()  # in an actor: what has come, by its number
 
 
@@ -75,10 +71,10 @@ class HostLost(RunFailed):
 
 
 class Cluster:
-    """The actors of a run.
+    """The actors of a run, in the order of the hosts.
 
     Args:
-      actors: of the hosts, in their order. bundle: what each takes of its node.
+      bundle: what each takes of its node.
       beat: called while a call runs and some host reports progress.
 
     Attributes:
@@ -112,12 +108,8 @@ class Cluster:
         return [getattr(actor, method).remote(*arguments) for actor in chosen]
 
     def receive(self, sent: Sequence[Any]) -> list[Any]:
-        """Waits for the answers to calls, by host.
-
-        Raises:
-          HostLost: a host has died, or there was no progress for too long.
-          Exception: as the call has raised it.
-        """
+        """Waits for the answers to calls, by host. Raises what a call has raised, and HostLost where a host has died or
+        there was no progress for too long."""
         self._seen_s = time.monotonic()
         while True:
             try:
@@ -278,12 +270,8 @@ def _there(group: Any, timeout_s: float, beat: Callable[[str], None]) -> bool:
 
 
 def bundle_of(hosts: HostsSection, nodes: Sequence[Mapping[str, float]], *, on_cpu: bool) -> dict[str, float]:
-    """What an actor takes of a node.
-
-    Args:
-      nodes: the resources of each, as Ray names them.
-      on_cpu: whether the run computes on CPUs, whatever there is.
-    """
+    """What an actor takes of a node. `nodes`: the resources of each, as Ray names them; `on_cpu`: whether the run
+    computes on CPUs, whatever there is."""
     actors = -(-hosts.num // len(nodes))  # on a node
     for kind in () if on_cpu else ("GPU", "TPU"):
         if any(node.get(kind) for node in nodes):
@@ -380,15 +368,24 @@ class RemoteStore:
 
 
 class RemoteHost:
-    """All hosts of a run as one: the methods of `jaxrl.runtime.host.Host`, each a call to all."""
+    """All hosts of a run as one: the methods of `jaxrl.runtime.host.Host`, each a call to all. Those that need no more
+    than that are not written here (`__getattr__`)."""
+
+    params = None  # they are on the hosts
+    rollout_mesh = None
+    models = ()  # whose programs are compiled beside those of the rollout: hosts see to theirs
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self.models = ()  # whose programs are compiled beside those of the rollout: hosts see to theirs
         self.trainer = RemoteTrainer(cluster, "trainer")
         self.critic: RemoteTrainer | None = None
         self.teacher: RemoteTeacher | None = None
-        self.rollout_mesh = None
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """A method of `Host`; the first host's answer counts."""
+        if name.startswith("_") or not callable(getattr(Host, name, None)):
+            raise AttributeError(name)
+        return partial(self._call, name)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         return self.cluster.all("call", name, *arguments)[0]
@@ -415,43 +412,15 @@ class RemoteHost:
         self.config, self._num_rollout = found[0], found[3]
         return found
 
-    def read_model(self, model: ModelConfig) -> None:
-        self._call("read_model", model)
-
-    def refuse_other_init(self) -> None:
-        self._call("refuse_other_init")
-
-    def checked_profile(self) -> Profile:
-        return self._call("checked_profile")
-
     def open_store(self, folder: Path, on_commit: Callable[[int], None]) -> RemoteStore:
         chosen, latest = self.cluster.all("open_store", folder)[0]
         return RemoteStore(self.cluster, chosen, latest, on_commit)
-
-    def whole_step(self, path: str) -> tuple[Path, list[str]]:
-        return self._call("whole_step", path)
-
-    def refuse_other_model(self, place: Path) -> None:
-        self._call("refuse_other_model", place)
 
     def load(self, asked: LoadRequest, tokenizer: Tokenizer | None = None) -> str | None:
         del tokenizer  # a host reads it again
         self.critic = RemoteTrainer(self.cluster, "critic") if asked.critic_updates else None
         self.teacher = None if asked.teacher is None else RemoteTeacher(self.cluster)
         return self.cluster.all("load", asked)[0]
-
-    @property
-    def params(self) -> None:
-        """They are on the hosts."""
-
-    def restore(self, step: int) -> HostState:
-        return self._call("restore", step)
-
-    def save(self, step: int, state: HostState) -> None:
-        self._call("save", step, state)
-
-    def use_compilation_cache(self) -> str:
-        return self._call("use_compilation_cache")
 
     def build_workers(self) -> RemoteWorkers:
         """The executors of all hosts, in the order of the workers' numbers."""

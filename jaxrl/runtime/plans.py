@@ -1,18 +1,11 @@
-"""Plans of the workers, one after another, and what is called and drawn around each.
-
-Purpose: `PlanRunner` is the part of the backend between its events and its workers. Before a plan mechanisms may change
-what it will be made of; after it the timeline and the live view are updated.
-
-Source: docs/architecture.md.
-"""
+"""Plans of the workers, one after another, and what is called and drawn around each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from jaxrl.runtime.plan_timeline import PlanTimeline, PlanTracks
-from jaxrl.runtime.row_timeline import RowTracks
+from jaxrl.runtime.plan_timeline import PlanTimeline, PlanTracks, RowTracks
 from jaxrl.scheduling.mechanism import Mechanism
 from jaxrl.scheduling.tokens.engine import Finished
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
@@ -20,22 +13,11 @@ from jaxrl.scheduling.tokens.progress import Counters
 
 
 class PlanRunner:
-    """Runs plans.
-
-    Args:
-      workers: of the run.
-      mechanisms: called before a plan is made.
-      timeline: where plans and busy rows are drawn; None: nowhere.
-
-    Attributes:
-      plan_tracks, row_tracks: draw plans, and who has which row; None: that is not drawn.
-    """
+    """The part of the backend between its events and its workers. `timeline`: where plans and rows are drawn, if
+    anywhere."""
 
     def __init__(
-        self,
-        workers: LocalWorkers,
-        mechanisms: Sequence[Mechanism] = (),
-        timeline: PlanTimeline | None = None,
+        self, workers: LocalWorkers, mechanisms: Sequence[Mechanism] = (), timeline: PlanTimeline | None = None
     ) -> None:
         self.plan_tracks = PlanTracks(workers.engines, timeline)
         self.row_tracks = None if timeline is None else RowTracks(workers.engines, timeline)
@@ -43,7 +25,6 @@ class PlanRunner:
         self._counters = [Counters() for _ in workers.engines]
 
     def begin(self) -> None:
-        """A round begins."""
         self._counters = [replace(engine.counters) for engine in self._workers.engines]
 
     def counted(self) -> list[Counters]:
@@ -53,10 +34,7 @@ class PlanRunner:
 
     def run(self) -> tuple[list[Finished], int | None]:
         """Serves the worker whose turn it is: makes a plan of it, or waits for one, or both where it is alone. Returns
-        the responses that may now be reported as ended, and the worker of which a plan has been collected.
-
-        Raises Interrupted where a mechanism cannot go on.
-        """
+        the responses that may now be reported as ended, and the worker of which a plan has been collected."""
         workers = self._workers
         worker = workers.next_worker()
         if worker is None:  # ends that waited for another worker's, whose requests have been aborted since
@@ -72,8 +50,7 @@ class PlanRunner:
         return finished, worker if waits else None
 
     def show(self, on_progress: Callable[[int, int, int], None] | None) -> None:
-        """A plan has been collected. `on_progress`: called with (rows busy, rows, tokens of the round so
-        far); None: nothing is new."""
+        """A plan has been collected. `on_progress`: called with (rows busy, rows, tokens of the round so far)."""
         busy = self._workers.num_running
         if self._timeline is not None:
             self._timeline.counter("rows", busy=busy)

@@ -1,9 +1,9 @@
 """The scoring of a round, as the round receives it: verdicts in logical order, those of a clock from the journal.
 
-Purpose: `Verdicts` stands between the backend and the scoring. It hands verdicts over in the order in which their
-samples completed, however late one arrives. What a clock or something outside the run has decided (`Verdict.outside`, a
-time-out, a crash) is written to the journal, whole, before the round receives it; a step that runs again after a crash
-takes it from there and does not ask again. A simulated clock needs no journal.
+The round receives verdicts in the order in which their samples completed, however late one arrives. What a clock or
+something outside the run has decided (`Verdict.outside`, a time-out, a crash) is written to the journal, whole, before
+that; a step that runs again after a crash takes it from there and does not ask again. A simulated clock needs no
+journal.
 
 Source: docs/architecture.md.
 
@@ -49,22 +49,14 @@ class Scoring(Protocol):
 
 @dataclass(slots=True)
 class _Scored:
-    """A sample on its way: with its time limits, and its verdict once that has come."""
-
     prompt: Prompt
     limits_s: tuple[float, ...] = ()
     verdict: Verdict | None = None
 
 
 class Verdicts:
-    """What of a round is being scored.
-
-    Args:
-      scoring: scores finished samples.
-      clock: stamps verdicts that the journal gives.
-      journal: where decisions of the clock go; None: they are not kept, and there are no earlier ones.
-      limits: gives the samples of training prompts time limits, and learns from their verdicts.
-    """
+    """What of a round is being scored. `clock`: stamps verdicts that the journal gives; `limits`: gives the samples of
+    training prompts time limits, and learns from their verdicts."""
 
     def __init__(
         self,
@@ -86,7 +78,7 @@ class Verdicts:
         return next(iter(self._sent), None)
 
     def begin(self, step: int, round_index: int) -> None:
-        """A round of training step `step` starts; `round_index`: 0 of a training round, 1 of an evaluation."""
+        """A round starts; `round_index`: as `RoundInfo.index`."""
         self._step, self._round = step, round_index
 
     def send(self, prompt: Prompt, sample: Sample) -> None:
@@ -94,8 +86,8 @@ class Verdicts:
         key, episode = sample.key, sample.episode
         scored = self._sent[key] = _Scored(prompt)
         if episode is not None and episode.failed:
-            failed = Verdict(self._clock(), key, 0.0, episode.failed, {"error": episode.error})
-            self._known.append(self._failed.add(failed))
+            verdict = Verdict(self._clock(), key, 0.0, episode.failed, {"error": episode.error})
+            self._known.append(self._failed.add(verdict))
             return
         if self._limits is not None and not self._round:
             scored.limits_s = self._limits.limits(prompt)
@@ -170,14 +162,11 @@ class Verdicts:
             self._limits.scored(scored.prompt, scored.limits_s, verdict)
 
     def _place(self, key: SampleKey) -> tuple[int, ...]:
-        """The key of a verdict in the journal."""
         return (self._round, key.epoch, key.prompt_index, key.sample_index, key.attempt)
 
 
 def recorded(verdict: Verdict) -> dict[str, Any]:
     """What the journal keeps of a verdict: `status`, `reward` and the short values of `info`."""
-    if len(to_json(verdict.info)) <= MAX_VALUE_CHARS:  # so is each value
-        return {"status": verdict.status, "reward": verdict.reward, "info": dict(verdict.info)}
     info: dict[str, Any] = {}
     left = MAX_INFO_CHARS
     for name, value in verdict.info.items():
@@ -189,5 +178,4 @@ def recorded(verdict: Verdict) -> dict[str, Any]:
 
 
 def replayed(entry: Mapping[str, Any], time_s: float, key: SampleKey) -> Verdict:
-    """The verdict that an entry of the journal tells of."""
     return Verdict(time_s, key, float(entry["reward"]), entry["status"], entry["info"], outside=True, is_replayed=True)

@@ -47,6 +47,8 @@ rise the planner tries the degree from which it rose. If preemptions there are s
 tp again by the test above, and the next trial waits twice as long; otherwise the wait is forgotten after
 `TRIAL_ROUNDS`. So a false rise, or one that has passed, is undone, and one that stays costs ever rarer trials. A lower
 degree without rounds of its own is compared with the one above it.
+
+Departures from RollPacker: the test, and the trials.
 """
 
 from __future__ import annotations
