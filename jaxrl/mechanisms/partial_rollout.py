@@ -206,9 +206,7 @@ class PartialRollout(BatchRule, Mechanism):
         self.queue = deque((*resuming, *held_back))
         num_kept = len(held_back)
         limits = replace(
-            self.limits,
-            num_spare=num_spare - num_kept,
-            max_left_over=self._most_left_over(time, num_spare, num_kept),
+            self.limits, num_spare=num_spare - num_kept, max_left_over=self._most_left_over(time, num_spare, num_kept)
         )
         return RoundPlan(limits, "partial", num_kept, due)
 

@@ -77,9 +77,9 @@ class MemoryPlan:
 
 def plan_num_blocks(config: Config, model_config: ModelConfig, devices: int, memory_bytes: int | None) -> int:
     """KV blocks per dp group, the reserved one included: `rollout.num_blocks` if it is set. Otherwise as many as
-    `rollout.memory_fraction` of a device leaves room for, but no more than `max_num_seqs` requests of the longest length
-    can use; exactly that many if the memory is not known (`memory_bytes` None). Raises ValueError where not even one
-    such request fits."""
+    `rollout.memory_fraction` of a device leaves room for, but no more than `max_num_seqs` requests of the longest
+    length can use; exactly that many if the memory is not known (`memory_bytes` None). Raises ValueError where not even
+    one such request fits."""
     rollout = config.rollout
     if rollout.num_blocks:
         return rollout.num_blocks

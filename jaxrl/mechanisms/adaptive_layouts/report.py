@@ -79,11 +79,7 @@ def _svg(points: Sequence[tuple[float, int, int]]) -> str:
     )
     labels = "".join(
         f"<text x={_LEFT - 6} y={y + 4} text-anchor=end>{text}</text>"
-        for y, text in [
-            (y_live(0), "0"),
-            (y_live(most), str(most)),
-            *((y_tp(tp), f"tp {tp}") for tp in degrees),
-        ]
+        for y, text in [(y_live(0), "0"), (y_live(most), str(most)), *((y_tp(tp), f"tp {tp}") for tp in degrees)]
     )
     axis = "".join(
         f"<line class=grid x1={_LEFT} x2={_WIDTH - _RIGHT} y1={y} y2={y} />" for y in (y_live(0), y_live(most))

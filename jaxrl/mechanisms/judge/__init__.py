@@ -68,9 +68,7 @@ class Judge(Mechanism):
         """A language model that scores (reward.kind=judge), or a reward model with a scalar head (kind model)."""
 
         model: Annotated[
-            str,
-            Names("folder"),
-            "The judge's model on the run's devices, as model.path; empty: the endpoint is asked.",
+            str, Names("folder"), "The judge's model on the run's devices, as model.path; empty: the endpoint is asked."
         ] = ""
         lora_adapter_path: Annotated[
             str, Names("folder"), "A folder of adapters as peft writes it, merged into the judge's model; empty: none."

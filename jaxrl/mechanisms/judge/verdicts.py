@@ -192,10 +192,7 @@ class WrittenVerdicts(Reading):
         super().__init__(judge, tokenizer)
         self._text, self.num_samples = JudgeText(judge), judge.num_samples
         self.params = SamplingParams(
-            temperature=judge.temperature,
-            max_tokens=judge.max_tokens,
-            stop_token_ids=stop_token_ids,
-            seed=seed + _SEED,
+            temperature=judge.temperature, max_tokens=judge.max_tokens, stop_token_ids=stop_token_ids, seed=seed + _SEED
         )
 
     def _messages(self, request: ScoreRequest) -> list[dict[str, str]]:

@@ -98,9 +98,7 @@ class StreamTrainer(Mechanism):
             float, Interval(gt=0, le=1), "The share of a round's samples between two looks at whether to free workers."
         ] = 0.05
         kv_margin: Annotated[
-            float,
-            Interval(ge=0, lt=1),
-            "Share of the KV pools that stay which the projected peak must leave free.",
+            float, Interval(ge=0, lt=1), "Share of the KV pools that stay which the projected peak must leave free."
         ] = 0.1
         trigger: Annotated[
             Literal["adaptive", "fixed"],
