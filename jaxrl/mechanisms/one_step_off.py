@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from jaxrl.scheduling.mechanism import Mechanism, PhaseOrder, Step
 from jaxrl.scheduling.rounds.events import Interrupted
@@ -28,21 +28,8 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 
-class Concurrently(Protocol):
-    """Does two things at the same time, and returns or raises when both have ended. `has_ended`: whether the second has
-    ended well; asked by the first. `busy`: whether two things are running that have to end first."""
-
-    def __call__(self, first: Callable[[], A], second: Callable[[], B], /) -> tuple[A, B]: ...
-
-    @property
-    def has_ended(self) -> bool: ...
-
-    @property
-    def busy(self) -> bool: ...
-
-
 class ConcurrentPhases:
-    """`Concurrently` on real devices.
+    """Does two things at the same time, on real devices; `busy` while it does, because both have to end first.
 
     The rollout stays in the calling thread, which feeds its devices plan by plan; the update has a second thread, which
     mostly waits for its own devices. Weights pass from the trainer to the rollout only between the two, or, where
@@ -57,6 +44,7 @@ class ConcurrentPhases:
 
     @property
     def has_ended(self) -> bool:
+        """Whether the second has ended well; asked by the first."""
         return self._other is not None and self._other.done() and self._other.exception() is None
 
     def __call__(self, first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
@@ -77,6 +65,10 @@ class ConcurrentPhases:
 
     def close(self) -> None:
         self._threads.shutdown()
+
+
+if TYPE_CHECKING:
+    Concurrently = ConcurrentPhases | SimulatedConcurrently
 
 
 class OneStepOff(Mechanism, PhaseOrder):

@@ -117,7 +117,6 @@ class PartialRollout(BatchRule, Mechanism):
     """The batch rule; its queue is the buffer. Raises ValueError for impossible limits.
 
     Args:
-      batch: its `score_when` is not used: samples are scored by group.
       buffer_filter: decides about buffered groups; None: all resume, the complete and then the oldest first.
 
     Attributes:

@@ -190,7 +190,6 @@ def open_cluster(
     """Starts the actors and joins them; ends them however the block ends.
 
     Args:
-      beat: called while a call runs and some host reports progress.
       before: what an actor took of its node before one was lost; None: the run starts.
 
     Raises:

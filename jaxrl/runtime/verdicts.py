@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from jaxrl.record.files import to_json
 from jaxrl.record.journal import Journal
@@ -25,26 +25,14 @@ from jaxrl.scheduling.rounds.busy_time import BusyTime
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
 
+if TYPE_CHECKING:
+    from jaxrl.rewards.pool_base import RewardPool
+    from jaxrl.sim.scoring import ScoringWorkers
+
+    Scoring = RewardPool | ScoringWorkers
+
 MAX_VALUE_CHARS, MAX_INFO_CHARS = 8192, 65536
 _CLOCKS = ("timeout", "crash")
-
-
-class Scoring(Protocol):
-    """Scores samples beside the rollout: a reward pool (`jaxrl.rewards.pool.RewardPool` says what each method does), or
-    `jaxrl.sim.scoring.ScoringWorkers`."""
-
-    def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = (), /) -> None: ...
-
-    def cancel(self, keys: Collection[SampleKey], /) -> None: ...
-
-    def completed(self) -> list[Verdict]: ...
-
-    def wait(self, timeout_s: float, /) -> list[Verdict]: ...
-
-    @property
-    def num_pending(self) -> int: ...
-
-    def take_metrics(self) -> dict[str, float]: ...
 
 
 @dataclass(slots=True)

@@ -104,18 +104,9 @@ class LayoutControl:
     """One worker's layout over its rounds.
 
     Args:
-      engine: over an executor that can change its layout.
       degrees: that rounds may use, ascending.
       initial: the degree that rounds start in; with a planner, the first round of each kind.
       predictor: of step times and costs; None: a round stays in the degree that it starts in.
-
-    Example::
-
-        control.begin("short", recorded, write)  # engine idle; write(decision) returns once it is on the disk
-        control.before_plan()
-        engine.step()
-        control.after_plan(now_s)
-        metrics = control.end(preemptions)
     """
 
     def __init__(
@@ -189,11 +180,7 @@ class LayoutControl:
 
     def before_plan(self, decides: bool = True) -> MeasuredSwitch | None:
         """Switches if it pays, or, unless it `decides`, where an earlier run of this round did; returns the switch.
-
-        Raises:
-          ValueError: for a journal of another run, or where a switch would lower tp beside a planner.
-          SwitchFailed: a switch failed and left the executor unusable.
-        """
+        Raises ValueError for a journal of another run, and SwitchFailed where the executor has become unusable."""
         assert self._kind is not None, "no round has begun"
         dispatch = self.engine.batcher.next_index - self._first
         if self._recorded:
@@ -215,7 +202,6 @@ class LayoutControl:
         return None if switch is None else self._switch(switch)
 
     def after_plan(self, now_s: float) -> None:
-        """Adds a point to the round's picture."""
         self.trace.append((now_s, len(self.engine.unfinished()), self.tp))
         if len(self.trace) > 2 * MAX_TRACE:
             self.trace = _thinned(self.trace)

@@ -71,7 +71,6 @@ class Planner:
     """Chooses a degree per kind of round, from the preemptions of those before.
 
     Args:
-      options: `rollout.layout`.
       degrees: tp degrees that may be used, ascending, all of them inside one host.
       initial: the degree that the first round of each kind starts in.
 
@@ -170,12 +169,8 @@ TRIAL_ROUNDS = 16
 
 
 def risen(counts: Sequence[int], window: int, rise: float, level: float) -> bool:
-    """Whether the last `window` counts have more than `rise` times the mean of those before, beyond chance.
-
-    Args:
-      counts: preemptions of rounds, the oldest first.
-      level: the chance of an affirmative answer where the means differ by no more than that.
-    """
+    """Whether the last `window` counts have more than `rise` times the mean of those before, beyond chance. `level`:
+    the chance of an affirmative answer where the means differ by no more than that."""
     before, last = np.asarray(counts[:-window], np.float64), float(sum(counts[-window:]))
     num, total = len(before), float(before.sum())
     if not num or not last:

@@ -48,7 +48,6 @@ class EndpointPool:
     """Implements `jaxrl.rewards.pool_base.RewardPool`.
 
     Args:
-      seed: the run's.
       clock: stamps the verdicts.
       sleep: waits between requests.
       where: how warnings name a sample.

@@ -77,13 +77,7 @@ class _Judged:
 
 
 class JudgePool:
-    """Implements `jaxrl.rewards.pool.RewardPool`.
-
-    Args:
-      engine: over the judge's executor.
-      options: `reward.judge`, which say when it may take a turn.
-      clock: stamps its verdicts.
-    """
+    """Implements `jaxrl.rewards.pool.RewardPool`. `engine`: over the judge's executor; `clock`: stamps its verdicts."""
 
     def __init__(
         self,

@@ -17,26 +17,22 @@ between the two rounds.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from jaxrl.scheduling.rounds.events import NextRoundPrefetch
 from jaxrl.scheduling.tokens.engine import Finished
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.types import Prompt, SampleKey
 
+if TYPE_CHECKING:
+    from jaxrl.rollout.remote import RemoteWorkers
+    from jaxrl.rollout.worker_set import WorkerSet
+    from jaxrl.sim.executor_set import SimulatedExecutorSet
+
+    WeightBuffer = WorkerSet | RemoteWorkers | SimulatedExecutorSet  # with a second copy of the weights
+
 Offer = Callable[[], NextRoundPrefetch | None]
 """What the next round launches; None while its weights are not there."""
-
-
-class WeightBuffer(Protocol):
-    """Executors with a second copy of the weights (`jaxrl.rollout.worker_set.WorkerSet`)."""
-
-    @property
-    def is_buffered(self) -> bool: ...
-
-    def buffer_weights(self, train_params: Any, policy_version: int, /) -> None: ...
-
-    def take_buffered(self, worker: int, /) -> None: ...
 
 
 class NextRoundPrefetches:

@@ -25,11 +25,11 @@ from jaxrl.scheduling.rounds.history import HistoryStore
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.schema.declared import MAX_INT, Cap, Checked
-from jaxrl.types import Group, Prompt
+from jaxrl.types import Prompt
 
 if TYPE_CHECKING:
     from jaxrl.config import Config
-    from jaxrl.mechanisms.speculation.index import Building, DraftIndex, IndexBuilder
+    from jaxrl.mechanisms.speculation.index import Building, IndexBuilder
     from jaxrl.mechanisms.speculation.proposer import Drafting
     from jaxrl.report.charts import Chart
     from jaxrl.report.curves import PagePart
@@ -182,35 +182,26 @@ class Speculation(Mechanism):
             self._begun.pop(index).take()
 
     def on_request(self, request: Request, prompt: Prompt) -> Request:
-        index = self.index_of(prompt)
-        return request if index is None else replace(request, history=index)
-
-    def index_of(self, prompt: Prompt) -> DraftIndex | None:
-        """What a new request of a prompt drafts from, if anything."""
-        if self._builder is None or not self._is_training:
-            return None
         building = self._indexes.get(prompt.index)
-        return None if building is None else self._builder.take(building)
+        if self._builder is None or building is None or not self._is_training:
+            return request
+        return replace(request, history=self._builder.take(building))
 
     def round_ends(self, end: RoundEnd) -> dict[str, float]:
-        return self.end(end.scored, end.done)
-
-    def end(self, groups: Sequence[Group], counts: Counters) -> dict[str, float]:
-        """Takes in the scored groups of a round (trained on, or filtered), and begins their indexes. Returns its
-        metrics."""
+        """Takes in the scored groups of a round, and begins their indexes."""
         if not self._is_training:
             return {}
         self._is_training = False
         if self._builder is not None:  # those of the round before: there since an update ago
             for index in self.store.unsettled():
                 self.store.settle(index, self._builder.take(self._indexes[index]).num_bytes)
-        changed = self.store.add(groups)
+        changed = self.store.add(end.scored)
         if self._builder is None:
             return {}
         self._begin(changed)
         before = self._measured
         self._measured = now = (self._builder.build_s, self._builder.wait_s, self.store.num_evicted)
-        return spec_metrics(counts) | {
+        return spec_metrics(end.done) | {
             "rollout/spec/index_bytes": float(self.store.num_bytes),
             "rollout/spec/evicted_prompts": float(now[2] - before[2]),
             "rollout/spec/build_s": now[0] - before[0],
@@ -311,15 +302,9 @@ def verify_rule(
 def step_costs(
     config: Config, profile: Profile, executor: MeshExecutor | RemoteExecutor, row_sizes: Mapping[int, Sequence[int]]
 ) -> StepCosts:
-    """What the steps of an executor take, in the layout that it has when it is asked.
-
-    Args:
-      profile: checked; nothing that is measured in the run changes what it says, so plans do not depend on a clock.
-      row_sizes: row counts of its programs, by degree.
-
-    Raises:
-      ConfigError: the profile has no steps that verify drafts, or of other widths.
-    """
+    """What the steps of an executor take, in the layout that it has when it is asked. `profile`: nothing that is
+    measured in the run changes what it says, so plans do not depend on a clock; `row_sizes`: row counts of programs, by
+    degree. Raises ConfigError where the profile has no steps that verify drafts, or of other widths."""
     from jaxrl.config import ConfigError
     from jaxrl.scheduling.layouts.latency import LatencyPredictor
 

@@ -106,12 +106,8 @@ class DraftIndex:
     def build(
         cls, responses: Sequence[np.ndarray], weights: Sequence[float], lengths: DraftLengths = DraftLengths()
     ) -> DraftIndex:
-        """The index over these responses, older ones first.
-
-        Args:
-          responses: token ids, each [T] with T >= 0 and ids >= 0.
-          weights: the reward of each. Raises ValueError where one is missing or not finite.
-        """
+        """The index over these responses, older ones first: token ids, each [T] with T >= 0 and ids >= 0. `weights`:
+        the reward of each. Raises ValueError where one is missing or not finite."""
         if len(responses) != len(weights) or not np.isfinite(weights).all():
             raise ValueError(
                 f"a draft index of {len(responses)} responses needs as many finite weights, found {list(weights)!r}"
@@ -319,12 +315,8 @@ class Building:
 
 
 class IndexBuilder:
-    """Builds indexes in a thread, first come, first served.
-
-    Attributes:
-      build_s: seconds of builds in the thread.
-      wait_s: seconds in which `take` has blocked.
-    """
+    """Builds indexes in a thread, first come, first served. `build_s`: seconds of builds in the thread; `wait_s`: in
+    which `take` has blocked."""
 
     def __init__(
         self,

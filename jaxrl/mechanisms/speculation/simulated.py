@@ -65,10 +65,13 @@ class BlankIndexes(IndexBuilder):
 
 @dataclass(frozen=True, slots=True)
 class SimulatedDrafts:
-    """How rows draft (`jaxrl.sim.verification.Proposals`). `acceptance`: of the drafts for a response of a length."""
+    """How rows draft (`jaxrl.sim.verification.Proposals`). `model`: of how much of a draft is right."""
 
-    acceptance: Callable[[SampleKey, int], Acceptance]
+    model: Callable[[SampleKey, int], Acceptance]
     config: DraftConfig
+
+    def acceptance(self, key: SampleKey, length: int) -> Acceptance:
+        return self.model(key, length)
 
     @property
     def first_window(self) -> int:
@@ -87,12 +90,12 @@ def proposals(config: Config, workload: Workload) -> SimulatedDrafts | None:
     if drafts is None:
         return None
 
-    def acceptance(key: SampleKey, length: int) -> Acceptance:
+    def model(key: SampleKey, length: int) -> Acceptance:
         identity = word(_STRETCHES, config.trainer.seed, key.epoch, key.prompt_index, key.sample_index, key.attempt)
         history = workload.history(key.prompt_index)
         return draft_acceptance(history, identity, key.epoch, length, spec.min_prefix, spec.max_prefix)
 
-    return SimulatedDrafts(acceptance, drafts)
+    return SimulatedDrafts(model, drafts)
 
 
 def verify_rule(config: Config, cost: CostModel) -> Callable[[], DraftRule] | None:

@@ -26,11 +26,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, TypeVar
 
 from annotated_types import Ge, Interval
 
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from jaxrl.record.journal import Journal
     from jaxrl.runtime.run import Run
 
+R = TypeVar("R")
 FREED = "scale_down"
 """The kind of an entry in the journal, of the step of the update."""
 
@@ -342,9 +342,8 @@ class StreamTrainer(Mechanism):
         """Gives the stream what it may have next, if it has room."""
         if self._stream is None:
             return
-        with self._failures():
-            if not self._stream.poll():
-                return
+        if not self._on_freed(self._stream.poll):
+            return
         self._draw()
         if self._parts and all(key in self._offered for key in self._parts[0]):
             self._give()
@@ -352,8 +351,7 @@ class StreamTrainer(Mechanism):
     def wait_quiet(self) -> None:
         """Waits until the freed devices have run what they have got so far: all devices are wanted by another model."""
         if self._stream is not None:
-            with self._failures():
-                self._stream.wait_quiet()
+            self._on_freed(self._stream.wait_quiet)
 
     def while_waiting(self) -> None:
         self.feed()
@@ -416,8 +414,7 @@ class StreamTrainer(Mechanism):
             self._finish()
             self._give()
         self._finish()
-        with self._failures():
-            batches = self._stream.close()
+        batches = self._on_freed(self._stream.close)
         self._reopen()
         return batches
 
@@ -474,14 +471,12 @@ class StreamTrainer(Mechanism):
         self._pace = StreamPace(self._options.max_prompts, self._pace_of_group * num_groups)
         self._freed_step = self._step_now
         self._stream = self._streams[workers]
-        with self._failures():
-            self._stream.open()
+        self._on_freed(self._stream.open)
 
-    @contextmanager
-    def _failures(self) -> Iterator[None]:
-        """What fails on the freed devices is a reason to end the run at the last boundary."""
+    def _on_freed(self, call: Callable[..., R], *arguments: Any) -> R:
+        """Calls the stream. What fails on the freed devices is a reason to end the run at the last boundary."""
         try:
-            yield
+            return call(*arguments)
         except StreamFailed as failure:
             raise Interrupted(
                 f"step {self._step}: gradients beside the rollout have failed on the devices of workers "
@@ -503,13 +498,11 @@ class StreamTrainer(Mechanism):
         assert self._stream is not None
         self._num_given += 1
         self._began_s = self._clock()
-        with self._failures():
-            self._stream.give([self._offered[key] for key in self._parts.popleft()], self._step)
+        self._on_freed(self._stream.give, [self._offered[key] for key in self._parts.popleft()], self._step)
 
     def _finish(self) -> None:
         assert self._stream is not None
-        with self._failures():
-            self._stream.finish()
+        self._on_freed(self._stream.finish)
         self._draw()
 
     def _draw(self) -> None:

@@ -53,17 +53,6 @@ AHEAD = 2
 class TrainStream:
     """The stream of one trainer; open for one round at a time. Its methods, but `abandon`, raise `StreamFailed`.
 
-    Example::
-
-        stream = TrainStream(trainer, half)
-        stream.open()
-        stream.give(groups, step)                          # scored, and certain to be in the batch of `step`
-        while not stream.poll():
-            ...                                            # the rollout goes on
-        batches = stream.close()                           # the trainer has the sums now
-        trainer.accumulate(the_others)
-        trainer.apply()
-
     Attributes:
       programs, teacher_programs: what runs on the half.
       given: keys of the prompts that were given since `open`, as they were given together.

@@ -17,10 +17,9 @@ over t is what must fit.
 Departures:
 
 - The paper names no formula for the projection, and no margin. Of the expected KV alone the real peak, with the default
-  margin free, is above in up to 29 % of the looks: most often in rounds of few prompts. With the deviations it is in
-  1 %. Responses to a prompt are taken to go on together or not at all, the worst that they can do: if they were taken
-  for independent it would be 15 % where a prompt decides 0.9 of a length's variance
-  (`tests/mechanisms/stream_trainer/test_scale_down.py` draws such rounds).
+  margin free, is above in up to 29 % of the looks; with the deviations it is in 1 %. Responses to a prompt are taken to
+  go on together or not at all, the worst that they can do: if they were taken for independent it would be up to 15 %
+  (docs/mechanisms/stream_trainer.md).
 - `kv_margin` is kept free for what the projection does not see: blocks that are filled in part, and pools that are not
   filled alike.
 - Earlier lengths are kept by kind of round. A short round of tail batching ends its longest responses early, so its
@@ -158,8 +157,8 @@ class ScaleDownDecision:
 
 
 def halves(num_workers: int) -> tuple[tuple[int, ...], ...]:
-    """The first and the second half of so many workers: halves of the mesh, which is cut along its major axes. None if
-    the number is odd."""
+    """The first and the second half of the workers: halves of the mesh, which is cut along its major axes. None if the
+    number is odd."""
     if num_workers < 2 or num_workers % 2:
         return ()
     middle = num_workers // 2
@@ -189,16 +188,7 @@ def projected_kv(requests: Sequence[LeftRequest], history: LengthHistory, stacks
 
 
 class ScaleDown:
-    """The rule of one run. `candidates`: sets of workers of which one may be freed (`halves`).
-
-    Example::
-
-        rule = ScaleDown(options, halves(4))
-        rule.begin("long")
-        decision = rule.after_finish(num_done, num_all, lambda: loads)     # None: not a milestone
-        rule.finished(length)           # a response of the round ended by itself
-        rule.end()                      # or rule.cancel(), when the round is dropped
-    """
+    """The rule of one run. `candidates`: sets of workers of which one may be freed (`halves`)."""
 
     def __init__(self, options: StreamTrainer.Options, candidates: Sequence[Sequence[int]]) -> None:
         self.options = options
@@ -235,7 +225,10 @@ class ScaleDown:
         """What to do when a request has ended: None unless this is a milestone. `num_done`, `num_all`: of the round's
         requests, or prompts (`trainer.stream.counts`); `workers`: gives the state of each, asked at milestones only."""
         assert self._kind is not None, "no round has begun"
-        if self._is_over or not self._is_milestone(num_done, num_all):
+        # shares are quotients, correctly rounded: they compare with an option as the decimal numbers would
+        options = self.options
+        in_time = options.min_done <= num_done / num_all <= options.max_done
+        if self._is_over or not in_time or (num_done - self._looked_at) / num_all < options.done_step:
             return None
         self._looked_at = num_done
         decision = self._decide(num_done, num_all, workers())
@@ -249,7 +242,7 @@ class ScaleDown:
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Part of a checkpoint, cut between rounds: the earlier lengths by kind of round, the oldest first."""
+        """The earlier lengths by kind of round, the oldest first."""
         return {
             "schema": SCHEMA,
             "lengths": {kind: np.asarray(known.lengths(), np.int64) for kind, known in self._histories.items()},
@@ -265,12 +258,6 @@ class ScaleDown:
                 history.add(int(length))
 
     # -- inside ------------------------------------------------------------------------------------------------------
-
-    def _is_milestone(self, num_done: int, num_all: int) -> bool:
-        """Shares are quotients, correctly rounded: they compare with an option as the decimal numbers would."""
-        options = self.options
-        in_time = options.min_done <= num_done / num_all <= options.max_done
-        return in_time and (num_done - self._looked_at) / num_all >= options.done_step
 
     def _decide(self, num_done: int, num_all: int, workers: Sequence[WorkerLoad]) -> ScaleDownDecision:
         requests = [request for worker in workers for request in worker.requests]

@@ -32,14 +32,8 @@ Prepare = Callable[[Sequence[Group], int, Logprobs], TrainBatch]
 
 
 class SimulatedStream:
-    """Implements `jaxrl.mechanisms.stream_trainer.GradientStream`.
-
-    Args:
-      cost: of the devices. clock: of the rollout, which waits for the stream in `finish` and `close` alone.
-      num_devices: of the trainer. part: of those, freed for the stream.
-      prepare: makes the batch of what is given.
-      begins_ns: when the freed devices are done with what they had before; the default: now.
-    """
+    """Implements `jaxrl.mechanisms.stream_trainer.GradientStream`. `num_devices`: of the trainer, of which `part` are
+    freed; `begins_ns`: when these are done with what they had before."""
 
     def __init__(
         self,

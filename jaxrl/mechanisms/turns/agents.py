@@ -100,13 +100,8 @@ class Session:
 
 
 class AgentPool:
-    """Implements `jaxrl.mechanisms.turns.rule.Acting` over programs.
-
-    Args:
-      workers: processes that run them, one at a time each; closed by who made it.
-      timeout_s: until a program that has begun, or has been answered, asks again or ends.
-      schemas: the tools that the chat template describes.
-    """
+    """Implements `jaxrl.mechanisms.turns.rule.Acting` over programs. `workers`: run them, one at a time each; closed by
+    who made it; `timeout_s`: until a program that has begun, or has been answered, asks again or ends."""
 
     keeps = False  # its process is wanted by others, an evaluation's for one
 

@@ -60,12 +60,9 @@ class Limits:
         )
 
     def over(self, episode: Episode, num_tokens: int, num_drawn: int, num_answered: int) -> str:
-        """Why a trajectory ends after its newest turn, though its environment would go on; empty: it goes on.
-
-        Args:
-          episode: with that turn. num_tokens: of the response, answers with it; num_drawn: of those the model's.
-          num_answered: of the answer that would follow. One token at least has to have room behind it.
-        """
+        """Why a trajectory ends after its newest turn, though its environment would continue; empty: it does not end.
+        `num_tokens`: of the response, answers with it; `num_drawn`: of those the model's; `num_answered`: of the answer
+        that would follow. One token at least has to have room behind it."""
         if self.max_turns and len(episode.turns) >= self.max_turns:
             return "max_turns"
         if self.max_tool_calls and total(episode, "tool_calls") >= self.max_tool_calls:
@@ -100,18 +97,13 @@ class Observed:
 
 class CallTimes:
     """How long calls may take: of each tool 1.5 times its longest that went well, as test cases of programs may
-    (RollPacker §4.3), or always as long as one may at the most.
-
-    Attributes:
-      longest_s: what is known of tools, by their names.
-      adapts: whether limits follow from it.
-    """
+    (RollPacker §4.3); where that does not adapt, always as long as one may at the most."""
 
     FACTOR, LEAST_S = 1.5, 2.0
 
     def __init__(self, adapts: bool, most_s: float) -> None:
         self.adapts, self._most_s = adapts, most_s
-        self.longest_s: dict[str, float] = {}
+        self.longest_s: dict[str, float] = {}  # by the names of tools
 
     def limit_s(self, tools: Sequence[str]) -> float:
         """Of a turn that calls these, side by side."""
@@ -128,13 +120,9 @@ class CallTimes:
 
 
 class Acting(Protocol):
-    """Environments, beside the rollout. Used from one thread.
+    """Environments, beside the rollout. Used from one thread."""
 
-    Attributes:
-      keeps: whether what was submitted may go on between two rounds.
-    """
-
-    keeps: bool
+    keeps: bool  # whether what was submitted may continue between two rounds
 
     def submit(self, key: SampleKey, prompt: Prompt, text: str, state: bytes | None) -> None:
         """Has a turn answered. Exactly one answer follows, unless it is cancelled."""
@@ -156,21 +144,16 @@ class Conversation:
     """How the turns of a run are answered, and how answers become tokens.
 
     Attributes:
-      acting: answers turns.
-      has_turns: whether a prompt has an environment.
-      text_of: makes text of a turn's tokens.
       tokens_of: the tokens of an answer, given its messages and the tokens of the response; raises ValueError where the
         chat template refuses it.
-      compared: compares the trajectories of prompts (`environment.group`).
-      times: time limits of calls, whose state is part of a checkpoint.
     """
 
     acting: Acting
-    has_turns: Callable[[Prompt], bool]
-    text_of: Callable[[Sequence[int]], str]
+    has_turns: Callable[[Prompt], bool]  # whether a prompt has an environment
+    text_of: Callable[[Sequence[int]], str]  # of a turn's tokens
     tokens_of: Callable[[Sequence[Mapping[str, Any]], Sequence[int]], Sequence[int]]
-    compared: Compared = lambda asked: []
-    times: CallTimes | None = None
+    compared: Compared = lambda asked: []  # `environment.group`
+    times: CallTimes | None = None  # of tools; their state is part of a checkpoint
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:

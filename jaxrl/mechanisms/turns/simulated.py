@@ -60,12 +60,8 @@ class TurnModel:
 
 
 class SimulatedTools:
-    """Implements `jaxrl.mechanisms.turns.rule.Acting`: workers that take as long as the model says.
-
-    Args:
-      num_workers: each answers one turn at a time.
-      next_verdict_ns: when the next verdict comes, for which a wait for an answer ends as well.
-    """
+    """Implements `jaxrl.mechanisms.turns.rule.Acting`: workers that take as long as the model says, for one turn at a
+    time each. `next_verdict_ns`: when the next verdict comes, for which a wait for an answer ends as well."""
 
     keeps = True
 
