@@ -143,8 +143,7 @@ class TailBatching(BatchRule, Mechanism):
 
     def _age_forces_long(self, step: int) -> bool:
         """Whether a prompt could exceed the age bound if this round were short and all later ones long."""
-        max_age = self.options.max_age_steps
-        if not max_age or not self.queue:
+        if not (max_age := self.options.max_age_steps) or not self.queue:
             return False
         first_steps = [deferred.first_step for deferred in self.queue] + [step] * self.num_spare
         last_runs = (step + 1 + place // self.batch.num_groups for place in range(len(first_steps)))

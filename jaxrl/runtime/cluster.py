@@ -215,7 +215,10 @@ def open_cluster(
         bundle = before or bundle_of(hosts, nodes, on_cpu=os.environ.get("JAX_PLATFORMS") == "cpu")
         strategy = "STRICT_SPREAD" if len(nodes) >= hosts.num else "SPREAD"
         group = ray.util.placement_group([dict(bundle)] * hosts.num, strategy=strategy)
-        if not _there(group, hosts.stall_timeout_s, beat):
+        until_s = time.monotonic() + hosts.stall_timeout_s
+        while not (is_there := group.wait(min(_ASK_S, hosts.stall_timeout_s))) and time.monotonic() <= until_s:
+            beat("")  # a cluster may have to start nodes first
+        if not is_there:
             room = f"hosts.num ({hosts.num}): Ray's cluster has no room for so many bundles of {dict(bundle)}"
             if before is None:
                 raise ConfigError(room)
@@ -256,16 +259,6 @@ def open_cluster(
             with suppress(Exception):
                 ray.util.remove_placement_group(group)
         ray.shutdown()
-
-
-def _there(group: Any, timeout_s: float, beat: Callable[[str], None]) -> bool:
-    """Waits for the nodes of a placement group, which a cluster may have to start first; whether they are there."""
-    until_s = time.monotonic() + timeout_s
-    while not group.wait(min(_ASK_S, timeout_s)):
-        if time.monotonic() > until_s:
-            return False
-        beat("")
-    return True
 
 
 def bundle_of(hosts: HostsSection, nodes: Sequence[Mapping[str, float]], *, on_cpu: bool) -> dict[str, float]:

@@ -126,21 +126,19 @@ class Verdicts:
         for verdict in verdicts:
             self._busy.end(verdict.key, verdict.time_s)
             scored = self._sent.get(verdict.key)
-            if scored is not None:
-                self._journal_if_decided(scored, verdict)
-                self._note(verdict)
+            if scored is None:
+                continue
+            # written down: what a clock, or something outside the run, has decided, or other time limits might change
+            limits = None if self._round else self._limits
+            is_close = limits is not None and limits.is_close(scored.prompt, verdict)
+            if self._journal is not None and (verdict.outside or verdict.status in _CLOCKS or is_close):
+                self._journal.append(self._step, "verdict", self._place(verdict.key), recorded(verdict))
+            self._note(verdict)
         ready: list[Verdict] = []
         while self._sent and (verdict := next(iter(self._sent.values())).verdict) is not None:
             ready.append(verdict)
             del self._sent[verdict.key]
         return ready
-
-    def _journal_if_decided(self, scored: _Scored, verdict: Verdict) -> None:
-        """Writes down what a clock, or something outside the run, has decided, or other time limits might change."""
-        limits = None if self._round else self._limits
-        is_close = limits is not None and limits.is_close(scored.prompt, verdict)
-        if self._journal is not None and (verdict.outside or verdict.status in _CLOCKS or is_close):
-            self._journal.append(self._step, "verdict", self._place(verdict.key), recorded(verdict))
 
     def _note(self, verdict: Verdict) -> None:
         """A verdict has come; mechanisms take in what the scorer has said of a training sample."""

@@ -34,7 +34,7 @@ def layouts_section(rounds: Sequence[Mapping[str, Any]]) -> str:
         text += " The latency profile behind them is synthetic: it was made up to try switches out, not measured."
     among = switched or rounds[-1:]
     shown = [among[i] for i in sorted({0, (len(among) - 1) // 2, len(among) - 1})]
-    figures = "".join(_figure(each) for each in shown)
+    figures = "".join(map(_figure, shown))
     return (
         f"<h2>Layout</h2><p class=sub>{escape(text)}</p><section class=charts>{figures}</section>"
         f"{_table(shown) if switched else ''}"
@@ -48,10 +48,6 @@ def _figure(one: Mapping[str, Any]) -> str:
     head = f"<figure><h3>{escape(title)} <small>live requests, and tp under them</small></h3>"
     if not points:
         return f"{head}<p class=none>no plan was run</p></figure>"
-    return f"{head}{_svg(points)}</figure>"
-
-
-def _svg(points: Sequence[tuple[float, int, int]]) -> str:
     end = max(points[-1][0], 1e-9)
     most = max(max(live for _, live, _ in points), 1)
     degrees = sorted({tp for _, _, tp in points})
@@ -89,9 +85,9 @@ def _svg(points: Sequence[tuple[float, int, int]]) -> str:
         f"<text x={_WIDTH - _RIGHT} y={_HEIGHT - 6} text-anchor=end>{end:.3g} s</text>"
     )
     return (
-        f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label='live requests and tp over time'>"
+        f"{head}<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label='live requests and tp over time'>"
         f"{axis}{marks}<polyline class='line c1' points='{live}' />"
-        f"<polyline class='line c2' points='{' '.join(steps)}' />{labels}{times}</svg>"
+        f"<polyline class='line c2' points='{' '.join(steps)}' />{labels}{times}</svg></figure>"
     )
 
 

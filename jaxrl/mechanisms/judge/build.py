@@ -181,7 +181,13 @@ def build_pool(run: Run, mesh: Mesh) -> JudgePool:
     judge, seed = config.reward.judge, config.trainer.seed
     tokenizer, model = read_judge(config)
     plan = judge_memory(config, model, mesh.size)
-    _refuse_host(plan, mesh)
+    # of the devices of this process, each keeps its share of the weights in the host's memory
+    num_local = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
+    if (needed := plan.host_bytes * num_local) > (there := host_bytes()):
+        raise ConfigError(
+            f"reward.judge.model needs {in_bytes(needed)} of the host's memory, which has {in_bytes(there)}: use a "
+            "smaller judge, or reward.judge.dtype=bfloat16"
+        )
     rollout = config.rollout
     sizes = ExecutorConfig(
         num_slots=judge.max_num_seqs,
@@ -216,14 +222,3 @@ def build_pool(run: Run, mesh: Mesh) -> JudgePool:
     pool.join("devices", scoring)
     run.machine.add_programs(machine.programs, of_update=False)
     return scoring
-
-
-def _refuse_host(plan: JudgeMemory, mesh: Mesh) -> None:
-    """Of the devices of this process, each keeps its share of the weights in the host's memory."""
-    here = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    needed, there = plan.host_bytes * len(here), host_bytes()
-    if needed > there:
-        raise ConfigError(
-            f"reward.judge.model needs {in_bytes(needed)} of the host's memory, which has {in_bytes(there)}: use a "
-            "smaller judge, or reward.judge.dtype=bfloat16"
-        )

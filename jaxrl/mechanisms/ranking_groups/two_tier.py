@@ -129,14 +129,14 @@ def _climbed(split: _Spread | _Runs, parts: tuple[Part, ...], train_s: float) ->
     sizes = [part.num_workers + part.last - part.first for part in parts]  # workers of a group, or groups of a worker
     while True:
         pairs = permutations(range(len(sizes)), 2)
-        moves = (_moved(sizes, i, j, count) for i, j in pairs for count in range(1, sizes[i]))
+        moves = (
+            [size + count * ((place == j) - (place == i)) for place, size in enumerate(sizes)]
+            for i, j in pairs
+            for count in range(1, sizes[i])
+        )
         if cost(nearest := min(moves, key=cost, default=sizes)) >= cost(sizes):
             return split.parts(sizes)
         sizes = nearest
-
-
-def _moved(sizes: Sequence[int], i: int, j: int, count: int) -> list[int]:
-    return [size + count * ((place == j) - (place == i)) for place, size in enumerate(sizes)]
 
 
 def _lines(split: _Spread | _Runs, t0: float) -> Iterator[tuple[Part, ...]]:

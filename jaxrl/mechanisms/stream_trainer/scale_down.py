@@ -126,23 +126,6 @@ class ScaleDownDecision:
     kv_tokens: int = 0  # that may be used on the workers that would stay: their pools, less `kv_margin`
     counts: str = "samples"  # `trainer.stream.counts`
 
-    def sentence(self) -> str:
-        """The decision in words, for logs and the report."""
-        done = f"{self.num_done} of {self.num_all} {self.counts} done"
-        match self.refusal:
-            case "workers":
-                return f"{done}, no worker freed: no half of the rollout's devices is whole workers"
-            case "rows":
-                return f"{done}, no worker freed: {self.num_left} samples are left, for {self.num_rows} rows that stay"
-            case "kv":
-                return (
-                    f"{done}, no worker freed: {self.projected_tokens} tokens of KV are projected, for "
-                    f"{self.kv_tokens} that stay"
-                )
-        workers = ", ".join(map(str, self.freed))
-        moved = f"{self.moved_requests} samples of {self.moved_tokens} tokens move"
-        return f"{done}, freed workers: {workers}; {moved}"
-
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA} | asdict(self) | {"freed": list(self.freed)}
 
