@@ -90,17 +90,10 @@ def user_filter(function: Callable[..., Any], what: str) -> KeepsGroup:
     return keeps
 
 
-PRIOR_GROUPS = 4
-"""Groups that count as kept before the first verdict, so that few verdicts say little."""
-
-MEMORY_BATCHES = 8
-"""Batches' worth of groups after which a verdict counts 1/e of a new one."""
-
-MARGIN = 0.5
-"""Standard deviations of the number that count, by which more is launched than is needed on average."""
-
-MOST_PER_MISSING = 4
-"""The most groups under way for each that is missing, whatever the share."""
+PRIOR_GROUPS = 4  # that count as kept before the first verdict, so that few verdicts say little
+MEMORY_BATCHES = 8  # batches' worth of groups after which a verdict counts 1/e of a new one
+MARGIN = 0.5  # standard deviations of the number that count, by which more is launched than is needed on average
+MOST_PER_MISSING = 4  # the most groups under way for each that is missing, whatever the share
 
 
 class DynamicSampling(Mechanism):

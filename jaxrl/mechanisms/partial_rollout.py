@@ -1,9 +1,8 @@
 """Active partial rollout: stop when enough groups are complete, and resume the others in the next round.
 
-A round has N' > N groups under way: first complete groups that the last round did not
-need, then unfinished groups from the buffer, oldest first, then new prompts. It stops at the N-th complete group.
-Unfinished samples stay in the buffer with their tokens, and with both log-probabilities and the version of each token;
-they resume under the same key (same attempt) from their token ids.
+A round has N' > N groups under way: first complete groups that the last round did not need, then unfinished groups
+from the buffer, oldest first, then new prompts. It stops at the N-th complete group. Unfinished samples stay in the
+buffer with their tokens, both log-probabilities and the version of each; they resume under the same key.
 
 Source: APRIL §2.2 (over-provision, stop early, buffer, resume first), §3.1 (N' = 2N), §3.2.3 (a group is complete when
 all its samples are; finished samples wait in the buffer and are scored together), A.4.3.
@@ -18,17 +17,15 @@ Departures:
   the others to find room in the batches up to theirs (`_due`; earliest deadline first). With `max_restarts` 0, resumed
   responses are waited for rather than dropped.
 - N' is at most N · (1 + the steps that a token may wait for its batch). That many groups fit into the batches of those
-  steps, so `max_restarts` holds for every response. With more under way some would have to start again whatever the
-  rule does, since each batch takes N; at the smallest cap everything that is resumed would. A resumed run may have
-  a smaller cap or smaller batches than the run that filled its buffer: then the cap comes first, and responses that it
-  leaves no room for start again once more.
+  steps, so `max_restarts` holds for every response. A resumed run may have a smaller cap or smaller batches than the
+  run that filled its buffer: then the cap comes first, and responses that it leaves no room for start again once more.
 - Groups that complete while the round is being stopped, or beyond N because a due group kept it going, are not lost:
   they are the first of the next round.
 - `at_end="flush"`: the last rounds launch no more new prompts than the run can still train on.
 - A function of the user's may order the buffer, hold groups back, and restart them (`BufferFilter`, after slime's
-  `--buffer-filter-path`). It decides and takes nothing out, so that no prompt is lost; it sees numbers, not samples;
-  and it must give the same answer to the same question, because a resumed run asks again. Groups that it holds back
-  count as under way, so that the bounds above hold; the cap, `max_restarts` and the flush take precedence.
+  `--buffer-filter-path`). It takes nothing out, so that no prompt is lost; it sees numbers, not samples; and it must be
+  deterministic, because a resumed run asks again. Groups that it holds back count as under way, so that the bounds
+  above hold; the cap, `max_restarts` and the flush take precedence.
 
 A sample is carried without its verdict and scored when its group is complete: a clock would decide whether a verdict
 came before the end of a round.

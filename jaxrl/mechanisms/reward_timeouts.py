@@ -16,12 +16,11 @@ Departures, where the paper is silent:
   there are more than `MAX_ANCHORS`.
 - Evaluations neither use anchors nor make any: their figures must not depend on what training has seen.
 
-When anchors take effect. A limit is given when a sample is sent to the scorers, by the verdicts that have come in until
-then, those on other responses to the same prompt among them: in the first epoch there are no others. So a limit
-depends on the clock, and would be another one if the step ran again. No result does: whatever a limit can have decided
-is journalled whole before the round hears of it. That is a cut-off, and also the verdict on a response with a test case
-that took more than half of the least limit there is (`is_close`), because it may be cut off where anchors come in
-earlier, or the machine is slower. What took less passes under every limit, unless it takes twice as long.
+A limit is given when a sample is sent to the scorers, by the verdicts that have come in until then, those on other
+responses to the same prompt among them. So a limit depends on the clock, and would be another one if the step ran
+again. No result does: whatever a limit can have decided is journalled whole before the round receives it. That is a
+cut-off, and also the verdict on a response with a test case that took more than half of the least limit there is
+(`is_close`). What took less passes under every limit, unless it takes twice as long.
 """
 
 from __future__ import annotations

@@ -21,8 +21,7 @@ Departures:
   speculation: every batch has exactly P0 × R0 samples.
 
 As in the paper, a deferred prompt samples all of its responses anew. Those that had ended are the short ones; if they
-were kept and only the others sampled again, the group would hold more short responses than the policy gives
-(docs/mechanisms/tail_batching.md has figures).
+were kept, the group would hold more short responses than the policy gives (docs/mechanisms/tail_batching.md).
 
 With prompt_factor 1 nothing is ever deferred, and the queue stays empty (but for what dynamic sampling launches ahead).
 A data set smaller than P0 repeats inside a batch, each time with its own epoch; the queue ignores epochs.

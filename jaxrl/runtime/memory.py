@@ -32,16 +32,15 @@ _ESTIMATE_ROOM = 1.25  # an update is refused only where it exceeds the memory b
 
 @dataclass(frozen=True, slots=True)
 class WorkersPlan:
-    """The rollout's workers, all alike at the start; `num_rows`: per dp group."""
+    """The rollout's workers, all alike at the start."""
 
     count: int
     num_devices: int  # of each
     tp: int
-    num_rows: int
+    num_rows: int  # per dp group
 
     @property
     def dp(self) -> int:
-        """Of each."""
         return self.num_devices // self.tp
 
 

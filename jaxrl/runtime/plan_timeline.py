@@ -5,25 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Capacity
 from jaxrl.scheduling.tokens.progress import Admitted, Completed, Preempted, TraceEvent
 from jaxrl.types import SampleKey
 
+if TYPE_CHECKING:
+    from jaxrl.record.timeline import Timeline
+    from jaxrl.sim.clock import SimulatedPhases
 
-class PlanTimeline(Protocol):
-    """Where plans and busy rows are drawn (`jaxrl.record.timeline.Timeline`, `jaxrl.sim.clock.SimulatedPhases`)."""
-
-    @property
-    def now_s(self) -> float: ...
-
-    def span(self, track: str, name: str, /, **args: Any) -> AbstractContextManager[None]: ...
-
-    def counter(self, track: str, /, **values: float) -> None: ...
-
-    def row(self, row: str, order: int, name: str, start_s: float, end_s: float, /, **args: Any) -> None: ...
+    PlanTimeline = Timeline | SimulatedPhases
 
 
 class PlanTracks:

@@ -1,21 +1,17 @@
 """A worker's layout, round by round and plan by plan: how RollPacker's per-step planner and PAT's switches compose.
 
-- A round starts in the planner's degree for its kind; without a planner, in the configured one.
-- Before each plan the control looks at the live rows. If the switch rule wants to switch, the plans in flight are
-  collected, the rule decides again on what is then known, the decision is written to the journal, and the engine
-  changes its layout. A round may switch several times. The engine's own step times correct the predictor.
-- When the round has ended, the planner observes all its preemptions, those after a switch included, and the worker
-  returns to the degree that the next round starts in. The switch rule's choices do not change the planner.
-
-So with a planner tp never falls while rows are live, and the planner compares rounds that began in its own degrees.
+A round starts in the planner's degree for its kind; without a planner, in the configured one. Before each plan, if the
+switch rule wants to switch, the plans in flight are collected, the rule decides again on what is then known, the
+decision is written to the journal, and the engine changes its layout. When the round has ended, the planner observes
+all its preemptions, and the worker returns to the degree that the next round starts in. So with a planner tp never
+falls while rows are live, and the planner compares rounds that began in its own degrees.
 
 Source: RollPacker §4.2 (the planner); PAT §4.2, Algorithm 1, lines 15 and 23-25 (switches); docs/architecture.md (what
 a clock decides is journalled before it takes effect).
 
-Collecting the plans in flight changes what is known when a plan is made, and so the logical order in which responses
-end. So the journal also records that plans were collected and no switch followed (`Decision`). The logical time of a
-decision is the number of the next plan, counted from the start of the round, so a round that runs again finds every
-decision at its place. Up to the last decision in the journal, a repeated round decides nothing by itself.
+Collecting the plans in flight changes the logical order in which responses end, so the journal also records that plans
+were collected and no switch followed (`Decision`). The logical time of a decision is the number of the next plan in the
+round. Up to the last decision in the journal, a repeated round decides nothing by itself.
 """
 
 from __future__ import annotations
@@ -82,13 +78,9 @@ class MeasuredSwitch:
     def to_json(self) -> dict[str, Any]:
         """For the log and the report."""
         decision, done = self.decision, self.done
+        decided = ("dispatch", "from_tp", "to_tp", "how", "num_live", "num_tokens")
         return {
-            "dispatch": decision.dispatch,
-            "from_tp": decision.from_tp,
-            "to_tp": decision.to_tp,
-            "how": decision.how,
-            "num_live": decision.num_live,
-            "num_tokens": decision.num_tokens,
+            **{name: getattr(decision, name) for name in decided},
             "num_moved": 0 if done is None else done.num_moved,
             "failed": done is None,
             "predicted_cost_s": decision.cost_s,

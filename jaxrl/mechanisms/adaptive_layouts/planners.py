@@ -73,13 +73,6 @@ class Planner:
     Args:
       degrees: tp degrees that may be used, ascending, all of them inside one host.
       initial: the degree that the first round of each kind starts in.
-
-    Example::
-
-        planner = TpPlanner(AdaptiveLayouts.Options(), degrees=(1, 2, 4, 8), initial=2)
-        planner.degree("short")         # 2
-        planner.observe(10, "short")    # 2: nothing to compare with
-        planner.observe(11, "short")    # 4: 11 > 1.05 x 10
     """
 
     RULE: ClassVar[str]

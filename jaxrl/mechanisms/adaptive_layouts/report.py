@@ -10,14 +10,7 @@ _WIDTH, _LEFT, _RIGHT = 360, 46, 12
 _LIVE_TOP, _LIVE_BOTTOM, _TP_TOP, _TP_BOTTOM, _HEIGHT = 10, 128, 146, 186, 210
 
 COLUMNS = (
-    "Step",
-    "tp",
-    "KV",
-    "Live rows",
-    "Tokens moved",
-    "Cost, predicted",
-    "Cost, real",
-    "Next step, predicted",
+    *("Step", "tp", "KV", "Live rows", "Tokens moved", "Cost, predicted", "Cost, real", "Next step, predicted"),
     "Steps after, real",
 )
 

@@ -15,9 +15,7 @@ Departures:
 - Hysteresis (the paper has none): a gain has to exceed `min_gain`, a share of the time left; `cooldown` plans lie
   between switches; and a switch in the direction opposite to the last one needs a batch `reversal_factor` times smaller
   (to raise tp) or larger (to lower it) than at that last switch. So a batch that only drains turns at most once, from
-  falling to rising tp, whatever the predictor says: at most len(degrees) - 1 switches down, then at most as many up.
-  With `direction="up"`, the default, tp only rises. `jaxrl.mechanisms.adaptive_layouts.control` says how that fits with
-  the planner, which chooses the degree that a generation starts with.
+  falling to rising tp, whatever the predictor says. With `direction="up"`, the default, tp only rises.
 - While requests wait for a row, the batch is not draining and the rule does not switch.
 
 Going back when a generation has ended costs nothing: no KV is left, and the next weights come from training anyway.

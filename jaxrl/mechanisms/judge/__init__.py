@@ -1,9 +1,8 @@
 """A judge: a language model, or a reward model, that scores beside the actor on the same devices, or at an endpoint.
 
 On the devices it has an engine like the actor's and takes turns with it. A turn is one plan of the judge. When it may
-take one follows from counts and never from clocks: a plan of the actor and one of the judge alternate at the most, so
-neither starves. While responses decode the judge has gaps, and once only verdicts are awaited it has the devices to
-itself. `reward.judge.when` says so: `gaps`, while at most `busy_share` of the rows are busy; `after`, while none is.
+take one follows from counts and never from clocks (`reward.judge.when`): a plan of the actor and one of the judge
+alternate at the most, so neither starves. Once only verdicts are awaited it has the devices to itself.
 
 A template is text with `{name}` where the value of a field goes; `{{name}}` stands for `{name}` itself. All other
 braces stay as they are, so that JSON and `\\boxed{}` can be written as they are.

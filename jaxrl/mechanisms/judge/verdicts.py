@@ -67,12 +67,9 @@ class JudgeText:
         return (score - low) / (high - low) if isfinite(score) and low <= score <= high else None
 
     def read(self, texts: Sequence[str]) -> tuple[float, dict[str, Any]]:
-        """(the reward, values to record) of a sample's verdicts: the mean of those that can be read.
-
-        The values: `judge`, the texts, each cut at its front where all are long; `scores`, from 0 to 1, None where a
-        text holds none; `unparsed`, how many those are. If no text can be read the reward is 0 and `error` says so: the
-        sample's verdict then has the status "error".
-        """
+        """(the reward, values to record) of a sample's verdicts: the mean of those that can be read. The values:
+        `judge`, the texts, each cut at its front where all are long; `scores`, from 0 to 1, None where a text holds
+        none; `unparsed`, how many those are; `error` where no text can be read."""
         scores = [self.score(text) for text in texts]
         parsed = [score for score in scores if score is not None]
         kept = MAX_KEPT_CHARS // max(len(texts), 1)

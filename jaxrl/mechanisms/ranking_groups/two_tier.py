@@ -25,8 +25,7 @@ Departures:
   runs of equal length, and groups move in place of workers.
 - tau is worked out from the time of a decode step (`rollout_s`): a step has as many rows as have not ended. The paper
   looks it up in a table of whole rollouts, by the mean length of the group. What a worker waits for is its longest
-  response, so here each prompt has one as long as its longest was, and the others of its median length. (On a modelled
-  machine, 64 prompts × 8 on 16 workers, shares by mean lengths alone were slower than equal ones; 2026-11-23.)
+  response, so here each prompt has one as long as its longest was, and the others of its median length.
 """
 
 from __future__ import annotations

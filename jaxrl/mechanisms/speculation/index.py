@@ -44,14 +44,9 @@ if TYPE_CHECKING:
     from jaxrl.mechanisms.speculation import Speculation
     from jaxrl.record.timeline import Timeline
 
-START = -2
-"""Precedes the first token of a response, `max_prefix` times."""
-
-END = -1
-"""Follows the last token of a response."""
-
-MAX_PROBES = 16
-"""The most contexts that share a bucket of the hash table."""
+START = -2  # precedes the first token of a response, `max_prefix` times
+END = -1  # follows the last token of a response
+MAX_PROBES = 16  # the most contexts that share a bucket of the hash table
 
 
 @dataclass(frozen=True, slots=True)

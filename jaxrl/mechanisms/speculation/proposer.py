@@ -172,13 +172,8 @@ class DeviceIndexes:
         named: Iterable[tuple[int, DraftIndex]],
         write: Callable[[IndexArrays, np.ndarray, IndexArrays], IndexArrays],
     ) -> list[int]:
-        """Uploads the indexes of a plan's rows that are missing, and returns the place of each.
-
-        Args:
-          named: (dp group, index) of every row that has one. Where a group names more than it has places, the last
-            ones get none: their number is `num_places`, which no row is looked up in.
-          write: the compiled `Drafting.upload`.
-        """
+        """Uploads the indexes of a plan's rows that are missing, and returns the place of each; as
+        `jaxrl.rollout.proposals.DeviceHistories.place`."""
         wanted: list[dict[DraftIndex, None]] = [{} for _ in range(self.num_groups)]
         pairs = list(named)
         for group, index in pairs:

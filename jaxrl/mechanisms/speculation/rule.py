@@ -24,11 +24,8 @@ from typing import Any
 
 from jaxrl.scheduling.tokens.plan import VerifyCounts
 
-PROBE_EVERY = 32
-"""Where verification does not pay, one in this many plans verifies, to see how acceptance is."""
-
-_MEMORY = 0.98
-"""How much of what was seen is remembered from one plan to the next."""
+PROBE_EVERY = 32  # where verification does not pay, one in this many plans verifies, to see how acceptance is
+_MEMORY = 0.98  # how much of what was seen is remembered from one plan to the next
 
 
 @dataclass(frozen=True, slots=True)

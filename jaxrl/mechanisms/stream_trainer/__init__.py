@@ -12,14 +12,11 @@ latest when the round has ended. So a step that runs again adds up the same, and
 freed follows from the plans, and these from the clock only where layouts switch by measured times; that decision is in
 the journal.
 
-A freed worker, in order: `on_finished` asks the rule, and closes workers, whose requests move to the others; their
-pools and weights go, and the stream takes the trainer's weights. `look` learns which groups are certain, `before_plan`
-decides which of them are the next parts, and both of them and `while_waiting` give a part to the freed devices when it
-may go. `update_begins` gives what is left, waits, gives the sums to the trainer, and opens the workers again, which the
-backend then fills.
+In order: `on_finished` closes workers, whose requests move to the others; their pools and weights go, and the stream
+takes the trainer's weights. `look` learns which groups are certain, `before_plan` decides which of them are the next
+parts. `update_begins` gives what is left, waits, gives the sums to the trainer, and opens the workers again.
 
-What fails on the freed devices ends the run at the boundary before the step (`Interrupted`), which then runs again:
-nothing of it has reached the trainer.
+What fails on the freed devices ends the run at the boundary before the step: nothing of it has reached the trainer.
 """
 
 from __future__ import annotations
@@ -237,7 +234,6 @@ class StreamTrainer(Mechanism):
 
     @classmethod
     def build(cls, run: Run) -> Self | None:
-        """Raises ValueError where the devices have no halves (`jaxrl.sharding.split_mesh.Half`)."""
         if not cls.is_on(run.config):
             return None
         from jaxrl.mechanisms.stream_trainer.scale_down import DEFAULT_PACE, halves

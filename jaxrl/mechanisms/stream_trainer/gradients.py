@@ -14,14 +14,11 @@ Departures:
   memory and one of them on the devices, for as long as the stream is open; a teacher's are one more. Without either
   there is no copy in host memory.
 
-Memory on a device of the half, besides what the trainer keeps there: its share of the weights (twice the trainer's
-own, in `actor.param_dtype`; in turns the reference's in `actor.dtype`, and a teacher's), as many bytes of sums, and
-what a microbatch of the trainer takes. The other devices hold nothing for it until `close`.
+Memory on a device of the half: `StreamTrainer.freed_memory`. The other devices hold nothing for it until `close`.
 
-A stream never waits for its devices unless it is told to (`finish`, `close`): `poll` hands over what there is room for.
-
-Where they fail, it says so with `StreamFailed`, at the latest in `close`: nothing of it is in the trainer then. A
-gradient that is not finite is none of its business: it is in the sums, for which the update is skipped.
+A stream waits for its devices in `finish` and `close` alone. Where they fail, it says so with `StreamFailed`, at the
+latest in `close`: nothing of it is in the trainer then. A gradient that is not finite is in the sums, for which the
+update is skipped.
 """
 
 from __future__ import annotations

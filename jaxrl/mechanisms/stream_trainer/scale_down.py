@@ -25,19 +25,16 @@ Departures:
 - Earlier lengths are kept by kind of round. A short round of tail batching ends its longest responses early, so its
   lengths say little of a long round. A round's own lengths count from the next round on: in the middle of a round those
   that have ended are the short ones. A response that is longer than all earlier ones is expected to reach its limit.
-- The paper frees GPUs "without splitting communication groups" and leaves open which. Here the candidates are halves of
-  the mesh, one of which is freed: the one with fewer tokens to move, the first of equal ones. Any half of the workers
-  would sometimes have fewer still; but a half of the mesh is a factored mesh itself, to which weights pass by slices,
-  and there are programs for two sets of devices to compile, not for all.
-- What stays must also have a row for each request that is left. Else some would wait for others to end, which is the
-  very slowdown that the criterion is there to prevent.
+- The paper frees GPUs "without splitting communication groups" and leaves open which. Here it is the half of the mesh
+  with fewer tokens to move, the first of equal ones: a half of the mesh is a factored mesh itself, to which weights
+  pass by slices, and programs are compiled for two sets of devices, not for all.
+- What stays must also have a row for each request that is left, so that none waits for others to end.
 - The paper writes of requests (Algorithm 1) and of prompts (§6.6), and its authors' code counts prompts
   (Farrrrland/RollPacker, multi_async_generate_scheduler.py): `counts` chooses. Where a fifth of the samples has ended,
   few prompts may be complete, and the freed devices wait for them.
 - With `trigger` fixed the projection is not asked: the paper's baseline of Table 3.
 
-Everything here is logical, so a round that runs again decides the same; the decision is journalled all the same,
-because the caller's finish order may hold decisions of a clock.
+Everything here is logical; a decision is journalled because the order of finishes may hold decisions of a clock.
 """
 
 from __future__ import annotations

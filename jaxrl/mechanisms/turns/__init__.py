@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _MAX_WORKERS = Cap(1024, "each is a process")
 _KIND, _OVER = "turn", "turns_over"  # of entries in the journal
 _CALLED = re.compile(r'"name": *"(\w+)"')  # a tool, for people
+_KEPT = ("done", "messages", "reward", "state", "metrics", "seconds", "status", "error")  # of an answer
 _WAIT_S = 0.005  # for an answer, where nothing else is to be done
 
 
@@ -525,22 +526,15 @@ class Turns(Mechanism):
 
 def _entry(answer: Observed) -> dict[str, Any]:
     """An answer for the journal, which keeps all of it."""
-    return {
-        "done": answer.done,
-        "messages": [dict(message) for message in answer.messages],
-        "reward": answer.reward,
-        "state": None if answer.state is None else base64.b64encode(answer.state).decode(),
-        "metrics": dict(answer.metrics),
-        "seconds": answer.seconds,
-        "status": answer.status,
-        "error": answer.error,
-    }
+    state = None if answer.state is None else base64.b64encode(answer.state).decode()
+    plain = {"messages": [dict(message) for message in answer.messages], "metrics": dict(answer.metrics)}
+    return {name: getattr(answer, name) for name in _KEPT} | plain | {"state": state}
 
 
 def _replayed(entry: Mapping[str, Any], key: SampleKey) -> Observed:
-    state = None if entry["state"] is None else base64.b64decode(entry["state"])
-    names = ("done", "reward", "metrics", "seconds", "status", "error")
-    return Observed(key, messages=tuple(entry["messages"]), state=state, **{name: entry[name] for name in names})
+    kept = {name: entry[name] for name in _KEPT}
+    state = None if kept["state"] is None else base64.b64decode(kept["state"])
+    return Observed(key, **kept | {"messages": tuple(kept["messages"]), "state": state})
 
 
 def _appended(sample: Sample, token_ids: Sequence[int]) -> Sample:

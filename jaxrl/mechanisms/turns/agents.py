@@ -7,10 +7,8 @@ answer. A conversation continues behind what was said before, so nothing is reto
 
 Each trajectory has a key of its own, the program's `api_key`, by which its requests are known. They come one at a time,
 begin with the row's messages, and each is the one before it with what was answered and something new behind; anything
-else is answered with status 400 and the rule, which is the program's to mend.
-
-A program's state is its own: a trajectory that is gone on with elsewhere (after a resume, or where its process has
-died) is run again from its beginning, and given what the model had said, turn by turn.
+else is answered with status 400 and the rule. A program's state is its own: after a resume, or where its process has
+died, it is run again from its beginning, and given what the model had said, turn by turn.
 """
 
 from __future__ import annotations

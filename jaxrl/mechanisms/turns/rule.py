@@ -26,18 +26,11 @@ _log = logging.getLogger(__name__)
 _KIND = "group"  # of entries in the journal
 
 STOPS = (
-    "done",
-    "max_turns",
-    "max_trajectory_tokens",
-    "max_sampled_tokens",
-    "max_tool_calls",
-    "rollout_timeout",
-    "error",
-    "timeout",
-    "crash",
+    *("done", "max_turns", "max_trajectory_tokens", "max_sampled_tokens", "max_tool_calls", "rollout_timeout"),
+    *("error", "timeout", "crash"),  # what became of the environment
 )
 """Why trajectories end. `done`: the environment said so. `max_trajectory_tokens`: a turn was cut, or the next
-observation has no room. The last three: what became of the environment."""
+observation has no room."""
 
 
 @dataclass(frozen=True, slots=True)
