@@ -45,19 +45,9 @@ FILTER_ARGUMENTS = ("data_source", "rewards", "infos", "responses", "extra_info"
 """What a function of the user's is called with, by these names."""
 
 
-def differs_in(metric: str) -> KeepsGroup:
-    """Keeps the groups whose samples do not all have the same value of `metric`: the reward, or a value of that name in
-    what the scorer returned with it. A scoring that failed has the value 0, as its reward is."""
-
-    def keeps(group: Group, verdicts: Sequence[Verdict]) -> bool:
-        values = [value_of(metric, verdict) for verdict in verdicts]
-        return any(value != values[0] for value in values)
-
-    return keeps
-
-
 def value_of(metric: str, verdict: Verdict) -> Any:
-    """A sample's value of a metric, which every sample has that was scored (`jaxrl.rewards.reward_metrics`)."""
+    """A sample's value of a metric: the reward, or a value of that name in what the scorer returned with it
+    (`jaxrl.rewards.reward_metrics`). A scoring that failed has the value 0, as its reward is."""
     if metric in THE_REWARD:
         return verdict.reward
     return verdict.info[metric] if verdict.status == "ok" else 0.0
@@ -215,7 +205,10 @@ class DynamicSampling(Mechanism):
         return cls(options, config.data.gen_batch_size, user_filter(function, what))
 
     def keeps(self, group: Group, verdicts: Sequence[Verdict]) -> bool:
-        return (self.user_filter or differs_in(self.options.metric))(group, verdicts)
+        if self.user_filter is not None:
+            return self.user_filter(group, verdicts)
+        values = [value_of(self.options.metric, verdict) for verdict in verdicts]
+        return any(value != values[0] for value in values)
 
     def after(self, *, kept: bool, num_groups: int) -> Self:
         keep = 1 - 1 / (MEMORY_BATCHES * num_groups)

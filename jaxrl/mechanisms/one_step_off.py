@@ -33,9 +33,8 @@ class ConcurrentPhases:
     """Does two things at the same time, on real devices; `busy` while it does, because both have to end first.
 
     The rollout stays in the calling thread, which feeds its devices plan by plan; the update has a second thread, which
-    mostly waits for its own devices. Weights pass from the trainer to the rollout only between the two, or, where
-    workers may begin with the next round, when the update has ended (`has_ended`). On CPU, programs over several
-    devices run one after another, so only submeshes of one device overlap there.
+    mostly waits for its own devices. On CPU, programs over several devices run one after another, so only submeshes of
+    one device overlap there.
     """
 
     def __init__(self) -> None:

@@ -71,15 +71,8 @@ class HostLost(RunFailed):
 
 
 class Cluster:
-    """The actors of a run, in the order of the hosts.
-
-    Args:
-      bundle: what each takes of its node.
-      beat: called while a call runs and some host reports progress.
-
-    Attributes:
-      names: of the hosts' machines, with process ids.
-    """
+    """The actors of a run, in the order of the hosts. `bundle`: what each takes of its node; `beat`: called while a
+    call runs and some host reports progress; `names`: of the hosts' machines, with process ids."""
 
     def __init__(
         self,
@@ -383,14 +376,8 @@ class RemoteHost:
         return self.cluster.all("call", name, *arguments)[0]
 
     def open(self, config: Config, kind: str, earlier: Config | None) -> HostDevices:
-        self.config = config
-        self._refuse_different(config)
-        self.devices: HostDevices = self._call("open", config, kind, earlier)
-        return self.devices
-
-    def _refuse_different(self, config: Config) -> None:
         """Raises ConfigError for hosts with other versions, sources, files or settings, or another run directory."""
-        names, folder = self.cluster.names, config.trainer.run_dir
+        self.config, names, folder = config, self.cluster.names, config.trainer.run_dir
         with mark_in(folder) as mark:
             found = self.cluster.all("facts", config, mark)
         if problem := disagreement([software(), *(facts for facts, _ in found)], ["the controller", *names]):
@@ -398,6 +385,8 @@ class RemoteHost:
         for name, (_, problem) in zip(names, found, strict=True):
             if problem:
                 raise ConfigError(f"all hosts must share the folder trainer.run_dir ({folder}): on {name} {problem}")
+        self.devices: HostDevices = self._call("open", config, kind, earlier)
+        return self.devices
 
     def place_rollout(self, earlier: Config | None) -> tuple[Config, list[str], int, int]:
         found = self._call("place_rollout", earlier)

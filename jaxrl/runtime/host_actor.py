@@ -148,7 +148,7 @@ class HostActor:
     def call(self, path: str, *arguments: Any, **named: Any) -> Any:
         """Calls a method of the host, or of what it has (`trainer.apply`)."""
         self._beat(path.replace(".", " ").replace("_", " "))
-        return reduce(getattr, path.split("."), self.host)(*arguments, **named)  # type: ignore[operator]
+        return self.get(path)(*arguments, **named)
 
     def learn(self, path: str, *arguments: Any) -> Any:
         """`call`, of a model in training."""

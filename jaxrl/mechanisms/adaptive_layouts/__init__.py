@@ -232,7 +232,8 @@ class AdaptiveLayouts(Mechanism):
         self._spans = [[] for _ in self.controls]
         journal, num_workers = self._journal, len(self.controls)
         entries = [] if journal is None else [e for e in journal.entries(info.step, KIND) if e["key"][0] == info.index]
-        others = {_num_workers(entry) for entry in entries} - {num_workers}
+        # keys are (round, dispatch), and of several workers (worker, of how many)
+        others = {1 if len(entry["key"]) == 2 else entry["key"][3] for entry in entries} - {num_workers}
         if others:
             _log.warning(
                 "step %d: the journal has layout decisions of a run with %s worker(s), and this one has %d "
@@ -319,8 +320,3 @@ class AdaptiveLayouts(Mechanism):
         saved = state.get("workers", {"0": state})
         for worker, control in enumerate(self.controls):
             control.load_state_dict(saved[str(worker % len(saved))])
-
-
-def _num_workers(entry: Mapping[str, Any]) -> int:
-    """Of the run that made a decision: (round, dispatch), and of several workers (worker, of how many)."""
-    return 1 if len(entry["key"]) == 2 else entry["key"][3]

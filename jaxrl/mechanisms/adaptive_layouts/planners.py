@@ -155,10 +155,8 @@ class TpPlanner(Planner):
 
 WINDOWS = (1, 2, 4, 8)
 PRIOR_ROUNDS = 8.0
-LEVEL = 1e-4
-"""The chance per round that noise alone raises tp."""
-TRIAL_ROUNDS = 16
-"""Rounds after which a raised tp is lowered on trial; doubled each time that this fails."""
+LEVEL = 1e-4  # the chance per round that noise alone raises tp
+TRIAL_ROUNDS = 16  # after which a raised tp is lowered on trial; doubled each time that this fails
 
 
 def risen(counts: Sequence[int], window: int, rise: float, level: float) -> bool:

@@ -190,7 +190,7 @@ class Judge(Mechanism):
 
     def __init__(self, pool: JudgePool) -> None:
         self.pool = pool
-        self.device_user = self._turn
+        self.device_user = lambda busy_rows: pool.turn(busy_rows, self._workers.num_rows)
 
     @classmethod
     def is_on(cls, config: Config) -> bool:
@@ -219,9 +219,6 @@ class Judge(Mechanism):
     def leave_rollout(self) -> bool:
         self.pool.release()
         return False
-
-    def _turn(self, busy_rows: int) -> bool:
-        return self.pool.turn(busy_rows, self._workers.num_rows)
 
 
 def template_fields(template: str) -> list[str]:

@@ -113,7 +113,6 @@ class RankingGroups(Mechanism):
     def rollout_memory(
         cls, config: Config, num_devices: int, platform: str, weight_bytes: int, is_timeless: bool
     ) -> RolloutMemory | None:
-        """Weights of two versions exist where workers that are done with a round may begin with the next one."""
         if not is_timeless:
             return None
         return RolloutMemory("the next round's weights", {"rollout weights of the next round": weight_bytes})

@@ -129,8 +129,7 @@ def shares(launches: Sequence[Launch], num_workers: int) -> list[list[SampleKey]
 
 
 def worker_order(num_workers: int, step: int) -> list[int]:
-    """The workers in the order in which they get groups, the shortest first: as they are numbered in odd steps, the
-    last one first in even steps."""
+    """The workers in the order in which they get groups, the shortest first."""
     return list(range(num_workers)) if step % 2 else list(reversed(range(num_workers)))
 
 
@@ -163,9 +162,6 @@ class Ranking:
     Args:
       step_s: predicts a decode step of a worker; None: workers in equal shares.
       is_timed: whether the share of workers may depend on how long the last update took.
-
-    Attributes:
-      now: the round under way; None: it is not ranked.
     """
 
     def __init__(
@@ -179,7 +175,7 @@ class Ranking:
     ) -> None:
         self.options, self._num_workers, self._history = options, num_workers, history
         self._step_s, self._is_timed = step_s if options.two_tier else None, is_timed
-        self.now: RankedRound | None = None
+        self.now: RankedRound | None = None  # the round under way, if it is ranked
         self._train_s, self._tokens_per_step = 0.0, 1.0
         self._next: RankedRound | None = None  # began ahead
 
@@ -198,7 +194,6 @@ class Ranking:
         return [] if self._next is None else [self._next.placed(launch) for launch in launches]
 
     def end(self) -> None:
-        """The round under way has ended."""
         self.now = None
 
     def outliers(self) -> Outliers | None:

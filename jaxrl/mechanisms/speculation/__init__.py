@@ -119,7 +119,6 @@ class Speculation(Mechanism):
 
     @classmethod
     def note(cls, config: Config) -> str | None:
-        """Says where plans verify without knowing whether that pays."""
         spec = config.rollout.speculation
         if spec.max_batch or config.rollout.layout.profile:
             return None
@@ -175,8 +174,7 @@ class Speculation(Mechanism):
     # -- the backend's hooks -----------------------------------------------------------------------------------------
 
     def round_begins(self, info: RoundInfo) -> None:
-        """Evaluations neither draft nor are remembered. Raises what a build has raised that ended in the meantime, also
-        where no request would need its index."""
+        """Raises what a build has raised that ended in the meantime, also where no request would need its index."""
         self._is_training = info.is_training
         for index in [index for index, building in self._begun.items() if building.is_done]:
             self._begun.pop(index).take()

@@ -76,22 +76,18 @@ class DraftIndex:
     """The index of one prompt. Equal only to itself, so it can be a key.
 
     Attributes:
-      lengths: of contexts and drafts.
-      text: int32 [N]: every response, `max_prefix` times `START` before it and `END` behind it.
       first: int32 [B + 1], B a power of two: bucket b of the hash table is `places[first[b] : first[b + 1]]`, with at
         most `MAX_PROBES` entries.
       places: int32 [E]: `place * num_prefixes + m - min_prefix` for a context of m tokens that ends before
         `text[place]`, the first token of its draft.
-      salt: what the hash of a context begins with.
-      num_tokens: of all responses.
     """
 
     lengths: DraftLengths
-    text: np.ndarray
+    text: np.ndarray  # int32 [N]: every response, `max_prefix` times `START` before it and `END` behind it
     first: np.ndarray
     places: np.ndarray
-    salt: int
-    num_tokens: int
+    salt: int  # the hash of a context begins with it
+    num_tokens: int  # of all responses
 
     @property
     def num_bytes(self) -> int:

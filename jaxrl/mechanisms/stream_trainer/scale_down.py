@@ -54,10 +54,8 @@ if TYPE_CHECKING:
     from jaxrl.mechanisms.stream_trainer import StreamTrainer
 
 SCHEMA = 1
-MAX_POINTS = 128
-"""Points in time at which the projection is worked out."""
-DEVIATIONS = 2.0
-"""How far above the expected KV the projection is: at about the 98th percentile."""
+MAX_POINTS = 128  # points in time at which the projection is worked out
+DEVIATIONS = 2.0  # how far above the expected KV the projection is: at about the 98th percentile
 
 Refusal = Literal["", "workers", "rows", "kv"]
 
@@ -280,9 +278,8 @@ CPU reads no faster than it computes; 4 is what it did in docs/performance.md.""
 class StreamPace:
     """Which prompts' gradients begin beside a round, and which of them together: by logical time, never by a clock.
 
-    It is asked before each turn. It knows what has ended by then, and takes the freed devices to compute so many tokens
-    per decode step of the others. How fast they really are, and when verdicts come, decides only when the parts are
-    computed: all of them are, before the update.
+    It knows what has ended, and takes the freed devices to compute so many tokens per decode step of the others. How
+    fast they really are, and when verdicts come, decides only when the parts are computed.
 
     Source: RollPacker §4.4. Departure: its trainer takes what is there whenever it has room, so that a clock decides in
     which parts gradients add up, and two runs differ in their last bits.

@@ -96,8 +96,8 @@ class EnvironmentPool:
         self._agents: AgentPool | None = None
 
     def conversation(self, tokenizer: Tokenizer, notes: list[str] | None = None) -> Conversation:
-        """How the turns of a run are answered. `notes` gets what a start says of a chat template that does not only
-        append. Raises ConfigError where the model's chat template cannot write a second turn."""
+        """`notes` gets what a start says of a chat template that does not only append. Raises ConfigError where the
+        model's chat template cannot write a second turn."""
         between = Between(tokenizer, self._template_kwargs)
         try:
             role = "tool" if self._kind != "native" else "user"
@@ -180,8 +180,7 @@ class EnvironmentPool:
         return found
 
     def compared(self, asked: Sequence[tuple[Prompt, Sequence[Trajectory]]]) -> list[list[float] | str]:
-        """Has the trajectories of prompts compared, by `environment.group`, and waits for it. For each prompt what each
-        of its trajectories is given, or why nothing is."""
+        """As `Conversation.compared`; waits for it."""
         waiting: dict[int, int] = {}
         for i, (prompt, trajectories) in enumerate(asked):
             waiting[number := next(self._numbers)] = i

@@ -120,11 +120,7 @@ def conversation(
     """Turns that a model answers; arguments as in `SimulatedTools`."""
     tools = SimulatedTools(model, num_workers, clock, phases, next_verdict_ns)
     answer = (0,) * model.tool.answer_tokens
-
-    def tokens_of(messages: Sequence[Mapping[str, Any]], drawn: Sequence[int]) -> Sequence[int]:
-        return answer
-
-    return Conversation(tools, lambda prompt: True, lambda ids: "", tokens_of)
+    return Conversation(tools, lambda prompt: True, lambda ids: "", lambda messages, drawn: answer)
 
 
 def turn_model(config: Config, workload: Workload) -> TurnModel:
