@@ -176,7 +176,7 @@ class AdaptiveTimeouts(Mechanism):
 
     def take_metrics(self) -> dict[str, float]:
         """`reward/code/anchor_s/{median,max}` over all anchors; and, since the last call, `reward/code/cut_off`, the
-        test cases that their limit ended, and `reward/code/saved_s`, the seconds that they lacked until `rule.max_s`."""
+        test cases that their limit ended, and `reward/code/saved_s`, what they lacked until `rule.max_s`."""
         found = {"reward/code/cut_off": float(self._cut_off), "reward/code/saved_s": self._saved_s}
         self._cut_off, self._saved_s = 0, 0.0
         if self._anchors:

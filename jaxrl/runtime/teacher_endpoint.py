@@ -131,7 +131,6 @@ def _wrong(text: str) -> RequestFailed:
 
 
 def _entries(body: bytes, is_probe: bool) -> list[Any]:
-    """The log-probabilities of a prompt's tokens in an answer."""
     del is_probe
     answer = read_json(body)
     try:

@@ -199,7 +199,6 @@ class LayoutControl:
             self.trace = _thinned(self.trace)
 
     def finished(self, length: int) -> None:
-        """A response ended by itself after `length` tokens."""
         if self.history is not None:
             self.history.add(length)
 

@@ -35,8 +35,8 @@ def layouts_section(rounds: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _figure(one: Mapping[str, Any]) -> str:
-    title = f"Step {one['step']}" + (f", {one['kind']}" if one["kind"] not in ("all", "plain") else "")
-    title += f", worker {one['worker']}" if "worker" in one else ""
+    kind = "" if one["kind"] in ("all", "plain") else f", {one['kind']}"
+    title = f"Step {one['step']}{kind}" + (f", worker {one['worker']}" if "worker" in one else "")
     points = [(float(at), int(live), int(tp)) for at, live, tp in one["points"]]
     head = f"<figure><h3>{escape(title)} <small>live requests, and tp under them</small></h3>"
     if not points:

@@ -215,15 +215,14 @@ class RankingGroups(Mechanism):
                 self._move(requests[key], self._outliers.rank(key), self._round.ranks)
         self.look()
 
-    def while_waiting(self) -> None:
-        self.look()
-
     def look(self) -> None:
         """Lets idle workers begin with the next round."""
         now_s = self._clock()
         self._idle_s += sum(engine.is_idle for engine in self._engines.engines) * (now_s - self._looked_s)
         self._looked_s = now_s
         self.ahead.look()
+
+    while_waiting = look
 
     def round_cancelled(self) -> None:
         self.ahead.cancel()

@@ -40,7 +40,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxrl.mechanisms.ranking_groups.two_tier import Load, Part, StepSeconds, WorkerAllocation, allocate, rollout_s
+from jaxrl.mechanisms.ranking_groups.two_tier import (
+    Allotment,
+    ExpectedLoad,
+    StepSeconds,
+    WorkerAllocation,
+    allocate,
+    rollout_s,
+)
 from jaxrl.scheduling.rounds.events import Command, Launch
 from jaxrl.scheduling.rounds.history import HistoryStore
 from jaxrl.types import SampleKey
@@ -242,18 +249,18 @@ class Ranking:
         worker_of, ranks = _dealt(members, allocation.parts, worker_order(self._num_workers, step))
         return RankedRound(step, worker_of, tuple(groups), ranks, allocation)
 
-    def _loads(self, launches: Sequence[Launch]) -> list[Load]:
+    def _loads(self, launches: Sequence[Launch]) -> list[ExpectedLoad]:
         """The expected load of a group: of each prompt one response as long as its longest was, and the others of its
         historical length. Prompts without history are left out."""
-        loads: list[Load] = []
+        loads: list[ExpectedLoad] = []
         for launch in launches:
             if (lengths := self._history.lengths(launch.prompt.index)) is not None:
-                loads += [Load(lengths.median, len(launch.keys) - 1), Load(float(lengths.longest), 1)]
+                loads += [ExpectedLoad(lengths.median, len(launch.keys) - 1), ExpectedLoad(float(lengths.longest), 1)]
         return loads
 
 
 def _dealt(
-    members: Sequence[Sequence[Launch]], parts: Collection[Part], order: Sequence[int]
+    members: Sequence[Sequence[Launch]], parts: Collection[Allotment], order: Sequence[int]
 ) -> tuple[dict[SampleKey, int], dict[int, int]]:
     """The worker of each response, and each worker's longest ranking group."""
     worker_of: dict[SampleKey, int] = {}

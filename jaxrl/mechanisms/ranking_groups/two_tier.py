@@ -43,20 +43,20 @@ StepSeconds = Callable[[float, float], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ExpectedLoad:
     """Responses of a length, in tokens, and their number; of a share of a group it need not be whole."""
 
     length: float
     responses: float
 
 
-Group = Sequence[Load]
-Tau = Callable[[Sequence[Load]], float]
+Group = Sequence[ExpectedLoad]
+Tau = Callable[[Sequence[ExpectedLoad]], float]
 """What one worker has -> the seconds until the last of it has ended; never less for more responses or longer ones."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Allotment:
     """Neighbouring ranking groups `first` to `last` (included) on `num_workers` workers of their own."""
 
     first: int
@@ -68,11 +68,11 @@ class Part:
 class WorkerAllocation:
     """Which workers serve which ranking groups."""
 
-    parts: tuple[Part, ...]  # in the order of the ranks; each group is in one, and their workers are all there are
+    parts: tuple[Allotment, ...]  # in the order of the ranks; each group is in one, and their workers are all there are
     is_feasible: bool  # whether targets on a line can be met; False also where nothing predicts times
 
 
-def rollout_s(loads: Sequence[Load], step_s: StepSeconds, tokens_per_step: float = 1.0) -> float:
+def rollout_s(loads: Sequence[ExpectedLoad], step_s: StepSeconds, tokens_per_step: float = 1.0) -> float:
     """Seconds in which one worker decodes `loads` all at once. `tokens_per_step`: that a response gains in a decode
     step; more than 1 with speculation."""
     seconds, done, rows = 0.0, 0.0, sum(load.responses for load in loads)
@@ -84,15 +84,15 @@ def rollout_s(loads: Sequence[Load], step_s: StepSeconds, tokens_per_step: float
     return seconds
 
 
-def equal_shares(num_groups: int, num_workers: int) -> tuple[Part, ...]:
+def equal_shares(num_groups: int, num_workers: int) -> tuple[Allotment, ...]:
     """Workers in equal shares, sizes differing by one at most: of more workers than groups, the longest groups get one
     more; of fewer, the first workers get the shortest groups, and one more of them."""
     if num_workers >= num_groups:
         each, over = divmod(num_workers, num_groups)
-        return tuple(Part(i, i, each + (i >= num_groups - over)) for i in range(num_groups))
+        return tuple(Allotment(i, i, each + (i >= num_groups - over)) for i in range(num_groups))
     each, over = divmod(num_groups, num_workers)
     sizes = [each + (worker < over) for worker in range(num_workers)]
-    return tuple(Part(sum(sizes[:j]), sum(sizes[: j + 1]) - 1, 1) for j in range(num_workers))
+    return tuple(Allotment(sum(sizes[:j]), sum(sizes[: j + 1]) - 1, 1) for j in range(num_workers))
 
 
 def allocate(groups: Sequence[Group], num_workers: int, tau: Tau | None, train_s: float = 0.0) -> WorkerAllocation:
@@ -118,7 +118,7 @@ def _pairs(times: Sequence[float], train_s: float) -> list[float]:
     return [max(here, train_s) + there for here, there in zip(times, reversed(times), strict=True)]
 
 
-def _climbed(split: _Spread | _Runs, parts: tuple[Part, ...], train_s: float) -> tuple[Part, ...]:
+def _climbed(split: _Spread | _Runs, parts: tuple[Allotment, ...], train_s: float) -> tuple[Allotment, ...]:
     """These parts, after the moves from one part to another that shorten two steps most, until none does. Of equal
     ones the other workers' two steps count, the longest first."""
 
@@ -138,7 +138,7 @@ def _climbed(split: _Spread | _Runs, parts: tuple[Part, ...], train_s: float) ->
         sizes = nearest
 
 
-def _lines(split: _Spread | _Runs, t0: float) -> Iterator[tuple[Part, ...]]:
+def _lines(split: _Spread | _Runs, t0: float) -> Iterator[tuple[Allotment, ...]]:
     """What meets the targets from `t0` on with smaller and smaller d, down to the smallest that is feasible, to
     `PRECISION_S`; nothing where none is."""
     low, high = 0.0, max(split.most_s - t0, 0.0) / max(split.num_targets - 1, 1)
@@ -174,7 +174,7 @@ class _Spread:
         most = num_workers - len(groups) + 1  # MAX_WKS
         # [group][workers - 1]
         self._s = [
-            [tau([Load(load.length, load.responses / k) for load in group]) for k in range(1, most + 1)]
+            [tau([ExpectedLoad(load.length, load.responses / k) for load in group]) for k in range(1, most + 1)]
             for group in groups
         ]
         self.most_s = self._s[-1][0]
@@ -182,10 +182,10 @@ class _Spread:
     def starts(self) -> list[float]:
         return self._s[0]
 
-    def times(self, parts: Sequence[Part]) -> list[float]:
+    def times(self, parts: Sequence[Allotment]) -> list[float]:
         return [self._s[part.first][part.num_workers - 1] for part in parts for _ in range(part.num_workers)]
 
-    def meeting(self, t0: float, d: float) -> tuple[Part, ...] | None:
+    def meeting(self, t0: float, d: float) -> tuple[Allotment, ...] | None:
         """The fewest workers for each group, those left over shared out."""
         counts: list[int] = []
         for i, times in enumerate(self._s):
@@ -199,8 +199,8 @@ class _Spread:
             counts[max(range(len(counts)), key=lambda i: (self._s[i][counts[i] - 1], i))] += 1
         return self.parts(counts)
 
-    def parts(self, sizes: Sequence[int]) -> tuple[Part, ...]:
-        return tuple(Part(i, i, count) for i, count in enumerate(sizes))
+    def parts(self, sizes: Sequence[int]) -> tuple[Allotment, ...]:
+        return tuple(Allotment(i, i, count) for i, count in enumerate(sizes))
 
 
 class _Runs:
@@ -215,13 +215,13 @@ class _Runs:
     def starts(self) -> list[float]:
         return [self._s(0, end) for end in range(1, self._num_groups - self._num_workers + 2)]
 
-    def times(self, parts: Sequence[Part]) -> list[float]:
+    def times(self, parts: Sequence[Allotment]) -> list[float]:
         return [self._s(part.first, part.last + 1) for part in parts]
 
-    def parts(self, sizes: Sequence[int]) -> tuple[Part, ...]:
-        return tuple(Part(first, end - 1, 1) for first, end in pairwise(accumulate(sizes, initial=0)))
+    def parts(self, sizes: Sequence[int]) -> tuple[Allotment, ...]:
+        return tuple(Allotment(first, end - 1, 1) for first, end in pairwise(accumulate(sizes, initial=0)))
 
-    def meeting(self, t0: float, d: float) -> tuple[Part, ...] | None:
+    def meeting(self, t0: float, d: float) -> tuple[Allotment, ...] | None:
         """Runs of which the first are as long as they can be; None also where some group would be left."""
         sizes: list[int] = []
         first, count = 0, self._num_groups

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from annotated_types import Ge, Interval
 
-from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, StepCosts, Window, default_verify_tokens
+from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, DraftWindow, StepCosts, default_verify_tokens
 from jaxrl.scheduling.mechanism import Mechanism, RolloutMemory, RoundEnd, RoundInfo
 from jaxrl.scheduling.rounds.history import HistoryStore
 from jaxrl.scheduling.tokens.plan import Request
@@ -158,8 +158,8 @@ class Speculation(Mechanism):
         if options.enable:
             run.executors.share(DraftIndex)
             builder = run.machine.index_builder()
+            run.machine.on_close(builder.close)
         session = cls(history_store(options), builder)
-        run.machine.on_close(session.close)
         run.history = session.store
         return session
 
@@ -209,10 +209,6 @@ class Speculation(Mechanism):
     def round_cancelled(self) -> None:
         self._is_training = False
 
-    def close(self) -> None:
-        if self._builder is not None:
-            self._builder.close()
-
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -259,7 +255,7 @@ def draft_config(config: Config, platform: str, costs: StepCosts | None = None) 
     spec = config.rollout.speculation
     if not spec.enable:
         return None
-    window = Window(spec.min_window, spec.window_step, spec.max_window)
+    window = DraftWindow(spec.min_window, spec.window_step, spec.max_window)
     return DraftConfig(window, spec.verify_tokens or default_verify_tokens(platform), spec.max_batch, costs)
 
 

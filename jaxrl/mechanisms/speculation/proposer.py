@@ -31,7 +31,7 @@ from jaxrl.mechanisms.speculation.index import (
     context_hashes,
     num_buckets,
 )
-from jaxrl.mechanisms.speculation.rule import Window, draft_width
+from jaxrl.mechanisms.speculation.rule import DraftWindow, draft_width
 from jaxrl.rollout.proposals import Proposed
 from jaxrl.rollout.verify import leading
 
@@ -55,7 +55,7 @@ class Drafting:
     num_tokens: int  # the most of them together
     verify_tokens: int  # drafted tokens that a step verifies per dp group, all rows together
     lengths: DraftLengths = field(default_factory=DraftLengths)  # those of every index
-    window: Window = field(default_factory=Window)  # of every row; at most `lengths.max_draft`
+    window: DraftWindow = field(default_factory=DraftWindow)  # of every row; at most `lengths.max_draft`
     num_indexes: int = 0  # places for indexes per dp group; 0: as many as it has rows
 
     @property

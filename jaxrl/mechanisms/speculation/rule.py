@@ -29,7 +29,7 @@ _MEMORY = 0.98  # how much of what was seen is remembered from one plan to the n
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class DraftWindow:
     """How many tokens a row drafts: additive increase, and back to the least at a rejection."""
 
     least: int = 2
@@ -70,7 +70,7 @@ class StepCosts:
 class DraftConfig:
     """When plans verify, and how much."""
 
-    window: Window  # of every row
+    window: DraftWindow  # of every row
     verify_tokens: int  # drafted tokens that a step may verify, per dp group
     max_batch: int = 0  # the most rows of a dp group with which a plan verifies; 0: no limit but `costs`, and the width
     costs: StepCosts | None = None  # None: verifying is assumed to pay wherever there is a width

@@ -344,13 +344,12 @@ class StreamTrainer(Mechanism):
         if self._parts and all(key in self._offered for key in self._parts[0]):
             self._give()
 
+    while_waiting = feed
+
     def wait_quiet(self) -> None:
         """Waits until the freed devices have run what they have got so far: all devices are wanted by another model."""
         if self._stream is not None:
             self._on_freed(self._stream.wait_quiet)
-
-    def while_waiting(self) -> None:
-        self.feed()
 
     def round_ends(self, end: RoundEnd) -> dict[str, float]:
         """The stream stays open until the update."""

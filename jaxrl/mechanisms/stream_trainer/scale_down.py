@@ -182,7 +182,6 @@ class ScaleDown:
         self._kind, self._lengths, self._looked_at, self._is_over = kind, [], 0, False
 
     def finished(self, length: int) -> None:
-        """A response of the round ended by itself after so many tokens."""
         self._lengths.append(length)
 
     def end(self) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 import numpy as np
 from annotated_types import Ge, Gt, Interval
 
-from jaxrl.mechanisms.turns.rule import GroupRewards, Limits, Observed, tokens_crc32, trajectory_metrics
+from jaxrl.mechanisms.turns.rule import GroupRewards, Observed, TurnLimits, tokens_crc32, trajectory_metrics
 from jaxrl.scheduling.mechanism import WORKERS, Mechanism, RoundEnd, RoundInfo, RoundState
 from jaxrl.scheduling.rounds.events import Command, Launch
 from jaxrl.scheduling.tokens.engine import Finished
@@ -255,7 +255,7 @@ class Turns(Mechanism):
         conversation = run.conversation
         assert conversation is not None, "environment.kind is on, and nothing answers turns"
         self._conversation, self._acting = conversation, conversation.acting
-        self._limits = Limits.configured(run.config)
+        self._limits = TurnLimits.configured(run.config)
         self._journal, self._tracer, self._on_waiting = run.journal, run.timeline, run.on_waiting
         self.parking = self
         if run.config.environment.group:

@@ -34,7 +34,7 @@ observation has no room."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TurnLimits:
     """Of one trajectory, as in `environment`; 0: none."""
 
     max_turns: int = 0
@@ -44,7 +44,7 @@ class Limits:
     rollout_timeout_s: float = 0.0
 
     @classmethod
-    def configured(cls, config: Config) -> Limits:
+    def configured(cls, config: Config) -> TurnLimits:
         """The rollout's own limit is always there."""
         options = config.environment
         longest = options.max_trajectory_tokens or config.data.max_response_length

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.simulation import SimulatedTool
-from jaxrl.mechanisms.turns.rule import Conversation, Limits, Observed
+from jaxrl.mechanisms.turns.rule import Conversation, Observed, TurnLimits
 from jaxrl.record.files import read_lines
 from jaxrl.record.samples import FILE_NAME as SAMPLES
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases, nanoseconds
@@ -126,7 +126,7 @@ def conversation(
 def turn_model(config: Config, workload: Workload) -> TurnModel:
     """Of the tools that `simulate.tool` describes, or those of the recorded run that lengths come from. Raises
     ValueError where that had none."""
-    simulated, longest = config.simulate, Limits.configured(config).max_trajectory_tokens
+    simulated, longest = config.simulate, TurnLimits.configured(config).max_trajectory_tokens
     is_recorded = simulated.workload == "recorded"
     tool = simulated.tool
     if is_recorded:
