@@ -55,14 +55,6 @@ WORKERS = "which worker has a request"
 """For `Mechanism.changes` and `relies_on`."""
 
 
-class Tracer(Protocol):
-    """Where a mechanism draws what it does (`jaxrl.record.timeline.Timeline`). Seconds are those of the run's clock."""
-
-    def complete(self, track: str, name: str, start_s: float, end_s: float, /, **args: Any) -> None: ...
-
-    def counter(self, track: str, /, **values: float) -> None: ...
-
-
 # -- a round -----------------------------------------------------------------------------------------------------------
 
 

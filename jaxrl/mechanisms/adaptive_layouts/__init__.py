@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from annotated_types import Ge, Gt, Interval
 
-from jaxrl.scheduling.mechanism import LAYOUTS, Mechanism, RoundEnd, RoundInfo, Tracer
+from jaxrl.scheduling.mechanism import LAYOUTS, Mechanism, RoundEnd, RoundInfo
 from jaxrl.scheduling.rounds.events import Interrupted
 from jaxrl.schema.declared import Checked, Names, declared
 from jaxrl.schema.devices import MAX_DEVICES, prime_factors
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from jaxrl.record.journal import Journal
     from jaxrl.record.layouts import LayoutLog
     from jaxrl.report.curves import PagePart
+    from jaxrl.runtime.plan_timeline import PlanTimeline
     from jaxrl.runtime.run import Run
 
 _log = logging.getLogger(__name__)
@@ -209,7 +210,7 @@ class AdaptiveLayouts(Mechanism):
         self,
         controls: Sequence[LayoutControl],
         clock: Callable[[], float],
-        tracer: Tracer,
+        tracer: PlanTimeline,
         log: LayoutLog | None,
         journal: Journal | None,
     ) -> None:

@@ -45,16 +45,9 @@ _WORST = ("crash", "timeout", "error")  # of failed requests, what the sample's 
 
 
 class EndpointPool:
-    """Implements `jaxrl.rewards.pool_base.RewardPool`.
-
-    Args:
-      clock: stamps the verdicts.
-      sleep: waits between requests.
-      where: how warnings name a sample.
-
-    Raises:
-      ValueError: the environment has no variable `reward.judge.api_key_env`, or it holds no key.
-    """
+    """Implements `jaxrl.rewards.pool_base.RewardPool`. `clock`: stamps the verdicts; `sleep`: waits between requests;
+    `where`: how warnings name a sample. Raises ValueError where `reward.judge.api_key_env` names no variable with a
+    key."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, TypeV
 from annotated_types import Ge, Interval
 
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
-from jaxrl.scheduling.mechanism import WORKERS, FreedMemory, Mechanism, Phase, RoundEnd, RoundInfo, RoundState, Tracer
+from jaxrl.scheduling.mechanism import WORKERS, FreedMemory, Mechanism, Phase, RoundEnd, RoundInfo, RoundState
 from jaxrl.scheduling.rounds.events import Interrupted
 from jaxrl.scheduling.rounds.round import PromptKey
 from jaxrl.scheduling.tokens.local_workers import PREFILL_TOKENS_PER_STEP, By, LocalWorkers
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from jaxrl.mechanisms.stream_trainer.scale_down import ScaleDownDecision, StreamPace
     from jaxrl.models.config import ModelConfig
     from jaxrl.record.journal import Journal
+    from jaxrl.runtime.plan_timeline import PlanTimeline
     from jaxrl.runtime.run import Run
 
 R = TypeVar("R")
@@ -254,7 +255,7 @@ class StreamTrainer(Mechanism):
         release: Callable[[Sequence[int]], None],
         pace: float,
         journal: Journal | None = None,
-        tracer: Tracer | None = None,
+        tracer: PlanTimeline | None = None,
         clock: Callable[[], float] = time.perf_counter,
         *,
         by: By = "recompute",
