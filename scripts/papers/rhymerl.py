@@ -21,8 +21,8 @@ from statistics import NormalDist
 import numpy as np
 
 from jaxrl.config import SimulatedHistory, SimulatedLengths, SimulatedTask
-from jaxrl.mechanisms.speculation.simulated import draft_acceptance
 from jaxrl.mechanisms.speculation.rule import DraftWindow
+from jaxrl.mechanisms.speculation.simulated import draft_acceptance
 from jaxrl.sim.verification import verify
 from jaxrl.sim.workload import ModelledWorkload, length_of_score, normal, uniform, word
 from jaxrl.types import SampleKey
