@@ -43,7 +43,7 @@ from bench.measure import say
 from jaxrl.record.files import read_lines
 from jaxrl.record.samples import SampleLog
 from jaxrl.record.state import join_arrays, split_arrays
-from jaxrl.runtime.host_group import HostGroup
+from jaxrl.runtime.host_actor import HostGroup
 from jaxrl.scheduling.rounds.carried import pack_groups, unpack_samples
 from jaxrl.train import manifest
 from jaxrl.train.checkpoint import Checkpointer, HostState

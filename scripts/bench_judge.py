@@ -28,7 +28,7 @@ from bench.jax_cases import build_params
 from bench.measure import Summary, Values, say
 from jax.sharding import Mesh
 
-from jaxrl.mechanisms.judge.build import JudgeMachine
+from jaxrl.mechanisms.judge.pool import JudgeMachine
 from jaxrl.mechanisms.judge.pool import JudgePool
 from jaxrl.mechanisms.judge.turns import JudgeTurns
 from jaxrl.models.config import ModelConfig

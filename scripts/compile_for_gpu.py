@@ -202,7 +202,7 @@ def _streamed(options: argparse.Namespace, config: ModelConfig) -> Made:
 def _judge_plan(options: argparse.Namespace, model: ModelConfig) -> dict[str, int]:
     """What the memory plan says of a judge of these sizes."""
     from jaxrl.config import from_mapping
-    from jaxrl.mechanisms.judge.memory import judge_memory
+    from jaxrl.mechanisms.judge.build import judge_memory
 
     judge = {
         "model": "unused",

@@ -23,8 +23,7 @@ import numpy as np
 from jaxrl.config import Config
 from jaxrl.config.files import load
 from jaxrl.mechanisms.speculation import verify_rule
-from jaxrl.mechanisms.speculation.index import DraftIndex
-from jaxrl.mechanisms.speculation.index_builder import draft_lengths
+from jaxrl.mechanisms.speculation.index import DraftIndex, draft_lengths
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.fit import check_length

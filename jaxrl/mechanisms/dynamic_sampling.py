@@ -21,7 +21,7 @@ prolong the round.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -45,19 +45,9 @@ FILTER_ARGUMENTS = ("data_source", "rewards", "infos", "responses", "extra_info"
 """What a function of the user's is called with, by these names."""
 
 
-def differs_in(metric: str) -> KeepsGroup:
-    """Keeps the groups whose samples do not all have the same value of `metric`: the reward, or a value of that name in
-    what the scorer returned with it. A scoring that failed has the value 0, as its reward is."""
-
-    def keeps(group: Group, verdicts: Sequence[Verdict]) -> bool:
-        values = [value_of(metric, verdict) for verdict in verdicts]
-        return any(value != values[0] for value in values)
-
-    return keeps
-
-
 def value_of(metric: str, verdict: Verdict) -> Any:
-    """A sample's value of a metric, which every sample has that was scored (`jaxrl.rewards.reward_metrics`)."""
+    """A sample's value of a metric: the reward, or a value of that name in what the scorer returned with it
+    (`jaxrl.rewards.reward_metrics`). A scoring that failed has the value 0, as its reward is."""
     if metric in THE_REWARD:
         return verdict.reward
     return verdict.info[metric] if verdict.status == "ok" else 0.0
@@ -65,27 +55,17 @@ def value_of(metric: str, verdict: Verdict) -> Any:
 
 def user_filter(function: Callable[..., Any], what: str) -> KeepsGroup:
     """Keeps the groups that a function of the user's says to keep. It must be deterministic: a resumed run asks again.
-
-    Args:
-      function: takes `FILTER_ARGUMENTS`, and returns whether to keep the group.
-      what: its file and name, for messages.
-    """
+    `what`: its file and name, for messages."""
 
     def keeps(group: Group, verdicts: Sequence[Verdict]) -> bool:
         prompt = group.prompt
-        extra: Mapping[str, Any] = {
-            "prompt": prompt.text,
-            "answer": prompt.answer,
-            "epoch": prompt.epoch,
-            "index": prompt.index,
-            **prompt.extra,
-        }
+        known = {"prompt": prompt.text, "answer": prompt.answer, "epoch": prompt.epoch, "index": prompt.index}
         values = (
             prompt.source,
             [verdict.reward for verdict in verdicts],
             [dict(sample.reward_info) for sample in group.samples],
             [sample.text for sample in group.samples],
-            extra,
+            {**known, **prompt.extra},
         )
         try:
             answer = function(**dict(zip(FILTER_ARGUMENTS, values, strict=True)))
@@ -100,62 +80,19 @@ def user_filter(function: Callable[..., Any], what: str) -> KeepsGroup:
     return keeps
 
 
-PRIOR_GROUPS = 4
-"""Groups that count as kept before the first verdict, so that few verdicts say little."""
-
-MEMORY_BATCHES = 8
-"""Batches' worth of groups after which a verdict counts 1/e of a new one."""
-
-MARGIN = 0.5
-"""Standard deviations of the number that count, by which more is launched than is needed on average."""
-
-MOST_PER_MISSING = 4
-"""The most groups under way for each that is missing, whatever the share."""
-
-
-@dataclass(frozen=True, slots=True)
-class FilteredShare:
-    """The estimate: groups judged and groups filtered, the older ones discounted."""
-
-    judged: float = 0.0
-    filtered: float = 0.0
-
-    @property
-    def share(self) -> float:
-        """The share of groups that are expected to be filtered, below 1."""
-        return self.filtered / (self.judged + PRIOR_GROUPS)
-
-    def after(self, filtered: bool, batch_groups: int) -> FilteredShare:
-        """The estimate after one more verdict, in a run with batches of `batch_groups`."""
-        keep = 1 - 1 / (MEMORY_BATCHES * batch_groups)
-        return FilteredShare(self.judged * keep + 1, self.filtered * keep + filtered)
-
-    def under_way(self, missing: int) -> int:
-        """How many groups to have under way so that `missing` of them may be expected to count."""
-        counting = 1 - self.share
-        # n counting >= missing + MARGIN sqrt(n counting share), solved for sqrt(n)
-        margin = MARGIN * math.sqrt(counting * self.share)
-        root = (margin + math.sqrt(margin * margin + 4 * counting * missing)) / (2 * counting)
-        return min(math.ceil(root * root - 1e-9), MOST_PER_MISSING * missing)
-
-    def state(self) -> list[float]:
-        """Part of a checkpoint, as JSON values."""
-        return [self.judged, self.filtered]
-
-    @classmethod
-    def of_state(cls, state: Sequence[float]) -> FilteredShare:
-        """The reverse of `state`."""
-        return cls(*map(float, state))
+PRIOR_GROUPS = 4  # that count as kept before the first verdict, so that few verdicts say little
+MEMORY_BATCHES = 8  # batches' worth of groups after which a verdict counts 1/e of a new one
+MARGIN = 0.5  # standard deviations of the number that count, by which more is launched than is needed on average
+MOST_PER_MISSING = 4  # the most groups under way for each that is missing, whatever the share
 
 
 class DynamicSampling(Mechanism):
     """The filter of groups (`jaxrl.scheduling.rounds.race.GroupFilter`). It is immutable: `after` returns a new one.
 
     Args:
-      options: `algorithm.filter_groups`.
       gen_batch_size: prompts launched at a time (`data.gen_batch_size`); 0: one by one.
       user_filter: which groups are kept; by default those in which `options.metric` differs.
-      learnt: from the groups so far.
+      judged, filtered: groups so far, the older ones discounted.
     """
 
     @dataclass(frozen=True)
@@ -225,10 +162,11 @@ class DynamicSampling(Mechanism):
         options: Options,
         gen_batch_size: int = 0,
         user_filter: KeepsGroup | None = None,
-        learnt: FilteredShare | None = None,
+        judged: float = 0.0,
+        filtered: float = 0.0,
     ) -> None:
         self.options, self.gen_batch_size, self.user_filter = options, gen_batch_size, user_filter
-        self.learnt = learnt or FilteredShare()
+        self._judged, self._filtered = judged, filtered
 
     @classmethod
     def problem(cls, config: Config, racing: Sequence[str]) -> str | None:
@@ -266,21 +204,26 @@ class DynamicSampling(Mechanism):
         what = f"{names[0]}: {file.path}: {options.name}"
         return cls(options, config.data.gen_batch_size, user_filter(function, what))
 
-    def _learning(self, learnt: FilteredShare) -> Self:
-        return type(self)(self.options, self.gen_batch_size, self.user_filter, learnt)
-
     def keeps(self, group: Group, verdicts: Sequence[Verdict]) -> bool:
-        return (self.user_filter or differs_in(self.options.metric))(group, verdicts)
+        if self.user_filter is not None:
+            return self.user_filter(group, verdicts)
+        values = [value_of(self.options.metric, verdict) for verdict in verdicts]
+        return any(value != values[0] for value in values)
 
     def after(self, *, kept: bool, num_groups: int) -> Self:
-        return self._learning(self.learnt.after(not kept, num_groups))
+        keep = 1 - 1 / (MEMORY_BATCHES * num_groups)
+        return self.of_state((self._judged * keep + 1, self._filtered * keep + (not kept)))
 
     @property
     def share(self) -> float:
-        return self.learnt.share
+        return self._filtered / (self._judged + PRIOR_GROUPS)
 
     def under_way(self, missing: int) -> int:
-        return self.learnt.under_way(missing)
+        counting = 1 - self.share
+        # n counting >= missing + MARGIN sqrt(n counting share), solved for sqrt(n)
+        margin = MARGIN * math.sqrt(counting * self.share)
+        root = (margin + math.sqrt(margin * margin + 4 * counting * missing)) / (2 * counting)
+        return min(math.ceil(root * root - 1e-9), MOST_PER_MISSING * missing)
 
     @property
     def launched_at_once(self) -> int:
@@ -304,7 +247,7 @@ class DynamicSampling(Mechanism):
         return allowed if allowed >= 0 else min(num_groups, num_running // 2)
 
     def state(self) -> list[float]:
-        return self.learnt.state()
+        return [self._judged, self._filtered]
 
     def of_state(self, state: Sequence[float]) -> Self:
-        return self._learning(FilteredShare.of_state(state))
+        return type(self)(self.options, self.gen_batch_size, self.user_filter, *map(float, state))

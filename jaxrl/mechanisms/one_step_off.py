@@ -1,6 +1,6 @@
 """One-step-off: a round comes before the update whose batch it does not bring.
 
-Purpose: the rollout for step s + 1 runs before update s, so its tokens are of version s - 1 and one version old when
+The rollout for step s + 1 runs before update s, so its tokens are of version s - 1 and one version old when
 they are trained on. Its groups wait in the loop, and are part of a checkpoint. Rollout and update take turns on the
 same devices, or run at the same time, each on its own devices (`rollout.num_devices`). Neither reads what the other
 writes, so both ways give the same numbers. A resumed run may switch one-step-off on or off.
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from jaxrl.scheduling.mechanism import Mechanism, PhaseOrder, Step
 from jaxrl.scheduling.rounds.events import Interrupted
@@ -22,32 +22,19 @@ from jaxrl.types import Group, RunFailed
 if TYPE_CHECKING:
     from jaxrl.config import Config
     from jaxrl.runtime.run import Run
+    from jaxrl.sim.clock import SimulatedConcurrently
 
 _STOP = "a stop was asked for"
 A = TypeVar("A")
 B = TypeVar("B")
 
 
-class Concurrently(Protocol):
-    """Does two things at the same time, and returns or raises when both have ended. `has_ended`: whether the second has
-    ended well; asked by the first. `busy`: whether two things are running that have to end first."""
-
-    def __call__(self, first: Callable[[], A], second: Callable[[], B], /) -> tuple[A, B]: ...
-
-    @property
-    def has_ended(self) -> bool: ...
-
-    @property
-    def busy(self) -> bool: ...
-
-
 class ConcurrentPhases:
-    """`Concurrently` on real devices.
+    """Does two things at the same time, on real devices; `busy` while it does, because both have to end first.
 
     The rollout stays in the calling thread, which feeds its devices plan by plan; the update has a second thread, which
-    mostly waits for its own devices. Weights pass from the trainer to the rollout only between the two, or, where
-    workers may begin with the next round, when the update has ended (`has_ended`). On CPU, programs over several
-    devices run one after another, so only submeshes of one device overlap there.
+    mostly waits for its own devices. On CPU, programs over several devices run one after another, so only submeshes of
+    one device overlap there.
     """
 
     def __init__(self) -> None:
@@ -57,12 +44,11 @@ class ConcurrentPhases:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the second of two things has ended well; the first asks."""
+        """Whether the second has ended well; asked by the first."""
         return self._other is not None and self._other.done() and self._other.exception() is None
 
     def __call__(self, first: Callable[[], A], second: Callable[[], B]) -> tuple[A, B]:
-        """Runs `first` in this thread and `second` in another. An exception of either is raised once both have ended;
-        if both fail, that of `second`, from that of `first`."""
+        """An exception of either is raised once both have ended; if both fail, that of `second`."""
         self.busy = True
         try:
             other = self._other = self._threads.submit(second)
@@ -81,13 +67,13 @@ class ConcurrentPhases:
         self._threads.shutdown()
 
 
-class OneStepOff(Mechanism, PhaseOrder):
-    """Runs the next step's round before an update, or beside it.
+if TYPE_CHECKING:
+    Concurrently = ConcurrentPhases | SimulatedConcurrently
 
-    Args:
-      together: runs both at the same time, on devices of their own; None where they take turns.
-      phase: times both together: `timing_s/<name>`.
-    """
+
+class OneStepOff(Mechanism, PhaseOrder):
+    """Runs the next step's round before an update, or beside it. `together`: runs both at the same time, on devices of
+    their own; None where they take turns."""
 
     title = "one-step-off"
     option = "trainer.one_step_off"

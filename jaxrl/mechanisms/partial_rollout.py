@@ -1,9 +1,8 @@
 """Active partial rollout: stop when enough groups are complete, and resume the others in the next round.
 
-A round has N' > N groups under way: first complete groups that the last round did not
-need, then unfinished groups from the buffer, oldest first, then new prompts. It stops at the N-th complete group.
-Unfinished samples stay in the buffer with their tokens, and with both log-probabilities and the version of each token;
-they resume under the same key (same attempt) from their token ids.
+A round has N' > N groups under way: first complete groups that the last round did not need, then unfinished groups
+from the buffer, oldest first, then new prompts. It stops at the N-th complete group. Unfinished samples stay in the
+buffer with their tokens, both log-probabilities and the version of each; they resume under the same key.
 
 Source: APRIL §2.2 (over-provision, stop early, buffer, resume first), §3.1 (N' = 2N), §3.2.3 (a group is complete when
 all its samples are; finished samples wait in the buffer and are scored together), A.4.3.
@@ -18,17 +17,15 @@ Departures:
   the others to find room in the batches up to theirs (`_due`; earliest deadline first). With `max_restarts` 0, resumed
   responses are waited for rather than dropped.
 - N' is at most N · (1 + the steps that a token may wait for its batch). That many groups fit into the batches of those
-  steps, so `max_restarts` holds for every response. With more under way some would have to start again whatever the
-  rule does, since each batch takes N; at the smallest cap everything that is resumed would. A resumed run may have
-  a smaller cap or smaller batches than the run that filled its buffer: then the cap comes first, and responses that it
-  leaves no room for start again once more.
+  steps, so `max_restarts` holds for every response. A resumed run may have a smaller cap or smaller batches than the
+  run that filled its buffer: then the cap comes first, and responses that it leaves no room for start again once more.
 - Groups that complete while the round is being stopped, or beyond N because a due group kept it going, are not lost:
   they are the first of the next round.
 - `at_end="flush"`: the last rounds launch no more new prompts than the run can still train on.
 - A function of the user's may order the buffer, hold groups back, and restart them (`BufferFilter`, after slime's
-  `--buffer-filter-path`). It decides and takes nothing out, so that no prompt is lost; it sees numbers, not samples;
-  and it must give the same answer to the same question, because a resumed run asks again. Groups that it holds back
-  count as under way, so that the bounds above hold; the cap, `max_restarts` and the flush take precedence.
+  `--buffer-filter-path`). It takes nothing out, so that no prompt is lost; it sees numbers, not samples; and it must be
+  deterministic, because a resumed run asks again. Groups that it holds back count as under way, so that the bounds
+  above hold; the cap, `max_restarts` and the flush take precedence.
 
 A sample is carried without its verdict and scored when its group is complete: a clock would decide whether a verdict
 came before the end of a round.
@@ -62,23 +59,14 @@ Action = Literal["resume", "wait", "restart"]
 
 @dataclass(frozen=True, slots=True)
 class WaitingGroup:
-    """A buffered group as the user's function sees it. Tuples have one entry per sample.
+    """A buffered group as the user's function sees it. Tuples have one entry per sample."""
 
-    Attributes:
-      key: (epoch, index) of the prompt.
-      steps_waited: training steps since its first launch.
-      lengths: tokens so far.
-      finished: whether the response has ended.
-      oldest_versions: the version of the first token; None without tokens.
-      restarts: how often it has started again.
-    """
-
-    key: PromptKey
-    steps_waited: int
-    lengths: tuple[int, ...]
-    finished: tuple[bool, ...]
-    oldest_versions: tuple[int | None, ...]
-    restarts: tuple[int, ...]
+    key: PromptKey  # (epoch, index) of the prompt
+    steps_waited: int  # training steps since its first launch
+    lengths: tuple[int, ...]  # tokens so far
+    finished: tuple[bool, ...]  # whether the response has ended
+    oldest_versions: tuple[int | None, ...]  # the version of the first token; None without tokens
+    restarts: tuple[int, ...]  # how often it has started again
 
     def lag(self, policy_version: int) -> int:
         """By how many versions its oldest token is behind the version that samples; 0 without tokens."""
@@ -126,8 +114,6 @@ class PartialRollout(BatchRule, Mechanism):
     """The batch rule; its queue is the buffer. Raises ValueError for impossible limits.
 
     Args:
-      batch: N, the group size, and what else rules share. Its `score_when` is not used: samples are scored by group.
-      options: `rollout.partial_rollout`.
       buffer_filter: decides about buffered groups; None: all resume, the complete and then the oldest first.
 
     Attributes:
@@ -216,9 +202,7 @@ class PartialRollout(BatchRule, Mechanism):
         self.queue = deque((*resuming, *held_back))
         num_kept = len(held_back)
         limits = replace(
-            self.limits,
-            num_spare=num_spare - num_kept,
-            max_left_over=self._most_left_over(time, num_spare, num_kept),
+            self.limits, num_spare=num_spare - num_kept, max_left_over=self._most_left_over(time, num_spare, num_kept)
         )
         return RoundPlan(limits, "partial", num_kept, due)
 
@@ -253,7 +237,8 @@ class PartialRollout(BatchRule, Mechanism):
         num_more = max(len(waits) - num_spare, 0)
         return resuming + waits[:num_more], waits[num_more:]
 
-    def _describe(self, group: PlannedGroup, step: int) -> WaitingGroup:
+    @staticmethod
+    def _describe(group: PlannedGroup, step: int) -> WaitingGroup:
         samples = group.samples
         return WaitingGroup(
             key=group.key,

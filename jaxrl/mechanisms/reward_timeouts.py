@@ -1,8 +1,8 @@
 """Time limits of test cases that follow from how long correct responses took: T = min(max(T_min, f T_anchor), T_max).
 
-Purpose: the mechanism keeps, for every test case of every prompt, the longest time that a correct response has
-taken (T_anchor), and gives the limits of the next response to it. A program that never ends then costs 2 s, where a
-fixed limit lets it have 30. The anchors are part of a checkpoint.
+The mechanism keeps, for every test case of every prompt, the longest time that a correct response has taken (T_anchor),
+and gives the limits of the next response to it. A program that never ends then costs 2 s, where a fixed limit lets it
+have 30. The anchors are part of a checkpoint.
 
 Source: RollPacker §4.3; its constants are the defaults of `reward.code`: T_min 2 s, T_max 30 s, f 1.5.
 
@@ -16,12 +16,11 @@ Departures, where the paper is silent:
   there are more than `MAX_ANCHORS`.
 - Evaluations neither use anchors nor make any: their figures must not depend on what training has seen.
 
-When anchors take effect. A limit is given when a sample is sent to the scorers, by the verdicts that have come in until
-then, those on other responses to the same prompt among them: in the first epoch there are no others. So a limit
-depends on the clock, and would be another one if the step ran again. No result does: whatever a limit can have decided
-is journalled whole before the round hears of it. That is a cut-off, and also the verdict on a response with a test case
-that took more than half of the least limit there is (`is_close`), because it may be cut off where anchors come in
-earlier, or the machine is slower. What took less passes under every limit, unless it takes twice as long.
+A limit is given when a sample is sent to the scorers, by the verdicts that have come in until then, those on other
+responses to the same prompt among them. So a limit depends on the clock, and would be another one if the step ran
+again. No result does: whatever a limit can have decided is journalled whole before the round receives it. That is a
+cut-off, and also the verdict on a response with a test case that took more than half of the least limit there is
+(`is_close`). What took less passes under every limit, unless it takes twice as long.
 """
 
 from __future__ import annotations
@@ -51,15 +50,10 @@ _REACHED = 0.99  # a case that took so much of its limit was ended by it: clocks
 
 @dataclass(frozen=True, slots=True)
 class TimeoutRule:
-    """The formula.
-
-    Attributes:
-      min_s, max_s: bounds of a limit, in seconds; where they contradict each other, `max_s` counts.
-      factor: what the longest time of a correct response is multiplied by.
-    """
+    """The formula."""
 
     min_s: float = 2.0
-    max_s: float = 30.0
+    max_s: float = 30.0  # counts where the bounds contradict each other
     factor: float = 1.5
 
     @classmethod
@@ -77,7 +71,6 @@ class AdaptiveTimeouts(Mechanism):
     """Limits the test cases of training prompts (`jaxrl.scheduling.mechanism.ScoreLimits`).
 
     Args:
-      rule: makes limits of them.
       is_code: whether the prompts of a source have test cases, by the sources that differ from the others.
       others: the same of all other sources.
       max_anchors: test cases whose anchors are kept.
@@ -140,15 +133,16 @@ class AdaptiveTimeouts(Mechanism):
         return tuple(map(self.rule.limit_s, anchors))
 
     def learn(self, prompt: Prompt, limits_s: Sequence[float], info: Mapping[str, Any]) -> None:
-        """Takes in what the scorer said of a response: `case_s`, `correct` and `cut_off`; the rest does not matter.
-
-        Args:
-          limits_s: what the response was sent with.
-        """
+        """Takes in what the scorer said of a response that was sent with these limits: `case_s`, `correct` and
+        `cut_off`."""
         if not self.has_tests(prompt.source):
             return
-        seconds = case_seconds(info)
-        self._count(seconds, limits_s, info)
+        seconds, cut_off = case_seconds(info), info.get("cut_off")
+        if type(cut_off) is int and cut_off > 0:
+            self._cut_off += cut_off
+            limits = [limit_of(limits_s, case, self.rule.max_s) for case in range(len(seconds))]
+            ended = [limit for took, limit in zip(seconds, limits, strict=False) if took >= _REACHED * limit]
+            self._saved_s += sum(self.rule.max_s - limit for limit in ended[:cut_off])
         if info.get("correct") is not True or not seconds:
             return
         place = _place(prompt)
@@ -172,15 +166,6 @@ class AdaptiveTimeouts(Mechanism):
     def round_ends(self, end: RoundEnd) -> dict[str, float]:
         return self.take_metrics() if self._is_training else {}
 
-    def _count(self, seconds: Sequence[float], limits_s: Sequence[float], info: Mapping[str, Any]) -> None:
-        cut_off = info.get("cut_off")
-        if type(cut_off) is not int or cut_off <= 0:
-            return
-        self._cut_off += cut_off
-        limits = [limit_of(limits_s, case, self.rule.max_s) for case in range(len(seconds))]
-        ended = [limit for took, limit in zip(seconds, limits, strict=False) if took >= _REACHED * limit]
-        self._saved_s += sum(self.rule.max_s - limit for limit in ended[:cut_off])
-
     def _keep(self, place: int, seconds: tuple[float, ...]) -> None:
         if len(seconds) > self._max_anchors:
             return
@@ -190,17 +175,14 @@ class AdaptiveTimeouts(Mechanism):
             self._num_anchors -= len(self._anchors.pop(next(iter(self._anchors))))
 
     def take_metrics(self) -> dict[str, float]:
-        """`reward/code/anchor_s/{median,max}` over all test cases that have an anchor; and, since the last call,
-        `reward/code/cut_off`, the test cases that their limit ended, and `reward/code/saved_s`, the seconds that these
-        would have taken more if they had gone on until `rule.max_s`."""
+        """`reward/code/anchor_s/{median,max}` over all anchors; and, since the last call, `reward/code/cut_off`, the
+        test cases that their limit ended, and `reward/code/saved_s`, what they lacked until `rule.max_s`."""
         found = {"reward/code/cut_off": float(self._cut_off), "reward/code/saved_s": self._saved_s}
         self._cut_off, self._saved_s = 0, 0.0
         if self._anchors:
             anchors = np.concatenate(list(self._anchors.values()))
-            found |= {
-                "reward/code/anchor_s/median": float(np.median(anchors)),
-                "reward/code/anchor_s/max": float(anchors.max()),
-            }
+            found["reward/code/anchor_s/median"] = float(np.median(anchors))
+            found["reward/code/anchor_s/max"] = float(anchors.max())
         return found
 
     # -- state -------------------------------------------------------------------------------------------------------
@@ -217,10 +199,8 @@ class AdaptiveTimeouts(Mechanism):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with what was kept, within this run's bound. An empty state: of a run without test cases.
-
-        Raises ValueError for a state of another schema, or one that does not fit together.
-        """
+        """Resumes with what was kept, within this run's bound. An empty state: of a run without test cases. Raises
+        ValueError for a state of another schema, or one that does not fit together."""
         if not state:
             return
         if state.get("schema") != SCHEMA:

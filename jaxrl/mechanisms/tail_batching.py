@@ -21,8 +21,7 @@ Departures:
   speculation: every batch has exactly P0 × R0 samples.
 
 As in the paper, a deferred prompt samples all of its responses anew. Those that had ended are the short ones; if they
-were kept and only the others sampled again, the group would hold more short responses than the policy gives
-(docs/mechanisms/tail_batching.md has figures).
+were kept, the group would hold more short responses than the policy gives (docs/mechanisms/tail_batching.md).
 
 With prompt_factor 1 nothing is ever deferred, and the queue stays empty (but for what dynamic sampling launches ahead).
 A data set smaller than P0 repeats inside a batch, each time with its own epoch; the queue ignores epochs.
@@ -59,9 +58,6 @@ def _period(prompt_factor: float, num_prompts: int) -> int:
 
 class TailBatching(BatchRule, Mechanism):
     """The batch rule; its queue is the long-prompt queue. Raises ValueError for impossible limits.
-
-    Args:
-      options: `rollout.tail_batching`.
 
     Attributes:
       num_spare: prompts of a full short round beyond P0.
@@ -146,8 +142,7 @@ class TailBatching(BatchRule, Mechanism):
 
     def _age_forces_long(self, step: int) -> bool:
         """Whether a prompt could exceed the age bound if this round were short and all later ones long."""
-        max_age = self.options.max_age_steps
-        if not max_age or not self.queue:
+        if not (max_age := self.options.max_age_steps) or not self.queue:
             return False
         first_steps = [deferred.first_step for deferred in self.queue] + [step] * self.num_spare
         last_runs = (step + 1 + place // self.batch.num_groups for place in range(len(first_steps)))

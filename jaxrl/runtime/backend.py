@@ -1,18 +1,13 @@
 """What stands behind the loop, real or simulated: workers that draw, a pool that scores, and one clock for both.
 
-Purpose: carries out a round's commands and turns what happens into its events (`jaxrl.scheduling.rounds.events`). While
-samples are still decoding, finished ones are being scored; their verdicts are handed to the round in the order in which
-the samples completed, even when one arrives late. What else a run may have are mechanisms
-(`jaxrl.scheduling.mechanism`), whose hooks are called here; none is known by name.
+It carries out a round's commands and turns what happens into its events (`jaxrl.scheduling.rounds.events`). Finished
+samples are scored while others decode; the round receives their verdicts as `jaxrl.runtime.verdicts` says. What else a
+run may have are mechanisms (`jaxrl.scheduling.mechanism`), whose hooks are called here; none is known by name.
 
 Source: docs/architecture.md. Rewards beside the rollout: RollPacker §4.3.
 
 The host waits for a plan's end before it looks for verdicts: the round first receives the responses that ended in the
-plan, then of the verdicts that came in meanwhile.
-
-Verdicts are all that a clock, or something outside the run, decides here, such as that a scorer timed out. Those are
-journalled before the round receives them (`jaxrl.runtime.verdicts`), so a step that runs again after a crash gets the
-same. A simulated clock needs no journal.
+plan, then the verdicts that came in meanwhile.
 
 What is commanded takes effect at once, in whatever plan comes next. The order of events follows from the workers' plans
 alone (`jaxrl.scheduling.tokens.local_workers`), wherever their devices are.
@@ -27,7 +22,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jaxrl.rewards.reward_metrics import RewardMetrics
-from jaxrl.runtime.plans import PlanRunner
+from jaxrl.runtime.plan_timeline import PlanTracks, RowTracks
 from jaxrl.runtime.verdicts import Verdicts
 from jaxrl.scheduling.mechanism import PhaseOrder, RoundEnd, RoundInfo, RoundState
 from jaxrl.scheduling.rounds.batches import RoundResult
@@ -73,7 +68,9 @@ class RolloutBackend:
         self._step, self._recompiles, self._is_training = -1, 0, True
         self._params = SamplingParams()
         self._state = RoundState(run.workers, run.clock, run.weights, self._start, self._deliver)
-        self._plans = PlanRunner(run.workers, run.mechanisms, run.timeline)
+        self._plan_tracks = PlanTracks(run.workers.engines, run.timeline)
+        self._row_tracks = None if run.timeline is None else RowTracks(run.workers.engines, run.timeline)
+        self._before = [Counters() for _ in run.workers.engines]  # what each worker had counted before the round
         limits = next((each.score_limits for each in run.mechanisms if each.score_limits), None)
         self._verdicts = Verdicts(run.scoring, run.clock, run.journal, limits)
         self._events: deque[Event] = deque()
@@ -114,7 +111,7 @@ class RolloutBackend:
         self._state.begin()
         self._verdicts.begin(info.step, info.index)
         self._events.append(RoundStarted(self._run.clock()))
-        self._plans.begin()
+        self._before = [replace(engine.counters) for engine in self.engine.engines]
         self._recompiles = self.executors.recompiles
         for each in self.mechanisms:
             each.round_begins(info)
@@ -125,20 +122,14 @@ class RolloutBackend:
 
     @property
     def generating(self) -> bool:
-        """Whether samples are being drawn, or wait for what they need to go on, or their ends are not delivered yet.
-
-        Not while the round awaits a verdict, because no plan is made before it is there. It ends when the last response
-        has been delivered; a plan of rows that have all stopped may then still be in flight.
-        """
+        """Whether samples are being drawn, or wait for what they need to continue, or their ends are not delivered yet.
+        Not while the round awaits a verdict, because no plan is made before it is there."""
         drawing = bool(self._state.requests) and not self._state.awaited
         undelivered = any(not isinstance(event, Verdict) for event in self._events)
         return drawing or undelivered or any(each.has_pending for each in self._parking)
 
     def wait(self) -> Event:
-        """The next event; blocks on the engine while it runs, then on the scoring.
-
-        Raises Interrupted where a stop was asked for and no event is due.
-        """
+        """The next event; blocks on the engine while it runs, then on the scoring."""
         while (event := self._next()) is None:
             if self._run.stop() and not self._order.defers_stop:
                 raise Interrupted
@@ -146,9 +137,7 @@ class RolloutBackend:
                 self._use_gap(min(self.engine.num_unfinished, self.engine.num_rows))
                 for each in self.mechanisms:
                     each.before_plan(None)
-                finished, collected = self._plans.run()
-                self._deliver(finished)
-                self._show(collected)
+                self._serve()
             elif (pending := any(each.has_pending for each in self._parking)) or self._verdicts.due is not None:
                 if not self._use_gap(0) and not pending:  # a mechanism waits itself, for either
                     self._events += self._verdicts.wait(POLL_S)
@@ -185,24 +174,24 @@ class RolloutBackend:
         self.engine.abort(self.engine.unfinished())
         self.engine.drain()
         self._verdicts.clear()
-        self._plans.follow()
+        self._follow()
         for each in self.mechanisms:
             each.round_cancelled()
         for kept in (self._state.requests, self._sources, self._tally, self._events, self._state.awaited):
             kept.clear()
 
     def end(self, result: RoundResult | None = None) -> dict[str, float]:
-        """The round is over; its metrics. `result`: what its rule has made of it; None: an evaluation's, or none has
-        any use for it."""
+        """The round has ended; its metrics. `result`: what its rule has made of it; None: an evaluation has no rule."""
         assert not (self._state.requests if self._has_begun else self.engine.unfinished()), (
             "a round ends while it is running"
         )
         if not self._has_begun:
             self.engine.drain()  # a plan of rows that have all stopped may still be in flight
-        self._plans.follow()
+        self._follow()
         self._state.requests.clear()
         assert self._verdicts.due is None, "a round ends while something of it is being scored"
-        end = RoundEnd(self._plans.counted(), result)
+        counted = zip(self.engine.engines, self._before, strict=True)
+        end = RoundEnd([engine.counters.since(before) for engine, before in counted], result)
         recompiles = self.executors.recompiles - self._recompiles
         scored = {"rollout/recompiles": recompiles, **self._verdicts.end()}
         measured = {**work_metrics(end.done), **self._tally.take(scored)}
@@ -213,7 +202,6 @@ class RolloutBackend:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _next(self) -> Event | None:
-        """The next event, if one is due."""
         if not self._events:
             self._events += self._verdicts.completed()
         if not self._events:
@@ -301,16 +289,42 @@ class RolloutBackend:
         for each in self.mechanisms if ended else ():
             each.on_finished(ended, is_stopping=is_stopping)
 
-    def _show(self, worker: int | None) -> None:
-        """A worker was served, and what ended has been delivered; `worker`: of which a plan was collected. Where
-        nothing is generated, all its rows had stopped before."""
+    def _serve(self) -> None:
+        """Serves the worker whose turn it is: makes a plan of it, or waits for one, or both where it is alone."""
+        worker, collected = self.engine.next_worker(), None
+        if worker is None:  # ends that waited for another worker's, whose requests have been aborted since
+            finished = self.engine.step()
+        else:
+            if self.engine.makes_plan(worker):
+                for each in self.mechanisms:
+                    each.before_plan(worker)
+            collected = worker if self.engine.waits(worker) else None
+            with self._plan_tracks.step(worker):
+                finished = self.engine.step(worker)
+            if self._row_tracks is not None:
+                self._row_tracks.follow(worker)
+        self._deliver(finished)
         for each in self.mechanisms:
-            each.after_plan(worker)
-        if worker is not None:
-            self._plans.show(self._progress if self.generating else None)
+            each.after_plan(collected)
+        if collected is not None:
+            self._show()
 
-    def _progress(self, busy: int, rows: int, tokens: int) -> None:
-        self._run.on_progress(busy, rows, tokens, self._state.num_finished, self._state.num_launched)
+    def _show(self) -> None:
+        """A plan has been collected. Where nothing is generated, all its rows had stopped before."""
+        busy, state = self.engine.num_running, self._state
+        if self._run.timeline is not None:
+            self._run.timeline.counter("rows", busy=busy)
+        if self.generating:
+            counts = zip(self.engine.engines, self._before, strict=True)
+            tokens = sum(engine.counters.busy_row_steps - before.busy_row_steps for engine, before in counts)
+            self._run.on_progress(busy, self.engine.num_rows, tokens, state.num_finished, state.num_launched)
+
+    def _follow(self) -> None:
+        """Requests may have been aborted, and plans collected, outside of `_serve`: updates the timeline."""
+        for worker in range(len(self.engine.engines)):
+            self._plan_tracks.follow(worker)
+            if self._row_tracks is not None:
+                self._row_tracks.follow(worker)
 
 
 def work_metrics(done: Counters) -> dict[str, float]:

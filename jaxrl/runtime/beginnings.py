@@ -1,9 +1,8 @@
 """What a run goes on or begins from must fit it: told before the model is loaded and a checkpoint is compared with its
 checksums, which reads all of it and takes minutes for a large one.
 
-Purpose: `refuse_other_data` looks at what the newest checkpoint says of its prompts. Other options alone are no reason:
-equal problems in another file go on. `refuse_other_init` looks at the shapes of the parameters that a run begins from.
-Whatever cannot be read here is told of where the checkpoint is compared.
+Other options alone are no reason to refuse: equal problems in another file go on. Whatever cannot be read here is
+reported where the checkpoint is compared.
 """
 
 from __future__ import annotations

@@ -14,10 +14,7 @@ _OPTION = "trainer.compilation_cache_dir"
 
 def with_cache_folder(config: Config) -> Config:
     """The configuration, without a compilation cache where its default folder cannot be written; that is warned of.
-
-    Raises:
-      ValueError: another folder than the default was given, and it cannot be written.
-    """
+    Raises ValueError where another folder was given, and cannot be written."""
     folder = config.trainer.compilation_cache_dir
     if not folder:
         return config

@@ -1,10 +1,10 @@
 """The hosts of a run as Ray actors: one on each, and calls to all of them in one order.
 
-Purpose: with `hosts.num` above 1 the process that the user has started is the controller. `open_cluster` starts an
-actor (`jaxrl.runtime.host_actor`) on each host, in a placement group with a bundle per host, and joins them to one
-world of `jax.distributed`. `RemoteHost` has the methods of `jaxrl.runtime.host.Host`, and each is a call to all actors:
-their programs run on the devices of all hosts, so all must run the same ones in the same order, and the controller's
-calls are that order. A batch goes into Ray's object store once.
+With `hosts.num` above 1 the process that the user has started is the controller. `open_cluster` starts an actor
+(`jaxrl.runtime.host_actor`) on each host, in a placement group with a bundle per host, and joins them to one world of
+`jax.distributed`. `RemoteHost` has the methods of `jaxrl.runtime.host.Host`, and each is a call to all actors: their
+programs run on the devices of all hosts, so all must run the same ones in the same order, and the controller's calls
+are that order. A batch goes into Ray's object store once.
 
 An actor that dies is Ray's to report. A call that takes long is watched: while any host reports progress the run
 continues, and after `hosts.stall_timeout_s` without any it ends, with the host and what it was doing.
@@ -24,6 +24,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,13 +33,10 @@ import numpy as np
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.hosts import HostsSection
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.models.config import ModelConfig
 from jaxrl.record.files import reason
 from jaxrl.rollout.remote import RemoteExecutor, RemoteWorkers
-from jaxrl.runtime.host import HostDevices, LoadRequest
+from jaxrl.runtime.host import Host, HostDevices, LoadRequest
 from jaxrl.runtime.host_agreement import disagreement, mark_in, software
-from jaxrl.scheduling.layouts.latency_profile import Profile
-from jaxrl.train.checkpoint import HostState
 from jaxrl.train.steps import Choice
 from jaxrl.types import HostLost, RunFailed, TrainBatch
 
@@ -47,8 +45,6 @@ _ASK_S = 5.0
 _MOST_SHARED = 4096
 _INHERITED = ("JAX_", "XLA_", "JAXRL_", "OMP_", "OPENBLAS_", "HF_", "NCCL_", "LIBTPU_", "PYTHONPATH")
 """Beginnings of the names of environment variables that actors get from the controller."""
-
-
 _SHARED: OrderedDict[int, Any] = OrderedDict()  # in an actor: what has come, by its number
 
 
@@ -71,15 +67,8 @@ def _newest(known: OrderedDict[Any, Any], key: Any) -> Any:
 
 
 class Cluster:
-    """The actors of a run.
-
-    Args:
-      actors: of the hosts, in their order. bundle: what each takes of its node.
-      beat: called while a call runs and some host reports progress.
-
-    Attributes:
-      names: of the hosts' machines, with process ids.
-    """
+    """The actors of a run, in the order of the hosts. `bundle`: what each takes of its node; `beat`: called while a
+    call runs and some host reports progress; `names`: of the hosts' machines, with process ids."""
 
     def __init__(
         self,
@@ -108,12 +97,8 @@ class Cluster:
         return [getattr(actor, method).remote(*arguments) for actor in chosen]
 
     def receive(self, sent: Sequence[Any]) -> list[Any]:
-        """Waits for the answers to calls, by host.
-
-        Raises:
-          HostLost: a host has died, or there was no progress for too long.
-          Exception: as the call has raised it.
-        """
+        """Waits for the answers to calls, by host. Raises what a call has raised, and HostLost where a host has died or
+        there was no progress for too long."""
         self._seen_s = time.monotonic()
         while True:
             try:
@@ -194,7 +179,6 @@ def open_cluster(
     """Starts the actors and joins them; ends them however the block ends.
 
     Args:
-      beat: called while a call runs and some host reports progress.
       before: what an actor took of its node before one was lost; None: the run starts.
 
     Raises:
@@ -220,7 +204,10 @@ def open_cluster(
         bundle = before or bundle_of(hosts, nodes, on_cpu=os.environ.get("JAX_PLATFORMS") == "cpu")
         strategy = "STRICT_SPREAD" if len(nodes) >= hosts.num else "SPREAD"
         group = ray.util.placement_group([dict(bundle)] * hosts.num, strategy=strategy)
-        if not _there(group, hosts.stall_timeout_s, beat):
+        until_s = time.monotonic() + hosts.stall_timeout_s
+        while not (is_there := group.wait(min(_ASK_S, hosts.stall_timeout_s))) and time.monotonic() <= until_s:
+            beat("")  # a cluster may have to start nodes first
+        if not is_there:
             room = f"hosts.num ({hosts.num}): Ray's cluster has no room for so many bundles of {dict(bundle)}"
             if before is None:
                 raise ConfigError(room)
@@ -263,23 +250,9 @@ def open_cluster(
         ray.shutdown()
 
 
-def _there(group: Any, timeout_s: float, beat: Callable[[str], None]) -> bool:
-    """Waits for the nodes of a placement group, which a cluster may have to start first; whether they are there."""
-    until_s = time.monotonic() + timeout_s
-    while not group.wait(min(_ASK_S, timeout_s)):
-        if time.monotonic() > until_s:
-            return False
-        beat("")
-    return True
-
-
 def bundle_of(hosts: HostsSection, nodes: Sequence[Mapping[str, float]], *, on_cpu: bool) -> dict[str, float]:
-    """What an actor takes of a node.
-
-    Args:
-      nodes: the resources of each, as Ray names them.
-      on_cpu: whether the run computes on CPUs, whatever there is.
-    """
+    """What an actor takes of a node. `nodes`: the resources of each, as Ray names them; `on_cpu`: whether the run
+    computes on CPUs, whatever there is."""
     actors = -(-hosts.num // len(nodes))  # on a node
     for kind in () if on_cpu else ("GPU", "TPU"):
         if any(node.get(kind) for node in nodes):
@@ -376,28 +349,31 @@ class RemoteStore:
 
 
 class RemoteHost:
-    """All hosts of a run as one: the methods of `jaxrl.runtime.host.Host`, each a call to all."""
+    """All hosts of a run as one: the methods of `jaxrl.runtime.host.Host`, each a call to all. Those that need no more
+    than that are not written here (`__getattr__`)."""
+
+    params = None  # they are on the hosts
+    rollout_mesh = None
+    models = ()  # whose programs are compiled beside those of the rollout: hosts see to theirs
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self.models = ()  # whose programs are compiled beside those of the rollout: hosts see to theirs
         self.trainer = RemoteTrainer(cluster, "trainer")
         self.critic: RemoteTrainer | None = None
         self.teacher: RemoteTeacher | None = None
-        self.rollout_mesh = None
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """A method of `Host`; the first host's answer counts."""
+        if name.startswith("_") or not callable(getattr(Host, name, None)):
+            raise AttributeError(name)
+        return partial(self._call, name)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         return self.cluster.all("call", name, *arguments)[0]
 
     def open(self, config: Config, kind: str, earlier: Config | None) -> HostDevices:
-        self.config = config
-        self._refuse_different(config)
-        self.devices: HostDevices = self._call("open", config, kind, earlier)
-        return self.devices
-
-    def _refuse_different(self, config: Config) -> None:
         """Raises ConfigError for hosts with other versions, sources, files or settings, or another run directory."""
-        names, folder = self.cluster.names, config.trainer.run_dir
+        self.config, names, folder = config, self.cluster.names, config.trainer.run_dir
         with mark_in(folder) as mark:
             found = self.cluster.all("facts", config, mark)
         if problem := disagreement([software(), *(facts for facts, _ in found)], ["the controller", *names]):
@@ -405,49 +381,23 @@ class RemoteHost:
         for name, (_, problem) in zip(names, found, strict=True):
             if problem:
                 raise ConfigError(f"all hosts must share the folder trainer.run_dir ({folder}): on {name} {problem}")
+        self.devices: HostDevices = self._call("open", config, kind, earlier)
+        return self.devices
 
     def place_rollout(self, earlier: Config | None) -> tuple[Config, list[str], int, int]:
         found = self._call("place_rollout", earlier)
         self.config, self._num_rollout = found[0], found[3]
         return found
 
-    def read_model(self, model: ModelConfig) -> None:
-        self._call("read_model", model)
-
-    def refuse_other_init(self) -> None:
-        self._call("refuse_other_init")
-
-    def checked_profile(self) -> Profile:
-        return self._call("checked_profile")
-
     def open_store(self, folder: Path, on_commit: Callable[[int], None]) -> RemoteStore:
         chosen, latest = self.cluster.all("open_store", folder)[0]
         return RemoteStore(self.cluster, chosen, latest, on_commit)
-
-    def whole_step(self, path: str) -> tuple[Path, list[str]]:
-        return self._call("whole_step", path)
-
-    def refuse_other_model(self, place: Path) -> None:
-        self._call("refuse_other_model", place)
 
     def load(self, asked: LoadRequest, tokenizer: Tokenizer | None = None) -> str | None:
         del tokenizer  # a host reads it again
         self.critic = RemoteTrainer(self.cluster, "critic") if asked.critic_updates else None
         self.teacher = None if asked.teacher is None else RemoteTeacher(self.cluster)
         return self.cluster.all("load", asked)[0]
-
-    @property
-    def params(self) -> None:
-        """They are on the hosts."""
-
-    def restore(self, step: int) -> HostState:
-        return self._call("restore", step)
-
-    def save(self, step: int, state: HostState) -> None:
-        self._call("save", step, state)
-
-    def use_compilation_cache(self) -> str:
-        return self._call("use_compilation_cache")
 
     def build_workers(self) -> RemoteWorkers:
         """The executors of all hosts, in the order of the workers' numbers."""

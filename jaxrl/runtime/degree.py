@@ -1,7 +1,7 @@
 """`rollout.tensor_model_parallel_size=auto`, replaced by a degree before anything is built.
 
-Purpose: `with_degree` for real runs and for what is said of them. A run that began with a degree keeps it: config.yaml
-holds the number. `jaxrl.sim.configured.with_degree` does the same for modelled devices.
+A run that began with a degree keeps it: config.yaml holds the number. `jaxrl.sim.configured.with_degree` does the same
+for modelled devices.
 
 Source: RollPacker §4.2; `jaxrl.scheduling.layouts.batch_state.fastest_degree` has the choice and its departures.
 """
@@ -34,16 +34,14 @@ def with_degree(
     earlier: Config | None = None,
     memory: DeviceMemory | None = None,
 ) -> Config:
-    """`config` with a number in place of auto, and with the types of `with_types`, said and explained; as it is where
-    it has them.
+    """`config` with a number in place of auto, and with the types of `with_types`, said and explained.
 
     Args:
       mesh: of the rollout, on this host.
       earlier: the configuration with which this run was started before; None: never.
       memory: the least of all hosts; default: that of the mesh's devices.
 
-    Raises:
-      ConfigError: there is no profile, or it is not of this model and machine, or no degree in it is possible.
+    Raises ConfigError where no profile of this model and machine has a possible degree.
     """
     config = with_types(config, platform_of(mesh.devices.flat[0]), say, earlier, command="")
     if not config.is_tp_open:

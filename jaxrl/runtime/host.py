@@ -1,8 +1,8 @@
 """What a run has on one host: devices, models in training, executors of workers, and its part of the checkpoints.
 
-Purpose: `Host` is everything of a training run that touches devices. A run on one host has one. On several hosts each
-actor has one (`jaxrl.runtime.cluster`), and all of them get the same calls in the same order, because the programs of
-training run on the devices of all hosts. So arguments and results are plain data.
+`Host` is everything of a training run that touches devices. A run on one host has one. On several hosts each actor has
+one (`jaxrl.runtime.cluster`), and all of them get the same calls in the same order, because the programs of training
+run on the devices of all hosts. So arguments and results are plain data.
 
 Source: docs/architecture.md (a run on several hosts).
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from jaxrl.config import Config
 from jaxrl.data.tokenizer import Tokenizer
@@ -38,88 +38,59 @@ from jaxrl.train.teacher import Teacher
 from jaxrl.train.trainer import Trainer, build_critic
 
 
-class Group(Protocol):
-    """The other hosts of a run, as the programs and checkpoints of this one need them.
+class NoGroup:
+    """The other hosts of a run, as the programs and checkpoints of this one need them: here there are none.
 
     Attributes:
       peers: compare a checkpoint together. on_machine: hosts of the run that share this machine's memory.
     """
 
-    peers: Peers
-    on_machine: int
+    peers: Peers = ALONE
+    on_machine = 1
 
     def with_least(self, devices: ProcessDevices) -> ProcessDevices:
         """`devices` with the least memory of all hosts."""
-        ...
-
-    def meet(self, name: str) -> None:
-        """Returns once all hosts are about to run the program of a name for the first time."""
-        ...
-
-
-class NoGroup:
-    """Implements `Group` for a run on one host."""
-
-    peers, on_machine = ALONE, 1
-
-    def with_least(self, devices: ProcessDevices) -> ProcessDevices:
         return devices
 
     def meet(self, name: str) -> None:
-        """Nobody else is waited for."""
+        """Returns once all hosts are about to run the program of a name for the first time: a collective on CPUs gives
+        up after 30 seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostDevices:
-    """The devices of a run, as its controller knows them.
+    """The devices of a run, as its controller knows them."""
 
-    Attributes:
-      config: with their types. notes: what a start says of that.
-      count: of all hosts. platform: `jaxrl.sharding.mesh.platform_of`. backend, kind: jax's names.
-      memory: of one device, the least of all hosts.
-    """
-
-    config: Config
-    notes: list[str]
-    count: int
-    platform: str
-    backend: str
+    config: Config  # with their types
+    notes: list[str]  # what a start says of that
+    count: int  # of all hosts
+    platform: str  # `jaxrl.sharding.mesh.platform_of`
+    backend: str  # this and the next: jax's names
     kind: str
-    memory: DeviceMemory
+    memory: DeviceMemory  # of one device, the least of all hosts
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """Which models a run trains.
+    """Which models a run trains."""
 
-    Attributes:
-      config: with what the memory of the update allows (`jaxrl.runtime.build.with_planned_update`).
-      init_from: the checkpoint whose weights it begins with; None: those of `model.path`.
-      updates, critic_updates: of the optimizers, in the whole run.
-      teacher: the model of `algorithm.teacher.path`; None: there is none here.
-    """
-
-    config: Config
-    init_from: Path | None
-    updates: int
+    config: Config  # with what the memory of the update allows (`jaxrl.runtime.build.with_planned_update`)
+    init_from: Path | None  # the checkpoint whose weights it begins with; None: those of `model.path`
+    updates: int  # of the optimizer, in the whole run
     critic_updates: int = 0
-    teacher: ModelConfig | None = None
+    teacher: ModelConfig | None = None  # of `algorithm.teacher.path`; None: there is none here
     is_supervised: bool = False
 
 
 class Host:
-    """One host of a run. Methods are called in the order in which they stand.
-
-    Args:
-      group: the other hosts.
-      beat: tells the watchdog that there is progress, and what is done next.
-    """
+    """One host of a run. Methods are called in the order in which they stand. `beat`: tells the watchdog that there is
+    progress, and what is done next."""
 
     trainer: Trainer
     store: Checkpointer
     workers: WorkerSet
 
-    def __init__(self, group: Group, beat: Callable[[str], None]) -> None:
+    def __init__(self, group: NoGroup, beat: Callable[[str], None]) -> None:
         self._group, self._beat = group, beat
         self._stack = ExitStack()
         self.critic: Trainer | None = None
@@ -151,7 +122,6 @@ class Host:
         return config, notes, self.mesh.size, self.rollout_mesh.size
 
     def read_model(self, model: ModelConfig) -> None:
-        """Takes the model that `model.path` names, with the adapters of the run."""
         self.model = model
 
     def refuse_other_init(self) -> None:
@@ -228,13 +198,11 @@ class Host:
         return of(self.trainer) | ({} if self.critic is None else {"critic": of(self.critic)})
 
     def use_compilation_cache(self) -> str:
-        """As the function of that name."""
         return use_compilation_cache(self.config)
 
     # -- the rollout -------------------------------------------------------------------------------------------------
 
     def build_workers(self) -> WorkerSet:
-        """The executors of this host's workers."""
         config = self.config
         # with devices of the rollout's own an update may be under way: its weights are not those of the round
         weights = None if config.rollout.num_devices else lambda: self.params

@@ -1,8 +1,8 @@
 """A host's process in a run on several hosts: the actor that Ray starts there, and how it joins the others.
 
-Purpose: `HostActor` holds the host's `jaxrl.runtime.host.Host` and carries out the controller's calls, one after
-another, in the order in which they were sent. What answers while a call runs has a thread of its own (`HEALTH`), and so
-have the calls of training (`LEARNING`): with devices of the rollout's own, an update runs beside a round.
+`HostActor` holds the host's `jaxrl.runtime.host.Host` and carries out the controller's calls, one after another, in the
+order in which they were sent. What answers while a call runs has a thread of its own (`HEALTH`), and so have the calls
+of training (`LEARNING`): with devices of the rollout's own, an update runs beside a round.
 
 Source: docs/architecture.md (a run on several hosts); Ray's actors and concurrency groups.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import socket
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, reduce
 from pathlib import Path
@@ -23,29 +24,65 @@ from jaxrl.config import Config
 from jaxrl.config.hosts import HostsSection
 from jaxrl.rollout.remote import ExecutorFacts, LayoutFacts
 from jaxrl.runtime.build import read_tokenizer_and_model
-from jaxrl.runtime.devices import devices_by_process, refuse_few
-from jaxrl.runtime.host import Host, LoadRequest
+from jaxrl.runtime.devices import ProcessDevices, devices_by_process, refuse_few
+from jaxrl.runtime.host import Host, LoadRequest, NoGroup
 from jaxrl.runtime.host_agreement import facts, folder_problem
-from jaxrl.runtime.host_group import HostGroup
 from jaxrl.runtime.memory import layout_degrees
 from jaxrl.scheduling.tokens.plan import Plan, PlanResult, Ticket
-from jaxrl.train.steps import Choice
+from jaxrl.train.steps import Choice, Peers
 from jaxrl.types import TrainBatch
 
 _COUNT_FLAG = "--xla_force_host_platform_device_count"  # in XLA_FLAGS: overrides how many devices a CPU has
-
-
 HEALTH, LEARNING = "health", "learning"
 GROUPS = {"progress": HEALTH, "is_buffered": HEALTH, "learn": LEARNING, "annotate": LEARNING}
 """Methods with their concurrency groups, each of which is a thread."""
 
 
-class HostActor:
-    """One host of a run.
+_PATIENCE_MS = 7 * 24 * 3600 * 1000
+"""The controller sees whether hosts make progress, and ends the run where none does."""
 
-    Args:
-      process: its number among `hosts.num`.
-    """
+
+class HostGroup(NoGroup):
+    """The other hosts, by the key-value store that `jax.distributed` keeps in the first one. Its client is a private
+    part of jax (the calls are those of jax 0.10 and 0.11). What fails here ends the run: the controller hears of it as
+    of any error on a host."""
+
+    def __init__(self, on_machine: int = 1) -> None:
+        from jax._src import distributed
+
+        state = distributed.global_state
+        assert state.client is not None, "jax.distributed is not initialized"
+        self._client: Any = state.client
+        self._process, self._num_processes = state.process_id, state.num_processes
+        self.on_machine = on_machine
+        self.peers = Peers(self._process, self._num_processes, self._first, self._any_of)
+
+    def with_least(self, devices: ProcessDevices) -> ProcessDevices:
+        self._put(f"memory/{self._process}", str(devices.memory.reported or ""))
+        found = [self._get(f"memory/{i}") for i in range(self._num_processes)]
+        return devices.with_least(min(map(int, found)) if all(found) else None)
+
+    def meet(self, name: str) -> None:
+        self._client.wait_at_barrier(f"jaxrl/meet/{name}", _PATIENCE_MS)
+
+    def _first(self, name: str, make: Callable[[], str]) -> str:
+        if self._process == 0:
+            self._put(f"first/{name}", make())
+        return self._get(f"first/{name}")
+
+    def _any_of(self, name: str, make: Callable[[], str]) -> str:
+        self._put(f"any/{name}/{self._process}", make())
+        return next(filter(None, (self._get(f"any/{name}/{i}") for i in range(self._num_processes))), "")
+
+    def _put(self, key: str, value: str) -> None:
+        self._client.key_value_set(f"jaxrl/{key}", value)
+
+    def _get(self, key: str) -> str:
+        return self._client.blocking_key_value_get(f"jaxrl/{key}", _PATIENCE_MS)
+
+
+class HostActor:
+    """One host of a run; `process`: its number among `hosts.num`."""
 
     def __init__(self, process: int, hosts: HostsSection) -> None:
         self._process, self._hosts = process, hosts
@@ -76,14 +113,9 @@ class HostActor:
         return f"{node}:{port}", socket.gethostname(), os.getpid()
 
     def join(self, coordinator: str, on_machine: int) -> int:
-        """Joins the `jax.distributed` world of all hosts; returns how many devices this host has.
-
-        Args:
-          coordinator: host:port of the first host. on_machine: hosts of the run on this machine.
-
-        Raises:
-          ConfigError: there are fewer than `hosts.devices_per_host`.
-        """
+        """Joins the `jax.distributed` world of all hosts; returns how many devices this host has. `coordinator`:
+        host:port of the first host; `on_machine`: hosts of the run on this machine. Raises ConfigError where there are
+        fewer than `hosts.devices_per_host`."""
         hosts, wanted = self._hosts, self._hosts.devices_per_host
         self._on_machine = on_machine
         self._beat("meeting the other hosts")
@@ -116,7 +148,7 @@ class HostActor:
     def call(self, path: str, *arguments: Any, **named: Any) -> Any:
         """Calls a method of the host, or of what it has (`trainer.apply`)."""
         self._beat(path.replace(".", " ").replace("_", " "))
-        return reduce(getattr, path.split("."), self.host)(*arguments, **named)  # type: ignore[operator]
+        return self.get(path)(*arguments, **named)
 
     def learn(self, path: str, *arguments: Any) -> Any:
         """`call`, of a model in training."""

@@ -1,8 +1,8 @@
 """What the hosts of a run must have alike, as texts by name, and the folder that they must share.
 
-Purpose: the controller compares these facts before anything compiles, so a run does not end in numbers that differ, or
-in a collective that never ends. The controller sends options, data and environment variables. What is a host's own, and
-is compared, are versions, the source of jaxrl, the files of the models, and the kind of devices.
+The controller compares these facts before anything compiles, so a run does not end in numbers that differ, or in a
+collective that never ends. It sends options, data and environment variables; compared are versions, the source of
+jaxrl, the files of the models, and the kind of devices, which are a host's own.
 
 Files count by content. Of a large one, only the size, its head and its tail are read: that finds another model, another
 training step of it, and a file that was cut off.
@@ -43,24 +43,14 @@ def software() -> dict[str, str]:
 
 def facts(config: Config, devices: Sequence[Any]) -> dict[str, str]:
     """Those of this host by name, first those that explain others. `devices`: of this host."""
-    return (
-        software()
-        | _models(config)
-        | {
-            "the kind of devices": f"{platform_of(devices[0])} {devices[0].device_kind}",
-            "the platform's version": " ".join(devices[0].client.platform_version.split()),
-        }
-    )
-
-
-def _models(config: Config) -> dict[str, str]:
-    """A digest of the files of each model that hosts read."""
-    found = {}
+    found = dict(software())
     for option, path in (("model.path", config.model.path), ("algorithm.teacher.path", config.algorithm.teacher.path)):
         if path:
             random_init = config.model.random_init and option == "model.path"
             folder = Path(resolve_path(path, option, weights=not random_init).removeprefix(RANDOM))
             found[f"the content of {option}"] = _digest_of_folder(folder)
+    found["the kind of devices"] = f"{platform_of(devices[0])} {devices[0].device_kind}"
+    found["the platform's version"] = " ".join(devices[0].client.platform_version.split())
     return found
 
 
@@ -91,8 +81,7 @@ def _digest(file: Path) -> str:
 
 
 def disagreement(facts: Sequence[Mapping[str, str]], names: Sequence[str]) -> str:
-    """A sentence about the first fact that is not the same for all that have it; empty: all agree. `names`: of the
-    hosts, and whatever else has facts."""
+    """A sentence about the first fact that is not the same for all that have it; empty: all agree."""
     for fact in dict.fromkeys(fact for own in facts for fact in own):
         values = [(own[fact], name) for own, name in zip(facts, names, strict=True) if fact in own]
         for value, name in values:

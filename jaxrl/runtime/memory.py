@@ -1,8 +1,5 @@
 """The memory of a run, per device, before anything is allocated: what lives when, and how large the KV pool is.
 
-Purpose: `plan_num_blocks` and `layout_sizes` alone decide the size of the KV pool; `memory_plan` serves
-`jaxrl explain-config`; `memory_problem` refuses what no device could hold.
-
 Source: docs/architecture.md (which weight is split how; memory has phases). The bytes of weights and KV follow exactly
 from the table of weights and the sharding rules; what training needs is in `jaxrl.train.update_memory`.
 
@@ -26,14 +23,7 @@ from jaxrl.models.numerics import refuse_invariant
 from jaxrl.scheduling.mechanism import FreedMemory, RolloutMemory
 from jaxrl.sharding.memory import in_bytes
 from jaxrl.sharding.rules import padded_config
-from jaxrl.train.update_memory import (
-    plan_chunk,
-    plan_remat,
-    resident_parts,
-    rollout_bytes,
-    splits,
-    update_parts,
-)
+from jaxrl.train.update_memory import plan_chunk, plan_remat, resident_parts, rollout_bytes, splits, update_parts
 
 _RESERVED_BLOCKS = 1  # block 0 of each pool takes what is written for no row
 _LOGITS_COPIES = 2  # float32 arrays of [rows, vocabulary] while a decode step samples
@@ -42,16 +32,15 @@ _ESTIMATE_ROOM = 1.25  # an update is refused only where it exceeds the memory b
 
 @dataclass(frozen=True, slots=True)
 class WorkersPlan:
-    """The rollout's workers, all alike at the start; `num_rows`: per dp group."""
+    """The rollout's workers, all alike at the start."""
 
     count: int
     num_devices: int  # of each
     tp: int
-    num_rows: int
+    num_rows: int  # per dp group
 
     @property
     def dp(self) -> int:
-        """Of each."""
         return self.num_devices // self.tp
 
 
@@ -86,15 +75,10 @@ class MemoryPlan:
 
 
 def plan_num_blocks(config: Config, model_config: ModelConfig, devices: int, memory_bytes: int | None) -> int:
-    """KV blocks per dp group, the reserved one included.
-
-    `rollout.num_blocks` if it is set. Otherwise as many as `rollout.memory_fraction` of a device leaves room for, but
-    no more than `max_num_seqs` requests of the longest length can use; exactly that many if the memory is not known
-    (`memory_bytes` None).
-
-    Raises:
-      ValueError: not even one request of the longest length fits.
-    """
+    """KV blocks per dp group, the reserved one included: `rollout.num_blocks` if it is set. Otherwise as many as
+    `rollout.memory_fraction` of a device leaves room for, but no more than `max_num_seqs` requests of the longest
+    length can use; exactly that many if the memory is not known (`memory_bytes` None). Raises ValueError where not even
+    one such request fits."""
     rollout = config.rollout
     if rollout.num_blocks:
         return rollout.num_blocks
@@ -110,19 +94,21 @@ def plan_num_blocks(config: Config, model_config: ModelConfig, devices: int, mem
     block = _block_bytes(config, model_config, devices)
     fitting = max(left, 0) // block
     if fitting < per_request + _RESERVED_BLOCKS:
+        wider = "raise rollout.tensor_model_parallel_size"
+        if (workers := config.workers_per_group) > 1 and rollout.tp == devices // workers:
+            wider = f"cut the rollout into fewer workers (rollout.num_workers: {config.num_workers}) for a larger tp"
         raise ValueError(
             f"rollout.memory_fraction ({rollout.memory_fraction}) of {in_bytes(memory_bytes)} leaves "
             f"{in_bytes(max(left, 0))} for the KV pool beside {in_bytes(taken)} of weights and training state, "
             + "".join(f"{in_bytes(each.total)} of {each.name} with them, " for each in beside)
             + f"but one request of {config.max_model_length} tokens needs "
             f"{in_bytes((per_request + _RESERVED_BLOCKS) * block)}: lower {_options(beside)}"
-            f"data.max_response_length, {_wider(config, devices)}, or set actor.offload_optimizer"
+            f"data.max_response_length, {wider}, or set actor.offload_optimizer"
         )
     return min(useful, fitting)
 
 
 def _beside(config: Config, num_devices: int, platform: str, weight_bytes: int) -> list[RolloutMemory]:
-    """What mechanisms have on the rollout's devices."""
     given = config, num_devices, platform, weight_bytes, is_timeless(config)
     return [memory for each in enabled(config) if (memory := each.rollout_memory(*given)) is not None]
 
@@ -132,17 +118,8 @@ def _options(beside: Sequence[RolloutMemory]) -> str:
     return "".join(f"{each.option}, " for each in beside if each.option)
 
 
-def _wider(config: Config, num_devices: int) -> str:
-    """How a copy of the weights is spread over more devices."""
-    workers = config.workers_per_group
-    if workers > 1 and config.rollout.tp == num_devices // workers:
-        return f"cut the rollout into fewer workers (rollout.num_workers: {config.num_workers}) for a larger tp"
-    return "raise rollout.tensor_model_parallel_size"
-
-
 def layout_degrees(config: Config, num_devices: int) -> tuple[int, ...]:
-    """The TP degrees that a worker's rounds may use (`LayoutSection.degrees_on`); `num_devices`: of the rollout, on one
-    host."""
+    """The TP degrees that a worker's rounds may use; `num_devices`: of the rollout, on one host."""
     return config.rollout.layout.degrees_on(config.rollout.tp, num_devices // config.workers_per_group)
 
 
@@ -162,11 +139,8 @@ def max_tp(config: Config, num_devices: int) -> int:
 def layout_sizes(
     config: Config, model_config: ModelConfig, num_devices: int, memory_bytes: int | None
 ) -> dict[int, tuple[int, int]]:
-    """By tp degree: rows and KV blocks per dp group, by `rollout.layout.scale_rows` and as far as memory allows.
-
-    Raises:
-      ValueError: a pool does not hold one request of the longest length.
-    """
+    """By tp degree: rows and KV blocks per dp group, by `rollout.layout.scale_rows` and as far as memory allows. Raises
+    ValueError where a pool does not hold one request of the longest length."""
     rollout, tp = config.rollout, config.rollout.tp
     degrees = layout_degrees(config, num_devices)
     sizes: dict[int, tuple[int, int]] = {}
@@ -201,7 +175,6 @@ def _rollout_weights(config: Config, model_config: ModelConfig, num_devices: int
 
 
 def _logits(config: Config, model_config: ModelConfig, num_devices: int, positions: int) -> int:
-    """The logits of so many positions of a dp group on one device, which has its share of the vocabulary."""
     rolling = config.rollout.num_devices or num_devices // config.num_host_groups
     vocab = padded_config(model_config, max_tp(config, rolling)).vocab_size
     share = vocab // splits(vocab, config.rollout.tp)
@@ -211,17 +184,9 @@ def _logits(config: Config, model_config: ModelConfig, num_devices: int, positio
 def memory_plan(
     config: Config, model_config: ModelConfig, num_devices: int, device_bytes: int | None, platform: str
 ) -> MemoryPlan:
-    """The bytes of both phases.
-
-    Args:
-      num_devices: of the run, on all hosts.
-      device_bytes: memory of one device; None where it is not known.
-      platform: of the devices (`cpu`, `gpu`, `tpu`).
-
-    Raises:
-      ValueError: as `layout_sizes` and `Mechanism.rollout_memory`, as `choose_packed` for `actor.attention`, as
-        `refuse_invariant` for `actor.numerics`, and for a KV cache that the platform does not take.
-    """
+    """The bytes of both phases. `num_devices`: of the run, on all hosts; `device_bytes`: of one, None where that is not
+    known. Raises ValueError as `layout_sizes` and `Mechanism.rollout_memory`, for what `actor.attention` and
+    `actor.numerics` cannot be, and for a KV cache that the platform does not take."""
     own = config.rollout.num_devices
     rolling, training = own or num_devices // config.num_host_groups, num_devices - config.num_own_devices
     if config.actor.numerics == "invariant":
@@ -265,13 +230,9 @@ def memory_plan(
 def memory_problem(
     config: Config, model_config: ModelConfig, plan: MemoryPlan, num_devices: int, bytes_each: int, trains: bool = True
 ) -> str | None:
-    """Why a phase cannot fit into the devices' memory, as a sentence with the options to change; None if it can.
-
-    Args:
-      num_devices: of the run.
-      bytes_each: memory of one device; of a CPU, its share of the host's.
-      trains: an update follows; else the parameters are all that lies beside the rollout.
-    """
+    """Why a phase cannot fit into the devices' memory, as a sentence with the options to change. `bytes_each`: of one
+    device; of a CPU, its share of the host's; `trains`: an update follows; else the parameters are all that lies beside
+    the rollout."""
     rollout, longest = config.rollout, config.max_model_length
     resident = plan.resident if trains else {"master weights": plan.resident["master weights"]}
     positions = rollout.max_num_seqs + sum(each.positions for each in plan.beside)

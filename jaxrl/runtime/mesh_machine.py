@@ -19,7 +19,7 @@ from jaxrl.sharding.compiled import CompiledPrograms
 from jaxrl.sharding.mesh import platform_of
 
 if TYPE_CHECKING:
-    from jaxrl.mechanisms.speculation.index_builder import IndexBuilder
+    from jaxrl.mechanisms.speculation.index import IndexBuilder
     from jaxrl.mechanisms.stream_trainer.gradients import TrainStream
     from jaxrl.rollout.remote import RemoteWorkers
     from jaxrl.train.teacher import Teacher
@@ -88,7 +88,7 @@ class MeshMachine:
         return streams
 
     def index_builder(self) -> IndexBuilder:
-        from jaxrl.mechanisms.speculation.index_builder import IndexBuilder
+        from jaxrl.mechanisms.speculation.index import IndexBuilder
 
         return IndexBuilder(self._config.rollout.speculation, self._timeline)
 

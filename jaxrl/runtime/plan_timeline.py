@@ -1,40 +1,31 @@
-"""The plans of each worker on the timeline.
-
-Purpose: `PlanTracks` draws plans side by side where several workers have some in flight at the same time. A plan of one
-of several is drawn on its worker's track, from when its devices can begin with it (it has been submitted, and the host
-has the one before) until the host has its outcome. So the timeline shows what each worker's devices have to do,
-whichever worker the host waits for; a worker that waits for another has a plan that takes too long. One worker's plan
-is drawn from before it is submitted until the one before it has been collected, which is what the host does.
-"""
+"""The plans of each worker on the timeline, and which sample each row decoded, and when."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.plan import Capacity
+from jaxrl.scheduling.tokens.progress import Admitted, Completed, Preempted, TraceEvent
+from jaxrl.types import SampleKey
 
+if TYPE_CHECKING:
+    from jaxrl.record.timeline import Timeline
+    from jaxrl.sim.clock import SimulatedPhases
 
-class PlanTimeline(Protocol):
-    """Where plans and busy rows are drawn (`jaxrl.record.timeline.Timeline`, `jaxrl.sim.clock.SimulatedPhases`)."""
-
-    @property
-    def now_s(self) -> float: ...
-
-    def span(self, track: str, name: str, /, **args: Any) -> AbstractContextManager[None]: ...
-
-    def counter(self, track: str, /, **values: float) -> None: ...
-
-    def row(self, row: str, order: int, name: str, start_s: float, end_s: float, /, **args: Any) -> None: ...
+    PlanTimeline = Timeline | SimulatedPhases
 
 
 class PlanTracks:
-    """A track for each engine.
+    """A track for each engine; `timeline` None: plans are not drawn.
 
-    Args:
-      engines: of the workers, by their numbers.
-      timeline: where plans are drawn; None: nowhere.
+    A plan of one of several workers is drawn from when its devices can begin with it (it has been submitted, and the
+    host has the one before) until the host has its outcome: whichever worker the host waits for, the timeline shows
+    what each worker's devices have to do. One worker's plan is drawn from before it is submitted until the one before
+    it has been collected, which is what the host does.
     """
 
     def __init__(self, engines: Sequence[Engine], timeline: PlanTimeline | None) -> None:
@@ -69,3 +60,66 @@ class PlanTracks:
             span = self._timeline.span(f"engine {worker}", "plan", index=oldest)
             span.__enter__()
             self._open[worker] = oldest, span
+
+
+_ROWS, _GROUPS = 1 << 16, 1 << 10  # of a group and of a worker at most, for the order of tracks
+
+
+class RowTracks:
+    """A track for each row: `row 1.3` is row 3 of dp group 1; with several workers `row 0.1.3`, of worker 0.
+
+    The batchers trace who got a row and who lost it. Each stay is a bar, from the moment at which the host made the
+    plan that begins it to the one at which it knew the end. Aborted and moved requests are not in the trace: they are
+    found by comparing with the batcher's rows where the counts differ. Engines whose trace somebody else has are not
+    drawn.
+    """
+
+    def __init__(self, engines: Sequence[Engine], timeline: PlanTimeline) -> None:
+        self._engines, self._timeline, self._several = tuple(engines), timeline, len(engines) > 1
+        # by dp group and slot: who has the row, since when
+        self._stays: list[dict[tuple[int, int], tuple[SampleKey, float]]] = [{} for _ in engines]
+        self._rows: list[dict[SampleKey, tuple[int, int]]] = [{} for _ in engines]
+        self._capacities: list[Capacity] = [engine.batcher.capacity for engine in engines]
+        self._drawn = [engine.batcher.trace is None for engine in engines]
+        for worker, engine in enumerate(engines):
+            if self._drawn[worker]:
+                engine.batcher.trace = partial(self._trace, worker)
+
+    def follow(self, worker: int) -> None:
+        """To be called when plans of a worker may have been made or collected, or requests aborted or moved."""
+        batcher, rows = self._engines[worker].batcher, self._rows[worker]
+        is_known = batcher.capacity is self._capacities[worker] and batcher.num_running == len(rows)
+        if is_known or not self._drawn[worker]:
+            return
+        self._capacities[worker] = batcher.capacity
+        now = {progress.request.key: (progress.group, progress.slot) for progress in batcher.running()}
+        for key in [key for key, row in rows.items() if now.get(key) != row]:
+            self._end(worker, key, "moved" if key in now else "abort")
+        for key in now.keys() - rows.keys():
+            self._begin(worker, key, now[key])
+
+    def _trace(self, worker: int, event: TraceEvent) -> None:
+        match event:
+            case Admitted(key=key, dp_group=group, slot=slot):
+                self._begin(worker, key, (group, slot))
+            case Preempted(key=key):
+                self._end(worker, key, "preempted")
+            case Completed(key=key, num_tokens=tokens, finish_reason=reason):
+                self._end(worker, key, reason, tokens=tokens)
+
+    def _begin(self, worker: int, key: SampleKey, row: tuple[int, int]) -> None:
+        self._end(worker, key, "abort")  # where it, or who had the row, left its row outside of the trace
+        if row in self._stays[worker]:
+            self._end(worker, self._stays[worker][row][0], "abort")
+        self._rows[worker][key] = row
+        self._stays[worker][row] = key, self._timeline.now_s
+
+    def _end(self, worker: int, key: SampleKey, why: str, **more: Any) -> None:
+        row = self._rows[worker].pop(key, None)
+        if row is None:
+            return
+        (_, since_s), (group, slot) = self._stays[worker].pop(row), row
+        name = f"{worker}.{group}.{slot}" if self._several else f"{group}.{slot}"
+        order = (worker * _GROUPS + group) * _ROWS + slot
+        shown = f"{key.epoch}.{key.prompt_index}.{key.sample_index}"
+        self._timeline.row(name, order, shown, since_s, self._timeline.now_s, end=why, **more)

@@ -26,13 +26,8 @@ _OPTION = "algorithm.teacher.path"
 
 
 def read_teacher(config: Config, tokenizer: Tokenizer, model: ModelConfig) -> ModelConfig | None:
-    """The config of `algorithm.teacher.path`, which must fit the policy's tokenizer and model, and the run's lengths;
-    no weight is read. None: there is no teacher, or it is at an endpoint.
-
-    Raises:
-      ValueError: a file is damaged, a token of the policy is another one to the teacher or none, the teacher is a
-        reward model, or sequences are longer than it was made for.
-    """
+    """The config of `algorithm.teacher.path`, which must fit the policy's tokenizer and model, and the run's lengths
+    (else ValueError); no weight is read. None: there is no teacher, or it is at an endpoint."""
     if not config.algorithm.teacher.path:
         return None
     own = teacher_model(config)
@@ -63,13 +58,8 @@ def read_teacher(config: Config, tokenizer: Tokenizer, model: ModelConfig) -> Mo
 
 
 def build_teacher(config: Config, model: ModelConfig, policy: Trainer, tokenizer: Tokenizer, **told: Any) -> Teacher:
-    """Reads a teacher's weights, with `offload` layer by layer through the devices of the trainer.
-
-    Args:
-      config: with what the update's memory allows (`jaxrl.runtime.build.with_planned_update`).
-      policy: on whose devices it computes, and whose base may be it.
-      told: as in `Teacher`.
-    """
+    """Reads a teacher's weights, with `offload` layer by layer through the devices of the trainer. `policy`: on whose
+    devices it computes, and whose base may be it; `told`: as in `Teacher`."""
     mesh = policy.mesh
     programs = TeacherPrograms(config, model, mesh, vocab_size=policy.model_config.vocab_size)
     if shares_base(config):
@@ -115,11 +105,8 @@ def _context(config: Config, row: Problem | Prompt) -> Any:
 
 def with_context(prompt: Prompt, config: Config, tokenizer: Tokenizer) -> Prompt:
     """A prompt as the teacher reads it: the question, where it stands last, with what the row has in
-    `algorithm.teacher.context_key`; without that option as it is.
-
-    Raises:
-      ValueError: the question does not stand in the prompt, or the result is too long.
-    """
+    `algorithm.teacher.context_key`. Raises ValueError where the question does not stand in the prompt, or the result is
+    too long."""
     teacher = config.algorithm.teacher
     if not teacher.context_key:
         return prompt

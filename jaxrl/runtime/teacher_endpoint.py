@@ -1,10 +1,10 @@
 """A teacher behind an HTTP endpoint, which gives the log-probabilities of a prompt's tokens.
 
-Purpose: `EndpointTeacher.annotate`, in place of `jaxrl.train.teacher.Teacher`'s. Each sample is one request: a text
-completion of one token, whose prompt is the ids of prompt and response, with vLLM's `prompt_logprobs`. The answer has
-them in `choices[0].prompt_logprobs`: null for the first token, and for each other one an object from token ids (as
-text) to `{"logprob": ...}`, of the likeliest and of the prompt's own. The older form, `echo` with `logprobs`, names
-tokens by their text: two ids may have the same, and none could be compared with what was sent.
+Each sample is one request: a text completion of one token, whose prompt is the ids of prompt and response, with vLLM's
+`prompt_logprobs`. The answer has them in `choices[0].prompt_logprobs`: null for the first token, and for each other one
+an object from token ids (as text) to `{"logprob": ...}`, of the likeliest and of the prompt's own. The older form,
+`echo` with `logprobs`, names tokens by their text: two ids may have the same, and none could be compared with what was
+sent.
 
 Such endpoints give the model's own distribution, so `rollout.temperature` must be 1. What fails is sent again
 (`jaxrl.processes.endpoint_client`); what then fails ends the run, which goes on from its last checkpoint. A step that
@@ -33,12 +33,8 @@ R = TypeVar("R")
 
 
 class EndpointTeacher:
-    """Asks for the log-probabilities of a batch's tokens, many at once.
-
-    Args:
-      trial: token ids that the endpoint is asked about before all else.
-      vocab_size: of the policy. prompt_of: as in `Teacher`.
-      on_progress: called when an answer has come.
+    """Asks for the log-probabilities of a batch's tokens, many at once. `trial`: token ids that the endpoint is asked
+    about before all else; `vocab_size`: of the policy; `prompt_of`: as in `Teacher`.
 
     Raises:
       ConfigError: the endpoint refuses what the options say, or gives no log-probabilities of prompts.
@@ -110,9 +106,8 @@ class EndpointTeacher:
         if response:
             entries = await client.ask(self._body([*prompt, *response]))
             self._on_progress()
-            if len(entries) != len(prompt) + len(response):
-                sent = f"{len(prompt) + len(response)} token ids were sent"
-                raise _wrong(f"{_WHERE} has {len(entries)} entries, and {sent}")
+            if len(entries) != (sent := len(prompt) + len(response)):
+                raise _wrong(f"{_WHERE} has {len(entries)} entries, and {sent} token ids were sent")
             for t, token in enumerate(response):
                 known = _logprobs(entries, len(prompt) + t)
                 if token not in known:
@@ -136,7 +131,6 @@ def _wrong(text: str) -> RequestFailed:
 
 
 def _entries(body: bytes, is_probe: bool) -> list[Any]:
-    """The log-probabilities of a prompt's tokens in an answer."""
     del is_probe
     answer = read_json(body)
     try:

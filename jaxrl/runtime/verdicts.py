@@ -1,9 +1,9 @@
 """The scoring of a round, as the round receives it: verdicts in logical order, those of a clock from the journal.
 
-Purpose: `Verdicts` stands between the backend and the scoring. It hands verdicts over in the order in which their
-samples completed, however late one arrives. What a clock or something outside the run has decided (`Verdict.outside`, a
-time-out, a crash) is written to the journal, whole, before the round receives it; a step that runs again after a crash
-takes it from there and does not ask again. A simulated clock needs no journal.
+The round receives verdicts in the order in which their samples completed, however late one arrives. What a clock or
+something outside the run has decided (`Verdict.outside`, a time-out, a crash) is written to the journal, whole, before
+that; a step that runs again after a crash takes it from there and does not ask again. A simulated clock needs no
+journal.
 
 Source: docs/architecture.md.
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from jaxrl.record.files import to_json
 from jaxrl.record.journal import Journal
@@ -25,46 +25,26 @@ from jaxrl.scheduling.rounds.busy_time import BusyTime
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
 
+if TYPE_CHECKING:
+    from jaxrl.rewards.pool_base import RewardPool
+    from jaxrl.sim.scoring import ScoringWorkers
+
+    Scoring = RewardPool | ScoringWorkers
+
 MAX_VALUE_CHARS, MAX_INFO_CHARS = 8192, 65536
 _CLOCKS = ("timeout", "crash")
 
 
-class Scoring(Protocol):
-    """Scores samples beside the rollout: a reward pool (`jaxrl.rewards.pool.RewardPool` says what each method does), or
-    `jaxrl.sim.scoring.ScoringWorkers`."""
-
-    def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = (), /) -> None: ...
-
-    def cancel(self, keys: Collection[SampleKey], /) -> None: ...
-
-    def completed(self) -> list[Verdict]: ...
-
-    def wait(self, timeout_s: float, /) -> list[Verdict]: ...
-
-    @property
-    def num_pending(self) -> int: ...
-
-    def take_metrics(self) -> dict[str, float]: ...
-
-
 @dataclass(slots=True)
 class _Scored:
-    """A sample on its way: with its time limits, and its verdict once that has come."""
-
     prompt: Prompt
     limits_s: tuple[float, ...] = ()
     verdict: Verdict | None = None
 
 
 class Verdicts:
-    """What of a round is being scored.
-
-    Args:
-      scoring: scores finished samples.
-      clock: stamps verdicts that the journal gives.
-      journal: where decisions of the clock go; None: they are not kept, and there are no earlier ones.
-      limits: gives the samples of training prompts time limits, and learns from their verdicts.
-    """
+    """What of a round is being scored. `clock`: stamps verdicts that the journal gives; `limits`: gives the samples of
+    training prompts time limits, and learns from their verdicts."""
 
     def __init__(
         self,
@@ -86,7 +66,7 @@ class Verdicts:
         return next(iter(self._sent), None)
 
     def begin(self, step: int, round_index: int) -> None:
-        """A round of training step `step` starts; `round_index`: 0 of a training round, 1 of an evaluation."""
+        """A round starts; `round_index`: as `RoundInfo.index`."""
         self._step, self._round = step, round_index
 
     def send(self, prompt: Prompt, sample: Sample) -> None:
@@ -94,8 +74,8 @@ class Verdicts:
         key, episode = sample.key, sample.episode
         scored = self._sent[key] = _Scored(prompt)
         if episode is not None and episode.failed:
-            failed = Verdict(self._clock(), key, 0.0, episode.failed, {"error": episode.error})
-            self._known.append(self._failed.add(failed))
+            verdict = Verdict(self._clock(), key, 0.0, episode.failed, {"error": episode.error})
+            self._known.append(self._failed.add(verdict))
             return
         if self._limits is not None and not self._round:
             scored.limits_s = self._limits.limits(prompt)
@@ -146,21 +126,19 @@ class Verdicts:
         for verdict in verdicts:
             self._busy.end(verdict.key, verdict.time_s)
             scored = self._sent.get(verdict.key)
-            if scored is not None:
-                self._journal_if_decided(scored, verdict)
-                self._note(verdict)
+            if scored is None:
+                continue
+            # written down: what a clock, or something outside the run, has decided, or other time limits might change
+            limits = None if self._round else self._limits
+            is_close = limits is not None and limits.is_close(scored.prompt, verdict)
+            if self._journal is not None and (verdict.outside or verdict.status in _CLOCKS or is_close):
+                self._journal.append(self._step, "verdict", self._place(verdict.key), recorded(verdict))
+            self._note(verdict)
         ready: list[Verdict] = []
         while self._sent and (verdict := next(iter(self._sent.values())).verdict) is not None:
             ready.append(verdict)
             del self._sent[verdict.key]
         return ready
-
-    def _journal_if_decided(self, scored: _Scored, verdict: Verdict) -> None:
-        """Writes down what a clock, or something outside the run, has decided, or other time limits might change."""
-        limits = None if self._round else self._limits
-        is_close = limits is not None and limits.is_close(scored.prompt, verdict)
-        if self._journal is not None and (verdict.outside or verdict.status in _CLOCKS or is_close):
-            self._journal.append(self._step, "verdict", self._place(verdict.key), recorded(verdict))
 
     def _note(self, verdict: Verdict) -> None:
         """A verdict has come; mechanisms take in what the scorer has said of a training sample."""
@@ -170,14 +148,11 @@ class Verdicts:
             self._limits.scored(scored.prompt, scored.limits_s, verdict)
 
     def _place(self, key: SampleKey) -> tuple[int, ...]:
-        """The key of a verdict in the journal."""
         return (self._round, key.epoch, key.prompt_index, key.sample_index, key.attempt)
 
 
 def recorded(verdict: Verdict) -> dict[str, Any]:
     """What the journal keeps of a verdict: `status`, `reward` and the short values of `info`."""
-    if len(to_json(verdict.info)) <= MAX_VALUE_CHARS:  # so is each value
-        return {"status": verdict.status, "reward": verdict.reward, "info": dict(verdict.info)}
     info: dict[str, Any] = {}
     left = MAX_INFO_CHARS
     for name, value in verdict.info.items():
@@ -189,5 +164,4 @@ def recorded(verdict: Verdict) -> dict[str, Any]:
 
 
 def replayed(entry: Mapping[str, Any], time_s: float, key: SampleKey) -> Verdict:
-    """The verdict that an entry of the journal tells of."""
     return Verdict(time_s, key, float(entry["reward"]), entry["status"], entry["info"], outside=True, is_replayed=True)

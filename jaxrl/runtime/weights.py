@@ -32,11 +32,8 @@ Tree = dict[str, Any]
 
 def adapted(config: Config, model: ModelConfig) -> ModelConfig:
     """The model as a run trains it: with the adapters that `model.lora_rank` or `model.lora_adapter_path` asks for.
-
-    Raises:
-      ConfigError: for modules that it does not have, or options that contradict the folder.
-      ValueError: the folder's adapters cannot be computed.
-    """
+    Raises ValueError for modules that it does not have, options that contradict the folder, and adapters there that
+    cannot be computed."""
     asked = config.model
     if not asked.has_adapters:
         return model
@@ -80,14 +77,9 @@ def _adapter_folder(config: Config) -> Path | None:
 
 
 def load_weights(config: Config, model: ModelConfig, mesh: Mesh, place: Path | None = None) -> Any:
-    """The weights that `model.path` names, with training's shardings, and the adapters that a run begins with.
-
-    Args:
-      place: a checkpoint, whose weights are taken: the adapters, or all, where those of `model.path` are not read.
-
-    Raises:
-      ValueError: it holds another model, or files are not what the model's config asks for.
-    """
+    """The weights that `model.path` names, with training's shardings, and the adapters that a run begins with. `place`:
+    a checkpoint, whose weights are taken: the adapters, or all, where those of `model.path` are not read. Raises
+    ValueError where it holds another model, or files are not what the model's config asks for."""
     if place is not None and model.lora is None:
         return trained_weights(place, config, model, mesh)
     dtype = config.actor.param_dtype

@@ -55,14 +55,6 @@ WORKERS = "which worker has a request"
 """For `Mechanism.changes` and `relies_on`."""
 
 
-class Tracer(Protocol):
-    """Where a mechanism draws what it does (`jaxrl.record.timeline.Timeline`). Seconds are those of the run's clock."""
-
-    def complete(self, track: str, name: str, start_s: float, end_s: float, /, **args: Any) -> None: ...
-
-    def counter(self, track: str, /, **values: float) -> None: ...
-
-
 # -- a round -----------------------------------------------------------------------------------------------------------
 
 
@@ -71,20 +63,16 @@ class RoundInfo:
     """A round that begins.
 
     Attributes:
-      step: the training step that it is for; of an evaluation, the last one.
-      index: 0 of a training round, 1 of an evaluation, which may have prompts of the same key.
-      kind: the batch rule's kind of round (`jaxrl.scheduling.rounds.round.RoundKind`), or "eval".
-      update: the update that comes next.
-      certain: returns the groups that are certain to be in the batch of that update, scored or not; None where none is
-        certain, because the batch is that of a later round.
+      certain: returns the groups that are certain to be in the batch of the next update, scored or not; None where none
+        is certain, because the batch is that of a later round.
       next_launches: returns all that the next round launches, or None while its weights are not there; None where the
         next round must not begin within this one.
     """
 
-    step: int
-    index: int = 0
-    kind: str = "plain"
-    update: int = 0
+    step: int  # the training step that it is for; of an evaluation, the last one
+    index: int = 0  # 0 of a training round, 1 of an evaluation, which may have prompts of the same key
+    kind: str = "plain"  # `jaxrl.scheduling.rounds.round.RoundKind`, or "eval"
+    update: int = 0  # that comes next
     certain: Callable[[], Sequence[Group]] | None = None
     next_launches: Callable[[], list[Launch] | None] | None = None
 
@@ -98,27 +86,20 @@ class RoundState:
     """The state of the current round. The backend writes it, mechanisms read it.
 
     Attributes:
-      workers: of the run.
-      clock: seconds from any origin.
-      weights: returns the trainer's current weights, on the devices.
       start: starts a response in a worker (None: the least loaded one), anew or behind the tokens of a sample; returns
         the id of its request.
-      deliver: reports responses to the round as finished.
-      requests: ids of the live requests, by sample.
-      num_launched, num_finished: samples of the round, and those that ended by themselves.
-      num_commands: commands of the round so far.
       running: samples that are still generated, by (epoch, prompt index); 0 is kept for each prompt of the round.
       awaited: samples without whose verdicts no plan is made.
     """
 
     workers: LocalWorkers
-    clock: Callable[[], float]
-    weights: Callable[[], Any]
+    clock: Callable[[], float]  # seconds from any origin
+    weights: Callable[[], Any]  # the trainer's current ones, on the devices
     start: Callable[[Prompt, SampleKey, int | None, Sample | None], int]
-    deliver: Callable[[Sequence[Finished]], None]
-    requests: dict[SampleKey, int] = field(default_factory=dict)
-    num_launched: int = 0
-    num_finished: int = 0
+    deliver: Callable[[Sequence[Finished]], None]  # reports responses to the round as finished
+    requests: dict[SampleKey, int] = field(default_factory=dict)  # ids of the live ones
+    num_launched: int = 0  # samples
+    num_finished: int = 0  # samples that ended by themselves
     num_commands: int = 0
     running: Counter[tuple[int, int]] = field(default_factory=Counter)
     awaited: set[SampleKey] = field(default_factory=set)
@@ -139,15 +120,10 @@ class RoundState:
 
 @dataclass(frozen=True, slots=True)
 class RoundEnd:
-    """A finished round.
+    """A finished round."""
 
-    Attributes:
-      workers: what each worker counted in it.
-      result: what the batch rule made of it; None for an evaluation.
-    """
-
-    workers: Sequence[Counters]
-    result: RoundResult | None
+    workers: Sequence[Counters]  # of each
+    result: RoundResult | None  # what the batch rule made of it; None for an evaluation
 
     @property
     def done(self) -> Counters:
@@ -185,22 +161,18 @@ class Step(Protocol):
 
 
 class PhaseOrder:
-    """In which order a step runs its update and the next step's round. This one runs the update alone.
+    """In which order a step runs its update and the next step's round. This one runs the update alone."""
 
-    Attributes:
-      rounds_ahead: by how many updates a round comes before the update that learns from it.
-      update_has_ended: whether the update beside the current round has succeeded, so that the next weights are there.
-      defers_stop: whether a requested stop has to wait, because something is running that cannot be undone.
-    """
-
-    rounds_ahead: ClassVar[int] = 0
+    rounds_ahead: ClassVar[int] = 0  # by how many updates a round comes before the update that learns from it
 
     @property
     def update_has_ended(self) -> bool:
+        """Whether the update beside the current round has succeeded, so that the next weights are there."""
         return False
 
     @property
     def defers_stop(self) -> bool:
+        """Whether a requested stop has to wait, because something is running that cannot be undone."""
         return False
 
     def update(self, step: Step, groups: Sequence[Group]) -> tuple[Any, Any]:
@@ -284,42 +256,26 @@ GroupRewards = Callable[[Sequence[Group], RoundInfo], Mapping[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Searched:
-    """What `jaxrl tune` searches of a batch rule.
+    """What `jaxrl tune` searches of a batch rule."""
 
-    Attributes:
-      options: of its section: factors of the prompts that are launched, then of the samples of each.
-      values: that each option takes by default.
-      warm_up: steps left out of every mean, until the rule carries what it will.
-      period: steps until its rounds begin anew, given the first factor and the prompts of a batch.
-    """
-
-    options: tuple[str, ...]
-    values: tuple[float, ...]
-    warm_up: int = 0
+    options: tuple[str, ...]  # of its section: factors of the prompts that are launched, then of the samples of each
+    values: tuple[float, ...]  # that each option takes by default
+    warm_up: int = 0  # steps left out of every mean, until the rule carries what it will
+    # steps until its rounds begin anew, given the first factor and the prompts of a batch
     period: Callable[[float, int], int] = lambda factor, num_prompts: 1
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutMemory:
-    """Memory of a mechanism on each device of the rollout, beside weights and KV pool.
+    """Memory of a mechanism on each device of the rollout, beside weights and KV pool."""
 
-    Attributes:
-      name: of all of it, for messages.
-      parts: bytes by name, as `jaxrl explain-config` lists them.
-      option: to lower where it leaves too little for a KV pool; empty: none makes it smaller.
-      lower: options with their values, to lower where it is larger than the pool and does not fit.
-      positions: of a decode step of a dp group that have logits, beside one for each row.
-      stays: whether it also lies on devices that leave the rollout before the end of a round.
-      line: what else `jaxrl explain-config` says of it.
-    """
-
-    name: str
-    parts: Mapping[str, int]
-    option: str = ""
-    lower: str = ""
-    positions: int = 0
-    stays: bool = False
-    line: str = ""
+    name: str  # of all of it, for messages
+    parts: Mapping[str, int]  # bytes by name, as `jaxrl explain-config` lists them
+    option: str = ""  # to lower where it leaves too little for a KV pool; empty: none makes it smaller
+    lower: str = ""  # options with their values, to lower where it is larger than the pool and does not fit
+    positions: int = 0  # of a decode step of a dp group that have logits, beside one for each row
+    stays: bool = False  # whether it also lies on devices that leave the rollout before the end of a round
+    line: str = ""  # what else `jaxrl explain-config` says of it
 
     @property
     def total(self) -> int:
@@ -328,47 +284,28 @@ class RolloutMemory:
 
 @dataclass(frozen=True, slots=True)
 class FreedMemory:
-    """Memory of a mechanism on devices that leave the rollout before the end of a round.
+    """Memory of a mechanism on devices that leave the rollout before the end of a round."""
 
-    Attributes:
-      column: its name in `jaxrl explain-config`.
-      parts: bytes by name.
-      what, why: what needs them, and why so many, for the refusal where they do not fit.
-      advice: what else helps than to lower options of the update.
-    """
-
-    column: str
-    parts: Mapping[str, int]
-    what: str
+    column: str  # its name in `jaxrl explain-config`
+    parts: Mapping[str, int]  # bytes by name
+    what: str  # needs them, and `why` so many, for the refusal where they do not fit
     why: str
-    advice: str
+    advice: str  # what else helps than to lower options of the update
 
 
 class Mechanism:
-    """Base class: composes with everything, takes no memory, and does nothing.
+    """Base class: composes with everything, takes no memory, and does nothing."""
 
-    Attributes:
-      name: of its part of a checkpoint; empty where it has none.
-      title: for messages. option: what switches it on.
-      decides: what it alone may decide; two mechanisms that decide the same exclude each other.
-      changes: what it changes that others may rely on. relies_on: what no other mechanism may change, with the reason.
-      races: which samples of a round count depends on which of them end first.
-      orders: which prompts make up a batch depends on which are complete first, though all samples of a prompt count.
-      excludes_spanning: why it does not work where workers span hosts; empty: it does.
-      evaluates: whether an evaluation alone has it.
-      searched: of a rule that `jaxrl tune` searches.
-    """
-
-    name: ClassVar[str] = ""
-    title: ClassVar[str] = ""
-    option: ClassVar[str] = ""
-    decides: ClassVar[frozenset[str]] = frozenset()
-    changes: ClassVar[frozenset[str]] = frozenset()
-    relies_on: ClassVar[Mapping[str, str]] = {}
-    races: ClassVar[bool] = False
-    orders: ClassVar[bool] = False
-    excludes_spanning: ClassVar[str] = ""
-    evaluates: ClassVar[bool] = False
+    name: ClassVar[str] = ""  # of its part of a checkpoint; empty where it has none
+    title: ClassVar[str] = ""  # for messages
+    option: ClassVar[str] = ""  # that switches it on
+    decides: ClassVar[frozenset[str]] = frozenset()  # two mechanisms that decide the same exclude each other
+    changes: ClassVar[frozenset[str]] = frozenset()  # what others may rely on
+    relies_on: ClassVar[Mapping[str, str]] = {}  # what no other mechanism may change, with the reason
+    races: ClassVar[bool] = False  # which samples of a round count depends on which of them end first
+    orders: ClassVar[bool] = False  # which prompts make up a batch depends on which are complete first
+    excludes_spanning: ClassVar[str] = ""  # why it does not work where workers span hosts; empty: it does
+    evaluates: ClassVar[bool] = False  # whether an evaluation alone has it
     searched: ClassVar[Searched | None] = None
 
     phase_order: PhaseOrder | None = None

@@ -50,8 +50,8 @@ class SimulatedClock:
 
 
 class SimulatedConcurrently:
-    """Implements `jaxrl.mechanisms.one_step_off.session.Concurrently`. The second of two things runs first, and then
-    the clock goes back; so the first can be told when the second has ended."""
+    """As `jaxrl.mechanisms.one_step_off.ConcurrentPhases`. The second of two things runs first, and then the clock goes
+    back; so the first can be told when the second has ended."""
 
     def __init__(self, clock: SimulatedClock) -> None:
         self._clock = clock

@@ -21,8 +21,8 @@ from statistics import NormalDist
 import numpy as np
 
 from jaxrl.config import SimulatedHistory, SimulatedLengths, SimulatedTask
-from jaxrl.mechanisms.speculation.acceptance import draft_acceptance
-from jaxrl.mechanisms.speculation.rule import Window
+from jaxrl.mechanisms.speculation.rule import DraftWindow
+from jaxrl.mechanisms.speculation.simulated import draft_acceptance
 from jaxrl.sim.verification import verify
 from jaxrl.sim.workload import ModelledWorkload, length_of_score, normal, uniform, word
 from jaxrl.types import SampleKey
@@ -157,9 +157,9 @@ def draft_rates(history: SimulatedHistory, num_responses: int = 40, num_tokens: 
         np.zeros_like(left),
         left,
         left,
-        np.full_like(left, Window().least),
-        next_window=Window().after,
-        width=Window().most,
+        np.full_like(left, DraftWindow().least),
+        next_window=DraftWindow().after,
+        width=DraftWindow().most,
         num_steps=num_tokens,
         num_stops=num_responses,
     )

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from annotated_types import Ge, Gt, Interval
 
-from jaxrl.scheduling.mechanism import LAYOUTS, Mechanism, RoundEnd, RoundInfo, Tracer
+from jaxrl.scheduling.mechanism import LAYOUTS, Mechanism, RoundEnd, RoundInfo
 from jaxrl.scheduling.rounds.events import Interrupted
 from jaxrl.schema.declared import Checked, Names, declared
 from jaxrl.schema.devices import MAX_DEVICES, prime_factors
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from jaxrl.record.journal import Journal
     from jaxrl.record.layouts import LayoutLog
     from jaxrl.report.curves import PagePart
+    from jaxrl.runtime.plan_timeline import PlanTimeline
     from jaxrl.runtime.run import Run
 
 _log = logging.getLogger(__name__)
@@ -44,13 +45,7 @@ SUMMED = frozenset(
 
 
 class AdaptiveLayouts(Mechanism):
-    """Changes the layouts of workers.
-
-    Args:
-      controls: by worker.
-      clock: seconds, as `tracer` has them.
-      log: of switches. journal: of decisions.
-    """
+    """Changes the layouts of workers. `log`: of switches; `journal`: of decisions."""
 
     @dataclass(frozen=True)
     class Options(Checked):
@@ -215,7 +210,7 @@ class AdaptiveLayouts(Mechanism):
         self,
         controls: Sequence[LayoutControl],
         clock: Callable[[], float],
-        tracer: Tracer,
+        tracer: PlanTimeline,
         log: LayoutLog | None,
         journal: Journal | None,
     ) -> None:
@@ -238,7 +233,8 @@ class AdaptiveLayouts(Mechanism):
         self._spans = [[] for _ in self.controls]
         journal, num_workers = self._journal, len(self.controls)
         entries = [] if journal is None else [e for e in journal.entries(info.step, KIND) if e["key"][0] == info.index]
-        others = {_num_workers(entry) for entry in entries} - {num_workers}
+        # keys are (round, dispatch), and of several workers (worker, of how many)
+        others = {1 if len(entry["key"]) == 2 else entry["key"][3] for entry in entries} - {num_workers}
         if others:
             _log.warning(
                 "step %d: the journal has layout decisions of a run with %s worker(s), and this one has %d "
@@ -262,11 +258,8 @@ class AdaptiveLayouts(Mechanism):
         return (worker, len(self.controls)) if len(self.controls) > 1 else ()
 
     def before_plan(self, worker: int | None) -> None:
-        """Lets the layout of one worker change, before a plan of it. Raises Interrupted where nothing can run any more.
-
-        A round that runs again decides nothing by itself before the last decision of any worker has been repeated:
-        until then it is the same round.
-        """
+        """A round that runs again decides nothing by itself before the last decision of any worker has been repeated:
+        until then it is the same round."""
         if worker is None:
             return
         from jaxrl.scheduling.layouts.relayout import SwitchFailed
@@ -319,7 +312,7 @@ class AdaptiveLayouts(Mechanism):
             control.cancel()
 
     def state_dict(self) -> dict[str, Any]:
-        """Part of a checkpoint. One worker's is its control's."""
+        """One worker's is its control's."""
         states = [control.state_dict() for control in self.controls]
         return states[0] if len(states) == 1 else {"workers": {str(i): state for i, state in enumerate(states)}}
 
@@ -328,8 +321,3 @@ class AdaptiveLayouts(Mechanism):
         saved = state.get("workers", {"0": state})
         for worker, control in enumerate(self.controls):
             control.load_state_dict(saved[str(worker % len(saved))])
-
-
-def _num_workers(entry: Mapping[str, Any]) -> int:
-    """Of the run that made a decision: (round, dispatch), and of several workers (worker, of how many)."""
-    return 1 if len(entry["key"]) == 2 else entry["key"][3]

@@ -1,21 +1,17 @@
 """A worker's layout, round by round and plan by plan: how RollPacker's per-step planner and PAT's switches compose.
 
-- A round starts in the planner's degree for its kind; without a planner, in the configured one.
-- Before each plan the control looks at the live rows. If the switch rule wants to switch, the plans in flight are
-  collected, the rule decides again on what is then known, the decision is written to the journal, and the engine
-  changes its layout. A round may switch several times. The engine's own step times correct the predictor.
-- When the round has ended, the planner observes all its preemptions, those after a switch included, and the worker
-  returns to the degree that the next round starts in. The switch rule's choices do not change the planner.
-
-So with a planner tp never falls while rows are live, and the planner compares rounds that began in its own degrees.
+A round starts in the planner's degree for its kind; without a planner, in the configured one. Before each plan, if the
+switch rule wants to switch, the plans in flight are collected, the rule decides again on what is then known, the
+decision is written to the journal, and the engine changes its layout. When the round has ended, the planner observes
+all its preemptions, and the worker returns to the degree that the next round starts in. So with a planner tp never
+falls while rows are live, and the planner compares rounds that began in its own degrees.
 
 Source: RollPacker §4.2 (the planner); PAT §4.2, Algorithm 1, lines 15 and 23-25 (switches); docs/architecture.md (what
 a clock decides is journalled before it takes effect).
 
-Collecting the plans in flight changes what is known when a plan is made, and so the logical order in which responses
-end. So the journal also records that plans were collected and no switch followed (`Decision`). The logical time of a
-decision is the number of the next plan, counted from the start of the round, so a round that runs again finds every
-decision at its place. Up to the last decision in the journal, a repeated round decides nothing by itself.
+Collecting the plans in flight changes the logical order in which responses end, so the journal also records that plans
+were collected and no switch followed (`Decision`). The logical time of a decision is the number of the next plan in the
+round. Up to the last decision in the journal, a repeated round decides nothing by itself.
 """
 
 from __future__ import annotations
@@ -26,9 +22,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from jaxrl.mechanisms.adaptive_layouts.confident_planner import ConfidentPlanner
+from jaxrl.mechanisms.adaptive_layouts.planners import ConfidentPlanner, TpPlanner
 from jaxrl.mechanisms.adaptive_layouts.switch_rule import LayoutSwitchRule, Switch
-from jaxrl.mechanisms.adaptive_layouts.tp_planner import TpPlanner
 from jaxrl.scheduling.layouts.batch_state import BatchState, GroupCapacity
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.relayout import LayoutExecutor, SwitchFailed, rows_of
@@ -47,17 +42,14 @@ MAX_TRACE = 240  # points of a round's picture
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A decision with nothing in flight, before plan `dispatch` of the round: to switch, or to stay.
-
-    `failed`: the switch failed halfway; everything was recomputed in the old layout.
-    """
+    """A decision with nothing in flight, before plan `dispatch` of the round: to switch, or to stay. `failed`: the
+    switch failed halfway; everything was recomputed in the old layout."""
 
     dispatch: int
     switch: Switch | None
     failed: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Plain, for the journal."""
         switch = None if self.switch is None else self.switch.to_json()
         return {"schema": SCHEMA, "dispatch": self.dispatch, "switch": switch, "failed": self.failed}
 
@@ -72,35 +64,23 @@ class Decision:
 
 @dataclass(slots=True)
 class MeasuredSwitch:
-    """A switch, as predicted and as measured.
+    """A switch, as predicted and as measured."""
 
-    Attributes:
-      decision: the rule's, with its predictions.
-      done: what the engine did; None if the switch failed halfway.
-      prefill_s: prefills right after it, where KV was recomputed.
-      steps_s: mean step times of the first plans after it that only decoded.
-    """
-
-    decision: Switch
-    done: Switched | None
-    prefill_s: float = 0.0
-    steps_s: list[float] = field(default_factory=list)
+    decision: Switch  # the rule's, with its predictions
+    done: Switched | None  # by the engine; None if the switch failed halfway
+    prefill_s: float = 0.0  # of prefills right after it, where KV was recomputed
+    steps_s: list[float] = field(default_factory=list)  # means of the first plans after it that only decoded
 
     @property
     def cost_s(self) -> float:
-        """Seconds that it took."""
         return self.prefill_s + (0.0 if self.done is None else self.done.times.total_s)
 
     def to_json(self) -> dict[str, Any]:
         """For the log and the report."""
         decision, done = self.decision, self.done
+        decided = ("dispatch", "from_tp", "to_tp", "how", "num_live", "num_tokens")
         return {
-            "dispatch": decision.dispatch,
-            "from_tp": decision.from_tp,
-            "to_tp": decision.to_tp,
-            "how": decision.how,
-            "num_live": decision.num_live,
-            "num_tokens": decision.num_tokens,
+            **{name: getattr(decision, name) for name in decided},
             "num_moved": 0 if done is None else done.num_moved,
             "failed": done is None,
             "predicted_cost_s": decision.cost_s,
@@ -116,18 +96,9 @@ class LayoutControl:
     """One worker's layout over its rounds.
 
     Args:
-      engine: over an executor that can change its layout.
-      degrees: those that rounds may use (`AdaptiveLayouts.Options.degrees_on`), ascending.
+      degrees: that rounds may use, ascending.
       initial: the degree that rounds start in; with a planner, the first round of each kind.
       predictor: of step times and costs; None: a round stays in the degree that it starts in.
-
-    Example::
-
-        control.begin("short", recorded, write)  # engine idle; write(decision) returns once it is on the disk
-        control.before_plan()
-        engine.step()
-        control.after_plan(now_s)
-        metrics = control.end(preemptions)
     """
 
     def __init__(
@@ -139,31 +110,30 @@ class LayoutControl:
         predictor: LatencyPredictor | None = None,
     ) -> None:
         assert isinstance(engine.executor, LayoutExecutor), "layouts adapt, and this executor cannot change its own"
-        degrees = tuple(degrees)
         assert initial in degrees
-        self.engine = engine
-        self.predictor = predictor
+        self.engine, self.predictor, degrees = engine, predictor, tuple(degrees)
         planner = ConfidentPlanner if options.planner_rule == "confident" else TpPlanner
         self.planner = planner(options, degrees, initial) if options.planner else None
         self.rule = None if predictor is None else LayoutSwitchRule(options, degrees, predictor)
         self.history = LengthHistory() if options.bound == "expected" else None
         self.switches: list[MeasuredSwitch] = []
         self.trace: list[tuple[float, int, int]] = []  # (time, live rows, tp)
-        self._executor = engine.executor
-        self._initial = initial
-        self._capacities = {tp: self._capacity(tp) for tp in degrees}
+        self._executor, self._initial = engine.executor, initial
+        self._capacities: dict[int, GroupCapacity] = {}
+        for tp in degrees:
+            own = engine.executor.capacity(tp)
+            tokens = own.stacks.num_tokens(own.num_blocks - 1, own.block_size)
+            self._capacities[tp] = GroupCapacity(tokens, own.num_slots)
         self._kind: str | None = None  # of the round under way
         self._likely = "plain"  # the likely kind of the next training round
         self._recorded: deque[Decision] = deque()  # earlier decisions still to be repeated
-        self._write: Callable[[Decision], None] = _nowhere
-        self._first = 0
-        self._quiet_until = 0
+        self._write: Callable[[Decision], None]
+        self._first = self._quiet_until = 0
         self._ratios: list[float] = []
         engine.watchers.append(self._observe)
 
     @property
     def tp(self) -> int:
-        """The degree in use."""
         return self._executor.tp
 
     def degree(self, kind: str = "all") -> int:
@@ -178,14 +148,10 @@ class LayoutControl:
         self,
         kind: str = "all",
         recorded: Sequence[Decision] = (),
-        write: Callable[[Decision], None] | None = None,
+        write: Callable[[Decision], None] = lambda decision: None,
     ) -> None:
-        """Begins a round with an idle engine, in the degree of its kind.
-
-        Args:
-          recorded: the journal's decisions of this round.
-          write: puts a decision into the journal; the decision takes effect when it returns.
-        """
+        """Begins a round with an idle engine, in the degree of its kind. `recorded`: the journal's decisions of this
+        round; `write`: puts a new one there, which takes effect when it returns."""
         assert self._kind is None, f"a {kind!r} round begins before the {self._kind!r} round has ended"
         self._kind = kind
         self._likely = self._likely if kind == "eval" else kind
@@ -195,7 +161,7 @@ class LayoutControl:
         if tp != self.tp:
             self.engine.switch(tp)  # no request is live: only weights move
         self._recorded = deque(sorted(recorded, key=lambda decision: decision.dispatch))
-        self._write = _nowhere if write is None else write
+        self._write = write
         self._first, self._quiet_until = self.engine.batcher.next_index, 0
         self.switches, self.trace, self._ratios = [], [], []
 
@@ -206,11 +172,7 @@ class LayoutControl:
 
     def before_plan(self, decides: bool = True) -> MeasuredSwitch | None:
         """Switches if it pays, or, unless it `decides`, where an earlier run of this round did; returns the switch.
-
-        Raises:
-          ValueError: for a journal of another run, or where a switch would lower tp beside a planner.
-          SwitchFailed: a switch failed and left the executor unusable.
-        """
+        Raises ValueError for a journal of another run, and SwitchFailed where the executor has become unusable."""
         assert self._kind is not None, "no round has begun"
         dispatch = self.engine.batcher.next_index - self._first
         if self._recorded:
@@ -232,13 +194,11 @@ class LayoutControl:
         return None if switch is None else self._switch(switch)
 
     def after_plan(self, now_s: float) -> None:
-        """Adds a point to the round's picture."""
         self.trace.append((now_s, len(self.engine.unfinished()), self.tp))
         if len(self.trace) > 2 * MAX_TRACE:
             self.trace = _thinned(self.trace)
 
     def finished(self, length: int) -> None:
-        """A response ended by itself after `length` tokens."""
         if self.history is not None:
             self.history.add(length)
 
@@ -301,11 +261,6 @@ class LayoutControl:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _capacity(self, tp: int) -> GroupCapacity:
-        capacity = self._executor.capacity(tp)
-        tokens = capacity.stacks.num_tokens(capacity.num_blocks - 1, capacity.block_size)
-        return GroupCapacity(tokens, capacity.num_slots)
-
     def _batch_state(self, dispatch: int) -> BatchState:
         batcher = self.engine.batcher
         expected = None if self.history is None else self.history.expected_remaining
@@ -365,10 +320,6 @@ class LayoutControl:
             last.steps_s.append(step_s)
         if self.predictor is not None and step_s > 0:
             self._ratios.append(self.predictor.observe(self.tp, times.batch, times.context, step_s))
-
-
-def _nowhere(_: Decision) -> None:
-    """Where decisions go without a journal."""
 
 
 def _thinned(points: list[tuple[float, int, int]]) -> list[tuple[float, int, int]]:

@@ -1,8 +1,4 @@
-"""The layout over time, for a run's page: live requests of a round with the tp degree under them, and its switches.
-
-Purpose: `layouts_section` turns what `jaxrl.record.layouts` holds into HTML with inline SVG, in the report's style: the
-first, the middle and the last of the rounds that switched, and a table of their switches, predicted and real.
-"""
+"""The layout over time, for a run's page: live requests of a round with the tp degree under them, and its switches."""
 
 from __future__ import annotations
 
@@ -12,23 +8,16 @@ from typing import Any
 
 _WIDTH, _LEFT, _RIGHT = 360, 46, 12
 _LIVE_TOP, _LIVE_BOTTOM, _TP_TOP, _TP_BOTTOM, _HEIGHT = 10, 128, 146, 186, 210
-_SHOWN = 3
 
 COLUMNS = (
-    "Step",
-    "tp",
-    "KV",
-    "Live rows",
-    "Tokens moved",
-    "Cost, predicted",
-    "Cost, real",
-    "Next step, predicted",
+    *("Step", "tp", "KV", "Live rows", "Tokens moved", "Cost, predicted", "Cost, real", "Next step, predicted"),
     "Steps after, real",
 )
 
 
 def layouts_section(rounds: Sequence[Mapping[str, Any]]) -> str:
-    """HTML of a run's rounds (`jaxrl.record.layouts.read_layouts`); empty if the run's layout does not adapt."""
+    """HTML of a run's rounds (`jaxrl.record.layouts.read_layouts`): the first, the middle and the last of those that
+    switched, and a table of their switches; empty if the run's layout does not adapt."""
     if not rounds:
         return ""
     switched = [each for each in rounds if each["switches"]]
@@ -36,31 +25,22 @@ def layouts_section(rounds: Sequence[Mapping[str, Any]]) -> str:
     text = f"{count} switch{'es' if count != 1 else ''} in {len(switched)} of {len(rounds)} rounds."
     if any(each["source"] == "synthetic" for each in rounds):
         text += " The latency profile behind them is synthetic: it was made up to try switches out, not measured."
-    shown = _spread(switched or rounds[-1:])
-    figures = "".join(_figure(each) for each in shown)
+    among = switched or rounds[-1:]
+    shown = [among[i] for i in sorted({0, (len(among) - 1) // 2, len(among) - 1})]
+    figures = "".join(map(_figure, shown))
     return (
         f"<h2>Layout</h2><p class=sub>{escape(text)}</p><section class=charts>{figures}</section>"
         f"{_table(shown) if switched else ''}"
     )
 
 
-def _spread(rounds: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The first, the middle and the last."""
-    last = len(rounds) - 1
-    return [rounds[i] for i in sorted({0, last // 2, last})][:_SHOWN]
-
-
 def _figure(one: Mapping[str, Any]) -> str:
-    title = f"Step {one['step']}" + (f", {one['kind']}" if one["kind"] not in ("all", "plain") else "")
-    title += f", worker {one['worker']}" if "worker" in one else ""
+    kind = "" if one["kind"] in ("all", "plain") else f", {one['kind']}"
+    title = f"Step {one['step']}{kind}" + (f", worker {one['worker']}" if "worker" in one else "")
     points = [(float(at), int(live), int(tp)) for at, live, tp in one["points"]]
     head = f"<figure><h3>{escape(title)} <small>live requests, and tp under them</small></h3>"
     if not points:
         return f"{head}<p class=none>no plan was run</p></figure>"
-    return f"{head}{_svg(points)}</figure>"
-
-
-def _svg(points: Sequence[tuple[float, int, int]]) -> str:
     end = max(points[-1][0], 1e-9)
     most = max(max(live for _, live, _ in points), 1)
     degrees = sorted({tp for _, _, tp in points})
@@ -88,11 +68,7 @@ def _svg(points: Sequence[tuple[float, int, int]]) -> str:
     )
     labels = "".join(
         f"<text x={_LEFT - 6} y={y + 4} text-anchor=end>{text}</text>"
-        for y, text in [
-            (y_live(0), "0"),
-            (y_live(most), str(most)),
-            *((y_tp(tp), f"tp {tp}") for tp in degrees),
-        ]
+        for y, text in [(y_live(0), "0"), (y_live(most), str(most)), *((y_tp(tp), f"tp {tp}") for tp in degrees)]
     )
     axis = "".join(
         f"<line class=grid x1={_LEFT} x2={_WIDTH - _RIGHT} y1={y} y2={y} />" for y in (y_live(0), y_live(most))
@@ -102,9 +78,9 @@ def _svg(points: Sequence[tuple[float, int, int]]) -> str:
         f"<text x={_WIDTH - _RIGHT} y={_HEIGHT - 6} text-anchor=end>{end:.3g} s</text>"
     )
     return (
-        f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label='live requests and tp over time'>"
+        f"{head}<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label='live requests and tp over time'>"
         f"{axis}{marks}<polyline class='line c1' points='{live}' />"
-        f"<polyline class='line c2' points='{' '.join(steps)}' />{labels}{times}</svg>"
+        f"<polyline class='line c2' points='{' '.join(steps)}' />{labels}{times}</svg></figure>"
     )
 
 

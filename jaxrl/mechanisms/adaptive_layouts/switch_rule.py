@@ -15,9 +15,7 @@ Departures:
 - Hysteresis (the paper has none): a gain has to exceed `min_gain`, a share of the time left; `cooldown` plans lie
   between switches; and a switch in the direction opposite to the last one needs a batch `reversal_factor` times smaller
   (to raise tp) or larger (to lower it) than at that last switch. So a batch that only drains turns at most once, from
-  falling to rising tp, whatever the predictor says: at most len(degrees) - 1 switches down, then at most as many up.
-  With `direction="up"`, the default, tp only rises. `jaxrl.mechanisms.adaptive_layouts.control` says how that fits with
-  the planner, which chooses the degree that a generation starts with.
+  falling to rising tp, whatever the predictor says. With `direction="up"`, the default, tp only rises.
 - While requests wait for a row, the batch is not draining and the rule does not switch.
 
 Going back when a generation has ended costs nothing: no KV is left, and the next weights come from training anyway.
@@ -29,20 +27,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxrl.scheduling.layouts.batch_state import (
-    BatchState,
-    GroupCapacity,
-    Rows,
-    StepTimes,
-    load_at,
-    num_tokens,
-    remaining_s,
-)
-from jaxrl.scheduling.layouts.latency_profile import SwitchCost
+from jaxrl.scheduling.layouts.batch_state import BatchState, GroupCapacity, Rows, load_at, num_tokens, remaining_s
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.regroup import regroup
 from jaxrl.scheduling.layouts.relayout import How
 
@@ -52,28 +42,13 @@ if TYPE_CHECKING:
 SCHEMA = 1
 
 
-class LatencyModel(StepTimes, Protocol):
-    """The predictions that the rule asks for; `jaxrl.scheduling.layouts.latency.LatencyPredictor` gives them."""
-
-    def switch_cost(self, from_tp: int, to_tp: int) -> SwitchCost: ...
-
-    def move_s(self, from_tp: int, to_tp: int, tokens: int) -> float: ...
-
-    def recompute_s(self, to_tp: int, lengths: Sequence[int]) -> float: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A degree, and the time left of the generation under it.
-
-    Attributes:
-      remaining_s: decoding, after the switch.
-      weights_s, state_s, fixed_s: parts of the switch; 0 for the degree in use.
-    """
+    """A degree, and the time left of the generation under it."""
 
     tp: int
-    remaining_s: float = 0.0
-    weights_s: float = 0.0
+    remaining_s: float = 0.0  # decoding, after the switch
+    weights_s: float = 0.0  # this and the next two: parts of the switch; 0 for the degree in use
     state_s: float = 0.0
     fixed_s: float = 0.0
     how: How = "migrate"
@@ -91,29 +66,20 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """A decision to switch, with the predictions that it rests on. All seconds are predictions.
+    """A decision to switch, with the predictions that it rests on."""
 
-    Attributes:
-      dispatch: the switch comes before the plan of this number, counted from the start of the generation.
-      from_tp, to_tp, how: the two degrees, and whether KV is moved or recomputed.
-      num_live, num_tokens: the rows and their tokens at that time, which are migrated or recomputed.
-      stay_s: the time left without a switch (T_cur); remaining_s: the time left after it (T_rem).
-      weights_s, state_s, fixed_s: parts of its cost (T_switch).
-      step_before_s, step_after_s: the next decode step without, and with it.
-    """
-
-    dispatch: int
+    dispatch: int  # it comes before the plan of this number, counted from the start of the generation
     from_tp: int
     to_tp: int
     how: How
-    num_live: int
-    num_tokens: int
-    stay_s: float
-    remaining_s: float
-    weights_s: float
+    num_live: int  # rows at that time
+    num_tokens: int  # of them, which are migrated or recomputed
+    stay_s: float  # the time left without a switch (T_cur)
+    remaining_s: float  # the time left after it (T_rem)
+    weights_s: float  # this and the next two: parts of its cost (T_switch)
     state_s: float
     fixed_s: float
-    step_before_s: float
+    step_before_s: float  # the next decode step without a switch
     step_after_s: float
 
     @property
@@ -126,7 +92,6 @@ class Switch:
         return self.stay_s - self.remaining_s - self.cost_s
 
     def to_json(self) -> dict[str, Any]:
-        """Plain, for the journal."""
         return {"schema": SCHEMA, **asdict(self)}
 
     @classmethod
@@ -142,17 +107,12 @@ class Switch:
 
 @dataclass(slots=True)
 class LayoutSwitchRule:
-    """Algorithm 1 with hysteresis. Its only state is the last switch of this generation.
-
-    Attributes:
-      options: `rollout.layout`.
-      degrees: tp degrees that may be used, ascending, each dividing the next.
-      model: predicts times.
-    """
+    """Algorithm 1 with hysteresis. Its only state is the last switch of this generation. `degrees`: those that may be
+    used, ascending, each dividing the next."""
 
     options: AdaptiveLayouts.Options
     degrees: tuple[int, ...]
-    model: LatencyModel
+    model: LatencyPredictor
     _last: Switch | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:

@@ -1,9 +1,8 @@
 """A judge: a language model, or a reward model, that scores beside the actor on the same devices, or at an endpoint.
 
 On the devices it has an engine like the actor's and takes turns with it. A turn is one plan of the judge. When it may
-take one follows from counts and never from clocks: a plan of the actor and one of the judge alternate at the most, so
-neither starves. While responses decode the judge has gaps, and once only verdicts are awaited it has the devices to
-itself. `reward.judge.when` says so: `gaps`, while at most `busy_share` of the rows are busy; `after`, while none is.
+take one follows from counts and never from clocks (`reward.judge.when`): a plan of the actor and one of the judge
+alternate at the most, so neither starves. Once only verdicts are awaited it has the devices to itself.
 
 A template is text with `{name}` where the value of a field goes; `{{name}}` stands for `{name}` itself. All other
 braces stay as they are, so that JSON and `\\boxed{}` can be written as they are.
@@ -68,9 +67,7 @@ class Judge(Mechanism):
         """A language model that scores (reward.kind=judge), or a reward model with a scalar head (kind model)."""
 
         model: Annotated[
-            str,
-            Names("folder"),
-            "The judge's model on the run's devices, as model.path; empty: the endpoint is asked.",
+            str, Names("folder"), "The judge's model on the run's devices, as model.path; empty: the endpoint is asked."
         ] = ""
         lora_adapter_path: Annotated[
             str, Names("folder"), "A folder of adapters as peft writes it, merged into the judge's model; empty: none."
@@ -165,12 +162,8 @@ class Judge(Mechanism):
                 yield "reward.judge", _OF_WORDS, "a reward model gives a number, and no text"
 
         def problem(self, option_of: Mapping[str, str], *, has_answers: bool) -> str | None:
-            """Why it cannot score, as a sentence; None if it can.
-
-            Args:
-              option_of: the kinds of rewards that are asked for, each with the section that asks for it.
-              has_answers: whether prompts have reference answers.
-            """
+            """Why it cannot score, as a sentence. `option_of`: the kinds of rewards that are asked for, each with the
+            section that asks for it; `has_answers`: whether prompts have reference answers."""
             if "@" in self.endpoint:  # whatever scores: config.yaml would keep it
                 return endpoint_problem("reward.judge", self)
             if self.kinds <= option_of.keys():
@@ -197,7 +190,7 @@ class Judge(Mechanism):
 
     def __init__(self, pool: JudgePool) -> None:
         self.pool = pool
-        self.device_user = self._turn
+        self.device_user = lambda busy_rows: pool.turn(busy_rows, self._workers.num_rows)
 
     @classmethod
     def is_on(cls, config: Config) -> bool:
@@ -207,7 +200,7 @@ class Judge(Mechanism):
     def rollout_memory(
         cls, config: Config, num_devices: int, platform: str, weight_bytes: int, is_timeless: bool
     ) -> RolloutMemory:
-        from jaxrl.mechanisms.judge.memory import rollout_memory
+        from jaxrl.mechanisms.judge.build import rollout_memory
 
         return rollout_memory(config, num_devices)
 
@@ -226,9 +219,6 @@ class Judge(Mechanism):
     def leave_rollout(self) -> bool:
         self.pool.release()
         return False
-
-    def _turn(self, busy_rows: int) -> bool:
-        return self.pool.turn(busy_rows, self._workers.num_rows)
 
 
 def template_fields(template: str) -> list[str]:

@@ -1,8 +1,19 @@
-"""The judge of a real run from its configuration: model, tokenizer, weights in the host's memory, engine, pool."""
+"""The judge of a real run from its configuration: sizes, model, tokenizer, weights in the host's memory, engine, pool.
+
+`judge_memory` decides how many of a judge's layers stay resident and how large its KV pool is, from `reward.judge` and
+the judge's shapes alone, before anything is allocated. `jaxrl.runtime.memory` counts its parts with the rollout's, so
+the actor's KV pool takes what the judge leaves, and with those of gradients on freed devices.
+
+Source: RollPacker §4.3: the number of offloaded layers follows from memory and input lengths.
+
+The judge's layout is one tensor-parallel group of all of the rollout's devices: each streams its own share of a layer,
+over its own link, and the host keeps one copy of the model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,70 +25,134 @@ from jaxrl.config import Config, ConfigError
 from jaxrl.data.stops import stop_ids
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.mechanisms.judge import judge_kind
-from jaxrl.mechanisms.judge.memory import JudgeMemory, judge_length, judge_memory
-from jaxrl.mechanisms.judge.pool import JudgePool
-from jaxrl.mechanisms.judge.verdicts import Reading, Scalars, WrittenVerdicts
+from jaxrl.mechanisms.judge.pool import JudgeMachine, JudgePool
+from jaxrl.mechanisms.judge.verdicts import Scalars, WrittenVerdicts
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.fit import check_length, check_vocabulary
+from jaxrl.models.kv_layers import kv_layers
 from jaxrl.models.loading import checked_path, config_of, load_layerwise, resolve_path
 from jaxrl.models.peft import merged_layers, read_lora
+from jaxrl.models.streaming import STREAMED
+from jaxrl.models.weights import Weight, leaves
 from jaxrl.rewards.router import RewardRouter
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.host_weights import HostWeights
 from jaxrl.rollout.layout_programs import ExecutorConfig
+from jaxrl.scheduling.mechanism import RolloutMemory
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.sharding.compiled import CompiledPrograms
+from jaxrl.schema.limits import BYTES
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.memory import host_bytes, in_bytes
 from jaxrl.sharding.mesh import platform_of
+from jaxrl.sharding.rules import TENSOR_DIMS, padded_config
+from jaxrl.train.update_memory import splits
 
 if TYPE_CHECKING:
     from jaxrl.runtime.run import Run
 
+_LOGITS_COPIES = 2  # float32 arrays of [rows, vocabulary] while a step samples
+_BUFFERS = 2  # streamed layers that are on the devices at a time: one computes while the other's copy is under way
+_GIB = 1 << 30
 
-class JudgeMachine:
-    """Implements `jaxrl.mechanisms.judge.pool.Machine`.
 
-    Args:
-      quiet: waits until nothing else is running on these devices.
-      alone: whether no program of the judge may run beside one of the actor.
-    """
+@dataclass(frozen=True, slots=True)
+class JudgeMemory:
+    """A judge's sizes. Bytes are per device."""
 
-    def __init__(self, executor: MeshExecutor, weights: HostWeights, quiet: Callable[[], None], *, alone: bool) -> None:
-        self._executor, self._weights, self._quiet, self._alone = executor, weights, quiet, alone
+    resident_layers: int  # whose matrices stay on the devices
+    num_layers: int
+    num_blocks: int  # of its KV pool, the reserved one included
+    layer_bytes: int  # the matrices of one
+    parts: dict[str, int]  # that it adds to the rollout, by name
+    host_bytes: int  # its weights in the host's memory, for each device
 
-    @property
-    def programs(self) -> Sequence[CompiledPrograms]:
-        return self._executor.programs_of([self._executor.tp])
 
-    @property
-    def recompiles(self) -> int:
-        return self._executor.recompiles
+def rollout_memory(config: Config, num_devices: int) -> RolloutMemory:
+    """Of the model that `reward.judge.model` names, of which the config is read. Raises as `judge_memory`."""
+    judge, option = config.reward.judge, "reward.judge.model"
+    sizes = judge_memory(config, config_of(resolve_path(judge.model, option), option), num_devices)
+    return RolloutMemory(
+        "the judge",
+        sizes.parts,
+        "reward.judge.max_memory_gib",
+        f"reward.judge.max_memory_gib ({judge.max_memory_gib:g}), max_num_seqs or max_prompt_tokens",
+        stays=True,  # it goes on with all devices
+        line=f"judge: {sizes.resident_layers} of {sizes.num_layers} layers stay, the others are streamed; "
+        f"{in_bytes(sizes.host_bytes)} of the host's memory per device",
+    )
 
-    @property
-    def runs_alone(self) -> bool:
-        return self._alone or not self._executor.has_weights
 
-    def wait_for_actor(self) -> None:
-        self._quiet()
+def judge_length(config: Config) -> int:
+    """Tokens of the judge's longest sequence."""
+    judge = config.reward.judge
+    return judge.max_prompt_tokens + (1 if judge_kind(config.reward) == "model" else judge.max_tokens)
 
-    def enter(self) -> None:
-        if not self._executor.has_weights:
-            self._weights.enter()
-            self._executor.allocate()
 
-    def release(self) -> None:
-        self._executor.release(weights=True)
+def judge_memory(config: Config, model: ModelConfig, num_devices: int) -> JudgeMemory:
+    """The judge's sizes on each of so many devices. Raises ValueError where reward.judge.max_memory_gib is too small
+    for one verdict, or for the resident layers asked for."""
+    judge, size = config.reward.judge, BYTES[config.reward.judge.dtype]
+    padded = padded_config(model, num_devices)
+    layers = padded.weights()["layers"]
+    matrices = sum(_bytes(weight, num_devices, size) for name, weight in layers.items() if name in STREAMED)
+    whole = sum(_bytes(weight, num_devices, size) for weight in leaves(padded.weights()))
+    layer, always = matrices // model.num_layers, whole - matrices
+    rollout = config.rollout
+    kv = kv_layers(model, judge_length(config), rollout.max_num_batched_tokens, rollout.decode_steps)
+    heads = padded.num_kv_heads // splits(padded.num_kv_heads, num_devices)
+    block = 2 * rollout.block_size * padded.head_dim * heads * size * kv.size  # of all layers of a stack
+    each = kv.stacks.most_blocks(judge_length(config), rollout.block_size)
+    blocks = judge.max_num_seqs * each + 1
+    budget = int(judge.max_memory_gib * _GIB) or max(whole // 2, always + _BUFFERS * layer) + blocks * block
+    resident = max(judge.resident_layers, 0)
+
+    def held(count: int, num_blocks: int) -> int:
+        return always + layer * (count + min(_BUFFERS, model.num_layers - count)) + num_blocks * block
+
+    if resident > model.num_layers:
+        raise ValueError(
+            f"reward.judge.resident_layers ({resident}) must be at most the judge's layers ({model.num_layers})"
+        )
+    least = held(resident, each + 1)
+    if judge.max_memory_gib and least > budget:
+        raise ValueError(
+            f"reward.judge.max_memory_gib ({judge.max_memory_gib:g}, {budget} bytes) must be at least {least} bytes: "
+            f"{always + resident * layer} of weights that stay on the devices, {least - always - resident * layer} of "
+            f"buffers and of KV for one verdict of {judge_length(config)} tokens; raise it, or lower "
+            "reward.judge.max_prompt_tokens or resident_layers"
+        )
+    if judge.max_memory_gib:
+        blocks = min(blocks, (budget - held(resident, 0)) // block)
+    if judge.resident_layers < 0:
+        resident = max(count for count in range(model.num_layers + 1) if held(count, blocks) <= budget)
+    buffers = layer * min(_BUFFERS, model.num_layers - resident)
+    logits = 0 if model.scalar_head else _LOGITS_COPIES * 4 * judge.max_num_seqs * padded.vocab_size // num_devices
+    return JudgeMemory(
+        resident,
+        model.num_layers,
+        blocks,
+        layer,
+        {
+            "judge: weights that stay": always + resident * layer,
+            "judge: buffers of two layers": buffers,
+            "judge: KV pool": blocks * block,
+            "judge: logits": logits,
+        },
+        whole,
+    )
+
+
+def _bytes(weight: Weight, num_devices: int, size: int) -> int:
+    """Of one device's part of a weight in rollout form; norms have at least float32."""
+    dims = zip(weight.dims, weight.shape, strict=True)
+    shards = [splits(length, num_devices) for dim, length in dims if dim in TENSOR_DIMS]
+    return math.prod(weight.shape) // math.prod(shards) * (max(size, 4) if weight.is_norm else size)
 
 
 def read_judge(config: Config) -> tuple[Tokenizer, ModelConfig]:
     """The tokenizer and the config of `reward.judge.model`, which must fit each other, the kind of reward, the lengths
-    and the adapters; no weight is read.
-
-    Raises:
-      ValueError: they do not, or a file is damaged.
-    """
+    and the adapters; no weight is read. Raises ValueError where they do not, or a file is damaged."""
     judge, kind = config.reward.judge, judge_kind(config.reward)
     path = resolve_path(judge.model, "reward.judge.model")
     folder, model = str(checked_path(path, "reward.judge.model")), config_of(path)
@@ -100,45 +175,21 @@ def read_judge(config: Config) -> tuple[Tokenizer, ModelConfig]:
 
 def build_pool(run: Run, mesh: Mesh) -> JudgePool:
     """Loads a judge's weights into the host's memory, layer by layer through the devices of a rollout, and joins it to
-    the run's reward pool.
-
-    Before its programs begin it waits for the actor's, and for gradients on freed devices; on a CPU also before they
-    are dispatched, because XLA:CPU can hang on two collectives at once.
-
-    Raises:
-      ValueError: as `read_judge` and `judge_memory`, or the host has not the memory.
-    """
+    the run's reward pool. Raises ValueError as `read_judge` and `judge_memory`, or where the host lacks the memory."""
     config, pool = run.config, run.scoring
     run.beat("loading the judge")
     judge, seed = config.reward.judge, config.trainer.seed
     tokenizer, model = read_judge(config)
     plan = judge_memory(config, model, mesh.size)
-    _refuse_host(plan, mesh)
-    executor = MeshExecutor(model, Layout(mesh, mesh.size), _sizes(config, plan, mesh.size))
-    # what adapters are added to is read in at least float32, as the actor's is: it becomes the judge's type once
-    adapters, dtype = judge.lora_adapter_path, jnp.dtype(judge.dtype)
-    dtype = jnp.promote_types(dtype, jnp.float32) if adapters else dtype
-    _, outer, layers = load_layerwise(resolve_path(judge.model, "reward.judge.model", weights=True), mesh, dtype)
-    if adapters:
-        layers = merged_layers(Path(adapters).expanduser(), model, mesh, layers, dtype)
-    reading: Reading
-    if model.scalar_head:
-        reading = Scalars(judge, tokenizer, model.pad_token_id)
-    else:
-        reading = WrittenVerdicts(judge, tokenizer, stop_ids(tokenizer, model.eos_token_ids), seed)
-    engine = Engine(executor, BatcherConfig(config.rollout.decode_steps, max_model_len=judge_length(config)))
-    collectives = mesh.size > 1 and platform_of(mesh.devices.flat[0]) == "cpu"
-    machine = JudgeMachine(executor, HostWeights(executor, outer, layers), run.machine.wait_quiet, alone=collectives)
-    scoring = JudgePool(reading, engine, machine, judge)
-    assert isinstance(pool, RewardRouter), "a judge scores beside others"
-    pool.join("devices", scoring)
-    run.machine.add_programs(machine.programs, of_update=False)
-    return scoring
-
-
-def _sizes(config: Config, plan: JudgeMemory, tp: int) -> ExecutorConfig:
-    judge, rollout = config.reward.judge, config.rollout
-    return ExecutorConfig(
+    # of the devices of this process, each keeps its share of the weights in the host's memory
+    num_local = sum(device.process_index == jax.process_index() for device in mesh.devices.flat)
+    if (needed := plan.host_bytes * num_local) > (there := host_bytes()):
+        raise ConfigError(
+            f"reward.judge.model needs {in_bytes(needed)} of the host's memory, which has {in_bytes(there)}: use a "
+            "smaller judge, or reward.judge.dtype=bfloat16"
+        )
+    rollout = config.rollout
+    sizes = ExecutorConfig(
         num_slots=judge.max_num_seqs,
         num_blocks=plan.num_blocks,
         block_size=rollout.block_size,
@@ -147,18 +198,27 @@ def _sizes(config: Config, plan: JudgeMemory, tp: int) -> ExecutorConfig:
         decode_steps=rollout.decode_steps,
         attention=rollout.attention,
         dtype=judge.dtype,
-        seed=config.trainer.seed,
-        max_tp=tp,
+        seed=seed,
+        max_tp=mesh.size,
         resident_layers=plan.resident_layers,
     )
-
-
-def _refuse_host(plan: JudgeMemory, mesh: Mesh) -> None:
-    """Of the devices of this process, each keeps its share of the weights in the host's memory."""
-    here = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
-    needed, there = plan.host_bytes * len(here), host_bytes()
-    if needed > there:
-        raise ConfigError(
-            f"reward.judge.model needs {in_bytes(needed)} of the host's memory, which has {in_bytes(there)}: use a "
-            "smaller judge, or reward.judge.dtype=bfloat16"
-        )
+    executor = MeshExecutor(model, Layout(mesh, mesh.size), sizes)
+    # what adapters are added to is read in at least float32, as the actor's is: it becomes the judge's type once
+    adapters, dtype = judge.lora_adapter_path, jnp.dtype(judge.dtype)
+    dtype = jnp.promote_types(dtype, jnp.float32) if adapters else dtype
+    _, outer, layers = load_layerwise(resolve_path(judge.model, "reward.judge.model", weights=True), mesh, dtype)
+    if adapters:
+        layers = merged_layers(Path(adapters).expanduser(), model, mesh, layers, dtype)
+    if model.scalar_head:
+        reading = Scalars(judge, tokenizer, model.pad_token_id)
+    else:
+        reading = WrittenVerdicts(judge, tokenizer, stop_ids(tokenizer, model.eos_token_ids), seed)
+    engine = Engine(executor, BatcherConfig(config.rollout.decode_steps, max_model_len=judge_length(config)))
+    # XLA:CPU can hang on two collectives at once
+    collectives = mesh.size > 1 and platform_of(mesh.devices.flat[0]) == "cpu"
+    machine = JudgeMachine(executor, HostWeights(executor, outer, layers), run.machine.wait_quiet, alone=collectives)
+    scoring = JudgePool(reading, engine, machine, judge)
+    assert isinstance(pool, RewardRouter), "a judge scores beside others"
+    pool.join("devices", scoring)
+    run.machine.add_programs(machine.programs, of_update=False)
+    return scoring

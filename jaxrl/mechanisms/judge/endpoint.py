@@ -1,13 +1,12 @@
 """A judge at an OpenAI-compatible endpoint: a reward pool that asks a server for its verdicts.
 
-Purpose: `EndpointPool` scores the domains of `reward.kind=judge` with `reward.judge.endpoint` (RollPacker §4.3: a judge
-among the rewards). One thread sends the requests, at most `max_requests` at once and `requests_per_minute` in a minute
-(`jaxrl.processes.endpoint_client`), while the trainer computes.
+Source: RollPacker §4.3: a judge among the rewards. One thread sends the requests, at most `max_requests` at once and
+`requests_per_minute` in a minute (`jaxrl.processes.endpoint_client`), while the trainer computes.
 
 Whatever the endpoint does costs the samples at hand, and never the run:
 
-- It cannot be reached, answers 5xx or 429, or closes: the request is sent again, then the verdict is a `crash` (nothing
-  was learnt of the response, so the router may ask once more).
+- It cannot be reached, answers 5xx or 429, or closes: the request is sent again, then the verdict is a `crash`, and the
+  router may ask once more.
 - It does not answer in time: sent again, then a `timeout`.
 - It answers something that is no chat completion: sent again, then an `error`; 4xx: an `error` at once.
 - Its text holds no score: an `error`, counted as unparsed.
@@ -46,18 +45,9 @@ _WORST = ("crash", "timeout", "error")  # of failed requests, what the sample's 
 
 
 class EndpointPool:
-    """Implements `jaxrl.rewards.pool_base.RewardPool`.
-
-    Args:
-      judge: `reward.judge`, with an endpoint.
-      seed: the run's; a verdict's own seed comes from it, the sample's key and the verdict's number.
-      clock: stamps the verdicts.
-      sleep: waits between requests.
-      where: how warnings name a sample.
-
-    Raises:
-      ValueError: the environment has no variable `reward.judge.api_key_env`, or it holds no key.
-    """
+    """Implements `jaxrl.rewards.pool_base.RewardPool`. `clock`: stamps the verdicts; `sleep`: waits between requests;
+    `where`: how warnings name a sample. Raises ValueError where `reward.judge.api_key_env` names no variable with a
+    key."""
 
     def __init__(
         self,

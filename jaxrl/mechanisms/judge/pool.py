@@ -1,15 +1,14 @@
 """A judge on the rollout's devices: a reward pool that scores by turns of an engine.
 
-Purpose: `JudgePool` is the pool of `reward.kind=judge` and `reward.kind=model` where the model lies on the run's
-devices. It has an engine like the actor's, over an executor whose weights are streamed (`jaxrl.models.streaming`), and
-works when the backend gives it a turn, or where nothing else is left to do.
+Its engine is like the actor's, over an executor whose weights are streamed (`jaxrl.models.streaming`). It works when
+the backend gives it a turn, or where nothing else is left to do.
 
 Source: RollPacker §4.3 (a judge beside the actor on the same devices, layers streamed from the host).
 
 A turn is one plan, waited for: nothing of the judge is in flight when the actor makes its next plan, and the actor's
 plan before it is seen to end, so that neither's seconds count as the other's (layouts learn from the actor's). Nothing
-it does depends on a clock: its tokens depend on keys (`jaxrl.mechanisms.judge.verdicts.verdict_key`), and what it
-holds on the devices comes with the first turn of a rollout and goes before the update.
+it does depends on a clock: its tokens depend on keys, and what it holds on the devices comes with the first turn of a
+rollout and goes before the update.
 """
 
 from __future__ import annotations
@@ -18,13 +17,14 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
 
 from jaxrl.mechanisms.judge import Judge
-from jaxrl.mechanisms.judge.verdicts import Reading, verdict_key
+from jaxrl.mechanisms.judge.verdicts import Reading
 from jaxrl.rewards.reward_metrics import PoolMetrics
 from jaxrl.rewards.scorers import ScoreRequest, describe
+from jaxrl.rollout.executor import MeshExecutor
+from jaxrl.rollout.host_weights import HostWeights
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
@@ -32,34 +32,39 @@ from jaxrl.sharding.compiled import CompiledPrograms
 from jaxrl.types import Prompt, Sample, SampleKey
 
 
-class Machine(Protocol):
-    """What the judge computes with, besides its engine's plans."""
+class JudgeMachine:
+    """The judge's weights and programs.
+
+    Args:
+      quiet: waits until nothing else runs on these devices: the actor's plans, and gradients on freed devices.
+      alone: whether no program of the judge may run beside one of the actor.
+    """
+
+    def __init__(self, executor: MeshExecutor, weights: HostWeights, quiet: Callable[[], None], *, alone: bool) -> None:
+        self._executor, self._weights, self._alone = executor, weights, alone
+        self.wait_for_actor = quiet
 
     @property
     def programs(self) -> Sequence[CompiledPrograms]:
         """To be compiled before the first turn."""
-        ...
+        return self._executor.programs_of([self._executor.tp])
 
     @property
-    def recompiles(self) -> int: ...
+    def recompiles(self) -> int:
+        return self._executor.recompiles
 
     @property
     def runs_alone(self) -> bool:
         """Whether nothing of the actor's may be running when the judge's programs begin, or its weights come."""
-        ...
-
-    def wait_for_actor(self) -> None:
-        """Waits until what the actor had under way has ended, and gradients on freed devices; its plans end then, and
-        not with the turn."""
-        ...
+        return self._alone or not self._executor.has_weights
 
     def enter(self) -> None:
-        """Brings weights and KV pool to the devices, if they are not there."""
-        ...
+        if not self._executor.has_weights:
+            self._weights.enter()
+            self._executor.allocate()
 
     def release(self) -> None:
-        """Frees what is on the devices."""
-        ...
+        self._executor.release(weights=True)
 
 
 @dataclass(slots=True)
@@ -72,21 +77,13 @@ class _Judged:
 
 
 class JudgePool:
-    """Implements `jaxrl.rewards.pool.RewardPool`.
-
-    Args:
-      reading: what the judge reads and how it is read.
-      engine: over the judge's executor.
-      machine: its weights and programs.
-      options: `reward.judge`, which say when it may take a turn.
-      clock: stamps its verdicts.
-    """
+    """Implements `jaxrl.rewards.pool.RewardPool`. `engine`: over the judge's executor; `clock`: stamps its verdicts."""
 
     def __init__(
         self,
         reading: Reading,
         engine: Engine,
-        machine: Machine,
+        machine: JudgeMachine,
         options: Judge.Options,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -114,9 +111,9 @@ class JudgePool:
         except ValueError as error:
             self._tell(sample.key, 0.0, {"error": describe(error)}, began_s)
             return
-        requests = []
-        for number in range(self._reading.num_samples):
-            key = verdict_key(sample.key, number, self._reading.num_samples)
+        requests, count = [], self._reading.num_samples
+        for number in range(count):  # all that the tokens of a verdict depend on is its key
+            key = replace(sample.key, sample_index=sample.key.sample_index * count + number)
             request = Request(next(self._ids), key, ids, self._reading.params, share=sample.key)
             self.engine.add(request)
             self._sample_of[request.request_id] = sample.key
@@ -170,13 +167,8 @@ class JudgePool:
     # -- turns ---------------------------------------------------------------------------------------------------------
 
     def turn(self, busy_rows: int, num_rows: int) -> bool:
-        """Takes a turn if the rule allows one and there is something to judge; returns whether it did.
-
-        Args:
-          busy_rows: rows for which there are responses to decode; 0 where no plan of the actor will be made before a
-            verdict comes.
-          num_rows: rows of the rollout.
-        """
+        """Takes a turn if the rule allows one and there is something to judge; returns whether it did. `busy_rows`: as
+        in `jaxrl.scheduling.mechanism.DeviceUser`; `num_rows`: of the rollout."""
         if not self._judged or not self._options.allows_turn(busy_rows, num_rows):
             return False
         self._run_plan()

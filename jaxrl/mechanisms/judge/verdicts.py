@@ -1,13 +1,10 @@
 """What a judge is asked about a sample, and what its responses come to.
 
-`JudgeText` is the text side, the same on the run's devices and at an endpoint: messages to ask with, and the score that
-a verdict holds. On the devices there are two kinds of judge: a model that writes verdicts (`WrittenVerdicts`), and a
-reward model with a scalar head (`Scalars`), which reads the question and the response as a conversation and writes
-nothing.
+`JudgeText` is the text side, the same on the run's devices and at an endpoint. On the devices there are two kinds of
+judge: a model that writes verdicts (`WrittenVerdicts`), and a reward model with a scalar head (`Scalars`).
 
 A response stands in a message as it is. A response that speaks to the judge ("give this a 10") can therefore only
-persuade it, never change what is asked or how the verdict is read. Special tokens that it spells out stay text. A text
-that is too long loses the middle of its response: its beginning and its end, where the answer is, stay.
+persuade it, never change what is asked or how the verdict is read. Special tokens that it spells out stay text.
 
 Source: RollPacker §4.3 (LLM-as-a-judge among the rewards). The scalar is read as transformers'
 `...ForSequenceClassification` reads it: at the last token that is not the pad token.
@@ -20,13 +17,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.domains import domains
 from jaxrl.mechanisms.judge import SCORE, Judge, fill_template
 from jaxrl.rewards.request import ScoreRequest
-from jaxrl.types import Sample, SampleKey, SamplingParams
+from jaxrl.types import Sample, SamplingParams
 
 if TYPE_CHECKING:
     from jaxrl.data.tokenizer import Tokenizer
@@ -44,19 +41,14 @@ class JudgeText:
         self._pattern = re.compile(judge.score_pattern or SCORE)
 
     def ask(self, request: ScoreRequest) -> list[dict[str, str]]:
-        """The chat messages that ask for a verdict on a sample: perhaps a system message, and the user's.
-
-        A judge that takes fewer tokens is asked with a request whose response was cut.
-
-        Raises:
-          ConfigError: the template has a field that the prompt's columns do not have.
-        """
-        columns = _columns(request)
-        content = fill_template(self._judge.prompt, lambda name: self._value(name, columns))
-        messages = [{"role": "user", "content": content}]
-        if self._judge.system_prompt:
-            messages.insert(0, {"role": "system", "content": self._judge.system_prompt})
-        return messages
+        """The chat messages that ask for a verdict on a sample: perhaps a system message, and the user's. Raises
+        ConfigError where the template has a field that the prompt's columns do not have."""
+        columns = {
+            **{"question": request.extra.get("prompt"), **request.extra},
+            **{"source": request.source, "response": request.response, "answer": request.answer},
+        }
+        content = fill_template(self._judge.prompt, lambda name: _value(name, columns))
+        return _conversation(self._judge, {"role": "user", "content": content})
 
     def score(self, text: str) -> float | None:
         """The score of one verdict between 0 and 1; None if it holds none between min_score and max_score."""
@@ -75,12 +67,9 @@ class JudgeText:
         return (score - low) / (high - low) if isfinite(score) and low <= score <= high else None
 
     def read(self, texts: Sequence[str]) -> tuple[float, dict[str, Any]]:
-        """(the reward, values to record) of a sample's verdicts: the mean of those that can be read.
-
-        The values: `judge`, the texts, each cut at its front where all are long; `scores`, from 0 to 1, None where a
-        text holds none; `unparsed`, how many those are. If no text can be read the reward is 0 and `error` says so: the
-        sample's verdict then has the status "error".
-        """
+        """(the reward, values to record) of a sample's verdicts: the mean of those that can be read. The values:
+        `judge`, the texts, each cut at its front where all are long; `scores`, from 0 to 1, None where a text holds
+        none; `unparsed`, how many those are; `error` where no text can be read."""
         scores = [self.score(text) for text in texts]
         parsed = [score for score in scores if score is not None]
         kept = MAX_KEPT_CHARS // max(len(texts), 1)
@@ -94,24 +83,22 @@ class JudgeText:
             return 0.0, info
         return sum(parsed) / len(parsed), info
 
-    def _value(self, name: str, columns: Mapping[str, Any]) -> str:
-        value = columns.get(name)
-        if value is None:
-            what = "has no value here" if name in columns else "is no column of the data"
-            there = ", ".join(sorted(key for key in columns if columns[key] is not None))
-            raise ConfigError(
-                f"reward.judge.prompt: the field {{{name}}} {what}; there are {there}; for the braces themselves write "
-                f"{{{{{name}}}}}"
-            )
-        if isinstance(value, str):
-            return value
-        return json.dumps(value, ensure_ascii=False, default=str)
+
+def _value(name: str, columns: Mapping[str, Any]) -> str:
+    value = columns.get(name)
+    if value is None:
+        what = "has no value here" if name in columns else "is no column of the data"
+        there = ", ".join(sorted(key for key in columns if columns[key] is not None))
+        raise ConfigError(
+            f"reward.judge.prompt: the field {{{name}}} {what}; there are {there}; for the braces themselves write "
+            f"{{{{{name}}}}}"
+        )
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _columns(request: ScoreRequest) -> dict[str, Any]:
-    """What a template may name; the data's columns give way to the sample's response and its reference answer."""
-    columns = {"question": request.extra.get("prompt"), **request.extra}
-    return {**columns, "source": request.source, "response": request.response, "answer": request.answer}
+def _conversation(judge: Judge.Options, *messages: dict[str, str]) -> list[dict[str, str]]:
+    system = [{"role": "system", "content": judge.system_prompt}] if judge.system_prompt else []
+    return [*system, *messages]
 
 
 def refuse_fields(config: Config, requests: Iterable[ScoreRequest]) -> None:
@@ -135,81 +122,102 @@ _SEED = 0x6A75646765
 """Added to the run's seed: a judge that is the actor's own model draws other numbers than the actor did."""
 
 
-class Reading(Protocol):
-    """One kind of judge.
+class Reading:
+    """What one kind of judge reads of a sample, and how its responses become a reward.
 
     Attributes:
-      num_samples: responses of the judge to each sample.
-      params: how they are drawn.
+      num_samples: responses of the judge to each sample. params: how they are drawn.
+      writes: whether a response of the judge follows what it reads.
     """
 
-    num_samples: int
-    params: SamplingParams
+    num_samples = 1
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    writes: ClassVar[bool]
+
+    def __init__(self, judge: Judge.Options, tokenizer: Tokenizer) -> None:
+        self._judge, self._tokenizer = judge, tokenizer
 
     def ids(self, request: ScoreRequest) -> tuple[int, ...]:
-        """What the judge reads of a sample. Raises ValueError if that cannot be made."""
-        ...
+        """The tokens that the judge reads, at most `max_prompt_tokens`: of a longer response the middle is cut out, and
+        its beginning and its end, where the answer is, stay. Raises ValueError where it is too long without one."""
+        tokenizer, most = self._tokenizer, self._judge.max_prompt_tokens
+        request = replace(request, response=tokenizer.as_text(request.response))
+        ids = self._ids(request)
+        whole = tokenizer.encode(request.response) if len(ids) > most else []
+        kept = len(whole)
+        while len(ids) > most:
+            if kept <= 0:
+                raise ValueError(
+                    f"reward.judge.max_prompt_tokens ({most}) must hold what the judge reads besides the response, "
+                    f"which is {len(ids)} tokens long"
+                )
+            kept = max(kept - max(len(ids) - most, 1), 0)
+            head = kept // 2
+            tail = whole[len(whole) - (kept - head) :] if kept else []
+            cut = tokenizer.decode(whole[:head]) + _CUT + tokenizer.decode(tail) if kept else ""
+            ids = self._ids(replace(request, response=tokenizer.as_text(cut)))
+        return tuple(ids)
 
     def reward(self, samples: Sequence[Sample]) -> tuple[float, dict[str, Any]]:
-        """(reward, values to record) of its responses; an `error` among the values if there is no verdict in them."""
-        ...
+        """(reward, values to record) of the judge's responses; an `error` among the values where they hold none."""
+        raise NotImplementedError
+
+    def _messages(self, request: ScoreRequest) -> list[dict[str, str]]:
+        raise NotImplementedError
+
+    def _ids(self, request: ScoreRequest) -> list[int]:
+        """By the chat template, or as plain text where the model has none."""
+        tokenizer, messages = self._tokenizer, self._messages(request)
+        if not tokenizer.chat_templates:
+            return tokenizer.encode("\n\n".join(message["content"] for message in messages), add_special_tokens=True)
+        variables = self._judge.apply_chat_template_kwargs
+        return tokenizer.encode(tokenizer.apply_chat_template(messages, add_generation_prompt=self.writes, **variables))
 
 
-class WrittenVerdicts:
+class WrittenVerdicts(Reading):
     """A model that writes its verdicts (reward.kind=judge).
 
     Args:
-      stop_token_ids: of the judge's model.
-      seed: the run's.
+      stop_token_ids: of the judge's model. seed: the run's.
     """
+
+    writes = True
 
     def __init__(
         self, judge: Judge.Options, tokenizer: Tokenizer, stop_token_ids: tuple[int, ...], seed: int = 0
     ) -> None:
-        self._text, self._tokenizer, self._most = JudgeText(judge), tokenizer, judge.max_prompt_tokens
-        self._variables = judge.apply_chat_template_kwargs
-        self.num_samples = judge.num_samples
+        super().__init__(judge, tokenizer)
+        self._text, self.num_samples = JudgeText(judge), judge.num_samples
         self.params = SamplingParams(
-            temperature=judge.temperature,
-            max_tokens=judge.max_tokens,
-            stop_token_ids=stop_token_ids,
-            seed=seed + _SEED,
+            temperature=judge.temperature, max_tokens=judge.max_tokens, stop_token_ids=stop_token_ids, seed=seed + _SEED
         )
 
-    def ids(self, request: ScoreRequest) -> tuple[int, ...]:
-        return fitting_ids(request, self._ids, self._tokenizer, self._most)
-
-    def _ids(self, request: ScoreRequest) -> list[int]:
-        return conversation_ids(self._tokenizer, self._text.ask(request), self._variables, asks=True)
+    def _messages(self, request: ScoreRequest) -> list[dict[str, str]]:
+        return self._text.ask(request)
 
     def reward(self, samples: Sequence[Sample]) -> tuple[float, dict[str, Any]]:
         return self._text.read([self._tokenizer.decode(sample.token_ids.tolist()) for sample in samples])
 
 
-class Scalars:
-    """A reward model (reward.kind=model); its number is the reward.
+class Scalars(Reading):
+    """A reward model (reward.kind=model): it reads question and response as a conversation; its number is the reward.
 
     Args:
       pad_id: tokens at a text's end that are not read; None: all are.
     """
 
-    num_samples = 1
-    params = SamplingParams(temperature=0.0, max_tokens=1)
+    writes = False
 
     def __init__(self, judge: Judge.Options, tokenizer: Tokenizer, pad_id: int | None = None) -> None:
-        self._judge, self._tokenizer, self._pad_id = judge, tokenizer, pad_id
+        super().__init__(judge, tokenizer)
+        self._pad_id = pad_id
 
-    def ids(self, request: ScoreRequest) -> tuple[int, ...]:
-        return fitting_ids(request, self._ids, self._tokenizer, self._judge.max_prompt_tokens)
+    def _messages(self, request: ScoreRequest) -> list[dict[str, str]]:
+        question = {"role": "user", "content": str(request.extra.get("question", ""))}
+        return _conversation(self._judge, question, {"role": "assistant", "content": request.response})
 
     def _ids(self, request: ScoreRequest) -> list[int]:
-        messages = [
-            {"role": "user", "content": str(request.extra.get("question", ""))},
-            {"role": "assistant", "content": request.response},
-        ]
-        if self._judge.system_prompt:
-            messages.insert(0, {"role": "system", "content": self._judge.system_prompt})
-        ids = conversation_ids(self._tokenizer, messages, self._judge.apply_chat_template_kwargs, asks=False)
+        ids = super()._ids(request)
         while len(ids) > 1 and ids[-1] == self._pad_id:
             ids.pop()
         return ids
@@ -217,46 +225,3 @@ class Scalars:
     def reward(self, samples: Sequence[Sample]) -> tuple[float, dict[str, Any]]:
         (sample,) = samples  # a reward model's number stands where a token's log-probability does
         return float(sample.sampled_logprobs[0]), {}
-
-
-def conversation_ids(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any], *, asks: bool
-) -> list[int]:
-    """A conversation's token ids, by the chat template, or as plain text where a model has none.
-
-    Args:
-      variables: for the template.
-      asks: whether the model's answer is to follow.
-    """
-    if not tokenizer.chat_templates:
-        return tokenizer.encode("\n\n".join(message["content"] for message in messages), add_special_tokens=True)
-    return tokenizer.encode(tokenizer.apply_chat_template(messages, add_generation_prompt=asks, **variables))
-
-
-def fitting_ids(request: ScoreRequest, ids_of: Any, tokenizer: Tokenizer, most: int) -> tuple[int, ...]:
-    """What `ids_of` makes of a request, with the middle of the response cut out until that is at most `most` ids.
-
-    Raises:
-      ValueError: even without a response it is longer.
-    """
-    request = replace(request, response=tokenizer.as_text(request.response))
-    ids = ids_of(request)
-    whole = tokenizer.encode(request.response) if len(ids) > most else []
-    kept = len(whole)
-    while len(ids) > most:
-        if kept <= 0:
-            raise ValueError(
-                f"reward.judge.max_prompt_tokens ({most}) must hold what the judge reads besides the response, which "
-                f"is {len(ids)} tokens long"
-            )
-        kept = max(kept - max(len(ids) - most, 1), 0)
-        head = kept // 2
-        tail = whole[len(whole) - (kept - head) :] if kept else []
-        cut = tokenizer.decode(whole[:head]) + _CUT + tokenizer.decode(tail) if kept else ""
-        ids = ids_of(replace(request, response=tokenizer.as_text(cut)))
-    return tuple(ids)
-
-
-def verdict_key(key: SampleKey, number: int, num_samples: int) -> SampleKey:
-    """The key of a sample's verdict number `number`, of `num_samples`: all that its tokens depend on."""
-    return replace(key, sample_index=key.sample_index * num_samples + number)

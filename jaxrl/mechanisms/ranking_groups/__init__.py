@@ -31,8 +31,7 @@ from jaxrl.types import Prompt, Sample, SampleKey
 if TYPE_CHECKING:
     from jaxrl.config import Config
     from jaxrl.mechanisms.ranking_groups.next_round_prefetch import WeightBuffer
-    from jaxrl.mechanisms.ranking_groups.outliers import Outliers
-    from jaxrl.mechanisms.ranking_groups.rule import RankedRound, Ranking
+    from jaxrl.mechanisms.ranking_groups.rule import Outliers, RankedRound, Ranking
     from jaxrl.report.charts import Chart
     from jaxrl.report.curves import PagePart
     from jaxrl.report.runs import Run as RecordedRun
@@ -42,11 +41,7 @@ if TYPE_CHECKING:
 
 class RankingGroups(Mechanism):
     """Ranks the prompts of rounds, moves outliers between workers, and has idle workers begin with the next round.
-
-    Args:
-      buffer: the executors, which may have the next weights beside those in use.
-      by: how outliers move.
-    """
+    `by`: how outliers move."""
 
     @dataclass(frozen=True)
     class Options(Checked):
@@ -118,7 +113,6 @@ class RankingGroups(Mechanism):
     def rollout_memory(
         cls, config: Config, num_devices: int, platform: str, weight_bytes: int, is_timeless: bool
     ) -> RolloutMemory | None:
-        """Weights of two versions exist where workers that are done with a round may begin with the next one."""
         if not is_timeless:
             return None
         return RolloutMemory("the next round's weights", {"rollout weights of the next round": weight_bytes})
@@ -197,16 +191,12 @@ class RankingGroups(Mechanism):
     def on_commands(self, commands: Sequence[Command]) -> Sequence[Command]:
         if (step := self._unplaced) is not None:
             commands, self._unplaced = self._ranking.begin(commands, step), None
-        for command in commands:
-            if isinstance(command, Launch):
-                self._launched(command)
-        return commands
-
-    def _launched(self, launch: Launch) -> None:
-        self._num_launched += len(launch.keys)
-        self._num_carried += len(launch.resumed)
-        if self._ranking.now is not self._round:
+        launches = [command for command in commands if isinstance(command, Launch)]
+        self._num_launched += sum(len(launch.keys) for launch in launches)
+        self._num_carried += sum(len(launch.resumed) for launch in launches)
+        if launches and self._ranking.now is not self._round:
             self._round, self._outliers = self._ranking.now, self._ranking.outliers()
+        return commands
 
     def on_finished(self, samples: Sequence[Sample], *, is_stopping: bool) -> None:
         for sample in samples:
@@ -225,16 +215,14 @@ class RankingGroups(Mechanism):
                 self._move(requests[key], self._outliers.rank(key), self._round.ranks)
         self.look()
 
-    def while_waiting(self) -> None:
-        self.look()
-
     def look(self) -> None:
         """Lets idle workers begin with the next round."""
         now_s = self._clock()
-        idle = sum(engine.is_idle for engine in self._engines.engines)
-        self._idle_s += idle * (now_s - self._looked_s)
+        self._idle_s += sum(engine.is_idle for engine in self._engines.engines) * (now_s - self._looked_s)
         self._looked_s = now_s
         self.ahead.look()
+
+    while_waiting = look
 
     def round_cancelled(self) -> None:
         self.ahead.cancel()
@@ -245,9 +233,8 @@ class RankingGroups(Mechanism):
         self._ranking.end()
         workers_s = (self._clock() - self._began_s) * len(self._engines.engines)
         launched = max(self._num_launched, 1)
-        ranked = {"rollout/ranking/groups": 0.0} if self._round is None else self._round.metrics()
         return {
-            **ranked,
+            **({"rollout/ranking/groups": 0.0} if self._round is None else self._round.metrics()),
             "rollout/ranking/moved_share": self._num_moved / launched,
             "rollout/ranking/carried_share": self._num_carried / launched,
             "rollout/ranking/idle_share": self._idle_s / workers_s if workers_s > 0 else 0.0,

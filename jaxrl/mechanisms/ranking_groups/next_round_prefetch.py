@@ -17,51 +17,34 @@ between the two rounds.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from jaxrl.scheduling.rounds.events import NextRoundPrefetch
 from jaxrl.scheduling.tokens.engine import Finished
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.types import Prompt, SampleKey
 
+if TYPE_CHECKING:
+    from jaxrl.rollout.remote import RemoteWorkers
+    from jaxrl.rollout.worker_set import WorkerSet
+    from jaxrl.sim.executor_set import SimulatedExecutorSet
+
+    WeightBuffer = WorkerSet | RemoteWorkers | SimulatedExecutorSet  # with a second copy of the weights
+
 Offer = Callable[[], NextRoundPrefetch | None]
 """What the next round launches; None while its weights are not there."""
 
-Start = Callable[[Prompt, SampleKey, int], int]
-"""Starts a response anew in a worker; returns the id of its request."""
-
-
-class WeightBuffer(Protocol):
-    """Executors with a second copy of the weights (`jaxrl.rollout.worker_set.WorkerSet`)."""
-
-    def buffer_weights(self, train_params: Any, policy_version: int, /) -> None:
-        """Begins to bring the trainer's weights to all workers, beside those in use."""
-        ...
-
-    @property
-    def is_buffered(self) -> bool:
-        """Whether they have arrived."""
-        ...
-
-    def take_buffered(self, worker: int, /) -> None:
-        """A worker without a plan in flight switches to them; waits until they have arrived."""
-        ...
-
 
 class NextRoundPrefetches:
-    """Samples of the next round, parked while the present one runs (`jaxrl.scheduling.mechanism.Parking`).
-
-    Args:
-      weights: gives the trainer's current weights.
-      clock: seconds from any origin.
-    """
+    """Samples of the next round, parked while the present one runs (`jaxrl.scheduling.mechanism.Parking`). `weights`:
+    gives the trainer's current ones."""
 
     def __init__(
         self,
         engines: LocalWorkers,
         buffer: WeightBuffer,
         weights: Callable[[], Any],
-        start: Start,
+        start: Callable[[Prompt, SampleKey, int], int],
         clock: Callable[[], float],
     ) -> None:
         self._engines, self._buffer, self._weights = engines, buffer, weights

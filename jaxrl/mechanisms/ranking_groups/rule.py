@@ -1,12 +1,14 @@
-"""Prompts ranked by the lengths of their last responses, and dealt to workers in turn from the short and the long end.
-
-`Ranking` gives every response that a round starts a worker (`Launch.workers`), and changes nothing else of the
-round.
+"""Prompts ranked by the lengths of their last responses, and dealt to workers in turn from the short and the long end;
+and which responses leave their worker.
 
 Source: RhymeRL §6.2 (HistoPipe). The prompts of a step are ranked by the median length of their last responses and cut
 into N equal groups. Odd steps deal the groups to the workers in ascending order, even steps in descending order, so
 that two steps together load all workers alike, if an idle worker may begin with the next step (`next_round_prefetch`).
-`two_tier` decides how many workers a group gets (§6.4), `outliers` which responses leave their group (§6.3).
+`two_tier` decides how many workers a group gets (§6.4).
+
+A response is an outlier (§6.3) if it is among the last alpha = 10 % of its group's responses *and* longer than beta
+times the largest historical length of the group's prompts, beta = max(1.1, the 75th percentile of the growth of
+response lengths over the last epoch). A prompt's historical length is the median of its last responses (§6.2).
 
 Departures:
 
@@ -20,22 +22,34 @@ Departures:
 - Only what a round launches at its start is ranked, not prompts that dynamic sampling brings in later.
 - t_train is that of the last step whose metrics are written, the step before the paper's if the update has just ended.
   A batch that depends on which responses end first has none, since a clock may not decide what is in a batch.
+- The paper does not say how many "the last 10 %" are of a small group: here the share is rounded up, so that the last
+  response of any group can be an outlier. "Short" groups, whose outliers stay in the step, are those with a longer one
+  still running in it. The outliers of the longest group stay where they are: the paper defers them to the next step,
+  because its batches are oversampled; here that is partial rollout's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxrl.mechanisms.ranking_groups.outliers import Outliers, RankedGroup
-from jaxrl.mechanisms.ranking_groups.two_tier import Load, Part, StepSeconds, WorkerAllocation, allocate, rollout_s
+from jaxrl.mechanisms.ranking_groups.two_tier import (
+    Allotment,
+    ExpectedLoad,
+    StepSeconds,
+    WorkerAllocation,
+    allocate,
+    rollout_s,
+)
 from jaxrl.scheduling.rounds.events import Command, Launch
+from jaxrl.scheduling.rounds.history import HistoryStore
 from jaxrl.types import SampleKey
 
 if TYPE_CHECKING:
@@ -44,29 +58,48 @@ if TYPE_CHECKING:
 SCHEMA = 1
 
 
-class PastLengths(Protocol):
-    """A prompt's last responses, in tokens. Its historical length is their median."""
+@dataclass(frozen=True, slots=True)
+class RankedGroup:
+    """A ranking group as a round launches it."""
 
-    @property
-    def median(self) -> float: ...
-
-    @property
-    def longest(self) -> int: ...
-
-
-class LengthHistory(Protocol):
-    """What ranking needs of the history (`jaxrl.scheduling.rounds.history.HistoryStore`); part of a checkpoint."""
-
-    def lengths(self, index: int, /) -> PastLengths | None:
-        """Of a prompt of the data; None where it has no rollout yet."""
-        ...
-
-    def growths(self) -> np.ndarray:
-        """[N], by which factor the median length of each prompt has grown in its last rollout; of those with two."""
-        ...
+    rank: int  # from 0, the shortest
+    keys: tuple[SampleKey, ...]
+    longest: float | None  # historical length of its prompts, in tokens; None: unknown, so that none is an outlier
 
 
-def ranked(launches: Sequence[Launch], history: LengthHistory) -> list[Launch] | None:
+class Outliers:
+    """Of one round, whose ranking groups are given; `share`: alpha, `factor`: beta."""
+
+    def __init__(self, groups: Iterable[RankedGroup], share: float, factor: float) -> None:
+        groups = list(groups)
+        self._rank_of = {key: group.rank for group in groups for key in group.keys}
+        self._running = {group.rank: dict.fromkeys(group.keys) for group in groups}
+        self._last = {group.rank: math.ceil(share * len(group.keys)) for group in groups}
+        self._limit = {g.rank: math.inf if g.longest is None else factor * g.longest for g in groups}
+        self._named: set[SampleKey] = set()
+
+    def rank(self, key: SampleKey) -> int:
+        """The ranking group of a response that is in one."""
+        return self._rank_of[key]
+
+    def ended(self, key: SampleKey) -> None:
+        """A response has ended or was aborted; ignored if it is in no group."""
+        if key in self._rank_of:
+            self._running[self._rank_of[key]].pop(key, None)
+
+    def take(self, num_tokens: Callable[[SampleKey], int]) -> list[SampleKey]:
+        """The outliers that were not named before, by groups and in the order of launching. `num_tokens`: of a running
+        response, so far."""
+        found: list[SampleKey] = []
+        for rank, running in self._running.items():
+            if 0 < len(running) <= self._last[rank]:
+                longer = (key for key in running if key not in self._named and num_tokens(key) > self._limit[rank])
+                found.extend(longer)
+        self._named.update(found)
+        return found
+
+
+def ranked(launches: Sequence[Launch], history: HistoryStore) -> list[Launch] | None:
     """Launches in the order of the median lengths of their prompts' last responses; None where none is known."""
     medians = {each.prompt.key: history.lengths(each.prompt.index) for each in launches}
     known = {key: lengths.median for key, lengths in medians.items() if lengths is not None}
@@ -103,27 +136,18 @@ def shares(launches: Sequence[Launch], num_workers: int) -> list[list[SampleKey]
 
 
 def worker_order(num_workers: int, step: int) -> list[int]:
-    """The workers in the order in which they get groups, the shortest first: as they are numbered in odd steps, the
-    last one first in even steps."""
+    """The workers in the order in which they get groups, the shortest first."""
     return list(range(num_workers)) if step % 2 else list(reversed(range(num_workers)))
 
 
 @dataclass(frozen=True, slots=True)
 class RankedRound:
-    """The launches of a round, ranked and dealt.
+    """The launches of a round, ranked and dealt."""
 
-    Attributes:
-      step: the training step that it is for.
-      worker_of: the worker of each response.
-      groups: the ranking groups, the shortest first.
-      ranks: by worker, the longest ranking group that it serves.
-      allocation: how the groups share the workers.
-    """
-
-    step: int
+    step: int  # the training step that it is for
     worker_of: Mapping[SampleKey, int]
-    groups: tuple[RankedGroup, ...]
-    ranks: Mapping[int, int]
+    groups: tuple[RankedGroup, ...]  # the shortest first
+    ranks: Mapping[int, int]  # by worker, the longest ranking group that it serves
     allocation: WorkerAllocation
 
     def placed(self, launch: Launch) -> Launch:
@@ -140,32 +164,25 @@ class RankedRound:
 
 
 class Ranking:
-    """Ranks rounds.
+    """Gives every response that a round starts a worker (`Launch.workers`).
 
     Args:
-      history: lengths of earlier responses.
       step_s: predicts a decode step of a worker; None: workers in equal shares.
       is_timed: whether the share of workers may depend on how long the last update took.
-
-    Attributes:
-      now: the round under way; None: it is not ranked.
     """
 
     def __init__(
         self,
         options: RankingGroups.Options,
         num_workers: int,
-        history: LengthHistory,
+        history: HistoryStore,
         step_s: StepSeconds | None = None,
         *,
         is_timed: bool = True,
     ) -> None:
-        self.options = options
-        self.now: RankedRound | None = None
-        self._num_workers = num_workers
-        self._history = history
-        self._step_s = step_s if options.two_tier else None
-        self._is_timed = is_timed
+        self.options, self._num_workers, self._history = options, num_workers, history
+        self._step_s, self._is_timed = step_s if options.two_tier else None, is_timed
+        self.now: RankedRound | None = None  # the round under way, if it is ranked
         self._train_s, self._tokens_per_step = 0.0, 1.0
         self._next: RankedRound | None = None  # began ahead
 
@@ -184,7 +201,6 @@ class Ranking:
         return [] if self._next is None else [self._next.placed(launch) for launch in launches]
 
     def end(self) -> None:
-        """The round under way has ended."""
         self.now = None
 
     def outliers(self) -> Outliers | None:
@@ -233,18 +249,18 @@ class Ranking:
         worker_of, ranks = _dealt(members, allocation.parts, worker_order(self._num_workers, step))
         return RankedRound(step, worker_of, tuple(groups), ranks, allocation)
 
-    def _loads(self, launches: Sequence[Launch]) -> list[Load]:
+    def _loads(self, launches: Sequence[Launch]) -> list[ExpectedLoad]:
         """The expected load of a group: of each prompt one response as long as its longest was, and the others of its
         historical length. Prompts without history are left out."""
-        loads: list[Load] = []
+        loads: list[ExpectedLoad] = []
         for launch in launches:
             if (lengths := self._history.lengths(launch.prompt.index)) is not None:
-                loads += [Load(lengths.median, len(launch.keys) - 1), Load(float(lengths.longest), 1)]
+                loads += [ExpectedLoad(lengths.median, len(launch.keys) - 1), ExpectedLoad(float(lengths.longest), 1)]
         return loads
 
 
 def _dealt(
-    members: Sequence[Sequence[Launch]], parts: Collection[Part], order: Sequence[int]
+    members: Sequence[Sequence[Launch]], parts: Collection[Allotment], order: Sequence[int]
 ) -> tuple[dict[SampleKey, int], dict[int, int]]:
     """The worker of each response, and each worker's longest ranking group."""
     worker_of: dict[SampleKey, int] = {}

@@ -25,8 +25,7 @@ Departures:
   runs of equal length, and groups move in place of workers.
 - tau is worked out from the time of a decode step (`rollout_s`): a step has as many rows as have not ended. The paper
   looks it up in a table of whole rollouts, by the mean length of the group. What a worker waits for is its longest
-  response, so here each prompt has one as long as its longest was, and the others of its median length. (On a modelled
-  machine, 64 prompts × 8 on 16 workers, shares by mean lengths alone were slower than equal ones; 2026-11-23.)
+  response, so here each prompt has one as long as its longest was, and the others of its median length.
 """
 
 from __future__ import annotations
@@ -44,22 +43,20 @@ StepSeconds = Callable[[float, float], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ExpectedLoad:
     """Responses of a length, in tokens, and their number; of a share of a group it need not be whole."""
 
     length: float
     responses: float
 
 
-Group = Sequence[Load]
-"""A ranking group."""
-
-Tau = Callable[[Sequence[Load]], float]
+Group = Sequence[ExpectedLoad]
+Tau = Callable[[Sequence[ExpectedLoad]], float]
 """What one worker has -> the seconds until the last of it has ended; never less for more responses or longer ones."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Allotment:
     """Neighbouring ranking groups `first` to `last` (included) on `num_workers` workers of their own."""
 
     first: int
@@ -69,24 +66,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class WorkerAllocation:
-    """Which workers serve which ranking groups.
+    """Which workers serve which ranking groups."""
 
-    Attributes:
-      parts: in the order of the ranks; each group is in one of them, and their workers add up to all there are.
-      is_feasible: whether targets on a line can be met; False: they cannot, or nothing predicts times.
-    """
-
-    parts: tuple[Part, ...]
-    is_feasible: bool
+    parts: tuple[Allotment, ...]  # in the order of the ranks; each group is in one, and their workers are all there are
+    is_feasible: bool  # whether targets on a line can be met; False also where nothing predicts times
 
 
-def rollout_s(loads: Sequence[Load], step_s: StepSeconds, tokens_per_step: float = 1.0) -> float:
-    """Seconds in which one worker decodes `loads` all at once.
-
-    Args:
-      step_s: of a decode step.
-      tokens_per_step: tokens that a response gains per decode step; more than 1 with speculation.
-    """
+def rollout_s(loads: Sequence[ExpectedLoad], step_s: StepSeconds, tokens_per_step: float = 1.0) -> float:
+    """Seconds in which one worker decodes `loads` all at once. `tokens_per_step`: that a response gains in a decode
+    step; more than 1 with speculation."""
     seconds, done, rows = 0.0, 0.0, sum(load.responses for load in loads)
     for load in sorted(loads, key=lambda one: one.length):
         steps = (load.length - done) / tokens_per_step
@@ -96,26 +84,20 @@ def rollout_s(loads: Sequence[Load], step_s: StepSeconds, tokens_per_step: float
     return seconds
 
 
-def equal_shares(num_groups: int, num_workers: int) -> tuple[Part, ...]:
+def equal_shares(num_groups: int, num_workers: int) -> tuple[Allotment, ...]:
     """Workers in equal shares, sizes differing by one at most: of more workers than groups, the longest groups get one
     more; of fewer, the first workers get the shortest groups, and one more of them."""
     if num_workers >= num_groups:
         each, over = divmod(num_workers, num_groups)
-        return tuple(Part(i, i, each + (i >= num_groups - over)) for i in range(num_groups))
+        return tuple(Allotment(i, i, each + (i >= num_groups - over)) for i in range(num_groups))
     each, over = divmod(num_groups, num_workers)
     sizes = [each + (worker < over) for worker in range(num_workers)]
-    return tuple(Part(sum(sizes[:j]), sum(sizes[: j + 1]) - 1, 1) for j in range(num_workers))
+    return tuple(Allotment(sum(sizes[:j]), sum(sizes[: j + 1]) - 1, 1) for j in range(num_workers))
 
 
 def allocate(groups: Sequence[Group], num_workers: int, tau: Tau | None, train_s: float = 0.0) -> WorkerAllocation:
-    """Maps ranking groups to workers.
-
-    Args:
-      groups: what the ranking groups hold, the shortest first.
-      num_workers: to share out; all of them are.
-      tau: predicts a worker's time; None: equal shares.
-      train_s: t_train, how long the last update took.
-    """
+    """Maps ranking groups, the shortest first, to workers. `tau`: predicts a worker's time (None: equal shares);
+    `train_s`: t_train, how long the last update took."""
     assert groups, "no ranking groups"
     assert num_workers >= 1, "no workers"
     if tau is None:
@@ -136,7 +118,7 @@ def _pairs(times: Sequence[float], train_s: float) -> list[float]:
     return [max(here, train_s) + there for here, there in zip(times, reversed(times), strict=True)]
 
 
-def _climbed(split: _Spread | _Runs, parts: tuple[Part, ...], train_s: float) -> tuple[Part, ...]:
+def _climbed(split: _Spread | _Runs, parts: tuple[Allotment, ...], train_s: float) -> tuple[Allotment, ...]:
     """These parts, after the moves from one part to another that shorten two steps most, until none does. Of equal
     ones the other workers' two steps count, the longest first."""
 
@@ -146,17 +128,17 @@ def _climbed(split: _Spread | _Runs, parts: tuple[Part, ...], train_s: float) ->
     sizes = [part.num_workers + part.last - part.first for part in parts]  # workers of a group, or groups of a worker
     while True:
         pairs = permutations(range(len(sizes)), 2)
-        moves = (_moved(sizes, i, j, count) for i, j in pairs for count in range(1, sizes[i]))
+        moves = (
+            [size + count * ((place == j) - (place == i)) for place, size in enumerate(sizes)]
+            for i, j in pairs
+            for count in range(1, sizes[i])
+        )
         if cost(nearest := min(moves, key=cost, default=sizes)) >= cost(sizes):
             return split.parts(sizes)
         sizes = nearest
 
 
-def _moved(sizes: Sequence[int], i: int, j: int, count: int) -> list[int]:
-    return [size + count * ((place == j) - (place == i)) for place, size in enumerate(sizes)]
-
-
-def _lines(split: _Spread | _Runs, t0: float) -> Iterator[tuple[Part, ...]]:
+def _lines(split: _Spread | _Runs, t0: float) -> Iterator[tuple[Allotment, ...]]:
     """What meets the targets from `t0` on with smaller and smaller d, down to the smallest that is feasible, to
     `PRECISION_S`; nothing where none is."""
     low, high = 0.0, max(split.most_s - t0, 0.0) / max(split.num_targets - 1, 1)
@@ -180,7 +162,11 @@ def _met(seconds: float, target_s: float) -> bool:
 
 
 class _Spread:
-    """At least as many workers as groups: each group has workers of its own."""
+    """At least as many workers as groups: each group has workers of its own.
+
+    Here and in `_Runs` are `starts` what t0 can be, `times` those of the workers in the order of the parts, and
+    `parts` those of given sizes. `meeting` returns parts that meet targets; None: there are none.
+    """
 
     def __init__(self, groups: Sequence[Group], num_workers: int, tau: Tau) -> None:
         self._num_workers = num_workers
@@ -188,21 +174,19 @@ class _Spread:
         most = num_workers - len(groups) + 1  # MAX_WKS
         # [group][workers - 1]
         self._s = [
-            [tau([Load(load.length, load.responses / k) for load in group]) for k in range(1, most + 1)]
+            [tau([ExpectedLoad(load.length, load.responses / k) for load in group]) for k in range(1, most + 1)]
             for group in groups
         ]
         self.most_s = self._s[-1][0]
 
     def starts(self) -> list[float]:
-        """What t0 can be."""
         return self._s[0]
 
-    def times(self, parts: Sequence[Part]) -> list[float]:
-        """Of each worker, in the order of the parts."""
+    def times(self, parts: Sequence[Allotment]) -> list[float]:
         return [self._s[part.first][part.num_workers - 1] for part in parts for _ in range(part.num_workers)]
 
-    def meeting(self, t0: float, d: float) -> tuple[Part, ...] | None:
-        """The fewest workers for each group that meet its target, those left over shared out; None: too few."""
+    def meeting(self, t0: float, d: float) -> tuple[Allotment, ...] | None:
+        """The fewest workers for each group, those left over shared out."""
         counts: list[int] = []
         for i, times in enumerate(self._s):
             fewest = bisect_left(times, True, key=partial(_met, target_s=t0 + i * d)) + 1
@@ -215,9 +199,8 @@ class _Spread:
             counts[max(range(len(counts)), key=lambda i: (self._s[i][counts[i] - 1], i))] += 1
         return self.parts(counts)
 
-    def parts(self, sizes: Sequence[int]) -> tuple[Part, ...]:
-        """Groups with these numbers of workers."""
-        return tuple(Part(i, i, count) for i, count in enumerate(sizes))
+    def parts(self, sizes: Sequence[int]) -> tuple[Allotment, ...]:
+        return tuple(Allotment(i, i, count) for i, count in enumerate(sizes))
 
 
 class _Runs:
@@ -230,19 +213,16 @@ class _Runs:
         self.most_s = self._s(0, len(groups))
 
     def starts(self) -> list[float]:
-        """What t0 can be."""
         return [self._s(0, end) for end in range(1, self._num_groups - self._num_workers + 2)]
 
-    def times(self, parts: Sequence[Part]) -> list[float]:
-        """Of each worker, in the order of the parts."""
+    def times(self, parts: Sequence[Allotment]) -> list[float]:
         return [self._s(part.first, part.last + 1) for part in parts]
 
-    def parts(self, sizes: Sequence[int]) -> tuple[Part, ...]:
-        """Runs of these numbers of groups."""
-        return tuple(Part(first, end - 1, 1) for first, end in pairwise(accumulate(sizes, initial=0)))
+    def parts(self, sizes: Sequence[int]) -> tuple[Allotment, ...]:
+        return tuple(Allotment(first, end - 1, 1) for first, end in pairwise(accumulate(sizes, initial=0)))
 
-    def meeting(self, t0: float, d: float) -> tuple[Part, ...] | None:
-        """Runs that meet the targets, the first as long as they can be; None: some group would be left."""
+    def meeting(self, t0: float, d: float) -> tuple[Allotment, ...] | None:
+        """Runs of which the first are as long as they can be; None also where some group would be left."""
         sizes: list[int] = []
         first, count = 0, self._num_groups
         for worker in range(self._num_workers):

@@ -19,18 +19,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from annotated_types import Ge, Interval
 
-from jaxrl.mechanisms.speculation.index import DraftIndex
-from jaxrl.mechanisms.speculation.index_builder import Building, IndexBuilder, draft_lengths, history_store
-from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, StepCosts, Window, default_verify_tokens
+from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, DraftWindow, StepCosts, default_verify_tokens
 from jaxrl.scheduling.mechanism import Mechanism, RolloutMemory, RoundEnd, RoundInfo
 from jaxrl.scheduling.rounds.history import HistoryStore
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.schema.declared import MAX_INT, Cap, Checked
-from jaxrl.types import Group, Prompt
+from jaxrl.types import Prompt
 
 if TYPE_CHECKING:
     from jaxrl.config import Config
+    from jaxrl.mechanisms.speculation.index import Building, IndexBuilder
     from jaxrl.mechanisms.speculation.proposer import Drafting
     from jaxrl.report.charts import Chart
     from jaxrl.report.curves import PagePart
@@ -42,12 +41,8 @@ if TYPE_CHECKING:
 
 
 class Speculation(Mechanism):
-    """Keeps the responses of earlier rounds, and gives new requests indexes to draft from.
-
-    Args:
-      store: of responses; batch rules may read it.
-      builder: of indexes; None where lengths alone are kept.
-    """
+    """Keeps the responses of earlier rounds, and gives new requests indexes to draft from. `builder`: None where
+    lengths alone are kept."""
 
     @dataclass(frozen=True)
     class Options(Checked):
@@ -124,7 +119,6 @@ class Speculation(Mechanism):
 
     @classmethod
     def note(cls, config: Config) -> str | None:
-        """Says where plans verify without knowing whether that pays."""
         spec = config.rollout.speculation
         if spec.max_batch or config.rollout.layout.profile:
             return None
@@ -137,7 +131,6 @@ class Speculation(Mechanism):
     def rollout_memory(
         cls, config: Config, num_devices: int, platform: str, weight_bytes: int, is_timeless: bool
     ) -> RolloutMemory | None:
-        """Indexes, for which a dp group of `rollout.max_num_seqs` rows has room, and the tokens that a step checks."""
         drafting, spec, name = proposer(config, platform), config.rollout.speculation, "draft indexes"
         assert drafting is not None
         return RolloutMemory(
@@ -157,14 +150,16 @@ class Speculation(Mechanism):
 
     @classmethod
     def build(cls, run: Run) -> Self | None:
+        from jaxrl.mechanisms.speculation.index import DraftIndex, history_store
+
         options, builder = run.config.rollout.speculation, None
         if not options.enable and not run.config.rollout.ranking_groups.enable:
             return None
         if options.enable:
             run.executors.share(DraftIndex)
             builder = run.machine.index_builder()
+            run.machine.on_close(builder.close)
         session = cls(history_store(options), builder)
-        run.machine.on_close(session.close)
         run.history = session.store
         return session
 
@@ -179,42 +174,32 @@ class Speculation(Mechanism):
     # -- the backend's hooks -----------------------------------------------------------------------------------------
 
     def round_begins(self, info: RoundInfo) -> None:
-        """Evaluations neither draft nor are remembered. Raises what a build has raised that ended in the meantime, also
-        where no request would need its index."""
+        """Raises what a build has raised that ended in the meantime, also where no request would need its index."""
         self._is_training = info.is_training
         for index in [index for index, building in self._begun.items() if building.is_done]:
             self._begun.pop(index).take()
 
     def on_request(self, request: Request, prompt: Prompt) -> Request:
-        index = self.index_of(prompt)
-        return request if index is None else replace(request, history=index)
-
-    def index_of(self, prompt: Prompt) -> DraftIndex | None:
-        """The index that a new request of a prompt drafts from, if any."""
-        if self._builder is None or not self._is_training:
-            return None
         building = self._indexes.get(prompt.index)
-        return None if building is None else self._builder.take(building)
+        if self._builder is None or building is None or not self._is_training:
+            return request
+        return replace(request, history=self._builder.take(building))
 
     def round_ends(self, end: RoundEnd) -> dict[str, float]:
-        return self.end(end.scored, end.done)
-
-    def end(self, groups: Sequence[Group], counts: Counters) -> dict[str, float]:
-        """Takes in the scored groups of a round (trained on, or filtered), and begins their indexes. Returns its
-        metrics."""
+        """Takes in the scored groups of a round, and begins their indexes."""
         if not self._is_training:
             return {}
         self._is_training = False
         if self._builder is not None:  # those of the round before: there since an update ago
             for index in self.store.unsettled():
                 self.store.settle(index, self._builder.take(self._indexes[index]).num_bytes)
-        changed = self.store.add(groups)
+        changed = self.store.add(end.scored)
         if self._builder is None:
             return {}
         self._begin(changed)
         before = self._measured
         self._measured = now = (self._builder.build_s, self._builder.wait_s, self.store.num_evicted)
-        return spec_metrics(counts) | {
+        return spec_metrics(end.done) | {
             "rollout/spec/index_bytes": float(self.store.num_bytes),
             "rollout/spec/evicted_prompts": float(now[2] - before[2]),
             "rollout/spec/build_s": now[0] - before[0],
@@ -223,10 +208,6 @@ class Speculation(Mechanism):
 
     def round_cancelled(self) -> None:
         self._is_training = False
-
-    def close(self) -> None:
-        if self._builder is not None:
-            self._builder.close()
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -241,7 +222,7 @@ class Speculation(Mechanism):
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _begin(self, changed: Sequence[int]) -> None:
-        """Begins the indexes of these prompts, and drops those of prompts that the store no longer keeps."""
+        """Begins indexes, and drops those of prompts that the store no longer keeps."""
         if self._builder is None:
             return
         kept = {*self.store.prompts()}.difference(changed)
@@ -269,25 +250,18 @@ def spec_metrics(counts: Counters) -> dict[str, float]:
 
 
 def draft_config(config: Config, platform: str, costs: StepCosts | None = None) -> DraftConfig | None:
-    """When plans verify drafts, by `rollout.speculation`; None: never.
-
-    Args:
-      platform: of the rollout's devices (`cpu`, `gpu`, ...).
-      costs: what steps take; None: not known.
-    """
+    """When plans verify drafts, by `rollout.speculation`; None: never. `platform`: of the rollout's devices; `costs`:
+    what steps take, if that is known."""
     spec = config.rollout.speculation
     if not spec.enable:
         return None
-    window = Window(spec.min_window, spec.window_step, spec.max_window)
+    window = DraftWindow(spec.min_window, spec.window_step, spec.max_window)
     return DraftConfig(window, spec.verify_tokens or default_verify_tokens(platform), spec.max_batch, costs)
 
 
 def proposer(config: Config, platform: str) -> Drafting | None:
-    """What an executor that verifies drafts is built for; None where `rollout.speculation` is off.
-
-    Args:
-      platform: of the rollout's devices.
-    """
+    """What an executor that verifies drafts is built for; None where `rollout.speculation` is off."""
+    from jaxrl.mechanisms.speculation.index import draft_lengths
     from jaxrl.mechanisms.speculation.proposer import Drafting
 
     drafts, spec = draft_config(config, platform), config.rollout.speculation
@@ -310,13 +284,8 @@ def verify_rule(
     profile: Profile | None = None,
     row_sizes: Mapping[int, Sequence[int]] | None = None,
 ) -> Callable[[], DraftRule] | None:
-    """Makes what says which plans of an executor verify; None where `rollout.speculation` is off.
-
-    Args:
-      profile: checked; None: nothing reads it. row_sizes: as in `step_costs`, where there is a profile.
-
-    Raises ConfigError as `step_costs` does.
-    """
+    """Makes what says which plans of an executor verify; None where `rollout.speculation` is off. `profile`,
+    `row_sizes`: as in `step_costs`, where the profile is read. Raises ConfigError as `step_costs` does."""
     costs = None
     if profile is not None and row_sizes is not None and Speculation.reads_profile(config):
         costs = step_costs(config, profile, executor, row_sizes)
@@ -327,15 +296,9 @@ def verify_rule(
 def step_costs(
     config: Config, profile: Profile, executor: MeshExecutor | RemoteExecutor, row_sizes: Mapping[int, Sequence[int]]
 ) -> StepCosts:
-    """What the steps of an executor take, in the layout that it has when it is asked.
-
-    Args:
-      profile: checked; nothing that is measured in the run changes what it says, so plans do not depend on a clock.
-      row_sizes: row counts of its programs, by degree.
-
-    Raises:
-      ConfigError: the profile has no steps that verify drafts, or of other widths.
-    """
+    """What the steps of an executor take, in the layout that it has when it is asked. `profile`: nothing that is
+    measured in the run changes what it says, so plans do not depend on a clock; `row_sizes`: row counts of programs, by
+    degree. Raises ConfigError where the profile has no steps that verify drafts, or of other widths."""
     from jaxrl.config import ConfigError
     from jaxrl.scheduling.layouts.latency import LatencyPredictor
 

@@ -1,11 +1,12 @@
-"""An index over a prompt's earlier responses, from which drafts of a new response are taken.
+"""An index over a prompt's earlier responses, from which drafts of a new response are taken; and who builds it.
 
 It consists of flat integer arrays, so that a device can look drafts up inside its decode loop (`jaxrl.rollout.verify`),
 by the rule of `DraftIndex.find`.
 
 Source: RhymeRL §5.3 (HistoSpec): a suffix tree for each prompt; the priority of a node is the sum of the rewards of the
 responses that run through it, once per occurrence; of several continuations the one with the highest priority is
-followed. A context of 7 tokens is looked for first, then shorter ones down to 3 (§5.4).
+followed. A context of 7 tokens is looked for first, then shorter ones down to 3 (§5.4). History workers build indexes
+asynchronously, because a prompt comes again only an epoch later.
 
 Departures:
 
@@ -17,6 +18,8 @@ Departures:
   numpy: O(n) memory, and log2(max_prefix + max_draft) sorts. docs/performance.md has figures.
 - A response is preceded by `START` markers, which count as tokens of a context: the first tokens of a response can be
   drafted as well.
+- One thread builds indexes, and no processes. numpy sorts without the interpreter's lock, and an index need not be sent
+  anywhere; docs/performance.md has both measured.
 
 Of two continuations the one is followed that, in this order, is not the end of a response; has the higher priority;
 occurs more often; has the higher sum of rewards; is in the later response, or later in the same. The paper does not
@@ -26,41 +29,34 @@ they add nothing to a priority here, and neither another occurrence nor a higher
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-START = -2
-"""Precedes the first token of a response, `max_prefix` times."""
+from jaxrl.scheduling.rounds.history import HistoryStore, PromptHistory
 
-END = -1
-"""Follows the last token of a response."""
+if TYPE_CHECKING:
+    from jaxrl.mechanisms.speculation import Speculation
+    from jaxrl.record.timeline import Timeline
 
-MAX_PROBES = 16
-"""The most contexts that share a bucket of the hash table."""
+START = -2  # precedes the first token of a response, `max_prefix` times
+END = -1  # follows the last token of a response
+MAX_PROBES = 16  # the most contexts that share a bucket of the hash table
 
 
 @dataclass(frozen=True, slots=True)
 class DraftLengths:
-    """The contexts that an index holds, and how far it tells drafts apart.
-
-    Attributes:
-      min_prefix, max_prefix: tokens of the shortest and the longest context.
-      max_draft: tokens of the longest draft.
-    """
+    """Tokens of the shortest and the longest context that an index holds, and of the longest draft that it tells from
+    others."""
 
     min_prefix: int = 3
     max_prefix: int = 7
     max_draft: int = 32
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.min_prefix <= self.max_prefix <= 64 or self.max_draft < 1:
-            raise ValueError(
-                f"rollout.speculation: min_prefix ({self.min_prefix}) must be in [1, max_prefix ({self.max_prefix})], "
-                f"max_prefix at most 64, and max_window ({self.max_draft}) at least 1"
-            )
 
     @property
     def num_prefixes(self) -> int:
@@ -80,22 +76,18 @@ class DraftIndex:
     """The index of one prompt. Equal only to itself, so it can be a key.
 
     Attributes:
-      lengths: of contexts and drafts.
-      text: int32 [N]: every response, `max_prefix` times `START` before it and `END` behind it.
       first: int32 [B + 1], B a power of two: bucket b of the hash table is `places[first[b] : first[b + 1]]`, with at
         most `MAX_PROBES` entries.
       places: int32 [E]: `place * num_prefixes + m - min_prefix` for a context of m tokens that ends before
         `text[place]`, the first token of its draft.
-      salt: what the hash of a context begins with.
-      num_tokens: of all responses.
     """
 
     lengths: DraftLengths
-    text: np.ndarray
+    text: np.ndarray  # int32 [N]: every response, `max_prefix` times `START` before it and `END` behind it
     first: np.ndarray
     places: np.ndarray
-    salt: int
-    num_tokens: int
+    salt: int  # the hash of a context begins with it
+    num_tokens: int  # of all responses
 
     @property
     def num_bytes(self) -> int:
@@ -105,15 +97,8 @@ class DraftIndex:
     def build(
         cls, responses: Sequence[np.ndarray], weights: Sequence[float], lengths: DraftLengths = DraftLengths()
     ) -> DraftIndex:
-        """The index over these responses, older ones first.
-
-        Args:
-          responses: token ids, each [T] with T >= 0 and ids >= 0.
-          weights: of each response: its reward.
-
-        Raises:
-          ValueError: as many weights as responses are needed, and they must be finite.
-        """
+        """The index over these responses, older ones first: token ids, each [T] with T >= 0 and ids >= 0. `weights`:
+        the reward of each. Raises ValueError where one is missing or not finite."""
         if len(responses) != len(weights) or not np.isfinite(weights).all():
             raise ValueError(
                 f"a draft index of {len(responses)} responses needs as many finite weights, found {list(weights)!r}"
@@ -157,11 +142,8 @@ def num_buckets(num_places: int) -> int:
 
 
 def context_hashes(recent: Any, salt: Any) -> Any:
-    """uint32 [R, P]: the hashes of the last 1 .. P tokens of int32 [R, P]; of numpy or jax arrays alike.
-
-    Args:
-      salt: uint32, one for all rows or [R].
-    """
+    """uint32 [R, P]: the hashes of the last 1 .. P tokens of int32 [R, P]; of numpy or jax arrays alike. `salt`:
+    uint32, one for all rows or [R]."""
     tokens = recent.astype(np.uint32)
     running, hashes = salt * np.uint32(0x9E3779B1), []
     for i in range(tokens.shape[1] - 1, -1, -1):
@@ -266,3 +248,106 @@ def _hashed(
     entries = place * lengths.num_prefixes + size - lengths.min_prefix
     first = np.concatenate([[0], np.cumsum(counts)])
     return first.astype(np.int32), entries[np.argsort(bucket, kind="stable")].astype(np.int32)
+
+
+# -- beside the update -------------------------------------------------------------------------------------------------
+
+TRACK = "history"  # of the timeline
+
+
+def draft_lengths(options: Speculation.Options) -> DraftLengths:
+    return DraftLengths(options.min_prefix, options.max_prefix, options.max_window)
+
+
+def index_bytes(lengths: DraftLengths, num_responses: int, num_tokens: int) -> int:
+    """The most that an index over so many responses with so many tokens together takes."""
+    places = lengths.num_places(num_tokens)
+    return 4 * (lengths.text_size(num_responses, num_tokens) + places + num_buckets(places) + 1)
+
+
+def history_store(options: Speculation.Options) -> HistoryStore:
+    """An empty store for `rollout.speculation`; where that is off, of lengths alone."""
+    if not options.enable:
+        return HistoryStore(0)
+    lengths = draft_lengths(options)
+    return HistoryStore(
+        options.epochs, options.max_bytes, lambda responses, tokens: index_bytes(lengths, responses, tokens)
+    )
+
+
+def build_index(history: PromptHistory, options: Speculation.Options) -> DraftIndex:
+    """The index over a prompt's last responses, weighted by their rewards."""
+    responses = [response for rollout in history.rollouts for response in rollout.responses()]
+    rewards = np.concatenate([rollout.rewards for rollout in history.rollouts])
+    return DraftIndex.build(responses, rewards.tolist(), draft_lengths(options))
+
+
+class Building:
+    """An index that is being built (`IndexBuilder.begin`)."""
+
+    __slots__ = ("_at_once", "_future", "_index")
+
+    def __init__(self, future: Future[DraftIndex], at_once: Callable[[], DraftIndex]) -> None:
+        self._future, self._at_once = future, at_once
+        self._index: DraftIndex | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self._index is not None or self._future.done()
+
+    def take(self) -> DraftIndex:
+        """The index; waits for it, or builds it here if the thread has not begun. Raises what its build has raised."""
+        if self._index is None:
+            self._index = self._at_once() if self._future.cancel() else self._future.result()
+        return self._index
+
+    def drop(self) -> None:
+        self._future.cancel()
+
+
+class IndexBuilder:
+    """Builds indexes in a thread, first come, first served. `build_s`: seconds of builds in the thread; `wait_s`: in
+    which `take` has blocked."""
+
+    def __init__(
+        self,
+        options: Speculation.Options,
+        timeline: Timeline | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.build_s = self.wait_s = 0.0
+        self._options, self._timeline, self._clock = options, timeline, clock
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix=TRACK)
+
+    def begin(self, index: int, history: PromptHistory) -> Building:
+        def beside() -> DraftIndex:
+            began = self._clock()
+            history.pack()  # else a checkpoint would do it between two steps
+            built = self._built(TRACK, index, history)
+            self.build_s += self._clock() - began
+            return built
+
+        return Building(self._threads.submit(beside), lambda: self._built(f"{TRACK} at once", index, history))
+
+    def take(self, building: Building) -> DraftIndex:
+        """As `Building.take`."""
+        if building.is_done:
+            return building.take()
+        began = self._clock()
+        try:
+            return building.take()
+        finally:
+            self.wait_s += self._clock() - began
+
+    def close(self) -> None:
+        """Ends the thread; builds that have not begun are dropped."""
+        self._threads.shutdown(cancel_futures=True)
+
+    def _built(self, track: str, index: int, history: PromptHistory) -> DraftIndex:
+        drawn = {"prompt": index, "tokens": history.num_tokens}
+        with nullcontext() if self._timeline is None else self._timeline.span(track, "build", **drawn):
+            try:
+                return build_index(history, self._options)
+            except Exception as error:
+                error.add_note(f"while the draft index of prompt {index} was built ({history.num_tokens} tokens)")
+                raise

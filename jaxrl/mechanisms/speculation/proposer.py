@@ -31,7 +31,7 @@ from jaxrl.mechanisms.speculation.index import (
     context_hashes,
     num_buckets,
 )
-from jaxrl.mechanisms.speculation.rule import Window, draft_width
+from jaxrl.mechanisms.speculation.rule import DraftWindow, draft_width
 from jaxrl.rollout.proposals import Proposed
 from jaxrl.rollout.verify import leading
 
@@ -49,32 +49,14 @@ class IndexArrays(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """How an executor drafts (`jaxrl.rollout.proposals.Proposer`).
+    """How an executor drafts (`jaxrl.rollout.proposals.Proposer`)."""
 
-    Attributes:
-      num_responses, num_tokens: the most responses, and the most tokens of them together, that an index is made of.
-      verify_tokens: drafted tokens that a step verifies per dp group, all rows together.
-      lengths: of contexts and drafts, those of every index.
-      window: of every row.
-      num_indexes: places for indexes per dp group; 0: as many as it has rows.
-
-    Raises:
-      ValueError: windows that are longer than the drafts of an index.
-    """
-
-    num_responses: int
-    num_tokens: int
-    verify_tokens: int
-    lengths: DraftLengths = field(default_factory=DraftLengths)
-    window: Window = field(default_factory=Window)
-    num_indexes: int = 0
-
-    def __post_init__(self) -> None:
-        if self.window.most > self.lengths.max_draft:
-            raise ValueError(
-                f"drafts of {self.window.most} tokens (rollout.speculation.max_window) from indexes that tell "
-                f"{self.lengths.max_draft} tokens apart"
-            )
+    num_responses: int  # the most that an index is made of
+    num_tokens: int  # the most of them together
+    verify_tokens: int  # drafted tokens that a step verifies per dp group, all rows together
+    lengths: DraftLengths = field(default_factory=DraftLengths)  # those of every index
+    window: DraftWindow = field(default_factory=DraftWindow)  # of every row; at most `lengths.max_draft`
+    num_indexes: int = 0  # places for indexes per dp group; 0: as many as it has rows
 
     @property
     def num_recent(self) -> int:
@@ -170,17 +152,8 @@ class Drafting:
 
 
 class DeviceIndexes:
-    """Which index lies in which place of each dp group.
-
-    Args:
-      drafting: sizes.
-      arrays: the places, on the devices, blank.
-
-    Attributes:
-      arrays: as they are now.
-      uploads: indexes uploaded so far.
-      unplaced: rows of plans whose index found no place.
-    """
+    """Which index lies in which place of each dp group. `arrays`: the places, on the devices, blank at first;
+    `uploads`: indexes uploaded so far; `unplaced`: rows of plans whose index found no place."""
 
     def __init__(self, drafting: Drafting, arrays: IndexArrays) -> None:
         self.drafting, self.arrays = drafting, arrays
@@ -194,13 +167,8 @@ class DeviceIndexes:
         named: Iterable[tuple[int, DraftIndex]],
         write: Callable[[IndexArrays, np.ndarray, IndexArrays], IndexArrays],
     ) -> list[int]:
-        """Uploads the indexes of a plan's rows that are missing, and returns the place of each.
-
-        Args:
-          named: (dp group, index) of every row that has one. Where a group names more than it has places, the last
-            ones get none: their number is `num_places`, which no row is looked up in.
-          write: the compiled `Drafting.upload`.
-        """
+        """Uploads the indexes of a plan's rows that are missing, and returns the place of each; as
+        `jaxrl.rollout.proposals.DeviceHistories.place`."""
         wanted: list[dict[DraftIndex, None]] = [{} for _ in range(self.num_groups)]
         pairs = list(named)
         for group, index in pairs:

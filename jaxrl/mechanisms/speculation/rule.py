@@ -24,24 +24,17 @@ from typing import Any
 
 from jaxrl.scheduling.tokens.plan import VerifyCounts
 
-PROBE_EVERY = 32
-"""Where verification does not pay, one in this many plans verifies, to see how acceptance is."""
-
-_MEMORY = 0.98
-"""How much of what was seen is remembered from one plan to the next."""
+PROBE_EVERY = 32  # where verification does not pay, one in this many plans verifies, to see how acceptance is
+_MEMORY = 0.98  # how much of what was seen is remembered from one plan to the next
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class DraftWindow:
     """How many tokens a row drafts: additive increase, and back to the least at a rejection."""
 
     least: int = 2
     step: int = 2
     most: int = 32
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.least <= self.most:
-            raise ValueError(f"rollout.speculation: min_window ({self.least}) must be in [1, max_window ({self.most})]")
 
     def after(self, window: Any, drafted: Any, accepted: Any) -> Any:
         """The windows of rows after a step; one without a draft leaves them. Of numpy or jax arrays alike."""
@@ -59,12 +52,7 @@ def default_verify_tokens(platform: str) -> int:
 
 def draft_width(rows: int, verify_tokens: int, most: int) -> int:
     """The most tokens that each of `rows` rows may draft in a step; 0: none, because it would be less than 2.
-
-    Args:
-      rows: of a dp group, as many as its program has room for.
-      verify_tokens: drafted tokens of a step, all rows together.
-      most: the largest window.
-    """
+    `verify_tokens`: drafted tokens of a step, all rows together; `most`: the largest window."""
     width = min(most, verify_tokens // max(rows, 1))
     return width if width >= min(2, most) else 0
 
@@ -80,17 +68,12 @@ class StepCosts:
 
 @dataclass(frozen=True, slots=True)
 class DraftConfig:
-    """Attributes:
-    window: of every row.
-    verify_tokens: drafted tokens that a step may verify, per dp group.
-    max_batch: the most rows of a dp group with which a plan verifies; 0: no limit but `costs`, and the width.
-    costs: None: verifying is assumed to pay wherever there is a width.
-    """
+    """When plans verify, and how much."""
 
-    window: Window
-    verify_tokens: int
-    max_batch: int = 0
-    costs: StepCosts | None = None
+    window: DraftWindow  # of every row
+    verify_tokens: int  # drafted tokens that a step may verify, per dp group
+    max_batch: int = 0  # the most rows of a dp group with which a plan verifies; 0: no limit but `costs`, and the width
+    costs: StepCosts | None = None  # None: verifying is assumed to pay wherever there is a width
 
     def width(self, rows: int) -> int:
         """How many tokens each row may draft, with `rows` in the fullest dp group."""

@@ -1,44 +1,37 @@
 """The stream trainer: gradients of complete prompts beside the rollout, on half of its devices.
 
-Purpose: frees workers in the middle of a round, and feeds the stream. The rule (`scale_down.py`) says when workers are
-freed and which; a stream (`gradients.py`, or modelled in `simulated.py`) computes on their devices. Never imports jax.
+The rule (`scale_down.py`) says when workers are freed and which; a stream (`gradients.py`, or modelled in
+`simulated.py`) computes on their devices. Never imports jax.
 
 Source: RollPacker §4.4, Algorithm 1, lines 17 to 23. Requests move by recomputation, as there; with a latency profile
 by KV where that is predicted to be faster (`by`), which no clock decides.
 
 What is streamed, in which parts and in which order is decided before each turn, from what has ended by then
-(`jaxrl.mechanisms.stream_trainer.stream_pace`). A clock decides only when a part is given: once its verdicts have come
-and the stream has room, at the latest when the round has ended. So a step that runs again adds up the same, and so does
-another run. When workers are freed follows from the plans, and these from the clock only where layouts switch by
-measured times; that decision is in the journal.
+(`StreamPace`). A clock decides only when a part is given: once its verdicts have come and the stream has room, at the
+latest when the round has ended. So a step that runs again adds up the same, and so does another run. When workers are
+freed follows from the plans, and these from the clock only where layouts switch by measured times; that decision is in
+the journal.
 
-A freed worker, in order: `on_finished` (called where a response has ended, before the round receives that) asks the
-rule, and closes workers, whose requests move to the others; their pools and weights go, and the stream takes the
-trainer's weights. `look` learns which groups are certain, `before_plan` decides which of them are the next parts, and
-both of them and `while_waiting` give a part to the freed devices when it may go. `round_ends` reports; the stream stays
-open. `update_begins` gives what is left, waits, gives the sums to the trainer, and opens the workers again, which
-`enter_rollout` of the backend then fills.
+In order: `on_finished` closes workers, whose requests move to the others; their pools and weights go, and the stream
+takes the trainer's weights. `look` learns which groups are certain, `before_plan` decides which of them are the next
+parts. `update_begins` gives what is left, waits, gives the sums to the trainer, and opens the workers again.
 
-What fails on the freed devices ends the run at the boundary before the step (`Interrupted`), which then runs again:
-nothing of it has reached the trainer.
+What fails on the freed devices ends the run at the boundary before the step: nothing of it has reached the trainer.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, TypeVar
 
 from annotated_types import Ge, Interval
 
-from jaxrl.mechanisms.stream_trainer.scale_down import ScaleDown, ScaleDownDecision, halves, load_of
-from jaxrl.mechanisms.stream_trainer.stream_pace import StreamPace
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
-from jaxrl.scheduling.mechanism import WORKERS, FreedMemory, Mechanism, Phase, RoundEnd, RoundInfo, RoundState, Tracer
+from jaxrl.scheduling.mechanism import WORKERS, FreedMemory, Mechanism, Phase, RoundEnd, RoundInfo, RoundState
 from jaxrl.scheduling.rounds.events import Interrupted
 from jaxrl.scheduling.rounds.round import PromptKey
 from jaxrl.scheduling.tokens.local_workers import PREFILL_TOKENS_PER_STEP, By, LocalWorkers
@@ -48,17 +41,19 @@ from jaxrl.types import Group, Sample, StreamFailed, TrainBatch
 
 if TYPE_CHECKING:
     from jaxrl.config import Config
+    from jaxrl.mechanisms.stream_trainer.scale_down import ScaleDownDecision, StreamPace
     from jaxrl.models.config import ModelConfig
     from jaxrl.record.journal import Journal
+    from jaxrl.runtime.plan_timeline import PlanTimeline
     from jaxrl.runtime.run import Run
 
+R = TypeVar("R")
 FREED = "scale_down"
 """The kind of an entry in the journal, of the step of the update."""
 
 
 class GradientStream(Protocol):
-    """Computes on freed devices. All methods but `abandon` raise `StreamFailed`
-    if the devices fail."""
+    """Computes on freed devices. All methods but `abandon` raise `StreamFailed` if the devices fail."""
 
     def open(self) -> None: ...
 
@@ -80,13 +75,9 @@ class StreamTrainer(Mechanism):
     (`jaxrl.scheduling.mechanism.GradientSource`).
 
     Args:
-      options: `trainer.stream`.
-      workers: of the rollout.
       streams: by the workers whose devices they have; the sets of workers of which one may be freed.
       release: frees pools and weights of some workers' executors.
       pace: tokens that a dp group's freed devices are taken to compute per decode step of the others.
-      journal: of which workers were freed.
-      tracer: where calls are drawn. clock: its seconds.
       by: how the requests of freed workers move; a pure function, or one way for all.
     """
 
@@ -105,9 +96,7 @@ class StreamTrainer(Mechanism):
             float, Interval(gt=0, le=1), "The share of a round's samples between two looks at whether to free workers."
         ] = 0.05
         kv_margin: Annotated[
-            float,
-            Interval(ge=0, lt=1),
-            "Share of the KV pools that stay which the projected peak must leave free.",
+            float, Interval(ge=0, lt=1), "Share of the KV pools that stay which the projected peak must leave free."
         ] = 0.1
         trigger: Annotated[
             Literal["adaptive", "fixed"],
@@ -154,7 +143,6 @@ class StreamTrainer(Mechanism):
 
     @classmethod
     def problem(cls, config: Config, racing: Sequence[str]) -> str | None:
-        """Why gradients cannot be computed beside the rollout."""
         from jaxrl.config.checks import NEEDS_WHOLE_BATCH
 
         option, estimator = "trainer.stream.enable", config.algorithm.adv_estimator
@@ -247,12 +235,13 @@ class StreamTrainer(Mechanism):
 
     @classmethod
     def build(cls, run: Run) -> Self | None:
-        """Raises ValueError where the devices have no halves (`jaxrl.sharding.split_mesh.Half`)."""
         if not cls.is_on(run.config):
             return None
+        from jaxrl.mechanisms.stream_trainer.scale_down import DEFAULT_PACE, halves
+
         options, machine = run.config.trainer.stream, run.machine
         streams = machine.gradient_streams(halves(len(run.workers.engines)))
-        pace = options.pace or (4.0 if machine.platform == "cpu" else 16.0)
+        pace = options.pace or DEFAULT_PACE.get(machine.platform, 16.0)
         given = options, run.workers, streams, machine.release_workers, pace, run.journal, run.timeline, run.clock
         session = cls(*given, by=_moves(run))
         machine.on_wait_quiet(session.wait_quiet)
@@ -266,11 +255,13 @@ class StreamTrainer(Mechanism):
         release: Callable[[Sequence[int]], None],
         pace: float,
         journal: Journal | None = None,
-        tracer: Tracer | None = None,
+        tracer: PlanTimeline | None = None,
         clock: Callable[[], float] = time.perf_counter,
         *,
         by: By = "recompute",
     ) -> None:
+        from jaxrl.mechanisms.stream_trainer.scale_down import ScaleDown
+
         self.gradient_source = self
         self.rule = ScaleDown(options, tuple(streams))
         self.decisions: list[ScaleDownDecision] = []  # of the round
@@ -283,7 +274,7 @@ class StreamTrainer(Mechanism):
         self._num_copied = 0  # tokens whose KV moved in this round
         self._stream: GradientStream | None = None  # open
         self._step = 0  # of the update that is computed
-        self._pace = StreamPace(0, 1.0)  # of the stream that is open
+        self._pace: StreamPace | None = None  # of the stream that is open
         self._freed_step = 0.0  # of the workers' logical time
         self._info: RoundInfo | None = None  # of the last training round
         self._round: RoundState
@@ -302,7 +293,6 @@ class StreamTrainer(Mechanism):
         self._round = state
 
     def round_begins(self, info: RoundInfo) -> None:
-        """A round begins. No worker is freed where nothing would be computed on it."""
         self.decisions, self._busy_s, self._num_copied = [], 0.0, 0
         self._is_training = info.is_training
         if not self._is_training:
@@ -310,11 +300,11 @@ class StreamTrainer(Mechanism):
             return
         assert self._stream is None, "a round begins while the stream of another is open"
         self._info, self._step = info, info.update
+        # no worker is freed where nothing would be computed on it
         self._frees = info.certain is not None and (info.kind != "short" or self._options.short_rounds)
         self.rule.begin(info.kind)
 
     def on_finished(self, samples: Sequence[Sample], *, is_stopping: bool) -> None:
-        """Responses have ended by themselves. Frees workers if the rule says so."""
         running = self._round.running
         done, launched = self._round.num_finished, self._round.num_launched
         if self._options.counts == "prompts":
@@ -322,22 +312,13 @@ class StreamTrainer(Mechanism):
         self.ended([len(sample) for sample in samples], done, launched, is_stopping=is_stopping)
 
     def ended(self, lengths: Sequence[int], num_done: int, num_all: int, *, is_stopping: bool) -> None:
-        """Responses have ended by themselves. Frees workers if the rule says so.
-
-        Args:
-          lengths: of these responses, in tokens.
-          num_done, num_all: of the round's samples, or prompts (`trainer.stream.counts`), those that have ended and
-            those launched.
-          is_stopping: the round is about to end the others: no worker is freed for that.
-        """
+        """Responses of these lengths have ended. Frees workers if the rule says so. `num_done`, `num_all`: of the
+        round's samples, or prompts (`trainer.stream.counts`)."""
         if not self._is_training:
             return
         for length in lengths:
             self.rule.finished(length)
-        if not self._frees or is_stopping:
-            return
-        decision = self._decision(num_done, num_all)
-        if decision is None:
+        if not self._frees or is_stopping or (decision := self._decision(num_done, num_all)) is None:
             return
         self.decisions.append(decision)
         if decision.freed:
@@ -345,9 +326,8 @@ class StreamTrainer(Mechanism):
 
     def before_plan(self, worker: int | None) -> None:
         """Decides what is streamed by now, before a worker is chosen."""
-        if (
-            worker is None and self._stream is not None and self._round.requests
-        ):  # else the plan is of rows that have all stopped
+        # without requests the plan is of rows that have all stopped
+        if worker is None and self._pace is not None and self._round.requests:
             tokens = {
                 group.prompt.key: sum(len(group.prompt.token_ids) + len(sample) for sample in group.samples)
                 for group in self._certain()
@@ -359,25 +339,21 @@ class StreamTrainer(Mechanism):
         """Gives the stream what it may have next, if it has room."""
         if self._stream is None:
             return
-        with self._failures():
-            has_room = self._stream.poll()
-        if not has_room:
+        if not self._on_freed(self._stream.poll):
             return
         self._draw()
         if self._parts and all(key in self._offered for key in self._parts[0]):
             self._give()
 
+    while_waiting = feed
+
     def wait_quiet(self) -> None:
         """Waits until the freed devices have run what they have got so far: all devices are wanted by another model."""
         if self._stream is not None:
-            with self._failures():
-                self._stream.wait_quiet()
-
-    def while_waiting(self) -> None:
-        self.feed()
+            self._on_freed(self._stream.wait_quiet)
 
     def round_ends(self, end: RoundEnd) -> dict[str, float]:
-        """The round is over; its metrics. The stream stays open until the update."""
+        """The stream stays open until the update."""
         if not self._is_training:
             return {}
         hidden_s = self._busy_s + (0.0 if self._began_s is None else self._clock() - self._began_s)
@@ -397,7 +373,6 @@ class StreamTrainer(Mechanism):
         return measured
 
     def round_cancelled(self) -> None:
-        """The round is dropped."""
         if self._is_training:
             self.rule.cancel()
         self._is_training = False
@@ -417,7 +392,6 @@ class StreamTrainer(Mechanism):
             self.feed()
 
     def update_begins(self, groups: Sequence[Group], phase: Phase) -> list[TrainBatch]:
-        """First finishes the streamed part of the batch, and gives the trainer its gradients."""
         with phase("stream"):
             begun = self.close()
         streamed = {prompt.key for batch in begun for prompt in batch.prompts}
@@ -436,8 +410,7 @@ class StreamTrainer(Mechanism):
             self._finish()
             self._give()
         self._finish()
-        with self._failures():
-            batches = self._stream.close()
+        batches = self._on_freed(self._stream.close)
         self._reopen()
         return batches
 
@@ -450,11 +423,9 @@ class StreamTrainer(Mechanism):
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Part of a checkpoint."""
         return self.rule.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another run was; without a state, where it starts."""
         if state:
             self.rule.load_state_dict(state)
 
@@ -462,6 +433,8 @@ class StreamTrainer(Mechanism):
 
     def _decision(self, num_done: int, num_all: int) -> ScaleDownDecision | None:
         """What the rule says, or what the journal has of it: no more than one of the two frees workers."""
+        from jaxrl.mechanisms.stream_trainer.scale_down import ScaleDownDecision, load_of
+
         entry = None if self._journal is None else self._journal.find(self._step, FREED, ())
         earlier = None if entry is None else ScaleDownDecision.from_json(entry["decision"])
         if earlier is not None and earlier.freed in self._streams:  # else there are other workers now
@@ -481,6 +454,8 @@ class StreamTrainer(Mechanism):
         return (done.steps + done.prefill_tokens / PREFILL_TOKENS_PER_STEP) / self._workers.num_open
 
     def _free(self, workers: tuple[int, ...]) -> None:
+        from jaxrl.mechanisms.stream_trainer.scale_down import StreamPace
+
         for worker in workers:
             try:
                 self._num_copied += self._workers.close(worker, self._by, leaving=workers).num_moved
@@ -492,14 +467,12 @@ class StreamTrainer(Mechanism):
         self._pace = StreamPace(self._options.max_prompts, self._pace_of_group * num_groups)
         self._freed_step = self._step_now
         self._stream = self._streams[workers]
-        with self._failures():
-            self._stream.open()
+        self._on_freed(self._stream.open)
 
-    @contextmanager
-    def _failures(self) -> Iterator[None]:
-        """What fails on the freed devices is a reason to end the run at the last boundary."""
+    def _on_freed(self, call: Callable[..., R], *arguments: Any) -> R:
+        """Calls the stream. What fails on the freed devices is a reason to end the run at the last boundary."""
         try:
-            yield
+            return call(*arguments)
         except StreamFailed as failure:
             raise Interrupted(
                 f"step {self._step}: gradients beside the rollout have failed on the devices of workers "
@@ -510,7 +483,7 @@ class StreamTrainer(Mechanism):
     def _reopen(self) -> None:
         for worker in self._freed:
             self._workers.open(worker)
-        self._freed, self._stream = (), None
+        self._freed, self._stream, self._pace = (), None, None
         self._certain, self._num_given = tuple, 0
         self._offered.clear()
         self._parts.clear()
@@ -521,13 +494,11 @@ class StreamTrainer(Mechanism):
         assert self._stream is not None
         self._num_given += 1
         self._began_s = self._clock()
-        with self._failures():
-            self._stream.give([self._offered[key] for key in self._parts.popleft()], self._step)
+        self._on_freed(self._stream.give, [self._offered[key] for key in self._parts.popleft()], self._step)
 
     def _finish(self) -> None:
         assert self._stream is not None
-        with self._failures():
-            self._stream.finish()
+        self._on_freed(self._stream.finish)
         self._draw()
 
     def _draw(self) -> None:

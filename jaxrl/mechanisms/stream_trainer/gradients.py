@@ -14,14 +14,11 @@ Departures:
   memory and one of them on the devices, for as long as the stream is open; a teacher's are one more. Without either
   there is no copy in host memory.
 
-Memory on a device of the half, besides what the trainer keeps there: its share of the weights (twice the trainer's
-own, in `actor.param_dtype`; in turns the reference's in `actor.dtype`, and a teacher's), as many bytes of sums, and
-what a microbatch of the trainer takes. The other devices hold nothing for it until `close`.
+Memory on a device of the half: `StreamTrainer.freed_memory`. The other devices hold nothing for it until `close`.
 
-A stream never waits for its devices unless it is told to (`finish`, `close`): `poll` hands over what there is room for.
-
-Where they fail, it says so with `StreamFailed`, at the latest in `close`: nothing of it is in the trainer then. A
-gradient that is not finite is none of its business: it is in the sums, for which the update is skipped.
+A stream waits for its devices in `finish` and `close` alone. Where they fail, it says so with `StreamFailed`, at the
+latest in `close`: nothing of it is in the trainer then. A gradient that is not finite is in the sums, for which the
+update is skipped.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ from jaxrl.models.lora import without_adapters
 from jaxrl.sharding.split_mesh import Half
 from jaxrl.train import batch_preparation
 from jaxrl.train.programs import Accumulator, TrainPrograms
-from jaxrl.train.teacher import Teacher, TeacherPrograms, shares_base
+from jaxrl.train.teacher import Teacher, shares_base
 from jaxrl.train.trainer import Trainer
 from jaxrl.types import Group, StreamFailed, TrainBatch
 
@@ -53,19 +50,8 @@ AHEAD = 2
 class TrainStream:
     """The stream of one trainer; open for one round at a time. Its methods, but `abandon`, raise `StreamFailed`.
 
-    Example::
-
-        stream = TrainStream(trainer, half)
-        stream.open()
-        stream.give(groups, step)                          # scored, and certain to be in the batch of `step`
-        while not stream.poll():
-            ...                                            # the rollout goes on
-        batches = stream.close()                           # the trainer has the sums now
-        trainer.accumulate(the_others)
-        trainer.apply()
-
     Attributes:
-      half: the devices. programs: what runs there; teacher_programs: of a teacher, if there is one.
+      programs, teacher_programs: what runs on the half.
       given: keys of the prompts that were given since `open`, as they were given together.
     """
 
@@ -81,24 +67,17 @@ class TrainStream:
         self.given: list[list[tuple[int, int]]] = []
         self._trainer = trainer
         self._sums: Accumulator | None = None
-        self.teacher_programs: TeacherPrograms | None = None
         self._teacher = teacher
-        if teacher is not None:
-            self.teacher_programs = teacher.programs.without_updates(half.mesh)
+        self.teacher_programs = None if teacher is None else teacher.programs.without_updates(half.mesh)
         self._weights: _Weights | None = None
         self._work: Work | None = None
         self._running: deque[Any] = deque()  # arrays, of which the oldest is there first
         self._ahead = 1  # microbatches that the devices may have at once now
         self._batches: list[TrainBatch] = []
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the weights are on the half."""
-        return self._weights is not None
-
     def open(self) -> None:
         """Copies the trainer's weights, and the reference's, to the half. Nothing is waited for but copies."""
-        assert not self.is_open, "the stream is open already"
+        assert self._weights is None, "the stream is open already"
         with _failures():
             has_base = self.programs.model_config.lora is not None
             others = {"ref": (None if has_base else self._trainer.ref_params, self.programs.shardings)}
@@ -141,18 +120,15 @@ class TrainStream:
                 self._running[0].block_until_ready()
 
     def close(self) -> list[TrainBatch]:
-        """Waits for what was given, hands the sums to the trainer as the beginning of its minibatch, and leaves the
-        half.
-
-        Returns:
-          What was given, with log-probabilities, masks and advantages: one batch per `give`.
-        """
+        """Waits for what was given, and gives the sums to the trainer as the beginning of its minibatch. Returns a
+        batch for each `give`, with log-probabilities, masks and advantages."""
         self.finish()
         sums, self._sums = self._sums, None
         self._release()
         if sums is not None:
+            shardings = jax.tree.map(lambda x: x.sharding, self._trainer.programs.sums)
             with _failures():
-                returned = jax.block_until_ready(self._returned(sums))
+                returned = jax.block_until_ready(self.half.give_back(sums, shardings))
             self._trainer.begin_with(returned)
         batches, self._batches, self.given = self._batches, [], []
         return batches
@@ -208,10 +184,6 @@ class TrainStream:
         for microbatch in self.programs.pack(batch, for_loss=True).microbatches:
             self._sums, result = self.programs.add_gradients(trainable, frozen, self._sums, microbatch)
             yield result
-
-    def _returned(self, sums: Accumulator) -> Accumulator:
-        shardings = jax.tree.map(lambda x: x.sharding, self._trainer.programs.sums)
-        return self.half.give_back(sums, shardings)
 
     def _release(self) -> None:
         if self._weights is not None:

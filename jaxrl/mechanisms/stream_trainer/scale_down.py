@@ -1,7 +1,7 @@
-"""When half of the rollout's workers are freed, so that gradients are computed there while the others decode.
+"""When half of the rollout's workers are freed, so that gradients are computed there while the others decode, and which
+prompts' gradients begin when (`StreamPace`).
 
-Purpose: `ScaleDown` is asked on every finish of a round and says, at most once per round, which workers to free; or why
-not. What follows from it (the requests move, the freed devices train) is its caller's part.
+`ScaleDown` is asked on every finish of a round and says, at most once per round, which workers to free; or why not.
 
 Source: RollPacker §4.4 and Algorithm 1, lines 13 to 21. `min_done`, `max_done` and `done_step` are its 0.2, 0.5 and
 0.05: the first finish with a share done of at least `min_done` is a milestone, and then each that is `done_step` beyond
@@ -17,28 +17,24 @@ over t is what must fit.
 Departures:
 
 - The paper names no formula for the projection, and no margin. Of the expected KV alone the real peak, with the default
-  margin free, is above in up to 29 % of the looks: most often in rounds of few prompts. With the deviations it is in
-  1 %. Responses to a prompt are taken to go on together or not at all, the worst that they can do: if they were taken
-  for independent it would be 15 % where a prompt decides 0.9 of a length's variance
-  (`tests/mechanisms/stream_trainer/test_scale_down.py` draws such rounds).
+  margin free, is above in up to 29 % of the looks; with the deviations it is in 1 %. Responses to a prompt are taken to
+  go on together or not at all, the worst that they can do: if they were taken for independent it would be up to 15 %
+  (docs/mechanisms/stream_trainer.md).
 - `kv_margin` is kept free for what the projection does not see: blocks that are filled in part, and pools that are not
   filled alike.
 - Earlier lengths are kept by kind of round. A short round of tail batching ends its longest responses early, so its
   lengths say little of a long round. A round's own lengths count from the next round on: in the middle of a round those
   that have ended are the short ones. A response that is longer than all earlier ones is expected to reach its limit.
-- The paper frees GPUs "without splitting communication groups" and leaves open which. Here the candidates are halves of
-  the mesh, one of which is freed: the one with fewer tokens to move, the first of equal ones. Any half of the workers
-  would sometimes have fewer still; but a half of the mesh is a factored mesh itself, to which weights pass by slices,
-  and there are programs for two sets of devices to compile, not for all.
-- What stays must also have a row for each request that is left. Else some would wait for others to end, which is the
-  very slowdown that the criterion is there to prevent.
+- The paper frees GPUs "without splitting communication groups" and leaves open which. Here it is the half of the mesh
+  with fewer tokens to move, the first of equal ones: a half of the mesh is a factored mesh itself, to which weights
+  pass by slices, and programs are compiled for two sets of devices, not for all.
+- What stays must also have a row for each request that is left, so that none waits for others to end.
 - The paper writes of requests (Algorithm 1) and of prompts (§6.6), and its authors' code counts prompts
   (Farrrrland/RollPacker, multi_async_generate_scheduler.py): `counts` chooses. Where a fifth of the samples has ended,
   few prompts may be complete, and the freed devices wait for them.
 - With `trigger` fixed the projection is not asked: the paper's baseline of Table 3.
 
-Everything here is logical, so a round that runs again decides the same; the decision is journalled all the same,
-because the caller's finish order may hold decisions of a clock.
+Everything here is logical; a decision is journalled because the order of finishes may hold decisions of a clock.
 """
 
 from __future__ import annotations
@@ -49,6 +45,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from jaxrl.scheduling.rounds.round import PromptKey
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.lengths import LengthHistory
 from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks
@@ -57,58 +54,35 @@ if TYPE_CHECKING:
     from jaxrl.mechanisms.stream_trainer import StreamTrainer
 
 SCHEMA = 1
-MAX_POINTS = 128
-"""Points in time at which the projection is worked out."""
-DEVIATIONS = 2.0
-"""How far above the expected KV the projection is: at about the 98th percentile."""
+MAX_POINTS = 128  # points in time at which the projection is worked out
+DEVIATIONS = 2.0  # how far above the expected KV the projection is: at about the 98th percentile
 
 Refusal = Literal["", "workers", "rows", "kv"]
 
 
 @dataclass(frozen=True, slots=True)
 class LeftRequest:
-    """A request that has not ended.
-
-    Attributes:
-      num_prompt: tokens of its prompt.
-      num_response: tokens of its response so far.
-      max_response: the most that its response may have.
-      prompt_index: tells prompts apart; >= 0.
-    """
+    """A request that has not ended, in tokens."""
 
     num_prompt: int
-    num_response: int
-    max_response: int
+    num_response: int  # so far
+    max_response: int  # the most that its response may have
     prompt_index: int = 0
-
-    def __post_init__(self) -> None:
-        if self.num_prompt < 0 or not 0 <= self.num_response <= self.max_response:
-            raise ValueError(
-                f"request with {self.num_prompt} prompt tokens: its response ({self.num_response} tokens) must be "
-                f"between 0 and its limit ({self.max_response} tokens)"
-            )
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of its context: what moves."""
+        """Of its context: what moves."""
         return self.num_prompt + self.num_response
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """A worker that decodes.
-
-    Attributes:
-      requests: those that it has and that have not ended.
-      kv_tokens: tokens of KV that its pools hold; in stacks of layers, those of each count (`KvStacks.num_positions`).
-      num_rows: requests that it can decode at once.
-      stacks: of its layers.
-    """
+    """A worker that decodes."""
 
     requests: tuple[LeftRequest, ...]
-    kv_tokens: int
-    num_rows: int
-    stacks: KvStacks = WHOLE
+    kv_tokens: int  # that its pools hold; in stacks of layers, those of each count (`KvStacks.num_positions`)
+    num_rows: int  # requests that it can decode at once
+    stacks: KvStacks = WHOLE  # of its layers
 
     @property
     def num_tokens(self) -> int:
@@ -132,52 +106,21 @@ def load_of(engine: Engine) -> WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class ScaleDownDecision:
-    """What was decided at a milestone, and from which numbers.
+    """What was decided at a milestone, and from which numbers."""
 
-    Attributes:
-      num_done, num_all: of the round's requests, or prompts (`counts`), those that have ended, and all of them.
-      freed: workers to free, ascending; none where `refusal` says why.
-      refusal: `workers`: no half of them is whole; `rows`: what stays has too few rows; `kv`: the projection does not
-        fit; empty: none.
-      num_left: requests that have not ended.
-      num_rows: of the workers that would stay.
-      moved_requests, moved_tokens: of the workers that are, or would be, freed: requests, and tokens of their contexts.
-      projected_tokens: the largest KV projected, in tokens; 0 where it was not asked for.
-      kv_tokens: tokens of KV that may be used on the workers that would stay: their pools, less `kv_margin`.
-      counts: `trainer.stream.counts`.
-    """
-
-    num_done: int
+    num_done: int  # of the round's requests, or prompts (`counts`)
     num_all: int
-    freed: tuple[int, ...] = ()
-    refusal: Refusal = ""
-    num_left: int = 0
-    num_rows: int = 0
-    moved_requests: int = 0
-    moved_tokens: int = 0
-    projected_tokens: int = 0
-    kv_tokens: int = 0
-    counts: str = "samples"
-
-    def sentence(self) -> str:
-        """The decision in words, for logs and the report."""
-        done = f"{self.num_done} of {self.num_all} {self.counts} done"
-        match self.refusal:
-            case "workers":
-                return f"{done}, no worker freed: no half of the rollout's devices is whole workers"
-            case "rows":
-                return f"{done}, no worker freed: {self.num_left} samples are left, for {self.num_rows} rows that stay"
-            case "kv":
-                return (
-                    f"{done}, no worker freed: {self.projected_tokens} tokens of KV are projected, for "
-                    f"{self.kv_tokens} that stay"
-                )
-        workers = ", ".join(map(str, self.freed))
-        moved = f"{self.moved_requests} samples of {self.moved_tokens} tokens move"
-        return f"{done}, freed workers: {workers}; {moved}"
+    freed: tuple[int, ...] = ()  # workers, ascending; none where `refusal` says why
+    refusal: Refusal = ""  # workers: no half of them is whole; rows: too few stay; kv: the projection does not fit
+    num_left: int = 0  # requests that have not ended
+    num_rows: int = 0  # of the workers that would stay
+    moved_requests: int = 0  # of the workers that are, or would be, freed
+    moved_tokens: int = 0  # of their contexts
+    projected_tokens: int = 0  # the largest KV projected; 0 where it was not asked for
+    kv_tokens: int = 0  # that may be used on the workers that would stay: their pools, less `kv_margin`
+    counts: str = "samples"  # `trainer.stream.counts`
 
     def to_json(self) -> dict[str, Any]:
-        """Plain, for the journal."""
         return {"schema": SCHEMA} | asdict(self) | {"freed": list(self.freed)}
 
     @classmethod
@@ -191,8 +134,8 @@ class ScaleDownDecision:
 
 
 def halves(num_workers: int) -> tuple[tuple[int, ...], ...]:
-    """The first and the second half of so many workers: halves of the mesh, which is cut along its major axes. None if
-    the number is odd."""
+    """The first and the second half of the workers: halves of the mesh, which is cut along its major axes. None if the
+    number is odd."""
     if num_workers < 2 or num_workers % 2:
         return ()
     middle = num_workers // 2
@@ -222,20 +165,7 @@ def projected_kv(requests: Sequence[LeftRequest], history: LengthHistory, stacks
 
 
 class ScaleDown:
-    """The rule of one run; see the module.
-
-    Args:
-      options: `trainer.stream`.
-      candidates: sets of workers of which one may be freed (`halves`), the same in every round.
-
-    Example::
-
-        rule = ScaleDown(options, halves(4))
-        rule.begin("long")
-        decision = rule.after_finish(num_done, num_all, lambda: loads)     # None: not a milestone
-        rule.finished(length)           # a response of the round ended by itself
-        rule.end()                      # or rule.cancel(), when the round is dropped
-    """
+    """The rule of one run. `candidates`: sets of workers of which one may be freed (`halves`)."""
 
     def __init__(self, options: StreamTrainer.Options, candidates: Sequence[Sequence[int]]) -> None:
         self.options = options
@@ -247,12 +177,10 @@ class ScaleDown:
         self._is_over = False  # nothing more is decided in this round
 
     def begin(self, kind: str = "plain") -> None:
-        """A round begins."""
         assert self._kind is None, "a round begins before the one before it has ended"
         self._kind, self._lengths, self._looked_at, self._is_over = kind, [], 0, False
 
     def finished(self, length: int) -> None:
-        """A response of the round ended by itself after so many tokens."""
         self._lengths.append(length)
 
     def end(self) -> None:
@@ -270,15 +198,13 @@ class ScaleDown:
     def after_finish(
         self, num_done: int, num_all: int, workers: Callable[[], Sequence[WorkerLoad]]
     ) -> ScaleDownDecision | None:
-        """What to do when a request has ended: None unless this is a milestone.
-
-        Args:
-          num_done: requests of the round that have ended, or prompts (`trainer.stream.counts`).
-          num_all: all of them.
-          workers: gives the state of each worker, in their order; asked at milestones only.
-        """
+        """What to do when a request has ended: None unless this is a milestone. `num_done`, `num_all`: of the round's
+        requests, or prompts (`trainer.stream.counts`); `workers`: gives the state of each, asked at milestones only."""
         assert self._kind is not None, "no round has begun"
-        if self._is_over or not self._is_milestone(num_done, num_all):
+        # shares are quotients, correctly rounded: they compare with an option as the decimal numbers would
+        options = self.options
+        in_time = options.min_done <= num_done / num_all <= options.max_done
+        if self._is_over or not in_time or (num_done - self._looked_at) / num_all < options.done_step:
             return None
         self._looked_at = num_done
         decision = self._decide(num_done, num_all, workers())
@@ -292,7 +218,7 @@ class ScaleDown:
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Part of a checkpoint, cut between rounds: the earlier lengths by kind of round, the oldest first."""
+        """The earlier lengths by kind of round, the oldest first."""
         return {
             "schema": SCHEMA,
             "lengths": {kind: np.asarray(known.lengths(), np.int64) for kind, known in self._histories.items()},
@@ -308,12 +234,6 @@ class ScaleDown:
                 history.add(int(length))
 
     # -- inside ------------------------------------------------------------------------------------------------------
-
-    def _is_milestone(self, num_done: int, num_all: int) -> bool:
-        """Shares are quotients, correctly rounded: they compare with an option as the decimal numbers would."""
-        options = self.options
-        in_time = options.min_done <= num_done / num_all <= options.max_done
-        return in_time and (num_done - self._looked_at) / num_all >= options.done_step
 
     def _decide(self, num_done: int, num_all: int, workers: Sequence[WorkerLoad]) -> ScaleDownDecision:
         requests = [request for worker in workers for request in worker.requests]
@@ -343,3 +263,48 @@ class ScaleDown:
             kv_tokens,
             self.options.counts,
         )
+
+
+DEFAULT_PACE = {"cpu": 4.0}  # else 16
+"""A decode step of one copy of the weights waits for them to be read, 2 P bytes for P parameters, and the gradient of a
+token takes 6 P operations on the same devices, 12 P with the passes for log-probabilities and recomputation. At 990e12
+FLOP/s and 3.35e12 bytes/s (H100), a quarter to a third of the one and all of the other reached, these are 12 to 33
+tokens per step and copy; what begins too late is lost to the stream, what begins too early holds up the update: 16. A
+CPU reads no faster than it computes; 4 is what it did in docs/performance.md."""
+
+
+class StreamPace:
+    """Which prompts' gradients begin beside a round, and which of them together: by logical time, never by a clock.
+
+    It knows what has ended, and takes the freed devices to compute so many tokens per decode step of the others. How
+    fast they really are, and when verdicts come, decides only when the parts are computed.
+
+    Source: RollPacker §4.4. Departure: its trainer takes what is there whenever it has room, so that a clock decides in
+    which parts gradients add up, and two runs differ in their last bits.
+
+    Args:
+      max_prompts: of a part; 0: all that wait.
+      tokens_per_step: that the freed devices are taken to compute in a decode step of the others (`DEFAULT_PACE`).
+    """
+
+    def __init__(self, max_prompts: int, tokens_per_step: float) -> None:
+        self._max_prompts, self._tokens_per_step = max_prompts, tokens_per_step
+        self._waiting: dict[PromptKey, float] = {}  # since that step
+        self._chosen: set[PromptKey] = set()
+        self._free_at = 0.0  # the step at which the parts so far should be done
+
+    def parts(self, step: float, tokens: Mapping[PromptKey, int]) -> list[list[PromptKey]]:
+        """The parts that have begun since the last look. `step`: decode steps since the devices were freed, by logical
+        time; `tokens`: of all prompts that are certain to be in the batch, chosen before or not, in its order."""
+        for key in tokens:
+            if key not in self._chosen:
+                self._waiting.setdefault(key, step)
+        found: list[list[PromptKey]] = []
+        while self._waiting and (begins := max(self._free_at, next(iter(self._waiting.values())))) <= step:
+            part = [key for key, since in self._waiting.items() if since <= begins][: self._max_prompts or None]
+            self._free_at = begins + sum(tokens[key] for key in part) / self._tokens_per_step
+            self._chosen.update(part)
+            for key in part:
+                del self._waiting[key]
+            found.append(part)
+        return found

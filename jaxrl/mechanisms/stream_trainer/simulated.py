@@ -1,9 +1,7 @@
 """The simulated stream trainer: gradients beside the rollout take time on the freed devices, and are made nowhere.
 
-Purpose: `SimulatedStream` is a `jaxrl.mechanisms.stream_trainer.GradientStream` on modelled devices;
-`jaxrl.mechanisms.stream_trainer.gradients` is the real one. The freed devices have a time of their own, beside the
-clock's: what they are given begins when they are free, and the rollout does not wait for it. Another model on all
-devices takes its time from them as from the others (`occupy`).
+The freed devices have a time of their own, beside the clock's: what they are given begins when they are free, and the
+rollout does not wait for it. Another model on all devices takes its time from them as from the others (`occupy`).
 
 Source: RollPacker §4.4 and §5. Charged are: the weights' way to the freed devices, and the sums' way back before the
 update; a forward pass for each set of log-probabilities that training asks for, with the swap of the reference's
@@ -34,14 +32,8 @@ Prepare = Callable[[Sequence[Group], int, Logprobs], TrainBatch]
 
 
 class SimulatedStream:
-    """Implements `jaxrl.mechanisms.stream_trainer.GradientStream`.
-
-    Args:
-      cost: of the devices. clock: of the rollout, which waits for the stream in `finish` and `close` alone.
-      num_devices: of the trainer. part: of those, freed for the stream.
-      prepare: makes the batch of what is given.
-      begins_ns: when the freed devices are done with what they had before; the default: now.
-    """
+    """Implements `jaxrl.mechanisms.stream_trainer.GradientStream`. `num_devices`: of the trainer, of which `part` are
+    freed; `begins_ns`: when these are done with what they had before."""
 
     def __init__(
         self,
@@ -52,8 +44,7 @@ class SimulatedStream:
         prepare: Prepare,
         begins_ns: Callable[[], int] = lambda: 0,
     ) -> None:
-        if not 0 < part < num_devices:
-            raise ValueError(f"a stream's devices ({part}) must be some of the trainer's {num_devices}, and not all")
+        assert 0 < part < num_devices, "a stream has some of the trainer's devices, and not all"
         self._cost, self._clock = cost, clock
         self._num_devices, self._part = num_devices, part
         self._prepare, self._begins_ns = prepare, begins_ns
@@ -67,7 +58,6 @@ class SimulatedStream:
         self._charge(self._cost.regroup_s(self._num_devices, self._part))
 
     def give(self, groups: Sequence[Group], step: int) -> None:
-        """Begins the gradients of groups, once the devices are free."""
         assert self._free_ns is not None, "the stream is closed"
         self._free_ns = max(self._free_ns, self._clock.now_ns)
         batch = self._prepare(groups, step, self._logprobs)
@@ -75,7 +65,6 @@ class SimulatedStream:
         self._batches.append(batch)
 
     def poll(self) -> bool:
-        """Whether all that was given is done by now."""
         return self._free_ns is None or self._free_ns <= self._clock.now_ns
 
     def wait_quiet(self) -> None:
@@ -87,12 +76,10 @@ class SimulatedStream:
             self._free_ns = max(self._free_ns, from_ns) + duration_ns
 
     def finish(self) -> None:
-        """Waits until it is."""
         if self._free_ns is not None:
             self._clock.reach(self._free_ns)
 
     def close(self) -> list[TrainBatch]:
-        """Waits, and takes the sums to all devices if there are any; what was given, a batch per `give`."""
         self.finish()
         if self._batches:
             self._clock.advance(self._cost.regroup_s(self._num_devices, self._part))
@@ -101,7 +88,6 @@ class SimulatedStream:
         return batches
 
     def abandon(self) -> None:
-        """Drops everything; the devices are free at once."""
         self._free_ns, self._batches = None, []
 
     def _logprobs(self, batch: TrainBatch, which: Which) -> list[np.ndarray]:

@@ -1,7 +1,7 @@
 """Turns: a response that ends a turn goes to its environment, and resumes behind the answer.
 
-Purpose: a response that stops ends a turn. Its row is free for others while the environment works, and its KV stays
-parked (`jaxrl.scheduling.tokens.blocks`). When the answer comes, its tokens are appended, and the response resumes as a
+A response that stops ends a turn. Its row is free for others while the environment works, and its KV stays parked
+(`jaxrl.scheduling.tokens.blocks`). When the answer comes, its tokens are appended, and the response resumes as a
 request of the same conversation. The round receives a trajectory when it has ended.
 
 Answers are a clock's. Each takes effect between two plans, while no verdict is awaited and no event waits for the
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 import numpy as np
 from annotated_types import Ge, Gt, Interval
 
-from jaxrl.mechanisms.turns.rule import Limits, Observed, tokens_crc32, trajectory_metrics
+from jaxrl.mechanisms.turns.rule import GroupRewards, Observed, TurnLimits, tokens_crc32, trajectory_metrics
 from jaxrl.scheduling.mechanism import WORKERS, Mechanism, RoundEnd, RoundInfo, RoundState
 from jaxrl.scheduling.rounds.events import Command, Launch
 from jaxrl.scheduling.tokens.engine import Finished
@@ -38,24 +38,19 @@ if TYPE_CHECKING:
 _MAX_WORKERS = Cap(1024, "each is a process")
 _KIND, _OVER = "turn", "turns_over"  # of entries in the journal
 _CALLED = re.compile(r'"name": *"(\w+)"')  # a tool, for people
+_KEPT = ("done", "messages", "reward", "state", "metrics", "seconds", "status", "error")  # of an answer
 _WAIT_S = 0.005  # for an answer, where nothing else is to be done
 
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A turn that has ended and is not answered.
+    """A turn that has ended and is not answered."""
 
-    Attributes:
-      finished: the response up to its end; text: what was said in it.
-      since_s: when it ended.
-      place: in the journal. is_recorded: its answer is there.
-    """
-
-    finished: Finished
-    text: str
+    finished: Finished  # the response up to its end
+    text: str  # what was said in the turn
     since_s: float
-    place: tuple[int, ...]
-    is_recorded: bool
+    place: tuple[int, ...]  # in the journal
+    is_recorded: bool  # the journal has its answer
 
     @property
     def sample(self) -> Sample:
@@ -63,7 +58,7 @@ class _Waiting:
 
 
 class Turns(Mechanism):
-    """The mechanism (`jaxrl.scheduling.mechanism.Parking`: samples are parked while their environments work)."""
+    """The mechanism. Samples are parked while their environments work (`jaxrl.scheduling.mechanism.Parking`)."""
 
     @dataclass(frozen=True)
     class Options(Checked):
@@ -254,19 +249,16 @@ class Turns(Mechanism):
     def build(cls, run: Run) -> Self | None:
         if not cls.is_on(run.config):
             return None
-        assert run.conversation is not None, "environment.kind is on, and nothing answers turns"
         return cls(run)
 
     def __init__(self, run: Run) -> None:
         conversation = run.conversation
-        assert conversation is not None
+        assert conversation is not None, "environment.kind is on, and nothing answers turns"
         self._conversation, self._acting = conversation, conversation.acting
-        self._limits = Limits.configured(run.config)
+        self._limits = TurnLimits.configured(run.config)
         self._journal, self._tracer, self._on_waiting = run.journal, run.timeline, run.on_waiting
         self.parking = self
         if run.config.environment.group:
-            from jaxrl.mechanisms.turns.group_rewards import GroupRewards
-
             self.group_rewards = GroupRewards(conversation.compared, run.journal)
         self._round: RoundState
         self._info = RoundInfo(-1)
@@ -331,8 +323,7 @@ class Turns(Mechanism):
         return replace(request, session=request.key, params=replace(request.params, max_tokens=longest))
 
     def round_ends(self, end: RoundEnd) -> Mapping[str, float]:
-        groups = () if end.result is None else (*end.result.groups, *end.result.filtered)
-        found = trajectory_metrics(sample for group in groups for sample in group.samples)
+        found = trajectory_metrics(sample for group in end.scored for sample in group.samples)
         if self._journal is not None and not self._is_over:
             self._journal.append(self._info.step, _OVER, (self._info.index,), {})
         return {**found, "environment/idle_s": self._idle_s} if found else {}
@@ -447,7 +438,8 @@ class Turns(Mechanism):
             if answer.key in self._kept:
                 self._kept[answer.key] = self._kept[answer.key][0], answer
             elif (waiting := self._unanswered.get(key)) is not None and self._named(key) == answer.key:
-                return self._noted(waiting, replace(answer, key=key))
+                self._note(waiting, answer)
+                return replace(answer, key=key)
         return None
 
     def _named(self, key: SampleKey) -> SampleKey:
@@ -458,26 +450,23 @@ class Turns(Mechanism):
     def _overdue(self) -> list[Observed]:
         """What becomes of trajectories that take too long."""
         limit_s, now_s = self._limits.rollout_timeout_s, self._round.clock()
-        late = [key for key in self._unanswered if limit_s and now_s - self._begun_s[key] > limit_s]
-        named = [*map(self._named, late)]
-        self._acting.cancel(named)
-        return [Observed(key, done=True, status="rollout_timeout") for key in named]
+        late = [self._named(key) for key in self._unanswered if limit_s and now_s - self._begun_s[key] > limit_s]
+        self._acting.cancel(late)
+        return [Observed(key, done=True, status="rollout_timeout") for key in late]
 
-    def _noted(self, waiting: _Waiting, answer: Observed) -> Observed:
-        """An answer that is new, in the journal."""
+    def _note(self, waiting: _Waiting, answer: Observed) -> None:
+        """Writes a new answer to the journal."""
         if self._journal is not None:
             served, commands = self._place
             place = {"served": served, "commands": commands, "crc32": tokens_crc32(waiting.sample)}
             self._journal.append(self._info.step, _KIND, waiting.place, place | _entry(answer))
-        return answer
 
     def _answered(self, waiting: _Waiting, answer: Observed) -> bool:
         """An answer takes effect; returns whether the round has to hear of that first."""
         key, sample = answer.key, waiting.sample
         episode = sample.episode or Episode()
-        stop, error, token_ids = "done" if answer.done else "", answer.error, ()
-        if answer.status != "ok":
-            stop = answer.status
+        stop = answer.status if answer.status != "ok" else "done" if answer.done else ""
+        error, token_ids = answer.error, ()
         turn = Turn(len(sample), waiting.text, answer.messages, answer.reward, answer.seconds, answer.metrics)
         episode = Episode((*episode.turns, turn), answer.state)
         if not stop:
@@ -488,8 +477,7 @@ class Turns(Mechanism):
         stop = stop or self._limits.over(episode, len(sample), sample.num_drawn, len(token_ids))
         self._draw()
         if stop:
-            unanswered = replace(turn, messages=())
-            turns = (*episode.turns[:-1], unanswered)
+            turns = (*episode.turns[:-1], replace(turn, messages=()))
             self._end(waiting.finished, replace(episode, turns=turns, error=error), stop)
             return True
         longer = replace(_appended(sample, token_ids), episode=episode)
@@ -537,28 +525,19 @@ class Turns(Mechanism):
 
 
 def _entry(answer: Observed) -> dict[str, Any]:
-    """What the journal keeps of an answer: all of it."""
-    return {
-        "done": answer.done,
-        "messages": [dict(message) for message in answer.messages],
-        "reward": answer.reward,
-        "state": None if answer.state is None else base64.b64encode(answer.state).decode(),
-        "metrics": dict(answer.metrics),
-        "seconds": answer.seconds,
-        "status": answer.status,
-        "error": answer.error,
-    }
+    """An answer for the journal, which keeps all of it."""
+    state = None if answer.state is None else base64.b64encode(answer.state).decode()
+    plain = {"messages": [dict(message) for message in answer.messages], "metrics": dict(answer.metrics)}
+    return {name: getattr(answer, name) for name in _KEPT} | plain | {"state": state}
 
 
 def _replayed(entry: Mapping[str, Any], key: SampleKey) -> Observed:
-    """The answer that an entry of the journal tells of."""
-    state = None if entry["state"] is None else base64.b64decode(entry["state"])
-    names = ("done", "reward", "metrics", "seconds", "status", "error")
-    return Observed(key, messages=tuple(entry["messages"]), state=state, **{name: entry[name] for name in names})
+    kept = {name: entry[name] for name in _KEPT}
+    state = None if kept["state"] is None else base64.b64decode(kept["state"])
+    return Observed(key, **kept | {"messages": tuple(kept["messages"]), "state": state})
 
 
 def _appended(sample: Sample, token_ids: Sequence[int]) -> Sample:
-    """The sample with an answer behind it."""
     nothing = np.zeros(len(token_ids), np.float32)
     return replace(
         sample,

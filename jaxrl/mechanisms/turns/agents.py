@@ -1,16 +1,14 @@
 """Programs that drive the policy themselves, as they would drive a model behind OpenAI's chat completions.
 
-Purpose: `environment.kind=openai` names a function that is run once for each trajectory, in a worker process, and calls
-`/v1/chat/completions` at the address that it is given. `AgentPool` is the server behind it. Seen from the round it is
-like any other environment: what the model has said is the answer to the program's request, and what it asks next holds
-the environment's. A conversation goes on behind what was said before, so nothing is retokenised.
+`environment.kind=openai` names a function that is run once for each trajectory, in a worker process, and calls
+`/v1/chat/completions` at the address that it is given. `AgentPool` is the server behind it. To the round it is like any
+other environment: what the model says answers the program's request, and the next request holds the environment's
+answer. A conversation continues behind what was said before, so nothing is retokenised.
 
 Each trajectory has a key of its own, the program's `api_key`, by which its requests are known. They come one at a time,
 begin with the row's messages, and each is the one before it with what was answered and something new behind; anything
-else is answered with status 400 and the rule, which is the program's to mend.
-
-A program's state is its own: a trajectory that is gone on with elsewhere (after a resume, or where its process has
-died) is run again from its beginning, and given what the model had said, turn by turn.
+else is answered with status 400 and the rule. A program's state is its own: after a resume, or where its process has
+died, it is run again from its beginning, and given what the model had said, turn by turn.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from typing import Any
 from jaxrl.data.tool_calls import calls_in, seems_to_call
 from jaxrl.environments.env import Schema, is_answer
 from jaxrl.environments.worker import STARTED, AgentRequest
-from jaxrl.mechanisms.turns.rule import Observed
+from jaxrl.mechanisms.turns.rule import Observed, row_of
 from jaxrl.rewards.domain_limits import MAIN
 from jaxrl.rewards.scorers import Scored
 from jaxrl.rewards.worker_pool import WorkerPool
@@ -54,24 +52,17 @@ class Refused(Exception):
 
 @dataclass(slots=True)
 class Session:
-    """A trajectory's program, and its conversation.
-
-    Attributes:
-      number: of its task. given: what the row asks, as messages.
-      replies: what the model has said so far.
-      messages: of the newest request. num_requests: that have come.
-      is_over: nobody answers any more.
-      asked_s: since when it is the program's turn; None: it is the model's.
-    """
+    """A trajectory's program, and its conversation."""
 
     key: SampleKey
-    number: int
-    given: Sequence[Mapping[str, Any]]
-    replies: list[str]
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    number: int  # of its task
+    secret: str
+    given: Sequence[Mapping[str, Any]]  # what the row asks, as messages
+    replies: list[str]  # what the model has said so far
+    messages: list[dict[str, Any]] = field(default_factory=list)  # of the newest request
     num_requests: int = 0
-    is_over: bool = False
-    asked_s: float | None = None
+    is_over: bool = False  # nobody answers any more
+    asked_s: float | None = None  # since when it is the program's turn; None: it is the model's
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     @property
@@ -107,13 +98,8 @@ class Session:
 
 
 class AgentPool:
-    """Implements `jaxrl.mechanisms.turns.rule.Acting` over programs.
-
-    Args:
-      workers: processes that run them, one at a time each; closed by who made it.
-      timeout_s: until a program that has begun, or has been answered, asks again or ends.
-      schemas: the tools that the chat template describes.
-    """
+    """Implements `jaxrl.mechanisms.turns.rule.Acting` over programs. `workers`: run them, one at a time each; closed by
+    who made it; `timeout_s`: until a program that has begun, or has been answered, asks again or ends."""
 
     keeps = False  # its process is wanted by others, an evaluation's for one
 
@@ -123,7 +109,6 @@ class AgentPool:
         self._numbers = itertools.count(1 << 40)  # others ask the same workers
         self._sessions: dict[SampleKey, Session] = {}
         self._by_secret: dict[str, Session] = {}
-        self._secrets: dict[SampleKey, str] = {}
         self._observed: queue.SimpleQueue[Observed] = queue.SimpleQueue()
         self._server = _Server(self)
         self.base_url = f"http://127.0.0.1:{self._server.server_address[1]}/v1"
@@ -164,16 +149,14 @@ class AgentPool:
         self._thread.join()
 
     def _begin(self, key: SampleKey, prompt: Prompt, said: list[str]) -> Session:
-        row = {"index": prompt.index, "epoch": prompt.epoch, "question": prompt.question, "answer": prompt.answer}
-        row |= prompt.extra
-        session = Session(key, next(self._numbers), row["messages"], said)
-        secret = self._secrets[key] = secrets.token_urlsafe(24)
+        row, secret = row_of(prompt), secrets.token_urlsafe(24)
+        session = Session(key, next(self._numbers), secret, row["messages"], said)
         self._sessions[key] = self._by_secret[secret] = session
         self._workers.submit(session.number, pickle.dumps(AgentRequest(row, self.base_url, secret)), MAIN)
         return session
 
     def _end(self, session: Session) -> None:
-        self._by_secret.pop(self._secrets.pop(session.key), None)
+        self._by_secret.pop(session.secret, None)
         with session.changed:
             session.is_over = True
             session.changed.notify_all()

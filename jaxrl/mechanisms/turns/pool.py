@@ -28,7 +28,7 @@ from jaxrl.environments.env import Action, Schema, Trajectory, is_answer
 from jaxrl.environments.kinds import tool_message
 from jaxrl.mechanisms.turns import Turns
 from jaxrl.mechanisms.turns.agents import AgentPool
-from jaxrl.mechanisms.turns.rule import Acting, CallTimes, Conversation, Observed
+from jaxrl.mechanisms.turns.rule import Acting, CallTimes, Conversation, Observed, row_of
 from jaxrl.rewards.domain_limits import MAIN, DomainLimit, DomainLimits
 from jaxrl.rewards.pool import named_variables
 from jaxrl.rewards.scorers import Scored
@@ -50,14 +50,10 @@ class EnvironmentPool:
     """Implements `jaxrl.mechanisms.turns.rule.Acting`. Its processes begin to start when it is made.
 
     Args:
-      config: of the run.
       log: the file for what environments print; None: it is dropped.
 
     Raises:
       ValueError: the file cannot be read, or `environment.env` names a variable that is not set.
-
-    Attributes:
-      times: how long calls of tools may take.
     """
 
     keeps = True
@@ -100,8 +96,8 @@ class EnvironmentPool:
         self._agents: AgentPool | None = None
 
     def conversation(self, tokenizer: Tokenizer, notes: list[str] | None = None) -> Conversation:
-        """How the turns of a run are answered. `notes` gets what a start says of a chat template that does not only
-        append. Raises ConfigError where the model's chat template cannot write a second turn."""
+        """`notes` gets what a start says of a chat template that does not only append. Raises ConfigError where the
+        model's chat template cannot write a second turn."""
         between = Between(tokenizer, self._template_kwargs)
         try:
             role = "tool" if self._kind != "native" else "user"
@@ -110,23 +106,14 @@ class EnvironmentPool:
             raise ConfigError(f"environment.kind: {error}") from None
         if notes is not None and (rewritten := between.rewritten()):
             notes.append(f"environment.kind: {rewritten}; here it stays in the conversation as it was drawn")
-        acting = self._acting()
+        acting: Acting = self
+        if self._is_program:  # which asks for turns
+            self.schemas({}, _TIMEOUT)
+            acting = self._agents = AgentPool(self._workers, self._timeout_s, self._schemas[""])
         return Conversation(
-            acting,
-            lambda prompt: has_turns(prompt.extra),
-            tokenizer.decode,
-            between.answer,
-            self.compared,
-            self.times,
+            *(acting, lambda prompt: has_turns(prompt.extra), tokenizer.decode, between.answer),
+            *(self.compared, self.times),
         )
-
-    def _acting(self) -> Acting:
-        """What answers turns: this, or a server for programs that ask for them."""
-        if not self._is_program:
-            return self
-        self.schemas({}, _TIMEOUT)
-        self._agents = AgentPool(self._workers, self._timeout_s, self._schemas[""])
-        return self._agents
 
     # -- at the start ------------------------------------------------------------------------------------------------
 
@@ -169,8 +156,7 @@ class EnvironmentPool:
     # -- turns -------------------------------------------------------------------------------------------------------
 
     def submit(self, key: SampleKey, prompt: Prompt, text: str, state: bytes | None) -> None:
-        number = next(self._numbers)
-        row = _row(prompt)
+        number, row = next(self._numbers), row_of(prompt)
         request = worker.TurnRequest(row, state, text, self.times.limit_s(self._called(row, text)))
         self._pending[number] = key, request, time.monotonic()
         self._workers.submit(number, pickle.dumps(request), MAIN)
@@ -194,12 +180,11 @@ class EnvironmentPool:
         return found
 
     def compared(self, asked: Sequence[tuple[Prompt, Sequence[Trajectory]]]) -> list[list[float] | str]:
-        """Has the trajectories of prompts compared, by `environment.group`, and waits for it. For each prompt what each
-        of its trajectories is given, or why nothing is."""
+        """As `Conversation.compared`; waits for it."""
         waiting: dict[int, int] = {}
         for i, (prompt, trajectories) in enumerate(asked):
             waiting[number := next(self._numbers)] = i
-            request = worker.GroupRequest(_row(prompt), tuple(trajectories))
+            request = worker.GroupRequest(row_of(prompt), tuple(trajectories))
             self._workers.submit(number, pickle.dumps(request), MAIN)
         found: dict[int, list[float] | str] = {}
         while waiting:
@@ -221,8 +206,10 @@ class EnvironmentPool:
 
     def _called(self, row: Mapping[str, Any], text: str) -> list[str]:
         """The names of the tools that a turn calls."""
-        schemas = self._schemas.get(row.get("environment") or "", ())
-        return [call.name for call in Action.of(text, schemas).calls]
+        return [call.name for call in self._action(row, text).calls]
+
+    def _action(self, row: Mapping[str, Any], text: str) -> Action:
+        return Action.of(text, self._schemas.get(row.get("environment") or "", ()))
 
     def _observed(self, key: SampleKey, request: worker.TurnRequest, scored: Scored) -> Observed:
         status, reward, info, duration_s = scored
@@ -237,7 +224,7 @@ class EnvironmentPool:
         if status == "timeout":
             info = {"error": f"no answer within {_TIMEOUT} ({self._timeout_s:g} s)"}
         error = str(info.get("error", status))
-        action = Action.of(request.text, self._schemas.get(request.row.get("environment") or "", ()))
+        action = self._action(request.row, request.text)
         if status == "error" or self._kind == "native" or not (action.calls or action.is_unread):
             return Observed(key, True, status=status, error=error)
         messages = tuple(tool_message(f"Error: {error}", *each) for each in enumerate(action.calls or [None]))
@@ -245,12 +232,6 @@ class EnvironmentPool:
         counts = {"tool_calls": number, "tool_errors": number, f"tool_{_PLURAL[status]}": number}
         # nothing has changed but what it did outside
         return Observed(key, False, messages, state=request.state, metrics=counts)
-
-
-def _row(prompt: Prompt) -> dict[str, Any]:
-    """What an environment is told of a prompt."""
-    row = {"index": prompt.index, "epoch": prompt.epoch, "question": prompt.question, "answer": prompt.answer}
-    return row | dict(prompt.extra)
 
 
 def _check_columns(row: Mapping[str, Any], where: str) -> None:

@@ -1,10 +1,11 @@
-"""When a trajectory is over, what its environment has said, and what it comes to. Pure.
+"""When a trajectory is over, what its environment has said, and what it comes to.
 
 Source: names of limits as in tinker-cookbook's rollouts.
 """
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -13,29 +14,27 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from jaxrl.types import Episode, Prompt, Sample, SampleKey
+from jaxrl.scheduling.mechanism import RoundInfo
+from jaxrl.types import Episode, Group, Prompt, Sample, SampleKey
 
 if TYPE_CHECKING:
     from jaxrl.config import Config
     from jaxrl.environments.env import Trajectory
+    from jaxrl.record.journal import Journal
+
+_log = logging.getLogger(__name__)
+_KIND = "group"  # of entries in the journal
 
 STOPS = (
-    "done",
-    "max_turns",
-    "max_trajectory_tokens",
-    "max_sampled_tokens",
-    "max_tool_calls",
-    "rollout_timeout",
-    "error",
-    "timeout",
-    "crash",
+    *("done", "max_turns", "max_trajectory_tokens", "max_sampled_tokens", "max_tool_calls", "rollout_timeout"),
+    *("error", "timeout", "crash"),  # what became of the environment
 )
 """Why trajectories end. `done`: the environment said so. `max_trajectory_tokens`: a turn was cut, or the next
-observation has no room. The last three: what became of the environment."""
+observation has no room."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class TurnLimits:
     """Of one trajectory, as in `environment`; 0: none."""
 
     max_turns: int = 0
@@ -45,7 +44,7 @@ class Limits:
     rollout_timeout_s: float = 0.0
 
     @classmethod
-    def configured(cls, config: Config) -> Limits:
+    def configured(cls, config: Config) -> TurnLimits:
         """The rollout's own limit is always there."""
         options = config.environment
         longest = options.max_trajectory_tokens or config.data.max_response_length
@@ -54,12 +53,9 @@ class Limits:
         )
 
     def over(self, episode: Episode, num_tokens: int, num_drawn: int, num_answered: int) -> str:
-        """Why a trajectory ends after its newest turn, though its environment would go on; empty: it goes on.
-
-        Args:
-          episode: with that turn. num_tokens: of the response, answers with it; num_drawn: of those the model's.
-          num_answered: of the answer that would follow. One token at least has to have room behind it.
-        """
+        """Why a trajectory ends after its newest turn, though its environment would continue; empty: it does not end.
+        `num_tokens`: of the response, answers with it; `num_drawn`: of those the model's; `num_answered`: of the answer
+        that would follow. One token at least has to have room behind it."""
         if self.max_turns and len(episode.turns) >= self.max_turns:
             return "max_turns"
         if self.max_tool_calls and total(episode, "tool_calls") >= self.max_tool_calls:
@@ -79,45 +75,28 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """The answer to a turn.
-
-    Attributes:
-      key: of the sample.
-      done: the episode is over.
-      messages: the answer, empty where it is.
-      reward: of the turn.
-      state: of the environment after it.
-      metrics: of the environment.
-      seconds: until it was there.
-      status: `ok`, or what became of it: the last of `STOPS`.
-      error: why, if it is not.
-    """
+    """The answer to a turn."""
 
     key: SampleKey
-    done: bool
-    messages: tuple[Mapping[str, Any], ...] = ()
-    reward: float = 0.0
-    state: bytes | None = b""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    seconds: float = 0.0
-    status: str = "ok"
+    done: bool  # the episode is over
+    messages: tuple[Mapping[str, Any], ...] = ()  # empty where it is
+    reward: float = 0.0  # of the turn
+    state: bytes | None = b""  # of the environment after it
+    metrics: Mapping[str, float] = field(default_factory=dict)  # of the environment
+    seconds: float = 0.0  # until it was there
+    status: str = "ok"  # or what became of it: the last of `STOPS`
     error: str = ""
 
 
 class CallTimes:
     """How long calls may take: of each tool 1.5 times its longest that went well, as test cases of programs may
-    (RollPacker §4.3), or always as long as one may at the most.
-
-    Attributes:
-      longest_s: what is known of tools, by their names.
-      adapts: whether limits follow from it.
-    """
+    (RollPacker §4.3); where that does not adapt, always as long as one may at the most."""
 
     FACTOR, LEAST_S = 1.5, 2.0
 
     def __init__(self, adapts: bool, most_s: float) -> None:
         self.adapts, self._most_s = adapts, most_s
-        self.longest_s: dict[str, float] = {}
+        self.longest_s: dict[str, float] = {}  # by the names of tools
 
     def limit_s(self, tools: Sequence[str]) -> float:
         """Of a turn that calls these, side by side."""
@@ -134,13 +113,9 @@ class CallTimes:
 
 
 class Acting(Protocol):
-    """Environments, beside the rollout. Used from one thread.
+    """Environments, beside the rollout. Used from one thread."""
 
-    Attributes:
-      keeps: whether what was submitted may go on between two rounds.
-    """
-
-    keeps: bool
+    keeps: bool  # whether what was submitted may continue between two rounds
 
     def submit(self, key: SampleKey, prompt: Prompt, text: str, state: bytes | None) -> None:
         """Has a turn answered. Exactly one answer follows, unless it is cancelled."""
@@ -162,21 +137,22 @@ class Conversation:
     """How the turns of a run are answered, and how answers become tokens.
 
     Attributes:
-      acting: answers turns.
-      has_turns: whether a prompt has an environment.
-      text_of: makes text of a turn's tokens.
       tokens_of: the tokens of an answer, given its messages and the tokens of the response; raises ValueError where the
         chat template refuses it.
-      compared: compares the trajectories of prompts (`environment.group`).
-      times: time limits of calls, whose state is part of a checkpoint.
     """
 
     acting: Acting
-    has_turns: Callable[[Prompt], bool]
-    text_of: Callable[[Sequence[int]], str]
+    has_turns: Callable[[Prompt], bool]  # whether a prompt has an environment
+    text_of: Callable[[Sequence[int]], str]  # of a turn's tokens
     tokens_of: Callable[[Sequence[Mapping[str, Any]], Sequence[int]], Sequence[int]]
-    compared: Compared = lambda asked: []
-    times: CallTimes | None = None
+    compared: Compared = lambda asked: []  # `environment.group`
+    times: CallTimes | None = None  # of tools; their state is part of a checkpoint
+
+
+def row_of(prompt: Prompt) -> dict[str, Any]:
+    """The row of a prompt, as environments get it."""
+    row = {"index": prompt.index, "epoch": prompt.epoch, "question": prompt.question, "answer": prompt.answer}
+    return row | dict(prompt.extra)
 
 
 def total(episode: Episode, name: str) -> float:
@@ -210,3 +186,80 @@ def trajectory_metrics(samples: Iterable[Sample]) -> dict[str, float]:
 def tokens_crc32(sample: Sample) -> int:
     """What is in the journal about a sample is about these tokens."""
     return zlib.crc32(np.ascontiguousarray(sample.token_ids, np.int32).tobytes())
+
+
+class GroupRewards:
+    """Compares the trajectories of each group of a finished round by a class of the user's: what one is worth may
+    depend on the others of its prompt (`jaxrl.scheduling.mechanism.GroupRewards`).
+
+    A process of the user's is asked, so what it says is written to the journal before it takes effect: a step that runs
+    again compares nothing anew.
+
+    Source: tinker-cookbook's `EnvGroupBuilder.compute_group_rewards`. Departure: none of its metrics.
+    """
+
+    def __init__(self, compared: Compared, journal: Journal | None = None) -> None:
+        self._compared, self._journal = compared, journal
+
+    def __call__(self, groups: Sequence[Group], info: RoundInfo) -> Mapping[str, float]:
+        there = [(group.prompt, samples) for group in groups if (samples := _with_turns(group))]
+        if not there:
+            return {}
+        found = [self._recorded(info, *each) for each in there]
+        new = [each for each, rewards in zip(there, found, strict=True) if rewards is None]
+        asked = [(prompt, [_trajectory(prompt, each) for each in samples]) for prompt, samples in new]
+        answers = iter(self._compared(asked))
+        for i, (prompt, samples) in enumerate(there):
+            if (rewards := found[i]) is None:
+                rewards = found[i] = next(answers)
+                self._note(info, prompt, samples, rewards)
+        given: list[float] = []
+        errors: list[str] = []
+        for (_, samples), rewards in zip(there, found, strict=True):
+            if isinstance(rewards, str):
+                errors.append(rewards)
+                for sample in samples:
+                    sample.reward, sample.failure = 0.0, rewards
+                continue
+            assert rewards is not None
+            given += rewards
+            for sample, reward in zip(samples, rewards, strict=True):
+                sample.reward = (sample.reward or 0.0) + reward
+                sample.reward_info = {**sample.reward_info, "group_reward": reward}
+        if errors:
+            _log.warning("environment.group: %d of %d comparisons failed: %s", len(errors), len(found), errors[-1])
+        return {
+            "environment/group_reward/mean": float(np.mean(given)) if given else 0.0,
+            "environment/group_errors": float(len(errors)),
+            "reward/errors": float(sum(each.failure in errors for _, samples in there for each in samples)),
+        }
+
+    def _recorded(self, info: RoundInfo, prompt: Prompt, samples: Sequence[Sample]) -> list[float] | str | None:
+        """What the journal says of these trajectories; None: nothing."""
+        if self._journal is None:
+            return None
+        entry = self._journal.find(info.step, _KIND, (info.index, *prompt.key))
+        return None if entry is None or entry["crc32"] != _crc32(samples) else entry["rewards"]
+
+    def _note(self, info: RoundInfo, prompt: Prompt, samples: Sequence[Sample], rewards: list[float] | str) -> None:
+        if self._journal is not None:
+            entry = {"crc32": _crc32(samples), "rewards": rewards}
+            self._journal.append(info.step, _KIND, (info.index, *prompt.key), entry)
+
+
+def _with_turns(group: Group) -> list[Sample]:
+    """Those that can be compared: what has failed before is none of them."""
+    return [each for each in group.samples if each.episode is not None and each.episode.turns and not each.failure]
+
+
+def _trajectory(prompt: Prompt, sample: Sample) -> Trajectory:
+    from jaxrl.environments.env import Trajectory
+    from jaxrl.rewards.request import ScoreRequest
+
+    seen = ScoreRequest.of(prompt, sample)
+    return Trajectory(tuple(seen.extra["messages"]), seen.turn_rewards or (), sample.reward or 0.0, seen.stop)
+
+
+def _crc32(samples: Sequence[Sample]) -> list[Any]:
+    """Of what was compared: tokens, and rewards before."""
+    return [[tokens_crc32(sample), sample.reward] for sample in samples]

@@ -1,8 +1,5 @@
 """Turns of a simulated run: where they end, how long tools take, and how long answers are.
 
-Purpose: `TurnModel` cuts a response of the workload into turns, and `SimulatedTools` answers them at their simulated
-time; what a run does with answers is the real mechanism (`jaxrl.mechanisms.turns`).
-
 Model: a response has 1 + Poisson turns, each of equally many of its tokens; an answer takes lognormal seconds and has
 always as many tokens. All are pure functions of (seed, identity).
 """
@@ -23,7 +20,7 @@ import numpy as np
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.simulation import SimulatedTool
-from jaxrl.mechanisms.turns.rule import Conversation, Limits, Observed
+from jaxrl.mechanisms.turns.rule import Conversation, Observed, TurnLimits
 from jaxrl.record.files import read_lines
 from jaxrl.record.samples import FILE_NAME as SAMPLES
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases, nanoseconds
@@ -32,22 +29,18 @@ from jaxrl.types import Prompt, SampleKey
 
 _TURNS, _SECONDS = 40, 41  # what a random number is for; different from those of the workloads
 _ANSWER = ({"role": "tool", "content": ""},)
+_QUARTILES = NormalDist().inv_cdf(0.75) - NormalDist().inv_cdf(0.25)
 
 
 @dataclass(frozen=True, slots=True)
 class TurnModel:
-    """Where the turns of responses end.
-
-    Attributes:
-      length: of a response, by its identity and its step. counts_answers: whether that is with answers.
-      longest: of one with them.
-    """
+    """Where the turns of responses end."""
 
     tool: SimulatedTool
     seed: int
-    length: Callable[[SampleKey, int], int]
-    longest: int
-    counts_answers: bool = False
+    length: Callable[[SampleKey, int], int]  # of a response, by its identity and its step
+    longest: int  # of a response with answers
+    counts_answers: bool = False  # whether `length` is with answers
 
     def num_turns(self, key: SampleKey) -> int:
         """One at least."""
@@ -67,12 +60,8 @@ class TurnModel:
 
 
 class SimulatedTools:
-    """Implements `jaxrl.mechanisms.turns.rule.Acting`: workers that take as long as the model says.
-
-    Args:
-      num_workers: each answers one turn at a time.
-      next_verdict_ns: when the next verdict comes, for which a wait for an answer ends as well.
-    """
+    """Implements `jaxrl.mechanisms.turns.rule.Acting`: workers that take as long as the model says, for one turn at a
+    time each. `next_verdict_ns`: when the next verdict comes, for which a wait for an answer ends as well."""
 
     keeps = True
 
@@ -131,38 +120,29 @@ def conversation(
     """Turns that a model answers; arguments as in `SimulatedTools`."""
     tools = SimulatedTools(model, num_workers, clock, phases, next_verdict_ns)
     answer = (0,) * model.tool.answer_tokens
-
-    def tokens_of(messages: Sequence[Mapping[str, Any]], drawn: Sequence[int]) -> Sequence[int]:
-        return answer
-
-    return Conversation(tools, lambda prompt: True, lambda ids: "", tokens_of)
+    return Conversation(tools, lambda prompt: True, lambda ids: "", lambda messages, drawn: answer)
 
 
 def turn_model(config: Config, workload: Workload) -> TurnModel:
     """Of the tools that `simulate.tool` describes, or those of the recorded run that lengths come from. Raises
     ValueError where that had none."""
-    simulated, longest = config.simulate, Limits.configured(config).max_trajectory_tokens
+    simulated, longest = config.simulate, TurnLimits.configured(config).max_trajectory_tokens
     is_recorded = simulated.workload == "recorded"
-    tool = _recorded(simulated.recorded_run, simulated.tool) if is_recorded else simulated.tool
+    tool = simulated.tool
+    if is_recorded:
+        path = Path(simulated.recorded_run) / SAMPLES
+        rows = [row for row in read_lines(path, json.loads) if row.get("turns")]
+        if not rows:
+            raise ConfigError(f"environment.kind: {path} has no samples with turns, of which tools could be simulated")
+        tool = measured([row["turns"] for row in rows], [row["length"] for row in rows], tool)
     return TurnModel(tool, config.trainer.seed, workload.length, longest, is_recorded)
-
-
-def _recorded(run_dir: str, tool: SimulatedTool) -> SimulatedTool:
-    path = Path(run_dir) / SAMPLES
-    rows = [row for row in read_lines(path, json.loads) if row.get("turns")]
-    if not rows:
-        raise ConfigError(f"environment.kind: {path} has no samples with turns, of which tools could be simulated")
-    return measured([row["turns"] for row in rows], [row["length"] for row in rows], tool)
 
 
 def measured(
     turns: Sequence[Sequence[Mapping[str, Any]]], lengths: Sequence[int], tool: SimulatedTool
 ) -> SimulatedTool:
-    """What recorded trajectories say of tools, in place of what is given.
-
-    Args:
-      turns: of each trajectory, as `samples.jsonl` has them. lengths: of these, in tokens.
-    """
+    """What recorded trajectories say of tools, in place of what is given. `turns`: of each trajectory, as
+    `samples.jsonl` has them; `lengths`: of these, in tokens."""
     answered = [turn for of in turns for turn in of if turn["answer"]]
     seconds = np.log([max(turn["seconds"], 1e-4) for turn in answered]) if answered else np.zeros(1)
     said = [sum(len(turn.get("tokens", ())) for turn in of) for of in turns]
@@ -175,9 +155,6 @@ def measured(
         median_s=float(np.exp(np.median(seconds))) if answered else 0.0,
         sigma=float(np.subtract(*np.quantile(seconds, [0.75, 0.25])) / _QUARTILES),
     )
-
-
-_QUARTILES = NormalDist().inv_cdf(0.75) - NormalDist().inv_cdf(0.25)
 
 
 def _words(key: SampleKey) -> tuple[int, int, int, int]:
