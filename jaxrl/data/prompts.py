@@ -2,7 +2,7 @@
 
 Three steps, each usable alone: read (`load_train`, `load_validation`: a sequence of `Problem`, nothing tokenised),
 render and tokenise (`PromptSource`, `validation_prompts`), and walk (`PromptSource.next`; its whole state is one
-integer). Of large files the first two are kept from one start to the next (`jaxrl.data.store`).
+integer).
 
 Held-out problems. For files, a validation question that also stands in the training files is dropped (counted); for
 tasks, see `jaxrl.data.tasks`.
@@ -20,16 +20,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from jaxrl.config import Config, ConfigError, DataSection
 from jaxrl.config.domains import source_problem
-from jaxrl.data.files import data_files
 from jaxrl.data.order import nth
 from jaxrl.data.problems import Problem, checked_messages, read_problems
 from jaxrl.data.quotas import SourceQuotas
 from jaxrl.data.rendered import Environments, Rendered
-from jaxrl.data.store import identities, source_names, stored
 from jaxrl.data.tasks import draw_task
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.types import Prompt
@@ -56,7 +52,7 @@ def load_train(config: Config, environments: Environments | None = None) -> Prob
 
 
 def _from_files(names: Sequence[str], option: str, data: DataSection) -> Problems:
-    return stored(lambda: read_problems(names, option, data), data_files(names, option), data)
+    return list(read_problems(names, option, data))
 
 
 def _own(config: Config, environments: Environments, first: int, count: int) -> list[Problem]:
@@ -84,8 +80,8 @@ def load_validation(
     problems = _from_files(data.val_files, "data.val_files", data)
     if train is None:
         train = load_train(config) if data.task or data.train_files else []
-    seen = np.isin(identities(problems), identities(train))
-    kept = [problem for problem, is_seen in zip(problems, seen, strict=True) if not is_seen]
+    seen = {problem.identity for problem in train}
+    kept = [problem for problem in problems if problem.identity not in seen]
     if len(kept) < len(problems):
         _log.warning(
             "dropped %d of %d validation problems: in the training set", len(problems) - len(kept), len(problems)
@@ -104,8 +100,8 @@ def refuse_sources(config: Config, train: Problems, held_out: Problems | None = 
     """Raises ValueError if `reward.domains` names a source that no problem has, or `data.source_quotas` does not fit
     the training problems. `held_out` is read if it is not given and the training problems do not have all sources."""
     if train and config.data.source_quotas:
-        SourceQuotas(config.data.source_quotas, source_names(train))
-    sources = set(source_names(train))
+        SourceQuotas(config.data.source_quotas, [problem.source for problem in train])
+    sources = {problem.source for problem in train}
     if held_out is None and config.data.val_files and not sources.issuperset(config.reward.domains):
         held_out = _from_files(config.data.val_files, "data.val_files", config.data)
     problem = source_problem(config, sources.union(problem.source for problem in held_out or ()))
@@ -146,7 +142,7 @@ class PromptSource:
             raise ValueError(f"no training prompts: {found if problems else 'the training data holds no problems'}")
         self._quotas = None
         if data.source_quotas:
-            self._quotas = SourceQuotas(data.source_quotas, self._rendered.sources(source_names(problems)))
+            self._quotas = SourceQuotas(data.source_quotas, self._rendered.sources)
         self._seed = data.seed if data.shuffle else None
         self._position = 0
         self._batch_size = data.train_batch_size

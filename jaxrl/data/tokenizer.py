@@ -7,7 +7,6 @@ BPE.
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -117,17 +116,6 @@ class Tokenizer:
             if type(error).__name__ != "PanicException":  # which has no place to import it from
                 raise
             raise ValueError(f"{self._name}: the tokenizer fails with a text ({error})") from None
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A digest of everything that determines token ids and rendered texts."""
-        parts = [self._fast.to_str(), self.special_tokens, {n: t.source for n, t in self.chat_templates.items()}]
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-    @property
-    def reads_the_date(self) -> bool:
-        """Whether a chat template may write another text on another day."""
-        return any("strftime_now" in template.source for template in self.chat_templates.values())
 
     @property
     def vocabulary(self) -> dict[str, int]:
