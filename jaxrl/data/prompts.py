@@ -24,9 +24,7 @@ from jaxrl.config import Config, ConfigError, DataSection
 from jaxrl.config.domains import source_problem
 from jaxrl.data.order import nth
 from jaxrl.data.problems import Problem, checked_messages, read_problems
-from jaxrl.data.quotas import SourceQuotas
 from jaxrl.data.rendered import Environments, Rendered
-from jaxrl.data.tasks import draw_task
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.types import Prompt
 
@@ -43,6 +41,8 @@ def load_train(config: Config, environments: Environments | None = None) -> Prob
     """The training problems of `data.train_files` or `data.task`, or of the environment's own."""
     data = config.data
     if data.task:
+        from jaxrl.data.tasks import draw_task
+
         return draw_task(data, held_out=False, count=data.task_size)
     if not data.train_files:
         if environments is not None:
@@ -75,6 +75,8 @@ def load_validation(
     data = config.data
     if not data.val_files:
         if data.task and data.val_size:
+            from jaxrl.data.tasks import draw_task
+
             return draw_task(data, held_out=True, count=data.val_size)
         return [] if data.train_files or environments is None else _own(config, environments, _HELD_OUT, data.val_size)
     problems = _from_files(data.val_files, "data.val_files", data)
@@ -100,6 +102,8 @@ def refuse_sources(config: Config, train: Problems, held_out: Problems | None = 
     """Raises ValueError if `reward.domains` names a source that no problem has, or `data.source_quotas` does not fit
     the training problems. `held_out` is read if it is not given and the training problems do not have all sources."""
     if train and config.data.source_quotas:
+        from jaxrl.data.quotas import SourceQuotas
+
         SourceQuotas(config.data.source_quotas, [problem.source for problem in train])
     sources = {problem.source for problem in train}
     if held_out is None and config.data.val_files and not sources.issuperset(config.reward.domains):
@@ -142,6 +146,8 @@ class PromptSource:
             raise ValueError(f"no training prompts: {found if problems else 'the training data holds no problems'}")
         self._quotas = None
         if data.source_quotas:
+            from jaxrl.data.quotas import SourceQuotas
+
             self._quotas = SourceQuotas(data.source_quotas, self._rendered.sources)
         self._seed = data.seed if data.shuffle else None
         self._position = 0

@@ -19,7 +19,6 @@ from tokenizers import Encoding
 
 from jaxrl.data.chat_template import DEFAULT, ChatTemplate, RefusedMessages, choose, render, variables_of
 from jaxrl.data.tokenizer_files import ADDITIONAL_TEMPLATES, DEFAULT_TEMPLATE, TokenizerFiles, read_folder
-from jaxrl.data.tokenizer_gguf import read_gguf
 
 _HARMONY = ("<|return|>", "<|call|>")
 END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
@@ -63,6 +62,8 @@ class Tokenizer:
     def from_path(cls, path: str | Path) -> Tokenizer:
         path = Path(path)
         if path.suffix == ".gguf":
+            from jaxrl.data.tokenizer_gguf import read_gguf
+
             return cls(read_gguf(path))
         if path.is_dir():
             return cls(read_folder(path))

@@ -16,9 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jaxrl.models.families import FAMILIES, SLIDING, Family, read_experts, write_experts
 from jaxrl.models.fields import MAX_ID, Fields, read_model_file
-from jaxrl.models.fp8 import read_blocks
-from jaxrl.models.lora import Lora, adapters, is_trained, merged
-from jaxrl.models.quantized import ABSMAX, dequantize, quantized
 from jaxrl.models.rope import DEFAULT_THETA, Rope, RopeScaling, read_rope, read_ropes
 from jaxrl.models.weights import FileRows, Init, Weight, leaves
 from jaxrl.schema.declared import shown
@@ -26,6 +23,8 @@ from jaxrl.schema.limits import BYTES, Quantization
 
 if TYPE_CHECKING:
     import jax
+
+    from jaxrl.models.lora import Lora
 
 LARGEST = {
     "vocab_size": 2**24,
@@ -298,6 +297,9 @@ class ModelConfig:
         table = _weights(self)
         if self.lora is None:
             return table
+        from jaxrl.models.lora import adapters
+        from jaxrl.models.quantized import quantized
+
         layers = table["layers"]
         return table | {"layers": quantized(self.quantization, layers) | adapters(self.lora, layers)}
 
@@ -307,9 +309,11 @@ class ModelConfig:
         narrower of the two, since layers would compute with them in `dtype` anyway."""
 
         def one(name: str, weight: Weight) -> str:
-            trained = self.lora is None or is_trained(name) or weight.is_norm
-            if weight.dtype:
-                return weight.dtype
+            if weight.dtype or self.lora is None:
+                return weight.dtype or param_dtype
+            from jaxrl.models.lora import is_trained
+
+            trained = is_trained(name) or weight.is_norm
             return param_dtype if trained else min(param_dtype, dtype, key=BYTES.__getitem__)
 
         def each(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -320,10 +324,18 @@ class ModelConfig:
     def merged(self, name: str, layer: Mapping[str, Any]) -> jax.Array:
         """A weight of one layer as the layer computes with it: with its adapter, if it has one."""
         matrix = self.whole(name, layer)
-        return matrix if self.lora is None else merged(self.lora, name, matrix, layer)
+        if self.lora is None:
+            return matrix
+        from jaxrl.models.lora import merged
+
+        return merged(self.lora, name, matrix, layer)
 
     def whole(self, name: str, layer: Mapping[str, Any]) -> jax.Array:
         """A weight of one layer in the shape of the plain table, in float32 if it is quantised; without its adapter."""
+        if self.quantization == "none":
+            return layer[name]
+        from jaxrl.models.quantized import ABSMAX, dequantize
+
         if name + ABSMAX not in layer:
             return layer[name]
         matrix = dequantize(layer[name], layer[name + ABSMAX])
@@ -603,4 +615,7 @@ def _check(fields: Fields, family: str, row: Family) -> None:
     for key, causal in (("use_bidirectional_attention", False), ("is_causal", True)):
         if fields.flag(key, causal) is not causal:
             fields.refuse(f"{key} {str(not causal).lower()}", "attention must be causal")
-    read_blocks(fields)
+    if fields.get("quantization_config") is not None:
+        from jaxrl.models.fp8 import read_blocks
+
+        read_blocks(fields)
