@@ -1,14 +1,7 @@
 """Problems from files and procedural tasks -> `Prompt`, in an order that resumes.
 
-Three steps, each usable alone: read (`load_train`, `load_validation`: a sequence of `Problem`, nothing tokenised),
-render and tokenise (`PromptSource`, `validation_prompts`), and walk (`PromptSource.next`; its whole state is one
-integer).
-
-Held-out problems. For files, a validation question that also stands in the training files is dropped (counted); for
-tasks, see `jaxrl.data.tasks`.
-
-Order: grain's deterministic shuffle, a new one per epoch from `data.seed`. grain imports jax (without initialising a
-device), so it is imported only where the order is built.
+Three steps, each usable alone: read (`load_train`, `load_validation`: nothing is tokenised), render and tokenise
+(`PromptSource`, `validation_prompts`), and walk (`PromptSource.next`; its whole state is one integer).
 """
 
 from __future__ import annotations
@@ -70,8 +63,8 @@ def _own(config: Config, environments: Environments, first: int, count: int) -> 
 def load_validation(
     config: Config, train: Problems | None = None, environments: Environments | None = None
 ) -> Problems:
-    """The held-out problems: from `data.val_files` if given, else from `data.task`, else the environment's own, else
-    none. `train`: the training problems, which are read again if not given."""
+    """The held-out problems: from `data.val_files` if given, without those that are in the training data, else from
+    `data.task`, else the environment's own, else none. `train`: the training problems, read again if not given."""
     data = config.data
     if not data.val_files:
         if data.task and data.val_size:
@@ -116,8 +109,8 @@ def refuse_sources(config: Config, train: Problems, held_out: Problems | None = 
 def validation_prompts(
     config: Config, tokenizer: Tokenizer, held_out: Problems | None = None, environments: Environments | None = None
 ) -> list[Prompt]:
-    """The held-out prompts for evaluation, in file order (epoch 0); overlong ones are treated as in training.
-    `held_out`: the result of `load_validation`, which is called if it is not given."""
+    """The held-out prompts for evaluation, in file order (epoch 0). `held_out`: the result of `load_validation`, which
+    is called if it is not given."""
     problems = load_validation(config, environments=environments) if held_out is None else held_out
     rendered = Rendered(problems, tokenizer, config.data, environments)
     if problems and not len(rendered):
@@ -131,9 +124,7 @@ def validation_prompts(
 class PromptSource:
     """Training prompts without end: a new deterministic order in each epoch, batches crossing epoch ends.
 
-    The position counts prompts returned since the beginning; the p-th prompt is a pure function of (problems,
-    configuration, p). So a set smaller than a batch simply repeats inside it, each time with its own epoch, and the
-    cursor is the position.
+    The p-th prompt since the beginning is a pure function of (problems, configuration, p), so the cursor is a position.
     """
 
     def __init__(
@@ -207,12 +198,8 @@ class PromptSource:
 
     def state(self) -> dict[str, Any]:
         """The cursor, as JSON values. The caller saves the prompts that were returned and not yet consumed."""
-        return {
-            "version": _STATE_VERSION,
-            "position": self._position,
-            "num_prompts": self.num_prompts,
-            **self._fingerprints,
-        }
+        own = {"version": _STATE_VERSION, "position": self._position, "num_prompts": self.num_prompts}
+        return own | self._fingerprints
 
     def differs(self, state: Mapping[str, Any]) -> Literal["", "data", "order"]:
         """What differs between a saved cursor's prompts and these; empty: nothing."""

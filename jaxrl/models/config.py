@@ -43,14 +43,9 @@ _LARGEST_FACTOR = 1e6
 
 
 class LayerKind(NamedTuple):
-    """What layers of a model may differ in.
+    """What layers of a model may differ in."""
 
-    Attributes:
-      window: positions that a query sees, its own included; 0: all.
-      rope: None: the layer has no position embedding.
-    """
-
-    window: int
+    window: int  # positions that a query sees, its own included; 0: all
     rope: Rope | None
 
 
@@ -58,11 +53,9 @@ class LayerKind(NamedTuple):
 class ModelConfig:
     """Shapes and constants of a decoder. Hashable, so that compiled functions can be cached by it.
 
-    With `lora` its layers have adapters, and all other weights are frozen; the matrices among them are perhaps
-    quantised (`quantization`, `jaxrl.models.quantized`).
-
-    With `scalar_head` it is a reward model (`...ForSequenceClassification` with one label): in place of the vocabulary
-    head it has one number, read at a text's last token that is not `pad_token_id`.
+    With `lora` its layers have adapters, and all other weights are frozen, their matrices perhaps quantised. With
+    `scalar_head` it is a reward model (`...ForSequenceClassification` with one label): in place of the vocabulary head
+    it has one number, read at a text's last token that is not `pad_token_id`.
 
     The switches (named as in config.json where it has them):
 
@@ -84,13 +77,6 @@ class ModelConfig:
       times its share of the router's softmax, or with `norm_topk_prob` of that over the chosen alone; 0: each layer has
       one MLP (`jaxrl.models.experts`). `expert_bias`: of router and experts. With `swiglu_limit` their gate and up stay
       within it, and the gate's sigmoid has `swiglu_alpha`.
-
-    Example::
-
-        config = ModelConfig(
-            family="llama", vocab_size=128, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4,
-            num_kv_heads=2, head_dim=16,
-        )
     """
 
     family: str
@@ -268,12 +254,9 @@ class ModelConfig:
 
     @property
     def max_positions(self) -> int:
-        """The longest sequence that the model was made for, prompt and response together, rope scaling included.
-
-        Linear scaling multiplies `max_position_embeddings`, yarn the context that it started from (files of yarn models
-        give the stretched length there, or leave the old one); llama3 is part of the number already. With longrope it
-        is the context before it was stretched (`jaxrl.models.rope`).
-        """
+        """The longest sequence that the model was made for, rope scaling included: linear scaling multiplies
+        `max_position_embeddings`, yarn the context that it started from; with longrope it is the context before it was
+        stretched (`jaxrl.models.rope`)."""
         scaling, given = self.rope_scaling, self.max_position_embeddings
         if self.sliding_rope is not None:
             return given  # these files give the stretched length

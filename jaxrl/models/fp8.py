@@ -3,10 +3,8 @@
 Two forms of `quantization_config` are read. `quant_method` `fp8` is DeepSeek's and Qwen's, with a scale for each block
 of outputs and inputs (`weight_block_size`, DeepSeek-V3 technical report, arXiv:2412.19437, 3.3), or without blocks that
 of AutoFP8, with one for a matrix or for each output. `compressed-tensors` is that of llm-compressor, by `strategy`:
-`tensor`, `channel` or `block`. The files themselves say which matrices are in float8.
-
-Matrices are dequantised when they are loaded, so scales of activations have no meaning here. Any other setting that
-would change the numbers is refused.
+`tensor`, `channel` or `block`. Matrices are dequantised when they are loaded; any other setting that would change the
+numbers is refused.
 """
 
 from __future__ import annotations

@@ -27,10 +27,7 @@ def resolve_path(path: str, option: str = "model.path", *, weights: bool = False
 
     `package:file` names a file inside an installed package, `org/name` a model of the Hugging Face Hub
     (`jaxrl.data.hub`), and `~` is the home folder. With `weights` a Hub model's weights are fetched where the cache
-    lacks them, else its small files only.
-
-    Raises:
-      ValueError: it is a URL, the package is not installed, or the Hub's model cannot be fetched.
+    lacks them. Raises ValueError for a URL, a package that is not installed, and a model that cannot be fetched.
     """
     if is_url(path.removeprefix(RANDOM)):
         parts, advice = path.partition("://")[2].split("/"), "download the model, and give its folder or its .gguf file"

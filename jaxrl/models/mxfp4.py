@@ -54,11 +54,7 @@ class _PackedExperts(NamedTuple):
 def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """The values of codes [..., rows, groups, 16] uint8 (two a byte, the first in the lower half) and scales [...,
     rows, groups] uint8, as float32 [..., rows, groups * 32]: exact, but for values beyond float32's range, which are
-    infinite.
-
-    The last dim is the inputs of a product; the one before it, of gpt-oss's experts, the outputs (transformers'
-    parameters have the two the other way round).
-    """
+    infinite. The last dim is the inputs of a product."""
     assert blocks.dtype == scales.dtype == np.uint8, (blocks.dtype, scales.dtype)
     assert blocks.shape == (*scales.shape, BLOCK // 2), (blocks.shape, scales.shape)
     values = _PAIRS[blocks].reshape(*scales.shape, BLOCK)

@@ -37,25 +37,18 @@ MAX_FILE_BYTES = 5_000_000_000
 # Buffers that old exports hold and no model reads.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_COMPARED = 2**22  # numbers at a time: a head may have gigabytes
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor of a file.
-
-    Attributes:
-      content: the open file, of the package `safetensors`.
-      dtype: as the file names it.
-      dequantized: reads a matrix of codes in place of the file (`jaxrl.models.fp8`, `jaxrl.models.mxfp4`).
-    """
+    """One tensor of a file."""
 
     file: Path
     name: str
     shape: tuple[int, ...]
-    content: Any
-    dtype: str
-    dequantized: Callable[..., np.ndarray] | None = None
+    content: Any  # the open file, of the package `safetensors`
+    dtype: str  # as the file names it
+    dequantized: Callable[..., np.ndarray] | None = None  # reads codes in place of it (`jaxrl.models.fp8`, `mxfp4`)
 
     def read(self, *part: slice) -> np.ndarray:
         """The tensor, or the part that slices of its first dims select, copied from the file."""
@@ -276,23 +269,14 @@ def open_hf(folder: str | Path) -> OpenModel:
 
 
 def _one_embedding(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a model with tied embeddings, of which some exports write the head, too, or the head alone.
-
-    transformers up to version 4 drops a head that differs from the embedding, and version 5 uses both; neither can be
-    what every reader of the folder gets, so it is refused.
-    """
+    """The tensors of a model with tied embeddings, of which some exports write the head, too, or the head alone. A head
+    that differs is refused: transformers up to version 4 drops it, and version 5 uses both."""
     rest = {name: tensor for name, tensor in tensors.items() if name != _HEAD}
     if _HEAD not in tensors:
         return rest
     head = tensors[_HEAD]
     embedding = rest.setdefault(_EMBEDDING, head)
-    same = head.shape == embedding.shape
-    if same and embedding is not head:
-        rows = head.shape[0] if head.shape else 1
-        each = max(1, rows * _COMPARED // max(1, math.prod(head.shape)))
-        pieces = [(slice(first, min(first + each, rows)),) for first in range(0, rows, each)] if head.shape else [()]
-        same = all(np.array_equal(embedding.read(*piece), head.read(*piece), equal_nan=True) for piece in pieces)
-    if not same:
+    if embedding is not head and not np.array_equal(embedding.read(), head.read(), equal_nan=True):
         raise ValueError(
             f"{head.file}: tensor {_HEAD} differs from {_EMBEDDING}, though config.json says tie_word_embeddings true; "
             "set that to false to use both, or remove the tensor"
@@ -310,11 +294,7 @@ def export_hf(
 ) -> None:
     """Writes config.json, generation_config.json and safetensors files that transformers loads.
 
-    Args:
-      params: training form, on any sharding that this process can read whole.
-      folder: files of the same names are replaced.
-      tokenizer_files: copied into the folder (`Tokenizer.save` writes such files, too).
-      dtype: float32, float16 or bfloat16 in the files.
+    `params`: training form, on any sharding that this process can read whole. `tokenizer_files` are copied.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
