@@ -1,11 +1,8 @@
 """Programs that are compiled once for each shape of their arguments, ahead of time or on demand.
 
-The rollout (`jaxrl.rollout.layout_programs`) and the update (`jaxrl.train.programs`) know the shapes of their arguments
-in advance, so programs are compiled side by side, in the background while another thread works. A thread that needs a
-program waits for that program only.
-
-Compiling releases the interpreter, tracing does not. A program of 28 layers is traced in about a second and takes XLA
-ten for a GPU, so some threads share the work well: one per core, since XLA's own threads only serve parts of it.
+Programs are compiled side by side in the background; a thread that needs a program waits for that program only.
+Compiling releases the interpreter, tracing does not: a program of 28 layers is traced in about a second and takes XLA
+ten for a GPU, so one thread per core shares the work well.
 """
 
 from __future__ import annotations
@@ -34,11 +31,8 @@ _MOST_THREADS = 8  # each holds a program's intermediate forms, of large models 
 
 
 def products_of(dtype: Any, platform: str) -> AbstractContextManager[Any]:
-    """A context for tracing in which products of float32 arrays have float32 precision.
-
-    By default GPUs multiply float32 with the 10 bits of TF32, and TPUs with the 7 bits of bfloat16. CPUs use all bits
-    anyway, and bfloat16 is not affected.
-    """
+    """A context for tracing in which products of float32 arrays have float32 precision, not TF32's (GPUs) or
+    bfloat16's (TPUs)."""
     if platform == "cpu" or jnp.dtype(dtype).itemsize < 4:
         return nullcontext()
     return jax.default_matmul_precision("highest")
@@ -127,7 +121,6 @@ class CompileAhead:
     what has not begun."""
 
     def __init__(self, every: Sequence[CompiledPrograms], num_threads: int | None = None) -> None:
-        """`num_threads`: default: the cores that this process may use, at most eight."""
         carry = _settings_of_this_thread()
         left = {id(programs): len(programs.shapes()) for programs in every}
         lock = threading.Lock()
@@ -145,7 +138,7 @@ class CompileAhead:
         ]
 
     def wait(self, progress: Callable[[int, int], None] | None = None) -> int:
-        """Waits until everything is compiled. Returns the number of programs, and raises what compiling raised."""
+        """Waits for all; returns the number of programs."""
         for done, job in enumerate(as_completed(self._jobs), 1):
             job.result()
             if progress is not None:

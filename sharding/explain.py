@@ -1,8 +1,5 @@
-"""Which part of the rollout weights each device holds in a layout, as text.
-
-Purpose: `jaxrl explain-layout`. The parts follow from the rules that place the arrays (`Layout`, `rules.rollout_spec`),
-so they can be worked out for any number of devices, present or not.
-"""
+"""Which part of the rollout weights each device holds in a layout, as text (`jaxrl explain-layout`): for any number of
+devices, present or not."""
 
 from __future__ import annotations
 
@@ -72,9 +69,8 @@ def explain_layout(
     name: str = "model",
     num_hosts: int = 1,
 ) -> str:
-    """The layout of a model on `num_devices` devices, in their order, as text. `max_tp`: the largest degree that
-    weights are padded for, by default `tp`. `num_hosts`: those that the devices are on, for the traffic between
-    them. Raises ValueError for impossible numbers."""
+    """The layout of a model on `num_devices` devices of `num_hosts` hosts, as text. `max_tp`: the largest degree that
+    weights are padded for, by default `tp`. Raises ValueError for impossible numbers."""
     max_tp = tp if max_tp is None else max_tp
     problem = number_problem("--devices", num_devices, Declared(int, Interval(ge=1), cap=MAX_DEVICES))
     if problem is not None:

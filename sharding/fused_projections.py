@@ -1,12 +1,10 @@
 """Rollout weights with fused projections: one matrix for queries, keys and values, one for the MLP's gate and up.
 
-What multiplies the same activations is then one product, and the kernels behind it find what belongs together side by
-side (`jaxrl.kernels.decode_pallas`). Left to XLA, merging products of separate weights either depends on what
-autotuning prefers, or copies the weights inside the program.
+What multiplies the same activations is then one product, as `jaxrl.kernels.decode_pallas` needs it.
 
 In a layer, `qkv` [E, K, G + 2, D] takes the place of `q`, `k` and `v`: for each key/value head its G query heads, its
 key, its value; `qkv_bias` [K, G + 2, D] that of their biases; `gate_up` [E, 2, F] that of `gate` and `up`. They are
-split over tp in K and F, so each shard has whole groups, which `can_fuse` is about. Everything else stays as it is.
+split over tp in K and F, so each shard has whole groups, which `can_fuse` is about.
 Factors of quantised matrices (`jaxrl.sharding.narrow_weights`) are joined as the outputs are: [K, G + 2, D] and [2, F].
 
 Dims: E embed, K key/value heads, G query heads a key/value head, D head dim, F mlp.

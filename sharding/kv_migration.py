@@ -1,15 +1,12 @@
 """Moving live KV blocks between layouts of one mesh (`migrate`), and between workers on disjoint devices
 (`migrate_across`). A plan (`jaxrl.scheduling.layouts.kv_plan`) says where the live blocks go.
 
-Only live blocks move, picked in `shard_map` with a local take. The partitioner never gets a gather or scatter together
-with a layout change, which would abort the process on jax 0.11.2 (docs/architecture.md). The exchange is written out as
-collectives in the same `shard_map`: a jitted identity with `out_shardings` between take and scatter takes longer
-(docs/layouts.md), and replicates the whole array where key/value heads are replicated over a part of tp. So a migration
-jumps over degrees, with one all-to-all per array over the axes that split heads, and one all-gather over the others.
-
 One program moves an array (keys or values of one layer): take the live blocks of each lane, exchange, scatter into the
-new pool. Arrays are the unit of a chunk; the old one is deleted right after its dispatch. A pool of codes
-(`rollout.kv_cache_dtype`) has codes and scales, whose last dim is 1: they move as two pools.
+new pool, all in `shard_map`: a gather or scatter that the partitioner gets together with a layout change aborts the
+process on jax 0.11.2 (docs/architecture.md). The exchange is one all-to-all over the axes that split heads, and one
+all-gather over the others; a jitted identity with `out_shardings` in its place takes longer (docs/layouts.md). The old
+array is deleted right after its dispatch. A pool of codes (`rollout.kv_cache_dtype`) has codes and scales, whose last
+dim is 1: they move as two pools.
 
 A *lane* is one dp group of the layout that has more of them. A device's lanes stand in the order in which collectives
 over several axes stack them (`_lane_order`); only the block numbers depend on it. A *home* is one dp group of the
@@ -80,7 +77,6 @@ def migrate(
 
     Args:
       pool: per layer (keys, values), [dp, K, N, P, D] as `before` shards them (`rollout.kv_cache`).
-      lanes: the blocks that move.
       num_blocks: of the new pool, the reserved one included.
       max_extra_bytes: the most that a device may hold beyond the larger of the two pools; an array that needs more goes
         alone.
@@ -117,17 +113,15 @@ def precompile(
     after: Layout,
     pool: Pool,
     num_blocks: int,
-    sizes: Sequence[tuple[int, int]] | None = None,
+    sizes: Sequence[tuple[int, int]],
     *,
     max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES,
 ) -> list[Any]:
-    """Compiles everything that `migrate` between these layouts may need, moves nothing, and returns the compiled
-    programs. The pool may hold `jax.ShapeDtypeStruct`s. `sizes`: (M, G) of the lanes to compile for (rounded up as
-    `lane_capacity` does); default: all."""
+    """Compiles what `migrate` between these layouts needs, moves nothing, and returns the compiled programs. The pool
+    may hold `jax.ShapeDtypeStruct`s. `sizes`: (M, G) of the lanes to compile for (rounded up as `lane_capacity`
+    does)."""
     most = min(pool[0][0].shape[2], num_blocks) - 1
     num_homes = min(before.dp, after.dp)
-    if sizes is None:
-        sizes = [(own, guests) for own in range(1, most + 1) for guests in range(most + 1 if num_homes > 1 else 1)]
     found: dict[tuple[_Sizes, int], Any] = {}
     for places, guests in sorted({_places(*size, most, num_homes) for size in sizes}):
         for part in _parts(pool)[0]:
@@ -416,10 +410,8 @@ def _lane_order(before: Layout, after: Layout, heads: int) -> np.ndarray:
 
 
 def _exchange(lanes: jax.Array, before: Layout, after: Layout, heads: int, guests: int) -> jax.Array:
-    """Packed lanes [l, K', M, P, D] of a device in one layout to those in the other.
-
-    `guests`: places for each home, at the end of a lane.
-    """
+    """Packed lanes [l, K', M, P, D] of a device in one layout to those in the other. `guests`: places for each home, at
+    the end of a lane."""
     if guests:
         homes = min(before.dp_axes, after.dp_axes, key=len)  # the axes of dp that both have tell homes apart
         first = lanes.shape[2] - guests * axes_size(before.mesh, homes)

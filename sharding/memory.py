@@ -19,22 +19,15 @@ DEFAULT_SHARE = 0.75
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """The memory of one device, in bytes.
-
-    Attributes:
-      platform: `jaxrl.sharding.mesh.platform_of`.
-      reported: None where the backend reports none (a CPU's memory is the host's).
-      share: the same, or a CPU's share of the host's.
-    """
+    """The memory of one device, in bytes."""
 
     platform: str
-    reported: int | None
-    share: int
+    reported: int | None  # None where the backend reports none (a CPU's memory is the host's)
+    share: int  # the same, or a CPU's share of the host's
 
 
 def device_bytes(devices: Sequence[Any]) -> int | None:
-    """The memory of one of this process's devices; None if the backend does not report it (a CPU's memory is the
-    host's)."""
+    """The memory of one device; None if the backend does not report it (a CPU's memory is the host's)."""
     stats = devices[0].memory_stats()
     return None if not stats else stats.get("bytes_limit")
 
@@ -74,13 +67,7 @@ def memory_of(devices: Sequence[Any], sharing: int = 0) -> DeviceMemory:
 
 def in_bytes(value: float) -> str:
     """1536 -> "1.5 KiB"."""
-    for size, unit in (
-        (1 << 50, "PiB"),
-        (1 << 40, "TiB"),
-        (1 << 30, "GiB"),
-        (1 << 20, "MiB"),
-        (1 << 10, "KiB"),
-    ):
-        if value >= size:
+    for power, unit in ((5, "PiB"), (4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if value >= (size := 1024**power):
             return f"{value / size:.1f} {unit}"
     return f"{value} B"

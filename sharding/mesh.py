@@ -3,9 +3,7 @@
 2^k devices become k axes of size 2, other counts factor into primes; the minor axis is `x0`. A tensor-parallel degree
 is then a prefix of (x0, x1, ...), so each step up splits the shard that is already there (`jaxrl.sharding.layout`).
 Devices that differ in x0 only are neighbours in the given order.
-
-Over several hosts the minor axes lie inside hosts and the major ones go from host to host, whatever the numbers: a
-host's devices are one of the parts into which `submeshes` cuts the mesh.
+Over several hosts the minor axes lie inside hosts and the major ones go from host to host.
 """
 
 from __future__ import annotations
@@ -44,13 +42,8 @@ def platform_of(device: Any) -> str:
 
 def submeshes(mesh: Mesh, count: int, num_hosts: int = 1) -> tuple[Mesh, ...]:
     """A factored mesh cut into `count` equal ones along its major axes, in the order of its devices; the devices of a
-    part are on `num_hosts` hosts.
-
-    A part has the axes that were not cut, with their names; a single device has one axis `x0` of size 1. So it is the
-    mesh that `make_mesh` makes of its devices, and the dp groups of a layout over the whole mesh are those of the
-    parts' layouts of the same degree, one part after another. Raises ValueError if `count` is no product of the first
-    axes.
-    """
+    part are on `num_hosts` hosts. A part is the mesh that `make_mesh` makes of its devices. Raises ValueError if
+    `count` is no product of the first axes."""
     sizes = [mesh.shape[axis] for axis in mesh.axis_names]
     possible = tuple(dict.fromkeys(accumulate((1, *sizes), operator.mul)))
     if count not in possible:

@@ -7,8 +7,8 @@ product is that of the codes, which every type of activations holds exactly, and
 `int8`: whole numbers from -127 to 127, rounded to nearest. `fp8`: float8_e4m3fn, up to 448. An output's factor follows
 from the trained weights of all its inputs, so it is the same in every layout, and a code as well.
 
-What stays in the rollout's type: norms, biases and routers, which are a thousandth of a layer; embedding and head,
-because an error of the head is one of the log-probabilities themselves, and with tied embeddings both are one array.
+Norms, biases, routers, embedding and head stay in the rollout's type: an error of the head is one of the
+log-probabilities themselves, and with tied embeddings both are one array.
 
 In a layer of the rollout form codes stand under the matrix's own name, in its shape; factors, float32 in the shape of
 its outputs, under that with `_scale` behind it.
@@ -64,10 +64,8 @@ def inputs(weight: Shaped) -> tuple[int, ...]:
 
 
 def codes_of(kind: Narrow, array: jax.Array, axes: int | tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Codes in the array's shape, and the largest magnitudes over `axes`, without those dims.
-
-    The array is in at least float32. A code times its magnitude, divided by `largest(kind)`, is what it stands for.
-    """
+    """Codes in the array's shape, and the largest magnitudes over `axes`, without those dims. A code times its
+    magnitude, divided by `largest(kind)`, is what it stands for. The array is in at least float32."""
     dtype, most = _CODES[kind]
     magnitudes = jnp.max(jnp.abs(array), axis=axes, keepdims=True, initial=_SMALLEST)
     scaled = array * (most / magnitudes)

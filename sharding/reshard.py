@@ -1,20 +1,15 @@
 """Moving a tree of arrays (rollout weights, training state) between shardings: chunk by chunk, on the devices, with a
 bound on the extra memory.
 
-Facts behind it (docs/architecture.md; measured on jax 0.10.2 and 0.11.2):
-
 - Within one set of devices, a jitted identity with `out_shardings` moves arrays; `jax.device_put` would go through the
-  host and block. Its programs are slices only when TP grows, and all-gathers only when it falls.
+  host and block (docs/architecture.md).
 - Across disjoint sets, and between device and host memory, `jax.device_put` moves arrays with the same spec on both
   sides, and they are resharded on arrival. Sets that overlap without being equal are refused: there is no direct way.
-- An array that is in place already is aliased, never copied and never deleted. An array that moves is deleted right
-  after its chunk was dispatched (unless `keep`), so two copies of a tree never exist at once.
 
 One chunk is in flight at a time; the last one is not waited for. Everything is checked, planned and compiled before
-anything moves. Plans and programs are cached, so a second move of the same kind compiles nothing. Leaves of equal
-shape, dtype and shardings form a class; a chunk holds whole classes if they fit into the bound, and larger classes are
-cut evenly, so programs are few. Leaves that shrink go first: a device never holds more than the larger of the two trees
-and one chunk.
+anything moves, and cached. Leaves of equal shape, dtype and shardings form a class; a chunk holds whole classes if they
+fit into the bound, and larger classes are cut evenly, so programs are few. Leaves that shrink go first: a device never
+holds more than the larger of the two trees and one chunk.
 """
 
 from __future__ import annotations
@@ -42,19 +37,12 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class ReshardReport:
-    """The size of a move. It follows from shapes and shardings, so it has no times.
+    """The size of a move."""
 
-    Attributes:
-      num_leaves: arrays of the tree, each counted once however often the tree names it.
-      num_aliased: those that were in place already.
-      num_chunks: dispatches.
-      moved_bytes: bytes that had to cross from one device to another, over all devices.
-    """
-
-    num_leaves: int
-    num_aliased: int
-    num_chunks: int
-    moved_bytes: int
+    num_leaves: int  # distinct arrays
+    num_aliased: int  # those that were in place already
+    num_chunks: int  # dispatches
+    moved_bytes: int  # from one device to another, over all devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +69,7 @@ class Leaf:
 
 
 def reshard(
-    tree: Any,
-    target: Any,
-    *,
-    dims: Any = None,
-    max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES,
-    keep: bool = False,
+    tree: Any, target: Any, *, max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES, keep: bool = False
 ) -> tuple[Any, ReshardReport]:
     """Moves a tree of arrays; returns it in the target's shardings, and a report.
 
@@ -97,12 +80,10 @@ def reshard(
     Example::
 
         params, report = reshard(params, rollout_shardings(config, Layout(mesh, 4), max_tp=8))
-        state, report = reshard(state, Layout(mesh, 2), dims=("dp", None, "tp"))
+        state, report = reshard(state, Layout(mesh, 2).sharding("dp", None, "tp"))
 
     Args:
-      tree: of jax.Array.
-      target: a tree of NamedSharding like `tree` or a prefix of it (one sharding for all); or a Layout, with `dims`.
-      dims: with a Layout, what `Layout.spec` takes: one tuple for all arrays, or a tree of tuples.
+      target: a tree of NamedSharding like `tree` or a prefix of it (one sharding for all).
       max_extra_bytes: the most that a device may hold beyond the larger of the tree before and the tree after (with
         `keep`: beyond both together). A leaf that needs more goes alone.
       keep: leave the given arrays alive.
@@ -111,7 +92,7 @@ def reshard(
       ValueError: before anything moves: a leaf that is no array, sets of devices that overlap without being equal,
         meshes between which no spec is the same.
     """
-    arrays, slots, structure, leaves = _collect(tree, target, dims)
+    arrays, slots, structure, leaves = _collect(tree, target)
     chunks, report = make_plan(leaves, max_extra_bytes)
     programs = [[program_of(*step) for step in steps_of(leaves, chunk)] for chunk in chunks]
     moved: list[Any] = list(arrays)
@@ -131,12 +112,10 @@ def reshard(
     return jax.tree.unflatten(structure, [moved[i] for i in slots]), report
 
 
-def precompile(
-    tree: Any, target: Any, *, dims: Any = None, max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES
-) -> list[Any]:
+def precompile(tree: Any, target: Any, *, max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES) -> list[Any]:
     """Compiles what `reshard` with the same arguments would run, moves nothing, and returns the compiled programs. Safe
     in a background thread. `tree` may hold `jax.ShapeDtypeStruct` with shardings."""
-    *_, leaves = _collect(tree, target, dims)
+    *_, leaves = _collect(tree, target)
     chunks, _ = make_plan(leaves, max_extra_bytes)
     steps = dict.fromkeys(step for chunk in chunks for step in steps_of(leaves, chunk))
     programs = {step: program_of(*step) for step in steps}
@@ -173,9 +152,9 @@ def rollout_to_rollout(
 # ---------------------------------------------------------------- what is asked for
 
 
-def _collect(tree: Any, target: Any, dims: Any) -> tuple[list[Any], list[int], Any, tuple[Leaf, ...]]:
+def _collect(tree: Any, target: Any) -> tuple[list[Any], list[int], Any, tuple[Leaf, ...]]:
     """(distinct arrays, the index of the array at each place of the tree, the tree's structure, the arrays' paths)."""
-    shardings = _shardings(tree, target, dims)
+    shardings = _shardings(tree, target)
     with_path, structure = jax.tree_util.tree_flatten_with_path(tree)
     arrays: list[Any] = []
     leaves: list[Leaf] = []
@@ -203,18 +182,8 @@ def _collect(tree: Any, target: Any, dims: Any) -> tuple[list[Any], list[int], A
     return arrays, slots, structure, tuple(leaves)
 
 
-def _shardings(tree: Any, target: Any, dims: Any) -> list[Any]:
+def _shardings(tree: Any, target: Any) -> list[Any]:
     """The target sharding of each place of the tree."""
-    if isinstance(target, Layout):
-        if dims is None:
-            raise ValueError(
-                "reshard: with a Layout as target, dims must say what splits each array, as Layout.spec takes it: dims="
-                '("dp", None, "tp"), or a tree of such tuples'
-            )
-        layout = target
-        target = jax.tree.map(lambda words: layout.sharding(*words), dims, is_leaf=_is_words)
-    elif dims is not None:
-        raise ValueError("reshard: dims goes with a Layout as target; shardings say it themselves")
     found: list[Any] = []
     try:
         jax.tree.map(
@@ -229,14 +198,6 @@ def _shardings(tree: Any, target: Any, dims: Any) -> list[Any]:
     if strange:
         raise ValueError(f"reshard: the target must be made of NamedSharding, found {strange[0]!r}")
     return found
-
-
-def _is_words(value: Any) -> bool:
-    """Whether it is a tuple for `Layout.spec`, rather than a tuple of such tuples."""
-    return isinstance(value, tuple) and all(
-        entry is None or isinstance(entry, str) or (isinstance(entry, tuple) and all(isinstance(x, str) for x in entry))
-        for entry in value
-    )
 
 
 # ---------------------------------------------------------------- the way of one array

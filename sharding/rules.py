@@ -65,18 +65,11 @@ class Model(Protocol):
 
 
 class Form(TypedDict, total=False):
-    """How rollout weights lie, beside their layout.
+    """How rollout weights lie, beside their layout."""
 
-    Attributes:
-      features_first: matrices as [out..., in...], for a forward pass with features first in its activations.
-      fused_projections: products of the same activations in one matrix (`jaxrl.sharding.fused_projections`), for a
-        decode step on GPUs.
-      quantization: of layers' matrices (`jaxrl.sharding.narrow_weights`).
-    """
-
-    features_first: bool
-    fused_projections: bool
-    quantization: Narrow
+    features_first: bool  # matrices as [out..., in...]
+    fused_projections: bool  # `jaxrl.sharding.fused_projections`
+    quantization: Narrow  # of layers' matrices (`jaxrl.sharding.narrow_weights`)
 
 
 M = TypeVar("M", bound=Model)
@@ -217,8 +210,7 @@ def _checked(layout: Layout, max_tp: int | None) -> int:
 
 
 def _grow(array: jax.Array, dim: int, size: int) -> jax.Array:
-    widths = [(0, size - have if i == dim else 0) for i, have in enumerate(array.shape)]
-    return jnp.pad(array, widths)
+    return jnp.pad(array, [(0, size - have if i == dim else 0) for i, have in enumerate(array.shape)])
 
 
 def _convert(
@@ -229,11 +221,8 @@ def _convert(
     dtype: Any,
     mesh: Mesh | None = None,
 ) -> jax.Array:
-    """Cast and pad one weight. `group` is the number of query heads per key/value head, before and after; `mesh`: on
-    which it is still split as in training.
-
-    Norm scales stay in float32 when the rest becomes narrower: they cost nothing, and training applies them so.
-    """
+    """Casts and pads one weight; norm scales keep at least float32. `group`: query heads per key/value head, before and
+    after; `mesh`: on which it is still split as in training."""
     array = array.astype(jnp.promote_types(dtype, jnp.float32) if weight.is_norm else dtype)
     if mesh is not None and _splits_other_side(weight, mesh):  # XLA would do no better, and say so each time
         array = lax.with_sharding_constraint(array, NamedSharding(mesh, PartitionSpec()))
@@ -281,9 +270,7 @@ def rollout_params_fn(
     **form: Unpack[Form],
 ) -> tuple[Callable[[Tree], Tree], Tree]:
     """(function, shardings): unpadded training form to rollout form, for `jax.jit(function, out_shardings=shardings)`.
-
-    The function is pure: cast, pad, one dict per layer. `to_rollout` does the same with a peak of a few layers.
-    """
+    `to_rollout` does the same with a peak of a few layers."""
     shardings = rollout_shardings(config, layout, max_tp, **form)
     outer, layers = _converters(config, layout.mesh, _checked(layout, max_tp), dtype, **form)
 
@@ -371,13 +358,11 @@ def to_rollout(
     Args:
       params: unpadded, on the devices of the layout's mesh; perhaps the layers alone.
       dtype: of the result's matrices and biases (norms: at least float32).
-      max_tp: the largest degree that these weights are padded for; default: the layout's.
       layers_per_call: more means fewer dispatches and a higher peak.
     """
     out, layers = {}, list[Tree]()
-    for program, arguments in rollout_calls(
-        params, config, layout, dtype, max_tp, layers_per_call=layers_per_call, **form
-    ):
+    calls = rollout_calls(params, config, layout, dtype, max_tp, layers_per_call=layers_per_call, **form)
+    for program, arguments in calls:
         made = program(*arguments)
         if len(arguments) == 1:
             out = made

@@ -1,20 +1,14 @@
 """Arrays between a mesh and a part of it.
 
 `Half` lends what all devices share to one half of them, and takes it back: weights go to the devices that the stream
-trainer has freed, and gradients come back (`jaxrl.mechanisms.stream_trainer.gradients`), while the other half decodes.
-`jaxrl.sharding.reshard` refuses that move, since no program runs on two sets of devices; and a program on the whole
-mesh would stop the other half, which would hold what it gathers. `submesh_arrays` gives a part of the devices the
-shards that they have already.
+trainer has freed, and gradients come back (`jaxrl.mechanisms.stream_trainer.gradients`), while the other half decodes:
+a program on the whole mesh would stop it. `submesh_arrays` gives a part of the devices the shards that they have
+already.
 
-A half is cut along the mesh's major axis. That axis is the last one that splits a dim, so each device of a half has one
-part of its new shard already, and its partner in the other half has the part beside it. Hence:
-
-- To the half: the partner's parts cross (`jax.device_put` between disjoint devices with the same spec, which no program
-  of either takes part in), and a program on the half alone joins both parts.
-- Back: a program on the half cuts each shard in two, one of which crosses.
-
-Arrays move leaf by leaf: a device of the half holds, beside its own result, the parts of one leaf that cross; the other
-half holds nothing more.
+A half is cut along the mesh's major axis, the last one that splits a dim. So each device of a half has one part of its
+new shard already, and its partner in the other half has the part beside it. To lend, the partner's parts cross by
+`jax.device_put`, and a program on the half alone joins both parts; to give back, a program on the half cuts each shard
+in two, one of which crosses. Arrays move leaf by leaf.
 """
 
 from __future__ import annotations
@@ -67,12 +61,8 @@ class Half:
     def lend(self, tree: Tree, shardings: Tree) -> Tree:
         """Copies of arrays of the whole mesh, on the half.
 
-        Args:
-          shardings: a tree of NamedSharding on `mesh`; each splits the dim that its array is split in, by the minor
-            axes of the array's own spec, or splits it no more than the array is.
-
-        Raises:
-          ValueError: the array's shards do not make up such a sharding.
+        `shardings` are on `mesh`; each splits the dim that its array is split in, by the minor axes of the array's own
+        spec, or splits it no more than the array is. Raises ValueError for any other.
         """
         previous: Any = ()
 

@@ -4,9 +4,6 @@ whose tensor parallelism spans them: for `jaxrl explain-layout --hosts N` and `e
 Source: rings, as NCCL has them: of an array of S bytes on n devices an all-gather or a reduce-scatter has each device
 send (n - 1) / n * S, and an all-reduce twice that. Not counted: rows of the embedding, the tokens of experts, and keys
 and values of rows that devices share, which are as many as there are tokens.
-
-A copy of all weights on each host would not lessen what comes into hosts: gradients in float32 then cross by an
-all-reduce, which is as much as one reduce-scatter of them and two all-gathers of weights in bfloat16.
 """
 
 from __future__ import annotations

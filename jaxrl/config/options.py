@@ -178,11 +178,6 @@ class DataSection:
     ] = field(default_factory=dict)
     shuffle: Annotated[bool, "Give the prompts in a new random order in each epoch; false: in the files' order."] = True
     seed: Annotated[int, Ge(0), SEED, "Seed of the procedural problems and of the order of the prompts."] = 0
-    cache_dir: Annotated[
-        str,
-        Names("new folder"),
-        "Where data files of 32 MiB and more are kept as they were read and tokenised; empty: nowhere.",
-    ] = "~/.cache/jaxrl/data"
 
 
 @dataclass(frozen=True)

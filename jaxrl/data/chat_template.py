@@ -1,14 +1,9 @@
 """Chat templates: jinja2 in the environment that templates on the Hugging Face Hub expect, with limits.
 
 A template is a program that came with the model, and jinja's sandbox bounds neither its time nor its memory. Here each
-rendering has a limit of time, which every turn of a loop and every call of a macro checks, and limits of size: on what
-it writes, and on each value that an operation makes. Nothing is computed while a template is compiled.
-
-Each template is first tried on three short conversations. One that writes the same whatever the user says is refused:
-the model would never see a prompt.
-
-A tokenizer may have several, by name (`default`, `tool_use`, `rag`). Which one renders a conversation is decided as in
-transformers: the one that is named, or else `tool_use` where tools are given and there is one, or else `default`.
+rendering has a limit of time, which loops and macros check, and limits of size, on what it writes and on each value
+that an operation makes. Each template is first tried on three short conversations. One that writes the same whatever
+the user says is refused.
 """
 
 from __future__ import annotations
@@ -77,9 +72,8 @@ def check_template_name(name: Any, place: str) -> None:
 def choose(
     templates: Mapping[str, ChatTemplate], owner: str, name: str | None = None, *, has_tools: bool = False
 ) -> ChatTemplate:
-    """The template that renders a conversation: the one of this name, else the one for tools if there are tools,
-    else the default. Raises ValueError if there is no such template; `owner`, a folder or file, stands in the
-    message."""
+    """The template that renders a conversation, chosen as in transformers: the one of this name, else the one for tools
+    if there are tools, else the default. `owner`: the folder or file. Raises ValueError if there is none."""
     there = ", ".join(map(repr, sorted(templates)))
     if name is not None:
         if not isinstance(name, str) or name not in templates:

@@ -2,9 +2,7 @@
 
 A conversation is tokenised as a rollout makes it: the prompt with the beginning of the first turn, then by turns the
 assistant's text, up to the token that ends its turn, and the glue between that and the next turn (`jaxrl.data.turns`).
-So training sees the tokens that a rollout would sample, and knows the learnt ones without marks in the template. Where
-a template only appends, the tokens are those of the whole conversation rendered at once; one that rewrites earlier
-turns (Qwen3's drops their thinking) is given each turn as it was when it was the last one, as in a rollout.
+A template that rewrites earlier turns (Qwen3's drops their thinking) is given each turn as it was when it was the last.
 """
 
 from __future__ import annotations
@@ -60,17 +58,11 @@ class LearningSpan:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A context and what follows it.
+    """A context and what follows it."""
 
-    Attributes:
-      prompt: int32 [P], up to the first turn, or to the last one that is learnt.
-      response: int32 [T], all that follows.
-      is_said: bool [T], the assistant's tokens that are learnt.
-    """
-
-    prompt: np.ndarray
-    response: np.ndarray
-    is_said: np.ndarray
+    prompt: np.ndarray  # int32 [P], up to the first turn, or to the last one that is learnt
+    response: np.ndarray  # int32 [T], all that follows
+    is_said: np.ndarray  # bool [T], the assistant's tokens that are learnt
 
     def __len__(self) -> int:
         return len(self.prompt) + len(self.response)
@@ -85,16 +77,8 @@ class ExampleRow:
 
 
 class ConversationTokens:
-    """Conversations as tokens.
-
-    Args:
-      tokenizer: of the model.
-      stops: token ids that end a turn.
-      config: `data` is read.
-
-    Attributes:
-      notes: what a user should know of how turns were written, as sentences, each once.
-    """
+    """Conversations as tokens. `stops`: token ids that end a turn. `notes`: what a user should know of how turns were
+    written, as sentences, each once."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[int], config: Config) -> None:
         self._tokenizer, self._stops, self._data = tokenizer, frozenset(stops), config.data
@@ -103,12 +87,7 @@ class ConversationTokens:
 
     def example(self, context: Messages, said: Messages, tools: Any, train_on: Turns = "all") -> Example:
         """The conversation as a context and what follows it. With `train_on` `last` all turns but the last are part of
-        the prompt.
-
-        Raises:
-          RefusedMessages: the chat template refuses these messages.
-          ValueError: there is no template.
-        """
+        the prompt. Raises RefusedMessages if the chat template refuses these messages."""
         spans = list(self._spans(context, said, tools))
         if not any(span.is_said for span in spans):
             raise RefusedMessages("the data masks every turn of the assistant, so there is nothing to learn")
@@ -264,16 +243,11 @@ class ExampleRows:
 
 
 class RowSource:
-    """Training rows without end, in a new deterministic order in each epoch; batches cross epoch ends.
-
-    Attributes:
-      rows: all of them.
-      position: rows returned so far, over all epochs.
-    """
+    """Training rows without end, in a new deterministic order in each epoch; batches cross epoch ends."""
 
     def __init__(self, rows: ExampleRows, config: Config) -> None:
         self.rows, self._seed = rows, config.data.seed if config.data.shuffle else None
-        self.position = 0
+        self.position = 0  # rows returned so far, over all epochs
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -307,9 +281,8 @@ class RowSource:
 
 
 def read_demonstrations(names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> ExampleRows:
-    return ExampleRows(
-        (_demonstration(where, row, config, tokens) for where, row in _rows_of(names, option)), option, config
-    )
+    found = (_demonstration(where, row, config, tokens) for where, row in _rows_of(names, option))
+    return ExampleRows(found, option, config)
 
 
 def read_pairs(names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> ExampleRows:
@@ -452,8 +425,7 @@ def _shared(first: Messages, second: Messages) -> int:
 
 
 def _check_prompt(prompt: Any, shared: Messages, named: str) -> None:
-    """A prompt beside whole conversations is theirs: text that the user says there, or messages that they begin with,
-    whatever the system says."""
+    """A prompt beside whole conversations is text that the user says there, or messages that they begin with."""
     if isinstance(prompt, str):
         fits = prompt.strip() in [message["content"].strip() for message in shared if message["role"] == "user"]
     else:

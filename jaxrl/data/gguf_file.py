@@ -1,8 +1,7 @@
 """Opens GGUF files: `check_layout` walks through a file's header before the `gguf` package reads it.
 
-That package slices a memory map without checking its end and trusts every count, so a truncated file costs half a
-minute, and a damaged count gigabytes. Here each count and each length is compared with the rest of the file, and each
-tensor's place with the file's size. Source: ggml, docs/gguf.md, "File structure".
+That package trusts every count: a truncated file costs it half a minute, and a damaged count gigabytes. Source: ggml,
+docs/gguf.md, "File structure".
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 `openai/gsm8k:main/train-*.parquet` for files of one.
 
 A name becomes the path of a folder or of files in the Hub's own cache on this machine (`HF_HOME`), through
-`huggingface_hub`, an optional package. The cache is used without a request to the network, so a resumed run finds the
-files that it began with, and a machine without a network needs nothing but a filled cache. Missing files are fetched,
-of the commit that is in the cache already if there is one. So a branch (`main` is one) does not move by itself: `hf
-download org/name` moves it.
+`huggingface_hub`, an optional package. The cache is used without a request to the network. Missing files are fetched,
+of the commit that is in the cache already if there is one, so a branch does not move by itself: `hf download org/name`
+moves it.
 """
 
 from __future__ import annotations
@@ -32,17 +31,11 @@ _PATIENCE_S = 10.0  # for the Hub to answer at all
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """A name of the Hub, in its parts.
+    """A name of the Hub, in its parts."""
 
-    Attributes:
-      repository: `org/name`.
-      revision: a branch, a tag or a commit; empty: the repository's `main`.
-      file: a file in it, or a pattern of files; empty: none was named.
-    """
-
-    repository: str
-    revision: str = ""
-    file: str = ""
+    repository: str  # `org/name`
+    revision: str = ""  # a branch, a tag or a commit; empty: `main`
+    file: str = ""  # a file in it, or a pattern of files
 
     def __str__(self) -> str:
         return self.repository + (f"@{self.revision}" if self.revision else "")
@@ -82,8 +75,8 @@ def used_files(folder: Path) -> list[Path]:
 
 
 def data_paths(name: HubName, option: str) -> list[Path]:
-    """The files of a data set that a name's pattern fits, by name. Raises ValueError if no file is named or none
-    fits, or if they are not in the cache and cannot be fetched."""
+    """The files of a data set that a name's pattern fits. Raises ValueError if there is none, or if they cannot be
+    fetched."""
     if not name.file:
         stem = "test" if option.startswith("data.val") else "train"
         raise ValueError(

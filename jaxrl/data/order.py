@@ -1,7 +1,4 @@
-"""The order in which rows are given: grain's deterministic shuffle, another one in each epoch, without end.
-
-grain imports jax (without initialising a device), so it is imported only where an order is built.
-"""
+"""The order in which rows are given: grain's deterministic shuffle, another one in each epoch, without end."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ def nth(count: int, seed: int | None, position: int) -> int:
 
 @lru_cache(maxsize=128)  # one for each source
 def _endless(count: int, seed: int | None) -> Any:
-    import grain
+    import grain  # which imports jax
 
     order = grain.MapDataset.range(count)
     return (order if seed is None else order.shuffle(seed=seed)).repeat()

@@ -32,34 +32,19 @@ _PASSED_ON = ("name", *THINKING)
 _FINAL = re.compile(r"(?:[^#]*\s)?####(?:\s+(.*\w.*))?")  # GSM8K's last line; one of a grid has more # or no word
 
 # fields of messages that chat templates render; a message in which one of them holds something is refused
-_UNSUPPORTED = (
-    "tool_calls",
-    "tool_call_id",
-    "tool_responses",
-    "function_call",
-)
+_UNSUPPORTED = ("tool_calls", "tool_call_id", "tool_responses", "function_call")
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem as it stands in the file or comes from the task, before templates.
+    """One problem as it stands in the file or comes from the task, before templates."""
 
-    Attributes:
-      index: its position in the data set.
-      where: file and line (or row), or task and number; for messages to people.
-      messages: the conversation so far, as {"role", "content"}, and "name" or "reasoning_content" where a
-        message has one; a plain question is one user message.
-      answer: the reference answer, None where `data.answer_key` is empty.
-      source: the data set's or task's name.
-      extra: all columns not used otherwise; a task's problem has its reasoning-gym entry under "entry".
-    """
-
-    index: int
-    where: str
-    messages: tuple[Mapping[str, str], ...]
-    answer: str | None
-    source: str
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    index: int  # in the data set
+    where: str  # file and line (or row), or task and number
+    messages: tuple[Mapping[str, str], ...]  # the conversation so far; a plain question is one user message
+    answer: str | None  # None where `data.answer_key` is empty
+    source: str  # the data set's or task's name
+    extra: Mapping[str, Any] = field(default_factory=dict)  # all other columns; of a task: "entry"
 
     @property
     def question(self) -> str:

@@ -1,14 +1,7 @@
 """Problems from files and procedural tasks -> `Prompt`, in an order that resumes.
 
-Three steps, each usable alone: read (`load_train`, `load_validation`: a sequence of `Problem`, nothing tokenised),
-render and tokenise (`PromptSource`, `validation_prompts`), and walk (`PromptSource.next`; its whole state is one
-integer). Of large files the first two are kept from one start to the next (`jaxrl.data.store`).
-
-Held-out problems. For files, a validation question that also stands in the training files is dropped (counted); for
-tasks, see `jaxrl.data.tasks`.
-
-Order: grain's deterministic shuffle, a new one per epoch from `data.seed`. grain imports jax (without initialising a
-device), so it is imported only where the order is built.
+Three steps, each usable alone: read (`load_train`, `load_validation`: nothing is tokenised), render and tokenise
+(`PromptSource`, `validation_prompts`), and walk (`PromptSource.next`; its whole state is one integer).
 """
 
 from __future__ import annotations
@@ -20,17 +13,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from jaxrl.config import Config, ConfigError, DataSection
 from jaxrl.config.domains import source_problem
-from jaxrl.data.files import data_files
 from jaxrl.data.order import nth
 from jaxrl.data.problems import Problem, checked_messages, read_problems
-from jaxrl.data.quotas import SourceQuotas
 from jaxrl.data.rendered import Environments, Rendered
-from jaxrl.data.store import identities, source_names, stored
-from jaxrl.data.tasks import draw_task
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.types import Prompt
 
@@ -47,6 +34,8 @@ def load_train(config: Config, environments: Environments | None = None) -> Prob
     """The training problems of `data.train_files` or `data.task`, or of the environment's own."""
     data = config.data
     if data.task:
+        from jaxrl.data.tasks import draw_task
+
         return draw_task(data, held_out=False, count=data.task_size)
     if not data.train_files:
         if environments is not None:
@@ -56,7 +45,7 @@ def load_train(config: Config, environments: Environments | None = None) -> Prob
 
 
 def _from_files(names: Sequence[str], option: str, data: DataSection) -> Problems:
-    return stored(lambda: read_problems(names, option, data), data_files(names, option), data)
+    return list(read_problems(names, option, data))
 
 
 def _own(config: Config, environments: Environments, first: int, count: int) -> list[Problem]:
@@ -74,18 +63,20 @@ def _own(config: Config, environments: Environments, first: int, count: int) -> 
 def load_validation(
     config: Config, train: Problems | None = None, environments: Environments | None = None
 ) -> Problems:
-    """The held-out problems: from `data.val_files` if given, else from `data.task`, else the environment's own, else
-    none. `train`: the training problems, which are read again if not given."""
+    """The held-out problems: from `data.val_files` if given, without those that are in the training data, else from
+    `data.task`, else the environment's own, else none. `train`: the training problems, read again if not given."""
     data = config.data
     if not data.val_files:
         if data.task and data.val_size:
+            from jaxrl.data.tasks import draw_task
+
             return draw_task(data, held_out=True, count=data.val_size)
         return [] if data.train_files or environments is None else _own(config, environments, _HELD_OUT, data.val_size)
     problems = _from_files(data.val_files, "data.val_files", data)
     if train is None:
         train = load_train(config) if data.task or data.train_files else []
-    seen = np.isin(identities(problems), identities(train))
-    kept = [problem for problem, is_seen in zip(problems, seen, strict=True) if not is_seen]
+    seen = {problem.identity for problem in train}
+    kept = [problem for problem in problems if problem.identity not in seen]
     if len(kept) < len(problems):
         _log.warning(
             "dropped %d of %d validation problems: in the training set", len(problems) - len(kept), len(problems)
@@ -104,8 +95,10 @@ def refuse_sources(config: Config, train: Problems, held_out: Problems | None = 
     """Raises ValueError if `reward.domains` names a source that no problem has, or `data.source_quotas` does not fit
     the training problems. `held_out` is read if it is not given and the training problems do not have all sources."""
     if train and config.data.source_quotas:
-        SourceQuotas(config.data.source_quotas, source_names(train))
-    sources = set(source_names(train))
+        from jaxrl.data.quotas import SourceQuotas
+
+        SourceQuotas(config.data.source_quotas, [problem.source for problem in train])
+    sources = {problem.source for problem in train}
     if held_out is None and config.data.val_files and not sources.issuperset(config.reward.domains):
         held_out = _from_files(config.data.val_files, "data.val_files", config.data)
     problem = source_problem(config, sources.union(problem.source for problem in held_out or ()))
@@ -116,8 +109,8 @@ def refuse_sources(config: Config, train: Problems, held_out: Problems | None = 
 def validation_prompts(
     config: Config, tokenizer: Tokenizer, held_out: Problems | None = None, environments: Environments | None = None
 ) -> list[Prompt]:
-    """The held-out prompts for evaluation, in file order (epoch 0); overlong ones are treated as in training.
-    `held_out`: the result of `load_validation`, which is called if it is not given."""
+    """The held-out prompts for evaluation, in file order (epoch 0). `held_out`: the result of `load_validation`, which
+    is called if it is not given."""
     problems = load_validation(config, environments=environments) if held_out is None else held_out
     rendered = Rendered(problems, tokenizer, config.data, environments)
     if problems and not len(rendered):
@@ -131,9 +124,7 @@ def validation_prompts(
 class PromptSource:
     """Training prompts without end: a new deterministic order in each epoch, batches crossing epoch ends.
 
-    The position counts prompts returned since the beginning; the p-th prompt is a pure function of (problems,
-    configuration, p). So a set smaller than a batch simply repeats inside it, each time with its own epoch, and the
-    cursor is the position.
+    The p-th prompt since the beginning is a pure function of (problems, configuration, p), so the cursor is a position.
     """
 
     def __init__(
@@ -146,7 +137,9 @@ class PromptSource:
             raise ValueError(f"no training prompts: {found if problems else 'the training data holds no problems'}")
         self._quotas = None
         if data.source_quotas:
-            self._quotas = SourceQuotas(data.source_quotas, self._rendered.sources(source_names(problems)))
+            from jaxrl.data.quotas import SourceQuotas
+
+            self._quotas = SourceQuotas(data.source_quotas, self._rendered.sources)
         self._seed = data.seed if data.shuffle else None
         self._position = 0
         self._batch_size = data.train_batch_size
@@ -205,12 +198,8 @@ class PromptSource:
 
     def state(self) -> dict[str, Any]:
         """The cursor, as JSON values. The caller saves the prompts that were returned and not yet consumed."""
-        return {
-            "version": _STATE_VERSION,
-            "position": self._position,
-            "num_prompts": self.num_prompts,
-            **self._fingerprints,
-        }
+        own = {"version": _STATE_VERSION, "position": self._position, "num_prompts": self.num_prompts}
+        return own | self._fingerprints
 
     def differs(self, state: Mapping[str, Any]) -> Literal["", "data", "order"]:
         """What differs between a saved cursor's prompts and these; empty: nothing."""

@@ -1,11 +1,8 @@
 """Prompts of each source in a fixed number per batch (`data.source_quotas`), in an order that one integer resumes.
 
-Each source is walked in epochs of its own: its k-th prompt, counted over the run, belongs to its epoch k // n, n being
-its number of prompts. So a small source with a large quota is in a later epoch than the others, no prompt is left out,
-and the key (epoch, index) of a prompt stays unique, since an index belongs to one source.
-
-The p-th prompt of the run stands at place p mod P0 of batch p // P0. The places of a batch are dealt to the sources so
-that each has its share of every beginning, nearly: a rule that launches more or fewer than P0 gets the same mix.
+Each source is walked in epochs of its own, so a small source with a large quota is in a later epoch than the others.
+The places of a batch are dealt to the sources so that each has its share of every beginning, nearly: a rule that
+launches more or fewer than a batch gets the same mix.
 """
 
 from __future__ import annotations
@@ -15,13 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 
 class SourceQuotas:
-    """Where each position of a run comes from.
-
-    Args:
-      quotas: prompts per batch by source; 0 leaves a source out. They add up to a batch.
-      sources: of every prompt of the data set, in its order.
-
-    Raises ValueError for a quota of a source that the data does not hold, and for a source without a quota.
+    """Where each position of a run comes from. `quotas`: prompts per batch by source; 0 leaves a source out. `sources`:
+    of every prompt of the data set, in its order. Raises ValueError for a quota of a source that the data does not
+    hold, and for a source without a quota.
 
     Attributes:
       members: places in `sources` by source, of those with a quota above 0.
@@ -45,8 +38,8 @@ class SourceQuotas:
         self.members = {name: found[name] for name, quota in quotas.items() if quota}
         self._pattern = dealt({name: quota for name, quota in quotas.items() if quota})
         self._quotas = dict(quotas)
-        before = [self._pattern[:place].count(name) for place, name in enumerate(self._pattern)]
-        self._before = before  # places of the same source earlier in a batch
+        # places of the same source earlier in a batch
+        self._before = [self._pattern[:place].count(name) for place, name in enumerate(self._pattern)]
 
     def at(self, position: int) -> tuple[str, int]:
         """The source of a position, and how many prompts of that source come before it."""
@@ -61,8 +54,7 @@ class SourceQuotas:
 
 
 def dealt(quotas: Mapping[str, int]) -> Sequence[str]:
-    """The source of each place of a batch, so that every beginning of it has of each source its share, rounded. The
-    order of `quotas` does not matter."""
+    """The source of each place of a batch; the order of `quotas` does not matter."""
     total = sum(quotas.values())
     given = dict.fromkeys(quotas, 0)
     order: list[str] = []

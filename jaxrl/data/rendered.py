@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import logging
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import date
 from itertools import islice
-from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from jaxrl.config import DataSection
 from jaxrl.data.chat_template import RefusedMessages
 from jaxrl.data.problems import Problem, asked_messages
-from jaxrl.data.store import ProblemStore, digest, kept, mapped
 from jaxrl.data.tokenizer import JOINT, Tokenizer
 from jaxrl.types import Prompt
 
@@ -26,11 +23,6 @@ _log = logging.getLogger(__name__)
 
 _LONG_TOKEN = 256  # characters: longer than the tokens of any text are on average
 _TOGETHER = 1024  # prompts that the tokenizer's threads share
-_OPTIONS = (
-    *("system_prompt", "prompt_template", "apply_chat_template", "apply_chat_template_kwargs"),
-    *("special_tokens_in_content", "max_prompt_length", "filter_overlong_prompts"),
-)
-"""Options of `data` by which problems become prompts."""
 
 
 class Environments(Protocol):
@@ -60,47 +52,11 @@ class Rendered:
         data: DataSection,
         environments: Environments | None = None,
     ):
-        self._problems, self._tokenizer, self._data, self._environments = problems, tokenizer, data, environments
-        # of the prompts that are kept: places among the problems and their `index`, both ascending; the ends of each in
-        # the tokens of all
-        self._places, self._indices, self._ends, self.fingerprint, self._token_ids = self._tokenised()
-        self.num_filtered = len(problems) - len(self)
-        if self.num_filtered:
-            limit = data.max_prompt_length
-            _log.warning("dropped %d of %d prompts: over %d tokens", self.num_filtered, len(problems), limit)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def _tokenised(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, str, np.ndarray]:
-        """The tokens of a store are kept in its folder, unless an environment changes them."""
-        if isinstance(self._problems, ProblemStore) and self._environments is None:
-            options = {name: getattr(self._data, name) for name in _OPTIONS}
-            today = _today() if self._tokenizer.reads_the_date else ""
-            key = digest(self._tokenizer.fingerprint, options, today)
-            try:
-                folder = kept(self._problems.folder / f"tokens-{key}", self._write)
-                file = folder / "tokens"
-                tokens = np.memmap(file, np.int32, "r") if file.stat().st_size else np.zeros(0, np.int32)
-                places, indices, ends = (mapped(folder, name) for name in ("places", "indices", "ends"))
-                return places, indices, ends, (folder / "fingerprint").read_text(encoding="utf-8"), tokens
-            except OSError as error:
-                _log.warning("data.cache_dir: %s; prompts are tokenised anew at every start", error)
-        out = io.BytesIO()
-        return *self._encode_all(out), np.frombuffer(out.getbuffer(), np.int32)
-
-    def _write(self, folder: Path) -> None:
-        with (folder / "tokens").open("wb") as file:
-            *arrays, fingerprint = self._encode_all(file)
-        for name, values in zip(("places", "indices", "ends"), arrays, strict=True):
-            np.save(folder / f"{name}.npy", values)
-        (folder / "fingerprint").write_text(fingerprint, encoding="utf-8")
-
-    def _encode_all(self, out: BinaryIO) -> tuple[np.ndarray, np.ndarray, np.ndarray, str]:
-        """Writes the tokens of all prompts that are kept; returns their places, indices, ends, and the fingerprint."""
-        data, hashed = self._data, hashlib.sha256()
-        places, indices, lengths = array("q"), array("q"), array("q")
-        for place, (problem, ids, count) in enumerate(self._encoded()):
+        self._all, self._tokenizer, self._data, self._environments = problems, tokenizer, data, environments
+        # of the prompts that are kept: their problems by ascending `index`, and the ends of each in the tokens of all
+        self._problems, self._ends, self._token_ids = list[Problem](), array("q"), array("i")
+        hashed = hashlib.sha256()
+        for problem, ids, count in self._encoded():
             if not ids:
                 raise ValueError(f"{problem.where}: the rendered prompt has no tokens")
             if len(ids) > data.max_prompt_length:
@@ -110,15 +66,19 @@ class Rendered:
                         f"({data.max_prompt_length}), and data.filter_overlong_prompts is false"
                     )
                 continue
-            own = np.asarray(ids, np.int32).tobytes()
-            out.write(own)
             hashed.update(json.dumps([problem.index, problem.source, problem.answer]).encode())
-            hashed.update(own)
-            places.append(place)
-            indices.append(problem.index)
-            lengths.append(len(ids))
-        ends = np.cumsum(np.asarray(lengths), dtype=np.int64)
-        return np.asarray(places), np.asarray(indices), ends, hashed.hexdigest()[:16]
+            hashed.update(np.asarray(ids, np.int32).tobytes())
+            self._problems.append(problem)
+            self._token_ids.extend(ids)
+            self._ends.append(len(self._token_ids))
+        self.fingerprint = hashed.hexdigest()[:16]
+        self.num_filtered = len(problems) - len(self)
+        if self.num_filtered:
+            limit = data.max_prompt_length
+            _log.warning("dropped %d of %d prompts: over %d tokens", self.num_filtered, len(problems), limit)
+
+    def __len__(self) -> int:
+        return len(self._problems)
 
     def _encoded(self) -> Iterator[tuple[Problem, list[int], str]]:
         """Each problem with its prompt's ids and their number. Of a text much longer than the limit only the
@@ -126,7 +86,7 @@ class Rendered:
         data = self._data
         # a chat template writes its special tokens itself; plain text gets the tokenizer's own (a BOS, say)
         special, most = not data.apply_chat_template, (data.max_prompt_length + 1) * _LONG_TOKEN
-        rest = iter(self._problems)
+        rest = iter(self._all)
         while chunk := list(islice(rest, _TOGETHER)):
             texts = [self._text(problem) for problem in chunk]
             heads = self._tokenizer.encode_batch([text[:most] for text in texts], add_special_tokens=special)
@@ -152,32 +112,29 @@ class Rendered:
         except RefusedMessages as error:
             raise ValueError(f"{problem.where}: {error}") from None
 
-    def sources(self, of_problems: Sequence[str]) -> list[str]:
+    @property
+    def sources(self) -> list[str]:
         """The source of each row."""
-        return [of_problems[int(place)] for place in self._places]
+        return [problem.source for problem in self._problems]
 
     def row_of(self, index: int) -> int:
-        row = int(np.searchsorted(self._indices, index))
-        if row == len(self) or self._indices[row] != index:
+        row = bisect_left(self._problems, index, key=lambda problem: problem.index)
+        if row == len(self) or self._problems[row].index != index:
             raise ValueError(f"prompt {index}: the training data holds no such problem, or it was dropped as too long")
         return row
 
     def prompt(self, row: int, epoch: int) -> Prompt:
-        problem, ends = self._problems[int(self._places[row])], self._ends
+        problem, ends = self._problems[row], self._ends
         extra = problem.extra
         if self._environments is not None:  # an environment, and a reward over turns, gets the conversation too
             extra = {**extra, "messages": [*map(dict, asked_messages(problem.messages, self._data))]}
         return Prompt(
             epoch=epoch,
             index=problem.index,
-            token_ids=tuple(self._token_ids[ends[row - 1] if row else 0 : ends[row]].tolist()),
+            token_ids=tuple(self._token_ids[ends[row - 1] if row else 0 : ends[row]]),
             text=self._text(problem).replace(JOINT, ""),
             source=problem.source,
             answer=problem.answer,
             extra=extra,
             question=problem.question,
         )
-
-
-def _today() -> str:
-    return str(date.today())

@@ -23,16 +23,13 @@ _LENGTHS = ("response_length", "length")  # tokens; the second as `jaxrl eval --
 def read_responses(
     path: Path, data: DataSection, needs_answer: Callable[[str], bool], *, needs_length: bool
 ) -> Iterator[tuple[str, Prompt, Sample]]:
-    """The place, the prompt and the sample of each row of a `.jsonl`, `.jsonl.gz` or `.parquet` file, one at a time.
-    Nothing is tokenised: a prompt has no tokens, and a sample as many zeros as its column of lengths says.
+    """The place, the prompt and the sample of each row of a file. Nothing is tokenised: a prompt has no tokens, and a
+    sample as many zeros as its column of lengths says. Raises ValueError with the file, the line and the rule.
 
     Args:
       needs_answer: whether the scorer of a source compares with a reference answer. A `data.answer_key` that is not the
         default is always required: it was given because there is such a column.
       needs_length: whether the reward depends on the response's length in tokens.
-
-    Raises:
-      ValueError: a row is wrong; the message has the file, the line and the rule.
     """
     for index, (where, row) in enumerate(rows(path)):
         response = column(row, COLUMN, "of the response", where)

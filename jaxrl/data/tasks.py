@@ -1,10 +1,8 @@
 """Problems of procedural tasks, from reasoning-gym.
 
-A different seed is no separation of training and held-out problems: reasoning-gym draws problem i from `Random(seed +
-i)`, so neighbouring seeds share nearly all problems, and a small task (one-digit sums) has few problems under any seed.
-So the hash of a question's text decides: one question in ten is held out, for every seed and every size, and training
-never sees it. Both sets hold distinct questions. Where the task has fewer questions than were asked for, the sets are
-smaller, and a warning says so. Two wordings of the same sum are two questions.
+Another seed does not separate training and held-out problems: reasoning-gym draws problem i from `Random(seed + i)`, so
+neighbouring seeds share nearly all problems. So the hash of a question's text decides: one in ten is held out, for
+every seed and size. Both sets hold distinct questions; two wordings of the same sum are two.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""Text to token ids and back, and chat templates, on the `tokenizers` library and jinja2 (no transformers at run time).
-
-Reads Hugging Face folders (tokenizer.json, tokenizer_config.json, chat_template.jinja) and GGUF files with a byte-level
-BPE.
-"""
+"""Text to token ids and back, and chat templates, on the `tokenizers` library and jinja2 (no transformers at run
+time)."""
 
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +16,6 @@ from tokenizers import Encoding
 
 from jaxrl.data.chat_template import DEFAULT, ChatTemplate, RefusedMessages, choose, render, variables_of
 from jaxrl.data.tokenizer_files import ADDITIONAL_TEMPLATES, DEFAULT_TEMPLATE, TokenizerFiles, read_folder
-from jaxrl.data.tokenizer_gguf import read_gguf
 
 _HARMONY = ("<|return|>", "<|call|>")
 END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
@@ -36,12 +31,6 @@ _NOT_GIVEN = {"tools": None, "documents": None}
 
 class Tokenizer:
     """A byte-level tokenizer with its special tokens and chat template. Can be pickled.
-
-    Example::
-
-        tokenizer = Tokenizer.from_path("SmolLM2-135M-Instruct.Q4_1.gguf")
-        text = tokenizer.apply_chat_template([{"role": "user", "content": "2+2="}])
-        token_ids = tokenizer.encode(text)
 
     Attributes:
       special_tokens: `bos_token`, `eos_token`, `pad_token`, `unk_token` where there is one, as text.
@@ -64,6 +53,8 @@ class Tokenizer:
     def from_path(cls, path: str | Path) -> Tokenizer:
         path = Path(path)
         if path.suffix == ".gguf":
+            from jaxrl.data.tokenizer_gguf import read_gguf
+
             return cls(read_gguf(path))
         if path.is_dir():
             return cls(read_folder(path))
@@ -71,8 +62,7 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids; special tokens written in the text become their ids, but for those that `as_text` has marked. An
-        end that the tokenizer adds to a text is left out: a prompt is to be continued. Raises ValueError for half
-        characters, as they come from a command line that is not UTF-8."""
+        end that the tokenizer adds to a text is left out. Raises ValueError for half characters."""
         first, *rest = _whole(text).split(JOINT)
         with self._named():
             ids = self._open(self._fast.encode(first, add_special_tokens=add_special_tokens))
@@ -88,7 +78,6 @@ class Tokenizer:
         ]
 
     def _open(self, found: Encoding) -> list[int]:
-        """The ids without an end that the tokenizer added."""
         ids = found.ids
         while len(ids) > 1 and ids[-1] in self.eos_token_ids and found.special_tokens_mask[len(ids) - 1]:
             ids.pop()
@@ -118,17 +107,6 @@ class Tokenizer:
                 raise
             raise ValueError(f"{self._name}: the tokenizer fails with a text ({error})") from None
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """A digest of everything that determines token ids and rendered texts."""
-        parts = [self._fast.to_str(), self.special_tokens, {n: t.source for n, t in self.chat_templates.items()}]
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-    @property
-    def reads_the_date(self) -> bool:
-        """Whether a chat template may write another text on another day."""
-        return any("strftime_now" in template.source for template in self.chat_templates.values())
-
     @property
     def vocabulary(self) -> dict[str, int]:
         return self._fast.get_vocab()
@@ -155,13 +133,10 @@ class Tokenizer:
         **variables: Any,
     ) -> str:
         """The rendered conversation, with the marks of `as_text` in everything that the assistant does not say.
-
-        Args:
-          chat_template: the name of one of `chat_templates`; None: as `jaxrl.data.chat_template.choose` decides.
-          variables: of the template (`tools`, `enable_thinking` ...).
+        `chat_template`: the name of one of `chat_templates`; None: as `jaxrl.data.chat_template.choose` decides.
 
         Raises:
-          ValueError: there is no such template, or it reads no such variable.
+          ValueError: there is no such template, or it reads no such variable (`tools`, `enable_thinking` ...).
           RefusedMessages: it refuses these messages; or they involve tools, and the model speaks harmony.
         """
         template = self._template(variables, chat_template)
@@ -241,12 +216,8 @@ class Tokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         files = [folder / "tokenizer.json", folder / "tokenizer_config.json"]
         self._fast.save(str(files[0]))
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "clean_up_tokenization_spaces": False,
-            **self._config,
-            **self.special_tokens,
-        }
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        config |= {**self._config, **self.special_tokens}
         config.pop("chat_template", None)
         files[1].write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         for name, template in self.chat_templates.items():

@@ -6,8 +6,7 @@ documentation says is refused with the file's name, and so is a special token th
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,32 +20,20 @@ DEFAULT_TEMPLATE, ADDITIONAL_TEMPLATES = "chat_template.jinja", "additional_chat
 """The file of the default chat template, and the folder in which the others have files named after them."""
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
-MAX_GROWTH = 1000
-
 _OTHER_FORMATS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json", "tiktoken.model")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """A tokenizer as its files describe it.
+    """A tokenizer as its files describe it."""
 
-    Attributes:
-      fast: encodes and decodes.
-      special_tokens: the text of those in `SPECIAL` that the files name.
-      name: the folder or file, for messages.
-      eos_token_ids: ids that end a response, beside the eos token's own.
-      chat_templates: by name.
-      config: what tokenizer_config.json holds.
-      named_ids: ids that files beside the tokenizer's name, by file and entry; they must be in the model's vocabulary.
-    """
-
-    fast: FastTokenizer
-    special_tokens: Mapping[str, str]
-    name: str
-    eos_token_ids: tuple[int, ...] = ()
-    chat_templates: Mapping[str, ChatTemplate] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)
-    named_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    fast: FastTokenizer  # encodes and decodes
+    special_tokens: Mapping[str, str]  # the text of those in `SPECIAL` that the files name
+    name: str  # the folder or file, for messages
+    eos_token_ids: tuple[int, ...] = ()  # ids that end a response, beside the eos token's own
+    chat_templates: Mapping[str, ChatTemplate] = field(default_factory=dict)  # by name
+    config: Mapping[str, Any] = field(default_factory=dict)  # what tokenizer_config.json holds
+    named_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by file and entry that name them
 
 
 def read_folder(folder: Path) -> TokenizerFiles:
@@ -96,33 +83,11 @@ def _fast(folder: Path) -> FastTokenizer:
         fast = FastTokenizer.from_str(source)
     except Exception as error:  # the library raises bare Exception
         raise ValueError(f"{file}: not a tokenizer of the tokenizers library ({error})") from None
-    for part in (fast.normalizer, fast.decoder):
-        if part is not None and (most := _growth(_replacements(json.loads(part.__getstate__())))) > MAX_GROWTH:
-            raise ValueError(f"{file}: Replace steps make one character up to {most:.3g}, more than {MAX_GROWTH}")
     if not fast.get_vocab().keys() - {token.content for token in fast.get_added_tokens_decoder().values()}:
         raise ValueError(f"{file}: the vocabulary holds no tokens of text, so that no text has tokens")
     fast.no_padding()
     fast.no_truncation()
     return fast
-
-
-def _replacements(part: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(text, empty for an expression; its replacement) of each Replace step of a normalizer or decoder."""
-    if part["type"] == "Replace":
-        yield part["pattern"].get("String", ""), part["content"]
-    for inner in part.get("normalizers") or part.get("decoders") or ():
-        yield from _replacements(inner)
-
-
-def _growth(steps: Iterable[tuple[str, str]]) -> float:
-    """The most characters that one character can become; the match of an expression may be any."""
-    own, others = dict[str, float](), 1.0
-    for text, content in reversed(list(steps)):
-        size = sum(own.get(each, others) for each in content) / max(len(text), 1)
-        if not text:
-            others = max(others, size)
-        own |= {each: max(own.get(each, others), size) for each in text or own}
-    return max(others, *own.values(), 1.0)
 
 
 def _object(file: Path) -> dict[str, Any]:

@@ -4,10 +4,8 @@ A conversation is appended to, and never rendered again. The model's tokens stay
 the tokens that the template writes after an assistant's message: its end, the new messages, and the beginning of the
 next turn. The template renders these alone, beside two short messages, so its time does not grow with the turns.
 
-Where a template only appends, the tokens are those of the whole conversation, rendered at once; unless a tokenizer
-joins the beginning of a turn and its first words into one token, which no model can sample. Some templates rewrite
-earlier turns: Qwen3's drops the thinking of all turns but the last. A model that is trained on its own samples then
-reads its own thinking, which `rewritten` says in a sentence for the user.
+Some templates rewrite earlier turns: Qwen3's drops the thinking of all turns but the last. A model that is trained on
+its own samples then reads its own thinking, which `rewritten` says in a sentence for the user.
 """
 
 from __future__ import annotations
@@ -24,15 +22,8 @@ _THOUGHT, _RULES = "thought0by0it", "ruled0by0us"
 
 
 class Between:
-    """The tokens between turns.
-
-    Args:
-      tokenizer: with a chat template.
-      arguments: `data.apply_chat_template_kwargs`, and `tools`.
-
-    Raises:
-      ValueError: there is no template, or it writes nothing of what an assistant has said.
-    """
+    """The tokens between turns. `arguments`: `data.apply_chat_template_kwargs`, and `tools`. Raises ValueError if there
+    is no template, or it writes nothing of what an assistant has said."""
 
     def __init__(self, tokenizer: Tokenizer, arguments: Mapping[str, Any] | None = None) -> None:
         self._tokenizer, self._arguments = tokenizer, dict(arguments or {})

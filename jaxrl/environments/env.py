@@ -1,12 +1,10 @@
 """What an environment is: it reads what a model has said, and answers until the episode ends.
 
-An environment's state is a value: between two turns it is pickled, and any worker continues with it. So a turn needs no
-process of its own while the model thinks, a resumed run continues in the middle of an episode, and a trajectory that
-was cut off keeps its environment. What cannot be pickled (a connection, a browser) belongs to a program that drives the
-policy through the endpoint instead.
+An environment's state is a value: between two turns it is pickled, and any worker continues with it. What cannot be
+pickled (a connection, a browser) belongs to a program that drives the policy through the endpoint instead.
 
 Source: names and shapes of tinker-cookbook's `Env` and `StepResult`. Departure: what is said and answered are messages
-and not tokens, which the trainer makes with the model's own template.
+and not tokens.
 """
 
 from __future__ import annotations
@@ -24,17 +22,11 @@ Schema = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """A turn of the model.
+    """A turn of the model."""
 
-    Attributes:
-      text: what it said, without special tokens and without the calls that were read.
-      calls: of tools, in their order.
-      is_unread: it tries to call something that cannot be read.
-    """
-
-    text: str
+    text: str  # without special tokens and without the calls that were read
     calls: tuple[ToolCall, ...] = ()
-    is_unread: bool = False
+    is_unread: bool = False  # it tries to call something that cannot be read
 
     @classmethod
     def of(cls, text: str, schemas: Sequence[Schema]) -> Action:
@@ -47,10 +39,8 @@ class Action:
 class StepResult:
     """The answer to a turn.
 
-    Attributes:
-      reward: of this turn.
-      next_observation: messages of a user or of tools, at least one unless the episode is done; a text is a user's.
-      metrics: numbers to be averaged over trajectories, each the sum over its turns.
+    `next_observation`: messages of a user or of tools, at least one unless the episode is done; a text is a user's.
+    `metrics`: numbers to be averaged over trajectories, each the sum over its turns.
     """
 
     reward: float = 0.0
@@ -64,11 +54,8 @@ class StepResult:
 
 
 class Env(Protocol):
-    """One episode, made for a row of the data and pickled between its turns. Users write classes of this form.
-
-    A class may have an attribute `schemas`: what the model may call, as `jaxrl.environments.schemas.tool_schema` makes
-    it from a function.
-    """
+    """One episode, made for a row of the data and pickled between its turns. Users write classes of this form, perhaps
+    with an attribute `schemas`: what the model may call (`jaxrl.environments.schemas.tool_schema`)."""
 
     def initial_observation(self) -> str | Sequence[Message]:
         """The first message; called only where the rows are the environment's own, and no file has a question."""
@@ -79,19 +66,12 @@ class Env(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """A finished trajectory.
+    """A finished trajectory."""
 
-    Attributes:
-      messages: the whole conversation, each with `role` and `content`.
-      turn_rewards: those of its environment.
-      reward: the score so far.
-      stop: why it ended (`jaxrl.mechanisms.turns.rule.STOPS`).
-    """
-
-    messages: tuple[Message, ...]
+    messages: tuple[Message, ...]  # the whole conversation, each with `role` and `content`
     turn_rewards: tuple[float, ...]
-    reward: float
-    stop: str
+    reward: float  # the score so far
+    stop: str  # why it ended (`jaxrl.mechanisms.turns.rule.STOPS`)
 
 
 def as_messages(observation: str | Sequence[Message]) -> tuple[Message, ...]:

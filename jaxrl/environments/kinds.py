@@ -1,10 +1,9 @@
 """Environments in a Python file: functions as tools, a class with methods as tools, an `Env`, or a program.
 
-A worker process imports the file's text once (`jaxrl.config.functions`). Each turn gives it the row, the state and what
-the model said; the state is bytes, so that another process may answer the next turn. The kinds share a form: `schemas`
-says what the model may call, `first_messages` what it is asked in a row of the environment's own, and `step` answers a
-turn (state None: the first) and returns the state after it. `has_hung` says that a call did not end in time and still
-runs: this process must not be used again.
+The kinds share a form: `schemas` says what the model may call, `first_messages` what it is asked in a row of the
+environment's own, and `step` answers a turn (state None: the first) and returns the state after it, as bytes, so that
+another process may answer the next turn. `has_hung`: a call did not end in time and still runs, so this process must
+not be used again.
 
 Source: a class with `reset(**row)` and `get_reward()` is what TRL's `environment_factory` takes.
 """
@@ -39,10 +38,8 @@ Row = Mapping[str, Any]
 
 
 class FunctionTools:
-    """Functions as tools. An episode ends with the first turn that calls none, and has no reward of its own.
-
-    `timeout_s`: a call that takes longer is answered with an error; 0: no limit.
-    """
+    """Functions as tools. An episode ends with the first turn that calls none, and has no reward of its own. A call that
+    takes longer than `timeout_s` is answered with an error; 0: no limit."""
 
     def __init__(self, module: ModuleType, text: str) -> None:
         self._functions = public_functions(module, text)
@@ -121,13 +118,8 @@ class NativeEpisodes:
 
 
 class Program:
-    """A file whose function drives the policy itself (`jaxrl.mechanisms.turns.agents`).
-
-    Args:
-      call: calls a function of the file by its name, with arguments by name; a name that is no function gives its
-        value.
-      args: `environment.args`, and under `id` `environment.id`.
-    """
+    """A file whose function drives the policy itself (`jaxrl.mechanisms.turns.agents`). `call`: calls a function of the
+    file by its name, with arguments by name. `args`: `environment.args`, and under `id` `environment.id`."""
 
     def __init__(self, call: Callable[[str, Row], Any], args: Row) -> None:
         self._call, self._args = call, args
@@ -171,10 +163,7 @@ def calls_of(module: ModuleType) -> Callable[[str, Row], Any]:
 
 class OtherPython:
     """Calls functions of a file under another Python, in a process that stays (`jaxrl.environments.program_server`).
-
-    Raises:
-      ValueError: it cannot be started, or a call fails there.
-    """
+    Raises ValueError if it cannot be started, or a call fails there."""
 
     def __init__(self, python: str, path: str) -> None:
         command = [python, "-P", str(Path(program_server.__file__)), path]
@@ -206,8 +195,7 @@ class OtherPython:
 
 def public_functions(module: ModuleType, text: str) -> dict[str, Callable[..., Any]]:
     """The functions that a file defines itself, decorated ones too, its partial functions, and its callable objects of
-    its own classes; without names that begin with `_`, and without `problem`, which makes rows
-    (`jaxrl.environments.worker`)."""
+    its own classes; without names that begin with `_`, and without `problem`, which makes rows."""
     defined = {*re.findall(r"^(?:async )?def (\w+)", text, re.MULTILINE)}
 
     def is_own(name: str, value: Any) -> bool:
@@ -237,8 +225,6 @@ def accepted(function: Callable[..., Any], row: Row) -> dict[str, Any]:
 
 
 def result_of(value: Any) -> Any:
-    """A function's result, awaited if it is async."""
-
     async def awaited(found: Awaitable[Any]) -> Any:
         return await found
 
@@ -260,11 +246,8 @@ def answers(
     threads.shutdown(wait=False, cancel_futures=True)
     found = [each.result() if each in done else (f"Error: no answer within {timeout_s:g} s", False) for each in running]
     messages = [tool_message(text, *each) for (text, _), each in zip(found, enumerate(action.calls), strict=True)]
-    counts = {
-        "tool_calls": len(found),
-        "tool_errors": sum(not is_well for _, is_well in found),
-        "tool_timeouts": len(late),
-    }
+    errors = sum(not is_well for _, is_well in found)
+    counts = {"tool_calls": len(found), "tool_errors": errors, "tool_timeouts": len(late)}
     return StepResult(next_observation=messages, metrics=counts), not late
 
 

@@ -22,16 +22,9 @@ _ARGUMENT = re.compile(r"^\*{0,2}(\w+)(?:\s*\([^)]*\))?:\s*(.*)$")
 
 
 def tool_schema(function: Callable[..., Any], name: str = "", *, is_method: bool = False) -> Schema:
-    """The description of a function, in the form that chat templates and OpenAI's `tools` take.
-
-    Args:
-      name: default: its own.
-      is_method: its first parameter is the object.
-
-    Raises:
-      ValueError: it has no docstring; or a parameter has no type, no line under `Args:` or a type that JSON does not
-        have, or cannot be given by name.
-    """
+    """The description of a function, in the form that chat templates and OpenAI's `tools` take. `is_method`: its first
+    parameter is the object. Raises ValueError if it has no docstring; or a parameter has no type, no line under `Args:`
+    or a type that JSON does not have, or cannot be given by name."""
     name = name or function.__name__
     if not callable(function):
         raise ValueError(f"{name} is a {type(function).__name__}, which cannot be called: begin its name with _")

@@ -107,13 +107,8 @@ def _failure(episode):
 
 
 class Environment:
-    """An environment, with the policy in one of its seats.
-
-    Args:
-      id: of the taskset.
-      args: the environment's configuration, as in the section `env` of verifiers' own files.
-      is_held_out_whole: whether all tasks are for evaluation.
-    """
+    """An environment, with the policy in one of its seats. `args`: its configuration, as in the section `env` of
+    verifiers' own files. `is_held_out_whole`: all tasks are for evaluation."""
 
     def __init__(self, id, args, is_held_out_whole):
         config = _config(id, args)
@@ -140,8 +135,7 @@ class Environment:
         self._resources = AsyncExitStack()
 
     async def start(self):
-        """Begins what all episodes share. An interception server would keep a client for every key that it has seen,
-        so each episode has one of its own, which it makes where the environment has none."""
+        """Begins what all episodes share."""
         self._env._shared_tools = await self._resources.enter_async_context(self._env.shared_tools())
         await self._env.start()
 

@@ -1,8 +1,7 @@
 """The requests that worker processes of environments answer: one turn at a time, of any trajectory.
 
-A pool of worker processes runs `EpisodeScorer` in place of a reward's scorer, with all that a scorer has: foreign code
-in a process of its own, limits of time and memory, a log, an end together with all descendants. A turn's reward is the
-score, and all else that the environment says is the score's `info`, which is JSON.
+A pool of worker processes runs `EpisodeScorer` in place of a reward's scorer, with the same limits. A turn's reward is
+the score, and all else that the environment says is the score's `info`, which is JSON.
 """
 
 from __future__ import annotations
@@ -37,19 +36,12 @@ EnvironmentKind = Literal["tools", "class", "native", "openai", "verifiers"]
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """A turn to answer.
+    """A turn to answer."""
 
-    Attributes:
-      row: of the data; its column `tools` names those that the model may call.
-      state: of the environment; None: the episode begins.
-      text: what the model said, without special tokens.
-      timeout_s: of its calls.
-    """
-
-    row: Mapping[str, Any]
-    state: bytes | None
-    text: str
-    timeout_s: float
+    row: Mapping[str, Any]  # of the data; its column `tools` names those that the model may call
+    state: bytes | None  # of the environment; None: the episode begins
+    text: str  # what the model said, without special tokens
+    timeout_s: float  # of its calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,22 +83,15 @@ EpisodeRequest = TurnRequest | AgentRequest | SchemaRequest | ProblemRequest | G
 
 @dataclass(slots=True)
 class EpisodeScorer:
-    """Answers requests with (reward, info); implements `jaxrl.rewards.scorers.Scorer`.
-
-    Attributes:
-      kind, name, args, group: as in `environment`.
-      file: the one that `environment.path` names, or the driver of verifiers.
-      python: another Python to run it; empty: this one.
-      max_calls: after this many this process is replaced; 0: never.
-    """
+    """Answers requests with (reward, info); implements `jaxrl.rewards.scorers.Scorer`. Fields as in `environment`."""
 
     kind: EnvironmentKind
-    file: UserFile
+    file: UserFile  # the one that `environment.path` names, or the driver of verifiers
     name: str
     args: Mapping[str, Any]
-    python: str = ""
+    python: str = ""  # another Python to run it; empty: this one
     group: str = ""
-    max_calls: int = 0
+    max_calls: int = 0  # after this many this process is replaced; 0: never
     preload: tuple[str, ...] = ()
     _calls: int = 0
     _made: dict[str, Episodes | Program] = field(default_factory=dict)
@@ -164,9 +149,7 @@ class EpisodeScorer:
         action = Action.of(request.text, schemas_for(row, episodes.schemas))
         result, state = episodes.step(row, request.state, action, request.timeout_s)
         if len(state) > MAX_STATE_BYTES:
-            raise ValueError(
-                f"the environment takes {len(state)} bytes between two turns, above the {MAX_STATE_BYTES} that it may"
-            )
+            raise ValueError(f"the environment takes {len(state)} bytes between two turns, above {MAX_STATE_BYTES}")
         return result.reward, {
             "done": result.episode_done,
             "messages": [dict(message) for message in result.messages],
@@ -226,8 +209,7 @@ class EpisodeScorer:
 
 
 def schemas_for(row: Mapping[str, Any], schemas: Sequence[Schema]) -> list[Schema]:
-    """The tools that the model may call in a row: all, or those that its column `tools` names. Raises ValueError for an
-    unknown name."""
+    """The tools that the model may call in a row: all, or those that its column `tools` names."""
     named = row.get("tools")
     if named is None:
         return list(schemas)

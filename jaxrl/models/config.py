@@ -16,9 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from jaxrl.models.families import FAMILIES, SLIDING, Family, read_experts, write_experts
 from jaxrl.models.fields import MAX_ID, Fields, read_model_file
-from jaxrl.models.fp8 import read_blocks
-from jaxrl.models.lora import Lora, adapters, is_trained, merged
-from jaxrl.models.quantized import ABSMAX, dequantize, quantized
 from jaxrl.models.rope import DEFAULT_THETA, Rope, RopeScaling, read_rope, read_ropes
 from jaxrl.models.weights import FileRows, Init, Weight, leaves
 from jaxrl.schema.declared import shown
@@ -26,6 +23,8 @@ from jaxrl.schema.limits import BYTES, Quantization
 
 if TYPE_CHECKING:
     import jax
+
+    from jaxrl.models.lora import Lora
 
 LARGEST = {
     "vocab_size": 2**24,
@@ -44,14 +43,9 @@ _LARGEST_FACTOR = 1e6
 
 
 class LayerKind(NamedTuple):
-    """What layers of a model may differ in.
+    """What layers of a model may differ in."""
 
-    Attributes:
-      window: positions that a query sees, its own included; 0: all.
-      rope: None: the layer has no position embedding.
-    """
-
-    window: int
+    window: int  # positions that a query sees, its own included; 0: all
     rope: Rope | None
 
 
@@ -59,11 +53,9 @@ class LayerKind(NamedTuple):
 class ModelConfig:
     """Shapes and constants of a decoder. Hashable, so that compiled functions can be cached by it.
 
-    With `lora` its layers have adapters, and all other weights are frozen; the matrices among them are perhaps
-    quantised (`quantization`, `jaxrl.models.quantized`).
-
-    With `scalar_head` it is a reward model (`...ForSequenceClassification` with one label): in place of the vocabulary
-    head it has one number, read at a text's last token that is not `pad_token_id`.
+    With `lora` its layers have adapters, and all other weights are frozen, their matrices perhaps quantised. With
+    `scalar_head` it is a reward model (`...ForSequenceClassification` with one label): in place of the vocabulary head
+    it has one number, read at a text's last token that is not `pad_token_id`.
 
     The switches (named as in config.json where it has them):
 
@@ -85,13 +77,6 @@ class ModelConfig:
       times its share of the router's softmax, or with `norm_topk_prob` of that over the chosen alone; 0: each layer has
       one MLP (`jaxrl.models.experts`). `expert_bias`: of router and experts. With `swiglu_limit` their gate and up stay
       within it, and the gate's sigmoid has `swiglu_alpha`.
-
-    Example::
-
-        config = ModelConfig(
-            family="llama", vocab_size=128, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4,
-            num_kv_heads=2, head_dim=16,
-        )
     """
 
     family: str
@@ -269,12 +254,9 @@ class ModelConfig:
 
     @property
     def max_positions(self) -> int:
-        """The longest sequence that the model was made for, prompt and response together, rope scaling included.
-
-        Linear scaling multiplies `max_position_embeddings`, yarn the context that it started from (files of yarn models
-        give the stretched length there, or leave the old one); llama3 is part of the number already. With longrope it
-        is the context before it was stretched (`jaxrl.models.rope`).
-        """
+        """The longest sequence that the model was made for, rope scaling included: linear scaling multiplies
+        `max_position_embeddings`, yarn the context that it started from; with longrope it is the context before it was
+        stretched (`jaxrl.models.rope`)."""
         scaling, given = self.rope_scaling, self.max_position_embeddings
         if self.sliding_rope is not None:
             return given  # these files give the stretched length
@@ -298,6 +280,9 @@ class ModelConfig:
         table = _weights(self)
         if self.lora is None:
             return table
+        from jaxrl.models.lora import adapters
+        from jaxrl.models.quantized import quantized
+
         layers = table["layers"]
         return table | {"layers": quantized(self.quantization, layers) | adapters(self.lora, layers)}
 
@@ -307,9 +292,11 @@ class ModelConfig:
         narrower of the two, since layers would compute with them in `dtype` anyway."""
 
         def one(name: str, weight: Weight) -> str:
-            trained = self.lora is None or is_trained(name) or weight.is_norm
-            if weight.dtype:
-                return weight.dtype
+            if weight.dtype or self.lora is None:
+                return weight.dtype or param_dtype
+            from jaxrl.models.lora import is_trained
+
+            trained = is_trained(name) or weight.is_norm
             return param_dtype if trained else min(param_dtype, dtype, key=BYTES.__getitem__)
 
         def each(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -320,10 +307,18 @@ class ModelConfig:
     def merged(self, name: str, layer: Mapping[str, Any]) -> jax.Array:
         """A weight of one layer as the layer computes with it: with its adapter, if it has one."""
         matrix = self.whole(name, layer)
-        return matrix if self.lora is None else merged(self.lora, name, matrix, layer)
+        if self.lora is None:
+            return matrix
+        from jaxrl.models.lora import merged
+
+        return merged(self.lora, name, matrix, layer)
 
     def whole(self, name: str, layer: Mapping[str, Any]) -> jax.Array:
         """A weight of one layer in the shape of the plain table, in float32 if it is quantised; without its adapter."""
+        if self.quantization == "none":
+            return layer[name]
+        from jaxrl.models.quantized import ABSMAX, dequantize
+
         if name + ABSMAX not in layer:
             return layer[name]
         matrix = dequantize(layer[name], layer[name + ABSMAX])
@@ -603,4 +598,7 @@ def _check(fields: Fields, family: str, row: Family) -> None:
     for key, causal in (("use_bidirectional_attention", False), ("is_causal", True)):
         if fields.flag(key, causal) is not causal:
             fields.refuse(f"{key} {str(not causal).lower()}", "attention must be causal")
-    read_blocks(fields)
+    if fields.get("quantization_config") is not None:
+        from jaxrl.models.fp8 import read_blocks
+
+        read_blocks(fields)

@@ -1,8 +1,7 @@
 """The decoder behind all families: one forward pass over plain pytrees.
 
-What a family does otherwise than Llama are switches of `ModelConfig`, and norms and biases are there if the layer has
-their weights; nothing here asks for a family. Layers of several kinds (`ModelConfig.kinds`: windows, ropes) are scanned
-all the same: their tables of cos and sin lie in one array, of which each layer takes its kind's.
+What a family does otherwise than Llama are switches of `ModelConfig`; nothing here asks for a family. Layers of several
+kinds (`ModelConfig.kinds`: windows, ropes) are scanned all the same: their tables of cos and sin lie in one array.
 
 Training and rollout share `layer`; they differ in the attention that they pass in and in the form of the parameters:
 
@@ -21,10 +20,8 @@ Training and rollout share `layer`; they differ in the attention that they pass 
 Rollout weights may hold zero heads, zero MLP columns and extra vocabulary rows (padding for tensor parallelism); so
 head counts are read from the weights, never from the config, and padded vocabulary has logits of -inf.
 
-Numbers: matrix products run in the given dtype; norms, rotary embeddings and logits in at least float32. With float64
-everything is float64.
-
-Experts (`jaxrl.models.experts`) take the MLP's place where a layer has a router.
+Matrix products run in the given dtype; norms, rotary embeddings and logits in at least float32. Experts
+(`jaxrl.models.experts`) take the MLP's place where a layer has a router.
 
 Letters in comments and einsums: e embed, h query heads, k key/value heads, d head_dim, f mlp, v vocab.
 """
@@ -83,8 +80,7 @@ def init_table(table: Params, key: jax.Array, dtype: Any = jnp.float32) -> Param
 
 
 def rope_frequencies(config: ModelConfig, rope: Rope | None = None) -> np.ndarray:
-    """Angle per position of each rotated pair: float64 [rotary_dim / 2], scaling applied; by default of the model's own
-    rope."""
+    """Angle per position of each rotated pair: float64 [rotary_dim / 2], scaling applied."""
     rope, dim = config.rope if rope is None else rope, config.rotary_dim
     scaling = rope.scaling
     frequency = rope.theta ** -(np.arange(0, dim, 2, dtype=np.float64) / dim)
@@ -130,8 +126,7 @@ Tables = tuple[jax.Array, jax.Array] | tuple[None, None]
 def rope_tables(
     positions: jax.Array, config: ModelConfig, dtype: Any = jnp.float32, rope: Rope | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """(cos, sin), each [..., rotary_dim / 2], for positions [...]; in at least float32 whatever `dtype` is; by default
-    of the model's own rope."""
+    """(cos, sin), each [..., rotary_dim / 2], for positions [...]; in at least float32 whatever `dtype` is."""
     dtype = _at_least_float32(dtype)
     angles = positions[..., None].astype(dtype) * jnp.asarray(rope_frequencies(config, rope), dtype)
     factor = (config.rope if rope is None else rope).scaling.attention_factor
@@ -214,7 +209,6 @@ def layer(
       by_rows: how everything before and behind attention is computed; in tiles it excludes `mix`, `keys` and
         `features_first`.
     """
-
     sums = x.dtype if by_rows is at_once else _at_least_float32(x.dtype)
 
     def run(step: Callable[..., Any], *rows: Any, of: Mapping[str, Any] = lp, **how: Any) -> Any:
@@ -231,7 +225,7 @@ def layer(
         qkv = run(_projected, x, join=_HEADS)
         q, k, v = run(_turned, *qkv, cos, sin, of=some("q_norm", "k_norm"), heads=True)
     else:
-        q, k, v = run(_queries_keys_values, x, cos, sin, join=_HEADS)
+        q, k, v = run(lambda own, x, *tables: _turned(own, *_projected(own, x), *tables), x, cos, sin, join=_HEADS)
     out, extra = attend(q, k, v, *([lp["sinks"]] if "sinks" in lp else []))
     part = run(_attention_part, out.astype(x.dtype), join="sum", heads=True)
     x = run(partial(_with_part, "o", "attn_post_norm"), x, part, of=some("o_bias", "attn_post_norm"))
@@ -289,11 +283,6 @@ class _LayerWeights(NamedTuple):
         normed = wide * lax.rsqrt(mean + self.config.rms_norm_eps)
         return (normed * scale.astype(wide.dtype)).astype(x.dtype)
 
-    def added(self, x: jax.Array, part: jax.Array, norm: str) -> jax.Array:
-        """The residual stream plus a part."""
-        part, factor = self.norm(norm, part), self.config.residual_multiplier
-        return x + (part if factor == 1.0 else part * factor)
-
     def product(self, x: jax.Array, name: str, dtype: Any = None) -> jax.Array:
         """x [..., I] times a matrix with its inputs and its outputs flattened: [..., O], in x's dtype or `dtype`."""
         if self.features_first:
@@ -338,22 +327,13 @@ class _LayerWeights(NamedTuple):
         return out * self.lp[name + SCALE].reshape(out.shape[x.ndim - 1 :])
 
     def from_the_left(self, spec: str, name: str, x: jax.Array, matrix: jax.Array | None = None) -> jax.Array:
-        """A product with features first, in x's dtype; `matrix`: where it is another shape of the weight.
-
-        Summed and given out in at least float32, and rounded here: for a bfloat16 result some versions of XLA:CPU do
-        not use the processor's own bfloat16 products.
-        """
+        """A product with features first, in x's dtype; `matrix`: where it is another shape of the weight."""
         matrix = self.get(name) if matrix is None else matrix
+        # for a bfloat16 result some versions of XLA:CPU do not use the processor's own bfloat16 products
         out = jnp.einsum(spec, matrix, x, preferred_element_type=_at_least_float32(x.dtype))
         if (scale := self.lp.get(name + SCALE)) is not None:
             out = out * scale.reshape(*scale.shape, *(1,) * (x.ndim - 1))
         return out.astype(x.dtype)
-
-
-def _queries_keys_values(
-    weights: _LayerWeights, x: jax.Array, cos: jax.Array | None, sin: jax.Array | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return _turned(weights, *_projected(weights, x), cos, sin)
 
 
 def _projected(weights: _LayerWeights, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -400,7 +380,8 @@ def _attention_part(weights: _LayerWeights, out: jax.Array) -> jax.Array:
 
 def _with_part(bias: str, norm: str, weights: _LayerWeights, x: jax.Array, part: jax.Array) -> jax.Array:
     """The residual stream plus the output of attention or the MLP, with its bias and norm where the layer has them."""
-    return weights.added(x, weights.biased(bias, part.astype(x.dtype)), norm)
+    part, factor = weights.norm(norm, weights.biased(bias, part.astype(x.dtype))), weights.config.residual_multiplier
+    return x + (part if factor == 1.0 else part * factor)
 
 
 def _mlp_part(weights: _LayerWeights, x: jax.Array) -> jax.Array:
@@ -634,17 +615,16 @@ def forward_scan(
     by_rows: ByRows = at_once,
     tally: Callable[[experts.Routing], Any] | None = None,
 ) -> Any:
-    """Training form: final-normed hidden states [..., E] of tokens [...]. Callers chunk the logits.
+    """Training form: final-normed hidden states [..., E] of tokens [...]. `widen`, `reduce_dtype`, `mix` and `by_rows`
+    as in `layer`.
 
     Args:
       attend: (q, k, v) -> out, the same for every layer (`layer` has the shapes). With layers of several kinds it is
         called as (q, k, v, kind), an int32 scalar: the index of the layer's kind among `config.kinds`. Sinks [H] come
         last.
-      dtype: of activations and products.
       remat: what the backward pass recomputes: `none`, `full` (each layer from its input) or `dots` (all but the
         products with weights and attention).
       constrain: a sharding constraint on the residual stream after the embedding and after each layer.
-      widen, reduce_dtype, mix, by_rows: as in `layer`.
       find: (embedding, tokens) -> rows, as `look_up` does.
       gather: applied to a layer's weights inside the scanned, rematerialised body (FSDP's all-gather).
       keys: of each row, for the dropout of adapters; None: no dropout.
@@ -717,9 +697,8 @@ def forward_layers(
 ) -> tuple[jax.Array, list[Any]]:
     """Rollout form, unrolled: (final-normed hidden states [..., E], each layer's cache).
 
-    `attends(layer_index, q, k, v) -> (out, cache_of_layer)`. With `features_first` hidden states are [E, ...], and the
-    weights as `to_rollout(..., features_first=True)` gives them. Weights in the host's memory are streamed, `ahead` as
-    `jaxrl.models.streaming.LayerFeed` takes it. `mix`, `widen` and `by_rows` as in `layer`.
+    `attends(layer_index, q, k, v) -> (out, cache_of_layer)`. With `features_first` hidden states are [E, ...]. Weights
+    in the host's memory are streamed (`jaxrl.models.streaming.LayerFeed`).
     """
     tables = _tables_of_kinds(positions, config, dtype, by_rows)
     x = embed(params, tokens, config, dtype)

@@ -2,20 +2,14 @@
 
 Source: Shazeer et al. 2017 (arXiv:1701.06538) and Fedus et al. 2021 (arXiv:2101.03961), without capacity: no token is
 ever dropped. Departures: tokens are not copied into the order of experts. A loop runs over *blocks*, each some tokens
-of one expert, and adds what it computes to those tokens' sums. Its length is that of the blocks that exist, so an
-expert without tokens costs nothing, and uneven loads cost what they are. The backward pass computes each block again
-from the layer's input and keeps nothing else.
-
-`jax.lax.ragged_dot` was measured on a CPU and left: there XLA (jax 0.10.2 and 0.11.2) computes every expert for every
-token behind it (32 experts: 42 times the time of the tokens' own products). On GPUs it was not tried.
-
-A token's experts are added in ascending order, in at least float32, whatever tokens stand beside it.
+of one expert, and adds what it computes to those tokens' sums, so uneven loads cost what they are. The backward pass
+computes each block again from the layer's input and keeps nothing else. A token's experts are added in ascending order,
+in at least float32, whatever tokens stand beside it. (`jax.lax.ragged_dot` computes every expert for every token on
+CPUs: 42 times the time with 32 experts. On GPUs it was not tried.)
 
 Experts may be split over devices. Each then computes the share of its own experts for all tokens that it is given, and
-the shares are added: in rollouts, where all devices of a tensor-parallel group have the same tokens, by the reduction
-that an MLP needs anyway; in training, where each device has tokens of its own, they are gathered before and scattered
-after. Each device then receives every token once, whatever the router does, where an all-to-all moves each token to as
-many devices as it has experts elsewhere: no more than that, with as many experts per token as devices.
+the shares are added: in rollouts by the reduction that an MLP needs anyway; in training, where each device has tokens
+of its own, they are gathered before and scattered after.
 
 Letters: T tokens, E embed, F mlp, X experts (of this device), C experts per token, B tokens of a block.
 """
@@ -45,32 +39,20 @@ _SMALLEST, _LARGEST = 8, 1024  # tokens of a block
 
 
 class Routing(NamedTuple):
-    """A router's decision for tokens.
+    """A router's decision for tokens."""
 
-    Attributes:
-      experts: int32 [..., C], ascending. weights: [..., C], of their sum, in at least float32.
-      probabilities: [..., X] of all experts; `mix` does not read them.
-    """
-
-    experts: jax.Array
-    weights: jax.Array
-    probabilities: jax.Array | None
+    experts: jax.Array  # int32 [..., C], ascending
+    weights: jax.Array  # [..., C], of their sum, in at least float32
+    probabilities: jax.Array | None  # [..., X] of all experts; `mix` does not read them
 
 
 class ExpertSettings(NamedTuple):
-    """What experts compute, and how. Hashable.
+    """What experts compute, and how. Hashable."""
 
-    Attributes:
-      activation: (gate, up) -> the input of the last matrix.
-      widen: multiply narrow operands as float32 (exactly).
-      batched: for few tokens, one batched product over all experts, which suits accelerators; else always blocks.
-      parts: over how many devices experts are split.
-    """
-
-    activation: Any
-    widen: bool = False
-    batched: bool = False
-    parts: int = 1
+    activation: Any  # (gate, up) -> the input of the last matrix
+    widen: bool = False  # multiply narrow operands as float32 (exactly)
+    batched: bool = False  # for few tokens one batched product over all experts, which suits accelerators
+    parts: int = 1  # over how many devices experts are split
 
 
 def route(

@@ -1,8 +1,7 @@
 """The families of models that the decoder computes: a table with a row for each.
 
-A row says how a family differs from Llama, as fields of `jaxrl.models.config.ModelConfig`: those that all its models
-have (`fixed`), and those that its config.json decides (`keys`, `layers`). The decoder knows switches and no family, so
-a model whose switches exist is a row (docs/your-model.md).
+A row says how a family differs from Llama, as fields of `jaxrl.models.config.ModelConfig`. The decoder knows switches
+and no family, so a model whose switches exist is a row (docs/your-model.md).
 
 Source: transformers 5.24, `configuration_*.py` and `modeling_*.py` of each family, with their defaults. Departures:
 entries that transformers ignores are refused where they would be read as a switch (`attention_bias`, `mlp_bias`), and

@@ -1,8 +1,5 @@
-"""Typed values out of a model's JSON files; whatever is wrong with one, the error names file, value and rule.
-
-Every size has an upper bound, far above any published model's: a damaged number is refused where it is read, before it
-becomes a loop or an allocation.
-"""
+"""Typed values out of a model's JSON files; an error names file, value and rule. Sizes have an upper bound: a damaged
+number is refused before it becomes a loop or an allocation."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Checks, before any weight is read, that a tokenizer, a model and a run's lengths belong together.
-
-An id beyond the model's vocabulary has no row of the embedding: on the devices it reads another row, or none, without
-an error. Positions beyond those that a model was made for give worse text, without an error.
-"""
+"""Checks, before any weight is read, that a tokenizer, a model and a run's lengths belong together: on the devices
+nothing would fail."""
 
 from __future__ import annotations
 
@@ -20,11 +17,7 @@ def check_vocabulary(tokenizer: Tokenizer, model: ModelConfig, path: str) -> Non
             f"(ids up to {size - 1}): the tokenizer is of another model, or tokens were added to it alone"
         )
     bos = () if model.bos_token_id is None else (model.bos_token_id,)
-    named = {
-        **tokenizer.named_ids,
-        f"{path}: bos_token_id": bos,
-        f"{path}: eos_token_id": model.eos_token_ids,
-    }
+    named = {**tokenizer.named_ids, f"{path}: bos_token_id": bos, f"{path}: eos_token_id": model.eos_token_ids}
     for place, ids in named.items():
         for i in ids:
             if i >= size:

@@ -3,22 +3,29 @@
 Two forms of `quantization_config` are read. `quant_method` `fp8` is DeepSeek's and Qwen's, with a scale for each block
 of outputs and inputs (`weight_block_size`, DeepSeek-V3 technical report, arXiv:2412.19437, 3.3), or without blocks that
 of AutoFP8, with one for a matrix or for each output. `compressed-tensors` is that of llm-compressor, by `strategy`:
-`tensor`, `channel` or `block`. The files themselves say which matrices are in float8.
-
-Matrices are dequantised when they are loaded, so scales of activations have no meaning here. Any other setting that
-would change the numbers is refused.
+`tensor`, `channel` or `block`. Matrices are dequantised when they are loaded; any other setting that would change the
+numbers is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.models.fields import MAX_ID, Fields
 from jaxrl.schema.declared import shown
+
+if TYPE_CHECKING:
+    from jaxrl.models.safetensors import Tensor
+
+_log = logging.getLogger(__name__)
 
 Block = tuple[int | None, int | None]
 """How many outputs and inputs share a scale; None: all."""
@@ -91,27 +98,62 @@ def _sizes(own: Fields, name: str) -> Block:
     return found[0], found[1]
 
 
-@dataclass(frozen=True, slots=True)
-class Scales:
-    """The scales of one matrix, float32 [blocks of outputs, blocks of inputs]."""
+def _reader(codes: np.ndarray, values: np.ndarray, blocks: tuple[Block, ...]) -> Callable[..., np.ndarray] | None:
+    """Reads parts of the matrix [outputs, inputs] that codes and scales make: exact, in float64. None where the shape
+    of the scales fits none of `blocks`."""
+    values = (values.reshape(-1, 1) if values.ndim < 2 else values).astype(np.float32)
 
-    values: np.ndarray
-    block: Block
+    def fits(block: Block) -> bool:
+        sizes = zip(block, codes.shape, strict=True)
+        return values.shape == tuple(1 if n is None else -(-size // n) for n, size in sizes)
 
-    @classmethod
-    def of(cls, values: np.ndarray, shape: tuple[int, ...], blocks: tuple[Block, ...]) -> Scales | None:
-        """The scales of a matrix [outputs, inputs] from its file; None where their shape fits none of `blocks`."""
-        two = values.reshape(-1, 1) if values.ndim < 2 else values
-        for block in blocks:
-            if two.shape == tuple(1 if n is None else -(-size // n) for n, size in zip(block, shape, strict=True)):
-                return cls(two.astype(np.float32), block)
+    block = next(filter(fits, blocks), None)
+    if block is None:
         return None
 
-    def times(self, codes: np.ndarray, shape: tuple[int, ...], part: tuple[slice, ...]) -> np.ndarray:
-        """The numbers of a part of the matrix of this `shape`, from the part's codes: exact, in float64."""
-        scales, cuts = self.values, (*part, *(slice(None),) * (len(shape) - len(part)))
-        for dim, (size, cut, n) in enumerate(zip(shape, cuts, self.block, strict=True)):
+    def read(*part: slice) -> np.ndarray:
+        scales, cuts = values, (*part, *(slice(None),) * (2 - len(part)))
+        for dim, (size, cut, n) in enumerate(zip(codes.shape, cuts, block, strict=True)):
             scales = scales if n is None else scales.take(np.arange(*cut.indices(size)) // n, axis=dim)
-        found = codes.astype(np.float64)
-        found *= scales
-        return found
+        return codes[cuts].astype(np.float64) * scales
+
+    return read
+
+
+def _float8(file: Path) -> dict[str, np.ndarray]:
+    """The codes of the float8 tensors of an intact file, mapped into memory."""
+    content = np.memmap(file, np.uint8, "r")
+    start = 8 + int(content[:8].view(np.uint64)[0])
+    found: dict[str, np.ndarray] = {}
+    for name, entry in json.loads(bytes(content[8:start])).items():
+        if "data_offsets" in entry and entry["dtype"] == DTYPE:  # not of __metadata__
+            first, end = entry["data_offsets"]
+            found[name] = content[start + first : start + end].view(jnp.float8_e4m3fn).reshape(entry["shape"])
+    return found
+
+
+def scaled(tensors: Mapping[str, Tensor], blocks: tuple[Block, ...], folder: Path) -> dict[str, Tensor]:
+    """Joins float8 matrices with their scales."""
+    found = {name: tensor for name, tensor in tensors.items() if not name.endswith(OF_ACTIVATIONS)}
+    if len(found) < len(tensors):
+        _log.warning("%s: scales of activations are not used: products are not computed in float8", folder)
+    codes: dict[Path, dict[str, np.ndarray]] = {}
+    for name, tensor in list(found.items()):
+        if tensor.dtype != DTYPE:
+            continue
+        where, stem = f"{tensor.file}: tensor {name}", name.removesuffix(".weight")
+        names = [each for scale in SCALES if (each := f"{stem}.{scale}") in found]
+        if len(names) != 1 or len(tensor.shape) != 2 or found[names[0]].dtype == DTYPE:
+            ends = " or ".join(SCALES)
+            raise ValueError(f"{where} is in float8: it must be a matrix with {stem}.{ends} beside it")
+        values = found.pop(names[0]).read()
+        if tensor.file not in codes:
+            codes[tensor.file] = _float8(tensor.file)
+        read = _reader(codes[tensor.file][name], values, blocks)
+        if read is None:
+            raise ValueError(
+                f"{where} of shape {tensor.shape} has scales of shape {values.shape}, which is not what "
+                "quantization_config says"
+            )
+        found[name] = replace(tensor, dequantized=read)
+    return found

@@ -5,8 +5,7 @@ The `gguf` package reads and dequantises; this module brings the weights into th
 - the converter interleaves the rows of q and k of Llama, SmolLM3 and Granite, so that rotary pairs are neighbours; here
   the first half of a head pairs with the second, as in Hugging Face files, so the rows go back;
 - it adds one to the norms of Gemma, which multiply by one plus the weight: it is taken off again;
-- what llama.cpp has in its code and not in the file is here, too: which layers of Gemma and SmolLM3 have a window or no
-  rope, Gemma 3's rope of windowed layers, and the scale of the largest Gemmas' scores;
+- what llama.cpp has in its code and not in the file is here, too, such as the scale of the largest Gemmas' scores;
 - the llama3 kind of rope scaling is stored as a tensor of divisors, from which its constants are recovered.
 """
 

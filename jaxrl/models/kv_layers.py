@@ -3,9 +3,8 @@
 A block holds the KV of one stack's layers (`jaxrl.scheduling.tokens.stacks`), so the pool has a pair of arrays for each
 place in a stack. Source: the hybrid KV cache manager of vLLM; the size of a stack is chosen otherwise.
 
-The size is the largest with which no place of a stack without a window stays empty and, of those, few with a window do:
-Gemma 3 27B has 10 layers with full attention and 52 with a window, which are one stack and six of 10 layers, 8 of them
-empty. Where no sequence is longer than the windows, nothing can be freed: all layers are one stack without a window.
+The size is the largest with which no place of a stack without a window stays empty and, of those, few with a window do.
+Where no sequence is longer than the windows, nothing can be freed: all layers are one stack without a window.
 """
 
 from __future__ import annotations
@@ -22,17 +21,11 @@ MAX_STACKS = 8
 
 @dataclass(frozen=True, slots=True)
 class KvLayers:
-    """A model's layers in a KV pool.
-
-    Attributes:
-      stacks: their windows.
-      size: layers of a stack, and pairs of arrays in the pool.
-      places: (stack, place in the stack) of each layer.
-    """
+    """A model's layers in a KV pool."""
 
     stacks: KvStacks
-    size: int
-    places: tuple[tuple[int, int], ...]
+    size: int  # layers of a stack, and pairs of arrays in the pool
+    places: tuple[tuple[int, int], ...]  # (stack, place in the stack) of each layer
 
 
 def whole(num_layers: int) -> KvLayers:
@@ -63,8 +56,6 @@ def kv_layers(config: ModelConfig, max_length: int, max_prefill_tokens: int, dec
 
 
 def _size(counts: dict[int, int]) -> int:
-    """The number of layers of a stack, by the module's rule."""
-
     def empty(size: int) -> tuple[int, int, int]:
         of = {window: -count % size for window, count in counts.items()}
         return of.get(0, 0), sum(of.values()), -size

@@ -12,12 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl.data.gguf_file import open_gguf
 from jaxrl.data.hub import hub_name, model_path
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import init
-from jaxrl.models.gguf import config_from_gguf, open_gguf_model
-from jaxrl.models.safetensors import open_hf
+from jaxrl.models.safetensors import OpenModel, open_hf
 from jaxrl.schema.declared import is_url
 from jaxrl.sharding import rules
 
@@ -29,10 +27,7 @@ def resolve_path(path: str, option: str = "model.path", *, weights: bool = False
 
     `package:file` names a file inside an installed package, `org/name` a model of the Hugging Face Hub
     (`jaxrl.data.hub`), and `~` is the home folder. With `weights` a Hub model's weights are fetched where the cache
-    lacks them, else its small files only.
-
-    Raises:
-      ValueError: it is a URL, the package is not installed, or the Hub's model cannot be fetched.
+    lacks them. Raises ValueError for a URL, a package that is not installed, and a model that cannot be fetched.
     """
     if is_url(path.removeprefix(RANDOM)):
         parts, advice = path.partition("://")[2].split("/"), "download the model, and give its folder or its .gguf file"
@@ -84,7 +79,7 @@ def load_model(
     source = checked_path(path)
     if str(path).startswith(RANDOM) or random_init_seed is not None:
         return _random(config_of(path), mesh, dtype, random_init_seed or 0)
-    model = open_hf(source) if source.is_dir() else open_gguf_model(source)
+    model = _opened(source)
     return model.config, model.load(mesh, dtype)
 
 
@@ -98,9 +93,17 @@ def load_layerwise(
         config, params = _random(config_of(path), mesh, dtype, random_init_seed or 0)
         layers = params.pop("layers")
         return config, params, ({n: x[i : i + 1] for n, x in layers.items()} for i in range(config.num_layers))
-    model = open_hf(source) if source.is_dir() else open_gguf_model(source)
+    model = _opened(source)
     layers = (model.load_layer(i, mesh, dtype) for i in range(model.config.num_layers))
     return model.config, model.load_outer(mesh, dtype), layers
+
+
+def _opened(source: Path) -> OpenModel:
+    if source.is_dir():
+        return open_hf(source)
+    from jaxrl.models.gguf import open_gguf_model
+
+    return open_gguf_model(source)
 
 
 def config_of(path: str | Path, option: str = "model.path") -> ModelConfig:
@@ -108,6 +111,9 @@ def config_of(path: str | Path, option: str = "model.path") -> ModelConfig:
     source = checked_path(path, option)
     if source.is_dir():
         return ModelConfig.from_hf(source)
+    from jaxrl.data.gguf_file import open_gguf
+    from jaxrl.models.gguf import config_from_gguf
+
     return config_from_gguf(open_gguf(source), str(source))
 
 

@@ -5,8 +5,8 @@ an option (Kalajdzievski 2023, arXiv:2312.03732). Names of options, the start of
 root of its inputs) and names in files are those of peft.
 
 An adapter's two weights are declared in the model's table like all others, under the matrix's name with `_lora_a`
-[L, in..., R] and `_lora_b` [L, R, out...]; so shardings, files and checks follow from there. Matrices that share a
-tensor in files have an adapter each; peft has one for the tensor, whose A becomes that of each, and B's rows theirs.
+[L, in..., R] and `_lora_b` [L, R, out...]. Matrices that share a tensor in files have an adapter each; peft has one for
+the tensor, whose A becomes that of each, and B's rows theirs.
 
 Letters: L layers, R rank.
 """
@@ -32,22 +32,14 @@ _IN_FILES = "base_model.model."
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """The adapters of a decoder's layers.
-
-    Attributes:
-      rank: of each adapter.
-      alpha: an adapter's factor is alpha / rank, or alpha / sqrt(rank) with `use_rslora`.
-      targets: names of matrices, as in the model's table.
-      dropout: share of an adapter's inputs that is dropped where gradients are computed, and nowhere else.
-      multiply: how A and B are multiplied where an adapter is added to its matrix; None: by the compiler.
-    """
+    """The adapters of a decoder's layers."""
 
     rank: int
     alpha: float
-    targets: tuple[str, ...]
+    targets: tuple[str, ...]  # names of matrices, as in the model's table
     use_rslora: bool = False
-    dropout: float = 0.0
-    multiply: Multiply | None = None
+    dropout: float = 0.0  # share of an adapter's inputs that is dropped where gradients are computed
+    multiply: Multiply | None = None  # A and B where an adapter is added to its matrix; None: by the compiler
 
     @property
     def scale(self) -> float:

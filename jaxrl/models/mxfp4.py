@@ -8,12 +8,14 @@ it is 2 ** 128.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.models.fields import Fields
+if TYPE_CHECKING:
+    from jaxrl.models.safetensors import Tensor
 
 DTYPE = "U8"
 BLOCK = 32
@@ -22,13 +24,7 @@ _VALUES = np.arange(16, dtype=np.uint8).view(jnp.float4_e2m1fn).astype(np.float3
 _PAIRS = np.stack([_VALUES[np.arange(256) & 15], _VALUES[np.arange(256) >> 4]], axis=-1)  # the lower half comes first
 
 
-def is_meant(fields: Fields) -> bool:
-    """Whether config.json says that experts are in MXFP4."""
-    content = fields.get("quantization_config")
-    return isinstance(content, Mapping) and content.get("quant_method") == "mxfp4"
-
-
-class PackedExperts(NamedTuple):
+class _PackedExperts(NamedTuple):
     """Matrices of experts as two tensors, codes and scales, each with `shape` and `read`."""
 
     codes: Any
@@ -58,14 +54,30 @@ class PackedExperts(NamedTuple):
 def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """The values of codes [..., rows, groups, 16] uint8 (two a byte, the first in the lower half) and scales [...,
     rows, groups] uint8, as float32 [..., rows, groups * 32]: exact, but for values beyond float32's range, which are
-    infinite.
-
-    The last dim is the inputs of a product; the one before it, of gpt-oss's experts, the outputs (transformers'
-    parameters have the two the other way round).
-    """
+    infinite. The last dim is the inputs of a product."""
     assert blocks.dtype == scales.dtype == np.uint8, (blocks.dtype, scales.dtype)
     assert blocks.shape == (*scales.shape, BLOCK // 2), (blocks.shape, scales.shape)
     values = _PAIRS[blocks].reshape(*scales.shape, BLOCK)
     with np.errstate(over="ignore", invalid="ignore"):
         values *= scales.view(jnp.float8_e8m0fnu).astype(np.float32)[..., None]
     return values.reshape(*scales.shape[:-1], -1)
+
+
+def unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Joins the two tensors of each matrix in MXFP4."""
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        if tensor.dtype != DTYPE or name not in found:
+            continue
+        stem = name.removesuffix("_blocks").removesuffix("_scales")
+        codes, scales, plain = (found.pop(f"{stem}{part}", None) for part in ("_blocks", "_scales", ""))
+        there = [each for each in (codes, scales, plain) if each is not None]
+        own = None if codes is None or scales is None or plain is not None else _PackedExperts(codes, scales)
+        if own is None or not own.is_sound or any(each.dtype != DTYPE for each in there):
+            raise ValueError(
+                f"{tensor.file}: tensor {name} is in MXFP4: {stem}_blocks must have four dims, the last of "
+                f"{BLOCK // 2}, and {stem}_scales the others, both of dtype {DTYPE} and without {stem}; "
+                f"found {', '.join(f'{each.name} {each.dtype} {each.shape}' for each in there)}"
+            )
+        found[stem] = replace(tensor, name=stem, shape=own.shape, dequantized=own.read)
+    return found

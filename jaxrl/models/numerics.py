@@ -33,15 +33,12 @@ def in_tiles(
     layout: Layout | None = None,
     dtype: str | None = None,
 ) -> InTiles:
-    """How a model's layers and its vocabulary are computed in tiles.
+    """How a model's layers and its vocabulary are computed in tiles, in `actor.numerics_tp` parts. Raises ValueError if
+    the layout splits weights into other parts.
 
     Args:
-      parts: `actor.numerics_tp`.
       layout: whose devices have parts of the weights; None: each has them whole.
       dtype: of matrices into which adapters are merged for products; None: there are no adapters beside them.
-
-    Raises:
-      ValueError: the layout splits weights into other parts.
     """
     factors = tuple(prime_factors(parts))
     axes = () if layout is None else layout.tp_axes
@@ -95,12 +92,12 @@ class _Merged(NamedTuple):
 
 def refuse_invariant(model: ModelConfig, platform: str, parts: int) -> None:
     """Raises ValueError where invariant numerics are not supported; `parts`: `actor.numerics_tp`."""
-    for found, what in (
-        (platform not in ("cpu", "gpu"), f"devices of the kind {platform}: it is built for CPUs and NVIDIA's GPUs"),
-        (
-            model.num_experts % parts,
-            f"a mixture of {model.num_experts} experts per layer: actor.numerics_tp ({parts}) must divide their number",
-        ),
-    ):
-        if found:
-            raise ValueError(f"actor.numerics (invariant) must be fast for {what}")
+    what = ""
+    if platform not in ("cpu", "gpu"):
+        what = f"devices of the kind {platform}: it is built for CPUs and NVIDIA's GPUs"
+    elif model.num_experts % parts:
+        what = (
+            f"a mixture of {model.num_experts} experts per layer: actor.numerics_tp ({parts}) must divide their number"
+        )
+    if what:
+        raise ValueError(f"actor.numerics (invariant) must be fast for {what}")

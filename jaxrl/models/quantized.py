@@ -3,8 +3,7 @@
 Source: `nf4` is QLoRA's NormalFloat (Dettmers et al. 2023, arXiv:2305.14314): 16 values for blocks of 64 inputs of an
 output, two codes a byte, the first in the upper half. `int8` is that of LLM.int8() (Dettmers et al. 2022,
 arXiv:2208.07339): whole numbers from -127 to 127, each output's inputs a block. Departures: the magnitudes are float32
-(no double quantisation), and no outliers are left out of int8. Matrices are dequantised before they are multiplied; the
-decoder does not know of it.
+(no double quantisation), and no outliers are left out of int8. Matrices are dequantised before they are multiplied.
 
 In training form codes [L, O, ...] stand under the matrix's own name, and magnitudes [L, O, blocks] under that with
 `_absmax` behind it. O and I, outputs and inputs, are in the order of Hugging Face files, which is bitsandbytes'.

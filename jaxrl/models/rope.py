@@ -10,10 +10,9 @@ and `standardize_rope_params`; compared with versions 5.23 and 5.24):
 - `original_max_position_embeddings` at the top level wins over one in there;
 - yarn and llama3 without it start from `max_position_embeddings`.
 
-Departures: yarn without a factor uses the ratio of the two contexts, where version 5 wants a null written out. Longrope
-has frequencies for short and for long sequences, and transformers takes those that the longest sequence of a batch
-asks for: keys that are cached would be of the one kind, and queries of the other. Here sequences end where the short
-ones do, at `original_max_position_embeddings`.
+Departures: yarn without a factor uses the ratio of the two contexts. Longrope has frequencies for short and for long
+sequences, and transformers takes those that the longest sequence of a batch asks for; here sequences end where the
+short ones do, at `original_max_position_embeddings`.
 """
 
 from __future__ import annotations
@@ -57,13 +56,8 @@ class RopeScaling:
             "none": (),
             "linear": ("factor",),
             "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-            "yarn": (
-                "factor",
-                "original_max_position_embeddings",
-                "beta_fast",
-                "beta_slow",
-                "attention_factor",
-                "truncate",
+            "yarn": tuple(
+                "factor original_max_position_embeddings beta_fast beta_slow attention_factor truncate".split()
             ),
             "longrope": ("factor", "original_max_position_embeddings", "attention_factor"),
         }
@@ -140,15 +134,10 @@ def _of_object(inner: Fields, max_position_embeddings: int, theta: float, longro
         raise ValueError(f"{inner.file}: rope scaling {kind!r} needs a factor")
     else:
         factor = inner.number("factor", 1.0, high=MAX_FACTOR)
-    match kind:
-        case "linear":
-            return Rope(theta, RopeScaling("linear", factor))
-        case "llama3":
-            return Rope(theta, _llama3(inner, factor, original))
-        case "longrope":
-            return Rope(theta, _longrope(inner, factor, original))
-        case _:
-            return Rope(theta, _yarn(inner, factor, original))
+    if kind == "linear":
+        return Rope(theta, RopeScaling("linear", factor))
+    read = {"llama3": _llama3, "longrope": _longrope, "yarn": _yarn}[kind]
+    return Rope(theta, read(inner, factor, original))
 
 
 def _listed(names: tuple[str, ...]) -> str:

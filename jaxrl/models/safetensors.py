@@ -7,7 +7,6 @@ An export holds the tensors of one file in memory at a time.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,14 +22,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxrl.config.inputs import reading, regular_size
-from jaxrl.models import fp8, mxfp4
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.fields import Fields, read_model_file
 from jaxrl.models.weights import Kind, Weight, leaves
 from jaxrl.schema.declared import shown
 from jaxrl.sharding import rules
-
-_log = logging.getLogger(__name__)
 
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 INDEX = "model.safetensors.index.json"
@@ -41,33 +37,23 @@ MAX_FILE_BYTES = 5_000_000_000
 # Buffers that old exports hold and no model reads.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_COMPARED = 2**22  # numbers at a time: a head may have gigabytes
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor of a file.
-
-    Attributes:
-      content: the open file, of the package `safetensors`; of a matrix in float8, which that does not read, its codes;
-        of matrices in MXFP4 both of their tensors.
-      dtype: as the file names it.
-      scales: of a matrix in float8.
-    """
+    """One tensor of a file."""
 
     file: Path
     name: str
     shape: tuple[int, ...]
-    content: Any
-    dtype: str
-    scales: fp8.Scales | None = None
+    content: Any  # the open file, of the package `safetensors`
+    dtype: str  # as the file names it
+    dequantized: Callable[..., np.ndarray] | None = None  # reads codes in place of it (`jaxrl.models.fp8`, `mxfp4`)
 
     def read(self, *part: slice) -> np.ndarray:
         """The tensor, or the part that slices of its first dims select, copied from the file."""
-        if isinstance(self.content, mxfp4.PackedExperts):
-            return self.content.read(*part)
-        if self.scales is not None:
-            return self.scales.times(self.content[part], self.shape, part)
+        if self.dequantized is not None:
+            return self.dequantized(*part)
         if not part or not math.prod(self.shape):  # the package slices no tensor without numbers
             return self.content.get_tensor(self.name)[part]
         return self.content.get_slice(self.name)[part]
@@ -86,26 +72,14 @@ def read_header(file: Path, packed: str = "") -> dict[str, Tensor]:
         said = str(error).removeprefix("Error while deserializing header: ")
         said = "".join(letter for letter in said if letter.isprintable())
         raise ValueError(f"{file}: truncated or not a safetensors file ({said[:200]})") from None
-    tensors, codes = dict[str, Tensor](), _float8(file) if packed == fp8.DTYPE else {}
+    tensors: dict[str, Tensor] = {}
     for name in content.keys():  # noqa: SIM118 (no mapping)
         entry = content.get_slice(name)
         if (dtype := entry.get_dtype()) not in DTYPES and dtype != packed:
             known = ", ".join(DTYPES)
             raise ValueError(f"{file}: tensor {name[:80]} has dtype {dtype}, which is not supported; use {known}")
-        tensors[name] = Tensor(file, name, tuple(entry.get_shape()), codes.get(name, content), dtype)
+        tensors[name] = Tensor(file, name, tuple(entry.get_shape()), content, dtype)
     return tensors
-
-
-def _float8(file: Path) -> dict[str, np.ndarray]:
-    """The codes of the float8 tensors of an intact file, mapped into memory."""
-    content = np.memmap(file, np.uint8, "r")
-    start = 8 + int(content[:8].view(np.uint64)[0])
-    found: dict[str, np.ndarray] = {}
-    for name, entry in json.loads(bytes(content[8:start])).items():
-        if "data_offsets" in entry and entry["dtype"] == fp8.DTYPE:  # not of __metadata__
-            first, end = entry["data_offsets"]
-            found[name] = content[start + first : start + end].view(jnp.float8_e4m3fn).reshape(entry["shape"])
-    return found
 
 
 def read_folder(folder: Path, packed: str = "") -> dict[str, Tensor]:
@@ -261,13 +235,18 @@ def open_hf(folder: str | Path) -> OpenModel:
     folder = Path(folder)
     config = ModelConfig.from_hf(folder)
     fields = Fields(read_model_file(folder / "config.json"), str(folder / "config.json"))
-    blocks, is_mxfp4 = fp8.read_blocks(fields), mxfp4.is_meant(fields)
-    packed = mxfp4.DTYPE if is_mxfp4 else fp8.DTYPE if blocks else ""
-    tensors = {n: t for n, t in read_folder(folder, packed).items() if not n.endswith(_IGNORED_SUFFIXES)}
-    if blocks:
-        tensors = _scaled(tensors, blocks, folder)
-    if is_mxfp4:
-        tensors = _unpacked(tensors)
+    quantization: Any = fields.get("quantization_config")
+    if quantization is None:
+        tensors = read_folder(folder)
+    elif quantization.get("quant_method") == "mxfp4":
+        from jaxrl.models import mxfp4
+
+        tensors = mxfp4.unpacked(read_folder(folder, mxfp4.DTYPE))
+    else:
+        from jaxrl.models import fp8
+
+        tensors = fp8.scaled(read_folder(folder, fp8.DTYPE), fp8.read_blocks(fields), folder)
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(_IGNORED_SUFFIXES)}
     if config.tie_word_embeddings and not config.scalar_head:
         tensors = _one_embedding(tensors)
 
@@ -289,67 +268,15 @@ def open_hf(folder: str | Path) -> OpenModel:
     return OpenModel(config, read, where)
 
 
-def _unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Joins the two tensors of each matrix in MXFP4."""
-    found = dict(tensors)
-    for name, tensor in tensors.items():
-        if tensor.dtype != mxfp4.DTYPE or name not in found:
-            continue
-        stem = name.removesuffix("_blocks").removesuffix("_scales")
-        codes, scales, plain = (found.pop(f"{stem}{part}", None) for part in ("_blocks", "_scales", ""))
-        there = [each for each in (codes, scales, plain) if each is not None]
-        own = None if codes is None or scales is None or plain is not None else mxfp4.PackedExperts(codes, scales)
-        if own is None or not own.is_sound or any(each.dtype != mxfp4.DTYPE for each in there):
-            raise ValueError(
-                f"{tensor.file}: tensor {name} is in MXFP4: {stem}_blocks must have four dims, the last of "
-                f"{mxfp4.BLOCK // 2}, and {stem}_scales the others, both of dtype {mxfp4.DTYPE} and without {stem}; "
-                f"found {', '.join(f'{each.name} {each.dtype} {each.shape}' for each in there)}"
-            )
-        found[stem] = Tensor(tensor.file, stem, own.shape, own, "")
-    return found
-
-
-def _scaled(tensors: Mapping[str, Tensor], blocks: tuple[fp8.Block, ...], folder: Path) -> dict[str, Tensor]:
-    """Joins float8 matrices with their scales."""
-    found = {name: tensor for name, tensor in tensors.items() if not name.endswith(fp8.OF_ACTIVATIONS)}
-    if len(found) < len(tensors):
-        _log.warning("%s: scales of activations are not used: products are not computed in float8", folder)
-    for name, tensor in list(found.items()):
-        if tensor.dtype != fp8.DTYPE:
-            continue
-        where, stem = f"{tensor.file}: tensor {name}", name.removesuffix(".weight")
-        names = [each for scale in fp8.SCALES if (each := f"{stem}.{scale}") in found]
-        if len(names) != 1 or len(tensor.shape) != 2 or found[names[0]].dtype == fp8.DTYPE:
-            ends = " or ".join(fp8.SCALES)
-            raise ValueError(f"{where} is in float8: it must be a matrix with {stem}.{ends} beside it")
-        values = found.pop(names[0]).read()
-        if (scales := fp8.Scales.of(values, tensor.shape, blocks)) is None:
-            raise ValueError(
-                f"{where} of shape {tensor.shape} has scales of shape {values.shape}, which is not what "
-                "quantization_config says"
-            )
-        found[name] = replace(tensor, scales=scales)
-    return found
-
-
 def _one_embedding(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a model with tied embeddings, of which some exports write the head, too, or the head alone.
-
-    transformers up to version 4 drops a head that differs from the embedding, and version 5 uses both; neither can be
-    what every reader of the folder gets, so it is refused.
-    """
+    """The tensors of a model with tied embeddings, of which some exports write the head, too, or the head alone. A head
+    that differs is refused: transformers up to version 4 drops it, and version 5 uses both."""
     rest = {name: tensor for name, tensor in tensors.items() if name != _HEAD}
     if _HEAD not in tensors:
         return rest
     head = tensors[_HEAD]
     embedding = rest.setdefault(_EMBEDDING, head)
-    same = head.shape == embedding.shape
-    if same and embedding is not head:
-        rows = head.shape[0] if head.shape else 1
-        each = max(1, rows * _COMPARED // max(1, math.prod(head.shape)))
-        pieces = [(slice(first, min(first + each, rows)),) for first in range(0, rows, each)] if head.shape else [()]
-        same = all(np.array_equal(embedding.read(*piece), head.read(*piece), equal_nan=True) for piece in pieces)
-    if not same:
+    if embedding is not head and not np.array_equal(embedding.read(), head.read(), equal_nan=True):
         raise ValueError(
             f"{head.file}: tensor {_HEAD} differs from {_EMBEDDING}, though config.json says tie_word_embeddings true; "
             "set that to false to use both, or remove the tensor"
@@ -367,11 +294,7 @@ def export_hf(
 ) -> None:
     """Writes config.json, generation_config.json and safetensors files that transformers loads.
 
-    Args:
-      params: training form, on any sharding that this process can read whole.
-      folder: files of the same names are replaced.
-      tokenizer_files: copied into the folder (`Tokenizer.save` writes such files, too).
-      dtype: float32, float16 or bfloat16 in the files.
+    `params`: training form, on any sharding that this process can read whole. `tokenizer_files` are copied.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

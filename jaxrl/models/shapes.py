@@ -1,10 +1,7 @@
 """Shapes of well-known models by name, for benchmarks, planning and simulation without a download.
 
-Source: the config.json files that the models' authors publish on the Hugging Face Hub (the base models, not the
-instruction-tuned ones, where the Hub has the base model under the plain name; Qwen3's plain names are the trained
-ones). Weights of a shape are random: speed and memory do not depend on them.
-
-`tiny` is no published model: its two layers serve to try out a benchmark's own machinery.
+Source: the config.json files that the models' authors publish on the Hugging Face Hub. `tiny` is no published model:
+its two layers serve to try out a benchmark's own machinery.
 """
 
 from __future__ import annotations

@@ -3,16 +3,11 @@ share the actor's devices with few of its layers resident.
 
 Source: RollPacker §4.3, the layer-wise pipeline scheme: a layer's copy runs under the compute of the layers before it.
 
-A layer's matrices are streamed; its norms and biases, a thousandth of it, stay on the devices. There are two buffers:
-when a streamed layer begins to compute, the copy of the next one begins, into the buffer of the one before. A barrier
-ties each copy to the layer's input: without it XLA would begin all copies at the start of the program, with a buffer
-for each, and would take them out of the loop over decode steps.
-
-Departures: the resident layers do not come first but lie evenly between the streamed ones, so that a copy has the time
-of several layers. Layers are unrolled, not scanned, because a scan would copy each layer's weights once more.
-
-XLA makes asynchronous copies of these on GPUs (`tests/models/test_streamed_for_gpu.py` compiles them). On CPUs the
-host's memory is the device's: programs have the same barriers, and no copies.
+A layer's matrices are streamed; its norms and biases stay on the devices. When a streamed layer begins to compute, the
+copy of the next one begins, into the buffer of the one before. A barrier ties each copy to the layer's input: without
+it XLA would begin all copies at the start of the program, with a buffer for each, and would take them out of the loop
+over decode steps. Departure: the resident layers do not come first but lie evenly between the streamed ones, so that a
+copy has the time of several layers. On CPUs programs have the same barriers, and no copies.
 """
 
 from __future__ import annotations
@@ -46,12 +41,8 @@ def on_host(shardings: Sequence[Mapping[str, Any]], num_resident: int) -> list[d
 
 
 class LayerFeed:
-    """The weights of a forward pass, layer by layer, while it is traced.
-
-    Args:
-      layers: each layer's weights; those in the host's memory are streamed.
-      ahead: whether a streamed layer's copy begins while the streamed layer before it computes; else on its own turn.
-    """
+    """The weights of a forward pass, layer by layer, while it is traced; those in the host's memory are streamed.
+    `ahead`: a streamed layer's copy begins while the streamed layer before it computes; else on its own turn."""
 
     def __init__(self, layers: Sequence[Mapping[str, Any]], ahead: bool = True) -> None:
         self._layers = layers

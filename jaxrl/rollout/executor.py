@@ -22,7 +22,6 @@ import numpy as np
 
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.kv_layers import kv_layers
-from jaxrl.models.numerics import merging_exactly
 from jaxrl.rollout import kv_cache
 from jaxrl.rollout.calls import Call, MeshTicket, kept_tokens, places_in, prefill_calls, result_of
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms, bucket
@@ -41,7 +40,7 @@ from jaxrl.scheduling.tokens.plan import (
     ScheduledRows,
     Ticket,
 )
-from jaxrl.sharding import kv_migration, reshard
+from jaxrl.sharding import reshard
 from jaxrl.sharding.compiled import CompileAhead, CompiledPrograms
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import platform_of
@@ -134,7 +133,11 @@ class MeshExecutor:
         weights: Callable[[], Any] | None = None,
     ) -> None:
         self.platform = platform = platform_of(layout.mesh.devices.flat[0])
-        self.model = merging_exactly(model, platform, interpret=config.interpret) if config.is_invariant else model
+        if config.is_invariant:
+            from jaxrl.models.numerics import merging_exactly
+
+            model = merging_exactly(model, platform, interpret=config.interpret)
+        self.model = model
         self.config = config
         self.block_size = config.block_size
         self.max_prefill_tokens = config.max_prefill_tokens
@@ -357,6 +360,8 @@ class MeshExecutor:
             assert source._pool is not None
             jax.block_until_ready((source._pool, self._pool, self._state))
             pool, self._pool = self._pool, None
+            from jaxrl.sharding import kv_migration
+
             layouts = (source.layout, self.layout)
             try:
                 self._pool = kv_migration.migrate_across(source._pool, *layouts, lanes, self.num_blocks, into=pool)
@@ -370,6 +375,8 @@ class MeshExecutor:
         """Compiles what a switch will run, and raises for everything that can be checked beforehand."""
         reshard.precompile(self._params, self._shardings(target))
         if lanes.is_any:
+            from jaxrl.sharding import kv_migration
+
             assert self._pool is not None
             kv_migration.precompile(
                 self.layout, target.layout, self._pool, target.cache_shape.num_blocks, [lanes.sizes]
@@ -387,6 +394,8 @@ class MeshExecutor:
         pool, self._pool = self._pool, None
         assert pool is not None
         if lanes.is_any:
+            from jaxrl.sharding import kv_migration
+
             num_blocks = target.cache_shape.num_blocks
             self._pool = kv_migration.migrate(pool, self.layout, target.layout, lanes, num_blocks)
         else:

@@ -26,7 +26,6 @@ from jaxrl.kernels.reference import Rule
 from jaxrl.models import decoder, experts
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.kv_layers import KvLayers, whole
-from jaxrl.models.numerics import in_tiles, refuse_invariant
 from jaxrl.rollout import fused_step, kv_cache
 from jaxrl.rollout.proposals import Proposer
 from jaxrl.rollout.sampling import Draw, SampledToken, SamplingState, drawn_by_rows, sample
@@ -245,14 +244,17 @@ class Programs:
         on_cpu, (heads, kv_heads) = platform == "cpu", pad_heads(model.num_heads, model.num_kv_heads, max_tp)
         can_be_fused = platform == "gpu" and can_fuse(kv_heads, max_tp)
         fused, first, gathered = config.fused_projections, config.features_first, config.gathered
+        tiles = None
         if config.is_invariant:
+            from jaxrl.models.numerics import in_tiles, refuse_invariant
+
             assert config.quantization == "none", "the trainer's weights are not quantised"
             refuse_invariant(model, platform, max_tp)
             fused = first = gathered = False
+            tiles = in_tiles(model, max_tp, layout.mesh, rows, layout)
         self.fused_projections = can_be_fused if fused is None else fused
         self.features_first = on_cpu and not self.fused_projections if first is None else first
         self.gathered = on_cpu if gathered is None else gathered
-        tiles = in_tiles(model, max_tp, layout.mesh, rows, layout) if config.is_invariant else None
         self.by_rows = tiles.for_platform(platform, interpret=config.interpret) if tiles else at_once
         self._widen = config.is_invariant and on_cpu  # as the trainer
         how = {"interpret": config.interpret, "invariant_parts": tiles.own_parts if tiles else 0}

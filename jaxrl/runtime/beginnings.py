@@ -23,7 +23,7 @@ from jaxrl.train.steps import HOST, STATE, find_step, steps_of
 
 _FILE = f"{HOST}/metadata"
 _ORDER = ("data.seed", "data.shuffle", "data.source_quotas")
-_NEITHER = ("train_batch_size", "gen_batch_size", "max_response_length", "val_files", "val_size", "cache_dir")
+_NEITHER = ("train_batch_size", "gen_batch_size", "max_response_length", "val_files", "val_size")
 """Options of `data` that say nothing of the training prompts."""
 
 

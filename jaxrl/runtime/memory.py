@@ -19,7 +19,6 @@ from jaxrl.config import Config
 from jaxrl.mechanisms import enabled, is_timeless
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.kv_layers import KvLayers, kv_layers
-from jaxrl.models.numerics import refuse_invariant
 from jaxrl.scheduling.mechanism import FreedMemory, RolloutMemory
 from jaxrl.sharding.memory import in_bytes
 from jaxrl.sharding.rules import padded_config
@@ -190,6 +189,8 @@ def memory_plan(
     own = config.rollout.num_devices
     rolling, training = own or num_devices // config.num_host_groups, num_devices - config.num_own_devices
     if config.actor.numerics == "invariant":
+        from jaxrl.models.numerics import refuse_invariant
+
         refuse_invariant(model_config, platform, config.actor.numerics_tp)
     if platform == "tpu" and config.rollout.kv_codes != "none":
         raise ValueError(

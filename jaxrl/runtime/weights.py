@@ -22,8 +22,6 @@ from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import load_layerwise, load_model, resolve_path
 from jaxrl.models.lora import Lora, adapters_alone, chosen, with_adapters, without_adapters
-from jaxrl.models.peft import load_adapter, read_lora
-from jaxrl.models.quantized import quantized_layer
 from jaxrl.sharding.rules import map_weights, train_shardings
 from jaxrl.train import checkpoint
 
@@ -40,6 +38,8 @@ def adapted(config: Config, model: ModelConfig) -> ModelConfig:
     if (folder := _adapter_folder(config)) is None:
         lora = Lora(asked.lora_rank, asked.lora_alpha, _targets(asked, model), asked.use_rslora)
     else:
+        from jaxrl.models.peft import read_lora
+
         lora = read_lora(folder, model)
         _refuse_contradiction(asked, model, lora)
     lora = dataclasses.replace(lora, dropout=asked.lora_dropout)
@@ -96,6 +96,8 @@ def load_weights(config: Config, model: ModelConfig, mesh: Mesh, place: Path | N
     if place is not None:
         return with_adapters(base, trained_weights(place, config, model, mesh))
     if (folder := _adapter_folder(config)) is not None:
+        from jaxrl.models.peft import load_adapter
+
         return with_adapters(base, load_adapter(folder, model, mesh, dtype))
     table, shardings = adapters_alone(model.weights()), adapters_alone(train_shardings(model, mesh))
     key = jax.random.key(config.trainer.seed)
@@ -105,6 +107,8 @@ def load_weights(config: Config, model: ModelConfig, mesh: Mesh, place: Path | N
 def _frozen(config: Config, model: ModelConfig, mesh: Mesh, outer: Tree, layers: Iterator[Tree]) -> Tree:
     """The base in the types of frozen weights, quantised if it is to be. A layer is read at a time, so that there is
     one that is neither cast nor quantised yet."""
+    from jaxrl.models.quantized import quantized_layer
+
     table, plain = without_adapters(model.weights()), model.base.weights()
     shardings = without_adapters(train_shardings(model, mesh))
     dtypes = model.dtypes(config.actor.param_dtype, config.actor.dtype)

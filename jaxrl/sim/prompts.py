@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.data.quotas import SourceQuotas
 from jaxrl.sim.workload import Workload
 from jaxrl.types import Prompt
 
@@ -51,7 +50,11 @@ class SimulatedPrompts:
         self._orders: dict[str, tuple[int, np.ndarray]] = {}  # by source: the last epoch asked for, and its order
         self._given = dict(quotas or {})
         kinds = (workload.kind_name(index) for index in range(num_prompts))
-        self._quotas = SourceQuotas(quotas, kinds) if quotas else None
+        self._quotas = None
+        if quotas:
+            from jaxrl.data.quotas import SourceQuotas
+
+            self._quotas = SourceQuotas(quotas, kinds)
 
     def next(self, num_prompts: int) -> list[Prompt]:
         """The next prompts; batches cross the ends of epochs."""

@@ -36,8 +36,6 @@ from jaxrl.kernels.reference import Keys, MaskInputs
 from jaxrl.models import decoder, experts
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.lora import is_trained, without_adapters
-from jaxrl.models.numerics import in_tiles, merging_exactly, refuse_invariant
-from jaxrl.models.quantized import ABSMAX
 from jaxrl.models.streaming import HOST, STREAMED
 from jaxrl.models.weights import Weight
 from jaxrl.schema.devices import sharing_problem
@@ -135,18 +133,19 @@ class TrainPrograms(CompiledPrograms):
         parts = actor.numerics_tp
         how = {"interpret": interpret, "invariant_parts": parts if self._is_invariant else 0}
         self.packed_attention = choose_packed(actor.attention, self.platform, heads, **how)
-        if self._is_invariant:
-            refuse_invariant(model_config, self.platform, parts)
         rows = PartitionSpec(mesh.axis_names)  # of a device's parts of rows
-        tiles = in_tiles(model_config, parts).for_platform(self.platform, interpret=interpret)
-        exact = merging_exactly(model_config, self.platform, interpret=interpret)
-        all_tiles = in_tiles(exact, parts, mesh, rows, dtype=actor.dtype)
-        self._by_rows = all_tiles.for_platform(self.platform, interpret=interpret) if self._is_invariant else at_once
+        self._by_rows = tiles = at_once
+        if self._is_invariant:
+            from jaxrl.models.numerics import in_tiles, merging_exactly, refuse_invariant
+
+            refuse_invariant(model_config, self.platform, parts)
+            tiles = in_tiles(model_config, parts).for_platform(self.platform, interpret=interpret)
+            exact = merging_exactly(model_config, self.platform, interpret=interpret)
+            all_tiles = in_tiles(exact, parts, mesh, rows, dtype=actor.dtype)
+            self._by_rows = all_tiles.for_platform(self.platform, interpret=interpret)
         self.microbatches = microbatch_shapes(config, model_config, mesh.size, self.packed_attention)
         self._widen = self.packed_attention.tiling.widen
-        self.objective = own = objective(
-            config, model_config, mesh, widen=self._widen, by_rows=tiles if self._is_invariant else at_once
-        )
+        self.objective = own = objective(config, model_config, mesh, widen=self._widen, by_rows=tiles)
         self.optimizer = optimizers.build(own.optim, own.grad_clip, total_updates, own.name, model_config.weights())
         self.shardings = train_shardings(model_config, mesh, whole)
         self._parts = NamedSharding(mesh, rows)
@@ -369,6 +368,8 @@ class TrainPrograms(CompiledPrograms):
         }
         gathered = {name: self._gather[name](w) for name, w in layer.items()}
         if self.model_config.quantization != "none":
+            from jaxrl.models.quantized import ABSMAX
+
             names, quantised = [name for name in gathered if not name.endswith(ABSMAX)], gathered
             whole = {name: self.model_config.whole(name, quantised) for name in names}
             gathered = {n: w.astype(self._cast or w.dtype) if n + ABSMAX in quantised else w for n, w in whole.items()}

@@ -3,7 +3,6 @@
 import json
 import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 from beside import import_transformers
@@ -147,39 +146,6 @@ def with_steps(folder: Path, **steps) -> Path:
     file = write_folder(folder) / "tokenizer.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | steps))
     return folder
-
-
-def replacing(*steps: tuple[str, str], kind: str = "String") -> dict[str, Any]:
-    found = [{"type": "Replace", "pattern": {kind: text}, "content": content} for text, content in steps]
-    return {"type": "Sequence", "normalizers": found}
-
-
-def named(i: int) -> str:
-    return chr(0x4E00 + i)
-
-
-@pytest.mark.parametrize(
-    "steps",
-    [
-        [("a", "aa")] * 40,
-        [(named(i), named(i + 1) * 2) for i in range(40)],
-        [("ab", "abab")] * 40,
-        [("a", "b" * 2000)],
-    ],
-)
-@pytest.mark.parametrize("kind", ["String", "Regex"])
-def test_replacements_that_grow_without_bound(steps, kind, tmp_path):
-    with pytest.raises(ValueError, match=r"tokenizer.json: Replace steps make one character up to [\d.e+]+, more than"):
-        Tokenizer.from_path(with_steps(tmp_path, normalizer=replacing(*steps, kind=kind)))
-    decoder = {"type": "Sequence", "decoders": replacing(*steps, kind=kind)["normalizers"]}
-    with pytest.raises(ValueError, match=r"tokenizer.json: Replace steps make one character"):
-        Tokenizer.from_path(with_steps(tmp_path, decoder=decoder))
-
-
-def test_many_replacements_that_do_not_feed_each_other(tmp_path):
-    steps = [(named(i), "he") for i in range(60)] + [("he", "hello"), ("l", "ll")]
-    tokenizer = Tokenizer.from_path(with_steps(tmp_path, normalizer=replacing(*steps)))
-    assert tokenizer.decode(tokenizer.encode(named(7))) == "hellllo"
 
 
 @pytest.mark.parametrize("expression", ["(((a{1,1000}){1,1000}){1,1000})b", "(a+)+$", "(a|aa)+$"])

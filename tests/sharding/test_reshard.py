@@ -209,13 +209,13 @@ def test_training_state_by_layout_and_dims(x64):
         "count": jax.device_put(np.int32(3), NamedSharding(mesh, P())),
     }
     dims = {"m": (None, "tp"), "v": ("dp", "tp"), "count": ()}
-    moved, report = reshard(state, Layout(mesh, 2), dims=dims)
+    moved, report = reshard(state, {name: Layout(mesh, 2).sharding(*own) for name, own in dims.items()})
     assert moved["m"].sharding.spec == P(None, ("x0",))
     assert moved["v"].sharding.spec == P(("x2", "x1"), ("x0",))
     assert moved["count"] is state["count"]
     assert report.num_aliased == 1
     np.testing.assert_array_equal(moved["v"], np.arange(512).reshape(16, 32))
-    both, _ = reshard([moved["m"], moved["v"]], Layout(mesh, 4), dims=("tp", None))
+    both, _ = reshard([moved["m"], moved["v"]], Layout(mesh, 4).sharding("tp", None))
     assert {array.sharding.spec for array in both} == {P(("x0", "x1"), None)}
 
 
@@ -321,8 +321,7 @@ def test_what_is_no_array_or_no_sharding_is_refused():
         ({"a": np.zeros(8)}, whole, {}, r"\['a'\] is ndarray, not an array on devices"),
         ({"a": array}, {"a": 3}, {}, r"must be made of NamedSharding, found 3"),
         ({"a": array}, {"b": whole}, {}, r"the target must be a tree of shardings like the tree of arrays"),
-        (array, layout, {}, r"with a Layout as target, dims must say what splits each array"),
-        (array, whole, {"dims": ("tp",)}, r"dims goes with a Layout"),
+        (array, layout, {}, r"must be made of NamedSharding, found Layout"),
         (array, whole, {"max_extra_bytes": 0}, r"max_extra_bytes \(0\) must be at least 1"),
         (single, layout.sharding("tp"), {}, r"only named shardings can be moved between"),
     ):

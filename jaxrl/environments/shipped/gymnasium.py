@@ -7,9 +7,8 @@
 The model sees the environment's picture with render_mode="ansi" if there is one, else the observation: as it is, or in
 a sentence (`sentence`) with {0}, {1} ... for its parts.
 
-Between turns the environment is pickled together with its random numbers, so any process continues it exactly. To
-replay its actions from the seed would take longer with each turn, and fail where it takes randomness from elsewhere. An
-environment that cannot be pickled is refused in its first turn.
+Between turns the environment is pickled together with its random numbers; one that cannot be is refused in its first
+turn.
 """
 
 import hashlib
@@ -24,15 +23,8 @@ _COLOURS = ("gray", "red", "green", "yellow", "blue", "magenta", "cyan", "white"
 
 
 class Gymnasium:
-    """An episode. Its rewards are the environment's own, turn by turn.
-
-    Args:
-      number: of the row: the seed is derived from it.
-      others: see above.
-
-    Raises:
-      ValueError: its actions are not discrete, or `actions` does not name each of them.
-    """
+    """An episode. Its rewards are the environment's own, turn by turn; its seed is derived from the row's `number`.
+    Raises ValueError if its actions are not discrete, or `actions` does not name each of them."""
 
     def __init__(
         self,

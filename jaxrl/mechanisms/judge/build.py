@@ -31,7 +31,6 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.fit import check_length, check_vocabulary
 from jaxrl.models.kv_layers import kv_layers
 from jaxrl.models.loading import checked_path, config_of, load_layerwise, resolve_path
-from jaxrl.models.peft import merged_layers, read_lora
 from jaxrl.models.streaming import STREAMED
 from jaxrl.models.weights import Weight, leaves
 from jaxrl.rewards.router import RewardRouter
@@ -161,6 +160,8 @@ def read_judge(config: Config) -> tuple[Tokenizer, ModelConfig]:
         right = "reward.kind=model" if model.scalar_head else "reward.kind=judge"
         raise ConfigError(f"reward.judge.model ({judge.model}) is {found}, which needs {right}, found {kind}")
     if judge.lora_adapter_path:
+        from jaxrl.models.peft import read_lora
+
         read_lora(Path(judge.lora_adapter_path).expanduser(), model)
     tokenizer = Tokenizer.from_path(folder)
     tokenizer.check_template_arguments(judge.apply_chat_template_kwargs)
@@ -208,6 +209,8 @@ def build_pool(run: Run, mesh: Mesh) -> JudgePool:
     dtype = jnp.promote_types(dtype, jnp.float32) if adapters else dtype
     _, outer, layers = load_layerwise(resolve_path(judge.model, "reward.judge.model", weights=True), mesh, dtype)
     if adapters:
+        from jaxrl.models.peft import merged_layers
+
         layers = merged_layers(Path(adapters).expanduser(), model, mesh, layers, dtype)
     if model.scalar_head:
         reading = Scalars(judge, tokenizer, model.pad_token_id)
