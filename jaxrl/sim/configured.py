@@ -25,7 +25,6 @@ from jaxrl.scheduling.layouts.batch_state import GroupCapacity, fastest_degree
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.schema.limits import BYTES
-from jaxrl.sim.calibration import Calibration
 from jaxrl.sim.cost_model import CostModel, Efficiency, TableCost, modelled_profile
 from jaxrl.sim.executor import MachineSizes
 from jaxrl.sim.hardware import hardware
@@ -99,13 +98,6 @@ def cost_model(config: Config) -> tuple[CostModel, str]:
     chosen = config.simulate
     machine = _option("simulate.hardware", hardware, chosen.hardware)
     factors, source = Efficiency(), "default efficiency factors"
-    if bool(chosen.calibration) != bool(chosen.calibration_of):
-        raise ConfigError("simulate.calibration and simulate.calibration_of need each other: a file, and a name in it")
-    if chosen.calibration:
-        factors = _option(
-            "simulate.calibration", Calibration.read(chosen.calibration).efficiency, chosen.calibration_of
-        )
-        source = f"efficiency factors of {chosen.calibration_of} in {chosen.calibration}"
     if chosen.efficiency:
         known = [each.name for each in dataclasses.fields(Efficiency)]
         for name in chosen.efficiency:

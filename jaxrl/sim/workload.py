@@ -31,6 +31,7 @@ _NORMAL = NormalDist()
 # What a random number is for: the first word of its identity.
 _TASK, _PROMPT_SCORE, _RESPONSE_SCORE, _PROMPT_LENGTH, _REWARD_TIME, _REWARD_HANGS, _PASS_RATE, _REWARD = range(8)
 _OUTLIER, _PROMPT_REWARD_TIME = 8, 9
+_GROWTH_LIMIT = 10.0  # times the lengths of the first step
 
 
 def word(*identity: int) -> int:
@@ -74,7 +75,7 @@ def exact_length(lengths: SimulatedLengths, z: float, step: int = 0) -> float:
         tokens = lengths.median * math.exp(min(lengths.sigma * z, 700.0))
     if lengths.growth == 0 or step <= 0:
         return tokens
-    exponent, limit = step * math.log1p(lengths.growth), math.log(lengths.growth_limit)
+    exponent, limit = step * math.log1p(lengths.growth), math.log(_GROWTH_LIMIT)
     return tokens * math.exp(min(max(exponent, -limit), limit))
 
 

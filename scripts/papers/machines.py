@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxrl.models.shapes import named_shape
-from jaxrl.sim.calibration import efficiency_of
+from papers.calibration import efficiency_of
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import HARDWARE
 from papers.facts import Setup

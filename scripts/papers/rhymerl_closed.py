@@ -21,7 +21,7 @@ import numpy as np
 from jaxrl.mechanisms.ranking_groups.rule import RankingGroups
 from jaxrl.mechanisms.speculation.simulated import SimulatedDrafts
 from jaxrl.scheduling.rounds.events import Launch
-from jaxrl.sim.calibration import Calibration
+from papers.calibration import Calibration
 from jaxrl.sim.cost_model import CostModel, TrainLoad, causal_pairs
 from jaxrl.sim.prompts import SimulatedPrompts
 from jaxrl.sim.verification import verify

@@ -25,7 +25,7 @@ from jaxrl.mechanisms.speculation.options import SpeculationSection
 from jaxrl.mechanisms.speculation.rule import DraftConfig, Window
 from jaxrl.mechanisms.speculation.simulated import SimulatedDrafts
 from jaxrl.models.shapes import named_shape
-from jaxrl.sim.calibration import Calibration
+from papers.calibration import Calibration
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import HARDWARE
 from jaxrl.sim.workload import ModelledWorkload

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from jaxrl.config import SimulatedLengths, SimulatedTask
-from jaxrl.sim.calibration import Calibration
+from papers.calibration import Calibration
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.workload import ModelledWorkload, uniform
 from jaxrl.types import SampleKey
