@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.hosts import HostsSection
-from jaxrl.data.stops import check_stop_strings, stop_string_check
+from jaxrl.data.stops import check_stop_strings, stop_ids, stop_string_check
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.mechanisms.speculation import Speculation, proposer, verify_rule
 from jaxrl.models.config import ModelConfig
@@ -24,10 +24,11 @@ from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.programs import ExecutorConfig, LayoutSizes
 from jaxrl.rollout.sampling import Draw, sample
 from jaxrl.rollout.worker_set import WorkerSet
-from jaxrl.runtime.devices import ProcessDevices
+from jaxrl.runtime.degree import with_degree
+from jaxrl.runtime.devices import ProcessDevices, prepare_jax
 from jaxrl.runtime.memory import layout_degrees, layout_sizes, max_tp, memory_plan, memory_problem
 from jaxrl.runtime.rules import batcher_config
-from jaxrl.runtime.weights import adapted
+from jaxrl.runtime.weights import adapted, load_weights, refuse_other_model
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.scheduling.layouts.plan_cost import PlanCostModel
@@ -41,10 +42,11 @@ from jaxrl.sharding.memory import (
     DeviceMemory,
     device_bytes,
     in_bytes,
+    memory_of,
     memory_share,
     share_variable,
 )
-from jaxrl.sharding.mesh import platform_of, submeshes
+from jaxrl.sharding.mesh import make_mesh, platform_of, submeshes
 from jaxrl.train.update_memory import plan_chunk, plan_remat
 
 if TYPE_CHECKING:
@@ -99,14 +101,6 @@ def retuning_note(earlier: str | None, now: str, platform: str) -> str | None:
         f"the compilation cache of this run's last start {why} (trainer.compilation_cache_dir): XLA chooses kernels "
         "anew on the GPU, so numbers may differ in their last bits from those of a run that was never stopped"
     )
-
-
-def on_one_worker(config: Config) -> Config:
-    """The configuration where nothing is trained: one worker on all devices of this host, whatever the run has, and no
-    drafts."""
-    rollout = dataclasses.replace(config.rollout, num_devices=0, num_workers=1, hosts_per_worker=1)
-    rollout = dataclasses.replace(rollout, speculation=Speculation.Options())
-    return dataclasses.replace(config, rollout=rollout, hosts=HostsSection())
 
 
 def share_notes(config: Config, devices: Sequence[Any]) -> list[str]:
@@ -176,6 +170,50 @@ def read_tokenizer_and_model(config: Config) -> tuple[Tokenizer, ModelConfig]:
     if model.scalar_head:
         raise ConfigError(f"model.path ({folder}) is a reward model, which writes nothing; it can score (reward.kind)")
     return tokenizer, model
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoneWorker:
+    """One worker on all devices of this host, to draw with a model that is not trained.
+
+    Attributes:
+      config: with one worker, whatever the run has, and without drafts.
+    """
+
+    config: Config
+    mesh: Mesh
+    tokenizer: Tokenizer
+    model: ModelConfig
+
+    @classmethod
+    def open(cls, config: Config, say: Callable[[str], None], places: Iterable[Path | None] = ()) -> LoneWorker:
+        """Finds the devices, and reads tokenizer and config. Raises ValueError where the model, or a checkpoint of
+        `places`, does not fit."""
+        rollout = dataclasses.replace(config.rollout, num_devices=0, num_workers=1, hosts_per_worker=1)
+        rollout = dataclasses.replace(rollout, speculation=Speculation.Options())
+        config = dataclasses.replace(config, rollout=rollout, hosts=HostsSection())
+        mesh = make_mesh(prepare_jax(config))
+        config = with_degree(config, mesh, say)
+        tokenizer, model = read_tokenizer_and_model(config)
+        refuse_too_large(config, model, mesh.size, memory_of(mesh.devices.ravel().tolist()), trains=False)
+        for place in filter(None, places):
+            refuse_other_model(place, config, model, mesh)
+        return cls(config, mesh, tokenizer, model)
+
+    def weights(self, place: Path | None) -> Any:
+        """Those of a checkpoint; None: those of `model.path`."""
+        return load_weights(self.config, self.model, self.mesh, place)
+
+    def executor(self, **options: Any) -> MeshExecutor:
+        """`options`: of `build_executor`."""
+        return build_executor(self.config, self.model, Layout(self.mesh, self.config.rollout.tp), **options)
+
+    def engine(self, executor: MeshExecutor) -> Engine:
+        return build_engine(self.config, executor, self.tokenizer)
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        return stop_ids(self.tokenizer, self.model.eos_token_ids)
 
 
 def refuse_float8(config: Config, device: Any) -> None:

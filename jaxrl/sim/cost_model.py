@@ -66,7 +66,8 @@ class ParameterCounts:
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """The share of each peak that software reaches, and costs that do not depend on size. `scripts/papers` fits factors.
+    """The share of each peak that software reaches, and costs that do not depend on size; `scripts/papers`
+    fits them.
 
     A reduction by one kernel: SGLang's custom all-reduce on H100 takes 3.7 to 3.9 µs for up to 16 kB over 2 devices,
     3.7 to 4.8 over 4 and 5.7 to 5.9 over 8 (sgl-project/sglang, pull request 2904; float32, no graph); its 4 MB in 20
