@@ -102,7 +102,6 @@ class Difference:
 def compare(
     path: str, keys: Sequence[SampleKey], wanted: Sequence[Row], found: Sequence[Row], dtype: Any
 ) -> Difference:
-    """Compares a path's rows with the reference's, which have their tokens."""
     ends = np.cumsum([len(values) for values, _ in wanted])
     assert [len(values) for values, _ in found] == [len(values) for values, _ in wanted], path
     own = np.concatenate([values for values, _ in found])
@@ -337,7 +336,6 @@ def _switching(before: int, after: int, how: How) -> Path:
 
 
 def reference(bench: Bench) -> None:
-    """Draws the responses."""
     bench.wanted = measured(bench, Path("the reference"))
     if not all(np.isfinite(values).all() for values, _ in bench.wanted):
         raise RunFailed(

@@ -55,8 +55,6 @@ def names_of(action: argparse.Action) -> tuple[str, ...]:
 
 
 class Overrides(BaseCompleter):
-    """Completes `section.option=value`."""
-
     def __call__(self, *, prefix: str, **_: Any) -> Mapping[str, str]:
         every = {option.path: option for option in options() if ".NAME." not in option.path}
         path, equals, value = prefix.partition("=")
@@ -77,15 +75,12 @@ class ConfigFiles(BaseCompleter):
 
 
 class Sections(BaseCompleter):
-    """Completes a section or an option, for `jaxrl options`."""
-
     def __call__(self, *, prefix: str, **_: Any) -> Mapping[str, str]:
         names = {*sections(), *(option.path for option in options())}
         return _described(next_names(sorted(names), prefix))
 
 
 def _described(names: Iterable[str]) -> dict[str, str]:
-    """Each name with its text, in one line, for shells that show it."""
     texts = {option.path: option.doc for option in options()} | sections()
     return {name: " ".join(texts.get(name.rstrip(".="), "").split()) for name in names}
 

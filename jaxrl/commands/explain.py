@@ -138,7 +138,6 @@ def explain_config(config: Config, num_devices: int, memory_bytes: int | None, c
 def _explain_learning(
     config: Config, model: ModelConfig, num_devices: int, memory: DeviceMemory, command: str
 ) -> Explanation:
-    """Of `jaxrl sft` and `jaxrl dpo`."""
     method, platform = method_of(command, config), memory.platform
     trained = with_planned_update(method.trained(config), model, num_devices, memory)
     actor, rows, length = trained.actor, config.data.train_batch_size, config.max_model_length

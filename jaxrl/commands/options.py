@@ -89,7 +89,6 @@ def _values(option: OptionDoc) -> list[str]:
 
 
 def _overview(every: Sequence[OptionDoc]) -> str:
-    """Sections with a line for each option: its last name, its default, and what it may be."""
     lines: list[str] = []
     before = None
     for option in every:
@@ -110,14 +109,12 @@ def _line(name: str, default: str, allowed: str) -> str:
 
 
 def _block(option: OptionDoc) -> str:
-    """Name and default, then what it may be and its text, indented."""
     value = "   (empty)" if shown(option.default) == "empty" else shown(option.default)
     head = f"{option.path}={_cut(value, _WIDTH - len(option.path) - 1)}"
     return "\n".join([head, *_wrapped(f"{option.allowed}. {option.doc}")])
 
 
 def _whole(option: OptionDoc) -> str:
-    """Everything about one option."""
     known = [
         ("default", shown(option.default)),
         ("type", option.type),

@@ -168,7 +168,6 @@ def _for_programs(
 def _points(
     config: Config, executor: MeshExecutor, row_sizes: dict[int, tuple[int, ...]], sizes: Sequence[int]
 ) -> tuple[ProfilePoint, ...]:
-    """The loads to measure. Raises ConfigError for sizes that the rollout is not built for."""
     degrees = tuple(row_sizes)
     capacities = [executor.capacity(tp) for tp in degrees]
     rows = min(c.num_groups * c.num_slots for c in capacities)

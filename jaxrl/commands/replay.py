@@ -154,7 +154,6 @@ def _lines(span: ReplayedSpan, tokenizer: Tokenizer, *, each_token: bool) -> Ite
 
 
 def _compare(span: ReplayedSpan, key: str) -> None:
-    """Raises RunFailed where a token is another one, or a response has ended earlier."""
     for place, (then, now) in enumerate(zip(span.recorded, span.drawn, strict=False), span.start):
         if now != then:
             raise RunFailed(

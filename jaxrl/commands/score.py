@@ -33,8 +33,6 @@ _AHEAD = 64  # responses under way for each worker, so that a slow one holds non
 
 @dataclass(slots=True)
 class Scores:
-    """The rewards of all responses, added up."""
-
     count: int = 0
     right: int = 0
     total: float = 0.0

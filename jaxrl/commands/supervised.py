@@ -52,8 +52,6 @@ def train_on_files(
 
 
 class SupervisedRun:
-    """What `jaxrl sft` and `jaxrl dpo` do in a run: rows, reference, steps, evaluations."""
-
     def __init__(self, run: Training, method: Method) -> None:
         self._run, self._method = run, method
         run.open_devices()

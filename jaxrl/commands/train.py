@@ -177,7 +177,6 @@ def _prompts(
 
 
 def _load(start: Training, trained: Config, teacher: Any) -> EndpointTeacher | None:
-    """Loads the weights of all models; returns a teacher that answers at an endpoint."""
     from jaxrl.runtime.host import LoadRequest
     from jaxrl.runtime.teacher import endpoint_teacher
 
@@ -226,7 +225,6 @@ def _train(
 def _open_rollout(
     start: Training, run: Run, profile: Profile | None, asked: EndpointTeacher | None, stack: ExitStack
 ) -> MeshMachine:
-    """Builds the executors of the workers, and their engines."""
     from jaxrl.runtime.build import build_engines
     from jaxrl.runtime.mesh_machine import MeshMachine
 
@@ -246,7 +244,6 @@ def _open_rollout(
 
 
 def _report_to(start: Training, run: Run, beside: list[CompiledPrograms]) -> None:
-    """Connects the loop with the run's record and checkpoints."""
     record, journal = start.record, run.journal
 
     def stepped(step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:

@@ -182,7 +182,6 @@ def _options_of_run(run_dir: str, devices: Mapping[str, Any], overrides: Sequenc
 
 
 def _check_lengths(workload: RecordedWorkload) -> None:
-    """Raises ValueError for a record from which nothing can be learnt."""
     lengths = workload.lengths
     if len(lengths) < LEAST_RESPONSES:
         raise ValueError(
@@ -200,7 +199,6 @@ def _check_lengths(workload: RecordedWorkload) -> None:
 def _notes(
     config: Config, workload: Workload, run_dir: str, devices: Mapping[str, Any], left_out: Sequence[str]
 ) -> Iterator[str]:
-    """Which values were left out, and why the figures may be off."""
     if left_out:
         yield f"left out, since they launch what another value launches: {', '.join(left_out)}"
     if isinstance(workload, RecordedWorkload):
@@ -224,7 +222,6 @@ def _notes(
 
 
 def _machine(config: Config) -> tuple[Any, Any, Any]:
-    """Cost model, sizes and layouts. Raises ValueError for a configuration that cannot be simulated."""
     cost, sizes = cost_model(config)[0], model_sizes(config)
     return cost, machine_sizes(config, cost, sizes), layout_sizes(config, cost, sizes)
 
@@ -263,7 +260,6 @@ class SimulatedTrial:
 
 
 def _run(runs: Sequence[SimulatedTrial], processes: int, progress: Callable[[int, int], None]) -> list[Trial]:
-    """The trials in the order of the runs, several at a time."""
     done: list[Trial] = []
     with ExitStack() as stack:
         in_order: Callable[..., Iterable[Trial]] = map

@@ -133,7 +133,6 @@ def _check_greedy(c: Config) -> None:
 
 
 def _check_sizes(c: Config) -> None:
-    """Products of sizes, each of which may be large alone."""
     data, rollout, actor = c.data, c.rollout, c.actor
     for first, second, count in (
         ("data.train_batch_size", "rollout.n", data.train_batch_size * rollout.n),
@@ -263,7 +262,6 @@ def check_across_hosts(c: Config, option: str, devices_option: str) -> None:
 
 
 def _check_spanning(c: Config, several: str) -> None:
-    """Raises ConfigError for options that exclude workers which span hosts."""
     rollout, num = c.rollout, c.hosts.num
     option = f"rollout.hosts_per_worker ({rollout.hosts_per_worker})"
     possible = [num // groups for groups in reversed(possible_workers(num))]

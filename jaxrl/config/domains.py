@@ -35,7 +35,6 @@ class Domain:
 
     @property
     def option(self) -> str:
-        """Where its options stand."""
         return f"reward.domains.{self.source}" if self.source else "reward"
 
 

@@ -57,7 +57,6 @@ def load(
 
 
 def load_recorded(path: Path) -> Config:
-    """The config of a run's config.yaml."""
     options = Options()
     _read_yaml(path, options)
     return _checked(options)

@@ -48,7 +48,6 @@ def from_mapping(values: Mapping[str, Any], command: str = "") -> Config:
 
 
 def is_text(path: str) -> bool:
-    """Whether the option's value is text, whatever it looks like."""
     return path in _TEXTS
 
 
@@ -125,7 +124,6 @@ def _unknown(path: str, key: str, value: Any, known: list[str]) -> str:
 
 
 def _convert(option: Declared, value: Any, path: str) -> Any:
-    """A value as its declaration wants it; raises ConfigError where it cannot be that."""
     hint, origin = option.type, typing.get_origin(option.type)
     if option.is_section:
         return build(hint, {} if value is None else value, path)

@@ -322,12 +322,10 @@ class Config:
 
     @property
     def mini_batch_prompts(self) -> int:
-        """Prompts per optimizer update."""
         return self.actor.ppo_mini_batch_size or self.data.train_batch_size
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer updates of a training step."""
         return self.actor.ppo_epochs * (self.data.train_batch_size // self.mini_batch_prompts)
 
     @property
@@ -337,12 +335,10 @@ class Config:
 
     @property
     def critic_mini_batch_prompts(self) -> int:
-        """Prompts per optimizer update of the critic."""
         return self.critic.ppo_mini_batch_size or self.mini_batch_prompts
 
     @property
     def critic_epochs(self) -> int:
-        """Passes of the critic over a batch."""
         return self.critic.ppo_epochs or self.actor.ppo_epochs
 
     @property
@@ -359,7 +355,6 @@ class Config:
 
     @property
     def has_teacher(self) -> bool:
-        """Whether a teacher scores the policy's tokens."""
         return bool(self.algorithm.teacher.path or self.algorithm.teacher.endpoint)
 
     @property
@@ -377,7 +372,6 @@ class Config:
 
     @property
     def max_model_length(self) -> int:
-        """Tokens of the longest sequence: prompt and response."""
         return self.data.max_prompt_length + self.data.max_response_length
 
     @property
@@ -419,7 +413,6 @@ class Config:
         return self.rollout.tensor_model_parallel_size == "auto"
 
     def with_tp(self, degree: int) -> Config:
-        """A copy with this `rollout.tensor_model_parallel_size`."""
         return replace(self, rollout=replace(self.rollout, tensor_model_parallel_size=degree))
 
     def with_types(self, platform: str, earlier: Config | None = None) -> Config:

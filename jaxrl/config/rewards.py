@@ -200,7 +200,6 @@ class RewardSection:
 
     @property
     def kinds(self) -> frozenset[RewardKind]:
-        """Those that are asked for."""
         return frozenset({self.kind, *(domain.kind for domain in self.domains.values())})
 
     @property

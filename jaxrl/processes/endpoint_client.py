@@ -264,7 +264,6 @@ class Client(Generic[T]):
 
 
 def read_json(body: bytes) -> Any:
-    """Of an answer's body. Raises RequestFailed."""
     try:
         return json.loads(body)
     except (ValueError, RecursionError):

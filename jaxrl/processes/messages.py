@@ -136,7 +136,6 @@ def task_message(task_id: str, limit_s: float, request: bytes) -> bytes:
 
 
 def read_task(payload: bytes) -> tuple[str, float, bytes]:
-    """The reverse of `task_message`."""
     task_id, limit_s = _TASK.unpack_from(payload)
     return task_id.decode(), limit_s, payload[_TASK.size :]
 

@@ -341,7 +341,6 @@ class WorkerSupervisor:
             self._start_worker()
 
     def _last_words(self, worker: _Worker) -> str:
-        """Why a worker's socket has closed."""
         deadline = time.monotonic() + _EXIT_S
         while worker.exit_code is None and time.monotonic() < deadline:
             self._reap()
@@ -371,7 +370,6 @@ class WorkerSupervisor:
             self._restart(f"a worker ended before it had taken its sample: {why}")
 
     def _has_taken(self, task: _Task) -> bool:
-        """Whether the worker has begun with the task."""
         return self._taken[:] == task.id.encode()
 
     def _try_again(self, task: _Task) -> bool:
@@ -443,7 +441,6 @@ class WorkerSupervisor:
         self._worker = _Worker(pid, Channel(ours, MAX_ANSWER_BYTES + HEADROOM_BYTES), deadline)
 
     def _end_worker(self) -> None:
-        """Kills the worker and everything that it started."""
         worker, self._worker = self._worker, None
         if worker is not None:
             kill(worker.pid, group=True)

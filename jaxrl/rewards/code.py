@@ -57,7 +57,6 @@ class CodeScorer:
 
     @property
     def server_pid(self) -> int:
-        """The process of the sandbox's fork server."""
         assert self._sandbox is not None, "load() comes first"
         return self._sandbox.pid
 

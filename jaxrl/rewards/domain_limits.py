@@ -46,7 +46,6 @@ class DomainLimits:
 
     @classmethod
     def of(cls, domains: Mapping[str, Domain]) -> DomainLimits:
-        """Of a run's domains."""
         limits = {
             source: DomainLimit(each.max_concurrent, each.timeout_s, each.timeout_option)
             for source, each in domains.items()
@@ -105,17 +104,14 @@ class FairQueue(Generic[T]):
         return self._waiting[domain].popleft()
 
     def done(self, domain: str) -> None:
-        """Something of this domain is no longer being scored."""
         assert self._scored_now[domain] > 0, f"nothing of {domain!r} was being scored"
         self._scored_now[domain] -= 1
 
     def keep(self, wanted: Callable[[T], bool]) -> None:
-        """Forgets what waits and is not wanted."""
         for domain, waiting in self._waiting.items():
             self._waiting[domain] = deque(item for item in waiting if wanted(item))
 
     def take_all(self) -> list[T]:
-        """Removes and returns everything that waits."""
         found = [item for waiting in self._waiting.values() for item in waiting]
         for waiting in self._waiting.values():
             waiting.clear()

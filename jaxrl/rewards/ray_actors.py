@@ -289,7 +289,6 @@ def main() -> NoReturn:
 
 
 def _serve(actors: RayActors, channel: Channel, say: Say) -> None:
-    """Until the trainer closes the socket."""
     said_s = time.monotonic()
     while not channel.ended:
         for frame in channel.receive():

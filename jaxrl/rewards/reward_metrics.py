@@ -117,7 +117,6 @@ class RewardMetrics:
         return ""
 
     def clear(self) -> None:
-        """Forgets the counts of a round that is dropped."""
         self._clear()
 
     def take(self, pool: Mapping[str, float]) -> dict[str, float]:

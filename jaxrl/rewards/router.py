@@ -67,11 +67,9 @@ class RewardRouter:
 
     @property
     def places(self) -> set[Place]:
-        """Where samples of some domain are scored."""
         return {domain.place for domain in self._domains.values()}
 
     def warm(self) -> None:
-        """Of the pools that have joined."""
         for pool in self._pools.values():
             pool.warm()
 

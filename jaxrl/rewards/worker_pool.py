@@ -60,8 +60,6 @@ class _Request:
 
 @dataclass
 class _Supervisor:
-    """A supervisor, and the request that it has."""
-
     pid: int
     channel: Channel
     heard_s: float
@@ -184,7 +182,6 @@ class WorkerPool:
             self._reported.notify_all()
 
     def _start_missing(self) -> None:
-        """Starts what is missing of the fork server and the supervisors."""
         if not self._server.alive:
             try:
                 self._server.start()

@@ -44,7 +44,6 @@ class ProcessDevices:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of training, over all hosts."""
         return make_mesh(self.devices, self.num_processes)
 
     def rollout_mesh(self, num_hosts: int = 1) -> Mesh:
@@ -80,7 +79,6 @@ def refuse_few(option: str, wanted: int, found: int, host: str = "") -> None:
 
 
 def _refuse_unfit(config: Config, num_devices: int) -> None:
-    """Raises ConfigError where a run cannot be cut over so many devices of each process."""
     problem = host_problem(config, num_devices)
     if problem is not None:
         raise ConfigError(problem)

@@ -167,10 +167,8 @@ class Run:
         return Loop(self, self.backend())
 
     def mechanism(self, kind: type[M]) -> M:
-        """The mechanism of a class, which the run must have."""
         return next(each for each in self.mechanisms if isinstance(each, kind))
 
     @property
     def is_timeless(self) -> bool:
-        """As `jaxrl.mechanisms.is_timeless`."""
         return is_timeless(self.config)

@@ -183,14 +183,11 @@ class SimulatedMachine:
     def wait_quiet(self) -> None:
         """Nothing: what runs on the devices takes them in simulated time."""
 
-    def on_wait_quiet(self, wait: Callable[[], None]) -> None:
-        """Nothing, as `wait_quiet`."""
+    def on_wait_quiet(self, wait: Callable[[], None]) -> None: ...
 
-    def add_programs(self, programs: Sequence[Any], *, of_update: bool) -> None:
-        """Nothing is compiled."""
+    def add_programs(self, programs: Sequence[Any], *, of_update: bool) -> None: ...
 
-    def on_close(self, close: Callable[[], None]) -> None:
-        """Nothing is open."""
+    def on_close(self, close: Callable[[], None]) -> None: ...
 
 
 def build(

@@ -22,8 +22,6 @@ B = TypeVar("B")
 
 
 class SimulatedClock:
-    """Simulated time since the start of the simulation."""
-
     def __init__(self) -> None:
         self.now_ns = 0
 
@@ -92,7 +90,6 @@ class SimulatedPhases:
         self._sums_ns: dict[str, int] = {}
 
     def begin(self) -> None:
-        """From here on, the timeline's file is written."""
         if self._picture is not None:
             self._picture.begin()
 
@@ -113,17 +110,14 @@ class SimulatedPhases:
         return {f"timing_s/{name}": self._sums_ns.pop(name) / _NS for name in taken}
 
     def complete(self, track: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
-        """Draws a span."""
         if self._picture is not None:
             self._picture.complete(track, name, start_s, end_s, **args)
 
     @property
     def now_s(self) -> float:
-        """The moment, as `complete` and `row` take it."""
         return self.clock.now_s
 
     def row(self, row: str, order: int, name: str, start_s: float, end_s: float, **args: Any) -> None:
-        """As `Timeline.row`."""
         if self._picture is not None:
             self._picture.row(row, order, name, start_s, end_s, **args)
 
@@ -132,7 +126,6 @@ class SimulatedPhases:
         return nullcontext()
 
     def counter(self, track: str, **values: float) -> None:
-        """Draws values at this moment."""
         if self._picture is not None:
             self._picture.counter(track, **values)
 

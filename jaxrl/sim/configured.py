@@ -53,7 +53,6 @@ def with_simulated_hosts(config: Config) -> Config:
 
 
 def num_devices_of(config: Config) -> int:
-    """How many devices the simulated machine has, on all its hosts."""
     num_hosts = config.hosts.num
     of_hosts = num_hosts * (config.hosts.devices_per_host or _NODE) if num_hosts > 1 else _NODE
     return config.simulate.num_devices or config.trainer.num_devices or of_hosts
@@ -74,7 +73,6 @@ def rollout_devices_of(config: Config) -> int:
 
 
 def worker_devices_of(config: Config) -> int:
-    """How many devices each worker has."""
     return rollout_devices_of(config) // config.num_workers
 
 
@@ -139,7 +137,6 @@ def _profiled(config: Config) -> LatencyPredictor:
 
 
 def _scoring_limit_s(config: Config, task: str) -> float:
-    """Seconds after which the scoring of a task's responses ends at the latest; infinite: it may never."""
     timeouts = AdaptiveTimeouts.configured(config)
     if timeouts is not None and timeouts.has_tests(task):
         return timeouts.rule.max_s

@@ -61,12 +61,10 @@ class MachineSizes:
 
     @property
     def num_groups(self) -> int:
-        """dp groups."""
         return self.num_devices // self.tp
 
     @property
     def capacity(self) -> Capacity:
-        """What a layout of these sizes offers."""
         sizes = self.num_groups, self.num_slots, self.num_blocks, self.block_size, self.max_prefill_tokens
         return Capacity(*sizes, self.stacks)
 
@@ -85,8 +83,6 @@ class SimulatedTicket:
 
 @dataclass(slots=True)
 class _Prefill:
-    """The load of a plan's chunks on one dp group."""
-
     tokens: int = 0
     pairs: float = 0.0
 
@@ -106,7 +102,6 @@ class _Rows:
         self.windows = np.full(num_seats, first_window)  # the most tokens of its next proposal
 
     def take(self, seat: int, other: _Rows, other_seat: int) -> None:
-        """Copies a row from a seat of `other`."""
         for mine, theirs in zip(self._arrays(), other._arrays(), strict=True):
             mine[seat] = theirs[other_seat]
 
@@ -231,7 +226,6 @@ class SimulatedExecutor:
 
     @property
     def free_ns(self) -> int:
-        """When the devices are done with everything submitted."""
         return self._free_ns
 
     def occupy(self, from_ns: int, duration_ns: int) -> int:
@@ -242,7 +236,6 @@ class SimulatedExecutor:
     # Memory phases
 
     def sync_weights(self, train_params: Any, policy_version: int) -> None:
-        """The devices get weights of another version."""
         self._clock.advance(self._sync_s)
         self.policy_version = policy_version
 
@@ -257,7 +250,6 @@ class SimulatedExecutor:
 
     @property
     def tp(self) -> int:
-        """The degree in use."""
         return self.sizes.tp
 
     def capacity(self, tp: int) -> Capacity:
@@ -318,7 +310,6 @@ class SimulatedExecutor:
     # Inside
 
     def _prefill(self, plan: Plan) -> dict[int, _Prefill]:
-        """Counts the chunks of each dp group, and activates rows at the end of their prefill."""
         work: dict[int, _Prefill] = {}
         for chunk in plan.prefill:
             group = work.setdefault(chunk.dp_group, _Prefill())
@@ -330,7 +321,6 @@ class SimulatedExecutor:
         return work
 
     def _activate(self, chunk: PrefillChunk) -> None:
-        """Writes a row's state."""
         request, kept = chunk.request, chunk.num_generated
         first_version = next(iter(request.generated_versions), self.policy_version)
         of = request.key, first_version + 1

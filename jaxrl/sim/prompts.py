@@ -75,7 +75,6 @@ class SimulatedPrompts:
         return Prompt(epoch, index, (0,) * length, f"simulated prompt {index} of {kind}", kind, extra=extra)
 
     def state(self) -> dict[str, Any]:
-        """The cursor, as JSON values."""
         return {"version": _STATE_VERSION, "position": self._position, **self._identity()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -93,7 +92,6 @@ class SimulatedPrompts:
         return {"num_prompts": self.num_prompts, "seed": self._seed, "shuffle": self._shuffle, "quotas": self._given}
 
     def _place(self, position: int) -> tuple[int, int]:
-        """The index and the epoch of a position."""
         if self._quotas is None:
             epoch, place = divmod(position, self.num_prompts)
             return self._ordered("", self.num_prompts, epoch, place, (self._seed, epoch)), epoch
@@ -104,7 +102,6 @@ class SimulatedPrompts:
         return members[self._ordered(source, len(members), epoch, place, (self._seed, epoch, number))], epoch
 
     def _ordered(self, source: str, count: int, epoch: int, place: int, seed: tuple[int, ...]) -> int:
-        """The prompt at `place` in an epoch of `count` prompts."""
         if not self._shuffle:
             return place
         if source not in self._orders or self._orders[source][0] != epoch:

@@ -141,7 +141,6 @@ class RecordedWorkload:
 
     @property
     def lengths(self) -> list[int]:
-        """Of all recorded responses, ascending."""
         return sorted(response.length for prompt in self.prompts for response in prompt.responses)
 
     def resampled(self, seed: int) -> RecordedWorkload:
@@ -227,7 +226,6 @@ def _correlation(by_source: Mapping[str, Sequence[RecordedPrompt]]) -> float:
 
 
 def _by_step(responses: Sequence[Response]) -> dict[int, list[Response]]:
-    """Responses by step, steps ascending."""
     pool: dict[int, list[Response]] = {}
     for response in sorted(responses, key=lambda response: response.step):
         pool.setdefault(response.step, []).append(response)

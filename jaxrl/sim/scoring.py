@@ -61,8 +61,6 @@ class DeviceScoring:
 
 @dataclass(frozen=True, slots=True)
 class _Queued:
-    """Scoring that waits for its task's turn."""
-
     sequence: int
     sample: Sample
     limits_s: tuple[float, ...]
@@ -128,7 +126,6 @@ class ScoringWorkers:
             self._score(task, queued, self._clock.now_ns)
 
     def _take_turns(self) -> None:
-        """Scores what waits, task by task."""
         for task, queue in self._queues.items():
             turn_ns = self._turn_ns
             for queued in queue:
@@ -171,12 +168,10 @@ class ScoringWorkers:
         return end_ns
 
     def cancel(self, keys: Collection[SampleKey]) -> None:
-        """No verdict follows on these samples, unless they are submitted again."""
         for key in keys:
             self._pending.pop(key, None)
 
     def completed(self) -> list[Verdict]:
-        """The verdicts that have come in since the last call."""
         self._take_turns()
         found: list[Verdict] = []
         while self._coming and self._coming[0][0] <= self._clock.now_ns:
@@ -202,7 +197,6 @@ class ScoringWorkers:
 
     @property
     def num_pending(self) -> int:
-        """Samples with a verdict still to come."""
         return len(self._pending)
 
     def take_metrics(self) -> dict[str, float]:

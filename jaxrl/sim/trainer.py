@@ -41,11 +41,9 @@ class SimulatedTrainer:
         return blank_logprobs(batch)
 
     def token_values(self, batch: TrainBatch) -> list[np.ndarray]:
-        """The same of a simulated critic."""
         return self.token_logprobs(batch, "actor")
 
     def train_step(self, batch: TrainBatch) -> dict[str, float]:
-        """One optimizer update on a minibatch."""
         self.accumulate(batch)
         return self.apply()
 
@@ -71,7 +69,6 @@ class SimulatedTrainer:
 
 
 def blank_logprobs(batch: TrainBatch) -> list[np.ndarray]:
-    """Zeros, float32 [T] per sample."""
     return [np.zeros(len(sample), np.float32) for sample in batch.samples]
 
 

@@ -47,7 +47,6 @@ class RuleSearch:
         return self.rule.replace("_", " ")
 
     def together(self, values: Sequence[float]) -> list[Factors]:
-        """The grid in which all options have the same value."""
         return [(value,) * len(self.of.options) for value in values]
 
     def overrides(self, factors: Factors) -> list[str]:
@@ -133,7 +132,6 @@ def trial(steps: Sequence[Mapping[str, float]], num_prompts: int, warm_up: int =
 
 
 def label(factors: Factors) -> str:
-    """Factors for people: one number where they are equal."""
     if not factors:
         return "plain"
     return f"{factors[0]:g}" if len(set(factors)) == 1 else " × ".join(f"{factor:g}" for factor in factors)
@@ -152,7 +150,6 @@ class Tried:
         return label(self.factors)
 
     def values(self, name: str) -> np.ndarray:
-        """A figure of each seed's trial."""
         return np.array([getattr(each, name) for each in self.trials])
 
     def mean(self, name: str) -> float:
@@ -201,15 +198,12 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What a search has found."""
-
     search: RuleSearch
     plain: Tried  # the baseline
     tried: tuple[Tried, ...]  # the values of the grid, in its order
 
     @property
     def best(self) -> Tried:
-        """The value with the fewest seconds a step."""
         return min(self.tried, key=lambda each: each.mean("step_s"))
 
     @property
@@ -250,7 +244,6 @@ class Table:
         return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in body]
 
     def verdict(self) -> list[str]:
-        """What the table says, in sentences."""
         best, gain = self.best, f"{self._speedup(self.best)} times as fast as plain batches"
         if len(self.plain.trials) == 1:
             return [f"best: {best.label}, {gain}; one seed shows no spread"]
@@ -285,7 +278,6 @@ class Table:
         return [f"{self.best.label} is the {found} value tried: a wider grid may hold a better one"] if found else []
 
     def to_json(self) -> dict[str, Any]:
-        """Everything measured, by value and seed."""
         plain, *tried = (each.to_json(self.plain, self.search.of.options) for each in (self.plain, *self.tried))
         factors = {each: entry["factors"] for each, entry in zip(self.tried, tried, strict=True)}
         return {

@@ -46,12 +46,10 @@ def word(*identity: int) -> int:
 
 
 def uniform(*identity: int) -> float:
-    """A number in (0, 1) made of `word`."""
     return ((word(*identity) >> 12) + 0.5) / (1 << 52)
 
 
 def normal(*identity: int) -> float:
-    """A standard normal number that depends on the integers alone."""
     return _NORMAL.inv_cdf(uniform(*identity))
 
 
@@ -184,7 +182,6 @@ class ModelledWorkload:
             raise ValueError(f"names ({names}) must be at least one, and differ")
 
     def task(self, prompt_index: int) -> SimulatedTask:
-        """The task of a prompt."""
         if len(self.tasks) == 1:
             return self.tasks[0]
         left = uniform(_TASK, self.seed, prompt_index) * math.fsum(task.weight for task in self.tasks)
