@@ -33,9 +33,7 @@ from jaxrl.runtime.stop import end_with_parent, ignored_by_children
 from jaxrl.scheduling.mechanism import UNFINISHED
 from jaxrl.sim.configured import (
     cost_model,
-    layout_sizes,
-    machine_sizes,
-    model_sizes,
+    machine,
     num_devices_of,
     with_degree,
     with_simulated_hosts,
@@ -111,14 +109,14 @@ def tune(
     configs = [_load(run_dir, [*fixed, *search.alone(factors)]) for factors in tried]
     for each in configs:
         batch_rule(each)
-        _machine(each)  # what cannot be simulated is refused before anything is
+        machine(each)  # what cannot be simulated is refused before anything is
     workload, lengths = workload_of(config)
     if isinstance(workload, RecordedWorkload):
         _check_lengths(workload)
-    machine, costs = f"{num_devices_of(config)} × {config.simulate.hardware}", cost_model(config)[1]
+    costs = cost_model(config)[1]
     say(
         f"{search.name} on {run_dir}: {seeds} seeds × {steps} simulated steps of {prompts} prompts × {n} samples on "
-        f"{machine}"
+        f"{num_devices_of(config)} × {config.simulate.hardware}"
     )
     say(f"  costs: {costs}")
     say(f"  lengths: {lengths}")
@@ -221,11 +219,6 @@ def _notes(
 # ---------------------------------------------------------------- the runs
 
 
-def _machine(config: Config) -> tuple[Any, Any, Any]:
-    cost, sizes = cost_model(config)[0], model_sizes(config)
-    return cost, machine_sizes(config, cost, sizes), layout_sizes(config, cost, sizes)
-
-
 def _seeded(config: Config, seed: int) -> Config:
     data, trainer = config.data, config.trainer
     return replace(
@@ -253,7 +246,7 @@ class SimulatedTrial:
         def on_step(step: int, measured: dict[str, float], groups: Any) -> None:
             steps.append(measured)
 
-        cost, sizes, layouts = _machine(self.config)
+        cost, sizes, layouts = machine(self.config)
         with rare_collections():
             build(self.config, cost, self.workload, sizes=sizes, layouts=layouts, on_step=on_step).loop.run()
         return trial(steps, self.config.data.train_batch_size, self.warm_up)

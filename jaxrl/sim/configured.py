@@ -206,6 +206,13 @@ def with_degree(config: Config) -> tuple[Config, str]:
     )
 
 
+def machine(config: Config) -> tuple[CostModel, MachineSizes, dict[int, MachineSizes]]:
+    """The cost model, the sizes of a worker's executor, and those by the TP degrees of its layouts. Raises ValueError
+    for a configuration that cannot be simulated."""
+    cost, model = cost_model(config)[0], model_sizes(config)
+    return cost, machine_sizes(config, cost, model), layout_sizes(config, cost, model)
+
+
 def _option(place: str, make: Callable[..., Any], *values: Any, **options: Any) -> Any:
     """`make(...)`; its ValueError names the option."""
     try:
