@@ -15,7 +15,6 @@ from typing import Any
 
 from jaxrl import __version__
 from jaxrl.config.checks import ConfigError, without_effect
-from jaxrl.config.gin_file import GinFile
 from jaxrl.config.inputs import Options, read_text, refuse_unprintable
 from jaxrl.config.mapping import build, from_mapping, is_section, is_text
 from jaxrl.config.options import Config
@@ -92,6 +91,8 @@ def _read(path: Path) -> Options:
     if kind == "yaml":
         _read_yaml(path, options)
     else:
+        from jaxrl.config.gin_file import GinFile
+
         GinFile(path, options).read()
     return options
 

@@ -16,7 +16,6 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from jaxrl.config import verl_options
 from jaxrl.config.checks import ConfigError, check
 from jaxrl.config.commands import as_read
 from jaxrl.config.options import Config
@@ -106,6 +105,8 @@ def _no_text(path: str, key: Any) -> str:
 
 
 def _unknown(path: str, key: str, value: Any, known: list[str]) -> str:
+    from jaxrl.config import verl_options
+
     full = f"{path}.{key}" if path else key
     if (from_verl := verl_options.advice(full, value)) is not None:
         option, advice = from_verl
@@ -152,6 +153,8 @@ def _convert(option: Declared, value: Any, path: str) -> Any:
 def _name(allowed: tuple[str, ...], value: Any, path: str) -> str:
     if isinstance(value, str) and value in allowed:
         return value
+    from jaxrl.config import verl_options
+
     near = difflib.get_close_matches(value[:100].lower(), allowed, n=1) if isinstance(value, str) else []
     ours = verl_options.VALUES.get(value.lower()) if isinstance(value, str) else None
     hint = f"; here it is {ours}" if ours else f"; did you mean {near[0]}?" if near else ""

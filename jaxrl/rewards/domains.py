@@ -27,7 +27,6 @@ from jaxrl.config import Config
 from jaxrl.config.domains import Domain, domains
 from jaxrl.config.functions import read_user_file
 from jaxrl.config.rewards import PartSection
-from jaxrl.rewards.programs import checks_of
 from jaxrl.rewards.request import as_reward
 from jaxrl.rewards.scorers import CustomScorer, Scorer, ScoreRequest, scorer_of
 
@@ -142,6 +141,8 @@ def refuse_tests(config: Config, where: str, request: ScoreRequest) -> None:
     """Raises ValueError with a row's place where `reward.kind=code` would find no tests in it."""
     of = domains(config.reward)
     if (of.get(request.source) or of[""]).kind == "code":
+        from jaxrl.rewards.programs import checks_of
+
         try:
             checks_of(request, config.reward.code.tests_key)
         except ValueError as error:

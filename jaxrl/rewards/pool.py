@@ -20,19 +20,18 @@ import os
 import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxrl.config import Config
 from jaxrl.config.domains import domains, is_staged, needs_workers
 from jaxrl.rewards.domain_limits import DomainLimits
 from jaxrl.rewards.pool_base import RewardPool, describe_sample
 from jaxrl.rewards.process_pool import ProcessRewardPool
-from jaxrl.rewards.ray_pool import RayRewardPool
-from jaxrl.rewards.router import RewardRouter
 from jaxrl.rewards.scorers import Scorer
 from jaxrl.rewards.worker import WorkerSettings
 from jaxrl.types import SampleKey
 
-__all__ = ["ProcessRewardPool", "RayRewardPool", "RewardPool", "RewardRouter", "build_pool"]
+__all__ = ["ProcessRewardPool", "RewardPool", "build_pool"]
 
 
 def build_pool(
@@ -57,6 +56,8 @@ def build_pool(
     reward = config.reward
     if not is_staged(reward):
         return _worker_pool(config, scorer, log, where)
+    from jaxrl.rewards.router import RewardRouter
+
     pool = _worker_pool(config, scorer, log, where) if needs_workers(reward) else None
     return RewardRouter(domains(reward), pool, parts=reward.parts, max_retries=reward.max_retries)
 
@@ -73,15 +74,13 @@ def _worker_pool(config: Config, scorer: Scorer, log: Path | None, where: Callab
         fresh_process=reward.fresh_process,
         log=str(log.resolve()) if log is not None else "",
     )
-    pool = {"process": ProcessRewardPool, "ray": RayRewardPool}[reward.pool]
-    limits = DomainLimits.of(domains(reward))
-    return pool(
-        settings,
-        num_workers=reward.num_workers,
-        env=named_variables("reward.env", reward.env),
-        limits=limits,
-        where=where,
-    )
+    limits, env = DomainLimits.of(domains(reward)), named_variables("reward.env", reward.env)
+    options: Any = {"num_workers": reward.num_workers, "env": env, "limits": limits, "where": where}
+    if reward.pool == "process":
+        return ProcessRewardPool(settings, **options)
+    from jaxrl.rewards.ray_pool import RayRewardPool
+
+    return RayRewardPool(settings, **options)
 
 
 def named_variables(option: str, names: Sequence[str]) -> dict[str, str]:
