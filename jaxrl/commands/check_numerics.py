@@ -388,8 +388,7 @@ def measured(bench: Bench, path: Path) -> list[Row]:
 def check_numerics(options: CheckOptions, say: Callable[[str], None], stage: Callable[[str], None], json: bool) -> None:
     """Compares all paths. Prints a line for each as soon as it is known, or with `json` one object at the end.
 
-    Args:
-      say: prints a line of the result. stage: prints a line of progress.
+    `say` prints a line of the result, `stage` one of progress.
 
     Raises:
       ValueError: a model or options that do not fit, or too few devices or tokens.

@@ -52,7 +52,6 @@ def evaluate(
     Args:
       checkpoint: a run directory or a checkpoint: its parameters instead of those of `model.path`.
       out: a file for every response and its verdict. It is written even where all rewards failed.
-      say: gets which checkpoint is used, which newer one is damaged, and how many rewards failed.
       removing: of the process's signals, which may end it while `out` is open.
       progress: called after each plan with how many responses have ended, and how many there are to be.
 

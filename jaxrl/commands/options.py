@@ -16,7 +16,6 @@ from typing import Any
 
 import yaml
 
-from jaxrl.config import verl_options
 from jaxrl.config.reference import OptionDoc, options, sections
 
 _WIDTH = 80
@@ -67,6 +66,8 @@ def find(name: str) -> list[OptionDoc]:
     ):
         if found := [option for option in every if fits(option)]:
             return found
+    from jaxrl.config import verl_options
+
     of_verl = verl_options.advice(name)
     if (said := of_verl[1] if of_verl else verl_options.advice_by_word(name)) is not None:
         raise ValueError(f"{none}: {said}")

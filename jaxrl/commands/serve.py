@@ -56,12 +56,9 @@ def serve(
     Args:
       source: a run's directory, whose last checkpoint and configuration are taken, or what `model.path` takes.
       overrides: options on top of the configuration.
-      say: shows a line; standard output where there is none.
-      stop: the signals of the program.
       adapters: none, or one `NAME=FOLDER`: the model has the folder's adapters in its weights, and that name.
 
-    Raises:
-      ValueError: what a user can mend.
+    Raises ValueError for what a user can mend.
     """
     address, say = address or Address(), say or partial(print, flush=True)
     web = _web()

@@ -57,11 +57,8 @@ def serve(
     Args:
       model: as `model.path`.
       port: 0: any free one.
-      say: shows a line; standard output where there is none.
-      stop: the signals of the program.
 
-    Raises:
-      ValueError: google-jetstream is not installed, sizes that cannot be, or an address that cannot be listened on.
+    Raises ValueError where google-jetstream is not installed, for impossible sizes, or an address that cannot be used.
     """
     stop, say = stop or Stop(), say or partial(print, flush=True)
     jetstream = _adapter()

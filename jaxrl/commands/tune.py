@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import product
 from multiprocessing import get_context
@@ -80,11 +80,8 @@ def tune(
       values: of all options of the rule together; empty: the default grid.
       prompt_factors, response_factors: each option's own grid, of which all pairs are tried; the one left out is 1.
       seeds: simulated runs of each value. steps: of each run; None: as many as show the longest period twice.
-      processes: runs at the same time.
-      out: a file for the results as JSON.
 
-    Raises:
-      ValueError: what a user can mend.
+    Raises ValueError for what a user can mend.
     """
     if out:
         refuse_overwriting(out, "--out")
@@ -125,7 +122,7 @@ def tune(
         say(f"  note: {note}")
 
     drawn = [_lengths_of_seed(config, workload, seed) for seed in range(seeds)]
-    runs = [SimulatedTrial(_seeded(each, i), own, search.of.warm_up) for i, own in enumerate(drawn) for each in configs]
+    runs = [(_seeded(each, i), own, search.of.warm_up) for i, own in enumerate(drawn) for each in configs]
     trials = _run(runs, processes, progress)
     plain, *others = (
         Tried(factors, search.launched(factors, prompts, n), tuple(trials[i :: len(tried)]))
@@ -232,27 +229,23 @@ def _lengths_of_seed(config: Config, workload: Workload, seed: int) -> Workload:
     return workload_of(_seeded(config, seed))[0]
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedTrial:
-    """One simulated run, which may take place in another process; it writes nothing."""
+def _simulated(config: Config, workload: Workload, warm_up: int) -> Trial:
+    """One simulated run, which may take place in another process; it writes nothing. `warm_up`: steps that its means
+    leave out."""
+    steps: list[dict[str, float]] = []
 
-    config: Config
-    workload: Workload
-    warm_up: int  # steps that its means leave out
+    def on_step(step: int, measured: dict[str, float], groups: Any) -> None:
+        steps.append(measured)
 
-    def run(self) -> Trial:
-        steps: list[dict[str, float]] = []
-
-        def on_step(step: int, measured: dict[str, float], groups: Any) -> None:
-            steps.append(measured)
-
-        cost, sizes, layouts = machine(self.config)
-        with rare_collections():
-            build(self.config, cost, self.workload, sizes=sizes, layouts=layouts, on_step=on_step).loop.run()
-        return trial(steps, self.config.data.train_batch_size, self.warm_up)
+    cost, sizes, layouts = machine(config)
+    with rare_collections():
+        build(config, cost, workload, sizes=sizes, layouts=layouts, on_step=on_step).loop.run()
+    return trial(steps, config.data.train_batch_size, warm_up)
 
 
-def _run(runs: Sequence[SimulatedTrial], processes: int, progress: Callable[[int, int], None]) -> list[Trial]:
+def _run(
+    runs: Sequence[tuple[Config, Workload, int]], processes: int, progress: Callable[[int, int], None]
+) -> list[Trial]:
     done: list[Trial] = []
     with ExitStack() as stack:
         in_order: Callable[..., Iterable[Trial]] = map
@@ -262,7 +255,7 @@ def _run(runs: Sequence[SimulatedTrial], processes: int, progress: Callable[[int
             pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=end_with_parent)
             in_order = stack.enter_context(pool).map
         with ignored_by_children():
-            trials = in_order(SimulatedTrial.run, runs)  # starts the processes
+            trials = in_order(_simulated, *zip(*runs, strict=True))  # starts the processes
         for found in trials:
             done.append(found)
             progress(len(done), len(runs))
