@@ -1,11 +1,8 @@
 """Completion in shells: `jaxrl completion bash|zsh|fish` prints a script, which calls `jaxrl` at each Tab.
 
-Options of the configuration are offered section by section (`rollout.`, then `rollout.layout.`) and end in `=`. After
-it come the option's names, true and false of a switch, and files where it is a path. After `--config` come
-configuration files, those that are installed with jaxrl among them.
-
-The package argcomplete knows the shells and walks our own parser, so a new command or option needs no line here. Never
-imports jax: a Tab takes as long as `jaxrl --help`.
+Options of the configuration are offered section by section and end in `=`; after it come names, or files where the
+option is a path. argcomplete walks our own parser, so a new command or option needs no line here. Never imports jax: a
+Tab takes as long as `jaxrl --help`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`jaxrl explain-config`: what follows from a configuration before anything is allocated.
+"""`jaxrl explain-config`: counts, steps, and the memory of each phase, before anything is allocated.
 
-One page for each command that trains: counts, steps, and the memory of each phase. `jaxrl sft` and `jaxrl dpo` have no
-rollout, so their page has the update alone. The bytes are those of `jaxrl.runtime.memory`.
+`jaxrl sft` and `jaxrl dpo` have no rollout, so their page has the update alone. The bytes are those of
+`jaxrl.runtime.memory`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """`jaxrl options`: every option as text for a terminal of 80 columns, or as JSON.
 
-Without a name it lists all options, a line each; with one, the options that `find` finds, with their texts, or
-everything about a single option. Never imports jax.
+Without a name it lists all, a line each; with one, what `find` finds, with texts. Never imports jax.
 """
 
 from __future__ import annotations

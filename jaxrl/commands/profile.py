@@ -1,7 +1,7 @@
 """`jaxrl profile`: measures a model's latencies on this machine and keeps them in a table that a run can use.
 
-The table (JSON, versioned, of one model, machine, jax version and dtype) is written after every measurement, so that an
-interrupted run resumes where it stopped. A table of anything else is refused, with the reason.
+The table (JSON, of one model, machine, jax version and dtype) is written after every measurement, so an interrupted run
+resumes where it stopped. A table of anything else is refused.
 """
 
 from __future__ import annotations

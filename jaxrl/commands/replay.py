@@ -1,11 +1,8 @@
-"""`jaxrl replay`: draws a recorded response again, token by token.
+"""`jaxrl replay`: draws a recorded response again, token by token, offline: without rewards, tools or other responses.
 
-So one looks at a trajectory alone and offline: no reward, tool or other response is needed. A token's random bits come
-from the run's seed, the sample's key and the position, so the same weights draw the same token. An environment's
-answers are taken from the record (`jaxrl.record.samples`).
-
-Each span of the model's tokens is drawn behind what is recorded before it, with the weights of its version: those of
-the checkpoint after as many steps, or those with which the run began.
+A token's random bits come from the run's seed, the sample's key and the position. Each span of the model's tokens is
+drawn behind what is recorded before it, with the weights of its version; an environment's answers are taken from the
+record (`jaxrl.record.samples`).
 """
 
 from __future__ import annotations

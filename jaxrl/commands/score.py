@@ -1,7 +1,7 @@
 """`jaxrl score`: scores given responses with a run's reward and without a model, to try a reward before a run.
 
-The pool is that of a run, with its workers, limits and domains. Responses are read, scored and written as a stream:
-only as many are under way as keep the workers busy.
+The pool is that of a run. Responses are read, scored and written as a stream: only as many are under way as keep the
+workers busy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """`jaxrl serve`: a model, or a run's last checkpoint, behind OpenAI's routes, until SIGTERM or Ctrl-C.
 
-The engine is the rollout's, with the same programs and the same draws; what stands before it is `jaxrl.serving`, and
-HTTP is uvicorn's.
+The engine is the rollout's, `jaxrl.serving` stands before it, and HTTP is uvicorn's.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """`jaxrl serve --jetstream`: a model behind JetStream's gRPC service, until SIGTERM or Ctrl-C.
 
-The orchestrator is google-jetstream's own; the engine is `jaxrl.rollout.jetstream`. Clients are JetStream's as well:
-`Decode` streams the tokens of a response, and `HealthCheck` says whether the server is up.
-
-Departures from `jetstream.core.server_lib`: it listens on the loopback address by default, not on all addresses, and
-needs no Prometheus.
+The orchestrator is google-jetstream's own; the engine is `jaxrl.rollout.jetstream`. Departures from
+`jetstream.core.server_lib`: it listens on the loopback address by default, and needs no Prometheus.
 """
 
 from __future__ import annotations

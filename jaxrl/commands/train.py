@@ -1,8 +1,7 @@
 """`jaxrl train`: from a configuration to the loop, in the order in which a run is put together.
 
-What can be refused at once comes first, and nothing is written before all is known to fit. jax is loaded with the
-devices, which takes a second: a refusal does not wait for it. What a run has in common with one that learns from files
-is in `jaxrl.runtime.training`.
+What can be refused at once comes first, before jax is loaded, and nothing is written before all is known to fit. What a
+run has in common with one that learns from files is in `jaxrl.runtime.training`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`jaxrl tune`: which factors of a rule are fastest for a run, by simulation from lengths that the run has recorded.
 
-It simulates the run's own configuration with each value of a grid and with plain batches over several seeds. What is
+It simulates the run's configuration with each value of a grid and with plain batches over several seeds. What is
 searched and how results compare: `jaxrl.sim.tuning`. Never imports jax.
 
 Source: RollPacker §6.3. Departures: lengths are a bootstrap of `samples.jsonl` (`jaxrl.sim.recorded`), new for each

@@ -1,8 +1,5 @@
-"""Which options `jaxrl sft` and `jaxrl dpo` read.
-
-The others are put back to their defaults, so that no rule of `jaxrl.config.checks` refuses a run for an option that has
-no effect on it.
-"""
+"""Which options `jaxrl sft` and `jaxrl dpo` read. The others are put back to their defaults, so that no rule of
+`jaxrl.config.checks` refuses a run for an option that has no effect on it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Configuration files: YAML or gin, plus overrides from the command line, to one checked `Config`.
 
-Both formats become the same nested mapping and go through `jaxrl.config.from_mapping`, so equal options give equal
-configs. Every failure is one sentence, with the places that gave the options it names: file and line, or the command
-line. `yaml_text` and `gin_file` say how each format is read.
+Every failure is one sentence, with the places that gave the options it names: file and line, or the command line.
 """
 
 from __future__ import annotations

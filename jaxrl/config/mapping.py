@@ -1,8 +1,8 @@
 """Between nested mappings and `Config`.
 
-A YAML file, command-line overrides (`a.b=c`) and a gin file all arrive here as one nested mapping, so all three resolve
-to the same `Config`. An unknown key, a wrong type, a value outside its bounds, or options that contradict each other
-raise `ConfigError` with one sentence: which option, what was found, what is allowed.
+A YAML file, overrides (`a.b=c`) and a gin file all arrive here as one nested mapping. An unknown key, a wrong type, a
+value outside its bounds, or options that contradict each other raise `ConfigError` with one sentence: which option,
+what was found, what is allowed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The whole configuration, typed. Every option is declared once: here, in `updates`, `rollouts`, `rewards`, `hosts` or
-`simulation`, or in `options.py` of a mechanism's room.
+`simulation`, or as `Options` of a mechanism.
 
-A declaration is `name: Annotated[type, bounds, "what it is, with its unit"] = default`. The bounds are checked and
-the errors made from them in `mapping`; the texts are what `reference` lists. What must hold between options stands in
-`checks`, or with a section (`Checked`). Options follow verl's names where verl has one. An option that counts says
-whether it counts prompts, samples or tokens.
+A declaration is `name: Annotated[type, bounds, "what it is, with its unit"] = default`. What must hold between options
+stands in `checks`, or with a section (`Checked`). Options follow verl's names where verl has one. An option that counts
+says whether it counts prompts, samples or tokens.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """How samples wait for workers: a queue for each domain, so that a slow domain leaves workers to the others.
 
-`DomainLimits` has the limits of each domain, `FairQueue` what waits. Both are plain state, used by the pool on
-processes and by the one on Ray alike.
-
-Of the domains in which something waits, and which have fewer samples being scored than they may have, the one with
-the fewest being scored is next; of equals the one whose turn was longest ago. With one domain that is the order of
-arrival.
+Of the domains in which something waits, and which have fewer samples being scored than they may have, the one with the
+fewest is next; of equals the one whose turn was longest ago. With one domain that is the order of arrival.
 """
 
 from __future__ import annotations

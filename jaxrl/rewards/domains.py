@@ -1,15 +1,12 @@
 """The scorer of a run's data: one for each domain (`reward.domains`), with parts (`reward.parts`), in one process.
 
-A worker process holds the scorers of all domains, and a sample's source chooses among them: so any free worker takes
-any sample, and n domains on w workers are w processes, not n times w. What keeps a slow domain from taking all of them
-are the pool's limits (`jaxrl.rewards.domain_limits`). Domains that an endpoint or the devices score
-(`jaxrl.rewards.router`) have only their parts here.
+A worker process holds the scorers of all domains, and a sample's source chooses among them, so any free worker takes
+any sample. Domains that an endpoint or the devices score (`jaxrl.rewards.router`) have only their parts here.
 
 A part is a number beside the scorer's own: format, length, or a function of the user's. The reward is the scorer's
-times its domain's weight, plus each part times its own. Parts run where the scorer runs, in a worker process and within
-its time limit: a pattern may take for ever on a text that a model wrote. A sample's `reward_info` keeps the unweighted
-values: of parts under `parts`, of the scorer under `own_reward`, which evaluations take, and `acc`, unless the scorer
-gives one.
+times its domain's weight, plus each part times its own. Parts run within the scorer's time limit: a pattern may take
+for ever on a text that a model wrote. A sample's `reward_info` keeps the unweighted values: of parts under `parts`, of
+the scorer under `own_reward`, which evaluations take, and `acc`, unless the scorer gives one.
 
 Source: weighted sums as in DeepSeek-R1 (accuracy and format); a penalty that grows with the length as in DAPO's
 equation 13. Departure: `length` falls over all that follows `free_tokens`, where DAPO's buffer lies at the end

@@ -1,17 +1,13 @@
 """Rewards beside the rollout: samples go to worker processes while others still decode (RollPacker, section 4.3).
 
 A scorer is foreign code that runs on the model's text: it may raise, return nonsense, hang, or end its process. Each of
-these costs only the sample at hand (reward 0, a status, a counted warning).
+these costs only the sample at hand (reward 0, a status, a counted warning). Nothing of the user's runs in the trainer,
+not even the reward file's import, and no object that a worker made gets there: only JSON text, whose length and values
+are checked. Workers have an environment of named variables, no terminal, and bounded memory.
 
-Nothing of the user's runs in the trainer, not even the reward file's import, and no object that a worker made gets
-there: only JSON text, whose length and values are checked. Workers have an environment of named variables, no terminal,
-and bounded memory. They end with the pool, and what a sample starts ends with the sample.
-
-Only the scoring itself is timed: a worker loads the scorer before its first task, and the clock starts when it is
-handed a task. `duration_s` is measured in the worker; for a sample that timed out it is the limit, for a crashed one 0.
-
-Verdicts come in the order in which scoring ended; a round wants them in the order in which samples
-completed, and the backend sorts them (docs/architecture.md).
+Only the scoring itself is timed: a worker loads the scorer before its first task. `duration_s` is measured in the
+worker; for a sample that timed out it is the limit, for a crashed one 0. Verdicts come in the order in which scoring
+ended; a round wants them in the order in which samples completed, and the backend sorts them (docs/architecture.md).
 """
 
 from __future__ import annotations

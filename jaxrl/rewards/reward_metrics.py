@@ -1,9 +1,8 @@
 """A step's counts of verdicts: in all, and by the domain of the prompt.
 
-Purpose: `RewardMetrics` counts each verdict once, when the round receives it. That order is logical time, and verdicts
-that the journal gives come in it like all others: a step that runs again has the same counts. A reward that lacks a
-value which training takes apart or compares becomes a failed one here. `PoolMetrics` counts what a pool does, also what
-no verdict tells of (replaced workers, retries, seconds), and warns of failed samples.
+`RewardMetrics` counts each verdict once, when the round receives it, replayed ones too: a step that runs again has the
+same counts. A reward that lacks a value which training takes apart or compares becomes a failed one here. `PoolMetrics`
+counts what a pool does, and warns of failed samples.
 
 Departure: the seconds of a verdict from the journal are not known any more, and are in no percentile.
 """

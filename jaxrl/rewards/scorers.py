@@ -1,8 +1,7 @@
 """From the configuration to a scorer: a small picklable object that imports what it needs where it runs.
 
 The training process builds the scorer, and refuses what it can see without running the user's code. Worker processes
-get the scorer as a few strings, the text of the user's file among them, and import what it needs (`load`); the pool's
-`warm` reports the errors of that. Nothing here imports jax.
+get it as a few strings, and import what it needs (`load`). Nothing here imports jax.
 
 Kinds (`reward.kind`):
 

@@ -1,9 +1,8 @@
 """`rollout.tensor_model_parallel_size=auto`, replaced by a degree before anything is built.
 
-Purpose: `with_degree` for real runs and for what is said of them. A run that began with a degree keeps it: config.yaml
-holds the number. `jaxrl.sim.configured.with_degree` does the same for modelled devices.
-
-Source: RollPacker §4.2; `jaxrl.scheduling.layouts.batch_state.fastest_degree` has the choice and its departures.
+A run that began with a degree keeps it: config.yaml holds the number. `jaxrl.sim.configured.with_degree` does the same
+for modelled devices. Source: RollPacker §4.2; `jaxrl.scheduling.layouts.batch_state.fastest_degree` has the choice and
+its departures.
 """
 
 from __future__ import annotations

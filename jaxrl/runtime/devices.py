@@ -1,11 +1,8 @@
-"""Which devices a run uses, of this process and of all, the meshes over both, and their memory; and what is refused.
+"""Which devices a run uses, of this process and of all, the meshes over both, and their memory.
 
-Purpose: `ProcessDevices` is what the parts of a run are built from, and `prepare_hosts` finds it. On one host the two
-meshes are one.
-
-Source: docs/architecture.md (a run on several hosts). Training spans all devices, in the order of processes, and its
-minor axes lie inside hosts; a rollout stays inside its host, or its group of hosts (`rollout.hosts_per_worker`). A
-device's id is no index: ids of a second process may begin anywhere, and a device may be left out.
+On one host the two meshes are one. Among several, training spans all devices, in the order of processes, and its minor
+axes lie inside hosts; a rollout stays inside its host, or its group of hosts (`rollout.hosts_per_worker`). A device's
+id is no index: ids of a second process may begin anywhere, and a device may be left out.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A run, put together: one object for training, evaluation and simulation.
 
-Purpose: mechanisms are built from a `Run`, and the backend and the loop work on its parts. `jaxrl.commands.train`,
-`jaxrl.commands.evaluate` and `jaxrl.runtime.simulation` make one each. They differ in the `Machine`, and in who trains,
-scores and answers.
+Mechanisms are built from a `Run`, and the backend and the loop work on its parts. Runs differ in the `Machine`, and in
+who trains, scores and answers.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """A simulated run put together: the loop, engine, batcher and rules of a real run on modelled devices.
 
-Purpose: `build` makes a simulated run of a configuration, a cost model and a workload. `SimulatedMachine` is what
-stands under its backend: executors, engines and scoring, on one clock. Never imports jax.
-
-Source: docs/architecture.md. Departures from a real run: prompts have lengths but no text, and their order is not
-grain's; losses and gradients do not exist; evaluation draws prompts beside the training ones, `data.val_size` of them;
-weights for devices of the rollout's own are charged as if they lay there already, split. Nothing is journalled, because
-a simulated clock decides the same again.
+Departures from a real run: prompts have lengths but no text, and their order is not grain's; losses and gradients do
+not exist; evaluation draws prompts beside the training ones, `data.val_size` of them; weights for devices of the
+rollout's own are charged as if they lay there already, split. Nothing is journalled, because a simulated clock decides
+the same again. Never imports jax.
 
 Several hosts are executors with latencies: a call holds the controller up (`simulate.host_call_s`), and takes its time
 to the host and back (`simulate.host_latency_s`); with `simulate.host_spread` some hosts are slower than others. What is

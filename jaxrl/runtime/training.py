@@ -1,8 +1,7 @@
 """A run that trains, whatever it learns from: its folder, its hosts, its checkpoints, its record, and how it ends.
 
-`jaxrl.commands.train` and `jaxrl.commands.supervised` say what is trained on. docs/architecture.md, "Starting a run",
-has the order of a start: what can be refused at once is refused first, jax is loaded after that, and nothing is written
-before all is known to fit.
+docs/architecture.md, "Starting a run", has the order of a start: what can be refused at once is refused first, jax is
+loaded after that, and nothing is written before all is known to fit.
 """
 
 from __future__ import annotations

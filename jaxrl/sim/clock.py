@@ -1,10 +1,7 @@
 """The clock of a simulation, and the phases and the timeline that follow it.
 
-Purpose: `SimulatedClock` is the only source of time; `SimulatedPhases` (a `jaxrl.loop.Phases`) adds up `timing_s/*`
-from it and can draw phases, spans and counters into a trace file of the same form as a real run's.
-
 Departures: time is a whole number of nanoseconds. A step's seconds are then differences that do not depend on when the
-step began, so a run that resumes from a checkpoint reports the same seconds as one that was never stopped.
+step began, so a run that resumes reports the same seconds as one that was never stopped.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The parts of a simulation that a configuration describes: the machine, its cost model, and the workload.
+"""The machine, the cost model and the workload that section `simulate` describes, together with what a real run reads.
 
-Purpose: turns section `simulate`, together with the sections that a real run reads, into the objects of `jaxrl.sim`.
 Every model comes with a sentence about the source of its numbers. Errors name options.
 """
 

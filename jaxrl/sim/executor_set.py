@@ -1,8 +1,7 @@
-"""The executors of several simulated workers, on one clock, as what a backend asks of them together.
+"""The executors of several simulated workers, on one clock.
 
-Purpose: `SimulatedExecutorSet` implements `jaxrl.runtime.backend.Executors`. Plans of different workers overlap by
-themselves, because each executor knows when its own devices are free; what a backend asks of all of them starts on all
-at once.
+Plans of different workers overlap by themselves, because each executor knows when its own devices are free; what a
+backend asks of all of them starts on all at once.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Prompts of a simulation: lengths and identities, no text.
+"""Prompts of a simulation: lengths and identities, no text, tokenizer or grain (which imports jax).
 
-This is `jaxrl.loop.Prompts` without files, tokenizer or grain (which imports jax). A prompt's index decides its length,
-its kind and, through the workload, the lengths of its responses; each epoch has a new order, as in training.
-
-Departures: the order is numpy's for (seed, epoch), not grain's: equally random, but not the same.
+A prompt's index decides its length, its kind and, through the workload, the lengths of its responses. Departures: each
+epoch's order is numpy's for (seed, epoch), not grain's: equally random, but not the same.
 """
 
 from __future__ import annotations

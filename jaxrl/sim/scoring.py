@@ -1,25 +1,17 @@
 """Simulated scoring: workers that take as long as the workload says, and verdicts that come at their simulated time.
 
-Purpose: stands for a real run's reward pool in `jaxrl simulate` (`jaxrl.runtime.verdicts.Scoring`). Each of
-`num_workers` processes scores one response at a time, in the order of submission; verdicts still to come lie in a heap
-of (time, sequence, verdict). A verdict carries the time at which it came in, even if it is asked for later.
+Each of `num_workers` processes scores one response at a time, in the order of submission; verdicts still to come lie in
+a heap. A verdict carries the time at which it came in, even if it is asked for later. Tasks may have workers of their
+own, beside one another or in turn: then a task's scoring begins when that of the tasks before it has ended. A task may
+be scored on the rollout's devices (`DeviceScoring`), between two plans. A task of code has one test case for each
+response, which takes all of its scoring's seconds; its limit comes with the response.
 
-Tasks may have workers of their own, beside one another or in turn: then a task's scoring begins when that of the tasks
-before it has ended, and the stages of a mixed batch add up.
+Source: rewards beside the rollout and adaptive limits, RollPacker §4.3; tasks in turn, as its authors' code waits for a
+batch's rewards (Farrrrland/RollPacker, roll/pipeline/rlvr/rlvr_pipeline_batched_reward.py).
 
-Source: rewards beside the rollout, RollPacker §4.3; tasks in turn, as its authors' code waits for a batch's rewards
-(Farrrrland/RollPacker, roll/pipeline/rlvr/rlvr_pipeline_batched_reward.py).
-
-A task may be scored on the rollout's devices (`DeviceScoring`): a verdict then takes them for a while, between two
-plans, as soon as its response is there.
-
-A task of code has one test case for each response, which takes all of its scoring's seconds; its limit comes with the
-response, as in a real run (RollPacker §4.3; `jaxrl.mechanisms.reward_timeouts`).
-
-Departures: if scoring reaches the time limit, the response gets a time-out with reward 0, as in the reward pool, and of
-a task of code reward 0 with a test case that was cut off, as from the code scorer. Crashes and errors of scorers, and
-so retries, are not modelled. What a scorer returns besides is `acc`, equal to the reward. A cancelled scoring keeps its
-worker until its end, and is counted.
+Departures: if scoring reaches the time limit, the response gets a time-out with reward 0, and of a task of code reward
+0 with a test case that was cut off. Crashes and errors of scorers, and so retries, are not modelled. What a scorer
+returns besides is `acc`, equal to the reward. A cancelled scoring keeps its worker until its end, and is counted.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """The simulated trainer: learns nothing, and takes as long as training would.
 
-Purpose: `jaxrl.train.training_step.Trainer` for `jaxrl simulate`. Log-probabilities are zeros; losses and gradients do
-not exist, so their metrics are left out rather than made up.
-
-A simulated critic is one more of them: it is as large, and its vocabulary head is missing, which is not counted.
+Log-probabilities are zeros; losses and gradients do not exist, so their metrics are left out. A simulated critic is one
+more of them: it is as large, and its missing vocabulary head is not counted.
 
 Departures: a batch's tokens count a prompt once per sample, even where `actor.share_prompts` would compute it less
 often; padding of microbatches is part of the cost model's `mfu`.

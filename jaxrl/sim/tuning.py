@@ -1,8 +1,5 @@
 """The pure half of `jaxrl tune`: what to simulate, what a simulated run shows, and what all of them say.
 
-A `RuleSearch` names the options of a rule that take the values of a grid; each value and plain batches are simulated
-with the same seeds; `Table` compares them.
-
 Source: RollPacker §6.3 (one speculation factor for prompts and responses, and a grid search over [1.1, 1.4]; Fig. 12:
 each factor alone, averages over whole periods of short rounds and a long one); APRIL §3 (N' / N).
 

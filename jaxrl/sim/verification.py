@@ -1,7 +1,7 @@
 """The steps of a simulated plan that verifies: how much of what is proposed is accepted, and what each row gains.
 
-Purpose: `verify` plays the decode loop of a plan that verifies for all rows at once, step by step, by the rules that
-devices follow (`jaxrl.rollout.verify`). What is proposed, and how much of it is right, a mechanism says (`Proposals`).
+`verify` plays the decode loop for all rows at once, by the rules that devices follow (`jaxrl.rollout.verify`). What is
+proposed, and how much of it is right, a mechanism says (`Proposals`).
 """
 
 from __future__ import annotations
