@@ -1,8 +1,5 @@
 """The engine as a library for text: prompts in, finished samples out.
 
-Token ids are the core interface (`jaxrl.scheduling.tokens.engine.Engine`); here are the tokenizer and the chat template
-on top.
-
 Example::
 
     engine = TextEngine.from_path("path/to/model")
@@ -52,9 +49,7 @@ class TextEngine:
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, stop_token_ids: tuple[int, ...]) -> None:
-        self.engine = engine
-        self.tokenizer = tokenizer
-        self.stop_token_ids = stop_token_ids
+        self.engine, self.tokenizer, self.stop_token_ids = engine, tokenizer, stop_token_ids
         self.chat_template_kwargs: Mapping[str, Any] = {}
         self._ids = itertools.count()
 

@@ -15,9 +15,9 @@ from jaxrl.config.domains import problems as reward_problems
 from jaxrl.config.domains import unread as unread_rewards
 from jaxrl.config.options import AdvantageEstimator, Config
 from jaxrl.config.rewards import RewardSection
-from jaxrl.schema.chat_template import template_problem
 from jaxrl.schema.declared import MAX_INT, Checked, declared, shown
 from jaxrl.schema.devices import devices_problem, possible_workers
+from jaxrl.schema.limits import template_problem
 
 _MAX_STEP_SAMPLES = 1 << 20
 

@@ -67,7 +67,6 @@ class SimulatedConcurrently:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the second thing is over by now."""
         return self._clock.now_ns >= self._ends_ns
 
 
@@ -102,7 +101,6 @@ class SimulatedPhases:
             self.complete(track, name, began_ns / _NS, self.clock.now_s, **args)
 
     def take_phases(self, *names: str) -> dict[str, float]:
-        """Seconds of the phases that ended since they were last taken, as `timing_s/<name>`: of `names`, or of all."""
         taken = [name for name in names or list(self._sums_ns) if name in self._sums_ns]
         return {f"timing_s/{name}": self._sums_ns.pop(name) / _NS for name in taken}
 

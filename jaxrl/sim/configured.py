@@ -183,7 +183,7 @@ def with_degree(config: Config) -> tuple[Config, str]:
     possible: dict[int, GroupCapacity] = {}
     refused: ValueError | None = None
     num_devices = worker_devices_of(config.with_tp(1))
-    for degree in _named(rollout.layout.possible_on, num_devices):
+    for degree in _option("", rollout.layout.possible_on, num_devices):
         own = config.with_tp(degree)
         try:
             sizes = machine_sizes(own, cost_model(own)[0], model_sizes(own))
@@ -213,19 +213,11 @@ def machine(config: Config) -> tuple[CostModel, MachineSizes, dict[int, MachineS
 
 
 def _option(place: str, make: Callable[..., Any], *values: Any, **options: Any) -> Any:
-    """`make(...)`; its ValueError names the option."""
+    """`make(...)`; its ValueError names the option at `place`, or where that is empty names it itself."""
     try:
         return make(*values, **options)
     except ValueError as error:
-        raise ConfigError(f"{place}: {error}") from None
-
-
-def _named(make: Callable[..., Any], *values: Any) -> Any:
-    """`make(...)`, whose ValueError names the option itself."""
-    try:
-        return make(*values)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(f"{place}: {error}" if place else str(error)) from None
 
 
 def machine_sizes(config: Config, cost: CostModel, model: ModelConfig | None = None) -> MachineSizes:
@@ -267,24 +259,22 @@ def machine_sizes(config: Config, cost: CostModel, model: ModelConfig | None = N
 def layout_sizes(config: Config, cost: CostModel, model: ModelConfig | None = None) -> dict[int, MachineSizes]:
     """`machine_sizes` by TP degree, of the layouts that `rollout.layout` may use; rows and blocks as
     `jaxrl.runtime.memory.layout_sizes` scales them."""
-    rollout, num_devices = config.rollout, worker_devices_of(config)
-    tp = rollout.tp
+    rollout, num_devices, tp = config.rollout, worker_devices_of(config), config.rollout.tp
     found: dict[int, MachineSizes] = {}
-    degrees = _named(rollout.layout.degrees_on, tp, num_devices)
+    degrees = _option("", rollout.layout.degrees_on, tp, num_devices)
     for degree in degrees:
         rows, blocks = rollout.layout.scaled(rollout.max_num_seqs, rollout.num_blocks, tp, degree)
         own = replace(rollout, tensor_model_parallel_size=degree, max_num_seqs=rows, num_blocks=blocks)
         found[degree] = machine_sizes(replace(config, rollout=own), cost, model)
         pool = found[degree].num_blocks, rollout.block_size, config.max_model_length
-        _named(found[degree].stacks.refuse_small, *pool, degree, degrees)
+        _option("", found[degree].stacks.refuse_small, *pool, degree, degrees)
     return found
 
 
 def worker_predictor(config: Config, cost: CostModel, degrees: Sequence[int]) -> LatencyPredictor:
     """Predicts a worker's steps, over the table that step times come from, or over a profile of the modelled devices.
     `rollout.layout.profile` belongs to the real machine and is not read."""
-    options = config.rollout.layout
-    num_devices = worker_devices_of(config)
+    options, num_devices = config.rollout.layout, worker_devices_of(config)
     if config.simulate.cost == "table":
         table = _profiled(config).profile  # of one dp group, for any number of groups
         missing = sorted(set(degrees) - set(table.degrees))
@@ -295,7 +285,5 @@ def worker_predictor(config: Config, cost: CostModel, degrees: Sequence[int]) ->
             )
         identity = replace(table.identity, device_count=num_devices)
         return LatencyPredictor(_option("simulate.profile", replace, table, identity=identity), options)
-    rows = config.data.train_batch_size * config.rollout.n
-    name = f"{num_devices} x {config.simulate.hardware}"
-    profile = modelled_profile(cost, name, degrees, num_devices, rows, config.max_model_length)
-    return LatencyPredictor(profile, options)
+    rows, name = config.data.train_batch_size * config.rollout.n, f"{num_devices} x {config.simulate.hardware}"
+    return LatencyPredictor(modelled_profile(cost, name, degrees, num_devices, rows, config.max_model_length), options)

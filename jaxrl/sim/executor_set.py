@@ -16,7 +16,8 @@ from jaxrl.sim.executor import SimulatedExecutor, SimulatedTicket
 
 
 class SimulatedExecutorSet:
-    """Several executors; `executors` are by the worker's number. `sync_s`: seconds of a weight sync beside the rollout.
+    """Implements `jaxrl.runtime.backend.Executors`; `executors` are by the worker's number. `sync_s`: seconds of a weight
+    sync beside the rollout.
 
     Attributes:
       recompiles: 0, because there are no programs.
@@ -37,7 +38,6 @@ class SimulatedExecutorSet:
         return sum(executor.num_tokens for executor in self.executors)
 
     def sync_weights(self, train_params: Any, policy_version: int) -> None:
-        """The devices get weights of another version, each worker's at the same time."""
         self._clock.at_once(partial(each.sync_weights, train_params, policy_version) for each in self.executors)
 
     def buffer_weights(self, train_params: Any, policy_version: int) -> None:

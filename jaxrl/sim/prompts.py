@@ -23,7 +23,6 @@ class SimulatedPrompts:
 
     Args:
       max_prompt_length: tokens at which prompts are cut.
-      shuffle: a new order in each epoch; else that of the indices.
       quotas: prompts per batch by task (`data.source_quotas`).
       reference_time_key: the column of seconds that a right program takes; empty for no such column.
     """
@@ -41,9 +40,7 @@ class SimulatedPrompts:
         if num_prompts < 1:
             raise ValueError(f"simulate.num_prompts ({num_prompts}) must be >= 1")
         self.num_prompts = num_prompts
-        self._workload = workload
-        self._max_prompt_length = max_prompt_length
-        self._seed = seed
+        self._workload, self._max_prompt_length, self._seed = workload, max_prompt_length, seed
         self._shuffle, self._reference_time_key = shuffle, reference_time_key
         self._position = 0
         self._orders: dict[str, tuple[int, np.ndarray]] = {}  # by source: the last epoch asked for, and its order

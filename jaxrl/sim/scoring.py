@@ -63,15 +63,10 @@ class ScoringWorkers:
     """Implements `jaxrl.runtime.verdicts.Scoring`.
 
     Args:
-      workload: gives each response its reward and its seconds of scoring.
-      clock: shared with the devices and the backend.
-      phases: where scoring is drawn.
-      num_workers: processes.
       timeout_s: when scoring is cut off; 0: never.
       own_workers: by task, the processes that score it alone; `num_workers` score all other tasks.
       in_turn: tasks in the order in which they are scored; empty: all at once.
-      timeouts: says which tasks are of code, and when a test case that comes without a limit is cut off; None: none
-        are.
+      timeouts: says which tasks are of code, and when a test case without a limit is cut off; None: none are.
       on_devices: scores other tasks; None: none are scored there.
     """
 
@@ -89,11 +84,8 @@ class ScoringWorkers:
     ) -> None:
         if num_workers < 1:
             raise ValueError(f"reward.num_workers ({num_workers}) must be >= 1")
-        self._workload = workload
-        self._clock = clock
-        self._phases = phases
-        self._timeout_s, self._timeouts = timeout_s, timeouts
-        self._on_devices = on_devices
+        self._workload, self._clock, self._phases = workload, clock, phases
+        self._timeout_s, self._timeouts, self._on_devices = timeout_s, timeouts, on_devices
         # heaps of (free from, worker): by task, and under the empty name the one that other tasks share
         pools = {"": num_workers, **(own_workers or {})}
         first = dict(zip(pools, itertools.accumulate((0, *pools.values())), strict=False))

@@ -26,11 +26,8 @@ class SimulatedTrainer:
     """
 
     def __init__(self, cost: CostModel, num_devices: int, clock: SimulatedClock) -> None:
-        self._cost = cost
-        self._num_devices = num_devices
-        self._clock = clock
-        self._tokens, self._pairs, self._updates = 0, 0.0, 0
-        self._charged_s = 0.0
+        self._cost, self._num_devices, self._clock = cost, num_devices, clock
+        self.synced()
 
     def token_logprobs(self, batch: TrainBatch, which: Literal["actor", "ref"]) -> list[np.ndarray]:
         """Zeros, float32 [T] per sample, after the time of one forward pass."""

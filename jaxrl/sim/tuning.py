@@ -65,14 +65,13 @@ class RuleSearch:
         return counts[0], counts[1]
 
     def distinct(self, grid: Sequence[Factors], num_prompts: int, group_size: int) -> list[Factors]:
-        """The factors without those that launch what an earlier one launches: small batches round them up alike."""
+        """Without the factors that launch what earlier ones launch: small batches round them up alike."""
         first: dict[tuple[int, int], Factors] = {}
         for factors in grid:
             first.setdefault(self.launched(factors, num_prompts, group_size), factors)
         return list(first.values())
 
     def num_steps(self, grid: Sequence[Factors], num_prompts: int) -> int:
-        """How many steps show each value of a grid: two periods of the one with the longest period, or 20."""
         periods = (_PERIODS * self.of.period(factors[0], num_prompts) for factors in grid)
         return self.of.warm_up + max(_LEAST_STEPS, *periods)
 
@@ -220,7 +219,6 @@ class Table:
         return self.search.overrides(self.best.factors if self.pays else PLAIN)
 
     def rows(self) -> list[str]:
-        """The table, aligned; the best has a star."""
         body: list[tuple[str, ...]] = [_HEAD]
         for each in (self.plain, *self.tried):
             body.append(

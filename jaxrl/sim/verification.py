@@ -32,9 +32,7 @@ class Proposals(Protocol):
     """What is proposed on simulated devices (`jaxrl.rollout.proposals.Proposer`)."""
 
     @property
-    def first_window(self) -> int:
-        """The most tokens of a row's first proposal."""
-        ...
+    def first_window(self) -> int: ...
 
     def acceptance(self, key: SampleKey, length: int) -> Acceptance:
         """How much is right of what is proposed for a response of so many tokens."""
@@ -51,16 +49,9 @@ class Proposals(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verified:
-    """What a plan's steps brought.
-
-    Attributes:
-      num_steps: taken.
-      gained: tokens by row, int64 [R].
-      windows: of the rows afterwards, int64 [R].
-      active: which rows gained something in a step, bool [num_steps, R].
-      before: tokens that each row had gained before a step, int64 [num_steps, R].
-      counts: the fields of `VerifyCounts` of each row, int64 [5, R].
-    """
+    """What a plan's steps brought: their number, tokens gained and windows afterwards by row (int64 [R]), which rows gained
+    something in a step (bool) and what they had gained before it (int64, both [num_steps, R]), and the fields of
+    `VerifyCounts` of each row (int64 [5, R])."""
 
     num_steps: int
     gained: np.ndarray
@@ -88,7 +79,6 @@ def verify(
       acceptance: of each row; None: it has no history.
       generated, left, max_new: of each row, tokens that it has, tokens until it stops, and the most that it may gain;
         int64 [R].
-      windows: int64 [R]; next_window: as in `Proposals`.
       num_stops: the loop is left once so many rows have stopped.
     """
     count = len(generated)

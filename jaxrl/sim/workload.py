@@ -58,9 +58,6 @@ def correlated(share: float, prompt: float, own: float) -> float:
     return math.sqrt(share) * prompt + math.sqrt(1 - share) * own
 
 
-# Lengths
-
-
 def exact_length(lengths: SimulatedLengths, z: float, step: int = 0) -> float:
     """Tokens of the response with score `z`, before limit and rounding; infinite if the tail is too far out for a
     float."""
@@ -92,9 +89,6 @@ def share_above(z: float) -> float:
     return 0.5 * math.erfc(z / math.sqrt(2))
 
 
-# Scoring
-
-
 def reference_time_s(scoring: SimulatedScoring, z: float) -> float:
     """Seconds that a right program takes for a prompt with score `z`, without a response's own variation."""
     return scoring.median_s * math.exp(scoring.sigma * correlated(scoring.correlation, z, 0.0))
@@ -105,9 +99,6 @@ def scoring_s(scoring: SimulatedScoring, timeout_s: float, z: float, u: float, l
     if u < scoring.hang_share:
         return timeout_s
     return min(scoring.median_s * math.exp(scoring.sigma * z) + scoring.per_token_s * length, timeout_s)
-
-
-# What sections may hold
 
 
 def check_task(task: SimulatedTask, max_response_length: int, timeout_s: float) -> None:
@@ -128,9 +119,6 @@ def check_scoring(scoring: SimulatedScoring, timeout_s: float) -> None:
         )
 
 
-# Workloads
-
-
 class Workload(Protocol):
     """The lengths and times of a simulation. `step` is the training step in which a response was first launched; a
     resumed response keeps that step, and so its length."""
@@ -139,13 +127,9 @@ class Workload(Protocol):
 
     def prompt_length(self, prompt_index: int) -> int: ...
 
-    def kind_name(self, prompt_index: int) -> str:
-        """The name of a prompt's task."""
-        ...
+    def kind_name(self, prompt_index: int) -> str: ...
 
-    def reward_s(self, key: SampleKey, step: int = 0) -> float:
-        """Seconds of scoring."""
-        ...
+    def reward_s(self, key: SampleKey, step: int = 0) -> float: ...
 
     def reference_time_s(self, prompt_index: int) -> float:
         """Seconds that a right program takes for a test case."""
@@ -164,8 +148,7 @@ class ModelledWorkload:
     response of each epoch and attempt draws a part of its own.
 
     Attributes:
-      tasks: what prompts there are; a prompt's task is drawn by its index with the tasks' weights. Lengths and times in
-        them are those that `check_task` lets pass.
+      tasks: what prompts there are; a prompt's task is drawn by its index with the tasks' weights.
       max_response_length, max_prompt_length: tokens at which lengths are cut.
       timeout_s: when scoring is cut off, of the task that waits longest.
     """
