@@ -47,11 +47,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(parser: Parser, commands: Mapping[str, Parser], arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of one command. Values after options count as well: `a=1 --config x.yaml b=2`.
-
-    Raises:
-      ValueError: with one sentence.
-    """
+    """The options of one command. Values after options count as well: `a=1 --config x.yaml b=2`. Raises ValueError."""
     first = next((text for text in arguments if not text.startswith("-")), "")
     if first not in commands and not {"-h", "--help", "--version"} & set(arguments):
         if first.endswith(_CONFIG_FILES):

@@ -43,13 +43,9 @@ def options_json(name: str = "") -> str:
 
 
 def find(name: str) -> list[OptionDoc]:
-    """The option of that name, or those of the section, or those whose names begin so, or those with that last name, or
-    those with a word in their names that begins so or with that word as a value, or those with such words in their
-    texts, or those that have all the words in any order.
-
-    Raises:
-      ValueError: there is none.
-    """
+    """The option of that name, or those of the section, or those whose names begin so, or those with that last name,
+    or those with a word in their names that begins so or with that word as a value, or those with such words in
+    their texts, or those that have all the words in any order. Raises ValueError: there is none."""
     every, name = options(), name.rstrip(".=")
     none = f"options: there is no section and no option {name!r:.80}"
     for fits in (

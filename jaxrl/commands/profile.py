@@ -87,8 +87,7 @@ def profile(
         many as the layouts have rows, as the smallest pools hold, and as the configuration's longest sequence has.
       repeats: of a fast point; the median counts.
 
-    Raises:
-      ValueError: `out` is a table of something else.
+    Raises ValueError: `out` is a table of something else.
     """
     refuse_file(out, "--out")
     refuse_overwriting(out, "--out", inputs_of(config))

@@ -41,11 +41,8 @@ STATE_FILE = "state.json"
 
 
 def simulate(config: Config, say: Callable[[str], None] = print, stop: Stop | None = None) -> RunOutcome:
-    """Runs (or resumes) the simulation that `config` describes; raises ValueError for what a user can mend.
-
-    Args:
-      stop: the program's signals, if it has any: one ends the process, but not in the middle of a file.
-    """
+    """Runs (or resumes) the simulation that `config` describes; raises ValueError for what a user can mend. `stop`:
+    the program's signals, if it has any: one ends the process, but not in the middle of a file."""
     stop = stop or Stop()
     config = with_simulated_hosts(config)
     batch_rule(config)  # its settings may be refused, and nothing is written then

@@ -244,11 +244,8 @@ def _check_spanning(c: Config, several: str) -> None:
 
 
 def host_problem(c: Config, num_devices: int, option: str = "the number of devices") -> str | None:
-    """Why the rollout is impossible on the devices of a host, as a sentence; None if it is possible.
-
-    Args:
-      option: that counts the devices, where there is one host.
-    """
+    """Why the rollout is impossible on the devices of a host, as a sentence; None if it is possible. `option`: that
+    counts the devices, where there is one host."""
     tp, own = 1 if c.is_tp_open else c.rollout.tp, c.rollout.num_devices
     if c.hosts.num == 1:
         return devices_problem(own, num_devices, tp, option, c.workers_per_group)

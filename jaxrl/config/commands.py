@@ -31,11 +31,8 @@ _OF_COMMAND: Mapping[str, Mapping[str, str]] = {
 
 
 def as_read(config: Config, command: str) -> Config:
-    """The configuration with each option that a command does not read at its default.
-
-    Args:
-      command: that trains. Of other ones nothing is known, and the configuration stays as it is.
-    """
+    """The configuration with each option that a command does not read at its default. `command`: that trains. Of
+    other ones nothing is known, and the configuration stays as it is."""
     if command == "train":
         return replace(config, sft=SftSection(), dpo=DpoSection())
     if command not in LEARNING:

@@ -65,8 +65,7 @@ def user_function(option: tuple[str, str], file: UserFile, name: str, arguments:
       option: the options that give the file and `name`.
       arguments: the names that the function is called with.
 
-    Raises:
-      ValueError: the file or the function is wrong.
+    Raises ValueError: the file or the function is wrong.
     """
     of_path, of_name = option
     module = user_module(of_path, file)

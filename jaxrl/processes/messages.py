@@ -37,11 +37,7 @@ def _above(length: int, most: int) -> BadMessage:
 
 
 class Channel:
-    """Messages over one stream socket, without ever waiting.
-
-    Attributes:
-      ended: whether the other side has closed, or is gone.
-    """
+    """Messages over one stream socket, without ever waiting. `ended`: whether the other side has closed, or is gone."""
 
     def __init__(self, sock: socket.socket, max_bytes: int):
         sock.setblocking(False)

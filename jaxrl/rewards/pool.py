@@ -46,8 +46,7 @@ def build_pool(
       log: the file for what the scorer prints and for tracebacks, of which some MiB are kept; none: it is dropped.
       where: how warnings name a sample whose reward failed.
 
-    Raises:
-      ValueError: `reward.env` names a variable that is not set, or ray is not installed.
+    Raises ValueError: `reward.env` names a variable that is not set, or ray is not installed.
     """
     reward = config.reward
     if not is_staged(reward):

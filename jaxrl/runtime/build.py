@@ -148,12 +148,9 @@ def with_planned_update(config: Config, model: ModelConfig, num_devices: int, me
 
 
 def read_tokenizer_and_model(config: Config) -> tuple[Tokenizer, ModelConfig]:
-    """The tokenizer and the config that `model.path` names, which must fit each other and the run; no weight is read.
-
-    Raises:
-      ValueError: a file is damaged, an id is outside the model's vocabulary, prompts and responses are longer than the
-        model was made for, or a stop string is none.
-    """
+    """The tokenizer and the config that `model.path` names, which must fit each other and the run; no weight is
+    read. Raises ValueError: a file is damaged, an id is outside the model's vocabulary, prompts and responses are
+    longer than the model was made for, or a stop string is none."""
     path = resolve_path(config.model.path)
     folder = str(checked_path(path))
     model = adapted(config, config_of(path))
@@ -174,11 +171,8 @@ def read_tokenizer_and_model(config: Config) -> tuple[Tokenizer, ModelConfig]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoneWorker:
-    """One worker on all devices of this host, to draw with a model that is not trained.
-
-    Attributes:
-      config: with one worker, whatever the run has, and without drafts.
-    """
+    """One worker on all devices of this host, to draw with a model that is not trained. `config`: with one worker,
+    whatever the run has, and without drafts."""
 
     config: Config
     mesh: Mesh

@@ -41,8 +41,7 @@ def with_degree(
       earlier: the configuration with which this run was started before; None: never.
       memory: the least of all hosts; default: that of the mesh's devices.
 
-    Raises:
-      ConfigError: there is no profile, or it is not of this model and machine, or no degree in it is possible.
+    Raises ConfigError: there is no profile, or it is not of this model and machine, or no degree in it is possible.
     """
     config = with_types(config, platform_of(mesh.devices.flat[0]), say, earlier, command="")
     if not config.is_tp_open:

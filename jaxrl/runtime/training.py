@@ -221,8 +221,7 @@ class Training:
           train: trains up to `total_steps`, or until a stop is asked for, and sets `step`. It calls `begin` once
             nothing can refuse the start any more, and returns lines for the summary. What it enters is closed.
 
-        Raises:
-          RunFailed: the system refused a file or memory, with how to continue.
+        Raises RunFailed: the system refused a file or memory, with how to continue.
         """
         with self._failures():
             return self._already_complete() if self.is_complete else self._train(train)
@@ -306,8 +305,7 @@ def run_training(
       stop: the signals of the program; without one they are the caller's.
       progress: shows a line of what takes long before the first step; called from another thread.
 
-    Raises:
-      ValueError: for what a user can mend.
+    Raises ValueError for what a user can mend.
     """
     if not config.trainer.run_dir:
         raise ConfigError("trainer.run_dir is missing: give the folder that the run writes to and resumes from")

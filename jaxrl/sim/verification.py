@@ -49,9 +49,13 @@ class Proposals(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verified:
-    """What a plan's steps brought: their number, tokens gained and windows afterwards by row (int64 [R]), which rows gained
-    something in a step (bool) and what they had gained before it (int64, both [num_steps, R]), and the fields of
-    `VerifyCounts` of each row (int64 [5, R])."""
+    """What a plan's steps brought, by row.
+
+    Attributes:
+      gained, windows: tokens, and the windows afterwards, int64 [R].
+      active: which rows gained something in a step; before: tokens that they had gained before it; [num_steps, R].
+      counts: the fields of `VerifyCounts`, int64 [5, R].
+    """
 
     num_steps: int
     gained: np.ndarray
