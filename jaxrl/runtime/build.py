@@ -59,13 +59,10 @@ _LEAST_SHARE = 0.9  # the rest is for the CUDA context, graphs and libraries, wh
 
 def use_compilation_cache(config: Config) -> str:
     """From here on, compiled programs are kept in `trainer.compilation_cache_dir`. Makes that folder, so it is called
-    when nothing is refused any more; what was compiled until then (random weights, the optimizer's start) is small.
+    when nothing is refused any more. Every program is kept, however short compiling it was.
 
-    Every program is kept, however short compiling it was: what the next start finds is loaded, and not compiled.
-
-    Returns:
-      A name of the folder's content, drawn when it was made; empty if there is no cache. Programs for GPUs, and what
-      XLA has measured to choose their kernels (jax's `jax_persistent_cache_enable_xla_caches`), are lost with it.
+    Returns a name of the folder's content, drawn when it was made; empty if there is no cache. Programs for GPUs, and
+    what XLA has measured to choose their kernels (jax's `jax_persistent_cache_enable_xla_caches`), are lost with it.
     """
     if not config.trainer.compilation_cache_dir:
         return ""
@@ -84,14 +81,11 @@ def use_compilation_cache(config: Config) -> str:
 
 
 def retuning_note(earlier: str | None, now: str, platform: str) -> str | None:
-    """What is to be said where a resumed run's GPU programs are tuned anew.
+    """What is to be said where a resumed run's GPU programs are tuned anew; `earlier` and `now` are what
+    `use_compilation_cache` returned at the start before (None: not known) and at this one.
 
     XLA measures several kernels for a product and keeps the fastest; with another choice, sums are added up in another
     order. With the compilation cache of the start before, the choices are the same.
-
-    Args:
-      earlier: what `use_compilation_cache` returned at the start before; None: not known.
-      now: what it returned at this one. platform: of the devices.
     """
     if platform not in GPU_PLATFORMS or earlier is None or (earlier and earlier == now):
         return None
@@ -118,12 +112,8 @@ def share_notes(config: Config, devices: Sequence[Any]) -> list[str]:
 def refuse_too_large(
     config: Config, model: ModelConfig, num_devices: int, memory: DeviceMemory, *, trains: bool = True
 ) -> None:
-    """Raises ConfigError for sizes that need more memory than there is, before any is used.
-
-    Args:
-      num_devices: of the run, on all hosts.
-      trains: as in `memory_problem`.
-    """
+    """Raises ConfigError for sizes that need more memory than there is, before any is used; `num_devices`: of the
+    run, on all hosts; `trains`: as in `memory_problem`."""
     plan = memory_plan(config, model, num_devices, memory.reported, memory.platform)
     problem = memory_problem(config, model, plan, num_devices, memory.share, trains)
     if problem is not None:
@@ -233,10 +223,8 @@ def build_executor(
     """The executor of a rollout with one worker.
 
     Args:
-      weights: as in `MeshExecutor`.
       truncate: requests may use top-k, top-p and min-p, also where the run's do not.
-      top_logprobs: the most of the likeliest tokens that a request may have told.
-      draw: draws the tokens.
+      top_logprobs: the most of the likeliest tokens that a request may ask for.
     """
     sizes = _executor_config(config, model, layout.mesh, layout.tp, device_bytes(layout.mesh.devices.ravel().tolist()))
     sizes = dataclasses.replace(sizes, truncate=sizes.truncate or truncate, top_logprobs=top_logprobs, draw=draw)
@@ -318,14 +306,10 @@ def build_engines(
     profile: Profile | None,
     arrival: Arrival | None,
 ) -> LocalWorkers:
-    """The engines of all workers as one.
+    """The engines of all workers as one. Raises ConfigError for a profile of other steps than those of these workers.
 
-    Args:
-      profile: the checked one; None: nothing reads it. It says which plans verify; and where layouts switch,
-        logical time is what it predicts, because workers in different layouts do not keep one pace.
-      arrival: as in `LocalWorkers`.
-
-    Raises ConfigError for a profile of other steps than those of these workers.
+    `profile` says which plans verify; and where layouts switch, logical time is what it predicts, because workers in
+    different layouts do not keep one pace. None: nothing reads it.
     """
     sizes = row_sizes(config, workers)
     engines = [build_engine(config, executor, tokenizer, profile, sizes) for executor in workers.executors]

@@ -34,12 +34,8 @@ def with_degree(
     memory: DeviceMemory | None = None,
 ) -> Config:
     """`config` with a number in place of auto, and with the types of `with_types`, said and explained; as it is where
-    it has them.
-
-    Args:
-      mesh: of the rollout, on this host.
-      earlier: the configuration with which this run was started before; None: never.
-      memory: the least of all hosts; default: that of the mesh's devices.
+    it has them. `earlier`: the configuration with which this run was started before; None: never. `memory`: the least
+    of all hosts; default: that of the mesh's devices.
 
     Raises ConfigError: there is no profile, or it is not of this model and machine, or no degree in it is possible.
     """

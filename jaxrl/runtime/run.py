@@ -49,10 +49,8 @@ _LATER: Any = None  # set once devices and record are open
 class Machine(Protocol):
     """The devices of a run, here, on other hosts, or modelled, for mechanisms that compute on them.
 
-    Attributes:
-      mesh: of the rollout; None where its devices are elsewhere, or modelled.
-      platform: of the devices (`cpu`, `gpu`, `tpu`).
-      degrees: the tensor-parallel degrees that a worker's rounds may use.
+    `mesh`: of the rollout; None where its devices are elsewhere, or modelled. `degrees`: the tensor-parallel degrees
+    that a worker's rounds may use.
     """
 
     @property

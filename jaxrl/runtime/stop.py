@@ -34,8 +34,7 @@ class Stop:
       end: ends the process, with a sentence and a status.
 
     Attributes:
-      asked: whether a signal has asked for a stop.
-      number: which one did.
+      asked: whether a signal has asked for a stop; number: which one did.
     """
 
     def __init__(self, end: Callable[[str, int], object] | None = None) -> None:

@@ -16,11 +16,12 @@ from jaxrl.sim.executor import SimulatedExecutor, SimulatedTicket
 
 
 class SimulatedExecutorSet:
-    """Implements `jaxrl.runtime.backend.Executors`; `executors` are by the worker's number. `sync_s`: seconds of a weight
-    sync beside the rollout.
+    """Implements `jaxrl.runtime.backend.Executors`.
+
+    Args:
+      executors: by the worker's number. sync_s: seconds of a weight sync beside the rollout.
 
     Attributes:
-      recompiles: 0, because there are no programs.
       beside: called, as `occupy` is, when something else takes all devices: what runs on those of closed workers.
     """
 
