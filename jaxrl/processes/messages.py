@@ -1,8 +1,8 @@
 """What crosses the sockets between processes of one run: messages of bytes, each with its length in front.
 
 A worker runs foreign code, which may write anything into its socket. So what it sends is never unpickled: a message
-above its cap is refused before it is read, and its text must be a JSON object (`read_message`), whose fields the reader
-checks. What is sent down to workers may be a pickle: that direction is trusted.
+above its cap is refused before it is read, and its text must be a JSON object, whose fields the reader checks. What is
+sent down to workers may be a pickle: that direction is trusted.
 """
 
 from __future__ import annotations

@@ -21,13 +21,8 @@ MAIN = ""
 
 @dataclass(frozen=True, slots=True)
 class DomainLimit:
-    """Limits of one domain.
-
-    Attributes:
-      most: samples that may be scored at once; 0: of all workers all but one for each other domain in use.
-      timeout_s: for one sample; 0: no limit.
-      option: the option that sets `timeout_s`, for errors.
-    """
+    """Of one domain: how many samples may be scored at once (0: of all workers all but one for each other domain in
+    use), seconds for one sample (0: no limit), and the option that sets these."""
 
     most: int
     timeout_s: float

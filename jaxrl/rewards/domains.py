@@ -53,12 +53,8 @@ class RewardPart:
 
 @dataclass(frozen=True, slots=True)
 class Weighted:
-    """A scorer whose reward is a weighted sum.
-
-    Attributes:
-      scorer: None: another pool has it, and what comes back here is the sum of the parts.
-      parts: by name, each with its weight.
-    """
+    """A scorer whose reward is a weighted sum; without a scorer (another pool has it) the sum of the parts. `parts`:
+    by name, each with its weight."""
 
     scorer: Scorer | None
     weight: float
@@ -114,11 +110,8 @@ class DomainScorer:
 
 
 def build_scorer(config: Config) -> Scorer:
-    """What worker processes score with; they have nothing to do where all is scored elsewhere and there are no parts
-    (`jaxrl.config.domains.needs_workers`).
-
-    Raises ValueError for settings that would make every sample fail, or a file that cannot be read.
-    """
+    """What worker processes score with. Raises ValueError for settings that would make every sample fail, or a file
+    that cannot be read."""
     parts: dict[str, tuple[float, RewardPart]] = {}
     for name, section in config.reward.parts.items():
         function, option = None, f"reward.parts.{name}"

@@ -37,16 +37,14 @@ def build_pool(
     where: Callable[[SampleKey], str] = describe_sample,
 ) -> RewardPool:
     """What scores a run's samples: the pool that `reward.pool` asks for, or a router over it where domains or parts are
-    configured. It begins to start its workers, and does not wait for them.
-
-    What scores at an endpoint or on the run's devices is built apart, and joins the router then (`RewardRouter.join`).
+    configured, which pools for an endpoint or the run's devices join (`RewardRouter.join`). It begins to start its
+    workers, and does not wait for them. Raises ValueError where `reward.env` names a variable that is not set, or ray
+    is not installed.
 
     Args:
       scorer: of the worker processes (`jaxrl.rewards.domains.build_scorer`).
       log: the file for what the scorer prints and for tracebacks, of which some MiB are kept; none: it is dropped.
       where: how warnings name a sample whose reward failed.
-
-    Raises ValueError: `reward.env` names a variable that is not set, or ray is not installed.
     """
     reward = config.reward
     if not is_staged(reward):

@@ -45,7 +45,6 @@ class RewardRouter:
     """Implements `jaxrl.rewards.pool_base.RewardPool`.
 
     Args:
-      domains: by source, that of other sources under the empty name (`jaxrl.config.domains.domains`).
       workers: the pool of worker processes, which also score parts; None without any.
       parts: names of the parts of a reward, which the workers add.
       max_retries: times that another pool's sample is scored again.

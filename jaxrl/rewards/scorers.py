@@ -245,11 +245,8 @@ def scorer_of(config: Config, domain: Domain) -> Scorer:
 
 
 def score_safely(scorer: Callable[[], Scorer], request: bytes, tracebacks: TracebackDeduper | None = None) -> Scored:
-    """Scores one pickled request; returns plain values only, whatever the scorer does (unless it ends the process).
-
-    Plain values, because the result leaves this process as JSON. The error of a scorer that raised names the line;
-    `tracebacks` gets the whole traceback.
-    """
+    """Scores one pickled request; returns plain values only, which leave this process as JSON, whatever the scorer does
+    (unless it ends the process). `tracebacks` gets the whole traceback of an error."""
     start = time.perf_counter()
     try:
         reward, info = scorer()(pickle.loads(request))
