@@ -113,7 +113,6 @@ def _output_is_whole() -> bool:
 
 
 def _parser() -> tuple[Parser, dict[str, Parser]]:
-    """The whole parser, and each command's own by name."""
     parser = Parser(prog="jaxrl", description="RL post-training of language models in JAX.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(metavar="command")

@@ -1,8 +1,5 @@
 """The engine as a library for text: prompts in, finished samples out.
 
-Token ids are the core interface (`jaxrl.scheduling.tokens.engine.Engine`); here are the tokenizer and the chat template
-on top.
-
 Example::
 
     engine = TextEngine.from_path("path/to/model")
@@ -45,16 +42,11 @@ TextPrompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 
 
 class TextEngine:
-    """Text on top of a token engine.
-
-    Attributes:
-      chat_template_kwargs: variables for the chat template of every prompt, such as {"enable_thinking": False}.
-    """
+    """Text on top of a token engine. `chat_template_kwargs`: variables for the chat template of every prompt, such
+    as {"enable_thinking": False}."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, stop_token_ids: tuple[int, ...]) -> None:
-        self.engine = engine
-        self.tokenizer = tokenizer
-        self.stop_token_ids = stop_token_ids
+        self.engine, self.tokenizer, self.stop_token_ids = engine, tokenizer, stop_token_ids
         self.chat_template_kwargs: Mapping[str, Any] = {}
         self._ids = itertools.count()
 
@@ -126,11 +118,8 @@ class TextEngine:
     def from_model(
         cls, model: ModelConfig, params: Any, tokenizer: Tokenizer, layout: Layout, sizes: ExecutorConfig
     ) -> TextEngine:
-        """An engine for a model that is loaded already (`jaxrl.models.loading.load_model`).
-
-        Args:
-          params: in training form; the caller keeps them, and the engine makes a copy in `layout` and `sizes.dtype`.
-        """
+        """An engine for a model that is loaded already (`jaxrl.models.loading.load_model`). `params`: in training
+        form; the caller keeps them, and the engine makes a copy in `layout` and `sizes.dtype`."""
         executor = MeshExecutor(model, layout, sizes)
         executor.sync_weights(params, 0)
         executor.allocate()

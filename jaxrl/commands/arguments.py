@@ -1,7 +1,9 @@
 """Arguments of the command line: their types with bounds, and one sentence for each mistake.
 
-Every sentence begins with the command and the option: `generate --max-tokens: must be a whole number of at least 1,
-found 0`. Only the standard library is imported at the top, so that help is immediate.
+A sentence begins with the command and the option: `generate --max-tokens: must be a whole number of at least 1, found
+0`.
+
+Only the standard library is imported at the top, so that help is immediate.
 """
 
 from __future__ import annotations
@@ -45,11 +47,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(parser: Parser, commands: Mapping[str, Parser], arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of one command. Values after options count as well: `a=1 --config x.yaml b=2`.
-
-    Raises:
-      ValueError: with one sentence.
-    """
+    """The options of one command. Values after options count as well: `a=1 --config x.yaml b=2`. Raises ValueError."""
     first = next((text for text in arguments if not text.startswith("-")), "")
     if first not in commands and not {"-h", "--help", "--version"} & set(arguments):
         if first.endswith(_CONFIG_FILES):
@@ -88,7 +86,6 @@ def _takes(command: Parser, name: str) -> bool:
 
 
 def add(command: Any, name: str, kind: Callable[[str], Any] | None, text: str | None = None, **settings: Any) -> None:
-    """Adds an argument, whose value `kind` reads or refuses, to a parser or to a group of one."""
     command.add_argument(name, type=kind, help=text, **settings)
 
 
@@ -97,7 +94,6 @@ def add_switch(command: Parser, name: str, text: str) -> None:
 
 
 def add_choice(command: Parser, name: str, *words: str, text: str | None = None, **settings: Any) -> None:
-    """Adds an argument that is one of a few words."""
     add(command, name, one_of(*words), text, metavar=f"{{{','.join(words)}}}", **settings)
 
 
@@ -118,9 +114,10 @@ def add_sampling(command: Any, temperature_text: str, **defaults: float) -> None
     add(command, "--min-p", number(0, 1), least, default=defaults.get("min_p"))
 
 
-def whole(least: int, most: int) -> Callable[[str], int]:
-    """An argument's type: a whole number within bounds."""
+# -- types of arguments: each reads a text, or raises ArgumentTypeError with a sentence about it ----------------------
 
+
+def whole(least: int, most: int) -> Callable[[str], int]:
     def parsed(text: str) -> int:
         return int(_bounded(text, int, least, most, f"a whole number from {least} to {most}"))
 
@@ -128,7 +125,7 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
 
 def wholes(least: int, most: int) -> Callable[[str], tuple[int, ...]]:
-    """An argument's type: whole numbers within bounds, with commas between them; each once, ascending."""
+    """Whole numbers within bounds, with commas between them; each once, ascending."""
 
     def parsed(text: str) -> tuple[int, ...]:
         return tuple(sorted(set(map(whole(least, most), text.split(",")))))
@@ -137,22 +134,18 @@ def wholes(least: int, most: int) -> Callable[[str], tuple[int, ...]]:
 
 
 def seed(text: str) -> int:
-    """An argument's type: a seed, with the bounds of the configuration's seeds."""
     from jaxrl.schema.declared import MAX_SEED
 
     return whole(0, MAX_SEED)(text)
 
 
 def count(text: str) -> int:
-    """An argument's type: a whole number, as large as the configuration's may be."""
     from jaxrl.schema.declared import MAX_INT
 
     return whole(0, MAX_INT)(text)
 
 
 def device_count(least: int) -> Callable[[str], int]:
-    """An argument's type: a number of devices, with the bound of the configuration's."""
-
     def parsed(text: str) -> int:
         from jaxrl.schema.devices import MAX_DEVICES
 
@@ -162,7 +155,7 @@ def device_count(least: int) -> Callable[[str], int]:
 
 
 def number(least: float, most: float, *, above: bool = False) -> Callable[[str], float]:
-    """An argument's type: a number within bounds; `above`: `least` itself is too small."""
+    """`above`: `least` itself is too small."""
 
     def parsed(text: str) -> float:
         smallest = math.nextafter(least, math.inf) if above else least
@@ -183,13 +176,11 @@ def _bounded(text: str, kind: Callable[[str], float], least: float, most: float,
 
 
 def factors(text: str) -> tuple[float, ...]:
-    """An argument's type: by how many times more is launched; numbers with commas between them."""
+    """By how many times more is launched; numbers with commas between them."""
     return tuple(map(number(1, MAX_FACTOR), text.split(",")))
 
 
 def one_of(*choices: str) -> Callable[[str], str]:
-    """An argument's type: one of a few words."""
-
     def parsed(text: str) -> str:
         if text not in choices:
             near = nearest(text, choices)
@@ -200,21 +191,20 @@ def one_of(*choices: str) -> Callable[[str], str]:
 
 
 def filled(text: str) -> str:
-    """An argument's type: text that is not empty."""
     if not text.strip():
         raise argparse.ArgumentTypeError(f"must not be empty, found {shown(text)}")
     return text
 
 
 def stop_string(text: str) -> str:
-    """An argument's type: text that a response can hold; a blank is one."""
+    """Text that a response can hold; a blank is one."""
     if not text:
         raise argparse.ArgumentTypeError("must not be empty")
     return utf8(text)
 
 
 def utf8(text: str) -> str:
-    """An argument's type: text. Bytes of another encoding come from the shell as lone surrogates."""
+    """Bytes of another encoding come from the shell as lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -223,7 +213,6 @@ def utf8(text: str) -> str:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """An argument's type: a JSON object."""
     try:
         found = json.loads(utf8(text))
     except ValueError as error:
@@ -234,7 +223,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def written(text: str) -> str:
-    """An argument's type: a file to write. That it cannot be is found before the work whose result it is for."""
+    """A file to write. That it cannot be is found before the work whose result it is for."""
     from jaxrl.record.files import file_problem
 
     if (problem := file_problem(filled(text))) is not None:

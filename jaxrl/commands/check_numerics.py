@@ -101,7 +101,6 @@ class Difference:
 def compare(
     path: str, keys: Sequence[SampleKey], wanted: Sequence[Row], found: Sequence[Row], dtype: Any
 ) -> Difference:
-    """Compares a path's rows with the reference's, which have their tokens."""
     ends = np.cumsum([len(values) for values, _ in wanted])
     assert [len(values) for values, _ in found] == [len(values) for values, _ in wanted], path
     own = np.concatenate([values for values, _ in found])
@@ -336,7 +335,6 @@ def _switching(before: int, after: int, how: How) -> Path:
 
 
 def reference(bench: Bench) -> None:
-    """Draws the responses."""
     bench.wanted = measured(bench, Path("the reference"))
     if not all(np.isfinite(values).all() for values, _ in bench.wanted):
         raise RunFailed(
@@ -389,8 +387,7 @@ def measured(bench: Bench, path: Path) -> list[Row]:
 def check_numerics(options: CheckOptions, say: Callable[[str], None], stage: Callable[[str], None], json: bool) -> None:
     """Compares all paths. Prints a line for each as soon as it is known, or with `json` one object at the end.
 
-    Args:
-      say: prints a line of the result. stage: prints a line of progress.
+    `say` prints a line of the result, `stage` one of progress.
 
     Raises:
       ValueError: a model or options that do not fit, or too few devices or tokens.

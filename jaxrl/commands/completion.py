@@ -1,11 +1,8 @@
 """Completion in shells: `jaxrl completion bash|zsh|fish` prints a script, which calls `jaxrl` at each Tab.
 
-Options of the configuration are offered section by section (`rollout.`, then `rollout.layout.`) and end in `=`. After
-it come the option's names, true and false of a switch, and files where it is a path. After `--config` come
-configuration files, those that are installed with jaxrl among them.
-
-The package argcomplete knows the shells and walks our own parser, so a new command or option needs no line here. Never
-imports jax: a Tab takes as long as `jaxrl --help`.
+Options of the configuration are offered section by section and end in `=`; after it come names, or files where the
+option is a path. argcomplete walks our own parser, so a new command or option needs no line here. Never imports jax: a
+Tab takes as long as `jaxrl --help`.
 """
 
 from __future__ import annotations
@@ -55,8 +52,6 @@ def names_of(action: argparse.Action) -> tuple[str, ...]:
 
 
 class Overrides(BaseCompleter):
-    """Completes `section.option=value`."""
-
     def __call__(self, *, prefix: str, **_: Any) -> Mapping[str, str]:
         every = {option.path: option for option in options() if ".NAME." not in option.path}
         path, equals, value = prefix.partition("=")
@@ -77,15 +72,12 @@ class ConfigFiles(BaseCompleter):
 
 
 class Sections(BaseCompleter):
-    """Completes a section or an option, for `jaxrl options`."""
-
     def __call__(self, *, prefix: str, **_: Any) -> Mapping[str, str]:
         names = {*sections(), *(option.path for option in options())}
         return _described(next_names(sorted(names), prefix))
 
 
 def _described(names: Iterable[str]) -> dict[str, str]:
-    """Each name with its text, in one line, for shells that show it."""
     texts = {option.path: option.doc for option in options()} | sections()
     return {name: " ".join(texts.get(name.rstrip(".="), "").split()) for name in names}
 

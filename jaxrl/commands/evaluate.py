@@ -10,49 +10,31 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, nullcontext
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxrl.commands.majority import Ballots, ballots, majorities
 from jaxrl.config import Config, ConfigError, DataSection
 from jaxrl.data.prompts import validation_prompts
-from jaxrl.data.stops import stop_ids
-from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.mechanisms.judge import Judge
 from jaxrl.mechanisms.judge.build import read_judge
 from jaxrl.mechanisms.judge.endpoint import join_endpoint
 from jaxrl.mechanisms.turns.pool import EnvironmentPool
 from jaxrl.mechanisms.turns.rule import trajectory_metrics
-from jaxrl.models.config import ModelConfig
 from jaxrl.record.files import Removing, refuse_file, to_json, writing_whole
 from jaxrl.record.metrics import RIGHT
 from jaxrl.record.run_dir import inputs_of, refuse_overwriting
 from jaxrl.rewards.domains import build_scorer
-from jaxrl.rewards.pool import RewardPool, build_pool
+from jaxrl.rewards.pool import build_pool
 from jaxrl.rollout.worker_set import WorkerSet
-from jaxrl.runtime.build import (
-    build_engine,
-    build_executor,
-    on_one_worker,
-    read_tokenizer_and_model,
-    refuse_too_large,
-    share_notes,
-    use_compilation_cache,
-)
-from jaxrl.runtime.degree import with_degree
-from jaxrl.runtime.devices import prepare_jax
+from jaxrl.runtime.build import LoneWorker, share_notes, use_compilation_cache
 from jaxrl.runtime.mesh_machine import MeshMachine
 from jaxrl.runtime.run import Run
-from jaxrl.runtime.weights import load_weights, refuse_other_model
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
-from jaxrl.sharding.layout import Layout
-from jaxrl.sharding.memory import memory_of
-from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train.steps import find_step, whole_step
 from jaxrl.types import Group, Prompt, RunFailed, SamplingParams
 
@@ -70,7 +52,6 @@ def evaluate(
     Args:
       checkpoint: a run directory or a checkpoint: its parameters instead of those of `model.path`.
       out: a file for every response and its verdict. It is written even where all rewards failed.
-      say: gets which checkpoint is used, which newer one is damaged, and how many rewards failed.
       removing: of the process's signals, which may end it while `out` is open.
       progress: called after each plan with how many responses have ended, and how many there are to be.
 
@@ -85,16 +66,11 @@ def evaluate(
     place = whole_step(checkpoint, say=said.append) if checkpoint else None
     if place is None:
         said.append(_weights_of_model(config))
-    config = on_one_worker(config)
-    mesh = make_mesh(prepare_jax(config))
-    config = with_degree(config, mesh, said.append)
+    worker = LoneWorker.open(config, said.append, [place])
+    config, mesh, tokenizer = worker.config, worker.mesh, worker.tokenizer
     said += share_notes(config, mesh.devices.ravel().tolist())
-    tokenizer, model = read_tokenizer_and_model(config)
     if Judge.is_on(config):
         read_judge(config)
-    refuse_too_large(config, model, mesh.size, memory_of(mesh.devices.ravel().tolist()), trains=False)
-    if place is not None:
-        refuse_other_model(place, config, model, mesh)
     with ExitStack() as stack:
         acting = stack.enter_context(closing(EnvironmentPool(config))) if config.environment.is_on else None
         prompts = validation_prompts(config, tokenizer, environments=acting)
@@ -103,16 +79,30 @@ def evaluate(
         pool = stack.enter_context(closing(build_pool(config, build_scorer(config))))
         join_endpoint(config, pool)
         pool.warm()
-        params = load_weights(config, model, mesh, place)
+        params = worker.weights(place)
         # open from here on: that it cannot be written is known before the evaluation, not after it
         file = stack.enter_context(writing_whole(out, removing=removing)) if out else None
         use_compilation_cache(config)
         for line in said:
             say(line)
-        groups, errors = _responses(config, mesh, tokenizer, model, params, prompts, pool, acting, progress, stack)
+        executors = WorkerSet(mesh, [worker.executor()])
+        total = len(prompts) * config.rollout.val_kwargs.n
+        run = Run(
+            config=config,
+            workers=LocalWorkers([worker.engine(executors.executors[0])]),
+            executors=executors,
+            machine=MeshMachine(config, mesh, executors, stack),
+            weights=lambda: params,
+            scoring=pool,
+            text_of=lambda sample: tokenizer.decode(sample.token_ids.tolist()),
+            conversation=None if acting is None else acting.conversation(tokenizer),
+            stop_token_ids=worker.stop_token_ids,
+            on_progress=lambda busy, rows, tokens, done, launched: progress(done, total),
+        )
+        groups, errors = _responses(run, prompts)
         if file is not None:
             _write_samples(file, groups, config.data)
-    say_failed(errors, sum(len(group.samples) for group in groups), say)
+    say_failed(errors, total, say)
     return figures(groups, ballots(config, groups))
 
 
@@ -129,42 +119,16 @@ def _weights_of_model(config: Config) -> str:
     return f"{text}; --checkpoint {run_dir} scores the run's last checkpoint instead"
 
 
-def _responses(
-    config: Config,
-    mesh: Mesh,
-    tokenizer: Tokenizer,
-    model: ModelConfig,
-    params: Any,
-    prompts: Sequence[Prompt],
-    pool: RewardPool,
-    environments: EnvironmentPool | None,
-    progress: Callable[[int, int], None],
-    stack: ExitStack,
-) -> tuple[list[Group], list[str]]:
+def _responses(run: Run, prompts: Sequence[Prompt]) -> tuple[list[Group], list[str]]:
     """The scored responses to every prompt; why rewards failed, one text each."""
-    executor = build_executor(config, model, Layout(mesh, config.rollout.tp))
-    val = config.rollout.val_kwargs
+    val = run.config.rollout.val_kwargs
     sampling = SamplingParams(
         temperature=val.temperature,
         top_k=max(val.top_k, 0),
         top_p=val.top_p,
-        max_tokens=config.data.max_response_length,
-        stop_token_ids=stop_ids(tokenizer, model.eos_token_ids),
-        stop_strings=tuple(config.rollout.stop),
-    )
-    engine = build_engine(config, executor, tokenizer)
-    total = len(prompts) * val.n
-    workers = WorkerSet(mesh, [executor])
-    run = Run(
-        config=config,
-        workers=LocalWorkers([engine]),
-        executors=workers,
-        machine=MeshMachine(config, mesh, workers, stack),
-        weights=lambda: params,
-        scoring=pool,
-        text_of=lambda sample: tokenizer.decode(sample.token_ids.tolist()),
-        conversation=None if environments is None else environments.conversation(tokenizer),
-        on_progress=lambda busy, rows, tokens, done, launched: progress(done, total),
+        max_tokens=run.config.data.max_response_length,
+        stop_token_ids=run.stop_token_ids,
+        stop_strings=tuple(run.config.rollout.stop),
     )
     backend = run.backend(evaluates=True)
     backend.enter_rollout(0)

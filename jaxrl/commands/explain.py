@@ -1,7 +1,7 @@
-"""`jaxrl explain-config`: what follows from a configuration before anything is allocated.
+"""`jaxrl explain-config`: counts, steps, and the memory of each phase, before anything is allocated.
 
-One page for each command that trains: counts, steps, and the memory of each phase. `jaxrl sft` and `jaxrl dpo` have no
-rollout, so their page has the update alone. The bytes are those of `jaxrl.runtime.memory`.
+`jaxrl sft` and `jaxrl dpo` have no rollout, so their page has the update alone. The bytes are those of
+`jaxrl.runtime.memory`.
 """
 
 from __future__ import annotations
@@ -97,10 +97,7 @@ class Explanation:
 
 def explain_config(config: Config, num_devices: int, memory_bytes: int | None, command: str = "train") -> Explanation:
     """Works a configuration out for devices that are here (0) or that many others, without loading weights or data.
-
-    Args:
-      command: that reads the configuration, as in `jaxrl.config.commands.as_read`.
-    """
+    `command`: that reads the configuration, as in `jaxrl.config.commands.as_read`."""
     learns_alone = command in ("sft", "dpo")
     if not learns_alone:
         batch_rule(config)  # its settings may be refused
@@ -138,7 +135,6 @@ def explain_config(config: Config, num_devices: int, memory_bytes: int | None, c
 def _explain_learning(
     config: Config, model: ModelConfig, num_devices: int, memory: DeviceMemory, command: str
 ) -> Explanation:
-    """Of `jaxrl sft` and `jaxrl dpo`."""
     method, platform = method_of(command, config), memory.platform
     trained = with_planned_update(method.trained(config), model, num_devices, memory)
     actor, rows, length = trained.actor, config.data.train_batch_size, config.max_model_length

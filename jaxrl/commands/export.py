@@ -43,11 +43,9 @@ def export(
     Args:
       source: a run's directory, or what `model.path` takes.
       folder: to write; empty or absent.
-      say: shows which checkpoint is used, which newer one is damaged, and that a model has no tokenizer.
       merge: of a run that trains adapters, write the whole model with them in its weights.
 
-    Raises:
-      ValueError: `source` has no weights to export, or `folder` cannot be written or is not empty.
+    Raises ValueError where `source` has no weights to export, or `folder` cannot be written or is not empty.
     """
     target = refuse_folder(folder, "the folder to write")
     if target.exists() and any(target.iterdir()):

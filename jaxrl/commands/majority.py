@@ -1,9 +1,8 @@
 """maj@k of an evaluation: how often a prompt's most frequent answer is right.
 
-A sample's answer is the value that its scorer calls `extracted`, or `pred` as verl's do; other values than text count
-as JSON. The verifier decides whether two answers are the same (`jaxrl.rewards.math.equal`): `0.5`, `1/2` and `\\frac12`
-vote together. It may take long, so it runs in worker processes, within `reward.math_timeout_s`; two answers that it
-fails to compare are different.
+A sample's answer is the value that its scorer calls `extracted`, or `pred` as verl's do. The verifier decides whether
+two answers are the same (`jaxrl.rewards.math.equal`: `0.5` and `1/2` vote together) in worker processes, within
+`reward.math_timeout_s`; two answers that it fails to compare are different.
 """
 
 from __future__ import annotations

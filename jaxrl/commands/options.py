@@ -1,7 +1,6 @@
 """`jaxrl options`: every option as text for a terminal of 80 columns, or as JSON.
 
-Without a name it lists all options, a line each; with one, the options that `find` finds, with their texts, or
-everything about a single option. Never imports jax.
+Without a name it lists all, a line each; with one, what `find` finds, with texts. Never imports jax.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import Any
 
 import yaml
 
-from jaxrl.config import verl_options
 from jaxrl.config.reference import OptionDoc, options, sections
 
 _WIDTH = 80
@@ -45,13 +43,9 @@ def options_json(name: str = "") -> str:
 
 
 def find(name: str) -> list[OptionDoc]:
-    """The option of that name, or those of the section, or those whose names begin so, or those with that last name, or
-    those with a word in their names that begins so or with that word as a value, or those with such words in their
-    texts, or those that have all the words in any order.
-
-    Raises:
-      ValueError: there is none.
-    """
+    """The option of that name, or those of the section, or those whose names begin so, or those with that last name,
+    or those with a word in their names that begins so or with that word as a value, or those with such words in
+    their texts, or those that have all the words in any order. Raises ValueError: there is none."""
     every, name = options(), name.rstrip(".=")
     none = f"options: there is no section and no option {name!r:.80}"
     for fits in (
@@ -67,6 +61,8 @@ def find(name: str) -> list[OptionDoc]:
     ):
         if found := [option for option in every if fits(option)]:
             return found
+    from jaxrl.config import verl_options
+
     of_verl = verl_options.advice(name)
     if (said := of_verl[1] if of_verl else verl_options.advice_by_word(name)) is not None:
         raise ValueError(f"{none}: {said}")
@@ -89,7 +85,6 @@ def _values(option: OptionDoc) -> list[str]:
 
 
 def _overview(every: Sequence[OptionDoc]) -> str:
-    """Sections with a line for each option: its last name, its default, and what it may be."""
     lines: list[str] = []
     before = None
     for option in every:
@@ -110,14 +105,12 @@ def _line(name: str, default: str, allowed: str) -> str:
 
 
 def _block(option: OptionDoc) -> str:
-    """Name and default, then what it may be and its text, indented."""
     value = "   (empty)" if shown(option.default) == "empty" else shown(option.default)
     head = f"{option.path}={_cut(value, _WIDTH - len(option.path) - 1)}"
     return "\n".join([head, *_wrapped(f"{option.allowed}. {option.doc}")])
 
 
 def _whole(option: OptionDoc) -> str:
-    """Everything about one option."""
     known = [
         ("default", shown(option.default)),
         ("type", option.type),

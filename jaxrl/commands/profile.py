@@ -1,7 +1,7 @@
 """`jaxrl profile`: measures a model's latencies on this machine and keeps them in a table that a run can use.
 
-The table (JSON, versioned, of one model, machine, jax version and dtype) is written after every measurement, so that an
-interrupted run resumes where it stopped. A table of anything else is refused, with the reason.
+The table (JSON, of one model, machine, jax version and dtype) is written after every measurement, so an interrupted run
+resumes where it stopped. A table of anything else is refused.
 """
 
 from __future__ import annotations
@@ -87,8 +87,7 @@ def profile(
         many as the layouts have rows, as the smallest pools hold, and as the configuration's longest sequence has.
       repeats: of a fast point; the median counts.
 
-    Raises:
-      ValueError: `out` is a table of something else.
+    Raises ValueError: `out` is a table of something else.
     """
     refuse_file(out, "--out")
     refuse_overwriting(out, "--out", inputs_of(config))
@@ -114,9 +113,9 @@ def profile(
     executor.allocate()
     steps = _steps(table, Profiler(executor, repeats), points, verify_points(points, widths), degrees)
     total = len(points) + len(verify_points(points, widths)) + len(prefill_points(points)) + len(pairs(degrees))
-    for done, (text, measure) in enumerate(steps, total - len(steps)):
+    for done, (text, field, measure) in enumerate(steps, total - len(steps)):
         progress(done, total, text)
-        table = measure(table)
+        table = replace(table, **{field: (*getattr(table, field), *measure())})
         write_whole(path, json.dumps(table.to_json(), indent=1) + "\n", removing=removing)
     progress(total, total, "done")
     return table
@@ -168,7 +167,6 @@ def _for_programs(
 def _points(
     config: Config, executor: MeshExecutor, row_sizes: dict[int, tuple[int, ...]], sizes: Sequence[int]
 ) -> tuple[ProfilePoint, ...]:
-    """The loads to measure. Raises ConfigError for sizes that the rollout is not built for."""
     degrees = tuple(row_sizes)
     capacities = [executor.capacity(tp) for tp in degrees]
     rows = min(c.num_groups * c.num_slots for c in capacities)
@@ -191,31 +189,22 @@ def _steps(
     points: tuple[ProfilePoint, ...],
     verified: tuple[ProfilePoint, ...],
     degrees: tuple[int, ...],
-) -> list[tuple[str, Callable[[Profile], Profile]]]:
-    """What the table lacks: its name, and a function that measures it and adds it. One layout after another."""
+) -> list[tuple[str, str, Callable[[], Sequence[Any]]]]:
+    """What the table lacks, one layout after another: its name, the field that it is added to, and what measures it."""
     kinds = (
         ("decode", profiler.decode, missing_points(table.decode, points)),
         ("verify", profiler.verify, missing_points(table.verify, verified)),
         ("prefill", profiler.prefill, missing_points(table.prefill, prefill_points(points))),
     )
-    steps: list[tuple[str, Callable[[Profile], Profile]]] = []
+    steps: list[tuple[str, str, Callable[[], Sequence[Any]]]] = []
     for tp in degrees:
         for kind, measure, missing in kinds:
             for point in missing:
                 if point.tp == tp:
                     text = f"{kind}, tp {tp}, {point.batch} rows of {point.context}"
-                    steps.append((text, partial(_with_point, kind, measure, point)))
+                    steps.append((text, kind, lambda measure=measure, point=point: [measure(point)]))
     known = {(cost.from_tp, cost.to_tp) for cost in table.switches}
     for one, other in pairs(degrees):
         if (one, other) not in known:
-            text = f"switch, tp {one} and {other}"
-            steps.append((text, partial(_with_switches, profiler, one, other)))
+            steps.append((f"switch, tp {one} and {other}", "switches", partial(profiler.switches, one, other)))
     return steps
-
-
-def _with_point(kind: str, measure: Callable[[ProfilePoint], Any], point: ProfilePoint, table: Profile) -> Profile:
-    return replace(table, **{kind: (*getattr(table, kind), measure(point))})
-
-
-def _with_switches(profiler: Profiler, one: int, other: int, table: Profile) -> Profile:
-    return replace(table, switches=(*table.switches, *profiler.switches(one, other)))

@@ -1,11 +1,8 @@
-"""`jaxrl replay`: draws a recorded response again, token by token.
+"""`jaxrl replay`: draws a recorded response again, token by token, offline: without rewards, tools or other responses.
 
-So one looks at a trajectory alone and offline: no reward, tool or other response is needed. A token's random bits come
-from the run's seed, the sample's key and the position, so the same weights draw the same token. An environment's
-answers are taken from the record (`jaxrl.record.samples`).
-
-Each span of the model's tokens is drawn behind what is recorded before it, with the weights of its version: those of
-the checkpoint after as many steps, or those with which the run began.
+A token's random bits come from the run's seed, the sample's key and the position. Each span of the model's tokens is
+drawn behind what is recorded before it, with the weights of its version; an environment's answers are taken from the
+record (`jaxrl.record.samples`).
 """
 
 from __future__ import annotations
@@ -19,25 +16,11 @@ import numpy as np
 
 from jaxrl.config import Config
 from jaxrl.config.files import load
-from jaxrl.data.stops import stop_ids
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.record.run_dir import CONFIG_FILE
 from jaxrl.record.samples import RecordedSample, read_sample
-from jaxrl.runtime.build import (
-    build_engine,
-    build_executor,
-    on_one_worker,
-    read_tokenizer_and_model,
-    refuse_too_large,
-    use_compilation_cache,
-)
-from jaxrl.runtime.degree import with_degree
-from jaxrl.runtime.devices import prepare_jax
-from jaxrl.runtime.weights import load_weights, refuse_other_model
+from jaxrl.runtime.build import LoneWorker, use_compilation_cache
 from jaxrl.scheduling.tokens.plan import Request
-from jaxrl.sharding.layout import Layout
-from jaxrl.sharding.memory import memory_of
-from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train.steps import whole_step
 from jaxrl.types import ENVIRONMENT, RunFailed, SamplingParams
 
@@ -78,7 +61,7 @@ def replay(
     config = load(file, overrides, say)
     versions = sorted({version for version, _ in recorded.spans} - {ENVIRONMENT})
     places = {version: _checkpoint(config, run_dir, version, say) for version in versions}
-    spans, tokenizer = _drawn_again(on_one_worker(config), recorded, places, say)
+    spans, tokenizer = _drawn_again(config, recorded, places, say)
     say(f"step {recorded.step}, sample {key}: {sum(len(span.recorded) for span in spans)} tokens")
     for span in spans:
         for line in _lines(span, tokenizer, each_token=each_token):
@@ -106,45 +89,37 @@ def _drawn_again(
     config: Config, recorded: RecordedSample, places: dict[int, Path | None], say: Callable[[str], None]
 ) -> tuple[list[ReplayedSpan], Tokenizer]:
     """The spans of a response in their order, each drawn with the weights of its version."""
-    mesh = make_mesh(prepare_jax(config))
-    config = with_degree(config, mesh, say)
-    tokenizer, model = read_tokenizer_and_model(config)
-    refuse_too_large(config, model, mesh.size, memory_of(mesh.devices.ravel().tolist()), trains=False)
-    for place in filter(None, places.values()):
-        refuse_other_model(place, config, model, mesh)
+    worker = LoneWorker.open(config, say, places.values())
     use_compilation_cache(config)
-    executor = build_executor(config, model, Layout(mesh, config.rollout.tp))
-    engine = build_engine(config, executor, tokenizer)
+    executor = worker.executor()
+    engine = worker.engine(executor)
     starts = [0, *accumulate(len(token_ids) for _, token_ids in recorded.spans)]
     spans = [
         ReplayedSpan(version, start, token_ids)
         for (version, token_ids), start in zip(recorded.spans, starts, strict=False)
     ]
-    stops = stop_ids(tokenizer, model.eos_token_ids)
     for version, place in places.items():
-        executor.sync_weights(load_weights(config, model, mesh, place), version)
+        executor.sync_weights(worker.weights(place), version)
         executor.allocate()
         own = [i for i, span in enumerate(spans) if span.version == version]
-        samples = engine.generate([_request(config, recorded, spans[: i + 1], stops) for i in own])
+        samples = engine.generate([_request(worker, recorded, spans[: i + 1]) for i in own])
         for i, sample in zip(own, samples, strict=True):
             start = spans[i].start
             logprobs = tuple(sample.rollout_logprobs[start:].tolist())
             spans[i] = replace(spans[i], drawn=tuple(sample.token_ids[start:].tolist()), logprobs=logprobs)
-    return spans, tokenizer
+    return spans, worker.tokenizer
 
 
-def _request(
-    config: Config, recorded: RecordedSample, spans: Sequence[ReplayedSpan], stops: tuple[int, ...]
-) -> Request:
+def _request(worker: LoneWorker, recorded: RecordedSample, spans: Sequence[ReplayedSpan]) -> Request:
     """A request that draws the last of some spans again, behind all that is recorded before it."""
-    rollout, (*before, span) = config.rollout, spans
+    rollout, (*before, span) = worker.config.rollout, spans
     params = SamplingParams(
         rollout.temperature,
         max(rollout.top_k, 0),
         rollout.top_p,
         rollout.min_p,
         span.start + len(span.recorded),
-        stops,
+        worker.stop_token_ids,
         tuple(rollout.stop),
     )
     unknown = (0.0,) * span.start
@@ -176,7 +151,6 @@ def _lines(span: ReplayedSpan, tokenizer: Tokenizer, *, each_token: bool) -> Ite
 
 
 def _compare(span: ReplayedSpan, key: str) -> None:
-    """Raises RunFailed where a token is another one, or a response has ended earlier."""
     for place, (then, now) in enumerate(zip(span.recorded, span.drawn, strict=False), span.start):
         if now != then:
             raise RunFailed(

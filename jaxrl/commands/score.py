@@ -1,7 +1,7 @@
 """`jaxrl score`: scores given responses with a run's reward and without a model, to try a reward before a run.
 
-The pool is that of a run, with its workers, limits and domains. Responses are read, scored and written as a stream:
-only as many are under way as keep the workers busy.
+The pool is that of a run. Responses are read, scored and written as a stream: only as many are under way as keep the
+workers busy.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import IO, Any
+from typing import Any
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.domains import domains
@@ -33,8 +33,6 @@ _AHEAD = 64  # responses under way for each worker, so that a slow one holds non
 
 @dataclass(slots=True)
 class Scores:
-    """The rewards of all responses, added up."""
-
     count: int = 0
     right: int = 0
     total: float = 0.0
@@ -119,7 +117,15 @@ def score(
         with writing_whole(out, removing=removing) as file:
             said_s = time.monotonic()
             for prompt, verdict in _in_order(pool, placed(), _AHEAD * config.reward.num_workers):
-                _write(file, prompt, verdict)
+                line: dict[str, Any] = {
+                    "row": prompt.index + 1,
+                    "source": prompt.source,
+                    "reward": verdict.reward,
+                    "status": verdict.status,
+                    "info": dict(verdict.info),
+                    "duration_s": round(verdict.duration_s, 6),
+                }
+                file.write(to_json(line, default=str).encode() + b"\n")
                 del places[prompt.index]
                 scores.add(verdict)
                 if time.monotonic() - said_s > 0.2:
@@ -148,15 +154,3 @@ def _in_order(pool: RewardPool, rows: Iterator[tuple[Prompt, Sample]], most: int
         while first in came:
             yield under_way.pop(first), came.pop(first)
             first += 1
-
-
-def _write(file: IO[bytes], prompt: Prompt, verdict: Verdict) -> None:
-    line: dict[str, Any] = {
-        "row": prompt.index + 1,
-        "source": prompt.source,
-        "reward": verdict.reward,
-        "status": verdict.status,
-        "info": dict(verdict.info),
-        "duration_s": round(verdict.duration_s, 6),
-    }
-    file.write(to_json(line, default=str).encode() + b"\n")

@@ -1,7 +1,6 @@
 """`jaxrl serve`: a model, or a run's last checkpoint, behind OpenAI's routes, until SIGTERM or Ctrl-C.
 
-The engine is the rollout's, with the same programs and the same draws; what stands before it is `jaxrl.serving`, and
-HTTP is uvicorn's.
+The engine is the rollout's, `jaxrl.serving` stands before it, and HTTP is uvicorn's.
 """
 
 from __future__ import annotations
@@ -21,27 +20,12 @@ from typing import Any
 from jaxrl.config import Config
 from jaxrl.config.files import load
 from jaxrl.config.inputs import reading
-from jaxrl.data.stops import stop_ids
-from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.record.progress import StartupProgress
 from jaxrl.record.run_dir import CONFIG_FILE
-from jaxrl.runtime.build import (
-    build_engine,
-    build_executor,
-    on_one_worker,
-    read_tokenizer_and_model,
-    refuse_too_large,
-    use_compilation_cache,
-)
-from jaxrl.runtime.degree import with_degree
-from jaxrl.runtime.devices import prepare_jax
+from jaxrl.runtime.build import LoneWorker, use_compilation_cache
 from jaxrl.runtime.stop import Stop
-from jaxrl.runtime.weights import load_weights, refuse_other_model
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.sharding.layout import Layout
-from jaxrl.sharding.memory import memory_of
-from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train.steps import whole_step
 
 DEFAULT_LENGTH = 4096
@@ -71,12 +55,9 @@ def serve(
     Args:
       source: a run's directory, whose last checkpoint and configuration are taken, or what `model.path` takes.
       overrides: options on top of the configuration.
-      say: shows a line; standard output where there is none.
-      stop: the signals of the program.
       adapters: none, or one `NAME=FOLDER`: the model has the folder's adapters in its weights, and that name.
 
-    Raises:
-      ValueError: what a user can mend.
+    Raises ValueError for what a user can mend.
     """
     address, say = address or Address(), say or partial(print, flush=True)
     web = _web()
@@ -84,30 +65,21 @@ def serve(
     with closing(_bound_socket(address)) as listener:
         name, more = _adapter(source, adapters)
         config, checkpoint = _configured(source, [*overrides, *more], say)
-        model = _served(name, config, checkpoint, say)
+        worker, engine = _served(config, checkpoint, say)
         stop = stop or Stop()
         stop.save_first(
             lambda text: say(
                 f"stopping: responses under way have {config.serve.grace_s:g} s; a second signal ends it at once"
             )
         )
-        asyncio.run(_run(web, model, key, listener, say, stop))
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model under the name by which clients know it: its engine, and what reads and writes its tokens."""
-
-    name: str
-    config: Config
-    engine: Engine
-    tokenizer: Tokenizer
-    stop_token_ids: tuple[int, ...]
+        asyncio.run(_run(web, name, worker, engine, key, listener, say, stop))
 
 
 async def _run(
     web: Any,
-    loaded: LoadedModel,
+    name: str,
+    worker: LoneWorker,
+    engine: Engine,
     key: str | None,
     listener: socket.socket,
     say: Callable[[str], None],
@@ -117,11 +89,10 @@ async def _run(
     from jaxrl.serving.driver import Driver
     from jaxrl.serving.generation import ServedModel
 
-    config, tokenizer = loaded.config, loaded.tokenizer
-    driver = Driver(loaded.engine, config.serve.max_waiting)
-    stops, vocab_size = loaded.stop_token_ids, tokenizer.vocab_size
-    model = ServedModel(driver, tokenizer, config.max_model_length, stops, vocab_size)
-    app = Routes(model, loaded.name, key, int(config.serve.max_body_mib * 2**20)).app()
+    config, tokenizer = worker.config, worker.tokenizer
+    driver = Driver(engine, config.serve.max_waiting)
+    model = ServedModel(driver, tokenizer, config.max_model_length, worker.stop_token_ids, tokenizer.vocab_size)
+    app = Routes(model, name, key, int(config.serve.max_body_mib * 2**20)).app()
 
     class Server(web.Server):
         @contextmanager
@@ -138,7 +109,7 @@ async def _run(
         await driver.close(0)
         raise ValueError(f"serve --port: {host}:{port} has been taken meanwhile ({task.exception()})")
     say(
-        f"serving {loaded.name} on http://{f'[{host}]' if ':' in host else host}:{port}/v1: {driver.num_rows} requests "
+        f"serving {name} on http://{f'[{host}]' if ':' in host else host}:{port}/v1: {driver.num_rows} requests "
         f"at once, sequences up to {config.max_model_length} tokens"
     )
     try:
@@ -241,30 +212,22 @@ def _adapter(source: str, adapters: Sequence[str]) -> tuple[str, list[str]]:
     return name, [f"model.lora_adapter_path={folder}"]
 
 
-def _served(name: str, config: Config, checkpoint: Path | None, say: Callable[[str], None]) -> LoadedModel:
+def _served(config: Config, checkpoint: Path | None, say: Callable[[str], None]) -> tuple[LoneWorker, Engine]:
     from jaxrl.serving.bodies import MAX_TOP_LOGPROBS
 
     limit = config_of(resolve_path(config.model.path, weights=True)).max_positions
     length = config.serve.max_model_len or min(DEFAULT_LENGTH, limit)
     rollout = replace(config.rollout, stop=[])
     data = replace(config.data, max_prompt_length=length - length // 2, max_response_length=length // 2)
-    config = on_one_worker(replace(config, rollout=rollout, data=data))
     with closing(StartupProgress(say)) as stages:
-        mesh = make_mesh(prepare_jax(config))
-        config = with_degree(config, mesh, say)
-        tokenizer, model = read_tokenizer_and_model(config)
-        refuse_too_large(config, model, mesh.size, memory_of(mesh.devices.ravel().tolist()), trains=False)
-        if checkpoint is not None:
-            refuse_other_model(checkpoint, config, model, mesh)
+        worker = LoneWorker.open(replace(config, rollout=rollout, data=data), say, [checkpoint])
         stages.begin("reading the model")
-        params = load_weights(config, model, mesh, checkpoint)
-        use_compilation_cache(config)
-        layout = Layout(mesh, config.rollout.tp)
-        executor = build_executor(config, model, layout, truncate=True, top_logprobs=MAX_TOP_LOGPROBS)
+        params = worker.weights(checkpoint)
+        use_compilation_cache(worker.config)
+        executor = worker.executor(truncate=True, top_logprobs=MAX_TOP_LOGPROBS)
         executor.sync_weights(params, 0)
         executor.allocate()
         if config.rollout.warmup:
             stages.begin("compiling programs")
             executor.warm_up()
-        stops = stop_ids(tokenizer, model.eos_token_ids)
-        return LoadedModel(name, config, build_engine(config, executor, tokenizer), tokenizer, stops)
+        return worker, worker.engine(executor)

@@ -1,10 +1,7 @@
 """`jaxrl serve --jetstream`: a model behind JetStream's gRPC service, until SIGTERM or Ctrl-C.
 
-The orchestrator is google-jetstream's own; the engine is `jaxrl.rollout.jetstream`. Clients are JetStream's as well:
-`Decode` streams the tokens of a response, and `HealthCheck` says whether the server is up.
-
-Departures from `jetstream.core.server_lib`: it listens on the loopback address by default, not on all addresses, and
-needs no Prometheus.
+The orchestrator is google-jetstream's own; the engine is `jaxrl.rollout.jetstream`. Departures from
+`jetstream.core.server_lib`: it listens on the loopback address by default, and needs no Prometheus.
 """
 
 from __future__ import annotations
@@ -57,11 +54,8 @@ def serve(
     Args:
       model: as `model.path`.
       port: 0: any free one.
-      say: shows a line; standard output where there is none.
-      stop: the signals of the program.
 
-    Raises:
-      ValueError: google-jetstream is not installed, sizes that cannot be, or an address that cannot be listened on.
+    Raises ValueError where google-jetstream is not installed, for impossible sizes, or an address that cannot be used.
     """
     stop, say = stop or Stop(), say or partial(print, flush=True)
     jetstream = _adapter()

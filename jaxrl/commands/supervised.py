@@ -1,8 +1,7 @@
 """`jaxrl sft` and `jaxrl dpo`: a run that learns from files, without a rollout.
 
-It has the trainer, the checkpoints and the record of `jaxrl train`, whose sections `model`, `data`, `actor`, `trainer`
-and `hosts` it reads; what it does with its rows is in `jaxrl.train.supervised`. A step is one optimizer update on
-`data.train_batch_size` rows.
+It has the trainer, the checkpoints and the record of `jaxrl train`; what it does with its rows is in
+`jaxrl.train.supervised`. A step is one optimizer update on `data.train_batch_size` rows.
 """
 
 from __future__ import annotations
@@ -52,8 +51,6 @@ def train_on_files(
 
 
 class SupervisedRun:
-    """What `jaxrl sft` and `jaxrl dpo` do in a run: rows, reference, steps, evaluations."""
-
     def __init__(self, run: Training, method: Method) -> None:
         self._run, self._method = run, method
         run.open_devices()

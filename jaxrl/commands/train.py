@@ -1,8 +1,7 @@
 """`jaxrl train`: from a configuration to the loop, in the order in which a run is put together.
 
-What can be refused at once comes first, and nothing is written before all is known to fit. jax is loaded with the
-devices, which takes a second: a refusal does not wait for it. What a run has in common with one that learns from files
-is in `jaxrl.runtime.training`.
+What can be refused at once comes first, before jax is loaded, and nothing is written before all is known to fit. What a
+run has in common with one that learns from files is in `jaxrl.runtime.training`.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from jaxrl.data.prompts import PromptSource, load_train, load_validation, refuse
 from jaxrl.data.stops import stop_ids
 from jaxrl.mechanisms import batch_rule, enabled, refuse_devices
 from jaxrl.mechanisms.judge import Judge
-from jaxrl.mechanisms.judge.endpoint import join_endpoint
-from jaxrl.mechanisms.judge.verdicts import refuse_fields
 from jaxrl.record.run_record import RunOutcome
 from jaxrl.rewards.domains import build_scorer, refuse_tests
 from jaxrl.rewards.pool import RewardPool, build_pool
@@ -61,7 +58,6 @@ def train(
 def _start(start: Training) -> RunOutcome:
     from jaxrl.runtime.build import read_tokenizer_and_model, refuse_too_large, with_planned_update
     from jaxrl.runtime.memory import layout_sizes
-    from jaxrl.runtime.teacher import read_teacher
 
     environments = _environments(start)
     problems, held_out = _problems(start, environments)
@@ -75,7 +71,11 @@ def _start(start: Training) -> RunOutcome:
     start.changes = [] if start.earlier is None else differences(start.earlier, config)
     start.tokenizer, start.model = read_tokenizer_and_model(config)
     host.read_model(start.model)
-    teacher = read_teacher(config, start.tokenizer, start.model)
+    teacher = None
+    if config.algorithm.teacher.path:
+        from jaxrl.runtime.teacher import read_teacher
+
+        teacher = read_teacher(config, start.tokenizer, start.model)
     refuse_too_large(config, start.model, count, memory)
     if config.trainer.init_from and start.earlier is None:
         host.refuse_other_init()
@@ -144,7 +144,10 @@ def _problems(start: Training, environments: EnvironmentPool | None) -> tuple[Se
     if any(domain.kind == "code" for domain in domains(config.reward).values()):
         for problem in chain(problems, held_out):
             refuse_tests(config, problem.where, request(problem))
-    refuse_fields(config, map(request, chain(problems, held_out)))
+    if "judge" in config.reward.kinds:
+        from jaxrl.mechanisms.judge.verdicts import refuse_fields
+
+        refuse_fields(config, map(request, chain(problems, held_out)))
     return problems, held_out
 
 
@@ -153,7 +156,10 @@ def _rewards(start: Training) -> RewardPool:
     start.beat("reading the reward function")
     log = start.run_dir.early_file("rewards.log")  # a reward file may print while it is imported
     pool = start.stack.enter_context(closing(build_pool(start.config, build_scorer(start.config), log=log)))
-    join_endpoint(start.config, pool)
+    if start.config.reward.judge.endpoint:
+        from jaxrl.mechanisms.judge.endpoint import join_endpoint
+
+        join_endpoint(start.config, pool)
     return pool
 
 
@@ -165,10 +171,12 @@ def _prompts(
 ) -> tuple[PromptSource, list[Prompt]]:
     """Prompts to train on, and held-out ones; sets `total_steps`."""
     from jaxrl.runtime.beginnings import refuse_other_data
-    from jaxrl.runtime.teacher import refuse_context
 
     config = start.config
-    refuse_context(config, problems)
+    if config.has_teacher:
+        from jaxrl.runtime.teacher import refuse_context
+
+        refuse_context(config, problems)
     prompts = PromptSource(problems, start.tokenizer, config, environments)
     validation = validation_prompts(config, start.tokenizer, held_out, environments)
     start.total_steps = total_steps(config, prompts.num_prompts)
@@ -177,13 +185,14 @@ def _prompts(
 
 
 def _load(start: Training, trained: Config, teacher: Any) -> EndpointTeacher | None:
-    """Loads the weights of all models; returns a teacher that answers at an endpoint."""
     from jaxrl.runtime.host import LoadRequest
-    from jaxrl.runtime.teacher import endpoint_teacher
 
-    config, steps = start.config, start.total_steps
+    config, steps, asked = start.config, start.total_steps, None
     start.beat("loading the weights")
-    asked = endpoint_teacher(config, start.model, start.tokenizer, start.beat)
+    if config.algorithm.teacher.endpoint:
+        from jaxrl.runtime.teacher import endpoint_teacher
+
+        asked = endpoint_teacher(config, start.model, start.tokenizer, start.beat)
     updates = (steps - config.critic_warmup) * config.updates_per_step
     critic_updates = steps * config.critic_updates_per_step if config.has_critic else 0
     request = LoadRequest(trained, start.init_from, updates, critic_updates, teacher)
@@ -226,7 +235,6 @@ def _train(
 def _open_rollout(
     start: Training, run: Run, profile: Profile | None, asked: EndpointTeacher | None, stack: ExitStack
 ) -> MeshMachine:
-    """Builds the executors of the workers, and their engines."""
     from jaxrl.runtime.build import build_engines
     from jaxrl.runtime.mesh_machine import MeshMachine
 
@@ -246,7 +254,6 @@ def _open_rollout(
 
 
 def _report_to(start: Training, run: Run, beside: list[CompiledPrograms]) -> None:
-    """Connects the loop with the run's record and checkpoints."""
     record, journal = start.record, run.journal
 
     def stepped(step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:

@@ -1,6 +1,6 @@
 """`jaxrl tune`: which factors of a rule are fastest for a run, by simulation from lengths that the run has recorded.
 
-It simulates the run's own configuration with each value of a grid and with plain batches over several seeds. What is
+It simulates the run's configuration with each value of a grid and with plain batches over several seeds. What is
 searched and how results compare: `jaxrl.sim.tuning`. Never imports jax.
 
 Source: RollPacker §6.3. Departures: lengths are a bootstrap of `samples.jsonl` (`jaxrl.sim.recorded`), new for each
@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import product
 from multiprocessing import get_context
@@ -33,9 +33,7 @@ from jaxrl.runtime.stop import end_with_parent, ignored_by_children
 from jaxrl.scheduling.mechanism import UNFINISHED
 from jaxrl.sim.configured import (
     cost_model,
-    layout_sizes,
-    machine_sizes,
-    model_sizes,
+    machine,
     num_devices_of,
     with_degree,
     with_simulated_hosts,
@@ -82,11 +80,8 @@ def tune(
       values: of all options of the rule together; empty: the default grid.
       prompt_factors, response_factors: each option's own grid, of which all pairs are tried; the one left out is 1.
       seeds: simulated runs of each value. steps: of each run; None: as many as show the longest period twice.
-      processes: runs at the same time.
-      out: a file for the results as JSON.
 
-    Raises:
-      ValueError: what a user can mend.
+    Raises ValueError for what a user can mend.
     """
     if out:
         refuse_overwriting(out, "--out")
@@ -111,14 +106,14 @@ def tune(
     configs = [_load(run_dir, [*fixed, *search.alone(factors)]) for factors in tried]
     for each in configs:
         batch_rule(each)
-        _machine(each)  # what cannot be simulated is refused before anything is
+        machine(each)  # what cannot be simulated is refused before anything is
     workload, lengths = workload_of(config)
     if isinstance(workload, RecordedWorkload):
         _check_lengths(workload)
-    machine, costs = f"{num_devices_of(config)} × {config.simulate.hardware}", cost_model(config)[1]
+    costs = cost_model(config)[1]
     say(
         f"{search.name} on {run_dir}: {seeds} seeds × {steps} simulated steps of {prompts} prompts × {n} samples on "
-        f"{machine}"
+        f"{num_devices_of(config)} × {config.simulate.hardware}"
     )
     say(f"  costs: {costs}")
     say(f"  lengths: {lengths}")
@@ -127,7 +122,7 @@ def tune(
         say(f"  note: {note}")
 
     drawn = [_lengths_of_seed(config, workload, seed) for seed in range(seeds)]
-    runs = [SimulatedTrial(_seeded(each, i), own, search.of.warm_up) for i, own in enumerate(drawn) for each in configs]
+    runs = [(_seeded(each, i), own, search.of.warm_up) for i, own in enumerate(drawn) for each in configs]
     trials = _run(runs, processes, progress)
     plain, *others = (
         Tried(factors, search.launched(factors, prompts, n), tuple(trials[i :: len(tried)]))
@@ -182,7 +177,6 @@ def _options_of_run(run_dir: str, devices: Mapping[str, Any], overrides: Sequenc
 
 
 def _check_lengths(workload: RecordedWorkload) -> None:
-    """Raises ValueError for a record from which nothing can be learnt."""
     lengths = workload.lengths
     if len(lengths) < LEAST_RESPONSES:
         raise ValueError(
@@ -200,7 +194,6 @@ def _check_lengths(workload: RecordedWorkload) -> None:
 def _notes(
     config: Config, workload: Workload, run_dir: str, devices: Mapping[str, Any], left_out: Sequence[str]
 ) -> Iterator[str]:
-    """Which values were left out, and why the figures may be off."""
     if left_out:
         yield f"left out, since they launch what another value launches: {', '.join(left_out)}"
     if isinstance(workload, RecordedWorkload):
@@ -223,12 +216,6 @@ def _notes(
 # ---------------------------------------------------------------- the runs
 
 
-def _machine(config: Config) -> tuple[Any, Any, Any]:
-    """Cost model, sizes and layouts. Raises ValueError for a configuration that cannot be simulated."""
-    cost, sizes = cost_model(config)[0], model_sizes(config)
-    return cost, machine_sizes(config, cost, sizes), layout_sizes(config, cost, sizes)
-
-
 def _seeded(config: Config, seed: int) -> Config:
     data, trainer = config.data, config.trainer
     return replace(
@@ -242,28 +229,23 @@ def _lengths_of_seed(config: Config, workload: Workload, seed: int) -> Workload:
     return workload_of(_seeded(config, seed))[0]
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedTrial:
-    """One simulated run, which may take place in another process; it writes nothing."""
+def _simulated(config: Config, workload: Workload, warm_up: int) -> Trial:
+    """One simulated run, which may take place in another process; it writes nothing. `warm_up`: steps that its means
+    leave out."""
+    steps: list[dict[str, float]] = []
 
-    config: Config
-    workload: Workload
-    warm_up: int  # steps that its means leave out
+    def on_step(step: int, measured: dict[str, float], groups: Any) -> None:
+        steps.append(measured)
 
-    def run(self) -> Trial:
-        steps: list[dict[str, float]] = []
-
-        def on_step(step: int, measured: dict[str, float], groups: Any) -> None:
-            steps.append(measured)
-
-        cost, sizes, layouts = _machine(self.config)
-        with rare_collections():
-            build(self.config, cost, self.workload, sizes=sizes, layouts=layouts, on_step=on_step).loop.run()
-        return trial(steps, self.config.data.train_batch_size, self.warm_up)
+    cost, sizes, layouts = machine(config)
+    with rare_collections():
+        build(config, cost, workload, sizes=sizes, layouts=layouts, on_step=on_step).loop.run()
+    return trial(steps, config.data.train_batch_size, warm_up)
 
 
-def _run(runs: Sequence[SimulatedTrial], processes: int, progress: Callable[[int, int], None]) -> list[Trial]:
-    """The trials in the order of the runs, several at a time."""
+def _run(
+    runs: Sequence[tuple[Config, Workload, int]], processes: int, progress: Callable[[int, int], None]
+) -> list[Trial]:
     done: list[Trial] = []
     with ExitStack() as stack:
         in_order: Callable[..., Iterable[Trial]] = map
@@ -273,7 +255,7 @@ def _run(runs: Sequence[SimulatedTrial], processes: int, progress: Callable[[int
             pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=end_with_parent)
             in_order = stack.enter_context(pool).map
         with ignored_by_children():
-            trials = in_order(SimulatedTrial.run, runs)  # starts the processes
+            trials = in_order(_simulated, *zip(*runs, strict=True))  # starts the processes
         for found in trials:
             done.append(found)
             progress(len(done), len(runs))

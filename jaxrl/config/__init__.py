@@ -1,9 +1,4 @@
-"""The configuration: every option, declared once with its bounds and its text, and the files that hold options.
-
-`options`, `updates`, `rollouts`, `rewards`, `hosts`, `simulation` and the rooms of mechanisms declare them; `checks`
-says what must hold between them. `mapping` builds a `Config` from nested mappings, `files` from YAML, gin and
-overrides. `reference` lists all options.
-"""
+"""The configuration: every option, declared once with its bounds and its text, and the files that hold options."""
 
 from jaxrl.config.checks import ConfigError
 from jaxrl.config.mapping import differences, flatten, from_mapping, to_mapping

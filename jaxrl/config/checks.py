@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from jaxrl.config.commands import as_read
-from jaxrl.config.domains import problem as reward_problem
+from jaxrl.config.domains import problems as reward_problems
 from jaxrl.config.domains import unread as unread_rewards
 from jaxrl.config.options import AdvantageEstimator, Config
 from jaxrl.config.rewards import RewardSection
-from jaxrl.schema.chat_template import template_problem
 from jaxrl.schema.declared import MAX_INT, Checked, declared, shown
 from jaxrl.schema.devices import devices_problem, possible_workers
+from jaxrl.schema.limits import template_problem
 
 _MAX_STEP_SAMPLES = 1 << 20
 
@@ -33,201 +34,153 @@ class ConfigError(ValueError):
 
 def check(c: Config) -> None:
     """Raises ConfigError for options that cannot be combined."""
-    if not c.model.path:
-        raise ConfigError(
-            "model.path is missing: give a Hugging Face folder, a .gguf file or org/name of the Hugging Face Hub"
-        )
-    _check_data(c)
-    _check_quotas(c)
-    _check_reward(c)
-    _check_batch(c)
-    _check_greedy(c)
-    _check_sizes(c)
-    _check_stale(c)
-    _check_numerics(c)
-    _check_gdpo(c)
-    _check_tokens(c)
-    for section in _checked(c):
-        if (problem := section.problem(c)) is not None:
-            raise ConfigError(problem)
+    own = (section.problem(c) for section in _checked(c))
+    problem = next(filter(None, chain(_of_data(c), _of_batch(c), _of_sizes(c), _of_update(c), own)), None)
+    if problem is not None:
+        raise ConfigError(problem)
     check_across_hosts(c, "hosts.num", "hosts.devices_per_host")
-    _check_devices(c)
+    devices, own_devices, tp = c.trainer.num_devices, c.rollout.num_devices, 1 if c.is_tp_open else c.rollout.tp
+    problem = devices_problem(own_devices, devices, tp, "trainer.num_devices", c.workers_per_group)
+    if problem is not None:
+        raise ConfigError(problem)
 
 
-def _check_data(c: Config) -> None:
-    if c.data.task and c.data.train_files:
-        raise ConfigError(
+def _of_data(c: Config) -> Iterator[str]:
+    data, trainer = c.data, c.trainer
+    if not c.model.path:
+        yield "model.path is missing: give a Hugging Face folder, a .gguf file or org/name of the Hugging Face Hub"
+    if data.task and data.train_files:
+        yield (
             "data.task and data.train_files exclude each other: problems come from a task or from files; add "
             "data.task= to use the files"
         )
-    if "{question}" not in c.data.prompt_template:
-        raise ConfigError(f"data.prompt_template must contain {{question}}, found {c.data.prompt_template!r}")
-    if problem := template_problem(c.data.apply_chat_template_kwargs):
-        raise ConfigError(f"data.apply_chat_template_kwargs.{problem}")
-    _check_held_out(c)
-
-
-def _check_held_out(c: Config) -> None:
-    data, trainer = c.data, c.trainer
-    if data.val_files or (data.task and data.val_size) or not (data.task or data.train_files):
-        return  # without any data a run is refused otherwise, and a simulation makes its own
-    for option, wanted in (("test_freq", trainer.test_freq), ("val_before_train", trainer.val_before_train)):
-        if wanted:
-            raise ConfigError(
-                f"trainer.{option} ({str(wanted).lower()}) needs held-out prompts: give data.val_files"
-                + (", or data.val_size above 0" if data.task else "")
-            )
-
-
-def _check_quotas(c: Config) -> None:
-    quotas, batch = c.data.source_quotas, c.data.train_batch_size
+    if "{question}" not in data.prompt_template:
+        yield f"data.prompt_template must contain {{question}}, found {data.prompt_template!r}"
+    if problem := template_problem(data.apply_chat_template_kwargs):
+        yield f"data.apply_chat_template_kwargs.{problem}"
+    # without any data a run is refused otherwise, and a simulation makes its own
+    if not data.val_files and not (data.task and data.val_size) and (data.task or data.train_files):
+        for option, wanted in (("test_freq", trainer.test_freq), ("val_before_train", trainer.val_before_train)):
+            if wanted:
+                more = ", or data.val_size above 0" if data.task else ""
+                value = str(wanted).lower()
+                yield f"trainer.{option} ({value}) needs held-out prompts: give data.val_files{more}"
+    quotas, batch = data.source_quotas, data.train_batch_size
     for source, quota in quotas.items():
         if quota < 0:
-            raise ConfigError(f"data.source_quotas.{source} must be at least 0, found {quota}")
+            yield f"data.source_quotas.{source} must be at least 0, found {quota}"
     if quotas and sum(quotas.values()) != batch:
-        raise ConfigError(
-            f"data.source_quotas must add up to data.train_batch_size ({batch} prompts), found {sum(quotas.values())}"
-        )
-
-
-def _check_reward(c: Config) -> None:
-    if (problem := reward_problem(c)) is not None:
-        raise ConfigError(problem)
-    overlong, longest = c.reward.overlong_buffer, c.data.max_response_length
+        yield f"data.source_quotas must add up to data.train_batch_size ({batch} prompts), found {sum(quotas.values())}"
+    yield from reward_problems(c)
+    overlong, longest = c.reward.overlong_buffer, data.max_response_length
     if overlong.enable and not 0 < overlong.len <= longest:
-        raise ConfigError(
+        yield (
             f"reward.overlong_buffer.len ({overlong.len} tokens) must be at least 1 and at most "
             f"data.max_response_length ({longest} tokens) where reward.overlong_buffer.enable is on"
         )
 
 
-def _check_batch(c: Config) -> None:
-    batch, mini = c.data.train_batch_size, c.mini_batch_prompts
-    if batch % mini:
-        raise ConfigError(
-            f"actor.ppo_mini_batch_size ({mini} prompts) must divide data.train_batch_size ({batch} prompts)"
-        )
-    own = c.critic.ppo_mini_batch_size
-    if own and batch % own:
-        raise ConfigError(
-            f"critic.ppo_mini_batch_size ({own} prompts) must divide data.train_batch_size ({batch} prompts)"
-        )
-    if c.algorithm.adv_estimator in GROUP_RELATIVE and c.rollout.n < 2:
-        raise ConfigError(
-            f"rollout.n ({c.rollout.n}) must be at least 2 with algorithm.adv_estimator={c.algorithm.adv_estimator}: "
-            "its advantage compares the samples of a prompt with each other"
+def _of_batch(c: Config) -> Iterator[str]:
+    batch, estimator = c.data.train_batch_size, c.algorithm.adv_estimator
+    for model, mini in (("actor", c.mini_batch_prompts), ("critic", c.critic.ppo_mini_batch_size)):
+        if mini and batch % mini:
+            yield f"{model}.ppo_mini_batch_size ({mini} prompts) must divide data.train_batch_size ({batch} prompts)"
+    if estimator in GROUP_RELATIVE and c.rollout.n < 2:
+        yield (
+            f"rollout.n ({c.rollout.n}) must be at least 2 with algorithm.adv_estimator={estimator}: its advantage "
+            "compares the samples of a prompt with each other"
         )
     if c.algorithm.use_kl_in_reward and c.actor.use_kl_loss:
-        raise ConfigError("algorithm.use_kl_in_reward and actor.use_kl_loss exclude each other: count KL once")
+        yield "algorithm.use_kl_in_reward and actor.use_kl_loss exclude each other: count KL once"
     if c.actor.param_dtype == "float64" and c.actor.dtype != "float64":
-        raise ConfigError(f"actor.dtype must be float64 where actor.param_dtype is, found {c.actor.dtype}")
-
-
-def _check_greedy(c: Config) -> None:
-    """Without chance the samples of a prompt are equal, and there is nothing to compare."""
-    if c.greedy_option and c.algorithm.adv_estimator in GROUP_RELATIVE:
-        raise ConfigError(
-            f"{c.greedy_option} makes all samples of a prompt equal, and algorithm.adv_estimator="
-            f"{c.algorithm.adv_estimator} compares them with each other: every advantage would be 0"
+        yield f"actor.dtype must be float64 where actor.param_dtype is, found {c.actor.dtype}"
+    if c.greedy_option and estimator in GROUP_RELATIVE:
+        yield (
+            f"{c.greedy_option} makes all samples of a prompt equal, and algorithm.adv_estimator={estimator} compares "
+            "them with each other: every advantage would be 0"
         )
 
 
-def _check_sizes(c: Config) -> None:
-    """Products of sizes, each of which may be large alone."""
+def _of_sizes(c: Config) -> Iterator[str]:
     data, rollout, actor = c.data, c.rollout, c.actor
     for first, second, count in (
         ("data.train_batch_size", "rollout.n", data.train_batch_size * rollout.n),
         ("data.val_size", "rollout.val_kwargs.n", data.val_size * rollout.val_kwargs.n),
     ):
         if count > _MAX_STEP_SAMPLES:
-            raise ConfigError(
+            yield (
                 f"{first} × {second} must be at most {_MAX_STEP_SAMPLES} samples, which are in memory at once, found "
                 f"{count}"
             )
     if rollout.num_blocks * rollout.block_size > MAX_INT:
-        raise ConfigError(
+        yield (
             f"rollout.num_blocks ({rollout.num_blocks}) × rollout.block_size ({rollout.block_size} tokens) must be at "
             f"most {MAX_INT}: a token's place in the pool has 32 bits"
         )
     steps, per_step = c.trainer.total_training_steps, max(c.updates_per_step, c.critic_updates_per_step)
     if steps * per_step > MAX_INT:
-        raise ConfigError(
+        yield (
             f"trainer.total_training_steps ({steps}) with {per_step} updates each makes {steps * per_step} updates, of "
             f"which at most {MAX_INT} can be counted: lower it, or actor.ppo_epochs"
         )
     for model, optim in (("actor", actor.optim), ("critic", c.critic.optim)):
         if optim.lr * optim.weight_decay > 1:
-            raise ConfigError(
+            yield (
                 f"{model}.optim.lr ({optim.lr:g}) × {model}.optim.weight_decay ({optim.weight_decay:g}) must be at "
                 "most 1: it is the share that every update takes off each weight"
             )
 
 
-def _check_stale(c: Config) -> None:
-    if c.rollout.stale_tokens == "recompute" and c.actor.old_logprobs != "recompute":
-        raise ConfigError(
+def _of_update(c: Config) -> Iterator[str]:
+    actor, rollout, algorithm = c.actor, c.rollout, c.algorithm
+    if rollout.stale_tokens == "recompute" and actor.old_logprobs != "recompute":
+        yield (
             "rollout.stale_tokens=recompute needs actor.old_logprobs=recompute, found rollout, with which no "
             "log-probability is computed anew"
         )
-
-
-def _check_numerics(c: Config) -> None:
-    if c.actor.numerics != "invariant":
-        return
-    if c.actor.dtype != c.rollout.dtype:
-        raise ConfigError(
-            f"actor.dtype ({c.actor.dtype}) must be rollout.dtype ({c.rollout.dtype}) where actor.numerics is "
-            "invariant: numbers of two types are not the same bits"
+    is_invariant = actor.numerics == "invariant"
+    if is_invariant and actor.dtype != rollout.dtype:
+        yield (
+            f"actor.dtype ({actor.dtype}) must be rollout.dtype ({rollout.dtype}) where actor.numerics is invariant: "
+            "numbers of two types are not the same bits"
         )
-    if c.actor.context_parallel_size > 1:
-        raise ConfigError(
-            f"actor.context_parallel_size ({c.actor.context_parallel_size}) must be 1 where actor.numerics is "
+    if is_invariant and actor.context_parallel_size > 1:
+        yield (
+            f"actor.context_parallel_size ({actor.context_parallel_size}) must be 1 where actor.numerics is "
             "invariant: a token's attention is computed in the rollout's order, in which its whole sequence lies on "
             "one device"
         )
-    if c.rollout.quantized:
-        raise ConfigError(
-            f"{c.rollout.quantized} and actor.numerics=invariant exclude each other: the trainer, which quantises "
+    if is_invariant and rollout.quantized:
+        yield (
+            f"{rollout.quantized} and actor.numerics=invariant exclude each other: the trainer, which quantises "
             "nothing, would not find the rollout's bits"
         )
-
-
-def _check_gdpo(c: Config) -> None:
-    keys, weights = c.algorithm.gdpo_reward_keys, c.algorithm.gdpo_reward_weights
-    if c.algorithm.adv_estimator != "gdpo":
-        return
-    if len(keys) < 2 or len(set(keys)) < len(keys):
-        raise ConfigError(
+    keys, weights, is_gdpo = (
+        algorithm.gdpo_reward_keys,
+        algorithm.gdpo_reward_weights,
+        algorithm.adv_estimator == "gdpo",
+    )
+    if is_gdpo and (len(keys) < 2 or len(set(keys)) < len(keys)):
+        yield (
             "algorithm.adv_estimator=gdpo needs algorithm.gdpo_reward_keys with at least two different names, found "
             f"{', '.join(keys) or 'none'}: of a single reward its advantages are those of grpo, whitened"
         )
-    if weights and len(weights) != len(keys):
-        raise ConfigError(
+    if is_gdpo and weights and len(weights) != len(keys):
+        yield (
             f"algorithm.gdpo_reward_weights must have one number for each of gdpo_reward_keys ({len(keys)}), found "
             f"{len(weights)}"
         )
-    if c.algorithm.use_kl_in_reward:
-        raise ConfigError(
+    if is_gdpo and algorithm.use_kl_in_reward:
+        yield (
             "algorithm.use_kl_in_reward and algorithm.adv_estimator=gdpo exclude each other: there is no one reward to "
             "take the KL off; use actor.use_kl_loss"
         )
-
-
-def _check_tokens(c: Config) -> None:
-    longest = c.max_model_length
-    if c.max_row_length < longest:
-        raise ConfigError(
-            f"{c.row_budget} must hold the longest sequence: data.max_prompt_length "
-            f"({c.data.max_prompt_length}) + data.max_response_length ({c.data.max_response_length}) = {longest} "
-            "tokens; actor.context_parallel_size parts it among devices"
+    if c.max_row_length < c.max_model_length:
+        yield (
+            f"{c.row_budget} must hold the longest sequence: data.max_prompt_length ({c.data.max_prompt_length}) + "
+            f"data.max_response_length ({c.data.max_response_length}) = {c.max_model_length} tokens; "
+            "actor.context_parallel_size parts it among devices"
         )
-
-
-def _check_devices(c: Config) -> None:
-    devices, own, tp = c.trainer.num_devices, c.rollout.num_devices, 1 if c.is_tp_open else c.rollout.tp
-    problem = devices_problem(own, devices, tp, "trainer.num_devices", c.workers_per_group)
-    if problem is not None:
-        raise ConfigError(problem)
 
 
 def check_across_hosts(c: Config, option: str, devices_option: str) -> None:
@@ -263,7 +216,6 @@ def check_across_hosts(c: Config, option: str, devices_option: str) -> None:
 
 
 def _check_spanning(c: Config, several: str) -> None:
-    """Raises ConfigError for options that exclude workers which span hosts."""
     rollout, num = c.rollout, c.hosts.num
     option = f"rollout.hosts_per_worker ({rollout.hosts_per_worker})"
     possible = [num // groups for groups in reversed(possible_workers(num))]
@@ -292,11 +244,8 @@ def _check_spanning(c: Config, several: str) -> None:
 
 
 def host_problem(c: Config, num_devices: int, option: str = "the number of devices") -> str | None:
-    """Why the rollout is impossible on the devices of a host, as a sentence; None if it is possible.
-
-    Args:
-      option: that counts the devices, where there is one host.
-    """
+    """Why the rollout is impossible on the devices of a host, as a sentence; None if it is possible. `option`: that
+    counts the devices, where there is one host."""
     tp, own = 1 if c.is_tp_open else c.rollout.tp, c.rollout.num_devices
     if c.hosts.num == 1:
         return devices_problem(own, num_devices, tp, option, c.workers_per_group)

@@ -1,8 +1,5 @@
-"""Which options `jaxrl sft` and `jaxrl dpo` read.
-
-The others are put back to their defaults, so that no rule of `jaxrl.config.checks` refuses a run for an option that has
-no effect on it.
-"""
+"""Which options `jaxrl sft` and `jaxrl dpo` read. The others are put back to their defaults, so that no rule of
+`jaxrl.config.checks` refuses a run for an option that has no effect on it."""
 
 from __future__ import annotations
 
@@ -34,11 +31,8 @@ _OF_COMMAND: Mapping[str, Mapping[str, str]] = {
 
 
 def as_read(config: Config, command: str) -> Config:
-    """The configuration with each option that a command does not read at its default.
-
-    Args:
-      command: that trains. Of other ones nothing is known, and the configuration stays as it is.
-    """
+    """The configuration with each option that a command does not read at its default. `command`: that trains. Of
+    other ones nothing is known, and the configuration stays as it is."""
     if command == "train":
         return replace(config, sft=SftSection(), dpo=DpoSection())
     if command not in LEARNING:

@@ -35,7 +35,6 @@ class Domain:
 
     @property
     def option(self) -> str:
-        """Where its options stand."""
         return f"reward.domains.{self.source}" if self.source else "reward"
 
 
@@ -93,12 +92,8 @@ def needs_workers(reward: RewardSection) -> bool:
 # ---------------------------------------------------------------- what is refused
 
 
-def problem(c: Config) -> str | None:
-    """Why the options of section `reward` cannot be combined, as a sentence; None if they can."""
-    return next(_problems(c), None)
-
-
-def _problems(c: Config) -> Iterator[str]:
+def problems(c: Config) -> Iterator[str]:
+    """Why the options of section `reward` cannot be combined."""
     if "" in c.reward.domains:
         yield "reward.domains: a source must have a name, found an empty one; reward.kind is for all other sources"
     found = domains(c.reward).values()
@@ -109,9 +104,8 @@ def _problems(c: Config) -> Iterator[str]:
         if domain.kind == "environment" and not c.environment.is_on:
             yield f"{domain.option}.kind is environment, which needs environment.kind: its turns have the rewards"
     option_of = {domain.kind: domain.option for domain in reversed(found)}  # the first of each kind
-    for model in c.reward.models:
-        if why := model.problem(option_of, has_answers=bool(c.data.answer_key or c.data.task)):
-            yield why
+    if why := c.reward.judge.problem(option_of, has_answers=bool(c.data.answer_key or c.data.task)):
+        yield why
     for name, part in c.reward.parts.items():
         yield from _of_part(f"reward.parts.{name}", part, c)
 
@@ -183,5 +177,4 @@ def unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:
         yield "reward.code", None, "no reward's kind is code"
     elif c.reward.code.score == "all":
         yield "reward.code", frozenset({"max_failing_s"}), "reward.code.score is all"
-    for model in c.reward.models:
-        yield from model.unread(kinds)
+    yield from c.reward.judge.unread(kinds)

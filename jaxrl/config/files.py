@@ -1,8 +1,6 @@
 """Configuration files: YAML or gin, plus overrides from the command line, to one checked `Config`.
 
-Both formats become the same nested mapping and go through `jaxrl.config.from_mapping`, so equal options give equal
-configs. Every failure is one sentence, with the places that gave the options it names: file and line, or the command
-line. `yaml_text` and `gin_file` say how each format is read.
+Every failure is one sentence, with the places that gave the options it names: file and line, or the command line.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from typing import Any
 
 from jaxrl import __version__
 from jaxrl.config.checks import ConfigError, without_effect
-from jaxrl.config.gin_file import GinFile
 from jaxrl.config.inputs import Options, read_text, refuse_unprintable
 from jaxrl.config.mapping import build, from_mapping, is_section, is_text
 from jaxrl.config.options import Config
@@ -57,7 +54,6 @@ def load(
 
 
 def load_recorded(path: Path) -> Config:
-    """The config of a run's config.yaml."""
     options = Options()
     _read_yaml(path, options)
     return _checked(options)
@@ -93,6 +89,8 @@ def _read(path: Path) -> Options:
     if kind == "yaml":
         _read_yaml(path, options)
     else:
+        from jaxrl.config.gin_file import GinFile
+
         GinFile(path, options).read()
     return options
 

@@ -1,8 +1,7 @@
 """Functions of the user's: a Python file and a name in options, read, run and checked.
 
-Reading and running are apart: a run reads the file once (`read_user_file`), and whichever process needs the function
-runs that text (`user_function`). So a file that is changed or deleted later changes nothing, and a reward file never
-runs in the trainer.
+Reading and running are apart: a run reads the file once, and whichever process needs the function runs that text. So a
+file that is changed or deleted later changes nothing, and a reward file never runs in the trainer.
 """
 
 from __future__ import annotations
@@ -66,8 +65,7 @@ def user_function(option: tuple[str, str], file: UserFile, name: str, arguments:
       option: the options that give the file and `name`.
       arguments: the names that the function is called with.
 
-    Raises:
-      ValueError: the file or the function is wrong.
+    Raises ValueError: the file or the function is wrong.
     """
     of_path, of_name = option
     module = user_module(of_path, file)

@@ -1,7 +1,6 @@
-"""Reading what a user hands in: whatever is wrong with a file, the error names it.
+"""Reading what a user gives: whatever is wrong with a file, the error names it.
 
-Every reader of such a file works inside `with reading(path):`. Errors that the file's own format raises without a word
-about the file become one ValueError with its name; the operating system's errors keep their type and get the name.
+Every reader of such a file works inside `with reading(path):`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Between nested mappings and `Config`.
 
-A YAML file, command-line overrides (`a.b=c`) and a gin file all arrive here as one nested mapping, so all three resolve
-to the same `Config`. An unknown key, a wrong type, a value outside its bounds, or options that contradict each other
-raise `ConfigError` with one sentence: which option, what was found, what is allowed.
+A YAML file, overrides (`a.b=c`) and a gin file all arrive here as one nested mapping. An unknown key, a wrong type, a
+value outside its bounds, or options that contradict each other raise `ConfigError` with one sentence: which option,
+what was found, what is allowed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from jaxrl.config import verl_options
 from jaxrl.config.checks import ConfigError, check
 from jaxrl.config.commands import as_read
 from jaxrl.config.options import Config
@@ -48,7 +47,6 @@ def from_mapping(values: Mapping[str, Any], command: str = "") -> Config:
 
 
 def is_text(path: str) -> bool:
-    """Whether the option's value is text, whatever it looks like."""
     return path in _TEXTS
 
 
@@ -107,6 +105,8 @@ def _no_text(path: str, key: Any) -> str:
 
 
 def _unknown(path: str, key: str, value: Any, known: list[str]) -> str:
+    from jaxrl.config import verl_options
+
     full = f"{path}.{key}" if path else key
     if (from_verl := verl_options.advice(full, value)) is not None:
         option, advice = from_verl
@@ -125,7 +125,6 @@ def _unknown(path: str, key: str, value: Any, known: list[str]) -> str:
 
 
 def _convert(option: Declared, value: Any, path: str) -> Any:
-    """A value as its declaration wants it; raises ConfigError where it cannot be that."""
     hint, origin = option.type, typing.get_origin(option.type)
     if option.is_section:
         return build(hint, {} if value is None else value, path)
@@ -154,6 +153,8 @@ def _convert(option: Declared, value: Any, path: str) -> Any:
 def _name(allowed: tuple[str, ...], value: Any, path: str) -> str:
     if isinstance(value, str) and value in allowed:
         return value
+    from jaxrl.config import verl_options
+
     near = difflib.get_close_matches(value[:100].lower(), allowed, n=1) if isinstance(value, str) else []
     ours = verl_options.VALUES.get(value.lower()) if isinstance(value, str) else None
     hint = f"; here it is {ours}" if ours else f"; did you mean {near[0]}?" if near else ""

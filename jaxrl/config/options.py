@@ -1,10 +1,9 @@
 """The whole configuration, typed. Every option is declared once: here, in `updates`, `rollouts`, `rewards`, `hosts` or
-`simulation`, or in `options.py` of a mechanism's room.
+`simulation`, or as `Options` of a mechanism.
 
-A declaration is `name: Annotated[type, bounds, "what it is, with its unit"] = default`. The bounds are checked and
-the errors made from them in `mapping`; the texts are what `reference` lists. What must hold between options stands in
-`checks`, or with a section (`Checked`). Options follow verl's names where verl has one. An option that counts says
-whether it counts prompts, samples or tokens.
+A declaration is `name: Annotated[type, bounds, "what it is, with its unit"] = default`. What must hold between options
+stands in `checks`, or with a section (`Checked`). Options follow verl's names where verl has one. An option that counts
+says whether it counts prompts, samples or tokens.
 """
 
 from __future__ import annotations
@@ -317,12 +316,10 @@ class Config:
 
     @property
     def mini_batch_prompts(self) -> int:
-        """Prompts per optimizer update."""
         return self.actor.ppo_mini_batch_size or self.data.train_batch_size
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer updates of a training step."""
         return self.actor.ppo_epochs * (self.data.train_batch_size // self.mini_batch_prompts)
 
     @property
@@ -332,12 +329,10 @@ class Config:
 
     @property
     def critic_mini_batch_prompts(self) -> int:
-        """Prompts per optimizer update of the critic."""
         return self.critic.ppo_mini_batch_size or self.mini_batch_prompts
 
     @property
     def critic_epochs(self) -> int:
-        """Passes of the critic over a batch."""
         return self.critic.ppo_epochs or self.actor.ppo_epochs
 
     @property
@@ -354,7 +349,6 @@ class Config:
 
     @property
     def has_teacher(self) -> bool:
-        """Whether a teacher scores the policy's tokens."""
         return bool(self.algorithm.teacher.path or self.algorithm.teacher.endpoint)
 
     @property
@@ -372,7 +366,6 @@ class Config:
 
     @property
     def max_model_length(self) -> int:
-        """Tokens of the longest sequence: prompt and response."""
         return self.data.max_prompt_length + self.data.max_response_length
 
     @property
@@ -414,7 +407,6 @@ class Config:
         return self.rollout.tensor_model_parallel_size == "auto"
 
     def with_tp(self, degree: int) -> Config:
-        """A copy with this `rollout.tensor_model_parallel_size`."""
         return replace(self, rollout=replace(self.rollout, tensor_model_parallel_size=degree))
 
     def with_types(self, platform: str, earlier: Config | None = None) -> Config:

@@ -200,14 +200,8 @@ class RewardSection:
 
     @property
     def kinds(self) -> frozenset[RewardKind]:
-        """Those that are asked for."""
         return frozenset({self.kind, *(domain.kind for domain in self.domains.values())})
-
-    @property
-    def models(self) -> tuple[Judge.Options, ...]:
-        """Sections of models that score some kinds, outside the worker processes."""
-        return (self.judge,)
 
     def model_of(self, kind: RewardKind) -> Judge.Options | None:
         """The model that scores a kind; None if worker processes do."""
-        return next((model for model in self.models if kind in model.kinds), None)
+        return self.judge if kind in self.judge.kinds else None

@@ -65,7 +65,6 @@ class RolloutCorrectionSection(Checked):
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is weighted or rejected."""
         return self.rollout_is != "none" or bool(self.rollout_rs)
 
     @property

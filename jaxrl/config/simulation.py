@@ -32,8 +32,9 @@ class SimulatedLengths:
         float, Gt(0), "In the tail, the share of longer responses falls as length ** -tail_index."
     ] = 2.0
     shortest: Annotated[int, Ge(1), "Tokens of the shortest response; data.max_response_length caps the longest."] = 1
-    growth: Annotated[float, Gt(-1), "Share by which all lengths grow per training step."] = 0.0
-    growth_limit: Annotated[float, Ge(1), "Lengths grow until they are this many times those of the first step."] = 10.0
+    growth: Annotated[
+        float, Gt(-1), "Share by which all lengths grow per training step, until they are ten times those of the first."
+    ] = 0.0
 
 
 @dataclass(frozen=True)
@@ -176,11 +177,7 @@ class SimulateSection:
         Names("file"),
         "With simulate.cost=table, the file that `jaxrl profile` wrote; what it does not hold comes from the roofline.",
     ] = ""
-    calibration: Annotated[
-        str, Names("file"), "A calibration file with efficiency factors of the roofline; empty: none."
-    ] = ""
-    calibration_of: Annotated[str, "The name in simulate.calibration of the efficiency factors to take."] = ""
-    efficiency: Annotated[dict[str, float], "Efficiency factors of the roofline by name, over all others."] = field(
+    efficiency: Annotated[dict[str, float], "Efficiency factors of the roofline by name, over its own."] = field(
         default_factory=dict
     )
     host_s: Annotated[

@@ -1,10 +1,8 @@
 """What options of verl, and the best known of TRL's, are called here, or in one sentence why there is none.
 
-`advice(path)` completes the refusal of an unknown option for users who bring a script of verl. Most names are the same
-and stand in no table: verl's `actor_rollout_ref.actor.optim.lr` is `actor.optim.lr` here.
+`advice(path)` completes the refusal of an unknown option. Most names of verl are the same and stand in no table.
 
-Sources: verl's documentation of its configuration (`ppo_trainer.yaml`), versions 0.3 to 0.6; TRL's of `GRPOConfig`,
-versions 0.15 to 0.24, whose options stand in no section.
+Sources: verl's `ppo_trainer.yaml`, versions 0.3 to 0.6; TRL's `GRPOConfig`, versions 0.15 to 0.24.
 """
 
 from __future__ import annotations

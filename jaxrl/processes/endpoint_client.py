@@ -1,9 +1,7 @@
 """Requests to an OpenAI-compatible endpoint: paced, limited in time and size, and sent again after a fault.
 
-`Client.ask` sends a request's body and reads the answer, or raises `RequestFailed`: a judge's verdicts, a teacher's
-log-probabilities. Waits between attempts double from `FIRST_WAIT_S`, without chance; a `Retry-After` of the endpoint
-delays all requests. The key is in the request's header and nowhere else: every text of an endpoint passes
-`Client.hide`.
+Waits between attempts double from `FIRST_WAIT_S`, without chance; a `Retry-After` of the endpoint delays all requests.
+The key is in the request's header and nowhere else: every text of an endpoint passes `Client.hide`.
 
 `httpx2` does HTTP: it comes with tokenizers (by way of huggingface_hub), pools connections, and knows TLS and proxies.
 Its timeouts are for single reads, so one over the whole request stands around it. What this machine itself serves is
@@ -45,8 +43,7 @@ class RequestFailed(Exception):
     """A request failed.
 
     Attributes:
-      status: what a verdict that it was for becomes.
-      again: whether it may be sent again.
+      status: what a verdict that it was for becomes. again: whether it may be sent again.
       after_s: how long the endpoint wants to be left alone.
     """
 
@@ -76,15 +73,13 @@ class EndpointRefused(Exception):
 
 
 class Client(Generic[T]):
-    """Used in one event loop, while `stay_open` runs in it.
+    """Used in one event loop, while `stay_open` runs in it. Raises ValueError where the environment has no variable
+    `api_key_env`, or it holds no key.
 
     Args:
-      section: where the options stand, such as `reward.judge`.
-      path: what is asked there: `/chat/completions`.
+      section: where the options stand, such as `reward.judge`. path: what is asked there: `/chat/completions`.
       read: of a body with status 200, and whether it answers the probe; raises RequestFailed, and calls `hide` itself.
       trial: the body of a request that costs little, which `probe` sends.
-
-    Raises ValueError: the environment has no variable `api_key_env`, or it holds no key.
     """
 
     def __init__(
@@ -264,7 +259,6 @@ class Client(Generic[T]):
 
 
 def read_json(body: bytes) -> Any:
-    """Of an answer's body. Raises RequestFailed."""
     try:
         return json.loads(body)
     except (ValueError, RecursionError):

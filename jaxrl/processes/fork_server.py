@@ -1,10 +1,8 @@
 """A fork server: a process that has libraries loaded, and forks a supervisor for each worker that a pool wants.
 
-`ForkServer` is the pool's side. It starts the server as a new interpreter in a session of its own, where Ctrl-C in the
-terminal does not reach it. The server runs no code of the user's. It ends when its socket closes, whatever ended the
-pool's process, and takes everything below it along.
-
-A supervisor's socket to the pool is made in the server and handed over: neither needs a name in the file system.
+`ForkServer` is the pool's side. The server is a new interpreter in a session of its own, where Ctrl-C in the terminal
+does not reach it. It runs no code of the user's, and ends when its socket closes, with everything below it. A
+supervisor's socket to the pool is made in the server and handed over.
 """
 
 from __future__ import annotations
@@ -134,7 +132,6 @@ class ForkServer:
         return found
 
     def last_words(self) -> str:
-        """The last line that a server which has ended, or hangs, wrote to stderr."""
         return last_line(self._stderr)[:_WORDS]
 
     def end(self) -> None:
@@ -155,12 +152,10 @@ class ForkServer:
 
 
 def start_fork_server(sock: socket.socket, env: Mapping[str, str], stderr: IO[bytes]) -> subprocess.Popen[bytes]:
-    """A new server, which has the other end of the socket `sock` is one end of."""
     return start_python(__name__, [str(sock.fileno())], [sock.fileno()], stderr=stderr, env=env)
 
 
 def _environment(more: Mapping[str, str]) -> dict[str, str]:
-    """What workers get of this process's environment, and `more`."""
     return {n: v for n, v in os.environ.items() if n in NAMES or n.startswith("LC_")} | dict(more)
 
 

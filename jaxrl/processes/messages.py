@@ -1,8 +1,8 @@
 """What crosses the sockets between processes of one run: messages of bytes, each with its length in front.
 
 A worker runs foreign code, which may write anything into its socket. So what it sends is never unpickled: a message
-above its cap is refused before it is read, and its text must be a JSON object (`read_message`), whose fields the reader
-checks. What is sent down to workers may be a pickle: that direction is trusted.
+above its cap is refused before it is read, and its text must be a JSON object, whose fields the reader checks. What is
+sent down to workers may be a pickle: that direction is trusted.
 """
 
 from __future__ import annotations
@@ -37,11 +37,7 @@ def _above(length: int, most: int) -> BadMessage:
 
 
 class Channel:
-    """Messages over one stream socket, without ever waiting.
-
-    Attributes:
-      ended: whether the other side has closed, or is gone.
-    """
+    """Messages over one stream socket, without ever waiting. `ended`: whether the other side has closed, or is gone."""
 
     def __init__(self, sock: socket.socket, max_bytes: int):
         sock.setblocking(False)
@@ -136,7 +132,6 @@ def task_message(task_id: str, limit_s: float, request: bytes) -> bytes:
 
 
 def read_task(payload: bytes) -> tuple[str, float, bytes]:
-    """The reverse of `task_message`."""
     task_id, limit_s = _TASK.unpack_from(payload)
     return task_id.decode(), limit_s, payload[_TASK.size :]
 

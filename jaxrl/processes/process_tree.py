@@ -113,10 +113,7 @@ def kill(pid: int, group: bool = False) -> None:
 
 def kill_descendants(apart_from: Collection[int], below: Collection[int] = ()) -> None:
     """Kills what is below this process, and below the processes `below` (which live on), until nothing is left.
-
-    Args:
-      apart_from: processes that live on, with all that is below them.
-    """
+    `apart_from`: processes that live on, with all that is below them."""
     deadline = time.monotonic() + PATIENCE_S
     kept, roots = {*apart_from, *below}, (os.getpid(), *below)
     while True:

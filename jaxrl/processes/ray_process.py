@@ -1,9 +1,8 @@
 """A process that uses ray, from both sides: rewards on several machines.
 
-Purpose: ray ends the process that uses it when it has lost the cluster's head for a minute ("The program will
-terminate"), and installs handlers of signals. In the trainer that would be the end of a run, without a word. So a pool
-starts a process of its own (`RayProcess`), and starts it again if it ends. That process begins with `begin` and
-`connect`, which alone imports ray.
+Ray ends the process that uses it when it has lost the cluster's head for a minute ("The program will terminate"), and
+installs handlers of signals. In the trainer that would be the end of a run, without a word. So a pool starts a process
+of its own (`RayProcess`), and starts it again if it ends.
 
 Source: ray 2.60, of which a killed head was tried; https://github.com/ray-project/ray/issues/45570.
 """
@@ -33,12 +32,7 @@ _WORDS = 500  # characters of a last line
 
 
 class RayProcess:
-    """A process that uses ray, and the way to it.
-
-    Args:
-      module: whose `main` it runs.
-      setup: what it is sent first.
-    """
+    """A process that uses ray, and the way to it; it runs `main` of `module`, and is sent `setup` first."""
 
     def __init__(self, module: str, setup: bytes) -> None:
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `end`)

@@ -1,9 +1,8 @@
 """The process between a pool and one worker: it forks the worker, hands it tasks, keeps the time, and ends it.
 
-It runs no code of the user's, and has one thread. It reads the worker's messages, and passes on what is an answer to
-the task that the worker has; anything else costs the worker its life, and that task. When a task has ended, every
-process that it started is killed (what the worker started before its first task stays, until the worker ends). A worker
-that ended is replaced at once, by a fork of a process that has its libraries loaded.
+It runs no code of the user's, and has one thread. It passes on what is an answer to the task that the worker has;
+anything else costs the worker its life, and that task. When a task has ended, every process that it started is killed
+(what the worker started before its first task stays, until the worker ends). A worker that ended is replaced at once.
 
 Which task is to blame for a death: the worker writes the task's id into shared memory when it takes it, before any
 foreign code sees it. A worker that ended with that mark costs the task one of its `max_retries`; one that ended without
@@ -11,9 +10,7 @@ it costs an attempt, of which a task has `MAX_ATTEMPTS`. A worker that runs out 
 may owe that to them, so the task is done again in a new one: that counts as a death.
 
 A worker that is stopped (SIGSTOP) while it has nothing to do is replaced. With a task, its time limit counts; without a
-limit it has `STOPPED_S` to go on.
-
-Tasks are samples to score (`jaxrl.rewards.worker` has the `Work`), so sentences say "sample".
+limit it has `STOPPED_S` to go on. Tasks are samples to score, so sentences say "sample".
 """
 
 from __future__ import annotations
@@ -79,8 +76,7 @@ class SupervisorSettings:
     """What a supervisor must know of its worker.
 
     Attributes:
-      loads: what getting ready is, for errors.
-      start_timeout_s: for getting ready.
+      loads: what getting ready is, for errors. start_timeout_s: for that.
       max_retries: times that a task is done again whose worker died.
       fresh_process: whether each task has a process of its own, a fork of the worker.
       log: the file for what workers print; empty: it is dropped.
@@ -94,24 +90,16 @@ class SupervisorSettings:
 
 
 class Work(Protocol):
-    """What workers do. Answers are JSON objects.
-
-    Attributes:
-      name: of what runs in the worker, for errors: its process is `<name>'s process`.
-      start_option: the option that sets `start_timeout_s`, for errors.
-    """
+    """What workers do. Answers are JSON objects. `name`: of what runs in the worker, for errors: its process is
+    `<name>'s process`; `start_option`: the option that sets `start_timeout_s`."""
 
     name: str
     start_option: str
 
     def run(self, supervisor: int, sock: socket.socket, taken: mmap.mmap, output: int) -> NoReturn:
-        """The worker itself, in a fork of the supervisor: says `ready`, then answers each task that comes.
-
-        Args:
-          supervisor: the process that it ends with.
-          taken: shared memory that gets the id of the task that it has begun with.
-          output: the file descriptor for what it prints.
-        """
+        """The worker itself, in a fork of the supervisor, with which it ends: says `ready`, then answers each task
+        that comes. `taken`: shared memory that gets the id of the task that it has begun with. `output`: the
+        descriptor for what it prints."""
         ...
 
     def checked(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -132,12 +120,8 @@ class Work(Protocol):
 
 
 class WorkerSupervisor:
-    """One worker's supervisor; `run` is all that its process does.
-
-    Args:
-      pool: the socket to it. server: one that closes with the fork server.
-      wakeup: can be read when a child has ended or stopped (`wake_by_children`).
-    """
+    """One worker's supervisor; `run` is all that its process does. `server`: a socket that closes with the fork server;
+    `wakeup` can be read when a child has ended or stopped (`wake_by_children`)."""
 
     def __init__(
         self,
@@ -341,7 +325,6 @@ class WorkerSupervisor:
             self._start_worker()
 
     def _last_words(self, worker: _Worker) -> str:
-        """Why a worker's socket has closed."""
         deadline = time.monotonic() + _EXIT_S
         while worker.exit_code is None and time.monotonic() < deadline:
             self._reap()
@@ -371,7 +354,6 @@ class WorkerSupervisor:
             self._restart(f"a worker ended before it had taken its sample: {why}")
 
     def _has_taken(self, task: _Task) -> bool:
-        """Whether the worker has begun with the task."""
         return self._taken[:] == task.id.encode()
 
     def _try_again(self, task: _Task) -> bool:
@@ -443,7 +425,6 @@ class WorkerSupervisor:
         self._worker = _Worker(pid, Channel(ours, MAX_ANSWER_BYTES + HEADROOM_BYTES), deadline)
 
     def _end_worker(self) -> None:
-        """Kills the worker and everything that it started."""
         worker, self._worker = self._worker, None
         if worker is not None:
             kill(worker.pid, group=True)

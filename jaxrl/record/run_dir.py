@@ -294,7 +294,7 @@ def inputs_of(config: Config) -> list[str]:
     """The files that a configuration names for reading."""
     files = [*config.data.train_files, *config.data.val_files, config.reward.path, config.algorithm.filter_groups.path]
     files += [each.path for named in (config.reward.domains, config.reward.parts) for each in named.values()]
-    return [*files, config.rollout.partial_rollout.buffer_filter_path, config.simulate.calibration]
+    return [*files, config.rollout.partial_rollout.buffer_filter_path]
 
 
 def _real(path: str | Path) -> Path:

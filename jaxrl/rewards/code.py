@@ -5,10 +5,9 @@ response, the tests from the prompt's columns (`jaxrl.rewards.programs`), and `j
 the other. The worker process that this runs in has the sandbox's fork server as a child.
 
 A test case that takes too long, a program that ends early, and one that takes too much memory are wrong answers, and
-not errors of the scorer; the record distinguishes them. With `reward.code.score=all` the first wrong case
-decides, and the others are not run. With `share` a program that hangs on every case would cost a limit for each:
-`reward.code.max_failing_s` bounds what the cases that it does not pass may take together. A program that passes is
-never ended by it, however slow it is.
+not errors of the scorer; the record distinguishes them. With `reward.code.score=all` the first wrong case decides.
+With `share`, `reward.code.max_failing_s` bounds what the cases that a program does not pass may take together. A
+program that passes is never ended by it, however slow it is.
 """
 
 from __future__ import annotations
@@ -57,7 +56,6 @@ class CodeScorer:
 
     @property
     def server_pid(self) -> int:
-        """The process of the sandbox's fork server."""
         assert self._sandbox is not None, "load() comes first"
         return self._sandbox.pid
 

@@ -1,11 +1,7 @@
 """How samples wait for workers: a queue for each domain, so that a slow domain leaves workers to the others.
 
-`DomainLimits` has the limits of each domain, `FairQueue` what waits. Both are plain state, used by the pool on
-processes and by the one on Ray alike.
-
-Of the domains in which something waits, and which have fewer samples being scored than they may have, the one with
-the fewest being scored is next; of equals the one whose turn was longest ago. With one domain that is the order of
-arrival.
+Of the domains in which something waits, and which have fewer samples being scored than they may have, the one with the
+fewest is next; of equals the one whose turn was longest ago. With one domain that is the order of arrival.
 """
 
 from __future__ import annotations
@@ -25,13 +21,8 @@ MAIN = ""
 
 @dataclass(frozen=True, slots=True)
 class DomainLimit:
-    """Limits of one domain.
-
-    Attributes:
-      most: samples that may be scored at once; 0: of all workers all but one for each other domain in use.
-      timeout_s: for one sample; 0: no limit.
-      option: the option that sets `timeout_s`, for errors.
-    """
+    """Of one domain: how many samples may be scored at once (0: of all workers all but one for each other domain in
+    use), seconds for one sample (0: no limit), and the option that sets these."""
 
     most: int
     timeout_s: float
@@ -46,7 +37,6 @@ class DomainLimits:
 
     @classmethod
     def of(cls, domains: Mapping[str, Domain]) -> DomainLimits:
-        """Of a run's domains."""
         limits = {
             source: DomainLimit(each.max_concurrent, each.timeout_s, each.timeout_option)
             for source, each in domains.items()
@@ -105,17 +95,14 @@ class FairQueue(Generic[T]):
         return self._waiting[domain].popleft()
 
     def done(self, domain: str) -> None:
-        """Something of this domain is no longer being scored."""
         assert self._scored_now[domain] > 0, f"nothing of {domain!r} was being scored"
         self._scored_now[domain] -= 1
 
     def keep(self, wanted: Callable[[T], bool]) -> None:
-        """Forgets what waits and is not wanted."""
         for domain, waiting in self._waiting.items():
             self._waiting[domain] = deque(item for item in waiting if wanted(item))
 
     def take_all(self) -> list[T]:
-        """Removes and returns everything that waits."""
         found = [item for waiting in self._waiting.values() for item in waiting]
         for waiting in self._waiting.values():
             waiting.clear()

@@ -1,15 +1,12 @@
 """The scorer of a run's data: one for each domain (`reward.domains`), with parts (`reward.parts`), in one process.
 
-A worker process holds the scorers of all domains, and a sample's source chooses among them: so any free worker takes
-any sample, and n domains on w workers are w processes, not n times w. What keeps a slow domain from taking all of them
-are the pool's limits (`jaxrl.rewards.domain_limits`). Domains that an endpoint or the devices score
-(`jaxrl.rewards.router`) have only their parts here.
+A worker process holds the scorers of all domains, and a sample's source chooses among them, so any free worker takes
+any sample. Domains that an endpoint or the devices score (`jaxrl.rewards.router`) have only their parts here.
 
 A part is a number beside the scorer's own: format, length, or a function of the user's. The reward is the scorer's
-times its domain's weight, plus each part times its own. Parts run where the scorer runs, in a worker process and within
-its time limit: a pattern may take for ever on a text that a model wrote. A sample's `reward_info` keeps the unweighted
-values: of parts under `parts`, of the scorer under `own_reward`, which evaluations take, and `acc`, unless the scorer
-gives one.
+times its domain's weight, plus each part times its own. Parts run within the scorer's time limit: a pattern may take
+for ever on a text that a model wrote. A sample's `reward_info` keeps the unweighted values: of parts under `parts`, of
+the scorer under `own_reward`, which evaluations take, and `acc`, unless the scorer gives one.
 
 Source: weighted sums as in DeepSeek-R1 (accuracy and format); a penalty that grows with the length as in DAPO's
 equation 13. Departure: `length` falls over all that follows `free_tokens`, where DAPO's buffer lies at the end
@@ -27,7 +24,6 @@ from jaxrl.config import Config
 from jaxrl.config.domains import Domain, domains
 from jaxrl.config.functions import read_user_file
 from jaxrl.config.rewards import PartSection
-from jaxrl.rewards.programs import checks_of
 from jaxrl.rewards.request import as_reward
 from jaxrl.rewards.scorers import CustomScorer, Scorer, ScoreRequest, scorer_of
 
@@ -57,12 +53,8 @@ class RewardPart:
 
 @dataclass(frozen=True, slots=True)
 class Weighted:
-    """A scorer whose reward is a weighted sum.
-
-    Attributes:
-      scorer: None: another pool has it, and what comes back here is the sum of the parts.
-      parts: by name, each with its weight.
-    """
+    """A scorer whose reward is a weighted sum; without a scorer (another pool has it) the sum of the parts. `parts`:
+    by name, each with its weight."""
 
     scorer: Scorer | None
     weight: float
@@ -118,11 +110,8 @@ class DomainScorer:
 
 
 def build_scorer(config: Config) -> Scorer:
-    """What worker processes score with; they have nothing to do where all is scored elsewhere and there are no parts
-    (`jaxrl.config.domains.needs_workers`).
-
-    Raises ValueError for settings that would make every sample fail, or a file that cannot be read.
-    """
+    """What worker processes score with. Raises ValueError for settings that would make every sample fail, or a file
+    that cannot be read."""
     parts: dict[str, tuple[float, RewardPart]] = {}
     for name, section in config.reward.parts.items():
         function, option = None, f"reward.parts.{name}"
@@ -142,6 +131,8 @@ def refuse_tests(config: Config, where: str, request: ScoreRequest) -> None:
     """Raises ValueError with a row's place where `reward.kind=code` would find no tests in it."""
     of = domains(config.reward)
     if (of.get(request.source) or of[""]).kind == "code":
+        from jaxrl.rewards.programs import checks_of
+
         try:
             checks_of(request, config.reward.code.tests_key)
         except ValueError as error:

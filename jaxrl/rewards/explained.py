@@ -18,7 +18,6 @@ def reward_rows(config: Config) -> list[tuple[str, ...]]:
 
 
 def part_lines(config: Config) -> list[str]:
-    """What is added to rewards, a line for each."""
     reward, longest = config.reward, config.data.max_response_length
     lines = [f"plus {part.weight:g} × {name}: {_part(part, longest)}" for name, part in reward.parts.items()]
     if reward.wrong_reward:

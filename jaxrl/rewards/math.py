@@ -197,12 +197,7 @@ def _right_sides(a: str, b: str) -> tuple[str, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Elements:
-    """What stands between brackets, or between commas.
-
-    Attributes:
-      brackets: `(]` of `(0, 1]`, `{}` of a set; empty: there are none.
-      parts: the elements.
-    """
+    """What stands between brackets (`(]` of `(0, 1]`, `{}` of a set; empty: there are none), or between commas."""
 
     brackets: str
     parts: tuple[str, ...]

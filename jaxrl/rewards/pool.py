@@ -1,17 +1,13 @@
 """Rewards beside the rollout: samples go to worker processes while others still decode (RollPacker, section 4.3).
 
 A scorer is foreign code that runs on the model's text: it may raise, return nonsense, hang, or end its process. Each of
-these costs only the sample at hand (reward 0, a status, a counted warning).
+these costs only the sample at hand (reward 0, a status, a counted warning). Nothing of the user's runs in the trainer,
+not even the reward file's import, and no object that a worker made gets there: only JSON text, whose length and values
+are checked. Workers have an environment of named variables, no terminal, and bounded memory.
 
-Nothing of the user's runs in the trainer, not even the reward file's import, and no object that a worker made gets
-there: only JSON text, whose length and values are checked. Workers have an environment of named variables, no terminal,
-and bounded memory. They end with the pool, and what a sample starts ends with the sample.
-
-Only the scoring itself is timed: a worker loads the scorer before its first task, and the clock starts when it is
-handed a task. `duration_s` is measured in the worker; for a sample that timed out it is the limit, for a crashed one 0.
-
-Verdicts come in the order in which scoring ended; a round wants them in the order in which samples
-completed, and the backend sorts them (docs/architecture.md).
+Only the scoring itself is timed: a worker loads the scorer before its first task. `duration_s` is measured in the
+worker; for a sample that timed out it is the limit, for a crashed one 0. Verdicts come in the order in which scoring
+ended; a round wants them in the order in which samples completed, and the backend sorts them (docs/architecture.md).
 """
 
 from __future__ import annotations
@@ -20,19 +16,18 @@ import os
 import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxrl.config import Config
 from jaxrl.config.domains import domains, is_staged, needs_workers
 from jaxrl.rewards.domain_limits import DomainLimits
 from jaxrl.rewards.pool_base import RewardPool, describe_sample
 from jaxrl.rewards.process_pool import ProcessRewardPool
-from jaxrl.rewards.ray_pool import RayRewardPool
-from jaxrl.rewards.router import RewardRouter
 from jaxrl.rewards.scorers import Scorer
 from jaxrl.rewards.worker import WorkerSettings
 from jaxrl.types import SampleKey
 
-__all__ = ["ProcessRewardPool", "RayRewardPool", "RewardPool", "RewardRouter", "build_pool"]
+__all__ = ["ProcessRewardPool", "RewardPool", "build_pool"]
 
 
 def build_pool(
@@ -42,21 +37,20 @@ def build_pool(
     where: Callable[[SampleKey], str] = describe_sample,
 ) -> RewardPool:
     """What scores a run's samples: the pool that `reward.pool` asks for, or a router over it where domains or parts are
-    configured. It begins to start its workers, and does not wait for them.
-
-    What scores at an endpoint or on the run's devices is built apart, and joins the router then (`RewardRouter.join`).
+    configured, which pools for an endpoint or the run's devices join (`RewardRouter.join`). It begins to start its
+    workers, and does not wait for them. Raises ValueError where `reward.env` names a variable that is not set, or ray
+    is not installed.
 
     Args:
       scorer: of the worker processes (`jaxrl.rewards.domains.build_scorer`).
       log: the file for what the scorer prints and for tracebacks, of which some MiB are kept; none: it is dropped.
       where: how warnings name a sample whose reward failed.
-
-    Raises:
-      ValueError: `reward.env` names a variable that is not set, or ray is not installed.
     """
     reward = config.reward
     if not is_staged(reward):
         return _worker_pool(config, scorer, log, where)
+    from jaxrl.rewards.router import RewardRouter
+
     pool = _worker_pool(config, scorer, log, where) if needs_workers(reward) else None
     return RewardRouter(domains(reward), pool, parts=reward.parts, max_retries=reward.max_retries)
 
@@ -73,15 +67,13 @@ def _worker_pool(config: Config, scorer: Scorer, log: Path | None, where: Callab
         fresh_process=reward.fresh_process,
         log=str(log.resolve()) if log is not None else "",
     )
-    pool = {"process": ProcessRewardPool, "ray": RayRewardPool}[reward.pool]
-    limits = DomainLimits.of(domains(reward))
-    return pool(
-        settings,
-        num_workers=reward.num_workers,
-        env=named_variables("reward.env", reward.env),
-        limits=limits,
-        where=where,
-    )
+    limits, env = DomainLimits.of(domains(reward)), named_variables("reward.env", reward.env)
+    options: Any = {"num_workers": reward.num_workers, "env": env, "limits": limits, "where": where}
+    if reward.pool == "process":
+        return ProcessRewardPool(settings, **options)
+    from jaxrl.rewards.ray_pool import RayRewardPool
+
+    return RayRewardPool(settings, **options)
 
 
 def named_variables(option: str, names: Sequence[str]) -> dict[str, str]:

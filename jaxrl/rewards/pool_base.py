@@ -37,19 +37,14 @@ class RewardPool(Protocol):
     """Scores samples in the background. Used from one thread."""
 
     def warm(self) -> None:
-        """Waits until the workers have loaded the scorer.
-
-        Raises:
-          ValueError: it cannot be loaded; a sentence that names the option, and the file and line if it is the user's.
-          RunFailed: no workers can be started.
-        """
+        """Waits until the workers have loaded the scorer. Raises ValueError where it cannot be loaded, with a
+        sentence that names the option, and the file and line if it is the user's; RunFailed: no workers can be
+        started."""
         ...
 
     def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> None:
         """Queues a finished sample; returns at once. Exactly one verdict follows, unless it is cancelled.
-
-        `limits_s`: as in `jaxrl.rewards.scorers.ScoreRequest`.
-        """
+        `limits_s`: as in `jaxrl.rewards.scorers.ScoreRequest`."""
         ...
 
     def cancel(self, keys: Collection[SampleKey]) -> None:
@@ -66,9 +61,7 @@ class RewardPool(Protocol):
         ...
 
     @property
-    def num_pending(self) -> int:
-        """Samples that were submitted and have not had their verdict handed out."""
-        ...
+    def num_pending(self) -> int: ...
 
     def take_metrics(self) -> dict[str, float]:
         """Counts since the last call: `reward/{num_scored,errors,timeouts,crashes,pool_restarts,retries,seconds}`."""

@@ -20,14 +20,8 @@ from jaxrl.types import Prompt, Sample, SampleKey
 
 
 class ProcessRewardPool:
-    """Worker processes on this machine. They begin to start when the pool is made, and `warm` waits for them.
-
-    Args:
-      env: variables that the workers get besides those that they always get.
-      limits: how samples wait, by their prompts' sources.
-      clock: stamps the verdicts.
-      where: how warnings name a sample.
-    """
+    """Worker processes on this machine, which begin to start when the pool is made. `env`: variables that they get
+    besides those that they always get."""
 
     def __init__(
         self,

@@ -60,8 +60,7 @@ def checks_of(request: ScoreRequest, key: str = "") -> Checks:
     Args:
       key: the column that holds them; empty: they are looked for in the columns of known data sets.
 
-    Raises:
-      ValueError: there are none, or they have none of the forms.
+    Raises ValueError: there are none, or they have none of the forms.
     """
     extra = request.extra
     if key:

@@ -86,8 +86,7 @@ class Quantity:
     """A number and what stands behind it.
 
     Attributes:
-      value: the number; of `50%` it is 50.
-      unit: the words of its unit, in small letters and singular; `%` for a percentage.
+      value: of `50%` it is 50. unit: words in small letters and singular; `%` for a percentage.
       places: decimal places that it is written with, after which it may be rounded; None for an exact number.
     """
 

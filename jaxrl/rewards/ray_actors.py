@@ -1,7 +1,5 @@
-"""Ray's side of the reward pool on Ray: a process of its own, which has the actors.
-
-Purpose: the trainer starts this process (`jaxrl.rewards.ray_pool`; `jaxrl.processes.ray_process` says why), and starts
-it again if it ends. It runs nothing of the user's: actors do, in worker processes below them.
+"""Ray's side of the reward pool on Ray: a process of its own, which has the actors (`jaxrl.processes.ray_process` says
+why), and is started again if it ends. It runs nothing of the user's: actors do, in worker processes below them.
 
 An actor that dies was not ended by a scorer, so its sample is scored again elsewhere, at most `reward.max_retries`
 times. Actors that the cluster has no room for are waited for while others work; where none works, it ends with a
@@ -112,12 +110,8 @@ class _Running:
 
 
 class RayActors:
-    """Worker processes anywhere in a ray cluster, one CPU each.
-
-    Args:
-      ray: the module, initialised.
-      say: sends the trainer a message: `ready`, `number` with a verdict, `retried` or `restarted` with the reason.
-    """
+    """Worker processes anywhere in a ray cluster, one CPU each. `say` sends the trainer a message: `ready`, `number`
+    with a verdict, `retried` or `restarted` with the reason."""
 
     def __init__(self, ray: Any, setup: RaySetup, say: Say):
         self._ray, self._say = ray, say
@@ -156,12 +150,8 @@ class RayActors:
                 running.actor.drop.remote()
 
     def poll(self, timeout_s: float) -> None:
-        """Hands samples over, and says what has come of others; waits so long for a verdict.
-
-        Raises:
-          ValueError: the scorer cannot be loaded.
-          RunFailed: the cluster gives no worker, or takes all of them.
-        """
+        """Hands samples over, and says what has come of others; waits so long for a verdict. Raises ValueError where
+        the scorer cannot be loaded; RunFailed: the cluster gives no worker, or takes all of them."""
         self._take_started(0.0 if self._running else timeout_s)
         self._hand_over()
         for ref in self._finished(list(self._running), timeout_s):
@@ -289,7 +279,6 @@ def main() -> NoReturn:
 
 
 def _serve(actors: RayActors, channel: Channel, say: Say) -> None:
-    """Until the trainer closes the socket."""
     said_s = time.monotonic()
     while not channel.ended:
         for frame in channel.receive():

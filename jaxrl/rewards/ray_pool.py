@@ -1,9 +1,9 @@
 """The reward pool on Ray (`pip install jaxrl[ray]`), from the trainer's side.
 
-Purpose: `RayRewardPool` starts a process that uses ray (`jaxrl.rewards.ray_actors`), sends it samples
-and reads verdicts. A process that ends, as ray makes it when the cluster's head is gone, or that says nothing for
-`SILENT_S`, is started again after a pause, and gets all samples again that have no verdict: a head that has come back
-by then is a way on. After `MAX_ATTEMPTS` of them in a row without a verdict the run ends with `RunFailed`.
+`RayRewardPool` starts a process that uses ray (`jaxrl.rewards.ray_actors`), sends it samples and reads verdicts. A
+process that ends, as ray makes it when the cluster's head is gone, or that says nothing for `SILENT_S`, is started
+again after a pause, and gets all samples again that have no verdict. After `MAX_ATTEMPTS` of them in a row without a
+verdict the run ends with `RunFailed`.
 """
 
 from __future__ import annotations
@@ -109,12 +109,7 @@ class RayRewardPool:
         self._driver = None
 
     def _look(self, timeout_s: float) -> list[Verdict]:
-        """The verdicts that have come; waits so long for a first message.
-
-        Raises:
-          ValueError: the scorer cannot be loaded.
-          RunFailed: the cluster is lost, or gives no workers.
-        """
+        """The verdicts that have come; waits so long for a first message. Raises as `RayActors.poll`."""
         if self._driver is None:
             pause_s = self._again_s - time.monotonic()
             if pause_s > 0:

@@ -1,9 +1,8 @@
 """A step's counts of verdicts: in all, and by the domain of the prompt.
 
-Purpose: `RewardMetrics` counts each verdict once, when the round receives it. That order is logical time, and verdicts
-that the journal gives come in it like all others: a step that runs again has the same counts. A reward that lacks a
-value which training takes apart or compares becomes a failed one here. `PoolMetrics` counts what a pool does, also what
-no verdict tells of (replaced workers, retries, seconds), and warns of failed samples.
+`RewardMetrics` counts each verdict once, when the round receives it, replayed ones too: a step that runs again has the
+same counts. A reward that lacks a value which training takes apart or compares becomes a failed one here. `PoolMetrics`
+counts what a pool does, and warns of failed samples.
 
 Departure: the seconds of a verdict from the journal are not known any more, and are in no percentile.
 """
@@ -48,8 +47,8 @@ class RewardMetrics:
 
     Args:
       domains: by source, that of other sources under the empty name; none: nothing is counted by domain.
-      keys: numbers that the reward of a training sample must have (`algorithm.gdpo_reward_keys`).
-      metric: a value that it must have (`algorithm.filter_groups.metric`); empty: none.
+      keys, metric: values that the reward of a training sample must have (`algorithm.gdpo_reward_keys`,
+        `algorithm.filter_groups.metric`).
     """
 
     def __init__(self, domains: Mapping[str, Domain] | None = None, keys: Sequence[str] = (), metric: str = "") -> None:
@@ -117,14 +116,13 @@ class RewardMetrics:
         return ""
 
     def clear(self) -> None:
-        """Forgets the counts of a round that is dropped."""
         self._clear()
 
     def take(self, pool: Mapping[str, float]) -> dict[str, float]:
         """What `pool` has counted, and besides `reward/timeouts/<kind>` (`TIMEOUTS`) and `reward/{num_scored,errors,
-        timeouts,crashes}`, which take the place of the pool's own: that has also scored what was not wanted any more.
-        With domains also `reward/<domain>/` the same four and `{p50_s,p95_s,max_s}`, the seconds of scoring;
-        `reward/part/<name>/mean` and `reward/own/mean`, of parts and of the scorers' own rewards, before any weight."""
+        timeouts,crashes}`, in place of the pool's own, which has also scored what was not wanted any more. With
+        domains also `reward/<domain>/` the same four and `{p50_s,p95_s,max_s}`, seconds of scoring; and, before any
+        weight, `reward/part/<name>/mean` and `reward/own/mean`."""
         measured = {**pool, **_counts("reward", self._whole)}
         measured |= {f"reward/timeouts/{kind}": float(self._timeouts[kind]) for kind in TIMEOUTS}
         for source in sorted(self._seen):

@@ -1,16 +1,15 @@
 """The reward router: one pool over several, by domain, with one verdict for each sample.
 
-Purpose: a prompt's source names its domain (`reward.domains`), and a domain's kind says where its samples are scored:
-in worker processes, by an endpoint, or by a model on the run's devices. `RewardRouter` sends each sample there, adds
-the parts of its reward (`reward.parts`), and scores it again after a fault of the infrastructure.
+A prompt's source names its domain (`reward.domains`), and a domain's kind says where its samples are scored: in worker
+processes, by an endpoint, or by a model on the run's devices. `RewardRouter` sends each sample there, adds the parts of
+its reward, and scores it again after a fault of the infrastructure.
 
-How other pools plug in: `router.join("endpoint", pool)` and `router.join("devices", pool)`, before the first sample.
-Such a pool is a `RewardPool` that knows nothing of domains, weights and parts: it returns the scorer's own reward. A
-verdict of it with the status `crash` says that nothing was learnt of the response, and is asked for again, at most
-`reward.max_retries` times; pools of worker processes do that themselves.
+A pool that joins knows nothing of domains, weights and parts: it returns the scorer's own reward. A verdict of it with
+the status `crash` says that nothing was learnt of the response, and is asked for again, at most `reward.max_retries`
+times; pools of worker processes do that themselves.
 
 Source: RollPacker §4.3 (rewards of several kinds beside the rollout). Departure: its workers belong to a kind of reward
-each; here a worker process holds the scorers of all domains (`jaxrl.rewards.domains`).
+each; here a worker process holds the scorers of all domains.
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ class RewardRouter:
     """Implements `jaxrl.rewards.pool_base.RewardPool`.
 
     Args:
-      domains: by source, that of other sources under the empty name (`jaxrl.config.domains.domains`).
       workers: the pool of worker processes, which also score parts; None without any.
       parts: names of the parts of a reward, which the workers add.
       max_retries: times that another pool's sample is scored again.
@@ -67,11 +65,9 @@ class RewardRouter:
 
     @property
     def places(self) -> set[Place]:
-        """Where samples of some domain are scored."""
         return {domain.place for domain in self._domains.values()}
 
     def warm(self) -> None:
-        """Of the pools that have joined."""
         for pool in self._pools.values():
             pool.warm()
 

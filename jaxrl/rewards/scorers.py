@@ -1,8 +1,7 @@
 """From the configuration to a scorer: a small picklable object that imports what it needs where it runs.
 
 The training process builds the scorer, and refuses what it can see without running the user's code. Worker processes
-get the scorer as a few strings, the text of the user's file among them, and import what it needs (`load`); the pool's
-`warm` reports the errors of that. Nothing here imports jax.
+get it as a few strings, and import what it needs (`load`). Nothing here imports jax.
 
 Kinds (`reward.kind`):
 
@@ -30,8 +29,8 @@ from typing import Any, Literal, Protocol
 from jaxrl.config import Config
 from jaxrl.config.domains import Domain
 from jaxrl.config.functions import UserFile, read_user_file, user_function
-from jaxrl.rewards import math
-from jaxrl.rewards.code import CodeScorer
+from jaxrl.rewards.answers import Extract, extract_answer, marked_answer
+from jaxrl.rewards.quantities import to_number
 from jaxrl.rewards.request import A_REWARD, ScoreRequest, as_reward
 from jaxrl.rewards.tracebacks import TracebackDeduper, error_location, shown_path
 from jaxrl.scheduling.rounds.events import VerdictStatus
@@ -70,16 +69,20 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MathScorer:
-    extract: math.Extract = "auto"
+    extract: Extract = "auto"
     preload: tuple[str, ...] = ("math_verify",)
     loads: str = "reward.kind: importing math_verify"
 
     def load(self) -> None:
+        from jaxrl.rewards import math
+
         math.load()
 
     def __call__(self, request: ScoreRequest) -> tuple[float, dict[str, Any]]:
         if request.answer is None:
             raise ValueError(f"{request.source}: the prompt has no reference answer to compare with (data.answer_key)")
+        from jaxrl.rewards import math
+
         return math.score(request.response, request.answer, self.extract)
 
 
@@ -89,7 +92,7 @@ class TaskScorer:
 
     task: str
     task_config: str = "{}"
-    extract: math.Extract = "auto"
+    extract: Extract = "auto"
     preload: tuple[str, ...] = ("reasoning_gym",)
     loads: str = "reward.kind: importing reasoning_gym"
 
@@ -112,12 +115,12 @@ class TaskScorer:
 
     def _extract(self, request: ScoreRequest) -> tuple[str | None, str]:
         if self.extract != "auto":
-            return math.extract_answer(request.response, self.extract)
-        answer, mark = math.marked_answer(request.response)
+            return extract_answer(request.response, self.extract)
+        answer, mark = marked_answer(request.response)
         if answer is not None:
             return answer, mark
-        is_number = request.answer is not None and math.to_number(request.answer.strip()) is not None
-        return math.extract_answer(request.response, "last_number" if is_number else "none")
+        is_number = request.answer is not None and to_number(request.answer.strip()) is not None
+        return extract_answer(request.response, "last_number" if is_number else "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +221,8 @@ def scorer_of(config: Config, domain: Domain) -> Scorer:
     if domain.kind == "custom":
         return CustomScorer(read_user_file(f"{domain.option}.path", domain.path), domain.name, domain.option)
     if domain.kind == "code":
+        from jaxrl.rewards.code import CodeScorer
+
         return CodeScorer(config.reward.code)
     if domain.kind == "environment":
         return EnvironmentScorer(config.environment.reward, config.environment.reward_discount)
@@ -240,11 +245,8 @@ def scorer_of(config: Config, domain: Domain) -> Scorer:
 
 
 def score_safely(scorer: Callable[[], Scorer], request: bytes, tracebacks: TracebackDeduper | None = None) -> Scored:
-    """Scores one pickled request; returns plain values only, whatever the scorer does (unless it ends the process).
-
-    Plain values, because the result leaves this process as JSON. The error of a scorer that raised names the line;
-    `tracebacks` gets the whole traceback.
-    """
+    """Scores one pickled request; returns plain values only, which leave this process as JSON, whatever the scorer does
+    (unless it ends the process). `tracebacks` gets the whole traceback of an error."""
     start = time.perf_counter()
     try:
         reward, info = scorer()(pickle.loads(request))
@@ -293,7 +295,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
 
 
 def _same_number(a: str, b: str) -> bool:
-    x, y = math.to_number(a.strip()), math.to_number(b.strip())
+    x, y = to_number(a.strip()), to_number(b.strip())
     return x is not None and x == y
 
 

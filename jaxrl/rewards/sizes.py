@@ -39,11 +39,8 @@ class _TooLarge(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Magnitude:
-    """log2 of what p and q of a part are at most.
-
-    Attributes:
-      terms: that a part with variables is the sum of; 0: it has no variables.
-    """
+    """log2 of what p and q of a part are at most. `terms`: that a part with variables is the sum of; 0: it has no
+    variables."""
 
     over: float = 0.0
     under: float = 0.0

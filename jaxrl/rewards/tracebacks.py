@@ -1,9 +1,4 @@
-"""Where a scorer failed: the line in the user's file, and each traceback once in `rewards.log`.
-
-Purpose: `error_location(error)` is for the sentence that a failed sample gets, `TracebackDeduper` for the whole
-traceback. Its memory is shared by all processes that are forked after it is made, so workers, and forks of a worker,
-write the same error once.
-"""
+"""Where a scorer failed: the line in the user's file, and each traceback once in `rewards.log`."""
 
 from __future__ import annotations
 

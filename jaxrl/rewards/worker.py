@@ -1,12 +1,10 @@
 """The process that runs the scorer: foreign code, on the model's text. Neither this module nor its imports use jax.
 
 A supervisor (`jaxrl.processes.worker_supervisor`) forks it, hands it one sample at a time, and ends it. It leads a
-session and a process group of its own, has the limits of `reward.max_memory_gib`, and no descriptor but its own socket,
-which no process that it starts inherits.
+session and a process group of its own, and has no descriptor but its own socket, which nothing that it starts inherits.
 
-With `reward.fresh_process` it loads the scorer and scores nothing itself: each sample is scored in a fork of it, so
-what a sample leaves behind in the interpreter ends with the fork. Threads that a reward file starts while it is
-imported are not in the forks.
+With `reward.fresh_process` it loads the scorer and scores each sample in a fork of it, so what a sample leaves behind
+in the interpreter ends with the fork. Threads that a reward file starts while it is imported are not in the forks.
 """
 
 from __future__ import annotations
@@ -40,10 +38,8 @@ class WorkerSettings(SupervisorSettings):
     """What fork server, supervisors and workers must know (implements `jaxrl.processes.fork_server.Service`).
 
     Attributes:
-      scorer: pickled.
       preload: modules that are imported once, before workers are forked.
-      max_memory_gib: of one worker; 0: no limit.
-      section: of the options that say so.
+      max_memory_gib: of one worker; 0: no limit. section: of the options that say so.
     """
 
     scorer: bytes

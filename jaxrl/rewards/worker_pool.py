@@ -1,13 +1,11 @@
 """Worker processes on this machine, from the trainer's side: requests in, what scoring them came to out.
 
-Between the trainer and a worker stand a fork server and a supervisor (`jaxrl.processes`); what a worker does is in
-`jaxrl.rewards.worker`. One thread here talks to all of them; it never waits for one, parses nothing but verdicts, and
-hands the next request on while the trainer computes.
+Between the trainer and a worker stand a fork server and a supervisor (`jaxrl.processes`). One thread here talks to all
+of them; it never waits for one, parses nothing but verdicts, and hands the next request on while the trainer computes.
 
-What may go wrong with a worker is its supervisor's business. What may go wrong with those above it is dealt with here:
-a supervisor that is gone, or does not answer (a scorer may kill or stop it), is replaced, and its request given to
-another at most `reward.max_retries` times; so is the fork server. When no server can be started, the requests at hand
-fail as crashes.
+What may go wrong with a worker is its supervisor's business. A supervisor that is gone, or does not answer (a scorer
+may kill or stop it), is replaced, and its request given to another at most `reward.max_retries` times; so is the fork
+server. When no server can be started, the requests at hand fail as crashes.
 """
 
 from __future__ import annotations
@@ -60,8 +58,6 @@ class _Request:
 
 @dataclass
 class _Supervisor:
-    """A supervisor, and the request that it has."""
-
     pid: int
     channel: Channel
     heard_s: float
@@ -74,14 +70,9 @@ class _Supervisor:
 class WorkerPool:
     """Processes that score; used from one thread besides its own.
 
-    Args:
-      env: variables that the workers get besides those that they always get.
-      limits: how requests wait, and their time limits.
-
     Attributes:
       ended: (number, what scoring came to, time) of requests, in the order in which they ended.
-      retries: why requests were scored again.
-      restarts: why workers were started again that had not failed with a sample.
+      retries, restarts: why requests were scored again, and workers started again that had not failed with a sample.
     """
 
     def __init__(
@@ -131,12 +122,8 @@ class WorkerPool:
         self._wake()
 
     def wait_ready(self) -> None:
-        """Returns when every worker has loaded the scorer.
-
-        Raises:
-          ValueError: the scorer cannot be loaded.
-          RunFailed: processes cannot be started here.
-        """
+        """Returns when every worker has loaded the scorer. Raises ValueError where it cannot be loaded; RunFailed:
+        processes cannot be started here."""
         with self._reported:
             self._reported.wait_for(lambda: self._problem is not None or self._num_ready >= self._num_workers)
             if self._problem is not None:
@@ -184,7 +171,6 @@ class WorkerPool:
             self._reported.notify_all()
 
     def _start_missing(self) -> None:
-        """Starts what is missing of the fork server and the supervisors."""
         if not self._server.alive:
             try:
                 self._server.start()

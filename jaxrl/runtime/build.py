@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.hosts import HostsSection
-from jaxrl.data.stops import check_stop_strings, stop_string_check
+from jaxrl.data.stops import check_stop_strings, stop_ids, stop_string_check
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.mechanisms.speculation import Speculation, proposer, verify_rule
 from jaxrl.models.config import ModelConfig
@@ -24,10 +24,11 @@ from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.programs import ExecutorConfig, LayoutSizes
 from jaxrl.rollout.sampling import Draw, sample
 from jaxrl.rollout.worker_set import WorkerSet
-from jaxrl.runtime.devices import ProcessDevices
+from jaxrl.runtime.degree import with_degree
+from jaxrl.runtime.devices import ProcessDevices, prepare_jax
 from jaxrl.runtime.memory import layout_degrees, layout_sizes, max_tp, memory_plan, memory_problem
 from jaxrl.runtime.rules import batcher_config
-from jaxrl.runtime.weights import adapted
+from jaxrl.runtime.weights import adapted, load_weights, refuse_other_model
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.scheduling.layouts.plan_cost import PlanCostModel
@@ -41,10 +42,11 @@ from jaxrl.sharding.memory import (
     DeviceMemory,
     device_bytes,
     in_bytes,
+    memory_of,
     memory_share,
     share_variable,
 )
-from jaxrl.sharding.mesh import platform_of, submeshes
+from jaxrl.sharding.mesh import make_mesh, platform_of, submeshes
 from jaxrl.train.update_memory import plan_chunk, plan_remat
 
 if TYPE_CHECKING:
@@ -57,13 +59,10 @@ _LEAST_SHARE = 0.9  # the rest is for the CUDA context, graphs and libraries, wh
 
 def use_compilation_cache(config: Config) -> str:
     """From here on, compiled programs are kept in `trainer.compilation_cache_dir`. Makes that folder, so it is called
-    when nothing is refused any more; what was compiled until then (random weights, the optimizer's start) is small.
+    when nothing is refused any more. Every program is kept, however short compiling it was.
 
-    Every program is kept, however short compiling it was: what the next start finds is loaded, and not compiled.
-
-    Returns:
-      A name of the folder's content, drawn when it was made; empty if there is no cache. Programs for GPUs, and what
-      XLA has measured to choose their kernels (jax's `jax_persistent_cache_enable_xla_caches`), are lost with it.
+    Returns a name of the folder's content, drawn when it was made; empty if there is no cache. Programs for GPUs, and
+    what XLA has measured to choose their kernels (jax's `jax_persistent_cache_enable_xla_caches`), are lost with it.
     """
     if not config.trainer.compilation_cache_dir:
         return ""
@@ -82,14 +81,11 @@ def use_compilation_cache(config: Config) -> str:
 
 
 def retuning_note(earlier: str | None, now: str, platform: str) -> str | None:
-    """What is to be said where a resumed run's GPU programs are tuned anew.
+    """What is to be said where a resumed run's GPU programs are tuned anew; `earlier` and `now` are what
+    `use_compilation_cache` returned at the start before (None: not known) and at this one.
 
     XLA measures several kernels for a product and keeps the fastest; with another choice, sums are added up in another
     order. With the compilation cache of the start before, the choices are the same.
-
-    Args:
-      earlier: what `use_compilation_cache` returned at the start before; None: not known.
-      now: what it returned at this one. platform: of the devices.
     """
     if platform not in GPU_PLATFORMS or earlier is None or (earlier and earlier == now):
         return None
@@ -99,14 +95,6 @@ def retuning_note(earlier: str | None, now: str, platform: str) -> str | None:
         f"the compilation cache of this run's last start {why} (trainer.compilation_cache_dir): XLA chooses kernels "
         "anew on the GPU, so numbers may differ in their last bits from those of a run that was never stopped"
     )
-
-
-def on_one_worker(config: Config) -> Config:
-    """The configuration where nothing is trained: one worker on all devices of this host, whatever the run has, and no
-    drafts."""
-    rollout = dataclasses.replace(config.rollout, num_devices=0, num_workers=1, hosts_per_worker=1)
-    rollout = dataclasses.replace(rollout, speculation=Speculation.Options())
-    return dataclasses.replace(config, rollout=rollout, hosts=HostsSection())
 
 
 def share_notes(config: Config, devices: Sequence[Any]) -> list[str]:
@@ -124,12 +112,8 @@ def share_notes(config: Config, devices: Sequence[Any]) -> list[str]:
 def refuse_too_large(
     config: Config, model: ModelConfig, num_devices: int, memory: DeviceMemory, *, trains: bool = True
 ) -> None:
-    """Raises ConfigError for sizes that need more memory than there is, before any is used.
-
-    Args:
-      num_devices: of the run, on all hosts.
-      trains: as in `memory_problem`.
-    """
+    """Raises ConfigError for sizes that need more memory than there is, before any is used; `num_devices`: of the
+    run, on all hosts; `trains`: as in `memory_problem`."""
     plan = memory_plan(config, model, num_devices, memory.reported, memory.platform)
     problem = memory_problem(config, model, plan, num_devices, memory.share, trains)
     if problem is not None:
@@ -154,12 +138,9 @@ def with_planned_update(config: Config, model: ModelConfig, num_devices: int, me
 
 
 def read_tokenizer_and_model(config: Config) -> tuple[Tokenizer, ModelConfig]:
-    """The tokenizer and the config that `model.path` names, which must fit each other and the run; no weight is read.
-
-    Raises:
-      ValueError: a file is damaged, an id is outside the model's vocabulary, prompts and responses are longer than the
-        model was made for, or a stop string is none.
-    """
+    """The tokenizer and the config that `model.path` names, which must fit each other and the run; no weight is
+    read. Raises ValueError: a file is damaged, an id is outside the model's vocabulary, prompts and responses are
+    longer than the model was made for, or a stop string is none."""
     path = resolve_path(config.model.path)
     folder = str(checked_path(path))
     model = adapted(config, config_of(path))
@@ -176,6 +157,47 @@ def read_tokenizer_and_model(config: Config) -> tuple[Tokenizer, ModelConfig]:
     if model.scalar_head:
         raise ConfigError(f"model.path ({folder}) is a reward model, which writes nothing; it can score (reward.kind)")
     return tokenizer, model
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoneWorker:
+    """One worker on all devices of this host, to draw with a model that is not trained. `config`: with one worker,
+    whatever the run has, and without drafts."""
+
+    config: Config
+    mesh: Mesh
+    tokenizer: Tokenizer
+    model: ModelConfig
+
+    @classmethod
+    def open(cls, config: Config, say: Callable[[str], None], places: Iterable[Path | None] = ()) -> LoneWorker:
+        """Finds the devices, and reads tokenizer and config. Raises ValueError where the model, or a checkpoint of
+        `places`, does not fit."""
+        rollout = dataclasses.replace(config.rollout, num_devices=0, num_workers=1, hosts_per_worker=1)
+        rollout = dataclasses.replace(rollout, speculation=Speculation.Options())
+        config = dataclasses.replace(config, rollout=rollout, hosts=HostsSection())
+        mesh = make_mesh(prepare_jax(config))
+        config = with_degree(config, mesh, say)
+        tokenizer, model = read_tokenizer_and_model(config)
+        refuse_too_large(config, model, mesh.size, memory_of(mesh.devices.ravel().tolist()), trains=False)
+        for place in filter(None, places):
+            refuse_other_model(place, config, model, mesh)
+        return cls(config, mesh, tokenizer, model)
+
+    def weights(self, place: Path | None) -> Any:
+        """Those of a checkpoint; None: those of `model.path`."""
+        return load_weights(self.config, self.model, self.mesh, place)
+
+    def executor(self, **options: Any) -> MeshExecutor:
+        """`options`: of `build_executor`."""
+        return build_executor(self.config, self.model, Layout(self.mesh, self.config.rollout.tp), **options)
+
+    def engine(self, executor: MeshExecutor) -> Engine:
+        return build_engine(self.config, executor, self.tokenizer)
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        return stop_ids(self.tokenizer, self.model.eos_token_ids)
 
 
 def refuse_float8(config: Config, device: Any) -> None:
@@ -201,10 +223,8 @@ def build_executor(
     """The executor of a rollout with one worker.
 
     Args:
-      weights: as in `MeshExecutor`.
       truncate: requests may use top-k, top-p and min-p, also where the run's do not.
-      top_logprobs: the most of the likeliest tokens that a request may have told.
-      draw: draws the tokens.
+      top_logprobs: the most of the likeliest tokens that a request may ask for.
     """
     sizes = _executor_config(config, model, layout.mesh, layout.tp, device_bytes(layout.mesh.devices.ravel().tolist()))
     sizes = dataclasses.replace(sizes, truncate=sizes.truncate or truncate, top_logprobs=top_logprobs, draw=draw)
@@ -286,14 +306,10 @@ def build_engines(
     profile: Profile | None,
     arrival: Arrival | None,
 ) -> LocalWorkers:
-    """The engines of all workers as one.
+    """The engines of all workers as one. Raises ConfigError for a profile of other steps than those of these workers.
 
-    Args:
-      profile: the checked one; None: nothing reads it. It says which plans verify; and where layouts switch,
-        logical time is what it predicts, because workers in different layouts do not keep one pace.
-      arrival: as in `LocalWorkers`.
-
-    Raises ConfigError for a profile of other steps than those of these workers.
+    `profile` says which plans verify; and where layouts switch, logical time is what it predicts, because workers in
+    different layouts do not keep one pace. None: nothing reads it.
     """
     sizes = row_sizes(config, workers)
     engines = [build_engine(config, executor, tokenizer, profile, sizes) for executor in workers.executors]

@@ -1,11 +1,8 @@
-"""Which devices a run uses, of this process and of all, the meshes over both, and their memory; and what is refused.
+"""Which devices a run uses, of this process and of all, the meshes over both, and their memory.
 
-Purpose: `ProcessDevices` is what the parts of a run are built from, and `prepare_hosts` finds it. On one host the two
-meshes are one.
-
-Source: docs/architecture.md (a run on several hosts). Training spans all devices, in the order of processes, and its
-minor axes lie inside hosts; a rollout stays inside its host, or its group of hosts (`rollout.hosts_per_worker`). A
-device's id is no index: ids of a second process may begin anywhere, and a device may be left out.
+On one host the two meshes are one. Among several, training spans all devices, in the order of processes, and its minor
+axes lie inside hosts; a rollout stays inside its host, or its group of hosts (`rollout.hosts_per_worker`). A device's
+id is no index: ids of a second process may begin anywhere, and a device may be left out.
 """
 
 from __future__ import annotations
@@ -30,9 +27,7 @@ class ProcessDevices:
     """A process among the run's, one per host.
 
     Attributes:
-      process: its number. num_processes: of the run.
-      local_devices: that the run uses of this process.
-      devices: of all processes, in their order; equally many of each.
+      local_devices: that the run uses of this process. devices: of all processes, equally many of each.
       memory: of this host's devices, or the least of all hosts once they have exchanged it (`with_least`).
     """
 
@@ -44,7 +39,6 @@ class ProcessDevices:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of training, over all hosts."""
         return make_mesh(self.devices, self.num_processes)
 
     def rollout_mesh(self, num_hosts: int = 1) -> Mesh:
@@ -60,12 +54,7 @@ class ProcessDevices:
 
 
 def devices_by_process(devices: Sequence[Any], num_processes: int, per_process: int = 0) -> tuple[tuple[Any, ...], ...]:
-    """The devices that a run uses of each process, in order.
-
-    Args:
-      devices: all that there are, of all processes.
-      per_process: how many of each, at most; 0: all.
-    """
+    """Of all devices those that a run uses of each process, in order: `per_process` at most; 0: all."""
     found: list[list[Any]] = [[] for _ in range(num_processes)]
     for device in devices:
         found[device.process_index].append(device)
@@ -79,13 +68,6 @@ def refuse_few(option: str, wanted: int, found: int, host: str = "") -> None:
         raise ConfigError(f"{option} ({wanted}) must be at most the devices {where} ({found})")
 
 
-def _refuse_unfit(config: Config, num_devices: int) -> None:
-    """Raises ConfigError where a run cannot be cut over so many devices of each process."""
-    problem = host_problem(config, num_devices)
-    if problem is not None:
-        raise ConfigError(problem)
-
-
 def prepare_jax(config: Config) -> list[Any]:
     """Sets what must be set before the first computation; returns the devices that a run uses of this process. Writes
     nothing."""
@@ -95,7 +77,8 @@ def prepare_jax(config: Config) -> list[Any]:
     if not wanted:
         option, wanted = "hosts.devices_per_host", config.hosts.devices_per_host or len(devices)
     refuse_few(option, wanted, len(devices))
-    _refuse_unfit(config, wanted)
+    if problem := host_problem(config, wanted):
+        raise ConfigError(problem)
     return devices[:wanted]
 
 
@@ -114,7 +97,8 @@ def prepare_hosts(config: Config, on_machine: int = 1) -> ProcessDevices:
     processes = devices_by_process(jax.devices(), count, config.hosts.devices_per_host)
     own = processes[jax.process_index()]
     assert all(len(each) == len(own) for each in processes), "the world was opened with unequal processes"
-    _refuse_unfit(config, len(own))
+    if problem := host_problem(config, len(own)):
+        raise ConfigError(problem)
     everyone = tuple(device for devices in processes for device in devices)
     return ProcessDevices(jax.process_index(), count, own, everyone, memory_of(own, len(own) * on_machine))
 
@@ -137,10 +121,8 @@ def with_types(
     """`config` with a type in place of each dtype that is auto, and said; as it is where there is none.
 
     Args:
-      platform: of the devices, as `platform_of` names it.
       earlier: the configuration with which this run was started before, whose types it keeps; None: never.
-      command: that reads the configuration: nothing is said of types that it does not compute in
-        (empty: one that only rolls out).
+      command: that reads the configuration (empty: one that only rolls out): types that it does not use go unsaid.
     """
     typed = config.with_types(platform, earlier)
     why = f" on {platform}" if earlier is None else ", as this run began"

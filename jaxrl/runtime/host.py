@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxrl.config import Config
 from jaxrl.data.tokenizer import Tokenizer
@@ -24,7 +24,6 @@ from jaxrl.runtime.beginnings import refuse_other_init
 from jaxrl.runtime.build import build_workers, share_notes, use_compilation_cache
 from jaxrl.runtime.degree import with_degree
 from jaxrl.runtime.devices import ProcessDevices, prepare_hosts, with_types
-from jaxrl.runtime.teacher import build_teacher
 from jaxrl.runtime.weights import load_weights, refuse_other_model
 from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.sharding.layout import Layout
@@ -34,8 +33,10 @@ from jaxrl.train.checkpoint import Checkpointer, HostState
 from jaxrl.train.objectives import LikelihoodObjective
 from jaxrl.train.programs import TrainPrograms
 from jaxrl.train.steps import ALONE, Peers, whole_step
-from jaxrl.train.teacher import Teacher
 from jaxrl.train.trainer import Trainer, build_critic
+
+if TYPE_CHECKING:
+    from jaxrl.train.teacher import Teacher
 
 
 class NoGroup:
@@ -166,6 +167,8 @@ class Host:
         if asked.critic_updates:
             self.critic = build_critic(*given, total_updates=asked.critic_updates, **told)
         if asked.teacher is not None:
+            from jaxrl.runtime.teacher import build_teacher
+
             assert tokenizer is not None, "a teacher reads prompts"
             self._beat("loading the teacher")
             self.teacher = build_teacher(asked.config, asked.teacher, self.trainer, tokenizer, **told)

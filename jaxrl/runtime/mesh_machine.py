@@ -31,7 +31,6 @@ class MeshMachine:
 
     Args:
       mesh: of the rollout; None where its devices are on other hosts.
-      workers: the executors.
       trainer, teacher: of the run, where they are on this host.
       profile: the checked file of `rollout.layout.profile`.
 

@@ -1,8 +1,7 @@
 """A run, put together: one object for training, evaluation and simulation.
 
-Purpose: mechanisms are built from a `Run`, and the backend and the loop work on its parts. `jaxrl.commands.train`,
-`jaxrl.commands.evaluate` and `jaxrl.runtime.simulation` make one each. They differ in the `Machine`, and in who trains,
-scores and answers.
+Mechanisms are built from a `Run`, and the backend and the loop work on its parts. Runs differ in the `Machine`, and in
+who trains, scores and answers.
 """
 
 from __future__ import annotations
@@ -50,10 +49,8 @@ _LATER: Any = None  # set once devices and record are open
 class Machine(Protocol):
     """The devices of a run, here, on other hosts, or modelled, for mechanisms that compute on them.
 
-    Attributes:
-      mesh: of the rollout; None where its devices are elsewhere, or modelled.
-      platform: of the devices (`cpu`, `gpu`, `tpu`).
-      degrees: the tensor-parallel degrees that a worker's rounds may use.
+    `mesh`: of the rollout; None where its devices are elsewhere, or modelled. `degrees`: the tensor-parallel degrees
+    that a worker's rounds may use.
     """
 
     @property
@@ -167,10 +164,8 @@ class Run:
         return Loop(self, self.backend())
 
     def mechanism(self, kind: type[M]) -> M:
-        """The mechanism of a class, which the run must have."""
         return next(each for each in self.mechanisms if isinstance(each, kind))
 
     @property
     def is_timeless(self) -> bool:
-        """As `jaxrl.mechanisms.is_timeless`."""
         return is_timeless(self.config)

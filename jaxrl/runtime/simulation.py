@@ -1,12 +1,9 @@
 """A simulated run put together: the loop, engine, batcher and rules of a real run on modelled devices.
 
-Purpose: `build` makes a simulated run of a configuration, a cost model and a workload. `SimulatedMachine` is what
-stands under its backend: executors, engines and scoring, on one clock. Never imports jax.
-
-Source: docs/architecture.md. Departures from a real run: prompts have lengths but no text, and their order is not
-grain's; losses and gradients do not exist; evaluation draws prompts beside the training ones, `data.val_size` of them;
-weights for devices of the rollout's own are charged as if they lay there already, split. Nothing is journalled, because
-a simulated clock decides the same again.
+Departures from a real run: prompts have lengths but no text, and their order is not grain's; losses and gradients do
+not exist; evaluation draws prompts beside the training ones, `data.val_size` of them; weights for devices of the
+rollout's own are charged as if they lay there already, split. Nothing is journalled, because a simulated clock decides
+the same again. Never imports jax.
 
 Several hosts are executors with latencies: a call holds the controller up (`simulate.host_call_s`), and takes its time
 to the host and back (`simulate.host_latency_s`); with `simulate.host_spread` some hosts are slower than others. What is
@@ -91,8 +88,9 @@ class SimulatedMachine:
         self._config, self._cost, self._workload = config, cost, workload
         self._sizes, self._layouts, self._clock, self._phases, self._feeding = sizes, layouts, clock, phases, feeding
         self.degrees: Sequence[int] = tuple(layouts) or (sizes.tp,)
-        own = config.rollout.num_devices
-        self.num_devices = num_devices_of(config) if own else sizes.num_devices * config.num_workers
+        is_own = config.rollout.num_devices > 0
+        self.num_devices = num_devices_of(config) if is_own else sizes.num_devices * config.num_workers
+        self._turns = simulated_turns.turn_model(config, workload) if config.environment.is_on else None
         self.executors = self._build_executors()
         batching = batcher_config(config, simulated_speculation.verify_rule(config, cost))
         engines = [Engine(each, batching) for each in self.executors.executors]
@@ -125,7 +123,7 @@ class SimulatedMachine:
                 sync_s=sync_s,
                 wake_s=cost.rollout_fixed_s(),
                 proposals=simulated_speculation.proposals(config, self._workload),
-                turn_end=self._turns().end if config.environment.is_on else None,
+                turn_end=None if self._turns is None else self._turns.end,
                 slowness=slowness[worker // config.workers_per_group],
                 call_s=chosen.host_call_s if several else 0.0,
                 latency_s=chosen.host_latency_s if several else 0.0,
@@ -146,15 +144,10 @@ class SimulatedMachine:
         limits, timeouts = (reward.num_workers, reward.timeout_s), AdaptiveTimeouts.configured(self._config)
         return ScoringWorkers(self._workload, self._clock, self._phases, *limits, own, order, timeouts, on_devices)
 
-    def _turns(self) -> simulated_turns.TurnModel:
-        return simulated_turns.turn_model(self._config, self._workload)
-
     def conversation(self) -> simulated_turns.Conversation | None:
-        """How turns are answered; None where responses have one turn."""
-        if not self._config.environment.is_on:
+        if self._turns is None:
             return None
-        num_workers = self._config.environment.num_workers
-        given = self._turns(), num_workers, self._clock, self._phases
+        given = self._turns, self._config.environment.num_workers, self._clock, self._phases
         return simulated_turns.conversation(*given, lambda: self.scoring.next_ns)
 
     def predictor(self) -> LatencyPredictor:
@@ -174,8 +167,7 @@ class SimulatedMachine:
         return streams
 
     def index_builder(self) -> simulated_speculation.BlankIndexes:
-        clock = self._clock
-        return simulated_speculation.BlankIndexes(self._config.rollout.speculation, clock=lambda: clock.now_s)
+        return simulated_speculation.BlankIndexes(self._config.rollout.speculation, clock=lambda: self._clock.now_s)
 
     def release_workers(self, workers: Sequence[int]) -> None:
         self.executors.release_some(workers)
@@ -183,14 +175,11 @@ class SimulatedMachine:
     def wait_quiet(self) -> None:
         """Nothing: what runs on the devices takes them in simulated time."""
 
-    def on_wait_quiet(self, wait: Callable[[], None]) -> None:
-        """Nothing, as `wait_quiet`."""
+    def on_wait_quiet(self, wait: Callable[[], None]) -> None: ...
 
-    def add_programs(self, programs: Sequence[Any], *, of_update: bool) -> None:
-        """Nothing is compiled."""
+    def add_programs(self, programs: Sequence[Any], *, of_update: bool) -> None: ...
 
-    def on_close(self, close: Callable[[], None]) -> None:
-        """Nothing is open."""
+    def on_close(self, close: Callable[[], None]) -> None: ...
 
 
 def build(
@@ -210,8 +199,7 @@ def build(
     Args:
       sizes: of a worker; by default those of the configuration, with only weights beside the KV pool.
       layouts: sizes by TP degree, if `rollout.layout` adapts; the default is made in the same way.
-      timeline: the file to draw in.
-      feeding: as in `SimulatedMachine`.
+      timeline: the file to draw in. feeding: as in `SimulatedMachine`.
       callbacks: of `jaxrl.runtime.run.Run`: `on_step`, `save`, `stop` and the like.
     """
     if config.algorithm.adv_estimator == "gdpo":  # a simulated reward is one number
@@ -225,8 +213,9 @@ def build(
     machine = SimulatedMachine(config, cost, workload, sizes, layouts, clock, phases, feeding)
     trained = machine.num_devices - config.num_own_devices
     trainer, *critics = (SimulatedTrainer(cost, trained, clock) for _ in range(1 + config.has_critic))
-    num_prompts = config.simulate.num_prompts or config.data.task_size
-    prompts = _prompts(config, workload, num_prompts)
+    data, num_prompts = config.data, config.simulate.num_prompts or config.data.task_size
+    given = num_prompts, data.max_prompt_length, data.seed, data.shuffle, data.source_quotas, data.reference_time_key
+    prompts = SimulatedPrompts(workload, *given)
     evaluates = config.trainer.test_freq or config.trainer.val_before_train
     run = Run(
         config=replace(config, rollout=replace(config.rollout, stop=[])),  # stop strings need text, and there is none
@@ -251,12 +240,6 @@ def build(
         **callbacks,
     )
     return Simulation(run.loop(), run, clock, phases)
-
-
-def _prompts(config: Config, workload: Workload, num_prompts: int) -> SimulatedPrompts:
-    data = config.data
-    sizes = num_prompts, data.max_prompt_length, data.seed
-    return SimulatedPrompts(workload, *sizes, data.shuffle, data.source_quotas, data.reference_time_key)
 
 
 def slownesses(num_hosts: int, spread: float, seed: int) -> list[float]:

@@ -1,14 +1,12 @@
 """SIGINT and SIGTERM from the program's first line to its last.
 
-Purpose: `Stop` decides what a signal does. At first, one signal ends the process at once: nothing is worth saving yet.
-Once a training run calls `save_first`, the first signal asks for a stop (the run saves its state and ends), and the
-second one, of either kind, ends the process at once.
+At first, one signal ends the process at once: nothing is worth saving yet. Once a training run calls `save_first`, the
+first signal asks for a stop (the run saves its state and ends), and the second one ends the process at once.
 
 No exception is raised in the code that runs: jax calls back into Python from places where an exception is printed and
 forgotten, and an import that is cut short leaves broken modules. The interpreter's own handler in C writes a byte for
-each signal into a pipe, and a thread reads it. So a main thread that waits in native code, or that hangs, stops
-nothing. Only native code that holds the interpreter's lock does; that is the watchdog's business
-(`jaxrl.record.watchdog`).
+each signal into a pipe, and a thread reads it. So a main thread that waits in native code, or hangs, stops nothing.
+Only native code that holds the interpreter's lock does; that is the watchdog's business (`jaxrl.record.watchdog`).
 
 Imports nothing heavy, so that it is in place before anything else is.
 """
@@ -36,8 +34,7 @@ class Stop:
       end: ends the process, with a sentence and a status.
 
     Attributes:
-      asked: whether a signal has asked for a stop.
-      number: which one did.
+      asked: whether a signal has asked for a stop; number: which one did.
     """
 
     def __init__(self, end: Callable[[str, int], object] | None = None) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
@@ -16,20 +16,20 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.fit import check_length, check_vocabulary
 from jaxrl.models.loading import checked_path, load_layerwise, load_model, resolve_path
-from jaxrl.runtime.teacher_endpoint import EndpointTeacher
 from jaxrl.schema.declared import shown
 from jaxrl.train.teacher import Teacher, TeacherPrograms, offloaded, shares_base, teacher_config, teacher_model
 from jaxrl.train.trainer import Trainer
 from jaxrl.types import Prompt
 
+if TYPE_CHECKING:
+    from jaxrl.runtime.teacher_endpoint import EndpointTeacher
+
 _OPTION = "algorithm.teacher.path"
 
 
-def read_teacher(config: Config, tokenizer: Tokenizer, model: ModelConfig) -> ModelConfig | None:
+def read_teacher(config: Config, tokenizer: Tokenizer, model: ModelConfig) -> ModelConfig:
     """The config of `algorithm.teacher.path`, which must fit the policy's tokenizer and model, and the run's lengths
-    (else ValueError); no weight is read. None: there is no teacher, or it is at an endpoint."""
-    if not config.algorithm.teacher.path:
-        return None
+    (else ValueError); no weight is read."""
     own = teacher_model(config)
     folder = str(checked_path(resolve_path(config.algorithm.teacher.path, _OPTION), _OPTION))
     if own.scalar_head:
@@ -77,10 +77,10 @@ def build_teacher(config: Config, model: ModelConfig, policy: Trainer, tokenizer
 
 def endpoint_teacher(
     config: Config, model: ModelConfig, tokenizer: Tokenizer, on_progress: Callable[[], None]
-) -> EndpointTeacher | None:
-    """What asks `algorithm.teacher.endpoint`, which has answered once; None: there is none."""
-    if not config.algorithm.teacher.endpoint:
-        return None
+) -> EndpointTeacher:
+    """What asks `algorithm.teacher.endpoint`, which has answered once."""
+    from jaxrl.runtime.teacher_endpoint import EndpointTeacher
+
     prompt_of = partial(with_context, config=config, tokenizer=tokenizer)
     trial = tokenizer.encode("1 + 1 = 2")
     return EndpointTeacher(config, trial, model.vocab_size, prompt_of, on_progress)

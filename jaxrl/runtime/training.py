@@ -1,8 +1,7 @@
 """A run that trains, whatever it learns from: its folder, its hosts, its checkpoints, its record, and how it ends.
 
-`jaxrl.commands.train` and `jaxrl.commands.supervised` say what is trained on. docs/architecture.md, "Starting a run",
-has the order of a start: what can be refused at once is refused first, jax is loaded after that, and nothing is written
-before all is known to fit.
+docs/architecture.md, "Starting a run", has the order of a start: what can be refused at once is refused first, jax is
+loaded after that, and nothing is written before all is known to fit.
 """
 
 from __future__ import annotations
@@ -105,11 +104,8 @@ class Training:
 
     def find_checkpoints(self, *, needs_ref: bool, needs_critic: bool) -> None:
         """Finds the checkpoint that the run resumes or begins from. That reads all of it, which may take minutes: after
-        everything that a look at the options could refuse.
-
-        Args:
-          needs_ref: the weights that the run began with are its reference. needs_critic: it trains a critic, too.
-        """
+        everything that a look at the options could refuse. `needs_ref`: the weights that the run began with are its
+        reference."""
         from jaxrl.train.checkpoint import holds_critic
 
         config = self.config
@@ -203,7 +199,6 @@ class Training:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Begins to write a checkpoint; `state`: of the controller."""
         from jaxrl.train.checkpoint import HostState
 
         self.host.save(step, HostState(*split_arrays(state)))
@@ -216,14 +211,11 @@ class Training:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def go(self, train: Callable[[ExitStack], Mapping[str, str]]) -> RunOutcome:
-        """Opens the record, trains, and writes the summary; a complete run gets only its page anew.
+        """Opens the record, trains, and writes the summary; a complete run gets only its page anew. Raises RunFailed
+        where the system refused a file or memory, with how to continue.
 
-        Args:
-          train: trains up to `total_steps`, or until a stop is asked for, and sets `step`. It calls `begin` once
-            nothing can refuse the start any more, and returns lines for the summary. What it enters is closed.
-
-        Raises:
-          RunFailed: the system refused a file or memory, with how to continue.
+        `train` trains up to `total_steps`, or until a stop is asked for, and sets `step`. It calls `begin` once nothing
+        can refuse the start any more, and returns lines for the summary. What it enters is closed.
         """
         with self._failures():
             return self._already_complete() if self.is_complete else self._train(train)
@@ -296,19 +288,12 @@ def run_training(
     stop: Stop | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> RunOutcome:
-    """Runs (or resumes) the training that `config` describes.
-
-    With several hosts all of them are started again from the newest checkpoint where one is lost.
+    """Runs (or resumes) the training that `config` describes; raises ValueError for what a user can mend. With several
+    hosts all of them are started again from the newest checkpoint where one is lost.
 
     Args:
-      kind: the command that trains.
-      start: puts the run together, and has it `go`.
-      say: shows a line.
-      stop: the signals of the program; without one they are the caller's.
+      kind: the command that trains. start: puts the run together, and has it `go`.
       progress: shows a line of what takes long before the first step; called from another thread.
-
-    Raises:
-      ValueError: for what a user can mend.
     """
     if not config.trainer.run_dir:
         raise ConfigError("trainer.run_dir is missing: give the folder that the run writes to and resumes from")
@@ -327,7 +312,6 @@ def run_training(
 
 
 def _hosts_of(config: Config) -> Hosts:
-    """Starts hosts, and after a loss again on the same bundle of machines."""
     bundle = None
 
     @contextmanager

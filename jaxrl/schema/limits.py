@@ -1,12 +1,13 @@
-"""Bounds and types that options of several sections share."""
+"""Bounds, types and rules that options of several sections share."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
-from jaxrl.schema.declared import Cap
+from jaxrl.schema.declared import Cap, shown
 
 FloatType = Literal["float32", "bfloat16", "float64"]
 OpenFloatType = Literal["auto", "float32", "bfloat16", "float64"]
@@ -29,3 +30,15 @@ Factor = Annotated[float, Ge(1), MAX_FACTOR]
 MAX_WAIT = Cap(10_000_000, "the system's clocks wait no longer, which is four months")
 MAX_GIB = Cap(2**20, "no machine has more")
 MAX_RANK = Cap(4096, "an adapter of such a rank is as large as its matrix")
+
+
+def template_problem(variables: Mapping[str, Any]) -> str | None:
+    """What is wrong with variables for a chat template, as the end of a sentence that begins with their option; None if
+    nothing is."""
+    for name in ("messages", "add_generation_prompt"):
+        if name in variables:
+            return f"{name}: the run gives the chat template {name} itself"
+    tools = variables.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        return f"tools must be a list of JSON schemas, found {shown(tools)}"
+    return None

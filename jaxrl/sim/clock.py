@@ -1,10 +1,7 @@
 """The clock of a simulation, and the phases and the timeline that follow it.
 
-Purpose: `SimulatedClock` is the only source of time; `SimulatedPhases` (a `jaxrl.loop.Phases`) adds up `timing_s/*`
-from it and can draw phases, spans and counters into a trace file of the same form as a real run's.
-
 Departures: time is a whole number of nanoseconds. A step's seconds are then differences that do not depend on when the
-step began, so a run that resumes from a checkpoint reports the same seconds as one that was never stopped.
+step began, so a run that resumes reports the same seconds as one that was never stopped.
 """
 
 from __future__ import annotations
@@ -22,8 +19,6 @@ B = TypeVar("B")
 
 
 class SimulatedClock:
-    """Simulated time since the start of the simulation."""
-
     def __init__(self) -> None:
         self.now_ns = 0
 
@@ -72,7 +67,6 @@ class SimulatedConcurrently:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the second thing is over by now."""
         return self._clock.now_ns >= self._ends_ns
 
 
@@ -92,7 +86,6 @@ class SimulatedPhases:
         self._sums_ns: dict[str, int] = {}
 
     def begin(self) -> None:
-        """From here on, the timeline's file is written."""
         if self._picture is not None:
             self._picture.begin()
 
@@ -108,22 +101,18 @@ class SimulatedPhases:
             self.complete(track, name, began_ns / _NS, self.clock.now_s, **args)
 
     def take_phases(self, *names: str) -> dict[str, float]:
-        """Seconds of the phases that ended since they were last taken, as `timing_s/<name>`: of `names`, or of all."""
         taken = [name for name in names or list(self._sums_ns) if name in self._sums_ns]
         return {f"timing_s/{name}": self._sums_ns.pop(name) / _NS for name in taken}
 
     def complete(self, track: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
-        """Draws a span."""
         if self._picture is not None:
             self._picture.complete(track, name, start_s, end_s, **args)
 
     @property
     def now_s(self) -> float:
-        """The moment, as `complete` and `row` take it."""
         return self.clock.now_s
 
     def row(self, row: str, order: int, name: str, start_s: float, end_s: float, **args: Any) -> None:
-        """As `Timeline.row`."""
         if self._picture is not None:
             self._picture.row(row, order, name, start_s, end_s, **args)
 
@@ -132,7 +121,6 @@ class SimulatedPhases:
         return nullcontext()
 
     def counter(self, track: str, **values: float) -> None:
-        """Draws values at this moment."""
         if self._picture is not None:
             self._picture.counter(track, **values)
 

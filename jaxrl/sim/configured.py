@@ -1,6 +1,5 @@
-"""The parts of a simulation that a configuration describes: the machine, its cost model, and the workload.
+"""The machine, the cost model and the workload that section `simulate` describes, together with what a real run reads.
 
-Purpose: turns section `simulate`, together with the sections that a real run reads, into the objects of `jaxrl.sim`.
 Every model comes with a sentence about the source of its numbers. Errors name options.
 """
 
@@ -25,7 +24,6 @@ from jaxrl.scheduling.layouts.batch_state import GroupCapacity, fastest_degree
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.schema.limits import BYTES
-from jaxrl.sim.calibration import Calibration
 from jaxrl.sim.cost_model import CostModel, Efficiency, TableCost, modelled_profile
 from jaxrl.sim.executor import MachineSizes
 from jaxrl.sim.hardware import hardware
@@ -54,7 +52,6 @@ def with_simulated_hosts(config: Config) -> Config:
 
 
 def num_devices_of(config: Config) -> int:
-    """How many devices the simulated machine has, on all its hosts."""
     num_hosts = config.hosts.num
     of_hosts = num_hosts * (config.hosts.devices_per_host or _NODE) if num_hosts > 1 else _NODE
     return config.simulate.num_devices or config.trainer.num_devices or of_hosts
@@ -75,7 +72,6 @@ def rollout_devices_of(config: Config) -> int:
 
 
 def worker_devices_of(config: Config) -> int:
-    """How many devices each worker has."""
     return rollout_devices_of(config) // config.num_workers
 
 
@@ -99,13 +95,6 @@ def cost_model(config: Config) -> tuple[CostModel, str]:
     chosen = config.simulate
     machine = _option("simulate.hardware", hardware, chosen.hardware)
     factors, source = Efficiency(), "default efficiency factors"
-    if bool(chosen.calibration) != bool(chosen.calibration_of):
-        raise ConfigError("simulate.calibration and simulate.calibration_of need each other: a file, and a name in it")
-    if chosen.calibration:
-        factors = _option(
-            "simulate.calibration", Calibration.read(chosen.calibration).efficiency, chosen.calibration_of
-        )
-        source = f"efficiency factors of {chosen.calibration_of} in {chosen.calibration}"
     if chosen.efficiency:
         known = [each.name for each in dataclasses.fields(Efficiency)]
         for name in chosen.efficiency:
@@ -147,7 +136,6 @@ def _profiled(config: Config) -> LatencyPredictor:
 
 
 def _scoring_limit_s(config: Config, task: str) -> float:
-    """Seconds after which the scoring of a task's responses ends at the latest; infinite: it may never."""
     timeouts = AdaptiveTimeouts.configured(config)
     if timeouts is not None and timeouts.has_tests(task):
         return timeouts.rule.max_s
@@ -195,7 +183,7 @@ def with_degree(config: Config) -> tuple[Config, str]:
     possible: dict[int, GroupCapacity] = {}
     refused: ValueError | None = None
     num_devices = worker_devices_of(config.with_tp(1))
-    for degree in _named(rollout.layout.possible_on, num_devices):
+    for degree in _option("", rollout.layout.possible_on, num_devices):
         own = config.with_tp(degree)
         try:
             sizes = machine_sizes(own, cost_model(own)[0], model_sizes(own))
@@ -217,28 +205,24 @@ def with_degree(config: Config) -> tuple[Config, str]:
     )
 
 
+def machine(config: Config) -> tuple[CostModel, MachineSizes, dict[int, MachineSizes]]:
+    """The cost model, the sizes of a worker's executor, and those by the TP degrees of its layouts. Raises ValueError
+    for a configuration that cannot be simulated."""
+    cost, model = cost_model(config)[0], model_sizes(config)
+    return cost, machine_sizes(config, cost, model), layout_sizes(config, cost, model)
+
+
 def _option(place: str, make: Callable[..., Any], *values: Any, **options: Any) -> Any:
-    """`make(...)`; its ValueError names the option."""
+    """`make(...)`; its ValueError names the option at `place`, or where that is empty names it itself."""
     try:
         return make(*values, **options)
     except ValueError as error:
-        raise ConfigError(f"{place}: {error}") from None
-
-
-def _named(make: Callable[..., Any], *values: Any) -> Any:
-    """`make(...)`, whose ValueError names the option itself."""
-    try:
-        return make(*values)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(f"{place}: {error}" if place else str(error)) from None
 
 
 def machine_sizes(config: Config, cost: CostModel, model: ModelConfig | None = None) -> MachineSizes:
     """The sizes of a worker's executor; the KV pool as `jaxrl.runtime.memory.plan_num_blocks` sizes a real one.
-
-    Args:
-      model: for the training state that lies beside the pool; None: only what `cost` counts.
-    """
+    `model`: for the training state that lies beside the pool; None: only what `cost` counts."""
     rollout = config.rollout
     kv = kv_layers(cost.model, config.max_model_length, rollout.max_num_batched_tokens, rollout.decode_steps)
     sizes = MachineSizes(
@@ -272,24 +256,22 @@ def machine_sizes(config: Config, cost: CostModel, model: ModelConfig | None = N
 def layout_sizes(config: Config, cost: CostModel, model: ModelConfig | None = None) -> dict[int, MachineSizes]:
     """`machine_sizes` by TP degree, of the layouts that `rollout.layout` may use; rows and blocks as
     `jaxrl.runtime.memory.layout_sizes` scales them."""
-    rollout, num_devices = config.rollout, worker_devices_of(config)
-    tp = rollout.tp
+    rollout, num_devices, tp = config.rollout, worker_devices_of(config), config.rollout.tp
     found: dict[int, MachineSizes] = {}
-    degrees = _named(rollout.layout.degrees_on, tp, num_devices)
+    degrees = _option("", rollout.layout.degrees_on, tp, num_devices)
     for degree in degrees:
         rows, blocks = rollout.layout.scaled(rollout.max_num_seqs, rollout.num_blocks, tp, degree)
         own = replace(rollout, tensor_model_parallel_size=degree, max_num_seqs=rows, num_blocks=blocks)
         found[degree] = machine_sizes(replace(config, rollout=own), cost, model)
         pool = found[degree].num_blocks, rollout.block_size, config.max_model_length
-        _named(found[degree].stacks.refuse_small, *pool, degree, degrees)
+        _option("", found[degree].stacks.refuse_small, *pool, degree, degrees)
     return found
 
 
 def worker_predictor(config: Config, cost: CostModel, degrees: Sequence[int]) -> LatencyPredictor:
     """Predicts a worker's steps, over the table that step times come from, or over a profile of the modelled devices.
     `rollout.layout.profile` belongs to the real machine and is not read."""
-    options = config.rollout.layout
-    num_devices = worker_devices_of(config)
+    options, num_devices = config.rollout.layout, worker_devices_of(config)
     if config.simulate.cost == "table":
         table = _profiled(config).profile  # of one dp group, for any number of groups
         missing = sorted(set(degrees) - set(table.degrees))
@@ -300,7 +282,5 @@ def worker_predictor(config: Config, cost: CostModel, degrees: Sequence[int]) ->
             )
         identity = replace(table.identity, device_count=num_devices)
         return LatencyPredictor(_option("simulate.profile", replace, table, identity=identity), options)
-    rows = config.data.train_batch_size * config.rollout.n
-    name = f"{num_devices} x {config.simulate.hardware}"
-    profile = modelled_profile(cost, name, degrees, num_devices, rows, config.max_model_length)
-    return LatencyPredictor(profile, options)
+    rows, name = config.data.train_batch_size * config.rollout.n, f"{num_devices} x {config.simulate.hardware}"
+    return LatencyPredictor(modelled_profile(cost, name, degrees, num_devices, rows, config.max_model_length), options)

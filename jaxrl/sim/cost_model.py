@@ -1,8 +1,7 @@
 """Seconds and bytes of a simulated machine's work: an analytic roofline, and measured inference in its place.
 
-The simulated executor asks `CostModel` how long a plan takes (`decode_step_s`, `prefill_s`); others ask how long
-training, a weight sync and a change of layout take, and how many KV blocks a device holds. Every answer is for one dp
-group (one model copy on `tp` devices). Groups of a layout run in lockstep, so a plan takes as long as its slowest one.
+Every answer is for one dp group (one model copy on `tp` devices). Groups of a layout run in lockstep, so a plan takes
+as long as its slowest one.
 
 Source: the roofline of Williams et al. (2009) over the bytes and FLOPs of a dense decoder; decode as a function of
 (batch, total context) is PAT §4.2 (Fig. 6); the move of KV is PAT §4.3 (equations 1-2); each method names the mechanism
@@ -11,11 +10,6 @@ behind its terms.
 Departures: weights are resharded as docs/architecture.md says (a higher TP degree slices what is there, a lower one
 gathers), where PAT gathers and slices either way. Norms, biases and rope count as parameters and are taken as split.
 All factors by which software falls short of a peak are fields of `Efficiency`.
-
-Example::
-
-    cost = CostModel(model_config, hardware("H800"))
-    cost.decode_step_s(tp=2, batch=64, context=64 * 1024)   # seconds of one step
 """
 
 from __future__ import annotations
@@ -66,8 +60,8 @@ class ParameterCounts:
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """The share of each peak that software reaches, and costs that do not depend on size; `jaxrl.sim.calibration` reads
-    fitted factors.
+    """The share of each peak that software reaches, and costs that do not depend on size; `scripts/papers`
+    fits them.
 
     A reduction by one kernel: SGLang's custom all-reduce on H100 takes 3.7 to 3.9 µs for up to 16 kB over 2 devices,
     3.7 to 4.8 over 4 and 5.7 to 5.9 over 8 (sgl-project/sglang, pull request 2904; float32, no graph); its 4 MB in 20

@@ -1,11 +1,10 @@
 """The simulated devices under the engine: plans in, lengths replayed, time charged by a cost model.
 
-Purpose: `SimulatedExecutor` stands for `rollout.executor` on a modelled machine of any size: dp groups of `tp` devices,
-each with a KV pool and rows. It jumps from stop to stop instead of going token by token.
+`SimulatedExecutor` stands for `rollout.executor` on a modelled machine of any size. It jumps from stop to stop instead
+of going token by token.
 
 Source: vidur (Agrawal et al. 2024) for replacing the model by a cost; the depth (one plan ahead) and the rule for
-leaving a plan early: docs/architecture.md. A tests' executor does the same step by step, with equal rows, tokens, steps
-and stops.
+leaving a plan early: docs/architecture.md.
 
 Time: a plan starts when it has been submitted and the previous plan is over, so the host works on the next plan while
 the device runs this one; `collect` waits for a plan's end. In each dp group a plan costs its prefill chunks in one
@@ -61,12 +60,10 @@ class MachineSizes:
 
     @property
     def num_groups(self) -> int:
-        """dp groups."""
         return self.num_devices // self.tp
 
     @property
     def capacity(self) -> Capacity:
-        """What a layout of these sizes offers."""
         sizes = self.num_groups, self.num_slots, self.num_blocks, self.block_size, self.max_prefill_tokens
         return Capacity(*sizes, self.stacks)
 
@@ -81,14 +78,6 @@ class SimulatedTicket:
     @property
     def index(self) -> int:
         return self.result.index
-
-
-@dataclass(slots=True)
-class _Prefill:
-    """The load of a plan's chunks on one dp group."""
-
-    tokens: int = 0
-    pairs: float = 0.0
 
 
 class _Rows:
@@ -106,7 +95,6 @@ class _Rows:
         self.windows = np.full(num_seats, first_window)  # the most tokens of its next proposal
 
     def take(self, seat: int, other: _Rows, other_seat: int) -> None:
-        """Copies a row from a seat of `other`."""
         for mine, theirs in zip(self._arrays(), other._arrays(), strict=True):
             mine[seat] = theirs[other_seat]
 
@@ -144,6 +132,7 @@ class SimulatedExecutor:
       num_tokens, num_prefill_tokens: tokens generated and prefilled so far, over all groups.
       policy_version: of the weights.
       recompiles: 0, because there are no programs.
+      free_ns: when the devices are done with everything submitted.
     """
 
     def __init__(
@@ -169,15 +158,10 @@ class SimulatedExecutor:
         self.policy_version = self.recompiles = 0
         self.num_tokens = self.num_prefill_tokens = 0
         self._length_of, self._turn_end = length_of, turn_end
-        self._cost = cost
-        self._clock = clock
-        self._host_s = host_s
-        self._on_plan = on_plan
-        self._layouts = layouts or {}
-        self._sync_s = sync_s
-        self._wake_s = wake_s
+        self._cost, self._clock, self._on_plan, self._layouts = cost, clock, on_plan, layouts or {}
+        self._host_s, self._sync_s, self._wake_s = host_s, sync_s, wake_s
         self._tickets: deque[SimulatedTicket] = deque()
-        self._free_ns = 0  # when the devices are done with everything submitted
+        self.free_ns = 0
 
     def check(self, request: Request) -> None:
         """Takes everything: a request without a length may still be aborted before it runs."""
@@ -197,14 +181,14 @@ class SimulatedExecutor:
             verified, num_steps, seconds_G = self._verify(plan, num_stops)
         else:
             num_steps, seconds_G = self._decode(plan, num_stops)
-        for group, work in prefill.items():
-            seconds_G[group] += self._cost.prefill_s(self.sizes.tp, work.tokens, work.pairs)
+        for group, (tokens, pairs) in prefill.items():
+            seconds_G[group] += self._cost.prefill_s(self.sizes.tp, tokens, pairs)
         seconds = float(seconds_G.max()) * self._slowness  # the slowest dp group's
         left = rows.left[seats]
         counts = before - left
         self.num_tokens += int(counts.sum())
-        start_ns = max(self._clock.now_ns + self._latency_ns, self._free_ns)
-        self._free_ns = start_ns + nanoseconds(seconds)
+        start_ns = max(self._clock.now_ns + self._latency_ns, self.free_ns)
+        self.free_ns = start_ns + nanoseconds(seconds)
         result = PlanResult(
             plan.index,
             plan.rows.request_ids,
@@ -216,8 +200,8 @@ class SimulatedExecutor:
             verified=verified,
             responses=rows.responses[seats],
         )
-        self._on_plan(plan, result, start_ns, self._free_ns)
-        ticket = SimulatedTicket(result, self._free_ns + self._latency_ns)
+        self._on_plan(plan, result, start_ns, self.free_ns)
+        ticket = SimulatedTicket(result, self.free_ns + self._latency_ns)
         self._tickets.append(ticket)
         return ticket
 
@@ -229,20 +213,14 @@ class SimulatedExecutor:
         self._clock.reach(due.end_ns)
         return due.result
 
-    @property
-    def free_ns(self) -> int:
-        """When the devices are done with everything submitted."""
-        return self._free_ns
-
     def occupy(self, from_ns: int, duration_ns: int) -> int:
         """Something else runs on the devices, once they are done with everything submitted; when it ends."""
-        self._free_ns = max(self._free_ns, from_ns) + duration_ns
-        return self._free_ns
+        self.free_ns = max(self.free_ns, from_ns) + duration_ns
+        return self.free_ns
 
     # Memory phases
 
     def sync_weights(self, train_params: Any, policy_version: int) -> None:
-        """The devices get weights of another version."""
         self._clock.advance(self._sync_s)
         self.policy_version = policy_version
 
@@ -257,7 +235,6 @@ class SimulatedExecutor:
 
     @property
     def tp(self) -> int:
-        """The degree in use."""
         return self.sizes.tp
 
     def capacity(self, tp: int) -> Capacity:
@@ -317,20 +294,19 @@ class SimulatedExecutor:
 
     # Inside
 
-    def _prefill(self, plan: Plan) -> dict[int, _Prefill]:
-        """Counts the chunks of each dp group, and activates rows at the end of their prefill."""
-        work: dict[int, _Prefill] = {}
+    def _prefill(self, plan: Plan) -> dict[int, tuple[int, float]]:
+        """Tokens and pairs of attention of the plan's chunks, by dp group."""
+        work: dict[int, tuple[int, float]] = {}
         for chunk in plan.prefill:
-            group = work.setdefault(chunk.dp_group, _Prefill())
-            group.tokens += len(chunk.tokens)
-            group.pairs += causal_pairs(len(chunk.tokens), chunk.start)
-            self.num_prefill_tokens += len(chunk.tokens)
+            count = len(chunk.tokens)
+            tokens, pairs = work.get(chunk.dp_group, (0, 0.0))
+            work[chunk.dp_group] = tokens + count, pairs + causal_pairs(count, chunk.start)
+            self.num_prefill_tokens += count
             if chunk.is_last:
                 self._activate(chunk)
         return work
 
     def _activate(self, chunk: PrefillChunk) -> None:
-        """Writes a row's state."""
         request, kept = chunk.request, chunk.num_generated
         first_version = next(iter(request.generated_versions), self.policy_version)
         of = request.key, first_version + 1
@@ -400,10 +376,9 @@ class SimulatedExecutor:
         """Of the response at a seat, made when it is first asked for."""
         assert self._proposals is not None
         rows = self._rows
-        found = rows.acceptance[seat]
-        if found is None:
-            found = rows.acceptance[seat] = self._proposals.acceptance(rows.keys[seat], len(rows.responses[seat]))
-        return found
+        if rows.acceptance[seat] is None:
+            rows.acceptance[seat] = self._proposals.acceptance(rows.keys[seat], len(rows.responses[seat]))
+        return rows.acceptance[seat]
 
     def _decode_s(self, seats: np.ndarray, left: np.ndarray, num_steps: int) -> np.ndarray:
         """Seconds of the decode steps, [dp groups]. If no row stops on the way, one evaluation is enough."""

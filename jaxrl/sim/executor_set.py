@@ -1,8 +1,7 @@
-"""The executors of several simulated workers, on one clock, as what a backend asks of them together.
+"""The executors of several simulated workers, on one clock.
 
-Purpose: `SimulatedExecutorSet` implements `jaxrl.runtime.backend.Executors`. Plans of different workers overlap by
-themselves, because each executor knows when its own devices are free; what a backend asks of all of them starts on all
-at once.
+Plans of different workers overlap by themselves, because each executor knows when its own devices are free; what a
+backend asks of all of them starts on all at once.
 """
 
 from __future__ import annotations
@@ -17,10 +16,12 @@ from jaxrl.sim.executor import SimulatedExecutor, SimulatedTicket
 
 
 class SimulatedExecutorSet:
-    """Several executors; `executors` are by the worker's number. `sync_s`: seconds of a weight sync beside the rollout.
+    """Implements `jaxrl.runtime.backend.Executors`.
+
+    Args:
+      executors: by the worker's number. sync_s: seconds of a weight sync beside the rollout.
 
     Attributes:
-      recompiles: 0, because there are no programs.
       beside: called, as `occupy` is, when something else takes all devices: what runs on those of closed workers.
     """
 
@@ -35,11 +36,9 @@ class SimulatedExecutorSet:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens generated so far, by all."""
         return sum(executor.num_tokens for executor in self.executors)
 
     def sync_weights(self, train_params: Any, policy_version: int) -> None:
-        """The devices get weights of another version, each worker's at the same time."""
         self._clock.at_once(partial(each.sync_weights, train_params, policy_version) for each in self.executors)
 
     def buffer_weights(self, train_params: Any, policy_version: int) -> None:
@@ -50,7 +49,6 @@ class SimulatedExecutorSet:
 
     @property
     def is_buffered(self) -> bool:
-        """Whether they have arrived."""
         return self._buffered is not None and self._clock.now_ns >= self._buffered[1]
 
     def take_buffered(self, worker: int) -> None:
@@ -60,8 +58,7 @@ class SimulatedExecutorSet:
         self._clock.reach(at_ns)
         self.executors[worker].policy_version = version
 
-    def share(self, kind: type) -> None:
-        """Nothing is sent anywhere."""
+    def share(self, kind: type) -> None: ...
 
     def first_done(self, tickets: Mapping[int, Ticket]) -> int:
         """Of plans in flight, by worker, the worker whose result is there first."""
@@ -75,7 +72,6 @@ class SimulatedExecutorSet:
         return max(executor.occupy(from_ns, duration_ns) for executor in self.executors)
 
     def free_ns(self, workers: Sequence[int]) -> int:
-        """When the devices of some workers are done with everything submitted."""
         return max(self.executors[worker].free_ns for worker in workers)
 
     def allocate(self) -> None:
@@ -84,13 +80,11 @@ class SimulatedExecutorSet:
         self._asleep.clear()
 
     def release(self, *, weights: bool = False) -> None:
-        """All devices do something else."""
         for each in self.executors:
             each.release(weights=weights)
         self._asleep = set(range(len(self.executors)))
 
     def release_some(self, workers: Sequence[int]) -> None:
-        """Those of closed workers do."""
         for worker in workers:
             self.executors[worker].release(weights=True)
         self._asleep.update(workers)

@@ -1,9 +1,7 @@
-"""Prompts of a simulation: lengths and identities, no text.
+"""Prompts of a simulation: lengths and identities, no text, tokenizer or grain (which imports jax).
 
-This is `jaxrl.loop.Prompts` without files, tokenizer or grain (which imports jax). A prompt's index decides its length,
-its kind and, through the workload, the lengths of its responses; each epoch has a new order, as in training.
-
-Departures: the order is numpy's for (seed, epoch), not grain's: equally random, but not the same.
+A prompt's index decides its length, its kind and, through the workload, the lengths of its responses. Departures: each
+epoch's order is numpy's for (seed, epoch), not grain's: equally random, but not the same.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ class SimulatedPrompts:
 
     Args:
       max_prompt_length: tokens at which prompts are cut.
-      shuffle: a new order in each epoch; else that of the indices.
       quotas: prompts per batch by task (`data.source_quotas`).
       reference_time_key: the column of seconds that a right program takes; empty for no such column.
     """
@@ -42,9 +39,7 @@ class SimulatedPrompts:
         if num_prompts < 1:
             raise ValueError(f"simulate.num_prompts ({num_prompts}) must be >= 1")
         self.num_prompts = num_prompts
-        self._workload = workload
-        self._max_prompt_length = max_prompt_length
-        self._seed = seed
+        self._workload, self._max_prompt_length, self._seed = workload, max_prompt_length, seed
         self._shuffle, self._reference_time_key = shuffle, reference_time_key
         self._position = 0
         self._orders: dict[str, tuple[int, np.ndarray]] = {}  # by source: the last epoch asked for, and its order
@@ -78,7 +73,6 @@ class SimulatedPrompts:
         return Prompt(epoch, index, (0,) * length, f"simulated prompt {index} of {kind}", kind, extra=extra)
 
     def state(self) -> dict[str, Any]:
-        """The cursor, as JSON values."""
         return {"version": _STATE_VERSION, "position": self._position, **self._identity()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -96,7 +90,6 @@ class SimulatedPrompts:
         return {"num_prompts": self.num_prompts, "seed": self._seed, "shuffle": self._shuffle, "quotas": self._given}
 
     def _place(self, position: int) -> tuple[int, int]:
-        """The index and the epoch of a position."""
         if self._quotas is None:
             epoch, place = divmod(position, self.num_prompts)
             return self._ordered("", self.num_prompts, epoch, place, (self._seed, epoch)), epoch
@@ -107,7 +100,6 @@ class SimulatedPrompts:
         return members[self._ordered(source, len(members), epoch, place, (self._seed, epoch, number))], epoch
 
     def _ordered(self, source: str, count: int, epoch: int, place: int, seed: tuple[int, ...]) -> int:
-        """The prompt at `place` in an epoch of `count` prompts."""
         if not self._shuffle:
             return place
         if source not in self._orders or self._orders[source][0] != epoch:

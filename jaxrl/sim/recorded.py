@@ -65,14 +65,12 @@ class RecordedWorkload:
     `by_rank` takes all steps together.
 
     Args:
-      seed: of the draws.
       prompts: at least one, each with a response. Prompt index i is always the same one, drawn by (seed, i).
       rule: `by_prompt`: a response is one of its prompt's recorded ones; `pooled`: one of any prompt's, so that prompts
         have no length of their own; `by_rank`: one of any prompt of the same source, prompts differing as much as the
         recorded ones.
-      scoring, timeout_s: seconds of scoring, which the file does not hold, and when it is cut off.
+      scoring, timeout_s, history: as in a `SimulatedTask`, since the file does not hold them.
       num_truncated: recorded responses that ended at the run's token limit.
-      history: how much of a response its prompt's earlier ones foretell, which the file does not hold either.
 
     Raises ValueError with `by_rank` if no prompt has two responses.
     """
@@ -116,8 +114,7 @@ class RecordedWorkload:
     ) -> RecordedWorkload:
         """From `samples.jsonl` of a run directory. A prompt has as many characters per token as the responses have.
 
-        Raises ValueError if the file is missing, holds no finished response, or a line is not one of
-        `jaxrl.record.samples`.
+        Raises ValueError where the file is missing, holds no finished response, or a damaged line.
         """
         path = Path(run_dir) / "samples.jsonl"
         rows = [row for row in _read_lines(path) if row["finish_reason"] in ("stop", "length") and row["length"] > 0]
@@ -141,7 +138,6 @@ class RecordedWorkload:
 
     @property
     def lengths(self) -> list[int]:
-        """Of all recorded responses, ascending."""
         return sorted(response.length for prompt in self.prompts for response in prompt.responses)
 
     def resampled(self, seed: int) -> RecordedWorkload:
@@ -227,7 +223,6 @@ def _correlation(by_source: Mapping[str, Sequence[RecordedPrompt]]) -> float:
 
 
 def _by_step(responses: Sequence[Response]) -> dict[int, list[Response]]:
-    """Responses by step, steps ascending."""
     pool: dict[int, list[Response]] = {}
     for response in sorted(responses, key=lambda response: response.step):
         pool.setdefault(response.step, []).append(response)

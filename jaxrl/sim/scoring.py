@@ -1,25 +1,17 @@
 """Simulated scoring: workers that take as long as the workload says, and verdicts that come at their simulated time.
 
-Purpose: stands for a real run's reward pool in `jaxrl simulate` (`jaxrl.runtime.verdicts.Scoring`). Each of
-`num_workers` processes scores one response at a time, in the order of submission; verdicts still to come lie in a heap
-of (time, sequence, verdict). A verdict carries the time at which it came in, even if it is asked for later.
+Each of `num_workers` processes scores one response at a time, in the order of submission; verdicts still to come lie in
+a heap. A verdict carries the time at which it came in, even if it is asked for later. Tasks may have workers of their
+own, beside one another or in turn: then a task's scoring begins when that of the tasks before it has ended. A task may
+be scored on the rollout's devices (`DeviceScoring`), between two plans. A task of code has one test case for each
+response, which takes all of its scoring's seconds; its limit comes with the response.
 
-Tasks may have workers of their own, beside one another or in turn: then a task's scoring begins when that of the tasks
-before it has ended, and the stages of a mixed batch add up.
+Source: rewards beside the rollout and adaptive limits, RollPacker §4.3; tasks in turn, as its authors' code waits for a
+batch's rewards (Farrrrland/RollPacker, roll/pipeline/rlvr/rlvr_pipeline_batched_reward.py).
 
-Source: rewards beside the rollout, RollPacker §4.3; tasks in turn, as its authors' code waits for a batch's rewards
-(Farrrrland/RollPacker, roll/pipeline/rlvr/rlvr_pipeline_batched_reward.py).
-
-A task may be scored on the rollout's devices (`DeviceScoring`): a verdict then takes them for a while, between two
-plans, as soon as its response is there.
-
-A task of code has one test case for each response, which takes all of its scoring's seconds; its limit comes with the
-response, as in a real run (RollPacker §4.3; `jaxrl.mechanisms.reward_timeouts`).
-
-Departures: if scoring reaches the time limit, the response gets a time-out with reward 0, as in the reward pool, and of
-a task of code reward 0 with a test case that was cut off, as from the code scorer. Crashes and errors of scorers, and
-so retries, are not modelled. What a scorer returns besides is `acc`, equal to the reward. A cancelled scoring keeps its
-worker until its end, and is counted.
+Departures: if scoring reaches the time limit, the response gets a time-out with reward 0, and of a task of code reward
+0 with a test case that was cut off. Crashes and errors of scorers, and so retries, are not modelled. What a scorer
+returns besides is `acc`, equal to the reward. A cancelled scoring keeps its worker until its end, and is counted.
 """
 
 from __future__ import annotations
@@ -61,8 +53,6 @@ class DeviceScoring:
 
 @dataclass(frozen=True, slots=True)
 class _Queued:
-    """Scoring that waits for its task's turn."""
-
     sequence: int
     sample: Sample
     limits_s: tuple[float, ...]
@@ -73,15 +63,10 @@ class ScoringWorkers:
     """Implements `jaxrl.runtime.verdicts.Scoring`.
 
     Args:
-      workload: gives each response its reward and its seconds of scoring.
-      clock: shared with the devices and the backend.
-      phases: where scoring is drawn.
-      num_workers: processes.
       timeout_s: when scoring is cut off; 0: never.
       own_workers: by task, the processes that score it alone; `num_workers` score all other tasks.
       in_turn: tasks in the order in which they are scored; empty: all at once.
-      timeouts: says which tasks are of code, and when a test case that comes without a limit is cut off; None: none
-        are.
+      timeouts: says which tasks are of code, and when a test case without a limit is cut off; None: none are.
       on_devices: scores other tasks; None: none are scored there.
     """
 
@@ -99,11 +84,8 @@ class ScoringWorkers:
     ) -> None:
         if num_workers < 1:
             raise ValueError(f"reward.num_workers ({num_workers}) must be >= 1")
-        self._workload = workload
-        self._clock = clock
-        self._phases = phases
-        self._timeout_s, self._timeouts = timeout_s, timeouts
-        self._on_devices = on_devices
+        self._workload, self._clock, self._phases = workload, clock, phases
+        self._timeout_s, self._timeouts, self._on_devices = timeout_s, timeouts, on_devices
         # heaps of (free from, worker): by task, and under the empty name the one that other tasks share
         pools = {"": num_workers, **(own_workers or {})}
         first = dict(zip(pools, itertools.accumulate((0, *pools.values())), strict=False))
@@ -128,7 +110,6 @@ class ScoringWorkers:
             self._score(task, queued, self._clock.now_ns)
 
     def _take_turns(self) -> None:
-        """Scores what waits, task by task."""
         for task, queue in self._queues.items():
             turn_ns = self._turn_ns
             for queued in queue:
@@ -171,12 +152,10 @@ class ScoringWorkers:
         return end_ns
 
     def cancel(self, keys: Collection[SampleKey]) -> None:
-        """No verdict follows on these samples, unless they are submitted again."""
         for key in keys:
             self._pending.pop(key, None)
 
     def completed(self) -> list[Verdict]:
-        """The verdicts that have come in since the last call."""
         self._take_turns()
         found: list[Verdict] = []
         while self._coming and self._coming[0][0] <= self._clock.now_ns:
@@ -202,7 +181,6 @@ class ScoringWorkers:
 
     @property
     def num_pending(self) -> int:
-        """Samples with a verdict still to come."""
         return len(self._pending)
 
     def take_metrics(self) -> dict[str, float]:

@@ -1,9 +1,7 @@
 """The simulated trainer: learns nothing, and takes as long as training would.
 
-Purpose: `jaxrl.train.training_step.Trainer` for `jaxrl simulate`. Log-probabilities are zeros; losses and gradients do
-not exist, so their metrics are left out rather than made up.
-
-A simulated critic is one more of them: it is as large, and its vocabulary head is missing, which is not counted.
+Log-probabilities are zeros; losses and gradients do not exist, so their metrics are left out. A simulated critic is one
+more of them: it is as large, and its missing vocabulary head is not counted.
 
 Departures: a batch's tokens count a prompt once per sample, even where `actor.share_prompts` would compute it less
 often; padding of microbatches is part of the cost model's `mfu`.
@@ -28,11 +26,8 @@ class SimulatedTrainer:
     """
 
     def __init__(self, cost: CostModel, num_devices: int, clock: SimulatedClock) -> None:
-        self._cost = cost
-        self._num_devices = num_devices
-        self._clock = clock
-        self._tokens, self._pairs, self._updates = 0, 0.0, 0
-        self._charged_s = 0.0
+        self._cost, self._num_devices, self._clock = cost, num_devices, clock
+        self.synced()
 
     def token_logprobs(self, batch: TrainBatch, which: Literal["actor", "ref"]) -> list[np.ndarray]:
         """Zeros, float32 [T] per sample, after the time of one forward pass."""
@@ -41,11 +36,9 @@ class SimulatedTrainer:
         return blank_logprobs(batch)
 
     def token_values(self, batch: TrainBatch) -> list[np.ndarray]:
-        """The same of a simulated critic."""
         return self.token_logprobs(batch, "actor")
 
     def train_step(self, batch: TrainBatch) -> dict[str, float]:
-        """One optimizer update on a minibatch."""
         self.accumulate(batch)
         return self.apply()
 
@@ -71,7 +64,6 @@ class SimulatedTrainer:
 
 
 def blank_logprobs(batch: TrainBatch) -> list[np.ndarray]:
-    """Zeros, float32 [T] per sample."""
     return [np.zeros(len(sample), np.float32) for sample in batch.samples]
 
 

@@ -1,8 +1,5 @@
 """The pure half of `jaxrl tune`: what to simulate, what a simulated run shows, and what all of them say.
 
-A `RuleSearch` names the options of a rule that take the values of a grid; each value and plain batches are simulated
-with the same seeds; `Table` compares them.
-
 Source: RollPacker §6.3 (one speculation factor for prompts and responses, and a grid search over [1.1, 1.4]; Fig. 12:
 each factor alone, averages over whole periods of short rounds and a long one); APRIL §3 (N' / N).
 
@@ -47,7 +44,6 @@ class RuleSearch:
         return self.rule.replace("_", " ")
 
     def together(self, values: Sequence[float]) -> list[Factors]:
-        """The grid in which all options have the same value."""
         return [(value,) * len(self.of.options) for value in values]
 
     def overrides(self, factors: Factors) -> list[str]:
@@ -69,14 +65,13 @@ class RuleSearch:
         return counts[0], counts[1]
 
     def distinct(self, grid: Sequence[Factors], num_prompts: int, group_size: int) -> list[Factors]:
-        """The factors without those that launch what an earlier one launches: small batches round them up alike."""
+        """Without the factors that launch what earlier ones launch: small batches round them up alike."""
         first: dict[tuple[int, int], Factors] = {}
         for factors in grid:
             first.setdefault(self.launched(factors, num_prompts, group_size), factors)
         return list(first.values())
 
     def num_steps(self, grid: Sequence[Factors], num_prompts: int) -> int:
-        """How many steps show each value of a grid: two periods of the one with the longest period, or 20."""
         periods = (_PERIODS * self.of.period(factors[0], num_prompts) for factors in grid)
         return self.of.warm_up + max(_LEAST_STEPS, *periods)
 
@@ -133,7 +128,6 @@ def trial(steps: Sequence[Mapping[str, float]], num_prompts: int, warm_up: int =
 
 
 def label(factors: Factors) -> str:
-    """Factors for people: one number where they are equal."""
     if not factors:
         return "plain"
     return f"{factors[0]:g}" if len(set(factors)) == 1 else " × ".join(f"{factor:g}" for factor in factors)
@@ -152,7 +146,6 @@ class Tried:
         return label(self.factors)
 
     def values(self, name: str) -> np.ndarray:
-        """A figure of each seed's trial."""
         return np.array([getattr(each, name) for each in self.trials])
 
     def mean(self, name: str) -> float:
@@ -201,15 +194,12 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What a search has found."""
-
     search: RuleSearch
     plain: Tried  # the baseline
     tried: tuple[Tried, ...]  # the values of the grid, in its order
 
     @property
     def best(self) -> Tried:
-        """The value with the fewest seconds a step."""
         return min(self.tried, key=lambda each: each.mean("step_s"))
 
     @property
@@ -229,7 +219,6 @@ class Table:
         return self.search.overrides(self.best.factors if self.pays else PLAIN)
 
     def rows(self) -> list[str]:
-        """The table, aligned; the best has a star."""
         body: list[tuple[str, ...]] = [_HEAD]
         for each in (self.plain, *self.tried):
             body.append(
@@ -250,7 +239,6 @@ class Table:
         return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in body]
 
     def verdict(self) -> list[str]:
-        """What the table says, in sentences."""
         best, gain = self.best, f"{self._speedup(self.best)} times as fast as plain batches"
         if len(self.plain.trials) == 1:
             return [f"best: {best.label}, {gain}; one seed shows no spread"]
@@ -285,7 +273,6 @@ class Table:
         return [f"{self.best.label} is the {found} value tried: a wider grid may hold a better one"] if found else []
 
     def to_json(self) -> dict[str, Any]:
-        """Everything measured, by value and seed."""
         plain, *tried = (each.to_json(self.plain, self.search.of.options) for each in (self.plain, *self.tried))
         factors = {each: entry["factors"] for each, entry in zip(self.tried, tried, strict=True)}
         return {

@@ -1,7 +1,7 @@
 """The steps of a simulated plan that verifies: how much of what is proposed is accepted, and what each row gains.
 
-Purpose: `verify` plays the decode loop of a plan that verifies for all rows at once, step by step, by the rules that
-devices follow (`jaxrl.rollout.verify`). What is proposed, and how much of it is right, a mechanism says (`Proposals`).
+`verify` plays the decode loop for all rows at once, by the rules that devices follow (`jaxrl.rollout.verify`). What is
+proposed, and how much of it is right, a mechanism says (`Proposals`).
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ class Proposals(Protocol):
     """What is proposed on simulated devices (`jaxrl.rollout.proposals.Proposer`)."""
 
     @property
-    def first_window(self) -> int:
-        """The most tokens of a row's first proposal."""
-        ...
+    def first_window(self) -> int: ...
 
     def acceptance(self, key: SampleKey, length: int) -> Acceptance:
         """How much is right of what is proposed for a response of so many tokens."""
@@ -51,15 +49,12 @@ class Proposals(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verified:
-    """What a plan's steps brought.
+    """What a plan's steps brought, by row.
 
     Attributes:
-      num_steps: taken.
-      gained: tokens by row, int64 [R].
-      windows: of the rows afterwards, int64 [R].
-      active: which rows gained something in a step, bool [num_steps, R].
-      before: tokens that each row had gained before a step, int64 [num_steps, R].
-      counts: the fields of `VerifyCounts` of each row, int64 [5, R].
+      gained, windows: tokens, and the windows afterwards, int64 [R].
+      active: which rows gained something in a step; before: tokens that they had gained before it; [num_steps, R].
+      counts: the fields of `VerifyCounts`, int64 [5, R].
     """
 
     num_steps: int
@@ -88,7 +83,6 @@ def verify(
       acceptance: of each row; None: it has no history.
       generated, left, max_new: of each row, tokens that it has, tokens until it stops, and the most that it may gain;
         int64 [R].
-      windows: int64 [R]; next_window: as in `Proposals`.
       num_stops: the loop is left once so many rows have stopped.
     """
     count = len(generated)

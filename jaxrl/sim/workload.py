@@ -31,6 +31,7 @@ _NORMAL = NormalDist()
 # What a random number is for: the first word of its identity.
 _TASK, _PROMPT_SCORE, _RESPONSE_SCORE, _PROMPT_LENGTH, _REWARD_TIME, _REWARD_HANGS, _PASS_RATE, _REWARD = range(8)
 _OUTLIER, _PROMPT_REWARD_TIME = 8, 9
+_GROWTH_LIMIT = 10.0  # times the lengths of the first step
 
 
 def word(*identity: int) -> int:
@@ -45,21 +46,16 @@ def word(*identity: int) -> int:
 
 
 def uniform(*identity: int) -> float:
-    """A number in (0, 1) made of `word`."""
     return ((word(*identity) >> 12) + 0.5) / (1 << 52)
 
 
 def normal(*identity: int) -> float:
-    """A standard normal number that depends on the integers alone."""
     return _NORMAL.inv_cdf(uniform(*identity))
 
 
 def correlated(share: float, prompt: float, own: float) -> float:
     """A standard normal number, of which the prompt's decides `share` and the response's own the rest."""
     return math.sqrt(share) * prompt + math.sqrt(1 - share) * own
-
-
-# Lengths
 
 
 def exact_length(lengths: SimulatedLengths, z: float, step: int = 0) -> float:
@@ -74,7 +70,7 @@ def exact_length(lengths: SimulatedLengths, z: float, step: int = 0) -> float:
         tokens = lengths.median * math.exp(min(lengths.sigma * z, 700.0))
     if lengths.growth == 0 or step <= 0:
         return tokens
-    exponent, limit = step * math.log1p(lengths.growth), math.log(lengths.growth_limit)
+    exponent, limit = step * math.log1p(lengths.growth), math.log(_GROWTH_LIMIT)
     return tokens * math.exp(min(max(exponent, -limit), limit))
 
 
@@ -93,9 +89,6 @@ def share_above(z: float) -> float:
     return 0.5 * math.erfc(z / math.sqrt(2))
 
 
-# Scoring
-
-
 def reference_time_s(scoring: SimulatedScoring, z: float) -> float:
     """Seconds that a right program takes for a prompt with score `z`, without a response's own variation."""
     return scoring.median_s * math.exp(scoring.sigma * correlated(scoring.correlation, z, 0.0))
@@ -106,9 +99,6 @@ def scoring_s(scoring: SimulatedScoring, timeout_s: float, z: float, u: float, l
     if u < scoring.hang_share:
         return timeout_s
     return min(scoring.median_s * math.exp(scoring.sigma * z) + scoring.per_token_s * length, timeout_s)
-
-
-# What sections may hold
 
 
 def check_task(task: SimulatedTask, max_response_length: int, timeout_s: float) -> None:
@@ -129,9 +119,6 @@ def check_scoring(scoring: SimulatedScoring, timeout_s: float) -> None:
         )
 
 
-# Workloads
-
-
 class Workload(Protocol):
     """The lengths and times of a simulation. `step` is the training step in which a response was first launched; a
     resumed response keeps that step, and so its length."""
@@ -140,13 +127,9 @@ class Workload(Protocol):
 
     def prompt_length(self, prompt_index: int) -> int: ...
 
-    def kind_name(self, prompt_index: int) -> str:
-        """The name of a prompt's task."""
-        ...
+    def kind_name(self, prompt_index: int) -> str: ...
 
-    def reward_s(self, key: SampleKey, step: int = 0) -> float:
-        """Seconds of scoring."""
-        ...
+    def reward_s(self, key: SampleKey, step: int = 0) -> float: ...
 
     def reference_time_s(self, prompt_index: int) -> float:
         """Seconds that a right program takes for a test case."""
@@ -165,8 +148,7 @@ class ModelledWorkload:
     response of each epoch and attempt draws a part of its own.
 
     Attributes:
-      tasks: what prompts there are; a prompt's task is drawn by its index with the tasks' weights. Lengths and times in
-        them are those that `check_task` lets pass.
+      tasks: what prompts there are; a prompt's task is drawn by its index with the tasks' weights.
       max_response_length, max_prompt_length: tokens at which lengths are cut.
       timeout_s: when scoring is cut off, of the task that waits longest.
     """
@@ -183,7 +165,6 @@ class ModelledWorkload:
             raise ValueError(f"names ({names}) must be at least one, and differ")
 
     def task(self, prompt_index: int) -> SimulatedTask:
-        """The task of a prompt."""
         if len(self.tasks) == 1:
             return self.tasks[0]
         left = uniform(_TASK, self.seed, prompt_index) * math.fsum(task.weight for task in self.tasks)

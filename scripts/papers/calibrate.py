@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl.sim.calibration import VERSION, Calibration
+from papers.calibration import VERSION, Calibration
 from papers.facts import FACTS, Fact
 from papers.problems import PROBLEMS
 from papers.solver import ExplainedFact, Problem, Solution, solve

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from jaxrl.models.shapes import named_shape
-from jaxrl.sim.calibration import efficiency_of
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import HARDWARE
+from papers.calibration import efficiency_of
 from papers.facts import Setup
 from papers.solver import Constant, Values
 

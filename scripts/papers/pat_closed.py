@@ -12,8 +12,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jaxrl.sim.calibration import Calibration
 from jaxrl.sim.cost_model import CostModel
+from papers.calibration import Calibration
 from papers.cases import PAT_SERIES
 from papers.closed_form import PROMPT_TOKENS, drain, train_s
 from papers.facts import Setup

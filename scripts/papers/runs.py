@@ -23,8 +23,8 @@ from jaxrl.loop import Hooks
 from jaxrl.mechanisms.stream_trainer.session import GradientStream, StreamSession
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.runtime.simulation import Simulation, build
-from jaxrl.sim.calibration import Calibration
 from jaxrl.types import Group
+from papers.calibration import Calibration
 from papers.fetch import SingleFetch
 from papers.setups import Case, configuration, models
 

@@ -25,11 +25,11 @@ from jaxrl.mechanisms.speculation.options import SpeculationSection
 from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftWindow
 from jaxrl.mechanisms.speculation.simulated import SimulatedDrafts
 from jaxrl.models.shapes import named_shape
-from jaxrl.sim.calibration import Calibration
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import HARDWARE
 from jaxrl.sim.workload import ModelledWorkload
 from papers.calibrate import constant
+from papers.calibration import Calibration
 from papers.closed_form import PROMPT_TOKENS
 from papers.facts import SETUPS, Setup
 from papers.lengths import lengths_of

@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from jaxrl.config import SimulatedLengths, SimulatedTask
-from jaxrl.sim.calibration import Calibration
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.workload import ModelledWorkload, uniform
 from jaxrl.types import SampleKey
 from papers import slime
+from papers.calibration import Calibration
 from papers.cases import APRIL_WARM_UP, FACTORS
 from papers.closed_form import PROMPT_TOKENS, drain, train_s
 from papers.problems import PROBLEMS

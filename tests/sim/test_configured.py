@@ -148,22 +148,6 @@ def test_cost_models_and_their_sources(tmp_path: Path):
     assert cost.decode_step_s(2, 8, 100) == pytest.approx(8e-3)
 
 
-def test_a_calibration_gives_the_factors(tmp_path: Path):
-    file = tmp_path / "c.json"
-    somewhere = {"constants": {"efficiency.mfu": {"value": 0.11}}, "held": {"efficiency.link": {"value": 0.4}}}
-    file.write_text(json.dumps({"version": 1, "problems": {"somewhere": somewhere}}))
-    cost, source = cost_model(config(calibration=str(file), calibration_of="somewhere"))
-    assert isinstance(cost, CostModel)
-    assert cost.efficiency == Efficiency(mfu=0.11, link=0.4)
-    assert f"efficiency factors of somewhere in {file}" in source
-    with pytest.raises(ConfigError, match=r"simulate\.calibration: calibration: no problem 'elsewhere'"):
-        cost_model(config(calibration=str(file), calibration_of="elsewhere"))
-    for text, match in (("{", "not valid JSON"), ('{"version": 2}', "calibration version 2 must be 1")):
-        file.write_text(text)
-        with pytest.raises(ValueError, match=match):
-            cost_model(config(calibration=str(file), calibration_of="somewhere"))
-
-
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -173,8 +157,6 @@ def test_a_calibration_gives_the_factors(tmp_path: Path):
         ({"efficiency": {"mfu": 2}}, r"simulate\.efficiency: Efficiency\.mfu \(2\.0\) must be a share"),
         ({"cost": "table"}, r"^simulate\.profile is missing: simulate\.cost is table, which needs a file of"),
         ({"cost": "table", "profile": "{file}"}, r"training\.yaml: not valid JSON \(Expecting value, line 2"),
-        ({"calibration": "c.json"}, r"simulate\.calibration_of need each other"),
-        ({"calibration": "missing.json", "calibration_of": "x"}, r"no such calibration file"),
     ],
 )
 def test_cost_models_that_cannot_be(options: dict[str, Any], match: str, tmp_path: Path):

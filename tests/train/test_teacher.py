@@ -391,8 +391,6 @@ def test_what_is_refused(tmp_path: Path):
         r"with the id 4, which has the id 5 there",
     ):
         asked(other)
-    config = from_mapping({"model": {"path": "x"}})
-    assert read_teacher(config, None, None) is None  # pyright: ignore
     with pytest.raises(ConfigError, match=r"algorithm\.teacher\.offload and hosts\.num \(2\) exclude each other"):
         from_mapping(
             {"model": {"path": "x"}, "hosts": {"num": 2}, "algorithm": {"teacher": {"path": "t", "offload": True}}}

@@ -84,15 +84,9 @@ class AdaptiveLayouts(Mechanism):
             Literal["cheaper", "migrate", "recompute"],
             "How KV is carried over a switch; cheaper: moved or computed again, whichever is predicted to be faster.",
         ] = "cheaper"
-        headroom_tokens: Annotated[
-            int, Ge(0), "Tokens by which every live row must be able to grow in a new layout."
-        ] = 32
         correction_weight: Annotated[
             float, Interval(ge=0, le=1), "Weight of a new step time in the correction of the profile; 0: no correction."
         ] = 0.1
-        correction_max_factor: Annotated[
-            float, Ge(1), "Measured step times count as at most this many times the predicted ones."
-        ] = 2.0
         planner_rule: Annotated[
             Literal["paper", "confident"],
             "What the planner takes for a rise of preemptions; paper: more than rollout.layout.planner_rise times "
@@ -166,7 +160,7 @@ class AdaptiveLayouts(Mechanism):
                 names = frozenset(name for name in declared(type(self)) if name.startswith("planner_"))
                 yield names, "rollout.layout.planner is off"
             if not self.switch:
-                names = frozenset({"direction", "min_gain", "cooldown", "reversal_factor", "bound", "headroom_tokens"})
+                names = frozenset({"direction", "min_gain", "cooldown", "reversal_factor", "bound"})
                 yield names, "rollout.layout.switch is off"
 
     name = "layouts"

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 
 SCHEMA = 1
+HEADROOM_TOKENS = 32
+"""By which every live row must be able to grow in a new layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +225,7 @@ class LayoutSwitchRule:
         """Whether the dp groups of a layout can hold these rows, and grow."""
         if capacity is None or max(map(len, groups)) > capacity.rows:
             return False
-        growth = self.options.headroom_tokens
-        need = max(sum(min(row.length + growth, row.limit) for row in each) for each in groups)
+        need = max(sum(min(row.length + HEADROOM_TOKENS, row.limit) for row in each) for each in groups)
         return max(need, *(row.limit for each in groups for row in each)) <= capacity.tokens
 
     def _next_step_s(self, now: BatchState, tp: int) -> float:

@@ -24,10 +24,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from annotated_types import Ge, Interval
 
 from jaxrl.scheduling.mechanism import Mechanism, RolloutMemory, RoundState
-from jaxrl.schema.chat_template import template_problem
 from jaxrl.schema.declared import Cap, Names, shown
 from jaxrl.schema.endpoint import PACE, EndpointOptions, endpoint_problem
-from jaxrl.schema.limits import MAX_GIB
+from jaxrl.schema.limits import MAX_GIB, template_problem
 
 if TYPE_CHECKING:
     from jaxrl.config import Config

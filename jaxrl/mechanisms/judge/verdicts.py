@@ -104,8 +104,6 @@ def _conversation(judge: Judge.Options, *messages: dict[str, str]) -> list[dict[
 def refuse_fields(config: Config, requests: Iterable[ScoreRequest]) -> None:
     """Raises ConfigError where `reward.judge.prompt` names what no prompt has that a judge is to score."""
     of, refused = domains(config.reward), None
-    if all(domain.kind != "judge" for domain in of.values()):
-        return
     for request in requests:
         if (of.get(request.source) or of[""]).kind == "judge":
             try:

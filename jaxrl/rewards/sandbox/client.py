@@ -82,7 +82,6 @@ class Sandbox:
 
     @property
     def pid(self) -> int:
-        """The server's process."""
         assert self._server is not None, "start() comes first"
         return self._server.pid
 
@@ -175,7 +174,6 @@ class Sandbox:
         return json.loads(payload)
 
     def close(self) -> None:
-        """Ends the server, and everything that it runs."""
         if self._sock is not None:
             self._sock.close()
         server, self._server, self._sock = self._server, None, None

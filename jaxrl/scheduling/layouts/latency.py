@@ -43,6 +43,9 @@ from jaxrl.scheduling.layouts.latency_profile import (
 if TYPE_CHECKING:
     from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 
+MAX_CORRECTION = 2.0
+"""Measured step times count as at most this many times the predicted ones, and at least as this part of them."""
+
 
 def rms_context(lengths: Sequence[int]) -> float:
     """Equation 3: the context, in tokens, of as many equal rows with the same cost of attention in prefill."""
@@ -103,8 +106,7 @@ class LatencyPredictor:
 
     Args:
       profile: checked by the caller (`Profile.check`).
-      options: its `correction_weight` and `correction_max_factor` say how fast, and how far, observations move the
-        predictions.
+      options: its `correction_weight` says how fast observations move the predictions.
       row_sizes: row counts of the programs that run now, by degree; None: those of the profiled programs.
 
     Example::
@@ -125,8 +127,7 @@ class LatencyPredictor:
         if not profile.decode:
             raise ValueError(f"the latency profile has no decode points: {NEW_PROFILE}")
         self.profile = profile
-        weight, factor = (0.1, 2.0) if options is None else (options.correction_weight, options.correction_max_factor)
-        self._correction_weight, self._correction_limit = weight, math.log(factor)
+        self._correction_weight = 0.1 if options is None else options.correction_weight
         self._surfaces = {tp: _Surface([p for p in profile.decode if p.tp == tp]) for tp in profile.degrees}
         self._verify = {
             tp: _Surface(points)
@@ -216,7 +217,7 @@ class LatencyPredictor:
         if not 0 < step_s < math.inf:
             raise ValueError(f"observed step time ({step_s}) at tp {tp} must be > 0 and finite")
         predicted = float(self._profiled_s(tp, np.array([batch]), np.array([context]))[0])
-        limit = self._correction_limit
+        limit = math.log(MAX_CORRECTION)
         seen = min(max(math.log(step_s / predicted), -limit), limit)
         before = self._log_ratio(tp)
         self._log_ratios[tp] = before + self._correction_weight * (seen - before)

@@ -34,7 +34,8 @@ from jaxrl.mechanisms.judge.options import JudgeSection
 from jaxrl.mechanisms.table import join_pools
 from jaxrl.processes.endpoint_client import api_key
 from jaxrl.rewards.domains import build_scorer
-from jaxrl.rewards.pool import RewardRouter, build_pool
+from jaxrl.rewards.pool import build_pool
+from jaxrl.rewards.router import RewardRouter
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
 

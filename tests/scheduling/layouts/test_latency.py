@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
-from jaxrl.scheduling.layouts.latency import LatencyPredictor, rms_context
+from jaxrl.scheduling.layouts.latency import MAX_CORRECTION, LatencyPredictor, rms_context
 from jaxrl.scheduling.layouts.latency_profile import (
     MIN_CONTEXT,
     Measurement,
@@ -209,7 +209,7 @@ def test_many_at_once_are_as_one_by_one(profile: Profile, loads: list[tuple[int,
 
 
 def test_correction_by_hand():
-    predictor = LatencyPredictor(PROFILE, LayoutSection(correction_weight=0.5, correction_max_factor=2.0))
+    predictor = LatencyPredictor(PROFILE, LayoutSection(correction_weight=0.5))
     assert predictor.ratio(2) == 1.0
     # Predicted 10 ms, real 12.1: log ratio 0 + 0.5 x log 1.21 = log 1.1.
     assert predictor.observe(2, 2, 200, 0.0121) == pytest.approx(1.1)
@@ -224,17 +224,16 @@ def test_correction_by_hand():
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.lists(st.tuples(st.sampled_from([2, 4]), st.floats(1e-6, 1e3)), max_size=30), st.floats(1, 4))
-def test_correction_is_clamped_deterministic_and_saved(steps: list[tuple[int, float]], max_factor: float):
-    options = LayoutSection(correction_max_factor=max_factor)
-    first, second = LatencyPredictor(PROFILE, options), LatencyPredictor(PROFILE, options)
+@given(st.lists(st.tuples(st.sampled_from([2, 4]), st.floats(1e-6, 1e3)), max_size=30))
+def test_correction_is_clamped_deterministic_and_saved(steps: list[tuple[int, float]]):
+    first, second = LatencyPredictor(PROFILE), LatencyPredictor(PROFILE)
     for i, (tp, step_s) in enumerate(steps):
         ratio = first.observe(tp, 2, 200, step_s)
-        assert 1 / max_factor * (1 - 1e-9) <= ratio <= max_factor * (1 + 1e-9)
+        assert 1 / MAX_CORRECTION * (1 - 1e-9) <= ratio <= MAX_CORRECTION * (1 + 1e-9)
         assert second.observe(tp, 2, 200, step_s) == ratio
         if i % 3 == 0:
             state = second.state_dict()
-            second = LatencyPredictor(PROFILE, options)
+            second = LatencyPredictor(PROFILE)
             second.load_state_dict(state)
     assert [second.ratio(tp) for tp in (2, 4)] == [first.ratio(tp) for tp in (2, 4)]
 

@@ -1,7 +1,6 @@
 """A calibration file: constants of the simulator that were fitted to known facts about a machine or a workload.
 
-`simulate.calibration` names such a file and `simulate.calibration_of` one problem in it. `scripts/papers` makes jaxrl's
-own, `docs/reproductions/calibration.json`, from facts that papers published.
+`papers.calibrate` makes jaxrl's own, `docs/reproductions/calibration.json`, from facts that papers published.
 """
 
 from __future__ import annotations
