@@ -18,10 +18,8 @@ from typing import Any
 import numpy as np
 
 from jaxrl.config import SimulatedLengths, SimulatedTask
-from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
-from jaxrl.mechanisms.partial_rollout.rule import PartialRollout
-from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
-from jaxrl.mechanisms.tail_batching.rule import TailBatching
+from jaxrl.mechanisms.partial_rollout import PartialRollout
+from jaxrl.mechanisms.tail_batching import TailBatching
 from jaxrl.models.config import ModelConfig
 from jaxrl.record.journal import Journal
 from jaxrl.record.timeline import Timeline
@@ -54,8 +52,8 @@ def rules(num_groups: int, group_size: int) -> dict[str, BatchRule]:
     batch = BatchSettings(num_groups, group_size)
     return {
         "plain": FreshBatches(batch),
-        "tail-batching": TailBatching(batch, TailBatchingSection(enable=True, at_end="leave")),
-        "partial-rollout": PartialRollout(batch, PartialRolloutSection(enable=True, at_end="leave")),
+        "tail-batching": TailBatching(batch, TailBatching.Options(enable=True, at_end="leave")),
+        "partial-rollout": PartialRollout(batch, PartialRollout.Options(enable=True, at_end="leave")),
     }
 
 

@@ -91,10 +91,12 @@ def run(spec: StepSpec, ask: Ask) -> None:
     """Trains step by step: per request one step, its metrics as the loop reports them, what the timeline shows of it,
     and the peak memory."""
     devices = prepare_devices(spec.devices)
+    from jaxrl.mechanisms.parts import RunParts
+    from jaxrl.mechanisms.table import of_run
+
     from jaxrl.data.prompts import PromptSource, load_train
     from jaxrl.loop import Hooks, Job, Loop
-    from jaxrl.mechanisms.parts import RunParts
-    from jaxrl.mechanisms.table import batch_rule, is_timeless, of_run
+    from jaxrl.mechanisms import batch_rule, is_timeless
     from jaxrl.record.journal import Journal
     from jaxrl.record.timeline import Timeline
     from jaxrl.rewards.domains import build_scorer

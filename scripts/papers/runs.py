@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxrl.config import Config
 from jaxrl.loop import Hooks
-from jaxrl.mechanisms.stream_trainer.session import GradientStream, StreamSession
+from jaxrl.mechanisms.stream_trainer import GradientStream, StreamTrainer
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.runtime.simulation import Simulation, build
 from jaxrl.sim.calibration import Calibration
@@ -153,7 +153,7 @@ def _with_stream(case: Case, base: Steps, states: Mapping[int, str], calibration
         if index:
             simulation.loop.load_host_state(load_state(states[index], "what this run has left") | learned)
         simulation.loop.run()
-        learned = {"stream": simulation.mechanism(StreamSession).state_dict()}
+        learned = {"stream": simulation.mechanism(StreamTrainer).state_dict()}
         assert found.trained_tokens[index] == base.trained_tokens[index], "a stream trainer changes no group"
     found.wall_s = time.perf_counter() - began
     return found

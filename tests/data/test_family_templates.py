@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jaxrl.mechanisms.turns.build import _between
 from tiny import write_tiny_model
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -24,7 +25,6 @@ from jaxrl.data.stops import stop_ids
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.data.tool_calls import call_id
 from jaxrl.data.turns import Between
-from jaxrl.mechanisms.turns.build import _between
 from jaxrl.models.config import ModelConfig
 
 from .test_conversations import config_of

@@ -11,7 +11,7 @@ from keyword_options import with_options
 from jaxrl.config import Config, from_mapping
 from jaxrl.config.checks import NEEDS_WHOLE_BATCH
 from jaxrl.config.options import AdvantageEstimator
-from jaxrl.mechanisms.table import composition_problem, is_timeless
+from jaxrl.mechanisms import composition_problem, is_timeless
 
 ON = {"enable": True}
 

@@ -67,8 +67,7 @@ def test_what_is_left_at_the_end_is_said(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
         delivery.close()
     assert (
-        caplog.messages[-1]
-        == "trainer.logger: mlflow lacks 2 of the steps, from step 1 on: a resumed run sends them"
+        caplog.messages[-1] == "trainer.logger: mlflow lacks 2 of the steps, from step 1 on: a resumed run sends them"
     )
     assert sink.is_closed
     sink.is_down = False

@@ -259,8 +259,7 @@ def test_a_server_that_fails_later_ends_no_run(tmp_path, monkeypatch, caplog):
         writer.write(2, {"x": 1.0}, ROWS)
     assert steps(tmp_path) == [1, 2]
     assert (
-        caplog.messages[-1]
-        == "trainer.logger: mlflow lacks 1 of the steps, from step 2 on: a resumed run sends them"
+        caplog.messages[-1] == "trainer.logger: mlflow lacks 1 of the steps, from step 2 on: a resumed run sends them"
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts, TimeoutRule
+from jaxrl.mechanisms.reward_timeouts import AdaptiveTimeouts, TimeoutRule
 from jaxrl.rewards.code import CodeScorer
 from jaxrl.rewards.pool_base import verdict_of
 from jaxrl.rewards.request import ScoreRequest

@@ -19,10 +19,8 @@ from known_samples import KnownSample, KnownWorkload
 from replay_worker import ReplayWorker
 from sim_machine import Machine
 
-from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
-from jaxrl.mechanisms.dynamic_sampling.rule import DynamicSampling
-from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
-from jaxrl.mechanisms.tail_batching.rule import TailBatching
+from jaxrl.mechanisms.dynamic_sampling import DynamicSampling
+from jaxrl.mechanisms.tail_batching import TailBatching
 from jaxrl.models.loading import load_model
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
@@ -300,8 +298,8 @@ class Played:
 
 PARAMS = SamplingParams(max_tokens=30, stop_token_ids=STOPS)
 BATCH = BatchSettings(3, 2)
-FILTERING = replace(BATCH, group_filter=DynamicSampling(FilterGroupsSection(enable=True, max_unscored_groups=0)))
-TAIL = TailBatchingSection(enable=True, prompt_factor=1.5, response_factor=1.5)
+FILTERING = replace(BATCH, group_filter=DynamicSampling(DynamicSampling.Options(enable=True, max_unscored_groups=0)))
+TAIL = TailBatching.Options(enable=True, prompt_factor=1.5, response_factor=1.5)
 
 
 @pytest.mark.parametrize("batch", [BATCH, FILTERING], ids=["tail batching", "filter_groups"])

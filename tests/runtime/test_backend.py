@@ -25,8 +25,8 @@ from replayed_backend import (
     scored,
 )
 
+from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 from jaxrl.mechanisms.adaptive_layouts.control import Decision
-from jaxrl.mechanisms.adaptive_layouts.session import LayoutSessions
 from jaxrl.record.timeline import Timeline
 from jaxrl.runtime.backend import RolloutBackend, Surroundings, text_by
 from jaxrl.scheduling.mechanism import RoundInfo
@@ -76,7 +76,7 @@ def test_layouts_know_an_evaluation_from_the_training_round_of_its_step(
         end=lambda preemptions: {},
     )
     drawing: Any = SimpleNamespace(counter=lambda *_, **values: None)
-    layouts = LayoutSessions([control] * num_workers, lambda: 0.0, drawing, None, journal)
+    layouts = AdaptiveLayouts([control] * num_workers, lambda: 0.0, drawing, None, journal)
     house = houses(LENGTHS, Pool(), mechanisms=[layouts])
     for step, kind in order:
         house.run_round(PROMPTS, 1, step, kind)

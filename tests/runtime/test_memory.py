@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import jax
 import pytest
+from jaxrl.mechanisms.speculation.build import proposer
 from known_sizes import SMOLLM2, config
 
 from jaxrl.commands.explain import explain
 from jaxrl.config.checks import check
-from jaxrl.mechanisms.speculation.build import proposer
 from jaxrl.models.shapes import SHAPES
 from jaxrl.rollout import kv_cache
 from jaxrl.runtime.memory import memory_plan, memory_problem, plan_num_blocks

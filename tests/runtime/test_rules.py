@@ -8,19 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jaxrl.mechanisms.speculation.drafts import draft_config
 from keyword_options import with_options
 from rounds import rule_sections
 
 from jaxrl.config import Config, ConfigError
-from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
-from jaxrl.mechanisms.dynamic_sampling.rule import DynamicSampling
-from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
-from jaxrl.mechanisms.partial_rollout.rule import PartialRollout
-from jaxrl.mechanisms.speculation.drafts import draft_config
+from jaxrl.mechanisms import batch_rule, composition_problem
+from jaxrl.mechanisms.dynamic_sampling import DynamicSampling
+from jaxrl.mechanisms.partial_rollout import PartialRollout
 from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, Window
-from jaxrl.mechanisms.table import batch_rule, composition_problem
-from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
-from jaxrl.mechanisms.tail_batching.rule import TailBatching
+from jaxrl.mechanisms.tail_batching import TailBatching
 from jaxrl.runtime.rules import batcher_config, carried
 from jaxrl.scheduling.rounds.batches import FreshBatches
 from jaxrl.scheduling.rounds.race import BatchSettings, RaceLimits
@@ -67,9 +64,9 @@ def test_tail_batching():
         )
     )
     assert isinstance(rule, TailBatching)
-    filtering = DynamicSampling(FilterGroupsSection(enable=True, max_num_gen_batches=3, max_unscored_groups=2))
+    filtering = DynamicSampling(DynamicSampling.Options(enable=True, max_num_gen_batches=3, max_unscored_groups=2))
     assert rule.batch == BatchSettings(4, 3, "group", filtering, 20, max_response_length=LONGEST)
-    assert rule.options == TailBatchingSection(True, 1.5, 1.25, 7, "leave")
+    assert rule.options == TailBatching.Options(True, 1.5, 1.25, 7, "leave")
 
 
 @pytest.mark.parametrize(("one_step_off", "staleness"), [(False, -1), (False, 1), (True, 2)])
@@ -79,7 +76,7 @@ def test_partial_rollout(one_step_off: bool, staleness: int):
     assert isinstance(rule, PartialRollout)
     lag = int(one_step_off)
     assert rule.batch == BatchSettings(4, 3, score_when="group", version_lag=lag, max_response_length=LONGEST)
-    assert rule.options == PartialRolloutSection(True, 2.0, staleness, max_restarts=2, at_end="leave")
+    assert rule.options == PartialRollout.Options(True, 2.0, staleness, max_restarts=2, at_end="leave")
 
 
 def test_a_buffer_filter_is_the_function_of_the_users_file(tmp_path: Path):

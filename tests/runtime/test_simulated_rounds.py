@@ -12,14 +12,10 @@ from replay_worker import ReplayWorker
 from sim_machine import STOP, TINY, Machine, key, known, play, prompt, sizes, told
 
 from jaxrl.config import SimulatedLengths, SimulatedScoring, SimulatedTask
-from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
-from jaxrl.mechanisms.dynamic_sampling.rule import DynamicSampling
-from jaxrl.mechanisms.over_provisioning.options import OverProvisioningSection
-from jaxrl.mechanisms.over_provisioning.rule import OverProvisioning
-from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
-from jaxrl.mechanisms.partial_rollout.rule import PartialRollout
-from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
-from jaxrl.mechanisms.tail_batching.rule import TailBatching
+from jaxrl.mechanisms.dynamic_sampling import DynamicSampling
+from jaxrl.mechanisms.over_provisioning import OverProvisioning
+from jaxrl.mechanisms.partial_rollout import PartialRollout
+from jaxrl.mechanisms.tail_batching import TailBatching
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches, RoundTime
@@ -273,19 +269,19 @@ def test_replayed_lengths_tell_the_same():
 
 
 BATCH = BatchSettings(3, 3)
-FILTERING = replace(BATCH, group_filter=DynamicSampling(FilterGroupsSection(enable=True, max_unscored_groups=1)))
+FILTERING = replace(BATCH, group_filter=DynamicSampling(DynamicSampling.Options(enable=True, max_unscored_groups=1)))
 AFTERWARDS, FILTERING_AFTERWARDS = (replace(batch, score_when="rollout") for batch in (BATCH, FILTERING))
 RULES: dict[str, Callable[[], BatchRule]] = {
     "plain": lambda: FreshBatches(BATCH),
     "plain, scored afterwards": lambda: FreshBatches(AFTERWARDS),
     "plain, filter_groups": lambda: FreshBatches(FILTERING),
     "plain, filter_groups afterwards": lambda: FreshBatches(FILTERING_AFTERWARDS),
-    "over-provisioning": lambda: OverProvisioning(BATCH, OverProvisioningSection(True, 1.5, 1.5)),
-    "tail batching": lambda: TailBatching(BATCH, TailBatchingSection(True, 1.5, 1.5)),
-    "tail batching, filter_groups": lambda: TailBatching(FILTERING, TailBatchingSection(True, 2.0)),
-    "partial rollout": lambda: PartialRollout(BATCH, PartialRolloutSection(True)),
-    "partial rollout, staleness 1": lambda: PartialRollout(BATCH, PartialRolloutSection(True, max_staleness=1)),
-    "partial rollout, filter_groups": lambda: PartialRollout(FILTERING, PartialRolloutSection(True)),
+    "over-provisioning": lambda: OverProvisioning(BATCH, OverProvisioning.Options(True, 1.5, 1.5)),
+    "tail batching": lambda: TailBatching(BATCH, TailBatching.Options(True, 1.5, 1.5)),
+    "tail batching, filter_groups": lambda: TailBatching(FILTERING, TailBatching.Options(True, 2.0)),
+    "partial rollout": lambda: PartialRollout(BATCH, PartialRollout.Options(True)),
+    "partial rollout, staleness 1": lambda: PartialRollout(BATCH, PartialRollout.Options(True, max_staleness=1)),
+    "partial rollout, filter_groups": lambda: PartialRollout(FILTERING, PartialRollout.Options(True)),
 }
 MIXED = ModelledWorkload(
     3,

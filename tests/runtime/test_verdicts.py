@@ -26,8 +26,7 @@ from replayed_backend import (
 )
 
 from jaxrl.config import from_mapping
-from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts, TimeoutRule
-from jaxrl.mechanisms.reward_timeouts.session import TimeoutSession
+from jaxrl.mechanisms.reward_timeouts import AdaptiveTimeouts, TimeoutRule
 from jaxrl.rewards.reward_metrics import RewardMetrics
 from jaxrl.runtime.backend import RolloutBackend, Surroundings, text_by
 from jaxrl.runtime.verdicts import Verdicts
@@ -194,7 +193,7 @@ def test_time_limits_are_given_and_learned_and_what_they_may_decide_is_journalle
         return float(correct), {"case_s": [seconds], "correct": correct, "cut_off": cut_off}
 
     said = {key(0): info(0.5), key(1): info(10.0), key(2): info(30.0, 1), key(3): info(0.25)}
-    house = houses(LENGTHS, Pool(outside=said), mechanisms=[TimeoutSession(AdaptiveTimeouts(TimeoutRule()))])
+    house = houses(LENGTHS, Pool(outside=said), mechanisms=[AdaptiveTimeouts(AdaptiveTimeouts(TimeoutRule()))])
     house.pool.is_outside = False  # only what the limits may have decided
     house.run_round(PROMPTS, 2, step=7)
     assert {house.pool.limits[one] for one in said} == {()}, "nothing was known of these prompts"
@@ -210,7 +209,7 @@ def test_time_limits_are_given_and_learned_and_what_they_may_decide_is_journalle
     house.run_round(PROMPTS, 2, step=8, kind="eval")
     assert set(house.pool.limits.values()) == {()}, "an evaluation does not depend on what training has seen"
     assert "reward/code/cut_off" not in house.backend.end()
-    timeouts = TimeoutSession(AdaptiveTimeouts(TimeoutRule()))
+    timeouts = AdaptiveTimeouts(AdaptiveTimeouts(TimeoutRule()))
     again = houses(LENGTHS, Pool(), last_step=6, mechanisms=[timeouts])
     again.run_round(PROMPTS, 2, step=7)
     assert not set(again.pool.submitted) & set(journalled)

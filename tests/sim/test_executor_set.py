@@ -19,8 +19,8 @@ from sim_machine import STOP, ConstantCost, drawn, key, play, prompt, sizes
 from simulated_runs import samples_of
 
 from jaxrl.loop import Hooks
+from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 from jaxrl.mechanisms.adaptive_layouts.report import layouts_section
-from jaxrl.mechanisms.adaptive_layouts.session import LayoutSessions
 from jaxrl.record.layouts import LayoutLog, read_layouts
 from jaxrl.runtime.backend import RolloutBackend, Surroundings
 from jaxrl.runtime.plan_timeline import PlanTracks
@@ -286,9 +286,9 @@ def test_each_worker_has_a_layout_of_its_own(layout: dict[str, Any]):
     _, fixed, _, _ = fixed_run(2, "tokens")
     simulation, adaptive, samples, saved = run(made)
     assert samples_of(samples) == samples_of(alone)
-    assert len(simulation.mechanism(LayoutSessions).controls) == 2
+    assert len(simulation.mechanism(AdaptiveLayouts).controls) == 2
     if "switch" in layout:
-        switches = [control.switches for control in simulation.mechanism(LayoutSessions).controls]
+        switches = [control.switches for control in simulation.mechanism(AdaptiveLayouts).controls]
         assert all(switches), "both switched in the last round"
         assert switches[0][0].decision.stay_s != switches[1][0].decision.stay_s, "each by its own rows"
         for step, measured in adaptive.items():

@@ -14,8 +14,8 @@ import numpy as np
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.loop import Hooks, Job, Loop
-from jaxrl.mechanisms.one_step_off.session import OneStepOff
-from jaxrl.mechanisms.table import batch_rule
+from jaxrl.mechanisms import batch_rule
+from jaxrl.mechanisms.one_step_off import OneStepOff
 from jaxrl.record.timeline import Timeline
 from jaxrl.scheduling.mechanism import Mechanism, Phase, RoundInfo
 from jaxrl.scheduling.rounds.batches import RoundResult

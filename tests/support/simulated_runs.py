@@ -10,7 +10,7 @@ from sim_machine import SMALL
 
 from jaxrl.config import Config, SimulatedLengths, SimulatedScoring, SimulatedTask, from_mapping
 from jaxrl.loop import Hooks
-from jaxrl.mechanisms.dynamic_sampling.filtered_share import MOST_PER_MISSING
+from jaxrl.mechanisms.dynamic_sampling import MOST_PER_MISSING
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.runtime.simulation import Simulation, build
 from jaxrl.scheduling.mechanism import RoundInfo

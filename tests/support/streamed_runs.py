@@ -20,10 +20,10 @@ from replay_worker import ReplayWorker
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.loop import Hooks, Job, Loop
-from jaxrl.mechanisms.one_step_off.session import OneStepOff
+from jaxrl.mechanisms import batch_rule
+from jaxrl.mechanisms.one_step_off import OneStepOff
+from jaxrl.mechanisms.stream_trainer import FREED, StreamTrainer
 from jaxrl.mechanisms.stream_trainer.scale_down import halves
-from jaxrl.mechanisms.stream_trainer.session import FREED, StreamSession
-from jaxrl.mechanisms.table import batch_rule
 from jaxrl.record.journal import Journal
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.runtime.backend import RolloutBackend, Surroundings
@@ -309,7 +309,7 @@ class Run:
         workers = LocalWorkers([Engine(each, batcher) for each in machine.executors], config.rollout.deal)
         session = None
         if config.trainer.stream.enable:
-            session = StreamSession(config.trainer.stream, workers, machine.streams, machine.release, PACE, journal)
+            session = StreamTrainer(config.trainer.stream, workers, machine.streams, machine.release, PACE, journal)
         self.session = session
         mechanisms: list[Mechanism] = [] if session is None else [session]
         if config.trainer.one_step_off:

@@ -16,7 +16,7 @@ import pytest
 from adaptive_runs import LARGE, WORKLOAD, config
 
 from jaxrl.loop import Hooks
-from jaxrl.mechanisms.adaptive_layouts.session import LayoutSessions
+from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 from jaxrl.record.journal import Journal
 from jaxrl.runtime.simulation import build
 from jaxrl.scheduling.mechanism import RoundEnd
@@ -36,7 +36,7 @@ def switches(num_workers: int, journal: Journal, **layout: Any) -> list[list[Any
     )
     hooks = Hooks(lambda *_: None, lambda *_: None, lambda *_: None, lambda *_: None, lambda: False)
     simulation = build(made, CostModel(LARGE, H100), WORKLOAD, hooks)
-    sessions = simulation.mechanism(LayoutSessions)
+    sessions = simulation.mechanism(AdaptiveLayouts)
     sessions._journal = journal
     assert simulation.loop.run()
     found = [[switch.decision for switch in control.switches] for control in sessions.controls]
@@ -100,7 +100,7 @@ def test_no_worker_decides_before_the_last_known_decision_has_been_repeated():
         return made
 
     drawing: Any = None
-    sessions = LayoutSessions([control(0, False), control(1, True)], lambda: 0.0, drawing, None, None)
+    sessions = AdaptiveLayouts([control(0, False), control(1, True)], lambda: 0.0, drawing, None, None)
     for worker in (0, 1, 0, 1):
         sessions.before_plan(worker)
     assert asked == [(0, False), (1, False), (0, True), (1, True)]
@@ -127,13 +127,13 @@ class Control:
         self.heard.append(state)
 
 
-def sessions_of(controls: Sequence[Control]) -> LayoutSessions:
+def sessions_of(controls: Sequence[Control]) -> AdaptiveLayouts:
     drawing: Any = None
     found: list[Any] = list(controls)
-    return LayoutSessions(found, lambda: 0.0, drawing, None, None)
+    return AdaptiveLayouts(found, lambda: 0.0, drawing, None, None)
 
 
-def ended(sessions: LayoutSessions, *preemptions: int) -> dict[str, float]:
+def ended(sessions: AdaptiveLayouts, *preemptions: int) -> dict[str, float]:
     """The metrics of a round of these workers alone."""
     return sessions.round_ends(RoundEnd([Counters(preemptions=count) for count in preemptions], None))
 

@@ -27,11 +27,11 @@ from chat_server import (
     trickles,
     trickles_headers,
 )
+from jaxrl.mechanisms.table import join_pools
 
 from jaxrl.config import ConfigError, from_mapping
+from jaxrl.mechanisms.judge import Judge
 from jaxrl.mechanisms.judge.endpoint import EndpointPool, verdict_seed
-from jaxrl.mechanisms.judge.options import JudgeSection
-from jaxrl.mechanisms.table import join_pools
 from jaxrl.processes.endpoint_client import api_key
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.pool import RewardRouter, build_pool
@@ -48,7 +48,7 @@ def pool_of(server: ChatServer, waits: list[float] | None = None, **options: Any
         if waits is not None:
             waits.append(seconds)
 
-    judge = JudgeSection(endpoint=server.url, endpoint_model="m", max_retries=2)
+    judge = Judge.Options(endpoint=server.url, endpoint_model="m", max_retries=2)
     return EndpointPool(replace(judge, **options), sleep=sleep)
 
 

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jaxrl.mechanisms.judge import Judge
 from jaxrl.mechanisms.judge.pool import JudgePool
-from jaxrl.mechanisms.judge.session import JudgeSession
-from jaxrl.mechanisms.judge.turns import JudgeTurns
-from jaxrl.mechanisms.judge.verdict_tokens import verdict_key
+from jaxrl.mechanisms.judge.verdicts import verdict_key
 from jaxrl.rollout.executor import PlanTimer
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import RoundInfo
@@ -85,7 +84,7 @@ class AllOf(dict):
 def pool(when: Any = "gaps", num_samples: int = 2, share: float = 0.5) -> JudgePool:
     engine = Engine(ReplayExecutor(AllOf(), 1, 2, 200, 4, 32), BatcherConfig(decode_steps=2))
     clock = map(float, itertools.count())
-    return JudgePool(Reads(num_samples), engine, Machine(), JudgeTurns(when, share), clock=clock.__next__)
+    return JudgePool(Reads(num_samples), engine, Machine(), Judge.Options(when, share), clock=clock.__next__)
 
 
 def sample(index: int, text: str = "abcd") -> Sample:
@@ -236,7 +235,7 @@ def round_with(judge: JudgePool) -> tuple[dict[SampleKey, float], dict[str, floa
 
 
 def begun(actor: Engine | LocalWorkers, judge: JudgePool) -> tuple[RolloutBackend, Round]:
-    backend = RolloutBackend(actor, ActorWorker(), judge, lambda s: "x" * len(s), lambda: None, [JudgeSession(judge)])
+    backend = RolloutBackend(actor, ActorWorker(), judge, lambda s: "x" * len(s), lambda: None, [Judge(judge)])
     backend.enter_rollout(0)
     backend.begin(RoundInfo(0), SamplingParams(max_tokens=64))
     return backend, Round([Prompt(0, p, (1, 2), "?", "s") for p in range(2)], 4)

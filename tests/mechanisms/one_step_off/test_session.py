@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from jaxrl.mechanisms.one_step_off.concurrent_phases import ConcurrentPhases
-from jaxrl.mechanisms.one_step_off.session import OneStepOff
+from jaxrl.mechanisms.one_step_off import ConcurrentPhases, OneStepOff
 from jaxrl.scheduling.rounds.events import Interrupted
 from jaxrl.types import Group, RunFailed
 

@@ -8,9 +8,7 @@ import pytest
 from fake_rollout import FakePrompts, FakeRollout, FakeTraining, check_book, through_disk
 from rounds import START, Table, aborted, batch_keys, check_table, finish, key, names, run_steps, verdict
 
-from jaxrl.mechanisms.partial_rollout.buffer_filter import WaitingGroup
-from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
-from jaxrl.mechanisms.partial_rollout.rule import PartialRollout
+from jaxrl.mechanisms.partial_rollout import PartialRollout, WaitingGroup
 from jaxrl.scheduling.rounds.batches import RoundTime
 from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.types import SampleKey
@@ -19,7 +17,7 @@ from jaxrl.types import SampleKey
 def partial_rollout(num_groups: int, group_size: int, *, shared: Any = None, **options: Any) -> PartialRollout:
     """The rule with options `rollout.partial_rollout`; `shared` is what else all rules are given."""
     batch = BatchSettings(num_groups, group_size, **(shared or {}))
-    return PartialRollout(batch, PartialRolloutSection(enable=True, **options))
+    return PartialRollout(batch, PartialRollout.Options(enable=True, **options))
 
 
 def launch(p: int) -> tuple:
@@ -197,7 +195,7 @@ class Asked:
 
 def filtered_training(asked: Any, total: int | None = None, **options: Any) -> FakeTraining:
     """N = 1 of 3 with one sample each; prompts 0 and 1 are long."""
-    rule = PartialRollout(BatchSettings(1, 1), PartialRolloutSection(True, 3.0, **options), asked)
+    rule = PartialRollout(BatchSettings(1, 1), PartialRollout.Options(True, 3.0, **options), asked)
     rollout = FakeRollout(lambda k: {0: 30, 1: 60}.get(k.prompt_index, 3))
     return FakeTraining(rule, FakePrompts(50), rollout, total)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxrl.config import from_mapping
 from jaxrl.config.rewards import CodeSection
-from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts, TimeoutRule
+from jaxrl.mechanisms.reward_timeouts import AdaptiveTimeouts, TimeoutRule
 from jaxrl.types import Prompt
 
 SECONDS = st.floats(0, 1e6)

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from jaxrl.config import Config, ConfigError, from_mapping
 from jaxrl.mechanisms.speculation.build import proposer, step_costs
 from jaxrl.mechanisms.speculation.declaration import asks_profile, unmeasured_note
-from jaxrl.mechanisms.speculation.index import DraftLengths
 from jaxrl.mechanisms.speculation.memory import rollout_memory
+
+from jaxrl.config import Config, ConfigError, from_mapping
+from jaxrl.mechanisms.speculation.index import DraftLengths
 from jaxrl.mechanisms.speculation.proposer import Drafting
 from jaxrl.mechanisms.speculation.rule import Window
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, VerifyMeasurement

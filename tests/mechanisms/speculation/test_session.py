@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from replay_worker import ReplayWorker
 
+from jaxrl.mechanisms.speculation import Speculation, history_store
 from jaxrl.mechanisms.speculation.index import DraftIndex, DraftLengths
-from jaxrl.mechanisms.speculation.options import SpeculationSection
-from jaxrl.mechanisms.speculation.session import HistorySession, IndexBuilder, build_index, history_store, index_bytes
+from jaxrl.mechanisms.speculation.index_builder import IndexBuilder, build_index, index_bytes
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.batches import RoundResult
@@ -29,7 +29,7 @@ from jaxrl.scheduling.tokens.plan import Plan, Request
 from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.types import Group, Prompt, Sample, SampleKey, SamplingParams
 
-ON = SpeculationSection(enable=True)
+ON = Speculation.Options(enable=True)
 EVALUATION = RoundInfo(1, 1, "eval")
 
 
@@ -77,11 +77,11 @@ class Ticks:
 
 @pytest.fixture
 def sessions() -> Iterator[Any]:
-    opened: list[HistorySession] = []
+    opened: list[Speculation] = []
 
-    def build(options: SpeculationSection = ON, drawing: Held | None = None) -> HistorySession:
+    def build(options: Speculation.Options = ON, drawing: Held | None = None) -> Speculation:
         builder = IndexBuilder(options, drawing, Ticks())
-        opened.append(HistorySession(history_store(options), builder))
+        opened.append(Speculation(history_store(options), builder))
         return opened[-1]
 
     yield build
@@ -95,7 +95,7 @@ def same(index: DraftIndex | None, other: DraftIndex) -> bool:
     return all(np.array_equal(a, b) for a, b in pairs)
 
 
-def play(session: HistorySession, *groups: Group) -> dict[str, float]:
+def play(session: Speculation, *groups: Group) -> dict[str, float]:
     session.round_begins(RoundInfo(1))
     return session.end(groups, Counters())
 
@@ -166,7 +166,7 @@ def test_a_build_that_fails_ends_the_run(sessions: Any, monkeypatch: pytest.Monk
 
 
 def test_after_a_resume_the_indexes_are_there_again(sessions: Any):
-    options = SpeculationSection(enable=True, epochs=2)
+    options = Speculation.Options(enable=True, epochs=2)
     session, again = sessions(options), sessions(options)
     for epoch in range(3):
         play(session, group(0, epoch, (1.0, 0.5)), group(1, epoch))
@@ -180,7 +180,7 @@ def test_after_a_resume_the_indexes_are_there_again(sessions: Any):
 def test_what_is_evicted_has_no_index(sessions: Any):
     lengths = DraftLengths()
     room = index_bytes(lengths, 2, 12) + 12 * 4 + 2 * 12
-    options = SpeculationSection(enable=True, max_bytes=2 * room)
+    options = Speculation.Options(enable=True, max_bytes=2 * room)
     session = sessions(options)
     measured = play(session, group(0), group(1), group(2))
     assert measured["rollout/spec/evicted_prompts"] == 1

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
+from jaxrl.mechanisms.stream_trainer.declaration import ROOM, devices_problem
 
 from jaxrl.config import from_mapping
-from jaxrl.mechanisms.stream_trainer.declaration import ROOM, devices_problem
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxrl.mechanisms.stream_trainer.options import StreamSection
+from jaxrl.mechanisms.stream_trainer import FREED, StreamTrainer
 from jaxrl.mechanisms.stream_trainer.scale_down import LeftRequest, WorkerLoad
-from jaxrl.mechanisms.stream_trainer.session import FREED, StreamSession
 from jaxrl.record.journal import Journal
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
 from jaxrl.scheduling.layouts.request_migration import MigrationOutcome
-from jaxrl.scheduling.mechanism import RoundEnd, RoundInfo, UnderWay
+from jaxrl.scheduling.mechanism import RoundEnd, RoundInfo, RoundState
 from jaxrl.scheduling.rounds.events import Interrupted
 from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.types import Group, Prompt, Sample, SampleKey, StreamFailed, TrainBatch
@@ -93,8 +92,8 @@ class House:
         self.seconds, self.drawn = 100.0, list[Any]()
         self.stream = FakeStream(self.log)
         self.workers: Any = FakeWorkers(self.log)
-        self.session = StreamSession(
-            StreamSection(enable=True, **options),
+        self.session = StreamTrainer(
+            StreamTrainer.Options(enable=True, **options),
             self.workers,
             {(0,): self.stream, (1,): self.stream},
             lambda freed: self.log.append(("release", tuple(freed))),
@@ -104,7 +103,7 @@ class House:
             clock=lambda: self.seconds,
             by=by,
         )
-        self.under_way = UnderWay(self.workers, lambda: self.seconds, lambda: None, lambda *_: 0, lambda _: None)
+        self.under_way = RoundState(self.workers, lambda: self.seconds, lambda: None, lambda *_: 0, lambda _: None)
         self.under_way.requests[SampleKey(0, 0, 0)] = 0
         self.session.attach(self.under_way)
         self.certain: Callable[[], Sequence[Group]] = tuple

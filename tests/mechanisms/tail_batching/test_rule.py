@@ -22,8 +22,7 @@ from rounds import (
     verdict,
 )
 
-from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
-from jaxrl.mechanisms.tail_batching.rule import TailBatching
+from jaxrl.mechanisms.tail_batching import TailBatching
 from jaxrl.scheduling.rounds.batches import RoundTime
 from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup
 
@@ -31,7 +30,7 @@ from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup
 def tail_batching(num_groups: int, group_size: int, *, shared: Any = None, **options: Any) -> TailBatching:
     """The rule with options `rollout.tail_batching`; `shared` is what else all rules are given."""
     batch = BatchSettings(num_groups, group_size, **(shared or {}))
-    return TailBatching(batch, TailBatchingSection(enable=True, **options))
+    return TailBatching(batch, TailBatching.Options(enable=True, **options))
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ import pytest
 from replayed_backend import Bytes, Pool
 from small_models import TRAINED
 
+from jaxrl.mechanisms.turns import Turns
 from jaxrl.mechanisms.turns.rule import STOPS, CallTimes, Limits, Observed, trajectory_metrics
-from jaxrl.mechanisms.turns.session import TurnSession
 from jaxrl.models.decoder import init
 from jaxrl.record.journal import Journal
 from jaxrl.rollout.executor import MeshExecutor
@@ -96,9 +96,9 @@ def parts() -> Iterator[Any]:
 
 def backend_of(
     parts: Any, answers: Answers, limits: Limits = LIMITS, journal: Journal | None = None
-) -> tuple[RolloutBackend, TurnSession]:
+) -> tuple[RolloutBackend, Turns]:
     executor, params = parts
-    session = TurnSession(answers, lambda prompt: prompt.source == "game", limits, text_of, tokens_of, journal)
+    session = Turns(answers, lambda prompt: prompt.source == "game", limits, text_of, tokens_of, journal)
     engine = Engine(executor, BatcherConfig(decode_steps=4))
     backend = RolloutBackend(engine, executor, Pool(), text_by(Bytes()), lambda: params, [session])
     backend.enter_rollout(0)
@@ -149,7 +149,7 @@ def test_what_is_known_of_tools_goes_on_after_a_resume():
     sessions = []
     for adapts in (True, True, False):
         times = CallTimes(adapts, 9.0)
-        session = TurnSession(Answers(0), lambda prompt: True, LIMITS, text_of, tokens_of, times=times)
+        session = Turns(Answers(0), lambda prompt: True, LIMITS, text_of, tokens_of, times=times)
         sessions.append((session, times))
     (first, known), (second, times), (fixed, _) = sessions
     known.learn(["search"], 4.0)
@@ -257,7 +257,7 @@ def test_messages_that_the_template_refuses_are_a_failure(parts: Any, x64: None)
         raise ValueError("the chat template refuses it")
 
     executor, params = parts
-    session = TurnSession(Answers(0), lambda prompt: prompt.source == "game", LIMITS, text_of, refused)
+    session = Turns(Answers(0), lambda prompt: prompt.source == "game", LIMITS, text_of, refused)
     backend = RolloutBackend(
         Engine(executor, BatcherConfig(decode_steps=4)), executor, Pool(), text_by(Bytes()), lambda: params, [session]
     )
@@ -360,7 +360,7 @@ def test_a_trajectory_that_is_cut_off_goes_on_in_a_later_round(parts: Any, x64: 
     assert waited, "none was cut off while it waited"
 
 
-def served(backend: RolloutBackend, session: TurnSession) -> None:
+def served(backend: RolloutBackend, session: Turns) -> None:
     """A worker was served, and no event was handed over."""
     finished, collected = backend._plans.run()
     backend._deliver(finished)
