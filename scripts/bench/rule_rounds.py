@@ -143,8 +143,7 @@ class Rounds:
         began = self.now_s()
         self.backend.begin(RoundInfo(self.step), SamplingParams(max_tokens=self.cap))
         while not current.done:
-            for command in current.handle(self.backend.wait()):
-                self.backend.apply(command)
+            self.backend.apply(current.handle(self.backend.wait()))
         self.backend.end()
         seconds = self.now_s() - began
         result = self.rule.settle(current)

@@ -39,6 +39,5 @@ def test_the_toy_of_the_page_measures_a_tail():
     current = Round([Prompt(0, index, (1, 2), "?", "s") for index in range(4)], 1)
     backend.begin(RoundInfo(1), SamplingParams(max_tokens=100, stop_token_ids=(1,)))
     while not current.done:
-        for command in current.handle(backend.wait()):
-            backend.apply(command)
+        backend.apply(current.handle(backend.wait()))
     assert 0.6 < backend.end()["rollout/tail_share"] < 1, "one response of 80 tokens, beside three of 10"

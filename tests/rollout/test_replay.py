@@ -178,8 +178,7 @@ class Recording:
         while not round.done:
             self.events.append(backend.wait())
             self.commands.append(round.handle(self.events[-1]))
-            for command in self.commands[-1]:
-                backend.apply(command)
+            backend.apply(self.commands[-1])
         return self
 
 

@@ -129,8 +129,7 @@ def test_a_verdict_of_the_clock_is_on_the_disk_before_the_round_hears_of_it(hous
             text = (tmp_path / "journal.jsonl").read_text()
             place = f'"key":[0,0,{event.key.prompt_index},{event.key.sample_index},0]'
             assert f'{{"step":7,"kind":"verdict",{place},"status":"{event.status}"' in text
-        for command in round.handle(event):
-            house.backend.apply(command)
+        house.backend.apply(round.handle(event))
     assert sorted(heard) == [key(1), key(3, 1)]
     assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == 3, "an error is the scorer's own, no clock's"
 
@@ -268,8 +267,7 @@ def test_without_journal_and_timeline_nothing_is_kept_and_nothing_found():
         round, events = Round(PROMPTS, 2), []
         while not round.done:
             events.append(backend.wait())
-            for command in round.handle(events[-1]):
-                backend.apply(command)
+            backend.apply(round.handle(events[-1]))
         backend.end()
         stamps = [event.time_s for event in events if not isinstance(event, Verdict)]
         assert min(stamps) >= 100
@@ -286,14 +284,14 @@ def test_a_verdict_is_awaited_without_a_plan_and_one_that_is_cancelled_never_com
     keys = (key(0, 0), key(0, 1), key(0, 2))
     backend = begin(house, keys)
     for _ in range(2):
-        backend.apply(Score(PROMPTS[0], next_finished(backend)))
-    backend.apply(AwaitVerdict(keys[0]))
+        backend.apply([Score(PROMPTS[0], next_finished(backend))])
+    backend.apply([AwaitVerdict(keys[0])])
     num_plans = len(house.progress)
     verdict = backend.wait()
     assert isinstance(verdict, Verdict)
     assert verdict.key == keys[0]
     assert len(house.progress) == num_plans, "no plan was made while the verdict was awaited"
-    backend.apply(CancelScore(keys[1:2]))  # it has come in and has not been told
+    backend.apply([CancelScore(keys[1:2])])  # it has come in and has not been told
     assert next_finished(backend).key == keys[2], "and not the verdict"
     backend.end()
 
@@ -304,13 +302,13 @@ def test_the_verdict_behind_a_cancelled_one_comes(houses: Any):
     backend = begin(house, keys)
     samples = [next_finished(backend) for _ in keys]
     for sample in samples:
-        backend.apply(Score(PROMPTS[0], sample))
+        backend.apply([Score(PROMPTS[0], sample)])
     assert backend._verdicts.completed() == []
-    backend.apply(CancelScore(keys[:1]))
+    backend.apply([CancelScore(keys[:1])])
     verdict = backend.wait()
     assert isinstance(verdict, Verdict)
     assert verdict.key == keys[1]
-    backend.apply(Score(PROMPTS[0], samples[0]))  # asked for again: one verdict follows
+    backend.apply([Score(PROMPTS[0], samples[0])])  # asked for again: one verdict follows
     house.pool.hold = []
     verdict = backend.wait()
     assert isinstance(verdict, Verdict)

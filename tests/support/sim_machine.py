@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from known_samples import KnownSample, KnownWorkload
+from run_parts import made_run
 
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.shapes import SHAPES
-from jaxrl.runtime.backend import RolloutBackend, Surroundings
+from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.layouts.latency_profile import SwitchCost
-from jaxrl.scheduling.mechanism import RoundInfo
+from jaxrl.scheduling.mechanism import Mechanism, RoundInfo
 from jaxrl.scheduling.rounds.events import (
     Event,
     RoundStarted,
@@ -108,6 +110,7 @@ class Machine:
     host_s: float = 0.0
     trace: list[TraceEvent] = field(default_factory=list)
     batcher: type[Batcher] = LockstepBatcher
+    mechanisms: Sequence[Mechanism] = ()
 
     def __post_init__(self) -> None:
         self.clock = SimulatedClock()
@@ -116,14 +119,9 @@ class Machine:
         self.engine = Engine(self.executor, config, trace=self.trace.append, batcher=self.batcher)
         phases = SimulatedPhases(self.clock)
         self.scoring = ScoringWorkers(self.workload, self.clock, phases, self.workers, self.timeout_s)
-        self.backend = RolloutBackend(
-            self.engine,
-            self.executor,
-            self.scoring,
-            lambda sample: f"{len(sample)} tokens",
-            lambda: None,
-            around=Surroundings(clock=lambda: self.clock.now_s, timeline=phases),
-        )
+        parts = self.engine, self.executor, self.scoring
+        run = made_run(*parts, clock=lambda: self.clock.now_s, timeline=phases, mechanisms=self.mechanisms)
+        self.backend = RolloutBackend(run)
 
     def begin(self, max_tokens: int = 50, version: int = 0) -> RolloutBackend:
         self.backend.enter_rollout(version)
@@ -185,8 +183,7 @@ def play(round: Round, backend: Any) -> list[Event]:
     events: list[Event] = []
     while not round.done:
         events.append(backend.wait())
-        for command in round.handle(events[-1]):
-            backend.apply(command)
+        backend.apply(round.handle(events[-1]))
     return events
 
 

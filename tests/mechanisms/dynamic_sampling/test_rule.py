@@ -212,7 +212,7 @@ def test_a_resumed_run_goes_on_with_the_estimate_and_the_prompts_that_were_not_n
     results = [straight.run_step() for _ in range(6)]
     training = run_with_crashes(make, 6, {2: "boundary", 4: "round", 5: "boundary"})
     assert [fingerprint(each) for each in training.results] == [fingerprint(each) for each in results]
-    assert training.rule.state_dict()["filtered_share"] == straight.rule.state_dict()["filtered_share"] != [0, 0]
+    assert training.rule.state()["filtered_share"] == straight.rule.state()["filtered_share"] != [0, 0]
     state = training.state()
     state["rule"] = {**state["rule"], "filtered_share": [0.0, 0.0]}
     forgetful = make()

@@ -244,8 +244,7 @@ def begun(actor: Engine | LocalWorkers, judge: JudgePool) -> tuple[RolloutBacken
 def run_round(actor: Engine | LocalWorkers, judge: JudgePool) -> tuple[dict[SampleKey, float], dict[str, float]]:
     backend, current = begun(actor, judge)
     while not current.done:
-        for command in current.handle(backend.wait()):
-            backend.apply(command)
+        backend.apply(current.handle(backend.wait()))
     measured = backend.end()
     backend.leave_rollout()
     return {s.key: s.reward for group in current.groups() for s in group.samples}, measured
@@ -273,8 +272,7 @@ def test_a_round_that_is_dropped_leaves_nothing_to_judge():
     judge = pool("after")
     backend, current = begun(Engine(ReplayExecutor(RISING, 1, 4, 400, 4, 64), BatcherConfig(decode_steps=2)), judge)
     while not judge.num_pending:
-        for command in current.handle(backend.wait()):
-            backend.apply(command)
+        backend.apply(current.handle(backend.wait()))
     backend.cancel()
     assert judge.num_pending == 0
     backend.leave_rollout()

@@ -266,8 +266,7 @@ def run_round(backend: RolloutBackend, prompts: list[Prompt], kind: str = "plain
         event = backend.wait()
         if isinstance(event, SampleFinished):
             assert event.sample.reward is None
-        for command in current.handle(event):
-            backend.apply(command)
+        backend.apply(current.handle(event))
     return backend.end(None if kind == "eval" else RoundResult("plain", current.groups(), {}, {}, [], []))
 
 

@@ -109,8 +109,7 @@ def round_of(backend: RolloutBackend, step: int = 1) -> dict[SampleKey, Sample]:
     backend.begin(RoundInfo(step), PARAMS)
     current = Round(PROMPTS, 2)
     while not current.done:
-        for command in current.handle(backend.wait()):
-            backend.apply(command)
+        backend.apply(current.handle(backend.wait()))
     backend.end()
     assert backend.engine.engines[0].batcher.blocks.num_parked(0) == 0, "nothing is kept beyond the weights it is of"
     return {sample.key: sample for group in current.groups() for sample in group.samples}
@@ -290,13 +289,13 @@ def test_what_came_too_late_for_a_round_does_not_come_in_time_when_it_runs_again
         backend, _ = backend_of(parts, answers := SlowFor(slow), journal=journal_at("journal.jsonl"))
         backend.begin(RoundInfo(1), PARAMS)
         backend.wait()
-        backend.apply(Launch(PROMPTS[1], (first, other)))
+        backend.apply([Launch(PROMPTS[1], (first, other))])
         while not isinstance(event := backend.wait(), SampleFinished):
             pass
         assert event.sample.key == first
         assert event.sample.episode is not None
         assert event.sample.episode.stop == "max_trajectory_tokens"
-        backend.apply(Abort((other,)))
+        backend.apply([Abort((other,))])
         late = backend.wait()
         assert isinstance(late, SampleAborted)
         assert any(key == other for key, *_ in answers.asked)
@@ -329,12 +328,12 @@ def test_a_trajectory_that_is_cut_off_goes_on_in_a_later_round(parts: Any, x64: 
         backend.begin(RoundInfo(step), PARAMS)
         backend.wait()
         left = tuple(key for key in keys if key not in finished)
-        backend.apply(Launch(PROMPTS[1], left, begun))
+        backend.apply([Launch(PROMPTS[1], left, begun)])
         for _ in range(num_plans):
             session.before_turn()
             if not backend.engine.is_idle:
                 served(backend, session)
-        backend.apply(Abort(left, keep=True))
+        backend.apply([Abort(left, keep=True)])
         ended = [backend.wait() for _ in left]
         finished |= {event.sample.key: event.sample for event in ended if isinstance(event, SampleFinished)}
         cut = [as_carried(event.sample) for event in ended if isinstance(event, SampleAborted)]
@@ -347,8 +346,7 @@ def test_a_trajectory_that_is_cut_off_goes_on_in_a_later_round(parts: Any, x64: 
             backend.begin(RoundInfo(step, 1, "eval"), PARAMS)
             current = Round([PROMPTS[1]], 2)
             while not current.done:
-                for command in current.handle(backend.wait()):
-                    backend.apply(command)
+                backend.apply(current.handle(backend.wait()))
             backend.end()
             for sample in current.groups()[0].samples:
                 assert np.array_equal(sample.token_ids, whole[sample.key].token_ids)
@@ -372,11 +370,11 @@ def test_what_waits_for_an_answer_can_be_ended(parts: Any, x64: None):
     keys = (SampleKey(0, 1, 0), SampleKey(0, 1, 1))
     backend.begin(RoundInfo(1), PARAMS)
     backend.wait()
-    backend.apply(Launch(PROMPTS[1], keys))
+    backend.apply([Launch(PROMPTS[1], keys)])
     while len(answers.asked) < 2:
         served(backend, session)
     assert session.awaits
-    backend.apply(Abort(keys))
+    backend.apply([Abort(keys)])
     ended = [backend.wait() for _ in keys]
     assert all(isinstance(event, SampleAborted) and event.sample.finish_reason == "abort" for event in ended)
     assert all(isinstance(event, SampleAborted) and event.sample.episode == Episode(awaits=True) for event in ended)

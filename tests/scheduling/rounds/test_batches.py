@@ -63,10 +63,10 @@ def test_a_round_that_is_drawn_ahead_has_the_prompts_that_it_would_have():
     prompts, rule = FakePrompts(100), fresh_batches(4, 2)
     assert played(rule, prompts, 1, ahead=True) == [0, 1, 2, 3]
     assert prompts.position == 8
-    state = through_disk(rule.state_dict())
+    state = through_disk(rule.state())
     for size, expected in ((4, [4, 5, 6, 7]), (2, [4, 5])):
         other, later = fresh_batches(size, 2), FakePrompts(100, position=8)
-        other.load_state_dict(state, later)
+        other.load_state(state, later)
         assert played(other, later, 2, ahead=False) == expected
         assert other.num_carried == 4 - size
         assert prompts.position == later.position == 8
@@ -101,6 +101,6 @@ def test_batches_of_nothing_are_a_mistake_in_code(num_groups: int, group_size: i
 
 def test_states_of_another_make_are_refused():
     fresh = fresh_batches(4, 4)
-    fresh.load_state_dict(through_disk(fresh.state_dict()), FakePrompts(4))
+    fresh.load_state(through_disk(fresh.state()), FakePrompts(4))
     with pytest.raises(ValueError, match="schema 9"):
-        fresh.load_state_dict({"schema": 9}, FakePrompts(4))
+        fresh.load_state({"schema": 9}, FakePrompts(4))

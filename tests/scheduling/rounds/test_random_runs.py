@@ -156,9 +156,9 @@ def run_with_crashes_and_queue_checks(make: Callable[[], FakeTraining], total: i
             assert before[len(before) - len(waited) :] == waited
         assert result.kind == "long" or waited == before
         before = after
-    state = straight.rule.state_dict()
+    state = straight.rule.state()
     for name in ("groups", "first"):
-        assert np.array_equal(state["queue"][name], training.rule.state_dict()["queue"][name])
+        assert np.array_equal(state["queue"][name], training.rule.state()["queue"][name])
     tokens = count_tokens(straight)
     assert straight.rollout.num_drawn == sum(tokens.values())
     return training
@@ -218,7 +218,7 @@ def test_random_runs_of_partial_rollout_keep_the_book(
         for result in training.results:
             assert fingerprint(other.run_step()) == fingerprint(result)
             check_resumption(other)
-        buffered = len(other.rule.state_dict()["queue"]["samples"]["token_ids"])
+        buffered = len(other.rule.state()["queue"]["samples"]["token_ids"])
         tokens = count_tokens(other)
         assert other.rollout.num_drawn == sum(tokens.values()) + buffered
         if options.max_staleness < 0 and not any(r.metrics.get("rollout/discarded_prompts") for r in training.results):
