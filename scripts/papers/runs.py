@@ -153,7 +153,7 @@ def _with_stream(case: Case, base: Steps, states: Mapping[int, str], calibration
         if index:
             simulation.loop.load_host_state(load_state(states[index], "what this run has left") | learned)
         simulation.loop.run()
-        learned = {"stream": simulation.mechanism(StreamTrainer).state_dict()}
+        learned = {"stream": simulation.run.mechanism(StreamTrainer).state_dict()}
         assert found.trained_tokens[index] == base.trained_tokens[index], "a stream trainer changes no group"
     found.wall_s = time.perf_counter() - began
     return found
@@ -170,8 +170,8 @@ def _built(
 
     def on_step(step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
         nonlocal drawn
-        found.add(measured, groups, simulation.executors.num_tokens - drawn)
-        drawn = simulation.executors.num_tokens
+        found.add(measured, groups, simulation.run.executors.num_tokens - drawn)
+        drawn = simulation.run.executors.num_tokens
 
     hooks = Hooks(lambda *_: None, on_step, lambda *_: None, save, stop=lambda: False)
     simulation = build(config, *models(case, calibration), hooks, feeding=partial(_feeding, case))

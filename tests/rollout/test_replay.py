@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from known_samples import KnownSample, KnownWorkload
 from replay_worker import ReplayWorker
+from run_parts import made_run, text_by
 from sim_machine import Machine
 
 from jaxrl.mechanisms.dynamic_sampling import DynamicSampling
@@ -24,7 +25,7 @@ from jaxrl.mechanisms.tail_batching import TailBatching
 from jaxrl.models.loading import load_model
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
-from jaxrl.runtime.backend import RolloutBackend, text_by
+from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.batches import BatchRule, RoundTime
 from jaxrl.scheduling.rounds.events import (
@@ -196,7 +197,8 @@ def identities(commands: list[list[Command]]) -> list[list[tuple]]:
 
 
 def backend_over(executor: MeshExecutor | ReplayWorker) -> RolloutBackend:
-    backend = RolloutBackend(Engine(executor, BATCHER), executor, SlowPool(), text_by(Words()), lambda: None)
+    parts = Engine(executor, BATCHER), executor, SlowPool()
+    backend = RolloutBackend(made_run(*parts, text_of=text_by(Words())))
     backend._ready = True  # weights and pool are there already
     return backend
 

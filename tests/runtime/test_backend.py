@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,7 @@ from replayed_backend import (
 from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 from jaxrl.mechanisms.adaptive_layouts.control import Decision
 from jaxrl.record.timeline import Timeline
-from jaxrl.runtime.backend import RolloutBackend, Surroundings, text_by
+from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import (
     Abort,
@@ -227,14 +228,7 @@ def test_plans_of_two_workers_are_drawn_side_by_side(tmp_path: Path):
         own = executor.collect
         executor.collect = lambda ticket, own=own: (now.__setitem__(0, now[0] + 2), own(ticket))[1]
     with Timeline(tmp_path / "timeline.json", clock=clock) as timeline:
-        house.backend = RolloutBackend(
-            house.engine,
-            house.worker,
-            house.pool,
-            text_by(Bytes()),
-            lambda: "weights",
-            around=Surroundings(timeline=timeline),
-        )
+        house.backend = RolloutBackend(replace(house.run, timeline=timeline, journal=None))
         house.backend.enter_rollout(0)
         house.run_round(PROMPTS[:4], 1)
         house.backend.end()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from replay_worker import ReplayWorker
+from run_parts import made_run
 from sim_machine import STOP, TINY, Machine, key, known, play, prompt, sizes, told
 
 from jaxrl.config import SimulatedLengths, SimulatedScoring, SimulatedTask
@@ -244,7 +245,7 @@ def replaying_backend(workload: Workload, looks: int = 0) -> RolloutBackend:
     worker = ReplayWorker(lengths, num_groups=2, num_slots=3, num_blocks=20)
     engine = Engine(worker, BatcherConfig(decode_steps=3))
     pool = OddPool(workload, looks)
-    return RolloutBackend(engine, worker, pool, lambda sample: f"{len(sample)} tokens", lambda: None)
+    return RolloutBackend(made_run(engine, worker, pool))
 
 
 def simulated_backend(workload: Workload) -> RolloutBackend:

@@ -24,11 +24,12 @@ from replayed_backend import (
     opened,
     scored,
 )
+from run_parts import made_run
 
 from jaxrl.config import from_mapping
 from jaxrl.mechanisms.reward_timeouts import AdaptiveTimeouts, TimeoutRule
 from jaxrl.rewards.reward_metrics import RewardMetrics
-from jaxrl.runtime.backend import RolloutBackend, Surroundings, text_by
+from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.runtime.verdicts import Verdicts
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import (
@@ -177,11 +178,11 @@ def test_a_step_that_runs_again_has_the_same_counts_by_domain(houses: Any):
     reward = {"domains": {"test": {"kind": "math"}, "others": {"kind": "math"}}}
     config = from_mapping({"model": {"path": "x"}, "data": {"answer_key": "answer"}, "reward": reward})
     bad, outside = {key(1): "timeout", key(3, 1): "crash"}, {key(2): (0.25, {"parts": {"tags": 1.0}})}
-    first = counts(houses(LENGTHS, Pool(bad=bad, outside=outside), tally=RewardMetrics.configured(config)))
+    first = counts(houses(LENGTHS, Pool(bad=bad, outside=outside), config=config))
     assert (first["reward/test/timeouts"], first["reward/test/crashes"]) == (1, 1)
     assert (first["reward/test/num_scored"], first["reward/others/num_scored"]) == (len(LENGTHS), 0)
     assert first["reward/part/tags/mean"] == 1.0
-    again = houses(LENGTHS, Pool(), last_step=6, tally=RewardMetrics.configured(config))
+    again = houses(LENGTHS, Pool(), last_step=6, config=config)
     assert counts(again) == first
     assert len(again.pool.submitted) == len(LENGTHS) - 3
 
@@ -192,7 +193,7 @@ def test_time_limits_are_given_and_learned_and_what_they_may_decide_is_journalle
         return float(correct), {"case_s": [seconds], "correct": correct, "cut_off": cut_off}
 
     said = {key(0): info(0.5), key(1): info(10.0), key(2): info(30.0, 1), key(3): info(0.25)}
-    house = houses(LENGTHS, Pool(outside=said), mechanisms=[AdaptiveTimeouts(AdaptiveTimeouts(TimeoutRule()))])
+    house = houses(LENGTHS, Pool(outside=said), mechanisms=[AdaptiveTimeouts(TimeoutRule())])
     house.pool.is_outside = False  # only what the limits may have decided
     house.run_round(PROMPTS, 2, step=7)
     assert {house.pool.limits[one] for one in said} == {()}, "nothing was known of these prompts"
@@ -208,7 +209,7 @@ def test_time_limits_are_given_and_learned_and_what_they_may_decide_is_journalle
     house.run_round(PROMPTS, 2, step=8, kind="eval")
     assert set(house.pool.limits.values()) == {()}, "an evaluation does not depend on what training has seen"
     assert "reward/code/cut_off" not in house.backend.end()
-    timeouts = AdaptiveTimeouts(AdaptiveTimeouts(TimeoutRule()))
+    timeouts = AdaptiveTimeouts(TimeoutRule())
     again = houses(LENGTHS, Pool(), last_step=6, mechanisms=[timeouts])
     again.run_round(PROMPTS, 2, step=7)
     assert not set(again.pool.submitted) & set(journalled)
@@ -249,7 +250,7 @@ def test_a_pool_that_is_asked_for_a_slow_verdict_is_progress(houses: Any):
     house = houses({key(0): 2}, Pool())
     beats, answers = [], iter([[], [], [Verdict(1.0, key(0), 1.0)]])
     house.pool.completed, house.pool.wait = list, lambda timeout_s: next(answers)
-    house.around.beat = lambda: beats.append(1)
+    house.run.beat = lambda _: beats.append(1)
     house.run_round([PROMPTS[0]], 1)
     assert len(beats) == 3
 
@@ -259,8 +260,7 @@ def test_without_journal_and_timeline_nothing_is_kept_and_nothing_found():
     worker, pool = ReplayWorker(LENGTHS), Pool(bad={key(1): "timeout"})
     times = iter(range(100, 1000))
     engine = Engine(worker, BatcherConfig(decode_steps=4))
-    around = Surroundings(clock=lambda: next(times))
-    backend = RolloutBackend(engine, worker, pool, text_by(Bytes()), lambda: None, around=around)
+    backend = RolloutBackend(made_run(engine, worker, pool, clock=lambda: next(times)))
     for bad in ({key(1)}, set()):
         backend.enter_rollout(0)
         backend.begin(RoundInfo(7), PARAMS)

@@ -27,7 +27,7 @@ from chat_server import (
     trickles,
     trickles_headers,
 )
-from jaxrl.mechanisms.table import join_pools
+from jaxrl.mechanisms.judge.endpoint import join_endpoint
 
 from jaxrl.config import ConfigError, from_mapping
 from jaxrl.mechanisms.judge import Judge
@@ -402,7 +402,7 @@ def test_in_a_stage():
         judge = {"endpoint": server.url, "endpoint_model": "m"}
         config = from_mapping({"model": {"path": "m"}, "reward": {"kind": "judge", "judge": judge}})
         router = build_pool(config, build_scorer(config))
-        join_pools(config, router)
+        join_endpoint(config, router)
         assert isinstance(router, RewardRouter)
         router.warm()
         router.submit(*sample(0))

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from run_parts import made_run
 
 from jaxrl.mechanisms.judge import Judge
 from jaxrl.mechanisms.judge.pool import JudgePool
@@ -84,7 +85,9 @@ class AllOf(dict):
 def pool(when: Any = "gaps", num_samples: int = 2, share: float = 0.5) -> JudgePool:
     engine = Engine(ReplayExecutor(AllOf(), 1, 2, 200, 4, 32), BatcherConfig(decode_steps=2))
     clock = map(float, itertools.count())
-    return JudgePool(Reads(num_samples), engine, Machine(), Judge.Options(when, share), clock=clock.__next__)
+    return JudgePool(
+        Reads(num_samples), engine, Machine(), Judge.Options(when=when, busy_share=share), clock=clock.__next__
+    )
 
 
 def sample(index: int, text: str = "abcd") -> Sample:
@@ -235,7 +238,7 @@ def round_with(judge: JudgePool) -> tuple[dict[SampleKey, float], dict[str, floa
 
 
 def begun(actor: Engine | LocalWorkers, judge: JudgePool) -> tuple[RolloutBackend, Round]:
-    backend = RolloutBackend(actor, ActorWorker(), judge, lambda s: "x" * len(s), lambda: None, [Judge(judge)])
+    backend = RolloutBackend(made_run(actor, ActorWorker(), judge, mechanisms=[Judge(judge)]))
     backend.enter_rollout(0)
     backend.begin(RoundInfo(0), SamplingParams(max_tokens=64))
     return backend, Round([Prompt(0, p, (1, 2), "?", "s") for p in range(2)], 4)

@@ -18,4 +18,4 @@ from jaxrl.mechanisms.judge import Judge
     ],
 )
 def test_turns_by_rows(when, share, busy, allowed):
-    assert Judge.Options(when, share).allows(busy, 8) == allowed
+    assert Judge.Options(when=when, busy_share=share).allows_turn(busy, 8) == allowed

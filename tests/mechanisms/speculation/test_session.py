@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from replay_worker import ReplayWorker
+from run_parts import made_run
 
-from jaxrl.mechanisms.speculation import Speculation, history_store
+from jaxrl.mechanisms.speculation import Speculation
 from jaxrl.mechanisms.speculation.index import DraftIndex, DraftLengths
-from jaxrl.mechanisms.speculation.index_builder import IndexBuilder, build_index, index_bytes
+from jaxrl.mechanisms.speculation.index_builder import IndexBuilder, build_index, history_store, index_bytes
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.batches import RoundResult
@@ -275,7 +276,7 @@ def test_a_backend_gives_its_requests_what_they_draft_from(sessions: Any):
     keys = [SampleKey(epoch, index, i) for epoch in (0, 1) for index in (0, 1) for i in (0, 1)]
     executor = ReplayWorker({key: 12 if key.sample_index else 4 for key in keys}, num_slots=4)
     engine = Recording(executor)
-    backend = RolloutBackend(engine, executor, Pool(), lambda _: "text", lambda: None, [session])
+    backend = RolloutBackend(made_run(engine, executor, Pool(), mechanisms=[session]))
     backend.enter_rollout(0)
     measured = run_round(backend, [prompt(0)])
     assert [request.history for request in engine.requests] == [None, None]
