@@ -100,7 +100,7 @@ def _measure(options: argparse.Namespace, session: Session) -> Record:
             pools = {name: _judge(options, config, mesh, params, dtype, *how) for name, how in judges.items()}
             cases = {f"{name} {dtype}": _streaming(options, pool) for name, pool in pools.items()}
             actor = _actor(options, config, mesh, params, dtype)
-            turns = {"rollout": None, "gaps": Judge.Options("gaps"), "after": Judge.Options("after")}
+            turns = {"rollout": None, "gaps": Judge.Options(when="gaps"), "after": Judge.Options(when="after")}
             for name, rule in turns.items():
                 cases[f"{name} {dtype}"] = _turns(options, config, actor, pools["pipelined"], rule)
             session.bench.interleave(cases, options.repetitions, warm_up=1)
@@ -171,7 +171,7 @@ def _turns(
         began, gap_turns = time.perf_counter(), 0
         while not actor.is_idle:
             busy = min(len(actor.unfinished()), options.rows)
-            if rule is not None and judge.num_pending and rule.allows(busy, options.rows):
+            if rule is not None and judge.num_pending and rule.allows_turn(busy, options.rows):
                 gap_turns += judge.turn(0, options.rows)  # by this case's rule, not by the pool's own
             for finished in actor.step():
                 if rule is not None:

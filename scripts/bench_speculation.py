@@ -42,7 +42,6 @@ from bench.decode_cases import BLOCK
 from bench.frame import Benchmark, Record, Session
 from bench.jax_cases import build_params
 from bench.measure import Bench, Summary, Values, say
-from jaxrl.mechanisms.speculation.drafts import draft_window
 
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.mechanisms.speculation import Speculation, spec_metrics
@@ -87,7 +86,8 @@ class House:
         num_tokens: int,
         verify_tokens: int,
     ) -> None:
-        longest, window = options.prompt + options.new, draft_window(OPTIONS)
+        longest = options.prompt + options.new
+        window = Window(OPTIONS.min_window, OPTIONS.window_step, OPTIONS.max_window)
         drafting = Drafting(num_responses, num_tokens, verify_tokens, draft_lengths(OPTIONS), window)
         sizes = ExecutorConfig(
             num_slots=num_rows,

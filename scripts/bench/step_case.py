@@ -91,18 +91,15 @@ def run(spec: StepSpec, ask: Ask) -> None:
     """Trains step by step: per request one step, its metrics as the loop reports them, what the timeline shows of it,
     and the peak memory."""
     devices = prepare_devices(spec.devices)
-    from jaxrl.mechanisms.parts import RunParts
-    from jaxrl.mechanisms.table import of_run
-
     from jaxrl.data.prompts import PromptSource, load_train
-    from jaxrl.loop import Hooks, Job, Loop
-    from jaxrl.mechanisms import batch_rule, is_timeless
+    from jaxrl.mechanisms import batch_rule
     from jaxrl.record.journal import Journal
     from jaxrl.record.timeline import Timeline
     from jaxrl.rewards.domains import build_scorer
     from jaxrl.rewards.pool import build_pool
-    from jaxrl.runtime.backend import RolloutBackend, Surroundings, text_by
-    from jaxrl.runtime.build import build_engines, build_workers, read_tokenizer_and_model, row_sizes
+    from jaxrl.runtime.build import build_engines, build_workers, read_tokenizer_and_model
+    from jaxrl.runtime.mesh_machine import MeshMachine
+    from jaxrl.runtime.run import Run
     from jaxrl.runtime.weights import load_weights
     from jaxrl.sharding.mesh import make_mesh
     from jaxrl.train.trainer import Trainer
@@ -121,28 +118,33 @@ def run(spec: StepSpec, ask: Ask) -> None:
         journal = stack.enter_context(contextlib.closing(Journal(scratch / "journal.jsonl", -1)))
         workers = build_workers(config, model, mesh)
         engines = build_engines(config, workers, tokenizer, None, None)
-        kept = journal, timeline, None, None
-        around = row_sizes(config, workers), is_timeless(config), lambda *_: None, lambda doing: None, stack
-        parts = RunParts(config, mesh, engines, workers, trainer, None, tokenizer, pool, None, *kept, *around)
-        mechanisms = of_run(parts)
-        text_of, surroundings = text_by(tokenizer), Surroundings(journal=journal, timeline=timeline)
-        backend = RolloutBackend(engines, workers, pool, text_of, lambda: trainer.params, mechanisms, surroundings)
-        backend.enter_rollout(0)
-        began = time.perf_counter()
-        programs = workers.warm_up(first=[trainer.programs, *parts.update_programs])
-        info = {"programs": programs, "warm_up_s": time.perf_counter() - began, "parameters": model.num_params()}
+        machine = MeshMachine(config, mesh, workers, stack, trainer, None, None, timeline)
+        info: dict[str, Any] = {"parameters": model.num_params()}
         steps = _Steps(ask, info, baseline, timeline, scratch / "timeline.json")
-        prompts = PromptSource(load_train(config), tokenizer, config)
-        loop = Loop(
-            config,
-            Job(prompts, (), total_steps=1 << 30, stop_token_ids=spec.stop_ids, num_devices=mesh.size),
-            batch_rule(config),
-            backend,
-            Models(trainer),
-            timeline,
-            Hooks(_nothing, steps.on_step, _nothing, _nothing, steps.stop),
-            mechanisms,
+        run = Run(
+            config=config,
+            workers=engines,
+            executors=workers,
+            machine=machine,
+            weights=lambda: trainer.params,
+            scoring=pool,
+            text_of=lambda sample: tokenizer.decode(sample.token_ids.tolist()),
+            timeline=timeline,
+            rule=batch_rule(config),
+            models=Models(trainer),
+            prompts=PromptSource(load_train(config), tokenizer, config),
+            total_steps=1 << 30,
+            stop_token_ids=spec.stop_ids,
+            num_devices=mesh.size,
+            journal=journal,
+            on_step=steps.on_step,
+            stop=steps.stop,
         )
+        loop = run.loop()
+        loop.backend.enter_rollout(0)
+        began = time.perf_counter()
+        info["programs"] = workers.warm_up(first=[trainer.programs, *machine.update_programs])
+        info["warm_up_s"] = time.perf_counter() - began
         loop.run()
 
 
@@ -205,10 +207,6 @@ def merged(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
         else:
             found.append((first, last))
     return found
-
-
-def _nothing(*_: Any) -> None:
-    """A hook that has nothing to do."""
 
 
 def data_options(folder: str, prompts: int, prompt_tokens: int, new: int, seed: int) -> dict[str, Any]:

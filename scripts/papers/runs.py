@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from jaxrl.config import Config
-from jaxrl.loop import Hooks
 from jaxrl.mechanisms.stream_trainer import GradientStream, StreamTrainer
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.runtime.simulation import Simulation, build
@@ -173,8 +172,8 @@ def _built(
         found.add(measured, groups, simulation.run.executors.num_tokens - drawn)
         drawn = simulation.run.executors.num_tokens
 
-    hooks = Hooks(lambda *_: None, on_step, lambda *_: None, save, stop=lambda: False)
-    simulation = build(config, *models(case, calibration), hooks, feeding=partial(_feeding, case))
+    feeding = partial(_feeding, case)
+    simulation = build(config, *models(case, calibration), feeding=feeding, on_step=on_step, save=save)
     return simulation
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jaxrl.mechanisms.speculation.drafts import draft_config
 from keyword_options import with_options
 from rounds import rule_sections
 
@@ -16,6 +15,7 @@ from jaxrl.config import Config, ConfigError
 from jaxrl.mechanisms import batch_rule, composition_problem
 from jaxrl.mechanisms.dynamic_sampling import DynamicSampling
 from jaxrl.mechanisms.partial_rollout import PartialRollout
+from jaxrl.mechanisms.speculation import draft_config
 from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, Window
 from jaxrl.mechanisms.tail_batching import TailBatching
 from jaxrl.runtime.rules import batcher_config, carried
@@ -114,7 +114,7 @@ def test_when_plans_verify_drafts(platform: str, verified: int):
 @pytest.mark.parametrize("section", rule_sections())
 def test_every_rule_is_made_and_has_its_page(section: str):
     rule = batch_rule(config(**{f"rollout__{section}": ON}))
-    assert rule.name != "plain batches", f"jaxrl/runtime/rules.py makes no rule of rollout.{section}"
+    assert rule.name != "plain batches", f"jaxrl/mechanisms/__init__.py makes no rule of rollout.{section}"
     page = DOCS / "mechanisms" / f"{section}.md"
     title = page.read_text(encoding="utf-8").splitlines()[0]
     assert f"`rollout.{section}`" in title, f"{page.name} needs `rollout.{section}` in its title"
@@ -130,7 +130,7 @@ def test_every_rule_is_made_and_has_its_page(section: str):
 def test_every_rule_excludes_every_other(one: str, other: str):
     problem = composition_problem(config(**{f"rollout__{one}": ON, f"rollout__{other}": ON}))
     names = [batch_rule(config(**{f"rollout__{section}": ON})).name for section in (one, other)]
-    assert problem is not None, f"{names[0]} and {names[1]} must exclude each other: see composition.py"
+    assert problem is not None, f"{names[0]} and {names[1]} must exclude each other: `decides` of both"
     assert all(name in problem for name in names)
 
 

@@ -27,11 +27,10 @@ from chat_server import (
     trickles,
     trickles_headers,
 )
-from jaxrl.mechanisms.judge.endpoint import join_endpoint
 
 from jaxrl.config import ConfigError, from_mapping
 from jaxrl.mechanisms.judge import Judge
-from jaxrl.mechanisms.judge.endpoint import EndpointPool, verdict_seed
+from jaxrl.mechanisms.judge.endpoint import EndpointPool, join_endpoint, verdict_seed
 from jaxrl.processes.endpoint_client import api_key
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.pool import RewardRouter, build_pool

@@ -8,6 +8,7 @@ from fake_rollout import FakePrompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrl.mechanisms.ranking_groups import RankingGroups
 from jaxrl.mechanisms.ranking_groups.rule import Ranking, equal_groups, ranked, shares, worker_order
 from jaxrl.scheduling.rounds.events import AwaitVerdict, Launch
 from jaxrl.types import Prompt, SampleKey
@@ -69,7 +70,7 @@ def test_prompts_go_to_the_workers_of_a_group_in_snake_order_and_few_prompts_by_
 
 
 def test_odd_steps_are_dealt_in_ascending_order_and_even_ones_in_descending():
-    options = Ranking.Options(enable=True, num_groups=4)
+    options = RankingGroups.Options(enable=True, num_groups=4)
     history = History({i: 10 * (i + 1) for i in range(8)})
     launches = [launch(i) for i in range(8)]
     rule = Ranking(options, 4, history)
@@ -82,11 +83,11 @@ def test_odd_steps_are_dealt_in_ascending_order_and_even_ones_in_descending():
 
 
 def test_other_commands_later_launches_and_rounds_without_history_stay_as_they_are():
-    rule = Ranking(Ranking.Options(enable=True), 2, History({}))
+    rule = Ranking(RankingGroups.Options(enable=True), 2, History({}))
     commands = [launch(0), AwaitVerdict(SampleKey(1, 0, 0))]
     assert rule.begin(commands, 1) == commands
     assert rule.outliers() is None
-    rule = Ranking(Ranking.Options(enable=True), 2, History({0: 1}))
+    rule = Ranking(RankingGroups.Options(enable=True), 2, History({0: 1}))
     first, other = rule.begin(commands, 1)
     assert isinstance(first, Launch)
     assert len(first.workers) == 2
@@ -99,7 +100,7 @@ def test_other_commands_later_launches_and_rounds_without_history_stay_as_they_a
 
 def test_a_round_that_began_ahead_keeps_its_workers():
     """What is learnt meanwhile would deal it in another way."""
-    options = Ranking.Options(enable=True, num_groups=2)
+    options = RankingGroups.Options(enable=True, num_groups=2)
     lengths = {i: 100 + i for i in range(4)}
     history = History(lengths)
     rule = Ranking(options, 2, history)
@@ -114,7 +115,7 @@ def test_a_round_that_began_ahead_keeps_its_workers():
 def test_the_factor_of_outliers_is_the_growth_of_the_last_epoch():
     def limit(growths):
         """The first length beyond the threshold."""
-        rule = Ranking(Ranking.Options(enable=True), 2, History({0: 100, 1: 100}, growths))
+        rule = Ranking(RankingGroups.Options(enable=True), 2, History({0: 100, 1: 100}, growths))
         rule.begin([launch(0, 1), launch(1, 1)], 1)
         return next(n for n in range(1000) if (books := rule.outliers()) and books.take(lambda _, n=n: n))
 
@@ -124,7 +125,7 @@ def test_the_factor_of_outliers_is_the_growth_of_the_last_epoch():
 
 
 def test_what_was_measured_is_part_of_a_checkpoint_and_counts_only_where_it_may():
-    options = Ranking.Options(enable=True, num_groups=2)
+    options = RankingGroups.Options(enable=True, num_groups=2)
     history = History({0: 10, 1: 12, 2: 1000, 3: 1000})
     launches = [launch(i, 4) for i in range(4)]
 
@@ -157,7 +158,7 @@ def test_every_prompt_of_an_epoch_runs_once_and_no_worker_starves(data):
     num_prompts, batch = data.draw(st.sampled_from([(12, 4), (12, 6), (8, 8)]))
     lengths = data.draw(st.dictionaries(st.integers(0, num_prompts - 1), st.integers(1, 5000), min_size=1))
     workers, samples = data.draw(st.integers(2, 9)), data.draw(st.integers(1, 4))
-    options = Ranking.Options(enable=True, num_groups=data.draw(st.integers(2, 9)))
+    options = RankingGroups.Options(enable=True, num_groups=data.draw(st.integers(2, 9)))
     step_s = data.draw(st.sampled_from([None, lambda rows, tokens: 0.01 + 0.001 * rows + 1e-6 * tokens]))
 
     def played():

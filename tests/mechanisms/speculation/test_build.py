@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.config import Config, ConfigError, from_mapping
 from jaxrl.mechanisms import enabled
-from jaxrl.mechanisms.speculation import Speculation, proposer, step_costs
+from jaxrl.mechanisms.speculation import Speculation, build_proposer, step_costs
 from jaxrl.mechanisms.speculation.index import DraftLengths
 from jaxrl.mechanisms.speculation.proposer import Drafting
 from jaxrl.mechanisms.speculation.rule import Window
@@ -39,10 +39,10 @@ def profile(**more: Any) -> Profile:
 
 
 def test_what_an_executor_is_built_for():
-    assert proposer(config(), "cpu") is None
+    assert build_proposer(config(), "cpu") is None
     chosen = config(enable=True, epochs=2, max_prefix=5, min_prefix=2, max_window=6, num_indexes=3, verify_tokens=9)
     expected = Drafting(6, 300, 9, DraftLengths(2, 5, 6), Window(2, 2, 6), 3)
-    assert proposer(chosen, "cpu") == expected
+    assert build_proposer(chosen, "cpu") == expected
     memory = Speculation.rollout_memory(chosen, 1, "cpu", 0, is_timeless=True)
     assert memory is not None
     assert (memory.total, memory.positions) == (3 * 4 * (sum(expected.sizes) + 2), 9)

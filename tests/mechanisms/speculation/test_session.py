@@ -129,7 +129,7 @@ def test_evaluations_and_cancelled_rounds_leave_no_trace(sessions: Any):
     assert session.end([group(1)], Counters()) == {}
     session.round_begins(RoundInfo(1))
     assert session.index_of(prompt(0, epoch=1)) is not None
-    session.cancelled()
+    session.round_cancelled()
     assert session.store.prompts() == [0]
 
 

@@ -108,7 +108,7 @@ def simulated(made: Config, cost: CostModel, workload: Workload, state: str | No
     """As `simulated_runs.played`, with what was trained for the groups."""
 
     def check(simulation: Simulation) -> None:
-        if any(isinstance(each, StreamTrainer) for each in simulation.mechanisms):
+        if any(isinstance(each, StreamTrainer) for each in simulation.run.mechanisms):
             assert sum(bool(decision.freed) for decision in simulation.run.mechanism(StreamTrainer).decisions) <= 1
             assert simulation.run.workers.num_open == made.rollout.num_workers
 
