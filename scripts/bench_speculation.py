@@ -48,7 +48,7 @@ from jaxrl.mechanisms.speculation import Speculation, spec_metrics
 from jaxrl.mechanisms.speculation.index import DraftIndex
 from jaxrl.mechanisms.speculation.index_builder import build_index, draft_lengths
 from jaxrl.mechanisms.speculation.proposer import Drafting
-from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, StepCosts, default_verify_tokens
+from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, StepCosts, Window, default_verify_tokens
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig

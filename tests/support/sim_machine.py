@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.shapes import SHAPES
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.layouts.latency_profile import SwitchCost
-from jaxrl.scheduling.mechanism import Mechanism, RoundInfo
+from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import (
     Event,
     RoundStarted,
@@ -110,7 +109,6 @@ class Machine:
     host_s: float = 0.0
     trace: list[TraceEvent] = field(default_factory=list)
     batcher: type[Batcher] = LockstepBatcher
-    mechanisms: Sequence[Mechanism] = ()
 
     def __post_init__(self) -> None:
         self.clock = SimulatedClock()
@@ -120,8 +118,8 @@ class Machine:
         phases = SimulatedPhases(self.clock)
         self.scoring = ScoringWorkers(self.workload, self.clock, phases, self.workers, self.timeout_s)
         parts = self.engine, self.executor, self.scoring
-        run = made_run(*parts, clock=lambda: self.clock.now_s, timeline=phases, mechanisms=self.mechanisms)
-        self.backend = RolloutBackend(run)
+        self.run = made_run(*parts, clock=lambda: self.clock.now_s, timeline=phases)
+        self.backend = RolloutBackend(self.run)
 
     def begin(self, max_tokens: int = 50, version: int = 0) -> RolloutBackend:
         self.backend.enter_rollout(version)

@@ -97,7 +97,9 @@ def parts() -> Iterator[Any]:
 
 def config_of(**limits: float) -> Config:
     environment = {"kind": "native", "path": "e.py", "name": "E", "max_trajectory_tokens": 20, **limits}
-    return from_mapping({"model": {"path": "m"}, "environment": environment, "reward": {"kind": "environment"}})
+    data = {"max_response_length": 512}
+    given = {"model": {"path": "m"}, "data": data, "environment": environment, "reward": {"kind": "environment"}}
+    return from_mapping(given)
 
 
 def conversation(answers: Answers, tokens: Any = tokens_of, times: CallTimes | None = None) -> Conversation:
