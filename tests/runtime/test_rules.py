@@ -64,7 +64,9 @@ def test_tail_batching():
         )
     )
     assert isinstance(rule, TailBatching)
-    filtering = DynamicSampling(DynamicSampling.Options(enable=True, max_num_gen_batches=3, max_unscored_groups=2))
+    filtering = rule.batch.group_filter
+    assert isinstance(filtering, DynamicSampling)
+    assert filtering.options == DynamicSampling.Options(enable=True, max_num_gen_batches=3, max_unscored_groups=2)
     assert rule.batch == BatchSettings(4, 3, "group", filtering, 20, max_response_length=LONGEST)
     assert rule.options == TailBatching.Options(True, 1.5, 1.25, 7, "leave")
 
