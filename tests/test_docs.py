@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/mechanisms/*.md")})
 FOLDERS = ("jaxrl", "sharding", "kernels", "configs", "docs", "examples", "scripts", "tests")
 ENDINGS = ("py", "sh", "md", "rst", "yaml", "toml", "svg", "png")
-MADE_UP = ("box.py", "my_reward.py", "my_tools.py", "my_rule", "tail_share", "run.yaml", "config.yaml")
+MADE_UP = ("box.py", "my_reward.py", "my_tools.py", "my_rule", "tail_share.py", "run.yaml", "config.yaml")
 MADE_UP += ("checkpoints", "site")
 """What the reader, a run or the build of the site makes."""
 
