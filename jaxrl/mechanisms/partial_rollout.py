@@ -86,7 +86,9 @@ class WaitingGroup:
 
 
 class BufferFilter(Protocol):
-    """Decides about prompts that wait, for example::
+    """Decides about prompts that wait.
+
+    For example::
 
         def buffer_filter(groups, policy_version):
             # the longest first; what is two versions old restarts
