@@ -169,8 +169,9 @@ def _built(
 
     def on_step(step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
         nonlocal drawn
-        found.add(measured, groups, simulation.run.executors.num_tokens - drawn)
-        drawn = simulation.run.executors.num_tokens
+        executors: Any = simulation.run.executors
+        found.add(measured, groups, executors.num_tokens - drawn)
+        drawn = executors.num_tokens
 
     feeding = partial(_feeding, case)
     simulation = build(config, *models(case, calibration), feeding=feeding, on_step=on_step, save=save)
