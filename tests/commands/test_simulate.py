@@ -76,7 +76,7 @@ def test_a_run_directory_like_a_real_one(training: Path, tmp_path: Path, capsys:
 def test_rows_in_lockstep_change_nothing(rule: str, training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     options = (f"rollout.{rule}.enable=true", "reward.num_workers=3", "simulate.task.scoring.median_s=0.01")
     assert run(training, tmp_path / "a", *options) == 0
-    monkeypatch.setattr("jaxrl.runtime.simulation.LockstepBatcher", Batcher)
+    monkeypatch.setattr("jaxrl.runtime.simulated_machine.LockstepBatcher", Batcher)
     assert run(training, tmp_path / "b", *options) == 0
     a, b = tmp_path / "a-simulated", tmp_path / "b-simulated"
     assert without_clock(a) == without_clock(b)

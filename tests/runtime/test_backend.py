@@ -105,7 +105,7 @@ def test_cancel_drops_everything_and_the_next_round_starts_clean(houses: Any):
 def test_a_stop_is_heard_while_no_event_comes(houses: Any):
     """A response may take as long as all others together: a stop must not wait for its end."""
     house = houses({key(0): 40}, Pool())
-    house.around.interrupted = lambda: len(house.progress) >= 3
+    house.run.stop = lambda: len(house.progress) >= 3
     round = Round([PROMPTS[0]], 1)
     house.backend.begin(RoundInfo(1), PARAMS)
     house.backend.apply(round.handle(house.backend.wait()))
@@ -152,7 +152,7 @@ def test_a_response_that_ended_untold_is_aborted_without_keep_and_told_with_it(h
     event = backend.wait()
     assert isinstance(event, SampleFinished if keep else SampleAborted)
     assert event.sample.key == keys[1]
-    assert set(backend._under_way.running.values()) == {0}, "each is counted out once"
+    assert set(backend._state.running.values()) == {0}, "each is counted out once"
     backend.end()
 
 

@@ -41,7 +41,18 @@ class Machine:
 
 
 class Phases:
-    """Draws nothing, and takes a second a step."""
+    """A timeline that draws nothing, and on which a step takes a second."""
+
+    now_s = 0.0
+
+    def span(self, track: str, name: str, /, **args: Any) -> Any:
+        return nullcontext()
+
+    def counter(self, track: str, /, **values: float) -> None: ...
+
+    def complete(self, *span: Any, **args: Any) -> None: ...
+
+    def row(self, *stay: Any, **args: Any) -> None: ...
 
     def phase(self, name: str, track: str = "", **args: Any) -> Any:
         return nullcontext()
