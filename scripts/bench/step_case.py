@@ -149,18 +149,20 @@ def run(spec: StepSpec, ask: Ask) -> None:
 
 
 class _Steps:
-    """The loop's hooks: it asks `stop` between any two steps, and there the worker waits for its next request."""
+    """Callbacks of the run: between any two steps the worker waits for its next request."""
 
     def __init__(
         self, ask: Callable[[dict[str, Any]], Any], info: dict[str, Any], baseline: int, timeline: Any, file: Path
     ) -> None:
         self._ask, self._values, self._baseline, self._timeline, self._file = ask, info, baseline, timeline, file
-        self._seen = 0
+        self._seen, self._is_between = 0, True
 
     def stop(self) -> bool:
-        return self._ask(self._values) is None
+        is_between, self._is_between = self._is_between, False  # it is asked after every plan, too
+        return is_between and self._ask(self._values) is None
 
     def on_step(self, step: int, measured: dict[str, float], groups: Any) -> None:
+        self._is_between = True
         self._timeline.flush()
         text = self._file.read_text()
         drawn, self._seen = text[self._seen :], len(text)
