@@ -28,9 +28,8 @@ from bench.jax_cases import build_params
 from bench.measure import Summary, Values, say
 from jax.sharding import Mesh
 
-from jaxrl.mechanisms.judge.pool import JudgeMachine
-from jaxrl.mechanisms.judge.pool import JudgePool
-from jaxrl.mechanisms.judge.turns import JudgeTurns
+from jaxrl.mechanisms.judge import Judge
+from jaxrl.mechanisms.judge.pool import JudgeMachine, JudgePool
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.host_weights import HostWeights
@@ -100,7 +99,7 @@ def _measure(options: argparse.Namespace, session: Session) -> Record:
             pools = {name: _judge(options, config, mesh, params, dtype, *how) for name, how in judges.items()}
             cases = {f"{name} {dtype}": _streaming(options, pool) for name, pool in pools.items()}
             actor = _actor(options, config, mesh, params, dtype)
-            turns = {"rollout": None, "gaps": JudgeTurns("gaps"), "after": JudgeTurns("after")}
+            turns = {"rollout": None, "gaps": Judge.Options(when="gaps"), "after": Judge.Options(when="after")}
             for name, rule in turns.items():
                 cases[f"{name} {dtype}"] = _turns(options, config, actor, pools["pipelined"], rule)
             session.bench.interleave(cases, options.repetitions, warm_up=1)
@@ -125,7 +124,7 @@ def _judge(
     outer = {name: value for name, value in params.items() if name != "layers"}
     layers = ({name: x[i : i + 1] for name, x in params["layers"].items()} for i in range(config.num_layers))
     machine = JudgeMachine(executor, HostWeights(executor, outer, layers), lambda: None, alone=False)
-    return JudgePool(Fixed(options, config.vocab_size), Engine(executor, BatcherConfig()), machine, JudgeTurns())
+    return JudgePool(Fixed(options, config.vocab_size), Engine(executor, BatcherConfig()), machine, Judge.Options())
 
 
 def _actor(options: argparse.Namespace, config: ModelConfig, mesh: Mesh, params: Any, dtype: str) -> Engine:
@@ -155,7 +154,7 @@ def _streaming(options: argparse.Namespace, pool: JudgePool) -> Callable[[], Val
 
 
 def _turns(
-    options: argparse.Namespace, config: ModelConfig, actor: Engine, judge: JudgePool, rule: JudgeTurns | None
+    options: argparse.Namespace, config: ModelConfig, actor: Engine, judge: JudgePool, rule: Judge.Options | None
 ) -> Callable[[], Values]:
     """A rollout, and verdicts on all of it, with turns as the backend gives them."""
     lengths = np.minimum(
@@ -171,7 +170,7 @@ def _turns(
         began, gap_turns = time.perf_counter(), 0
         while not actor.is_idle:
             busy = min(len(actor.unfinished()), options.rows)
-            if rule is not None and judge.num_pending and rule.allows(busy, options.rows):
+            if rule is not None and judge.num_pending and rule.allows_turn(busy, options.rows):
                 gap_turns += judge.turn(0, options.rows)  # by this case's rule, not by the pool's own
             for finished in actor.step():
                 if rule is not None:

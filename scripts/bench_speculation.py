@@ -42,14 +42,13 @@ from bench.decode_cases import BLOCK
 from bench.frame import Benchmark, Record, Session
 from bench.jax_cases import build_params
 from bench.measure import Bench, Summary, Values, say
+from jaxrl.mechanisms.speculation.index_builder import build_index, draft_lengths
 
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.mechanisms.speculation.drafts import draft_window
+from jaxrl.mechanisms.speculation import Speculation, spec_metrics
 from jaxrl.mechanisms.speculation.index import DraftIndex
-from jaxrl.mechanisms.speculation.options import SpeculationSection
 from jaxrl.mechanisms.speculation.proposer import Drafting
-from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, StepCosts, default_verify_tokens
-from jaxrl.mechanisms.speculation.session import build_index, draft_lengths, spec_metrics
+from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, StepCosts, Window, default_verify_tokens
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
@@ -64,7 +63,7 @@ from jaxrl.sharding.mesh import make_mesh
 from jaxrl.types import Group, Prompt, Sample, SampleKey, SamplingParams
 
 QUICK = {"repetitions": 1, "batches": [2], "acceptance": [0.5], "new": 12, "prompt": 8, "prompts": 2, "rows": 2}
-OPTIONS = SpeculationSection(enable=True)
+OPTIONS = Speculation.Options(enable=True)
 _FIGURES = ("accept_rate", "drafted_share", "tokens_per_step")
 
 
@@ -87,7 +86,8 @@ class House:
         num_tokens: int,
         verify_tokens: int,
     ) -> None:
-        longest, window = options.prompt + options.new, draft_window(OPTIONS)
+        longest = options.prompt + options.new
+        window = Window(OPTIONS.min_window, OPTIONS.window_step, OPTIONS.max_window)
         drafting = Drafting(num_responses, num_tokens, verify_tokens, draft_lengths(OPTIONS), window)
         sizes = ExecutorConfig(
             num_slots=num_rows,

@@ -5,7 +5,7 @@
     python scripts/room_coverage.py --read out/new.json --against out/coverage.json
 
 Processes that tests start are counted, but not those that a signal ends before they write down what they ran. A room is
-a folder of `jaxrl/`, of `jaxrl/mechanisms/`, or a file at the top. The exit status is 1 if a room has less than before,
+a folder of `jaxrl/`, a mechanism in `jaxrl/mechanisms/`, or a file at the top. The exit status is 1 if a room has less than before,
 by more than `--slack` lines and branches: what ran depends on the clock in a few places.
 """
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def room_of(file: str) -> str:
     parts = Path(file).parts
     parts = parts[1:] if parts[0] == "jaxrl" else parts  # sharding/ and kernels/ are met by either path
-    deep = 2 if parts[0] == "mechanisms" and len(parts) > 2 else 1
+    deep = 2 if parts[0] == "mechanisms" else 1
     return "/".join(parts[:deep])
 
 

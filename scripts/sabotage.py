@@ -147,7 +147,7 @@ FAULTS = (
     ),
     Fault(
         "time limits have no upper bound",
-        "jaxrl/mechanisms/reward_timeouts/rule.py",
+        "jaxrl/mechanisms/reward_timeouts.py",
         "min(max(self.min_s, self.factor * anchor_s), self.max_s)",
         "max(self.min_s, self.factor * anchor_s)",
         "tests/mechanisms/reward_timeouts",
@@ -168,21 +168,21 @@ FAULTS = (
     ),
     Fault(
         "verdicts of two samples draw with the same keys",
-        "jaxrl/mechanisms/judge/verdict_tokens.py",
+        "jaxrl/mechanisms/judge/verdicts.py",
         "sample_index=key.sample_index * num_samples + number",
         "sample_index=key.sample_index + number",
         "tests/mechanisms/judge",
     ),
     Fault(
         "groups without a difference are kept",
-        "jaxrl/mechanisms/dynamic_sampling/group_filter.py",
+        "jaxrl/mechanisms/dynamic_sampling.py",
         "return any(value != values[0] for value in values)",
         "return len(values) > 0",
         "tests/mechanisms/dynamic_sampling",
     ),
     Fault(
         "the update beside a round is run before it",
-        "jaxrl/mechanisms/one_step_off/session.py",
+        "jaxrl/mechanisms/one_step_off.py",
         "            ahead = step.collect(groups)\n",
         "            learned = step.learn()\n            ahead = step.collect(groups)\n"
         "            return ahead, (step.leave_rollout(), learned)[1]\n",
@@ -212,8 +212,8 @@ FAULTS = (
     Fault(
         "stale weights: the rollout keeps those that the run began with",
         "jaxrl/commands/train.py",
-        "        weights=lambda: host.params,\n",
-        "        weights=lambda first=__import__('jax').tree.map(lambda leaf: leaf + 0, host.params): first,\n",
+        "weights=lambda: host.params,",
+        "weights=lambda first=__import__('jax').tree.map(lambda leaf: leaf + 0, host.params): first,",
         "tests/commands",
     ),
     Fault(

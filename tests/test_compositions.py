@@ -23,7 +23,7 @@ from rounds import rule_sections
 from simulated_runs import House, check, make_config, make_workload, whole
 
 from jaxrl.config import ConfigError
-from jaxrl.mechanisms.table import batch_rule, is_timeless
+from jaxrl.mechanisms import batch_rule, is_timeless
 from jaxrl.types import RunFailed
 
 BUFFER_FILTER = Path(__file__).parent / "support" / "any_buffer_filter.py"

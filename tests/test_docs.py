@@ -21,13 +21,14 @@ import pytest
 
 from jaxrl.config.options import AdvantageEstimator
 from jaxrl.config.reference import options, sections
+from jaxrl.mechanisms import MECHANISMS
 from jaxrl.scheduling.mechanism import Mechanism
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/mechanisms/*.md")})
 FOLDERS = ("jaxrl", "sharding", "kernels", "configs", "docs", "examples", "scripts", "tests")
 ENDINGS = ("py", "sh", "md", "rst", "yaml", "toml", "svg", "png")
-MADE_UP = ("box.py", "my_reward.py", "my_tools.py", "my_rule", "tail_share", "run.yaml", "config.yaml")
+MADE_UP = ("box.py", "my_reward.py", "my_tools.py", "my_rule", "tail_share.py", "run.yaml", "config.yaml")
 MADE_UP += ("checkpoints", "site")
 """What the reader, a run or the build of the site makes."""
 
@@ -186,23 +187,24 @@ def test_every_estimator_is_in_the_table():
     assert {name for name in get_args(AdvantageEstimator) if f"`{name}`" not in row} == set()
 
 
-ROOMS = sorted(path.parent for path in ROOT.glob("jaxrl/mechanisms/*/__init__.py"))
-SECTIONS = ("What it goes with", "Metrics", "Departures from the paper", "Its room", "Tests", "Figures")
+SECTIONS = ("What it goes with", "Metrics", "Departures from the paper", "Its files", "Tests", "Figures")
+SUPPLIED = {"phase_order", "gradient_source", "score_limits", "parking", "device_user", "group_rewards"}
+COMMON = {"__init__", "attach", "round_begins", "round_ends", "round_cancelled", "state_dict", "load_state_dict"}
 
 
-@pytest.mark.parametrize("room", ROOMS, ids=lambda room: room.name)
-def test_a_mechanism_has_a_page_with_its_files_and_hooks(room):
+@pytest.mark.parametrize("mechanism", MECHANISMS, ids=lambda each: each.__name__)
+def test_a_mechanism_has_a_page_with_its_files_and_hooks(mechanism: type[Mechanism]):
     """But for the hooks that nearly all have (docs/mechanisms.md)."""
-    text = (ROOT / "docs" / "mechanisms" / f"{room.name}.md").read_text(encoding="utf-8")
-    assert f"(mechanisms/{room.name}.md)" in (ROOT / "docs" / "mechanisms.md").read_text(encoding="utf-8")
+    name, file = mechanism.__module__.rpartition(".")[2], Path(inspect.getfile(mechanism))
+    text = (ROOT / "docs" / "mechanisms" / f"{name}.md").read_text(encoding="utf-8")
+    assert f"(mechanisms/{name}.md)" in (ROOT / "docs" / "mechanisms.md").read_text(encoding="utf-8")
     assert [title for title in SECTIONS if f"\n## {title}" not in text] == []
-    wanted = {file.name for file in room.glob("*.py")} - {"__init__.py"}
-    for file in room.glob("session.py"):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef) and "Mechanism" in {ast.unparse(base) for base in node.bases}:
-                wanted |= {each.name for each in node.body if isinstance(each, ast.FunctionDef)} & set(vars(Mechanism))
-    wanted -= {"__init__", "attach", "round_begins", "state_dict", "load_state_dict"}
-    assert {name for name in wanted if f"`{name}`" not in text} == set()
+    wanted = {each.name for each in file.parent.glob("*.py")} if file.name == "__init__.py" else {file.name}
+    hooks = {hook for hook, of in vars(Mechanism).items() if inspect.isfunction(of)}
+    wanted |= hooks & vars(mechanism).keys()
+    wanted |= set(re.findall(r"self\.(\w+) = ", file.read_text(encoding="utf-8"))) & SUPPLIED
+    wanted -= COMMON | {"__init__.py"}
+    assert {each for each in wanted if f"`{each}`" not in text} == set()
 
 
 # ---------------------------------------------------------------- what the pages name

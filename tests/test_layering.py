@@ -1,7 +1,11 @@
 """The project's rules about imports and its top level, checked from the source text. Only here is the table of layers.
 
 `ROWS` is the order: a row may import the rows above it in the list, and never a row below or another unit of its own. A
-unit is a package or a single file of `jaxrl`; files of one package may import each other, but never in a circle.
+unit is a package or a single file of `jaxrl`; files of one package may import each other, but never in a circle. What
+only a type checker reads (`if TYPE_CHECKING`) is no import.
+
+A mechanism has two units. Its class, with the rules that it decides by, is imported by `config` for its options; the
+files that work on a run's devices, processes and reports are far below, and the class imports them inside functions.
 """
 
 import ast
@@ -22,15 +26,15 @@ ROWS: tuple[frozenset[str], ...] = tuple(
         "__init__",
         "types",
         "schema",
-        "mechanisms.options",
+        "scheduling kernels sharding",
+        "mechanisms.classes",
         "config",
-        "scheduling kernels sharding data record",
-        "mechanisms.rules",
+        "data record",
         "models processes",
         "rollout train rewards sim",
         "environments",
         "loop report serving text",
-        "mechanisms",
+        "mechanisms.parts",
         "runtime",
         "commands",
         "cli",
@@ -39,21 +43,16 @@ ROWS: tuple[frozenset[str], ...] = tuple(
 )
 ROW_OF = {unit: i for i, row in enumerate(ROWS) for unit in row}
 AT_RUN_TIME = {
-    *("acceptance", "agents", "build", "concurrent_phases", "endpoint", "gradients"),
-    *("group_session", "memory"),
-    *("pool", "proposer", "ranked", "report", "session", "simulated", "verdict_text", "verdict_tokens"),
+    *("acceptance", "agents", "build", "endpoint", "gradients", "group_rewards", "memory"),
+    *("pool", "proposer", "report", "simulated", "verdicts"),
 }
-"""Files of a mechanism's room that are its part in a run. `options.py` declares options; all else are rules, as pure as
-`scheduling`."""
+"""Files of a mechanism's folder that are its part in a run. All else are rules, as pure as `scheduling`."""
 IMPURE = {"time", "datetime", "random", "secrets", "logging"}  # what a scheduling rule may not ask
-PURE_CONFIG = {"jaxrl.config"} | {  # values alone: no file is read there
-    f"jaxrl.config.{name}"
-    for name in (
-        *("checks", "domains", "mapping", "options", "reference", "rewards"),
-        *("rollouts", "simulation", "updates"),
-    )
+TIMED = {
+    *("jaxrl.mechanisms.adaptive_layouts", "jaxrl.mechanisms.stream_trainer"),
+    "jaxrl.mechanisms.speculation.index_builder",
 }
-RULES_OF_ROOMS = ("mechanisms.options", "mechanisms.rules")
+"""Files of `mechanisms.classes` that measure how long something takes, or log: they have the hooks, not the rules."""
 JAX = {"jax", "jaxlib", "optax", "orbax", "grain"}
 WITHOUT_JAX = {
     "jaxrl.__main__",
@@ -72,7 +71,7 @@ WITHOUT_JAX = {
     "jaxrl.runtime.backend",
     "jaxrl.runtime.rules",
     "jaxrl.runtime.simulation",
-    "jaxrl.mechanisms.stream_trainer.session",
+    "jaxrl.mechanisms",
 }
 EXTRAS = {
     *("bm25s", "gin", "gymnasium", "huggingface_hub", "mlflow", "openai", "prometheus_client", "pydantic", "ray"),
@@ -100,31 +99,30 @@ SOURCES = read_sources()
 
 
 def unit_of(module: str) -> str:
-    """`jaxrl.scheduling.rounds.round` belongs to `scheduling`, `jaxrl` itself to `__init__`. The room of a mechanism
-    has three: `mechanisms.options`, `mechanisms.rules`, and `mechanisms` for what it does in a run."""
+    """`jaxrl.scheduling.rounds.round` belongs to `scheduling`, `jaxrl` itself to `__init__`."""
     parts = [*module.split("."), "__init__"]
     if parts[1] != "mechanisms":
         return parts[1]
-    is_in_room = len(parts) == 5
-    if module == "jaxrl.mechanisms.room" or (is_in_room and parts[3] not in AT_RUN_TIME | {"options"}):
-        return "mechanisms.rules"
-    if is_in_room and parts[3] == "options":
-        return "mechanisms.options"
-    is_package = not is_in_room and parts[2] not in ("parts", "simulated_parts", "table")
-    return "mechanisms.options" if is_package else "mechanisms"  # a package has nothing but a docstring
+    return "mechanisms.parts" if len(parts) == 5 and parts[3] in AT_RUN_TIME else "mechanisms.classes"
 
 
-def room_of(module: str) -> str | None:
-    """The mechanism whose room a module belongs to; None: it is in none."""
+def has_class(module: str) -> bool:
+    """Whether it is a mechanism's class, or their list."""
     parts = module.split(".")
-    return parts[2] if parts[1:2] == ["mechanisms"] and len(parts) > 3 else None
+    return parts[1:2] == ["mechanisms"] and len(parts) <= 3
+
+
+def mechanism_of(module: str) -> str | None:
+    """The mechanism that a module belongs to; None: to none."""
+    parts = module.split(".")
+    return parts[2] if parts[1:2] == ["mechanisms"] and len(parts) > 2 else None
 
 
 def imported(sources: Mapping[str, str], module: str, *, at_import: bool = False) -> Iterator[str]:
-    """Names of the modules that a module's text imports, at any depth of it.
+    """Names of the modules that a module's text imports, at any depth of it but under `if TYPE_CHECKING`.
 
     Args:
-      at_import: only what importing the module runs: not inside functions, not under `if TYPE_CHECKING`.
+      at_import: only what importing the module runs, which is nothing inside functions.
     """
     is_package = any(name.startswith(f"{module}.") for name in sources)
     package = module if is_package else module.rpartition(".")[0]
@@ -149,11 +147,16 @@ def import_statements(text: str, at_import: bool) -> list[ast.Import | ast.Impor
             found.append(node)
         elif at_import and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
-        elif at_import and isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+        elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             pending.extend(node.orelse)
         else:
             pending.extend(each for each in ast.iter_child_nodes(node) if not isinstance(each, ast.expr))
     return found
+
+
+def needed(sources: Mapping[str, str], module: str) -> set[str]:
+    """What a module imports, but for what a mechanism's class imports inside functions, to build its part in a run."""
+    return set(imported(sources, module, at_import=has_class(module)))
 
 
 def layer_violations(sources: Mapping[str, str]) -> list[str]:
@@ -164,7 +167,7 @@ def layer_violations(sources: Mapping[str, str]) -> list[str]:
         if unit not in ROW_OF:
             found.append(f"{module} has no row in tests/test_layering.py")
             continue
-        for name in sorted(set(imported(sources, module))):
+        for name in sorted(needed(sources, module)):
             target = unit_of(name)
             if name.split(".")[0] != "jaxrl" or target == unit:
                 continue
@@ -173,34 +176,35 @@ def layer_violations(sources: Mapping[str, str]) -> list[str]:
     return found
 
 
-def room_violations(sources: Mapping[str, str]) -> list[str]:
+def mechanism_violations(sources: Mapping[str, str]) -> list[str]:
     """No mechanism knows another."""
     return [
         f"{module} imports {name}, which is another mechanism's"
         for module in sources
-        if room_of(module) is not None
+        if mechanism_of(module) is not None
         for name in sorted(set(imported(sources, module)))
-        if room_of(name) not in (None, room_of(module))
+        if mechanism_of(name) not in (None, mechanism_of(module))
     ]
 
 
 def scheduling_violations(sources: Mapping[str, str]) -> list[str]:
-    """`jaxrl.scheduling` and the rules of mechanisms may import numpy, our types and plain options, and the standard
-    library but clock, chance and log."""
+    """`jaxrl.scheduling` and the rules of mechanisms may import numpy, our types, and the standard library but clock,
+    chance and log."""
     allowed = (sys.stdlib_module_names | {"annotated_types", "numpy"}) - IMPURE
+    pure = ("scheduling", "mechanisms.classes")
 
-    def fits(name: str) -> bool:
+    def fits(module: str, name: str) -> bool:
         root = name.split(".")[0]
         if root == "jaxrl":
-            return unit_of(name) in ("types", "schema", "scheduling", *RULES_OF_ROOMS) or name in PURE_CONFIG
-        return root in allowed
+            return unit_of(name) in ("types", "schema", *pure)
+        return root in allowed or (root in ("logging", "time") and module in TIMED)
 
     return [
         f"{module} imports {name}"
         for module in sources
-        if unit_of(module) in ("scheduling", *RULES_OF_ROOMS)
-        for name in sorted(set(imported(sources, module)))
-        if not fits(name)
+        if unit_of(module) in pure
+        for name in sorted(needed(sources, module))
+        if not fits(module, name)
     ]
 
 
@@ -217,7 +221,7 @@ def ray_violations(sources: Mapping[str, str]) -> list[str]:
 
 def circles(sources: Mapping[str, str]) -> list[str]:
     """Modules with imports that lead back to them; one sentence for each circle that is found."""
-    imports = {m: sorted({n for n in imported(sources, m) if n in sources} - {m}) for m in sources}
+    imports = {m: sorted({n for n in needed(sources, m) if n in sources} - {m}) for m in sources}
     found: list[str] = []
     done: set[str] = set()
 
@@ -280,7 +284,7 @@ def extra_violations(sources: Mapping[str, str]) -> list[str]:
 
 RULES = (
     layer_violations,
-    room_violations,
+    mechanism_violations,
     scheduling_violations,
     ray_violations,
     jax_violations,
@@ -314,15 +318,30 @@ BROKEN = {
     ),
     "sibling packages": (layer_violations, {"jaxrl.train.a": "", "jaxrl.rollout.b": "from jaxrl.train.a import x"}),
     "relative": (layer_violations, {"jaxrl.types": "from . import cli", "jaxrl.cli": "", "jaxrl": ""}),
-    "sibling rooms": (
-        room_violations,
-        {"jaxrl.mechanisms.a.rule": "from jaxrl.mechanisms.b.options import X", "jaxrl.mechanisms.b.options": ""},
+    "sibling mechanisms": (
+        mechanism_violations,
+        {"jaxrl.mechanisms.a": "def f():\n  from jaxrl.mechanisms.b.rule import X", "jaxrl.mechanisms.b.rule": ""},
+    ),
+    "a part at import": (
+        layer_violations,
+        {"jaxrl.mechanisms.a": "from jaxrl.mechanisms.a.pool import X", "jaxrl.mechanisms.a.pool": ""},
+    ),
+    "a class over config": (layer_violations, {"jaxrl.mechanisms.a": "import jaxrl.config", "jaxrl.config": ""}),
+    "a rule with its part": (
+        layer_violations,
+        {"jaxrl.mechanisms.a.rule": "def f():\n  import jaxrl.mechanisms.a.pool", "jaxrl.mechanisms.a.pool": ""},
+    ),
+    "a class in a circle": (
+        circles,
+        {"jaxrl.mechanisms.a": "import jaxrl.mechanisms.a.b", "jaxrl.mechanisms.a.b": "import jaxrl.mechanisms.a"},
     ),
     "impure rules": (scheduling_violations, {"jaxrl.mechanisms.a.rule": "import random"}),
+    "an impure class": (scheduling_violations, {"jaxrl.mechanisms.stream_trainer": "import random\nimport time"}),
+    "a class with jax": (scheduling_violations, {"jaxrl.mechanisms.a": "import jax"}),
     "no row": (layer_violations, {"jaxrl.utils": ""}),
     "impure": (scheduling_violations, {"jaxrl.scheduling.a": "from time import monotonic"}),
     "not numpy": (scheduling_violations, {"jaxrl.scheduling.a": "import jax.numpy as np"}),
-    "scheduling reads files": (scheduling_violations, {"jaxrl.scheduling.a": "from jaxrl.config.files import load"}),
+    "scheduling reads files": (scheduling_violations, {"jaxrl.scheduling.a": "from jaxrl.config import load"}),
     "circle": (
         circles,
         {"jaxrl.a": "def f():\n  import jaxrl.b", "jaxrl.b": "from jaxrl.c import x", "jaxrl.c": "import jaxrl.a"},
@@ -333,7 +352,7 @@ BROKEN = {
     "jax by way of": (jax_violations, {"jaxrl.loop": "import jaxrl.train.b", "jaxrl.train": "import jax"}),
     "an extra's package": (
         extra_violations,
-        {"jaxrl.mechanisms.a.session": "import jaxrl.serving.b", "jaxrl.serving.b": "from pydantic import BaseModel"},
+        {"jaxrl.mechanisms.a.pool": "import jaxrl.serving.b", "jaxrl.serving.b": "from pydantic import BaseModel"},
     ),
     "jax in a class body": (jax_violations, {"jaxrl.cli": "class A:\n  try:\n    import optax\n  finally: ..."}),
 }
@@ -350,7 +369,11 @@ def test_what_is_allowed_is_not_found():
         "jaxrl": "__version__ = ''",
         "jaxrl.types": "import numpy",
         "jaxrl.scheduling.a": "import heapq\nfrom numpy import ndarray\nfrom jaxrl.scheduling.b import x",
-        "jaxrl.scheduling.b": "from jaxrl.config import Config\nfrom jaxrl.types import Sample",
+        "jaxrl.scheduling.b": "if TYPE_CHECKING:\n  from jaxrl.config import Config\nfrom jaxrl.types import Sample",
+        "jaxrl.mechanisms": "from jaxrl.mechanisms.a import A\ndef f():\n  import jaxrl.config",
+        "jaxrl.mechanisms.a": "import jaxrl.mechanisms.a.rule\ndef f():\n  import jaxrl.mechanisms.a.pool",
+        "jaxrl.mechanisms.a.rule": "from numpy import ndarray\nfrom jaxrl.scheduling.b import x",
+        "jaxrl.mechanisms.a.pool": "import jax\nimport jaxrl.config\nfrom jaxrl.mechanisms.a import A",
         "jaxrl.config": "import difflib",
         "jaxrl.loop": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n  from jaxrl.train.a import Trainer",
         "jaxrl.train.a": "import jax",

@@ -57,7 +57,7 @@ REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return len(solution_str) % 7 / 7
 """
-ONCE = {"data/files.py", "mechanisms/table.py"}
+ONCE = {"data/files.py", "mechanisms/__init__.py"}
 """Passed when the run is built, `files.py` if its data is in files."""
 ELSEWHERE = {"rewards/math.py"}
 """In a process of the reward pool."""

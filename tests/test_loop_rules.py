@@ -15,7 +15,6 @@ from rounds import rule_sections
 from sim_machine import SMALL
 from simulated_runs import House, Metrics, check, make_config, make_workload, whole
 
-from jaxrl.loop import Hooks
 from jaxrl.runtime.simulation import build
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import H100
@@ -278,8 +277,8 @@ def test_evaluation_is_not_shaped():
     evaluated: list[tuple[Metrics, Any]] = []
     config = make_config({**SHAPING, "trainer.test_freq": 1, "trainer.total_training_steps": 3})
     workload = make_workload(5, hang_share=0.0, pass_rate=1 - 1e-12)
-    hooks = Hooks(lambda *_: None, lambda *_: None, lambda _, m, g: evaluated.append((m, g)), lambda *_: None, bool)
-    assert build(config, CostModel(SMALL, H100), workload, hooks).loop.run()
+    cost = CostModel(SMALL, H100)
+    assert build(config, cost, workload, on_eval=lambda _, m, g: evaluated.append((m, g))).loop.run()
     assert any(len(sample) > 10 for _, groups in evaluated for group in groups for sample in group.samples)
     assert [measured["val/accuracy"] for measured, _ in evaluated] == [1.0, 1.0, 1.0]
 
@@ -304,8 +303,8 @@ def test_a_batch_that_waits_keeps_its_shaping():
 def learnt_from(values: dict[str, Any]) -> list[Any]:
     """The batches that the trainer is given."""
     house = House(make_config({**RULES["partial rollout"], **values}), make_workload(4))
-    hooks = Hooks(lambda *_: None, house.on_step, lambda *_: None, house.save, house.stop)
-    simulation = build(house.config, CostModel(SMALL, H100), house.workload, hooks)
+    callbacks: Any = {"on_step": house.on_step, "save": house.save, "stop": house.stop}
+    simulation = build(house.config, CostModel(SMALL, H100), house.workload, **callbacks)
     batches: list[Any] = []
     trainer: Any = simulation.loop._models.policy
     trainer.accumulate = lambda batch: batches.append(batch)

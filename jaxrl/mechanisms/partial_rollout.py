@@ -74,12 +74,14 @@ class WaitingGroup:
 
 
 class BufferFilter(Protocol):
-    """Example::
+    """Decides about prompts that wait.
 
-    def buffer_filter(groups, policy_version):
-        # the longest first; what is two versions old restarts
-        longest = sorted(groups, key=lambda group: -max(group.lengths))
-        return {g.key: "restart" if g.lag(policy_version) >= 2 else "resume" for g in longest}
+    For example::
+
+        def buffer_filter(groups, policy_version):
+            # the longest first; what is two versions old restarts
+            longest = sorted(groups, key=lambda group: -max(group.lengths))
+            return {g.key: "restart" if g.lag(policy_version) >= 2 else "resume" for g in longest}
     """
 
     def __call__(self, *, groups: Sequence[WaitingGroup], policy_version: int) -> Mapping[PromptKey, Action]:

@@ -16,7 +16,7 @@ from jaxrl.config import Config, ConfigError
 from jaxrl.config.hosts import HostsSection
 from jaxrl.data.stops import check_stop_strings, stop_ids, stop_string_check
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.mechanisms.speculation import Speculation, proposer, verify_rule
+from jaxrl.mechanisms.speculation import Speculation, build_proposer, verify_rule
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.fit import check_length, check_vocabulary
 from jaxrl.models.loading import checked_path, config_of, resolve_path
@@ -281,7 +281,7 @@ def _executor_config(
         kv_codes=rollout.kv_codes,
         seed=config.trainer.seed,
         truncate=any(truncates),
-        proposer=proposer(config, platform),
+        proposer=build_proposer(config, platform),
         max_tp=max_tp(config, mesh.size),
         layouts=tuple(LayoutSizes(tp, *own) for tp, own in sizes.items()),
     )

@@ -89,7 +89,7 @@ def play(config: Config) -> list[ScaleStep]:
         found.append(ScaleStep(is_long, measured["timing_s/gen"], measured["timing_s/step"], *watch.take()))
 
     def before(simulation: Simulation) -> None:
-        for executor in simulation.executors.executors:
+        for executor in simulation.run.executors.executors:
             watch.leave_out(executor)
         watch.take()
 

@@ -17,17 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.config import SimulatedLengths, SimulatedTask
-from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
-from jaxrl.mechanisms.partial_rollout.rule import PartialRollout
-from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
-from jaxrl.mechanisms.tail_batching.rule import TailBatching
+from jaxrl.config import SimulatedLengths, SimulatedTask, from_mapping
+from jaxrl.mechanisms.partial_rollout import PartialRollout
+from jaxrl.mechanisms.tail_batching import TailBatching
 from jaxrl.models.config import ModelConfig
 from jaxrl.record.journal import Journal
 from jaxrl.record.timeline import Timeline
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.profiler import Profiler
-from jaxrl.runtime.backend import RolloutBackend, Surroundings
+from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.runtime.run import Run
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile, ProfileIdentity, RowSizes, prefill_points, profile_points
 from jaxrl.scheduling.mechanism import RoundInfo
@@ -36,6 +35,7 @@ from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.scheduling.tokens.plan import Executor, Request
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
 from jaxrl.sim.cost_model import CostModel, TableCost
@@ -54,8 +54,8 @@ def rules(num_groups: int, group_size: int) -> dict[str, BatchRule]:
     batch = BatchSettings(num_groups, group_size)
     return {
         "plain": FreshBatches(batch),
-        "tail-batching": TailBatching(batch, TailBatchingSection(enable=True, at_end="leave")),
-        "partial-rollout": PartialRollout(batch, PartialRolloutSection(enable=True, at_end="leave")),
+        "tail-batching": TailBatching(batch, TailBatching.Options(enable=True, at_end="leave")),
+        "partial-rollout": PartialRollout(batch, PartialRollout.Options(enable=True, at_end="leave")),
     }
 
 
@@ -121,11 +121,6 @@ class InstantScoring:
         return {}
 
 
-def _no_text(sample: Sample) -> str:
-    """An empty text: these responses are never read."""
-    return ""
-
-
 @dataclass(slots=True)
 class Rounds:
     """The rounds of one rule on one backend, one after another, as `jaxrl.loop` would run them."""
@@ -145,8 +140,7 @@ class Rounds:
         began = self.now_s()
         self.backend.begin(RoundInfo(self.step), SamplingParams(max_tokens=self.cap))
         while not current.done:
-            for command in current.handle(self.backend.wait()):
-                self.backend.apply(command)
+            self.backend.apply(current.handle(self.backend.wait()))
         self.backend.end()
         seconds = self.now_s() - began
         result = self.rule.settle(current)
@@ -165,9 +159,15 @@ def real_rounds(
         journal = stack.enter_context(closing(Journal(folder / "journal.jsonl", 0)))
         timeline = stack.enter_context(Timeline(folder / "timeline.json"))
         scoring = InstantScoring()
-        around = Surroundings(journal=journal, timeline=timeline)
-        backend = RolloutBackend(engine, executor, scoring, _no_text, lambda: params, around=around)
+        backend = _backend(engine, executor, scoring, weights=lambda: params, journal=journal, timeline=timeline)
         yield Rounds(rule, prompts, backend, time.perf_counter, cap)
+
+
+def _backend(engine: Engine, executor: Any, scoring: Any, **parts: Any) -> RolloutBackend:
+    """A backend without mechanisms, whose responses are never read."""
+    config = from_mapping({"model": {"path": "none"}})
+    placed: Any = {"workers": LocalWorkers([engine]), "executors": executor, "machine": None}
+    return RolloutBackend(Run(config=config, scoring=scoring, text_of=lambda sample: "", **placed, **parts))
 
 
 def simulated_rounds(
@@ -178,8 +178,7 @@ def simulated_rounds(
     executor = SimulatedExecutor(sizes, workload.length, cost, clock)
     engine = ForcedLengths(executor, BatcherConfig(decode_steps=steps), workload)
     scoring = ScoringWorkers(workload, clock, SimulatedPhases(clock))
-    around = Surroundings(clock=lambda: clock.now_s)
-    backend = RolloutBackend(engine, executor, scoring, _no_text, lambda: None, around=around)
+    backend = _backend(engine, executor, scoring, weights=lambda: None, clock=lambda: clock.now_s)
     return Rounds(rule, prompts, backend, lambda: clock.now_s, cap)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrl.config import Config
-from jaxrl.loop import Hooks
 from jaxrl.runtime.simulation import Simulation, build, rare_collections
 from jaxrl.sim.configured import cost_model, machine_sizes, model_sizes, workload_of
 
@@ -15,10 +14,10 @@ OnStep = Callable[[int, dict[str, float], Any], None]
 
 def simulate(config: Config, on_step: OnStep, before: Callable[[Simulation], None] = lambda _: None) -> None:
     """Runs all steps. `on_step`: called with (step, metrics, groups); `before`: with what is about to run."""
-    hooks = Hooks(lambda *_: None, on_step, lambda *_: None, lambda *_: None, lambda: False)
     cost, _ = cost_model(config)
     workload, _ = workload_of(config)
-    simulation = build(config, cost, workload, hooks, sizes=machine_sizes(config, cost, model_sizes(config)))
+    sizes = machine_sizes(config, cost, model_sizes(config))
+    simulation = build(config, cost, workload, on_step=on_step, sizes=sizes)
     before(simulation)
     with rare_collections():
         simulation.loop.run()

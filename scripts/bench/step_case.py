@@ -92,15 +92,14 @@ def run(spec: StepSpec, ask: Ask) -> None:
     and the peak memory."""
     devices = prepare_devices(spec.devices)
     from jaxrl.data.prompts import PromptSource, load_train
-    from jaxrl.loop import Hooks, Job, Loop
-    from jaxrl.mechanisms.parts import RunParts
-    from jaxrl.mechanisms.table import batch_rule, is_timeless, of_run
+    from jaxrl.mechanisms import batch_rule
     from jaxrl.record.journal import Journal
     from jaxrl.record.timeline import Timeline
     from jaxrl.rewards.domains import build_scorer
     from jaxrl.rewards.pool import build_pool
-    from jaxrl.runtime.backend import RolloutBackend, Surroundings, text_by
-    from jaxrl.runtime.build import build_engines, build_workers, read_tokenizer_and_model, row_sizes
+    from jaxrl.runtime.build import build_engines, build_workers, read_tokenizer_and_model
+    from jaxrl.runtime.mesh_machine import MeshMachine
+    from jaxrl.runtime.run import Run
     from jaxrl.runtime.weights import load_weights
     from jaxrl.sharding.mesh import make_mesh
     from jaxrl.train.trainer import Trainer
@@ -119,44 +118,51 @@ def run(spec: StepSpec, ask: Ask) -> None:
         journal = stack.enter_context(contextlib.closing(Journal(scratch / "journal.jsonl", -1)))
         workers = build_workers(config, model, mesh)
         engines = build_engines(config, workers, tokenizer, None, None)
-        kept = journal, timeline, None, None
-        around = row_sizes(config, workers), is_timeless(config), lambda *_: None, lambda doing: None, stack
-        parts = RunParts(config, mesh, engines, workers, trainer, None, tokenizer, pool, None, *kept, *around)
-        mechanisms = of_run(parts)
-        text_of, surroundings = text_by(tokenizer), Surroundings(journal=journal, timeline=timeline)
-        backend = RolloutBackend(engines, workers, pool, text_of, lambda: trainer.params, mechanisms, surroundings)
-        backend.enter_rollout(0)
-        began = time.perf_counter()
-        programs = workers.warm_up(first=[trainer.programs, *parts.update_programs])
-        info = {"programs": programs, "warm_up_s": time.perf_counter() - began, "parameters": model.num_params()}
+        machine = MeshMachine(config, mesh, workers, stack, trainer, None, None, timeline)
+        info: dict[str, Any] = {"parameters": model.num_params()}
         steps = _Steps(ask, info, baseline, timeline, scratch / "timeline.json")
-        prompts = PromptSource(load_train(config), tokenizer, config)
-        loop = Loop(
-            config,
-            Job(prompts, (), total_steps=1 << 30, stop_token_ids=spec.stop_ids, num_devices=mesh.size),
-            batch_rule(config),
-            backend,
-            Models(trainer),
-            timeline,
-            Hooks(_nothing, steps.on_step, _nothing, _nothing, steps.stop),
-            mechanisms,
+        run = Run(
+            config=config,
+            workers=engines,
+            executors=workers,
+            machine=machine,
+            weights=lambda: trainer.params,
+            scoring=pool,
+            text_of=lambda sample: tokenizer.decode(sample.token_ids.tolist()),
+            timeline=timeline,
+            rule=batch_rule(config),
+            models=Models(trainer),
+            prompts=PromptSource(load_train(config), tokenizer, config),
+            total_steps=1 << 30,
+            stop_token_ids=spec.stop_ids,
+            num_devices=mesh.size,
+            journal=journal,
+            on_step=steps.on_step,
+            stop=steps.stop,
         )
+        loop = run.loop()
+        loop.backend.enter_rollout(0)
+        began = time.perf_counter()
+        info["programs"] = workers.warm_up(first=[trainer.programs, *machine.update_programs])
+        info["warm_up_s"] = time.perf_counter() - began
         loop.run()
 
 
 class _Steps:
-    """The loop's hooks: it asks `stop` between any two steps, and there the worker waits for its next request."""
+    """Callbacks of the run: between any two steps the worker waits for its next request."""
 
     def __init__(
         self, ask: Callable[[dict[str, Any]], Any], info: dict[str, Any], baseline: int, timeline: Any, file: Path
     ) -> None:
         self._ask, self._values, self._baseline, self._timeline, self._file = ask, info, baseline, timeline, file
-        self._seen = 0
+        self._seen, self._is_between = 0, True
 
     def stop(self) -> bool:
-        return self._ask(self._values) is None
+        is_between, self._is_between = self._is_between, False  # it is asked after every plan, too
+        return is_between and self._ask(self._values) is None
 
     def on_step(self, step: int, measured: dict[str, float], groups: Any) -> None:
+        self._is_between = True
         self._timeline.flush()
         text = self._file.read_text()
         drawn, self._seen = text[self._seen :], len(text)
@@ -203,10 +209,6 @@ def merged(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
         else:
             found.append((first, last))
     return found
-
-
-def _nothing(*_: Any) -> None:
-    """A hook that has nothing to do."""
 
 
 def data_options(folder: str, prompts: int, prompt_tokens: int, new: int, seed: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jaxrl.mechanisms.stream_trainer.session import GradientStream
+from jaxrl.mechanisms.stream_trainer import GradientStream
 from jaxrl.types import Group, TrainBatch
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxrl.mechanisms.ranking_groups.rule import RankingGroups
+from jaxrl.mechanisms.ranking_groups.rule import Ranking
 from jaxrl.mechanisms.speculation.simulated import SimulatedDrafts
 from jaxrl.scheduling.rounds.events import Launch
 from jaxrl.sim.cost_model import CostModel, TrainLoad, causal_pairs
@@ -81,7 +81,7 @@ def step_ends(case: Case, calibration: Calibration) -> list[float]:
     prompts = SimulatedPrompts(workload, config.simulate.num_prompts, PROMPT_TOKENS, case.seed)
     past = Past()
     step_s = _step_s(cost, case.degree)
-    ranking = RankingGroups(rollout.ranking_groups, num_workers, past, step_s)
+    ranking = Ranking(rollout.ranking_groups, num_workers, past, step_s)
     drafting = drafting_of(case, workload) if rollout.speculation.enable else None
     sync_s = cost.weight_sync_s(case.degree, rollout.num_devices)
     times = Pipeline([], [0.0], np.zeros(num_workers))

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.config import Config
-from jaxrl.loop import Hooks
-from jaxrl.mechanisms.stream_trainer.session import GradientStream, StreamSession
+from jaxrl.mechanisms.stream_trainer import GradientStream, StreamTrainer
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.runtime.simulation import Simulation, build
 from jaxrl.types import Group
@@ -153,7 +152,7 @@ def _with_stream(case: Case, base: Steps, states: Mapping[int, str], calibration
         if index:
             simulation.loop.load_host_state(load_state(states[index], "what this run has left") | learned)
         simulation.loop.run()
-        learned = {"stream": simulation.mechanism(StreamSession).state_dict()}
+        learned = {"stream": simulation.run.mechanism(StreamTrainer).state_dict()}
         assert found.trained_tokens[index] == base.trained_tokens[index], "a stream trainer changes no group"
     found.wall_s = time.perf_counter() - began
     return found
@@ -170,11 +169,12 @@ def _built(
 
     def on_step(step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
         nonlocal drawn
-        found.add(measured, groups, simulation.executors.num_tokens - drawn)
-        drawn = simulation.executors.num_tokens
+        executors: Any = simulation.run.executors
+        found.add(measured, groups, executors.num_tokens - drawn)
+        drawn = executors.num_tokens
 
-    hooks = Hooks(lambda *_: None, on_step, lambda *_: None, save, stop=lambda: False)
-    simulation = build(config, *models(case, calibration), hooks, feeding=partial(_feeding, case))
+    feeding = partial(_feeding, case)
+    simulation = build(config, *models(case, calibration), feeding=feeding, on_step=on_step, save=save)
     return simulation
 
 

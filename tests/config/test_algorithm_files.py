@@ -12,7 +12,7 @@ import yaml
 from trainer_fixtures import group_of
 
 from jaxrl.config.files import load
-from jaxrl.mechanisms.dynamic_sampling.group_filter import differs_in
+from jaxrl.mechanisms.dynamic_sampling import differs_in
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.rounds.shaping import RewardShaping
 from jaxrl.train import advantages

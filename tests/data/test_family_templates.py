@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from jaxrl.data.stops import stop_ids
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.data.tool_calls import call_id
 from jaxrl.data.turns import Between
-from jaxrl.mechanisms.turns.build import _between
+from jaxrl.mechanisms.turns.pool import EnvironmentPool
 from jaxrl.models.config import ModelConfig
 
 from .test_conversations import config_of
@@ -243,10 +244,11 @@ def test_answers_of_tools_are_appended(name, tokenizers):
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.tool])
 def test_a_run_with_tools_starts(name, tokenizers):
     """It tries whether the template writes an answer, which Mistral's does for ids of nine letters and digits alone."""
-    section = {"kind": "tools", "path": "tools.py"}
+    section = {"kind": "tools", "path": "calculator"}
     config = from_mapping({"model": {"path": "m"}, "data": {"train_files": ["x"]}, "environment": section})
-    between = _between(config, tokenizers[name])
-    assert between.answer([{"role": "user", "content": "and now?"}]), "a second turn has tokens"
+    with closing(EnvironmentPool(config)) as pool:
+        found = pool.conversation(tokenizers[name])
+        assert found.tokens_of([{"role": "user", "content": "and now?"}], []), "a second turn has tokens"
 
 
 @pytest.mark.parametrize("name", ["gemma 2", "gemma 3", "mistral"])

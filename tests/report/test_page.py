@@ -13,7 +13,7 @@ import pytest
 
 from jaxrl.cli import main
 from jaxrl.config import from_mapping, to_mapping
-from jaxrl.mechanisms.table import page_parts
+from jaxrl.mechanisms import page_parts
 from jaxrl.record.batches import BatchLog
 from jaxrl.record.metrics import MetricsWriter, hidden_shares, length_metrics, read_metrics, spread, step_phases
 from jaxrl.record.timeline import Timeline

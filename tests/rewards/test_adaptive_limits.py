@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts, TimeoutRule
+from jaxrl.mechanisms.reward_timeouts import AdaptiveTimeouts, TimeoutRule
 from jaxrl.rewards.code import CodeScorer
 from jaxrl.rewards.pool_base import verdict_of
 from jaxrl.rewards.request import ScoreRequest
+from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, SampleKey
 
 TESTS = {"inputs": ["1", "2"], "outputs": ["1", "2"]}
@@ -35,7 +36,7 @@ def test_a_program_that_never_ends_is_cut_off_at_what_a_right_one_has_taught(lim
     reward, info = limited(ScoreRequest("test", ENDLESS, None, TESTS, limits))
     assert (reward, info["correct"], info["cut_off"], len(info["case_s"])) == (0.0, False, 1, 2)
     assert limits[1] <= info["case_s"][1] < RULE.max_s
-    assert timeouts.is_close(prompt, info)
+    assert timeouts.is_close(prompt, Verdict(0.0, SampleKey(0, 0, 0), reward, info=info))
     assert verdict_of(0.0, SampleKey(0, 0, 1), ("ok", reward, info, 1.0)).outside, "a clock decided it"
     timeouts.learn(prompt, limits, info)
     counted = timeouts.take_metrics()

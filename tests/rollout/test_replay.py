@@ -17,16 +17,15 @@ import numpy as np
 import pytest
 from known_samples import KnownSample, KnownWorkload
 from replay_worker import ReplayWorker
+from run_parts import made_run, text_by
 from sim_machine import Machine
 
-from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
-from jaxrl.mechanisms.dynamic_sampling.rule import DynamicSampling
-from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
-from jaxrl.mechanisms.tail_batching.rule import TailBatching
+from jaxrl.mechanisms.dynamic_sampling import DynamicSampling
+from jaxrl.mechanisms.tail_batching import TailBatching
 from jaxrl.models.loading import load_model
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
-from jaxrl.runtime.backend import RolloutBackend, text_by
+from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.batches import BatchRule, RoundTime
 from jaxrl.scheduling.rounds.events import (
@@ -180,8 +179,7 @@ class Recording:
         while not round.done:
             self.events.append(backend.wait())
             self.commands.append(round.handle(self.events[-1]))
-            for command in self.commands[-1]:
-                backend.apply(command)
+            backend.apply(self.commands[-1])
         return self
 
 
@@ -199,7 +197,8 @@ def identities(commands: list[list[Command]]) -> list[list[tuple]]:
 
 
 def backend_over(executor: MeshExecutor | ReplayWorker) -> RolloutBackend:
-    backend = RolloutBackend(Engine(executor, BATCHER), executor, SlowPool(), text_by(Words()), lambda: None)
+    parts = Engine(executor, BATCHER), executor, SlowPool()
+    backend = RolloutBackend(made_run(*parts, text_of=text_by(Words())))
     backend._ready = True  # weights and pool are there already
     return backend
 
@@ -300,8 +299,8 @@ class Played:
 
 PARAMS = SamplingParams(max_tokens=30, stop_token_ids=STOPS)
 BATCH = BatchSettings(3, 2)
-FILTERING = replace(BATCH, group_filter=DynamicSampling(FilterGroupsSection(enable=True, max_unscored_groups=0)))
-TAIL = TailBatchingSection(enable=True, prompt_factor=1.5, response_factor=1.5)
+FILTERING = replace(BATCH, group_filter=DynamicSampling(DynamicSampling.Options(enable=True, max_unscored_groups=0)))
+TAIL = TailBatching.Options(enable=True, prompt_factor=1.5, response_factor=1.5)
 
 
 @pytest.mark.parametrize("batch", [BATCH, FILTERING], ids=["tail batching", "filter_groups"])

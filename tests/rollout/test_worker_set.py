@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from checked_blocks import check_blocks
 from own_process import alone, call
+from run_parts import made_run
 from small_models import model_of, requests, weights_of
 
 from jaxrl.rollout import worker_set as module
@@ -174,7 +175,7 @@ def test_a_worker_that_was_freed_has_a_pool_in_the_next_rollout(x64: None, own: 
     workers, params = worker_set("llama", (1, 1), slice(2), slice(2, 4) if own else slice(2))
     engines = LocalWorkers([Engine(executor, BatcherConfig(decode_steps=2)) for executor in workers.executors])
     pool: Any = None
-    backend = RolloutBackend(engines, workers, pool, str, lambda: params)
+    backend = RolloutBackend(made_run(engines, workers, pool, weights=lambda: params))
     backend.enter_rollout(3)
     stays, freed = workers.executors
     kept = stays._pool

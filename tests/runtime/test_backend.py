@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,10 +26,10 @@ from replayed_backend import (
     scored,
 )
 
+from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 from jaxrl.mechanisms.adaptive_layouts.control import Decision
-from jaxrl.mechanisms.adaptive_layouts.session import LayoutSessions
 from jaxrl.record.timeline import Timeline
-from jaxrl.runtime.backend import RolloutBackend, Surroundings, text_by
+from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import (
     Abort,
@@ -76,7 +77,7 @@ def test_layouts_know_an_evaluation_from_the_training_round_of_its_step(
         end=lambda preemptions: {},
     )
     drawing: Any = SimpleNamespace(counter=lambda *_, **values: None)
-    layouts = LayoutSessions([control] * num_workers, lambda: 0.0, drawing, None, journal)
+    layouts = AdaptiveLayouts([control] * num_workers, lambda: 0.0, drawing, None, journal)
     house = houses(LENGTHS, Pool(), mechanisms=[layouts])
     for step, kind in order:
         house.run_round(PROMPTS, 1, step, kind)
@@ -89,8 +90,7 @@ def test_cancel_drops_everything_and_the_next_round_starts_clean(houses: Any):
     round = Round(PROMPTS, 2)
     house.backend.begin(RoundInfo(1), PARAMS)
     while len(round.ledger.finished) < 4:
-        for command in round.handle(house.backend.wait()):
-            house.backend.apply(command)
+        house.backend.apply(round.handle(house.backend.wait()))
     house.backend.cancel()
     assert house.engine.is_idle
     house.pool.hold = []
@@ -105,11 +105,10 @@ def test_cancel_drops_everything_and_the_next_round_starts_clean(houses: Any):
 def test_a_stop_is_heard_while_no_event_comes(houses: Any):
     """A response may take as long as all others together: a stop must not wait for its end."""
     house = houses({key(0): 40}, Pool())
-    house.around.interrupted = lambda: len(house.progress) >= 3
+    house.run.stop = lambda: len(house.progress) >= 3
     round = Round([PROMPTS[0]], 1)
     house.backend.begin(RoundInfo(1), PARAMS)
-    for command in round.handle(house.backend.wait()):
-        house.backend.apply(command)
+    house.backend.apply(round.handle(house.backend.wait()))
     with pytest.raises(Interrupted):
         house.backend.wait()
     assert len(house.progress) == 3, "it ran on after the stop"
@@ -130,13 +129,13 @@ def test_abort_is_told_once_for_each_also_for_those_whose_end_was_still_to_be_to
     backend = begin(house, keys)
     first = next_finished(backend)
     assert first.key == keys[0]
-    backend.apply(Abort(keys[1:]))  # the first of them has finished in the same plan
+    backend.apply([Abort(keys[1:])])  # the first of them has finished in the same plan
     untold, running = next_aborted(backend), next_aborted(backend)
     assert [(s.key, s.finish_reason) for s in (untold, running)] == [(k, "abort") for k in keys[1:]]
     assert (len(untold), len(running)) == (2, 5), "the tokens of the plan in flight are not waited for"
     house.engine.drain()
     assert house.engine.is_idle
-    backend.apply(Score(PROMPTS[0], first))
+    backend.apply([Score(PROMPTS[0], first)])
     verdict = backend.wait()
     assert isinstance(verdict, Verdict)
     assert verdict.key == keys[0]
@@ -149,11 +148,11 @@ def test_a_response_that_ended_untold_is_aborted_without_keep_and_told_with_it(h
     keys = (key(0, 0), key(0, 1))
     backend = begin(houses(dict.fromkeys(keys, 3), Pool()), keys)
     assert next_finished(backend).key == keys[0]
-    backend.apply(Abort(keys[1:], keep=keep))
+    backend.apply([Abort(keys[1:], keep=keep)])
     event = backend.wait()
     assert isinstance(event, SampleFinished if keep else SampleAborted)
     assert event.sample.key == keys[1]
-    assert set(backend._under_way.running.values()) == {0}, "each is counted out once"
+    assert set(backend._state.running.values()) == {0}, "each is counted out once"
     backend.end()
 
 
@@ -166,11 +165,11 @@ def test_generation_is_over_when_the_last_response_has_been_told(houses: Any):
     assert not backend.generating
     assert not house.engine.is_idle
     num_told = len(house.progress)
-    backend.apply(Score(PROMPTS[0], sample))
+    backend.apply([Score(PROMPTS[0], sample)])
     assert isinstance(backend.wait(), Verdict)
     assert house.engine.is_idle
     assert len(house.progress) == num_told
-    backend.apply(Launch(PROMPTS[0], (key(0, 1),)))
+    backend.apply([Launch(PROMPTS[0], (key(0, 1),))])
     assert backend.generating, "a verdict may make the round go on"
     backend.cancel()
     assert not backend.generating
@@ -181,7 +180,7 @@ def test_kept_responses_are_whole_and_go_on_from_their_token_ids(houses: Any):
     keys = (key(0, 0), key(0, 1), key(0, 2))
     backend = begin(house, keys)
     assert next_finished(backend).key == keys[0]
-    backend.apply(Abort(keys[1:], keep=True))
+    backend.apply([Abort(keys[1:], keep=True)])
     ended = next_finished(backend)
     assert (ended.key, len(ended)) == (keys[1], 7), "it ended in the plan in flight, which was waited for"
     begun = next_aborted(backend)
@@ -193,7 +192,7 @@ def test_kept_responses_are_whole_and_go_on_from_their_token_ids(houses: Any):
     backend.enter_rollout(1)
     backend.begin(RoundInfo(2), PARAMS)
     backend.wait()
-    backend.apply(Launch(PROMPTS[0], keys[2:], resumed=(begun,), finished=(ended,)))
+    backend.apply([Launch(PROMPTS[0], keys[2:], resumed=(begun,), finished=(ended,))])
     whole = next_finished(backend)
     assert (whole.key, len(whole)) == (keys[2], 30), "the finished one is not run again"
     assert whole.versions.tolist() == [0] * kept + [1] * (30 - kept)
@@ -229,14 +228,7 @@ def test_plans_of_two_workers_are_drawn_side_by_side(tmp_path: Path):
         own = executor.collect
         executor.collect = lambda ticket, own=own: (now.__setitem__(0, now[0] + 2), own(ticket))[1]
     with Timeline(tmp_path / "timeline.json", clock=clock) as timeline:
-        house.backend = RolloutBackend(
-            house.engine,
-            house.worker,
-            house.pool,
-            text_by(Bytes()),
-            lambda: "weights",
-            around=Surroundings(timeline=timeline),
-        )
+        house.backend = RolloutBackend(replace(house.run, timeline=timeline, journal=None))
         house.backend.enter_rollout(0)
         house.run_round(PROMPTS[:4], 1)
         house.backend.end()

@@ -9,7 +9,7 @@ from known_sizes import SMOLLM2, config
 
 from jaxrl.commands.explain import explain
 from jaxrl.config.checks import check
-from jaxrl.mechanisms.speculation.build import proposer
+from jaxrl.mechanisms.speculation import build_proposer
 from jaxrl.models.shapes import SHAPES
 from jaxrl.rollout import kv_cache
 from jaxrl.runtime.memory import memory_plan, memory_problem, plan_num_blocks
@@ -147,7 +147,7 @@ def test_indexes_on_the_devices_are_counted_beside_the_pool():
     before = explain(config(rollout=rollout), SMOLLM2, 1, memory).memory
     c = config(rollout=rollout | SPECULATION)
     e = explain(c, SMOLLM2, 1, memory)
-    drafting = proposer(c, "gpu")
+    drafting = build_proposer(c, "gpu")
     assert drafting is not None
     books = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(drafting.array_shapes(512)))
     assert e.memory.rollout["draft indexes"] == books

@@ -12,15 +12,12 @@ from keyword_options import with_options
 from rounds import rule_sections
 
 from jaxrl.config import Config, ConfigError
-from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
-from jaxrl.mechanisms.dynamic_sampling.rule import DynamicSampling
-from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
-from jaxrl.mechanisms.partial_rollout.rule import PartialRollout
-from jaxrl.mechanisms.speculation.drafts import draft_config
+from jaxrl.mechanisms import batch_rule, composition_problem
+from jaxrl.mechanisms.dynamic_sampling import DynamicSampling
+from jaxrl.mechanisms.partial_rollout import PartialRollout
+from jaxrl.mechanisms.speculation import draft_config
 from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, Window
-from jaxrl.mechanisms.table import batch_rule, composition_problem
-from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
-from jaxrl.mechanisms.tail_batching.rule import TailBatching
+from jaxrl.mechanisms.tail_batching import TailBatching
 from jaxrl.runtime.rules import batcher_config, carried
 from jaxrl.scheduling.rounds.batches import FreshBatches
 from jaxrl.scheduling.rounds.race import BatchSettings, RaceLimits
@@ -67,9 +64,11 @@ def test_tail_batching():
         )
     )
     assert isinstance(rule, TailBatching)
-    filtering = DynamicSampling(FilterGroupsSection(enable=True, max_num_gen_batches=3, max_unscored_groups=2))
+    filtering = rule.batch.group_filter
+    assert isinstance(filtering, DynamicSampling)
+    assert filtering.options == DynamicSampling.Options(enable=True, max_num_gen_batches=3, max_unscored_groups=2)
     assert rule.batch == BatchSettings(4, 3, "group", filtering, 20, max_response_length=LONGEST)
-    assert rule.options == TailBatchingSection(True, 1.5, 1.25, 7, "leave")
+    assert rule.options == TailBatching.Options(True, 1.5, 1.25, 7, "leave")
 
 
 @pytest.mark.parametrize(("one_step_off", "staleness"), [(False, -1), (False, 1), (True, 2)])
@@ -79,7 +78,7 @@ def test_partial_rollout(one_step_off: bool, staleness: int):
     assert isinstance(rule, PartialRollout)
     lag = int(one_step_off)
     assert rule.batch == BatchSettings(4, 3, score_when="group", version_lag=lag, max_response_length=LONGEST)
-    assert rule.options == PartialRolloutSection(True, 2.0, staleness, max_restarts=2, at_end="leave")
+    assert rule.options == PartialRollout.Options(True, 2.0, staleness, max_restarts=2, at_end="leave")
 
 
 def test_a_buffer_filter_is_the_function_of_the_users_file(tmp_path: Path):
@@ -117,7 +116,7 @@ def test_when_plans_verify_drafts(platform: str, verified: int):
 @pytest.mark.parametrize("section", rule_sections())
 def test_every_rule_is_made_and_has_its_page(section: str):
     rule = batch_rule(config(**{f"rollout__{section}": ON}))
-    assert rule.name != "plain batches", f"jaxrl/runtime/rules.py makes no rule of rollout.{section}"
+    assert rule.name != "plain batches", f"jaxrl/mechanisms/__init__.py makes no rule of rollout.{section}"
     page = DOCS / "mechanisms" / f"{section}.md"
     title = page.read_text(encoding="utf-8").splitlines()[0]
     assert f"`rollout.{section}`" in title, f"{page.name} needs `rollout.{section}` in its title"
@@ -133,7 +132,7 @@ def test_every_rule_is_made_and_has_its_page(section: str):
 def test_every_rule_excludes_every_other(one: str, other: str):
     problem = composition_problem(config(**{f"rollout__{one}": ON, f"rollout__{other}": ON}))
     names = [batch_rule(config(**{f"rollout__{section}": ON})).name for section in (one, other)]
-    assert problem is not None, f"{names[0]} and {names[1]} must exclude each other: see composition.py"
+    assert problem is not None, f"{names[0]} and {names[1]} must exclude each other: `decides` of both"
     assert all(name in problem for name in names)
 
 

@@ -9,17 +9,14 @@ from typing import Any
 
 import pytest
 from replay_worker import ReplayWorker
+from run_parts import made_run
 from sim_machine import STOP, TINY, Machine, key, known, play, prompt, sizes, told
 
 from jaxrl.config import SimulatedLengths, SimulatedScoring, SimulatedTask
-from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
-from jaxrl.mechanisms.dynamic_sampling.rule import DynamicSampling
-from jaxrl.mechanisms.over_provisioning.options import OverProvisioningSection
-from jaxrl.mechanisms.over_provisioning.rule import OverProvisioning
-from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
-from jaxrl.mechanisms.partial_rollout.rule import PartialRollout
-from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
-from jaxrl.mechanisms.tail_batching.rule import TailBatching
+from jaxrl.mechanisms.dynamic_sampling import DynamicSampling
+from jaxrl.mechanisms.over_provisioning import OverProvisioning
+from jaxrl.mechanisms.partial_rollout import PartialRollout
+from jaxrl.mechanisms.tail_batching import TailBatching
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches, RoundTime
@@ -122,11 +119,11 @@ def test_aborted_responses_are_told_and_may_go_on_where_they_were():
     machine = Machine(known(lengths, prompts=4))
     backend = machine.begin()
     for i in range(3):
-        backend.apply(Launch(prompt(i), (key(i),)))
+        backend.apply([Launch(prompt(i), (key(i),))])
     first = backend.wait()
     assert isinstance(first, SampleFinished)
     assert first.sample.key == key(1)
-    backend.apply(Abort((key(0), key(2)), keep=True))  # plan 1, in flight, is waited for: five tokens each
+    backend.apply([Abort((key(0), key(2)), keep=True)])  # plan 1, in flight, is waited for: five tokens each
     aborted = [backend.wait() for _ in range(2)]
     assert told(aborted) == [(14.0, "aborted", key(0)), (14.0, "aborted", key(2))]
     kept = [event.sample for event in aborted if isinstance(event, SampleAborted)]
@@ -134,7 +131,7 @@ def test_aborted_responses_are_told_and_may_go_on_where_they_were():
     backend.end()
 
     backend = machine.begin(version=1)
-    backend.apply(Launch(prompt(0), (key(0),), resumed=(kept[0],)))
+    backend.apply([Launch(prompt(0), (key(0),), resumed=(kept[0],))])
     finished = backend.wait()
     assert isinstance(finished, SampleFinished)
     assert len(finished.sample) == 9
@@ -147,17 +144,17 @@ def test_a_response_resumed_later_keeps_the_length_it_had():
     assert (growing.length(key(0), 1), growing.length(key(0), 3)) == (12, 27)
     machine = Machine(growing)
     backend = machine.begin()
-    backend.apply(Launch(prompt(0), (key(0),)))
-    backend.apply(Launch(prompt(1), (key(1),)))
+    backend.apply([Launch(prompt(0), (key(0),))])
+    backend.apply([Launch(prompt(1), (key(1),))])
     for _ in range(3):
         backend._deliver(backend._plans.run()[0])
-    backend.apply(Abort((key(0), key(1)), keep=True))
+    backend.apply([Abort((key(0), key(1)), keep=True)])
     kept = [event.sample for event in (backend.wait(), backend.wait()) if isinstance(event, SampleAborted)]
     assert len(kept) == 2
     backend.end()
     backend = machine.begin(version=2)
-    backend.apply(Launch(prompt(0), (key(0),), resumed=(kept[0],)))
-    backend.apply(Launch(prompt(1), (key(1),)))
+    backend.apply([Launch(prompt(0), (key(0),), resumed=(kept[0],))])
+    backend.apply([Launch(prompt(1), (key(1),))])
     events = [backend.wait(), backend.wait()]
     assert {e.sample.key: len(e.sample) for e in events if isinstance(e, SampleFinished)} == {key(0): 12, key(1): 27}
 
@@ -166,34 +163,34 @@ def test_verdicts_are_awaited_and_cancelled():
     lengths = {key(0): 2, key(1): 40, key(2): 2}
     backend = Machine(known(lengths, {key(0): 50.0, key(2): 1.0}), workers=2).begin()
     for i in range(3):
-        backend.apply(Launch(prompt(i), (key(i),)))
+        backend.apply([Launch(prompt(i), (key(i),))])
     ends = [backend.wait(), backend.wait()]
     for event in ends:
         assert isinstance(event, SampleFinished)
-        backend.apply(Score(prompt(event.sample.key.prompt_index), event.sample))
-    backend.apply(AwaitVerdict(key(0)))
+        backend.apply([Score(prompt(event.sample.key.prompt_index), event.sample)])
+    backend.apply([AwaitVerdict(key(0))])
     assert told([backend.wait()]) == [(62.0, "verdict", key(0))]
     assert backend.engine.counters.plans == 1, "no plan was made while the verdict was awaited"
-    backend.apply(CancelScore((key(2),)))  # has come in at 13 and has not been told
+    backend.apply([CancelScore((key(2),))])  # has come in at 13 and has not been told
     assert told([backend.wait()])[0][1:] == ("finished", key(1))
 
 
 def test_a_cancelled_round_leaves_nothing():
     machine = Machine(TINY)
     backend = machine.begin()
-    backend.apply(Launch(prompt(0), (key(0, 0), key(0, 1))))
+    backend.apply([Launch(prompt(0), (key(0, 0), key(0, 1)))])
     event = backend.wait()
     assert isinstance(event, SampleFinished)
-    backend.apply(Score(prompt(0), event.sample))
+    backend.apply([Score(prompt(0), event.sample)])
     backend.cancel()
     assert machine.engine.is_idle
     again = machine.begin()
     began_s = machine.clock.now_s
-    again.apply(Launch(prompt(1), (key(1, 0),)))
+    again.apply([Launch(prompt(1), (key(1, 0),))])
     event = again.wait()
     assert isinstance(event, SampleFinished)
     assert event.time_s == began_s + 11.0
-    again.apply(Score(prompt(1), event.sample))
+    again.apply([Score(prompt(1), event.sample)])
     assert told([again.wait()]) == [(began_s + 12.0, "verdict", key(1, 0))]
 
 
@@ -248,7 +245,7 @@ def replaying_backend(workload: Workload, looks: int = 0) -> RolloutBackend:
     worker = ReplayWorker(lengths, num_groups=2, num_slots=3, num_blocks=20)
     engine = Engine(worker, BatcherConfig(decode_steps=3))
     pool = OddPool(workload, looks)
-    return RolloutBackend(engine, worker, pool, lambda sample: f"{len(sample)} tokens", lambda: None)
+    return RolloutBackend(made_run(engine, worker, pool))
 
 
 def simulated_backend(workload: Workload) -> RolloutBackend:
@@ -273,19 +270,19 @@ def test_replayed_lengths_tell_the_same():
 
 
 BATCH = BatchSettings(3, 3)
-FILTERING = replace(BATCH, group_filter=DynamicSampling(FilterGroupsSection(enable=True, max_unscored_groups=1)))
+FILTERING = replace(BATCH, group_filter=DynamicSampling(DynamicSampling.Options(enable=True, max_unscored_groups=1)))
 AFTERWARDS, FILTERING_AFTERWARDS = (replace(batch, score_when="rollout") for batch in (BATCH, FILTERING))
 RULES: dict[str, Callable[[], BatchRule]] = {
     "plain": lambda: FreshBatches(BATCH),
     "plain, scored afterwards": lambda: FreshBatches(AFTERWARDS),
     "plain, filter_groups": lambda: FreshBatches(FILTERING),
     "plain, filter_groups afterwards": lambda: FreshBatches(FILTERING_AFTERWARDS),
-    "over-provisioning": lambda: OverProvisioning(BATCH, OverProvisioningSection(True, 1.5, 1.5)),
-    "tail batching": lambda: TailBatching(BATCH, TailBatchingSection(True, 1.5, 1.5)),
-    "tail batching, filter_groups": lambda: TailBatching(FILTERING, TailBatchingSection(True, 2.0)),
-    "partial rollout": lambda: PartialRollout(BATCH, PartialRolloutSection(True)),
-    "partial rollout, staleness 1": lambda: PartialRollout(BATCH, PartialRolloutSection(True, max_staleness=1)),
-    "partial rollout, filter_groups": lambda: PartialRollout(FILTERING, PartialRolloutSection(True)),
+    "over-provisioning": lambda: OverProvisioning(BATCH, OverProvisioning.Options(True, 1.5, 1.5)),
+    "tail batching": lambda: TailBatching(BATCH, TailBatching.Options(True, 1.5, 1.5)),
+    "tail batching, filter_groups": lambda: TailBatching(FILTERING, TailBatching.Options(True, 2.0)),
+    "partial rollout": lambda: PartialRollout(BATCH, PartialRollout.Options(True)),
+    "partial rollout, staleness 1": lambda: PartialRollout(BATCH, PartialRollout.Options(True, max_staleness=1)),
+    "partial rollout, filter_groups": lambda: PartialRollout(FILTERING, PartialRollout.Options(True)),
 }
 MIXED = ModelledWorkload(
     3,

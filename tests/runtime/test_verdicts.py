@@ -24,12 +24,12 @@ from replayed_backend import (
     opened,
     scored,
 )
+from run_parts import made_run
 
 from jaxrl.config import from_mapping
-from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts, TimeoutRule
-from jaxrl.mechanisms.reward_timeouts.session import TimeoutSession
+from jaxrl.mechanisms.reward_timeouts import AdaptiveTimeouts, TimeoutRule
 from jaxrl.rewards.reward_metrics import RewardMetrics
-from jaxrl.runtime.backend import RolloutBackend, Surroundings, text_by
+from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.runtime.verdicts import Verdicts
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import (
@@ -130,8 +130,7 @@ def test_a_verdict_of_the_clock_is_on_the_disk_before_the_round_hears_of_it(hous
             text = (tmp_path / "journal.jsonl").read_text()
             place = f'"key":[0,0,{event.key.prompt_index},{event.key.sample_index},0]'
             assert f'{{"step":7,"kind":"verdict",{place},"status":"{event.status}"' in text
-        for command in round.handle(event):
-            house.backend.apply(command)
+        house.backend.apply(round.handle(event))
     assert sorted(heard) == [key(1), key(3, 1)]
     assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == 3, "an error is the scorer's own, no clock's"
 
@@ -179,11 +178,11 @@ def test_a_step_that_runs_again_has_the_same_counts_by_domain(houses: Any):
     reward = {"domains": {"test": {"kind": "math"}, "others": {"kind": "math"}}}
     config = from_mapping({"model": {"path": "x"}, "data": {"answer_key": "answer"}, "reward": reward})
     bad, outside = {key(1): "timeout", key(3, 1): "crash"}, {key(2): (0.25, {"parts": {"tags": 1.0}})}
-    first = counts(houses(LENGTHS, Pool(bad=bad, outside=outside), tally=RewardMetrics.configured(config)))
+    first = counts(houses(LENGTHS, Pool(bad=bad, outside=outside), config=config))
     assert (first["reward/test/timeouts"], first["reward/test/crashes"]) == (1, 1)
     assert (first["reward/test/num_scored"], first["reward/others/num_scored"]) == (len(LENGTHS), 0)
     assert first["reward/part/tags/mean"] == 1.0
-    again = houses(LENGTHS, Pool(), last_step=6, tally=RewardMetrics.configured(config))
+    again = houses(LENGTHS, Pool(), last_step=6, config=config)
     assert counts(again) == first
     assert len(again.pool.submitted) == len(LENGTHS) - 3
 
@@ -194,7 +193,7 @@ def test_time_limits_are_given_and_learned_and_what_they_may_decide_is_journalle
         return float(correct), {"case_s": [seconds], "correct": correct, "cut_off": cut_off}
 
     said = {key(0): info(0.5), key(1): info(10.0), key(2): info(30.0, 1), key(3): info(0.25)}
-    house = houses(LENGTHS, Pool(outside=said), mechanisms=[TimeoutSession(AdaptiveTimeouts(TimeoutRule()))])
+    house = houses(LENGTHS, Pool(outside=said), mechanisms=[AdaptiveTimeouts(TimeoutRule())])
     house.pool.is_outside = False  # only what the limits may have decided
     house.run_round(PROMPTS, 2, step=7)
     assert {house.pool.limits[one] for one in said} == {()}, "nothing was known of these prompts"
@@ -210,7 +209,7 @@ def test_time_limits_are_given_and_learned_and_what_they_may_decide_is_journalle
     house.run_round(PROMPTS, 2, step=8, kind="eval")
     assert set(house.pool.limits.values()) == {()}, "an evaluation does not depend on what training has seen"
     assert "reward/code/cut_off" not in house.backend.end()
-    timeouts = TimeoutSession(AdaptiveTimeouts(TimeoutRule()))
+    timeouts = AdaptiveTimeouts(TimeoutRule())
     again = houses(LENGTHS, Pool(), last_step=6, mechanisms=[timeouts])
     again.run_round(PROMPTS, 2, step=7)
     assert not set(again.pool.submitted) & set(journalled)
@@ -251,7 +250,7 @@ def test_a_pool_that_is_asked_for_a_slow_verdict_is_progress(houses: Any):
     house = houses({key(0): 2}, Pool())
     beats, answers = [], iter([[], [], [Verdict(1.0, key(0), 1.0)]])
     house.pool.completed, house.pool.wait = list, lambda timeout_s: next(answers)
-    house.around.beat = lambda: beats.append(1)
+    house.run.beat = lambda _: beats.append(1)
     house.run_round([PROMPTS[0]], 1)
     assert len(beats) == 3
 
@@ -261,16 +260,14 @@ def test_without_journal_and_timeline_nothing_is_kept_and_nothing_found():
     worker, pool = ReplayWorker(LENGTHS), Pool(bad={key(1): "timeout"})
     times = iter(range(100, 1000))
     engine = Engine(worker, BatcherConfig(decode_steps=4))
-    around = Surroundings(clock=lambda: next(times))
-    backend = RolloutBackend(engine, worker, pool, text_by(Bytes()), lambda: None, around=around)
+    backend = RolloutBackend(made_run(engine, worker, pool, clock=lambda: next(times)))
     for bad in ({key(1)}, set()):
         backend.enter_rollout(0)
         backend.begin(RoundInfo(7), PARAMS)
         round, events = Round(PROMPTS, 2), []
         while not round.done:
             events.append(backend.wait())
-            for command in round.handle(events[-1]):
-                backend.apply(command)
+            backend.apply(round.handle(events[-1]))
         backend.end()
         stamps = [event.time_s for event in events if not isinstance(event, Verdict)]
         assert min(stamps) >= 100
@@ -287,14 +284,14 @@ def test_a_verdict_is_awaited_without_a_plan_and_one_that_is_cancelled_never_com
     keys = (key(0, 0), key(0, 1), key(0, 2))
     backend = begin(house, keys)
     for _ in range(2):
-        backend.apply(Score(PROMPTS[0], next_finished(backend)))
-    backend.apply(AwaitVerdict(keys[0]))
+        backend.apply([Score(PROMPTS[0], next_finished(backend))])
+    backend.apply([AwaitVerdict(keys[0])])
     num_plans = len(house.progress)
     verdict = backend.wait()
     assert isinstance(verdict, Verdict)
     assert verdict.key == keys[0]
     assert len(house.progress) == num_plans, "no plan was made while the verdict was awaited"
-    backend.apply(CancelScore(keys[1:2]))  # it has come in and has not been told
+    backend.apply([CancelScore(keys[1:2])])  # it has come in and has not been told
     assert next_finished(backend).key == keys[2], "and not the verdict"
     backend.end()
 
@@ -305,13 +302,13 @@ def test_the_verdict_behind_a_cancelled_one_comes(houses: Any):
     backend = begin(house, keys)
     samples = [next_finished(backend) for _ in keys]
     for sample in samples:
-        backend.apply(Score(PROMPTS[0], sample))
+        backend.apply([Score(PROMPTS[0], sample)])
     assert backend._verdicts.completed() == []
-    backend.apply(CancelScore(keys[:1]))
+    backend.apply([CancelScore(keys[:1])])
     verdict = backend.wait()
     assert isinstance(verdict, Verdict)
     assert verdict.key == keys[1]
-    backend.apply(Score(PROMPTS[0], samples[0]))  # asked for again: one verdict follows
+    backend.apply([Score(PROMPTS[0], samples[0])])  # asked for again: one verdict follows
     house.pool.hold = []
     verdict = backend.wait()
     assert isinstance(verdict, Verdict)

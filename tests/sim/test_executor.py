@@ -105,7 +105,7 @@ def test_a_rollout_without_a_queue_drains_as_the_closed_form_says(copies: int):
     machine = Machine(workload, shape, cost, decode_steps=1)
     backend = machine.begin(max_tokens=400)
     for i in range(12 * copies):  # neighbours go to different groups
-        backend.apply(Launch(prompt(i, prompts[i // copies]), (key(i),)))
+        backend.apply([Launch(prompt(i, prompts[i // copies]), (key(i),))])
     ends = [backend.wait() for _ in range(12 * copies)]
     assert [e.time_s for e in ends][::copies] == pytest.approx([end + shift for end in expected], rel=1e-6)
     assert machine.engine.counters.preemptions == 0

@@ -17,14 +17,14 @@ from checked_blocks import check_blocks
 from checked_workers import run as run_all
 from known_samples import KnownSample, KnownWorkload
 from replay_executor import ReplayExecutor
+from run_parts import made_run
 from sim_machine import STOP, ConstantCost, drawn, key, play, prompt, sizes
 from simulated_runs import samples_of
 
-from jaxrl.loop import Hooks
+from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 from jaxrl.mechanisms.adaptive_layouts.report import layouts_section
-from jaxrl.mechanisms.adaptive_layouts.session import LayoutSessions
 from jaxrl.record.layouts import LayoutLog, read_layouts
-from jaxrl.runtime.backend import RolloutBackend, Surroundings
+from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.runtime.plan_timeline import PlanTracks
 from jaxrl.runtime.simulation import build
 from jaxrl.scheduling.layouts.relayout import How
@@ -156,14 +156,9 @@ class Machine:
             self.clock,
         )
         engines = [Engine(each, BatcherConfig(decode_steps=2)) for each in self.executors.executors]
-        self.backend = RolloutBackend(
-            LocalWorkers(engines, "prompts", constant_ticks),
-            self.executors,
-            ScoringWorkers(workload, self.clock, phases),
-            lambda sample: f"{len(sample)} tokens",
-            lambda: None,
-            around=Surroundings(clock=lambda: self.clock.now_s, timeline=phases),
-        )
+        scoring = ScoringWorkers(workload, self.clock, phases)
+        parts = LocalWorkers(engines, "prompts", constant_ticks), self.executors, scoring
+        self.backend = RolloutBackend(made_run(*parts, clock=lambda: self.clock.now_s, timeline=phases))
 
     def round(self, prompts: int, samples: int) -> tuple[list[Event], dict[str, float], float]:
         """Events of a round, its metrics, and its seconds."""
@@ -262,7 +257,7 @@ def test_a_run_of_several_workers_trains_the_same_in_about_the_same_time(num_wor
     _, one, alone, _ = fixed_run(1, "tokens")
     simulation, several, samples, _ = fixed_run(num_workers, deal)
     assert samples_of(samples) == samples_of(alone)
-    assert simulation.workers.num_open == num_workers
+    assert simulation.run.workers.num_open == num_workers
     for step, measured in several.items():
         assert measured["timing_s/gen"] == pytest.approx(one[step]["timing_s/gen"], rel=0.06)
         assert measured["timing_s/gen"] <= one[step]["timing_s/gen"], "no worker waits for another's slowest row"
@@ -283,9 +278,9 @@ def test_each_worker_has_a_layout_of_its_own(layout: dict[str, Any]):
     _, fixed, _, _ = fixed_run(2, "tokens")
     simulation, adaptive, samples, saved = run(made)
     assert samples_of(samples) == samples_of(alone)
-    assert len(simulation.mechanism(LayoutSessions).controls) == 2
+    assert len(simulation.run.mechanism(AdaptiveLayouts).controls) == 2
     if "switch" in layout:
-        switches = [control.switches for control in simulation.mechanism(LayoutSessions).controls]
+        switches = [control.switches for control in simulation.run.mechanism(AdaptiveLayouts).controls]
         assert all(switches), "both switched in the last round"
         assert switches[0][0].decision.stay_s != switches[1][0].decision.stay_s, "each by its own rows"
         for step, measured in adaptive.items():
@@ -302,7 +297,7 @@ def test_workers_on_devices_of_the_rollouts_own():
     made = replace(made, rollout=replace(made.rollout, num_devices=4))
     _, one, alone, _ = run(made)
     simulation, two, samples, _ = run(with_workers(made, 2))
-    assert [each.sizes.num_devices for each in simulation.executors.executors] == [2, 2]
+    assert [each.sizes.num_devices for each in simulation.run.executors.executors] == [2, 2]
     assert samples_of(samples) == samples_of(alone)
     for step, measured in two.items():
         assert measured["timing_s/step"] == pytest.approx(one[step]["timing_s/step"], rel=0.06)
@@ -311,10 +306,8 @@ def test_workers_on_devices_of_the_rollouts_own():
 def test_the_log_names_the_worker(tmp_path: Path):
     log = LayoutLog(tmp_path / "layouts.jsonl", 0)
     made = with_workers(config(switch=True), 2)
-    hooks = Hooks(lambda *_: None, lambda *_: None, lambda *_: None, lambda *_: None, lambda: False)
-    simulation = build(
-        made, CostModel(LARGE, H100), WORKLOAD, hooks, timeline=tmp_path / "timeline.json", layout_log=log
-    )
+    timeline = tmp_path / "timeline.json"
+    simulation = build(made, CostModel(LARGE, H100), WORKLOAD, timeline=timeline, layout_log=log)
     simulation.phases.begin()
     assert simulation.loop.run()
     simulation.phases.close()

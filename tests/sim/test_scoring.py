@@ -9,7 +9,7 @@ import pytest
 from known_samples import KnownSample, KnownWorkload
 from sim_machine import drawn, key, known, prompt
 
-from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts, TimeoutRule
+from jaxrl.mechanisms.reward_timeouts import AdaptiveTimeouts, TimeoutRule
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
 from jaxrl.sim.scoring import ScoringWorkers

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 
 from jaxrl.cli import main
+from jaxrl.mechanisms.stream_trainer import StreamTrainer
 from jaxrl.mechanisms.stream_trainer.gradients import TrainStream
-from jaxrl.mechanisms.stream_trainer.session import StreamSession
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.runtime.verdicts import Verdicts
 from jaxrl.train import batch_preparation
@@ -60,7 +60,7 @@ def late(call: Any, otherwise: Any) -> Any:
 fault = sys.argv.pop(1)
 if fault == "late":
     Verdicts.completed = late(Verdicts.completed, list)
-    StreamSession.feed = late(StreamSession.feed, lambda: None)
+    StreamTrainer.feed = late(StreamTrainer.feed, lambda: None)
 elif fault == "stream":
     TrainStream._accumulate = without_memory
 elif fault == "device":

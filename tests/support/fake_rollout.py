@@ -255,20 +255,20 @@ class FakeTraining:
 
     def carried(self) -> list[tuple[int, int]]:
         """Keys of the prompts that the rule carries."""
-        return [(int(epoch), int(index)) for epoch, index, _ in self.rule.state_dict()["queue"]["groups"]]
+        return [(int(epoch), int(index)) for epoch, index, _ in self.rule.state()["queue"]["groups"]]
 
     def state(self) -> dict[str, Any]:
         return {
             "step": self.step,
             "position": self.prompts.position,
             "departures": self.departures.state_dict(),
-            "rule": self.rule.state_dict(),
+            "rule": self.rule.state(),
         }
 
     def load(self, state: dict[str, Any]) -> None:
         self.step, self.prompts.position = state["step"], state["position"]
         self.departures.load_state_dict(state["departures"])
-        self.rule.load_state_dict(state["rule"], self.prompts)
+        self.rule.load_state(state["rule"], self.prompts)
 
 
 def through_disk(state: dict[str, Any]) -> dict[str, Any]:

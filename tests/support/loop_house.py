@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from run_parts import made_run
 
 from jaxrl.config import Config, from_mapping
-from jaxrl.loop import Hooks, Job, Loop
-from jaxrl.mechanisms.one_step_off.session import OneStepOff
-from jaxrl.mechanisms.table import batch_rule
+from jaxrl.loop import Loop
+from jaxrl.mechanisms import batch_rule
+from jaxrl.mechanisms.one_step_off import OneStepOff
 from jaxrl.record.timeline import Timeline
 from jaxrl.scheduling.mechanism import Mechanism, Phase, RoundInfo
 from jaxrl.scheduling.rounds.batches import RoundResult
@@ -108,7 +109,11 @@ class FakeBackend:
         self.clock.work()
         return self.events.popleft()
 
-    def apply(self, command: Command) -> None:
+    def apply(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            self._apply(command)
+
+    def _apply(self, command: Command) -> None:
         match command:
             case Launch(prompt=prompt, keys=keys):
                 self.log.append(("launch", prompt.key, len(keys)))
@@ -192,6 +197,7 @@ class FakeStream(Mechanism):
         self.expected: list[int | None] = []
         self.info = RoundInfo(0)
         self.share = 0.0
+        self.gradient_source = self
 
     def round_begins(self, info: RoundInfo) -> None:
         if info.is_training:
@@ -202,7 +208,7 @@ class FakeStream(Mechanism):
         if call == self.fails_in:
             raise Interrupted(f"no memory in {call}")
 
-    def after_event(self) -> None:
+    def look(self) -> None:
         self.num_offers += 1
         if self.taken:
             self.fail("offer")
@@ -232,7 +238,7 @@ class FakeStream(Mechanism):
     def update_ends(self) -> dict[str, float]:
         return {"actor/streamed_share": self.share}
 
-    def update_cancelled(self) -> None:
+    def abandon(self) -> None:
         self.log.append("abandon")
         self.taken = []
 
@@ -262,23 +268,29 @@ class House:
         mechanisms += more.pop("mechanisms", ())
         self.backend.mechanisms = mechanisms
         validation = [Prompt(0, p, (1, p), f"held out {p}", "test") for p in range(more.pop("held_out", 3))]
-        self.loop = Loop(
-            self.config,
-            Job(self.prompts, validation, more.pop("total_steps", 3), stop_token_ids=(2,), num_devices=2),
-            batch_rule(self.config),
-            self.backend,
-            Models(self.trainer, self.critic if self.config.has_critic else None),
-            self.timeline,
-            Hooks(
-                on_phase=lambda step, name: self.phases.append((step, name)),
-                on_step=self.on_step,
-                on_eval=self.on_eval,
-                save=self.save,
-                stop=self.stop,
-                beat=more.pop("beat", lambda: None),
-            ),
-            mechanisms,
+        run = made_run(
+            None,
+            None,
+            None,
+            config=self.config,
+            mechanisms=mechanisms,
+            timeline=self.timeline,
+            prompts=self.prompts,
+            validation=validation,
+            total_steps=more.pop("total_steps", 3),
+            stop_token_ids=(2,),
+            num_devices=2,
+            rule=batch_rule(self.config),
+            models=Models(self.trainer, self.critic if self.config.has_critic else None),
+            on_phase=lambda step, name: self.phases.append((step, name)),
+            on_step=self.on_step,
+            on_eval=self.on_eval,
+            save=self.save,
+            stop=self.stop,
+            beat=more.pop("beat", lambda: None),
         )
+        backend: Any = self.backend
+        self.loop = Loop(run, backend)
         assert not more, more
 
     def on_step(self, step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
+from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 from jaxrl.scheduling.layouts.batch_state import BatchState, GroupCapacity, LiveRow, Rows
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
@@ -47,6 +47,6 @@ SIMPLE = predictor(
     {(a, b): (0.5, 0.0001, 0.5) for a in DEGREES for b in DEGREES if a != b},
     prefill=dict.fromkeys(DEGREES, 0.25),
 )
-UP = LayoutSection(min_gain=0.0)
+UP = AdaptiveLayouts.Options(min_gain=0.0)
 MOVE = replace(UP, state="migrate")
 BOTH = replace(MOVE, direction="both")

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from replay_worker import ReplayWorker, ReplayWorkers
+from run_parts import made_run, text_by
 
+from jaxrl.config import Config
 from jaxrl.record.journal import Journal
 from jaxrl.record.timeline import Timeline
-from jaxrl.rewards.reward_metrics import RewardMetrics
-from jaxrl.runtime.backend import RolloutBackend, Surroundings, text_by
+from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import Mechanism, RoundInfo
 from jaxrl.scheduling.rounds.events import (
     Event,
@@ -109,7 +110,7 @@ class House:
         last_step: int = 0,
         num_workers: int = 1,
         mechanisms: Sequence[Mechanism] = (),
-        tally: RewardMetrics | None = None,
+        config: Config | None = None,
     ) -> None:
         self.worker: Any = ReplayWorker(lengths) if num_workers == 1 else ReplayWorkers(lengths, num_workers)
         executors = [self.worker] if num_workers == 1 else self.worker.workers
@@ -119,21 +120,19 @@ class House:
         self.journal = Journal(folder / "journal.jsonl", last_step)
         self.timeline = Timeline(folder / "timeline.json")
         self.progress: list[tuple[int, ...]] = []
-        self.around = Surroundings(
-            journal=self.journal,
-            timeline=self.timeline,
-            on_progress=lambda *at: self.progress.append(at),
-            tally=tally,
-        )
-        self.backend = RolloutBackend(
+        self.run = made_run(
             self.engine,
             self.worker,
             pool,
-            text_by(Bytes()),
-            lambda: "weights",
-            mechanisms,
-            self.around,
+            config=config,
+            text_of=text_by(Bytes()),
+            weights=lambda: "weights",
+            mechanisms=mechanisms,
+            journal=self.journal,
+            timeline=self.timeline,
+            on_progress=lambda *at: self.progress.append(at),
         )
+        self.backend = RolloutBackend(self.run)
 
     def close(self) -> None:
         self.journal.close()
@@ -146,8 +145,7 @@ class House:
         self.backend.begin(RoundInfo(step, int(kind == "eval"), kind), PARAMS)
         while not round.done:
             events.append(self.backend.wait())
-            for command in round.handle(events[-1]):
-                self.backend.apply(command)
+            self.backend.apply(round.handle(events[-1]))
         return round, events
 
 
@@ -182,7 +180,7 @@ def begin(house: House, keys: Sequence[SampleKey], step: int = 1) -> RolloutBack
     """A round in which one prompt has been launched."""
     house.backend.begin(RoundInfo(step), PARAMS)
     assert isinstance(house.backend.wait(), RoundStarted)
-    house.backend.apply(Launch(PROMPTS[0], tuple(keys)))
+    house.backend.apply([Launch(PROMPTS[0], tuple(keys))])
     return house.backend
 
 

@@ -9,8 +9,7 @@ from typing import Any
 from fake_rollout import FakePrompts, FakeRollout, FakeTraining, make_sample
 
 from jaxrl.config.rollouts import RolloutSection
-from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
-from jaxrl.mechanisms.dynamic_sampling.rule import DynamicSampling
+from jaxrl.mechanisms.dynamic_sampling import DynamicSampling
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches, RoundResult
 from jaxrl.scheduling.rounds.events import (
     Abort,
@@ -42,7 +41,7 @@ def rule_sections() -> list[str]:
 
 def filtering(gen_batch_size: int = 0, **options: Any) -> dict[str, Any]:
     """`BatchSettings` with dynamic sampling."""
-    return {"group_filter": DynamicSampling(FilterGroupsSection(enable=True, **options), gen_batch_size)}
+    return {"group_filter": DynamicSampling(DynamicSampling.Options(enable=True, **options), gen_batch_size)}
 
 
 def key(index: int, i: int, attempt: int = 0) -> SampleKey:

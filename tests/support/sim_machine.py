@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from known_samples import KnownSample, KnownWorkload
 from plan_rows import gains_of
+from run_parts import made_run
 
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.shapes import SHAPES
-from jaxrl.runtime.backend import RolloutBackend, Surroundings
+from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.layouts.latency_profile import SwitchCost
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import (
@@ -115,14 +116,9 @@ class Machine:
         self.engine = Engine(self.executor, config, trace=self.trace.append)
         phases = SimulatedPhases(self.clock)
         self.scoring = ScoringWorkers(self.workload, self.clock, phases, self.workers, self.timeout_s)
-        self.backend = RolloutBackend(
-            self.engine,
-            self.executor,
-            self.scoring,
-            lambda sample: f"{len(sample)} tokens",
-            lambda: None,
-            around=Surroundings(clock=lambda: self.clock.now_s, timeline=phases),
-        )
+        parts = self.engine, self.executor, self.scoring
+        self.run = made_run(*parts, clock=lambda: self.clock.now_s, timeline=phases)
+        self.backend = RolloutBackend(self.run)
 
     def begin(self, max_tokens: int = 50, version: int = 0) -> RolloutBackend:
         self.backend.enter_rollout(version)
@@ -179,8 +175,7 @@ def play(round: Round, backend: Any) -> list[Event]:
     events: list[Event] = []
     while not round.done:
         events.append(backend.wait())
-        for command in round.handle(events[-1]):
-            backend.apply(command)
+        backend.apply(round.handle(events[-1]))
     return events
 
 

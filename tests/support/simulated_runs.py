@@ -9,8 +9,7 @@ import numpy as np
 from sim_machine import SMALL
 
 from jaxrl.config import Config, SimulatedLengths, SimulatedScoring, SimulatedTask, from_mapping
-from jaxrl.loop import Hooks
-from jaxrl.mechanisms.dynamic_sampling.filtered_share import MOST_PER_MISSING
+from jaxrl.mechanisms.dynamic_sampling import MOST_PER_MISSING
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.runtime.simulation import Simulation, build
 from jaxrl.scheduling.mechanism import RoundInfo
@@ -87,14 +86,15 @@ def played(
         metrics[step], groups[step] = measured, list(batch)
         each_step(simulation)
 
-    hooks = Hooks(
-        on_phase=lambda *_: None,
+    simulation = build(
+        config,
+        cost,
+        workload,
         on_step=on_step,
         on_eval=lambda step, measured, _: metrics.__setitem__(-step, measured),
         save=lambda step, host: saved.__setitem__(step, dump_state(host)),
-        stop=lambda: False,
+        **more,
     )
-    simulation = build(config, cost, workload, hooks, **more)
     if state is not None:
         simulation.loop.load_host_state(load_state(state, "test"))
     assert simulation.loop.run()
@@ -130,10 +130,11 @@ class Counting:
             self._count(len(event.sample))
         return event
 
-    def apply(self, command: Command) -> None:
-        if isinstance(command, Launch):
-            self._count(-sum(map(len, command.resumed)))
-        self._backend.apply(command)
+    def apply(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            if isinstance(command, Launch):
+                self._count(-sum(map(len, command.resumed)))
+        self._backend.apply(commands)
 
     def _count(self, tokens: int) -> None:
         if self._step is not None:
@@ -159,10 +160,10 @@ class House:
         """One process, from the last checkpoint on; `ends`: how, and after how many looks at the stop signal. Returns
         whether the run is finished."""
         self.num_asked, self.ends = 0, ends
-        hooks = Hooks(lambda *_: None, self.on_step, lambda *_: None, self.save, self.stop)
-        simulation = self.simulation = build(self.config, self.cost, self.workload, hooks)
+        callbacks: Any = {"on_step": self.on_step, "save": self.save, "stop": self.stop}
+        simulation = self.simulation = build(self.config, self.cost, self.workload, **callbacks)
         loop: Any = simulation.loop
-        loop._backend = Counting(loop._backend, self.tokens)
+        loop.backend = Counting(loop.backend, self.tokens)
         if self.saved:
             simulation.loop.load_host_state(load_state(self.saved[max(self.saved)], "test"))
         try:
@@ -327,5 +328,5 @@ def check_samples(house: House) -> None:
 
 def buffered(house: House) -> list[Any]:
     """Samples that partial rollout carries at the end."""
-    state = house.loop.rule.state_dict()
+    state = house.loop.rule.state()
     return unpack_samples(state["queue"]["samples"])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,16 +16,17 @@ from typing import Any, Literal
 import numpy as np
 from fake_rollout import FakePrompts, tangled
 from replay_worker import ReplayWorker
+from run_parts import Phases, made_run
 
 from jaxrl.config import Config, from_mapping
-from jaxrl.loop import Hooks, Job, Loop
-from jaxrl.mechanisms.one_step_off.session import OneStepOff
+from jaxrl.loop import Loop
+from jaxrl.mechanisms import batch_rule
+from jaxrl.mechanisms.one_step_off import OneStepOff
+from jaxrl.mechanisms.stream_trainer import FREED, StreamTrainer
 from jaxrl.mechanisms.stream_trainer.scale_down import halves
-from jaxrl.mechanisms.stream_trainer.session import FREED, StreamSession
-from jaxrl.mechanisms.table import batch_rule
 from jaxrl.record.journal import Journal
 from jaxrl.record.state import dump_state, load_state
-from jaxrl.runtime.backend import RolloutBackend, Surroundings
+from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import Mechanism
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
@@ -215,16 +215,6 @@ def prepared(config: Config, trainer: Any, groups: Sequence[Group], step: int) -
     return batch
 
 
-class Phases:
-    """Draws nothing, and takes a second a step."""
-
-    def phase(self, name: str, track: str = "", **args: Any) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def take_phases(self, *names: str) -> dict[str, float]:
-        return {"timing_s/step": 1.0} if not names else {}
-
-
 class Mortal(Journal):
     """A journal whose process may end at an entry. `told` has every entry that any process wrote."""
 
@@ -309,35 +299,37 @@ class Run:
         workers = LocalWorkers([Engine(each, batcher) for each in machine.executors], config.rollout.deal)
         session = None
         if config.trainer.stream.enable:
-            session = StreamSession(config.trainer.stream, workers, machine.streams, machine.release, PACE, journal)
+            session = StreamTrainer(config.trainer.stream, workers, machine.streams, machine.release, PACE, journal)
         self.session = session
         mechanisms: list[Mechanism] = [] if session is None else [session]
         if config.trainer.one_step_off:
             mechanisms.append(OneStepOff(None, Phases().phase))
-        backend = RolloutBackend(
-            workers,
-            machine.together,
-            Scorers(self.seed, chance, self.timeouts, self.spoils),
-            lambda sample: "text",
-            machine.weights,
-            mechanisms,
-            Surroundings(clock=lambda: 0.0, journal=journal, interrupted=self._look),
-        )
 
         def save(step: int, state: dict[str, Any]) -> None:
             self.saves[step] = dump_state(state), machine.state()
             journal.cut(step)
 
-        loop = Loop(
-            config,
-            Job(Prompts(), [], config.trainer.total_training_steps, machine.stop_token_ids, num_devices=2),
-            batch_rule(config),
-            backend,
-            Models(machine.trainer),
-            Phases(),
-            Hooks(lambda *_: None, self._stepped, lambda *_: None, save, self._look),
-            mechanisms,
+        run = made_run(
+            workers,
+            machine.together,
+            Scorers(self.seed, chance, self.timeouts, self.spoils),
+            config=config,
+            weights=machine.weights,
+            mechanisms=mechanisms,
+            timeline=Phases(),
+            clock=lambda: 0.0,
+            journal=journal,
+            prompts=Prompts(),
+            total_steps=config.trainer.total_training_steps,
+            stop_token_ids=machine.stop_token_ids,
+            num_devices=2,
+            rule=batch_rule(config),
+            models=Models(machine.trainer),
+            on_step=self._stepped,
+            save=save,
+            stop=self._look,
         )
+        loop = Loop(run, RolloutBackend(run))
         if self.saves:
             state, trained = self.saves[max(self.saves)]
             machine.load(trained)

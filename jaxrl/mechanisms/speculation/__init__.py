@@ -131,7 +131,7 @@ class Speculation(Mechanism):
     def rollout_memory(
         cls, config: Config, num_devices: int, platform: str, weight_bytes: int, is_timeless: bool
     ) -> RolloutMemory | None:
-        drafting, spec, name = proposer(config, platform), config.rollout.speculation, "draft indexes"
+        drafting, spec, name = build_proposer(config, platform), config.rollout.speculation, "draft indexes"
         assert drafting is not None
         return RolloutMemory(
             name,
@@ -259,7 +259,7 @@ def draft_config(config: Config, platform: str, costs: StepCosts | None = None) 
     return DraftConfig(window, spec.verify_tokens or default_verify_tokens(platform), spec.max_batch, costs)
 
 
-def proposer(config: Config, platform: str) -> Drafting | None:
+def build_proposer(config: Config, platform: str) -> Drafting | None:
     """What an executor that verifies drafts is built for; None where `rollout.speculation` is off."""
     from jaxrl.mechanisms.speculation.index import draft_lengths
     from jaxrl.mechanisms.speculation.proposer import Drafting

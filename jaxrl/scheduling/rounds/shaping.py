@@ -20,12 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxrl.config.options import Config
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Sample
+
+if TYPE_CHECKING:
+    from jaxrl.config import Config
 
 
 @dataclass(frozen=True, slots=True)

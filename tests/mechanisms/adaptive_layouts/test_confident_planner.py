@@ -7,16 +7,16 @@ from statistics import median
 
 import numpy as np
 import pytest
-
 from jaxrl.mechanisms.adaptive_layouts.confident_planner import ConfidentPlanner, _normal_of_t, risen
-from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
 from jaxrl.mechanisms.adaptive_layouts.tp_planner import TpPlanner
+
+from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 
 DEGREES = (1, 2, 4, 8)
 
 
 def make_planner(degrees: tuple[int, ...] = DEGREES, initial: int = 2, trial_rounds: int = 16) -> ConfidentPlanner:
-    return ConfidentPlanner(LayoutSection(), degrees, initial, trial_rounds)
+    return ConfidentPlanner(AdaptiveLayouts.Options(), degrees, initial, trial_rounds)
 
 
 # ---------------------------------------------------------------- the test
@@ -88,7 +88,7 @@ def test_noise_does_not_ratchet():
     seeds = range(40)
     stayed = [set(rounds_of(make_planner(), seed, (300, 100))) == {2} for seed in seeds]
     assert np.mean(stayed) >= 0.95
-    paper = [rounds_of(TpPlanner(LayoutSection(), DEGREES, 2), seed, (300, 100)) for seed in seeds]
+    paper = [rounds_of(TpPlanner(AdaptiveLayouts.Options(), DEGREES, 2), seed, (300, 100)) for seed in seeds]
     assert all(degrees[-1] == 8 for degrees in paper)
     assert median(degrees.index(8) + 1 for degrees in paper) <= 10
 
@@ -187,11 +187,11 @@ def test_kinds_of_rounds_are_compared_with_their_like():
 
 def test_the_rule_may_be_changed_at_a_resume():
     """The degree is kept; what the other rule knows of earlier rounds means nothing to this one."""
-    paper, confident = TpPlanner(LayoutSection(), DEGREES, 2), make_planner()
+    paper, confident = TpPlanner(AdaptiveLayouts.Options(), DEGREES, 2), make_planner()
     assert [paper.observe(count) for count in (10, 20)] == [2, 4]
     confident.load_state_dict(paper.state_dict())
     assert (confident.degree(), confident.observe(1000)) == (4, 4)
     assert confident.observe(9000) == 8
-    back = TpPlanner(LayoutSection(), DEGREES, 2)
+    back = TpPlanner(AdaptiveLayouts.Options(), DEGREES, 2)
     back.load_state_dict(confident.state_dict())
     assert (back.degree(), back.observe(10)) == (8, 8)

@@ -12,8 +12,8 @@ from checking import assert_empty, assert_whole, engine_in, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 from jaxrl.mechanisms.adaptive_layouts.control import MAX_TRACE, Decision, LayoutControl
-from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
 from jaxrl.mechanisms.adaptive_layouts.switch_rule import LayoutSwitchRule, Switch
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
@@ -62,7 +62,7 @@ class World:
         inner._cost = lambda plan, steps: slow * steps * step_s(inner.tp, fullest(plan)) if steps else 0.05
         inner._switch_cost = lambda move: TimeTaken(0.003, 0.002, 0.001)
         self.predictor = predictor()
-        section = replace(LayoutSection(min_gain=0.0, cooldown=1, state="migrate"), **options)
+        section = replace(AdaptiveLayouts.Options(min_gain=0.0, cooldown=1, state="migrate"), **options)
         self.control = LayoutControl(self.engine, section, DEGREES, initial, self.predictor if predicts else None)
         self.written: list[Decision] = []
         self.samples: dict[int, Sample] = {}

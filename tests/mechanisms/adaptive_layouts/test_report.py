@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from jaxrl.mechanisms import page_parts
 from jaxrl.mechanisms.adaptive_layouts.report import COLUMNS, layouts_section
-from jaxrl.mechanisms.table import page_parts
 from jaxrl.record.layouts import FILE_NAME, LayoutLog, read_layouts
 from jaxrl.report.page import write_report
 

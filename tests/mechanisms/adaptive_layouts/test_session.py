@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 from adaptive_runs import LARGE, WORKLOAD, config
 
-from jaxrl.loop import Hooks
-from jaxrl.mechanisms.adaptive_layouts.session import LayoutSessions
+from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 from jaxrl.record.journal import Journal
 from jaxrl.runtime.simulation import build
 from jaxrl.scheduling.mechanism import RoundEnd
@@ -34,9 +33,8 @@ def switches(num_workers: int, journal: Journal, **layout: Any) -> list[list[Any
         rollout=replace(made.rollout, num_workers=num_workers),
         trainer=replace(made.trainer, total_training_steps=1),
     )
-    hooks = Hooks(lambda *_: None, lambda *_: None, lambda *_: None, lambda *_: None, lambda: False)
-    simulation = build(made, CostModel(LARGE, H100), WORKLOAD, hooks)
-    sessions = simulation.mechanism(LayoutSessions)
+    simulation = build(made, CostModel(LARGE, H100), WORKLOAD)
+    sessions = simulation.run.mechanism(AdaptiveLayouts)
     sessions._journal = journal
     assert simulation.loop.run()
     found = [[switch.decision for switch in control.switches] for control in sessions.controls]
@@ -99,8 +97,8 @@ def test_no_worker_decides_before_the_last_known_decision_has_been_repeated():
         made = SimpleNamespace(follows=follows, before_plan=before_plan)
         return made
 
-    drawing: Any = None
-    sessions = LayoutSessions([control(0, False), control(1, True)], lambda: 0.0, drawing, None, None)
+    tracer: Any = None
+    sessions = AdaptiveLayouts([control(0, False), control(1, True)], lambda: 0.0, tracer, None, None)
     for worker in (0, 1, 0, 1):
         sessions.before_plan(worker)
     assert asked == [(0, False), (1, False), (0, True), (1, True)]
@@ -127,13 +125,13 @@ class Control:
         self.heard.append(state)
 
 
-def sessions_of(controls: Sequence[Control]) -> LayoutSessions:
-    drawing: Any = None
+def sessions_of(controls: Sequence[Control]) -> AdaptiveLayouts:
+    tracer: Any = None
     found: list[Any] = list(controls)
-    return LayoutSessions(found, lambda: 0.0, drawing, None, None)
+    return AdaptiveLayouts(found, lambda: 0.0, tracer, None, None)
 
 
-def ended(sessions: LayoutSessions, *preemptions: int) -> dict[str, float]:
+def ended(sessions: AdaptiveLayouts, *preemptions: int) -> dict[str, float]:
     """The metrics of a round of these workers alone."""
     return sessions.round_ends(RoundEnd([Counters(preemptions=count) for count in preemptions], None))
 
@@ -157,7 +155,7 @@ def test_every_worker_hears_of_every_length():
     controls = [Control({}, {}) for _ in range(3)]
     zeros = np.zeros(55, np.int32)
     sample = Sample(SampleKey(0, 0, 0), zeros, zeros, zeros, zeros, "stop")
-    sessions_of(controls).finished([sample])
+    sessions_of(controls).on_finished([sample], is_stopping=False)
     assert [each.heard for each in controls] == [[55]] * 3
 
 

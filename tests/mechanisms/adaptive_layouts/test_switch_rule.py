@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up import BOTH, DEGREES, MOVE, ROOMY, SIMPLE, UP, batch_state, predictor
 
-from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
+from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 from jaxrl.mechanisms.adaptive_layouts.switch_rule import LayoutSwitchRule, Switch
 from jaxrl.scheduling.layouts.batch_state import BatchState, GroupCapacity, LiveRow
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
@@ -53,7 +53,7 @@ class Case:
 
     name: str
     model: LatencyPredictor
-    config: LayoutSection
+    config: AdaptiveLayouts.Options
     now: BatchState
     expected: tuple[int, str] | None
 
@@ -228,7 +228,7 @@ class Noisy:
         return float(self.rng.uniform(0, 0.1))
 
 
-def run_noisy(config: LayoutSection, counts: Sequence[int], tp: int, seed: int) -> list[Switch]:
+def run_noisy(config: AdaptiveLayouts.Options, counts: Sequence[int], tp: int, seed: int) -> list[Switch]:
     """A generation that has counts[i] live rows before plan i, with random predictions; returns its switches."""
     rule = LayoutSwitchRule(config, DEGREES, Noisy(np.random.default_rng(seed)))
     switches = []
@@ -357,7 +357,7 @@ def test_the_choice_is_the_best_constant_plan(model: LatencyPredictor, tp: int, 
 
 def test_a_profile_that_lacks_something_is_refused_at_once():
     steps = {(tp, b): 0.01 for tp in (1, 2) for b in (1, 2)}
-    options, degrees = LayoutSection(), (1, 2)
+    options, degrees = AdaptiveLayouts.Options(), (1, 2)
     with pytest.raises(ValueError, match=r"no decode points for tp 4"):
         LayoutSwitchRule(options, (1, 2, 4), predictor(steps, {}))
     with pytest.raises(ValueError, match=r"no costs for a switch from tp 1 to 2"):

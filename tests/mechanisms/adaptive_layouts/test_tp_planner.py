@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from jaxrl.mechanisms.adaptive_layouts.confident_planner import ConfidentPlanner
-from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
 from jaxrl.mechanisms.adaptive_layouts.tp_planner import TpPlanner
+
+from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 
 DEGREES = (1, 2, 4, 8)
 
 
 def make_planner(degrees: tuple[int, ...] = DEGREES, initial: int = 2, **options: float) -> TpPlanner:
-    return TpPlanner(replace(LayoutSection(), **options), degrees, initial)  # pyright: ignore[reportArgumentType]
+    return TpPlanner(replace(AdaptiveLayouts.Options(), **options), degrees, initial)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ Planner = TpPlanner | ConfidentPlanner
 
 
 def make_confident(degrees: tuple[int, ...] = DEGREES, initial: int = 2) -> ConfidentPlanner:
-    return ConfidentPlanner(LayoutSection(), degrees, initial, trial_rounds=2)
+    return ConfidentPlanner(AdaptiveLayouts.Options(), degrees, initial, trial_rounds=2)
 
 
 @pytest.mark.parametrize("make", [make_planner, make_confident])

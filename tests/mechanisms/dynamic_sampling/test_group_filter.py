@@ -10,8 +10,8 @@ from fake_rollout import FakePrompts
 from rounds import START, filtering, finish, fresh_batches, key
 
 from jaxrl.config import ConfigError, from_mapping
-from jaxrl.mechanisms.dynamic_sampling.group_filter import FILTER_ARGUMENTS
-from jaxrl.mechanisms.table import batch_rule
+from jaxrl.mechanisms import batch_rule
+from jaxrl.mechanisms.dynamic_sampling import FILTER_ARGUMENTS
 from jaxrl.scheduling.rounds.batches import BatchRule, RoundTime
 from jaxrl.scheduling.rounds.events import Launch, Verdict
 from jaxrl.types import SampleKey

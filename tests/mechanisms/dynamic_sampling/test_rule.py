@@ -19,13 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rounds import START, batch_keys, filtering, finish, fresh_batches, key, names, verdict
 
-from jaxrl.mechanisms.dynamic_sampling.filtered_share import MOST_PER_MISSING, FilteredShare
-from jaxrl.mechanisms.over_provisioning.options import OverProvisioningSection
-from jaxrl.mechanisms.over_provisioning.rule import OverProvisioning
-from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
-from jaxrl.mechanisms.partial_rollout.rule import PartialRollout
-from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
-from jaxrl.mechanisms.tail_batching.rule import TailBatching
+from jaxrl.mechanisms.dynamic_sampling import MOST_PER_MISSING, FilteredShare
+from jaxrl.mechanisms.over_provisioning import OverProvisioning
+from jaxrl.mechanisms.partial_rollout import PartialRollout
+from jaxrl.mechanisms.tail_batching import TailBatching
 from jaxrl.scheduling.rounds.batches import BatchRule, RoundTime
 from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.types import SampleKey
@@ -74,7 +71,7 @@ def test_a_round_with_filtered_groups_takes_little_longer_and_generates_little_m
 
 
 def test_long_rounds_launch_ahead_as_well():
-    options = TailBatchingSection(True, prompt_factor=1.25, response_factor=1.25)
+    options = TailBatching.Options(True, prompt_factor=1.25, response_factor=1.25)
     plain, filtered = [], []
     for seed in range(2):
         plain.append(run(TailBatching(BatchSettings(16, 8), options), seed, 60, 8)[0])
@@ -100,7 +97,7 @@ def test_launching_ahead_does_not_choose_by_length(response_factor: float):
             plan_tokens=40,
             asks_certain=False,
         )
-        options = OverProvisioningSection(True, 1.0, response_factor)
+        options = OverProvisioning.Options(True, 1.0, response_factor)
         rule = OverProvisioning(BatchSettings(16, 2, **filtering()), options)
         training = FakeTraining(rule, FakePrompts(10_000), played, 40)
         for group in (group for _ in range(40) for group in training.run_step().groups):
@@ -161,8 +158,8 @@ def test_a_plain_batch_takes_the_first_that_count_in_the_order_of_launch():
 
 RULES = {
     "plain": lambda batch: fresh_batches(batch.num_groups, batch.group_size, group_filter=batch.group_filter),
-    "tail batching": lambda batch: TailBatching(batch, TailBatchingSection(True, 1.5, 1.5, at_end="leave")),
-    "partial rollout": lambda batch: PartialRollout(batch, PartialRolloutSection(True, at_end="leave")),
+    "tail batching": lambda batch: TailBatching(batch, TailBatching.Options(True, 1.5, 1.5, at_end="leave")),
+    "partial rollout": lambda batch: PartialRollout(batch, PartialRollout.Options(True, at_end="leave")),
 }
 
 
@@ -197,7 +194,7 @@ def test_no_arrival_of_a_verdict_changes_a_launch_a_batch_or_a_departure(
             check_book(training)
             launches = [command for command in names(played.commands) if command[0] == "launch"]
             steps.append((fingerprint(result), launches))
-        outcomes.append((steps, rule.filter))
+        outcomes.append((steps, rule.filter.state()))
     assert outcomes[0] == outcomes[1]
 
 
@@ -215,7 +212,7 @@ def test_a_resumed_run_goes_on_with_the_estimate_and_the_prompts_that_were_not_n
     results = [straight.run_step() for _ in range(6)]
     training = run_with_crashes(make, 6, {2: "boundary", 4: "round", 5: "boundary"})
     assert [fingerprint(each) for each in training.results] == [fingerprint(each) for each in results]
-    assert training.rule.state_dict()["filtered_share"] == straight.rule.state_dict()["filtered_share"] != [0, 0]
+    assert training.rule.state()["filtered_share"] == straight.rule.state()["filtered_share"] != [0, 0]
     state = training.state()
     state["rule"] = {**state["rule"], "filtered_share": [0.0, 0.0]}
     forgetful = make()

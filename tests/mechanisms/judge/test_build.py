@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from run_parts import made_run
 from tiny import write_tiny_model
 
 from jaxrl.config import from_mapping
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.mechanisms.judge.build import build_beside
+from jaxrl.mechanisms.judge.build import build_pool as build_judge
 from jaxrl.models import decoder
 from jaxrl.models.loading import load_model
 from jaxrl.models.lora import Lora, adapters_alone, with_adapters
@@ -31,9 +32,8 @@ def weights_of(**judge: Any) -> list[np.ndarray]:
     own = {"max_prompt_tokens": 128, "max_tokens": 16, "max_num_seqs": 2, "resident_layers": 1, **judge}
     config = from_mapping({"model": {"path": "x"}, "data": data, "reward": {"kind": "judge", "judge": own}})
     with closing(build_pool(config, build_scorer(config))) as pool:
-        session = build_beside(config, make_mesh(jax.devices()[:2]), lambda: None, pool)
-        assert session is not None
-        weights: Any = session.judge.machine
+        run = made_run(None, None, pool, config=config)
+        weights: Any = build_judge(run, make_mesh(jax.devices()[:2])).machine
         return [np.asarray(leaf) for leaf in jax.tree.leaves(weights._weights._host)]
 
 

@@ -29,9 +29,8 @@ from chat_server import (
 )
 
 from jaxrl.config import ConfigError, from_mapping
-from jaxrl.mechanisms.judge.endpoint import EndpointPool, verdict_seed
-from jaxrl.mechanisms.judge.options import JudgeSection
-from jaxrl.mechanisms.table import join_pools
+from jaxrl.mechanisms.judge import Judge
+from jaxrl.mechanisms.judge.endpoint import EndpointPool, join_endpoint, verdict_seed
 from jaxrl.processes.endpoint_client import api_key
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.pool import build_pool
@@ -49,7 +48,7 @@ def pool_of(server: ChatServer, waits: list[float] | None = None, **options: Any
         if waits is not None:
             waits.append(seconds)
 
-    judge = JudgeSection(endpoint=server.url, endpoint_model="m", max_retries=2)
+    judge = Judge.Options(endpoint=server.url, endpoint_model="m", max_retries=2)
     return EndpointPool(replace(judge, **options), sleep=sleep)
 
 
@@ -403,7 +402,7 @@ def test_in_a_stage():
         judge = {"endpoint": server.url, "endpoint_model": "m"}
         config = from_mapping({"model": {"path": "m"}, "reward": {"kind": "judge", "judge": judge}})
         router = build_pool(config, build_scorer(config))
-        join_pools(config, router)
+        join_endpoint(config, router)
         assert isinstance(router, RewardRouter)
         router.warm()
         router.submit(*sample(0))

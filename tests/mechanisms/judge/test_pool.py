@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from replay_executor import ReplayExecutor
+from run_parts import made_run
 
+from jaxrl.mechanisms.judge import Judge
 from jaxrl.mechanisms.judge.pool import JudgePool
-from jaxrl.mechanisms.judge.session import JudgeSession
-from jaxrl.mechanisms.judge.turns import JudgeTurns
-from jaxrl.mechanisms.judge.verdict_tokens import verdict_key
+from jaxrl.mechanisms.judge.verdicts import verdict_key
 from jaxrl.rollout.executor import PlanTimer
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import RoundInfo
@@ -85,7 +85,9 @@ class AllOf(dict):
 def pool(when: Any = "gaps", num_samples: int = 2, share: float = 0.5) -> JudgePool:
     engine = Engine(ReplayExecutor(AllOf(), 1, 2, 200, 4, 32), BatcherConfig(decode_steps=2))
     clock = map(float, itertools.count())
-    return JudgePool(Reads(num_samples), engine, Machine(), JudgeTurns(when, share), clock=clock.__next__)
+    return JudgePool(
+        Reads(num_samples), engine, Machine(), Judge.Options(when=when, busy_share=share), clock=clock.__next__
+    )
 
 
 def sample(index: int, text: str = "abcd") -> Sample:
@@ -236,7 +238,7 @@ def round_with(judge: JudgePool) -> tuple[dict[SampleKey, float], dict[str, floa
 
 
 def begun(actor: Engine | LocalWorkers, judge: JudgePool) -> tuple[RolloutBackend, Round]:
-    backend = RolloutBackend(actor, ActorWorker(), judge, lambda s: "x" * len(s), lambda: None, [JudgeSession(judge)])
+    backend = RolloutBackend(made_run(actor, ActorWorker(), judge, mechanisms=[Judge(judge)]))
     backend.enter_rollout(0)
     backend.begin(RoundInfo(0), SamplingParams(max_tokens=64))
     return backend, Round([Prompt(0, p, (1, 2), "?", "s") for p in range(2)], 4)
@@ -245,8 +247,7 @@ def begun(actor: Engine | LocalWorkers, judge: JudgePool) -> tuple[RolloutBacken
 def run_round(actor: Engine | LocalWorkers, judge: JudgePool) -> tuple[dict[SampleKey, float], dict[str, float]]:
     backend, current = begun(actor, judge)
     while not current.done:
-        for command in current.handle(backend.wait()):
-            backend.apply(command)
+        backend.apply(current.handle(backend.wait()))
     measured = backend.end()
     backend.leave_rollout()
     return {s.key: s.reward for group in current.groups() for s in group.samples}, measured
@@ -274,8 +275,7 @@ def test_a_round_that_is_dropped_leaves_nothing_to_judge():
     judge = pool("after")
     backend, current = begun(Engine(ReplayExecutor(RISING, 1, 4, 400, 4, 64), BatcherConfig(decode_steps=2)), judge)
     while not judge.num_pending:
-        for command in current.handle(backend.wait()):
-            backend.apply(command)
+        backend.apply(current.handle(backend.wait()))
     backend.cancel()
     assert judge.num_pending == 0
     backend.leave_rollout()

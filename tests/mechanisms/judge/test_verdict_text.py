@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from jaxrl.config import ConfigError, from_mapping
-from jaxrl.mechanisms.judge.options import JudgeSection, template_fields
-from jaxrl.mechanisms.judge.verdict_text import MAX_KEPT_CHARS, JudgeText
+from jaxrl.mechanisms.judge import Judge, template_fields
+from jaxrl.mechanisms.judge.verdicts import MAX_KEPT_CHARS, JudgeText
 from jaxrl.rewards.scorers import ScoreRequest
 
 REQUEST = ScoreRequest(
@@ -16,7 +16,7 @@ REQUEST = ScoreRequest(
 
 
 def text(**options: Any) -> JudgeText:
-    return JudgeText(replace(JudgeSection(), **options))
+    return JudgeText(replace(Judge.Options(), **options))
 
 
 def test_default_prompt_holds_question_answer_and_response():

@@ -10,12 +10,12 @@ import pytest
 from tiny import write_tiny_model
 
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.mechanisms.judge.options import JudgeSection
-from jaxrl.mechanisms.judge.verdict_tokens import Scalars, WrittenVerdicts
+from jaxrl.mechanisms.judge import Judge
+from jaxrl.mechanisms.judge.verdicts import Scalars, WrittenVerdicts
 from jaxrl.rewards.scorers import ScoreRequest
 from jaxrl.types import Sample, SampleKey
 
-JUDGE = JudgeSection(prompt="Q: {question}\nR: {response}", max_prompt_tokens=120, num_samples=2, temperature=1.0)
+JUDGE = Judge.Options(prompt="Q: {question}\nR: {response}", max_prompt_tokens=120, num_samples=2, temperature=1.0)
 
 
 @pytest.fixture(scope="module")

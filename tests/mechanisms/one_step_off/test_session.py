@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
-from jaxrl.mechanisms.one_step_off.concurrent_phases import ConcurrentPhases
-from jaxrl.mechanisms.one_step_off.session import OneStepOff
+from jaxrl.mechanisms.one_step_off import ConcurrentPhases, OneStepOff
 from jaxrl.scheduling.rounds.events import Interrupted
 from jaxrl.types import Group, RunFailed
 
 BATCH: list[Group] = []
 
 
-class UnderWay:
+class FakeStep:
     """A step of the loop that says what it is asked for, in that order."""
 
     step = 3
@@ -38,15 +37,15 @@ class UnderWay:
 
 
 def test_in_turns_the_round_comes_first_and_its_memory_goes_to_the_update() -> None:
-    step = UnderWay()
+    step = FakeStep()
     assert OneStepOff(None, lambda name: nullcontext()).update(step, BATCH) == ("round", "update")
     assert step.asked == [("collect", BATCH), ("leave",), ("learn", "loop")]
 
 
 def test_the_last_step_has_no_round_behind_it() -> None:
-    step = UnderWay(is_last=True)
-    assert OneStepOff(None, lambda name: nullcontext()).update(step, BATCH) is None
-    assert step.asked == []
+    step = FakeStep(is_last=True)
+    assert OneStepOff(None, lambda name: nullcontext()).update(step, BATCH) == (None, "update")
+    assert step.asked == [("leave",), ("learn", "loop")]
 
 
 def test_beside_the_update_both_run_at_once_within_one_phase() -> None:
@@ -65,7 +64,7 @@ def test_beside_the_update_both_run_at_once_within_one_phase() -> None:
         assert session.defers_stop, "the update cannot be undone"
         return "round"
 
-    class Learns(UnderWay):
+    class Learns(FakeStep):
         def learn(self, track: str = "loop") -> Any:
             learning.set()
             assert collecting.wait(60), "the round waits for the update"
@@ -91,7 +90,7 @@ def test_a_round_that_ends_early_beside_an_update_ends_the_run() -> None:
         r"^step 4: its rollout ended early \(a host is gone\), beside update 3, which cannot be taken back: run again"
     )
     with pytest.raises(RunFailed, match=said):
-        OneStepOff(together, lambda name: nullcontext()).update(UnderWay(collect=collect), BATCH)
+        OneStepOff(together, lambda name: nullcontext()).update(FakeStep(collect=collect), BATCH)
     together.close()
     with pytest.raises(Interrupted, match="a host is gone"):  # in turns nothing was begun that is lost
-        OneStepOff(None, lambda name: nullcontext()).update(UnderWay(collect=collect), BATCH)
+        OneStepOff(None, lambda name: nullcontext()).update(FakeStep(collect=collect), BATCH)

@@ -8,9 +8,7 @@ import pytest
 from fake_rollout import FakePrompts, FakeRollout, FakeTraining, check_book, through_disk
 from rounds import START, Table, aborted, batch_keys, check_table, finish, key, names, run_steps, verdict
 
-from jaxrl.mechanisms.partial_rollout.buffer_filter import WaitingGroup
-from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
-from jaxrl.mechanisms.partial_rollout.rule import PartialRollout
+from jaxrl.mechanisms.partial_rollout import PartialRollout, WaitingGroup
 from jaxrl.scheduling.rounds.batches import RoundTime
 from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.types import SampleKey
@@ -19,7 +17,7 @@ from jaxrl.types import SampleKey
 def partial_rollout(num_groups: int, group_size: int, *, shared: Any = None, **options: Any) -> PartialRollout:
     """The rule with options `rollout.partial_rollout`; `shared` is what else all rules are given."""
     batch = BatchSettings(num_groups, group_size, **(shared or {}))
-    return PartialRollout(batch, PartialRolloutSection(enable=True, **options))
+    return PartialRollout(batch, PartialRollout.Options(enable=True, **options))
 
 
 def launch(p: int) -> tuple:
@@ -67,9 +65,9 @@ def test_a_round_stops_at_the_last_group_needed_and_the_next_goes_on():
     assert result.metrics["rollout/buffered_tokens"] == 5
     assert result.metrics["rollout/resumed_share"] == 0
 
-    state = through_disk(rule.state_dict())
+    state = through_disk(rule.state())
     rule = partial_rollout(2, 2, over_provision=1.5)
-    rule.load_state_dict(state, prompts)
+    rule.load_state(state, prompts)
     current = rule.plan(prompts, RoundTime(2, 1))
     check_table(current, NEXT_ROUND)
     result = rule.settle(current)
@@ -197,7 +195,7 @@ class Asked:
 
 def filtered_training(asked: Any, total: int | None = None, **options: Any) -> FakeTraining:
     """N = 1 of 3 with one sample each; prompts 0 and 1 are long."""
-    rule = PartialRollout(BatchSettings(1, 1), PartialRolloutSection(True, 3.0, **options), asked)
+    rule = PartialRollout(BatchSettings(1, 1), PartialRollout.Options(True, 3.0, **options), asked)
     rollout = FakeRollout(lambda k: {0: 30, 1: 60}.get(k.prompt_index, 3))
     return FakeTraining(rule, FakePrompts(50), rollout, total)
 
@@ -299,20 +297,20 @@ def test_samples_that_are_too_long_for_a_resumed_run_are_refused():
     held = [(len(s), s.finish_reason) for group in rule.queue for s in group.samples]
     assert held == [(8, "abort")] * 4
     for limit in (0, 9):
-        partial_rollout(2, 2, shared={"max_response_length": limit}).load_state_dict(rule.state_dict(), FakePrompts(9))
+        partial_rollout(2, 2, shared={"max_response_length": limit}).load_state(rule.state(), FakePrompts(9))
     message = r"data\.max_response_length \(8 tokens\) must be >= 9 to go on .*: 4 of 4 samples that partial rollout"
     with pytest.raises(ValueError, match=message):
-        partial_rollout(2, 2, shared={"max_response_length": 8}).load_state_dict(rule.state_dict(), FakePrompts(9))
+        partial_rollout(2, 2, shared={"max_response_length": 8}).load_state(rule.state(), FakePrompts(9))
 
 
 def test_states_of_another_make_are_refused():
     rule = partial_rollout(2, 2)
     run_steps(rule, lambda k: 5 + 3 * k.prompt_index, 1)
-    state, prompts = rule.state_dict(), FakePrompts(9)
+    state, prompts = rule.state(), FakePrompts(9)
     with pytest.raises(ValueError, match="partial rollout: state of schema 9"):
-        rule.load_state_dict({**state, "schema": 9}, prompts)
+        rule.load_state({**state, "schema": 9}, prompts)
     with pytest.raises(ValueError, match=r"must keep rollout\.n"):
-        partial_rollout(2, 3).load_state_dict(state, prompts)
+        partial_rollout(2, 3).load_state(state, prompts)
     queue = state["queue"]
     with pytest.raises(ValueError, match=r"4 samples and groups of \[2\]"):
-        rule.load_state_dict({**state, "queue": {**queue, "groups": queue["groups"][:1]}}, prompts)
+        rule.load_state({**state, "queue": {**queue, "groups": queue["groups"][:1]}}, prompts)

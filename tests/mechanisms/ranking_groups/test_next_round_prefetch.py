@@ -13,8 +13,8 @@ import pytest
 from sim_machine import SMALL
 from simulated_runs import House, check, make_config, make_workload, samples_of, whole
 
-from jaxrl.mechanisms.one_step_off.concurrent_phases import ConcurrentPhases
-from jaxrl.mechanisms.ranking_groups.session import RankingSession
+from jaxrl.mechanisms.one_step_off import ConcurrentPhases
+from jaxrl.mechanisms.ranking_groups import RankingGroups
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.sim.clock import SimulatedClock, SimulatedConcurrently
 from jaxrl.sim.cost_model import CostModel, Efficiency
@@ -119,7 +119,7 @@ def test_an_outlier_moves_once_to_the_longest_group_that_still_draws(monkeypatch
         source = workers.worker_of(request_id)
         assert source is not None
         moved.append(workers.engines[source].batcher.progress(request_id).request.key)
-        (session,) = [each for each in house.loop._mechanisms if isinstance(each, RankingSession)]
+        (session,) = [each for each in house.loop._mechanisms if isinstance(each, RankingGroups)]
         ranking, ahead = session._ranking.now, session.ahead
         assert ranking is not None
         drawing = [w for w in ranking.ranks if workers.num_live(w) and ahead.draws_now(w)]

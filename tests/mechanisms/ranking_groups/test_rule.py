@@ -8,8 +8,8 @@ from fake_rollout import FakePrompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.mechanisms.ranking_groups.options import RankingGroupsSection
-from jaxrl.mechanisms.ranking_groups.rule import RankingGroups, equal_groups, ranked, shares, worker_order
+from jaxrl.mechanisms.ranking_groups import RankingGroups
+from jaxrl.mechanisms.ranking_groups.rule import Ranking, equal_groups, ranked, shares, worker_order
 from jaxrl.scheduling.rounds.events import AwaitVerdict, Launch
 from jaxrl.types import Prompt, SampleKey
 
@@ -70,10 +70,10 @@ def test_prompts_go_to_the_workers_of_a_group_in_snake_order_and_few_prompts_by_
 
 
 def test_odd_steps_are_dealt_in_ascending_order_and_even_ones_in_descending():
-    options = RankingGroupsSection(enable=True, num_groups=4)
+    options = RankingGroups.Options(enable=True, num_groups=4)
     history = History({i: 10 * (i + 1) for i in range(8)})
     launches = [launch(i) for i in range(8)]
-    rule = RankingGroups(options, 4, history)
+    rule = Ranking(options, 4, history)
     assert workers_by_prompt(rule.begin(launches, 1)) == {i: {i // 2} for i in range(8)}
     assert workers_by_prompt(rule.begin(launches, 2)) == {i: {3 - i // 2} for i in range(8)}
     assert rule.now is not None
@@ -83,11 +83,11 @@ def test_odd_steps_are_dealt_in_ascending_order_and_even_ones_in_descending():
 
 
 def test_other_commands_later_launches_and_rounds_without_history_stay_as_they_are():
-    rule = RankingGroups(RankingGroupsSection(enable=True), 2, History({}))
+    rule = Ranking(RankingGroups.Options(enable=True), 2, History({}))
     commands = [launch(0), AwaitVerdict(SampleKey(1, 0, 0))]
     assert rule.begin(commands, 1) == commands
     assert rule.outliers() is None
-    rule = RankingGroups(RankingGroupsSection(enable=True), 2, History({0: 1}))
+    rule = Ranking(RankingGroups.Options(enable=True), 2, History({0: 1}))
     first, other = rule.begin(commands, 1)
     assert isinstance(first, Launch)
     assert len(first.workers) == 2
@@ -100,22 +100,22 @@ def test_other_commands_later_launches_and_rounds_without_history_stay_as_they_a
 
 def test_a_round_that_began_ahead_keeps_its_workers():
     """What is learnt meanwhile would deal it in another way."""
-    options = RankingGroupsSection(enable=True, num_groups=2)
+    options = RankingGroups.Options(enable=True, num_groups=2)
     lengths = {i: 100 + i for i in range(4)}
     history = History(lengths)
-    rule = RankingGroups(options, 2, history)
+    rule = Ranking(options, 2, history)
     rule.begin([launch(i) for i in range(4)], 1)
     ahead = rule.ahead([launch(i) for i in range(4)], 2)
     history._lengths[0] = 10_000
     assert rule.begin([launch(i) for i in range(4)], 2) == ahead
     assert rule.begin([launch(i) for i in range(4)], 4) != ahead
-    assert RankingGroups(options, 2, History({})).ahead([launch(0)], 2) == []
+    assert Ranking(options, 2, History({})).ahead([launch(0)], 2) == []
 
 
 def test_the_factor_of_outliers_is_the_growth_of_the_last_epoch():
     def limit(growths):
         """The first length beyond the threshold."""
-        rule = RankingGroups(RankingGroupsSection(enable=True), 2, History({0: 100, 1: 100}, growths))
+        rule = Ranking(RankingGroups.Options(enable=True), 2, History({0: 100, 1: 100}, growths))
         rule.begin([launch(0, 1), launch(1, 1)], 1)
         return next(n for n in range(1000) if (books := rule.outliers()) and books.take(lambda _, n=n: n))
 
@@ -125,12 +125,12 @@ def test_the_factor_of_outliers_is_the_growth_of_the_last_epoch():
 
 
 def test_what_was_measured_is_part_of_a_checkpoint_and_counts_only_where_it_may():
-    options = RankingGroupsSection(enable=True, num_groups=2)
+    options = RankingGroups.Options(enable=True, num_groups=2)
     history = History({0: 10, 1: 12, 2: 1000, 3: 1000})
     launches = [launch(i, 4) for i in range(4)]
 
     def made(is_timed=True):
-        return RankingGroups(options, 5, history, lambda rows, tokens: 1e-3 * rows, is_timed=is_timed)
+        return Ranking(options, 5, history, lambda rows, tokens: 1e-3 * rows, is_timed=is_timed)
 
     def dealt(rule):
         rule.begin(launches, 1)
@@ -158,11 +158,11 @@ def test_every_prompt_of_an_epoch_runs_once_and_no_worker_starves(data):
     num_prompts, batch = data.draw(st.sampled_from([(12, 4), (12, 6), (8, 8)]))
     lengths = data.draw(st.dictionaries(st.integers(0, num_prompts - 1), st.integers(1, 5000), min_size=1))
     workers, samples = data.draw(st.integers(2, 9)), data.draw(st.integers(1, 4))
-    options = RankingGroupsSection(enable=True, num_groups=data.draw(st.integers(2, 9)))
+    options = RankingGroups.Options(enable=True, num_groups=data.draw(st.integers(2, 9)))
     step_s = data.draw(st.sampled_from([None, lambda rows, tokens: 0.01 + 0.001 * rows + 1e-6 * tokens]))
 
     def played():
-        rule, prompts, ran = RankingGroups(options, workers, History(lengths), step_s), FakePrompts(num_prompts), []
+        rule, prompts, ran = Ranking(options, workers, History(lengths), step_s), FakePrompts(num_prompts), []
         for step in range(1, 2 * num_prompts // batch + 1):
             launches = [launch(p.index, samples, p.epoch) for p in prompts.next(batch)]
             if data.draw(st.booleans()) if first else ahead[step - 1]:

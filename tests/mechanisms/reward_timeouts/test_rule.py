@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from jaxrl.config import from_mapping
 from jaxrl.config.rewards import CodeSection
-from jaxrl.mechanisms.reward_timeouts.rule import AdaptiveTimeouts, TimeoutRule
-from jaxrl.types import Prompt
+from jaxrl.mechanisms.reward_timeouts import AdaptiveTimeouts, TimeoutRule
+from jaxrl.scheduling.rounds.events import Verdict
+from jaxrl.types import Prompt, SampleKey
 
 SECONDS = st.floats(0, 1e6)
 RULES = st.builds(TimeoutRule, st.floats(0.01, 100), st.floats(0.01, 100), st.floats(1, 10))
@@ -124,6 +125,10 @@ def test_anchors_are_of_a_problem_and_not_of_its_number():
     assert timeouts.limits(prompt(1)) == timeouts.limits(prompt(0, text="another problem")) == ()
 
 
+def said(info: dict[str, Any]) -> Verdict:
+    return Verdict(0.0, SampleKey(0, 0, 0), 0.0, info=info)
+
+
 def test_prompts_without_tests_have_neither_limits_nor_anchors():
     config = from_mapping({"model": {"path": "x"}, "reward": {"kind": "math", "domains": {"code": {"kind": "code"}}}})
     timeouts = AdaptiveTimeouts.configured(config)
@@ -131,16 +136,17 @@ def test_prompts_without_tests_have_neither_limits_nor_anchors():
     for source in ("code", "math"):
         timeouts.learn(prompt(0, source=source), (), right(4.0))
         assert timeouts.limits(prompt(0, source=source)) == ((6.0,) if source == "code" else ())
-        assert timeouts.is_close(prompt(0, source=source), right(4.0)) == (source == "code")
+        assert timeouts.is_close(prompt(0, source=source), said(right(4.0))) == (source == "code")
     assert AdaptiveTimeouts.configured(from_mapping({"model": {"path": "x"}, "reward": {"kind": "math"}})) is None
 
 
 def test_what_another_limit_might_have_cut_off_is_close():
     timeouts = taught()
-    assert [timeouts.is_close(prompt(0), right(0.1, seconds)) for seconds in (0.9, 1.1, 25.0)] == [False, True, True]
+    close = [timeouts.is_close(prompt(0), said(right(0.1, seconds))) for seconds in (0.9, 1.1, 25.0)]
+    assert close == [False, True, True]
     fixed = AdaptiveTimeouts(TimeoutRule.of(CodeSection(timeout="fixed")))
-    assert [fixed.is_close(prompt(0), right(seconds)) for seconds in (14.0, 16.0)] == [False, True]
-    assert not timeouts.is_close(prompt(0), {})
+    assert [fixed.is_close(prompt(0), said(right(seconds))) for seconds in (14.0, 16.0)] == [False, True]
+    assert not timeouts.is_close(prompt(0), said({}))
 
 
 def test_metrics_count_what_limits_have_saved():

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from jaxrl.config import Config, ConfigError, from_mapping
-from jaxrl.mechanisms.speculation.build import proposer, step_costs
-from jaxrl.mechanisms.speculation.declaration import asks_profile, unmeasured_note
+from jaxrl.mechanisms import enabled
+from jaxrl.mechanisms.speculation import Speculation, build_proposer, step_costs
 from jaxrl.mechanisms.speculation.index import DraftLengths
-from jaxrl.mechanisms.speculation.memory import rollout_memory
 from jaxrl.mechanisms.speculation.proposer import Drafting
 from jaxrl.mechanisms.speculation.rule import Window
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, VerifyMeasurement
@@ -40,15 +39,14 @@ def profile(**more: Any) -> Profile:
 
 
 def test_what_an_executor_is_built_for():
-    assert proposer(config(), "cpu") is None
-    assert rollout_memory(config(), "gpu") is None
+    assert build_proposer(config(), "cpu") is None
     chosen = config(enable=True, epochs=2, max_prefix=5, min_prefix=2, max_window=6, num_indexes=3, verify_tokens=9)
     expected = Drafting(6, 300, 9, DraftLengths(2, 5, 6), Window(2, 2, 6), 3)
-    assert proposer(chosen, "cpu") == expected
-    memory = rollout_memory(chosen, "cpu")
+    assert build_proposer(chosen, "cpu") == expected
+    memory = Speculation.rollout_memory(chosen, 1, "cpu", 0, is_timeless=True)
     assert memory is not None
     assert (memory.total, memory.positions) == (3 * 4 * (sum(expected.sizes) + 2), 9)
-    each_row = rollout_memory(config(enable=True), "cpu")
+    each_row = Speculation.rollout_memory(config(enable=True), 1, "cpu", 0, is_timeless=True)
     assert each_row is not None
     assert each_row.total % 5 == 0, "one for each row"
 
@@ -57,8 +55,9 @@ def test_what_an_executor_is_built_for():
 @pytest.mark.parametrize("options", [{}, {"enable": True}, {"enable": True, "max_batch": 4}])
 def test_a_profile_is_asked_where_nothing_else_decides_and_missed_there(profile_file: str, options: dict[str, Any]):
     made, decides = config(profile_file, **options), options == {"enable": True}
-    assert asks_profile(made) == (decides and bool(profile_file))
-    assert ("rollout.layout.profile" in (unmeasured_note(made) or "")) == (decides and not profile_file)
+    notes = [each.note(made) or "" for each in enabled(made)]
+    assert Speculation.reads_profile(made) == (decides and bool(profile_file))
+    assert any("rollout.layout.profile" in note for note in notes) == (decides and not profile_file)
 
 
 def test_costs_are_those_of_the_layout_in_use():

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jaxrl.mechanisms.speculation.index_builder import IndexBuilder, build_index, history_store, index_bytes
 from plan_rows import decode_rows
 from replay_worker import ReplayWorker
+from run_parts import made_run
 
+from jaxrl.mechanisms.speculation import Speculation
 from jaxrl.mechanisms.speculation.index import DraftIndex, DraftLengths
-from jaxrl.mechanisms.speculation.options import SpeculationSection
-from jaxrl.mechanisms.speculation.session import HistorySession, IndexBuilder, build_index, history_store, index_bytes
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.batches import RoundResult
@@ -30,7 +31,7 @@ from jaxrl.scheduling.tokens.plan import Plan, Request
 from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.types import Group, Prompt, Sample, SampleKey, SamplingParams
 
-ON = SpeculationSection(enable=True)
+ON = Speculation.Options(enable=True)
 EVALUATION = RoundInfo(1, 1, "eval")
 
 
@@ -78,11 +79,11 @@ class Ticks:
 
 @pytest.fixture
 def sessions() -> Iterator[Any]:
-    opened: list[HistorySession] = []
+    opened: list[Speculation] = []
 
-    def build(options: SpeculationSection = ON, drawing: Held | None = None) -> HistorySession:
+    def build(options: Speculation.Options = ON, drawing: Held | None = None) -> Speculation:
         builder = IndexBuilder(options, drawing, Ticks())
-        opened.append(HistorySession(history_store(options), builder))
+        opened.append(Speculation(history_store(options), builder))
         return opened[-1]
 
     yield build
@@ -96,7 +97,7 @@ def same(index: DraftIndex | None, other: DraftIndex) -> bool:
     return all(np.array_equal(a, b) for a, b in pairs)
 
 
-def play(session: HistorySession, *groups: Group) -> dict[str, float]:
+def play(session: Speculation, *groups: Group) -> dict[str, float]:
     session.round_begins(RoundInfo(1))
     return session.end(groups, Counters())
 
@@ -129,7 +130,7 @@ def test_evaluations_and_cancelled_rounds_leave_no_trace(sessions: Any):
     assert session.end([group(1)], Counters()) == {}
     session.round_begins(RoundInfo(1))
     assert session.index_of(prompt(0, epoch=1)) is not None
-    session.cancelled()
+    session.round_cancelled()
     assert session.store.prompts() == [0]
 
 
@@ -167,7 +168,7 @@ def test_a_build_that_fails_ends_the_run(sessions: Any, monkeypatch: pytest.Monk
 
 
 def test_after_a_resume_the_indexes_are_there_again(sessions: Any):
-    options = SpeculationSection(enable=True, epochs=2)
+    options = Speculation.Options(enable=True, epochs=2)
     session, again = sessions(options), sessions(options)
     for epoch in range(3):
         play(session, group(0, epoch, (1.0, 0.5)), group(1, epoch))
@@ -181,7 +182,7 @@ def test_after_a_resume_the_indexes_are_there_again(sessions: Any):
 def test_what_is_evicted_has_no_index(sessions: Any):
     lengths = DraftLengths()
     room = index_bytes(lengths, 2, 12) + 12 * 4 + 2 * 12
-    options = SpeculationSection(enable=True, max_bytes=2 * room)
+    options = Speculation.Options(enable=True, max_bytes=2 * room)
     session = sessions(options)
     measured = play(session, group(0), group(1), group(2))
     assert measured["rollout/spec/evicted_prompts"] == 1
@@ -267,8 +268,7 @@ def run_round(backend: RolloutBackend, prompts: list[Prompt], kind: str = "plain
         event = backend.wait()
         if isinstance(event, SampleFinished):
             assert event.sample.reward is None
-        for command in current.handle(event):
-            backend.apply(command)
+        backend.apply(current.handle(event))
     return backend.end(None if kind == "eval" else RoundResult("plain", current.groups(), {}, {}, [], []))
 
 
@@ -277,7 +277,7 @@ def test_a_backend_gives_its_requests_what_they_draft_from(sessions: Any):
     keys = [SampleKey(epoch, index, i) for epoch in (0, 1) for index in (0, 1) for i in (0, 1)]
     executor = ReplayWorker({key: 12 if key.sample_index else 4 for key in keys}, num_slots=4)
     engine = Recording(executor)
-    backend = RolloutBackend(engine, executor, Pool(), lambda _: "text", lambda: None, [session])
+    backend = RolloutBackend(made_run(engine, executor, Pool(), mechanisms=[session]))
     backend.enter_rollout(0)
     measured = run_round(backend, [prompt(0)])
     assert [request.history for request in engine.requests] == [None, None]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.mechanisms.stream_trainer.options import StreamSection
+from jaxrl.mechanisms.stream_trainer import StreamTrainer
 from jaxrl.mechanisms.stream_trainer.scale_down import (
     MAX_POINTS,
     LeftRequest,
@@ -37,9 +37,9 @@ def none_fits() -> list[WorkerLoad]:
     return [load(20, kv_tokens=0)] * 2
 
 
-def opened(options: StreamSection | None = None, workers: int = 2, lengths: dict[str, list[int]] | None = None):
+def opened(options: StreamTrainer.Options | None = None, workers: int = 2, lengths: dict[str, list[int]] | None = None):
     """A rule in a plain round, with earlier lengths by kind."""
-    rule = ScaleDown(options or StreamSection(), halves(workers))
+    rule = ScaleDown(options or StreamTrainer.Options(), halves(workers))
     for kind, known in (lengths or {}).items():
         rule.begin(kind)
         for length in known:
@@ -65,7 +65,7 @@ def opened(options: StreamSection | None = None, workers: int = 2, lengths: dict
     ],
 )
 def test_milestones(num_all: int, options: dict[str, Any], expected: list[int]):
-    rule = opened(StreamSection(**options))
+    rule = opened(StreamTrainer.Options(**options))
     looks = [done for done in range(1, num_all + 1) if rule.after_finish(done, num_all, none_fits) is not None]
     assert looks == expected
 
@@ -125,7 +125,7 @@ TWENTY = {"num_done": 20, "num_all": 100}
 def test_which_workers_are_freed_and_why_not(
     workers: int, loads: list[WorkerLoad], options: dict[str, Any], expected: dict[str, Any]
 ):
-    decision = opened(StreamSection(**options), workers).after_finish(20, 100, lambda: loads)
+    decision = opened(StreamTrainer.Options(**options), workers).after_finish(20, 100, lambda: loads)
     assert decision is not None
     found = {name: getattr(decision, name) for name in TWENTY | expected}
     assert found == TWENTY | expected
@@ -136,7 +136,7 @@ def test_which_workers_are_freed_and_why_not(
 
 
 def test_a_refusal_is_not_the_last_word():
-    rule = opened(StreamSection(kv_margin=0.0))
+    rule = opened(StreamTrainer.Options(kv_margin=0.0))
     tight, loose = [load(50, kv_tokens=100)] * 2, [load(50, kv_tokens=220)] * 2
     assert rule.after_finish(20, 100, lambda: tight).refusal == "kv"  # pyright: ignore[reportOptionalMemberAccess]
     assert rule.after_finish(24, 100, lambda: loose) is None
@@ -160,7 +160,7 @@ def test_a_journalled_decision_is_followed():
 
 
 def test_lengths_count_from_the_next_round_of_their_kind_on():
-    limited = StreamSection(kv_margin=0.0)
+    limited = StreamTrainer.Options(kv_margin=0.0)
     loads = [load(20, kv_tokens=60)] * 2  # two responses of 10 tokens; at their limits they hold 220
 
     def refusal(rule: ScaleDown) -> str:
@@ -305,7 +305,7 @@ def test_the_real_peak_is_seldom_above_the_projection(num_prompts: int, correlat
 def test_at_most_one_scale_down_in_its_window_and_only_where_it_fits(
     workers: int, num_all: int, lengths: list[int], share: float, kv_tokens: int, num_rows: int, rng: Any
 ):
-    options = StreamSection(kv_margin=round(rng.uniform(0, 0.9), 2))
+    options = StreamTrainer.Options(kv_margin=round(rng.uniform(0, 0.9), 2))
     rule = opened(options, workers, {"plain": lengths} if rng.random() < 0.7 else {})
     requests = [LeftRequest(rng.randint(1, 20), 0, 100) for _ in range(num_all)]
     place = [rng.randrange(workers) for _ in requests]

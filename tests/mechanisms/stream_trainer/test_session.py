@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxrl.mechanisms.stream_trainer.options import StreamSection
+from jaxrl.mechanisms.stream_trainer import FREED, StreamTrainer
 from jaxrl.mechanisms.stream_trainer.scale_down import LeftRequest, WorkerLoad
-from jaxrl.mechanisms.stream_trainer.session import FREED, StreamSession
 from jaxrl.record.journal import Journal
 from jaxrl.scheduling.layouts.relayout import SwitchFailed
 from jaxrl.scheduling.layouts.request_migration import MigrationOutcome
-from jaxrl.scheduling.mechanism import RoundEnd, RoundInfo, UnderWay
+from jaxrl.scheduling.mechanism import RoundEnd, RoundInfo, RoundState
 from jaxrl.scheduling.rounds.events import Interrupted
 from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.types import Group, Prompt, Sample, SampleKey, StreamFailed, TrainBatch
@@ -93,20 +92,20 @@ class House:
         self.seconds, self.drawn = 100.0, list[Any]()
         self.stream = FakeStream(self.log)
         self.workers: Any = FakeWorkers(self.log)
-        self.session = StreamSession(
-            StreamSection(enable=True, **options),
+        self.session = StreamTrainer(
+            StreamTrainer.Options(enable=True, **options),
             self.workers,
             {(0,): self.stream, (1,): self.stream},
             lambda freed: self.log.append(("release", tuple(freed))),
             0.5,
             journal,
-            drawing=self,
+            tracer=self,
             clock=lambda: self.seconds,
             by=by,
         )
-        self.under_way = UnderWay(self.workers, lambda: self.seconds, lambda: None, lambda *_: 0, lambda _: None)
-        self.under_way.requests[SampleKey(0, 0, 0)] = 0
-        self.session.attach(self.under_way)
+        self.round = RoundState(self.workers, lambda: self.seconds, lambda: None, lambda *_: 0, lambda _: None)
+        self.round.requests[SampleKey(0, 0, 0)] = 0
+        self.session.attach(self.round)
         self.certain: Callable[[], Sequence[Group]] = tuple
 
     def complete(self, *span: Any) -> None:
@@ -119,7 +118,7 @@ class House:
         """A plan of so many steps ends, and the next one comes."""
         self.workers.counters += Counters(steps=num_steps)
         self.session.feed()
-        self.session.before_turn()
+        self.session.before_plan(None)
 
     def begin(self, kind: str = "plain", update: int = 1, *, is_known: bool = True) -> None:
         """A round begins before an update. `is_known`: whether groups of that will be certain in it."""
@@ -129,7 +128,7 @@ class House:
     def offer(self, certain: Callable[[], Sequence[Group]]) -> None:
         """An event of the round has come; from now on these groups are certain."""
         self.certain = certain
-        self.session.after_event()
+        self.session.look()
 
     def end(self) -> dict[str, float]:
         return self.session.round_ends(RoundEnd([], None))
@@ -146,7 +145,7 @@ class House:
 @pytest.fixture(autouse=True)
 def loads(monkeypatch: pytest.MonkeyPatch):
     """The fake engines have one."""
-    monkeypatch.setattr("jaxrl.mechanisms.stream_trainer.session.load_of", lambda engine: engine.load)
+    monkeypatch.setattr("jaxrl.mechanisms.stream_trainer.load_of", lambda engine: engine.load)
 
 
 def group(index: int, is_scored: bool = True) -> Group:
@@ -257,7 +256,7 @@ def test_a_round_that_is_dropped():
     house = House()
     house.until_freed()
     house.offer(partial(groups, 1))
-    house.session.cancelled()
+    house.session.round_cancelled()
     assert house.log[-2:] == ["abandon", ("open worker", 1)]
     house.session.abandon()  # the loop says so too
     assert house.log.count("abandon") == 1
@@ -349,12 +348,12 @@ def test_what_is_counted_may_be_prompts(counts: str, done: int):
     house.begin()
     for index in range(4):
         for number in range(2):
-            house.under_way.launched(SampleKey(0, index, number), 2 * index + number)
+            house.round.launched(SampleKey(0, index, number), 2 * index + number)
     ended = [Sample.empty(SampleKey(0, index, number)) for index, number in ((0, 0), (2, 1), (0, 1))]
     for sample in ended:
-        house.under_way.ended(sample.key)
-        house.under_way.num_finished += 1
-    house.session.finished(ended, is_stopping=False)
+        house.round.ended(sample.key)
+        house.round.num_finished += 1
+    house.session.on_finished(ended, is_stopping=False)
     (decision,) = house.session.decisions
     assert (decision.num_done, decision.num_all) == (done, 8 if counts == "samples" else 4)
 
@@ -397,7 +396,7 @@ def test_a_failure_of_the_stream_ends_the_round(call: str):
         "step 7: gradients beside the rollout have failed on the devices of workers 1 (INTERNAL: a device is gone): "
         "run again, with trainer.stream.enable off or a lower actor.ppo_max_token_len_per_gpu if the memory was full"
     )
-    house.session.cancelled()
+    house.session.round_cancelled()
     assert house.log[-2:] == ["abandon", ("open worker", 1)]
     house.stream.fails_in = ""
     house.log.clear()
@@ -414,5 +413,5 @@ def test_kv_that_cannot_be_copied_ends_the_round():
     with pytest.raises(Interrupted, match=r"^step 7: tp 1 to 2: no memory for the KV$"):
         house.until_freed(update=7)
     assert house.log == [], "the worker is still open"
-    house.session.cancelled()
+    house.session.round_cancelled()
     assert house.log == []

@@ -16,8 +16,7 @@ from sim_machine import ConstantCost, drawn, key
 from simulated_runs import played, samples_of
 
 from jaxrl.config import Config, SimulatedScoring, SimulatedTask, from_mapping
-from jaxrl.loop import Hooks
-from jaxrl.mechanisms.stream_trainer.session import GradientStream, StreamSession
+from jaxrl.mechanisms.stream_trainer import GradientStream, StreamTrainer
 from jaxrl.mechanisms.stream_trainer.simulated import Logprobs, SimulatedStream
 from jaxrl.runtime.simulation import Simulation, build
 from jaxrl.sim.clock import SimulatedClock, nanoseconds
@@ -109,9 +108,9 @@ def simulated(made: Config, cost: CostModel, workload: Workload, state: str | No
     """As `simulated_runs.played`, with what was trained for the groups."""
 
     def check(simulation: Simulation) -> None:
-        if any(isinstance(each, StreamSession) for each in simulation.mechanisms):
-            assert sum(bool(decision.freed) for decision in simulation.mechanism(StreamSession).decisions) <= 1
-            assert simulation.workers.num_open == made.rollout.num_workers
+        if any(isinstance(each, StreamTrainer) for each in simulation.run.mechanisms):
+            assert sum(bool(decision.freed) for decision in simulation.run.mechanism(StreamTrainer).decisions) <= 1
+            assert simulation.run.workers.num_open == made.rollout.num_workers
 
     simulation, metrics, groups, saved = played(made, cost, workload, state, check, **more)
     return simulation, metrics, samples_of(groups), saved
@@ -163,7 +162,7 @@ def test_a_step_with_a_stream_by_hand(options: dict[str, Any]):
     """
     simulation, metrics, trained, _ = simulated(by_hand(enable=True, **options), ConstantCost(), BY_HAND)
     step = metrics[1]
-    (decision,) = simulation.mechanism(StreamSession).decisions
+    (decision,) = simulation.run.mechanism(StreamTrainer).decisions
     assert (decision.freed, decision.moved_requests, decision.num_done) == ((0,), 2, 4)
     assert step["timing_s/gen"] == 16 + 10 + 26
     assert step["timing_s/stream"] == 3 + 3
@@ -207,7 +206,7 @@ def test_what_is_counted(counts: str, freed: float):
     simulation, metrics, _, _ = simulated(by_hand(enable=True, counts=counts, pace=0.5), ConstantCost(), workload)
     assert metrics[1]["rollout/scale_down/done_share"] == freed
     assert metrics[1]["actor/streamed_share"] == 1 / 4
-    assert f" {counts} done, freed workers: " in simulation.mechanism(StreamSession).decisions[-1].sentence()
+    assert f" {counts} done, freed workers: " in simulation.run.mechanism(StreamTrainer).decisions[-1].sentence()
 
 
 @pytest.mark.parametrize(("options", "refused"), [({"min_done": 0.2, "max_done": 0.4}, 0.0), ({"kv_margin": 0.5}, 1.0)])
@@ -256,7 +255,7 @@ def test_what_was_streamed_is_taken_off_the_update(num_workers: int):
     )
     assert saved_s == pytest.approx(COST.gradients_s(*load, 8) + COST.forward_s(*load, 8), abs=1e-6)
     assert COST.gradients_s(*load, 4) == pytest.approx(2 * COST.gradients_s(*load, 8))
-    assert simulation.workers.num_open == num_workers
+    assert simulation.run.workers.num_open == num_workers
 
 
 def test_a_run_resumed_from_its_state_goes_on_the_same():
@@ -300,8 +299,7 @@ def test_kv_moves_where_that_is_predicted_cheaper():
 
 
 def test_gradients_have_a_lane(tmp_path: Path):
-    hooks = Hooks(lambda *_: None, lambda *_: None, lambda *_: None, lambda *_: None, lambda: False)
-    simulation = build(streaming(large_config()), COST, WORKLOAD, hooks, timeline=tmp_path / "timeline.json")
+    simulation = build(streaming(large_config()), COST, WORKLOAD, timeline=tmp_path / "timeline.json")
     simulation.phases.begin()
     assert simulation.loop.run()
     simulation.phases.close()

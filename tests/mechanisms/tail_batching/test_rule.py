@@ -22,8 +22,7 @@ from rounds import (
     verdict,
 )
 
-from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
-from jaxrl.mechanisms.tail_batching.rule import TailBatching
+from jaxrl.mechanisms.tail_batching import TailBatching
 from jaxrl.scheduling.rounds.batches import RoundTime
 from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup
 
@@ -31,7 +30,7 @@ from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup
 def tail_batching(num_groups: int, group_size: int, *, shared: Any = None, **options: Any) -> TailBatching:
     """The rule with options `rollout.tail_batching`; `shared` is what else all rules are given."""
     batch = BatchSettings(num_groups, group_size, **(shared or {}))
-    return TailBatching(batch, TailBatchingSection(enable=True, **options))
+    return TailBatching(batch, TailBatching.Options(enable=True, **options))
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -259,19 +258,19 @@ def test_limits_that_no_configuration_gives_are_refused_by_assertion():
 
 def test_states_of_another_make_are_refused():
     rule = tail_batching(4, 4)
-    state = rule.state_dict()
+    state = rule.state()
     with pytest.raises(ValueError, match="tail batching: state of schema 9"):
-        rule.load_state_dict({**state, "schema": 9}, FakePrompts(4))
+        rule.load_state({**state, "schema": 9}, FakePrompts(4))
 
 
 def test_what_dynamic_sampling_learnt_delays_no_long_round_without_it():
     """A run that is resumed with dynamic sampling switched off goes on with the queue alone."""
     prompts, other = FakePrompts(20), tail_batching(2, 1)
     other.queue.extend(PlannedGroup.first(prompt, 1, 1, 1) for prompt in prompts.next(2))
-    state = other.state_dict() | {"filtered_share": [40.0, 30.0]}
+    state = other.state() | {"filtered_share": [40.0, 30.0]}
     kinds = []
     for shared in ({}, filtering()):
         rule = tail_batching(2, 2, shared=shared, prompt_factor=1.5)
-        rule.load_state_dict(state, prompts)
+        rule.load_state(state, prompts)
         kinds.append(rule.plan(FakePrompts(20, 2), RoundTime(2, 1)).kind)
     assert kinds == ["long", "short"]

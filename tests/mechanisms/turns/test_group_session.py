@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from jaxrl.mechanisms.turns.group_rewards import GroupRewards
 
 from jaxrl.environments.env import Trajectory
-from jaxrl.mechanisms.turns.group_session import GroupSession
 from jaxrl.record.journal import Journal
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.types import Episode, Group, Prompt, Sample, SampleKey, Turn
@@ -57,8 +57,7 @@ def rewards_of(found: Sequence[Group]) -> list[list[float | None]]:
 
 
 def test_a_comparison_that_fails_is_told(caplog: pytest.LogCaptureFixture):
-    session = GroupSession(Contests())
-    session.compare(groups())
+    GroupRewards(Contests())(groups(), RoundInfo(1))
     assert [each.getMessage() for each in caplog.records] == [
         "environment.group: 1 of 2 comparisons failed: no contest"
     ]
@@ -67,16 +66,14 @@ def test_a_comparison_that_fails_is_told(caplog: pytest.LogCaptureFixture):
 def test_what_has_failed_before_is_not_compared():
     contests, (found, *_) = Contests(), groups()
     found.samples[0].failure, found.samples[0].reward = "the simulator is down", 0.0
-    assert GroupSession(contests).compare([found])["reward/errors"] == 0
+    assert GroupRewards(contests)([found], RoundInfo(1))["reward/errors"] == 0
     assert [(index, len(trajectories)) for index, trajectories in contests.asked] == [(3, 1)]
     assert rewards_of([found]) == [[0.0, 1.5]]
 
 
 def test_rewards_that_compare():
     contests, found = Contests(), groups()
-    session = GroupSession(contests)
-    session.round_begins(RoundInfo(1))
-    measured = session.compare(found)
+    measured = GroupRewards(contests)(found, RoundInfo(1))
     assert rewards_of(found) == [[0.25, 1.5], [1.0], [0.0, 0.0]]
     counts = {"environment/group_errors": 1.0, "reward/errors": 2.0}
     assert measured == {"environment/group_reward/mean": 0.25, **counts}
@@ -99,9 +96,7 @@ def test_what_was_compared_is_not_compared_again(tmp_path: Path):
         if spoil:
             found[0].samples[0].token_ids[0] += 1
         with closing(Journal(tmp_path / "journal.jsonl", 0)) as journal:
-            session = GroupSession(contests, journal)
-            session.round_begins(RoundInfo(step, kind))
-            session.compare(found)
+            GroupRewards(contests, journal)(found, RoundInfo(step, kind))
         assert rewards_of(found) == [[0.25, 1.5], [1.0], [0.0, 0.0]]
         asked.append([index for index, _ in contests.asked])
     assert asked == [[3, 9], [], [3, 9], [3], [3, 9]]
@@ -109,7 +104,5 @@ def test_what_was_compared_is_not_compared_again(tmp_path: Path):
 
 def test_rounds_without_turns():
     contests = Contests()
-    session = GroupSession(contests)
-    session.round_begins(RoundInfo(1))
-    assert session.compare(groups()[1:2]) == {}
+    assert GroupRewards(contests)(groups()[1:2], RoundInfo(1)) == {}
     assert contests.asked == []

@@ -14,15 +14,17 @@ import jax
 import numpy as np
 import pytest
 from replayed_backend import Bytes, Pool
+from run_parts import made_run, text_by
 from small_models import TRAINED
 
-from jaxrl.mechanisms.turns.rule import STOPS, CallTimes, Limits, Observed, trajectory_metrics
-from jaxrl.mechanisms.turns.session import TurnSession
+from jaxrl.config import Config, from_mapping
+from jaxrl.mechanisms.turns import Turns
+from jaxrl.mechanisms.turns.rule import STOPS, CallTimes, Conversation, Observed, trajectory_metrics
 from jaxrl.models.decoder import init
 from jaxrl.record.journal import Journal
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
-from jaxrl.runtime.backend import RolloutBackend, text_by
+from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.carried import as_carried, pack_samples, unpack_samples
 from jaxrl.scheduling.rounds.events import Abort, Launch, SampleAborted, SampleFinished
@@ -35,7 +37,6 @@ from jaxrl.types import Episode, Prompt, Sample, SampleKey, SamplingParams
 
 PROMPTS = [Prompt(0, i, tuple(range(20 + i, 31 + 2 * i)), "", "game" if i else "plain") for i in range(3)]
 PARAMS = SamplingParams(max_tokens=60, stop_token_ids=tuple(range(0, TRAINED.vocab_size, TRAINED.vocab_size // 7)))
-LIMITS = Limits(max_trajectory_tokens=20)
 TURNS = 3
 
 
@@ -94,13 +95,34 @@ def parts() -> Iterator[Any]:
         yield MeshExecutor(model, Layout(make_mesh(jax.devices()[:1]), 1), sizes), params
 
 
+def config_of(**limits: float) -> Config:
+    environment = {"kind": "native", "path": "e.py", "name": "E", "max_trajectory_tokens": 20, **limits}
+    data = {"max_response_length": 512}
+    given = {"model": {"path": "m"}, "data": data, "environment": environment, "reward": {"kind": "environment"}}
+    return from_mapping(given)
+
+
+def conversation(answers: Answers, tokens: Any = tokens_of, times: CallTimes | None = None) -> Conversation:
+    return Conversation(answers, lambda prompt: prompt.source == "game", text_of, tokens, times=times)
+
+
 def backend_of(
-    parts: Any, answers: Answers, limits: Limits = LIMITS, journal: Journal | None = None
-) -> tuple[RolloutBackend, TurnSession]:
+    parts: Any, answers: Answers, *, journal: Journal | None = None, tokens: Any = tokens_of, **limits: float
+) -> tuple[RolloutBackend, Turns]:
     executor, params = parts
-    session = TurnSession(answers, lambda prompt: prompt.source == "game", limits, text_of, tokens_of, journal)
-    engine = Engine(executor, BatcherConfig(decode_steps=4))
-    backend = RolloutBackend(engine, executor, Pool(), text_by(Bytes()), lambda: params, [session])
+    run = made_run(
+        Engine(executor, BatcherConfig(decode_steps=4)),
+        executor,
+        Pool(),
+        config=config_of(**limits),
+        text_of=text_by(Bytes()),
+        weights=lambda: params,
+        journal=journal,
+        conversation=conversation(answers, tokens),
+    )
+    session = Turns(run)
+    run.mechanisms = (session,)
+    backend = RolloutBackend(run)
     backend.enter_rollout(0)
     return backend, session
 
@@ -109,8 +131,7 @@ def round_of(backend: RolloutBackend, step: int = 1) -> dict[SampleKey, Sample]:
     backend.begin(RoundInfo(step), PARAMS)
     current = Round(PROMPTS, 2)
     while not current.done:
-        for command in current.handle(backend.wait()):
-            backend.apply(command)
+        backend.apply(current.handle(backend.wait()))
     backend.end()
     assert backend.engine.engines[0].batcher.blocks.num_parked(0) == 0, "nothing is kept beyond the weights it is of"
     return {sample.key: sample for group in current.groups() for sample in group.samples}
@@ -149,7 +170,8 @@ def test_what_is_known_of_tools_goes_on_after_a_resume():
     sessions = []
     for adapts in (True, True, False):
         times = CallTimes(adapts, 9.0)
-        session = TurnSession(Answers(0), lambda prompt: True, LIMITS, text_of, tokens_of, times=times)
+        told = conversation(Answers(0), times=times)
+        session = Turns(made_run(None, None, None, config=config_of(), conversation=told))
         sessions.append((session, times))
     (first, known), (second, times), (fixed, _) = sessions
     known.learn(["search"], 4.0)
@@ -238,7 +260,7 @@ class Down(Answers):
 def test_an_environment_that_fails_costs_its_sample(parts: Any, x64: None, journal_at: Callable[[str], Journal]):
     """A good turn before it counts for nothing; when the step runs again, the journal says so as well."""
     for answers in (Down(0), Answers(0, 7)):
-        backend, _ = backend_of(parts, answers, replace(LIMITS, max_trajectory_tokens=60), journal_at("down.jsonl"))
+        backend, _ = backend_of(parts, answers, max_trajectory_tokens=60, journal=journal_at("down.jsonl"))
         found = round_of(backend)
         down = {key for key, each in found.items() if each.episode is not None and each.episode.failed}
         assert down
@@ -256,12 +278,7 @@ def test_messages_that_the_template_refuses_are_a_failure(parts: Any, x64: None)
     def refused(messages: Sequence[Mapping[str, Any]], last_token: int) -> list[int]:
         raise ValueError("the chat template refuses it")
 
-    executor, params = parts
-    session = TurnSession(Answers(0), lambda prompt: prompt.source == "game", LIMITS, text_of, refused)
-    backend = RolloutBackend(
-        Engine(executor, BatcherConfig(decode_steps=4)), executor, Pool(), text_by(Bytes()), lambda: params, [session]
-    )
-    backend.enter_rollout(0)
+    backend, _ = backend_of(parts, Answers(0), tokens=refused)
     found = [each for each in round_of(backend).values() if each.episode is not None and each.episode.stop == "error"]
     assert found
     assert {each.failure for each in found} == {"the chat template refuses it"}
@@ -290,13 +307,13 @@ def test_what_came_too_late_for_a_round_does_not_come_in_time_when_it_runs_again
         backend, _ = backend_of(parts, answers := SlowFor(slow), journal=journal_at("journal.jsonl"))
         backend.begin(RoundInfo(1), PARAMS)
         backend.wait()
-        backend.apply(Launch(PROMPTS[1], (first, other)))
+        backend.apply([Launch(PROMPTS[1], (first, other))])
         while not isinstance(event := backend.wait(), SampleFinished):
             pass
         assert event.sample.key == first
         assert event.sample.episode is not None
         assert event.sample.episode.stop == "max_trajectory_tokens"
-        backend.apply(Abort((other,)))
+        backend.apply([Abort((other,))])
         late = backend.wait()
         assert isinstance(late, SampleAborted)
         assert any(key == other for key, *_ in answers.asked)
@@ -329,12 +346,12 @@ def test_a_trajectory_that_is_cut_off_goes_on_in_a_later_round(parts: Any, x64: 
         backend.begin(RoundInfo(step), PARAMS)
         backend.wait()
         left = tuple(key for key in keys if key not in finished)
-        backend.apply(Launch(PROMPTS[1], left, begun))
+        backend.apply([Launch(PROMPTS[1], left, begun)])
         for _ in range(num_plans):
-            session.before_turn()
+            session.before_plan(None)
             if not backend.engine.is_idle:
                 served(backend, session)
-        backend.apply(Abort(left, keep=True))
+        backend.apply([Abort(left, keep=True)])
         ended = [backend.wait() for _ in left]
         finished |= {event.sample.key: event.sample for event in ended if isinstance(event, SampleFinished)}
         cut = [as_carried(event.sample) for event in ended if isinstance(event, SampleAborted)]
@@ -347,8 +364,7 @@ def test_a_trajectory_that_is_cut_off_goes_on_in_a_later_round(parts: Any, x64: 
             backend.begin(RoundInfo(step, 1, "eval"), PARAMS)
             current = Round([PROMPTS[1]], 2)
             while not current.done:
-                for command in current.handle(backend.wait()):
-                    backend.apply(command)
+                backend.apply(current.handle(backend.wait()))
             backend.end()
             for sample in current.groups()[0].samples:
                 assert np.array_equal(sample.token_ids, whole[sample.key].token_ids)
@@ -360,7 +376,7 @@ def test_a_trajectory_that_is_cut_off_goes_on_in_a_later_round(parts: Any, x64: 
     assert waited, "none was cut off while it waited"
 
 
-def served(backend: RolloutBackend, session: TurnSession) -> None:
+def served(backend: RolloutBackend, session: Turns) -> None:
     """A worker was served, and no event was handed over."""
     finished, collected = backend._plans.run()
     backend._deliver(finished)
@@ -372,28 +388,28 @@ def test_what_waits_for_an_answer_can_be_ended(parts: Any, x64: None):
     keys = (SampleKey(0, 1, 0), SampleKey(0, 1, 1))
     backend.begin(RoundInfo(1), PARAMS)
     backend.wait()
-    backend.apply(Launch(PROMPTS[1], keys))
+    backend.apply([Launch(PROMPTS[1], keys)])
     while len(answers.asked) < 2:
         served(backend, session)
-    assert session.awaits
-    backend.apply(Abort(keys))
+    assert session.has_pending
+    backend.apply([Abort(keys)])
     ended = [backend.wait() for _ in keys]
     assert all(isinstance(event, SampleAborted) and event.sample.finish_reason == "abort" for event in ended)
     assert all(isinstance(event, SampleAborted) and event.sample.episode == Episode(awaits=True) for event in ended)
-    assert not session.awaits
+    assert not session.has_pending
     backend.cancel()
 
 
 @pytest.mark.parametrize(
     ("limits", "stop", "turns"),
     [
-        (replace(LIMITS, max_turns=2), "max_turns", 2),
-        (replace(LIMITS, max_tool_calls=2), "max_tool_calls", 2),
-        (replace(LIMITS, max_sampled_tokens=1), "max_sampled_tokens", 1),
+        ({"max_turns": 2}, "max_turns", 2),
+        ({"max_tool_calls": 2}, "max_tool_calls", 2),
+        ({"max_sampled_tokens": 1}, "max_sampled_tokens", 1),
     ],
 )
-def test_limits(parts: Any, x64: None, limits: Limits, stop: str, turns: int):
-    backend, _ = backend_of(parts, Answers(2), limits)
+def test_limits(parts: Any, x64: None, limits: dict[str, int], stop: str, turns: int):
+    backend, _ = backend_of(parts, Answers(2), **limits)
     stops = []
     for sample in round_of(backend).values():
         if sample.episode is None:
@@ -402,12 +418,12 @@ def test_limits(parts: Any, x64: None, limits: Limits, stop: str, turns: int):
         if sample.episode.stop == stop:
             assert len(sample.episode.turns) == turns
         check_spans(sample)
-        assert sample.num_drawn <= (limits.max_sampled_tokens or 20)
+        assert sample.num_drawn <= limits.get("max_sampled_tokens", 20)
     assert stop in stops
 
 
 def test_a_trajectory_that_takes_too_long_ends_between_two_turns(parts: Any, x64: None):
-    backend, _ = backend_of(parts, Answers(10**9), replace(LIMITS, rollout_timeout_s=0.05))
+    backend, _ = backend_of(parts, Answers(10**9), rollout_timeout_s=0.05)
     found = [sample for sample in round_of(backend).values() if sample.episode is not None]
     assert "rollout_timeout" in {sample.episode.stop for sample in found if sample.episode}
     for sample in found:
@@ -422,7 +438,7 @@ def test_twenty_turns_prefill_every_token_once(parts: Any, x64: None, monkeypatc
     longer = MeshExecutor(TRAINED, executor.layout, replace(executor.config, max_length=512, num_blocks=1000))
     found = {}
     for patience in (0, 5):
-        backend, _ = backend_of((longer, params), Answers(patience), Limits(max_trajectory_tokens=450))
+        backend, _ = backend_of((longer, params), Answers(patience), max_trajectory_tokens=450)
         found[patience] = round_of(backend)
         counters = backend.engine.counters
         samples = found[patience].values()

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jaxrl.mechanisms.adaptive_layouts.options import LayoutSection
+from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 from jaxrl.scheduling.layouts.latency import MAX_CORRECTION, LatencyPredictor, rms_context
 from jaxrl.scheduling.layouts.latency_profile import (
     MIN_CONTEXT,
@@ -209,7 +209,7 @@ def test_many_at_once_are_as_one_by_one(profile: Profile, loads: list[tuple[int,
 
 
 def test_correction_by_hand():
-    predictor = LatencyPredictor(PROFILE, LayoutSection(correction_weight=0.5))
+    predictor = LatencyPredictor(PROFILE, AdaptiveLayouts.Options(correction_weight=0.5))
     assert predictor.ratio(2) == 1.0
     # Predicted 10 ms, real 12.1: log ratio 0 + 0.5 x log 1.21 = log 1.1.
     assert predictor.observe(2, 2, 200, 0.0121) == pytest.approx(1.1)
@@ -220,7 +220,7 @@ def test_correction_by_hand():
     # tp 4 goes on from there. Predicted 8 ms, real 8: log sqrt(2.2) / 2.
     assert predictor.observe(4, 1, 100, 0.008) == pytest.approx(2.2**0.25)
     assert predictor.ratio(2) == pytest.approx(math.sqrt(2.2)), "each degree has its own"
-    assert LatencyPredictor(PROFILE, LayoutSection(correction_weight=0.0)).observe(2, 2, 200, 1.0) == 1.0
+    assert LatencyPredictor(PROFILE, AdaptiveLayouts.Options(correction_weight=0.0)).observe(2, 2, 200, 1.0) == 1.0
 
 
 @settings(deadline=None, max_examples=40)

@@ -8,18 +8,15 @@ import pytest
 from fake_rollout import FakePrompts, FakeRollout, through_disk
 from rounds import filtering, fresh_batches, long_every_fifth, run_steps
 
-from jaxrl.mechanisms.over_provisioning.options import OverProvisioningSection
-from jaxrl.mechanisms.over_provisioning.rule import OverProvisioning
-from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
-from jaxrl.mechanisms.partial_rollout.rule import PartialRollout
-from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
-from jaxrl.mechanisms.tail_batching.rule import TailBatching
+from jaxrl.mechanisms.over_provisioning import OverProvisioning
+from jaxrl.mechanisms.partial_rollout import PartialRollout
+from jaxrl.mechanisms.tail_batching import TailBatching
 from jaxrl.scheduling.rounds.batches import FreshBatches, RoundTime, room_until_end
 from jaxrl.scheduling.rounds.race import BatchSettings
 
 
 def test_over_provisioning_discards_those_that_lose():
-    rule = OverProvisioning(BatchSettings(4, 4), OverProvisioningSection(True, 1.25, 1.25))
+    rule = OverProvisioning(BatchSettings(4, 4), OverProvisioning.Options(True, 1.25, 1.25))
     training, results = run_steps(rule, long_every_fifth, 3)
     assert [result.left for result in results] == [{(0, p): "filtered"} for p in (4, 9, 14)]
     assert all(result.metrics["rollout/discarded_prompts"] == 1 for result in results)
@@ -66,10 +63,10 @@ def test_a_round_that_is_drawn_ahead_has_the_prompts_that_it_would_have():
     prompts, rule = FakePrompts(100), fresh_batches(4, 2)
     assert played(rule, prompts, 1, ahead=True) == [0, 1, 2, 3]
     assert prompts.position == 8
-    state = through_disk(rule.state_dict())
+    state = through_disk(rule.state())
     for size, expected in ((4, [4, 5, 6, 7]), (2, [4, 5])):
         other, later = fresh_batches(size, 2), FakePrompts(100, position=8)
-        other.load_state_dict(state, later)
+        other.load_state(state, later)
         assert played(other, later, 2, ahead=False) == expected
         assert other.num_carried == 4 - size
         assert prompts.position == later.position == 8
@@ -78,11 +75,11 @@ def test_a_round_that_is_drawn_ahead_has_the_prompts_that_it_would_have():
 @pytest.mark.parametrize(
     "rule",
     [
-        OverProvisioning(BatchSettings(4, 4), OverProvisioningSection(True, 1.25, 1.25)),
+        OverProvisioning(BatchSettings(4, 4), OverProvisioning.Options(True, 1.25, 1.25)),
         fresh_batches(4, 4, **filtering()),
         fresh_batches(4, 4, max_active_requests=8),
-        TailBatching(BatchSettings(4, 4), TailBatchingSection(enable=True)),
-        PartialRollout(BatchSettings(4, 4), PartialRolloutSection(enable=True)),
+        TailBatching(BatchSettings(4, 4), TailBatching.Options(enable=True)),
+        PartialRollout(BatchSettings(4, 4), PartialRollout.Options(enable=True)),
     ],
 )
 def test_what_depends_on_which_responses_end_first_is_not_drawn_ahead(rule: Any):
@@ -93,7 +90,7 @@ def test_what_depends_on_which_responses_end_first_is_not_drawn_ahead(rule: Any)
 
 def test_factors_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match=r"rollout\.over_provisioning\.prompt_factor"):
-        OverProvisioning(BatchSettings(4, 4), OverProvisioningSection(True, float("inf")))
+        OverProvisioning(BatchSettings(4, 4), OverProvisioning.Options(True, float("inf")))
 
 
 @pytest.mark.parametrize(("num_groups", "group_size"), [(0, 4), (2, 0)])
@@ -104,6 +101,6 @@ def test_batches_of_nothing_are_a_mistake_in_code(num_groups: int, group_size: i
 
 def test_states_of_another_make_are_refused():
     fresh = fresh_batches(4, 4)
-    fresh.load_state_dict(through_disk(fresh.state_dict()), FakePrompts(4))
+    fresh.load_state(through_disk(fresh.state()), FakePrompts(4))
     with pytest.raises(ValueError, match="schema 9"):
-        fresh.load_state_dict({"schema": 9}, FakePrompts(4))
+        fresh.load_state({"schema": 9}, FakePrompts(4))

@@ -20,14 +20,10 @@ from fake_rollout import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.mechanisms.dynamic_sampling.options import FilterGroupsSection
-from jaxrl.mechanisms.dynamic_sampling.rule import DynamicSampling
-from jaxrl.mechanisms.over_provisioning.options import OverProvisioningSection
-from jaxrl.mechanisms.over_provisioning.rule import OverProvisioning
-from jaxrl.mechanisms.partial_rollout.options import PartialRolloutSection
-from jaxrl.mechanisms.partial_rollout.rule import PartialRollout
-from jaxrl.mechanisms.tail_batching.options import TailBatchingSection
-from jaxrl.mechanisms.tail_batching.rule import TailBatching
+from jaxrl.mechanisms.dynamic_sampling import DynamicSampling
+from jaxrl.mechanisms.over_provisioning import OverProvisioning
+from jaxrl.mechanisms.partial_rollout import PartialRollout
+from jaxrl.mechanisms.tail_batching import TailBatching
 from jaxrl.scheduling.rounds.events import Launch
 from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.types import Sample, SampleKey
@@ -86,7 +82,7 @@ worlds = st.builds(
 )
 factors = st.sampled_from([1.0, 1.25, 1.5, 2.0, 2.5])
 sampling_options = st.builds(
-    FilterGroupsSection, st.just(True), max_num_gen_batches=st.just(1000), max_unscored_groups=st.integers(-1, 3)
+    DynamicSampling.Options, st.just(True), max_num_gen_batches=st.just(1000), max_unscored_groups=st.integers(-1, 3)
 )
 
 
@@ -94,7 +90,7 @@ sampling_options = st.builds(
 
 
 @st.composite
-def tail_batchings(draw: st.DrawFn) -> tuple[BatchSettings, TailBatchingSection]:
+def tail_batchings(draw: st.DrawFn) -> tuple[BatchSettings, TailBatching.Options]:
     filtering = draw(st.none() | st.builds(DynamicSampling, sampling_options, st.sampled_from([0, 0, 5])))
     batch = BatchSettings(
         draw(st.integers(1, 4)),
@@ -103,7 +99,7 @@ def tail_batchings(draw: st.DrawFn) -> tuple[BatchSettings, TailBatchingSection]
         group_filter=filtering,
         max_active_requests=draw(st.sampled_from([0, 8, 12])),
     )
-    options = TailBatchingSection(
+    options = TailBatching.Options(
         enable=True,
         prompt_factor=draw(factors),
         response_factor=draw(factors),
@@ -116,7 +112,7 @@ def tail_batchings(draw: st.DrawFn) -> tuple[BatchSettings, TailBatchingSection]
 @given(configuration=tail_batchings(), world=worlds, total=st.integers(1, 7), steps_per_version=st.integers(1, 3))
 @settings(max_examples=60, deadline=None)
 def test_random_runs_of_tail_batching_keep_the_book(
-    configuration: tuple[BatchSettings, TailBatchingSection], world: World, total: int, steps_per_version: int
+    configuration: tuple[BatchSettings, TailBatching.Options], world: World, total: int, steps_per_version: int
 ):
     batch, options = configuration
 
@@ -160,9 +156,9 @@ def run_with_crashes_and_queue_checks(make: Callable[[], FakeTraining], total: i
             assert before[len(before) - len(waited) :] == waited
         assert result.kind == "long" or waited == before
         before = after
-    state = straight.rule.state_dict()
+    state = straight.rule.state()
     for name in ("groups", "first"):
-        assert np.array_equal(state["queue"][name], training.rule.state_dict()["queue"][name])
+        assert np.array_equal(state["queue"][name], training.rule.state()["queue"][name])
     tokens = count_tokens(straight)
     assert straight.rollout.num_drawn == sum(tokens.values())
     return training
@@ -172,7 +168,7 @@ def run_with_crashes_and_queue_checks(make: Callable[[], FakeTraining], total: i
 
 
 @st.composite
-def partial_rollouts(draw: st.DrawFn) -> tuple[BatchSettings, PartialRolloutSection]:
+def partial_rollouts(draw: st.DrawFn) -> tuple[BatchSettings, PartialRollout.Options]:
     filtering = draw(st.none() | st.builds(DynamicSampling, sampling_options, st.sampled_from([0, 0, 5])))
     lag = draw(st.integers(0, 1))
     batch = BatchSettings(
@@ -182,7 +178,7 @@ def partial_rollouts(draw: st.DrawFn) -> tuple[BatchSettings, PartialRolloutSect
         max_active_requests=draw(st.sampled_from([0, 3, 7])),
         version_lag=lag,
     )
-    options = PartialRolloutSection(
+    options = PartialRollout.Options(
         enable=True,
         over_provision=draw(st.sampled_from([1.0, 1.25, 1.5, 2.0, 3.5])),
         max_restarts=draw(st.integers(0, 2)),
@@ -195,7 +191,7 @@ def partial_rollouts(draw: st.DrawFn) -> tuple[BatchSettings, PartialRolloutSect
 @given(configuration=partial_rollouts(), world=worlds, total=st.integers(1, 8))
 @settings(max_examples=40, deadline=None)
 def test_random_runs_of_partial_rollout_keep_the_book(
-    configuration: tuple[BatchSettings, PartialRolloutSection], world: World, total: int
+    configuration: tuple[BatchSettings, PartialRollout.Options], world: World, total: int
 ):
     batch, options = configuration
 
@@ -222,7 +218,7 @@ def test_random_runs_of_partial_rollout_keep_the_book(
         for result in training.results:
             assert fingerprint(other.run_step()) == fingerprint(result)
             check_resumption(other)
-        buffered = len(other.rule.state_dict()["queue"]["samples"]["token_ids"])
+        buffered = len(other.rule.state()["queue"]["samples"]["token_ids"])
         tokens = count_tokens(other)
         assert other.rollout.num_drawn == sum(tokens.values()) + buffered
         if options.max_staleness < 0 and not any(r.metrics.get("rollout/discarded_prompts") for r in training.results):
@@ -230,7 +226,7 @@ def test_random_runs_of_partial_rollout_keep_the_book(
 
 
 def check_trained(
-    sample: Sample, version: int, lag: int, options: PartialRolloutSection, length: Callable[[SampleKey], int]
+    sample: Sample, version: int, lag: int, options: PartialRollout.Options, length: Callable[[SampleKey], int]
 ) -> None:
     """Whole, scored, with each token's own records, and within the cap; `version` is the one that is trained."""
     assert sample.reward is not None
@@ -273,7 +269,7 @@ def test_no_sample_starts_again_too_often(
 ):
     """A third of the prompts outlives any cap, so that many groups must be in batches at the same time."""
     batch = BatchSettings(num_groups, 2, version_lag=lag)
-    options = PartialRolloutSection(True, over_provision, max_restarts=max_restarts)
+    options = PartialRollout.Options(True, over_provision, max_restarts=max_restarts)
     options = replace(options, max_staleness=PartialRollout(batch, options).least_staleness + slack)
     rule = PartialRollout(batch, options)
     rollout = FakeRollout(lambda k: 200 if tangled(seed, k.prompt_index) % 3 == 0 else 2, num_slots=40, plan_tokens=2)
@@ -291,14 +287,14 @@ def test_no_sample_starts_again_too_often(
 
 
 @given(
-    options=st.builds(OverProvisioningSection, st.just(True), factors, factors),
+    options=st.builds(OverProvisioning.Options, st.just(True), factors, factors),
     sampling=st.none() | st.builds(DynamicSampling, sampling_options),
     world=worlds,
     slow=st.integers(0, 4),
 )
 @settings(max_examples=20, deadline=None)
 def test_random_runs_of_the_baselines_keep_the_book(
-    options: OverProvisioningSection, sampling: Any, world: World, slow: int
+    options: OverProvisioning.Options, sampling: Any, world: World, slow: int
 ):
     def make(delay: int) -> FakeTraining:
         rule = OverProvisioning(BatchSettings(3, 2, group_filter=sampling), options)

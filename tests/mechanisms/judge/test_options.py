@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl.mechanisms.judge.turns import JudgeTurns
+from jaxrl.mechanisms.judge import Judge
 
 
 @pytest.mark.parametrize(
@@ -18,4 +18,4 @@ from jaxrl.mechanisms.judge.turns import JudgeTurns
     ],
 )
 def test_turns_by_rows(when, share, busy, allowed):
-    assert JudgeTurns(when, share).allows(busy, 8) == allowed
+    assert Judge.Options(when=when, busy_share=share).allows_turn(busy, 8) == allowed

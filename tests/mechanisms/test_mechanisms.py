@@ -11,9 +11,27 @@ from keyword_options import with_options
 from jaxrl.config import Config, from_mapping
 from jaxrl.config.checks import NEEDS_WHOLE_BATCH
 from jaxrl.config.options import AdvantageEstimator
-from jaxrl.mechanisms.table import composition_problem, is_timeless
+from jaxrl.mechanisms import MECHANISMS, composition_problem, enabled, is_timeless
 
 ON = {"enable": True}
+SWITCHES = (
+    *(f"rollout.{name}.enable" for name in ("tail_batching", "partial_rollout", "over_provisioning", "speculation")),
+    *("algorithm.filter_groups.enable", "trainer.one_step_off", "rollout.layout.planner"),
+)
+
+
+def test_nothing_is_on_by_default_and_a_class_reads_its_own_switch():
+    plain = from_mapping({"model": {"path": "m"}})
+    assert enabled(plain) == []
+    for option in SWITCHES:
+        (only,) = enabled(with_options({"model": {"path": "m"}}, {option.replace(".", "__"): True}))
+        assert option.removesuffix(".enable") in only.option
+
+
+def test_titles_and_parts_of_a_checkpoint_have_names_of_their_own():
+    assert len({each.title for each in MECHANISMS}) == len(MECHANISMS)
+    names = [each.name for each in MECHANISMS if each.name]
+    assert len(set(names)) == len(names)
 
 
 def config(

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from jaxrl.config import from_mapping
-from jaxrl.mechanisms.stream_trainer.declaration import ROOM, devices_problem
+from jaxrl.mechanisms.stream_trainer import StreamTrainer
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from jaxrl.mechanisms.stream_trainer.declaration import ROOM, devices_problem
     ],
 )
 def test_devices_without_a_stream(count: int, sentence: str | None):
-    problem = devices_problem(count)
+    problem = StreamTrainer.devices_problem(count)
     assert problem is None if sentence is None else re.search(sentence, problem or "")
 
 
@@ -32,6 +32,5 @@ def test_a_reference_in_the_hosts_memory_is_refused(actor: dict[str, bool], refu
         "trainer": {"stream": {"enable": True}},
         "actor": actor | {"offload_reference": True},
     }
-    assert ROOM.problem is not None
-    problem = ROOM.problem(from_mapping(given), ())
+    problem = StreamTrainer.problem(from_mapping(given), ())
     assert ("trainer.stream.enable excludes actor.offload_reference" in str(problem)) == refused, problem
