@@ -30,6 +30,7 @@ from jax.sharding import Mesh
 
 from jaxrl.mechanisms.judge import Judge
 from jaxrl.mechanisms.judge.pool import JudgeMachine, JudgePool
+from jaxrl.mechanisms.judge.verdicts import Reading
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.host_weights import HostWeights
@@ -68,10 +69,10 @@ def _options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--new", type=int, default=512, help="tokens of the longest response (512)")
 
 
-class Fixed:
+class Fixed(Reading):
     """A judge that reads random tokens, and writes as many as it is asked to."""
 
-    num_samples = 1
+    writes = True
 
     def __init__(self, options: argparse.Namespace, vocab_size: int) -> None:
         self._ids = _tokens(options.seed, options.judged, vocab_size)

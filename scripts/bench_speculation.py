@@ -42,13 +42,12 @@ from bench.decode_cases import BLOCK
 from bench.frame import Benchmark, Record, Session
 from bench.jax_cases import build_params
 from bench.measure import Bench, Summary, Values, say
-from jaxrl.mechanisms.speculation.index_builder import build_index, draft_lengths
 
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.mechanisms.speculation import Speculation, spec_metrics
-from jaxrl.mechanisms.speculation.index import DraftIndex
+from jaxrl.mechanisms.speculation.index import DraftIndex, build_index, draft_lengths
 from jaxrl.mechanisms.speculation.proposer import Drafting
-from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, StepCosts, Window, default_verify_tokens
+from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, DraftWindow, StepCosts, default_verify_tokens
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
@@ -87,7 +86,7 @@ class House:
         verify_tokens: int,
     ) -> None:
         longest = options.prompt + options.new
-        window = Window(OPTIONS.min_window, OPTIONS.window_step, OPTIONS.max_window)
+        window = DraftWindow(OPTIONS.min_window, OPTIONS.window_step, OPTIONS.max_window)
         drafting = Drafting(num_responses, num_tokens, verify_tokens, draft_lengths(OPTIONS), window)
         sizes = ExecutorConfig(
             num_slots=num_rows,

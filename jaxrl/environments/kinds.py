@@ -38,8 +38,8 @@ Row = Mapping[str, Any]
 
 
 class FunctionTools:
-    """Functions as tools. An episode ends with the first turn that calls none, and has no reward of its own. A call that
-    takes longer than `timeout_s` is answered with an error; 0: no limit."""
+    """Functions as tools. An episode ends with the first turn that calls none, and has no reward of its own. A call
+    that takes longer than `timeout_s` is answered with an error; 0: no limit."""
 
     def __init__(self, module: ModuleType, text: str) -> None:
         self._functions = public_functions(module, text)

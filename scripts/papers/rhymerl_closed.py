@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -79,7 +80,7 @@ def step_ends(case: Case, calibration: Calibration) -> list[float]:
     config, (cost, workload) = configuration(case, calibration), models(case, calibration)
     rollout, num_workers = config.rollout, config.rollout.num_workers
     prompts = SimulatedPrompts(workload, config.simulate.num_prompts, PROMPT_TOKENS, case.seed)
-    past = Past()
+    past: Any = Past()
     step_s = _step_s(cost, case.degree)
     ranking = Ranking(rollout.ranking_groups, num_workers, past, step_s)
     drafting = drafting_of(case, workload) if rollout.speculation.enable else None

@@ -19,12 +19,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from jaxrl.mechanisms.speculation.acceptance import AcceptanceModel
-
 from jaxrl.config import Config, SimulatedLengths, SimulatedScoring, SimulatedTask, from_mapping
 from jaxrl.mechanisms.speculation import Speculation
 from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftWindow
-from jaxrl.mechanisms.speculation.simulated import SimulatedDrafts
+from jaxrl.mechanisms.speculation.simulated import SimulatedDrafts, acceptance_model
 from jaxrl.models.shapes import named_shape
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import HARDWARE
@@ -379,7 +377,7 @@ def drafting_of(case: Case, workload: ModelledWorkload) -> SimulatedDrafts:
     """How the rows of a case draft."""
     options = Speculation.Options()
     window = DraftWindow(options.min_window, options.window_step, options.max_window)
-    tell = AcceptanceModel(case.seed, workload.history, options.min_prefix, options.max_prefix)
+    tell = acceptance_model(case.seed, workload, options)
     return SimulatedDrafts(tell, DraftConfig(window, VERIFY_TOKENS))
 
 

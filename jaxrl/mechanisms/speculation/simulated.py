@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.config import Config, SimulatedHistory
-from jaxrl.mechanisms.speculation import draft_config
+from jaxrl.mechanisms.speculation import Speculation, draft_config
 from jaxrl.mechanisms.speculation.index import Building, DraftIndex, IndexBuilder
 from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, StepCosts
 from jaxrl.scheduling.rounds.history import PromptHistory
@@ -86,16 +86,23 @@ class SimulatedDrafts:
 
 def proposals(config: Config, workload: Workload) -> SimulatedDrafts | None:
     """What simulated devices draft; None where `rollout.speculation` is off."""
-    drafts, spec = draft_config(config, PLATFORM), config.rollout.speculation
-    if drafts is None:
-        return None
+    drafts = draft_config(config, PLATFORM)
+    return drafts and SimulatedDrafts(
+        acceptance_model(config.trainer.seed, workload, config.rollout.speculation), drafts
+    )
+
+
+def acceptance_model(
+    seed: int, workload: Workload, options: Speculation.Options
+) -> Callable[[SampleKey, int], Acceptance]:
+    """How much of a response's drafts is right, by its identity and its length."""
 
     def model(key: SampleKey, length: int) -> Acceptance:
-        identity = word(_STRETCHES, config.trainer.seed, key.epoch, key.prompt_index, key.sample_index, key.attempt)
+        identity = word(_STRETCHES, seed, key.epoch, key.prompt_index, key.sample_index, key.attempt)
         history = workload.history(key.prompt_index)
-        return draft_acceptance(history, identity, key.epoch, length, spec.min_prefix, spec.max_prefix)
+        return draft_acceptance(history, identity, key.epoch, length, options.min_prefix, options.max_prefix)
 
-    return SimulatedDrafts(model, drafts)
+    return model
 
 
 def verify_rule(config: Config, cost: CostModel) -> Callable[[], DraftRule] | None:
