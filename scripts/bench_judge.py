@@ -75,11 +75,11 @@ class Fixed(Reading):
     writes = True
 
     def __init__(self, options: argparse.Namespace, vocab_size: int) -> None:
-        self._ids = _tokens(options.seed, options.judged, vocab_size)
+        self._random_ids = _tokens(options.seed, options.judged, vocab_size)
         self.params = SamplingParams(max_tokens=options.written)
 
     def ids(self, request: Any) -> tuple[int, ...]:
-        return self._ids
+        return self._random_ids
 
     def reward(self, samples: Sequence[Sample]) -> tuple[float, dict[str, Any]]:
         return float(len(samples[0])), {}
