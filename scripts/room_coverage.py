@@ -5,8 +5,8 @@
     python scripts/room_coverage.py --read out/new.json --against out/coverage.json
 
 Processes that tests start are counted, but not those that a signal ends before they write down what they ran. A room is
-a folder of `jaxrl/`, a mechanism in `jaxrl/mechanisms/`, or a file at the top. The exit status is 1 if a room has less than before,
-by more than `--slack` lines and branches: what ran depends on the clock in a few places.
+a folder of `jaxrl/`, a mechanism in `jaxrl/mechanisms/`, or a file at the top. The exit status is 1 if a room has less
+than before, by more than `--slack` lines and branches: what ran depends on the clock in a few places.
 """
 
 from __future__ import annotations
