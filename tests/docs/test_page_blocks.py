@@ -324,7 +324,7 @@ def inventing(block: Block, folder: Path, world: World) -> None:
 
 
 PYTHON: dict[str, Callable[[Block, Path, World], None]] = {
-    "CONTRIBUTING.md: from collections.abc import Mapping": declaring,
+    "CONTRIBUTING.md: from dataclasses import dataclass": declaring,
     "README.md: from jaxrl.text import TextEngine": from_python,
     "docs/layouts.md: mesh = make_mesh()": swapping,
     "docs/environments.md: import openai": agent,
