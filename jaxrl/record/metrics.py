@@ -17,14 +17,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple, SupportsFloat
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsFloat
 
 import numpy as np
 
 from jaxrl.record import samples
 from jaxrl.record.files import JsonLines, read_lines
-from jaxrl.record.sinks import RetryingSink, open_sink, sink_package
 from jaxrl.types import Group, TrainBatch
+
+if TYPE_CHECKING:
+    from jaxrl.record.sinks import RetryingSink
 
 FILE_NAME = "metrics.jsonl"
 
@@ -137,8 +139,6 @@ class MetricsWriter:
         self._shown = (project, experiment or self._folder.name, config or {})
         self._sinks: list[RetryingSink] = []
         self._names = [name for name in sinks if name != "console"]
-        for name in self._names:
-            sink_package(name)
         self._lines = JsonLines(self._folder / FILE_NAME, resume_step, sync=True)
         steps = (int(row["step"]) for row in read_metrics(self._folder))
         self.last_step = max((step for step in steps if resume_step is None or step <= resume_step), default=-1)
@@ -147,6 +147,10 @@ class MetricsWriter:
         """To be called before `begin`: a sink that cannot be opened changes nothing in the file. Some wait for the
         network. Raises RunFailed if that does not answer."""
         self._folder.mkdir(parents=True, exist_ok=True)
+        if not self._names:
+            return
+        from jaxrl.record.sinks import RetryingSink, open_sink
+
         last_step = self.last_step if self._resume_step is None else self._resume_step
         for name in self._names[len(self._sinks) :]:  # one by one: those that are open are closed if the next fails
             self._sinks.append(RetryingSink(name, open_sink(name, self._folder, last_step, *self._shown)))

@@ -91,10 +91,8 @@ def open_sink(
     return _Wandb(package, folder, project, experiment, config)
 
 
-def sink_package(name: str) -> ModuleType | None:
-    """The package of a sink of `trainer.logger`; None for "console". Raises ValueError if it is not installed."""
-    if name == "console":
-        return None
+def sink_package(name: str) -> ModuleType:
+    """The package of a sink of `trainer.logger`. Raises ValueError if it is not installed."""
     module = PACKAGES.get(name)
     if module is None:
         raise ValueError(f"trainer.logger: {name!r} must be one of console, {', '.join(PACKAGES)}")

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -27,10 +27,7 @@ from jaxrl.rollout import kv_cache
 from jaxrl.rollout.calls import Call, MeshTicket, kept_tokens, places_in, prefill_calls, result_of
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms, bucket
 from jaxrl.rollout.programs import MAX_STOP_IDS, RowState, host_rows
-from jaxrl.rollout.proposals import DeviceHistories
 from jaxrl.rollout.sampling import request_key
-from jaxrl.scheduling.layouts.kv_plan import KvPlan, Lanes
-from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, SwitchFailed, TimeTaken
 from jaxrl.scheduling.tokens.plan import (
     TRASH_BLOCK,
     Capacity,
@@ -41,11 +38,16 @@ from jaxrl.scheduling.tokens.plan import (
     ScheduledRows,
     Ticket,
 )
-from jaxrl.sharding import kv_migration, reshard
+from jaxrl.sharding import reshard
 from jaxrl.sharding.compiled import CompileAhead, CompiledPrograms
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import platform_of
 from jaxrl.sharding.rules import Form, rollout_shardings, to_rollout, train_shardings
+
+if TYPE_CHECKING:
+    from jaxrl.mechanisms.speculation.proposer import DeviceIndexes
+    from jaxrl.scheduling.layouts.kv_plan import KvPlan, Lanes
+    from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, SwitchFailed, TimeTaken
 
 
 @dataclass(slots=True)
@@ -151,7 +153,7 @@ class MeshExecutor:
         self._params: Any = None
         self._pool: kv_cache.Pool | None = None
         self._state: RowState | None = None
-        self._histories: DeviceHistories | None = None
+        self._histories: DeviceIndexes | None = None
         self._use(self._programs_at(layout.tp))
 
     def _use(self, programs: LayoutPrograms) -> None:
@@ -316,6 +318,8 @@ class MeshExecutor:
         Raises:
           SwitchFailed: something failed after the move had begun.
         """
+        from jaxrl.scheduling.layouts.relayout import TimeTaken
+
         if self._params is None or self._pool is None:
             raise RuntimeError("the executor has no weights or no KV pool: call sync_weights and allocate first")
         began = time.perf_counter()
@@ -351,6 +355,9 @@ class MeshExecutor:
         Raises:
           SwitchFailed: the copy failed; the pool is empty.
         """
+        from jaxrl.scheduling.layouts.relayout import SwitchFailed
+        from jaxrl.sharding import kv_migration
+
         assert isinstance(source, MeshExecutor), "KV comes from a mesh"
         lanes = kv.lanes()
         if kv.copies:
@@ -370,10 +377,11 @@ class MeshExecutor:
         """Compiles what a switch will run, and raises for everything that can be checked beforehand."""
         reshard.precompile(self._params, self._shardings(target))
         if lanes.is_any:
+            from jaxrl.sharding import kv_migration
+
             assert self._pool is not None
-            kv_migration.precompile(
-                self.layout, target.layout, self._pool, target.cache_shape.num_blocks, [lanes.sizes]
-            )
+            num_blocks = target.cache_shape.num_blocks
+            kv_migration.precompile(self.layout, target.layout, self._pool, num_blocks, [lanes.sizes])
 
     def _shardings(self, programs: LayoutPrograms) -> Any:
         return rollout_shardings(self.model, programs.layout, self.config.max_tp, **programs.programs.form)
@@ -387,6 +395,8 @@ class MeshExecutor:
         pool, self._pool = self._pool, None
         assert pool is not None
         if lanes.is_any:
+            from jaxrl.sharding import kv_migration
+
             num_blocks = target.cache_shape.num_blocks
             self._pool = kv_migration.migrate(pool, self.layout, target.layout, lanes, num_blocks)
         else:
@@ -397,6 +407,8 @@ class MeshExecutor:
 
     def _back_to(self, programs: LayoutPrograms, error: Exception) -> SwitchFailed:
         """After a failure halfway: takes the weights anew in the old layout, with an empty pool, if it can."""
+        from jaxrl.scheduling.layouts.relayout import SwitchFailed
+
         self._params = self._pool = self._state = None  # of weights, never a mixture
         self._use(programs)
         what = f"the switch from tp {programs.layout.tp} failed halfway ({type(error).__name__}: {error})"

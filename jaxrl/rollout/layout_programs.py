@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,17 +22,18 @@ from jaxrl.models.kv_layers import kv_layers
 from jaxrl.models.streaming import on_host
 from jaxrl.rollout import kv_cache
 from jaxrl.rollout.programs import ExecutorConfig, Generated, Programs, Tiles, row_state_shapes
-from jaxrl.rollout.proposals import Proposer
-from jaxrl.rollout.verify import Verify, VerifySums
 from jaxrl.scheduling.tokens.plan import Capacity
 from jaxrl.sharding.compiled import CompiledPrograms, products_of
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import platform_of
 from jaxrl.sharding.rules import map_weights, pad_heads, rollout_params_fn
 
+if TYPE_CHECKING:
+    from jaxrl.mechanisms.speculation.proposer import Drafting
+
 Shape = tuple[str, int, int, int]
 """(program, rows, positions per row, table width); of a program over windows, tiles instead of positions. Of `upload`,
-which writes a history into its place: the number of places, and their `Proposer.upload_sizes`."""
+which writes a history into its place: the number of places, and their `Drafting.upload_sizes`."""
 
 _GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
 """What XLA records into CUDA graphs, as `--xla_gpu_enable_command_buffer` names it: its defaults, and loops."""
@@ -229,6 +230,8 @@ class LayoutPrograms(CompiledPrograms):
             arguments = (*live, tables, slots, flags, scalar, scalar, tiles)
             decode = partial(self.programs.decode, truncate=truncate, num_top=num_top)
             return decode, (1, 2), arguments, (pool, state, generated, everywhere)
+        from jaxrl.rollout.verify import Verify, VerifySums
+
         assert self.config.proposer is not None
         verify = Verify(self.programs, self.config.proposer, self.verify_width(rows), truncate)
         by_row = of(jnp.int32)
@@ -280,7 +283,7 @@ class LayoutPrograms(CompiledPrograms):
 
 
 @lru_cache(maxsize=16)
-def _blank(proposer: Proposer, capacity: Capacity, sharding: NamedSharding) -> Callable[[], Any]:
+def _blank(proposer: Drafting, capacity: Capacity, sharding: NamedSharding) -> Callable[[], Any]:
     """Makes places without a history, each device allocating its own; compiled once for each layout."""
     shapes = proposer.array_shapes(capacity.num_groups, proposer.num_places(capacity.num_slots))
     return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), out_shardings=sharding)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,7 @@ from jaxrl.models import decoder, experts
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.kv_layers import KvLayers, whole
 from jaxrl.models.numerics import in_tiles, refuse_invariant
-from jaxrl.rollout import fused_step, kv_cache
-from jaxrl.rollout.proposals import Proposer
+from jaxrl.rollout import kv_cache
 from jaxrl.rollout.sampling import Draw, SampledToken, SamplingState, drawn_by_rows, sample
 from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks
 from jaxrl.schema.limits import Narrow
@@ -37,6 +36,9 @@ from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import platform_of
 from jaxrl.sharding.narrow_weights import scale_shardings
 from jaxrl.sharding.rules import Form, pad_heads, padded_config, rollout_spec
+
+if TYPE_CHECKING:
+    from jaxrl.mechanisms.speculation.proposer import Drafting
 
 Tiles = tuple[WindowTiles, ...]
 """Of each stack of layers, the tiles of the rows' windows."""
@@ -51,7 +53,7 @@ class RowState(NamedTuple):
     token: the last token drawn, its KV not in the cache yet; position: where it stands in the sequence;
     active: whether the row decodes; limit: the sequence length at which it stops; stop_ids: [..., MAX_STOP_IDS], -1
     for none. Only where proposals are verified (`jaxrl.rollout.verify`): recent: the last tokens of the response,
-    [..., num_recent], `Proposer.blank` where it has fewer; window: the most tokens of its next proposal.
+    [..., num_recent], `Drafting.blank` where it has fewer; window: the most tokens of its next proposal.
     """
 
     token: jax.Array
@@ -64,7 +66,7 @@ class RowState(NamedTuple):
     window: jax.Array | None = None
 
 
-def row_state_shapes(groups: int, rows: int, proposer: Proposer | None = None) -> RowState:
+def row_state_shapes(groups: int, rows: int, proposer: Drafting | None = None) -> RowState:
     """The dtypes and shapes of a `RowState`."""
 
     def of(dtype: Any, *dims: int) -> Any:
@@ -195,7 +197,7 @@ class ExecutorConfig:
     fused_projections: bool | None = None
     gathered: bool | None = None
     interpret: bool = False
-    proposer: Proposer | None = None
+    proposer: Drafting | None = None
     resident_layers: int | None = None
     ahead: bool = True
     draw: Draw = sample
@@ -262,8 +264,11 @@ class Programs:
         on_one = heads // layout.tp, layout.kv_heads_each(kv_heads)
         decodes = self.attention.decodes(*on_one, model.head_dim, self.dtype)
         streams = config.resident_layers is not None  # from the host's memory, for which there is no fused step
-        can_step = decodes and fused_step.computes(model) and not streams
-        self.fused = self.fused_projections and not self.gathered and can_step
+        self.fused = self.fused_projections and not self.gathered and decodes and not streams
+        if self.fused:
+            from jaxrl.rollout import fused_step
+
+            self.fused = fused_step.computes(model)
         self.draw = drawn_by_rows(config.draw, self.by_rows) if config.is_invariant else config.draw
         is_split = model.num_experts and not config.is_invariant
         self.mix = _mix(model, layout, max_tp, batched=not on_cpu) if is_split else None
@@ -441,6 +446,8 @@ class Programs:
 
             def paged(pool: kv_cache.Pool, rows: RowState, step: jax.Array) -> tuple[jax.Array, kv_cache.Pool]:
                 if self.fused:
+                    from jaxrl.rollout import fused_step
+
                     return fused_step.forward(
                         params,
                         pool,
@@ -491,7 +498,7 @@ def _mix(config: ModelConfig, layout: Layout, max_tp: int, *, batched: bool) -> 
     return experts.over_devices(layout.mesh, specs, rows, batched=batched, gathered=False)
 
 
-def host_rows(groups: int, rows: int, proposer: Proposer | None = None) -> RowState:
+def host_rows(groups: int, rows: int, proposer: Drafting | None = None) -> RowState:
     """A `RowState` of numpy arrays to fill on the host: inactive rows that would stop at once."""
     shapes = row_state_shapes(groups, rows, proposer)
     blank = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)

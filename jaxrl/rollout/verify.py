@@ -1,7 +1,7 @@
 """Decode steps that verify proposed tokens.
 
-`Verify.run` is `Programs.decode` with another step: tokens are proposed for a row (`jaxrl.rollout.proposals`), the
-model runs over its last token and the proposal at once, every position's token is sampled, and the row keeps the
+`Verify.run` is `Programs.decode` with another step: tokens are proposed for a row, the model
+runs over its last token and the proposal at once, every position's token is sampled, and the row keeps the
 sampled tokens up to and with the first that is not the proposed one. A dispatch takes many such steps.
 
 Source: verification of several positions in one forward pass: Leviathan et al. 2023.
@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +32,19 @@ from jax.sharding import PartitionSpec
 
 from jaxrl.rollout import kv_cache
 from jaxrl.rollout.programs import Generated, Programs, RowState, Tiles, followed_by, put_rows, stops
-from jaxrl.rollout.proposals import Proposed, Proposer
 from jaxrl.rollout.sampling import SamplingState
 from jaxrl.scheduling.tokens.plan import TOKENS_PER_STEP
+
+if TYPE_CHECKING:
+    from jaxrl.mechanisms.speculation.proposer import Drafting
+
+
+class Proposed(NamedTuple):
+    """Tokens int32 [R, W], of which the first `length` [R] are proposed, and the tokens of context `matched` [R]."""
+
+    tokens: jax.Array
+    length: jax.Array
+    matched: jax.Array
 
 
 class VerifySums(NamedTuple):
@@ -77,7 +87,7 @@ class Verify:
     """
 
     programs: Programs
-    proposer: Proposer
+    proposer: Drafting
     width: int
     truncate: bool
 

@@ -70,7 +70,7 @@ def test_what_is_refused(tmp_path):
             writer.write(4, {"time": 1.0})
     assert steps(tmp_path) == [3]
     with pytest.raises(ValueError, match="'comet' must be one of console, mlflow, tensorboard, trackio, wandb"):
-        MetricsWriter(tmp_path, ["comet"])
+        MetricsWriter(tmp_path, ["comet"]).open_sinks()
 
 
 @pytest.mark.parametrize("line", ["nonsense", "[]", "{}", '{"step": 1, "x": "high"}', '{"step": 1, "x": null}'])

@@ -32,8 +32,7 @@ from jaxrl.mechanisms.speculation.index import (
     num_buckets,
 )
 from jaxrl.mechanisms.speculation.rule import Window, draft_width
-from jaxrl.rollout.proposals import Proposed
-from jaxrl.rollout.verify import leading
+from jaxrl.rollout.verify import Proposed, leading
 
 
 class IndexArrays(NamedTuple):
@@ -49,7 +48,7 @@ class IndexArrays(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """How an executor drafts (`jaxrl.rollout.proposals.Proposer`).
+    """Proposes the tokens that an executor verifies (`jaxrl.rollout.verify`). Equal ones make equal programs.
 
     Attributes:
       num_responses, num_tokens: the most responses, and the most tokens of them together, that an index is made of.

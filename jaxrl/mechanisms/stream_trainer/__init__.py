@@ -37,7 +37,6 @@ from annotated_types import Ge, Interval
 
 from jaxrl.mechanisms.stream_trainer.scale_down import ScaleDown, ScaleDownDecision, halves, load_of
 from jaxrl.mechanisms.stream_trainer.stream_pace import StreamPace
-from jaxrl.scheduling.layouts.relayout import SwitchFailed
 from jaxrl.scheduling.mechanism import WORKERS, FreedMemory, Mechanism, Phase, RoundEnd, RoundInfo, RoundState, Tracer
 from jaxrl.scheduling.rounds.events import Interrupted
 from jaxrl.scheduling.rounds.round import PromptKey
@@ -481,6 +480,8 @@ class StreamTrainer(Mechanism):
         return (done.steps + done.prefill_tokens / PREFILL_TOKENS_PER_STEP) / self._workers.num_open
 
     def _free(self, workers: tuple[int, ...]) -> None:
+        from jaxrl.scheduling.layouts.relayout import SwitchFailed
+
         for worker in workers:
             try:
                 self._num_copied += self._workers.close(worker, self._by, leaving=workers).num_moved

@@ -10,7 +10,6 @@ Requests are dealt so that the other worker's dp groups, with the rows that they
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from jaxrl.scheduling.layouts.kv_plan import KvPlan, LiveBlocks, blocks_needed, plan_migration
@@ -19,23 +18,7 @@ from jaxrl.scheduling.layouts.relayout import ResidentRow, SwitchFailed, live_bl
 from jaxrl.scheduling.tokens.batcher import Batcher
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Executor, Request, Seat, resume
-
-
-@dataclass(frozen=True, slots=True)
-class MigrationOutcome:
-    """The outcome of a migration: requests, those that go on without a prefill, and the tokens with their KV copied (as
-    `Relayout.num_moved` counts them)."""
-
-    num_requests: int
-    num_seated: int
-    num_moved: int
-
-    def __add__(self, other: MigrationOutcome) -> MigrationOutcome:
-        return MigrationOutcome(
-            self.num_requests + other.num_requests,
-            self.num_seated + other.num_seated,
-            self.num_moved + other.num_moved,
-        )
+from jaxrl.scheduling.tokens.progress import MigrationOutcome
 
 
 @runtime_checkable
