@@ -13,7 +13,7 @@ Example::
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -111,25 +111,19 @@ class SamplingParams:
     top_logprobs: int = 0
 
     def __post_init__(self) -> None:
-        def refuse(name: str, rule: str) -> None:
-            raise ValueError(f"SamplingParams.{name} ({getattr(self, name)!r}) must be {rule}")
-
-        if not self.temperature >= 0:
-            refuse("temperature", ">= 0")
-        if self.top_k < -1:
-            refuse("top_k", ">= 1, or 0 or -1 to keep all tokens")
-        if not 0 < self.top_p <= 1:
-            refuse("top_p", "in (0, 1]")
-        if not 0 <= self.min_p < 1:
-            refuse("min_p", "in [0, 1)")
-        if self.max_tokens < 1:
-            refuse("max_tokens", ">= 1")
-        if self.top_logprobs < 0:
-            refuse("top_logprobs", ">= 0")
-        if isinstance(self.stop_strings, str):
-            refuse("stop_strings", "a tuple of strings")
-        if any(not text for text in self.stop_strings):
-            refuse("stop_strings", "non-empty strings")
+        rules = (
+            ("temperature", ">= 0", self.temperature >= 0),
+            ("top_k", ">= 1, or 0 or -1 to keep all tokens", self.top_k >= -1),
+            ("top_p", "in (0, 1]", 0 < self.top_p <= 1),
+            ("min_p", "in [0, 1)", 0 <= self.min_p < 1),
+            ("max_tokens", ">= 1", self.max_tokens >= 1),
+            ("top_logprobs", ">= 0", self.top_logprobs >= 0),
+            ("stop_strings", "a tuple of strings", not isinstance(self.stop_strings, str)),
+            ("stop_strings", "non-empty strings", all(self.stop_strings)),
+        )
+        for name, rule, holds in rules:
+            if not holds:
+                raise ValueError(f"SamplingParams.{name} ({getattr(self, name)!r}) must be {rule}")
 
 
 class TopTokens(NamedTuple):
@@ -316,16 +310,4 @@ class TrainBatch:
         def pick(values: list[Any] | None) -> Any:
             return None if values is None else [values[i] for i in indices]
 
-        return TrainBatch(
-            pick(self.prompts),
-            pick(self.samples),
-            pick(self.advantages),
-            pick(self.old_logprobs),
-            pick(self.ref_logprobs),
-            pick(self.loss_masks),
-            pick(self.values),
-            pick(self.returns),
-            pick(self.teacher_logprobs),
-            pick(self.teacher_ids),
-            pick(self.teacher_top_logprobs),
-        )
+        return TrainBatch(**{each.name: pick(getattr(self, each.name)) for each in fields(self)})

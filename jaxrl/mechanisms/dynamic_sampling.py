@@ -149,7 +149,8 @@ class FilteredShare:
 
 
 class DynamicSampling(Mechanism):
-    """The filter of groups (`jaxrl.scheduling.rounds.race.GroupFilter`). It is immutable: `after` returns a new one.
+    """The filter of groups that a race asks (`jaxrl.scheduling.rounds.race`). It is immutable: `after` returns a new
+    one.
 
     Args:
       options: `algorithm.filter_groups`.

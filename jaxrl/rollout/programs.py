@@ -469,19 +469,27 @@ class Programs:
 
             return pool, paged, lambda pool, counts: pool
 
-        gathered, start = kv_cache.GatheredCache(self.layout, pool[0][0].shape[1], self.kv), began.position
-        windows, blank = gathered.open(pool, tiles, began.token.shape[1], self.config.decode_steps, self.dtype)
+        blank, forward, close = self.over_windows(params, pool, tables, tiles, began, self.config.decode_steps)
+        return blank, lambda fresh, rows, step: forward(fresh, rows.token, rows.position, step), close
 
-        def windowed(fresh: list[Any], rows: RowState, step: jax.Array) -> tuple[jax.Array, list[Any]]:
+    def over_windows(
+        self, params: Any, pool: kv_cache.Pool, tables: kv_cache.Tables, tiles: Tiles, began: RowState, most: int
+    ) -> tuple[Any, ...]:
+        """(buffers for `most` tokens of each row, forward(buffers, tokens, positions, at) -> (hidden, buffers),
+        close(buffers, tokens per row) -> pool); `at` as for `GatheredCache.attend`."""
+        gathered, start = kv_cache.GatheredCache(self.layout, pool[0][0].shape[1], self.kv), began.position
+        windows, blank = gathered.open(pool, tiles, began.token.shape[1], most, self.dtype)
+
+        def forward(fresh: list[Any], tokens: jax.Array, positions: jax.Array, at: jax.Array) -> tuple[jax.Array, Any]:
             def attend(
                 layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
             ) -> tuple[jax.Array, Any]:
                 own = windows[layer], tiles[self.kv.places[layer][0]], fresh[layer]
-                return gathered.attend(q, k, v, *own, start, step, self.rules[layer], sinks)
+                return gathered.attend(q, k, v, *own, start, at, self.rules[layer], sinks)
 
-            return self.layers(params, rows.token, rows.position, attend)
+            return self.layers(params, tokens, positions, attend)
 
-        return blank, windowed, lambda fresh, counts: gathered.close(pool, fresh, tables, start, counts)
+        return blank, forward, lambda fresh, counts: gathered.close(pool, fresh, tables, start, counts)
 
     def pin(self, tree: Any) -> Any:
         """Fixes the sharding of per-row values, so that programs follow each other without a reshard between them."""

@@ -212,24 +212,15 @@ class Verify:
 
             return pool, paged, lambda pool, gained: pool
 
-        gathered = kv_cache.GatheredCache(programs.layout, pool[0][0].shape[1], programs.kv)
-        start = began.position
-        windows, blank = gathered.open(pool, tiles, began.token.shape[1], self.most_tokens, programs.dtype)
+        blank, forward, close = programs.over_windows(params, pool, tables, tiles, began, self.most_tokens)
 
         def windowed(
             fresh: list[Any], tokens: jax.Array, positions: jax.Array, valid: jax.Array, gained: jax.Array
         ) -> tuple[jax.Array, list[Any]]:
             at = jnp.where(valid, gained[..., None] + jnp.arange(tokens.shape[-1]), self.most_tokens)
+            return forward(fresh, tokens, positions, at)
 
-            def attend(
-                layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
-            ) -> tuple[jax.Array, Any]:
-                own = windows[layer], tiles[programs.kv.places[layer][0]], fresh[layer]
-                return gathered.attend(q, k, v, *own, start, at, programs.rules[layer], sinks)
-
-            return programs.layers(params, tokens, positions, attend)
-
-        return blank, windowed, lambda fresh, gained: gathered.close(pool, fresh, tables, start, gained)
+        return blank, windowed, close
 
 
 def _of_positions(sampling: SamplingState, shape: tuple[int, ...]) -> SamplingState:

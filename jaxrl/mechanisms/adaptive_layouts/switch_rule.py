@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -37,29 +37,18 @@ from jaxrl.scheduling.layouts.batch_state import (
     BatchState,
     GroupCapacity,
     Rows,
-    StepTimes,
     load_at,
     num_tokens,
     remaining_s,
 )
-from jaxrl.scheduling.layouts.latency_profile import SwitchCost
 from jaxrl.scheduling.layouts.regroup import regroup
 from jaxrl.scheduling.layouts.relayout import How
 
 if TYPE_CHECKING:
     from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
+    from jaxrl.scheduling.layouts.latency import LatencyPredictor
 
 SCHEMA = 1
-
-
-class LatencyModel(StepTimes, Protocol):
-    """The predictions that the rule asks for; `jaxrl.scheduling.layouts.latency.LatencyPredictor` gives them."""
-
-    def switch_cost(self, from_tp: int, to_tp: int) -> SwitchCost: ...
-
-    def move_s(self, from_tp: int, to_tp: int, tokens: int) -> float: ...
-
-    def recompute_s(self, to_tp: int, lengths: Sequence[int]) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +141,7 @@ class LayoutSwitchRule:
 
     options: AdaptiveLayouts.Options
     degrees: tuple[int, ...]
-    model: LatencyModel
+    model: LatencyPredictor
     _last: Switch | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:

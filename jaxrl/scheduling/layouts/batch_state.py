@@ -10,24 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from jaxrl.scheduling.layouts.latency import LatencyPredictor
 
 MAX_TERMS = 2048
 
 Bound = Literal["max_length", "expected"]
-
-
-class StepTimes(Protocol):
-    """Predicted times of steps (`jaxrl.scheduling.layouts.latency.LatencyPredictor`)."""
-
-    @property
-    def num_devices(self) -> int: ...
-
-    def decode_steps_s(self, tp: int, batch_S: np.ndarray, context_S: np.ndarray) -> np.ndarray:
-        """Seconds of decode steps, by rows and by tokens of the fullest dp group: [S], [S] -> [S]."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +109,7 @@ def load_at(groups: Iterable[Rows], bound: Bound, step_S: np.ndarray) -> tuple[n
     return batch_S, tokens_S
 
 
-def remaining_s(model: StepTimes, tp: int, groups: Sequence[Rows], bound: Bound = "max_length") -> float:
+def remaining_s(model: LatencyPredictor, tp: int, groups: Sequence[Rows], bound: Bound = "max_length") -> float:
     """Seconds until the last of these rows ends if the layout stays at `tp` (Algorithm 1, est_rem_time).
 
     The sum of all steps' times. Beyond `MAX_TERMS` steps, the middle step stands for each of as many intervals.
@@ -156,7 +148,7 @@ class DegreeChoice:
 
 
 def fastest_degree(
-    model: StepTimes,
+    model: LatencyPredictor,
     capacities: Mapping[int, GroupCapacity],
     num_rows: int,
     prompt_tokens: int,

@@ -116,6 +116,10 @@ class LayoutExecutor(Executor, Protocol):
         """What the layout of this degree offers. Raises ValueError if there is no such layout."""
         ...
 
+    def start_in(self, tp: int, /) -> None:
+        """Chooses the layout, while there are neither weights nor a pool."""
+        ...
+
     def switch(self, move: Relayout) -> TimeTaken:
         """Carries it out, with nothing in flight.
 

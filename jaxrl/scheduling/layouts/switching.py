@@ -8,27 +8,10 @@ another worker see `jaxrl.scheduling.layouts.request_migration`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, get_args, runtime_checkable
+from typing import get_args
 
 from jaxrl.scheduling.layouts.relayout import How, LayoutExecutor, SwitchFailed, TimeTaken, plan_relayout, restart
-from jaxrl.scheduling.tokens.batcher import Batcher
-from jaxrl.scheduling.tokens.plan import Executor
-
-
-class Switchable(Protocol):
-    """What a change of layout needs of a worker (`jaxrl.scheduling.tokens.engine.Engine`)."""
-
-    executor: Executor
-    batcher: Batcher
-
-    def settle(self) -> None: ...
-
-
-@runtime_checkable
-class StartableExecutor(LayoutExecutor, Protocol):
-    """An executor with a layout that can be chosen at no cost while it has neither weights nor a pool."""
-
-    def start_in(self, tp: int, /) -> None: ...
+from jaxrl.scheduling.tokens.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +28,7 @@ class Switched:
     times: TimeTaken
 
 
-def switch(engine: Switchable, tp: int, by: How = "migrate") -> Switched:
+def switch(engine: Engine, tp: int, by: How = "migrate") -> Switched:
     """Changes the tensor-parallel degree, in the middle of a batch.
 
     Plans in flight are collected first; the next `step` or `drain` returns the requests that ended in them. No request
@@ -88,21 +71,19 @@ def switch(engine: Switchable, tp: int, by: How = "migrate") -> Switched:
     )
 
 
-def recompute(engine: Switchable) -> None:
+def recompute(engine: Engine) -> None:
     """Gives up the KV of all requests: they keep their tokens, wait, and are prefilled again."""
     engine.settle()
     restart(engine.batcher, engine.batcher.capacity)
 
 
-def start_in(engine: Switchable, tp: int) -> None:
+def start_in(engine: Engine, tp: int) -> None:
     """Chooses the layout of an idle engine while its executor has neither weights nor a pool.
 
-    An executor that offers no such choice keeps its layout. Raises ValueError if requests are unfinished: then only
-    `switch` changes the layout.
+    Raises ValueError if requests are unfinished: then only `switch` changes the layout.
     """
     executor = engine.executor
-    if not isinstance(executor, StartableExecutor):
-        return
+    assert isinstance(executor, LayoutExecutor), "a worker without a layout"
     if not engine.batcher.is_idle:
         raise ValueError(
             f"start_in({tp}): {len(engine.batcher.live())} requests are unfinished, so the layout changes by "

@@ -10,7 +10,7 @@ samples).
 
 Departures:
 
-- A round with a `GroupFilter` launches ahead of verdicts: as many groups are under way as it expects to be needed, so a
+- A round with dynamic sampling launches ahead of verdicts: as many groups are under way as it expects to need, so a
   round without filtered prompts is the plain short round. (RollPacker §7 keeps the active requests at the cap until the
   end; verl draws batches of fixed size one after another.)
 - So more groups may count than the batch needs. Where prompts do not race, it takes the first of them in the order of
@@ -29,9 +29,9 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 from jaxrl.scheduling.rounds.events import (
     Abort,
@@ -48,57 +48,8 @@ from jaxrl.scheduling.rounds.events import (
 from jaxrl.schema.limits import ScoreWhen
 from jaxrl.types import Group, Prompt, Sample, SampleKey
 
-
-class GroupFilter(Protocol):
-    """Leaves complete groups out of the batch by their rewards; others replace them (dynamic sampling). Immutable: a
-    rule carries what it has learnt from round to round."""
-
-    def keeps(self, group: Group, verdicts: Sequence[Verdict], /) -> bool:
-        """Whether a group may be in the batch, by its scored samples and their verdicts, both sorted by key."""
-        ...
-
-    def after(self, *, kept: bool, num_groups: int) -> Self:
-        """The filter after one more group, in a run with batches of `num_groups`."""
-        ...
-
-    @property
-    def share(self) -> float:
-        """The share of groups that it expects to leave out, below 1."""
-        ...
-
-    def under_way(self, missing: int, /) -> int:
-        """How many groups to have under way so that `missing` of them may be expected to count."""
-        ...
-
-    @property
-    def launched_at_once(self) -> int:
-        """Prompts that are launched together, at least 1."""
-        ...
-
-    def most_under_way(self, num_groups: int, /) -> int:
-        """The most that are under way for a batch of `num_groups`."""
-        ...
-
-    def most_launched(self, num_started: int, /) -> int:
-        """Prompts after which a round that starts with `num_started` fails."""
-        ...
-
-    @property
-    def advice(self) -> str:
-        """What to do about a round that fails."""
-        ...
-
-    def max_unscored(self, num_running: int, num_groups: int) -> int:
-        """Complete groups that may lack verdicts before generation waits, beside `num_running` that decode."""
-        ...
-
-    def state(self) -> list[float]:
-        """What it has learnt, as JSON values."""
-        ...
-
-    def of_state(self, state: Sequence[float], /) -> Self:
-        """The same filter, with what another has learnt."""
-        ...
+if TYPE_CHECKING:
+    from jaxrl.mechanisms.dynamic_sampling import DynamicSampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +70,7 @@ class BatchSettings:
     num_groups: int
     group_size: int
     score_when: ScoreWhen = "sample"
-    group_filter: GroupFilter | None = None
+    group_filter: DynamicSampling | None = None
     max_active_requests: int = 0
     version_lag: int = 0
     max_response_length: int = 0
@@ -260,7 +211,7 @@ class Race:
         limits: RaceLimits,
         supply: Callable[[], PlannedGroup],
         due: Collection[PromptKey] = frozenset(),
-        group_filter: GroupFilter | None = None,
+        group_filter: DynamicSampling | None = None,
     ) -> None:
         assert len(due) <= limits.batch.num_groups
         self.limits = limits
@@ -376,7 +327,7 @@ class Race:
             self._accept(prompt_key)
         return True
 
-    def _must_decide(self, group_filter: GroupFilter) -> bool:
+    def _must_decide(self, group_filter: DynamicSampling) -> bool:
         if self._has_batch({*self.accepted, *self._unresolved}):
             return True  # it could end the round
         num_running = self._num_under_way - len(self._unresolved)

@@ -246,15 +246,6 @@ def test_an_idle_engine_starts_in_any_layout_and_a_busy_one_refuses():
     assert {i: len(sample) for i, sample in samples.items()} == {i: 5 + i for i in range(6)}
 
 
-def test_an_executor_that_offers_no_choice_stays_as_it_is():
-    engine = engine_of({}, 2, layouts())
-    checking: Any = engine.executor
-    engine.executor = checking.inner
-    start_in(engine, 1)
-    assert engine.batcher.capacity == layouts()[2]
-    assert checking.tp == 2
-
-
 def test_all_kv_can_be_given_up():
     requests = some_requests(6)
     engine = started(requests, 12, 2, layouts(), steps=2)
