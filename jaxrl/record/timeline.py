@@ -156,30 +156,23 @@ class Timeline:
             return {key: self._phases.pop(key) for key in keys if key in self._phases}
 
     def open_spans(self) -> list[tuple[str, str, float]]:
-        """(track, name, seconds so far) of the spans that are open now, the longest first: what a watchdog reports."""
+        """(track, name, seconds so far), the longest first: what a watchdog reports."""
         now = self._clock()
         with self._lock:
             spans = [(span.track, span.name, now - span.start_s) for span in self._open.values()]
         return sorted(spans, key=lambda item: -item[2])
 
     def complete(self, track: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
-        """Draws a span that has ended; times are the clock's."""
         with self._lock:
             self._add(_Span(track, name, start_s, end_s, args))
 
     @property
     def now_s(self) -> float:
-        """The moment, as `complete` and `row` take it."""
         return self._clock()
 
     def row(self, row: str, order: int, name: str, start_s: float, end_s: float, **args: Any) -> None:
-        """Draws what a row of the rollout had from `start_s` to `end_s`, on a track of its own behind all others.
-
-        Args:
-          row: the row's name. order: its place among the tracks of rows.
-          name: the response's. In an evaluation (the phase "testing" is open), "val " stands before it: held-out
-            prompts are counted from 0 too.
-        """
+        """Draws what the `order`-th row of the rollout had from `start_s` to `end_s`, on a track of its own behind all
+        others. In an evaluation "val " stands before `name`: held-out prompts are counted from 0 too."""
         with self._lock:
             if not self._drawing:
                 return
@@ -249,7 +242,7 @@ class Timeline:
         self._events = self._row_events = self._left_out = 0
 
     def _has_room(self, track: str | None = None) -> bool:
-        """Whether the step may draw another event, on a track that may be new; counts it if it is left out."""
+        """Counts the event if it is left out."""
         if not self._drawing:
             return False
         is_full = track is not None and track not in self._tracks and len(self._tracks) >= self._max_tracks
