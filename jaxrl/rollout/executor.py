@@ -52,14 +52,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class PlanTimer:
-    """The seconds that plans take on the devices, as the host sees them; moments are `clock`'s.
+    """The seconds that plans take on the devices, as the host sees them.
 
     Plans queue, so one begins when it is submitted or when the one before has ended, and has ended when its values are
     there. Where the host looks later (another model has had the devices behind a plan), it ended when the devices were
-    last seen quiet.
-
-    Attributes:
-      ended_s: when the last plan was known to have ended.
+    last seen quiet. `ended_s`: when the last plan was known to have ended.
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -68,12 +65,11 @@ class PlanTimer:
     _quiet_s: float = 0.0
 
     def submits(self) -> float:
-        """A plan is about to be submitted; when."""
         self._submitted_s = self.clock()
         return self._submitted_s
 
     def seen_quiet(self) -> None:
-        """What was submitted has ended by now. The first such moment after a plan counts."""
+        """The first such moment after a plan counts."""
         if self._quiet_s <= self._submitted_s:
             self._quiet_s = self.clock()
 
@@ -86,7 +82,6 @@ class PlanTimer:
 
 
 def check_request(config: ExecutorConfig, request: Request) -> None:
-    """Raises ValueError for a request that the programs of an executor were not built for."""
     params, name = request.params, f"request {request.request_id} ({request.key})"
     if len(params.stop_token_ids) > MAX_STOP_IDS:
         raise ValueError(
@@ -119,11 +114,11 @@ class MeshExecutor:
 
     Args:
       layout: to begin with.
-      weights: returns the trainer's weights of the version last synchronised; needed to go back after a switch that
-        failed halfway.
+      weights: returns the trainer's weights of the version last synchronised, to go back after a switch that failed
+        halfway.
 
     Attributes:
-      is_spread: whether other processes have a part of its devices. They run the same plans, and rows and what a plan
+      is_spread: whether other processes have a part of its devices. They run the same plans; rows and what a plan
         returns are replicated on every device.
       way_back: takes the weights of `policy_version` again, in the layout in use; None: there is no source of them.
     """
@@ -177,24 +172,22 @@ class MeshExecutor:
 
     @property
     def cache_shape(self) -> kv_cache.CacheShape:
-        """Of the KV pool of the layout in use."""
         return self._now.cache_shape
 
     @property
     def recompiles(self) -> int:
-        """Programs compiled after warm-up, of all layouts."""
         return sum(layout.recompiles for layout in self._layouts.values())
 
     # -- memory phases ---------------------------------------------------------------------------------------------
 
     def sync_weights(self, train_params: Any, policy_version: int) -> None:
-        """Takes over the trainer's weights: cast, padded and resharded to this layout. Weights of a trainer on other
-        devices are sent over first, in chunks."""
+        """Takes over the trainer's weights: cast, padded and resharded to this layout."""
         self.drop_weights()
         self.take_weights(self.rollout_form(train_params, self.layout), self.layout, policy_version)
 
     def rollout_form(self, train_params: Any, layout: Layout) -> Any:
-        """The trainer's weights in the form of this executor's, in a layout of any mesh that has its devices."""
+        """The trainer's weights in the form of this executor's, in a layout of any mesh. Those on other devices are
+        sent over first, in chunks."""
         mesh = layout.mesh
         if jax.tree.leaves(train_params)[0].sharding.device_set != set(mesh.devices.flat):
             train_params, _ = reshard.reshard(train_params, train_shardings(self.model, mesh), keep=True)
@@ -205,15 +198,13 @@ class MeshExecutor:
         self._params = None
 
     def take_weights(self, params: Any, layout: Layout, policy_version: int) -> None:
-        """Takes over weights in rollout form, in a layout of this executor's mesh. They are resharded, chunk by chunk,
-        if another layout is in use."""
+        """Takes over weights in rollout form, in a layout of this executor's mesh."""
         if layout != self.layout:
             params, _ = reshard.reshard(params, self._shardings(self._now))
         self._params = params
         self.policy_version = policy_version
 
     def copied_weights(self, layout: Layout) -> Any:
-        """A copy of the weights, in a layout of other devices."""
         copied, _ = reshard.rollout_to_rollout(
             self._params, self.model, self.layout, layout, self.config.max_tp, **self.form, keep=True
         )
@@ -225,7 +216,6 @@ class MeshExecutor:
 
     @property
     def num_rows(self) -> int:
-        """Rows that can decode at once, over all dp groups."""
         return self.num_groups * self.num_slots
 
     @property
@@ -237,8 +227,7 @@ class MeshExecutor:
         return self._pool is not None
 
     def allocate(self, pool: kv_cache.Pool | None = None) -> None:
-        """Allocates the KV pool if there is none, or takes over one of `cache_shape` in this layout's shardings; row
-        state is blank, and no history is there."""
+        """Allocates the KV pool if there is none, or takes over one of `cache_shape`; row state is blank."""
         if self._histories is not None:
             self._histories.forget()
         if pool is not None or self._pool is None:
@@ -246,7 +235,7 @@ class MeshExecutor:
         self.put_rows(())
 
     def release(self, *, weights: bool = False) -> None:
-        """Frees the KV pool and row state (and the weights); every request must have ended or been aborted."""
+        """Every request must have ended or been aborted."""
         self._drop_histories()
         for array in jax.tree.leaves((self._pool, self._state)):
             array.delete()
@@ -255,7 +244,6 @@ class MeshExecutor:
             self._params = None
 
     def wait_quiet(self) -> None:
-        """Waits until the devices have run what was submitted."""
         jax.block_until_ready((self._params, self._pool, self._state))
         self._timer.seen_quiet()
 
@@ -292,11 +280,11 @@ class MeshExecutor:
         return self.layout.tp
 
     def capacity(self, tp: int) -> Capacity:
-        """What the layout of a degree offers. Raises ValueError if this mesh or these weights cannot have it."""
+        """Raises ValueError if this mesh or these weights cannot have the degree."""
         return self._programs_at(tp).capacity
 
     def row_sizes(self, tp: int) -> tuple[int, ...]:
-        """The row counts, ascending, of a dp group's decode programs at a degree; batches are padded to them."""
+        """The row counts, ascending, of a dp group's decode programs at a degree."""
         return self._programs_at(tp).row_buckets
 
     def verify_widths(self, tp: int) -> dict[int, int]:
@@ -305,18 +293,14 @@ class MeshExecutor:
         return {rows: width for rows in programs.row_buckets if (width := programs.verify_width(rows))}
 
     def programs_of(self, degrees: Iterable[int]) -> list[LayoutPrograms]:
-        """The programs of these layouts, to be compiled."""
         return [self._programs_at(tp) for tp in degrees]
 
     def switch(self, move: Relayout) -> TimeTaken:
-        """Goes over to another layout (`Engine.switch`); nothing may be in flight.
+        """Carries out `Engine.switch`; nothing may be in flight.
 
         Weights are resharded in place. KV migrates, or a new pool is allocated if everything is recomputed. If tp
         grows, weights go first, because they shrink while the pool grows; if tp falls, KV goes first. Everything is
-        checked and compiled before anything moves.
-
-        Raises:
-          SwitchFailed: something failed after the move had begun.
+        checked and compiled before anything moves. Raises SwitchFailed for what fails after that.
         """
         from jaxrl.scheduling.layouts.relayout import TimeTaken
 
@@ -350,11 +334,7 @@ class MeshExecutor:
         return TimeTaken(weights_s=seconds[0], state_s=seconds[1], fixed_s=fixed_s)
 
     def accept_migration(self, source: Any, kv: KvPlan, rows: Sequence[ResidentRow]) -> None:
-        """Takes KV from an executor on other devices (`jaxrl.scheduling.layouts.request_migration`), by `device_put`.
-
-        Raises:
-          SwitchFailed: the copy failed; the pool is empty.
-        """
+        """Takes KV from an executor on other devices, by `device_put`. Raises SwitchFailed, with the pool empty."""
         from jaxrl.scheduling.layouts.relayout import SwitchFailed
         from jaxrl.sharding import kv_migration
 
@@ -425,7 +405,6 @@ class MeshExecutor:
     # -- the seam ----------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Raises ValueError for a request that this executor's programs were not built for."""
         check_request(self.config, request)
 
     def submit(self, plan: Plan) -> MeshTicket:
@@ -445,7 +424,6 @@ class MeshExecutor:
         return ticket
 
     def collect(self, ticket: Ticket) -> PlanResult:
-        """Waits for the plan's values."""
         assert isinstance(ticket, MeshTicket), "a ticket of another executor"
         result = result_of(ticket, 0.0)
         return replace(result, duration_s=self._timer.took(ticket.submitted_s))
@@ -525,8 +503,7 @@ class MeshExecutor:
     def _histories_of(
         self, scheduled: ScheduledRows, at: tuple[np.ndarray, np.ndarray], shape: tuple[int, int]
     ) -> tuple[Any, np.ndarray]:
-        """The histories on the devices, those of a plan's rows among them, and the place of each row's [dp, rows]; the
-        rows are at `at`."""
+        """The histories on the devices, with those of the rows at `at`, and the place of each row's [dp, rows]."""
         assert self._histories is not None, "an executor with a pool has places"
         histories = scheduled.histories or ()
         own = [row for row, history in enumerate(histories) if history is not None]
@@ -539,13 +516,12 @@ class MeshExecutor:
     # -- compilation -------------------------------------------------------------------------------------------------
 
     def shapes(self) -> list[tuple[str, int, int, int]]:
-        """Every (program, rows, positions per row, table width) that a plan in this layout can need."""
         return self._now.shapes()
 
     def warm_up(
         self, progress: Callable[[int, int], None] | None = None, first: Sequence[CompiledPrograms] = ()
     ) -> int:
-        """Compiles the programs of `first` and every shape of this layout, several at a time; returns how many there
-        are. `progress` is called in this thread with (how many are ready, of how many)."""
+        """Compiles the programs of `first` and every shape of this layout; returns how many. `progress`: (ready, of how
+        many)."""
         with closing(CompileAhead([*first, self._now])) as ahead:
             return ahead.wait(progress)

@@ -79,7 +79,6 @@ class JetStreamConfig:
     Attributes:
       samples_per_slot: responses to each request; they share its prefill.
       max_prefill_length: tokens of the longest prompt, 16, 32, 64 ...; longer ones lose their beginning (JetStream).
-      sampling: the sampling parameters of every request.
       max_tp: engines that exchange prefixes must agree on it and on `block_size`.
     """
 

@@ -50,10 +50,10 @@ MAX_STOP_IDS = 8
 class RowState(NamedTuple):
     """What the device knows about a row; every field [G, S, ...] (or [G, R, ...] inside a program).
 
-    token: the last token drawn, its KV not in the cache yet; position: where it stands in the sequence;
-    active: whether the row decodes; limit: the sequence length at which it stops; stop_ids: [..., MAX_STOP_IDS], -1
-    for none. Only where proposals are verified (`jaxrl.rollout.verify`): recent: the last tokens of the response,
-    [..., num_recent], `Drafting.blank` where it has fewer; window: the most tokens of its next proposal.
+    token: the last token drawn, its KV not in the cache yet; position: where it stands in the sequence; limit: the
+    sequence length at which it stops; stop_ids: [..., MAX_STOP_IDS], -1 for none. Only where proposals are verified:
+    recent: the last tokens of the response, [..., num_recent], `Drafting.blank` where it has fewer; window: the most
+    tokens of its next proposal.
     """
 
     token: jax.Array
@@ -67,8 +67,6 @@ class RowState(NamedTuple):
 
 
 def row_state_shapes(groups: int, rows: int, proposer: Drafting | None = None) -> RowState:
-    """The dtypes and shapes of a `RowState`."""
-
     def of(dtype: Any, *dims: int) -> Any:
         return jax.ShapeDtypeStruct((groups, rows, *dims), dtype)
 
@@ -86,11 +84,11 @@ def row_state_shapes(groups: int, rows: int, proposer: Drafting | None = None) -
 
 
 class Generated(NamedTuple):
-    """Tokens [G, R, T] with both log-probabilities, tokens taken per row [G, R], and whether the row stopped [G, R].
+    """Tokens [G, R, T] with both log-probabilities, tokens taken per row [G, R], and whether the row stopped [G, R]:
+    device arrays, their numpy copies, or their shardings.
 
-    `verified`, of a program that verifies: its counts per row (`jaxrl.rollout.verify.VerifySums`). `top_ids` and
+    `verified`: of a program that verifies, its counts per row (`jaxrl.rollout.verify.VerifySums`). `top_ids` and
     `top_logprobs` [G, R, T, K], if they were asked for: the likeliest tokens of each place.
-    Fields are device arrays, their numpy copies, or the shardings of either.
     """
 
     tokens: Any
@@ -109,7 +107,7 @@ def take_rows(state: RowState, slots: jax.Array) -> RowState:
 
 
 def put_rows(state: RowState, slots: jax.Array, rows: RowState) -> RowState:
-    """Rows back into their slots; slot numbers beyond the last are dropped."""
+    """Slot numbers beyond the last are dropped."""
 
     def put(x: jax.Array, new: jax.Array) -> jax.Array:
         return jax.vmap(lambda a, i, b: a.at[i].set(b, mode="drop"))(x, slots, new)
@@ -122,7 +120,6 @@ def stops(token: jax.Array, position: jax.Array, rows: RowState) -> jax.Array:
 
 
 def followed_by(rows: RowState, tokens: jax.Array, count: jax.Array | int) -> RowState:
-    """The rows with the first `count` [...] of tokens [..., C] behind their last ones."""
     assert rows.recent is not None, "row state without a proposer"
     both, size = jnp.concatenate([rows.recent, tokens], axis=-1), rows.recent.shape[-1]
     first = jnp.broadcast_to(jnp.asarray(count, jnp.int32), rows.recent.shape[:-1])[..., None]
@@ -130,8 +127,7 @@ def followed_by(rows: RowState, tokens: jax.Array, count: jax.Array | int) -> Ro
 
 
 def likeliest(logits: jax.Array, temperature: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The `count` likeliest tokens [..., K] of logits [..., V], and their log-probabilities, as
-    `SampledToken.rollout_logprob` has them."""
+    """The `count` likeliest tokens [..., K] of logits [..., V], and their `rollout_logprobs`."""
     scaled = logits / jnp.where(temperature == 0, 1.0, temperature).astype(logits.dtype)[..., None]
     logprobs, token_ids = jax.lax.top_k(jax.nn.log_softmax(scaled), count)
     return token_ids.astype(jnp.int32), logprobs
@@ -139,7 +135,7 @@ def likeliest(logits: jax.Array, temperature: jax.Array, count: int) -> tuple[ja
 
 @dataclass(frozen=True, slots=True)
 class LayoutSizes:
-    """What a layout has room for, per dp group: rows, and KV blocks with the reserved one."""
+    """Per dp group: rows, and KV blocks with the reserved one."""
 
     tp: int
     num_slots: int
@@ -148,35 +144,27 @@ class LayoutSizes:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorConfig:
-    """Sizes of an executor.
+    """Sizes of an executor, per dp group.
 
     Attributes:
-      num_slots: rows per dp group.
-      num_blocks: KV blocks per dp group, the reserved one included; 0: all that the rows can use.
-      block_size: positions per block.
+      num_blocks: the reserved one included; 0: all that the rows can use.
       max_length: tokens of the longest sequence.
-      max_prefill_tokens: prefill tokens per plan and dp group.
-      decode_steps: the most decode steps per plan.
-      dtype: of weights, KV and activations.
+      max_prefill_tokens, decode_steps: the most of a plan.
       quantization: of the weights of layers' matrices (`jaxrl.sharding.narrow_weights`).
       kv_codes: what the KV cache holds; none: numbers of `dtype`.
       seed: the run's; folded into every token's key.
       truncate: whether requests may use top-k, top-p or min-p: their programs sort the vocabulary.
       max_tp: the largest TP degree that the weights are padded for.
-      attention: what reads the paged cache (`jaxrl.kernels.attention`).
       is_invariant: `actor.numerics`. It decides the forms, and the attention; `quantization` excludes it.
       features_first, fused_projections, gathered: how programs are built (`Programs`); None: as the layout's devices
         run them fastest.
       interpret: run the GPU kernels as plain JAX, on any device (slow; for tests).
-      proposer: of tokens to verify, for requests with a history (`jaxrl.rollout.verify`); None: nothing is proposed.
+      proposer: of tokens to verify, for requests with a history (`jaxrl.rollout.verify`).
       resident_layers: how many layers' matrices are on the devices; the others are streamed from the host's memory
-        (`jaxrl.models.streaming`); None: all.
-      ahead: whether a streamed layer's copy begins before its turn.
-      draw: draws the tokens.
+        (`jaxrl.models.streaming`); None: all. ahead: whether a streamed layer's copy begins before its turn.
       top_logprobs: the most of the likeliest tokens that a request may ask for. Programs that return them are compiled
         when the first such request comes.
-      layouts: sizes of single degrees that the executor can change to; any other degree that divides `max_tp` has
-        `num_slots` and `num_blocks`.
+      layouts: sizes of single degrees; any other degree that divides `max_tp` has `num_slots` and `num_blocks`.
     """
 
     num_slots: int
@@ -205,7 +193,7 @@ class ExecutorConfig:
     layouts: tuple[LayoutSizes, ...] = ()
 
     def sizes(self, tp: int, stacks: KvStacks = WHOLE) -> LayoutSizes:
-        """What the layout of a degree has room for. Raises ValueError if the weights are not padded for that degree."""
+        """Raises ValueError if the weights are not padded for that degree."""
         if tp < 1 or self.max_tp % tp:
             raise ValueError(
                 f"a layout with tp {tp}: it must divide max_tp ({self.max_tp}), which weights are padded for"
@@ -220,14 +208,12 @@ class Programs:
 
     Attributes:
       features_first: the order of activations and matrices (`models.decoder`): features first on CPU.
-      fused_projections: whether weights have them (`jaxrl.sharding.fused_projections`): on GPUs, where their heads
-        allow it.
+      fused_projections: on GPUs, where their heads allow it (`jaxrl.sharding.fused_projections`).
       gathered: whether decode copies its rows' blocks into windows once per dispatch (`kernels.gathered`); that pays on
         CPU, where no kernel reads a block table in place.
-      kv: how the layers share the pool; by default each has arrays of its own.
       rules: what each layer's attention does beyond a causal mask.
       mix: computes experts that are split over devices, if the model has any.
-      fused: whether a decode step is `fused_step`, whose kernels need them.
+      fused: whether a decode step is `fused_step`.
       by_rows: how a token's numbers are computed (`actor.numerics`).
 
     Raises:
@@ -275,7 +261,7 @@ class Programs:
 
     @property
     def form(self) -> Form:
-        """How the weights lie, as `jaxrl.sharding.rules` takes it; the same in all layouts of an executor."""
+        """How the weights lie, as `jaxrl.sharding.rules` takes it."""
         return {
             "features_first": self.features_first,
             "fused_projections": self.fused_projections,
@@ -383,15 +369,13 @@ class Programs:
         truncate: bool,
         num_top: int = 0,
     ) -> tuple[kv_cache.Pool, RowState, Generated, jax.Array]:
-        """Up to `num_steps` tokens for every active row, leaving once `leave_after` of them have stopped.
+        """Up to `num_steps` tokens for every active row, leaving once `leave_after` rows of all groups have stopped.
 
         Args:
           tables: of each stack int32 [G, R, W]; slots: int32 [G, R], beyond the last slot for padding.
           fresh: bool [G, R], rows with a prefill that ended in this plan; stopping at their first token counts as well.
-          num_steps: int32 scalar, at most `decode_steps`.
-          leave_after: int32 scalar, rows over all groups.
+          num_steps, leave_after: int32 scalars.
           tiles: of each stack [G, U, ...], the rows' blocks once more, if `gathered`.
-          num_top: K, the likeliest tokens that are returned.
         """
         rows, out = self.dispatched(state, slots, self.config.decode_steps)
         started, may_stop = rows.active, rows.active | fresh
@@ -492,7 +476,7 @@ class Programs:
         return blank, forward, lambda fresh, counts: gathered.close(pool, fresh, tables, start, counts)
 
     def pin(self, tree: Any) -> Any:
-        """Fixes the sharding of per-row values, so that programs follow each other without a reshard between them."""
+        """Fixes the sharding of per-row values, so that no reshard comes between programs."""
         return jax.lax.with_sharding_constraint(tree, jax.tree.map(lambda _: self.rows_sharding, tree))
 
 
@@ -507,7 +491,7 @@ def _mix(config: ModelConfig, layout: Layout, max_tp: int, *, batched: bool) -> 
 
 
 def host_rows(groups: int, rows: int, proposer: Drafting | None = None) -> RowState:
-    """A `RowState` of numpy arrays to fill on the host: inactive rows that would stop at once."""
+    """Numpy arrays to fill on the host: inactive rows that would stop at once."""
     shapes = row_state_shapes(groups, rows, proposer)
     blank = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
     blank.stop_ids[:] = -1

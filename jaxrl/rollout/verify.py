@@ -79,12 +79,7 @@ class _Carry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """The program for one model on one layout.
-
-    Attributes:
-      width: proposed tokens that a step has room for in each row.
-      truncate: as in `Programs.decode`.
-    """
+    """The program for one model on one layout. `width`: proposed tokens that a step has room for in each row."""
 
     programs: Programs
     proposer: Drafting
@@ -93,7 +88,6 @@ class Verify:
 
     @property
     def most_tokens(self) -> int:
-        """T: the most tokens that a row may gain in a dispatch."""
         return self.programs.config.decode_steps * TOKENS_PER_STEP
 
     def run(
@@ -114,8 +108,7 @@ class Verify:
         """Up to `num_steps` steps of every active row, leaving once `leave_after` of them have stopped.
 
         Args:
-          histories: the proposer's arrays, [G, ...].
-          tables, slots, fresh, num_steps, leave_after, tiles: as for `Programs.decode`.
+          histories: the proposer's arrays, [G, ...]. The others are those of `Programs.decode`, and:
           places: int32 [G, R], of each row's history; beyond the last for none.
           max_new: int32 [G, R], the most tokens that a row may gain, at most `most_tokens`; it then waits for the end.
         """
@@ -200,8 +193,7 @@ class Verify:
     def _cache(
         self, params: Any, pool: kv_cache.Pool, tables: kv_cache.Tables, tiles: Tiles | None, began: RowState
     ) -> tuple[Any, ...]:
-        """(cache to carry, forward(cache, tokens, positions, valid, gained) -> (hidden, cache), close(cache, tokens per
-        row) -> pool); tokens, positions and valid are [G, R, C]."""
+        """As `Programs._decode_cache`; tokens, positions and valid are [G, R, C]."""
         programs = self.programs
         if tiles is None:
 
@@ -224,7 +216,6 @@ class Verify:
 
 
 def _of_positions(sampling: SamplingState, shape: tuple[int, ...]) -> SamplingState:
-    """The parameters of rows [G, R, ...] for each of their positions [G, R, C, ...]."""
     return jax.tree.map(lambda x: jnp.broadcast_to(jnp.expand_dims(x, 2), (*shape, *x.shape[2:])), sampling)
 
 
