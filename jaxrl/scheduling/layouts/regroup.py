@@ -22,11 +22,8 @@ from jaxrl.scheduling.layouts.batch_state import LiveRow, Rows, num_tokens
 
 
 def regroup(groups: Sequence[Rows], dp: int, held: Sequence[Rows] = ()) -> tuple[Rows, ...]:
-    """The rows of each of `dp` new groups, given those of each group before.
-
-    `held`: rows that the new groups have already (another worker's own); default: none. The switch rule's predictions
-    and the engine's moves both come from here.
-    """
+    """The rows of each of `dp` new groups, given those of each group before. `held`: rows that the new groups have
+    already (another worker's own). The switch rule's predictions and the engine's moves both come from here."""
     assert dp % len(groups) == 0 or len(groups) % dp == 0, f"{len(groups)} dp groups cannot become {dp}"
     num_homes = min(len(groups), dp)
     merged, split = len(groups) // num_homes, dp // num_homes

@@ -31,8 +31,8 @@ How = Literal["migrate", "recompute"]
 
 @dataclass(frozen=True, slots=True)
 class ResidentRow:
-    """What the device must know about a row that decodes. `token`, the last one of `response`, stands at `position` and
-    has no KV yet."""
+    """What the device must know about a row that decodes. `token`, the last of `response`, stands at `position` and has
+    no KV yet."""
 
     request: Request
     dp_group: int
@@ -47,7 +47,6 @@ class Relayout:
     """A planned change of layout.
 
     Attributes:
-      capacity: of the new layout.
       kv: the new pools, and the copies (none if everything is recomputed).
       rows: those that decode in the new layout without a prefill.
       seats: of the requests that keep their KV, by request id.
@@ -68,8 +67,7 @@ class Relayout:
 
     @property
     def num_moved(self) -> int:
-        """Tokens that have their KV copied; those of a shared prompt count once per copy, and those behind windows for
-        the part of the layers that still has them."""
+        """Tokens whose KV is copied; those behind windows count for the part of the layers that still has them."""
         return len(self.kv.copies) * self.capacity.block_size // len(self.capacity.stacks)
 
     def apply(self, batcher: Batcher) -> None:
@@ -91,12 +89,8 @@ class TimeTaken:
 
 
 class SwitchFailed(RuntimeError):
-    """A change of layout failed after something had moved.
-
-    Attributes:
-      is_usable: whether the executor is back in the old layout, with weights taken anew and an empty pool; the engine
-        then recomputes there. Otherwise it has no weights, and nothing can run until it gets some.
-    """
+    """A change of layout failed after something had moved. `is_usable`: the executor is back in the old layout, with
+    weights taken anew and an empty pool; otherwise it has no weights."""
 
     def __init__(self, message: str, *, is_usable: bool) -> None:
         super().__init__(message)
@@ -108,12 +102,10 @@ class LayoutExecutor(Executor, Protocol):
     """An executor that can change its layout."""
 
     @property
-    def tp(self) -> int:
-        """The degree in use."""
-        ...
+    def tp(self) -> int: ...
 
     def capacity(self, tp: int) -> Capacity:
-        """What the layout of this degree offers. Raises ValueError if there is no such layout."""
+        """Raises ValueError if there is no such layout."""
         ...
 
     def start_in(self, tp: int, /) -> None:
@@ -121,18 +113,14 @@ class LayoutExecutor(Executor, Protocol):
         ...
 
     def switch(self, move: Relayout) -> TimeTaken:
-        """Carries it out, with nothing in flight.
-
-        Raises `SwitchFailed` if it fails after something has moved; any other exception is raised before that.
-        """
+        """With nothing in flight. Raises `SwitchFailed` if it fails after something has moved; any other exception
+        before that."""
         ...
 
 
 def rows_of(batcher: Batcher, expected: Callable[[int], float | None] | None = None) -> tuple[Rows, ...]:
-    """The rows of each dp group, as decisions about layouts see them: without what the plans in flight will bring.
-
-    `expected`: (tokens of a response so far) -> how many more history expects it to gain.
-    """
+    """The rows of each dp group, without what the plans in flight will bring. `expected`: (tokens of a response so far)
+    -> how many more history expects it to gain."""
     groups: list[list[LiveRow]] = [[] for _ in range(batcher.capacity.num_groups)]
     for progress, num_tokens in batcher.rows():
         length = progress.num_prompt + num_tokens
@@ -142,14 +130,8 @@ def rows_of(batcher: Batcher, expected: Callable[[int], float | None] | None = N
 
 
 def plan_relayout(batcher: Batcher, from_tp: int, to_tp: int, capacity: Capacity, how: How) -> Relayout:
-    """Works a change of layout out; nothing may be in flight.
-
-    Requests are regrouped as predictions assume (`regroup`). In a group with more rows or blocks than
-    its pool offers, the youngest give up their rows.
-
-    Raises:
-      ValueError: a request, running or waiting, could never run in the new pools.
-    """
+    """Works a change of layout out; nothing may be in flight. In a group with more rows or blocks than its pool offers,
+    the youngest give up their rows. Raises ValueError for a request that could never run in the new pools."""
     _refuse_too_long(batcher, to_tp, capacity)
     by_id = {progress.request.request_id: progress for progress in batcher.running()}
     groups: tuple[tuple[int, ...], ...] = ((),) * capacity.num_groups
@@ -188,7 +170,6 @@ def plan_relayout(batcher: Batcher, from_tp: int, to_tp: int, capacity: Capacity
 
 
 def resident_row(progress: Response, seat: Seat) -> ResidentRow:
-    """What the device must know about the row that decodes at this seat."""
     token, position = progress.last_token, progress.num_prompt + progress.num_tokens - 1
     return ResidentRow(progress.request, seat.dp_group, seat.slot, token, position, tuple(progress.tokens))
 
@@ -218,7 +199,7 @@ def live_blocks(batcher: Batcher, progress: Response) -> LiveBlocks:
 def _evict(
     groups: Sequence[Sequence[int]], live: Mapping[int, LiveBlocks], capacity: Capacity
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-    """(groups that fit into their pools, requests that had to leave). A group's last, the youngest, leaves first."""
+    """(groups that fit into their pools, requests that had to leave): the youngest leave first."""
     fitting: list[tuple[int, ...]] = []
     evicted: list[int] = []
     for ids in groups:
@@ -245,6 +226,6 @@ def _refuse_too_long(batcher: Batcher, tp: int, capacity: Capacity) -> None:
 
 
 def restart(batcher: Batcher, capacity: Capacity) -> None:
-    """Goes on with empty pools of this capacity: every request keeps its tokens, waits, and is prefilled again."""
+    """Empty pools of this capacity: every request keeps its tokens, waits, and is prefilled again."""
     sizes = capacity.num_groups, capacity.num_blocks, capacity.block_size, capacity.stacks
     batcher.reseat(capacity, BlockManager(*sizes), {})

@@ -26,22 +26,17 @@ class MigrationTarget(Executor, Protocol):
     """An executor that can take the KV of requests from another one on other devices."""
 
     def accept_migration(self, source: Any, kv: KvPlan, rows: Sequence[ResidentRow]) -> None:
-        """Copies blocks into its pool as planned, and lets `rows` (all of its rows from now on) decode.
-
-        Raises `SwitchFailed` if it fails after its own pool was touched; any other exception is raised before that.
-        """
+        """Copies blocks into its pool as planned, and lets `rows` (all of its rows from now on) decode. Raises
+        `SwitchFailed` if it fails after its own pool was touched; any other exception before that."""
         ...
 
 
 def migrate_requests(source: Engine, target: Engine, request_ids: Iterable[int]) -> MigrationOutcome:
-    """Lets live requests of `source` go on in `target`, beside its own.
-
-    Plans in flight of both are collected first. Requests that ended in them are not moved; the engines' next `step` or
-    `drain` returns them.
+    """Lets live requests of `source` go on in `target`, beside its own. Plans in flight of both are collected first;
+    requests that ended in them are not moved.
 
     Raises:
-      ValueError: before anything moves: an id that `source` does not have or `target` has already, pools of different
-        block sizes, a request that can never run in `target`.
+      ValueError: before anything moves.
       SwitchFailed: the copy failed; the requests are still in `source`, and `target` recomputes its own.
     """
     receiver = target.executor
@@ -75,13 +70,7 @@ def migrate_requests(source: Engine, target: Engine, request_ids: Iterable[int])
 
 def recompute_requests(source: Engine, target: Engine, request_ids: Iterable[int]) -> MigrationOutcome:
     """Lets live requests of `source` wait in `target`, behind its own, with their tokens: their KV is computed again.
-
-    Plans in flight of the source are collected first, as in `migrate_requests`.
-
-    Raises:
-      ValueError: before anything moves: an id that `source` does not have or `target` has already, a request that can
-        never run in `target`.
-    """
+    Raises ValueError before anything moves."""
     asked = _asked("recompute_requests", source, target, request_ids)
     source.settle()
     requests = _leaving(source, target, asked)
@@ -90,7 +79,6 @@ def recompute_requests(source: Engine, target: Engine, request_ids: Iterable[int
 
 
 def _asked(what: str, source: Engine, target: Engine, request_ids: Iterable[int]) -> set[int]:
-    """The ids; raises ValueError for those that cannot go from one to the other."""
     asked = list(request_ids)
     unknown, doubled = set(asked) - set(source.unfinished()), set(asked) & set(target.unfinished())
     if unknown or doubled or len(set(asked)) < len(asked):
@@ -117,7 +105,6 @@ def _queue(source: Engine, target: Engine, requests: Mapping[int, Request]) -> N
 
 
 def _plan(source: Batcher, target: Batcher, leaving: Sequence[int]) -> tuple[KvPlan, dict[int, Seat]]:
-    """Blocks and seats in the target for the leaving requests that fit."""
     running = {p.request.request_id: p for p in source.running() if p.request.request_id in set(leaving)}
     groups = [tuple(row for row in rows if row.request_id in running) for rows in rows_of(source)]
     live: dict[int, LiveBlocks] = {i: live_blocks(source, progress) for i, progress in running.items()}

@@ -16,8 +16,6 @@ from jaxrl.scheduling.tokens.engine import Engine
 
 @dataclass(frozen=True, slots=True)
 class Switched:
-    """A change of layout that has happened; fields as in `Relayout`. `num_moved`: tokens migrated."""
-
     from_tp: int
     to_tp: int
     how: How
@@ -32,16 +30,12 @@ def switch(engine: Engine, tp: int, by: How = "migrate") -> Switched:
     """Changes the tensor-parallel degree, in the middle of a batch.
 
     Plans in flight are collected first; the next `step` or `drain` returns the requests that ended in them. No request
-    is lost, none starts anew, and no token changes.
-
-    Args:
-      tp: one of the executor's degrees, another than the one in use.
-      by: how the KV of live requests gets there; requests that do not fit wait and are recomputed either way.
+    is lost, none starts anew, and no token changes. Requests that do not fit wait and are recomputed.
 
     Raises:
       ValueError: before anything moves, for an impossible layout; the old one stays.
-      SwitchFailed: something failed after the move had begun. If it `is_usable`, the engine recomputes every
-        request in the old layout; otherwise the executor needs weights first.
+      SwitchFailed: something failed after the move had begun. If it `is_usable`, the engine recomputes every request in
+        the old layout; otherwise the executor needs weights first.
     """
     executor = engine.executor
     if not isinstance(executor, LayoutExecutor):
@@ -78,10 +72,8 @@ def recompute(engine: Engine) -> None:
 
 
 def start_in(engine: Engine, tp: int) -> None:
-    """Chooses the layout of an idle engine while its executor has neither weights nor a pool.
-
-    Raises ValueError if requests are unfinished: then only `switch` changes the layout.
-    """
+    """Chooses the layout of an engine while its executor has neither weights nor a pool. Raises ValueError if requests
+    are unfinished."""
     executor = engine.executor
     assert isinstance(executor, LayoutExecutor), "a worker without a layout"
     if not engine.batcher.is_idle:

@@ -55,9 +55,8 @@ class Round:
 
     Args:
       prompts: to launch, in this order; their keys must differ. Empty with a `race`, which brings prompts in.
-      group_size: responses per prompt (`rollout.n`).
-      race: decides; None: every prompt `group_size` times, and wait for all of them.
-      kind: the kind of round, for resource planning and for pictures.
+      race: None: every prompt `group_size` times, and wait for all of them.
+      kind: for resource planning and for pictures.
     """
 
     def __init__(
@@ -82,11 +81,10 @@ class Round:
 
     @property
     def done(self) -> bool:
-        """The round has ended; no event may follow."""
         return self._done
 
     def handle(self, event: Event) -> list[Command]:
-        """Takes in one event and returns what to do. Raises ValueError for an event that does not fit the round."""
+        """Raises ValueError for an event that does not fit the round."""
         if self._done:
             raise ValueError(f"{event}: the round is done")
         if self._started == isinstance(event, RoundStarted):
@@ -163,7 +161,7 @@ class Round:
         )
 
     def _record_command(self, command: Command) -> None:
-        """Writes a command into the ledger; asserts that the two do not contradict each other."""
+        """Asserts that the command and the ledger do not contradict each other."""
         ledger = self.ledger
         match command:
             case Launch(prompt=prompt, keys=keys, resumed=resumed, finished=finished):
@@ -195,11 +193,8 @@ class Round:
 
 
 class Departures:
-    """How prompts left the system: each (epoch, index) once, as trained, filtered or failed. Part of a checkpoint.
-
-    It keeps flags, in blocks of neighbouring prompts: a long run has a million of them, every step boundary copies
-    them, and with quotas of sources many epochs have few prompts each.
-    """
+    """How prompts left the system: each (epoch, index) once. Part of a checkpoint. It keeps flags, in blocks of
+    neighbouring prompts: a long run has a million of them, and every step boundary copies them."""
 
     SCHEMA = 1
     BLOCK = 1024

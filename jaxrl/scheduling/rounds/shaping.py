@@ -30,14 +30,8 @@ from jaxrl.types import Sample
 
 @dataclass(frozen=True, slots=True)
 class RewardShaping:
-    """What a response loses for being wrong, and for its length.
-
-    Attributes:
-      max_length: tokens of the longest response.
-      buffer: the tokens at its end over which the penalty grows; 0: no penalty.
-      factor: the penalty of the longest response.
-      wrong: the reward of a wrong answer.
-    """
+    """What a response loses for being wrong (the reward `wrong`), and for its length: over the last `buffer` of
+    `max_length` tokens the penalty grows to `factor`. `buffer` 0: no penalty."""
 
     max_length: int
     buffer: int
@@ -46,7 +40,6 @@ class RewardShaping:
 
     @classmethod
     def configured(cls, config: Config) -> RewardShaping | None:
-        """By `reward.overlong_buffer` and `reward.wrong_reward`; None where both are off."""
         options, wrong = config.reward.overlong_buffer, config.reward.wrong_reward
         if not options.enable and not wrong:
             return None
@@ -71,7 +64,6 @@ class RewardShaping:
         return replace(verdict, reward=verdict.reward + extra, info=info)
 
     def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Of a batch: the mean penalty for length (0 or above) and the share of samples that have one."""
         if not self.buffer:
             return {}
         lost = np.array([-sample.reward_info.get("overlong_reward", 0.0) for sample in samples])
