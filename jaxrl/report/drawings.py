@@ -102,18 +102,15 @@ def heat_card(batches: Batches) -> str:
 
 
 def _label(value: float, share: float) -> tuple[str, float, str]:
-    """A label of the lower axis at a share of its length."""
     return number(value), round(LEFT + share * (WIDTH - LEFT - RIGHT), 1), "end" if share > 0.97 else "middle"
 
 
 def _ranked(values: Sequence[float], ranks: int) -> list[float]:
-    """The values sorted, and brought to `ranks` of them."""
     ordered = sorted(values)
     return [ordered[i * len(ordered) // ranks] for i in range(ranks)]
 
 
 def rows_card(found: RoundRows | None) -> str:
-    """Who had which row, and when."""
     if found is None:
         return ""
     names = sorted(found.rows, key=lambda row: [int(part) for part in row.split(".")])

@@ -37,8 +37,7 @@ def write_report(
     say: Callable[[str], None] = lambda text: None,
     parts: Sequence[PagePart] = (),
 ) -> Path:
-    """Writes the page (default: `report.html` in the run's folder) and returns where it is. The page and `say` name
-    what cannot be read; `parts` are those of mechanisms."""
+    """Writes the page (default: `report.html` in the run's folder). The page and `say` name what cannot be read."""
     if out is not None:
         refuse_file(out, "--out")
         refuse_overwriting(out, "--out")
@@ -51,7 +50,6 @@ def write_report(
 
 
 def page(run: Run, parts: Sequence[PagePart] = ()) -> str:
-    """The whole page."""
     name = str(run.option("trainer.experiment_name") or run.folder.resolve().name)
     problems = "".join(f"<p class=note>{escape(text)}</p>" for text in run.problems)
     span = (run.metrics[0]["step"], run.metrics[-1]["step"]) if run.metrics else None
@@ -68,7 +66,7 @@ def page(run: Run, parts: Sequence[PagePart] = ()) -> str:
 
 
 def _failed(run: Run) -> str:
-    """What a reader must know before anything else: how many rewards failed, and why. Empty where none did."""
+    """What a reader must know before anything else: how many rewards failed, and why."""
     found = reward_failures(run.metrics, run.batches, run.samples)
     if found is None:
         return ""
@@ -86,7 +84,6 @@ def _samples(run: Run) -> str:
 
 
 def _simulated(run: Run) -> str:
-    """What a simulated run's seconds and lengths come from; empty for a real one."""
     if not run.is_simulated:
         return ""
     found = run.section("simulation")
@@ -96,7 +93,6 @@ def _simulated(run: Run) -> str:
 
 
 def _model(run: Run) -> str:
-    """The model's name; of a simulated run, that of the one that was modelled."""
     return str((run.option("simulate.model") if run.is_simulated else "") or run.option("model.path") or "")
 
 

@@ -16,8 +16,8 @@ _WANTED = (f'"cat":"{ROW}"'.encode(), b'"name":"step"', b'"name":"testing"')
 
 @dataclass(frozen=True, slots=True)
 class RequestSpan:
-    """A request in a row: its name, seconds since the round's first one, why it left the row, and its tokens if it
-    ended there."""
+    """A request in a row: seconds since the round's first one, why it left the row, and its tokens if it ended
+    there."""
 
     name: str
     start_s: float
@@ -28,7 +28,7 @@ class RequestSpan:
 
 @dataclass(frozen=True, slots=True)
 class RoundRows:
-    """The rows of the round in a step, by name, each with its requests in order; `end_s`: when the last one ended."""
+    """The rows of a round, each with its requests in order; `end_s`: when the last one ended."""
 
     step: float
     rows: dict[str, list[RequestSpan]]
@@ -36,7 +36,7 @@ class RoundRows:
 
 
 def read_round(file: Path) -> RoundRows | None:
-    """The last round of a timeline without evaluations; None where no rows were drawn. Damaged lines are left out."""
+    """The last round without evaluations; None where no rows were drawn. Damaged lines are left out."""
     if not file.is_file():
         return None
     spans: list[dict[str, Any]] = []
