@@ -40,7 +40,7 @@ from jaxrl.sharding.mesh import make_mesh
 from jaxrl.types import Group, Prompt, Sample, SampleKey, SamplingParams
 
 if TYPE_CHECKING:
-    from jaxrl.scheduling.layouts.switching import Switched
+    from jaxrl.scheduling.layouts.relayout import Switched
 
 TextPrompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 """A question, a conversation ({"role", "content"} messages), or token ids."""

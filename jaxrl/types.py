@@ -2,12 +2,6 @@
 
 Everything here is plain Python and numpy, so scheduling, rewards and the simulator can use it without jax or an
 accelerator. Arrays of a sample are ragged by nature; padding and packing happen only in `jaxrl.train.packing`.
-
-Example::
-
-    prompt = Prompt(epoch=0, index=7, token_ids=(1, 42), text="2+2=", source="gsm8k", answer="4")
-    sample = Sample.empty(SampleKey(epoch=0, prompt_index=7, sample_index=0))
-    group = Group(prompt=prompt, samples=[sample])
 """
 
 from __future__ import annotations

@@ -63,15 +63,6 @@ class _Span:
 class Timeline:
     """A trace file that can be opened at any moment; all methods may be called from any thread.
 
-    Example::
-
-        timeline = Timeline(run_dir / "timeline.json")
-        with timeline.phase("step", step=3):
-            with timeline.phase("gen"), timeline.span("engine", "drain", rows=12):
-                ...
-            timeline.counter("rows", busy=7)
-        metrics |= timeline.take_phases()  # {"timing_s/gen": .., "timing_s/step": ..}
-
     Args:
       clock: in seconds; a simulation's own.
       begin: False: events wait for `begin`.

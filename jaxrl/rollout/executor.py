@@ -215,10 +215,6 @@ class MeshExecutor:
         return self._now.programs.form
 
     @property
-    def num_rows(self) -> int:
-        return self.num_groups * self.num_slots
-
-    @property
     def has_weights(self) -> bool:
         return self._params is not None
 
@@ -303,13 +299,17 @@ class MeshExecutor:
         checked and compiled before anything moves. Raises SwitchFailed for what fails after that.
         """
         from jaxrl.scheduling.layouts.relayout import TimeTaken
+        from jaxrl.sharding import kv_migration
 
         if self._params is None or self._pool is None:
             raise RuntimeError("the executor has no weights or no KV pool: call sync_weights and allocate first")
         began = time.perf_counter()
         target = self._programs_at(move.to_tp)
         lanes = move.kv.lanes()
-        self._prepare_switch(target, lanes)
+        reshard.precompile(self._params, self._shardings(target))
+        if lanes.is_any:
+            num_blocks = target.cache_shape.num_blocks
+            kv_migration.precompile(self.layout, target.layout, self._pool, num_blocks, [lanes.sizes])
         jax.block_until_ready((self._params, self._pool, self._state))
         ready = time.perf_counter()
         self._drop_histories()  # another layout has other places; histories come again with the plans that name them
@@ -352,16 +352,6 @@ class MeshExecutor:
                 self.allocate()
                 raise SwitchFailed(f"the migration failed ({type(error).__name__}: {error})", is_usable=True) from error
         self.put_rows(rows)
-
-    def _prepare_switch(self, target: LayoutPrograms, lanes: Lanes) -> None:
-        """Compiles what a switch will run, and raises for everything that can be checked beforehand."""
-        reshard.precompile(self._params, self._shardings(target))
-        if lanes.is_any:
-            from jaxrl.sharding import kv_migration
-
-            assert self._pool is not None
-            num_blocks = target.cache_shape.num_blocks
-            kv_migration.precompile(self.layout, target.layout, self._pool, num_blocks, [lanes.sizes])
 
     def _shardings(self, programs: LayoutPrograms) -> Any:
         return rollout_shardings(self.model, programs.layout, self.config.max_tp, **programs.programs.form)

@@ -71,10 +71,6 @@ class WorkerSet:
         return self.mesh.size
 
     @property
-    def num_rows(self) -> int:
-        return sum(executor.num_rows for executor in self.executors)
-
-    @property
     def recompiles(self) -> int:
         return sum(executor.recompiles for executor in self.executors)
 

@@ -31,8 +31,7 @@ from jaxrl.mechanisms.adaptive_layouts.switch_rule import LayoutSwitchRule, Swit
 from jaxrl.mechanisms.adaptive_layouts.tp_planner import TpPlanner
 from jaxrl.scheduling.layouts.batch_state import BatchState, GroupCapacity
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
-from jaxrl.scheduling.layouts.relayout import LayoutExecutor, SwitchFailed, rows_of
-from jaxrl.scheduling.layouts.switching import Switched, recompute, start_in
+from jaxrl.scheduling.layouts.relayout import LayoutExecutor, Switched, SwitchFailed, recompute, rows_of, start_in
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.lengths import LengthHistory
 from jaxrl.scheduling.tokens.progress import PlanTimes

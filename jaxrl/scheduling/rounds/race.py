@@ -135,23 +135,11 @@ class RaceLimits:
 
     def __post_init__(self) -> None:
         batch = self.batch
-        assert self.num_responses >= batch.group_size >= 1
-        assert batch.num_groups >= 1
-        assert self.num_spare >= 0
-        assert not (self.keep_unfinished and self.num_responses > batch.group_size), "a spare response has no place"
-        assert not (self.is_race and batch.group_filter and batch.score_when == "rollout"), (
-            "rewards decide which groups end the round"
-        )
         if batch.max_active_requests and batch.max_active_requests < self.num_responses:
             raise ValueError(
                 f"rollout.max_active_requests ({batch.max_active_requests} samples) must hold one prompt's responses "
                 f"({self.num_responses} samples), or be 0 for no limit"
             )
-
-    @property
-    def is_race(self) -> bool:
-        """Whether it matters which responses finish first."""
-        return self.num_spare > 0 or self.num_responses > self.batch.group_size
 
     @property
     def in_launch_order(self) -> bool:

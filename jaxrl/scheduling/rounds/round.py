@@ -8,14 +8,6 @@ Source: the synchronous round of RollPacker §2 (P0 prompts × R0 responses, wai
 
 Departures: time decides nothing here. Verdicts must come in the order in which their samples completed; the backend
 holds back a verdict that arrives early.
-
-Example::
-
-    round = Round(prompts, group_size=8)
-    while not round.done:
-        for command in round.handle(backend.wait()):
-            backend.apply(command)
-    groups = round.groups()
 """
 
 from __future__ import annotations

@@ -33,8 +33,7 @@ from jaxrl.scheduling.tokens.rows import StopCheck
 from jaxrl.types import Sample
 
 if TYPE_CHECKING:
-    from jaxrl.scheduling.layouts.relayout import How
-    from jaxrl.scheduling.layouts.switching import Switched
+    from jaxrl.scheduling.layouts.relayout import How, Switched
 
 MAX_IN_FLIGHT = 2
 """Plans of an engine that its devices may have at once: one that they run, and the next."""
@@ -169,8 +168,8 @@ class Engine:
         self._undelivered = self.drain()
 
     def switch(self, tp: int, by: How = "migrate") -> Switched:
-        """Goes on with another tensor-parallel degree, in the middle of a batch (`layouts.switching.switch`)."""
-        from jaxrl.scheduling.layouts.switching import switch
+        """Goes on with another tensor-parallel degree, in the middle of a batch (`layouts.relayout.switch`)."""
+        from jaxrl.scheduling.layouts.relayout import switch
 
         return switch(self, tp, by)
 

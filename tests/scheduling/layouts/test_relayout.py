@@ -11,8 +11,7 @@ from checking import assert_empty, assert_whole, engine_in, make_request, stacks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.scheduling.layouts.relayout import Relayout, SwitchFailed, plan_relayout, rows_of
-from jaxrl.scheduling.layouts.switching import recompute, start_in
+from jaxrl.scheduling.layouts.relayout import Relayout, SwitchFailed, plan_relayout, recompute, rows_of, start_in
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Capacity, Request
 from jaxrl.types import Sample, SampleKey
