@@ -110,11 +110,7 @@ class Loop:
             "seed": self.config.trainer.seed,
             "data": self._prompts.state(),
             "departures": self.departures.state_dict(),
-            "rule": {
-                "name": self.rule.name,
-                "num_carried": self.rule.num_carried,
-                "state": self.rule.state(),
-            },
+            "rule": {"name": self.rule.name, "num_carried": self.rule.num_carried, "state": self.rule.state()},
             "ahead": None
             if self._waiting is None
             else pack_groups(self._waiting.groups) | {"metrics": dict(self._waiting.metrics)},

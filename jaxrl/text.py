@@ -40,7 +40,7 @@ from jaxrl.sharding.mesh import make_mesh
 from jaxrl.types import Group, Prompt, Sample, SampleKey, SamplingParams
 
 if TYPE_CHECKING:
-    from jaxrl.scheduling.layouts.relayout import Switched
+    from jaxrl.scheduling.layouts.relayout import Relayout
 
 TextPrompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 """A question, a conversation ({"role", "content"} messages), or token ids."""
@@ -155,7 +155,7 @@ class TextEngine:
         executor.sync_weights(params, executor.policy_version + 1)
         self.engine.batcher.blocks.forget_all()
 
-    def switch(self, tp: int, by: Literal["migrate", "recompute"] = "migrate") -> Switched:
+    def switch(self, tp: int, by: Literal["migrate", "recompute"] = "migrate") -> Relayout:
         """Switches to another tensor-parallel degree, also between two samples of a `stream`: `Engine.switch`."""
         return self.engine.switch(tp, by)
 

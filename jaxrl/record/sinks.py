@@ -59,12 +59,7 @@ class Sink(Protocol):
 
 
 def open_sink(
-    name: str,
-    folder: Path,
-    last_step: int,
-    project: str,
-    experiment: str,
-    config: Mapping[str, Any],
+    name: str, folder: Path, last_step: int, project: str, experiment: str, config: Mapping[str, Any]
 ) -> Sink:
     """Opens a sink; `folder` (of the run) remembers what the run is called there, and `last_step` (-1: none) is the
     last that counts. Raises RunFailed if it cannot be opened, ValueError if its package is missing."""

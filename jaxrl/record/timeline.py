@@ -1,17 +1,15 @@
-"""The timeline of a run: a Chrome/Perfetto trace, and the seconds of its phases from the same spans.
-
-Open the file in https://ui.perfetto.dev or chrome://tracing.
+"""The timeline of a run: a Chrome/Perfetto trace (https://ui.perfetto.dev), and the seconds of its phases from the same
+spans.
 
 Source: the Trace Event Format's JSON array form, in which the closing bracket may be missing: every event is one line
 with a comma, and lines are written whole, so viewers open the file at any moment, also after a crash. `close` ends it
-with a last event and the bracket, which makes it JSON for every reader. A resumed run takes those two lines away and
-appends, as another process of the trace. Its clock goes on where the file ended, so the pause takes no room.
+with a last event and the bracket. A resumed run takes those two lines away and appends, as another process of the
+trace, whose clock goes on where the file ended.
 
 The file is kept small: adjacent short spans of one name on a track are merged (`count` says how many); counters are
 sampled; a step draws at most `max_tracks` tracks and `max_events_per_step` events, and as many events of the rollout's
 rows on at most `max_rows` tracks; the share of steps that are drawn halves after each `max_bytes` written. Phases are
-always summed. An event counts what a step left out. Spans on one track must nest: threads that work at the same time
-use different tracks.
+always summed. Spans on one track must nest: threads that work at the same time use different tracks.
 """
 
 from __future__ import annotations

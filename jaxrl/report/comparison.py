@@ -75,10 +75,12 @@ def _page(runs: Sequence[Run], names: Sequence[str], figures: Sequence[Figure]) 
     title = " and ".join(names) if len(names) == 2 else f"{len(names)} runs"
     notes = "".join(f"<p class=note>{escape(text)}</p>" for text in _notes(runs, names))
     drawn = "".join(card(chart) for chart in _charts(runs, names))
+    legend = "".join(f"<li class=c{i + 1}>{letter(i)}: {escape(name)}</li>" for i, name in enumerate(names))
     return document(
         title,
         f"{len(runs)} runs compared",
-        f"{notes}{_legend(names)}<section class=charts>{drawn}</section><h2>Figures</h2>{_figures(figures, names)}"
+        f"{notes}<ul class=legend>{legend}</ul><section class=charts>{drawn}</section>"
+        f"<h2>Figures</h2>{_figures(figures, names)}"
         f"<h2>Configuration</h2>{_options(runs, names)}<h2>Where and when</h2>{_facts(runs, names)}",
     )
 
@@ -95,11 +97,6 @@ def _notes(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
         steps = ", ".join(f"{name} {step:g}" for name, step in zip(names, last, strict=True))
         found.append(f"The runs have different numbers of steps ({steps}); figures are over each run's own.")
     return found
-
-
-def _legend(names: Sequence[str]) -> str:
-    items = "".join(f"<li class=c{i + 1}>{letter(i)}: {escape(name)}</li>" for i, name in enumerate(names))
-    return f"<ul class=legend>{items}</ul>"
 
 
 def letter(index: int) -> str:

@@ -26,8 +26,7 @@ from jaxrl.models.numerics import merging_exactly
 from jaxrl.rollout import kv_cache
 from jaxrl.rollout.calls import Call, MeshTicket, kept_tokens, places_in, prefill_calls, result_of
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms, bucket
-from jaxrl.rollout.programs import MAX_STOP_IDS, RowState, host_rows
-from jaxrl.rollout.sampling import request_key
+from jaxrl.rollout.programs import MAX_STOP_IDS, RowState, fill_row, host_rows
 from jaxrl.scheduling.tokens.plan import (
     TRASH_BLOCK,
     Capacity,
@@ -124,11 +123,7 @@ class MeshExecutor:
     """
 
     def __init__(
-        self,
-        model: ModelConfig,
-        layout: Layout,
-        config: ExecutorConfig,
-        weights: Callable[[], Any] | None = None,
+        self, model: ModelConfig, layout: Layout, config: ExecutorConfig, weights: Callable[[], Any] | None = None
     ) -> None:
         self.platform = platform = platform_of(layout.mesh.devices.flat[0])
         self.model = merging_exactly(model, platform, interpret=config.interpret) if config.is_invariant else model
@@ -334,7 +329,8 @@ class MeshExecutor:
         return TimeTaken(weights_s=seconds[0], state_s=seconds[1], fixed_s=fixed_s)
 
     def accept_migration(self, source: Any, kv: KvPlan, rows: Sequence[ResidentRow]) -> None:
-        """Takes KV from an executor on other devices, by `device_put`. Raises SwitchFailed, with the pool empty."""
+        """Takes KV from an executor on other devices, by `device_put`, and lets `rows` (all of its rows from now on)
+        decode. Raises SwitchFailed if it fails after its own pool was touched, which is empty then."""
         from jaxrl.scheduling.layouts.relayout import SwitchFailed
         from jaxrl.sharding import kv_migration
 
@@ -449,15 +445,8 @@ class MeshExecutor:
         return Call(own, groups[is_last], places[is_last], generated)
 
     def _fill(self, state: RowState, at: tuple[int, int], request: Request, response: Sequence[int]) -> None:
-        params = request.params
-        seed = self.config.seed if params.seed is None else params.seed
-        state.limit[at] = len(request.prompt_ids) + params.max_tokens
-        state.stop_ids[at][: len(params.stop_token_ids)] = params.stop_token_ids
-        state.sampling.keys[at] = request_key(seed, request.key)
-        state.sampling.temperature[at] = params.temperature
-        state.sampling.top_k[at] = params.top_k
-        state.sampling.top_p[at] = params.top_p
-        state.sampling.min_p[at] = params.min_p
+        limit = len(request.prompt_ids) + request.params.max_tokens
+        fill_row(state, at, self.config.seed, request.key, request.params, limit)
         if state.recent is not None:
             last = response[-state.recent.shape[-1] :]
             state.recent[at][state.recent.shape[-1] - len(last) :] = last

@@ -6,11 +6,9 @@ Needs weights with fused projections (`jaxrl.sharding.fused_projections`) and sh
 takes. The numbers are those of `decoder.layer` with `kv_cache.attend`: rounded at the same places, sums in another
 order.
 
-The products before a kernel of ours give partial sums over equal shares of the features, and the kernel adds them up:
-a product of few rows has too few tiles for all multiprocessors otherwise. XLA would cut the sum itself, but its
-partial sums would then cost a kernel more, because it cannot put the addition into a kernel that is not its own.
-
-All of it runs in `shard_map`: Pallas calls are opaque to XLA's partitioner.
+The products before a kernel of ours give partial sums over equal shares of the features, and the kernel adds them up: a
+product of few rows has too few tiles for all multiprocessors otherwise. XLA would cut the sum itself, but cannot put
+the addition into a kernel that is not its own. All runs in `shard_map`: Pallas calls are opaque to XLA's partitioner.
 
 Dims: R rows of a dp group, E embed, I inputs and O outputs of a product, S shares, F mlp, K, G, D as in the kernels.
 """

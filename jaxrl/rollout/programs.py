@@ -28,7 +28,7 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.kv_layers import KvLayers, whole
 from jaxrl.models.numerics import in_tiles, refuse_invariant
 from jaxrl.rollout import kv_cache
-from jaxrl.rollout.sampling import Draw, SampledToken, SamplingState, drawn_by_rows, sample
+from jaxrl.rollout.sampling import Draw, SampledToken, SamplingState, drawn_by_rows, request_key, sample
 from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks
 from jaxrl.schema.limits import Narrow
 from jaxrl.sharding.fused_projections import can_fuse
@@ -36,6 +36,7 @@ from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import platform_of
 from jaxrl.sharding.narrow_weights import scale_shardings
 from jaxrl.sharding.rules import Form, pad_heads, padded_config, rollout_spec
+from jaxrl.types import SampleKey, SamplingParams
 
 if TYPE_CHECKING:
     from jaxrl.mechanisms.speculation.proposer import Drafting
@@ -488,6 +489,19 @@ def _mix(config: ModelConfig, layout: Layout, max_tp: int, *, batched: bool) -> 
     specs = {name: sharding.spec for name, sharding in (shardings | scale_shardings(own, shardings)).items()}
     rows = PartitionSpec(layout.dp_axes or None)
     return experts.over_devices(layout.mesh, specs, rows, batched=batched, gathered=False)
+
+
+def fill_row(
+    state: RowState, at: tuple[int, int], seed: int, key: SampleKey, params: SamplingParams, limit: int
+) -> None:
+    """Writes what is known of a request into a row on the host; `seed`: of requests without their own."""
+    state.limit[at] = limit
+    state.stop_ids[at][: len(params.stop_token_ids)] = params.stop_token_ids
+    state.sampling.keys[at] = request_key(seed if params.seed is None else params.seed, key)
+    state.sampling.temperature[at] = params.temperature
+    state.sampling.top_k[at] = params.top_k
+    state.sampling.top_p[at] = params.top_p
+    state.sampling.min_p[at] = params.min_p
 
 
 def host_rows(groups: int, rows: int, proposer: Drafting | None = None) -> RowState:

@@ -112,12 +112,7 @@ def drawn_by_rows(draw: Draw, by_rows: ByRows) -> Draw:
 
 
 def sample(
-    logits: jax.Array,
-    positions: jax.Array,
-    state: SamplingState,
-    *,
-    truncate: bool,
-    of: jax.Array | None = None,
+    logits: jax.Array, positions: jax.Array, state: SamplingState, *, truncate: bool, of: jax.Array | None = None
 ) -> SampledToken:
     """Draws one token per row, in prefill, decode and verification alike.
 

@@ -1,17 +1,13 @@
 """Decode steps that verify proposed tokens.
 
-`Verify.run` is `Programs.decode` with another step: tokens are proposed for a row, the model
-runs over its last token and the proposal at once, every position's token is sampled, and the row keeps the
-sampled tokens up to and with the first that is not the proposed one. A dispatch takes many such steps.
+`Verify.run` is `Programs.decode` with another step: tokens are proposed for a row, the model runs over its last token
+and the proposal at once, every position's token is sampled, and the row keeps the sampled tokens up to and with the
+first that is not the proposed one.
 
-Source: verification of several positions in one forward pass: Leviathan et al. 2023.
-
-Departures:
-
-- Nothing is accepted by chance. A position's token is drawn with jaxrl's own key of that position, as without
-  proposals, and a proposed token is accepted if it is the one drawn. So the response is that of plain decoding.
-- A step has room for `width` proposed tokens of every row, and takes as long whatever is proposed. Rows without a
-  proposal decode as ever in the same program.
+Source: verification of several positions in one forward pass: Leviathan et al. 2023. Departures: nothing is accepted by
+chance. A position's token is drawn with jaxrl's own key of that position, as without proposals, and a proposed token is
+accepted if it is the one drawn. So the response is that of plain decoding. A step has room for `width` proposed tokens
+of every row, and takes as long whatever is proposed.
 
 A rejected token leaves no trace: over windows (`kernels.gathered`) only a row's own tokens are written to the pool; in
 the paged cache every position is written again before it is read, because the row's next step begins there.
@@ -32,7 +28,6 @@ from jax.sharding import PartitionSpec
 
 from jaxrl.rollout import kv_cache
 from jaxrl.rollout.programs import Generated, Programs, RowState, Tiles, followed_by, put_rows, stops
-from jaxrl.rollout.sampling import SamplingState
 from jaxrl.scheduling.tokens.plan import TOKENS_PER_STEP
 
 if TYPE_CHECKING:
@@ -153,9 +148,9 @@ class Verify:
         positions = rows.position[..., None] + offset
         hidden, cache = forward(cache, tokens, positions, valid, gained)
         logits = programs.logits(params, hidden)
-        drawn = programs.draw(
-            logits, positions + 1, _of_positions(rows.sampling, positions.shape), truncate=self.truncate
-        )
+        shape = positions.shape
+        sampling = jax.tree.map(lambda x: jnp.broadcast_to(x[:, :, None], (*shape, *x.shape[2:])), rows.sampling)
+        drawn = programs.draw(logits, positions + 1, sampling, truncate=self.truncate)
         agrees = (drawn.token[..., :-1] == proposed.tokens) & (offset[:-1] < proposed.length[..., None])
         agreed = leading(agrees)
         each = rows._replace(stop_ids=rows.stop_ids[..., None, :], limit=rows.limit[..., None])
@@ -213,10 +208,6 @@ class Verify:
             return forward(fresh, tokens, positions, at)
 
         return blank, windowed, close
-
-
-def _of_positions(sampling: SamplingState, shape: tuple[int, ...]) -> SamplingState:
-    return jax.tree.map(lambda x: jnp.broadcast_to(jnp.expand_dims(x, 2), (*shape, *x.shape[2:])), sampling)
 
 
 def _written(gained: jax.Array, taken: jax.Array, out: jax.Array, new: jax.Array) -> jax.Array:

@@ -103,10 +103,6 @@ class Sampling(StrictBody):
         return value
 
     @property
-    def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    @property
     def num_top(self) -> int:
         return 0
 
@@ -118,7 +114,7 @@ class Sampling(StrictBody):
             min_p=self.min_p or 0.0,
             max_tokens=max_tokens,
             stop_token_ids=tuple(dict.fromkeys((*(self.stop_token_ids or ()), *stop_token_ids))),
-            stop_strings=self.stops,
+            stop_strings=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             top_logprobs=self.num_top,
         )
 

@@ -228,12 +228,7 @@ class Generation:
     """The choices of an answer while they are generated, one for each request."""
 
     def __init__(
-        self,
-        driver: Driver,
-        requests: Sequence[Request],
-        choices: list[Choice],
-        pieces: Pieces,
-        metrics: ServerMetrics,
+        self, driver: Driver, requests: Sequence[Request], choices: list[Choice], pieces: Pieces, metrics: ServerMetrics
     ) -> None:
         self.choices = choices
         self._driver, self._requests, self._pieces, self._metrics = driver, requests, pieces, metrics

@@ -183,7 +183,7 @@ class ReplayExecutor:
         return TimeTaken() if self._switch_cost is None else self._switch_cost(move)
 
     def accept_migration(self, source: Any, kv: KvPlan, rows: Sequence[ResidentRow]) -> None:
-        """As `jaxrl.scheduling.layouts.request_migration.MigrationTarget`."""
+        """As `MeshExecutor.accept_migration`."""
         assert isinstance(source, ReplayExecutor), "rows come from a replay"
         assert not self._results, "rows arrive while plans are in flight"
         found = sorted((*source._slots.values(), *self._slots.values()), key=lambda slot: slot.num_generated)

@@ -31,7 +31,7 @@ from jaxrl.mechanisms.adaptive_layouts.switch_rule import LayoutSwitchRule, Swit
 from jaxrl.mechanisms.adaptive_layouts.tp_planner import TpPlanner
 from jaxrl.scheduling.layouts.batch_state import BatchState, GroupCapacity
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
-from jaxrl.scheduling.layouts.relayout import LayoutExecutor, Switched, SwitchFailed, recompute, rows_of, start_in
+from jaxrl.scheduling.layouts.relayout import LayoutExecutor, Relayout, SwitchFailed, recompute, rows_of, start_in
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.lengths import LengthHistory
 from jaxrl.scheduling.tokens.progress import PlanTimes
@@ -81,7 +81,7 @@ class MeasuredSwitch:
     """
 
     decision: Switch
-    done: Switched | None
+    done: Relayout | None
     prefill_s: float = 0.0
     steps_s: list[float] = field(default_factory=list)
 
@@ -341,7 +341,7 @@ class LayoutControl:
 
     def _switch(self, switch: Switch) -> MeasuredSwitch:
         try:
-            done: Switched | None = self.engine.switch(switch.to_tp, switch.how)
+            done: Relayout | None = self.engine.switch(switch.to_tp, switch.how)
         except SwitchFailed as failure:
             if not failure.is_usable:
                 raise

@@ -1,19 +1,17 @@
 """Which KV blocks move where when requests change their dp groups: the bookkeeping half of a change of layout.
-
-`plan_migration` fills the block pools of the new layout and lists the copies; `jaxrl.sharding.kv_migration` moves the
-bytes, by `KvPlan.lanes`.
+`jaxrl.sharding.kv_migration` moves the bytes, by `KvPlan.lanes`.
 
 Source: docs/architecture.md (only valid KV moves; prompt blocks that are shared inside a dp group are copied once per
 group when groups split, and joined again when they merge); PAT §4.3 for migrating at all.
 
-The new tables come from a `BlockManager`, by the same calls as the batcher's own, so the batcher continues with that
-manager. Requests of one `share` find the prompt blocks of the first of them, the one that has written most of the
-prompt. So a request with an incomplete prefill may have more of its prompt afterwards (`Placement.num_written`).
+The new tables come from a `BlockManager`, by the same calls as the batcher's own, which continues with that manager.
+Requests of one `share` find the prompt blocks of the one that has written most of the prompt. So a request with an
+incomplete prefill may have more of its prompt afterwards (`Placement.num_written`).
 
 A *lane* is one dp group of the layout that has more of them: blocks move along it between a group before and a group
-after. Neighbouring groups merge and split (docs/architecture.md), so a lane's two groups follow from its number. A
-*home* is one dp group of the layout that has fewer of them, with its lanes. A block that goes from one home to another
-is a *guest*: it first goes over to the lane of the same place in the other home, and then along that one.
+after. Neighbouring groups merge and split, so a lane's two groups follow from its number. A *home* is one dp group of
+the layout that has fewer of them, with its lanes. A block that goes from one home to another is a *guest*: it first
+goes over to the lane of the same place in the other home, and then along that one.
 """
 
 from __future__ import annotations

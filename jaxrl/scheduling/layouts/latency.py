@@ -32,13 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxrl.scheduling.layouts.latency_profile import (
-    NEW_PROFILE,
-    Measurement,
-    Profile,
-    SwitchCost,
-    VerifyMeasurement,
-)
+from jaxrl.scheduling.layouts.latency_profile import NEW_PROFILE, Measurement, Profile, SwitchCost, VerifyMeasurement
 
 if TYPE_CHECKING:
     from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts

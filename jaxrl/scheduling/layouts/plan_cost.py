@@ -7,8 +7,7 @@ The profile has the costs of moves inside a worker alone, so those between two a
 device that changes from degree a to b sends 1 - min(a, b) / max(a, b) of what it holds of a token, which is 1/a of the
 token's KV (equation 1). So each measured cost per token is a time for the whole KV of a token over one link, and the
 largest counts. Between workers a device of degree a sends all that it holds of a token, 1/a; where the degrees differ,
-the change to the other one follows where it lands. Measured costs hold the reading and writing of blocks as well, so a
-move is rather overestimated. Links between workers are taken to be those inside one: the devices of one machine.
+the change to the other one follows where it lands. Links between workers are taken to be those inside one.
 """
 
 from __future__ import annotations

@@ -5,20 +5,18 @@ in the degree in use, and `start_in` chooses the degree while there is nothing t
 another worker see `jaxrl.scheduling.layouts.request_migration`.
 
 `plan_relayout` works out from the batcher's state alone which request goes where, which blocks move, and which requests
-give up their rows. The executor carries it out on the devices, and only then does `apply` change the batcher. So a
-failure before anything has moved leaves the engine as it was.
+give up their rows. The executor carries it out, and only then does `apply` change the batcher. So a failure before
+anything has moved leaves the engine as it was.
 
 Source: docs/architecture.md (only valid KV moves; preempt until the live blocks fit, before anything moves), PAT §4.3
-(migrate or recompute).
-
-To recompute is to preempt: every request waits with its tokens and is admitted again like any other; samples of a
-prompt share its blocks again. So less is prefilled than PAT's equation 4 charges.
+(migrate or recompute). To recompute is to preempt: every request waits with its tokens and is admitted again like any
+other; samples of a prompt share its blocks again. So less is prefilled than PAT's equation 4 charges.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol, get_args, runtime_checkable
 
 from jaxrl.scheduling.layouts.batch_state import LiveRow, Rows
@@ -50,8 +48,21 @@ class ResidentRow:
 
 
 @dataclass(frozen=True, slots=True)
+class TimeTaken:
+    """Seconds that a change of layout took on the devices: weights, KV, and everything else (plans, compiling)."""
+
+    weights_s: float = 0.0
+    state_s: float = 0.0
+    fixed_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return self.weights_s + self.state_s + self.fixed_s
+
+
+@dataclass(frozen=True, slots=True)
 class Relayout:
-    """A planned change of layout.
+    """A change of layout, planned or carried out.
 
     Attributes:
       kv: the new pools, and the copies (none if everything is recomputed).
@@ -71,6 +82,7 @@ class Relayout:
     evicted: tuple[int, ...]
     num_live: int
     num_tokens: int
+    times: TimeTaken = TimeTaken()
 
     @property
     def num_moved(self) -> int:
@@ -80,19 +92,6 @@ class Relayout:
     def apply(self, batcher: Batcher) -> None:
         batcher.counters.preemptions += len(self.evicted)
         batcher.reseat(self.capacity, self.kv.blocks, self.seats)
-
-
-@dataclass(frozen=True, slots=True)
-class TimeTaken:
-    """Seconds that a change of layout took on the devices: weights, KV, and everything else (plans, compiling)."""
-
-    weights_s: float = 0.0
-    state_s: float = 0.0
-    fixed_s: float = 0.0
-
-    @property
-    def total_s(self) -> float:
-        return self.weights_s + self.state_s + self.fixed_s
 
 
 class SwitchFailed(RuntimeError):
@@ -238,19 +237,7 @@ def restart(batcher: Batcher, capacity: Capacity) -> None:
     batcher.reseat(capacity, BlockManager(*sizes), {})
 
 
-@dataclass(frozen=True, slots=True)
-class Switched:
-    from_tp: int
-    to_tp: int
-    how: How
-    num_live: int
-    num_tokens: int
-    num_moved: int
-    num_evicted: int
-    times: TimeTaken
-
-
-def switch(engine: Engine, tp: int, by: How = "migrate") -> Switched:
+def switch(engine: Engine, tp: int, by: How = "migrate") -> Relayout:
     """Changes the tensor-parallel degree, in the middle of a batch.
 
     Plans in flight are collected first; the next `step` or `drain` returns the requests that ended in them. No request
@@ -277,16 +264,7 @@ def switch(engine: Engine, tp: int, by: How = "migrate") -> Switched:
         restart(engine.batcher, engine.batcher.capacity)
         raise
     move.apply(engine.batcher)
-    return Switched(
-        from_tp=move.from_tp,
-        to_tp=tp,
-        how=by,
-        num_live=move.num_live,
-        num_tokens=move.num_tokens,
-        num_moved=move.num_moved,
-        num_evicted=len(move.evicted),
-        times=times,
-    )
+    return replace(move, times=times)
 
 
 def recompute(engine: Engine) -> None:

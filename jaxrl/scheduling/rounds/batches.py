@@ -1,8 +1,7 @@
 """Rules across rounds: what a round launches, and what happens to the prompts that it does not finish.
 
-A `BatchRule` plans each training step's `Round` (which prompts, how many responses each, which attempt, what is
-resumed) and settles it when it is done. What it carries from round to round is part of a checkpoint. The loop calls it
-without knowing which rule it is::
+A `BatchRule` plans each training step's `Round` and settles it when it is done. What it carries from round to round is
+part of a checkpoint. The loop calls it without knowing which rule it is::
 
     current = rule.plan(prompts, RoundTime(step, policy_version, steps_left))
     while not current.done:
@@ -10,8 +9,7 @@ without knowing which rule it is::
             backend.apply(command)
     result = rule.settle(current)         # result.groups is the batch
 
-Here are the rules' common part and the baseline. The other rules are mechanisms (`jaxrl.mechanisms`), whose table says
-which settings exclude each other.
+Here are the rules' common part and the baseline. The other rules are mechanisms (`jaxrl.mechanisms`).
 """
 
 from __future__ import annotations

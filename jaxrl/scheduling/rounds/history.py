@@ -1,6 +1,5 @@
-"""Responses of earlier rollouts, by prompt: what drafts come from, and what ranking groups rank by.
-
-`HistoryStore` keeps each prompt's last rollouts and the lengths of its last one. It is part of a checkpoint.
+"""Responses of earlier rollouts, by prompt: what drafts come from, and what ranking groups rank by. Part of a
+checkpoint.
 
 Source: RhymeRL §5.3 (a prompt's history is the responses of its last rollout, with their rewards) and §6.2 to §6.3 (its
 length is their median; by how much lengths have grown since the epoch before).
@@ -10,7 +9,6 @@ Departures:
 - A group enters when it leaves its round, scored: trained on, or filtered. What a round discards, or carries on without
   samples, never enters: a clock decides which of its responses have been scored by then. So the store is a function of
   logical time.
-- Samples are kept in the order of their keys, whatever the order in which they ended.
 - Bytes are bounded. The prompts whose last rollout is longest ago go first; their lengths stay. An index counts with
   its largest possible size until `settle` says how large it is.
 - Prompts are told apart by their index alone: a run that resumes with other data finds the history of other prompts.

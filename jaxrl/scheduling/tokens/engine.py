@@ -33,7 +33,7 @@ from jaxrl.scheduling.tokens.rows import StopCheck
 from jaxrl.types import Sample
 
 if TYPE_CHECKING:
-    from jaxrl.scheduling.layouts.relayout import How, Switched
+    from jaxrl.scheduling.layouts.relayout import How, Relayout
 
 MAX_IN_FLIGHT = 2
 """Plans of an engine that its devices may have at once: one that they run, and the next."""
@@ -167,7 +167,7 @@ class Engine:
         """Like `drain`, but the next `step` or `drain` returns the requests that ended."""
         self._undelivered = self.drain()
 
-    def switch(self, tp: int, by: How = "migrate") -> Switched:
+    def switch(self, tp: int, by: How = "migrate") -> Relayout:
         """Goes on with another tensor-parallel degree, in the middle of a batch (`layouts.relayout.switch`)."""
         from jaxrl.scheduling.layouts.relayout import switch
 

@@ -153,7 +153,7 @@ def test_the_youngest_give_way_where_the_pool_shrinks():
     rows = rows_of(engine.batcher)
     assert switched.num_live == 8
     assert [len(each) for each in rows] == [1] * 8, "a pool of eight blocks holds one request with what it grows by"
-    assert switched.num_evicted == 0
+    assert not switched.evicted
     engine.switch(8, "recompute")
     while len([row for each in rows_of(engine.batcher) for row in each]) < 8:
         engine.step()
