@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 SCHEMA = 3
 MIN_CONTEXT, DENSE_BELOW = 8, 512  # tokens of a row: the shortest measured, and where points begin to thin out
@@ -180,16 +180,7 @@ class Profile:
             raise ValueError(f"the latency profile is of something else: {'; '.join(differing)}: {NEW_PROFILE}")
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "schema": SCHEMA,
-            "source": self.source,
-            "identity": asdict(self.identity),
-            "decode": [asdict(point) for point in self.decode],
-            "prefill": [asdict(point) for point in self.prefill],
-            "switches": [asdict(cost) for cost in self.switches],
-            "row_sizes": [asdict(rows) | {"sizes": list(rows.sizes)} for rows in self.row_sizes],
-            "verify": [asdict(point) for point in self.verify],
-        }
+        return {"schema": SCHEMA, **asdict(self)}
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Profile:
@@ -200,39 +191,29 @@ class Profile:
         names = {"schema", *(each.name for each in fields(cls))}
         if set(entry) != names:
             raise ValueError(f"latency profile: its keys must be {sorted(names)}, and are {sorted(entry)}")
-        return cls(
-            identity=_read(ProfileIdentity, entry["identity"], "identity"),
-            decode=tuple(_read(Measurement, each, "decode") for each in entry["decode"]),
-            prefill=tuple(_read(Measurement, each, "prefill") for each in entry["prefill"]),
-            switches=tuple(_read(SwitchCost, each, "switches") for each in entry["switches"]),
-            row_sizes=tuple(_read_row_sizes(each) for each in entry["row_sizes"]),
-            source=entry["source"],
-            verify=tuple(_read(VerifyMeasurement, each, "verify") for each in entry["verify"]),
-        )
+        kinds = {"decode": Measurement, "prefill": Measurement, "verify": VerifyMeasurement}
+        kinds |= {"switches": SwitchCost, "row_sizes": RowSizes}
+        tables = {name: tuple(_read(kind, each, name) for each in entry[name]) for name, kind in kinds.items()}
+        return cls(_read(ProfileIdentity, entry["identity"], "identity"), source=entry["source"], **tables)
 
 
-T = TypeVar("T", ProfileIdentity, Measurement, VerifyMeasurement, SwitchCost)
-_TYPES: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
+_TYPES: Mapping[str, Any] = {"int": int, "float": (int, float), "str": str, "tuple[int, ...]": (list, tuple)}
 
 
-def _read(kind: type[T], entry: Any, where: str) -> T:
+def _read(kind: Any, entry: Any, where: str) -> Any:
     """Raises ValueError naming the field that is missing, unknown or of another type."""
     wanted = {each.name: str(each.type) for each in fields(kind)}
     if not isinstance(entry, Mapping) or set(entry) != set(wanted):
         raise ValueError(f"latency profile, {where}: {entry!r} must have exactly the fields {sorted(wanted)}")
+    found = dict(entry)
     for name, type_name in wanted.items():
-        if isinstance(entry[name], bool) or not isinstance(entry[name], _TYPES[type_name]):
-            raise ValueError(f"latency profile, {where}: {name} ({entry[name]!r}) must be of type {type_name}")
-    return kind(**entry)
-
-
-def _read_row_sizes(entry: Any) -> RowSizes:
-    if not isinstance(entry, Mapping) or set(entry) != {"tp", "sizes"} or not isinstance(entry["sizes"], list):
-        raise ValueError(f"latency profile, row_sizes: {entry!r} must have exactly the fields ['sizes' (a list), 'tp']")
-    for value in (entry["tp"], *entry["sizes"]):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"latency profile, row_sizes: {value!r} must be of type int")
-    return RowSizes(entry["tp"], tuple(entry["sizes"]))
+        value = entry[name]
+        fits = isinstance(value, _TYPES[type_name]) and not isinstance(value, bool)
+        if fits and isinstance(value, list | tuple):
+            fits, found[name] = all(type(each) is int for each in value), tuple(value)
+        if not fits:
+            raise ValueError(f"latency profile, {where}: {name} ({value!r}) must be of type {type_name}")
+    return kind(**found)
 
 
 def _refuse_repeated(kind: str, keys: Sequence[object]) -> None:

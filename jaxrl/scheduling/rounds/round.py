@@ -59,8 +59,6 @@ class Round:
                 f"a round needs prompts, each (epoch, index) once: {len(prompts)} given, "
                 f"{len({prompt.key for prompt in prompts})} different (data.train_batch_size)"
             )
-        if group_size < 1:
-            raise ValueError(f"rollout.n ({group_size}) must be >= 1")
         if race is None:
             supply = iter([PlannedGroup.first(prompt, group_size) for prompt in prompts])
             race = Race(RaceLimits(BatchSettings(len(prompts), group_size), group_size), lambda: next(supply))
