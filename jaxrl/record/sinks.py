@@ -64,14 +64,10 @@ def open_sink(
     """Opens a sink; `folder` (of the run) remembers what the run is called there, and `last_step` (-1: none) is the
     last that counts. Raises RunFailed if it cannot be opened, ValueError if its package is missing."""
     package = sink_package(name)
-    match name:
-        case "tensorboard":
-            return _TensorBoard(package, folder / "tensorboard", last_step)
-        case "mlflow":
-            return _MLflow(package, folder, project, experiment, config)
-        case "trackio":
-            return _Trackio(package, folder, project, experiment, config)
-    return _Wandb(package, folder, project, experiment, config)
+    if name == "tensorboard":
+        return _TensorBoard(package, folder / "tensorboard", last_step)
+    kind = {"mlflow": _MLflow, "trackio": _Trackio, "wandb": _Wandb}[name]
+    return kind(package, folder, project, experiment, config)
 
 
 def sink_package(name: str) -> ModuleType:

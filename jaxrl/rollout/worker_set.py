@@ -126,19 +126,14 @@ class WorkerSet:
             self._meet("weights")
             self._met = True
         whole = first.rollout_form(train_params, together)
-        if self._source is not None:
-            whole = self._brought(whole, Layout(self._source, tp), Layout(self.mesh, layouts[0].tp))
-        forms = (rollout_shardings(first.model, each, first.config.max_tp, **first.form) for each in layouts)
-        return [submesh_arrays(whole, form) for form in forms]
 
-    def _brought(self, whole: Any, source: Layout, target: Layout) -> Any:
-        """Weights on the trainer's devices of all hosts, on the rollout's own devices of this one."""
-        first = self.executors[0]
-        here, there = (
-            rollout_shardings(first.model, layout, first.config.max_tp, **first.form) for layout in (source, target)
-        )
-        moved, _ = reshard(submesh_arrays(whole, here), there)
-        return moved
+        def shardings(layout: Layout) -> Any:
+            return rollout_shardings(first.model, layout, first.config.max_tp, **first.form)
+
+        if self._source is not None:  # from the trainer's devices of all hosts to the rollout's own of this one
+            own = submesh_arrays(whole, shardings(Layout(self._source, tp)))
+            whole, _ = reshard(own, shardings(Layout(self.mesh, layouts[0].tp)))
+        return [submesh_arrays(whole, shardings(each)) for each in layouts]
 
     def allocate(self) -> None:
         for executor in self.executors:

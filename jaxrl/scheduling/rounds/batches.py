@@ -303,7 +303,7 @@ def _filtered(race: Race, ledger: RoundLedger) -> list[Group]:
 def _lost_tokens(race: Race, ledger: RoundLedger, carried: Iterable[Sample]) -> int:
     """Tokens of responses that ended or were aborted in this round and are neither in the batch, in a filtered group,
     nor carried on."""
-    kept = {*race.chosen(ledger), *(sample.key for sample in carried)}
+    kept = {*race.chosen(), *(sample.key for sample in carried)}
     for prompt_key in race.filtered:
         kept |= race.groups[prompt_key].kept.keys()
     ended = (*ledger.finished.values(), *ledger.aborted.values())

@@ -254,7 +254,8 @@ def _packed(rollouts: tuple[PastRollout, ...]) -> bytes:
     heads = [(each.epoch, len(each.lengths), len(each.tokens)) for each in rollouts]
     parts = [np.asarray([len(rollouts), *np.ravel(heads)], "<i8").tobytes()]
     parts += [each.rewards.astype("<f8").tobytes() for each in rollouts]
-    parts += [_planes(np.concatenate([each.lengths, each.tokens])) for each in rollouts]
+    numbers = (np.concatenate([each.lengths, each.tokens]).astype("<i4") for each in rollouts)
+    parts += [each.view(np.uint8).reshape(-1, 4).T.tobytes() for each in numbers]
     return zlib.compress(b"".join(parts))
 
 
@@ -283,8 +284,3 @@ def _unpacked(packed: bytes) -> tuple[PastRollout, ...]:
     except zlib.error as error:
         raise ValueError(str(error)) from None
     return tuple(found)
-
-
-def _planes(numbers: np.ndarray) -> bytes:
-    """int32 [N] as four planes of bytes, the lowest first."""
-    return numbers.astype("<i4").view(np.uint8).reshape(-1, 4).T.tobytes()

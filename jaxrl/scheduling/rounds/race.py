@@ -214,45 +214,7 @@ class Race:
 
     # -- the rule ----------------------------------------------------------------------------------------------------
 
-    def start(self, ledger: RoundLedger) -> list[Command]:
-        return self._go_on(ledger)
-
-    def after_finish(self, ledger: RoundLedger, sample: Sample) -> list[Command]:
-        if self._stopped:
-            self._keep_late(sample)
-            return []
-        self._backlog.append(sample)
-        return self._go_on(ledger)
-
-    def after_verdict(self, ledger: RoundLedger, verdict: Verdict) -> list[Command]:
-        if self._stopped:
-            return []
-        if self._awaited == verdict.key:
-            self._awaited = None
-        return self._go_on(ledger)
-
-    def is_done(self, ledger: RoundLedger) -> bool:
-        return self._stopped and not ledger.aborting and not ledger.scoring
-
-    def chosen(self, ledger: RoundLedger) -> list[SampleKey]:
-        return [key for prompt_key in self.batch for key in self.groups[prompt_key].kept]
-
-    def certain(self, ledger: RoundLedger) -> list[PromptKey]:
-        """Accepted groups that will be in the batch whatever happens from now on; what was certain stays so. Before one
-        there may come the due ones, and besides, where the order of launch counts, those launched before it and not
-        filtered, else those accepted before it."""
-        if self._stopped:
-            return list(self.batch)
-        due = {key for key in self._due if key not in self.filtered}
-        others = [key for key in self.groups if key not in self._due and key not in self.filtered]
-        if not self.limits.in_launch_order:
-            others = [key for key in self.accepted if key not in self._due]
-        first = {*due, *others[: self.limits.batch.num_groups - len(due)]}
-        return [prompt_key for prompt_key in self.accepted if prompt_key in first]
-
-    # -- inside ------------------------------------------------------------------------------------------------------
-
-    def _go_on(self, ledger: RoundLedger) -> list[Command]:
+    def advance(self, ledger: RoundLedger) -> list[Command]:
         """Takes all steps that are due now, one at a time, because each may end the round."""
         commands: list[Command] = []
         while not self._stopped and self._awaited is None:
@@ -269,6 +231,39 @@ class Race:
             elif not self._score_after_rollout(commands):
                 break
         return commands
+
+    def after_finish(self, ledger: RoundLedger, sample: Sample) -> list[Command]:
+        if self._stopped:
+            self._keep_late(sample)
+            return []
+        self._backlog.append(sample)
+        return self.advance(ledger)
+
+    def after_verdict(self, ledger: RoundLedger, verdict: Verdict) -> list[Command]:
+        if self._awaited == verdict.key:
+            self._awaited = None
+        return self.advance(ledger)
+
+    def is_done(self, ledger: RoundLedger) -> bool:
+        return self._stopped and not ledger.aborting and not ledger.scoring
+
+    def chosen(self) -> list[SampleKey]:
+        return [key for prompt_key in self.batch for key in self.groups[prompt_key].kept]
+
+    def certain(self) -> list[PromptKey]:
+        """Accepted groups that will be in the batch whatever happens from now on; what was certain stays so. Before one
+        there may come the due ones, and besides, where the order of launch counts, those launched before it and not
+        filtered, else those accepted before it."""
+        if self._stopped:
+            return list(self.batch)
+        due = {key for key in self._due if key not in self.filtered}
+        others = [key for key in self.groups if key not in self._due and key not in self.filtered]
+        if not self.limits.in_launch_order:
+            others = [key for key in self.accepted if key not in self._due]
+        first = {*due, *others[: self.limits.batch.num_groups - len(due)]}
+        return [prompt_key for prompt_key in self.accepted if prompt_key in first]
+
+    # -- inside ------------------------------------------------------------------------------------------------------
 
     def _decide_next(self, ledger: RoundLedger, commands: list[Command]) -> bool:
         """Decides about the group that has been complete for longest; False if it cannot yet."""

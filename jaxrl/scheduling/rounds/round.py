@@ -82,7 +82,7 @@ class Round:
         match event:
             case RoundStarted():
                 self._started = True
-                commands = self.race.start(self.ledger)
+                commands = self.race.advance(self.ledger)
             case SampleFinished(sample=sample):
                 self._record_finish(sample)
                 commands = self.race.after_finish(self.ledger, sample)
@@ -102,14 +102,14 @@ class Round:
         assert self._done, "groups() of a round that is not done"
         ledger = self.ledger
         samples: dict[PromptKey, list[Sample]] = {}
-        for key in sorted(self.race.chosen(ledger)):
+        for key in sorted(self.race.chosen()):
             samples.setdefault(ledger.launched[key].key, []).append(ledger.finished[key])
         return [Group(ledger.prompts[prompt_key], samples[prompt_key]) for prompt_key in sorted(samples)]
 
     def certain(self) -> list[Group]:
         """Groups that `groups` will hold whatever happens from now on, scored or not; sorted as there. (A round that is
         dropped yields nothing all the same.)"""
-        ledger, wanted = self.ledger, set(self.race.certain(self.ledger))
+        ledger, wanted = self.ledger, set(self.race.certain())
         samples: dict[PromptKey, list[Sample]] = {prompt_key: [] for prompt_key in wanted}
         for key in (*ledger.verdicts, *ledger.scoring):  # asked after every event: a key's own prompt needs no look-up
             if (prompt_key := (key.epoch, key.prompt_index)) in wanted:
