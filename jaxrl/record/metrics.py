@@ -226,20 +226,13 @@ def spread(name: str, values: Sequence[float] | np.ndarray) -> dict[str, float]:
     return {f"{name}/mean": float(array.mean()), f"{name}/max": float(array.max()), f"{name}/min": float(array.min())}
 
 
-def percentiles(name: str, values: Sequence[float] | np.ndarray, at: Sequence[int] = (50, 95)) -> dict[str, float]:
-    """`name/p50`, `name/p95`, ...: values that occur, not interpolated ones."""
-    array = np.asarray(values, np.float64)
-    if not array.size:
-        return {}
-    return {f"{name}/p{q}": float(np.percentile(array, q, method="inverted_cdf")) for q in at}
-
-
 def length_metrics(lengths: Sequence[int] | np.ndarray, limit: int, name: str = "response_length") -> dict[str, float]:
-    """In tokens; `clip_ratio` is the share that reached the limit."""
+    """In tokens; `clip_ratio` is the share that reached the limit, and percentiles are lengths that occur."""
     array = np.asarray(lengths, np.int64)
     if not array.size:
         return {}
-    return spread(name, array) | {f"{name}/clip_ratio": float((array >= limit).mean())} | percentiles(name, array)
+    percentiles = {f"{name}/p{q}": float(np.percentile(array, q, method="inverted_cdf")) for q in (50, 95)}
+    return spread(name, array) | {f"{name}/clip_ratio": float((array >= limit).mean())} | percentiles
 
 
 def batch_metrics(groups: Sequence[Group], limit: int) -> dict[str, float]:

@@ -191,7 +191,3 @@ class Profiler:
         for copy in move.kv.copies:
             counts[copy.source_group] += self.executor.block_size
         return max(max(counts) // len(self.executor.stacks), 1)
-
-
-def pairs(degrees: Sequence[int]) -> list[tuple[int, int]]:
-    return [(a, b) for i, a in enumerate(degrees) for b in degrees[i + 1 :]]

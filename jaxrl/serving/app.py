@@ -216,7 +216,7 @@ class Routes:
             except HttpRefusal as error:
                 return _error(error.status, str(error), error.param, error.code)
             except Busy as error:
-                return _error(503, str(error), headers={"Retry-After": str(error.retry_s)})
+                return _error(503, str(error), headers={"Retry-After": str(Busy.RETRY_S)})
             except Closing:
                 return _error(503, str(Closing()), headers={"Retry-After": "10"})
             except Failed as error:

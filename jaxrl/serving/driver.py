@@ -26,11 +26,12 @@ from jaxrl.types import FinishReason, Sample, TopTokens
 
 
 class Busy(Exception):
-    """Too many requests wait; `retry_s`: in how many seconds a row may be free."""
+    """Too many requests wait; in `RETRY_S` seconds a row may be free."""
 
-    def __init__(self, waiting: int, retry_s: int) -> None:
-        super().__init__(f"{waiting} requests wait already: try again in {retry_s} s")
-        self.retry_s = retry_s
+    RETRY_S = 1
+
+    def __init__(self, waiting: int) -> None:
+        super().__init__(f"{waiting} requests wait already: try again in {self.RETRY_S} s")
 
 
 class Closing(Exception):
@@ -109,7 +110,7 @@ class Driver:
             raise Closing
         waiting = max(len(self._readers) - self.num_rows, 0)
         if len(self._readers) + len(requests) > self.most_at_once:
-            raise Busy(waiting, retry_s=1)
+            raise Busy(waiting)
         pieces: Pieces = asyncio.Queue()
         for request in requests:
             self._readers[request.request_id] = pieces

@@ -12,7 +12,6 @@ from jaxrl.record.metrics import (
     evaluation_metrics,
     hidden_scoring,
     length_metrics,
-    percentiles,
     read_metrics,
     spread,
 )
@@ -97,7 +96,7 @@ def test_length_metrics():
 
 
 def test_helpers_of_nothing():
-    assert length_metrics([], limit=1) == spread("x", []) == percentiles("x", []) == {}
+    assert length_metrics([], limit=1) == spread("x", []) == {}
 
 
 def test_spread():
