@@ -129,17 +129,6 @@ def to_json(value: Any, **options: Any) -> str:
         return json.dumps(_finite(value), allow_nan=False, **options)
 
 
-_SHORT = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
-
-
-def to_short_json(value: Any) -> str:
-    """`to_json` without blanks, in half the time for a short value."""
-    try:
-        return _SHORT.encode(value)
-    except ValueError:
-        return _SHORT.encode(_finite(value))
-
-
 def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(float(value))

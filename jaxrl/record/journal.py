@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config.inputs import reading
-from jaxrl.record.files import read_lines, to_short_json, write_all, write_whole
+from jaxrl.record.files import read_lines, to_json, write_all, write_whole
 
 FILE_NAME = "journal.jsonl"
 SCHEMA = 2
@@ -95,7 +95,7 @@ def _header(size: int, crc32: int) -> bytes:
 
 
 def _line(entry: Mapping[str, Any]) -> bytes:
-    return to_short_json(entry).encode() + b"\n"
+    return to_json(entry, separators=(",", ":")).encode() + b"\n"
 
 
 def _place(entry: Mapping[str, Any]) -> tuple[int, str, tuple[int, ...]]:

@@ -17,8 +17,8 @@ Dims: leading dims `...` are rows; V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -87,12 +87,8 @@ class SampledToken(NamedTuple):
     rollout_logprob: jax.Array
 
 
-class Draw(Protocol):
-    """`sample`, or what stands in its place (`Forced`)."""
-
-    def __call__(
-        self, logits: jax.Array, positions: jax.Array, state: SamplingState, /, *, truncate: bool
-    ) -> SampledToken: ...
+Draw = Callable[..., SampledToken]
+"""`sample`, or what stands in its place (`Forced`): (logits, positions, state, truncate=...)."""
 
 
 def drawn_by_rows(draw: Draw, by_rows: ByRows) -> Draw:
