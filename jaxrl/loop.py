@@ -1,7 +1,7 @@
 """THE loop: collect -> score -> advantages -> pack -> gradients -> update -> sync weights -> save.
 
-Purpose: one file for every run, real or simulated; `jaxrl.runtime.run.Run` has what it is made of. It imports no jax.
-What a round launches, which groups it yields, and what becomes of the others is the batch rule's decision
+One file for every run, real or simulated; `jaxrl.runtime.run.Run` has what it is made of. It imports no jax. What a
+round launches, which groups it yields, and what becomes of the others is the batch rule's decision
 (`jaxrl.scheduling.rounds.batches`).
 
 A step starts and ends at a *boundary*: there, the trainer's state and `Loop.host_state` hold everything that decides
@@ -12,8 +12,8 @@ first thing in the next step, and its seconds are that step's.
 `policy_version` counts weight syncs: the rollout of step s (from 1) uses version s - 1.
 
 **Mechanisms** (`jaxrl.scheduling.mechanism`) have hooks that are called here and in the backend, and neither knows any
-by name. One of them may order a step's update and the next step's round in its own way (`PhaseOrder`); the batch of a
-round that came before its step waits in `Loop`, and is part of a checkpoint.
+by name. One may order a step's update and the next step's round in its own way (`PhaseOrder`); the batch of a round
+that came before its step waits in `Loop`, and is part of a checkpoint.
 
 **Metrics of a step.** A round's `rollout/*`, `reward/*` and seconds (`timing_s/{data,gen,reward}`) are in the line of
 the step that trains on its batch, whenever the round ran. `timing_s/step` is the time from one boundary to the next.
@@ -110,11 +110,7 @@ class Loop:
             "seed": self.config.trainer.seed,
             "data": self._prompts.state(),
             "departures": self.departures.state_dict(),
-            "rule": {
-                "name": self.rule.name,
-                "num_carried": self.rule.num_carried,
-                "state": self.rule.state(),
-            },
+            "rule": {"name": self.rule.name, "num_carried": self.rule.num_carried, "state": self.rule.state()},
             "ahead": None
             if self._waiting is None
             else pack_groups(self._waiting.groups) | {"metrics": dict(self._waiting.metrics)},
@@ -122,8 +118,8 @@ class Loop:
         }
 
     def load_host_state(self, state: Mapping[str, Any]) -> None:
-        """Resumes from a saved boundary. Raises ValueError for another schema, if prompts wait in the state of a rule
-        that this run does not use, or if samples wait that are too long for this run."""
+        """Resumes from a saved boundary. Raises ValueError for another schema, prompts that wait in the state of
+        another rule, or samples that are too long for this run."""
         if state["schema"] != STATE_SCHEMA:
             raise ValueError(f"checkpoint: state of schema {state['schema']}; this version reads schema {STATE_SCHEMA}")
         self.step = self._saved_step = int(state["step"])
@@ -149,8 +145,8 @@ class Loop:
     # -- the run -------------------------------------------------------------------------------------------------------
 
     def run(self) -> bool:
-        """Trains to the last step; returns False if a stop was asked for and it ended before. Raises RunFailed where
-        the run cannot continue, with the last boundary saved."""
+        """Returns False if a stop was asked for before the last step. Raises RunFailed, with the last boundary
+        saved."""
         self.backend.enter_rollout(self.step)
         if self.config.trainer.val_before_train and self.step == 0 and self._run.validation:
             self._evaluate()
@@ -207,12 +203,8 @@ class Loop:
         self._run.on_step(step, measured, now.groups)
 
     def _collect(self, step: int, waiting: Sequence[Group] | None = None) -> Collected:
-        """One round for training step `step`: the rule's groups, scored.
-
-        Args:
-          waiting: the batch of the next update. None: this round's own; empty: that of a round which has not run yet,
-            so that none of its groups is certain.
-        """
+        """One round for training step `step`: the rule's groups, scored. `waiting`: the batch of the next update. None:
+        this round's own; empty: that of a round which has not run yet, so that none of its groups is certain."""
         rollout = self.config.rollout
         params = self._sampling(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
         with self._phase("data"):
@@ -257,15 +249,14 @@ class Loop:
 
     def _next_launches(self, step: int) -> list[Launch] | None:
         """All that the round for training step `step` launches, once update `step` - 2 has ended; called in the round
-        before, beside that update."""
+        before."""
         if not self._order.update_has_ended:
             return None
         time = RoundTime(step, step - 2, self.total_steps - step + 1)
         return [each.launch() for each in self.rule.ahead(self._prompts, time)]
 
     def _handle(self, current: Round, training_step: int | None = None) -> None:
-        """Gives the next event to a round, and carries out its commands. `training_step`: None for an evaluation, whose
-        rewards are not shaped."""
+        """`training_step`: None for an evaluation, whose rewards are not shaped."""
         event = self.backend.wait()
         if isinstance(event, Verdict):
             episode = current.ledger.finished[event.key].episode
@@ -280,7 +271,6 @@ class Loop:
         self.backend.apply(current.handle(event))
 
     def _learn_from(self, groups: list[Group], step: int, track: str = "loop") -> tuple[TrainBatch, dict[str, float]]:
-        """Log-probabilities, advantages, gradients, updates; traced on `track`."""
         phase = partial(self._phase, track=track)
         begun = [batch for each in self._gradients for batch in each.update_begins(groups, phase)]
         learnt = training_step(self.config, self._models, begun, groups, step, phase, self._run.beat)
@@ -293,7 +283,6 @@ class Loop:
     # -- evaluation, saving, numbers ---------------------------------------------------------------------------------
 
     def _evaluates(self, step: int) -> bool:
-        """Whether step `step` ends with an evaluation."""
         every = self.config.trainer.test_freq
         return bool(self._run.validation) and every > 0 and (step % every == 0 or step == self.total_steps)
 

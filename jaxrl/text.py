@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxrl.data.stops import check_stop_strings, stop_ids, stop_string_check
 from jaxrl.data.tokenizer import Tokenizer
@@ -29,13 +29,15 @@ from jaxrl.models.fit import check_length, check_vocabulary
 from jaxrl.models.loading import RANDOM, config_of, load_model, resolve_path
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
-from jaxrl.scheduling.layouts.switching import Switched
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.types import Group, Prompt, Sample, SampleKey, SamplingParams
+
+if TYPE_CHECKING:
+    from jaxrl.scheduling.layouts.relayout import Relayout
 
 TextPrompt = str | Sequence[Mapping[str, str]] | Sequence[int]
 """A question, a conversation ({"role", "content"} messages), or token ids."""
@@ -142,7 +144,7 @@ class TextEngine:
         executor.sync_weights(params, executor.policy_version + 1)
         self.engine.batcher.blocks.forget_all()
 
-    def switch(self, tp: int, by: Literal["migrate", "recompute"] = "migrate") -> Switched:
+    def switch(self, tp: int, by: Literal["migrate", "recompute"] = "migrate") -> Relayout:
         """Switches to another tensor-parallel degree, also between two samples of a `stream`: `Engine.switch`."""
         return self.engine.switch(tp, by)
 

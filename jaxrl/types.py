@@ -2,18 +2,12 @@
 
 Everything here is plain Python and numpy, so scheduling, rewards and the simulator can use it without jax or an
 accelerator. Arrays of a sample are ragged by nature; padding and packing happen only in `jaxrl.train.packing`.
-
-Example::
-
-    prompt = Prompt(epoch=0, index=7, token_ids=(1, 42), text="2+2=", source="gsm8k", answer="4")
-    sample = Sample.empty(SampleKey(epoch=0, prompt_index=7, sample_index=0))
-    group = Group(prompt=prompt, samples=[sample])
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -61,9 +55,8 @@ class Prompt:
     Attributes:
       epoch: the pass over the data set that it belongs to.
       index: its position in the data set, stable over epochs.
-      token_ids: the rendered prompt.
-      text: the rendered prompt as text, as shown to people.
-      source: where it comes from (the data set's or task's name); a reward may depend on it.
+      text: the rendered prompt, as shown to people.
+      source: the data set's or task's name; a reward may depend on it.
       answer: the reference answer, if there is one.
       extra: whatever else the reward needs (a reasoning-gym entry, test cases). Must survive pickling.
       question: the last user message before templates, as a model that scores reads it; empty: there is only `text`.
@@ -111,34 +104,24 @@ class SamplingParams:
     top_logprobs: int = 0
 
     def __post_init__(self) -> None:
-        def refuse(name: str, rule: str) -> None:
-            raise ValueError(f"SamplingParams.{name} ({getattr(self, name)!r}) must be {rule}")
-
-        if not self.temperature >= 0:
-            refuse("temperature", ">= 0")
-        if self.top_k < -1:
-            refuse("top_k", ">= 1, or 0 or -1 to keep all tokens")
-        if not 0 < self.top_p <= 1:
-            refuse("top_p", "in (0, 1]")
-        if not 0 <= self.min_p < 1:
-            refuse("min_p", "in [0, 1)")
-        if self.max_tokens < 1:
-            refuse("max_tokens", ">= 1")
-        if self.top_logprobs < 0:
-            refuse("top_logprobs", ">= 0")
-        if isinstance(self.stop_strings, str):
-            refuse("stop_strings", "a tuple of strings")
-        if any(not text for text in self.stop_strings):
-            refuse("stop_strings", "non-empty strings")
+        rules = (
+            ("temperature", ">= 0", self.temperature >= 0),
+            ("top_k", ">= 1, or 0 or -1 to keep all tokens", self.top_k >= -1),
+            ("top_p", "in (0, 1]", 0 < self.top_p <= 1),
+            ("min_p", "in [0, 1)", 0 <= self.min_p < 1),
+            ("max_tokens", ">= 1", self.max_tokens >= 1),
+            ("top_logprobs", ">= 0", self.top_logprobs >= 0),
+            ("stop_strings", "a tuple of strings", not isinstance(self.stop_strings, str)),
+            ("stop_strings", "non-empty strings", all(self.stop_strings)),
+        )
+        for name, rule, holds in rules:
+            if not holds:
+                raise ValueError(f"SamplingParams.{name} ({getattr(self, name)!r}) must be {rule}")
 
 
 class TopTokens(NamedTuple):
-    """The likeliest tokens of each place of a response, the likeliest first.
-
-    Attributes:
-      token_ids: int32 [T, K].
-      logprobs: float32 [T, K], as `Sample.rollout_logprobs`.
-    """
+    """The likeliest tokens of each place of a response, the likeliest first: int32 [T, K], and float32 [T, K], as
+    `Sample.rollout_logprobs`."""
 
     token_ids: np.ndarray
     logprobs: np.ndarray
@@ -150,10 +133,8 @@ class Turn:
 
     Attributes:
       end: tokens of the response up to the end of the turn; the answer follows.
-      text: what the model said.
       messages: the answer, each with `role` and `content`; none: the trajectory ended with this turn.
       seconds: until the answer.
-      metrics: of the environment.
     """
 
     end: int
@@ -173,7 +154,6 @@ class Episode:
       state: of the environment after them, pickled; None: it has not begun.
       awaits: the response ends with a turn that has no answer yet.
       stop: why the trajectory is finished; empty: it is not.
-      error: where the environment has failed.
     """
 
     turns: tuple[Turn, ...] = ()
@@ -189,7 +169,7 @@ class Episode:
 
     @property
     def was_answered(self) -> bool:
-        """Whether its environment has said anything: a response that was cut in its first turn shows nothing of it."""
+        """A response that was cut in its first turn shows nothing of its environment."""
         return any(turn.seconds for turn in self.turns)
 
 
@@ -201,22 +181,18 @@ class Sample:
     last token of a finished sample are the model's, and its versions never fall.
 
     Attributes:
-      key: its identity.
       token_ids: int32 [T], the response only.
       rollout_logprobs: float32 [T], log-probability of each token under the temperature-scaled distribution before any
         truncation: what training can recompute, and what ratios, mismatch and KL use (at temperature 0: under
         temperature 1).
-      sampled_logprobs: float32 [T], log-probability under the distribution that was sampled (temperature, top-k,
-        top-p, min-p; 0 when greedy).
+      sampled_logprobs: float32 [T], log-probability under the distribution that was sampled (temperature, top-k, top-p,
+        min-p; 0 when greedy).
       versions: int32 [T], the `policy_version` (number of weight syncs) that produced each token; `ENVIRONMENT` where
         an environment has: such a token has no log-probability (0), and is never learnt from.
       finish_reason: None while it is unfinished.
-      text: the decoded response, when a tokenizer is at hand.
-      reward: the scorer's verdict; None until scored.
-      reward_info: what the scorer adds.
+      reward: the scorer's verdict, and in `reward_info` what it adds; None until scored.
       failure: why it could not be scored, and has a reward of zero; empty: it was scored.
       top: the likeliest tokens, where they were asked for (`SamplingParams.top_logprobs`).
-      episode: its turns, where the prompt has an environment.
     """
 
     key: SampleKey
@@ -234,7 +210,6 @@ class Sample:
 
     @classmethod
     def empty(cls, key: SampleKey) -> Sample:
-        """A sample without any tokens yet."""
         nothing_f = np.zeros((0,), np.float32)
         nothing_i = np.zeros((0,), np.int32)
         return cls(key, nothing_i, nothing_f, nothing_f, nothing_i)
@@ -244,7 +219,6 @@ class Sample:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it ended by itself."""
         return self.finish_reason in ("stop", "length")
 
     @property
@@ -267,22 +241,18 @@ class Group:
 
 @dataclass(slots=True)
 class TrainBatch:
-    """What one training step learns from: groups flattened to samples, in an order that no clock decides.
+    """What one training step learns from: groups flattened to samples, in an order that no clock decides. Lists are per
+    sample, and float32 [T_i] where nothing else is said; None where a run has no such thing.
 
     Attributes:
       prompts: one per sample (a group's prompt repeated).
       samples: sorted by key.
-      advantages: per sample float32 [T_i], one per response token.
-      old_logprobs: per sample float32 [T_i] under the policy before this step's first update; None where the
-        recorded `rollout_logprobs` are used.
-      ref_logprobs: per sample float32 [T_i] under the reference model; None without a KL term.
-      teacher_logprobs: per sample float32 [T_i] under a teacher; None without one.
-      teacher_ids, teacher_top_logprobs: per sample int32 [T_i, K], the tokens that it finds likeliest, and float32
-        [T_i, K + 1], what it thinks of those and of all others together; None without `algorithm.teacher.top_k`.
-      loss_masks: per sample [T_i], 1 at tokens to learn from; None: all. An environment's tokens are 0.
-      values: per sample float32 [T_i], what the critic expects from each token on, before this step's updates; None
-        without a critic.
-      returns: per sample float32 [T_i], what the critic is to expect; None without a critic.
+      old_logprobs: under the policy before this step's first update; None: the recorded `rollout_logprobs` are used.
+      ref_logprobs, teacher_logprobs: under the reference model, and under a teacher.
+      teacher_ids, teacher_top_logprobs: int32 [T_i, K], the tokens that the teacher finds likeliest, and float32 [T_i,
+        K + 1], what it thinks of those and of all others together (`algorithm.teacher.top_k`).
+      loss_masks: 1 at tokens to learn from; None: all. An environment's tokens are 0.
+      values, returns: what the critic expects from each token on, before this step's updates, and what it is to expect.
     """
 
     prompts: list[Prompt]
@@ -311,21 +281,7 @@ class TrainBatch:
         return len(self.samples)
 
     def select(self, indices: list[int]) -> TrainBatch:
-        """The samples at `indices`, as a batch of its own (a minibatch)."""
-
         def pick(values: list[Any] | None) -> Any:
             return None if values is None else [values[i] for i in indices]
 
-        return TrainBatch(
-            pick(self.prompts),
-            pick(self.samples),
-            pick(self.advantages),
-            pick(self.old_logprobs),
-            pick(self.ref_logprobs),
-            pick(self.loss_masks),
-            pick(self.values),
-            pick(self.returns),
-            pick(self.teacher_logprobs),
-            pick(self.teacher_ids),
-            pick(self.teacher_top_logprobs),
-        )
+        return TrainBatch(**{each.name: pick(getattr(self, each.name)) for each in fields(self)})

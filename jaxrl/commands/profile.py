@@ -7,11 +7,13 @@ resumes where it stopped. A table of anything else is refused.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from jaxrl.config.hosts import HostsSection
 from jaxrl.record.files import Removing, refuse_file, write_whole
 from jaxrl.record.run_dir import inputs_of, refuse_overwriting
 from jaxrl.rollout.executor import MeshExecutor
-from jaxrl.rollout.profiler import Profiler, pairs
+from jaxrl.rollout.profiler import Profiler
 from jaxrl.rollout.profiles import identity_of, load_profile
 from jaxrl.runtime.build import (
     build_executor,
@@ -112,7 +114,7 @@ def profile(
     executor.sync_weights(params, 0)
     executor.allocate()
     steps = _steps(table, Profiler(executor, repeats), points, verify_points(points, widths), degrees)
-    total = len(points) + len(verify_points(points, widths)) + len(prefill_points(points)) + len(pairs(degrees))
+    total = len(points) + len(verify_points(points, widths)) + len(prefill_points(points)) + math.comb(len(degrees), 2)
     for done, (text, field, measure) in enumerate(steps, total - len(steps)):
         progress(done, total, text)
         table = replace(table, **{field: (*getattr(table, field), *measure())})
@@ -204,7 +206,7 @@ def _steps(
                     text = f"{kind}, tp {tp}, {point.batch} rows of {point.context}"
                     steps.append((text, kind, lambda measure=measure, point=point: [measure(point)]))
     known = {(cost.from_tp, cost.to_tp) for cost in table.switches}
-    for one, other in pairs(degrees):
+    for one, other in combinations(degrees, 2):
         if (one, other) not in known:
             steps.append((f"switch, tp {one} and {other}", "switches", partial(profiler.switches, one, other)))
     return steps

@@ -22,7 +22,6 @@ from jaxrl.record.files import read_lines, write_whole
 from jaxrl.record.run_dir import SIMULATED, RunDir, recorded_config
 from jaxrl.record.run_record import RunOutcome, RunRecord
 from jaxrl.record.state import dump_state, load_state
-from jaxrl.report.page import write_report
 from jaxrl.runtime.rules import carried
 from jaxrl.runtime.simulation import build, rare_collections
 from jaxrl.runtime.stop import Stop
@@ -99,7 +98,9 @@ def simulate(config: Config, say: Callable[[str], None] = print, stop: Stop | No
                     simulation.phases.begin()
                 ended_s = [time.perf_counter()]  # the start, then each step's end
                 finished = loop.run()
-        with stop.held():
+        from jaxrl.report.page import write_report
+
+    with stop.held():
             report = write_report(run_dir.path, parts=page_parts())
         summary = {
             "simulated run": str(run_dir.path),

@@ -87,7 +87,8 @@ MOST_PER_MISSING = 4  # the most groups under way for each that is missing, what
 
 
 class DynamicSampling(Mechanism):
-    """The filter of groups (`jaxrl.scheduling.rounds.race.GroupFilter`). It is immutable: `after` returns a new one.
+    """The filter of groups that a race asks (`jaxrl.scheduling.rounds.race`). It is immutable: `after` returns a new
+    one.
 
     Args:
       gen_batch_size: prompts launched at a time (`data.gen_batch_size`); 0: one by one.

@@ -1,13 +1,9 @@
 """Alarms: a run that does not learn says so at once, and ends after `trainer.max_bad_steps` bad steps in a row.
 
-A step is bad when every update is skipped because a gradient is not finite, or when every reward fails: the scorer or
-the environment raised, timed out, or ended its process. Each is a warning on the console. A batch's worth of failed
-rewards in a row counts as a bad step too, because a round that drops every group would never end.
-
-A quantised rollout that has become another policy than the one in training (`rollout_corr/k3_kl` above `MOST_K3`) is a
-warning alone, when it begins, and again when it has doubled.
-
-The counts start at 0 in a resumed run. They decide when a run ends, never what it computes.
+A step is bad when every update is skipped because a gradient is not finite, or when every reward fails. A batch's worth
+of failed rewards in a row counts as one too, because a round that drops every group would never end. A quantised
+rollout that has become another policy (`rollout_corr/k3_kl` above `MOST_K3`) is a warning alone, repeated when it has
+doubled. A resumed run counts from 0: the counts decide when a run ends, never what it computes.
 """
 
 from __future__ import annotations
@@ -38,7 +34,6 @@ class Alarms:
         self._warned_k3 = 0.0
 
     def rewarded(self, status: str, error: str) -> str | None:
-        """One verdict: `ok`, or what went wrong and why."""
         self._failed = 0 if status == "ok" else self._failed + 1
         if not self._failed or self._failed % self._batch:
             return None
@@ -50,7 +45,7 @@ class Alarms:
     def updated(
         self, step: int, updates: Mapping[str, tuple[int, int]], measured: Mapping[str, float], batch: TrainBatch
     ) -> str | None:
-        """The updates of one step: by model (`actor`, `critic`) how many there were, and how many were skipped."""
+        """`updates`: by model (`actor`, `critic`), how many updates the step had, and how many were skipped."""
         failing: str | None = None
         self._mismatched(step, measured)
         failures = [sample.failure for sample in batch.samples]

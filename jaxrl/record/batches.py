@@ -1,9 +1,8 @@
 """What each step's batch was like, for the report: `batches.jsonl` in the run directory.
 
-One line per step: `{"step", "groups", "limit", "lengths"}`. `groups` are the mean rewards of the batch's groups, in the
-order of the batch; `lengths` is a histogram of the responses' tokens: `BINS` equal bins from 0 to `limit`, the longest
-possible response. So a line stays small and still counts every sample. Where rewards failed, `errors` says why: pairs
-of a text and how often, of the most frequent, with the newest at the end.
+One line per step: `{"step", "groups", "limit", "lengths"}`. `groups` are the groups' mean rewards, `lengths` a
+histogram of the responses' tokens in `BINS` equal bins from 0 to `limit`, the longest possible response. Where rewards
+failed, `errors` says why: pairs of a text and how often, of the most frequent, with the newest at the end.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class BatchLog(JsonLines):
 
 
 def _errors(groups: Sequence[Group]) -> list[tuple[str, int]]:
-    """Why rewards failed, and how often: in the order in which each text came last."""
+    """In the order in which each text came last."""
     counts: dict[str, int] = {}
     for sample in (sample for group in groups for sample in group.samples):
         if error := sample.failure[:_MAX_ERROR]:
@@ -59,7 +58,7 @@ def _errors(groups: Sequence[Group]) -> list[tuple[str, int]]:
 
 
 def read_batches(folder: str | Path, note: Callable[[str], None] = _log.warning) -> list[dict[str, Any]]:
-    """The steps of a run, in order; empty if nothing was written. `note` hears of damaged lines."""
+    """The steps of a run, in order; `note` hears of damaged lines."""
     return read_lines(Path(folder) / FILE_NAME, _parse, note)
 
 

@@ -1,7 +1,7 @@
 """Which rewards of a run failed, over all its steps, and the lines about its record that are shown at its end.
 
-Counts come from the steps' metrics, so samples that no batch took are among them; the texts come from the batches
-(`jaxrl.record.batches`), and of runs that have none there from the recorded samples.
+Counts come from the steps' metrics, so samples that no batch took are among them; texts come from the batches, or else
+from the recorded samples.
 """
 
 from __future__ import annotations
@@ -19,12 +19,8 @@ from jaxrl.record.metrics import FAILURES, read_metrics
 
 @dataclass(frozen=True, slots=True)
 class RewardFailures:
-    """Attributes:
-    scored: verdicts in all.
-    kinds: how many failed, by kind (`metrics.FAILURES`), without those that are 0.
-    texts: why, and how often; empty where nothing was recorded.
-    last: the newest of them.
-    """
+    """`scored` verdicts in all; `kinds`: how many failed, by kind (`metrics.FAILURES`), without zeros; `texts`: why,
+    and how often; `last`: the newest text."""
 
     scored: int
     kinds: Mapping[str, int]
@@ -41,11 +37,9 @@ class RewardFailures:
 
     @property
     def most(self) -> str:
-        """The most frequent text."""
         return max(self.texts, key=lambda text: self.texts[text], default="")
 
     def summary(self) -> str:
-        """`8 of 8 failed, last: ZeroDivisionError: division by zero (reward.py, line 2, in compute_score)`."""
         return f"{self.failed} of {self.scored} failed" + (f", last: {self.last}" if self.last else "")
 
 
@@ -54,8 +48,6 @@ def reward_failures(
     batches: Sequence[Mapping[str, Any]],
     samples: Sequence[Mapping[str, Any]] = (),
 ) -> RewardFailures | None:
-    """What failed in these lines of a run's files; None if nothing did."""
-
     def total(name: str) -> int:
         values = (line.get(f"reward/{name}", 0.0) for line in metrics)
         return int(sum(value for value in values if isfinite(value)))
@@ -72,8 +64,7 @@ def reward_failures(
 
 
 def summary_of(run_dir: str | Path) -> dict[str, str]:
-    """Lines by their names: the first and the last evaluation's mean reward, and rewards that failed; either may be
-    missing."""
+    """Lines by their names: the first and the last evaluation's mean reward, and rewards that failed."""
     metrics = read_metrics(run_dir)
     lines = [(int(line["step"]), line["val/reward"]) for line in metrics if "val/reward" in line]
     found = [f"{value:.3f} at step {step}" for step, value in lines if isfinite(value)]

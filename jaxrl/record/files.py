@@ -63,7 +63,7 @@ class JsonLines:
             write_whole(self._path, content, sync=self._sync)
 
     def _is_later(self, line: bytes) -> bool:
-        """Whether a line is of a step after `last_step`. A damaged line is of none: someone may want to mend it."""
+        """A damaged line is of no step: someone may want to mend it."""
         try:
             step = json.loads(line).get("step")
         except (ValueError, AttributeError, RecursionError):
@@ -71,7 +71,6 @@ class JsonLines:
         return self._last_step is not None and type(step) is int and step > self._last_step
 
     def open(self) -> FileIO:
-        """The open file, made if it is missing."""
         if not self._has_begun:
             self.begin()
         if self._file is None:
@@ -95,8 +94,7 @@ class JsonLines:
 def read_lines(
     path: Path, parse: Callable[[bytes], T] = json.loads, note: Callable[[str], None] = _log.warning
 ) -> list[T]:
-    """What `parse` makes of each complete line, in order; nothing where there is no file. A line that it cannot parse
-    is left out, and `note` is called with a sentence about it."""
+    """What `parse` makes of each complete line, in order. `note` hears of lines that it cannot parse."""
     found: list[T] = []
     if not os.path.lexists(path):
         return found
@@ -111,7 +109,6 @@ def read_lines(
 
 
 def _fault(error: Exception) -> str:
-    """What is wrong with a line, in a few words."""
     match error:
         case UnicodeDecodeError():
             return f"not UTF-8 text, byte {error.start}"
@@ -130,17 +127,6 @@ def to_json(value: Any, **options: Any) -> str:
         return json.dumps(value, allow_nan=False, **options)
     except ValueError:
         return json.dumps(_finite(value), allow_nan=False, **options)
-
-
-_SHORT = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
-
-
-def to_short_json(value: Any) -> str:
-    """`to_json` without blanks; one encoder for all, which takes half the time for a short value."""
-    try:
-        return _SHORT.encode(value)
-    except ValueError:
-        return _SHORT.encode(_finite(value))
 
 
 def _finite(value: Any) -> Any:
@@ -169,24 +155,22 @@ def write_all(file: FileIO, content: bytes) -> None:
 def write_whole(
     path: str | Path, content: str | bytes, *, sync: bool = False, removing: Removing = nullcontext
 ) -> None:
-    """Writes a temporary file beside it and renames that, so a reader finds either the old content or the new.
-
-    Args:
-      sync: the content is on the disk before it takes the old one's place.
-      removing: of the process's signals.
-    """
+    """Replaces a file atomically, as `writing_whole` does."""
     with writing_whole(path, sync=sync, removing=removing) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
 def writing_whole(path: str | Path, *, sync: bool = False, removing: Removing = nullcontext) -> Iterator[IO[bytes]]:
-    """A temporary file beside `path`, open for writing; it replaces `path` when the `with` ends without an error, else
-    it is removed. Its name is new (`temporary_path`), so it is never another file's. A link is followed. What is no
-    ordinary file (a terminal, a pipe) cannot be replaced and is written itself.
+    """A temporary file beside `path`, open for writing, which replaces `path` when the `with` ends without an error. A
+    link is followed. What is no ordinary file (a terminal, a pipe) is written itself.
+
+    Args:
+      sync: the content is on the disk before it takes the old one's place.
+      removing: of the process's signals.
 
     Raises:
-      OSError: it cannot be written (no space left ...), with the name of the file.
+      OSError: it cannot be written, with the name of the file.
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not stat.S_ISREG(path.stat().st_mode):
@@ -235,11 +219,8 @@ def _around_number(path: Path, ending: str) -> tuple[str, str]:
 
 
 def refuse_folder(path: str | Path, option: str) -> Path:
-    """The folder at `path`, which need not exist, without links and `~`.
-
-    Raises:
-      ValueError: no folder can be made or written there, named with the option that asks for it.
-    """
+    """The folder at `path`, which need not exist, without links and `~`. Raises ValueError, with the option's name, if
+    no folder can be made or written there."""
     if "\0" in str(path):
         raise ValueError(f"{option}: {str(path)!r} holds a null character, which no path can")
     given = os.path.expanduser(path)
@@ -259,8 +240,7 @@ def refuse_folder(path: str | Path, option: str) -> Path:
 
 
 def takes_files(folder: Path) -> bool:
-    """Whether this user can make a file in a folder. One without a name is made: of a superuser the system says yes
-    even where nothing can be made, as in /proc."""
+    """A file without a name is made: the system tells a superuser yes even where nothing can be made, as in /proc."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             return True
@@ -269,7 +249,7 @@ def takes_files(folder: Path) -> bool:
 
 
 def _exists(path: Path) -> bool:
-    """Whether something is there. Raises OSError for a name that nothing can have."""
+    """Raises OSError for a name that nothing can have."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -278,7 +258,6 @@ def _exists(path: Path) -> bool:
 
 
 def refuse_file(path: str | Path, option: str) -> None:
-    """Raises ValueError if no file can be written at `path`, named with the option that asks for it."""
     problem = file_problem(path)
     if problem is not None:
         raise ValueError(f"{option} {problem}")
@@ -304,8 +283,7 @@ def file_problem(path: str | Path) -> str | None:
 def system_error(error: BaseException) -> OSError | None:
     """The operating system's error behind `error`, or None; one of a full disk comes before others.
 
-    TensorStore (under Orbax) and safetensors raise errors of their own with the system's number in the text. An error
-    of a background thread, or one raised while another was handled, is a cause or a context of the one that arrives.
+    TensorStore (under Orbax) and safetensors raise errors of their own with the system's number in the text.
     """
     found, pending, seen = list[OSError](), [error], set[int]()
     while pending:
@@ -323,15 +301,12 @@ def system_error(error: BaseException) -> OSError | None:
 
 
 def is_full(error: OSError) -> bool:
-    """Whether there is no space for what was to be written, on the device or in the user's share of it."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def reason(error: OSError) -> str:
-    """Why, in a few words for a sentence."""
     return "no space left on the device" if error.errno == errno.ENOSPC else (error.strerror or str(error)).lower()
 
 
 def way_on(error: OSError) -> str:
-    """What a user can do about an error of writing."""
     return "make room and run again" if is_full(error) else "mend that and run again"

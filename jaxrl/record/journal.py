@@ -1,17 +1,13 @@
 """The event journal: a write-ahead log of decisions that a clock took, so that a resumed run decides the same.
 
-Purpose: everything in a run follows from its config and seeds, except for a few decisions that depend on a clock or the
-machine (a scorer that timed out or crashed; a new layout from measured latencies). Each is written here as one line
-before it takes effect. A step that runs again after a crash replays its lines and does not ask the clock again
-(docs/architecture.md).
+All in a run follows from its config and seeds, except a few decisions that depend on a clock or the machine (a scorer
+that timed out, a new layout from measured latencies). Each is written here before it takes effect. A step that runs
+again after a crash replays its lines (docs/architecture.md).
 
 The file is JSONL: a header `{"journal": 2, "bytes": .., "crc32": ..}`, then per decision `{"step": .., "kind": ..,
-"key": [..], ...}`. Lines of steps that a checkpoint holds are dropped when the journal is opened and when a checkpoint
-commits (`cut`).
-
-The header holds the length and the CRC-32 of what follows, so that a lost or changed decision is found. It has a fixed
-length and is overwritten after each line. A crash in between leaves a header that covers fewer lines than there are,
-never more: the lines after those count, without a checksum.
+"key": [..], ...}`. Lines of steps that a checkpoint holds are dropped. The header has the length and the CRC-32 of what
+follows, so that a lost or changed decision is found. It has a fixed length and is overwritten after each line. After a
+crash in between it covers fewer lines than there are: those after them count, without a checksum.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config.inputs import reading
-from jaxrl.record.files import read_lines, to_short_json, write_all, write_whole
+from jaxrl.record.files import read_lines, to_json, write_all, write_whole
 
 FILE_NAME = "journal.jsonl"
 SCHEMA = 2
@@ -34,16 +30,8 @@ _HEADER = re.compile(rb'\{"journal":%d,"bytes": *(\d{1,12}),"crc32": *(\d{1,10})
 
 
 class Journal:
-    """Decisions of the steps after `last_step`, the checkpoint that this run starts from. The file is read at once, and
-    nothing is written before `begin` or the first `append`.
-
-    Example::
-
-        journal = Journal(run_dir / "journal.jsonl", last_step=10)
-        earlier = journal.find(11, "verdict", key)      # None, or what was decided before the crash
-        if earlier is None:
-            journal.append(11, "verdict", key, {"status": "timeout"})
-    """
+    """Decisions of the steps after `last_step`, the checkpoint that this run starts from. The file is read at once;
+    nothing is written before `begin` or the first `append`."""
 
     def __init__(self, path: str | Path, last_step: int) -> None:
         self._path = Path(path)
@@ -60,26 +48,21 @@ class Journal:
         self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run lasts
 
     def find(self, step: int, kind: str, key: tuple[int, ...]) -> Mapping[str, Any] | None:
-        """What was decided about `key` in `step`, if anything was."""
         return self._entries.get((step, kind, key))
 
     def entries(self, step: int, kind: str) -> list[Mapping[str, Any]]:
-        """Every decision of one kind in `step`, in the order in which they were first written."""
+        """Every decision of one kind in `step`, as first written."""
         return [entry for (at, name, _), entry in self._entries.items() if (at, name) == (step, kind)]
 
     def since(self, step: int, kind: str) -> list[Mapping[str, Any]]:
-        """Every decision of one kind in `step` and later ones, in the same order."""
+        """Every decision of one kind in `step` and later ones."""
         return [entry for (at, name, _), entry in self._entries.items() if name == kind and at >= step]
 
     def append(
         self, step: int, kind: str, key: tuple[int, ...], decision: Mapping[str, Any], *, sync: bool = True
     ) -> None:
-        """Writes a decision to the disk; it may take effect once this returns.
-
-        Args:
-          sync: False leaves it to the system when the line reaches the disk, at the latest with the next decision: for
-            frequent decisions. It survives the end of this process, and may be lost with the machine.
-        """
+        """Writes a decision to the disk; it may take effect once this returns. Without `sync` the line may be lost with
+        the machine, though not with this process: for frequent decisions."""
         entry = {"step": step, "kind": kind, "key": list(key), **decision}
         if self._file is None:
             self.begin()
@@ -95,7 +78,7 @@ class Journal:
                 start.write(_header(self._size, self._crc32))
 
     def cut(self, step: int) -> None:
-        """A checkpoint of `step` has been committed: decisions up to it have had their effect."""
+        """A checkpoint of `step` holds the decisions up to it."""
         kept = {place: entry for place, entry in self._entries.items() if place[0] > step}
         is_shorter, self._entries = len(kept) < len(self._entries), kept
         if is_shorter:
@@ -112,7 +95,7 @@ def _header(size: int, crc32: int) -> bytes:
 
 
 def _line(entry: Mapping[str, Any]) -> bytes:
-    return to_short_json(entry).encode() + b"\n"
+    return to_json(entry, separators=(",", ":")).encode() + b"\n"
 
 
 def _place(entry: Mapping[str, Any]) -> tuple[int, str, tuple[int, ...]]:
@@ -152,7 +135,7 @@ def read_journal(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _fault(content: bytes) -> str | None:
-    """What is wrong with a journal by its header; no crash leaves it so."""
+    """What no crash does to a journal."""
     if not content:
         return "it is empty, and had a header at least"
     line, _, decisions = content.partition(b"\n")

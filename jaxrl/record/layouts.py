@@ -1,8 +1,8 @@
 """The layout over each rollout round: `layouts.jsonl` in the run directory.
 
-One line per round: `{"step", "round", "kind", "source", "points", "switches"}`; one per round and worker where there
-are several, with `"worker"`. `points` are [seconds since the round began, live requests, tp]; `switches` the changes,
-as the mechanism describes them; `source` says whether the profile behind them was measured or made up ("synthetic").
+One line per round (and `worker`, where there are several): `{"step", "round", "kind", "source", "points", "switches"}`.
+`points` are [seconds since the round began, live requests, tp]; `switches` the changes, as the mechanism describes
+them; `source` says whether the profile behind them was measured or made up ("synthetic").
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ _log = logging.getLogger(__name__)
 
 
 class LayoutLog(JsonLines):
-    """Appends a line per round."""
-
     def __init__(self, path: str | Path, last_step: int) -> None:
         super().__init__(path, last_step, compact=True)
 
@@ -30,12 +28,12 @@ class LayoutLog(JsonLines):
 
 
 def read_layouts(folder: str | Path, note: Callable[[str], None] = _log.warning) -> list[dict[str, Any]]:
-    """The rounds of a run, in order; empty if nothing was written. `note` hears of damaged lines."""
+    """The rounds of a run, in order; `note` hears of damaged lines."""
     return read_lines(Path(folder) / FILE_NAME, _parse, note)
 
 
 def _parse(line: bytes) -> dict[str, Any]:
-    """A line as `LayoutLog` writes it; a number that is not finite comes back as None, as one that is not known."""
+    """A number that is not finite comes back as None."""
     entry = json.loads(line)
     for name in ("step", "kind", "source", "points", "switches"):
         entry[name]  # a KeyError names what is missing

@@ -1,12 +1,10 @@
 """The live view of a run: what happens now, and one line per finished step.
 
-On a terminal, a panel (drawn with rich) under the lines of the finished steps: step, phase, rows busy, tokens
-per second, reward, gradient norm, alarms, time left (`EtaEstimator`). Where the output is no terminal (a file, a pipe,
-TERM=dumb), it prints only the lines, in plain characters, and after half a minute without one what the run is doing,
-for how long, and how far it has come. A thread checks that every second, because the run itself prints nothing while it
-compiles or computes.
+On a terminal, a panel (drawn with rich) stands under the lines. Elsewhere (a file, a pipe, TERM=dumb) there are the
+lines alone, in plain characters, and after half a minute without one what the run is doing and how far it has come. A
+thread checks that, because the run prints nothing while it compiles or computes.
 
-The view never stops a run: a missing metric is left out, and a closed output (a broken pipe) only silences the view.
+The view never stops a run: a missing metric is left out, and a closed output only silences the view.
 """
 
 from __future__ import annotations
@@ -46,9 +44,9 @@ class LiveView:
     """Shows a run on `stream`.
 
     Args:
-      total_steps: the run's last step; 0 where it is not known (then no time left is shown).
+      total_steps: the run's last step; 0: not known, and no time left is shown.
       done: the steps before a resumed run's first.
-      every: by phase, the steps between two times that it is due ("testing", "save"), for the time left.
+      every: by phase, the steps between two times that it is due ("testing", "save").
       clock: in seconds.
     """
 
@@ -92,7 +90,6 @@ class LiveView:
             live.start()
 
     def phase(self, name: str) -> None:
-        """What the run does from now on."""
         with self._lock:
             if _COUNT.sub("", name) != _COUNT.sub("", self._phase_name):  # a new count is the same phase
                 self._phase_since = self._clock()
@@ -103,14 +100,12 @@ class LiveView:
                 self._looking.start()
 
     def rollout(self, rows_busy: int, rows_total: int, tokens_per_s: float, finished: int, total: int) -> None:
-        """The state of generation: rows that decode, tokens per second, finished samples and all samples."""
         with self._lock:
             self._rollout = (rows_busy, rows_total, tokens_per_s, finished, total)
             self._log_progress()
 
     def waiting(self, count: int, longest: str, since_s: float) -> None:
-        """`count` turns wait for their environments' answers; which has waited longest, and since when by the view's
-        clock."""
+        """`count` turns wait for their environments' answers, the `longest` since `since_s`."""
         with self._lock:
             self._waiting = (count, longest, since_s) if count else None
 
@@ -132,12 +127,10 @@ class LiveView:
             self._no_gradient = bool(why)
 
     def message(self, text: str) -> None:
-        """A line of its own among the steps."""
         with self._lock:
             self._print(text)
 
     def final_table(self, rows: Sequence[tuple[str, Any]] | Mapping[str, Any]) -> None:
-        """The summary at the end: a name and a value per row."""
         pairs = [(_clean(str(k)), _value(v)) for k, v in (rows.items() if isinstance(rows, Mapping) else rows)]
         self.close()
         if self._console is None:
@@ -174,7 +167,6 @@ class LiveView:
                 self._log_progress()
 
     def _log_progress(self) -> None:
-        """In a log that has been silent for long: what the run does, and how far it is."""
         now = self._clock()
         silent_s = _SILENT_S if self._last_step_at is not None else _SILENT_FIRST_S
         if self._console is not None or now - self._printed_at < silent_s or now - self._phase_since < _BEGUN_S:
@@ -213,13 +205,13 @@ class LiveView:
             self._muted = True
 
     def _eta(self, since_s: float) -> str:
-        """The time left, `since_s` after the last step; empty where it is not known, or nothing is left."""
+        """Empty where nothing is known, or left."""
         if not (seconds := self._estimator.seconds()):
             return ""
         return f"eta {'under ' if self._estimator.is_bound else ''}{duration(max(seconds - since_s, 0))}"
 
     def _panel(self) -> Group:
-        """What stands under the lines; called by rich's thread."""
+        """Called by rich's thread."""
         with self._lock:
             now = self._clock()
             head = Text.assemble(
@@ -276,12 +268,8 @@ class EtaEstimator:
     """Estimates a run's remaining seconds from its finished steps.
 
     The first step after a start compiles programs, and so does one that reports recompilations: they count only while
-    there is no other, and the estimate is an upper bound then. Evaluations and saving, which come every few steps, are
-    taken out of a step's seconds and added for as often as they are due.
-
-    Args:
-      total_steps: the run's last step; 0: not known, and nothing is estimated.
-      every: by the name of a phase, the steps from one time that it is due to the next; 0: it is not.
+    there is no other, and the estimate is an upper bound then. Phases that come every few steps (`every`) are taken out
+    of a step's seconds and added for as often as they are due.
     """
 
     def __init__(self, total_steps: int, every: Mapping[str, int]) -> None:
@@ -292,7 +280,6 @@ class EtaEstimator:
         self._last_step, self._num_steps = 0, 0
 
     def step(self, step: int, seconds: float | None, metrics: Mapping[str, float]) -> None:
-        """Takes in a finished step; `seconds`: None if they are not known."""
         self._last_step, self._num_steps = step, self._num_steps + 1
         if seconds is None:
             return
@@ -313,7 +300,7 @@ class EtaEstimator:
         return not self._recent
 
     def seconds(self) -> float | None:
-        """The time left from the end of the last step; None where nothing is known."""
+        """From the end of the last step; None where nothing is known."""
         each_s = fmean(self._recent) if self._recent else self._compiling
         if not self._total or each_s is None:
             return None
@@ -337,14 +324,13 @@ def duration(seconds: float) -> str:
 
 
 def alarms_of(metrics: Mapping[str, float]) -> dict[str, int]:
-    """What went wrong in a step, and how often; empty: nothing."""
     failed = (_finite(metrics.get(f"reward/{kind}")) or 0.0 for kind in FAILURES)
     skipped = _finite(metrics.get("actor/skipped_updates")) or 0.0
     return {name: int(n) for name, n in (("updates skipped", skipped), ("rewards failed", sum(failed))) if n > 0}
 
 
 def _no_gradient(metrics: Mapping[str, float]) -> str:
-    """That a step has taught nothing, and why; empty where it has, or where no actor was updated."""
+    """Why a step has taught nothing; empty where it has, or where no actor was updated."""
     if metrics.get("actor/grad_norm") != 0 or metrics.get("actor/skipped_updates"):
         return ""
     text = "the gradient is 0"
@@ -397,7 +383,7 @@ def _seconds(metrics: Mapping[str, float]) -> str:
 
 
 def _finite(value: object) -> float | None:
-    """A number as float, also of numpy or jax; None where there is none, or one that is not finite."""
+    """Also of numpy or jax."""
     if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
         return None
     number = float(value)
@@ -405,7 +391,7 @@ def _finite(value: object) -> float | None:
 
 
 def _value(value: object) -> str:
-    """A number with three or four digits that count; text without control characters."""
+    """Three or four digits that count; text without control characters."""
     if isinstance(value, bool | str) or not isinstance(value, SupportsFloat):
         return _clean(str(value))
     number = float(value)

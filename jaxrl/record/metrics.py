@@ -17,14 +17,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple, SupportsFloat
+from typing import TYPE_CHECKING, Any, NamedTuple, SupportsFloat
 
 import numpy as np
 
 from jaxrl.record import samples
 from jaxrl.record.files import JsonLines, read_lines
-from jaxrl.record.sinks import RetryingSink, open_sink, sink_package
 from jaxrl.types import Group, TrainBatch
+
+if TYPE_CHECKING:
+    from jaxrl.record.sinks import RetryingSink
 
 FILE_NAME = "metrics.jsonl"
 
@@ -66,7 +68,7 @@ UPDATE_PHASES = tuple(phase.name for phase in PHASES if phase.part == "update")
 
 
 class Shown(NamedTuple):
-    """How people see a metric: the title and the unit of its chart, and its text in a step's line on a terminal."""
+    """The title and the unit of a metric's chart, and its text in a step's line on a terminal."""
 
     title: str
     unit: str
@@ -113,14 +115,10 @@ class MetricsWriter:
     or sent before `open_sinks` and `begin`, which a `with` calls.
 
     Args:
-      sinks: names from `trainer.logger`, which `jaxrl.record.sinks` opens; "console" is left to the live view. One that
-        lacks steps of the file is sent them when the writer begins, with the samples in `samples.jsonl`.
-      resume_step: the last step that counts (the checkpoint's). Lines of later steps are removed, so that a step that
-        runs again does not appear twice. -1 removes all; None keeps all.
+      sinks: names from `trainer.logger`. One that lacks steps of the file is sent them when the writer begins.
+      resume_step: the last step that counts (the checkpoint's): lines of later steps are removed. -1 removes all; None
+        keeps all.
       project, experiment, config: what sinks show.
-
-    Attributes:
-      last_step: the last step in the file that counts; -1 where there is none.
     """
 
     def __init__(
@@ -137,23 +135,23 @@ class MetricsWriter:
         self._shown = (project, experiment or self._folder.name, config or {})
         self._sinks: list[RetryingSink] = []
         self._names = [name for name in sinks if name != "console"]
-        for name in self._names:
-            sink_package(name)
         self._lines = JsonLines(self._folder / FILE_NAME, resume_step, sync=True)
         steps = (int(row["step"]) for row in read_metrics(self._folder))
         self.last_step = max((step for step in steps if resume_step is None or step <= resume_step), default=-1)
 
     def open_sinks(self) -> None:
-        """To be called before `begin`: a sink that cannot be opened changes nothing in the file. Some wait for the
-        network. Raises RunFailed if that does not answer."""
+        """To be called before `begin`: a sink that cannot be opened (RunFailed) changes nothing in the file."""
         self._folder.mkdir(parents=True, exist_ok=True)
+        if not self._names:
+            return
+        from jaxrl.record.sinks import RetryingSink, open_sink
+
         last_step = self.last_step if self._resume_step is None else self._resume_step
         for name in self._names[len(self._sinks) :]:  # one by one: those that are open are closed if the next fails
             self._sinks.append(RetryingSink(name, open_sink(name, self._folder, last_step, *self._shown)))
 
     def begin(self) -> None:
-        """Removes the lines of later steps, and sends the sinks the steps of the file that they lack: a sink may have
-        been named only now, or the run have been killed before it had sent them."""
+        """Removes the lines of later steps, and sends the sinks the steps of the file that they lack."""
         self.open_sinks()
         self._lines.open()
         if not self._sinks:
@@ -173,11 +171,8 @@ class MetricsWriter:
                 sink.send(step, numbers, tables.get(step, []))
 
     def write(self, step: int, metrics: Mapping[str, SupportsFloat], rows: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Writes a step's numbers; steps must rise (step 0 is the evaluation before training).
-
-        Args:
-          rows: the step's samples, as `samples.jsonl` has them, for the sinks.
-        """
+        """Writes a step's numbers; steps must rise (step 0 is the evaluation before training). `rows`: its samples, for
+        the sinks."""
         assert step > self.last_step, f"step {step} after step {self.last_step} in {self._folder / FILE_NAME}"
         numbers = {name: _number(name, value) for name, value in metrics.items()}
         line = {name: value if math.isfinite(value) else str(value) for name, value in numbers.items()}
@@ -201,8 +196,7 @@ class MetricsWriter:
 
 
 def read_metrics(run_dir: str | Path, note: Callable[[str], None] = _log.warning) -> list[dict[str, float]]:
-    """The steps of a run in order, each with "step", "time" and its metrics; empty where no step has been written.
-    `note` hears of damaged lines, which are left out."""
+    """The steps of a run in order, each with "step", "time" and its metrics. `note` hears of damaged lines."""
     return read_lines(Path(run_dir) / FILE_NAME, _parse, note)
 
 
@@ -226,31 +220,22 @@ def _number(name: str, value: SupportsFloat) -> float:
 
 
 def spread(name: str, values: Sequence[float] | np.ndarray) -> dict[str, float]:
-    """`name/{mean,max,min}` of some values; nothing where there are none."""
     array = np.asarray(values, np.float64)
     if not array.size:
         return {}
     return {f"{name}/mean": float(array.mean()), f"{name}/max": float(array.max()), f"{name}/min": float(array.min())}
 
 
-def percentiles(name: str, values: Sequence[float] | np.ndarray, at: Sequence[int] = (50, 95)) -> dict[str, float]:
-    """`name/p50`, `name/p95`, ...: values that occur, not interpolated ones; nothing where there are none."""
-    array = np.asarray(values, np.float64)
-    if not array.size:
-        return {}
-    return {f"{name}/p{q}": float(np.percentile(array, q, method="inverted_cdf")) for q in at}
-
-
 def length_metrics(lengths: Sequence[int] | np.ndarray, limit: int, name: str = "response_length") -> dict[str, float]:
-    """`response_length/{mean,max,min,clip_ratio,p50,p95}` in tokens; clip_ratio: the share that reached the limit."""
+    """In tokens; `clip_ratio` is the share that reached the limit, and percentiles are lengths that occur."""
     array = np.asarray(lengths, np.int64)
     if not array.size:
         return {}
-    return spread(name, array) | {f"{name}/clip_ratio": float((array >= limit).mean())} | percentiles(name, array)
+    percentiles = {f"{name}/p{q}": float(np.percentile(array, q, method="inverted_cdf")) for q in (50, 95)}
+    return spread(name, array) | {f"{name}/clip_ratio": float((array >= limit).mean())} | percentiles
 
 
 def batch_metrics(groups: Sequence[Group], limit: int) -> dict[str, float]:
-    """Rewards, lengths in tokens, and the newest epoch of scored groups; `limit`: tokens of the longest response."""
     samples = [sample for group in groups for sample in group.samples]
     measured = spread("critic/rewards", [sample.reward or 0.0 for sample in samples])
     measured |= length_metrics([sample.num_drawn for sample in samples], limit)
@@ -261,9 +246,8 @@ def batch_metrics(groups: Sequence[Group], limit: int) -> dict[str, float]:
 
 
 def evaluation_metrics(groups: Sequence[Group], limit: int) -> dict[str, float]:
-    """Rewards, and lengths in tokens, of held-out prompts: `val/reward` is the mean over prompts and samples,
-    `val/best@n` that of each prompt's best one; `val/accuracy` is the share of samples that are right (`RIGHT`), as
-    avg@n and pass@1 of `jaxrl eval`."""
+    """`val/reward` is the mean over prompts and samples, `val/best@n` that of each prompt's best one, `val/accuracy`
+    the share of samples that are right (`RIGHT`), as avg@n and pass@1 of `jaxrl eval`."""
     rewards = np.array([[sample.reward or 0.0 for sample in group.samples] for group in groups])
     measured = {
         "val/reward": float(rewards.mean()),
@@ -286,23 +270,18 @@ def off_policy_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
 
 
 def seconds_of(phases: Sequence[str], line: Mapping[str, float]) -> float:
-    """What these phases took together, by a step's metrics."""
     return sum(line.get(f"timing_s/{name}", 0.0) for name in phases)
 
 
 def hidden_scoring(measured: dict[str, float], round_s: Mapping[str, float]) -> dict[str, float]:
-    """`reward/hidden_s`: the seconds in which samples were being scored while the rollout went on. Takes
-    `reward/busy_s`, all seconds in which samples were, out of `measured`.
-
-    Args:
-      round_s: the round's phases; its `timing_s/reward` is what was waited for.
-    """
+    """`reward/hidden_s`: the seconds in which samples were being scored while the rollout went on: `reward/busy_s`,
+    which is taken out of `measured`, less what was waited for."""
     busy_s = measured.pop("reward/busy_s", None)
     return {} if busy_s is None else {"reward/hidden_s": max(busy_s - round_s["timing_s/reward"], 0.0)}
 
 
 def hidden_scoring_shares(lines: Sequence[Mapping[str, float]]) -> list[tuple[float, float]]:
-    """(step, share of the time with anything to score in which the rollout went on), for steps with such time."""
+    """(step, share of the scoring's time that the rollout hid)."""
     found: list[tuple[float, float]] = []
     for line in lines:
         if "reward/hidden_s" in line:
@@ -313,13 +292,8 @@ def hidden_scoring_shares(lines: Sequence[Mapping[str, float]]) -> list[tuple[fl
 
 
 def seconds_of_other_steps(line: dict[str, float], earlier_s: float | None, ahead_s: float | None) -> dict[str, float]:
-    """What connects the phases of a step's line with the step's time (`jaxrl.loop`). Takes the time in which two things
-    ran at once out of `line`.
-
-    Args:
-      earlier_s: of this batch's round, where it ran before this step.
-      ahead_s: of the next step's round, where it ran in this step.
-    """
+    """Connects a step's phases with its time (`jaxrl.loop`): `earlier_s` of this batch's round, where it ran before
+    this step, and `ahead_s` of the next one's, where it ran in it. Takes `timing_s/together` out of `line`."""
     together_s = line.pop("timing_s/together", None)
     found = {} if earlier_s is None else {"timing_s/earlier": earlier_s}
     if ahead_s is not None:
@@ -330,11 +304,8 @@ def seconds_of_other_steps(line: dict[str, float], earlier_s: float | None, ahea
 
 
 def step_phases(line: Mapping[str, float]) -> dict[str, float]:
-    """Of what a step's time is made: the seconds of each phase that ran in it, and each moment once.
-
-    `jaxrl.loop` says what a line counts. Where the round of the batch ran before the step, its phases are left out.
-    `ahead` is the next step's round, without what ran at the same time as the update.
-    """
+    """Of what a step's time is made, each moment once. The round's phases are left out where it ran before the step;
+    `ahead` is the next step's round, without what ran at the same time as the update."""
     elsewhere = {"step", "earlier", "ahead", "overlap", *(ROUND_PHASES if "timing_s/earlier" in line else ())}
     names = [name.removeprefix("timing_s/") for name in line if name.startswith("timing_s/")]
     found = {name: line[f"timing_s/{name}"] for name in names if name not in elsewhere}
@@ -346,10 +317,9 @@ def step_phases(line: Mapping[str, float]) -> dict[str, float]:
 def hidden_shares(lines: Sequence[Mapping[str, float]]) -> list[tuple[float, float]]:
     """(step, share of the update's seconds that ran beside a rollout), for steps of which something could.
 
-    With devices of the rollout's own that is what ran at once, over the update's phases. With gradients beside the
-    rollout (`trainer.stream`) it is the seconds of those on the freed devices, until the round ended, over the same and
-    the phases that came after. Their round is the one that made the batch; with one-step-off it is the next step's, and
-    so are its metrics.
+    With devices of the rollout's own that is what ran at once. With gradients beside the rollout (`trainer.stream`) it
+    is the seconds of those on the freed devices, over the same and the phases that came after. Their round made the
+    batch; with one-step-off it is the next step's, and so are its metrics.
     """
     found: list[tuple[float, float]] = []
     for line, following in zip_longest(lines, lines[1:], fillvalue={}):
@@ -368,7 +338,7 @@ def hidden_shares(lines: Sequence[Mapping[str, float]]) -> list[tuple[float, flo
 
 
 def throughput(batch: TrainBatch, line: Mapping[str, float], num_devices: int) -> dict[str, float]:
-    """Tokens of a batch, prompts once per sample, and per second and device, by its step's metrics."""
+    """Tokens of a batch, prompts once per sample, and per second and device."""
     total = sum(len(p.token_ids) + len(s) for p, s in zip(batch.prompts, batch.samples, strict=True))
     drawn = sum(sample.num_drawn for sample in batch.samples)
     training_s = line["timing_s/step"] - line.get("timing_s/testing", 0.0)

@@ -12,11 +12,7 @@ PATIENCE_S = 10.0
 
 
 class StartupProgress:
-    """Names the stages of a start that take longer than `patience_s`; a stage ends when the next one begins.
-
-    Args:
-      say: shows a line; called from a thread of its own.
-    """
+    """Names the stages of a start that take long. `say` is called from a thread of its own."""
 
     def __init__(self, say: Callable[[str], None], patience_s: float = PATIENCE_S) -> None:
         self._say, self._patience_s = say, patience_s
@@ -33,7 +29,6 @@ class StartupProgress:
         self._timer.start()
 
     def close(self) -> None:
-        """Ends the last stage; may be called twice."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer.join()
@@ -60,7 +55,6 @@ class ProgressCounter:
                 print(said, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Ends the line on a terminal."""
         if self._has_line:
             self._has_line = False
             with suppress(OSError, ValueError):

@@ -44,15 +44,9 @@ _PACKAGES = ("jaxrl", "jax", "jaxlib", "numpy", "optax", "orbax-checkpoint", "gr
 
 
 class RunDir:
-    """An open run directory, made if it is missing, and locked against other runs.
-
-    Args:
-      option: that names the folder, for messages.
-      kind: the command that the run belongs to.
-
-    Raises:
-      ValueError: it cannot be a folder that this process writes, or another process holds it.
-    """
+    """An open run directory, made if it is missing, and locked against other runs. `option` names it in messages;
+    `kind` is the command that the run belongs to. Raises ValueError if this process cannot write it, or another one
+    holds it."""
 
     def __init__(self, path: str | Path, option: str = "trainer.run_dir", *, kind: str = "train") -> None:
         self.kind = kind
@@ -78,7 +72,6 @@ class RunDir:
             raise ValueError(f"{option}: {where}: {(error.strerror or str(error)).lower()}") from None
 
     def refuse_other_kind(self) -> None:
-        """Raises ValueError if another command began the run here."""
         earlier = recorded_start(self.path)
         if earlier is not None and earlier.get("kind", self.kind) != self.kind:
             raise ValueError(
@@ -90,8 +83,7 @@ class RunDir:
         return self.path / name
 
     def early_file(self, name: str) -> Path:
-        """A file that something may append to before the start is recorded; `close` takes that back where the start is
-        refused."""
+        """A file that something may append to before the start is recorded."""
         path = self.file(name)
         self._early[path] = path.stat().st_size if path.exists() else None
         return path
@@ -114,11 +106,9 @@ class RunDir:
         return recorded_config(self.path)
 
     def changes(self, config: Config) -> list[str]:
-        """Options in which `config` differs from the one this directory was last run with, one line each."""
         return [] if self.earlier is None else differences(self.earlier, config)
 
     def resuming(self, changes: Sequence[str], step: int, total_steps: int = 0) -> list[str]:
-        """The first messages of a resumed run; `total_steps` may be 0."""
         of = f" of {total_steps}" if total_steps else ""
         return [f"resuming {self.path} after step {step}{of}", *(f"  changed since: {change}" for change in changes)]
 
@@ -145,22 +135,14 @@ class RunDir:
         self._write_record(record | now | {"starts": [*starts, now]} | more)
 
     def record_checkpoint(self, step: int) -> None:
-        """Notes in run.json that checkpoint `step` is complete."""
         self._add_to_record({"checkpoint": step})
 
     def record_cache(self, name: str, note: str | None) -> None:
-        """Notes in run.json which compilation cache this start uses, and a warning about it."""
         self._add_to_record({"compilation_cache": name}, {} if note is None else {"note": note})
 
     def missing_checkpoint(self, found: int | None) -> str | None:
-        """A warning if the last checkpoint is missing and the run resumes from an older one.
-
-        Args:
-          found: the newest step that is there, damaged or not.
-
-        Raises:
-          ValueError: none is there, and to start from step 1 would drop the metrics of the steps that were saved.
-        """
+        """A warning if the last checkpoint is missing and the run resumes from an older one, `found`. Raises ValueError
+        if none is there: to start from step 1 would drop the metrics of the steps that were saved."""
         saved = (recorded_start(self.path) or {}).get("checkpoint")
         if saved is None or (found is not None and found >= saved):
             return None
@@ -200,11 +182,8 @@ def remove_empty(folders: Sequence[Path]) -> None:
 
 
 def recorded_config(folder: str | Path) -> Config | None:
-    """The configuration of the run in a folder, if there is one.
-
-    Raises:
-      ConfigError: config.yaml is damaged, or no configuration of this version.
-    """
+    """The configuration of the run in a folder, if there is one. Raises ConfigError if it is damaged or of another
+    version."""
     file = Path(folder).expanduser() / CONFIG_FILE
     if not os.path.lexists(file):
         return None
@@ -214,11 +193,7 @@ def recorded_config(folder: str | Path) -> Config | None:
 
 
 def recorded_start(folder: str | Path) -> Mapping[str, Any] | None:
-    """What run.json says of the last start in a folder, and of all `starts`; None without such a file.
-
-    Raises:
-      ValueError: it is damaged.
-    """
+    """What run.json says of the last start in a folder, and of all `starts`. Raises ValueError if it is damaged."""
     file = Path(folder).expanduser() / RUN_FILE
     if not os.path.lexists(file):
         return None
@@ -240,7 +215,6 @@ _READ = {  # what a later start reads of run.json: its type, and what it must be
 
 
 def _fault(found: Any) -> str | None:
-    """What is wrong with the content of run.json, as far as a later start reads it."""
     if not isinstance(found, Mapping):
         return "not an object"
     wrong = (name for name, (kind, _) in _READ.items() if not isinstance(found.get(name), kind))
@@ -273,12 +247,8 @@ def commit() -> str:
 
 
 def refuse_overwriting(out: str | Path, option: str, inputs: Iterable[str | Path] = ()) -> None:
-    """Raises ValueError if a file written at `out` would replace one of `inputs`, or part of a run.
-
-    Args:
-      option: the argument that gives `out`, for the message.
-      inputs: files that the command reads; empty ones are left out.
-    """
+    """Raises ValueError if a file written at `out`, which `option` gives, would replace one of `inputs`, or part of a
+    run."""
     target = _real(out)
     for each in inputs:
         if str(each) and _real(each) == target:
@@ -291,7 +261,6 @@ def refuse_overwriting(out: str | Path, option: str, inputs: Iterable[str | Path
 
 
 def inputs_of(config: Config) -> list[str]:
-    """The files that a configuration names for reading."""
     files = [*config.data.train_files, *config.data.val_files, config.reward.path, config.algorithm.filter_groups.path]
     files += [each.path for named in (config.reward.domains, config.reward.parts) for each in named.values()]
     return [*files, config.rollout.partial_rollout.buffer_filter_path]

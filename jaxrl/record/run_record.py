@@ -36,10 +36,9 @@ class RunRecord:
     """The record of a run in its directory, to be closed by a `with`.
 
     Args:
-      resume_step: the last step that counts, a checkpoint's; -1 where there is none. `begin` drops what later steps
-        wrote.
-      total_steps: for the live view's estimate of the time left; 0: it shows none.
-      watchdog: hears of the run's progress, and from now on sees the open spans of its timeline.
+      resume_step: the last step that counts, a checkpoint's; -1 where there is none.
+      total_steps: for the time left; 0: it is not shown.
+      watchdog: hears of the run's progress, and sees the open spans of its timeline.
       pieces_of: as in `SampleLog`.
 
     Attributes:
@@ -135,14 +134,13 @@ class RunRecord:
         self.view.message(f"step {step}: held-out {text}")
 
     def beat(self) -> None:
-        """The run has made progress, as the watchdog wants to know."""
         if self._watchdog is not None:
             self._watchdog.beat()
 
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """How a run ended: the last step, whether all steps are done, the summary shown, and the report."""
+    """`finished`: whether all steps are done."""
 
     step: int
     finished: bool

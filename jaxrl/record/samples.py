@@ -1,15 +1,13 @@
 """A few samples of each step, for people: `samples.jsonl` in the run directory.
 
-One line per sample: step, key (its prompt's pass over the data, its prompt, its number, and its attempt if that is not
-the first), prompt, response, answer, reward, length (tokens), finish_reason, source; with reward shaping also
-overlong_reward and wrong_reward, which are part of reward; with weights and parts own_reward and parts, of which it is
-made; where scoring failed, error. What else the scorer said is `info`, of which long values are cut. One with an
-environment has its `turns`: each with what the model said, its tokens as [text, log-probability], the answer, the
-reward and the seconds until the answer was there. `ids` has the tokens of the prompt, and those of the response as
-[version, tokens] for each span that a policy drew or an environment answered.
+One line per sample. `key` is its prompt's pass over the data, its prompt, its number, and its attempt if that is not
+the first. With reward shaping there are overlong_reward and wrong_reward, which are part of reward; with weights and
+parts own_reward and parts, of which it is made; where scoring failed, error. What else the scorer said is `info`, cut
+where it is long. One with an environment has its `turns`. `ids` has the tokens of the prompt, and those of the response
+as [version, tokens] for each span of one origin.
 
-The report shows them; `jaxrl simulate` can draw lengths and rewards from them, and `jaxrl tune` does
-(`jaxrl.sim.recorded`); `jaxrl replay` draws one again.
+The report shows them; `jaxrl simulate` and `jaxrl tune` draw lengths and rewards from them (`jaxrl.sim.recorded`);
+`jaxrl replay` draws one again.
 """
 
 from __future__ import annotations
@@ -40,12 +38,8 @@ PiecesOf = Callable[[Sequence[int]], Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class RecordedSample:
-    """A sample with all of its tokens, and the step that trained on it.
-
-    Attributes:
-      spans: (version, token ids) of consecutive tokens of one origin: the version of the weights that sampled them,
-        or `jaxrl.types.ENVIRONMENT`.
-    """
+    """A sample with all of its tokens, and the step that trained on it. `spans`: (version, token ids) of consecutive
+    tokens of one origin, the weights' version or `jaxrl.types.ENVIRONMENT`."""
 
     key: SampleKey
     step: int
@@ -54,13 +48,12 @@ class RecordedSample:
 
 
 def key_text(key: SampleKey) -> str:
-    """`0-17-3`: the fourth sample of prompt 17 in the first pass over the data; `0-17-3-1` where it was launched a
-    second time."""
+    """`0-17-3`: the fourth sample of prompt 17 in the first pass; `0-17-3-1` in its second attempt."""
     return f"{key.epoch}-{key.prompt_index}-{key.sample_index}" + (f"-{key.attempt}" if key.attempt else "")
 
 
 def read_sample(run_dir: str | Path, key: str) -> RecordedSample:
-    """The sample of a run with a key. Raises ValueError where the file has none of that key."""
+    """Raises ValueError where the file has no sample of that key."""
     path = Path(run_dir) / FILE_NAME
     lines = read_lines(path)
     for line in lines:
@@ -74,11 +67,7 @@ def read_sample(run_dir: str | Path, key: str) -> RecordedSample:
 
 
 class SampleLog(JsonLines):
-    """Appends the first samples of a step's first groups.
-
-    Args:
-      pieces_of: the text of each of some tokens, which are written with a turn; None: they are not.
-    """
+    """Appends the first samples of a step's first groups. `pieces_of`: the text of each token, for turns."""
 
     def __init__(self, path: str | Path, last_step: int, *, pieces_of: PiecesOf | None = None) -> None:
         super().__init__(path, last_step)
@@ -89,7 +78,6 @@ class SampleLog(JsonLines):
         self.open()
 
     def write(self, step: int, groups: Sequence[Group]) -> list[dict[str, Any]]:
-        """Returns the lines."""
         lines = [
             _line(step, group, sample) | self._turns(sample)
             for group in groups[:GROUPS_PER_STEP]
@@ -141,8 +129,8 @@ def _line(step: int, group: Group, sample: Sample) -> dict[str, Any]:
 
 
 def _short(info: Mapping[str, Any]) -> dict[str, Any]:
-    """What a scorer said, in values that JSON has. A value that is too long becomes the beginning of its text, and says
-    how much is missing; beyond `MAX_INFO` names are left out, and `...` says how many."""
+    """Values that JSON has. One that is too long is cut; beyond `MAX_INFO` names are left out, and `...` says how
+    many."""
     found: dict[str, Any] = {}
     room = MAX_INFO
     for name, value in info.items():

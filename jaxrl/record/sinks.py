@@ -1,11 +1,9 @@
 """The services of `trainer.logger`, to which a run's metrics and samples go: W&B, TensorBoard, MLflow, trackio.
 
 A service gets a step's metrics under the names of `metrics.jsonl`, and the samples of `samples.jsonl` as a table. A
-resumed run continues the same run there, and no step is sent twice: a sink knows which steps it has (`Sink.sent`), and
-`jaxrl.record.metrics` sends those that it lacks. A run does not end because the server of a sink does (`RetryingSink`).
-
-What was sent cannot be taken back, except from TensorBoard: of a step that runs again after a checkpoint the first
-numbers stay.
+resumed run continues the same run there, and no step is sent twice (`Sink.sent`). A run does not end because the server
+of a sink does (`RetryingSink`). What was sent cannot be taken back, except from TensorBoard: of a step that runs again
+after a checkpoint the first numbers stay.
 
 Departures: MLflow takes no `@` in a name, so `val/best@4` is `val/best_at_4` there.
 """
@@ -49,52 +47,31 @@ class Unreachable(Exception):
 
 
 class Sink(Protocol):
-    """Attributes:
-    sent: the steps that the service had when it was opened.
-    """
+    """`sent`: the steps that the service had when it was opened."""
 
     sent: Container[int]
 
     def write(self, step: int, metrics: Mapping[str, float], rows: Rows) -> None:
-        """Sends a step's numbers, and its samples as a table if there are any. Raises Unreachable."""
+        """Sends a step's numbers, and its samples as a table. Raises Unreachable."""
         ...
 
     def close(self) -> None: ...
 
 
 def open_sink(
-    name: str,
-    folder: Path,
-    last_step: int,
-    project: str,
-    experiment: str,
-    config: Mapping[str, Any],
+    name: str, folder: Path, last_step: int, project: str, experiment: str, config: Mapping[str, Any]
 ) -> Sink:
-    """Opens the sink of a name.
-
-    Args:
-      folder: of the run, which remembers what the run is called there.
-      last_step: the last step that counts; -1: none.
-
-    Raises:
-      RunFailed: it cannot be opened.
-      ValueError: its package is not installed.
-    """
+    """Opens a sink; `folder` (of the run) remembers what the run is called there, and `last_step` (-1: none) is the
+    last that counts. Raises RunFailed if it cannot be opened, ValueError if its package is missing."""
     package = sink_package(name)
-    match name:
-        case "tensorboard":
-            return _TensorBoard(package, folder / "tensorboard", last_step)
-        case "mlflow":
-            return _MLflow(package, folder, project, experiment, config)
-        case "trackio":
-            return _Trackio(package, folder, project, experiment, config)
-    return _Wandb(package, folder, project, experiment, config)
+    if name == "tensorboard":
+        return _TensorBoard(package, folder / "tensorboard", last_step)
+    kind = {"mlflow": _MLflow, "trackio": _Trackio, "wandb": _Wandb}[name]
+    return kind(package, folder, project, experiment, config)
 
 
-def sink_package(name: str) -> ModuleType | None:
-    """The package of a sink of `trainer.logger`; None for "console". Raises ValueError if it is not installed."""
-    if name == "console":
-        return None
+def sink_package(name: str) -> ModuleType:
+    """The package of a sink of `trainer.logger`. Raises ValueError if it is not installed."""
     module = PACKAGES.get(name)
     if module is None:
         raise ValueError(f"trainer.logger: {name!r} must be one of console, {', '.join(PACKAGES)}")
@@ -111,7 +88,7 @@ def sink_package(name: str) -> ModuleType | None:
 
 class RetryingSink:
     """Sends a sink each step once and in order: at once or, where it cannot be reached, again every `RETRY_S` seconds
-    and at the end. What is missing even then is sent by the next start of the run. `clock`: in seconds."""
+    and at the end. What is missing even then is sent by the next start of the run."""
 
     def __init__(self, name: str, sink: Sink, clock: Callable[[], float] = time.monotonic) -> None:
         self._name, self._sink, self._clock = name, sink, clock
@@ -119,7 +96,6 @@ class RetryingSink:
         self._again_s: float | None = None  # when it is tried again; None: it was reached last time
 
     def send(self, step: int, metrics: Mapping[str, float], rows: Rows) -> None:
-        """Sends a step's numbers and samples, unless the sink has them."""
         if step in self._sink.sent:
             return
         self._waiting.append((step, metrics, rows))
@@ -153,8 +129,8 @@ class RetryingSink:
 
 
 class _TensorBoard:
-    """A thread of TensorBoard's writes, and a flush does not wait for it. So a kill loses the last steps, and a resumed
-    run sends a few steps again, which replace those that are there."""
+    """A kill loses the last steps, which its thread has not written, so a resumed run sends a few again in their
+    place."""
 
     def __init__(self, package: Any, folder: Path, last_step: int) -> None:
         first = max(last_step + 1 - _SENT_AGAIN, 0) if folder.is_dir() else 0
@@ -182,8 +158,8 @@ def _sent_steps(file: Path) -> Container[int]:
 
 
 class _Wandb:
-    """Its steps are the run's. The server says which step comes next; offline, where each start has a folder that
-    `wandb sync` joins, a file of ours does."""
+    """The server says which step comes next; offline, where each start has a folder that `wandb sync` joins, a file of
+    ours does."""
 
     def __init__(self, wandb: Any, folder: Path, project: str, experiment: str, config: Mapping[str, Any]) -> None:
         id_file = folder / "wandb_id.txt"  # a resumed run continues the same wandb run
@@ -216,8 +192,8 @@ class _Wandb:
 
 
 class _Trackio:
-    """It finds runs again by their names, so each run gets a name of its own at its first start. A kill loses what was
-    not stored yet: what is stored on this machine is read, and of a server a file of ours says it."""
+    """It finds runs by their names, so each run gets a name of its own. Of a server a file of ours says what was
+    sent."""
 
     def __init__(self, trackio: Any, folder: Path, project: str, experiment: str, config: Mapping[str, Any]) -> None:
         name_file = folder / "trackio_name.txt"
@@ -245,8 +221,7 @@ class _Trackio:
 
 
 class _MLflow:
-    """The server, or the folder, is MLFLOW_TRACKING_URI's; the project is the experiment there. Its metric `step` says
-    which steps it has."""
+    """The project is the experiment there. Its metric `step` says which steps it has."""
 
     def __init__(self, mlflow: Any, folder: Path, project: str, experiment: str, config: Mapping[str, Any]) -> None:
         id_file = folder / "mlflow_id.txt"
@@ -291,7 +266,6 @@ def _mlflow_name(name: str) -> str:
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested options under dotted names; what is no number and no text as JSON."""
     found: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, Mapping) and value:
@@ -302,8 +276,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _columns(rows: Rows) -> tuple[list[str], list[list[Any]]]:
-    """The names that any row has, in their order, and each row's values; what a row lacks is None. Token ids stay in
-    the run's own file."""
+    """The names that any row has, and each row's values. Token ids stay in the run's own file."""
     names = list(dict.fromkeys(name for row in rows for name in row if name != IDS))
 
     def cell(value: Any) -> Any:
@@ -313,7 +286,6 @@ def _columns(rows: Rows) -> tuple[list[str], list[list[Any]]]:
 
 
 def _with_table(metrics: Mapping[str, float], rows: Rows, table: Any) -> dict[str, Any]:
-    """A step's values, with its samples as a service's own kind of table."""
     if not rows:
         return dict(metrics)
     columns, data = _columns(rows)
@@ -321,7 +293,7 @@ def _with_table(metrics: Mapping[str, float], rows: Rows, table: Any) -> dict[st
 
 
 def _markdown(rows: Rows) -> str:
-    """A table; the model's text is shown as it is, not as markup."""
+    """The model's text is shown as it is, not as markup."""
 
     def cell(value: Any) -> str:
         text = html.escape("" if value is None else str(value), quote=False)

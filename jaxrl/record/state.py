@@ -21,7 +21,6 @@ _STATE_SCHEMA = 2  # of a simulated run's file: a line with this number and the 
 
 
 def split_arrays(state: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Nested state as JSON values, and its numpy arrays by dotted name."""
     values: dict[str, Any] = {}
     arrays: dict[str, np.ndarray] = {}
     for key, value in state.items():
@@ -49,7 +48,7 @@ def join_arrays(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Writes arrays into a file of Apache Arrow, compressed with zstd. A row is a part of an array: its `name`,
-    `dtype`, `shape`, and up to 64 MiB of `bytes`. Raises ValueError for arrays of objects."""
+    `dtype`, `shape`, and up to 64 MiB of `bytes`."""
     import pyarrow as pa
 
     fields = (pa.field("name", pa.string()), pa.field("dtype", pa.string()), pa.field("shape", pa.list_(pa.int64())))
@@ -66,7 +65,6 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """What `write_arrays` wrote."""
     import pyarrow as pa
 
     arrays: dict[str, np.ndarray] = {}
@@ -83,7 +81,6 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def dump_state(state: Mapping[str, Any]) -> str:
-    """`Loop.host_state` as JSON, arrays included, behind a line with its digest."""
     body = json.dumps({"state": _plain(state)}, allow_nan=False)
     return f"{_head(body)}\n{body}"
 
@@ -103,7 +100,6 @@ def _plain(value: Any) -> Any:
 
 
 def _special(value: dict[str, Any]) -> Any:
-    """An object of JSON as what it stands for (`_plain`)."""
     if value.keys() == {"array", "shape", "values"}:
         return np.asarray(value["values"], np.dtype(value["array"])).reshape(value["shape"])
     if value.keys() == {"number"}:
@@ -116,7 +112,7 @@ def _head(body: str) -> str:
 
 
 def load_state(text: str, where: str) -> dict[str, Any]:
-    """What `dump_state` wrote. Raises ValueError for anything else, and for what has changed since."""
+    """What `dump_state` wrote. Raises ValueError for anything else."""
     head, _, body = text.partition("\n")
     if not head.startswith(f'{{"simulation": {_STATE_SCHEMA},'):
         raise ValueError(f"{where}: not a simulation's state of schema {_STATE_SCHEMA}; remove it to start again")

@@ -1,17 +1,15 @@
-"""The timeline of a run: a Chrome/Perfetto trace, and the seconds of its phases from the same spans.
-
-Open the file in https://ui.perfetto.dev or chrome://tracing.
+"""The timeline of a run: a Chrome/Perfetto trace (https://ui.perfetto.dev), and the seconds of its phases from the same
+spans.
 
 Source: the Trace Event Format's JSON array form, in which the closing bracket may be missing: every event is one line
 with a comma, and lines are written whole, so viewers open the file at any moment, also after a crash. `close` ends it
-with a last event and the bracket, which makes it JSON for every reader. A resumed run takes those two lines away and
-appends, as another process of the trace. Its clock goes on where the file ended, so the pause takes no room.
+with a last event and the bracket. A resumed run takes those two lines away and appends, as another process of the
+trace, whose clock goes on where the file ended.
 
 The file is kept small: adjacent short spans of one name on a track are merged (`count` says how many); counters are
 sampled; a step draws at most `max_tracks` tracks and `max_events_per_step` events, and as many events of the rollout's
 rows on at most `max_rows` tracks; the share of steps that are drawn halves after each `max_bytes` written. Phases are
-always summed. An event counts what a step left out. Spans on one track must nest: threads that work at the same time
-use different tracks.
+always summed. Spans on one track must nest: threads that work at the same time use different tracks.
 """
 
 from __future__ import annotations
@@ -62,15 +60,6 @@ class _Span:
 
 class Timeline:
     """A trace file that can be opened at any moment; all methods may be called from any thread.
-
-    Example::
-
-        timeline = Timeline(run_dir / "timeline.json")
-        with timeline.phase("step", step=3):
-            with timeline.phase("gen"), timeline.span("engine", "drain", rows=12):
-                ...
-            timeline.counter("rows", busy=7)
-        metrics |= timeline.take_phases()  # {"timing_s/gen": .., "timing_s/step": ..}
 
     Args:
       clock: in seconds; a simulation's own.
@@ -156,30 +145,23 @@ class Timeline:
             return {key: self._phases.pop(key) for key in keys if key in self._phases}
 
     def open_spans(self) -> list[tuple[str, str, float]]:
-        """(track, name, seconds so far) of the spans that are open now, the longest first: what a watchdog reports."""
+        """(track, name, seconds so far), the longest first: what a watchdog reports."""
         now = self._clock()
         with self._lock:
             spans = [(span.track, span.name, now - span.start_s) for span in self._open.values()]
         return sorted(spans, key=lambda item: -item[2])
 
     def complete(self, track: str, name: str, start_s: float, end_s: float, **args: Any) -> None:
-        """Draws a span that has ended; times are the clock's."""
         with self._lock:
             self._add(_Span(track, name, start_s, end_s, args))
 
     @property
     def now_s(self) -> float:
-        """The moment, as `complete` and `row` take it."""
         return self._clock()
 
     def row(self, row: str, order: int, name: str, start_s: float, end_s: float, **args: Any) -> None:
-        """Draws what a row of the rollout had from `start_s` to `end_s`, on a track of its own behind all others.
-
-        Args:
-          row: the row's name. order: its place among the tracks of rows.
-          name: the response's. In an evaluation (the phase "testing" is open), "val " stands before it: held-out
-            prompts are counted from 0 too.
-        """
+        """Draws what the `order`-th row of the rollout had from `start_s` to `end_s`, on a track of its own behind all
+        others. In an evaluation "val " stands before `name`: held-out prompts are counted from 0 too."""
         with self._lock:
             if not self._drawing:
                 return
@@ -249,7 +231,7 @@ class Timeline:
         self._events = self._row_events = self._left_out = 0
 
     def _has_room(self, track: str | None = None) -> bool:
-        """Whether the step may draw another event, on a track that may be new; counts it if it is left out."""
+        """Counts the event if it is left out."""
         if not self._drawing:
             return False
         is_full = track is not None and track not in self._tracks and len(self._tracks) >= self._max_tracks

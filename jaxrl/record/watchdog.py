@@ -1,16 +1,12 @@
 """A watchdog that ends a run that hangs, and says where it hangs.
 
 After half of its timeout without a beat it only reports: the stacks of all threads on stderr, a line on the console.
-After the timeout the run is ended, again with the stacks: it would hold its devices for ever, and it can resume from
-its last checkpoint.
+After the timeout the run is ended: it would hold its devices for ever, and can resume from its last checkpoint. Time in
+which the process is suspended (Ctrl-Z, SIGSTOP) does not count: it is a long gap between two looks at the clock.
 
-Time in which the process is suspended (Ctrl-Z, SIGSTOP) does not count: it is recognised by a long gap between two
-looks at the clock.
-
-A Python thread looks at the clock. While native code holds the interpreter's lock it cannot run: for that case
-faulthandler's thread, which needs no lock, is armed at every look to end the process a little later, with the stacks
-but without a sentence. Its clock goes on while the process is suspended, and it may be first on waking: a run that was
-suspended for longer than the rest of its timeout and the grace on top of it ends then.
+While native code holds the interpreter's lock no Python thread can look. For that case faulthandler's thread, which
+needs no lock, is armed at every look to end the process a little later, with the stacks but without a sentence. It may
+be first on waking: a run that was suspended for longer than the rest of its timeout ends then.
 """
 
 from __future__ import annotations
@@ -38,7 +34,6 @@ class Watchdog:
       timeout_s: 0 turns it off.
       end: ends the process with a sentence; called from the watchdog's thread.
       heard: called at every beat with what the run does next.
-      clock: in seconds.
 
     Attributes:
       saved_step: of the last checkpoint, which the last sentence names.
@@ -67,7 +62,7 @@ class Watchdog:
             self._thread.start()
 
     def beat(self, doing: str = "") -> None:
-        """The run has made progress; `doing`: what it does next, where no timeline knows it."""
+        """`doing`: what the run does next, where no timeline knows it."""
         self._last_s = self._clock()
         if doing:
             self._doing = doing
@@ -89,7 +84,7 @@ class Watchdog:
                 return
 
     def _look(self) -> bool:
-        """One look at the clock; whether the run was ended."""
+        """Whether the run was ended."""
         before_s, self._looked_s = self._looked_s, self._clock()
         if self._looked_s - before_s > _SUSPENDED_PERIODS * self._period_s:
             self._last_s = min(self._last_s + self._looked_s - before_s, self._looked_s)

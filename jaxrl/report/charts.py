@@ -24,8 +24,8 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A line of a chart. `colour` is a class of the style sheet, c1 to c10; `limit` is drawn dashed; `dots` marks each
-    point, and without `line` there is nothing between them."""
+    """A line of a chart. `colour` is a class of the style sheet, c1 to c13; `limit` is drawn dashed; `dots` marks each
+    point."""
 
     label: str
     points: Sequence[Point]
@@ -55,7 +55,6 @@ class Chart:
 
 
 def card(chart: Chart) -> str:
-    """A figure with title, legend and drawing."""
     drawn = [*chart.curves, *chart.stack]
     if not any(finite(curve.points) for curve in drawn):
         head = f"<h3>{escape(chart.title)} <small>{escape(chart.unit)}</small></h3>"
@@ -118,7 +117,7 @@ def _drawing(chart: Chart) -> tuple[str, tuple[float, float]]:
 
 
 def frame(ticks: Sequence[tuple[str, float]], labels: Sequence[tuple[str, float, str]], unit: str) -> str:
-    """Grid lines with their numbers at heights, and labels of the lower axis at (place, anchor), with its unit."""
+    """Grid lines with their numbers at heights, and labels of the lower axis at (place, anchor)."""
     parts = []
     for text, y in ticks:
         parts.append(f"<line class=grid x1={LEFT} x2={WIDTH - RIGHT} y1={y} y2={y} />")
@@ -209,7 +208,6 @@ def finite(points: Sequence[Point]) -> list[Point]:
 
 
 def breakable(text: str) -> str:
-    """HTML-escaped text, with places at which long names may break."""
     return escape(text).replace("/", "/<wbr>").replace("_", "_<wbr>")
 
 

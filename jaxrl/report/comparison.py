@@ -35,11 +35,8 @@ _MISSING = "–"
 def write_comparison(
     folders: Sequence[str | Path], out: str | Path, removing: Removing = nullcontext
 ) -> tuple[Path, str]:
-    """Writes the page of two to `MOST_RUNS` runs at `out`; returns where it is, and the summary.
-
-    Raises:
-      ValueError: a folder is no run, there are too many, or `out` cannot be written or would replace a run's file.
-    """
+    """Writes the page at `out`; returns where it is, and the summary. Raises ValueError for a folder that is no run, or
+    too many of them."""
     if len(folders) > MOST_RUNS:
         raise ValueError(f"report: at most {MOST_RUNS} runs can be compared on one page, found {len(folders)}")
     refuse_file(out, "--out")
@@ -52,8 +49,7 @@ def write_comparison(
 
 
 def names_of(runs: Sequence[Run]) -> list[str]:
-    """A name for each run: its folder's, with as many folders above it as tell the runs apart, and whether it was
-    simulated."""
+    """Folders' names, with as many folders above as tell the runs apart, and whether they were simulated."""
     paths = [run.folder.resolve() for run in runs]
     for depth in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-depth:]) for path in paths]
@@ -65,7 +61,6 @@ def names_of(runs: Sequence[Run]) -> list[str]:
 
 
 def differing(runs: Sequence[Run]) -> dict[str, list[str]]:
-    """The options with different values, each with the text of its value in every run."""
     configs = [flatten(run.section("config")) for run in runs]
     paths = dict.fromkeys(path for config in configs for path in config)
     found = {
@@ -80,16 +75,17 @@ def _page(runs: Sequence[Run], names: Sequence[str], figures: Sequence[Figure]) 
     title = " and ".join(names) if len(names) == 2 else f"{len(names)} runs"
     notes = "".join(f"<p class=note>{escape(text)}</p>" for text in _notes(runs, names))
     drawn = "".join(card(chart) for chart in _charts(runs, names))
+    legend = "".join(f"<li class=c{i + 1}>{letter(i)}: {escape(name)}</li>" for i, name in enumerate(names))
     return document(
         title,
         f"{len(runs)} runs compared",
-        f"{notes}{_legend(names)}<section class=charts>{drawn}</section><h2>Figures</h2>{_figures(figures, names)}"
+        f"{notes}<ul class=legend>{legend}</ul><section class=charts>{drawn}</section>"
+        f"<h2>Figures</h2>{_figures(figures, names)}"
         f"<h2>Configuration</h2>{_options(runs, names)}<h2>Where and when</h2>{_facts(runs, names)}",
     )
 
 
 def _notes(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
-    """What a reader must know before comparing numbers."""
     simulated = [name for name, run in zip(names, runs, strict=True) if run.is_simulated]
     found = [f"{name}: {text}" for name, run in zip(names, runs, strict=True) for text in run.problems]
     if simulated:
@@ -103,18 +99,11 @@ def _notes(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
     return found
 
 
-def _legend(names: Sequence[str]) -> str:
-    items = "".join(f"<li class=c{i + 1}>{letter(i)}: {escape(name)}</li>" for i, name in enumerate(names))
-    return f"<ul class=legend>{items}</ul>"
-
-
 def letter(index: int) -> str:
     return "ABCDEFGH"[index]
 
 
 def _charts(runs: Sequence[Run], names: Sequence[str]) -> list[Chart]:
-    """A chart for each metric that any of the runs has, with a curve for each run that does."""
-
     def chart(
         title: str, unit: str, points: Callable[[Run], Sequence[Point]], dots: bool = False, **more: Any
     ) -> Chart:
@@ -181,7 +170,6 @@ def _code(text: str) -> str:
 
 
 def _table(first: str, names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """Rows of a head and cells, all of them HTML."""
     heads = "".join(f"<th>{letter(i)} {breakable(name)}</th>" for i, name in enumerate(names))
     head = f"<thead><tr><th>{first}</th>{heads}</tr></thead>"
     body = "".join(f"<tr><th scope=row>{name}</th>{''.join(cells)}</tr>" for name, cells in rows)

@@ -19,18 +19,13 @@ Line = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class PagePart:
-    """What a mechanism adds to a run's page; nothing where the run has nothing of it.
-
-    Attributes:
-      charts: among the others. section: of its own, as HTML.
-    """
+    """What a mechanism adds to a run's page: charts among the others, and a section of its own, as HTML."""
 
     charts: Callable[[Run], list[Chart]] = lambda run: []
     section: Callable[[Run], str] = lambda run: ""
 
 
 def validation_names(run: Run) -> list[str]:
-    """The scores among the evaluation metrics, the mean reward and the accuracy first."""
     names = {name for row in run.metrics for name in row if name.startswith("val")}
     scores = [name for name in names if not any(word in name for word in ("length", "timing", "num_"))]
     return sorted(scores, key=lambda name: (not name.endswith(("/reward", "/loss")), "acc" not in name, name))
@@ -75,13 +70,12 @@ def charts(run: Run, parts: Sequence[PagePart] = ()) -> list[Chart]:
 
 
 def curves_of(run: Run, *lines: Line, dots: bool = False) -> list[Curve]:
-    """The curves of the metrics that were recorded."""
     found = [Curve(label, run.series(name), colour, dots=dots) for label, name, colour in lines]
     return [curve for curve in found if curve.points]
 
 
 def _chart(run: Run, name: str, label: str, *more: Line, colour: str = "c1", unit: str = "", **options: Any) -> Chart:
-    """The chart of a metric in `SHOWN`, whose curve has this label, and of more beside it."""
+    """The chart of a metric in `SHOWN`, and of more curves beside it."""
     curves = curves_of(run, (label, name, colour), *more)
     return Chart(SHOWN[name].title, unit or SHOWN[name].unit, curves, name, **options)
 
@@ -97,7 +91,6 @@ def _with_points(charts: Sequence[Chart]) -> list[Chart]:
 
 
 def _supervised(run: Run) -> list[Chart]:
-    """Of a run that learns from files."""
     loss = curves_of(run, ("training", "train/loss", "c1")) + curves_of(run, ("held-out", "val/loss", "c2"), dots=True)
     margins = ("other", "rewards/rejected", "c3"), ("margin", "rewards/margins", "c2")
     accuracy = curves_of(run, ("training", "rewards/accuracies", "c1"))
@@ -115,7 +108,6 @@ def _supervised(run: Run) -> list[Chart]:
 
 
 def _update(run: Run) -> list[Chart]:
-    """The gradient, and how far an update goes."""
     skipped = [step for step, count in run.series("actor/skipped_updates") if count]
     by_dual_clip = ("by the dual clip", "actor/pg_clipfrac_lower", "c2")
     divergence = ("divergence in the loss", "actor/distillation_loss", "c4")
@@ -133,7 +125,6 @@ def _update(run: Run) -> list[Chart]:
 
 
 def _off_policy(run: Run) -> list[Chart]:
-    """How far what was sampled is from what is trained."""
     perplexity = ("difference of log-perplexities", "rollout_corr/log_ppl_abs_diff", "c2")
     oldest = ("oldest token", "training/off_policy/max_staleness", "c3")
     optional = [
@@ -147,7 +138,6 @@ def _off_policy(run: Run) -> list[Chart]:
 
 
 def _hidden(run: Run) -> list[Chart]:
-    """How much of the update ran beside a rollout; none where nothing could."""
     if not (seconds := hidden_shares(run.metrics)):
         return []
     curves = [Curve("of its seconds", seconds), *curves_of(run, ("of its prompts", "actor/streamed_share", "c2"))]
@@ -155,14 +145,13 @@ def _hidden(run: Run) -> list[Chart]:
 
 
 def with_epochs(run: Run, chart: Chart) -> Chart:
-    """The chart, with the steps at which an epoch begins."""
     newest = run.series("training/epoch")
     begun = [step for (_, before), (step, epoch) in pairwise(newest) if epoch > before]
     return replace(chart, marks=begun, mark="an epoch begins")
 
 
 def _phases(run: Run) -> list[Curve]:
-    """Phases as layers, those that ran in the step and each moment once; the rest of the step's time is "other"."""
+    """Phases as layers, each moment once; the rest of the step's time is "other"."""
     whole = dict(finite(run.series("timing_s/step")))
     parts = {row["step"]: step_phases(row) for row in run.metrics}
     found = [

@@ -21,10 +21,8 @@ class Figure:
     """A row of the table.
 
     Attributes:
-      name: what it is, and over which steps.
       values: one for each run; None where the run has not recorded it.
       ratio: whether runs are compared by how many times it is that of the first; otherwise by the difference.
-      shown: a value as text.
       steps: of a value at one step, which one it is for each run; shown where they are not the same.
       upto: the last step that counts for each run: runs with different ones are not compared.
     """
@@ -37,7 +35,7 @@ class Figure:
     upto: tuple[float | None, ...] = ()
 
     def text(self, index: int) -> str:
-        """The value of run `index`, which has one, and its step where the runs' differ: `0.25 (step 0)`."""
+        """`0.25 (step 0)`: with its step where the runs' differ."""
         value = self.values[index]
         assert value is not None, self.name
         steps = {step for step in self.steps if step is not None}
@@ -58,8 +56,7 @@ class Figure:
 
 
 def summed(points: Sequence[Point], how: How) -> float | None:
-    """One number of a series: `first` and `last` are means of a tenth of the steps, `best` the largest, `end` that of
-    the last step."""
+    """One number of a series: `first` and `last` are means of a tenth of the steps."""
     values = [value for _, value in finite(points)]
     if not values:
         return None
@@ -101,8 +98,6 @@ _ROWS: tuple[tuple[str, str, How, bool], ...] = (
 
 
 def figures_of(runs: Sequence[Run]) -> list[Figure]:
-    """The rows of the table; one that no run has is left out."""
-
     def row(name: str, points: Callable[[Run], Sequence[Point]], how: How, ratio: bool = False, **more: Any) -> Figure:
         return Figure(name, tuple(summed(points(run), how) for run in runs), ratio, **more)
 
@@ -134,12 +129,10 @@ def figures_of(runs: Sequence[Run]) -> list[Figure]:
 
 
 def seconds(run: Run, phases: Sequence[str]) -> list[Point]:
-    """(step, seconds of these phases together), of the steps that have been timed."""
     return [(line["step"], seconds_of(phases, line)) for line in run.metrics if f"timing_s/{phases[-1]}" in line]
 
 
 def _held_out(name: str, series: Sequence[Sequence[Point]]) -> list[Figure]:
-    """The first, the last and the best evaluation of each run; of a run without any, none."""
     nothing = (None, None)
     firsts = [points[0] if points else nothing for points in series]
     lasts = [points[-1] if points else nothing for points in series]

@@ -18,10 +18,9 @@ from jaxrl.record.metrics import FAILURES, hidden_shares
 from jaxrl.record.run_dir import refuse_overwriting
 from jaxrl.report.charts import breakable, card, finite, number
 from jaxrl.report.curves import PagePart, charts, short, validation_names
-from jaxrl.report.drawings import heat_card, histogram_card, rows_card
+from jaxrl.report.drawings import heat_card, histogram_card, read_round, rows_card
 from jaxrl.report.figures import summed
 from jaxrl.report.rewards import rewards_section
-from jaxrl.report.rounds import read_round
 from jaxrl.report.runs import Run, devices, facts, option_text, read_run
 from jaxrl.report.samples import samples_section
 from jaxrl.report.style import document
@@ -37,8 +36,7 @@ def write_report(
     say: Callable[[str], None] = lambda text: None,
     parts: Sequence[PagePart] = (),
 ) -> Path:
-    """Writes the page (default: `report.html` in the run's folder) and returns where it is. The page and `say` name
-    what cannot be read; `parts` are those of mechanisms."""
+    """Writes the page (default: `report.html` in the run's folder). The page and `say` name what cannot be read."""
     if out is not None:
         refuse_file(out, "--out")
         refuse_overwriting(out, "--out")
@@ -51,24 +49,24 @@ def write_report(
 
 
 def page(run: Run, parts: Sequence[PagePart] = ()) -> str:
-    """The whole page."""
     name = str(run.option("trainer.experiment_name") or run.folder.resolve().name)
     problems = "".join(f"<p class=note>{escape(text)}</p>" for text in run.problems)
     span = (run.metrics[0]["step"], run.metrics[-1]["step"]) if run.metrics else None
     drawn = "".join(card(replace(chart, span=span)) for chart in charts(run, parts))
+    samples = "" if run.learns_from_files else f"<h2>Samples</h2>{samples_section(run.samples)}"
     return document(
         name,
         _subtitle(run),
         f"{_failed(run)}{problems}{_simulated(run)}{_headlines(run)}<section class=charts>{drawn}"
         f"{histogram_card(run.batches)}{heat_card(run.batches)}</section>"
         f"{rows_card(read_round(run.folder / 'timeline.json'))}{rewards_section(run, span)}"
-        f"{''.join(part.section(run) for part in parts)}{_samples(run)}"
+        f"{''.join(part.section(run) for part in parts)}{samples}"
         f"<h2>Configuration</h2>{_config(run)}<h2>Where and when</h2>{_facts(run)}",
     )
 
 
 def _failed(run: Run) -> str:
-    """What a reader must know before anything else: how many rewards failed, and why. Empty where none did."""
+    """What a reader must know before anything else: how many rewards failed, and why."""
     found = reward_failures(run.metrics, run.batches, run.samples)
     if found is None:
         return ""
@@ -81,12 +79,7 @@ def _failed(run: Run) -> str:
     return f"<p class='note{' alarm' if found.share >= ALARMING else ''}'>{text}</p>"
 
 
-def _samples(run: Run) -> str:
-    return "" if run.learns_from_files else f"<h2>Samples</h2>{samples_section(run.samples)}"
-
-
 def _simulated(run: Run) -> str:
-    """What a simulated run's seconds and lengths come from; empty for a real one."""
     if not run.is_simulated:
         return ""
     found = run.section("simulation")
@@ -96,7 +89,6 @@ def _simulated(run: Run) -> str:
 
 
 def _model(run: Run) -> str:
-    """The model's name; of a simulated run, that of the one that was modelled."""
     return str((run.option("simulate.model") if run.is_simulated else "") or run.option("model.path") or "")
 
 

@@ -29,7 +29,7 @@ COLUMNS = ("Domain", "Samples", "p50", "p95", "Max", "Time-outs", "Crashes", "Er
 
 
 def rewards_section(run: Run, span: tuple[float, float] | None) -> str:
-    """HTML; empty for a run without any of these metrics. `span`: the steps that axes cover."""
+    """Empty for a run without any of these metrics. `span`: the steps that axes cover."""
     names = domains(run.metrics)
     charts: list[Chart] = []
     for name in names[:MAX_DOMAINS]:
@@ -55,7 +55,7 @@ def rewards_section(run: Run, span: tuple[float, float] | None) -> str:
 
 
 def domains(lines: Sequence[Mapping[str, float]]) -> list[str]:
-    """Names of domains, those with most samples first."""
+    """Those with most samples first."""
     counts: dict[str, float] = {}
     for line in lines:
         for name, value in line.items():
@@ -66,7 +66,6 @@ def domains(lines: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def _parts(run: Run) -> list[Chart]:
-    """Means of the parts of rewards, before weights."""
     names = sorted({name for line in run.metrics for name in line if name.startswith("reward/part/")})
     overlong = [(step, -lost) for step, lost in run.series("reward/overlong_penalty/mean")]
     if not names and not overlong:
@@ -82,7 +81,7 @@ def _parts(run: Run) -> list[Chart]:
 
 
 def _table(run: Run, names: Sequence[str]) -> str:
-    """Each domain over the whole run: counts, and medians over steps of the times, but the longest of all."""
+    """Each domain over the whole run."""
     rows = []
     for name in names:
 

@@ -1,6 +1,5 @@
 """What a page reads of a run: the files in its folder, each of which may be missing. config.yaml is read only to say so
-if it is damaged, because a run could not resume then.
-"""
+if it is damaged, because a run could not resume then."""
 
 from __future__ import annotations
 
@@ -37,18 +36,15 @@ class Run:
         return [(row["step"], row[name]) for row in self.metrics if name in row]
 
     def section(self, name: str) -> Mapping[str, Any]:
-        """A part of run.json; empty where it is missing or not a mapping."""
         value = self.info.get(name)
         return value if isinstance(value, Mapping) else {}
 
     @property
     def learns_from_files(self) -> bool:
-        """Whether it is one of `jaxrl sft` or `jaxrl dpo`: without rollouts and rewards."""
         return self.info.get("kind") in ("sft", "dpo")
 
     @property
     def is_simulated(self) -> bool:
-        """Whether its seconds are those of modelled devices."""
         lines = self.metrics[:1]
         return self.section("devices").get("platform") == SIMULATED or any("simulated" in line for line in lines)
 
@@ -57,7 +53,6 @@ class Run:
 
 
 def read_run(run_dir: str | Path) -> Run:
-    """Reads a run's folder; ValueError if it is not one."""
     folder, expected = Path(run_dir), (metrics.FILE_NAME, samples.FILE_NAME, RUN_FILE)
     if not any((folder / name).is_file() for name in expected):
         raise ValueError(f"{folder} is not a run: it has none of {', '.join(expected)}")
@@ -103,7 +98,6 @@ def _read_samples(path: Path, note: Callable[[str], None]) -> list[dict[str, Any
 
 
 def facts(run: Run) -> dict[str, Any]:
-    """Where and when a run was made; what was not recorded is empty."""
     command = run.info.get("command")
     return {
         "command": " ".join(map(str, command)) if isinstance(command, list) else command,
@@ -122,5 +116,4 @@ def devices(run: Run) -> str:
 
 
 def option_text(value: Any) -> str:
-    """An option's value as YAML would have it, in one line."""
     return (value if isinstance(value, str) else json.dumps(value)) or "empty"

@@ -39,7 +39,6 @@ Shown = Mapping[str, Any]
 
 
 def samples_section(samples: Sequence[Shown]) -> str:
-    """HTML of a run's recorded samples, with the script where there is something to sort."""
     if not samples:
         return "<p class=note>No samples were recorded.</p>"
     picks = _picked(samples)
@@ -55,7 +54,6 @@ def samples_section(samples: Sequence[Shown]) -> str:
 
 
 def _controls(samples: Sequence[Shown]) -> str:
-    """What the script shows and reads."""
     options = "".join(f"<option value={value}>{escape(text)}</option>" for value, text in _PICKS)
     sources = sorted({str(sample.get("source") or "") for sample in samples} - {""})
     named = "".join(f"<option>{escape(source)}</option>" for source in sources)
@@ -68,7 +66,7 @@ def _controls(samples: Sequence[Shown]) -> str:
 
 
 def _picked(samples: Sequence[Shown]) -> dict[int, tuple[str, ...]]:
-    """The samples that are shown in the beginning or as extremes, with what they are picked for."""
+    """The samples that are shown at first or as extremes, with what they are picked for."""
     found: dict[int, list[str]] = {}
     steps = sorted({sample["step"] for sample in samples})
     for step in dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1])):
@@ -84,8 +82,7 @@ def _picked(samples: Sequence[Shown]) -> dict[int, tuple[str, ...]]:
 
 
 def _spread(samples: Sequence[Shown], picks: Mapping[int, tuple[str, ...]]) -> list[int]:
-    """The samples on the page, by step and then from the highest reward: picked ones, and of the others as many as
-    there is room for, from steps at equal distances."""
+    """The samples on the page: picked ones, and of the others as many as there is room for, at equal distances."""
     others = [i for i in range(len(samples)) if i not in picks]
     room = max(MOST - len(picks), 0)
     if len(others) > room:
@@ -94,7 +91,7 @@ def _spread(samples: Sequence[Shown], picks: Mapping[int, tuple[str, ...]]) -> l
 
 
 def value(sample: Shown) -> float:
-    """A sample's reward, for sorting; one without is the lowest."""
+    """A sample without a reward is the lowest."""
     reward = sample.get("reward")
     return float(reward) if isinstance(reward, int | float) and isfinite(reward) else float("-inf")
 
@@ -112,7 +109,6 @@ def _row(sample: Shown, picked: Sequence[str]) -> str:
 
 
 def _step(sample: Shown) -> str:
-    """With the sample's key, by which `jaxrl replay` finds it."""
     key = sample.get("key")
     return f"{sample['step']:g}" + (f"<p class='sub key'>{escape(str(key))}</p>" if key else "")
 
@@ -128,8 +124,7 @@ def _prompt(sample: Shown) -> str:
 
 
 def _response(sample: Shown) -> str:
-    """The response; of several turns what the model said, tokens the redder the less likely they were, and below it the
-    environment's answer, grey because nothing is learnt from it."""
+    """Of several turns the tokens are the redder the less likely they were; an environment's answer is grey."""
     turns: Sequence[Shown] = sample.get("turns") or ()
     if not turns:
         return _pre(str(sample.get("response") or ""))
@@ -145,7 +140,7 @@ def _response(sample: Shown) -> str:
 
 
 def _coloured(tokens: Sequence[tuple[str, float]]) -> str:
-    """Each token with one of five shades; neighbours of one shade are one element."""
+    """Neighbours of one shade are one element."""
     shades = [(min(int(-logprob), 4), piece) for piece, logprob in tokens]
     shaded = ((shade, "".join(piece for _, piece in some)) for shade, some in groupby(shades, key=lambda pair: pair[0]))
     title = "title='log-probability below "
@@ -154,7 +149,6 @@ def _coloured(tokens: Sequence[tuple[str, float]]) -> str:
 
 
 def _reward(sample: Shown) -> str:
-    """The reward, and below it its parts, why scoring failed, and, folded, what else the scorer said."""
     parts = sample.get("parts")
     made_of = {"scorer": sample.get("own_reward"), **(parts if isinstance(parts, Mapping) else {})}
     made_of |= {"wrong": sample.get("wrong_reward"), "overlong": sample.get("overlong_reward")}

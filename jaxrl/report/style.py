@@ -1,7 +1,4 @@
-"""The look of a page: its frame and its style sheet, light and dark, for wide and narrow screens.
-
-Purpose: `document(name, subtitle, body)` is a whole page that needs no network.
-"""
+"""The look of a page: its frame and its style sheet, light and dark, for wide and narrow screens."""
 
 from __future__ import annotations
 

@@ -41,7 +41,6 @@ class MeshTicket:
 
     @property
     def is_done(self) -> bool:
-        """Whether the devices have run the plan."""
         arrays = [self.steps, *(call.generated.counts for call in self.calls)]
         return all(array.is_ready() for array in arrays if array is not None)
 
@@ -75,15 +74,15 @@ def prefill_calls(chunks: Iterable[PrefillChunk], programs: LayoutPrograms) -> l
 
 
 def kept_tokens(chunk: PrefillChunk) -> Sequence[int]:
-    """The response's tokens at the end of a prefill. Those that an earlier chunk had are unknown: for a few
-    steps nothing is proposed."""
+    """The response's tokens at the end of a prefill. Those that an earlier chunk had are unknown: for a few steps
+    nothing is proposed."""
     shown = min(chunk.num_generated, len(chunk.tokens))
     return (_UNKNOWN,) * (chunk.num_generated - shown) + chunk.tokens[len(chunk.tokens) - shown :]
 
 
 def result_of(ticket: MeshTicket, duration_s: float) -> PlanResult:
-    """Waits for the values of a plan's calls, and puts them in the order of its rows: of each, the first token of a
-    prefill that ended before those that it decoded."""
+    """Waits for a plan's values, and puts them in the order of its rows: of each, the first token of a prefill that
+    ended before those that it decoded."""
     num_rows = len(ticket.rows)
     counts, stopped, verified = np.zeros(num_rows, np.int64), np.zeros(num_rows, bool), None
     found: list[tuple[Generated, np.ndarray]] = []  # values of a call's rows [R, ...], and which of them count [R, T]

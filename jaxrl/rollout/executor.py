@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -25,11 +25,7 @@ from jaxrl.models.kv_layers import kv_layers
 from jaxrl.rollout import kv_cache
 from jaxrl.rollout.calls import Call, MeshTicket, kept_tokens, places_in, prefill_calls, result_of
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms, bucket
-from jaxrl.rollout.programs import MAX_STOP_IDS, RowState, host_rows
-from jaxrl.rollout.proposals import DeviceHistories
-from jaxrl.rollout.sampling import request_key
-from jaxrl.scheduling.layouts.kv_plan import KvPlan, Lanes
-from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, SwitchFailed, TimeTaken
+from jaxrl.rollout.programs import MAX_STOP_IDS, RowState, fill_row, host_rows
 from jaxrl.scheduling.tokens.plan import (
     TRASH_BLOCK,
     Capacity,
@@ -46,17 +42,19 @@ from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import platform_of
 from jaxrl.sharding.rules import Form, rollout_shardings, to_rollout, train_shardings
 
+if TYPE_CHECKING:
+    from jaxrl.mechanisms.speculation.proposer import DeviceIndexes
+    from jaxrl.scheduling.layouts.kv_plan import KvPlan, Lanes
+    from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, SwitchFailed, TimeTaken
+
 
 @dataclass(slots=True)
 class PlanTimer:
-    """The seconds that plans take on the devices, as the host sees them; moments are `clock`'s.
+    """The seconds that plans take on the devices, as the host sees them.
 
     Plans queue, so one begins when it is submitted or when the one before has ended, and has ended when its values are
     there. Where the host looks later (another model has had the devices behind a plan), it ended when the devices were
-    last seen quiet.
-
-    Attributes:
-      ended_s: when the last plan was known to have ended.
+    last seen quiet. `ended_s`: when the last plan was known to have ended.
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -65,12 +63,11 @@ class PlanTimer:
     _quiet_s: float = 0.0
 
     def submits(self) -> float:
-        """A plan is about to be submitted; when."""
         self._submitted_s = self.clock()
         return self._submitted_s
 
     def seen_quiet(self) -> None:
-        """What was submitted has ended by now. The first such moment after a plan counts."""
+        """The first such moment after a plan counts."""
         if self._quiet_s <= self._submitted_s:
             self._quiet_s = self.clock()
 
@@ -83,7 +80,6 @@ class PlanTimer:
 
 
 def check_request(config: ExecutorConfig, request: Request) -> None:
-    """Raises ValueError for a request that the programs of an executor were not built for."""
     params, name = request.params, f"request {request.request_id} ({request.key})"
     if len(params.stop_token_ids) > MAX_STOP_IDS:
         raise ValueError(
@@ -116,21 +112,17 @@ class MeshExecutor:
 
     Args:
       layout: to begin with.
-      weights: returns the trainer's weights of the version last synchronised; needed to go back after a switch that
-        failed halfway.
+      weights: returns the trainer's weights of the version last synchronised, to go back after a switch that failed
+        halfway.
 
     Attributes:
-      is_spread: whether other processes have a part of its devices. They run the same plans, and rows and what a plan
+      is_spread: whether other processes have a part of its devices. They run the same plans; rows and what a plan
         returns are replicated on every device.
       way_back: takes the weights of `policy_version` again, in the layout in use; None: there is no source of them.
     """
 
     def __init__(
-        self,
-        model: ModelConfig,
-        layout: Layout,
-        config: ExecutorConfig,
-        weights: Callable[[], Any] | None = None,
+        self, model: ModelConfig, layout: Layout, config: ExecutorConfig, weights: Callable[[], Any] | None = None
     ) -> None:
         self.platform = platform = platform_of(layout.mesh.devices.flat[0])
         if config.is_invariant:
@@ -154,7 +146,7 @@ class MeshExecutor:
         self._params: Any = None
         self._pool: kv_cache.Pool | None = None
         self._state: RowState | None = None
-        self._histories: DeviceHistories | None = None
+        self._histories: DeviceIndexes | None = None
         self._use(self._programs_at(layout.tp))
 
     def _use(self, programs: LayoutPrograms) -> None:
@@ -178,24 +170,22 @@ class MeshExecutor:
 
     @property
     def cache_shape(self) -> kv_cache.CacheShape:
-        """Of the KV pool of the layout in use."""
         return self._now.cache_shape
 
     @property
     def recompiles(self) -> int:
-        """Programs compiled after warm-up, of all layouts."""
         return sum(layout.recompiles for layout in self._layouts.values())
 
     # -- memory phases ---------------------------------------------------------------------------------------------
 
     def sync_weights(self, train_params: Any, policy_version: int) -> None:
-        """Takes over the trainer's weights: cast, padded and resharded to this layout. Weights of a trainer on other
-        devices are sent over first, in chunks."""
+        """Takes over the trainer's weights: cast, padded and resharded to this layout."""
         self.drop_weights()
         self.take_weights(self.rollout_form(train_params, self.layout), self.layout, policy_version)
 
     def rollout_form(self, train_params: Any, layout: Layout) -> Any:
-        """The trainer's weights in the form of this executor's, in a layout of any mesh that has its devices."""
+        """The trainer's weights in the form of this executor's, in a layout of any mesh. Those on other devices are
+        sent over first, in chunks."""
         mesh = layout.mesh
         if jax.tree.leaves(train_params)[0].sharding.device_set != set(mesh.devices.flat):
             train_params, _ = reshard.reshard(train_params, train_shardings(self.model, mesh), keep=True)
@@ -206,15 +196,13 @@ class MeshExecutor:
         self._params = None
 
     def take_weights(self, params: Any, layout: Layout, policy_version: int) -> None:
-        """Takes over weights in rollout form, in a layout of this executor's mesh. They are resharded, chunk by chunk,
-        if another layout is in use."""
+        """Takes over weights in rollout form, in a layout of this executor's mesh."""
         if layout != self.layout:
             params, _ = reshard.reshard(params, self._shardings(self._now))
         self._params = params
         self.policy_version = policy_version
 
     def copied_weights(self, layout: Layout) -> Any:
-        """A copy of the weights, in a layout of other devices."""
         copied, _ = reshard.rollout_to_rollout(
             self._params, self.model, self.layout, layout, self.config.max_tp, **self.form, keep=True
         )
@@ -225,11 +213,6 @@ class MeshExecutor:
         return self._now.programs.form
 
     @property
-    def num_rows(self) -> int:
-        """Rows that can decode at once, over all dp groups."""
-        return self.num_groups * self.num_slots
-
-    @property
     def has_weights(self) -> bool:
         return self._params is not None
 
@@ -238,8 +221,7 @@ class MeshExecutor:
         return self._pool is not None
 
     def allocate(self, pool: kv_cache.Pool | None = None) -> None:
-        """Allocates the KV pool if there is none, or takes over one of `cache_shape` in this layout's shardings; row
-        state is blank, and no history is there."""
+        """Allocates the KV pool if there is none, or takes over one of `cache_shape`; row state is blank."""
         if self._histories is not None:
             self._histories.forget()
         if pool is not None or self._pool is None:
@@ -247,7 +229,7 @@ class MeshExecutor:
         self.put_rows(())
 
     def release(self, *, weights: bool = False) -> None:
-        """Frees the KV pool and row state (and the weights); every request must have ended or been aborted."""
+        """Every request must have ended or been aborted."""
         self._drop_histories()
         for array in jax.tree.leaves((self._pool, self._state)):
             array.delete()
@@ -256,7 +238,6 @@ class MeshExecutor:
             self._params = None
 
     def wait_quiet(self) -> None:
-        """Waits until the devices have run what was submitted."""
         jax.block_until_ready((self._params, self._pool, self._state))
         self._timer.seen_quiet()
 
@@ -293,11 +274,11 @@ class MeshExecutor:
         return self.layout.tp
 
     def capacity(self, tp: int) -> Capacity:
-        """What the layout of a degree offers. Raises ValueError if this mesh or these weights cannot have it."""
+        """Raises ValueError if this mesh or these weights cannot have the degree."""
         return self._programs_at(tp).capacity
 
     def row_sizes(self, tp: int) -> tuple[int, ...]:
-        """The row counts, ascending, of a dp group's decode programs at a degree; batches are padded to them."""
+        """The row counts, ascending, of a dp group's decode programs at a degree."""
         return self._programs_at(tp).row_buckets
 
     def verify_widths(self, tp: int) -> dict[int, int]:
@@ -306,25 +287,27 @@ class MeshExecutor:
         return {rows: width for rows in programs.row_buckets if (width := programs.verify_width(rows))}
 
     def programs_of(self, degrees: Iterable[int]) -> list[LayoutPrograms]:
-        """The programs of these layouts, to be compiled."""
         return [self._programs_at(tp) for tp in degrees]
 
     def switch(self, move: Relayout) -> TimeTaken:
-        """Goes over to another layout (`Engine.switch`); nothing may be in flight.
+        """Carries out `Engine.switch`; nothing may be in flight.
 
         Weights are resharded in place. KV migrates, or a new pool is allocated if everything is recomputed. If tp
         grows, weights go first, because they shrink while the pool grows; if tp falls, KV goes first. Everything is
-        checked and compiled before anything moves.
-
-        Raises:
-          SwitchFailed: something failed after the move had begun.
+        checked and compiled before anything moves. Raises SwitchFailed for what fails after that.
         """
+        from jaxrl.scheduling.layouts.relayout import TimeTaken
+        from jaxrl.sharding import kv_migration
+
         if self._params is None or self._pool is None:
             raise RuntimeError("the executor has no weights or no KV pool: call sync_weights and allocate first")
         began = time.perf_counter()
         target = self._programs_at(move.to_tp)
         lanes = move.kv.lanes()
-        self._prepare_switch(target, lanes)
+        reshard.precompile(self._params, self._shardings(target))
+        if lanes.is_any:
+            num_blocks = target.cache_shape.num_blocks
+            kv_migration.precompile(self.layout, target.layout, self._pool, num_blocks, [lanes.sizes])
         jax.block_until_ready((self._params, self._pool, self._state))
         ready = time.perf_counter()
         self._drop_histories()  # another layout has other places; histories come again with the plans that name them
@@ -349,11 +332,11 @@ class MeshExecutor:
         return TimeTaken(weights_s=seconds[0], state_s=seconds[1], fixed_s=fixed_s)
 
     def accept_migration(self, source: Any, kv: KvPlan, rows: Sequence[ResidentRow]) -> None:
-        """Takes KV from an executor on other devices (`jaxrl.scheduling.layouts.request_migration`), by `device_put`.
+        """Takes KV from an executor on other devices, by `device_put`, and lets `rows` (all of its rows from now on)
+        decode. Raises SwitchFailed if it fails after its own pool was touched, which is empty then."""
+        from jaxrl.scheduling.layouts.relayout import SwitchFailed
+        from jaxrl.sharding import kv_migration
 
-        Raises:
-          SwitchFailed: the copy failed; the pool is empty.
-        """
         assert isinstance(source, MeshExecutor), "KV comes from a mesh"
         lanes = kv.lanes()
         if kv.copies:
@@ -370,17 +353,6 @@ class MeshExecutor:
                 self.allocate()
                 raise SwitchFailed(f"the migration failed ({type(error).__name__}: {error})", is_usable=True) from error
         self.put_rows(rows)
-
-    def _prepare_switch(self, target: LayoutPrograms, lanes: Lanes) -> None:
-        """Compiles what a switch will run, and raises for everything that can be checked beforehand."""
-        reshard.precompile(self._params, self._shardings(target))
-        if lanes.is_any:
-            from jaxrl.sharding import kv_migration
-
-            assert self._pool is not None
-            kv_migration.precompile(
-                self.layout, target.layout, self._pool, target.cache_shape.num_blocks, [lanes.sizes]
-            )
 
     def _shardings(self, programs: LayoutPrograms) -> Any:
         return rollout_shardings(self.model, programs.layout, self.config.max_tp, **programs.programs.form)
@@ -406,6 +378,8 @@ class MeshExecutor:
 
     def _back_to(self, programs: LayoutPrograms, error: Exception) -> SwitchFailed:
         """After a failure halfway: takes the weights anew in the old layout, with an empty pool, if it can."""
+        from jaxrl.scheduling.layouts.relayout import SwitchFailed
+
         self._params = self._pool = self._state = None  # of weights, never a mixture
         self._use(programs)
         what = f"the switch from tp {programs.layout.tp} failed halfway ({type(error).__name__}: {error})"
@@ -422,7 +396,6 @@ class MeshExecutor:
     # -- the seam ----------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Raises ValueError for a request that this executor's programs were not built for."""
         check_request(self.config, request)
 
     def submit(self, plan: Plan) -> MeshTicket:
@@ -442,7 +415,6 @@ class MeshExecutor:
         return ticket
 
     def collect(self, ticket: Ticket) -> PlanResult:
-        """Waits for the plan's values."""
         assert isinstance(ticket, MeshTicket), "a ticket of another executor"
         result = result_of(ticket, 0.0)
         return replace(result, duration_s=self._timer.took(ticket.submitted_s))
@@ -478,15 +450,8 @@ class MeshExecutor:
         return Call(own, groups[is_last], places[is_last], generated)
 
     def _fill(self, state: RowState, at: tuple[int, int], request: Request, response: Sequence[int]) -> None:
-        params = request.params
-        seed = self.config.seed if params.seed is None else params.seed
-        state.limit[at] = len(request.prompt_ids) + params.max_tokens
-        state.stop_ids[at][: len(params.stop_token_ids)] = params.stop_token_ids
-        state.sampling.keys[at] = request_key(seed, request.key)
-        state.sampling.temperature[at] = params.temperature
-        state.sampling.top_k[at] = params.top_k
-        state.sampling.top_p[at] = params.top_p
-        state.sampling.min_p[at] = params.min_p
+        limit = len(request.prompt_ids) + request.params.max_tokens
+        fill_row(state, at, self.config.seed, request.key, request.params, limit)
         if state.recent is not None:
             last = response[-state.recent.shape[-1] :]
             state.recent[at][state.recent.shape[-1] - len(last) :] = last
@@ -522,8 +487,7 @@ class MeshExecutor:
     def _histories_of(
         self, scheduled: ScheduledRows, at: tuple[np.ndarray, np.ndarray], shape: tuple[int, int]
     ) -> tuple[Any, np.ndarray]:
-        """The histories on the devices, those of a plan's rows among them, and the place of each row's [dp, rows]; the
-        rows are at `at`."""
+        """The histories on the devices, with those of the rows at `at`, and the place of each row's [dp, rows]."""
         assert self._histories is not None, "an executor with a pool has places"
         histories = scheduled.histories or ()
         own = [row for row, history in enumerate(histories) if history is not None]
@@ -536,13 +500,12 @@ class MeshExecutor:
     # -- compilation -------------------------------------------------------------------------------------------------
 
     def shapes(self) -> list[tuple[str, int, int, int]]:
-        """Every (program, rows, positions per row, table width) that a plan in this layout can need."""
         return self._now.shapes()
 
     def warm_up(
         self, progress: Callable[[int, int], None] | None = None, first: Sequence[CompiledPrograms] = ()
     ) -> int:
-        """Compiles the programs of `first` and every shape of this layout, several at a time; returns how many there
-        are. `progress` is called in this thread with (how many are ready, of how many)."""
+        """Compiles the programs of `first` and every shape of this layout; returns how many. `progress`: (ready, of how
+        many)."""
         with closing(CompileAhead([*first, self._now])) as ahead:
             return ahead.wait(progress)

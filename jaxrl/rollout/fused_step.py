@@ -6,11 +6,9 @@ Needs weights with fused projections (`jaxrl.sharding.fused_projections`) and sh
 takes. The numbers are those of `decoder.layer` with `kv_cache.attend`: rounded at the same places, sums in another
 order.
 
-The products before a kernel of ours give partial sums over equal shares of the features, and the kernel adds them up:
-a product of few rows has too few tiles for all multiprocessors otherwise. XLA would cut the sum itself, but its
-partial sums would then cost a kernel more, because it cannot put the addition into a kernel that is not its own.
-
-All of it runs in `shard_map`: Pallas calls are opaque to XLA's partitioner.
+The products before a kernel of ours give partial sums over equal shares of the features, and the kernel adds them up: a
+product of few rows has too few tiles for all multiprocessors otherwise. XLA would cut the sum itself, but cannot put
+the addition into a kernel that is not its own. All runs in `shard_map`: Pallas calls are opaque to XLA's partitioner.
 
 Dims: R rows of a dp group, E embed, I inputs and O outputs of a product, S shares, F mlp, K, G, D as in the kernels.
 """
@@ -105,8 +103,8 @@ def forward(
 
 
 class _Step:
-    """The layers of one step on one device: `cos`, `sin` [R, D / 2], of each stack `tables` [R, W],
-    `positions` [R] (-1: none)."""
+    """The layers of one step on one device: `cos`, `sin` [R, D / 2], of each stack `tables` [R, W], `positions` [R]
+    (-1: none)."""
 
     def __init__(
         self,
@@ -168,14 +166,13 @@ class _Step:
         return out_RHD.reshape(out_RHD.shape[0], -1), (k, v)
 
     def _whole(self, parts_SRE: jax.Array) -> jax.Array:
-        """A sum over features that are split over tp, as partial sums that need no other device's."""
+        """A sum over features that are split over tp."""
         if not self._tp_axes:
             return parts_SRE
         return lax.psum(jnp.sum(parts_SRE, axis=0, keepdims=True), self._tp_axes)
 
 
 def _gate_up(h_RE: jax.Array, w_EXF: jax.Array, scale_XF: jax.Array | None) -> jax.Array:
-    """[R, X, F] in h's dtype."""
     if scale_XF is None:
         return jnp.einsum("re,exf->rxf", h_RE, w_EXF)
     codes = w_EXF.astype(h_RE.dtype)
@@ -194,11 +191,9 @@ def partial_sums(x_RI: jax.Array, w_IO: jax.Array, scale: jax.Array | None = Non
 
 
 def num_shares(rows: int, inner: int, outer: int) -> int:
-    """Into how many shares a product's features are cut.
-
-    A rule of thumb that has not been measured. It comes close to what XLA does by itself, and gives products that XLA
-    (of jax 0.11.2, compiling for an H100) does not cut again, which would cost a kernel.
-    """
+    """Into how many shares a product's features are cut: a rule of thumb that has not been measured. It comes close to
+    what XLA does by itself, and gives products that XLA (of jax 0.11.2, compiling for an H100) does not cut again,
+    which would cost a kernel."""
     tiles = -(-rows // TILE[0]) * -(-outer // TILE[1])
     shares = 1
     while inner % (shares * 32) == 0 and inner >= 2 * shares * MIN_SHARE:

@@ -18,10 +18,9 @@ from jaxrl.sharding.rules import rollout_shardings, to_rollout
 
 
 class HostWeights:
-    """The weights of an executor whose `resident_layers` is set.
+    """The weights of an executor whose `resident_layers` is set, in its layout of now for all its life.
 
     Args:
-      executor: runs them, in its layout of now for all its life.
       outer, layers: in training form, on the executor's mesh (`jaxrl.models.loading.load_layerwise`). Each layer is
         gone from the devices when the next one comes.
 
@@ -54,7 +53,6 @@ class HostWeights:
         self.host_bytes = sum(shard_bytes(array) for array in jax.tree.leaves(self._host))
 
     def enter(self) -> None:
-        """Brings what is resident to the devices, and gives the executor its weights."""
         executor = self._executor
         (programs,) = executor.programs_of([executor.tp])
         places = jax.tree.map(lambda x: x.sharding, programs.abstract_params())
@@ -62,5 +60,4 @@ class HostWeights:
 
 
 def shard_bytes(array: jax.Array) -> int:
-    """Of one device's part."""
     return array.addressable_shards[0].data.nbytes

@@ -47,8 +47,15 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.fit import check_length, check_vocabulary
 from jaxrl.models.loading import RANDOM, load_model
 from jaxrl.rollout import kv_cache
-from jaxrl.rollout.programs import MAX_STOP_IDS, ExecutorConfig, Programs, RowState, host_rows, row_state_shapes
-from jaxrl.rollout.sampling import request_key
+from jaxrl.rollout.programs import (
+    MAX_STOP_IDS,
+    ExecutorConfig,
+    Programs,
+    RowState,
+    fill_row,
+    host_rows,
+    row_state_shapes,
+)
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.rules import pad_heads, to_rollout
 from jaxrl.types import SampleKey, SamplingParams
@@ -79,7 +86,6 @@ class JetStreamConfig:
     Attributes:
       samples_per_slot: responses to each request; they share its prefill.
       max_prefill_length: tokens of the longest prompt, 16, 32, 64 ...; longer ones lose their beginning (JetStream).
-      sampling: the sampling parameters of every request.
       max_tp: engines that exchange prefixes must agree on it and on `block_size`.
     """
 
@@ -306,16 +312,10 @@ class JetStreamEngine(engine_api.Engine):
     def _fill(self, length: int) -> RowState:
         """[1, n, ...] on the host: the rows of the next request; its prompt has `length` tokens."""
         config, params = self.config, self.config.sampling
-        rows = host_rows(1, config.samples_per_slot)
-        seed = config.seed if params.seed is None else params.seed
-        index = next(self._num_requests)
-        rows.limit[:] = min(length + params.max_tokens, config.max_length)
-        rows.stop_ids[..., : len(params.stop_token_ids)] = params.stop_token_ids
-        rows.sampling.keys[0] = [request_key(seed, SampleKey(0, index, i)) for i in range(config.samples_per_slot)]
-        rows.sampling.temperature[:] = params.temperature
-        rows.sampling.top_k[:] = params.top_k
-        rows.sampling.top_p[:] = params.top_p
-        rows.sampling.min_p[:] = params.min_p
+        rows, index = host_rows(1, config.samples_per_slot), next(self._num_requests)
+        limit = min(length + params.max_tokens, config.max_length)
+        for i in range(config.samples_per_slot):
+            fill_row(rows, (0, i), config.seed, SampleKey(0, index, i), params, limit)
         return rows
 
     def _prefill_program(

@@ -1,13 +1,13 @@
 """The paged KV cache of a layout: one pool per dp group, with a pair of arrays per layer of a stack.
 
-Where no layer has a window all layers are one stack. Else a block is of one stack's layers, and several stacks share
-the arrays (`jaxrl.models.kv_layers`); each stack has tables of its own.
+Where no layer has a window all layers are one stack. Else several stacks share the arrays (`jaxrl.models.kv_layers`),
+each with tables of its own.
 
 A pool array is [dp, K, N, P, D] (dp groups, key/value heads, blocks, positions per block, head dim), dp split over the
-layout's dp axes and K over the axes that `Layout.kv_axes` gives. Where it holds codes (`rollout.kv_cache_dtype`), it is
-a pair: the codes in that shape, and a scale for each position and head, [dp, K, N, P, 1], which follow from that
-position's key or value alone. Heads come before blocks because a gather of blocks
-then yields [K, R, S, D], the order in which XLA:CPU decodes fastest. Block numbers are local to a pool.
+layout's dp axes and K over those of `Layout.kv_axes`. Where it holds codes (`rollout.kv_cache_dtype`), it is a pair:
+the codes, and a scale for each position and head, [dp, K, N, P, 1], which follow from that position's key or value
+alone. Heads come before blocks because a gather of blocks then yields [K, R, S, D], the order in which XLA:CPU decodes
+fastest. Block numbers are local to a pool.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Tables = tuple[jax.Array, ...]
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Sizes of a cache; `num_layers` counts pairs of arrays, `num_kv_heads` padded heads, `num_blocks` blocks per dp
-    group with the reserved one."""
+    """`num_layers` counts pairs of arrays, `num_kv_heads` padded heads, `num_blocks` blocks per dp group with the
+    reserved one."""
 
     num_layers: int
     num_kv_heads: int
@@ -47,7 +47,6 @@ class CacheShape:
     codes: Narrow = "none"
 
     def dims(self, layout: Layout) -> tuple[int, ...]:
-        """The sizes of one array, of all dp groups."""
         return layout.dp, self.num_kv_heads, self.num_blocks, self.block_size, self.head_dim
 
     def made(self, layout: Layout, make: Callable[[tuple[int, ...], Any], Any]) -> Pool:
@@ -77,12 +76,11 @@ def allocate(layout: Layout, shape: CacheShape) -> Pool:
 
 @lru_cache(maxsize=16)
 def _zeros(layout: Layout, shape: CacheShape) -> Callable[[], Any]:
-    """Compiled once per layout and shape: the pool is released and allocated again in every step."""
+    """Compiled once: the pool is released and allocated again in every step."""
     return jax.jit(lambda: shape.made(layout, jnp.zeros), out_shardings=pool_sharding(layout, shape))
 
 
 def coded(new: jax.Array, pool: Cached) -> Cached:
-    """New keys or values [..., D] as the pool has them."""
     if not isinstance(pool, Codes):
         return new
     codes, scales = narrowed("int8" if pool.dtype == jnp.int8 else "fp8", new, -1)
@@ -106,12 +104,11 @@ def attend(
 
     Args:
       q: [dp, R, C, H, D]; k, v: [dp, R, C, K, D].
-      pool: this layer's arrays.
+      pool: this layer's arrays. rule, sinks [H]: the layer's.
       tables: int32 [dp, R, W], of its stack; positions, valid: [dp, R, C].
-      how: the implementation. rule, sinks [H]: the layer's.
 
     Returns:
-      The attention's output [dp, R, C, H, D] and the layer's new arrays.
+      The attention's output, as q, and the layer's new arrays.
     """
     kv_heads = pool[0].shape[1]
     dp, tp, kv = layout.dp_axes or None, layout.tp_axes or None, layout.kv_axes(kv_heads) or None
@@ -136,11 +133,9 @@ def attend(
 
 
 class GatheredCache:
-    """Decode over windows (`jaxrl.kernels.gathered`), in `shard_map` over dp and tp.
-
-    Arrays of windows and fresh buffers have a leading dim dp here, and their next is split over the axes of key/value
-    heads. `open` gathers, `attend` is one layer of one step, and `close` writes the steps back to the pool.
-    """
+    """Decode over windows (`jaxrl.kernels.gathered`), in `shard_map` over dp and tp: `open` gathers, `attend` is one
+    layer of one step, and `close` writes the steps back to the pool. Windows and fresh buffers have a leading dim dp
+    here, and their next is split over the axes of key/value heads."""
 
     def __init__(self, layout: Layout, num_kv_heads: int, layers: KvLayers) -> None:
         self._mesh, self._layers = layout.mesh, layers
@@ -153,8 +148,8 @@ class GatheredCache:
     def open(
         self, pool: Pool, tiles: Sequence[gathered.WindowTiles], num_rows: int, num_steps: int, dtype: Any
     ) -> tuple[list[gathered.Window], list[gathered.Fresh]]:
-        """Each layer's window of its stack's tiles, [dp, U, ...], and its empty buffer for `num_steps` steps
-        (positions) of the rows; `dtype`: of the window, where the pool holds codes."""
+        """Each layer's window of its stack's tiles, [dp, U, ...], and its empty buffer for `num_steps` positions of the
+        rows; `dtype`: of the window, where the pool holds codes."""
 
         def local(keys, values, blocks):
             keys, values = _own((keys, values))
@@ -182,11 +177,9 @@ class GatheredCache:
 
         Args:
           q: [dp, R, H, D] or [dp, R, C, H, D]; k, v: the same with K heads.
-          window, fresh: those of this layer; tiles: the tiles that the window was gathered from.
           start: int32 [dp, R], the position of step 0 in each row.
           at: int32 scalar, the step; or [dp, R, C], each position's index in the fresh buffer; beyond its end: not
             stored.
-          rule, sinks [H]: the layer's.
 
         Returns:
           The attention's output, as q, and the layer's new buffer.
@@ -230,7 +223,6 @@ class GatheredCache:
 
 
 def _own(tree: Any) -> Any:
-    """A dp group's own arrays, inside shard_map."""
     return jax.tree.map(lambda x: x[0], tree)
 
 

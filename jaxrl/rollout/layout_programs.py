@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,17 +22,18 @@ from jaxrl.models.kv_layers import kv_layers
 from jaxrl.models.streaming import on_host
 from jaxrl.rollout import kv_cache
 from jaxrl.rollout.programs import ExecutorConfig, Generated, Programs, Tiles, row_state_shapes
-from jaxrl.rollout.proposals import Proposer
-from jaxrl.rollout.verify import Verify, VerifySums
 from jaxrl.scheduling.tokens.plan import Capacity
 from jaxrl.sharding.compiled import CompiledPrograms, products_of
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import platform_of
 from jaxrl.sharding.rules import map_weights, pad_heads, rollout_params_fn
 
+if TYPE_CHECKING:
+    from jaxrl.mechanisms.speculation.proposer import Drafting
+
 Shape = tuple[str, int, int, int]
 """(program, rows, positions per row, table width); of a program over windows, tiles instead of positions. Of `upload`,
-which writes a history into its place: the number of places, and their `Proposer.upload_sizes`."""
+which writes a history into its place: the number of places, and their `Drafting.upload_sizes`."""
 
 _GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
 """What XLA records into CUDA graphs, as `--xla_gpu_enable_command_buffer` names it: its defaults, and loops."""
@@ -55,13 +56,7 @@ def bucket(value: int, sizes: Sequence[int]) -> int:
 
 
 class LayoutPrograms(CompiledPrograms):
-    """Programs of one model on one layout, each compiled once.
-
-    Attributes:
-      capacity: what the layout offers.
-      kv: how the model's layers share the KV pool.
-      cache_shape: of the KV pool. programs: the programs' functions.
-    """
+    """Programs of one model on one layout, each compiled once; `kv`: how its layers share the KV pool."""
 
     def __init__(self, model: ModelConfig, layout: Layout, config: ExecutorConfig) -> None:
         super().__init__()
@@ -108,11 +103,10 @@ class LayoutPrograms(CompiledPrograms):
         return buckets(rows * max(self.row_tiles), 2, least=rows)
 
     def _stack_tiles(self, rows: int, most: int) -> list[int]:
-        """How many tiles each stack has room for in a program for `rows` rows and `most` tiles."""
         return [min(most, rows * each) for each in self.row_tiles]
 
     def list_tiles(self, tables: Sequence[Sequence[Sequence[int]]], rows: int, most: int) -> Tiles:
-        """The tiles of rows with these block tables, [dp groups, rows], in a program for `rows` and `most` tiles."""
+        """The tiles of rows with these block tables [dp groups, rows], in a program for `rows` and `most` tiles."""
         stacks = []
         for own, count in zip(self._by_stack(tables), self._stack_tiles(rows, most), strict=True):
             listed = (window_tiles(group, self.tile_width, count, self.config.block_size) for group in own)
@@ -125,22 +119,20 @@ class LayoutPrograms(CompiledPrograms):
         return tuple(np.ascontiguousarray(tables[..., stack::count]) for stack in range(count))
 
     def _by_stack(self, tables: Sequence[Sequence[Sequence[int]]]) -> list[Sequence[Sequence[Sequence[int]]]]:
-        """Of each stack, its blocks in these tables."""
         count = len(self.kv.stacks)
         if count == 1:
             return [tables]
         return [[[table[stack::count] for table in group] for group in tables] for stack in range(count)]
 
     def verify_width(self, rows: int) -> int:
-        """How many proposed tokens a step verifies in each row, by a size of `row_buckets`; 0: proposals are not worth
-        a program, or there are none."""
+        """Proposed tokens that a step verifies in each row, by a size of `row_buckets`; 0: no program for them."""
         return 0 if self.config.proposer is None else self.config.proposer.width(rows)
 
     def decode_shape(
         self, tables: Sequence[Sequence[Sequence[int]]], verifies: bool = False, tells_top: bool = False
     ) -> Shape:
-        """The shape for rows with these block tables, [dp groups, rows]: of a program that verifies if the plan does
-        and there is one for these rows."""
+        """For rows with these block tables [dp groups, rows]; of a program that verifies if the plan does and there is
+        one."""
         rows = bucket(max(map(len, tables)), self.row_buckets)
         width = self.verify_width(rows) if verifies else 0
         kind = "verify" if width else "decode_top" if tells_top else "decode"
@@ -174,7 +166,6 @@ class LayoutPrograms(CompiledPrograms):
 
     @property
     def upload_shape(self) -> Shape:
-        """Of the program that writes a history into its place."""
         proposer = self.config.proposer
         assert proposer is not None
         return "upload", proposer.num_places(self.capacity.num_slots), *proposer.upload_sizes
@@ -229,6 +220,8 @@ class LayoutPrograms(CompiledPrograms):
             arguments = (*live, tables, slots, flags, scalar, scalar, tiles)
             decode = partial(self.programs.decode, truncate=truncate, num_top=num_top)
             return decode, (1, 2), arguments, (pool, state, generated, everywhere)
+        from jaxrl.rollout.verify import Verify, VerifySums
+
         assert self.config.proposer is not None
         verify = Verify(self.programs, self.config.proposer, self.verify_width(rows), truncate)
         by_row = of(jnp.int32)
@@ -250,18 +243,15 @@ class LayoutPrograms(CompiledPrograms):
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
     def abstract_pool(self) -> Any:
-        """The same of the KV pool."""
         sharding = kv_cache.pool_sharding(self.layout, self.cache_shape)
         return self.cache_shape.made(self.layout, partial(jax.ShapeDtypeStruct, sharding=sharding))
 
     def abstract_histories(self) -> Any:
-        """The same of the places of histories."""
         proposer = self.config.proposer
         assert proposer is not None
         return self._sharded(proposer.array_shapes(self.layout.dp, proposer.num_places(self.capacity.num_slots)))
 
     def blank_histories(self) -> Any:
-        """Places without a history, on the devices."""
         assert self.config.proposer is not None
         return _blank(self.config.proposer, self.capacity, self.programs.rows_sharding)()
 
@@ -274,13 +264,12 @@ class LayoutPrograms(CompiledPrograms):
         return self._sharded(row_state_shapes(self.layout.dp, rows, self.config.proposer))
 
     def _sharded(self, tree: Any) -> Any:
-        """Shapes [dp, ...] with their sharding."""
         by_group = self.programs.rows_sharding
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=by_group), tree)
 
 
 @lru_cache(maxsize=16)
-def _blank(proposer: Proposer, capacity: Capacity, sharding: NamedSharding) -> Callable[[], Any]:
-    """Makes places without a history, each device allocating its own; compiled once for each layout."""
+def _blank(proposer: Drafting, capacity: Capacity, sharding: NamedSharding) -> Callable[[], Any]:
+    """Compiled once for each layout."""
     shapes = proposer.array_shapes(capacity.num_groups, proposer.num_places(capacity.num_slots))
     return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), out_shardings=sharding)

@@ -57,14 +57,12 @@ class Profiler:
         return Measurement(point.tp, point.batch, point.context, seconds)
 
     def verify(self, point: ProfilePoint) -> VerifyMeasurement:
-        """Seconds per step that verifies, with `batch` rows of `context` tokens in every dp group."""
         width = self.executor.verify_widths(point.tp)[point.batch]
         seconds = self.mixed(point.tp, [point.context] * point.batch, verifies=True)
         return VerifyMeasurement(point.tp, point.batch, point.context, width, seconds)
 
     def mixed(self, tp: int, contexts: Sequence[int], *, verifies: bool = False) -> float:
-        """Seconds per decode step (per step that verifies) with rows of these contexts, in tokens, in every dp
-        group."""
+        """Seconds per decode step (per step that verifies) with rows of these contexts in every dp group."""
         self.use(tp)
         self._decode_plan(contexts, 1, verifies)  # compiles, if anything is to be compiled
         # plans are as long as the engine's: each gathers windows and writes them back once for all of its steps
@@ -106,8 +104,8 @@ class Profiler:
         return (time.perf_counter() - began) / steps
 
     def _table(self, first: int, width: int, used: int) -> tuple[tuple[int, ...], int]:
-        """A table over `width` blocks of each stack for a row whose first query is at `first`, with blocks from this
-        one on, and the next one."""
+        """A table over `width` blocks of each stack for a row whose first query is at `first`, with blocks from `used`
+        on, and the next one."""
         executor, table = self.executor, []
         behind = executor.stacks.behind(first, executor.block_size)
         for each in range(width):
@@ -189,13 +187,7 @@ class Profiler:
         return Relayout(executor.tp, target, "migrate", after, kv, (), seats, (), 0, 0)
 
     def _fullest(self, move: Relayout) -> int:
-        """Tokens that the fullest dp group had before a move, counted as `Relayout.num_moved` does."""
         counts = [0] * self.executor.num_groups
         for copy in move.kv.copies:
             counts[copy.source_group] += self.executor.block_size
         return max(max(counts) // len(self.executor.stacks), 1)
-
-
-def pairs(degrees: Sequence[int]) -> list[tuple[int, int]]:
-    """Every pair of degrees, the smaller one first."""
-    return [(a, b) for i, a in enumerate(degrees) for b in degrees[i + 1 :]]

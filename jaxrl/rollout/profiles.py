@@ -32,7 +32,7 @@ def identity_of(config: Config, model: ModelConfig, mesh: Mesh) -> ProfileIdenti
 
 
 def load_profile(path: str | Path) -> Profile:
-    """Reads a table. Raises ConfigError for a file that is not a table, or of another version."""
+    """Raises ConfigError for a file that is not a table, or of another version."""
     try:
         return Profile.from_json(json.loads(Path(path).expanduser().read_text(encoding="utf-8")))
     except FileNotFoundError:
@@ -42,8 +42,7 @@ def load_profile(path: str | Path) -> Profile:
 
 
 def checked_profile(config: Config, model: ModelConfig, mesh: Mesh) -> Profile:
-    """`rollout.layout.profile`, refused with the reason if it is of another model or machine, or made up; `mesh` is the
-    rollout's on this host, and the profile is of one worker."""
+    """`rollout.layout.profile`, refused with the reason if it is of another model or machine, or made up."""
     path = config.rollout.layout.profile
     profile = load_profile(path)
     if profile.source == "synthetic" and not config.rollout.layout.allow_synthetic:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,8 @@ from jaxrl.kernels.reference import Rule
 from jaxrl.models import decoder, experts
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.kv_layers import KvLayers, whole
-from jaxrl.rollout import fused_step, kv_cache
-from jaxrl.rollout.proposals import Proposer
-from jaxrl.rollout.sampling import Draw, SampledToken, SamplingState, drawn_by_rows, sample
+from jaxrl.rollout import kv_cache
+from jaxrl.rollout.sampling import Draw, SampledToken, SamplingState, drawn_by_rows, request_key, sample
 from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks
 from jaxrl.schema.limits import Narrow
 from jaxrl.sharding.fused_projections import can_fuse
@@ -36,6 +35,10 @@ from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import platform_of
 from jaxrl.sharding.narrow_weights import scale_shardings
 from jaxrl.sharding.rules import Form, pad_heads, padded_config, rollout_spec
+from jaxrl.types import SampleKey, SamplingParams
+
+if TYPE_CHECKING:
+    from jaxrl.mechanisms.speculation.proposer import Drafting
 
 Tiles = tuple[WindowTiles, ...]
 """Of each stack of layers, the tiles of the rows' windows."""
@@ -47,10 +50,10 @@ MAX_STOP_IDS = 8
 class RowState(NamedTuple):
     """What the device knows about a row; every field [G, S, ...] (or [G, R, ...] inside a program).
 
-    token: the last token drawn, its KV not in the cache yet; position: where it stands in the sequence;
-    active: whether the row decodes; limit: the sequence length at which it stops; stop_ids: [..., MAX_STOP_IDS], -1
-    for none. Only where proposals are verified (`jaxrl.rollout.verify`): recent: the last tokens of the response,
-    [..., num_recent], `Proposer.blank` where it has fewer; window: the most tokens of its next proposal.
+    token: the last token drawn, its KV not in the cache yet; position: where it stands in the sequence; limit: the
+    sequence length at which it stops; stop_ids: [..., MAX_STOP_IDS], -1 for none. Only where proposals are verified:
+    recent: the last tokens of the response, [..., num_recent], `Drafting.blank` where it has fewer; window: the most
+    tokens of its next proposal.
     """
 
     token: jax.Array
@@ -63,9 +66,7 @@ class RowState(NamedTuple):
     window: jax.Array | None = None
 
 
-def row_state_shapes(groups: int, rows: int, proposer: Proposer | None = None) -> RowState:
-    """The dtypes and shapes of a `RowState`."""
-
+def row_state_shapes(groups: int, rows: int, proposer: Drafting | None = None) -> RowState:
     def of(dtype: Any, *dims: int) -> Any:
         return jax.ShapeDtypeStruct((groups, rows, *dims), dtype)
 
@@ -83,11 +84,11 @@ def row_state_shapes(groups: int, rows: int, proposer: Proposer | None = None) -
 
 
 class Generated(NamedTuple):
-    """Tokens [G, R, T] with both log-probabilities, tokens taken per row [G, R], and whether the row stopped [G, R].
+    """Tokens [G, R, T] with both log-probabilities, tokens taken per row [G, R], and whether the row stopped [G, R]:
+    device arrays, their numpy copies, or their shardings.
 
-    `verified`, of a program that verifies: its counts per row (`jaxrl.rollout.verify.VerifySums`). `top_ids` and
+    `verified`: of a program that verifies, its counts per row (`jaxrl.rollout.verify.VerifySums`). `top_ids` and
     `top_logprobs` [G, R, T, K], if they were asked for: the likeliest tokens of each place.
-    Fields are device arrays, their numpy copies, or the shardings of either.
     """
 
     tokens: Any
@@ -106,7 +107,7 @@ def take_rows(state: RowState, slots: jax.Array) -> RowState:
 
 
 def put_rows(state: RowState, slots: jax.Array, rows: RowState) -> RowState:
-    """Rows back into their slots; slot numbers beyond the last are dropped."""
+    """Slot numbers beyond the last are dropped."""
 
     def put(x: jax.Array, new: jax.Array) -> jax.Array:
         return jax.vmap(lambda a, i, b: a.at[i].set(b, mode="drop"))(x, slots, new)
@@ -119,7 +120,6 @@ def stops(token: jax.Array, position: jax.Array, rows: RowState) -> jax.Array:
 
 
 def followed_by(rows: RowState, tokens: jax.Array, count: jax.Array | int) -> RowState:
-    """The rows with the first `count` [...] of tokens [..., C] behind their last ones."""
     assert rows.recent is not None, "row state without a proposer"
     both, size = jnp.concatenate([rows.recent, tokens], axis=-1), rows.recent.shape[-1]
     first = jnp.broadcast_to(jnp.asarray(count, jnp.int32), rows.recent.shape[:-1])[..., None]
@@ -127,8 +127,7 @@ def followed_by(rows: RowState, tokens: jax.Array, count: jax.Array | int) -> Ro
 
 
 def likeliest(logits: jax.Array, temperature: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The `count` likeliest tokens [..., K] of logits [..., V], and their log-probabilities, as
-    `SampledToken.rollout_logprob` has them."""
+    """The `count` likeliest tokens [..., K] of logits [..., V], and their `rollout_logprobs`."""
     scaled = logits / jnp.where(temperature == 0, 1.0, temperature).astype(logits.dtype)[..., None]
     logprobs, token_ids = jax.lax.top_k(jax.nn.log_softmax(scaled), count)
     return token_ids.astype(jnp.int32), logprobs
@@ -136,7 +135,7 @@ def likeliest(logits: jax.Array, temperature: jax.Array, count: int) -> tuple[ja
 
 @dataclass(frozen=True, slots=True)
 class LayoutSizes:
-    """What a layout has room for, per dp group: rows, and KV blocks with the reserved one."""
+    """Per dp group: rows, and KV blocks with the reserved one."""
 
     tp: int
     num_slots: int
@@ -145,35 +144,27 @@ class LayoutSizes:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorConfig:
-    """Sizes of an executor.
+    """Sizes of an executor, per dp group.
 
     Attributes:
-      num_slots: rows per dp group.
-      num_blocks: KV blocks per dp group, the reserved one included; 0: all that the rows can use.
-      block_size: positions per block.
+      num_blocks: the reserved one included; 0: all that the rows can use.
       max_length: tokens of the longest sequence.
-      max_prefill_tokens: prefill tokens per plan and dp group.
-      decode_steps: the most decode steps per plan.
-      dtype: of weights, KV and activations.
+      max_prefill_tokens, decode_steps: the most of a plan.
       quantization: of the weights of layers' matrices (`jaxrl.sharding.narrow_weights`).
       kv_codes: what the KV cache holds; none: numbers of `dtype`.
       seed: the run's; folded into every token's key.
       truncate: whether requests may use top-k, top-p or min-p: their programs sort the vocabulary.
       max_tp: the largest TP degree that the weights are padded for.
-      attention: what reads the paged cache (`jaxrl.kernels.attention`).
       is_invariant: `actor.numerics`. It decides the forms, and the attention; `quantization` excludes it.
       features_first, fused_projections, gathered: how programs are built (`Programs`); None: as the layout's devices
         run them fastest.
       interpret: run the GPU kernels as plain JAX, on any device (slow; for tests).
-      proposer: of tokens to verify, for requests with a history (`jaxrl.rollout.verify`); None: nothing is proposed.
+      proposer: of tokens to verify, for requests with a history (`jaxrl.rollout.verify`).
       resident_layers: how many layers' matrices are on the devices; the others are streamed from the host's memory
-        (`jaxrl.models.streaming`); None: all.
-      ahead: whether a streamed layer's copy begins before its turn.
-      draw: draws the tokens.
+        (`jaxrl.models.streaming`); None: all. ahead: whether a streamed layer's copy begins before its turn.
       top_logprobs: the most of the likeliest tokens that a request may ask for. Programs that return them are compiled
         when the first such request comes.
-      layouts: sizes of single degrees that the executor can change to; any other degree that divides `max_tp` has
-        `num_slots` and `num_blocks`.
+      layouts: sizes of single degrees; any other degree that divides `max_tp` has `num_slots` and `num_blocks`.
     """
 
     num_slots: int
@@ -194,7 +185,7 @@ class ExecutorConfig:
     fused_projections: bool | None = None
     gathered: bool | None = None
     interpret: bool = False
-    proposer: Proposer | None = None
+    proposer: Drafting | None = None
     resident_layers: int | None = None
     ahead: bool = True
     draw: Draw = sample
@@ -202,7 +193,7 @@ class ExecutorConfig:
     layouts: tuple[LayoutSizes, ...] = ()
 
     def sizes(self, tp: int, stacks: KvStacks = WHOLE) -> LayoutSizes:
-        """What the layout of a degree has room for. Raises ValueError if the weights are not padded for that degree."""
+        """Raises ValueError if the weights are not padded for that degree."""
         if tp < 1 or self.max_tp % tp:
             raise ValueError(
                 f"a layout with tp {tp}: it must divide max_tp ({self.max_tp}), which weights are padded for"
@@ -217,14 +208,12 @@ class Programs:
 
     Attributes:
       features_first: the order of activations and matrices (`models.decoder`): features first on CPU.
-      fused_projections: whether weights have them (`jaxrl.sharding.fused_projections`): on GPUs, where their heads
-        allow it.
+      fused_projections: on GPUs, where their heads allow it (`jaxrl.sharding.fused_projections`).
       gathered: whether decode copies its rows' blocks into windows once per dispatch (`kernels.gathered`); that pays on
         CPU, where no kernel reads a block table in place.
-      kv: how the layers share the pool; by default each has arrays of its own.
       rules: what each layer's attention does beyond a causal mask.
       mix: computes experts that are split over devices, if the model has any.
-      fused: whether a decode step is `fused_step`, whose kernels need them.
+      fused: whether a decode step is `fused_step`.
       by_rows: how a token's numbers are computed (`actor.numerics`).
 
     Raises:
@@ -264,15 +253,18 @@ class Programs:
         on_one = heads // layout.tp, layout.kv_heads_each(kv_heads)
         decodes = self.attention.decodes(*on_one, model.head_dim, self.dtype)
         streams = config.resident_layers is not None  # from the host's memory, for which there is no fused step
-        can_step = decodes and fused_step.computes(model) and not streams
-        self.fused = self.fused_projections and not self.gathered and can_step
+        self.fused = self.fused_projections and not self.gathered and decodes and not streams
+        if self.fused:
+            from jaxrl.rollout import fused_step
+
+            self.fused = fused_step.computes(model)
         self.draw = drawn_by_rows(config.draw, self.by_rows) if config.is_invariant else config.draw
         is_split = model.num_experts and not config.is_invariant
         self.mix = _mix(model, layout, max_tp, batched=not on_cpu) if is_split else None
 
     @property
     def form(self) -> Form:
-        """How the weights lie, as `jaxrl.sharding.rules` takes it; the same in all layouts of an executor."""
+        """How the weights lie, as `jaxrl.sharding.rules` takes it."""
         return {
             "features_first": self.features_first,
             "fused_projections": self.fused_projections,
@@ -380,15 +372,13 @@ class Programs:
         truncate: bool,
         num_top: int = 0,
     ) -> tuple[kv_cache.Pool, RowState, Generated, jax.Array]:
-        """Up to `num_steps` tokens for every active row, leaving once `leave_after` of them have stopped.
+        """Up to `num_steps` tokens for every active row, leaving once `leave_after` rows of all groups have stopped.
 
         Args:
           tables: of each stack int32 [G, R, W]; slots: int32 [G, R], beyond the last slot for padding.
           fresh: bool [G, R], rows with a prefill that ended in this plan; stopping at their first token counts as well.
-          num_steps: int32 scalar, at most `decode_steps`.
-          leave_after: int32 scalar, rows over all groups.
+          num_steps, leave_after: int32 scalars.
           tiles: of each stack [G, U, ...], the rows' blocks once more, if `gathered`.
-          num_top: K, the likeliest tokens that are returned.
         """
         rows, out = self.dispatched(state, slots, self.config.decode_steps)
         started, may_stop = rows.active, rows.active | fresh
@@ -443,6 +433,8 @@ class Programs:
 
             def paged(pool: kv_cache.Pool, rows: RowState, step: jax.Array) -> tuple[jax.Array, kv_cache.Pool]:
                 if self.fused:
+                    from jaxrl.rollout import fused_step
+
                     return fused_step.forward(
                         params,
                         pool,
@@ -464,22 +456,30 @@ class Programs:
 
             return pool, paged, lambda pool, counts: pool
 
-        gathered, start = kv_cache.GatheredCache(self.layout, pool[0][0].shape[1], self.kv), began.position
-        windows, blank = gathered.open(pool, tiles, began.token.shape[1], self.config.decode_steps, self.dtype)
+        blank, forward, close = self.over_windows(params, pool, tables, tiles, began, self.config.decode_steps)
+        return blank, lambda fresh, rows, step: forward(fresh, rows.token, rows.position, step), close
 
-        def windowed(fresh: list[Any], rows: RowState, step: jax.Array) -> tuple[jax.Array, list[Any]]:
+    def over_windows(
+        self, params: Any, pool: kv_cache.Pool, tables: kv_cache.Tables, tiles: Tiles, began: RowState, most: int
+    ) -> tuple[Any, ...]:
+        """(buffers for `most` tokens of each row, forward(buffers, tokens, positions, at) -> (hidden, buffers),
+        close(buffers, tokens per row) -> pool); `at` as for `GatheredCache.attend`."""
+        gathered, start = kv_cache.GatheredCache(self.layout, pool[0][0].shape[1], self.kv), began.position
+        windows, blank = gathered.open(pool, tiles, began.token.shape[1], most, self.dtype)
+
+        def forward(fresh: list[Any], tokens: jax.Array, positions: jax.Array, at: jax.Array) -> tuple[jax.Array, Any]:
             def attend(
                 layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
             ) -> tuple[jax.Array, Any]:
                 own = windows[layer], tiles[self.kv.places[layer][0]], fresh[layer]
-                return gathered.attend(q, k, v, *own, start, step, self.rules[layer], sinks)
+                return gathered.attend(q, k, v, *own, start, at, self.rules[layer], sinks)
 
-            return self.layers(params, rows.token, rows.position, attend)
+            return self.layers(params, tokens, positions, attend)
 
-        return blank, windowed, lambda fresh, counts: gathered.close(pool, fresh, tables, start, counts)
+        return blank, forward, lambda fresh, counts: gathered.close(pool, fresh, tables, start, counts)
 
     def pin(self, tree: Any) -> Any:
-        """Fixes the sharding of per-row values, so that programs follow each other without a reshard between them."""
+        """Fixes the sharding of per-row values, so that no reshard comes between programs."""
         return jax.lax.with_sharding_constraint(tree, jax.tree.map(lambda _: self.rows_sharding, tree))
 
 
@@ -493,8 +493,21 @@ def _mix(config: ModelConfig, layout: Layout, max_tp: int, *, batched: bool) -> 
     return experts.over_devices(layout.mesh, specs, rows, batched=batched, gathered=False)
 
 
-def host_rows(groups: int, rows: int, proposer: Proposer | None = None) -> RowState:
-    """A `RowState` of numpy arrays to fill on the host: inactive rows that would stop at once."""
+def fill_row(
+    state: RowState, at: tuple[int, int], seed: int, key: SampleKey, params: SamplingParams, limit: int
+) -> None:
+    """Writes what is known of a request into a row on the host; `seed`: of requests without their own."""
+    state.limit[at] = limit
+    state.stop_ids[at][: len(params.stop_token_ids)] = params.stop_token_ids
+    state.sampling.keys[at] = request_key(seed if params.seed is None else params.seed, key)
+    state.sampling.temperature[at] = params.temperature
+    state.sampling.top_k[at] = params.top_k
+    state.sampling.top_p[at] = params.top_p
+    state.sampling.min_p[at] = params.min_p
+
+
+def host_rows(groups: int, rows: int, proposer: Drafting | None = None) -> RowState:
+    """Numpy arrays to fill on the host: inactive rows that would stop at once."""
     shapes = row_state_shapes(groups, rows, proposer)
     blank = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
     blank.stop_ids[:] = -1

@@ -1,10 +1,7 @@
 """Executors on other hosts: plans go there, results come back, and the engine notices no difference.
 
-Purpose: `RemoteExecutor` is `jaxrl.scheduling.tokens.plan.Executor` over a channel to one host, or to all hosts that a
-worker spans: then each runs the plan, and the first one's result counts. The engine submits a plan ahead, so the time
-of a call is hidden behind the plan before. `RemoteWorkers` are those of all hosts as one `Executors`.
-
-Source: docs/architecture.md (a run on several hosts).
+Where a worker spans several hosts each runs the plan, and the first one's result counts. The engine submits a plan
+ahead, so the time of a call is hidden behind the plan before. Source: docs/architecture.md (a run on several hosts).
 """
 
 from __future__ import annotations
@@ -22,8 +19,6 @@ from jaxrl.scheduling.tokens.stacks import KvStacks
 
 @dataclass(frozen=True, slots=True)
 class LayoutFacts:
-    """Of an executor in the layout of one degree: sizes, row counts and widths of its programs."""
-
     capacity: Capacity
     row_sizes: tuple[int, ...]
     verify_widths: dict[int, int]
@@ -31,11 +26,7 @@ class LayoutFacts:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorFacts:
-    """What the controller knows of an executor.
-
-    Attributes:
-      by_tp: of the degrees that it may use. tp: the one that it begins with.
-    """
+    """What the controller knows of an executor; `tp`: the degree that it begins with."""
 
     config: ExecutorConfig
     max_prefill_tokens: int
@@ -66,7 +57,7 @@ class Channel(Protocol):
 
 @dataclass(slots=True)
 class RemoteTicket:
-    """A plan that was sent. `collected`: the call that brings its result, once there is one."""
+    """`collected`: the call that brings its result, once there is one."""
 
     index: int
     sent: Any
@@ -74,11 +65,7 @@ class RemoteTicket:
 
 
 class RemoteExecutor:
-    """Implements `jaxrl.scheduling.tokens.plan.Executor` on another host.
-
-    Args:
-      worker: its number there. platform: of its devices.
-    """
+    """Implements `jaxrl.scheduling.tokens.plan.Executor` for worker `worker` of another host."""
 
     def __init__(self, channel: Channel, worker: int, facts: ExecutorFacts, platform: str) -> None:
         self._channel, self._worker, self._facts = channel, worker, facts
@@ -113,7 +100,7 @@ class RemoteExecutor:
         return self._channel.receive(collected)
 
     def ask(self, ticket: RemoteTicket) -> Any:
-        """The call that brings the result of a plan, the oldest in flight; begins it where there is none."""
+        """The call that brings the result of the oldest plan in flight; begins it where there is none."""
         if ticket.collected is None:
             ticket.collected = self._channel.send("collect", self._worker)
         return ticket.collected
@@ -123,7 +110,6 @@ class RemoteExecutor:
         self._use(tp)
 
     def switch(self, move: Relayout) -> TimeTaken:
-        """As `MeshExecutor.switch`."""
         try:
             taken = self._call("switch", move)
         except SwitchFailed:
@@ -133,7 +119,6 @@ class RemoteExecutor:
         return taken
 
     def take_buffered(self) -> None:
-        """Switches to the weights that `RemoteWorkers.buffer_weights` has brought."""
         self._channel.receive(self._channel.send("take_buffered", self._worker))
 
     def _call(self, method: str, *arguments: Any) -> Any:
@@ -141,18 +126,12 @@ class RemoteExecutor:
 
 
 class RemoteWorkers:
-    """The executors of all hosts; implements `jaxrl.runtime.backend.Executors`.
-
-    Args:
-      everywhere: calls to all hosts, whose answers come as a list.
-      num_devices: of a host's rollout.
-    """
+    """Implements `jaxrl.runtime.backend.Executors` for all hosts. Answers to calls of `everywhere` come as a list."""
 
     def __init__(self, everywhere: Channel, executors: Sequence[RemoteExecutor], num_devices: int) -> None:
         self._everywhere, self.executors, self.num_devices = everywhere, tuple(executors), num_devices
 
     def first_done(self, tickets: Mapping[int, Ticket]) -> int:
-        """Of plans in flight, by worker, the worker whose plan is done; waits for one."""
         asked = [self.executors[worker].ask(cast(RemoteTicket, ticket)) for worker, ticket in tickets.items()]
         return list(tickets)[self._everywhere.first(asked)]
 
@@ -161,22 +140,18 @@ class RemoteWorkers:
         return sum(self._all("get", "workers.recompiles"))
 
     def sync_weights(self, train_params: Any, policy_version: int) -> None:
-        """Brings the weights in training, which are on the hosts, to all workers."""
         del train_params
         self._all("sync_weights", policy_version)
 
     def buffer_weights(self, train_params: Any, policy_version: int) -> None:
-        """Begins to bring the weights in training to all workers, beside those in use."""
         del train_params
         self._all("buffer_weights", policy_version)
 
     @property
     def is_buffered(self) -> bool:
-        """Whether buffered weights have arrived on all hosts."""
         return all(self._all("is_buffered"))
 
     def take_buffered(self, worker: int) -> None:
-        """A worker switches to the buffered weights."""
         self.executors[worker].take_buffered()
 
     def allocate(self) -> None:
@@ -189,17 +164,15 @@ class RemoteWorkers:
         self._all("call", "workers.wait_quiet")
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None, first: Sequence[Any] = ()) -> int:
-        """Compiles the programs of all hosts; returns how many one of them has. What hosts say of it is progress."""
+        """Compiles the programs of all hosts; returns how many one of them has."""
         assert not first, "programs of the hosts are compiled by them"
         return self._all("warm_up")[0]
 
     def compile_ahead(self, degrees: Iterable[int], first: Sequence[Any] = ()) -> None:
-        """Begins to compile the programs of other layouts in the background."""
         assert not first, "programs of the hosts are compiled by them"
         self._all("compile_ahead", tuple(degrees))
 
     def share(self, kind: type) -> None:
-        """As in `Channel`."""
         self._everywhere.share(kind)
 
     def _all(self, method: str, *arguments: Any) -> list[Any]:

@@ -3,23 +3,22 @@
 A token's random bits come from a key that folds in, one after another, the run's seed, epoch, prompt index, sample
 index, attempt (`request_key`, on the host) and the token's position (on the device). The draw is an exponential race
 (the Gumbel-max trick without its second logarithm): competitor i with weight w_i arrives at E_i / w_i, with E_i an
-exponential variate from a counter hash of (key, i), and the earliest wins, with probability w_i / Σw exactly. It is
-run twice, among blocks of `BLOCK` neighbouring tokens and then among the tokens of the winning block: the product is
-the same distribution, and V / BLOCK + BLOCK variates are drawn instead of V, which would be most of the cost. Races
-shard over a tensor-parallel vocabulary, and rounding noise in the logits can flip only near-ties, which an inverse CDF
-cannot offer.
+exponential variate from a counter hash of (key, i), and the earliest wins, with probability w_i / Σw exactly. It is run
+twice, among blocks of `BLOCK` neighbouring tokens and then among the tokens of the winning block: V / BLOCK + BLOCK
+variates are drawn instead of V, which would be most of the cost. Races shard over a tensor-parallel vocabulary, and
+rounding noise flips only near-ties, which an inverse CDF cannot offer.
 
-The hash is two rounds of a 32-bit integer finaliser (the "lowbias32" constants of Wellons' hash prospector). It is a
-departure from threefry, which costs a quarter of a decode step on CPU; `tests/rollout/test_sampling.py` holds both
-against the exact distribution.
+The hash is two rounds of a 32-bit integer finaliser (the "lowbias32" constants of Wellons' hash prospector). It departs
+from threefry, which costs a quarter of a decode step on CPU; `tests/rollout/test_sampling.py` holds both against the
+exact distribution.
 
 Dims: leading dims `...` are rows; V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -88,12 +87,8 @@ class SampledToken(NamedTuple):
     rollout_logprob: jax.Array
 
 
-class Draw(Protocol):
-    """`sample`, or what stands in its place where a run is measured (`Forced`)."""
-
-    def __call__(
-        self, logits: jax.Array, positions: jax.Array, state: SamplingState, /, *, truncate: bool
-    ) -> SampledToken: ...
+Draw = Callable[..., SampledToken]
+"""`sample`, or what stands in its place (`Forced`): (logits, positions, state, truncate=...)."""
 
 
 def drawn_by_rows(draw: Draw, by_rows: ByRows) -> Draw:
@@ -113,12 +108,7 @@ def drawn_by_rows(draw: Draw, by_rows: ByRows) -> Draw:
 
 
 def sample(
-    logits: jax.Array,
-    positions: jax.Array,
-    state: SamplingState,
-    *,
-    truncate: bool,
-    of: jax.Array | None = None,
+    logits: jax.Array, positions: jax.Array, state: SamplingState, *, truncate: bool, of: jax.Array | None = None
 ) -> SampledToken:
     """Draws one token per row, in prefill, decode and verification alike.
 
@@ -128,8 +118,8 @@ def sample(
     Args:
       logits: float32 or float64 [..., V]; -inf marks padded vocabulary.
       positions: int32 [...], the position that the new token will have in its sequence.
-      state: per-row parameters; temperature 0 takes the likeliest token, its `sampled_logprob` is then 0 and its
-        `rollout_logprob` is that of temperature 1.
+      state: temperature 0 takes the likeliest token, its `sampled_logprob` is then 0 and its `rollout_logprob` is that
+        of temperature 1.
       truncate: whether any row may use top-k, top-p or min-p (they need a sort of the vocabulary).
       of: int32 [...], the tokens whose log-probabilities are returned; None: of the sampled ones.
     """
@@ -189,10 +179,8 @@ def _first(weights: jax.Array, counters: jax.Array, positions: jax.Array, keys: 
 
 
 def truncation_threshold(scaled: jax.Array, state: SamplingState) -> jax.Array:
-    """The smallest scaled logit [..., 1] that survives top-k, then top-p of what top-k left, then min-p.
-
-    Tokens tied with the last one that survives survive too.
-    """
+    """The smallest scaled logit [..., 1] that survives top-k, then top-p of what top-k left, then min-p; ties survive
+    too."""
     vocab = scaled.shape[-1]
     ranked = jnp.flip(jnp.sort(scaled, axis=-1), axis=-1)
     ranked_weights = jnp.exp(ranked - ranked[..., :1])

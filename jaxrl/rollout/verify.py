@@ -1,17 +1,13 @@
 """Decode steps that verify proposed tokens.
 
-`Verify.run` is `Programs.decode` with another step: tokens are proposed for a row (`jaxrl.rollout.proposals`), the
-model runs over its last token and the proposal at once, every position's token is sampled, and the row keeps the
-sampled tokens up to and with the first that is not the proposed one. A dispatch takes many such steps.
+`Verify.run` is `Programs.decode` with another step: tokens are proposed for a row, the model runs over its last token
+and the proposal at once, every position's token is sampled, and the row keeps the sampled tokens up to and with the
+first that is not the proposed one.
 
-Source: verification of several positions in one forward pass: Leviathan et al. 2023.
-
-Departures:
-
-- Nothing is accepted by chance. A position's token is drawn with jaxrl's own key of that position, as without
-  proposals, and a proposed token is accepted if it is the one drawn. So the response is that of plain decoding.
-- A step has room for `width` proposed tokens of every row, and takes as long whatever is proposed. Rows without a
-  proposal decode as ever in the same program.
+Source: verification of several positions in one forward pass: Leviathan et al. 2023. Departures: nothing is accepted by
+chance. A position's token is drawn with jaxrl's own key of that position, as without proposals, and a proposed token is
+accepted if it is the one drawn. So the response is that of plain decoding. A step has room for `width` proposed tokens
+of every row, and takes as long whatever is proposed.
 
 A rejected token leaves no trace: over windows (`kernels.gathered`) only a row's own tokens are written to the pool; in
 the paged cache every position is written again before it is read, because the row's next step begins there.
@@ -24,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +28,18 @@ from jax.sharding import PartitionSpec
 
 from jaxrl.rollout import kv_cache
 from jaxrl.rollout.programs import Generated, Programs, RowState, Tiles, followed_by, put_rows, stops
-from jaxrl.rollout.proposals import Proposed, Proposer
-from jaxrl.rollout.sampling import SamplingState
 from jaxrl.scheduling.tokens.plan import TOKENS_PER_STEP
+
+if TYPE_CHECKING:
+    from jaxrl.mechanisms.speculation.proposer import Drafting
+
+
+class Proposed(NamedTuple):
+    """Tokens int32 [R, W], of which the first `length` [R] are proposed, and the tokens of context `matched` [R]."""
+
+    tokens: jax.Array
+    length: jax.Array
+    matched: jax.Array
 
 
 class VerifySums(NamedTuple):
@@ -69,21 +74,15 @@ class _Carry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """The program for one model on one layout.
-
-    Attributes:
-      width: proposed tokens that a step has room for in each row.
-      truncate: as in `Programs.decode`.
-    """
+    """The program for one model on one layout. `width`: proposed tokens that a step has room for in each row."""
 
     programs: Programs
-    proposer: Proposer
+    proposer: Drafting
     width: int
     truncate: bool
 
     @property
     def most_tokens(self) -> int:
-        """T: the most tokens that a row may gain in a dispatch."""
         return self.programs.config.decode_steps * TOKENS_PER_STEP
 
     def run(
@@ -104,8 +103,7 @@ class Verify:
         """Up to `num_steps` steps of every active row, leaving once `leave_after` of them have stopped.
 
         Args:
-          histories: the proposer's arrays, [G, ...].
-          tables, slots, fresh, num_steps, leave_after, tiles: as for `Programs.decode`.
+          histories: the proposer's arrays, [G, ...]. The others are those of `Programs.decode`, and:
           places: int32 [G, R], of each row's history; beyond the last for none.
           max_new: int32 [G, R], the most tokens that a row may gain, at most `most_tokens`; it then waits for the end.
         """
@@ -150,9 +148,9 @@ class Verify:
         positions = rows.position[..., None] + offset
         hidden, cache = forward(cache, tokens, positions, valid, gained)
         logits = programs.logits(params, hidden)
-        drawn = programs.draw(
-            logits, positions + 1, _of_positions(rows.sampling, positions.shape), truncate=self.truncate
-        )
+        shape = positions.shape
+        sampling = jax.tree.map(lambda x: jnp.broadcast_to(x[:, :, None], (*shape, *x.shape[2:])), rows.sampling)
+        drawn = programs.draw(logits, positions + 1, sampling, truncate=self.truncate)
         agrees = (drawn.token[..., :-1] == proposed.tokens) & (offset[:-1] < proposed.length[..., None])
         agreed = leading(agrees)
         each = rows._replace(stop_ids=rows.stop_ids[..., None, :], limit=rows.limit[..., None])
@@ -190,8 +188,7 @@ class Verify:
     def _cache(
         self, params: Any, pool: kv_cache.Pool, tables: kv_cache.Tables, tiles: Tiles | None, began: RowState
     ) -> tuple[Any, ...]:
-        """(cache to carry, forward(cache, tokens, positions, valid, gained) -> (hidden, cache), close(cache, tokens per
-        row) -> pool); tokens, positions and valid are [G, R, C]."""
+        """As `Programs._decode_cache`; tokens, positions and valid are [G, R, C]."""
         programs = self.programs
         if tiles is None:
 
@@ -202,29 +199,15 @@ class Verify:
 
             return pool, paged, lambda pool, gained: pool
 
-        gathered = kv_cache.GatheredCache(programs.layout, pool[0][0].shape[1], programs.kv)
-        start = began.position
-        windows, blank = gathered.open(pool, tiles, began.token.shape[1], self.most_tokens, programs.dtype)
+        blank, forward, close = programs.over_windows(params, pool, tables, tiles, began, self.most_tokens)
 
         def windowed(
             fresh: list[Any], tokens: jax.Array, positions: jax.Array, valid: jax.Array, gained: jax.Array
         ) -> tuple[jax.Array, list[Any]]:
             at = jnp.where(valid, gained[..., None] + jnp.arange(tokens.shape[-1]), self.most_tokens)
+            return forward(fresh, tokens, positions, at)
 
-            def attend(
-                layer: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
-            ) -> tuple[jax.Array, Any]:
-                own = windows[layer], tiles[programs.kv.places[layer][0]], fresh[layer]
-                return gathered.attend(q, k, v, *own, start, at, programs.rules[layer], sinks)
-
-            return programs.layers(params, tokens, positions, attend)
-
-        return blank, windowed, lambda fresh, gained: gathered.close(pool, fresh, tables, start, gained)
-
-
-def _of_positions(sampling: SamplingState, shape: tuple[int, ...]) -> SamplingState:
-    """The parameters of rows [G, R, ...] for each of their positions [G, R, C, ...]."""
-    return jax.tree.map(lambda x: jnp.broadcast_to(jnp.expand_dims(x, 2), (*shape, *x.shape[2:])), sampling)
+        return blank, windowed, close
 
 
 def _written(gained: jax.Array, taken: jax.Array, out: jax.Array, new: jax.Array) -> jax.Array:

@@ -1,27 +1,18 @@
-"""The executors of several workers as the one `jaxrl.runtime.backend.Executors` that a backend has.
-
-Purpose: `WorkerSet` takes the trainer's weights to all workers at once, allocates and frees their pools, and compiles
-their programs. A worker is an executor on a submesh (`jaxrl.sharding.mesh.submeshes`); plans reach it through its own
-engine.
-
-Source: docs/architecture.md (workers; facts about device_put and aliases).
+"""The executors of several workers, each on a submesh (`jaxrl.sharding.mesh.submeshes`), as one. Plans reach a worker
+through its own engine. Source: docs/architecture.md (workers; facts about device_put and aliases).
 
 Weights: one program on the whole mesh makes them in the layout of the largest degree in use, in which the workers are
 replicas of each other, and each worker's shards become arrays of its own devices without a copy
 (`jaxrl.sharding.split_mesh`). A worker at a smaller degree gathers the rest inside its submesh. So the trainer's
-weights are read once, and no device ever holds the weights of another worker's layout beside its own.
+weights are read once, and no device holds the weights of another worker's layout beside its own.
 
-Over several hosts the one program runs on the devices of all of them, and every process dispatches it: in its result
-the hosts are replicas of each other as well. It makes the layout of the largest degree that the configuration allows,
-because no process knows which degrees are in use on other hosts. What comes after it, each host does for itself, or
-each group of hosts that a worker spans.
+Over several hosts the one program runs on the devices of all of them, and every process dispatches it. It makes the
+layout of the largest degree that the configuration allows, because no process knows which degrees are in use on other
+hosts. What comes after it, each host (or group of hosts that a worker spans) does for itself.
 
-Where workers begin with the next round ahead, its weights come while others are still in use: they wait beside them,
-and each worker takes its part when it is done.
-
-A worker whose change of layout failed halfway takes its weights from another worker of its host, which has the same:
-the trainer's may be spread over all devices, and no program runs on a part of them. The only worker of one of several
-hosts has no way back, and the run goes on from its last checkpoint.
+A worker whose change of layout failed halfway takes its weights from another worker of its host: the trainer's may be
+spread over all devices, and no program runs on a part of them. The only worker of one of several hosts has no way back,
+and the run goes on from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -52,9 +43,8 @@ class WorkerSet:
 
     Args:
       mesh: of the rollout, on this host or its group of hosts.
-      executors: of one model and with the same `max_tp`, on the parts of the mesh (one may have all of it).
-      whole: of all hosts, where there are several: `mesh` is one of the parts into which `submeshes` cuts it, and the
-        trainer's weights are on it.
+      executors: of one model and with the same `max_tp`, on the parts of the mesh.
+      whole: of all hosts, where there are several: `mesh` is one of its parts, and the trainer's weights are on it.
       meet: where all hosts meet once they have compiled the programs that make the weights.
       source: of several hosts, the trainer's part of this one's devices, where the rollout has devices of its own: then
         `whole` is of the trainer's devices.
@@ -78,23 +68,15 @@ class WorkerSet:
 
     @property
     def num_devices(self) -> int:
-        """Of the rollout, on this host or its group of hosts."""
         return self.mesh.size
 
     @property
-    def num_rows(self) -> int:
-        """Rows that can decode at once, over all workers."""
-        return sum(executor.num_rows for executor in self.executors)
-
-    @property
     def recompiles(self) -> int:
-        """Programs compiled after warm-up, of all workers and layouts."""
         return sum(executor.recompiles for executor in self.executors)
 
     # -- memory phases -----------------------------------------------------------------------------------------------
 
     def sync_weights(self, train_params: Any, policy_version: int) -> None:
-        """Takes the trainer's weights to all workers, each in its layout."""
         for executor in self.executors:
             executor.drop_weights()
         parts = self._parts(train_params)
@@ -108,12 +90,11 @@ class WorkerSet:
 
     @property
     def is_buffered(self) -> bool:
-        """Whether buffered weights have arrived."""
         arrays = [] if self._buffered is None else jax.tree.leaves(self._buffered[1])
         return bool(arrays) and all(array.is_ready() for array in arrays)
 
     def take_buffered(self, worker: int) -> None:
-        """A worker goes on with the buffered weights; its own go. The last one to take them empties the buffer."""
+        """A worker's own weights go. The last one to take the buffered ones empties the buffer."""
         assert self._buffered is not None, "no weights are buffered"
         version, parts = self._buffered
         executor = self.executors[worker]
@@ -145,39 +126,30 @@ class WorkerSet:
             self._meet("weights")
             self._met = True
         whole = first.rollout_form(train_params, together)
-        if self._source is not None:
-            whole = self._brought(whole, Layout(self._source, tp), Layout(self.mesh, layouts[0].tp))
-        forms = (rollout_shardings(first.model, each, first.config.max_tp, **first.form) for each in layouts)
-        return [submesh_arrays(whole, form) for form in forms]
 
-    def _brought(self, whole: Any, source: Layout, target: Layout) -> Any:
-        """Weights on the trainer's devices of all hosts, on the rollout's own devices of this one."""
-        first = self.executors[0]
-        here, there = (
-            rollout_shardings(first.model, layout, first.config.max_tp, **first.form) for layout in (source, target)
-        )
-        moved, _ = reshard(submesh_arrays(whole, here), there)
-        return moved
+        def shardings(layout: Layout) -> Any:
+            return rollout_shardings(first.model, layout, first.config.max_tp, **first.form)
+
+        if self._source is not None:  # from the trainer's devices of all hosts to the rollout's own of this one
+            own = submesh_arrays(whole, shardings(Layout(self._source, tp)))
+            whole, _ = reshard(own, shardings(Layout(self.mesh, layouts[0].tp)))
+        return [submesh_arrays(whole, shardings(each)) for each in layouts]
 
     def allocate(self) -> None:
-        """Allocates the pools of the workers that have none."""
         for executor in self.executors:
             if not executor.has_pool:
                 executor.allocate()
 
     def release(self, *, weights: bool = False) -> None:
-        """Frees all pools and row states (and the weights)."""
         for executor in self.executors:
             executor.release(weights=weights)
 
     def wait_quiet(self) -> None:
-        """Waits until the devices have run what was submitted; nothing is collected."""
         for executor in self.executors:
             executor.wait_quiet()
 
     def release_some(self, workers: Sequence[int]) -> None:
-        """Frees pools, row states and weights of closed workers; the next `sync_weights` and `allocate` bring them
-        back."""
+        """The next `sync_weights` and `allocate` bring all of it back."""
         for worker in workers:
             self.executors[worker].release(weights=True)
 
@@ -190,7 +162,6 @@ class WorkerSet:
         executor.take_weights(sources[0].copied_weights(executor.layout), executor.layout, version)
 
     def first_done(self, tickets: Mapping[int, Ticket]) -> int:
-        """Of plans in flight, by worker, the worker whose plan is done; waits for one."""
         while True:
             for worker, ticket in tickets.items():
                 if isinstance(ticket, MeshTicket) and ticket.is_done:
@@ -205,8 +176,7 @@ class WorkerSet:
     def warm_up(
         self, progress: Callable[[int, int], None] | None = None, first: Sequence[CompiledPrograms] = ()
     ) -> int:
-        """Compiles the programs of `first` and every shape of the layouts in use, several at a time; returns how many
-        there are. `progress` is called in this thread with (how many are ready, of how many)."""
+        """As `MeshExecutor.warm_up`, for all workers."""
         now = [programs for executor in self.executors for programs in executor.programs_of([executor.tp])]
         with closing(CompileAhead([*first, *now])) as ahead:
             count = ahead.wait(progress)
@@ -215,9 +185,8 @@ class WorkerSet:
         return count
 
     def compile_ahead(self, degrees: Iterable[int], first: Sequence[CompiledPrograms] = ()) -> CompileAhead | None:
-        """Begins to compile in the background: the programs of `first`, then those of the layouts that are not in use;
-        None where there are none. On a CPU the rollout needs the cores as well, and everywhere the host's work does:
-        half of them compile."""
+        """Begins to compile in the background: the programs of `first`, then those of the layouts that are not in use.
+        The rollout (on a CPU) and the host's work need cores as well: half of them compile."""
         others = [e.programs_of([tp]) for tp in degrees for e in self.executors if tp != e.tp]
         every = [*first, *(programs for one in others for programs in one)]
         return CompileAhead(every, max(compile_threads() // 2, 1)) if every else None

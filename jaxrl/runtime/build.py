@@ -29,9 +29,6 @@ from jaxrl.runtime.devices import ProcessDevices, prepare_jax
 from jaxrl.runtime.memory import layout_degrees, layout_sizes, max_tp, memory_plan, memory_problem
 from jaxrl.runtime.rules import batcher_config
 from jaxrl.runtime.weights import adapted, load_weights, refuse_other_model
-from jaxrl.scheduling.layouts.latency import LatencyPredictor
-from jaxrl.scheduling.layouts.latency_profile import Profile
-from jaxrl.scheduling.layouts.plan_cost import PlanCostModel
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.local_workers import Arrival, LocalWorkers, step_ticks
 from jaxrl.schema.devices import sharing_problem
@@ -51,6 +48,7 @@ from jaxrl.train.update_memory import plan_chunk, plan_remat
 
 if TYPE_CHECKING:
     from jaxrl.rollout.remote import RemoteExecutor, RemoteWorkers
+    from jaxrl.scheduling.layouts.latency_profile import Profile
 
 _CACHE_NAME = "jaxrl_cache_name"  # a file in the compilation cache, by which a start knows the folder again
 _FLOAT8_FROM = 8.9  # compute capability: Ada and Hopper
@@ -315,6 +313,9 @@ def build_engines(
     engines = [build_engine(config, executor, tokenizer, profile, sizes) for executor in workers.executors]
     ticks = step_ticks
     if profile is not None and config.rollout.layout.switch:
+        from jaxrl.scheduling.layouts.latency import LatencyPredictor
+        from jaxrl.scheduling.layouts.plan_cost import PlanCostModel
+
         ticks = PlanCostModel(LatencyPredictor(profile, config.rollout.layout, sizes), engines)
     return LocalWorkers(engines, config.rollout.deal, ticks, arrival)
 

@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING, Any
 from jaxrl.config import Config
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import ModelConfig
-from jaxrl.rollout.profiles import checked_profile
 from jaxrl.rollout.worker_set import WorkerSet
 from jaxrl.runtime.beginnings import refuse_other_init
 from jaxrl.runtime.build import build_workers, share_notes, use_compilation_cache
 from jaxrl.runtime.degree import with_degree
 from jaxrl.runtime.devices import ProcessDevices, prepare_hosts, with_types
 from jaxrl.runtime.weights import load_weights, refuse_other_model
-from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.memory import DeviceMemory
 from jaxrl.sharding.mesh import make_mesh, platform_of, submeshes
@@ -36,6 +34,7 @@ from jaxrl.train.steps import ALONE, Peers, whole_step
 from jaxrl.train.trainer import Trainer, build_critic
 
 if TYPE_CHECKING:
+    from jaxrl.scheduling.layouts.latency_profile import Profile
     from jaxrl.train.teacher import Teacher
 
 
@@ -131,6 +130,8 @@ class Host:
 
     def checked_profile(self) -> Profile:
         """`rollout.layout.profile`. Raises ConfigError where it is of another model or machine."""
+        from jaxrl.rollout.profiles import checked_profile
+
         return checked_profile(self.config, self.model, self.rollout_mesh)
 
     def open_store(self, folder: Path, on_commit: Callable[[int], None]) -> Checkpointer:

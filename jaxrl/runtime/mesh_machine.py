@@ -13,8 +13,6 @@ from jaxrl.mechanisms.one_step_off import ConcurrentPhases
 from jaxrl.record.timeline import Timeline
 from jaxrl.rollout.worker_set import WorkerSet
 from jaxrl.runtime.build import row_sizes
-from jaxrl.scheduling.layouts.latency import LatencyPredictor
-from jaxrl.scheduling.layouts.latency_profile import Profile
 from jaxrl.sharding.compiled import CompiledPrograms
 from jaxrl.sharding.mesh import platform_of
 
@@ -22,6 +20,8 @@ if TYPE_CHECKING:
     from jaxrl.mechanisms.speculation.index import IndexBuilder
     from jaxrl.mechanisms.stream_trainer.gradients import TrainStream
     from jaxrl.rollout.remote import RemoteWorkers
+    from jaxrl.scheduling.layouts.latency import LatencyPredictor
+    from jaxrl.scheduling.layouts.latency_profile import Profile
     from jaxrl.train.teacher import Teacher
     from jaxrl.train.trainer import Trainer
 
@@ -68,6 +68,8 @@ class MeshMachine:
     def predictor(self) -> LatencyPredictor | None:
         if self._profile is None:
             return None
+        from jaxrl.scheduling.layouts.latency import LatencyPredictor
+
         return LatencyPredictor(self._profile, self._config.rollout.layout, row_sizes(self._config, self._workers))
 
     def concurrently(self) -> ConcurrentPhases:

@@ -15,17 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.mechanisms import page_parts
-from jaxrl.record.failures import summary_of
 from jaxrl.record.files import reason, way_on
 from jaxrl.record.journal import FILE_NAME as JOURNAL
 from jaxrl.record.journal import read_journal
 from jaxrl.record.progress import StartupProgress
 from jaxrl.record.run_dir import RunDir, recorded_start
 from jaxrl.record.run_record import RunOutcome, RunRecord
-from jaxrl.record.sinks import sink_package
 from jaxrl.record.state import join_arrays, split_arrays
 from jaxrl.record.watchdog import Watchdog
-from jaxrl.report.page import write_report
 from jaxrl.runtime.cache_folder import with_cache_folder
 from jaxrl.runtime.stop import Stop, end
 from jaxrl.train.steps import find_step, steps_of
@@ -81,8 +78,11 @@ class Training:
         read_journal(self.run_dir.file(JOURNAL))  # refused if damaged, before anything that takes long
         if config.trainer.init_from:
             find_step(config.trainer.init_from, option="trainer.init_from")
-        for name in config.trainer.logger:
-            sink_package(name)
+        if sinks := [name for name in config.trainer.logger if name != "console"]:
+            from jaxrl.record.sinks import sink_package
+
+            for name in sinks:
+                sink_package(name)
         self.config = with_cache_folder(config)
 
     # -- a start -----------------------------------------------------------------------------------------------------
@@ -242,6 +242,8 @@ class Training:
             self.beat("waiting for the last checkpoint")
             self.store.wait()
             self.beat("closing the run's files")
+        from jaxrl.record.failures import summary_of
+
         self.beat("writing the report")
         report = _write_page(self.run_dir.path)
         finished = self.step >= self.total_steps
@@ -328,4 +330,6 @@ def _hosts_of(config: Config) -> Hosts:
 
 
 def _write_page(folder: Path) -> Path:
+    from jaxrl.report.page import write_report
+
     return write_report(folder, parts=page_parts())

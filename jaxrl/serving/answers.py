@@ -19,7 +19,6 @@ DONE = "data: [DONE]\n\n"
 
 
 def event(body: Any) -> str:
-    """A server-sent event."""
     return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
@@ -68,11 +67,7 @@ class Completion:
 
 
 class Chat:
-    """An answer of `/v1/chat/completions`, with the methods of `Completion`.
-
-    Args:
-      names: functions that may be called; none: calls are text.
-    """
+    """An answer of `/v1/chat/completions`, with the methods of `Completion`. `names`: functions that may be called."""
 
     def __init__(
         self,
@@ -129,14 +124,12 @@ class Chat:
         return calls_in(text, self._names) if choice.finish_reason else (text[: may_begin(text)], [])
 
     def _rest(self, choice: Choice, calls: list[ToolCall], start: int) -> dict[str, Any]:
-        """What a choice has beside its message; of the tokens from `start` on."""
         called = calls and choice.finish_reason == "stop"
         found: dict[str, Any] = {"finish_reason": "tool_calls" if called else choice.finish_reason}
         found["logprobs"] = chat_logprobs(self._token_texts, choice, start) if self._body.logprobs else None
         return found | {"token_ids": choice.token_ids[start:]} if self._body.return_token_ids else found
 
     def _prompt(self) -> dict[str, Any]:
-        """The prompt's tokens, which all choices share, for who asks for them."""
         return {"prompt_token_ids": list(self._generation.choices[0].prompt_ids)} if self._body.return_token_ids else {}
 
 
@@ -144,7 +137,6 @@ Answer = Completion | Chat
 
 
 def generated(generation: Generation, texts: TokenTexts, request_id: str | None) -> dict[str, Any]:
-    """An answer of `/inference/v1/generate`; `texts` names tokens by their ids."""
     choices = [
         {
             "index": choice.index,
@@ -178,13 +170,12 @@ class TokenTexts:
         return self._known[token_id]
 
     def bytes_of(self, token_id: int) -> list[int] | None:
-        """Of the text; None where it is no text by itself, as of half a character."""
+        """None where it is no text by itself, as of half a character."""
         text = self(token_id)
         return None if self._by_id or HALF in text else list(text.encode())
 
 
 def completion_logprobs(texts: TokenTexts, choice: Choice, start: int, offset: int) -> dict[str, Any]:
-    """Those of a choice's tokens from `start` on; `offset`: characters of the text before them."""
     tokens = list(map(texts, choice.token_ids[start:]))
     offsets = [offset]
     for token in tokens:
@@ -209,8 +200,6 @@ def _by_text(texts: TokenTexts, place: list[tuple[int, float]]) -> dict[str, flo
 
 
 def chat_logprobs(texts: TokenTexts, choice: Choice, start: int) -> dict[str, Any]:
-    """Those of a choice's tokens from `start` on."""
-
     def named(token_id: int, logprob: float) -> dict[str, Any]:
         return {"token": texts(token_id), "logprob": logprob, "bytes": texts.bytes_of(token_id)}
 

@@ -57,13 +57,7 @@ class HttpRefusal(Exception):
 
 
 class Routes:
-    """Answers to the requests of one model's clients.
-
-    Args:
-      name: of the model, to clients.
-      key: that requests must bear; None: they need none.
-      max_body_bytes: of a request.
-    """
+    """Answers to the requests of one model's clients. `key`: that requests must bear; None: they need none."""
 
     def __init__(self, model: ServedModel, name: str, key: str | None = None, max_body_bytes: int = 16 << 20) -> None:
         self.model, self.name, self._key, self._max_body_bytes = model, name, key, max_body_bytes
@@ -163,7 +157,7 @@ class Routes:
         return self.model.begin(prompts, params, body.n or 1, body.seed, session)
 
     def _encoded(self, body: CompletionBody) -> Iterator[list[int]]:
-        """The prompts' tokens. The first prompt that is refused spares reading the others."""
+        """The first prompt that is refused spares reading the others."""
         for each in body.prompts:
             prompt = self.model.encode(each, add_special_tokens=True) if isinstance(each, str) else each
             if not prompt:
@@ -172,7 +166,6 @@ class Routes:
             yield prompt
 
     def _rendered(self, body: ChatBody) -> list[int]:
-        """The conversation's tokens, in the model's own template."""
         variables = dict(body.chat_template_kwargs or {})
         if body.callable_tools:
             variables["tools"] = [tool.model_dump(exclude_none=True) for tool in body.callable_tools]
@@ -223,7 +216,7 @@ class Routes:
             except HttpRefusal as error:
                 return _error(error.status, str(error), error.param, error.code)
             except Busy as error:
-                return _error(503, str(error), headers={"Retry-After": str(error.retry_s)})
+                return _error(503, str(error), headers={"Retry-After": str(Busy.RETRY_S)})
             except Closing:
                 return _error(503, str(Closing()), headers={"Retry-After": "10"})
             except Failed as error:
@@ -294,7 +287,6 @@ def _checked(content: bytearray, kind: type[Body]) -> Body:
 
 
 def _without_place(message: str) -> str:
-    """A sentence of ours without the file that it begins with."""
     place, colon, rest = message.partition(": ")
     return rest if colon and ("/" in place or "\\" in place) else message
 

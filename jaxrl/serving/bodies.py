@@ -103,16 +103,10 @@ class Sampling(StrictBody):
         return value
 
     @property
-    def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    @property
     def num_top(self) -> int:
-        """How many of the likeliest tokens are returned for each place."""
         return 0
 
     def params(self, max_tokens: int, stop_token_ids: tuple[int, ...]) -> SamplingParams:
-        """As the engine takes them. `stop_token_ids`: those of the model."""
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=self.top_k or 0,
@@ -120,7 +114,7 @@ class Sampling(StrictBody):
             min_p=self.min_p or 0.0,
             max_tokens=max_tokens,
             stop_token_ids=tuple(dict.fromkeys((*(self.stop_token_ids or ()), *stop_token_ids))),
-            stop_strings=self.stops,
+            stop_strings=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             top_logprobs=self.num_top,
         )
 
@@ -252,7 +246,7 @@ class Message(LenientBody):
 
     @property
     def given(self) -> dict[str, Any]:
-        """The message, as chat templates take it. They ask what is defined, so what is None is left out."""
+        """As chat templates take it. They ask what is defined, so what is None is left out."""
         calls = [
             ({} if call.id is None else {"id": call.id}) | {"type": call.type, "function": dict(call.function)}
             for call in self.tool_calls or ()
@@ -290,7 +284,6 @@ class ChatBody(GenerationRequest):
 
     @property
     def callable_tools(self) -> list[Tool]:
-        """Tools that a response may call."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @field_validator("chat_template_kwargs")

@@ -26,11 +26,12 @@ from jaxrl.types import FinishReason, Sample, TopTokens
 
 
 class Busy(Exception):
-    """Too many requests wait; `retry_s`: in how many seconds a row may be free."""
+    """Too many requests wait; in `RETRY_S` seconds a row may be free."""
 
-    def __init__(self, waiting: int, retry_s: int) -> None:
-        super().__init__(f"{waiting} requests wait already: try again in {retry_s} s")
-        self.retry_s = retry_s
+    RETRY_S = 1
+
+    def __init__(self, waiting: int) -> None:
+        super().__init__(f"{waiting} requests wait already: try again in {self.RETRY_S} s")
 
 
 class Closing(Exception):
@@ -49,14 +50,8 @@ class Failed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a response gained in one plan.
-
-    Attributes:
-      token_ids: int32 [T].
-      logprobs: float32 [T], as `Sample.rollout_logprobs`.
-      finish_reason: why it ended; None while it runs.
-      top: the likeliest tokens, where they were asked for.
-    """
+    """What a response gained in one plan: int32 [T], float32 [T], why it ended, and the likeliest tokens, if asked
+    for."""
 
     token_ids: np.ndarray
     logprobs: np.ndarray
@@ -99,7 +94,6 @@ class Driver:
     # -- the event loop's side ---------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Raises ValueError for a request that can never run, as the engine does."""
         batcher = self._engine.batcher
         try:
             self._engine.executor.check(request)
@@ -108,19 +102,15 @@ class Driver:
             raise ValueError(str(error).removeprefix(f"request {request.request_id} ({request.key}): ")) from None
 
     def submit(self, requests: Sequence[Request]) -> Pieces:
-        """Returns the queue in which the requests' pieces arrive, each with its request's id, the last one of each with
-        its `finish_reason`. An error comes in place of a piece.
-
-        Raises:
-          Busy, Closing, Failed: none was taken.
-        """
+        """Returns the queue in which the requests' pieces arrive, each with its request's id. An error comes in place
+        of a piece. Raises Busy, Closing or Failed: none was taken."""
         if self.failure is not None:
             raise Failed
         if self._closing:
             raise Closing
         waiting = max(len(self._readers) - self.num_rows, 0)
         if len(self._readers) + len(requests) > self.most_at_once:
-            raise Busy(waiting, retry_s=1)
+            raise Busy(waiting)
         pieces: Pieces = asyncio.Queue()
         for request in requests:
             self._readers[request.request_id] = pieces
@@ -145,12 +135,10 @@ class Driver:
 
     @property
     def num_rows(self) -> int:
-        """Requests that can run at once."""
         return self._engine.batcher.capacity.num_groups * self._engine.batcher.capacity.num_slots
 
     @property
     def most_at_once(self) -> int:
-        """Requests that can run or wait."""
         return self.num_rows + self._max_waiting
 
     def _deliver(self, pieces: Mapping[int, Piece | BaseException]) -> None:
@@ -204,7 +192,6 @@ class Driver:
         return True
 
     def _step(self) -> dict[int, Piece | BaseException]:
-        """Runs a plan; returns what requests have gained, by their ids."""
         found: dict[int, Piece | BaseException] = {}
         began = time.monotonic()
         ended = self._engine.step()

@@ -44,11 +44,7 @@ COUNTERS = {
 
 class GrowingText:
     """The text of a response, piece by piece: complete characters only. All pieces together are the text of all tokens,
-    cut before the first stop string.
-
-    Attributes:
-      text: the pieces so far.
-    """
+    cut before the first stop string."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
         self.text = ""
@@ -116,7 +112,6 @@ class ServerMetrics(Collector):
             yield CounterMetricFamily(f"jaxrl_{name}", text, value=load[name])
 
     def ended(self, began_s: float, first_s: float | None, prompt_tokens: int, lengths: list[int]) -> None:
-        """All responses to a request have ended; `lengths` in tokens."""
         now_s = time.perf_counter()
         self._whole.observe(now_s - began_s)
         self._prompt_tokens.observe(prompt_tokens)
@@ -131,12 +126,9 @@ class Choice:
     """A response.
 
     Attributes:
-      index: among the choices of its answer.
-      prompt: the number of its prompt among them.
+      prompt: the number of its prompt among those of its answer.
       text: without stop strings and special tokens.
-      token_ids, logprobs: all sampled tokens, and their log-probabilities.
       top: of each token's place the likeliest ones, as (token id, log-probability), where they were asked for.
-      finish_reason: None while it grows.
     """
 
     index: int
@@ -149,7 +141,6 @@ class Choice:
     finish_reason: FinishReason | None = None
 
     def take(self, piece: Piece) -> str:
-        """Takes a piece in; returns the text that it adds."""
         token_ids = piece.token_ids.tolist()
         self.token_ids += token_ids
         self.logprobs += piece.logprobs.tolist()
@@ -161,12 +152,7 @@ class Choice:
 
 
 class ServedModel:
-    """Makes requests of one model, and numbers them.
-
-    Args:
-      max_length: tokens of the longest prompt and response together.
-      stop_token_ids: of the model.
-    """
+    """Makes requests of one model, and numbers them."""
 
     def __init__(
         self, driver: Driver, tokenizer: Tokenizer, max_length: int, stop_token_ids: tuple[int, ...], vocab_size: int
@@ -178,7 +164,7 @@ class ServedModel:
         self._most_characters = max_length * tokenizer.longest_token
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Token ids. A text with more characters than can fit is refused unread: reading holds up all others."""
+        """A text with more characters than can fit is refused unread: reading holds up all others."""
         if len(text) > self._most_characters:
             raise ValueError(
                 f"the prompt has {len(text)} characters, which are more than {self.max_length} tokens: shorten it"
@@ -186,10 +172,8 @@ class ServedModel:
         return self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]  # other threads run on
 
     def max_tokens(self, prompts: Sequence[Sequence[int]], asked: int | None, default: int | None = None) -> int:
-        """Tokens that each response may have: as many as are asked for; or `default`, or as there is room for.
-
-        Raises ValueError for a prompt that leaves no room, or not so much, or has tokens that the model does not know.
-        """
+        """Tokens that each response may have: as many as are asked for; or `default`, or as there is room for. Raises
+        ValueError for a prompt that leaves no room, or has tokens that the model does not know."""
         longest = max(map(len, prompts))
         room = self.max_length - longest
         if room < 1 or (asked is not None and asked > room):
@@ -241,19 +225,10 @@ class ServedModel:
 
 
 class Generation:
-    """The choices of an answer while they are generated.
-
-    Attributes:
-      choices: one for each request, in their order.
-    """
+    """The choices of an answer while they are generated, one for each request."""
 
     def __init__(
-        self,
-        driver: Driver,
-        requests: Sequence[Request],
-        choices: list[Choice],
-        pieces: Pieces,
-        metrics: ServerMetrics,
+        self, driver: Driver, requests: Sequence[Request], choices: list[Choice], pieces: Pieces, metrics: ServerMetrics
     ) -> None:
         self.choices = choices
         self._driver, self._requests, self._pieces, self._metrics = driver, requests, pieces, metrics
@@ -261,12 +236,10 @@ class Generation:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of all prompts, each once."""
         return sum({choice.prompt: len(choice.prompt_ids) for choice in self.choices}.values())
 
     async def pieces(self) -> AsyncGenerator[tuple[Choice, str, Piece]]:
-        """(choice, the text that it gained, its tokens) as they come, in any order of the choices. Closing it frees
-        their rows."""
+        """(choice, the text that it gained, its tokens) as they come. Closing it frees their rows."""
         choice_of = dict(zip((request.request_id for request in self._requests), self.choices, strict=True))
         first_s: float | None = None
         try:
@@ -285,5 +258,4 @@ class Generation:
             self.leave()
 
     def leave(self) -> None:
-        """Frees the rows of what nobody reads any more."""
         self._driver.leave(self._requests)

@@ -29,7 +29,7 @@ class Acceptance:
 
 
 class Proposals(Protocol):
-    """What is proposed on simulated devices (`jaxrl.rollout.proposals.Proposer`)."""
+    """What is proposed on simulated devices (`jaxrl.mechanisms.speculation.proposer.Drafting`)."""
 
     @property
     def first_window(self) -> int: ...

@@ -91,8 +91,7 @@ def test_a_run_that_goes_on_sends_what_is_missing(tmp_path, monkeypatch, has, se
     rows = [{"step": step, "prompt": f"{step}", "reward": 0.5} for step in (1, 2, 2, 3)]
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sink = Sink(has)
-    monkeypatch.setattr("jaxrl.record.metrics.sink_package", lambda name: None)
-    monkeypatch.setattr("jaxrl.record.metrics.open_sink", lambda *arguments: sink)
+    monkeypatch.setattr("jaxrl.record.sinks.open_sink", lambda *arguments: sink)
     with MetricsWriter(tmp_path, ["x"], resume_step=2) as writer:
         writer.write(3, {"x": 9.0}, [rows[3]])
         writer.write(4, {"x": 10.0}, [])

@@ -30,7 +30,7 @@ def test_a_missing_extra_is_named(tmp_path, monkeypatch, sink, package):
     monkeypatch.setitem(sys.modules, package, None)
     write(tmp_path, [1, 2])
     with pytest.raises(ValueError, match=rf"{sink} needs the package {package}.*pip install 'jaxrl\[{sink}\]'"):
-        MetricsWriter(tmp_path, [sink], resume_step=1)
+        MetricsWriter(tmp_path, [sink], resume_step=1).open_sinks()
     assert steps(tmp_path) == [1, 2]  # nothing was removed
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from jaxrl.report.drawings import heat_card, histogram_card, rows_card
-from jaxrl.report.rounds import RequestSpan, RoundRows
+from jaxrl.report.drawings import RequestSpan, RoundRows, heat_card, histogram_card, rows_card
 
 
 def batch(step: int, groups: list[float], lengths: dict[int, int], limit: int = 320) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def test_over_provisioning():
     assert (rule.name, rule.limits.num_spare, rule.limits.num_responses) == ("over-provisioning", 2, 6)
     off = batch_rule(config(rollout__over_provisioning={"prompt_factor": 1.5}))
     assert isinstance(off, FreshBatches)
-    assert not off.limits.is_race, "factors count where the switch is on"
+    assert not off.limits.num_spare, "factors count where the switch is on"
 
 
 def test_tail_batching():

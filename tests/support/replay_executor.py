@@ -167,22 +167,23 @@ class ReplayExecutor:
             raise ValueError(f"replay: no layout with tp {tp}, only {sorted(self._layouts)}")
         return self._layouts[tp]
 
+    def start_in(self, tp: int) -> None:
+        self._use(tp, self.capacity(tp))
+
+    def _use(self, tp: int, capacity: Capacity) -> None:
+        self.tp, self.num_groups = tp, capacity.num_groups
+        self.num_slots, self.num_blocks = capacity.num_slots, capacity.num_blocks
+
     def switch(self, move: Relayout) -> TimeTaken:
         """Takes the rows to their new slots."""
         assert not self._results, "a layout changes while plans are in flight"
         slots = {slot.request.request_id: slot for slot in self._slots.values() if slot.is_active}
         self._slots = {(row.dp_group, row.slot): slots[row.request.request_id] for row in move.rows}
-        capacity = move.capacity
-        self.num_groups, self.num_slots, self.num_blocks = (
-            capacity.num_groups,
-            capacity.num_slots,
-            capacity.num_blocks,
-        )
-        self.tp = move.to_tp
+        self._use(move.to_tp, move.capacity)
         return TimeTaken() if self._switch_cost is None else self._switch_cost(move)
 
     def accept_migration(self, source: Any, kv: KvPlan, rows: Sequence[ResidentRow]) -> None:
-        """As `jaxrl.scheduling.layouts.request_migration.MigrationTarget`."""
+        """As `MeshExecutor.accept_migration`."""
         assert isinstance(source, ReplayExecutor), "rows come from a replay"
         assert not self._results, "rows arrive while plans are in flight"
         found = sorted((*source._slots.values(), *self._slots.values()), key=lambda slot: slot.num_generated)

@@ -26,8 +26,7 @@ from jaxrl.mechanisms.adaptive_layouts.planners import ConfidentPlanner, TpPlann
 from jaxrl.mechanisms.adaptive_layouts.switch_rule import LayoutSwitchRule, Switch
 from jaxrl.scheduling.layouts.batch_state import BatchState, GroupCapacity
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
-from jaxrl.scheduling.layouts.relayout import LayoutExecutor, SwitchFailed, rows_of
-from jaxrl.scheduling.layouts.switching import Switched, recompute, start_in
+from jaxrl.scheduling.layouts.relayout import LayoutExecutor, Relayout, SwitchFailed, recompute, rows_of, start_in
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.lengths import LengthHistory
 from jaxrl.scheduling.tokens.progress import PlanTimes
@@ -67,7 +66,7 @@ class MeasuredSwitch:
     """A switch, as predicted and as measured."""
 
     decision: Switch  # the rule's, with its predictions
-    done: Switched | None  # by the engine; None if the switch failed halfway
+    done: Relayout | None  # by the engine; None if the switch failed halfway
     prefill_s: float = 0.0  # of prefills right after it, where KV was recomputed
     steps_s: list[float] = field(default_factory=list)  # means of the first plans after it that only decoded
 
@@ -297,7 +296,7 @@ class LayoutControl:
 
     def _switch(self, switch: Switch) -> MeasuredSwitch:
         try:
-            done: Switched | None = self.engine.switch(switch.to_tp, switch.how)
+            done: Relayout | None = self.engine.switch(switch.to_tp, switch.how)
         except SwitchFailed as failure:
             if not failure.is_usable:
                 raise

@@ -32,12 +32,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxrl.scheduling.layouts.batch_state import BatchState, GroupCapacity, Rows, load_at, num_tokens, remaining_s
-from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.regroup import regroup
 from jaxrl.scheduling.layouts.relayout import How
 
 if TYPE_CHECKING:
     from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
+    from jaxrl.scheduling.layouts.latency import LatencyPredictor
 
 SCHEMA = 1
 HEADROOM_TOKENS = 32

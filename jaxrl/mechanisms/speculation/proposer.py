@@ -32,8 +32,7 @@ from jaxrl.mechanisms.speculation.index import (
     num_buckets,
 )
 from jaxrl.mechanisms.speculation.rule import DraftWindow, draft_width
-from jaxrl.rollout.proposals import Proposed
-from jaxrl.rollout.verify import leading
+from jaxrl.rollout.verify import Proposed, leading
 
 
 class IndexArrays(NamedTuple):
@@ -49,7 +48,7 @@ class IndexArrays(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """How an executor drafts (`jaxrl.rollout.proposals.Proposer`)."""
+    """How an executor drafts (`jaxrl.rollout.verify`). Equal ones make equal programs."""
 
     num_responses: int  # the most that an index is made of
     num_tokens: int  # the most of them together

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, TypeV
 
 from annotated_types import Ge, Interval
 
-from jaxrl.scheduling.layouts.relayout import SwitchFailed
 from jaxrl.scheduling.mechanism import WORKERS, FreedMemory, Mechanism, Phase, RoundEnd, RoundInfo, RoundState
 from jaxrl.scheduling.rounds.events import Interrupted
 from jaxrl.scheduling.rounds.round import PromptKey
@@ -455,6 +454,7 @@ class StreamTrainer(Mechanism):
 
     def _free(self, workers: tuple[int, ...]) -> None:
         from jaxrl.mechanisms.stream_trainer.scale_down import StreamPace
+        from jaxrl.scheduling.layouts.relayout import SwitchFailed
 
         for worker in workers:
             try:

@@ -10,35 +10,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from jaxrl.scheduling.layouts.latency import LatencyPredictor
 
 MAX_TERMS = 2048
 
 Bound = Literal["max_length", "expected"]
 
 
-class StepTimes(Protocol):
-    """Predicted times of steps (`jaxrl.scheduling.layouts.latency.LatencyPredictor`)."""
-
-    @property
-    def num_devices(self) -> int: ...
-
-    def decode_steps_s(self, tp: int, batch_S: np.ndarray, context_S: np.ndarray) -> np.ndarray:
-        """Seconds of decode steps, by rows and by tokens of the fullest dp group: [S], [S] -> [S]."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class LiveRow:
-    """A request on the device.
-
-    Attributes:
-      length: tokens of its context, prompt and response.
-      limit: its longest context: prompt + max_tokens.
-      expected_remaining: tokens that history still expects it to gain; None if unknown.
-    """
+    """A request on the device: tokens of its context, its longest context, and the tokens that history still expects it
+    to gain."""
 
     request_id: int
     length: int
@@ -49,7 +36,7 @@ class LiveRow:
         assert 1 <= self.length <= self.limit, self
 
     def steps_left(self, bound: Bound) -> int:
-        """Decode steps until it ends: up to its limit, or as many as expected (at least 1, never beyond the limit)."""
+        """Up to its limit, or as many as expected (at least 1, never beyond the limit)."""
         left = self.limit - self.length
         if bound == "max_length" or self.expected_remaining is None:
             return left
@@ -73,7 +60,6 @@ class BatchState:
 
     Attributes:
       dispatch: logical time: plans since the start of the generation.
-      tp: the degree in use.
       groups: live rows of each dp group, in the layout's order.
       capacities: by degree, what a dp group has room for; a degree without an entry cannot be used.
       num_waiting: requests without a row.
@@ -117,11 +103,9 @@ def load_at(groups: Iterable[Rows], bound: Bound, step_S: np.ndarray) -> tuple[n
     return batch_S, tokens_S
 
 
-def remaining_s(model: StepTimes, tp: int, groups: Sequence[Rows], bound: Bound = "max_length") -> float:
-    """Seconds until the last of these rows ends if the layout stays at `tp` (Algorithm 1, est_rem_time).
-
-    The sum of all steps' times. Beyond `MAX_TERMS` steps, the middle step stands for each of as many intervals.
-    """
+def remaining_s(model: LatencyPredictor, tp: int, groups: Sequence[Rows], bound: Bound = "max_length") -> float:
+    """Seconds until the last of these rows ends if the layout stays at `tp` (Algorithm 1, est_rem_time): the sum of all
+    steps' times. Beyond `MAX_TERMS` steps, the middle step stands for each of as many intervals."""
     num_steps = max((row.steps_left(bound) for rows in groups for row in rows), default=0)
     if not num_steps:
         return 0.0
@@ -132,22 +116,18 @@ def remaining_s(model: StepTimes, tp: int, groups: Sequence[Rows], bound: Bound 
 
 
 def _rows_by_interval(group_R: np.ndarray, num_R: np.ndarray, num_intervals: int, value_R: np.ndarray) -> np.ndarray:
-    """Sums of whole-number values over the rows of each group, [G, K]; row r counts in the first `num_R[r]` of the K
-    intervals."""
+    """Sums of values over the rows of each group, [G, K]; row r counts in the first `num_R[r]` of the K intervals."""
     shape = int(group_R.max()) + 1, num_intervals + 1
     ends_GK = np.bincount(group_R * shape[1] + num_R, value_R, math.prod(shape)).reshape(shape)
     return ends_GK[:, :0:-1].cumsum(axis=1)[:, ::-1].astype(np.int64)
 
 
 def num_tokens(rows: Iterable[LiveRow]) -> int:
-    """Tokens of these rows' contexts together."""
     return sum(row.length for row in rows)
 
 
 @dataclass(frozen=True, slots=True)
 class DegreeChoice:
-    """The chosen degree, and the predicted seconds of decoding a batch in each possible one."""
-
     degree: int
     predicted_s: Mapping[int, float]
 
@@ -156,23 +136,19 @@ class DegreeChoice:
 
 
 def fastest_degree(
-    model: StepTimes,
+    model: LatencyPredictor,
     capacities: Mapping[int, GroupCapacity],
     num_rows: int,
     prompt_tokens: int,
     response_tokens: int,
 ) -> DegreeChoice:
-    """The degree in which a batch of equal rows is predicted to decode fastest, the smallest of equals:
+    """The degree in which a batch of `num_rows` equal rows is predicted to decode fastest, the smallest of equals:
     `rollout.tensor_model_parallel_size=auto`.
 
     Source: RollPacker §4.2: the planner profiles the best degree of a plain round, and begins with it. Departures: the
     paper measures rollouts; here one is predicted from decode steps alone, and all rows have the longest prompt and
     grow to the longest response, as PAT bounds the rest of a generation (§4.2). Where a dp group has no room for its
     share of the batch, the rows come in waves.
-
-    Args:
-      capacities: by possible degree; each has room for at least one row.
-      num_rows: responses of the batch, dealt evenly to the dp groups.
     """
     length = prompt_tokens + response_tokens
 

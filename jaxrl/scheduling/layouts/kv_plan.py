@@ -1,19 +1,17 @@
 """Which KV blocks move where when requests change their dp groups: the bookkeeping half of a change of layout.
-
-`plan_migration` fills the block pools of the new layout and lists the copies; `jaxrl.sharding.kv_migration` moves the
-bytes, by `KvPlan.lanes`.
+`jaxrl.sharding.kv_migration` moves the bytes, by `KvPlan.lanes`.
 
 Source: docs/architecture.md (only valid KV moves; prompt blocks that are shared inside a dp group are copied once per
 group when groups split, and joined again when they merge); PAT §4.3 for migrating at all.
 
-The new tables come from a `BlockManager`, by the same calls as the batcher's own, so the batcher continues with that
-manager. Requests of one `share` find the prompt blocks of the first of them, the one that has written most of the
-prompt. So a request with an incomplete prefill may have more of its prompt afterwards (`Placement.num_written`).
+The new tables come from a `BlockManager`, by the same calls as the batcher's own, which continues with that manager.
+Requests of one `share` find the prompt blocks of the one that has written most of the prompt. So a request with an
+incomplete prefill may have more of its prompt afterwards (`Placement.num_written`).
 
 A *lane* is one dp group of the layout that has more of them: blocks move along it between a group before and a group
-after. Neighbouring groups merge and split (docs/architecture.md), so a lane's two groups follow from its number. A
-*home* is one dp group of the layout that has fewer of them, with its lanes. A block that goes from one home to another
-is a *guest*: it first goes over to the lane of the same place in the other home, and then along that one.
+after. Neighbouring groups merge and split, so a lane's two groups follow from its number. A *home* is one dp group of
+the layout that has fewer of them, with its lanes. A block that goes from one home to another is a *guest*: it first
+goes over to the lane of the same place in the other home, and then along that one.
 """
 
 from __future__ import annotations
@@ -35,8 +33,7 @@ class LiveBlocks:
     """What a live request holds.
 
     Attributes:
-      group: its dp group.
-      table: its blocks there, in the order of its positions (`jaxrl.scheduling.tokens.stacks`).
+      table: its blocks in dp group `group`, in the order of its positions (`jaxrl.scheduling.tokens.stacks`).
       num_written: how many of its leading positions have their KV in the pool.
       num_tokens: positions that its new table must cover: those written, all of a prefill under way (where no layer has
         a window), and a reserve.
@@ -54,7 +51,7 @@ class LiveBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a request is afterwards: its dp group, its blocks, and how many leading positions have KV in them."""
+    """Where a request is afterwards; `num_written` leading positions have KV in its blocks."""
 
     group: int
     table: tuple[int, ...]
@@ -63,8 +60,6 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One block to copy from one pool into another."""
-
     source_group: int
     source_block: int
     target_group: int
@@ -76,8 +71,8 @@ class Lanes(NamedTuple):
 
     Attributes:
       sources, targets: [lanes, M], of the blocks that stay at home: M of the lane that has most.
-      guest_sources: [lanes, homes, G], at the lane where a guest starts: by the home that it goes to.
-      guest_targets: [lanes, homes, G], at the lane where it arrives: by the home that it comes from.
+      guest_sources: [lanes, homes, G], at the lane where a guest starts, by the home that it goes to.
+      guest_targets: [lanes, homes, G], at the lane where it arrives, by the home that it comes from.
     """
 
     sources: np.ndarray
@@ -92,20 +87,13 @@ class Lanes(NamedTuple):
 
     @property
     def is_any(self) -> bool:
-        """Whether any block moves."""
         return self.sizes != (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class KvPlan:
-    """A migration.
-
-    Attributes:
-      blocks: the pools of the new layout, filled.
-      placements: by request id.
-      copies: every block that is to be copied, each target once.
-      num_groups_before, num_groups: dp groups of the two layouts.
-    """
+    """A migration: the pools of the new layout, filled, placements by request id, and every block to copy, each target
+    once."""
 
     blocks: BlockManager
     placements: Mapping[int, Placement]
@@ -122,7 +110,6 @@ class KvPlan:
         return min(self.num_groups_before, self.num_groups)
 
     def lanes(self) -> Lanes:
-        """The copies by lane."""
         width = self.num_lanes // self.num_homes
         own: _Places = {}
         guests: _Places = {}
@@ -166,9 +153,7 @@ def plan_migration(
       requests: all live requests, with no plan in flight.
       groups: request ids of each dp group of the new layout, as `regroup` deals them.
       num_blocks: blocks of a new pool, the reserved one included.
-      block_size, stacks: the same before and after.
-      into: the pools of another worker that takes these requests in beside its own (their ids must differ). Default:
-        fresh pools.
+      into: the pools of another worker that takes these requests in beside its own; None: fresh pools.
     """
     blocks = BlockManager(len(groups), num_blocks, block_size, stacks) if into is None else into
     num_after, by_id = len(groups), {request.request_id: request for request in requests}
@@ -205,7 +190,6 @@ def _allocate(blocks: BlockManager, group: int, request: LiveBlocks) -> int | No
 
 
 def blocks_needed(requests: Sequence[LiveBlocks], block_size: int, stacks: KvStacks = WHOLE) -> int:
-    """Blocks that these requests take together in one empty pool."""
     alone = sum(-(-request.num_tokens // block_size) for request in requests) * len(stacks)
     pool = BlockManager(1, alone + 2, block_size, stacks)
     for request in sorted(requests, key=_publishers_first(stacks)):

@@ -32,13 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxrl.scheduling.layouts.latency_profile import (
-    NEW_PROFILE,
-    Measurement,
-    Profile,
-    SwitchCost,
-    VerifyMeasurement,
-)
+from jaxrl.scheduling.layouts.latency_profile import NEW_PROFILE, Measurement, Profile, SwitchCost, VerifyMeasurement
 
 if TYPE_CHECKING:
     from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
@@ -108,12 +102,6 @@ class LatencyPredictor:
       profile: checked by the caller (`Profile.check`).
       options: its `correction_weight` says how fast observations move the predictions.
       row_sizes: row counts of the programs that run now, by degree; None: those of the profiled programs.
-
-    Example::
-
-        predictor = LatencyPredictor(profile)
-        predictor.decode_step_s(tp=2, batch=12, context=9_000)      # seconds
-        predictor.observe(tp=2, batch=12, context=9_000, step_s=0.021)
     """
 
     SCHEMA = 1
@@ -149,7 +137,6 @@ class LatencyPredictor:
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """Degrees for which decode steps can be predicted, ascending."""
         return self.profile.degrees
 
     def decode_step_s(self, tp: int, batch: int, context: float) -> float:
@@ -161,8 +148,7 @@ class LatencyPredictor:
         return self._profiled_s(tp, batch_S, context_S) * self.ratio(tp)
 
     def verify_step_s(self, tp: int, batch: int, context: float) -> float:
-        """Seconds of a step that verifies, of the width measured for these rows; of a decode step where the programs
-        for them verify nothing (`Profile.verify_widths`)."""
+        """Seconds of a step that verifies; of a decode step where the programs for these rows verify nothing."""
         padded = int(self._padded(tp, np.array([batch], np.float64))[0])
         if padded not in self.profile.verify_widths(tp):
             return self.decode_step_s(tp, batch, context)
@@ -188,7 +174,6 @@ class LatencyPredictor:
         return (1.0 - part) * at(lower) + part * at(upper)
 
     def switch_cost(self, from_tp: int, to_tp: int) -> SwitchCost:
-        """The measured costs of a change. Raises ValueError if it has not been profiled."""
         cost = self._switches.get((from_tp, to_tp))
         if cost is None:
             raise ValueError(
@@ -197,19 +182,16 @@ class LatencyPredictor:
         return cost
 
     def move_s(self, from_tp: int, to_tp: int, tokens: int) -> float:
-        """T_move: seconds to migrate KV when the fullest dp group has `tokens` live tokens before the switch."""
+        """T_move: seconds to migrate KV when the fullest dp group has `tokens` live tokens."""
         return tokens * self.switch_cost(from_tp, to_tp).kv_s_per_token
 
     def recompute_s(self, to_tp: int, lengths: Sequence[int]) -> float:
-        """T_recomp by equations 3 and 4: a prefill of a dp group's rows, of these contexts, after the switch."""
+        """T_recomp by equations 3 and 4: a prefill of a dp group's rows after the switch."""
         return self.prefill_s(to_tp, len(lengths), rms_context(lengths)) if lengths else 0.0
 
     def ratio(self, tp: int) -> float:
-        """Real over profiled step time. A degree not observed yet has the geometric mean of the observed ones.
-
-        A machine that is slower than at profiling is slower in every layout; if only the layout in use were corrected,
-        every slow-down would look like a reason to leave it.
-        """
+        """Real over profiled step time. A degree not observed yet has the geometric mean of the observed ones: if only
+        the layout in use were corrected, every slow-down would look like a reason to leave it."""
         return math.exp(self._log_ratio(tp))
 
     def observe(self, tp: int, batch: int, context: float, step_s: float) -> float:
@@ -257,7 +239,6 @@ class LatencyPredictor:
         return surface.at(padded_S, np.asarray(context_S, np.float64))
 
     def _padded(self, tp: int, batch_S: np.ndarray) -> np.ndarray:
-        """The rows of the programs that run these batches."""
         sizes = self._row_sizes.get(tp)
         if sizes is None:
             return batch_S

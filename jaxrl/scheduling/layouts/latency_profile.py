@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 SCHEMA = 3
 MIN_CONTEXT, DENSE_BELOW = 8, 512  # tokens of a row: the shortest measured, and where points begin to thin out
@@ -26,13 +26,8 @@ Source = Literal["measured", "synthetic"]
 
 @dataclass(frozen=True, slots=True)
 class ProfileIdentity:
-    """What a table was measured on; a table with another identity is refused.
-
-    Attributes:
-      model: its name, for people. fingerprint: of its shape (weights of the same shape take the same time).
-      device_kind, device_count: of the worker's mesh.
-      jax_version, dtype: of the programs; with `rollout.quantization`, if there is any.
-    """
+    """What a table was measured on; a table with another identity is refused. `model` is for people: weights of the
+    same shape (`fingerprint`) take the same time. `dtype` names `rollout.quantization` too, if there is any."""
 
     model: str
     fingerprint: str
@@ -85,7 +80,6 @@ class SwitchCost:
     """What a change of layout costs.
 
     Attributes:
-      from_tp, to_tp: the ordered pair of degrees.
       weights_s: resharding the weights.
       kv_s_per_token: migrating KV, per live token of the fullest dp group before the change.
       fixed_s: the rest: draining, a new pool, the first dispatch of other programs.
@@ -100,10 +94,8 @@ class SwitchCost:
 
 @dataclass(frozen=True, slots=True)
 class RowSizes:
-    """The row counts, ascending, for which a dp group's decode programs of a degree were compiled.
-
-    A step with a row count in between is padded to the next, and takes as long.
-    """
+    """The row counts, ascending, of a dp group's decode programs. A step with a count in between is padded to the
+    next."""
 
     tp: int
     sizes: tuple[int, ...]
@@ -114,12 +106,10 @@ class Profile:
     """The table of one model on one machine, complete or not. Raises ValueError for an impossible entry.
 
     Attributes:
-      identity: what it holds for.
       decode, prefill: seconds per decode step, and of a whole prefill; each load once.
-      verify: seconds per step that verifies, each load once, and of one width for each number of rows; none if
-        no step verifies.
-      switches: costs, each ordered pair of degrees once.
-      row_sizes: of the measured programs, at most one entry per degree; none: no batch is padded.
+      verify: seconds per step that verifies, each load once, and of one width for each number of rows.
+      switches: each ordered pair of degrees once.
+      row_sizes: of the measured programs; none: no batch is padded.
       source: "synthetic" for a table that was made up (to try switches out); reports must say so.
     """
 
@@ -169,12 +159,10 @@ class Profile:
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """Degrees with decode points, ascending."""
         return tuple(sorted({point.tp for point in self.decode}))
 
     @property
     def digest(self) -> str:
-        """A hash of the whole table, in hex."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
 
     def verify_widths(self, tp: int) -> dict[int, int]:
@@ -183,7 +171,7 @@ class Profile:
         return {entry.batch: entry.width for entry in own}
 
     def check(self, identity: ProfileIdentity) -> None:
-        """Raises ValueError, naming each field that differs, if the table is not of this model, machine and jax."""
+        """Raises ValueError if the table is not of this model, machine and jax."""
         mine, theirs = asdict(self.identity), asdict(identity)
         differing = [
             f"{name} is {mine[name]!r} there and {theirs[name]!r} here" for name in mine if mine[name] != theirs[name]
@@ -192,59 +180,40 @@ class Profile:
             raise ValueError(f"the latency profile is of something else: {'; '.join(differing)}: {NEW_PROFILE}")
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "schema": SCHEMA,
-            "source": self.source,
-            "identity": asdict(self.identity),
-            "decode": [asdict(point) for point in self.decode],
-            "prefill": [asdict(point) for point in self.prefill],
-            "switches": [asdict(cost) for cost in self.switches],
-            "row_sizes": [asdict(rows) | {"sizes": list(rows.sizes)} for rows in self.row_sizes],
-            "verify": [asdict(point) for point in self.verify],
-        }
+        return {"schema": SCHEMA, **asdict(self)}
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Profile:
-        """The table that `to_json` wrote. Raises ValueError for another schema, or for anything missing or unknown."""
+        """Raises ValueError for another schema, or for anything missing or unknown."""
         schema = entry.get("schema")
         if schema != SCHEMA:
             raise ValueError(f"latency profile of schema {schema!r}: this version reads {SCHEMA}: {NEW_PROFILE}")
         names = {"schema", *(each.name for each in fields(cls))}
         if set(entry) != names:
             raise ValueError(f"latency profile: its keys must be {sorted(names)}, and are {sorted(entry)}")
-        return cls(
-            identity=_read(ProfileIdentity, entry["identity"], "identity"),
-            decode=tuple(_read(Measurement, each, "decode") for each in entry["decode"]),
-            prefill=tuple(_read(Measurement, each, "prefill") for each in entry["prefill"]),
-            switches=tuple(_read(SwitchCost, each, "switches") for each in entry["switches"]),
-            row_sizes=tuple(_read_row_sizes(each) for each in entry["row_sizes"]),
-            source=entry["source"],
-            verify=tuple(_read(VerifyMeasurement, each, "verify") for each in entry["verify"]),
-        )
+        kinds = {"decode": Measurement, "prefill": Measurement, "verify": VerifyMeasurement}
+        kinds |= {"switches": SwitchCost, "row_sizes": RowSizes}
+        tables = {name: tuple(_read(kind, each, name) for each in entry[name]) for name, kind in kinds.items()}
+        return cls(_read(ProfileIdentity, entry["identity"], "identity"), source=entry["source"], **tables)
 
 
-T = TypeVar("T", ProfileIdentity, Measurement, VerifyMeasurement, SwitchCost)
-_TYPES: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
+_TYPES: Mapping[str, Any] = {"int": int, "float": (int, float), "str": str, "tuple[int, ...]": (list, tuple)}
 
 
-def _read(kind: type[T], entry: Any, where: str) -> T:
-    """One record of a table. Raises ValueError naming the field that is missing, unknown or of another type."""
+def _read(kind: Any, entry: Any, where: str) -> Any:
+    """Raises ValueError naming the field that is missing, unknown or of another type."""
     wanted = {each.name: str(each.type) for each in fields(kind)}
     if not isinstance(entry, Mapping) or set(entry) != set(wanted):
         raise ValueError(f"latency profile, {where}: {entry!r} must have exactly the fields {sorted(wanted)}")
+    found = dict(entry)
     for name, type_name in wanted.items():
-        if isinstance(entry[name], bool) or not isinstance(entry[name], _TYPES[type_name]):
-            raise ValueError(f"latency profile, {where}: {name} ({entry[name]!r}) must be of type {type_name}")
-    return kind(**entry)
-
-
-def _read_row_sizes(entry: Any) -> RowSizes:
-    if not isinstance(entry, Mapping) or set(entry) != {"tp", "sizes"} or not isinstance(entry["sizes"], list):
-        raise ValueError(f"latency profile, row_sizes: {entry!r} must have exactly the fields ['sizes' (a list), 'tp']")
-    for value in (entry["tp"], *entry["sizes"]):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ValueError(f"latency profile, row_sizes: {value!r} must be of type int")
-    return RowSizes(entry["tp"], tuple(entry["sizes"]))
+        value = entry[name]
+        fits = isinstance(value, _TYPES[type_name]) and not isinstance(value, bool)
+        if fits and isinstance(value, list | tuple):
+            fits, found[name] = all(type(each) is int for each in value), tuple(value)
+        if not fits:
+            raise ValueError(f"latency profile, {where}: {name} ({value!r}) must be of type {type_name}")
+    return kind(**found)
 
 
 def _refuse_repeated(kind: str, keys: Sequence[object]) -> None:
@@ -263,19 +232,13 @@ def profile_points(
 ) -> tuple[ProfilePoint, ...]:
     """The loads to measure, sorted: one layout after another, and in it one batch (one program) after another.
 
-    Batches double from 1, or are the row sizes of the programs (other batches would be padded to these). Contexts
-    double below `DENSE_BELOW`, where latency is least linear, and go on by factors of four. They include a degree's
-    largest batch and longest context. A batch with one point has no slope, so batches for which two contexts do not fit
-    are left out.
+    Batches double from 1, or are the `row_sizes` of the programs (others would be padded to these). Contexts double
+    below `DENSE_BELOW`, where latency is least linear, and go on by factors of four. They include a degree's largest
+    batch and longest context. A batch with one point has no slope, so batches for which two contexts do not fit are
+    left out.
 
     Args:
-      max_batch: the most live rows of all dp groups together; a group's share of them is rounded up.
-      token_budget: the most live tokens of all dp groups together (the paper's T_cap): batch x context of a point stay
-        within a group's share of it.
-      degrees: the tp degrees.
-      device_count: tp x dp.
-      max_context: tokens of a row.
-      row_sizes: by degree, ascending (`RowSizes`).
+      max_batch, token_budget: the most live rows, and tokens (the paper's T_cap), of all dp groups together.
 
     Raises ValueError if a degree does not divide the devices, or if nothing fits the budget.
     """
@@ -324,12 +287,8 @@ def prefill_points(points: Iterable[ProfilePoint]) -> tuple[ProfilePoint, ...]:
 
 
 def verify_points(points: Iterable[ProfilePoint], widths: Mapping[int, Mapping[int, int]]) -> tuple[ProfilePoint, ...]:
-    """Those of `points` at which steps that verify are measured: the shortest and the longest context of every
-    batch that has such steps. In between the time is as good as linear.
-
-    Args:
-      widths: proposed tokens of each row, by degree and number of rows; batches that are not there have none.
-    """
+    """Those of `points` at which steps that verify are measured: the shortest and the longest context of every batch
+    that has such steps (`widths`, by degree and rows). In between the time is as good as linear."""
     chosen: dict[tuple[int, int], list[ProfilePoint]] = {}
     for point in sorted(points):
         if point.batch in widths.get(point.tp, {}):
@@ -340,6 +299,5 @@ def verify_points(points: Iterable[ProfilePoint], widths: Mapping[int, Mapping[i
 def missing_points(
     measured: Iterable[Measurement | VerifyMeasurement], points: Iterable[ProfilePoint]
 ) -> tuple[ProfilePoint, ...]:
-    """The `points` that have not been measured yet, in their order."""
     known = {entry.point for entry in measured}
     return tuple(point for point in points if point not in known)

@@ -7,8 +7,7 @@ The profile has the costs of moves inside a worker alone, so those between two a
 device that changes from degree a to b sends 1 - min(a, b) / max(a, b) of what it holds of a token, which is 1/a of the
 token's KV (equation 1). So each measured cost per token is a time for the whole KV of a token over one link, and the
 largest counts. Between workers a device of degree a sends all that it holds of a token, 1/a; where the degrees differ,
-the change to the other one follows where it lands. Measured costs hold the reading and writing of blocks as well, so a
-move is rather overestimated. Links between workers are taken to be those inside one: the devices of one machine.
+the change to the other one follows where it lands. Links between workers are taken to be those inside one.
 """
 
 from __future__ import annotations
@@ -24,12 +23,8 @@ from jaxrl.scheduling.tokens.progress import PlanTimes
 
 class PlanCostModel:
     """Ticks of plans, in predicted nanoseconds, for workers with different layouts or rows
-    (`jaxrl.scheduling.tokens.local_workers.Ticks`).
-
-    Args:
-      predictor: never corrected; its profile holds decode and prefill times of every degree in use.
-      engines: by the worker's number, each over an executor that has a layout.
-    """
+    (`jaxrl.scheduling.tokens.local_workers.Ticks`). `predictor` is never corrected, because logical time may not depend
+    on a clock."""
 
     def __init__(self, predictor: LatencyPredictor, engines: Sequence[Engine]) -> None:
         self._predictor = predictor
@@ -52,8 +47,6 @@ def cheaper_move(predictor: LatencyPredictor, source: Engine, target: Engine, re
 
     Only rows have KV. The fullest dp group of the source sets the time to send it; the target's groups prefill equal
     shares of the rows side by side.
-
-    Raises ValueError if the profile lacks prefill times of the target's degree, or costs as `across_s` needs them.
     """
     leaving = set(request_ids)
     groups = [[row.length for row in rows if row.request_id in leaving] for rows in rows_of(source.batcher)]
@@ -64,11 +57,9 @@ def cheaper_move(predictor: LatencyPredictor, source: Engine, target: Engine, re
 
 
 def step_seconds(predictor: LatencyPredictor, engine: Engine) -> Callable[[float, float], float]:
-    """(rows of a worker like `engine`, their tokens together) -> predicted seconds of a decode step.
-
-    Rows are spread evenly over the dp groups. More rows than slots take turns, so one step of all of them is several
-    steps. Room for their KV is ignored.
-    """
+    """(rows of a worker like `engine`, their tokens together) -> predicted seconds of a decode step. Rows are spread
+    evenly over the dp groups. More rows than slots take turns, so one step of all of them is several. Room for their KV
+    is ignored."""
     capacity, tp = engine.batcher.capacity, _degree(engine)
 
     def step_s(rows: float, tokens: float) -> float:
@@ -81,10 +72,8 @@ def step_seconds(predictor: LatencyPredictor, engine: Engine) -> Callable[[float
 
 
 def across_s(predictor: LatencyPredictor, from_tp: int, to_tp: int, tokens: int) -> float:
-    """Seconds to bring KV to another worker, when the fullest dp group sends `tokens` tokens; see the module.
-
-    Raises ValueError if the profile has no costs of a switch, or none of the one between these degrees.
-    """
+    """Seconds to bring KV to another worker, when the fullest dp group sends `tokens` tokens; see the module. Raises
+    ValueError if the profile lacks the costs."""
     costs = predictor.profile.switches
     if not costs:
         raise ValueError("the latency profile has no costs of a switch, from which those of a move are taken")

@@ -3,15 +3,14 @@
 Source: PAT §4.2, Algorithm 1, lines 7 (compute_merged_bs) and 23 (merge_and_redistribute).
 
 On the factored mesh (docs/architecture.md) neighbouring groups merge, and a group splits into neighbours. The groups
-that merge into one, or the one that splits, are a *home*: from a row's group to the new groups of its home, only the
-way changes in which the heads of its KV are split. A row that goes elsewhere takes all of its KV over the links, so
-rows stay at home unless the balance needs them elsewhere.
+that merge into one, or the one that splits, are a *home*: there, only the way changes in which the heads of a row's KV
+are split. A row that goes elsewhere takes all of its KV over the links.
 
 Rows are balanced first: after a change no new group has two rows more than another (as far as rows that are there
-already allow it, in a migration). Of all such outcomes the one is taken that moves the fewest tokens away from home:
-where a home has too many rows, its shortest leave. Sharing is not looked at: samples that leave one by one take their
-prompt's blocks along, once per group. Tokens come second: within a home, and then among those that leave, rows are
-dealt longest first, each to the group with the fewest rows and among equals to the one with the fewest tokens.
+already allow it). Of all such outcomes the one is taken that moves the fewest tokens away from home: where a home has
+too many rows, its shortest leave. Sharing is not looked at. Tokens come second: within a home, and then among those
+that leave, rows are dealt longest first, each to the group with the fewest rows and among equals to the one with the
+fewest tokens.
 """
 
 from __future__ import annotations
@@ -22,11 +21,8 @@ from jaxrl.scheduling.layouts.batch_state import LiveRow, Rows, num_tokens
 
 
 def regroup(groups: Sequence[Rows], dp: int, held: Sequence[Rows] = ()) -> tuple[Rows, ...]:
-    """The rows of each of `dp` new groups, given those of each group before.
-
-    `held`: rows that the new groups have already (another worker's own); default: none. The switch rule's predictions
-    and the engine's moves both come from here.
-    """
+    """The rows of each of `dp` new groups, given those of each group before. `held`: rows that the new groups have
+    already (another worker's own). The switch rule's predictions and the engine's moves both come from here."""
     assert dp % len(groups) == 0 or len(groups) % dp == 0, f"{len(groups)} dp groups cannot become {dp}"
     num_homes = min(len(groups), dp)
     merged, split = len(groups) // num_homes, dp // num_homes

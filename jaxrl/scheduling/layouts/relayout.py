@@ -1,21 +1,23 @@
-"""What happens to each live request when the layout changes in the middle of a batch.
+"""Changing an engine's layout: in the middle of a batch, or before one.
+
+`switch` moves live requests to another tensor-parallel degree on the same devices, `recompute` prefills them all again
+in the degree in use, and `start_in` chooses the degree while there is nothing to move. For requests that move to
+another worker see `jaxrl.scheduling.layouts.request_migration`.
 
 `plan_relayout` works out from the batcher's state alone which request goes where, which blocks move, and which requests
-give up their rows. The executor carries it out on the devices, and only then does `apply` change the batcher. So a
-failure before anything has moved leaves the engine as it was.
+give up their rows. The executor carries it out, and only then does `apply` change the batcher. So a failure before
+anything has moved leaves the engine as it was.
 
 Source: docs/architecture.md (only valid KV moves; preempt until the live blocks fit, before anything moves), PAT §4.3
-(migrate or recompute).
-
-To recompute is to preempt: every request waits with its tokens and is admitted again like any other; samples of a
-prompt share its blocks again. So less is prefilled than PAT's equation 4 charges.
+(migrate or recompute). To recompute is to preempt: every request waits with its tokens and is admitted again like any
+other; samples of a prompt share its blocks again. So less is prefilled than PAT's equation 4 charges.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, Protocol, get_args, runtime_checkable
 
 from jaxrl.scheduling.layouts.batch_state import LiveRow, Rows
 from jaxrl.scheduling.layouts.kv_plan import KvPlan, LiveBlocks, blocks_needed, plan_migration
@@ -25,14 +27,17 @@ from jaxrl.scheduling.tokens.blocks import BlockManager
 from jaxrl.scheduling.tokens.plan import Capacity, Executor, Request, Seat
 from jaxrl.scheduling.tokens.rows import Response
 
+if TYPE_CHECKING:
+    from jaxrl.scheduling.tokens.engine import Engine
+
 How = Literal["migrate", "recompute"]
 """How a request's KV reaches another layout, or another worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResidentRow:
-    """What the device must know about a row that decodes. `token`, the last one of `response`, stands at `position` and
-    has no KV yet."""
+    """What the device must know about a row that decodes. `token`, the last of `response`, stands at `position` and has
+    no KV yet."""
 
     request: Request
     dp_group: int
@@ -43,11 +48,23 @@ class ResidentRow:
 
 
 @dataclass(frozen=True, slots=True)
+class TimeTaken:
+    """Seconds that a change of layout took on the devices: weights, KV, and everything else (plans, compiling)."""
+
+    weights_s: float = 0.0
+    state_s: float = 0.0
+    fixed_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return self.weights_s + self.state_s + self.fixed_s
+
+
+@dataclass(frozen=True, slots=True)
 class Relayout:
-    """A planned change of layout.
+    """A change of layout, planned or carried out.
 
     Attributes:
-      capacity: of the new layout.
       kv: the new pools, and the copies (none if everything is recomputed).
       rows: those that decode in the new layout without a prefill.
       seats: of the requests that keep their KV, by request id.
@@ -65,11 +82,11 @@ class Relayout:
     evicted: tuple[int, ...]
     num_live: int
     num_tokens: int
+    times: TimeTaken = TimeTaken()
 
     @property
     def num_moved(self) -> int:
-        """Tokens that have their KV copied; those of a shared prompt count once per copy, and those behind windows for
-        the part of the layers that still has them."""
+        """Tokens whose KV is copied; those behind windows count for the part of the layers that still has them."""
         return len(self.kv.copies) * self.capacity.block_size // len(self.capacity.stacks)
 
     def apply(self, batcher: Batcher) -> None:
@@ -77,26 +94,9 @@ class Relayout:
         batcher.reseat(self.capacity, self.kv.blocks, self.seats)
 
 
-@dataclass(frozen=True, slots=True)
-class TimeTaken:
-    """Seconds that a change of layout took on the devices: weights, KV, and everything else (plans, compiling)."""
-
-    weights_s: float = 0.0
-    state_s: float = 0.0
-    fixed_s: float = 0.0
-
-    @property
-    def total_s(self) -> float:
-        return self.weights_s + self.state_s + self.fixed_s
-
-
 class SwitchFailed(RuntimeError):
-    """A change of layout failed after something had moved.
-
-    Attributes:
-      is_usable: whether the executor is back in the old layout, with weights taken anew and an empty pool; the engine
-        then recomputes there. Otherwise it has no weights, and nothing can run until it gets some.
-    """
+    """A change of layout failed after something had moved. `is_usable`: the executor is back in the old layout, with
+    weights taken anew and an empty pool; otherwise it has no weights."""
 
     def __init__(self, message: str, *, is_usable: bool) -> None:
         super().__init__(message)
@@ -108,27 +108,25 @@ class LayoutExecutor(Executor, Protocol):
     """An executor that can change its layout."""
 
     @property
-    def tp(self) -> int:
-        """The degree in use."""
-        ...
+    def tp(self) -> int: ...
 
     def capacity(self, tp: int) -> Capacity:
-        """What the layout of this degree offers. Raises ValueError if there is no such layout."""
+        """Raises ValueError if there is no such layout."""
+        ...
+
+    def start_in(self, tp: int, /) -> None:
+        """Chooses the layout, while there are neither weights nor a pool."""
         ...
 
     def switch(self, move: Relayout) -> TimeTaken:
-        """Carries it out, with nothing in flight.
-
-        Raises `SwitchFailed` if it fails after something has moved; any other exception is raised before that.
-        """
+        """With nothing in flight. Raises `SwitchFailed` if it fails after something has moved; any other exception
+        before that."""
         ...
 
 
 def rows_of(batcher: Batcher, expected: Callable[[int], float | None] | None = None) -> tuple[Rows, ...]:
-    """The rows of each dp group, as decisions about layouts see them: without what the plans in flight will bring.
-
-    `expected`: (tokens of a response so far) -> how many more history expects it to gain.
-    """
+    """The rows of each dp group, without what the plans in flight will bring. `expected`: (tokens of a response so far)
+    -> how many more history expects it to gain."""
     groups: list[list[LiveRow]] = [[] for _ in range(batcher.capacity.num_groups)]
     for progress in batcher.running():
         num_tokens = progress.num_tokens
@@ -139,14 +137,8 @@ def rows_of(batcher: Batcher, expected: Callable[[int], float | None] | None = N
 
 
 def plan_relayout(batcher: Batcher, from_tp: int, to_tp: int, capacity: Capacity, how: How) -> Relayout:
-    """Works a change of layout out; nothing may be in flight.
-
-    Requests are regrouped as predictions assume (`regroup`). In a group with more rows or blocks than
-    its pool offers, the youngest give up their rows.
-
-    Raises:
-      ValueError: a request, running or waiting, could never run in the new pools.
-    """
+    """Works a change of layout out; nothing may be in flight. In a group with more rows or blocks than its pool offers,
+    the youngest give up their rows. Raises ValueError for a request that could never run in the new pools."""
     _refuse_too_long(batcher, to_tp, capacity)
     by_id = {progress.request.request_id: progress for progress in batcher.running()}
     groups: tuple[tuple[int, ...], ...] = ((),) * capacity.num_groups
@@ -185,7 +177,6 @@ def plan_relayout(batcher: Batcher, from_tp: int, to_tp: int, capacity: Capacity
 
 
 def resident_row(progress: Response, seat: Seat) -> ResidentRow:
-    """What the device must know about the row that decodes at this seat."""
     token, position = progress.last_token, progress.num_prompt + progress.num_tokens - 1
     return ResidentRow(progress.request, seat.dp_group, seat.slot, token, position, tuple(progress.tokens))
 
@@ -215,7 +206,7 @@ def live_blocks(batcher: Batcher, progress: Response) -> LiveBlocks:
 def _evict(
     groups: Sequence[Sequence[int]], live: Mapping[int, LiveBlocks], capacity: Capacity
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-    """(groups that fit into their pools, requests that had to leave). A group's last, the youngest, leaves first."""
+    """(groups that fit into their pools, requests that had to leave): the youngest leave first."""
     fitting: list[tuple[int, ...]] = []
     evicted: list[int] = []
     for ids in groups:
@@ -242,6 +233,56 @@ def _refuse_too_long(batcher: Batcher, tp: int, capacity: Capacity) -> None:
 
 
 def restart(batcher: Batcher, capacity: Capacity) -> None:
-    """Goes on with empty pools of this capacity: every request keeps its tokens, waits, and is prefilled again."""
+    """Empty pools of this capacity: every request keeps its tokens, waits, and is prefilled again."""
     sizes = capacity.num_groups, capacity.num_blocks, capacity.block_size, capacity.stacks
     batcher.reseat(capacity, BlockManager(*sizes), {})
+
+
+def switch(engine: Engine, tp: int, by: How = "migrate") -> Relayout:
+    """Changes the tensor-parallel degree, in the middle of a batch.
+
+    Plans in flight are collected first; the next `step` or `drain` returns the requests that ended in them. No request
+    is lost, none starts anew, and no token changes. Requests that do not fit wait and are recomputed.
+
+    Raises:
+      ValueError: before anything moves, for an impossible layout; the old one stays.
+      SwitchFailed: something failed after the move had begun. If it `is_usable`, the engine recomputes every request in
+        the old layout; otherwise the executor needs weights first.
+    """
+    executor = engine.executor
+    if not isinstance(executor, LayoutExecutor):
+        raise ValueError(f"switch to tp {tp}: {type(executor).__name__} cannot change its layout")
+    if tp == executor.tp:
+        raise ValueError(f"switch to tp {tp}: that is the layout in use")
+    if by not in get_args(How):
+        raise ValueError(f"switch to tp {tp}: by={by!r} must be one of {', '.join(get_args(How))}")
+    capacity = executor.capacity(tp)
+    engine.settle()
+    move = plan_relayout(engine.batcher, executor.tp, tp, capacity, by)
+    try:
+        times = executor.switch(move)
+    except SwitchFailed:
+        restart(engine.batcher, engine.batcher.capacity)
+        raise
+    move.apply(engine.batcher)
+    return replace(move, times=times)
+
+
+def recompute(engine: Engine) -> None:
+    """Gives up the KV of all requests: they keep their tokens, wait, and are prefilled again."""
+    engine.settle()
+    restart(engine.batcher, engine.batcher.capacity)
+
+
+def start_in(engine: Engine, tp: int) -> None:
+    """Chooses the layout of an engine while its executor has neither weights nor a pool. Raises ValueError if requests
+    are unfinished."""
+    executor = engine.executor
+    assert isinstance(executor, LayoutExecutor), "a worker without a layout"
+    if not engine.batcher.is_idle:
+        raise ValueError(
+            f"start_in({tp}): {len(engine.batcher.live())} requests are unfinished, so the layout changes by "
+            "Engine.switch alone"
+        )
+    executor.start_in(tp)
+    restart(engine.batcher, executor.capacity(tp))

@@ -1,8 +1,7 @@
 """Rules across rounds: what a round launches, and what happens to the prompts that it does not finish.
 
-A `BatchRule` plans each training step's `Round` (which prompts, how many responses each, which attempt, what is
-resumed) and settles it when it is done. What it carries from round to round is part of a checkpoint. The loop calls it
-without knowing which rule it is::
+A `BatchRule` plans each training step's `Round` and settles it when it is done. What it carries from round to round is
+part of a checkpoint. The loop calls it without knowing which rule it is::
 
     current = rule.plan(prompts, RoundTime(step, policy_version, steps_left))
     while not current.done:
@@ -10,8 +9,7 @@ without knowing which rule it is::
             backend.apply(command)
     result = rule.settle(current)         # result.groups is the batch
 
-Here are the rules' common part and the baseline. The other rules are mechanisms (`jaxrl.mechanisms`), whose table says
-which settings exclude each other.
+Here are the rules' common part and the baseline. The other rules are mechanisms (`jaxrl.mechanisms`).
 """
 
 from __future__ import annotations
@@ -58,12 +56,8 @@ class RoundTime:
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """What a rule decides about its next round.
-
-    Attributes:
-      num_kept: prompts at the end of the queue that the round leaves there.
-      due: as in `Race`.
-    """
+    """What a rule decides about its next round. `num_kept`: prompts at the end of the queue that it leaves there;
+    `due`: as in `Race`."""
 
     limits: RaceLimits
     kind: RoundKind = "plain"
@@ -78,7 +72,6 @@ class RoundResult:
     Attributes:
       groups: to train on, sorted by prompt key.
       left: prompts that leave the system now without being trained on, and why.
-      metrics: of the round; counts are of prompts or samples as their names say.
       filtered: scored groups of those that were filtered, in the order of those decisions.
       carried: samples with tokens that the rule keeps for a later round, those of earlier rounds among them.
     """
@@ -105,7 +98,6 @@ class BatchRule:
 
     Attributes:
       queue: prompts that wait for a round, the first launched first; in a round, those that it has not launched.
-      num_rounds: planned so far.
       filter: of groups, with what it has learnt.
     """
 
@@ -132,15 +124,12 @@ class BatchRule:
 
     @property
     def max_under_way(self) -> tuple[int, int]:
-        """The most that a round has under way at once, as (prompts, samples)."""
         return self.limits.max_under_way
 
     def ahead(self, prompts: PromptStream, time: RoundTime) -> Sequence[PlannedGroup]:
-        """All that the round after the open one will launch, taken from the source now; `time` is that round's.
-
-        Empty where that is unknown, or where the batch depends on which of its responses end first: they may begin now,
-        at a moment that a clock decides.
-        """
+        """All that the round after the open one (`time` is that round's) will launch, taken from the source now. Empty
+        where that is unknown, or where the batch depends on which of its responses end first: they may begin now, at a
+        moment that a clock decides."""
         return ()
 
     def plan(self, prompts: PromptStream, time: RoundTime) -> Round:
@@ -188,11 +177,9 @@ class BatchRule:
         return RoundResult(current.kind, groups, left, metrics, filtered, carried)
 
     def _own_metrics(self, current: Round, groups: Sequence[Group], num_left_over: int) -> dict[str, float]:
-        """What only this rule reports of a round."""
         return {}
 
     def _waiting(self, group: RacingGroup, limits: RaceLimits, ledger: RoundLedger) -> PlannedGroup:
-        """A group that is left over, as it waits for a later round."""
         planned = group.planned
         if not limits.keep_unfinished:
             return planned.afresh(self._num_waiting_responses, planned.attempt + 1)
@@ -213,8 +200,8 @@ class BatchRule:
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """Part of a checkpoint, between rounds: JSON values and arrays. `first` is int64 [N, 2]: the first step and the
-        first round of each group of the queue."""
+        """Part of a checkpoint: JSON values and arrays. `first` is int64 [N, 2]: the first step and the first round of
+        each group of the queue."""
         assert self._open is None, "state between rounds only"
         first = [(group.first_step, group.first_round) for group in self.queue]
         return {
@@ -225,8 +212,7 @@ class BatchRule:
         }
 
     def load_state(self, state: Mapping[str, Any], prompts: PromptStream) -> None:
-        """Raises ValueError for a state of another schema, one that does not fit together, and samples that this run
-        has no place for."""
+        """Raises ValueError for a state of another schema, and for samples that this run has no place for."""
         if state["schema"] != self.SCHEMA:
             raise ValueError(f"{self.name}: state of schema {state['schema']}; this version reads schema {self.SCHEMA}")
         packed = state["queue"]
@@ -257,8 +243,7 @@ class FreshBatches(BatchRule):
     Source: the baselines of RollPacker §6.1 and §3.
 
     Args:
-      limits: what a round needs and may spend; None: a batch, and nothing beyond it. Prompts that lose a race leave the
-        system as `filtered`, for good.
+      limits: None: a batch, and nothing beyond it. Prompts that lose a race leave the system as `filtered`, for good.
     """
 
     name = "plain batches"
@@ -287,7 +272,7 @@ class FreshBatches(BatchRule):
 
 
 def launched(section: str, prompt_factor: float, response_factor: float, batch: BatchSettings) -> tuple[int, int]:
-    """Prompts that a round launches, and samples of each. Raises ValueError as `provisioned` does."""
+    """Prompts that a round launches, and samples of each."""
     num_prompts = provisioned(f"{section}.prompt_factor", prompt_factor, batch.num_groups)
     return num_prompts, provisioned(f"{section}.response_factor", response_factor, batch.group_size)
 
@@ -311,7 +296,6 @@ def room_until_end(at_end: AtEnd, num_groups: int, time: RoundTime, num_waiting:
 
 
 def _filtered(race: Race, ledger: RoundLedger) -> list[Group]:
-    """Scored groups of the prompts that were filtered, in the order of those decisions."""
     groups = (race.groups[prompt_key] for prompt_key in race.filtered)
     return [Group(group.planned.prompt, [ledger.finished[key] for key in sorted(group.kept)]) for group in groups]
 
@@ -319,7 +303,7 @@ def _filtered(race: Race, ledger: RoundLedger) -> list[Group]:
 def _lost_tokens(race: Race, ledger: RoundLedger, carried: Iterable[Sample]) -> int:
     """Tokens of responses that ended or were aborted in this round and are neither in the batch, in a filtered group,
     nor carried on."""
-    kept = {*race.chosen(ledger), *(sample.key for sample in carried)}
+    kept = {*race.chosen(), *(sample.key for sample in carried)}
     for prompt_key in race.filtered:
         kept |= race.groups[prompt_key].kept.keys()
     ended = (*ledger.finished.values(), *ledger.aborted.values())
@@ -327,7 +311,6 @@ def _lost_tokens(race: Race, ledger: RoundLedger, carried: Iterable[Sample]) -> 
 
 
 def _round_metrics(current: Round, time: RoundTime, groups: Sequence[Group], lost_tokens: int) -> dict[str, float]:
-    """What every rule reports of a round; `groups` is its batch."""
     race = current.race
     samples = [sample for group in groups for sample in group.samples]
     started = [key for group in race.groups.values() for key in group.launch.keys]
@@ -355,7 +338,6 @@ def _round_metrics(current: Round, time: RoundTime, groups: Sequence[Group], los
 
 
 def _queue_metrics(queue: Collection[PlannedGroup], step: int, round_index: int) -> dict[str, float]:
-    """How many prompts wait after a round, and for how long they have."""
     metrics = {"rollout/queue_length": float(len(queue))}
     ages = {
         "steps": [step - group.first_step for group in queue],

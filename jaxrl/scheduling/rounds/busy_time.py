@@ -1,9 +1,6 @@
-"""How long a round's scorers were busy: the time in which at least one sample had been sent for scoring and had no
-verdict, waiting for a worker included. The verdicts' own times count, however late the backend looks at them.
-
-Times are whole nanoseconds, so that a simulated run that resumes, with a clock that begins at 0 again, reports the
-same.
-"""
+"""How long a round's scorers were busy: the time in which at least one sample waited for its verdict. The verdicts' own
+times count, however late the backend looks at them. Times are whole nanoseconds, so that a simulated run that resumes,
+with a clock that begins at 0 again, reports the same."""
 
 from __future__ import annotations
 
@@ -11,8 +8,6 @@ from jaxrl.types import SampleKey
 
 
 class BusyTime:
-    """Spans of time, from `begin` to `end` of each sample."""
-
     def __init__(self) -> None:
         self._since_ns: dict[SampleKey, int] = {}
         self._spans_ns: list[tuple[int, int]] = []

@@ -46,7 +46,7 @@ def pack_samples(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def unpack_samples(packed: Mapping[str, Any]) -> list[Sample]:
-    """The reverse of `pack_samples`. Raises ValueError if the pieces do not fit together."""
+    """Raises ValueError if the pieces do not fit together."""
     offsets, text_offsets, rewards = packed["offsets"], packed["text_offsets"], packed["rewards"]
     count, total = len(packed["keys"]), int(offsets[-1])
     lengths = {name: len(packed[name]) for name in _ARRAYS}
@@ -96,11 +96,7 @@ def pack_groups(groups: Iterable[Group | PlannedGroup]) -> dict[str, Any]:
 
 
 def unpack_groups(packed: Mapping[str, Any], get: Callable[[int, int], Prompt]) -> list[Group]:
-    """The reverse of `pack_groups`. Raises ValueError if the pieces do not fit together.
-
-    Args:
-      get: the prompt of an (epoch, index).
-    """
+    """`get`: the prompt of an (epoch, index). Raises ValueError if the pieces do not fit together."""
     samples = unpack_samples(packed["samples"])
     sizes = [int(size) for *_, size in packed["groups"]]
     if len(samples) != sum(sizes):
@@ -113,8 +109,8 @@ def unpack_groups(packed: Mapping[str, Any], get: Callable[[int, int], Prompt]) 
 
 
 def check_lengths(what: str, samples: Sequence[Sample], max_response_length: int) -> None:
-    """Raises ValueError for samples of a checkpoint that are too long for the run that resumes them: rows, the cache
-    and packed batches have no room for them. `max_response_length` is in tokens; 0: no limit."""
+    """Raises ValueError for samples of a checkpoint that are too long for the run that resumes them, which has no room
+    for them; 0: no limit."""
     needed = [len(sample) + (not sample.has_ended) for sample in samples]  # one that resumes samples a token at least
     num_over = sum(length > max_response_length for length in needed)
     if max_response_length and num_over:

@@ -26,7 +26,7 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RoundStarted:
-    """The backend is ready; the first event of every round."""
+    """The first event of every round."""
 
     time_s: float
 
@@ -50,8 +50,8 @@ class Verdict:
     """A scorer's answer for one sample. A scorer that fails gives reward 0 and says why in `status` and `info`.
 
     Attributes:
-      outside: a clock (a test case that was cut off), or something outside the run (an endpoint), decided it: asked
-        again, it might answer otherwise. The backend journals such verdicts, and those of time-outs and crashes.
+      outside: a clock (a test case that was cut off), or something outside the run (an endpoint), decided it. The
+        backend journals such verdicts, and those of time-outs and crashes.
       is_replayed: it comes from the journal.
     """
 
@@ -66,7 +66,6 @@ class Verdict:
 
     @property
     def failure(self) -> str:
-        """Why there is no score; empty if there is one."""
         return "" if self.status == "ok" else str(self.info.get("error") or self.status)
 
     @property
@@ -98,8 +97,6 @@ class Launch:
     """Start these responses of a prompt.
 
     Attributes:
-      prompt: the prompt.
-      keys: the responses to start or to resume.
       resumed: the samples of those `keys` that began in an earlier round; they resume from these token ids.
       finished: responses that ended by themselves in an earlier round and count in this one; they need no start.
       workers: the worker of each of `keys`; empty: each goes to the one that has least to do.
@@ -125,8 +122,8 @@ class Abort:
     """End these responses at once. Exactly one event follows for each.
 
     Without `keep` that is a `SampleAborted`: tokens of plans in flight may be missing from it, and a response counts as
-    aborted even if it has ended and its `SampleFinished` has not reached the round. With `keep` the tokens matter: the
-    backend waits for plans in flight, and sends a `SampleFinished` for a response that has ended.
+    aborted even if it has ended and its `SampleFinished` has not reached the round. With `keep` the backend waits for
+    plans in flight, and sends a `SampleFinished` for a response that has ended.
     """
 
     keys: tuple[SampleKey, ...]
@@ -135,8 +132,8 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class CancelScore:
-    """The verdicts on these samples are no longer needed: none follows. A scorer that already runs may finish; its
-    answer is dropped, unless the sample is sent for scoring again."""
+    """No verdict on these samples follows. A scorer that already runs may finish; its answer is dropped, unless the
+    sample is sent again."""
 
     keys: tuple[SampleKey, ...]
 

@@ -1,6 +1,5 @@
-"""Responses of earlier rollouts, by prompt: what drafts come from, and what ranking groups rank by.
-
-`HistoryStore` keeps each prompt's last rollouts and the lengths of its last one. It is part of a checkpoint.
+"""Responses of earlier rollouts, by prompt: what drafts come from, and what ranking groups rank by. Part of a
+checkpoint.
 
 Source: RhymeRL §5.3 (a prompt's history is the responses of its last rollout, with their rewards) and §6.2 to §6.3 (its
 length is their median; by how much lengths have grown since the epoch before).
@@ -10,7 +9,6 @@ Departures:
 - A group enters when it leaves its round, scored: trained on, or filtered. What a round discards, or carries on without
   samples, never enters: a clock decides which of its responses have been scored by then. So the store is a function of
   logical time.
-- Samples are kept in the order of their keys, whatever the order in which they ended.
 - Bytes are bounded. The prompts whose last rollout is longest ago go first; their lengths stay. An index counts with
   its largest possible size until `settle` says how large it is.
 - Prompts are told apart by their index alone: a run that resumes with other data finds the history of other prompts.
@@ -45,14 +43,12 @@ class PastRollout:
 
     @classmethod
     def of(cls, group: Group) -> PastRollout:
-        """Of a scored group."""
         samples = sorted(group.samples, key=lambda sample: sample.key)
         tokens = np.concatenate([np.asarray(sample.token_ids, np.int32) for sample in samples])
         lengths = np.asarray([len(sample) for sample in samples], np.int32)
         return cls(group.prompt.epoch, tokens, lengths, np.asarray([s.reward for s in samples], np.float64))
 
     def responses(self) -> list[np.ndarray]:
-        """The tokens of each response, int32 [T_i]."""
         return np.split(self.tokens, np.cumsum(self.lengths)[:-1])
 
     @property
@@ -82,20 +78,19 @@ class PromptHistory:
         return sum(rollout.num_bytes for rollout in self.rollouts)
 
     def pack(self) -> bytes:
-        """Compressed for a checkpoint (`HistoryStore.state_dict`); cached."""
+        """Compressed for a checkpoint; cached."""
         if self._packed is None:
             self._packed = _packed(self.rollouts)
         return self._packed
 
     @classmethod
     def unpack(cls, packed: bytes) -> PromptHistory:
-        """The reverse of `pack`. Raises ValueError for anything else."""
         return cls(_unpacked(packed), packed)
 
 
 @dataclass(frozen=True, slots=True)
 class PastLengths:
-    """Response lengths of a prompt's last rollout, in tokens. `before`: the median of the rollout before it, or 0."""
+    """Response lengths of a prompt's last rollout. `before`: the median of the rollout before it, or 0."""
 
     epoch: int
     median: float
@@ -105,7 +100,6 @@ class PastLengths:
 
     @property
     def growth(self) -> float | None:
-        """The median, as a multiple of the one before, if there was one."""
         return self.median / self.before if self.before else None
 
 
@@ -118,7 +112,6 @@ class HistoryStore:
       index_bytes: (responses, their tokens) -> the most bytes that an index over them takes; None: there are none.
 
     Attributes:
-      num_bytes: of the responses that are kept, and of their indexes.
       num_evicted: prompts whose responses were dropped for the bound, so far.
     """
 
@@ -131,11 +124,10 @@ class HistoryStore:
         self.num_bytes = 0
 
     def prompts(self) -> list[int]:
-        """The prompts whose responses are kept, those whose last rollout is longest ago first."""
+        """Those whose responses are kept, the one whose last rollout is longest ago first."""
         return list(self._kept)
 
     def history(self, index: int) -> PromptHistory | None:
-        """A prompt's last rollouts, if any are kept."""
         return self._kept.get(index)
 
     def unsettled(self) -> list[int]:
@@ -143,18 +135,18 @@ class HistoryStore:
         return [] if self._index_bytes is None else [index for index in self._kept if index not in self._settled]
 
     def lengths(self, index: int) -> PastLengths | None:
-        """The lengths of a prompt's last rollout, if there was one. They stay when responses are dropped."""
+        """They stay when responses are dropped."""
         return self._lengths.get(index)
 
     def growths(self) -> np.ndarray:
-        """float64 [N]: the factor by which the median length of each prompt grew to its last rollout, of those with two
-        rollouts or more, in the order of their indices."""
+        """float64 [N]: the factor by which the median length of each prompt with two rollouts or more grew to its last
+        one."""
         found = (self._lengths[index].growth for index in sorted(self._lengths))
         return np.asarray([growth for growth in found if growth is not None], np.float64)
 
     def add(self, groups: Iterable[Group]) -> list[int]:
         """Takes in the scored groups of a round; returns the prompts whose responses have changed and are kept. Ignores
-        a rollout older than the one kept of its prompt (which waited in a queue for longer than an epoch)."""
+        a rollout older than the one kept (which waited in a queue for longer than an epoch)."""
         changed: dict[int, None] = {}
         for group in groups:
             if self._take(group.prompt.index, PastRollout.of(group)):
@@ -208,8 +200,8 @@ class HistoryStore:
 
     def state_dict(self) -> dict[str, Any]:
         """Flat arrays: `prompts` int64 [P, 3] (index, bytes of its part of `packed`, bytes of its index or -1), the
-        oldest first; `packed` uint8, each prompt's part as of `PromptHistory.pack`; `lengths` float64 [L, 6] (index,
-        epoch, median, mean, longest, the median before); and how many prompts were evicted."""
+        oldest first; `packed` uint8; `lengths` float64 [L, 6] (index, epoch, median, mean, longest, the median
+        before)."""
         parts = [history.pack() for history in self._kept.values()]
         sizes = [(i, len(part), self._settled.get(i, _UNKNOWN)) for i, part in zip(self._kept, parts, strict=True)]
         rows = [(i, of.epoch, of.median, of.mean, of.longest, of.before) for i, of in sorted(self._lengths.items())]
@@ -222,8 +214,8 @@ class HistoryStore:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what was kept, within this run's bounds; an empty state is that of a run without history. Raises
-        ValueError for a state of another schema, or one that does not fit together."""
+        """Takes over what was kept, within this run's bounds. Raises ValueError for a state that does not fit
+        together."""
         if not state:
             return
         if state.get("schema") != SCHEMA:
@@ -257,17 +249,18 @@ class HistoryStore:
 
 def _packed(rollouts: tuple[PastRollout, ...]) -> bytes:
     """One prompt's rollouts, compressed: their number, then of each its epoch, number of responses and number of
-    tokens, all as int64; then of each the rewards as float64, and of each the lengths and tokens as int32. Numbers are
-    little-endian; the int32 are split into planes of bytes, of which the higher ones are nearly constant."""
+    tokens, all as int64; then of each the rewards as float64, and of each the lengths and tokens as int32, split into
+    planes of bytes, of which the higher ones are nearly constant. Little-endian."""
     heads = [(each.epoch, len(each.lengths), len(each.tokens)) for each in rollouts]
     parts = [np.asarray([len(rollouts), *np.ravel(heads)], "<i8").tobytes()]
     parts += [each.rewards.astype("<f8").tobytes() for each in rollouts]
-    parts += [_planes(np.concatenate([each.lengths, each.tokens])) for each in rollouts]
+    numbers = (np.concatenate([each.lengths, each.tokens]).astype("<i4") for each in rollouts)
+    parts += [each.view(np.uint8).reshape(-1, 4).T.tobytes() for each in numbers]
     return zlib.compress(b"".join(parts))
 
 
 def _unpacked(packed: bytes) -> tuple[PastRollout, ...]:
-    """The reverse of `_packed`. Raises ValueError for anything else."""
+    """Raises ValueError for what `_packed` has not made."""
     try:
         data = zlib.decompress(packed)
         (count,) = np.frombuffer(data, "<i8", 1).tolist()
@@ -291,8 +284,3 @@ def _unpacked(packed: bytes) -> tuple[PastRollout, ...]:
     except zlib.error as error:
         raise ValueError(str(error)) from None
     return tuple(found)
-
-
-def _planes(numbers: np.ndarray) -> bytes:
-    """int32 [N] as four planes of bytes, the lowest first."""
-    return numbers.astype("<i4").view(np.uint8).reshape(-1, 4).T.tobytes()

@@ -10,7 +10,7 @@ samples).
 
 Departures:
 
-- A round with a `GroupFilter` launches ahead of verdicts: as many groups are under way as it expects to be needed, so a
+- A round with dynamic sampling launches ahead of verdicts: as many groups are under way as it expects to need, so a
   round without filtered prompts is the plain short round. (RollPacker §7 keeps the active requests at the cap until the
   end; verl draws batches of fixed size one after another.)
 - So more groups may count than the batch needs. Where prompts do not race, it takes the first of them in the order of
@@ -29,9 +29,9 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 from jaxrl.scheduling.rounds.events import (
     Abort,
@@ -48,57 +48,8 @@ from jaxrl.scheduling.rounds.events import (
 from jaxrl.schema.limits import ScoreWhen
 from jaxrl.types import Group, Prompt, Sample, SampleKey
 
-
-class GroupFilter(Protocol):
-    """Leaves complete groups out of the batch by their rewards; others replace them (dynamic sampling). Immutable: a
-    rule carries what it has learnt from round to round."""
-
-    def keeps(self, group: Group, verdicts: Sequence[Verdict], /) -> bool:
-        """Whether a group may be in the batch, by its scored samples and their verdicts, both sorted by key."""
-        ...
-
-    def after(self, *, kept: bool, num_groups: int) -> Self:
-        """The filter after one more group, in a run with batches of `num_groups`."""
-        ...
-
-    @property
-    def share(self) -> float:
-        """The share of groups that it expects to leave out, below 1."""
-        ...
-
-    def under_way(self, missing: int, /) -> int:
-        """How many groups to have under way so that `missing` of them may be expected to count."""
-        ...
-
-    @property
-    def launched_at_once(self) -> int:
-        """Prompts that are launched together, at least 1."""
-        ...
-
-    def most_under_way(self, num_groups: int, /) -> int:
-        """The most that are under way for a batch of `num_groups`."""
-        ...
-
-    def most_launched(self, num_started: int, /) -> int:
-        """Prompts after which a round that starts with `num_started` fails."""
-        ...
-
-    @property
-    def advice(self) -> str:
-        """What to do about a round that fails."""
-        ...
-
-    def max_unscored(self, num_running: int, num_groups: int) -> int:
-        """Complete groups that may lack verdicts before generation waits, beside `num_running` that decode."""
-        ...
-
-    def state(self) -> list[float]:
-        """What it has learnt, as JSON values."""
-        ...
-
-    def of_state(self, state: Sequence[float], /) -> Self:
-        """The same filter, with what another has learnt."""
-        ...
+if TYPE_CHECKING:
+    from jaxrl.mechanisms.dynamic_sampling import DynamicSampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,20 +57,18 @@ class BatchSettings:
     """The configuration that all batch rules share.
 
     Attributes:
-      num_groups: prompts per batch, P0 (`data.train_batch_size`).
-      group_size: samples per prompt, R0 (`rollout.n`).
-      score_when: `reward.score_when`.
+      num_groups: prompts per batch, P0 (`data.train_batch_size`). group_size: samples per prompt, R0 (`rollout.n`).
       group_filter: leaves groups out of batches, with nothing learnt; None: every complete group counts.
       max_active_requests: the most samples under way; 0: no limit.
       version_lag: versions by which the policy in training is ahead of the one that samples: 0, or 1 where a round
         comes before the update that its weights lack.
-      max_response_length: tokens of a response at most (`data.max_response_length`); 0: no limit.
+      max_response_length: in tokens; 0: no limit.
     """
 
     num_groups: int
     group_size: int
     score_when: ScoreWhen = "sample"
-    group_filter: GroupFilter | None = None
+    group_filter: DynamicSampling | None = None
     max_active_requests: int = 0
     version_lag: int = 0
     max_response_length: int = 0
@@ -127,13 +76,9 @@ class BatchSettings:
 
 @dataclass(frozen=True, slots=True)
 class PlannedGroup:
-    """A prompt from its first launch until it leaves the system, and its responses between two rounds.
-
-    Attributes:
-      samples: all responses that its next launch needs, sorted by key: those without tokens start, those with tokens
-        resume, and those that have ended count as they are.
-      first_step, first_round: when it was first launched.
-    """
+    """A prompt from its first launch (`first_step`, `first_round`) until it leaves the system, and its responses
+    between two rounds. `samples`: all that its next launch needs, sorted by key: those without tokens start, those with
+    tokens resume, and those that have ended count as they are."""
 
     prompt: Prompt
     samples: tuple[Sample, ...]
@@ -142,11 +87,9 @@ class PlannedGroup:
 
     @classmethod
     def first(cls, prompt: Prompt, num_responses: int, step: int = 0, round_index: int = 0) -> Self:
-        """A prompt that was never launched."""
         return cls(prompt, (), step, round_index).afresh(num_responses)
 
     def afresh(self, num_responses: int, attempt: int = 0) -> Self:
-        """The prompt with new responses alone."""
         keys = (SampleKey(*self.prompt.key, i, attempt) for i in range(num_responses))
         return replace(self, samples=tuple(map(Sample.empty, keys)))
 
@@ -156,7 +99,6 @@ class PlannedGroup:
 
     @property
     def attempt(self) -> int:
-        """The latest attempt of its responses."""
         return max(sample.key.attempt for sample in self.samples)
 
     @property
@@ -164,7 +106,6 @@ class PlannedGroup:
         return all(sample.has_ended for sample in self.samples)
 
     def launch(self) -> Launch:
-        """The command that starts and resumes its responses."""
         live = [sample for sample in self.samples if not sample.has_ended]
         return Launch(
             self.prompt,
@@ -179,8 +120,7 @@ class RaceLimits:
     """What a round needs and may spend.
 
     Attributes:
-      batch: the size of the batch, and how it is scored.
-      num_responses: responses started per new prompt, at least `group_size`; the most a prompt may have under way.
+      num_responses: started per new prompt, at least `group_size`; the most a prompt may have under way.
       num_spare: groups under way beyond those still needed.
       keep_unfinished: whether the tokens of losing responses are kept.
       max_left_over: the most prompts that may be launched ahead of verdicts, beyond the batch and those that are
@@ -195,13 +135,6 @@ class RaceLimits:
 
     def __post_init__(self) -> None:
         batch = self.batch
-        assert self.num_responses >= batch.group_size >= 1
-        assert batch.num_groups >= 1
-        assert self.num_spare >= 0
-        assert not (self.keep_unfinished and self.num_responses > batch.group_size), "a spare response has no place"
-        assert not (self.is_race and batch.group_filter and batch.score_when == "rollout"), (
-            "rewards decide which groups end the round"
-        )
         if batch.max_active_requests and batch.max_active_requests < self.num_responses:
             raise ValueError(
                 f"rollout.max_active_requests ({batch.max_active_requests} samples) must hold one prompt's responses "
@@ -209,19 +142,14 @@ class RaceLimits:
             )
 
     @property
-    def is_race(self) -> bool:
-        """Whether it matters which responses finish first."""
-        return self.num_spare > 0 or self.num_responses > self.batch.group_size
-
-    @property
     def in_launch_order(self) -> bool:
         """Whether the batch takes the first groups that count in the order of launch, whichever end first: so a rule
-        without a race of prompts neglects no long response when it launches more prompts than it needs."""
+        without a race of prompts neglects no long response."""
         return self.batch.group_filter is not None and not self.num_spare
 
     @property
     def max_under_way(self) -> tuple[int, int]:
-        """The most that is under way at once, as (prompts, samples); `max_active_requests` caps the samples."""
+        """(prompts, samples); `max_active_requests` caps the samples."""
         num_groups, group_filter = self.batch.num_groups, self.batch.group_filter
         prompts = (group_filter.most_under_way(num_groups) if group_filter else num_groups) + self.num_spare
         samples = prompts * self.num_responses
@@ -244,15 +172,13 @@ class Race:
 
     Args:
       supply: the next group to launch; called only when there is room for it.
-      due: keys of prompts that must be in the batch: the round waits until their groups are complete. They are the
-        first that `supply` gives, and at most `num_groups`.
+      due: keys of prompts that must be in the batch. They are the first that `supply` gives, and at most `num_groups`.
       group_filter: that of `limits.batch`, as the rounds before have left it; None: as it is there.
 
     Attributes, to settle the round:
       groups: all that were launched, in that order.
       accepted: complete groups; the batch takes `num_groups` of them (`batch`), the due ones first.
       filtered: groups left out, and the outcome of each.
-      filter: after this round's verdicts.
     """
 
     def __init__(
@@ -260,7 +186,7 @@ class Race:
         limits: RaceLimits,
         supply: Callable[[], PlannedGroup],
         due: Collection[PromptKey] = frozenset(),
-        group_filter: GroupFilter | None = None,
+        group_filter: DynamicSampling | None = None,
     ) -> None:
         assert len(due) <= limits.batch.num_groups
         self.limits = limits
@@ -288,49 +214,7 @@ class Race:
 
     # -- the rule ----------------------------------------------------------------------------------------------------
 
-    def start(self, ledger: RoundLedger) -> list[Command]:
-        return self._go_on(ledger)
-
-    def after_finish(self, ledger: RoundLedger, sample: Sample) -> list[Command]:
-        if self._stopped:
-            self._keep_late(sample)
-            return []
-        self._backlog.append(sample)
-        return self._go_on(ledger)
-
-    def after_verdict(self, ledger: RoundLedger, verdict: Verdict) -> list[Command]:
-        if self._stopped:
-            return []
-        if self._awaited == verdict.key:
-            self._awaited = None
-        return self._go_on(ledger)
-
-    def is_done(self, ledger: RoundLedger) -> bool:
-        """Whether the round has ended. Asked after every event."""
-        return self._stopped and not ledger.aborting and not ledger.scoring
-
-    def chosen(self, ledger: RoundLedger) -> list[SampleKey]:
-        """The samples of the batch."""
-        return [key for prompt_key in self.batch for key in self.groups[prompt_key].kept]
-
-    def certain(self, ledger: RoundLedger) -> list[PromptKey]:
-        """Accepted groups that will be in the batch whatever happens from now on; what was certain stays so.
-
-        Before an accepted group there may come the due ones, and besides, where the order of launch counts, those that
-        were launched before it and are not filtered, else those that were accepted before it.
-        """
-        if self._stopped:
-            return list(self.batch)
-        due = {key for key in self._due if key not in self.filtered}
-        others = [key for key in self.groups if key not in self._due and key not in self.filtered]
-        if not self.limits.in_launch_order:
-            others = [key for key in self.accepted if key not in self._due]
-        first = {*due, *others[: self.limits.batch.num_groups - len(due)]}
-        return [prompt_key for prompt_key in self.accepted if prompt_key in first]
-
-    # -- inside ------------------------------------------------------------------------------------------------------
-
-    def _go_on(self, ledger: RoundLedger) -> list[Command]:
+    def advance(self, ledger: RoundLedger) -> list[Command]:
         """Takes all steps that are due now, one at a time, because each may end the round."""
         commands: list[Command] = []
         while not self._stopped and self._awaited is None:
@@ -348,8 +232,41 @@ class Race:
                 break
         return commands
 
+    def after_finish(self, ledger: RoundLedger, sample: Sample) -> list[Command]:
+        if self._stopped:
+            self._keep_late(sample)
+            return []
+        self._backlog.append(sample)
+        return self.advance(ledger)
+
+    def after_verdict(self, ledger: RoundLedger, verdict: Verdict) -> list[Command]:
+        if self._awaited == verdict.key:
+            self._awaited = None
+        return self.advance(ledger)
+
+    def is_done(self, ledger: RoundLedger) -> bool:
+        return self._stopped and not ledger.aborting and not ledger.scoring
+
+    def chosen(self) -> list[SampleKey]:
+        return [key for prompt_key in self.batch for key in self.groups[prompt_key].kept]
+
+    def certain(self) -> list[PromptKey]:
+        """Accepted groups that will be in the batch whatever happens from now on; what was certain stays so. Before one
+        there may come the due ones, and besides, where the order of launch counts, those launched before it and not
+        filtered, else those accepted before it."""
+        if self._stopped:
+            return list(self.batch)
+        due = {key for key in self._due if key not in self.filtered}
+        others = [key for key in self.groups if key not in self._due and key not in self.filtered]
+        if not self.limits.in_launch_order:
+            others = [key for key in self.accepted if key not in self._due]
+        first = {*due, *others[: self.limits.batch.num_groups - len(due)]}
+        return [prompt_key for prompt_key in self.accepted if prompt_key in first]
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
     def _decide_next(self, ledger: RoundLedger, commands: list[Command]) -> bool:
-        """Accepts or filters the group that has been complete for longest; False if it cannot yet."""
+        """Decides about the group that has been complete for longest; False if it cannot yet."""
         if not self._unresolved:
             return False
         group = self.groups[self._unresolved[0]]
@@ -376,14 +293,13 @@ class Race:
             self._accept(prompt_key)
         return True
 
-    def _must_decide(self, group_filter: GroupFilter) -> bool:
+    def _must_decide(self, group_filter: DynamicSampling) -> bool:
         if self._has_batch({*self.accepted, *self._unresolved}):
             return True  # it could end the round
         num_running = self._num_under_way - len(self._unresolved)
         return len(self._unresolved) > group_filter.max_unscored(num_running, self.limits.batch.num_groups)
 
     def _has_batch(self, complete: Collection[PromptKey]) -> bool:
-        """Whether a batch could be chosen if `complete` were the groups that count."""
         num_groups = self.limits.batch.num_groups
         if len(complete) < num_groups or not self.limits.in_launch_order:
             return len(complete) >= num_groups
@@ -397,11 +313,10 @@ class Race:
 
     @property
     def _num_under_way(self) -> int:
-        """Groups that were launched and neither accepted nor filtered."""
+        """Launched, and neither accepted nor filtered."""
         return len(self.groups) - len(self.accepted) - len(self.filtered)
 
     def _has_room(self) -> bool:
-        """Whether to launch another group now."""
         limits, batch = self.limits, self.limits.batch
         if batch.max_active_requests and self._num_active + limits.num_responses > batch.max_active_requests:
             return False
@@ -438,7 +353,6 @@ class Race:
         self._end_group_if_complete(prompt_key, commands)
 
     def _take(self, ledger: RoundLedger, sample: Sample, commands: list[Command]) -> None:
-        """A response has ended."""
         prompt_key = ledger.launched[sample.key].key
         group = self.groups[prompt_key]
         if sample.key not in group.live:
@@ -465,14 +379,13 @@ class Race:
             self._score(group, commands)
 
     def _score(self, group: RacingGroup, commands: list[Command]) -> None:
-        """Sends a group's samples that count for scoring, unless they were sent before."""
         for key, sample in group.kept.items():
             if key not in self._sent:
                 self._sent[key] = None
                 commands.append(Score(group.planned.prompt, sample))
 
     def _score_after_rollout(self, commands: list[Command]) -> bool:
-        """Sends the samples that wait for the end of the rollout, if it has ended; returns whether any was sent."""
+        """Whether any sample was sent."""
         num_sent = len(self._sent)
         if self.limits.batch.score_when == "rollout" and not self._num_active:
             for prompt_key in self._unresolved:

@@ -8,14 +8,6 @@ Source: the synchronous round of RollPacker §2 (P0 prompts × R0 responses, wai
 
 Departures: time decides nothing here. Verdicts must come in the order in which their samples completed; the backend
 holds back a verdict that arrives early.
-
-Example::
-
-    round = Round(prompts, group_size=8)
-    while not round.done:
-        for command in round.handle(backend.wait()):
-            backend.apply(command)
-    groups = round.groups()
 """
 
 from __future__ import annotations
@@ -55,9 +47,8 @@ class Round:
 
     Args:
       prompts: to launch, in this order; their keys must differ. Empty with a `race`, which brings prompts in.
-      group_size: responses per prompt (`rollout.n`).
-      race: decides; None: every prompt `group_size` times, and wait for all of them.
-      kind: the kind of round, for resource planning and for pictures.
+      race: None: every prompt `group_size` times, and wait for all of them.
+      kind: for resource planning and for pictures.
     """
 
     def __init__(
@@ -68,8 +59,6 @@ class Round:
                 f"a round needs prompts, each (epoch, index) once: {len(prompts)} given, "
                 f"{len({prompt.key for prompt in prompts})} different (data.train_batch_size)"
             )
-        if group_size < 1:
-            raise ValueError(f"rollout.n ({group_size}) must be >= 1")
         if race is None:
             supply = iter([PlannedGroup.first(prompt, group_size) for prompt in prompts])
             race = Race(RaceLimits(BatchSettings(len(prompts), group_size), group_size), lambda: next(supply))
@@ -82,11 +71,10 @@ class Round:
 
     @property
     def done(self) -> bool:
-        """The round has ended; no event may follow."""
         return self._done
 
     def handle(self, event: Event) -> list[Command]:
-        """Takes in one event and returns what to do. Raises ValueError for an event that does not fit the round."""
+        """Raises ValueError for an event that does not fit the round."""
         if self._done:
             raise ValueError(f"{event}: the round is done")
         if self._started == isinstance(event, RoundStarted):
@@ -94,7 +82,7 @@ class Round:
         match event:
             case RoundStarted():
                 self._started = True
-                commands = self.race.start(self.ledger)
+                commands = self.race.advance(self.ledger)
             case SampleFinished(sample=sample):
                 self._record_finish(sample)
                 commands = self.race.after_finish(self.ledger, sample)
@@ -114,14 +102,14 @@ class Round:
         assert self._done, "groups() of a round that is not done"
         ledger = self.ledger
         samples: dict[PromptKey, list[Sample]] = {}
-        for key in sorted(self.race.chosen(ledger)):
+        for key in sorted(self.race.chosen()):
             samples.setdefault(ledger.launched[key].key, []).append(ledger.finished[key])
         return [Group(ledger.prompts[prompt_key], samples[prompt_key]) for prompt_key in sorted(samples)]
 
     def certain(self) -> list[Group]:
         """Groups that `groups` will hold whatever happens from now on, scored or not; sorted as there. (A round that is
         dropped yields nothing all the same.)"""
-        ledger, wanted = self.ledger, set(self.race.certain(self.ledger))
+        ledger, wanted = self.ledger, set(self.race.certain())
         samples: dict[PromptKey, list[Sample]] = {prompt_key: [] for prompt_key in wanted}
         for key in (*ledger.verdicts, *ledger.scoring):  # asked after every event: a key's own prompt needs no look-up
             if (prompt_key := (key.epoch, key.prompt_index)) in wanted:
@@ -163,7 +151,7 @@ class Round:
         )
 
     def _record_command(self, command: Command) -> None:
-        """Writes a command into the ledger; asserts that the two do not contradict each other."""
+        """Asserts that the command and the ledger do not contradict each other."""
         ledger = self.ledger
         match command:
             case Launch(prompt=prompt, keys=keys, resumed=resumed, finished=finished):
@@ -195,11 +183,8 @@ class Round:
 
 
 class Departures:
-    """How prompts left the system: each (epoch, index) once, as trained, filtered or failed. Part of a checkpoint.
-
-    It keeps flags, in blocks of neighbouring prompts: a long run has a million of them, every step boundary copies
-    them, and with quotas of sources many epochs have few prompts each.
-    """
+    """How prompts left the system: each (epoch, index) once. Part of a checkpoint. It keeps flags, in blocks of
+    neighbouring prompts: a long run has a million of them, and every step boundary copies them."""
 
     SCHEMA = 1
     BLOCK = 1024

@@ -5,15 +5,12 @@ use the same shaped reward. Evaluations are not shaped.
 
 Source: DAPO (Yu et al. 2025, arXiv:2503.14476): rewards of 1 and -1 (eq. 7), and for length (eq. 13) no penalty up to
 L_max - L_cache tokens, then linearly down to -1 at L_max. Names and the factor are verl's
-(`reward_model.overlong_buffer`).
+(`reward_model.overlong_buffer`). Departures: a response cannot be longer than L_max here (`data.max_response_length`),
+so the equation's third case is the end of its second. A sample whose scoring failed has the reward of a wrong answer,
+whatever its length: a group of such samples must stay one of equal rewards, which a filter counts as failed.
 
-Departures: a response cannot be longer than L_max here (`data.max_response_length`), so the equation's third case is
-the end of its second. A sample whose scoring failed has the reward of a wrong answer, whatever its length: a group of
-such samples must stay one of equal rewards, which a filter counts as failed.
-
-What the scorer said is kept in the sample's `reward_info` as verl's manager does: `acc` (unless the scorer gives one),
-`overlong_reward` (the penalty, 0 or below) and `overlong`; and where wrong answers lose something, `wrong_reward` (what
-the sample has lost for that).
+What the scorer said is kept in `reward_info` as verl's manager does: `acc` (unless the scorer gives one),
+`overlong_reward` (the penalty, 0 or below), `overlong`, and `wrong_reward` (what a wrong answer has lost).
 """
 
 from __future__ import annotations
@@ -33,14 +30,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RewardShaping:
-    """What a response loses for being wrong, and for its length.
-
-    Attributes:
-      max_length: tokens of the longest response.
-      buffer: the tokens at its end over which the penalty grows; 0: no penalty.
-      factor: the penalty of the longest response.
-      wrong: the reward of a wrong answer.
-    """
+    """What a response loses for being wrong (the reward `wrong`), and for its length: over the last `buffer` of
+    `max_length` tokens the penalty grows to `factor`. `buffer` 0: no penalty."""
 
     max_length: int
     buffer: int
@@ -49,7 +40,6 @@ class RewardShaping:
 
     @classmethod
     def configured(cls, config: Config) -> RewardShaping | None:
-        """By `reward.overlong_buffer` and `reward.wrong_reward`; None where both are off."""
         options, wrong = config.reward.overlong_buffer, config.reward.wrong_reward
         if not options.enable and not wrong:
             return None
@@ -74,7 +64,6 @@ class RewardShaping:
         return replace(verdict, reward=verdict.reward + extra, info=info)
 
     def metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Of a batch: the mean penalty for length (0 or above) and the share of samples that have one."""
         if not self.buffer:
             return {}
         lost = np.array([-sample.reward_info.get("overlong_reward", 0.0) for sample in samples])

@@ -24,14 +24,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from jaxrl.scheduling.layouts.relayout import How
-from jaxrl.scheduling.layouts.switching import Switched, switch
 from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
 from jaxrl.scheduling.tokens.plan import Capacity, Executor, Plan, PlanResult, Request, Ticket
 from jaxrl.scheduling.tokens.progress import Counters, Finished, PlanTimes, TraceEvent
 from jaxrl.scheduling.tokens.rows import StopCheck
 from jaxrl.types import Sample
+
+if TYPE_CHECKING:
+    from jaxrl.scheduling.layouts.relayout import How, Relayout
 
 MAX_IN_FLIGHT = 2
 """Plans of an engine that its devices may have at once: one that they run, and the next."""
@@ -165,8 +167,10 @@ class Engine:
         """Like `drain`, but the next `step` or `drain` returns the requests that ended."""
         self._undelivered = self.drain()
 
-    def switch(self, tp: int, by: How = "migrate") -> Switched:
-        """Goes on with another tensor-parallel degree, in the middle of a batch (`layouts.switching.switch`)."""
+    def switch(self, tp: int, by: How = "migrate") -> Relayout:
+        """Goes on with another tensor-parallel degree, in the middle of a batch (`layouts.relayout.switch`)."""
+        from jaxrl.scheduling.layouts.relayout import switch
+
         return switch(self, tp, by)
 
     def generate(self, requests: Sequence[Request]) -> list[Sample]:

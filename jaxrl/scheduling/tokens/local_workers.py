@@ -29,14 +29,15 @@ import heapq
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from jaxrl.scheduling.layouts.relayout import How
-from jaxrl.scheduling.layouts.request_migration import MigrationOutcome, migrate_requests, recompute_requests
 from jaxrl.scheduling.tokens.engine import MAX_IN_FLIGHT, Engine, Finished
 from jaxrl.scheduling.tokens.plan import Request, Ticket
-from jaxrl.scheduling.tokens.progress import Counters, PlanTimes
+from jaxrl.scheduling.tokens.progress import Counters, MigrationOutcome, PlanTimes
 from jaxrl.types import Sample
+
+if TYPE_CHECKING:
+    from jaxrl.scheduling.layouts.relayout import How
 
 Deal = Literal["tokens", "prompts"]
 """The worker of a new request; tokens: the open one with the fewest tokens outstanding (ties: the first), prompts: the
@@ -48,7 +49,7 @@ Arrival = Callable[[Mapping[int, Ticket]], int]
 Ticks = Callable[[int, PlanTimes], int]
 """(worker, a plan's load) -> what the plan costs. It may not look at `duration_s`, which a clock measured."""
 
-By = How | Callable[[Engine, Engine, Collection[int]], How]
+By: TypeAlias = "How | Callable[[Engine, Engine, Collection[int]], How]"
 """How requests move, or what says it of (source, target, their ids): `cheaper_move` with a predictor
 (`jaxrl.scheduling.layouts.plan_cost`)."""
 
@@ -365,6 +366,8 @@ class LocalWorkers:
             self._done[worker] = None
 
     def _move(self, source: int, target: int, request_ids: Sequence[int], by: By) -> MigrationOutcome:
+        from jaxrl.scheduling.layouts.request_migration import migrate_requests, recompute_requests
+
         self._collect(source)
         live = [i for i in request_ids if i in self._worker_of]
         if not live:

@@ -295,8 +295,8 @@ def broken(**changes: object) -> dict:
         (broken(row_sizes=[{"tp": 2, "sizes": [8, 4]}]), r"sizes must be >= 1 and ascend"),
         (broken(row_sizes=[{"tp": 2, "sizes": []}]), r"at least one"),
         (broken(row_sizes=[{"tp": 3, "sizes": [4]}]), r"must divide the number of devices"),
-        (broken(row_sizes=[{"tp": 2, "sizes": [4.5]}]), r"4.5 must be of type int"),
-        (broken(row_sizes=[{"tp": 2, "sizes": 4}]), r"must have exactly the fields"),
+        (broken(row_sizes=[{"tp": 2, "sizes": [4.5]}]), r"\[4.5\]\) must be of type tuple\[int, ...\]"),
+        (broken(row_sizes=[{"tp": 2, "sizes": 4}]), r"sizes \(4\) must be of type tuple\[int, ...\]"),
         ({**VERIFY_PROFILE.to_json(), "verify": [VERIFY_PROFILE.to_json()["verify"][0]] * 2}, r"more than once"),
         (
             {**VERIFY_PROFILE.to_json(), "verify": [asdict(VERIFY[0]), asdict(replace(VERIFY[1], width=4))]},
