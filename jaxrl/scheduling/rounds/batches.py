@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from jaxrl.scheduling.rounds.carried import as_carried, check_lengths, pack_groups, unpack_groups
-from jaxrl.scheduling.rounds.events import Outcome, PromptKey, RoundLedger
+from jaxrl.scheduling.rounds.events import Outcome, PromptKey
 from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits, RacingGroup
 from jaxrl.scheduling.rounds.round import Round, RoundKind
 from jaxrl.schema.limits import AtEnd
@@ -160,13 +160,13 @@ class BatchRule:
         (planned, time), self._open = self._open, None
         assert planned is current, "a round is settled that is not the one planned last"
         assert current.done, "a round is settled before it is done"
-        race, ledger = current.race, current.ledger
+        race = current.race
         self.filter = race.filter
-        left_over = [self._waiting(group, race.limits, ledger) for group in race.left_over]
+        left_over = [self._waiting(group, race) for group in race.left_over]
         discarded = self._enqueue(left_over, time)
-        groups, filtered = current.groups(), _filtered(race, ledger)
+        groups, filtered = current.groups(), _filtered(race)
         carried = [sample for group in self.queue for sample in group.samples if len(sample)]
-        lost = self._dropped_tokens + _lost_tokens(race, ledger, carried)
+        lost = self._dropped_tokens + _lost_tokens(race, carried)
         lost += sum(len(s) for group in discarded if group.key not in race.groups for s in group.samples)
         metrics = _round_metrics(current, time, groups, lost) | self._own_metrics(current, groups, len(left_over))
         if self.filter or self.has_queue:
@@ -179,11 +179,11 @@ class BatchRule:
     def _own_metrics(self, current: Round, groups: Sequence[Group], num_left_over: int) -> dict[str, float]:
         return {}
 
-    def _waiting(self, group: RacingGroup, limits: RaceLimits, ledger: RoundLedger) -> PlannedGroup:
+    def _waiting(self, group: RacingGroup, race: Race) -> PlannedGroup:
         planned = group.planned
-        if not limits.keep_unfinished:
+        if not race.limits.keep_unfinished:
             return planned.afresh(self._num_waiting_responses, planned.attempt + 1)
-        aborted = [ledger.aborted[key] for key in group.launch.keys if key in ledger.aborted]
+        aborted = [race.ledger.aborted[key] for key in group.launch.keys if key in race.ledger.aborted]
         samples = sorted((*map(as_carried, group.kept.values()), *aborted), key=lambda sample: sample.key)
         assert len(samples) == self.batch.group_size, f"{planned.key}: a response is missing"
         return replace(planned, samples=tuple(samples))
@@ -295,18 +295,18 @@ def room_until_end(at_end: AtEnd, num_groups: int, time: RoundTime, num_waiting:
 # -- what a round was like ---------------------------------------------------------------------------------------------
 
 
-def _filtered(race: Race, ledger: RoundLedger) -> list[Group]:
+def _filtered(race: Race) -> list[Group]:
     groups = (race.groups[prompt_key] for prompt_key in race.filtered)
-    return [Group(group.planned.prompt, [ledger.finished[key] for key in sorted(group.kept)]) for group in groups]
+    return [Group(group.planned.prompt, [race.ledger.finished[key] for key in sorted(group.kept)]) for group in groups]
 
 
-def _lost_tokens(race: Race, ledger: RoundLedger, carried: Iterable[Sample]) -> int:
+def _lost_tokens(race: Race, carried: Iterable[Sample]) -> int:
     """Tokens of responses that ended or were aborted in this round and are neither in the batch, in a filtered group,
     nor carried on."""
     kept = {*race.chosen(), *(sample.key for sample in carried)}
     for prompt_key in race.filtered:
         kept |= race.groups[prompt_key].kept.keys()
-    ended = (*ledger.finished.values(), *ledger.aborted.values())
+    ended = (*race.ledger.finished.values(), *race.ledger.aborted.values())
     return sum(len(sample) for sample in ended if sample.key not in kept)
 
 

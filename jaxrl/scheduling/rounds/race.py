@@ -176,6 +176,7 @@ class Race:
       group_filter: that of `limits.batch`, as the rounds before have left it; None: as it is there.
 
     Attributes, to settle the round:
+      ledger: what has happened, written by `Round`.
       groups: all that were launched, in that order.
       accepted: complete groups; the batch takes `num_groups` of them (`batch`), the due ones first.
       filtered: groups left out, and the outcome of each.
@@ -189,7 +190,7 @@ class Race:
         group_filter: DynamicSampling | None = None,
     ) -> None:
         assert len(due) <= limits.batch.num_groups
-        self.limits = limits
+        self.limits, self.ledger = limits, RoundLedger()
         self.filter = group_filter or limits.batch.group_filter
         self.groups: dict[PromptKey, RacingGroup] = {}
         self.accepted: list[PromptKey] = []
@@ -214,38 +215,38 @@ class Race:
 
     # -- the rule ----------------------------------------------------------------------------------------------------
 
-    def advance(self, ledger: RoundLedger) -> list[Command]:
+    def advance(self) -> list[Command]:
         """Takes all steps that are due now, one at a time, because each may end the round."""
         commands: list[Command] = []
         while not self._stopped and self._awaited is None:
             if self._has_batch(self.accepted) and not self._due_left:
-                self._stop(ledger, commands)
-            elif self._decide_next(ledger, commands):
+                self._stop(commands)
+            elif self._decide_next(commands):
                 continue
             elif self._awaited is not None:
                 break
             elif self._has_room():
                 self._launch(commands)
             elif self._backlog:
-                self._take(ledger, self._backlog.popleft(), commands)
+                self._take(self._backlog.popleft(), commands)
             elif not self._score_after_rollout(commands):
                 break
         return commands
 
-    def after_finish(self, ledger: RoundLedger, sample: Sample) -> list[Command]:
+    def after_finish(self, sample: Sample) -> list[Command]:
         if self._stopped:
             self._keep_late(sample)
             return []
         self._backlog.append(sample)
-        return self.advance(ledger)
+        return self.advance()
 
-    def after_verdict(self, ledger: RoundLedger, verdict: Verdict) -> list[Command]:
+    def after_verdict(self, verdict: Verdict) -> list[Command]:
         if self._awaited == verdict.key:
             self._awaited = None
-        return self.advance(ledger)
+        return self.advance()
 
-    def is_done(self, ledger: RoundLedger) -> bool:
-        return self._stopped and not ledger.aborting and not ledger.scoring
+    def is_done(self) -> bool:
+        return self._stopped and not self.ledger.aborting and not self.ledger.scoring
 
     def chosen(self) -> list[SampleKey]:
         return [key for prompt_key in self.batch for key in self.groups[prompt_key].kept]
@@ -265,7 +266,7 @@ class Race:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _decide_next(self, ledger: RoundLedger, commands: list[Command]) -> bool:
+    def _decide_next(self, commands: list[Command]) -> bool:
         """Decides about the group that has been complete for longest; False if it cannot yet."""
         if not self._unresolved:
             return False
@@ -275,18 +276,18 @@ class Race:
             return True
         if not self._must_decide(self.filter) or not all(key in self._sent for key in group.kept):
             return False
-        if not all(key in ledger.verdicts for key in group.kept):
+        if not all(key in self.ledger.verdicts for key in group.kept):
             # verdicts come in the order in which samples were sent
             self._awaited = next(key for key in reversed(self._sent) if key in group.kept)
             commands.append(AwaitVerdict(self._awaited))
             return False
         prompt_key = self._unresolved.popleft()
         keys = sorted(group.kept)
-        scored = Group(group.planned.prompt, [ledger.finished[key] for key in keys])
-        kept = self.filter.keeps(scored, [ledger.verdicts[key] for key in keys])
+        scored = Group(group.planned.prompt, [self.ledger.finished[key] for key in keys])
+        kept = self.filter.keeps(scored, [self.ledger.verdicts[key] for key in keys])
         self.filter = self.filter.after(kept=kept, num_groups=self.limits.batch.num_groups)
         if not kept:
-            failed = all(ledger.verdicts[key].status != "ok" for key in group.kept)
+            failed = all(self.ledger.verdicts[key].status != "ok" for key in group.kept)
             self.filtered[prompt_key] = "failed" if failed else "filtered"
             self._due_left.discard(prompt_key)
         else:
@@ -352,8 +353,8 @@ class Race:
             self._score(self.groups[prompt_key], commands)
         self._end_group_if_complete(prompt_key, commands)
 
-    def _take(self, ledger: RoundLedger, sample: Sample, commands: list[Command]) -> None:
-        prompt_key = ledger.launched[sample.key].key
+    def _take(self, sample: Sample, commands: list[Command]) -> None:
+        prompt_key = self.ledger.launched[sample.key].key
         group = self.groups[prompt_key]
         if sample.key not in group.live:
             return  # it ended while a verdict was awaited, when its group was already complete
@@ -363,7 +364,7 @@ class Race:
         if self.limits.batch.score_when == "sample":
             self._score(group, commands)
         if len(group.kept) == self.limits.batch.group_size:
-            others = tuple(key for key in group.live if key not in ledger.finished)
+            others = tuple(key for key in group.live if key not in self.ledger.finished)
             self._num_active -= len(group.live)
             group.live.clear()
             if others:
@@ -392,7 +393,7 @@ class Race:
                 self._score(self.groups[prompt_key], commands)
         return len(self._sent) > num_sent
 
-    def _stop(self, ledger: RoundLedger, commands: list[Command]) -> None:
+    def _stop(self, commands: list[Command]) -> None:
         """Chooses the batch and ends everything else."""
         self._stopped = True
         accepted, place = self.accepted, {prompt_key: i for i, prompt_key in enumerate(self.groups)}
@@ -402,7 +403,7 @@ class Race:
         self.batch = ordered[: self.limits.batch.num_groups]
         if self.limits.in_launch_order:
             self._take_back(max(place[prompt_key] for prompt_key in self.batch), place)
-        live = tuple(key for group in self.groups.values() for key in group.live if key not in ledger.finished)
+        live = tuple(key for group in self.groups.values() for key in group.live if key not in self.ledger.finished)
         if live:
             commands.append(Abort(live, keep=self.limits.keep_unfinished))
         for sample in self._backlog:
@@ -410,7 +411,7 @@ class Race:
         for prompt_key in self.batch:
             self._score(self.groups[prompt_key], commands)
         wanted = {key for prompt_key in self.batch for key in self.groups[prompt_key].kept}
-        unwanted = tuple(key for key in self._sent if key not in ledger.verdicts and key not in wanted)
+        unwanted = tuple(key for key in self._sent if key not in self.ledger.verdicts and key not in wanted)
         if unwanted:
             commands.append(CancelScore(unwanted))
 

@@ -27,7 +27,6 @@ from jaxrl.scheduling.rounds.events import (
     Launch,
     Outcome,
     PromptKey,
-    RoundLedger,
     RoundStarted,
     SampleAborted,
     SampleFinished,
@@ -65,7 +64,7 @@ class Round:
         self.kind: RoundKind = kind
         self.group_size = group_size
         self.race = race
-        self.ledger = RoundLedger()
+        self.ledger = race.ledger
         self._started = False
         self._done = False
 
@@ -82,19 +81,19 @@ class Round:
         match event:
             case RoundStarted():
                 self._started = True
-                commands = self.race.advance(self.ledger)
+                commands = self.race.advance()
             case SampleFinished(sample=sample):
                 self._record_finish(sample)
-                commands = self.race.after_finish(self.ledger, sample)
+                commands = self.race.after_finish(sample)
             case SampleAborted(sample=sample):
                 self._record_abort(sample)
                 commands = []
             case Verdict():
                 self._record_verdict(event)
-                commands = self.race.after_verdict(self.ledger, event)
+                commands = self.race.after_verdict(event)
         for command in commands:
             self._record_command(command)
-        self._done = self.race.is_done(self.ledger)
+        self._done = self.race.is_done()
         return commands
 
     def groups(self) -> list[Group]:
