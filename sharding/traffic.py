@@ -22,18 +22,12 @@ _BLOCK = 128  # `jaxrl.rollout.sampling.BLOCK`
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes of a microbatch.
+    """Bytes of a microbatch that each device sends."""
 
-    Attributes:
-      gathered, reduced: that each device sends of weights and of gradients, among those that have parts of them.
-      copied: of gradients, among those that have copies: of norms, and of what too few devices divide.
-      into_host: that come into each host.
-    """
-
-    gathered: int
-    reduced: int
-    copied: int
-    into_host: int
+    gathered: int  # of weights, among devices that have parts of them
+    reduced: int  # of gradients, among the same
+    copied: int  # of gradients, among those that have copies: of norms, and of what too few devices divide
+    into_host: int  # that come into each host
 
 
 def update_traffic(config: Model, num_devices: int, num_hosts: int = 1) -> Traffic:
@@ -55,16 +49,11 @@ def update_traffic(config: Model, num_devices: int, num_hosts: int = 1) -> Traff
 
 @dataclass(frozen=True, slots=True)
 class StepTraffic:
-    """What comes into each host that has a part of a rollout worker, at the least.
+    """What comes into each host that has a part of a rollout worker, at the least."""
 
-    Attributes:
-      sums: over all of the worker's devices in a step, each of which waits for the one before.
-      decode_bytes, prefill_bytes: for a row of a decode step, and for a token of a prefill.
-    """
-
-    sums: int
-    decode_bytes: int
-    prefill_bytes: int
+    sums: int  # over all of the worker's devices in a step, one after another
+    decode_bytes: int  # for a row of a decode step
+    prefill_bytes: int  # for a token of a prefill
 
     def __str__(self) -> str:
         return (

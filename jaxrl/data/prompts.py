@@ -24,6 +24,10 @@ from jaxrl.types import Prompt
 _log = logging.getLogger(__name__)
 
 _STATE_VERSION = 1
+_SAME = {
+    "data": "the files, templates, tokenizer and data.max_prompt_length",
+    "order": "data.seed, data.shuffle, data.source_quotas and the version of grain",
+}
 _HELD_OUT = 1_000_000_000  # the first held-out problem of an environment's own, which number them
 
 
@@ -214,16 +218,9 @@ class PromptSource:
             raise ValueError(
                 f"data cursor: version {state.get('version')!r} is not {_STATE_VERSION}, the one known here"
             )
-        now, differs = self.state(), self.differs(state)
-        if differs == "data":
+        if differs := self.differs(state):
             raise ValueError(
-                f"data cursor: saved with {state['num_prompts']} prompts (fingerprint {state['data']}), found "
-                f"{now['num_prompts']} ({now['data']}): the files, templates, tokenizer and data.max_prompt_length of "
-                "a resumed run must be what they were"
-            )
-        if differs == "order":
-            raise ValueError(
-                f"data cursor: saved with order {state['order']}, found {now['order']}: data.seed, data.shuffle, "
-                "data.source_quotas and the version of grain must be what they were"
+                f"data cursor: saved with {state['num_prompts']} prompts ({state[differs]}), found {self.num_prompts} "
+                f"({self._fingerprints[differs]}): {_SAME[differs]} of a resumed run must be what they were"
             )
         self._position = int(state["position"])

@@ -38,12 +38,8 @@ class Environments(Protocol):
 
 
 class Rendered:
-    """Problems with their tokenised prompts, the overlong ones dropped.
-
-    Attributes:
-      num_filtered: problems that are dropped.
-      fingerprint: a hash of what the model sees and of the answers that it is compared with.
-    """
+    """Problems with their tokenised prompts, the overlong ones dropped (`num_filtered`). `fingerprint`: a hash of what
+    the model sees and of the answers that it is compared with."""
 
     def __init__(
         self,

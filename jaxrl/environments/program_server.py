@@ -13,6 +13,8 @@ import json
 import os
 import runpy
 import sys
+from collections.abc import Callable, Mapping
+from typing import Any
 
 
 def main() -> None:
@@ -24,7 +26,7 @@ def main() -> None:
             asked = json.loads(line)
             try:
                 made = runpy.run_path(sys.argv[1], run_name="program") if made is None else made
-                found = {"value": _called(made.get(asked["call"]), asked["given"], loop)}
+                found = {"value": called(made.get(asked["call"]), asked["given"], loop)}
             except BaseException as error:
                 kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
                 found = {"error": f"{kind}{error}"}
@@ -33,13 +35,19 @@ def main() -> None:
             answers.flush()
 
 
-def _called(function: object, given: dict[str, object], loop: asyncio.Runner) -> object:
+def accepted(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that a function has parameters for."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return dict(given)
+    return {each.name: given[each.name] for each in parameters if each.name in given}
+
+
+def called(function: Any, given: Mapping[str, Any], loop: asyncio.Runner) -> Any:
+    """What a function gives, awaited if it is async; a value that is no function is given as it is."""
     if not callable(function):
         return function
-    parameters = inspect.signature(function).parameters.values()
-    if not any(each.kind is each.VAR_KEYWORD for each in parameters):
-        given = {each.name: given[each.name] for each in parameters if each.name in given}
-    value = function(**given)
+    value = function(**accepted(function, given))
     return loop.run(value) if inspect.iscoroutine(value) else value
 
 

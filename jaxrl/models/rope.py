@@ -56,8 +56,9 @@ class RopeScaling:
             "none": (),
             "linear": ("factor",),
             "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-            "yarn": tuple(
-                "factor original_max_position_embeddings beta_fast beta_slow attention_factor truncate".split()
+            "yarn": (
+                *("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+                *("attention_factor", "truncate"),
             ),
             "longrope": ("factor", "original_max_position_embeddings", "attention_factor"),
         }
