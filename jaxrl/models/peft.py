@@ -119,9 +119,7 @@ def load_adapter(folder: Path, model: ModelConfig, mesh: Mesh | None, dtype: Any
 
     def one(weight: Weight, sharding: Any) -> jax.Array:
         names = weight.names()
-        return place(
-            weight, lambda layer: tensors[names[layer]].read, dtype, sharding, lambda i: f"{file}: tensor {names[i]}"
-        )
+        return place(weight, lambda layer: tensors[names[layer]], dtype, sharding)
 
     return map_weights(one, table, adapters_alone(shardings_of(model, mesh)))
 
