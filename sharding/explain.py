@@ -118,7 +118,6 @@ def abstract_mesh(num_devices: int, num_hosts: int = 1) -> Mesh:
 
 
 def weight_shares(config: Model, padded: Model, layout: Layout) -> Iterator[WeightShare]:
-    """Each kind of weight, those outside the layers first."""
     table = padded.weights()
     for name, weight in [*((n, w) for n, w in table.items() if n != "layers"), *table["layers"].items()]:
         first = int(weight.dims[0] == "layers")
@@ -206,6 +205,5 @@ def _traffic_sentence(config: Model, num_devices: int, num_hosts: int) -> str:
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    """Columns aligned left, as wide as their entries."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

@@ -63,7 +63,6 @@ def nested_axes(mesh: Mesh) -> tuple[str, ...]:
 
 
 def entry_axes(entry: Any) -> tuple[str, ...]:
-    """The axes of one entry of a PartitionSpec."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 

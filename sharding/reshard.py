@@ -60,11 +60,9 @@ class Leaf:
 
     @property
     def ends(self) -> tuple[Shape, int, Sharding, Sharding]:
-        """The arguments of `crossing_bytes`."""
         return self.shape, self.dtype.itemsize, self.path[0], self.path[-1]
 
     def bytes_on(self, hop: int) -> int:
-        """The bytes of one shard after this many hops."""
         return math.prod(self.path[hop].shard_shape(self.shape)) * self.dtype.itemsize
 
 
@@ -76,11 +74,6 @@ def reshard(
     The given arrays are deleted, except those that were in place already: these are in the result as they are. An array
     that occurs several times in the tree (tied weights) moves once. If an array shares its buffers with another one
     outside the tree (as after `device_put` to an equivalent sharding), deleting it deletes the other one too.
-
-    Example::
-
-        params, report = reshard(params, rollout_shardings(config, Layout(mesh, 4), max_tp=8))
-        state, report = reshard(state, Layout(mesh, 2).sharding("dp", None, "tp"))
 
     Args:
       target: a tree of NamedSharding like `tree` or a prefix of it (one sharding for all).
@@ -183,7 +176,6 @@ def _collect(tree: Any, target: Any) -> tuple[list[Any], list[int], Any, tuple[L
 
 
 def _shardings(tree: Any, target: Any) -> list[Any]:
-    """The target sharding of each place of the tree."""
     found: list[Any] = []
     try:
         jax.tree.map(
@@ -351,7 +343,6 @@ def _cost(leaf: Leaf) -> int:
 
 @lru_cache(maxsize=128)
 def make_plan(leaves: tuple[Leaf, ...], max_extra_bytes: int) -> tuple[list[list[int]], ReshardReport]:
-    """Chunks of leaf numbers, and the report."""
     if max_extra_bytes < 1:
         raise ValueError(f"reshard: max_extra_bytes ({max_extra_bytes}) must be at least 1")
     classes: dict[tuple[Any, ...], list[int]] = {}

@@ -104,7 +104,6 @@ def axes_of_dims(weight: DeclaredWeight, factors: Sequence[int], *, in_rollout: 
 
 
 def train_spec(weight: DeclaredWeight, mesh: Mesh) -> PartitionSpec:
-    """How training splits a weight over a mesh."""
     axes = nested_axes(mesh)
     splits = axes_of_dims(weight, [mesh.shape[axis] for axis in axes])
     return PartitionSpec(*(axes[own] or None for own in splits))

@@ -162,7 +162,6 @@ def _joined(target: NamedSharding, ndim: int, dim: int) -> Callable[[jax.Array, 
 
 @lru_cache(maxsize=64)
 def _cut(source: NamedSharding, ndim: int, dim: int) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
-    """The first and the second half of each shard."""
     spec = PartitionSpec(*source.spec, *[None] * (ndim - len(source.spec)))
 
     def local(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -266,7 +266,6 @@ def _size(value: Any) -> int:
 
 
 def _size_of_operation(operator: str, left: Any, right: Any) -> float:
-    """How large the result is, before it is computed."""
     match operator, left, right:
         case "**", int(), int():
             return _size(left) * abs(right)
@@ -344,8 +343,6 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _sized(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter of `_SIZE_OF_CALL` with its check."""
-
     @functools.wraps(function)
     def checked(context: Context, *given: Any, **options: Any) -> Any:
         _check_size(context, _SIZE_OF_CALL[name](*given, **options))

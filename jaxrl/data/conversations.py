@@ -180,7 +180,6 @@ def _example(prompt: Sequence[int], spans: Sequence[LearningSpan]) -> Example:
 
 
 def _answers(messages: Messages, start: int) -> Messages:
-    """The messages from `start` up to the assistant's next one."""
     end = start
     while end < len(messages) and messages[end]["role"] != "assistant":
         end += 1
@@ -258,14 +257,12 @@ class RowSource:
         return max(self.position - 1, 0) // len(self)
 
     def next(self, count: int) -> list[tuple[int, ExampleRow]]:
-        """The next rows, each with its number."""
         positions = range(self.position, self.position + count)
         self.position = positions.stop
         numbers = (nth(len(self), self._seed, place) for place in positions)
         return [(number, self.rows[number]) for number in numbers]
 
     def state(self) -> dict[str, Any]:
-        """The cursor, as JSON values."""
         return {"position": self.position, "rows": self.rows.fingerprint, "order": self._seed}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -335,24 +332,18 @@ def _demonstration(where: str, row: Mapping[str, Any], config: Config, tokens: C
 
 def _pair(where: str, row: Mapping[str, Any], config: Config, tokens: ConversationTokens) -> ExampleRow:
     dpo = config.dpo
-    named = {
-        key: f"{where}: {key!r} (dpo.{name})"
-        for key, name in (
-            (dpo.prompt_key, "prompt_key"),
-            (dpo.chosen_key, "chosen_key"),
-            (dpo.rejected_key, "rejected_key"),
-        )
-    }
-    for key in (dpo.chosen_key, dpo.rejected_key):
+    names, keys = ("prompt_key", "chosen_key", "rejected_key"), (dpo.chosen_key, dpo.rejected_key)
+    named = {getattr(dpo, name): f"{where}: {getattr(dpo, name)!r} (dpo.{name})" for name in names}
+    for key in keys:
         if row.get(key) is None:
             raise ValueError(f"{named[key]} is missing, found {_columns(row)}")
-    both = [row[dpo.chosen_key], row[dpo.rejected_key]]
+    both = [row[key] for key in keys]
     prompt = row.get(dpo.prompt_key)
     if not config.data.apply_chat_template:
         text = _plain(prompt, named[dpo.prompt_key], config)
-        texts = zip(both, (dpo.chosen_key, dpo.rejected_key), strict=True)
-        return ExampleRow(where, tuple(tokens.plain(text, _text(each, named[key])) for each, key in texts))
-    said = [_said_or_all(each, named[key]) for each, key in zip(both, (dpo.chosen_key, dpo.rejected_key), strict=True)]
+        said = zip(both, keys, strict=True)
+        return ExampleRow(where, tuple(tokens.plain(text, _text(each, named[key])) for each, key in said))
+    said = [_said_or_all(each, named[key]) for each, key in zip(both, keys, strict=True)]
     shared = _shared(*said)
     if shared and said[0][0]["role"] != "assistant":  # both are whole conversations, the prompt in them
         if prompt is not None:
@@ -366,7 +357,7 @@ def _pair(where: str, row: Mapping[str, Any], config: Config, tokens: Conversati
         )
     else:
         context = _context(prompt, named[dpo.prompt_key], config)
-    for each, key in zip(said, (dpo.chosen_key, dpo.rejected_key), strict=True):
+    for each, key in zip(said, keys, strict=True):
         _check_said(each, named[key])
     return ExampleRow(where, tuple(_tokenised(where, context, each, row, tokens) for each in said))
 

@@ -53,8 +53,6 @@ def check_layout(file: str | Path) -> None:
 
 @dataclass(slots=True)
 class _Walk:
-    """Walks through a file from its first byte to the end of its header."""
-
     file: str
     content: mmap.mmap
     size: int

@@ -53,7 +53,6 @@ def _from_files(names: Sequence[str], option: str, data: DataSection) -> Problem
 
 
 def _own(config: Config, environments: Environments, first: int, count: int) -> list[Problem]:
-    """Problems that the environment generates, by their numbers."""
     source = config.environment.id or Path(config.environment.path).stem
     found: list[Problem] = []
     for number, (row, messages) in enumerate(environments.problems(first, first + count, config.data.seed), first):
@@ -164,7 +163,6 @@ class PromptSource:
         )
 
     def _place(self, position: int) -> tuple[int, int]:
-        """The row and the epoch of a position."""
         if self._quotas is None:
             return nth(len(self._rendered), self._seed, position), position // len(self._rendered)
         source, count = self._quotas.at(position)
@@ -178,7 +176,6 @@ class PromptSource:
 
     @property
     def num_filtered(self) -> int:
-        """Problems that were dropped because their prompt is too long."""
         return self._rendered.num_filtered
 
     @property

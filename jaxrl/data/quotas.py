@@ -49,7 +49,6 @@ class SourceQuotas:
 
     @property
     def num_prompts(self) -> int:
-        """Prompts of all sources with a quota."""
         return sum(map(len, self.members.values()))
 
 

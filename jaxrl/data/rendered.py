@@ -110,7 +110,6 @@ class Rendered:
 
     @property
     def sources(self) -> list[str]:
-        """The source of each row."""
         return [problem.source for problem in self._problems]
 
     def row_of(self, index: int) -> int:

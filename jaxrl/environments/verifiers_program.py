@@ -135,7 +135,6 @@ class Environment:
         self._resources = AsyncExitStack()
 
     async def start(self):
-        """Begins what all episodes share."""
         self._env._shared_tools = await self._resources.enter_async_context(self._env.shared_tools())
         await self._env.start()
 
@@ -159,7 +158,6 @@ class Environment:
         return type(first)(type(first.data).model_validate(data), self._env.config.taskset.task)
 
     async def messages(self, task):
-        """What the policy is asked first."""
         if self._is_own_harness and task.data.prompt is not None:
             return first_messages(task.data.system_prompt, task.data.prompt)
         return (await self.first_request(task))["messages"]

@@ -198,7 +198,6 @@ class ModelConfig:
         return out
 
     def _layers_to_hf(self, row: Family, rope: Mapping[str, Any]) -> dict[str, Any]:
-        """The entries of config.json about rope and windows that only some families have."""
         out: dict[str, Any] = {}
         if row.partial_rope:
             out["partial_rotary_factor"] = self.partial_rotary_factor
@@ -409,7 +408,6 @@ def _mlp_norms(sizes: ModelConfig) -> dict[str, Weight]:
 
 
 def _experts(sizes: ModelConfig) -> dict[str, Weight]:
-    """A router, and the MLPs that it chooses from."""
     X, E, F = sizes.num_experts, sizes.hidden_size, sizes.intermediate_size
     row, table = FAMILIES[sizes.family], _mlp_norms(sizes)
     suffixes = ("", "_bias") if row.bare_experts else (".weight", ".bias")
@@ -477,7 +475,6 @@ def _stacked(
 
 
 def read_config(fields: Fields, generation: Fields) -> ModelConfig:
-    """The config that config.json and generation_config.json describe."""
     family, scalar_head = _family(fields)
     row = FAMILIES[family]
     _check(fields, family, row)

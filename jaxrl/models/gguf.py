@@ -103,7 +103,6 @@ def config_from_gguf(reader: GGUFReader, file: str) -> ModelConfig:
 
 
 def _check_kind(meta: _Metadata) -> None:
-    """Refuses what the decoder does not compute."""
     if (arch := meta.architecture) not in FAMILIES:
         raise ValueError(f"{meta.file}: general.architecture {arch!r} is not supported; use {', '.join(FAMILIES)}")
     if (count := meta.integer("split.count", 0, low=0, high=MAX_ID)) > 1:

@@ -63,7 +63,6 @@ def read_lora(folder: Path, model: ModelConfig) -> Lora:
 
 
 def _targets(fields: Fields, layers: Mapping[str, Weight]) -> tuple[str, ...]:
-    """The matrices that a config names, in the order of the table."""
     wanted, excluded = _rule(fields, "target_modules"), _rule(fields, "exclude_modules")
     found = []
     for name in matrices(layers).values():

@@ -51,7 +51,6 @@ class RopeScaling:
     long_factor: tuple[float, ...] = ()
 
     def to_hf(self) -> dict[str, Any]:
-        """The `rope_scaling` entry of config.json."""
         names: dict[str, tuple[str, ...]] = {
             "none": (),
             "linear": ("factor",),
@@ -76,7 +75,6 @@ class Rope:
     scaling: RopeScaling = field(default_factory=RopeScaling)
 
     def to_hf(self) -> dict[str, Any]:
-        """An entry of `rope_parameters` in config.json."""
         return {"rope_theta": self.theta, **self.scaling.to_hf()}
 
 

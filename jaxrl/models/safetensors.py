@@ -184,7 +184,6 @@ def _rounded(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def shardings_of(config: ModelConfig, mesh: Mesh | None) -> dict[str, Any]:
-    """The training form's shardings; without a mesh None at every leaf."""
     table = config.weights()
     return rules.map_weights(lambda _: None, table) if mesh is None else rules.train_shardings(config, mesh)
 
