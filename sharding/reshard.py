@@ -127,8 +127,8 @@ def rollout_to_rollout(
     **form: Unpack[Form],
 ) -> tuple[Any, ReshardReport]:
     """Moves rollout weights, which `rules.to_rollout` made for `layout_from`, `max_tp` and `form`, to another layout
-    on the same mesh, or on a mesh without a common device. Shapes stay, because they were padded for `max_tp`.
-    Raises ValueError if a weight is not sharded as `layout_from` says, or if a degree does not divide `max_tp`."""
+    on the same mesh, or on a mesh without a common device. Raises ValueError if a weight is not sharded as
+    `layout_from` says, or if a degree does not divide `max_tp`."""
     expected = rollout_shardings(config, layout_from, max_tp, **form)
     for (path, array), sharding in zip(
         jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(expected), strict=True

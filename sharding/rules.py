@@ -3,11 +3,8 @@
 Training splits a weight's tensor dim over all axes, nested in the order (x0, x1, ...), or the other side of its matrix
 where heads are too few; a rollout layout splits the tensor dim over a prefix of them; so a weight sync is an all-gather
 and a cast. Query and key/value heads that do not divide into whole groups are padded with zero heads; MLP columns and
-vocabulary rows likewise. The padded entries of the output projections are zero, so they change nothing, and training
-never sees them. Adapters (`Model.lora`) are merged into their matrices on the way, and quantised weights
-(`jaxrl.sharding.narrow_weights`) are quantised before they are gathered.
-
-The rules read the table of weights that a model config declares (`Model.weights()`), and nothing else of the model.
+vocabulary rows likewise; training never sees them. Adapters are merged into their matrices on the way, and quantised
+weights (`jaxrl.sharding.narrow_weights`) are quantised before they are gathered.
 """
 
 from __future__ import annotations
@@ -84,8 +81,8 @@ def axes_of_dims(weight: DeclaredWeight, factors: Sequence[int], *, in_rollout: 
 
     The tensor dim is split over as many axes as divide it, so that a rollout layout is a prefix. Where that leaves more
     copies than a split of the matrix's other side would (8 key/value heads on 64 devices), that side is split instead:
-    not both, since XLA then adds gradients by an all-reduce in place of a reduce-scatter. Weights outside the layers,
-    and experts, of which there are enough, are split along tensor dims alone.
+    not both, since XLA then adds gradients by an all-reduce in place of a reduce-scatter. Weights outside the layers
+    and experts are split along tensor dims alone.
 
     `factors`: sizes of the axes (x0, x1, ...). `in_rollout`: the axes of tensor parallelism, which leave the other side
     whole.

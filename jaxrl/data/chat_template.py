@@ -94,12 +94,9 @@ def choose(
 
 
 def render(source: str, place: str, messages: Sequence[Mapping[str, Any]], context: Mapping[str, Any]) -> str:
-    """The rendered conversation. `place`: the template's file, for messages; `context`: its other variables.
-
-    Raises:
-      ValueError: the source is no template, or exceeds a limit on a short conversation.
-      RefusedMessages: it refuses these messages, fails with them, or exceeds a limit.
-    """
+    """The rendered conversation. `place`: the template's file, for messages; `context`: its other variables. Raises
+    ValueError if the source is no template, or exceeds a limit on a short conversation; RefusedMessages if it refuses
+    these messages, fails with them, or exceeds a limit."""
     # what tools say is no more tried than what messages say: each new list would be another trial
     tried = {**context, "tools": _TRIED_TOOLS} if context.get("tools") else context
     template = _usable(source, place, json.dumps(dict(tried), default=str))

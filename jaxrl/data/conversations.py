@@ -13,7 +13,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any, Literal
 
 import numpy as np
@@ -111,7 +111,7 @@ class ConversationTokens:
         while asked < len(messages):
             is_learnt = messages[asked].get("weight") != 0
             turn, answer = self._turn(messages[: asked + 1], tools, between.end), list[int]()
-            answers = _answers(messages, asked + 1)
+            answers = tuple(takewhile(lambda message: message["role"] != "assistant", messages[asked + 1 :]))
             asked += 1 + len(answers)
             if asked < len(messages):
                 answer = [*between.answer(answers)]
@@ -177,13 +177,6 @@ def _example(prompt: Sequence[int], spans: Sequence[LearningSpan]) -> Example:
     response = np.concatenate([np.asarray(span.token_ids, np.int32) for span in spans])
     is_said = np.concatenate([np.full(len(span.token_ids), span.is_said) for span in spans])
     return Example(np.asarray(prompt, np.int32), response, is_said)
-
-
-def _answers(messages: Messages, start: int) -> Messages:
-    end = start
-    while end < len(messages) and messages[end]["role"] != "assistant":
-        end += 1
-    return messages[start:end]
 
 
 # ---------------------------------------------------------------- rows of files
@@ -407,12 +400,8 @@ def _said_or_all(value: Any, named: str) -> Messages:
 
 def _shared(first: Messages, second: Messages) -> int:
     """How many messages both conversations share at their beginning, their last ones left out."""
-    count = 0
-    for one, other in zip(first[:-1], second[:-1], strict=False):
-        if one != other:
-            break
-        count += 1
-    return count
+    pairs = zip(first[:-1], second[:-1], strict=False)
+    return len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
 
 
 def _check_prompt(prompt: Any, shared: Messages, named: str) -> None:

@@ -144,7 +144,7 @@ class PromptSource:
 
             self._quotas = SourceQuotas(data.source_quotas, self._rendered.sources)
         self._seed = data.seed if data.shuffle else None
-        self._position = 0
+        self.position = 0  # prompts returned so far, over all epochs
         self._batch_size = data.train_batch_size
         # part of the fingerprint: another version of grain, or another seed, may order the same prompts differently
         first = [self._place(i)[0] for i in range(min(1000, 2 * len(self._rendered)))]
@@ -179,18 +179,13 @@ class PromptSource:
         return self._rendered.num_filtered
 
     @property
-    def position(self) -> int:
-        """Prompts returned so far, over all epochs."""
-        return self._position
-
-    @property
     def epoch(self) -> int:
         """The epoch of the next prompt, from 0; with quotas, of its source."""
-        return self._place(self._position)[1]
+        return self._place(self.position)[1]
 
     def next(self, num_prompts: int) -> list[Prompt]:
-        positions = range(self._position, self._position + num_prompts)
-        self._position += num_prompts
+        positions = range(self.position, self.position + num_prompts)
+        self.position += num_prompts
         return [self._rendered.prompt(*self._place(p)) for p in positions]
 
     def get(self, epoch: int, index: int) -> Prompt:
@@ -199,7 +194,7 @@ class PromptSource:
 
     def state(self) -> dict[str, Any]:
         """The cursor, as JSON values. The caller saves the prompts that were returned and not yet consumed."""
-        own = {"version": _STATE_VERSION, "position": self._position, "num_prompts": self.num_prompts}
+        own = {"version": _STATE_VERSION, "position": self.position, "num_prompts": self.num_prompts}
         return own | self._fingerprints
 
     def differs(self, state: Mapping[str, Any]) -> Literal["", "data", "order"]:
@@ -220,4 +215,4 @@ class PromptSource:
                 f"data cursor: saved with {state['num_prompts']} prompts ({state[differs]}), found {self.num_prompts} "
                 f"({self._fingerprints[differs]}): {_SAME[differs]} of a resumed run must be what they were"
             )
-        self._position = int(state["position"])
+        self.position = int(state["position"])

@@ -36,7 +36,6 @@ class Tokenizer:
       special_tokens: `bos_token`, `eos_token`, `pad_token`, `unk_token` where there is one, as text.
       eos_token_ids: ids that end a response: the eos token and what generation_config.json adds.
       chat_templates: by name; most tokenizers have one, which is the `default`, or none.
-      special_tokens_in_content: as the option `data.special_tokens_in_content`.
       named_ids: ids that other files of the model name, by file and entry.
     """
 

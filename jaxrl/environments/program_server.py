@@ -1,10 +1,8 @@
-"""Runs a program's file under another Python, which has its packages and need not have jaxrl: nothing but the standard
-library is imported here.
+"""Runs a program's file under another Python, which need not have jaxrl: nothing but the standard library is imported.
 
 Started with the file's path, it reads a request and writes an answer as a line of JSON each: `call` (the name of a
-function of the file) with `given` (its arguments by name; those that it has no parameters for are left out), answered
-by `value` (null where there is no such function), or by `error`. Functions may be async. What the file prints goes to
-standard error.
+function of the file) with `given` (its arguments by name), answered by `value` (null where there is no such function),
+or by `error`. What the file prints goes to standard error.
 """
 
 import asyncio

@@ -1,10 +1,9 @@
 """An environment of Prime Intellect's verifiers 0.4, as a program that asks for turns (`environment.kind=verifiers`):
 a taskset, and the agents that solve its tasks.
 
-Runs under the Python that `environment.python` names, with `verifiers` and the environment's own package installed
-there. Tasks, tools, the course of an episode and its rewards are the environment's own. One of its agents is the
-policy. Where neither the taskset nor `environment.args` names a harness, which is the agent's program, the agent has
-the one of this file: a conversation with tools, held in this process.
+Runs under the Python that `environment.python` names. One of the environment's agents is the policy. Where neither the
+taskset nor `environment.args` names a harness, which is the agent's program, the agent has the one of this file: a
+conversation with tools, held in this process.
 """
 
 import itertools

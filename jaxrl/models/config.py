@@ -1,8 +1,7 @@
 """What a decoder looks like: `ModelConfig`, read from and written as a Hugging Face `config.json`.
 
-All families share one decoder; `jaxrl.models.families` says how each differs from Llama. Anything that the decoder does
-not compute (another activation, another kind of rope) is refused when the file is read, never ignored. Values are read
-as transformers 5 reads them, with its defaults; `jaxrl.models.rope` has the rules for rope.
+`jaxrl.models.families` says how each family differs from Llama. What the decoder does not compute (another activation,
+another kind of rope) is refused. Values are read as transformers 5 reads them, with its defaults.
 """
 
 from __future__ import annotations
@@ -140,10 +139,9 @@ class ModelConfig:
             )
         if self.rope_scaling.kind == "longrope":
             for name in ("short_factor", "long_factor"):
-                if len(found := getattr(self.rope_scaling, name)) != self.rotary_dim // 2:
-                    raise ValueError(
-                        f"{name} has {len(found)} numbers; it must have {self.rotary_dim // 2}, one a pair"
-                    )
+                count, pairs = len(getattr(self.rope_scaling, name)), self.rotary_dim // 2
+                if count != pairs:
+                    raise ValueError(f"{name} has {count} numbers; it must have {pairs}, one a pair")
 
     @classmethod
     def from_hf(cls, source: str | Path | Mapping[str, Any]) -> ModelConfig:

@@ -558,11 +558,8 @@ def score(params: Params, x: jax.Array, *, features_first: bool = False) -> jax.
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _head_product(order: str, multiply: Multiply | None, x: jax.Array, head: jax.Array) -> jax.Array:
-    """x [..., E] times the head in its `order` of dims, in at least float32.
-
-    The gradient of the logits is rounded to x's dtype before it is multiplied: else both products of the backward pass
-    have one operand in float32, for which XLA makes a float32 copy of the head and multiplies at half the rate.
-    """
+    """x [..., E] times the head in its `order` of dims, in at least float32. The gradient of the logits is rounded to
+    x's dtype before it is multiplied: else XLA makes a float32 copy of the head and multiplies at half the rate."""
     wide = _at_least_float32(x.dtype)
     if multiply is not None:
         return multiply(x, head, transposed=order == "ve", dtype=wide)

@@ -1,8 +1,7 @@
 """Adapters in peft's format: a folder with adapter_config.json and adapter_model.safetensors.
 
-`target_modules` and `exclude_modules` choose matrices by peft's rules: a list of names or of ends of names, a regular
-expression for whole names, or all-linear. Settings that change a layer's function in another way (DoRA, biases, other
-ranks for some matrices, other modules) are refused when the folder is read, never ignored.
+`target_modules` and `exclude_modules` choose matrices by peft's rules. Settings that change a layer's function in
+another way (DoRA, biases, other ranks for some matrices, other modules) are refused.
 """
 
 from __future__ import annotations
