@@ -71,7 +71,6 @@ class CompiledPrograms:
         raise NotImplementedError
 
     def compiler_options(self, kind: str) -> dict[str, Any]:
-        """XLA's options for a kind of program."""
         del kind
         return {}
 
@@ -150,7 +149,6 @@ class CompileAhead:
 
 
 def compile_threads() -> int:
-    """How many programs are compiled at a time."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, _MOST_THREADS)
 

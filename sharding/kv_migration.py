@@ -81,8 +81,8 @@ def migrate(
       max_extra_bytes: the most that a device may hold beyond the larger of the two pools; an array that needs more goes
         alone.
 
-    Raises:
-      ValueError: before anything moves: another mesh, a pool that is not in `before`, lanes or blocks that do not fit.
+    Raises ValueError, before anything moves, for another mesh, a pool that is not in `before`, and lanes or blocks that
+    do not fit.
     """
     if before.mesh != after.mesh:
         raise ValueError(
@@ -144,16 +144,9 @@ def migrate_across(
     max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES,
 ) -> Pool:
     """Moves live blocks to other devices: packs, copies by `jax.device_put` with the same spec, exchanges them there.
-    The source pool stays as it is, because its other requests may continue.
-
-    Args:
-      before, after: on meshes of equal shape that have no device in common.
-      into: the target worker's pool, deleted afterwards; default: a new one.
-      lanes, num_blocks, max_extra_bytes: as in `migrate`.
-
-    Raises:
-      ValueError: as `migrate`; or the meshes share a device, or differ in shape.
-    """
+    The source pool stays as it is, because its other requests may continue. `into`: the target worker's pool, deleted
+    afterwards; default: a new one. Raises ValueError as `migrate`, and where the meshes share a device, or differ in
+    shape."""
     shared = {*before.mesh.devices.flat} & {*after.mesh.devices.flat}
     if shared or before.mesh.shape != after.mesh.shape:
         raise ValueError(
@@ -216,7 +209,6 @@ def _places(own: int, guests: int, most: int, num_homes: int) -> tuple[int, int]
 
 
 def _pool_spec(layout: Layout, shape: _Sizes) -> PartitionSpec:
-    """The spec of pool arrays and of packed lanes alike."""
     return PartitionSpec(layout.dp_axes or None, layout.kv_axes(shape.num_kv_heads) or None)
 
 
@@ -459,7 +451,6 @@ def _working_bytes(shape: _Sizes, before: Layout, after: Layout) -> int:
 
 
 def _chunks(shape: _Sizes, before: Layout, after: Layout, num_arrays: int, max_extra_bytes: int) -> tuple[int, ...]:
-    """The number of arrays of each dispatch, evenly distributed."""
     if max_extra_bytes < 1:
         raise ValueError(f"KV migration: max_extra_bytes ({max_extra_bytes}) must be at least 1")
     pools = [_shard_bytes(before, shape, shape.num_blocks), _shard_bytes(after, shape, shape.new_num_blocks)]

@@ -23,13 +23,13 @@ from jaxrl.schema.devices import mesh_factors
 def make_mesh(devices: Sequence[Any] | None = None, num_hosts: int = 1) -> Mesh:
     """The factored mesh over `devices` (default: all), axes (`x{k-1}`, ..., `x1`, `x0`) with the smallest factor
     last; one device gives one axis `x0` of size 1. Each of `num_hosts` hosts has equally many devices, one host's
-    after another's. Axis types are Auto: named here because jax's own helpers differ in their default, and
-    resharding differs by type."""
+    after another's."""
     devices = jax.devices() if devices is None else devices
     assert len(devices) % num_hosts == 0, f"{len(devices)} devices are not equally many on {num_hosts} hosts"
     factors = mesh_factors(len(devices), num_hosts) or (1,)
     names = tuple(f"x{i}" for i in reversed(range(len(factors))))
     grid = np.asarray(devices, dtype=object).reshape(factors[::-1])
+    # jax's own helpers differ in their default, and resharding differs by type
     return Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
 
 
@@ -63,7 +63,6 @@ def nested_axes(mesh: Mesh) -> tuple[str, ...]:
 
 
 def entry_axes(entry: Any) -> tuple[str, ...]:
-    """The axes of one entry of a PartitionSpec."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,15 +32,6 @@ _SMALLEST = 1e-35  # of magnitudes: neither the factor nor its inverse leaves th
 _SPLIT = {"heads", "kv_heads", "mlp"}  # a side of each matrix; routers, norms and biases have none beside `embed`
 
 
-class Shaped(Protocol):
-    """The fields of a declared weight (`jaxrl.models.weights.Weight`) that are read here."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dims(self) -> tuple[str, ...]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Scale:
     """The factors of a matrix of layers as a weight: it has the matrix's dims without those of inputs."""
@@ -49,13 +40,14 @@ class Scale:
     dims: tuple[str, ...]
 
     @classmethod
-    def of(cls, weight: Shaped) -> Scale:
+    def of(cls, weight: Any) -> Scale:
         kept = [i for i in range(len(weight.dims)) if i - 1 not in inputs(weight)]
         return cls(tuple(weight.shape[i] for i in kept), tuple(weight.dims[i] for i in kept))
 
 
-def inputs(weight: Shaped) -> tuple[int, ...]:
-    """The dims of a layer's matrix that a product sums over; () for a weight that is not quantised."""
+def inputs(weight: Any) -> tuple[int, ...]:
+    """The dims of a layer's matrix (`jaxrl.models.weights.Weight`) that a product sums over; () for a weight that is
+    not quantised."""
     dims = weight.dims[1:]
     if weight.dims[0] != "layers" or "embed" not in dims or not _SPLIT & {*dims}:
         return ()
@@ -87,7 +79,7 @@ def narrowed(kind: Narrow, array: jax.Array, axes: int | tuple[int, ...]) -> tup
     return codes, (magnitudes / largest(kind)).astype(jnp.float32)
 
 
-def scale_shardings(weights: Mapping[str, Shaped], shardings: Mapping[str, NamedSharding]) -> dict[str, NamedSharding]:
+def scale_shardings(weights: Mapping[str, Any], shardings: Mapping[str, NamedSharding]) -> dict[str, NamedSharding]:
     """The shardings of factors by their names, from those of the matrices of a layer with features last: an output's
     factor is where the output is, and whole on all devices that have some of its inputs."""
     found = {}

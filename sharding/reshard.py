@@ -60,11 +60,9 @@ class Leaf:
 
     @property
     def ends(self) -> tuple[Shape, int, Sharding, Sharding]:
-        """The arguments of `crossing_bytes`."""
         return self.shape, self.dtype.itemsize, self.path[0], self.path[-1]
 
     def bytes_on(self, hop: int) -> int:
-        """The bytes of one shard after this many hops."""
         return math.prod(self.path[hop].shard_shape(self.shape)) * self.dtype.itemsize
 
 
@@ -76,11 +74,6 @@ def reshard(
     The given arrays are deleted, except those that were in place already: these are in the result as they are. An array
     that occurs several times in the tree (tied weights) moves once. If an array shares its buffers with another one
     outside the tree (as after `device_put` to an equivalent sharding), deleting it deletes the other one too.
-
-    Example::
-
-        params, report = reshard(params, rollout_shardings(config, Layout(mesh, 4), max_tp=8))
-        state, report = reshard(state, Layout(mesh, 2).sharding("dp", None, "tp"))
 
     Args:
       target: a tree of NamedSharding like `tree` or a prefix of it (one sharding for all).
@@ -134,8 +127,8 @@ def rollout_to_rollout(
     **form: Unpack[Form],
 ) -> tuple[Any, ReshardReport]:
     """Moves rollout weights, which `rules.to_rollout` made for `layout_from`, `max_tp` and `form`, to another layout
-    on the same mesh, or on a mesh without a common device. Shapes stay, because they were padded for `max_tp`.
-    Raises ValueError if a weight is not sharded as `layout_from` says, or if a degree does not divide `max_tp`."""
+    on the same mesh, or on a mesh without a common device. Raises ValueError if a weight is not sharded as
+    `layout_from` says, or if a degree does not divide `max_tp`."""
     expected = rollout_shardings(config, layout_from, max_tp, **form)
     for (path, array), sharding in zip(
         jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(expected), strict=True
@@ -183,7 +176,6 @@ def _collect(tree: Any, target: Any) -> tuple[list[Any], list[int], Any, tuple[L
 
 
 def _shardings(tree: Any, target: Any) -> list[Any]:
-    """The target sharding of each place of the tree."""
     found: list[Any] = []
     try:
         jax.tree.map(
@@ -351,7 +343,6 @@ def _cost(leaf: Leaf) -> int:
 
 @lru_cache(maxsize=128)
 def make_plan(leaves: tuple[Leaf, ...], max_extra_bytes: int) -> tuple[list[list[int]], ReshardReport]:
-    """Chunks of leaf numbers, and the report."""
     if max_extra_bytes < 1:
         raise ValueError(f"reshard: max_extra_bytes ({max_extra_bytes}) must be at least 1")
     classes: dict[tuple[Any, ...], list[int]] = {}

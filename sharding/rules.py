@@ -3,11 +3,8 @@
 Training splits a weight's tensor dim over all axes, nested in the order (x0, x1, ...), or the other side of its matrix
 where heads are too few; a rollout layout splits the tensor dim over a prefix of them; so a weight sync is an all-gather
 and a cast. Query and key/value heads that do not divide into whole groups are padded with zero heads; MLP columns and
-vocabulary rows likewise. The padded entries of the output projections are zero, so they change nothing, and training
-never sees them. Adapters (`Model.lora`) are merged into their matrices on the way, and quantised weights
-(`jaxrl.sharding.narrow_weights`) are quantised before they are gathered.
-
-The rules read the table of weights that a model config declares (`Model.weights()`), and nothing else of the model.
+vocabulary rows likewise; training never sees them. Adapters are merged into their matrices on the way, and quantised
+weights (`jaxrl.sharding.narrow_weights`) are quantised before they are gathered.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Protocol, TypedDict, TypeVar, Unpack, cast
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +24,7 @@ from jaxrl.schema.limits import Narrow
 from jaxrl.sharding.fused_projections import can_fuse, fuse, fused_shardings
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import dividing_factors, dividing_prefix, entry_axes, nested_axes
-from jaxrl.sharding.narrow_weights import SCALE, Scale, Shaped, inputs, narrowed, scale_shardings
+from jaxrl.sharding.narrow_weights import SCALE, Scale, inputs, narrowed, scale_shardings
 
 TENSOR_DIMS = ("heads", "kv_heads", "experts", "mlp", "vocab")
 """The dims that tensor parallelism splits; a weight has at most one of them, but for those of experts: their number is
@@ -36,32 +33,10 @@ split first, and `mlp` over the axes that are left."""
 Tree = dict[str, Any]
 
 
-class DeclaredWeight(Shaped, Protocol):
-    """The fields of `jaxrl.models.weights.Weight` that the rules read."""
-
-    @property
-    def is_norm(self) -> bool: ...
-    @property
-    def outputs_first(self) -> tuple[int, ...]: ...
-
-
-class Model(Protocol):
-    """The parts of `jaxrl.models.config.ModelConfig` that the rules read."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def base(self) -> Model: ...
-    def weights(self) -> Mapping[str, Any]: ...
-    def merged(self, name: str, layer: Mapping[str, Any]) -> jax.Array: ...
+DeclaredWeight = Any
+"""A `jaxrl.models.weights.Weight`, which this room cannot import."""
+Model = Any
+"""A `jaxrl.models.config.ModelConfig`: its sizes, `base`, `weights()` and `merged()` are read."""
 
 
 class Form(TypedDict, total=False):
@@ -70,9 +45,6 @@ class Form(TypedDict, total=False):
     features_first: bool  # matrices as [out..., in...]
     fused_projections: bool  # `jaxrl.sharding.fused_projections`
     quantization: Narrow  # of layers' matrices (`jaxrl.sharding.narrow_weights`)
-
-
-M = TypeVar("M", bound=Model)
 
 
 def pad_heads(num_heads: int, num_kv_heads: int, tp: int) -> tuple[int, int]:
@@ -92,7 +64,7 @@ def pad_heads(num_heads: int, num_kv_heads: int, tp: int) -> tuple[int, int]:
     return min(candidates)
 
 
-def padded_config(config: M, max_tp: int) -> M:
+def padded_config(config: Model, max_tp: int) -> Model:
     """The config of rollout weights padded for degrees up to `max_tp`."""
     num_heads, num_kv_heads = pad_heads(config.num_heads, config.num_kv_heads, max_tp)
     sizes = {
@@ -101,16 +73,16 @@ def padded_config(config: M, max_tp: int) -> M:
         "intermediate_size": -(-config.intermediate_size // max_tp) * max_tp,
         "vocab_size": -(-config.vocab_size // max_tp) * max_tp,
     }
-    return cast(M, dataclasses.replace(cast(Any, config), **sizes))
+    return dataclasses.replace(config, **sizes)
 
 
-def axes_of_dims(weight: Shaped, factors: Sequence[int], *, in_rollout: bool = False) -> list[slice]:
+def axes_of_dims(weight: DeclaredWeight, factors: Sequence[int], *, in_rollout: bool = False) -> list[slice]:
     """For each dim of a weight the axes that split it in training, as a slice of all of them.
 
     The tensor dim is split over as many axes as divide it, so that a rollout layout is a prefix. Where that leaves more
     copies than a split of the matrix's other side would (8 key/value heads on 64 devices), that side is split instead:
-    not both, since XLA then adds gradients by an all-reduce in place of a reduce-scatter. Weights outside the layers,
-    and experts, of which there are enough, are split along tensor dims alone.
+    not both, since XLA then adds gradients by an all-reduce in place of a reduce-scatter. Weights outside the layers
+    and experts are split along tensor dims alone.
 
     `factors`: sizes of the axes (x0, x1, ...). `in_rollout`: the axes of tensor parallelism, which leave the other side
     whole.
@@ -129,7 +101,6 @@ def axes_of_dims(weight: Shaped, factors: Sequence[int], *, in_rollout: bool = F
 
 
 def train_spec(weight: DeclaredWeight, mesh: Mesh) -> PartitionSpec:
-    """How training splits a weight over a mesh."""
     axes = nested_axes(mesh)
     splits = axes_of_dims(weight, [mesh.shape[axis] for axis in axes])
     return PartitionSpec(*(axes[own] or None for own in splits))
@@ -229,7 +200,7 @@ def _convert(
     return _pad(weight, padded_weight, group, array)
 
 
-def _pad(weight: Shaped, padded_weight: Shaped, group: tuple[int, int], array: jax.Array) -> jax.Array:
+def _pad(weight: DeclaredWeight, padded_weight: DeclaredWeight, group: tuple[int, int], array: jax.Array) -> jax.Array:
     skipped = len(weight.dims) - array.ndim
     dims = weight.dims[skipped:]
     for dim, (name, size) in enumerate(zip(dims, padded_weight.shape[skipped:], strict=True)):

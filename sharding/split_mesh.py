@@ -162,7 +162,6 @@ def _joined(target: NamedSharding, ndim: int, dim: int) -> Callable[[jax.Array, 
 
 @lru_cache(maxsize=64)
 def _cut(source: NamedSharding, ndim: int, dim: int) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
-    """The first and the second half of each shard."""
     spec = PartitionSpec(*source.spec, *[None] * (ndim - len(source.spec)))
 
     def local(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -174,15 +173,9 @@ def _cut(source: NamedSharding, ndim: int, dim: int) -> Callable[[jax.Array], tu
 
 
 def submesh_arrays(tree: Any, target: Any) -> Any:
-    """The arrays of a tree under other shardings of devices that they are on, with the same buffers.
-
-    Weights come to several workers by one program over all devices. In its result the workers are replicas, so every
-    worker's shards are there already, and each gets them without a copy (about 0.01 ms an array). Both arrays then
-    share their buffers, and deleting one kills the other: the whole array is dropped after it was split, not deleted.
-    An array that occurs several times in the tree (tied weights) is made once.
-
-    Raises ValueError if an array is not on one of the target's devices, or has another part of it there.
-    """
+    """The arrays of a tree under other shardings of devices that they are on, without a copy: deleting one of both
+    arrays kills the other. An array that occurs several times in the tree (tied weights) is made once. Raises
+    ValueError if an array is not on one of the target's devices, or has another part of it there."""
     known: dict[tuple[int, NamedSharding], jax.Array] = {}
 
     def one(path: Any, array: jax.Array, sharding: NamedSharding) -> jax.Array:

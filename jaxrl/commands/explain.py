@@ -25,6 +25,7 @@ from jaxrl.runtime.devices import prepare_jax, with_types
 from jaxrl.runtime.memory import MemoryPlan, memory_plan, memory_problem, update_problem
 from jaxrl.runtime.weights import adapted
 from jaxrl.schema.limits import BYTES
+from jaxrl.sharding.explain import step_traffic
 from jaxrl.sharding.memory import (
     DEFAULT_SHARE,
     DeviceMemory,
@@ -36,7 +37,6 @@ from jaxrl.sharding.memory import (
 )
 from jaxrl.sharding.mesh import platform_of
 from jaxrl.sharding.rules import padded_config
-from jaxrl.sharding.traffic import step_traffic
 from jaxrl.train.update_memory import full_microbatch, resident_parts, trained_numbers, update_parts
 
 _UPDATE_OPTIONS = "actor.ppo_max_token_len_per_gpu, actor.logprob_chunk_tokens or actor.remat"

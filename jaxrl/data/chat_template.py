@@ -94,12 +94,9 @@ def choose(
 
 
 def render(source: str, place: str, messages: Sequence[Mapping[str, Any]], context: Mapping[str, Any]) -> str:
-    """The rendered conversation. `place`: the template's file, for messages; `context`: its other variables.
-
-    Raises:
-      ValueError: the source is no template, or exceeds a limit on a short conversation.
-      RefusedMessages: it refuses these messages, fails with them, or exceeds a limit.
-    """
+    """The rendered conversation. `place`: the template's file, for messages; `context`: its other variables. Raises
+    ValueError if the source is no template, or exceeds a limit on a short conversation; RefusedMessages if it refuses
+    these messages, fails with them, or exceeds a limit."""
     # what tools say is no more tried than what messages say: each new list would be another trial
     tried = {**context, "tools": _TRIED_TOOLS} if context.get("tools") else context
     template = _usable(source, place, json.dumps(dict(tried), default=str))
@@ -266,7 +263,6 @@ def _size(value: Any) -> int:
 
 
 def _size_of_operation(operator: str, left: Any, right: Any) -> float:
-    """How large the result is, before it is computed."""
     match operator, left, right:
         case "**", int(), int():
             return _size(left) * abs(right)
@@ -344,8 +340,6 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _sized(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter of `_SIZE_OF_CALL` with its check."""
-
     @functools.wraps(function)
     def checked(context: Context, *given: Any, **options: Any) -> Any:
         _check_size(context, _SIZE_OF_CALL[name](*given, **options))

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any, Literal
 
 import numpy as np
@@ -111,7 +111,7 @@ class ConversationTokens:
         while asked < len(messages):
             is_learnt = messages[asked].get("weight") != 0
             turn, answer = self._turn(messages[: asked + 1], tools, between.end), list[int]()
-            answers = _answers(messages, asked + 1)
+            answers = tuple(takewhile(lambda message: message["role"] != "assistant", messages[asked + 1 :]))
             asked += 1 + len(answers)
             if asked < len(messages):
                 answer = [*between.answer(answers)]
@@ -177,14 +177,6 @@ def _example(prompt: Sequence[int], spans: Sequence[LearningSpan]) -> Example:
     response = np.concatenate([np.asarray(span.token_ids, np.int32) for span in spans])
     is_said = np.concatenate([np.full(len(span.token_ids), span.is_said) for span in spans])
     return Example(np.asarray(prompt, np.int32), response, is_said)
-
-
-def _answers(messages: Messages, start: int) -> Messages:
-    """The messages from `start` up to the assistant's next one."""
-    end = start
-    while end < len(messages) and messages[end]["role"] != "assistant":
-        end += 1
-    return messages[start:end]
 
 
 # ---------------------------------------------------------------- rows of files
@@ -258,14 +250,12 @@ class RowSource:
         return max(self.position - 1, 0) // len(self)
 
     def next(self, count: int) -> list[tuple[int, ExampleRow]]:
-        """The next rows, each with its number."""
         positions = range(self.position, self.position + count)
         self.position = positions.stop
         numbers = (nth(len(self), self._seed, place) for place in positions)
         return [(number, self.rows[number]) for number in numbers]
 
     def state(self) -> dict[str, Any]:
-        """The cursor, as JSON values."""
         return {"position": self.position, "rows": self.rows.fingerprint, "order": self._seed}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -335,24 +325,18 @@ def _demonstration(where: str, row: Mapping[str, Any], config: Config, tokens: C
 
 def _pair(where: str, row: Mapping[str, Any], config: Config, tokens: ConversationTokens) -> ExampleRow:
     dpo = config.dpo
-    named = {
-        key: f"{where}: {key!r} (dpo.{name})"
-        for key, name in (
-            (dpo.prompt_key, "prompt_key"),
-            (dpo.chosen_key, "chosen_key"),
-            (dpo.rejected_key, "rejected_key"),
-        )
-    }
-    for key in (dpo.chosen_key, dpo.rejected_key):
+    names, keys = ("prompt_key", "chosen_key", "rejected_key"), (dpo.chosen_key, dpo.rejected_key)
+    named = {getattr(dpo, name): f"{where}: {getattr(dpo, name)!r} (dpo.{name})" for name in names}
+    for key in keys:
         if row.get(key) is None:
             raise ValueError(f"{named[key]} is missing, found {_columns(row)}")
-    both = [row[dpo.chosen_key], row[dpo.rejected_key]]
+    both = [row[key] for key in keys]
     prompt = row.get(dpo.prompt_key)
     if not config.data.apply_chat_template:
         text = _plain(prompt, named[dpo.prompt_key], config)
-        texts = zip(both, (dpo.chosen_key, dpo.rejected_key), strict=True)
-        return ExampleRow(where, tuple(tokens.plain(text, _text(each, named[key])) for each, key in texts))
-    said = [_said_or_all(each, named[key]) for each, key in zip(both, (dpo.chosen_key, dpo.rejected_key), strict=True)]
+        said = zip(both, keys, strict=True)
+        return ExampleRow(where, tuple(tokens.plain(text, _text(each, named[key])) for each, key in said))
+    said = [_said_or_all(each, named[key]) for each, key in zip(both, keys, strict=True)]
     shared = _shared(*said)
     if shared and said[0][0]["role"] != "assistant":  # both are whole conversations, the prompt in them
         if prompt is not None:
@@ -366,7 +350,7 @@ def _pair(where: str, row: Mapping[str, Any], config: Config, tokens: Conversati
         )
     else:
         context = _context(prompt, named[dpo.prompt_key], config)
-    for each, key in zip(said, (dpo.chosen_key, dpo.rejected_key), strict=True):
+    for each, key in zip(said, keys, strict=True):
         _check_said(each, named[key])
     return ExampleRow(where, tuple(_tokenised(where, context, each, row, tokens) for each in said))
 
@@ -416,12 +400,8 @@ def _said_or_all(value: Any, named: str) -> Messages:
 
 def _shared(first: Messages, second: Messages) -> int:
     """How many messages both conversations share at their beginning, their last ones left out."""
-    count = 0
-    for one, other in zip(first[:-1], second[:-1], strict=False):
-        if one != other:
-            break
-        count += 1
-    return count
+    pairs = zip(first[:-1], second[:-1], strict=False)
+    return len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
 
 
 def _check_prompt(prompt: Any, shared: Messages, named: str) -> None:

@@ -1,7 +1,6 @@
 """Rows of data files: JSONL, gzipped JSONL and Parquet, each row with the file and the line (or row) it stands in.
 
-JSON is read strictly: NaN, a key that stands twice (the last one would win) or half of a surrogate pair would reach a
-prompt or a reward as something other than the file's author meant.
+JSON is read strictly: NaN, a key that stands twice or half of a surrogate pair are refused.
 """
 
 from __future__ import annotations

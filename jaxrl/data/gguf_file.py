@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from jaxrl.config.inputs import regular_size
+
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
@@ -42,10 +44,7 @@ def check_layout(file: str | Path) -> None:
     path = Path(file)
     if not path.exists():
         raise ValueError(f"{file}: no such file")
-    if not path.is_file():
-        raise ValueError(f"{file}: must be a file, found a {'folder' if path.is_dir() else 'device or a pipe'}")
-    size = path.stat().st_size
-    if size < 24:
+    if (size := regular_size(path)) < 24:
         raise ValueError(f"{file}: truncated or not a GGUF file (it has {size} bytes)")
     with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
         _Walk(str(file), content, size).check()
@@ -53,8 +52,6 @@ def check_layout(file: str | Path) -> None:
 
 @dataclass(slots=True)
 class _Walk:
-    """Walks through a file from its first byte to the end of its header."""
-
     file: str
     content: mmap.mmap
     size: int

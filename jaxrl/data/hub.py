@@ -67,13 +67,6 @@ def model_path(name: HubName, option: str, *, weights: bool = False) -> Path:
     return _snapshot(name, "model", wanted, option, _has_weights if weights else _has_config, flat=True)
 
 
-def used_files(folder: Path) -> list[Path]:
-    """The files in a model's folder that are fetched from the Hub, in order."""
-    patterns = _SMALL + _WEIGHTS
-    top = (file for file in folder.iterdir() if any(fnmatch(file.name, pattern) for pattern in patterns))
-    return sorted([*top, *(folder / _TEMPLATES).glob("*.jinja")])
-
-
 def data_paths(name: HubName, option: str) -> list[Path]:
     """The files of a data set that a name's pattern fits. Raises ValueError if there is none, or if they cannot be
     fetched."""

@@ -1,8 +1,8 @@
 """From the rows of data files to problems: the columns and their allowed values.
 
 Columns are named by `data.*_key`; a dotted name reaches into nested columns (`reward_model.ground_truth`, as verl's
-Parquet files have it). What a prompt cannot carry (calls of tools, roles other than system, user and assistant, parts
-of content that are not text) is refused: left out in silence, the model would see another conversation.
+Parquet files have it). What a prompt cannot carry (calls of tools, other roles, parts of content that are not text) is
+refused.
 """
 
 from __future__ import annotations
@@ -125,11 +125,9 @@ def _problem(index: int, where: str, row: Mapping[str, Any], file: str, data: Da
                 f"{where}: {data.prompt_key!r} (data.prompt_key) must hold some text, found {shown(question)}"
             )
         messages = ({"role": "user", "content": question},)
-    answer = (
-        reference_answer(column(row, data.answer_key, "data.answer_key", where), where, data)
-        if data.answer_key
-        else None
-    )
+    answer = None
+    if data.answer_key:
+        answer = reference_answer(column(row, data.answer_key, "data.answer_key", where), where, data)
     source = source_of(column(row, data.source_key, "data.source_key", where), where, data) if data.source_key else file
     extra = extra_columns(row, used)
     if data.reference_time_key:

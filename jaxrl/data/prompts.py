@@ -24,6 +24,10 @@ from jaxrl.types import Prompt
 _log = logging.getLogger(__name__)
 
 _STATE_VERSION = 1
+_SAME = {
+    "data": "the files, templates, tokenizer and data.max_prompt_length",
+    "order": "data.seed, data.shuffle, data.source_quotas and the version of grain",
+}
 _HELD_OUT = 1_000_000_000  # the first held-out problem of an environment's own, which number them
 
 
@@ -49,7 +53,6 @@ def _from_files(names: Sequence[str], option: str, data: DataSection) -> Problem
 
 
 def _own(config: Config, environments: Environments, first: int, count: int) -> list[Problem]:
-    """Problems that the environment generates, by their numbers."""
     source = config.environment.id or Path(config.environment.path).stem
     found: list[Problem] = []
     for number, (row, messages) in enumerate(environments.problems(first, first + count, config.data.seed), first):
@@ -141,7 +144,7 @@ class PromptSource:
 
             self._quotas = SourceQuotas(data.source_quotas, self._rendered.sources)
         self._seed = data.seed if data.shuffle else None
-        self._position = 0
+        self.position = 0  # prompts returned so far, over all epochs
         self._batch_size = data.train_batch_size
         # part of the fingerprint: another version of grain, or another seed, may order the same prompts differently
         first = [self._place(i)[0] for i in range(min(1000, 2 * len(self._rendered)))]
@@ -160,7 +163,6 @@ class PromptSource:
         )
 
     def _place(self, position: int) -> tuple[int, int]:
-        """The row and the epoch of a position."""
         if self._quotas is None:
             return nth(len(self._rendered), self._seed, position), position // len(self._rendered)
         source, count = self._quotas.at(position)
@@ -174,22 +176,16 @@ class PromptSource:
 
     @property
     def num_filtered(self) -> int:
-        """Problems that were dropped because their prompt is too long."""
         return self._rendered.num_filtered
-
-    @property
-    def position(self) -> int:
-        """Prompts returned so far, over all epochs."""
-        return self._position
 
     @property
     def epoch(self) -> int:
         """The epoch of the next prompt, from 0; with quotas, of its source."""
-        return self._place(self._position)[1]
+        return self._place(self.position)[1]
 
     def next(self, num_prompts: int) -> list[Prompt]:
-        positions = range(self._position, self._position + num_prompts)
-        self._position += num_prompts
+        positions = range(self.position, self.position + num_prompts)
+        self.position += num_prompts
         return [self._rendered.prompt(*self._place(p)) for p in positions]
 
     def get(self, epoch: int, index: int) -> Prompt:
@@ -198,7 +194,7 @@ class PromptSource:
 
     def state(self) -> dict[str, Any]:
         """The cursor, as JSON values. The caller saves the prompts that were returned and not yet consumed."""
-        own = {"version": _STATE_VERSION, "position": self._position, "num_prompts": self.num_prompts}
+        own = {"version": _STATE_VERSION, "position": self.position, "num_prompts": self.num_prompts}
         return own | self._fingerprints
 
     def differs(self, state: Mapping[str, Any]) -> Literal["", "data", "order"]:
@@ -214,16 +210,9 @@ class PromptSource:
             raise ValueError(
                 f"data cursor: version {state.get('version')!r} is not {_STATE_VERSION}, the one known here"
             )
-        now, differs = self.state(), self.differs(state)
-        if differs == "data":
+        if differs := self.differs(state):
             raise ValueError(
-                f"data cursor: saved with {state['num_prompts']} prompts (fingerprint {state['data']}), found "
-                f"{now['num_prompts']} ({now['data']}): the files, templates, tokenizer and data.max_prompt_length of "
-                "a resumed run must be what they were"
+                f"data cursor: saved with {state['num_prompts']} prompts ({state[differs]}), found {self.num_prompts} "
+                f"({self._fingerprints[differs]}): {_SAME[differs]} of a resumed run must be what they were"
             )
-        if differs == "order":
-            raise ValueError(
-                f"data cursor: saved with order {state['order']}, found {now['order']}: data.seed, data.shuffle, "
-                "data.source_quotas and the version of grain must be what they were"
-            )
-        self._position = int(state["position"])
+        self.position = int(state["position"])

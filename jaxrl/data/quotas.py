@@ -13,12 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 class SourceQuotas:
     """Where each position of a run comes from. `quotas`: prompts per batch by source; 0 leaves a source out. `sources`:
-    of every prompt of the data set, in its order. Raises ValueError for a quota of a source that the data does not
-    hold, and for a source without a quota.
-
-    Attributes:
-      members: places in `sources` by source, of those with a quota above 0.
-    """
+    of every prompt of the data set, in its order. `members`: places in it by source, of those with a quota above 0.
+    Raises ValueError for a quota of a source that the data does not hold, and for a source without a quota."""
 
     def __init__(self, quotas: Mapping[str, int], sources: Iterable[str]) -> None:
         found: dict[str, list[int]] = {}
@@ -49,7 +45,6 @@ class SourceQuotas:
 
     @property
     def num_prompts(self) -> int:
-        """Prompts of all sources with a quota."""
         return sum(map(len, self.members.values()))
 
 

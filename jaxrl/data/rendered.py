@@ -7,9 +7,9 @@ import json
 import logging
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -25,25 +25,13 @@ _LONG_TOKEN = 256  # characters: longer than the tokens of any text are on avera
 _TOGETHER = 1024  # prompts that the tokenizer's threads share
 
 
-class Environments(Protocol):
-    """The methods of a run's environments that prompts need (`jaxrl.mechanisms.turns.pool.EnvironmentPool`)."""
-
-    def schemas(self, row: Mapping[str, Any], where: str) -> Sequence[Mapping[str, Any]]:
-        """What the model may call in a row, as chat templates take it."""
-        ...
-
-    def problems(self, first: int, last: int, seed: int) -> Iterable[tuple[Mapping[str, Any], Sequence[Any]]]:
-        """Rows that the environment generates, by number, each with its messages."""
-        ...
+Environments = Any
+"""A run's `jaxrl.mechanisms.turns.pool.EnvironmentPool`: prompts need its `schemas` and `problems`."""
 
 
 class Rendered:
-    """Problems with their tokenised prompts, the overlong ones dropped.
-
-    Attributes:
-      num_filtered: problems that are dropped.
-      fingerprint: a hash of what the model sees and of the answers that it is compared with.
-    """
+    """Problems with their tokenised prompts, the overlong ones dropped (`num_filtered`). `fingerprint`: a hash of what
+    the model sees and of the answers that it is compared with."""
 
     def __init__(
         self,
@@ -114,7 +102,6 @@ class Rendered:
 
     @property
     def sources(self) -> list[str]:
-        """The source of each row."""
         return [problem.source for problem in self._problems]
 
     def row_of(self, index: int) -> int:

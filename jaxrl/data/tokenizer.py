@@ -36,7 +36,6 @@ class Tokenizer:
       special_tokens: `bos_token`, `eos_token`, `pad_token`, `unk_token` where there is one, as text.
       eos_token_ids: ids that end a response: the eos token and what generation_config.json adds.
       chat_templates: by name; most tokenizers have one, which is the `default`, or none.
-      special_tokens_in_content: as the option `data.special_tokens_in_content`.
       named_ids: ids that other files of the model name, by file and entry.
     """
 
@@ -69,7 +68,6 @@ class Tokenizer:
             return ids + [i for part in rest for i in self._fast.encode(part, add_special_tokens=False).ids]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[list[int]]:
-        """`encode` of each text, on all cores."""
         with self._named():
             found = self._fast.encode_batch_fast(list(map(_whole, texts)), add_special_tokens=add_special_tokens)
         return [
@@ -121,7 +119,6 @@ class Tokenizer:
         return self._fast.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token, special tokens included."""
         return [self.decode([i], skip_special_tokens=False) for i in ids]
 
     def apply_chat_template(
@@ -207,7 +204,6 @@ class Tokenizer:
 
     @property
     def last_token(self) -> tuple[str, int]:
-        """The token with the largest id, and that id."""
         return max(self._fast.get_vocab(with_added_tokens=True).items(), key=lambda token: token[1])
 
     def save(self, folder: str | Path) -> list[Path]:

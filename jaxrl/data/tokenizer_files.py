@@ -91,7 +91,6 @@ def _fast(folder: Path) -> FastTokenizer:
 
 
 def _object(file: Path) -> dict[str, Any]:
-    """The JSON object of a file, empty if there is no file."""
     return read_object(file) if file.exists() else {}
 
 

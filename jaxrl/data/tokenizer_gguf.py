@@ -54,13 +54,7 @@ def read_gguf(file: Path) -> TokenizerFiles:
     bos = special.get("bos_token") if add_bos else None
     fast = _byte_level_bpe(tokens, merges, kinds, pre, bos, str(file))
     eot = _id(get, "tokenizer.ggml.eot_token_id", len(tokens), file)
-    return TokenizerFiles(
-        fast,
-        special,
-        str(file),
-        eos_token_ids=() if eot is None else (eot,),
-        chat_templates=_templates(get, file),
-    )
+    return TokenizerFiles(fast, special, str(file), () if eot is None else (eot,), _templates(get, file))
 
 
 def _templates(get: Callable[..., Any], file: Path) -> dict[str, ChatTemplate]:

@@ -12,12 +12,11 @@
 - OLMo 3: lines `name(argument=value, ...)` between `<function_calls>` and `</function_calls>`, where values are
   Python's or JSON's. SmolLM3, asked to write Python, has such calls between `<code>` and `</code>` at the end of a
   response; a program that is more than calls is text.
-- Gemma and Phi-4 have no form of their own: they call in the form that the prompt gives.
 
 Text that cannot be parsed calls nothing, and so does everything up to `</think>`. A call of an unknown function is a
-call, so that it can be answered with an error, and the calls beside it count. Where a model's marks are special tokens,
-which text leaves out, an object is a call if its function exists or if it has the keys of a call and no others, and
-`name{...}` and the contents of `<code>` are calls if one of their functions exists.
+call, so that it can be answered with an error. Where a model's marks are special tokens, which text leaves out, an
+object is a call if its function exists or if it has the keys of a call and no others, and `name{...}` and the contents
+of `<code>` are calls if one of their functions exists.
 """
 
 from __future__ import annotations

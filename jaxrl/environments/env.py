@@ -97,7 +97,6 @@ def checked(result: Any, name: str) -> StepResult:
 
 
 def is_answer(message: Any) -> bool:
-    """Whether it is a message that an environment may send."""
     return (
         isinstance(message, Mapping)
         and message.get("role") in ("user", "tool")

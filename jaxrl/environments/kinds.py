@@ -27,6 +27,7 @@ from typing import Any
 from jaxrl.data.tool_calls import ToolCall, call_id
 from jaxrl.environments import program_server
 from jaxrl.environments.env import Action, Message, Schema, StepResult, as_messages, checked
+from jaxrl.environments.program_server import accepted
 from jaxrl.environments.schemas import signature_of, tool_schema
 from jaxrl.rewards.request import as_reward
 
@@ -151,11 +152,7 @@ def calls_of(module: ModuleType) -> Callable[[str, Row], Any]:
     loop = asyncio.Runner()  # one for all: what is kept between calls, such as connections, may belong to it
 
     def call(name: str, given: Row) -> Any:
-        found = getattr(module, name, None)
-        if not callable(found):
-            return found
-        value = found(**accepted(found, given))
-        return loop.run(value) if inspect.iscoroutine(value) else value
+        return program_server.called(getattr(module, name, None), given, loop)
 
     weakref.finalize(call, loop.close)
     return call
@@ -214,14 +211,6 @@ def _pickled(episode: Any) -> bytes:
     except Exception as error:  # whatever is in it
         name = type(episode).__name__
         raise ValueError(f"{name} cannot be pickled, as it is between two turns: {error}"[:1000]) from None
-
-
-def accepted(function: Callable[..., Any], row: Row) -> dict[str, Any]:
-    """The columns of a row that a function has parameters for."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(each.kind is each.VAR_KEYWORD for each in parameters):
-        return dict(row)
-    return {each.name: row[each.name] for each in parameters if each.name in row}
 
 
 def result_of(value: Any) -> Any:

@@ -1,10 +1,8 @@
-"""Runs a program's file under another Python, which has its packages and need not have jaxrl: nothing but the standard
-library is imported here.
+"""Runs a program's file under another Python, which need not have jaxrl: nothing but the standard library is imported.
 
 Started with the file's path, it reads a request and writes an answer as a line of JSON each: `call` (the name of a
-function of the file) with `given` (its arguments by name; those that it has no parameters for are left out), answered
-by `value` (null where there is no such function), or by `error`. Functions may be async. What the file prints goes to
-standard error.
+function of the file) with `given` (its arguments by name), answered by `value` (null where there is no such function),
+or by `error`. What the file prints goes to standard error.
 """
 
 import asyncio
@@ -13,6 +11,8 @@ import json
 import os
 import runpy
 import sys
+from collections.abc import Callable, Mapping
+from typing import Any
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
             asked = json.loads(line)
             try:
                 made = runpy.run_path(sys.argv[1], run_name="program") if made is None else made
-                found = {"value": _called(made.get(asked["call"]), asked["given"], loop)}
+                found = {"value": called(made.get(asked["call"]), asked["given"], loop)}
             except BaseException as error:
                 kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
                 found = {"error": f"{kind}{error}"}
@@ -33,13 +33,19 @@ def main() -> None:
             answers.flush()
 
 
-def _called(function: object, given: dict[str, object], loop: asyncio.Runner) -> object:
+def accepted(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that a function has parameters for."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return dict(given)
+    return {each.name: given[each.name] for each in parameters if each.name in given}
+
+
+def called(function: Any, given: Mapping[str, Any], loop: asyncio.Runner) -> Any:
+    """What a function gives, awaited if it is async; a value that is no function is given as it is."""
     if not callable(function):
         return function
-    parameters = inspect.signature(function).parameters.values()
-    if not any(each.kind is each.VAR_KEYWORD for each in parameters):
-        given = {each.name: given[each.name] for each in parameters if each.name in given}
-    value = function(**given)
+    value = function(**accepted(function, given))
     return loop.run(value) if inspect.iscoroutine(value) else value
 
 

@@ -1,10 +1,9 @@
 """An environment of Prime Intellect's verifiers 0.4, as a program that asks for turns (`environment.kind=verifiers`):
 a taskset, and the agents that solve its tasks.
 
-Runs under the Python that `environment.python` names, with `verifiers` and the environment's own package installed
-there. Tasks, tools, the course of an episode and its rewards are the environment's own. One of its agents is the
-policy. Where neither the taskset nor `environment.args` names a harness, which is the agent's program, the agent has
-the one of this file: a conversation with tools, held in this process.
+Runs under the Python that `environment.python` names. One of the environment's agents is the policy. Where neither the
+taskset nor `environment.args` names a harness, which is the agent's program, the agent has the one of this file: a
+conversation with tools, held in this process.
 """
 
 import itertools
@@ -135,7 +134,6 @@ class Environment:
         self._resources = AsyncExitStack()
 
     async def start(self):
-        """Begins what all episodes share."""
         self._env._shared_tools = await self._resources.enter_async_context(self._env.shared_tools())
         await self._env.start()
 
@@ -159,7 +157,6 @@ class Environment:
         return type(first)(type(first.data).model_validate(data), self._env.config.taskset.task)
 
     async def messages(self, task):
-        """What the policy is asked first."""
         if self._is_own_harness and task.data.prompt is not None:
             return first_messages(task.data.system_prompt, task.data.prompt)
         return (await self.first_request(task))["messages"]

@@ -21,10 +21,10 @@ from jaxrl.environments.kinds import (
     NativeEpisodes,
     OtherPython,
     Program,
-    accepted,
     calls_of,
     result_of,
 )
+from jaxrl.environments.program_server import accepted
 from jaxrl.rewards.request import as_reward
 
 MAX_STATE_BYTES = 1 << 19

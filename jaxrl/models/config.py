@@ -1,8 +1,7 @@
 """What a decoder looks like: `ModelConfig`, read from and written as a Hugging Face `config.json`.
 
-All families share one decoder; `jaxrl.models.families` says how each differs from Llama. Anything that the decoder does
-not compute (another activation, another kind of rope) is refused when the file is read, never ignored. Values are read
-as transformers 5 reads them, with its defaults; `jaxrl.models.rope` has the rules for rope.
+`jaxrl.models.families` says how each family differs from Llama. What the decoder does not compute (another activation,
+another kind of rope) is refused. Values are read as transformers 5 reads them, with its defaults.
 """
 
 from __future__ import annotations
@@ -140,10 +139,9 @@ class ModelConfig:
             )
         if self.rope_scaling.kind == "longrope":
             for name in ("short_factor", "long_factor"):
-                if len(found := getattr(self.rope_scaling, name)) != self.rotary_dim // 2:
-                    raise ValueError(
-                        f"{name} has {len(found)} numbers; it must have {self.rotary_dim // 2}, one a pair"
-                    )
+                count, pairs = len(getattr(self.rope_scaling, name)), self.rotary_dim // 2
+                if count != pairs:
+                    raise ValueError(f"{name} has {count} numbers; it must have {pairs}, one a pair")
 
     @classmethod
     def from_hf(cls, source: str | Path | Mapping[str, Any]) -> ModelConfig:
@@ -198,7 +196,6 @@ class ModelConfig:
         return out
 
     def _layers_to_hf(self, row: Family, rope: Mapping[str, Any]) -> dict[str, Any]:
-        """The entries of config.json about rope and windows that only some families have."""
         out: dict[str, Any] = {}
         if row.partial_rope:
             out["partial_rotary_factor"] = self.partial_rotary_factor
@@ -409,7 +406,6 @@ def _mlp_norms(sizes: ModelConfig) -> dict[str, Weight]:
 
 
 def _experts(sizes: ModelConfig) -> dict[str, Weight]:
-    """A router, and the MLPs that it chooses from."""
     X, E, F = sizes.num_experts, sizes.hidden_size, sizes.intermediate_size
     row, table = FAMILIES[sizes.family], _mlp_norms(sizes)
     suffixes = ("", "_bias") if row.bare_experts else (".weight", ".bias")
@@ -477,7 +473,6 @@ def _stacked(
 
 
 def read_config(fields: Fields, generation: Fields) -> ModelConfig:
-    """The config that config.json and generation_config.json describe."""
     family, scalar_head = _family(fields)
     row = FAMILIES[family]
     _check(fields, family, row)

@@ -65,8 +65,6 @@ def init(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32) -> Param
 
 
 def init_table(table: Params, key: jax.Array, dtype: Any = jnp.float32) -> Params:
-    """`init` for a table of weights, or a part of one."""
-
     def one(path: Any, weight: Weight) -> jax.Array:
         if weight.init in ("ones", "less_one", "zeros"):
             return jnp.full(weight.shape, 1 if weight.init == "ones" else 0, dtype)
@@ -160,7 +158,6 @@ def _rotate(x: jax.Array, cos: jax.Array | None, sin: jax.Array | None, factor: 
 
 
 def _norm(x: jax.Array, scale: jax.Array, config: ModelConfig, features_first: bool = False) -> jax.Array:
-    """The RMS norm over features."""
     wide = x.astype(_at_least_float32(x.dtype))
     if config.norm_plus_one:
         scale = scale.astype(wide.dtype) + 1
@@ -303,7 +300,6 @@ class _LayerWeights(NamedTuple):
         return checkpoint_name(out, _PRODUCT)
 
     def _dropped(self, x: jax.Array, name: str) -> jax.Array:
-        """The inputs of a matrix's adapter after dropout, drawn for each row."""
         lora = self.config.lora
         if self.keys is None or lora is None or not lora.dropout:
             return x
@@ -370,7 +366,6 @@ def _turned(
 
 
 def _attention_part(weights: _LayerWeights, out: jax.Array) -> jax.Array:
-    """Attention's output [..., H, D] projected into the residual stream."""
     out = out.reshape(*out.shape[:-2], -1)
     if weights.features_first:
         # a product with two summed dims makes XLA:CPU transpose the weights in every call, so they are joined into one
@@ -408,7 +403,6 @@ def _routing(weights: _LayerWeights, h: jax.Array) -> experts.Routing:
 
 
 def _experts_part(mix: Mix | None, weights: _LayerWeights, h: jax.Array, routing: experts.Routing) -> jax.Array:
-    """The chosen experts' contribution to the residual stream."""
     found = {name: weights.lp[name] for name in experts.WEIGHTS if name in weights.lp}
     # codes and factors stay as they are: of all experts, only those are read that have tokens
     own = found if f"down{SCALE}" in found else {name: weights.get(name) for name in found}
@@ -493,7 +487,6 @@ def embed(
     dtype: Any,
     find: Callable[[jax.Array, jax.Array], jax.Array] = look_up,
 ) -> jax.Array:
-    """Rows of the embedding, [..., E], found as `look_up` does."""
     rows = find(params["embed"], tokens).astype(dtype)
     if config.scale_embedding:  # the factor is rounded as well, in transformers too
         rows = rows * jnp.asarray(config.hidden_size**0.5, dtype)
@@ -565,11 +558,8 @@ def score(params: Params, x: jax.Array, *, features_first: bool = False) -> jax.
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _head_product(order: str, multiply: Multiply | None, x: jax.Array, head: jax.Array) -> jax.Array:
-    """x [..., E] times the head in its `order` of dims, in at least float32.
-
-    The gradient of the logits is rounded to x's dtype before it is multiplied: else both products of the backward pass
-    have one operand in float32, for which XLA makes a float32 copy of the head and multiplies at half the rate.
-    """
+    """x [..., E] times the head in its `order` of dims, in at least float32. The gradient of the logits is rounded to
+    x's dtype before it is multiplied: else XLA makes a float32 copy of the head and multiplies at half the rate."""
     wide = _at_least_float32(x.dtype)
     if multiply is not None:
         return multiply(x, head, transposed=order == "ve", dtype=wide)

@@ -164,11 +164,8 @@ def over_devices(
     mesh: Mesh, specs: Mapping[str, PartitionSpec], rows: PartitionSpec, *, batched: bool, gathered: bool
 ) -> Callable[..., jax.Array]:
     """`mix` of experts that are split over a mesh, for hidden states [..., E] whose leading dim has the spec `rows`.
-
-    Args:
-      specs: of each weight of the experts of one layer: (experts, ..., mlp, ...).
-      gathered: whether devices that share experts have different tokens; else they have the same.
-    """
+    `specs`: of each weight of one layer's experts: (experts, ..., mlp, ...). `gathered`: devices that share experts
+    have different tokens; else they have the same."""
     of_experts, *others = specs["down"]
     experts = entry_axes(of_experts)
     columns = entry_axes(others[0] if others else None)

@@ -42,7 +42,6 @@ def layer_types(fields: Fields, num_layers: int, usual: Callable[[int], bool], w
 
 
 def write_layer_types(config: Any) -> dict[str, Any]:
-    """`layer_types` and `sliding_window` of a `ModelConfig`, in the form of config.json."""
     one = SLIDING if config.sliding_window else FULL
     types = [*config.layer_types] or [one] * config.num_layers
     return {"layer_types": types, "sliding_window": config.sliding_window or 4096}  # these files always have one
@@ -149,8 +148,7 @@ class Family:
     """What a family does otherwise than Llama.
 
     Attributes:
-      architecture: its class in transformers.
-      reward_model: that of its models with one label; empty: the same name with `SequenceClassification`.
+      reward_model: the class of its models with one label; empty: the same name with `SequenceClassification`.
       fixed: fields of `ModelConfig` that all its models have.
       keys: fields of `ModelConfig` that config.json gives as a number, by the key and what it is where the file leaves
         it out; a null is 0, which switches the field off.
@@ -158,12 +156,10 @@ class Family:
       sizes: the keys of sizes that it has under another name than Llama.
       defaults: of keys that all families read, where they are not Llama's. `head_dim` among them means that it need
         not be hidden_size / num_attention_heads.
-      activation: the key of the MLP's activation.
       layers: (config.json, number of layers) -> the fields in which layers differ. write_layers: the way back.
       local_rope: the thetas of layers with full attention and with a window, and the key of the latter, where both have
         a rope of their own.
       partial_rope, longrope: whether a part of each head may be rotated, and whether longrope is its rope's one type.
-      extra: further keys that config.json is written with.
       modules: names of a layer's modules in files, where they are not Llama's. `qkv` and `gate_up` are one matrix each.
         With experts `router`, and those of an expert, of which `{expert}` numbers tensors of its own.
         `mlp_norm_gguf`: what GGUF files call the norm before the MLP.
@@ -171,20 +167,20 @@ class Family:
         up column by column in turn.
     """
 
-    architecture: str
+    architecture: str  # its class in transformers
     reward_model: str = ""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     keys: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     biases: tuple[str, ...] = ()
     sizes: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    activation: str = "hidden_act"
+    activation: str = "hidden_act"  # the key of the MLP's activation
     layers: Callable[[Fields, int], dict[str, Any]] = _alike
     write_layers: Callable[[Any], dict[str, Any]] = lambda config: {}
     local_rope: tuple[float, float, str] | None = None
     partial_rope: bool = False
     longrope: bool = False
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)  # further keys that config.json is written with
     modules: Mapping[str, str] = field(default_factory=dict)
     experts: Experts | None = None
     bare_experts: bool = False

@@ -61,7 +61,6 @@ class Fields:
         return value
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """One id, or a list of ids."""
         value = self.get(name, [])
         ids = value if isinstance(value, list) else [value]
         for each in ids:

@@ -28,7 +28,7 @@ from jaxrl.models.families import FAMILIES as FAMILIES_OF_MODELS
 from jaxrl.models.families import FULL, MAX_EXPERTS, SLIDING
 from jaxrl.models.fields import MAX_ID, Fields
 from jaxrl.models.rope import MAX_FACTOR, MAX_THETA, RopeScaling, yarn_attention_factor
-from jaxrl.models.safetensors import OpenModel, check_tensors
+from jaxrl.models.safetensors import OpenModel, Tensor, check_tensors
 from jaxrl.models.weights import Weight
 from jaxrl.schema.declared import shown
 
@@ -103,7 +103,6 @@ def config_from_gguf(reader: GGUFReader, file: str) -> ModelConfig:
 
 
 def _check_kind(meta: _Metadata) -> None:
-    """Refuses what the decoder does not compute."""
     if (arch := meta.architecture) not in FAMILIES:
         raise ValueError(f"{meta.file}: general.architecture {arch!r} is not supported; use {', '.join(FAMILIES)}")
     if (count := meta.integer("split.count", 0, low=0, high=MAX_ID)) > 1:
@@ -268,13 +267,13 @@ def open_gguf_model(file: str | Path) -> OpenModel:
                 f"{', '.join(kind.name for kind in SUPPORTED)}"
             )
 
-    def read(weight: Weight) -> Callable[[int], Callable[..., np.ndarray]]:
+    def of(weight: Weight) -> Callable[[int], Tensor]:
         names = weight.names("gguf")
         heads = {"blk.{layer}.attn_q": config.num_heads, "blk.{layer}.attn_k": config.num_kv_heads}
         permuted = heads.get(weight.gguf_name.rsplit(".", 1)[0]) if config.family in _INTERLEAVED else None
         values: dict[int, np.ndarray] = {}
 
-        def layer(index: int) -> Callable[..., np.ndarray]:
+        def layer(index: int) -> Tensor:
             # Kept while the weight is being placed: every shard asks for it, and dequantising is the slow part.
             if index not in values:
                 tensor = tensors[names[index]]
@@ -283,12 +282,9 @@ def open_gguf_model(file: str | Path) -> OpenModel:
                 )
                 array = array - 1 if weight.init == "less_one" else array
                 values[index] = array if permuted is None else unpermute(array, permuted)
-            return lambda *part: values[index][part]
+            own = values[index]
+            return Tensor(Path(file), names[index], own.shape, None, "", lambda *part: own[part])
 
         return layer
 
-    def where(weight: Weight) -> Callable[[int], str]:
-        names = weight.names("gguf")
-        return lambda layer: f"{file}: tensor {names[layer]}"
-
-    return OpenModel(config, read, where, "gguf")
+    return OpenModel(config, of, "gguf")

@@ -50,9 +50,8 @@ def kv_layers(config: ModelConfig, max_length: int, max_prefill_tokens: int, dec
     if stacks == [0]:
         return whole(config.num_layers)
     ahead = most_ahead(max_prefill_tokens, TOKENS_PER_STEP * decode_steps + 1)
-    return KvLayers(
-        KvStacks(tuple(stacks), ahead, max_length), size, tuple(places[i] for i in range(config.num_layers))
-    )
+    in_order = tuple(places[i] for i in range(config.num_layers))
+    return KvLayers(KvStacks(tuple(stacks), ahead, max_length), size, in_order)
 
 
 def _size(counts: dict[int, int]) -> int:

@@ -95,7 +95,7 @@ def load_layerwise(
         return config, params, ({n: x[i : i + 1] for n, x in layers.items()} for i in range(config.num_layers))
     model = _opened(source)
     layers = (model.load_layer(i, mesh, dtype) for i in range(model.config.num_layers))
-    return model.config, model.load_outer(mesh, dtype), layers
+    return model.config, model.load(mesh, dtype, with_layers=False), layers
 
 
 def _opened(source: Path) -> OpenModel:

@@ -107,7 +107,6 @@ def adapters(lora: Lora, layers: Mapping[str, Weight]) -> dict[str, Weight]:
 
 
 def is_adapter(path: str) -> bool:
-    """Whether a path like `layers/q_lora_a` names a weight of an adapter."""
     return path.endswith((A, B))
 
 

@@ -32,7 +32,6 @@ class _PackedExperts(NamedTuple):
 
     @property
     def is_sound(self) -> bool:
-        """Whether codes and scales fit each other."""
         return len(self.codes.shape) == 4 and self.codes.shape == (*self.scales.shape, BLOCK // 2)
 
     @property
@@ -42,7 +41,6 @@ class _PackedExperts(NamedTuple):
         return experts, groups * BLOCK, outputs
 
     def read(self, *part: slice) -> np.ndarray:
-        """A part, in float32."""
         experts, inputs, outputs = (*part, *(slice(None),) * (3 - len(part)))
         start, stop, _ = inputs.indices(self.shape[1])
         first = start // BLOCK

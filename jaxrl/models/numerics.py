@@ -3,8 +3,7 @@ computed, so that a token's numbers do not depend on the degree of tensor parall
 
 Each weight that tensor parallelism splits is cut into `actor.numerics_tp` parts in every layout: a device computes its
 own parts one after another. Sums over heads or MLP columns are added in the order of the mesh's own tree, neighbouring
-parts first, so a layout with fewer devices adds the same pairs in the same order. The trainer, whose devices have whole
-weights, computes all parts, with the zeros that pad the rollout's.
+parts first. The trainer computes all parts, with the zeros that pad the rollout's.
 """
 
 from __future__ import annotations

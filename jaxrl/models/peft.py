@@ -1,8 +1,7 @@
 """Adapters in peft's format: a folder with adapter_config.json and adapter_model.safetensors.
 
-`target_modules` and `exclude_modules` choose matrices by peft's rules: a list of names or of ends of names, a regular
-expression for whole names, or all-linear. Settings that change a layer's function in another way (DoRA, biases, other
-ranks for some matrices, other modules) are refused when the folder is read, never ignored.
+`target_modules` and `exclude_modules` choose matrices by peft's rules. Settings that change a layer's function in
+another way (DoRA, biases, other ranks for some matrices, other modules) are refused.
 """
 
 from __future__ import annotations
@@ -63,7 +62,6 @@ def read_lora(folder: Path, model: ModelConfig) -> Lora:
 
 
 def _targets(fields: Fields, layers: Mapping[str, Weight]) -> tuple[str, ...]:
-    """The matrices that a config names, in the order of the table."""
     wanted, excluded = _rule(fields, "target_modules"), _rule(fields, "exclude_modules")
     found = []
     for name in matrices(layers).values():
@@ -119,9 +117,7 @@ def load_adapter(folder: Path, model: ModelConfig, mesh: Mesh | None, dtype: Any
 
     def one(weight: Weight, sharding: Any) -> jax.Array:
         names = weight.names()
-        return place(
-            weight, lambda layer: tensors[names[layer]].read, dtype, sharding, lambda i: f"{file}: tensor {names[i]}"
-        )
+        return place(weight, lambda layer: tensors[names[layer]], dtype, sharding)
 
     return map_weights(one, table, adapters_alone(shardings_of(model, mesh)))
 

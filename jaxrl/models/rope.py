@@ -51,7 +51,6 @@ class RopeScaling:
     long_factor: tuple[float, ...] = ()
 
     def to_hf(self) -> dict[str, Any]:
-        """The `rope_scaling` entry of config.json."""
         names: dict[str, tuple[str, ...]] = {
             "none": (),
             "linear": ("factor",),
@@ -76,7 +75,6 @@ class Rope:
     scaling: RopeScaling = field(default_factory=RopeScaling)
 
     def to_hf(self) -> dict[str, Any]:
-        """An entry of `rope_parameters` in config.json."""
         return {"rope_theta": self.theta, **self.scaling.to_hf()}
 
 
@@ -127,7 +125,8 @@ def _of_object(inner: Fields, max_position_embeddings: int, theta: float, longro
         kind = "longrope"
     known = ("longrope",) if longrope else ("linear", "llama3", "yarn")
     if kind not in known:
-        inner.refuse(f"rope_type {kind!r}", f"supported are 'default', {_listed(known)}")
+        listed = "'longrope'" if longrope else "'linear', 'llama3' and 'yarn'"
+        inner.refuse(f"rope_type {kind!r}", f"supported are 'default', {listed}")
     original = inner.integer("original_max_position_embeddings", max_position_embeddings, high=MAX_ID)
     if kind in ("yarn", "longrope") and inner.get("factor") is None:
         factor = max_position_embeddings / original
@@ -139,11 +138,6 @@ def _of_object(inner: Fields, max_position_embeddings: int, theta: float, longro
         return Rope(theta, RopeScaling("linear", factor))
     read = {"llama3": _llama3, "longrope": _longrope, "yarn": _yarn}[kind]
     return Rope(theta, read(inner, factor, original))
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    *first, last = map(repr, names)
-    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _llama3(fields: Fields, factor: float, original: int) -> RopeScaling:

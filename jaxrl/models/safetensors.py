@@ -141,28 +141,23 @@ def check_tensors(
 
 def place(
     weight: Weight,
-    read: Callable[[int], Callable[..., np.ndarray]],
+    tensor: Callable[[int], Tensor],
     dtype: Any,
     sharding: jax.sharding.Sharding | None,
-    where: Callable[[int], str],
     kind: Kind = "hf",
 ) -> jax.Array:
-    """One weight of the training form on its devices. Raises ValueError if it contains NaN or infinite values.
-
-    Args:
-      read: for an index in `Weight.names`, a function that reads slices of that tensor (`Weight.from_file`).
-      sharding: None is the first device.
-      where: for the same index, file and tensor, for messages.
-    """
+    """One weight of the training form on its devices; `tensor`: by the index in `Weight.names`. Without a sharding it
+    is on the first device. Raises ValueError if it contains NaN or infinite values."""
     sharding = SingleDeviceSharding(jax.local_devices()[0]) if sharding is None else sharding
     dtype = jnp.dtype(dtype)
 
     def part(unit: int, index: tuple[slice, ...]) -> np.ndarray:
+        own = tensor(unit)
         with np.errstate(over="ignore"):  # what is too large for the dtype is seen below
-            values = _rounded(weight.from_file(read(unit), index, kind), dtype)
+            values = _rounded(weight.from_file(own.read, index, kind), dtype)
         # on the host, where the numbers pass anyway: on the devices the check would have to be compiled first
         if not np.isfinite(values).all():
-            raise ValueError(f"{where(unit)} has values that are NaN or infinite in {dtype.name}")
+            raise ValueError(f"{own.file}: tensor {own.name} has values that are NaN or infinite in {dtype.name}")
         return values
 
     def layer(number: int, index: tuple[slice, ...]) -> np.ndarray:
@@ -189,45 +184,37 @@ def _rounded(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def shardings_of(config: ModelConfig, mesh: Mesh | None) -> dict[str, Any]:
-    """The training form's shardings; without a mesh None at every leaf."""
     table = config.weights()
     return rules.map_weights(lambda _: None, table) if mesh is None else rules.train_shardings(config, mesh)
 
 
 class OpenModel(NamedTuple):
-    """A model's checked files, of which no weight is read yet. For a declared weight, `read` and `where` give by the
-    index in `Weight.names` how to read a tensor, and the names of its file and tensor."""
+    """A model's checked files, of which no weight is read yet. `tensors`: of a declared weight, by the index in
+    `Weight.names`."""
 
     config: ModelConfig
-    read: Callable[[Weight], Callable[[int], Callable[..., np.ndarray]]]
-    where: Callable[[Weight], Callable[[int], str]]
+    tensors: Callable[[Weight], Callable[[int], Tensor]]
     kind: Kind = "hf"
 
-    def load(self, mesh: Mesh | None, dtype: Any) -> Any:
+    def load(self, mesh: Mesh | None, dtype: Any, *, with_layers: bool = True) -> Any:
         """The params in training form, on the mesh's train shardings."""
-        return self._place(self.config.weights(), shardings_of(self.config, mesh), dtype)
 
-    def load_outer(self, mesh: Mesh | None, dtype: Any) -> Any:
-        """The weights outside the layers."""
-        table = {name: weight for name, weight in self.config.weights().items() if name != "layers"}
-        return self._place(table, shardings_of(self.config, mesh), dtype)
+        def one(weight: Weight, sharding: Any) -> jax.Array:
+            return place(weight, self.tensors(weight), dtype, sharding, self.kind)
+
+        table = {name: weight for name, weight in self.config.weights().items() if with_layers or name != "layers"}
+        return rules.map_weights(one, table, shardings_of(self.config, mesh))
 
     def load_layer(self, index: int, mesh: Mesh | None, dtype: Any) -> Any:
         """The weights of one layer, stacked on a leading dim of 1."""
 
         def one(weight: Weight, sharding: Any) -> jax.Array:
-            read, where = self.read(weight), self.where(weight)
-            own, first = replace(weight, shape=(1, *weight.layer_shape)), index * weight.units_per_layer(self.kind)
-            return place(own, lambda i: read(first + i), dtype, sharding, lambda i: where(first + i), self.kind)
+            tensors, first = self.tensors(weight), index * weight.units_per_layer(self.kind)
+            own = replace(weight, shape=(1, *weight.layer_shape))
+            return place(own, lambda i: tensors(first + i), dtype, sharding, self.kind)
 
         shardings = shardings_of(replace(self.config, num_layers=1), mesh)
         return rules.map_weights(one, self.config.weights()["layers"], shardings["layers"])
-
-    def _place(self, table: dict[str, Any], shardings: dict[str, Any], dtype: Any) -> Any:
-        def one(weight: Weight, sharding: Any) -> jax.Array:
-            return place(weight, self.read(weight), dtype, sharding, self.where(weight), self.kind)
-
-        return rules.map_weights(one, table, shardings)
 
 
 def open_hf(folder: str | Path) -> OpenModel:
@@ -257,15 +244,11 @@ def open_hf(folder: str | Path) -> OpenModel:
         lambda name: str(tensors[name].file if name in tensors else folder),
     )
 
-    def read(weight: Weight) -> Callable[[int], Callable[..., np.ndarray]]:
+    def of(weight: Weight) -> Callable[[int], Tensor]:
         names = weight.names()
-        return lambda unit: tensors[names[unit]].read
+        return lambda unit: tensors[names[unit]]
 
-    def where(weight: Weight) -> Callable[[int], str]:
-        names = weight.names()
-        return lambda unit: f"{tensors[names[unit]].file}: tensor {names[unit]}"
-
-    return OpenModel(config, read, where)
+    return OpenModel(config, of)
 
 
 def _one_embedding(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

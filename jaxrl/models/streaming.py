@@ -32,7 +32,6 @@ def streamed_layers(num_layers: int, num_resident: int) -> tuple[int, ...]:
 
 
 def on_host(shardings: Sequence[Mapping[str, Any]], num_resident: int) -> list[dict[str, Any]]:
-    """The layers' shardings, with those of streamed matrices in the host's memory."""
     streamed = set(streamed_layers(len(shardings), num_resident))
     return [
         {name: s.with_memory_kind(HOST) if i in streamed and name in STREAMED else s for name, s in layer.items()}
@@ -74,5 +73,4 @@ class LayerFeed:
 
 
 def is_on_host(weight: Any) -> bool:
-    """Whether an array, traced or not, is in the host's memory."""
     return jax.typeof(weight).memory_space == jax.memory.Space.Host

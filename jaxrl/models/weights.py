@@ -30,30 +30,25 @@ class Weight:
     """One weight of the training form.
 
     Attributes:
-      shape: its shape; the weights of layers are stacked on a leading dim.
-      dims: the logical dim of each entry of `shape`.
       init: `normal` (standard deviation 0.02), `ones` (norms), `less_one` (norms that multiply by one plus the weight:
         zeros), `zeros` (biases) or `inputs` (uniform, at most one over the square root of the number of inputs:
         adapters).
       hf_name: its name in Hugging Face files; `{layer}` stands for the layer's index, and `{expert}` for an expert's,
         where each has a tensor of its own: else experts are a tensor's first dim.
-      gguf_name: its name in GGUF files.
-      hf_shape: the shape of one layer's tensor, or of one expert's part of it, in both kinds of files.
       file_rows: where it is some outputs of a Hugging Face tensor that holds other weights as well (and of a GGUF
         tensor, unless it belongs to experts).
       transpose: files hold matrices as [out, in]; here a matrix is [in..., out...]. Experts' are so in GGUF files
         whatever this says.
-      dtype: of its numbers; empty: as the others have.
     """
 
-    shape: tuple[int, ...]
-    dims: tuple[str, ...]
+    shape: tuple[int, ...]  # the weights of layers are stacked on a leading dim
+    dims: tuple[str, ...]  # the logical dim of each entry of `shape`
     init: Init
     hf_name: str
     gguf_name: str
-    hf_shape: tuple[int, ...]
+    hf_shape: tuple[int, ...]  # of one layer's tensor, or of one expert's part of it, in both kinds of files
     transpose: bool = False
-    dtype: str = ""
+    dtype: str = ""  # empty: as the others have
     file_rows: FileRows | None = None
 
     def __post_init__(self) -> None:
@@ -94,7 +89,6 @@ class Weight:
 
     @property
     def unit_shape(self) -> tuple[int, ...]:
-        """The shape of one matrix."""
         return self.shape[self.num_stacked :]
 
     @property

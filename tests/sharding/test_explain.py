@@ -14,11 +14,19 @@ import pytest
 from jaxrl.models.shapes import named_shape
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms
 from jaxrl.rollout.sampling import BLOCK
-from jaxrl.sharding.explain import HeldRange, abstract_mesh, device_share, explain_layout, weight_shares
+from jaxrl.sharding.explain import (
+    _BLOCK,
+    HeldRange,
+    abstract_mesh,
+    device_share,
+    explain_layout,
+    step_traffic,
+    update_traffic,
+    weight_shares,
+)
 from jaxrl.sharding.layout import Layout, tp_degrees
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import padded_config, rollout_shardings
-from jaxrl.sharding.traffic import _BLOCK, step_traffic, update_traffic
 
 SMOLLM2, TINY = named_shape("SmolLM2-135M"), named_shape("tiny")
 

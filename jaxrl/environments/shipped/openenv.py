@@ -10,8 +10,7 @@ the environment's own package is not needed there. Its server runs where you sta
 - `observation`: the field that the model sees; empty: all of them, as JSON;
 - `max_steps`: after which an episode ends with the rewards so far; 0: when the environment ends it.
 
-An episode's state is the server's, and lasts as long as its connection: an interrupted episode is played again from its
-seed. So a reset with the same seed has to show the same.
+An interrupted episode is played again from its seed, so a reset with the same seed has to show the same.
 """
 
 import hashlib

@@ -41,8 +41,6 @@ _WORD = re.compile(r"\b[a-z]{5}\b")
 
 
 class Wordle:
-    """An episode."""
-
     def __init__(self, number: str, guesses: int = 6) -> None:
         self.word, self.left = random.Random(f"word {number}").choice(WORDS), guesses
 
