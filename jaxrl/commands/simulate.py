@@ -100,7 +100,7 @@ def simulate(config: Config, say: Callable[[str], None] = print, stop: Stop | No
                 finished = loop.run()
         from jaxrl.report.page import write_report
 
-    with stop.held():
+        with stop.held():
             report = write_report(run_dir.path, parts=page_parts())
         summary = {
             "simulated run": str(run_dir.path),
