@@ -302,9 +302,6 @@ def _warnings(config: Config, memory: MemoryPlan, all_rows: int, under_way: int)
             )
 
 
-# ---------------------------------------------------------------- text
-
-
 def _table(*rows: Iterable[str]) -> list[str]:
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]

@@ -153,9 +153,6 @@ def _grid(
     return list(product(prompt_factors or (1.0,), response_factors or (1.0,)))
 
 
-# ---------------------------------------------------------------- what a run says about itself
-
-
 def _load(run_dir: str, overrides: Sequence[str]) -> Config:
     """The run's configuration with other options; a degree that these leave open (auto) is the modelled fastest."""
     config = config_files.load(Path(run_dir) / CONFIG_FILE, overrides)
@@ -211,9 +208,6 @@ def _notes(
             f"the run was on {devices['count']} × {devices['kind']}, and these seconds are modelled: name a file of "
             "`jaxrl profile` as rollout.layout.profile for measured ones"
         )
-
-
-# ---------------------------------------------------------------- the runs
 
 
 def _seeded(config: Config, seed: int) -> Config:

@@ -89,9 +89,6 @@ def needs_workers(reward: RewardSection) -> bool:
     return bool(reward.parts) or any(each.place == "workers" for each in domains(reward).values())
 
 
-# ---------------------------------------------------------------- what is refused
-
-
 def problems(c: Config) -> Iterator[str]:
     """Why the options of section `reward` cannot be combined."""
     if "" in c.reward.domains:
@@ -155,9 +152,6 @@ def source_problem(c: Config, sources: Collection[str]) -> str | None:
             f"reward.kind={c.reward.kind} compares with a reference answer"
         )
     return None
-
-
-# ---------------------------------------------------------------- options that change nothing
 
 
 def unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:

@@ -218,8 +218,6 @@ class SimulatedExecutor:
         self.free_ns = max(self.free_ns, from_ns) + duration_ns
         return self.free_ns
 
-    # Memory phases
-
     def sync_weights(self, train_params: Any, policy_version: int) -> None:
         self._clock.advance(self._sync_s)
         self.policy_version = policy_version
@@ -230,8 +228,6 @@ class SimulatedExecutor:
 
     def release(self, *, weights: bool = False) -> None:
         """Nothing: see `allocate`."""
-
-    # Layouts
 
     @property
     def tp(self) -> int:
@@ -291,8 +287,6 @@ class SimulatedExecutor:
         self.stacks = sizes.stacks
         first_window = 0 if self._proposals is None else self._proposals.first_window
         self._rows = _Rows(sizes.num_groups * sizes.num_slots, first_window)
-
-    # Inside
 
     def _prefill(self, plan: Plan) -> dict[int, tuple[int, float]]:
         """Tokens and pairs of attention of the plan's chunks, by dp group."""
