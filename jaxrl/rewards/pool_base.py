@@ -7,7 +7,7 @@ import math
 import queue
 import time
 from collections.abc import Callable, Collection
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from jaxrl.rewards.scorers import Scored
 from jaxrl.scheduling.rounds.events import Verdict
@@ -82,13 +82,16 @@ Ended = queue.SimpleQueue[tuple[int, Scored, float]]
 """(number, result of scoring, time) of samples, in the order in which their scoring ended."""
 
 
-def drain(ended: Ended, verdict: Callable[[int, Scored, float], list[Verdict]]) -> list[Verdict]:
-    """The verdicts on all that has ended; never waits."""
-    verdicts: list[Verdict] = []
+T = TypeVar("T")
+
+
+def taken(queued: queue.SimpleQueue[T]) -> list[T]:
+    """What is in a queue; never waits."""
+    found: list[T] = []
     with contextlib.suppress(queue.Empty):
         while True:
-            verdicts += verdict(*ended.get_nowait())
-    return verdicts
+            found.append(queued.get_nowait())
+    return found
 
 
 def wait_for(
