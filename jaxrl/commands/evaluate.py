@@ -120,7 +120,6 @@ def _weights_of_model(config: Config) -> str:
 
 
 def _responses(run: Run, prompts: Sequence[Prompt]) -> tuple[list[Group], list[str]]:
-    """The scored responses to every prompt; why rewards failed, one text each."""
     val = run.config.rollout.val_kwargs
     sampling = SamplingParams(
         temperature=val.temperature,

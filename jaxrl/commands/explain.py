@@ -252,7 +252,6 @@ def _step_lines(config: Config, microbatches: int) -> Iterator[str]:
 
 
 def _rollout_lines(config: Config, model: ModelConfig, memory: MemoryPlan, under_way: int) -> Iterator[str]:
-    """Of the KV pools, of workers where there are several, and of what an update computes at a time."""
     workers, num_hosts, tp = memory.workers, config.rollout.hosts_per_worker, config.rollout.tp
     yield (
         f"KV pool per dp group: {memory.num_blocks:,} blocks (one reserved), {memory.pool_tokens:,} tokens, "

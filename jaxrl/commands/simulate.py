@@ -143,7 +143,6 @@ def _with_degree(config: Config, folder: str) -> tuple[Config, str]:
 
 
 def _record_start(config: Config, run_dir: RunDir, step: int, sources: Mapping[str, Any]) -> None:
-    """Records what a real run records, and which models the numbers come from."""
     name = config.trainer.experiment_name or run_dir.path.name
     if SIMULATED not in name:
         name += f" ({SIMULATED})"

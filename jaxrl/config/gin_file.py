@@ -70,7 +70,6 @@ class GinFile:
         self._num_read = self._num_values = 0
 
     def read(self) -> None:
-        """Fills the options, and puts the macros' values in."""
         with reading(self._path):
             self._read_file(self._path)
             self._options.values = self._resolve(self._options.values, ())

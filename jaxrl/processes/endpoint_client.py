@@ -254,7 +254,6 @@ class Client(Generic[T]):
         return RequestFailed(text, "crash", after_s=after_s, code=code)
 
     def _said(self, text: str) -> str:
-        """An endpoint's own words in one line, without secrets."""
         text = " ".join(self.hide(text).split())
         return text if len(text) <= _MAX_SAID else f"{text[:_MAX_SAID]}..."
 

@@ -67,13 +67,10 @@ class RewardPool(Protocol):
         """Counts since the last call: `reward/{num_scored,errors,timeouts,crashes,pool_restarts,retries,seconds}`."""
         ...
 
-    def close(self) -> None:
-        """Ends the workers; pending samples get no verdict."""
-        ...
+    def close(self) -> None: ...
 
 
 def describe_sample(key: SampleKey) -> str:
-    """A sample of a run, as warnings name it."""
     text = f"epoch {key.epoch}, prompt {key.prompt_index}, sample {key.sample_index}"
     return f"{text}, attempt {key.attempt}" if key.attempt else text
 

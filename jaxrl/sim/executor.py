@@ -99,7 +99,6 @@ class _Rows:
             mine[seat] = theirs[other_seat]
 
     def seat_of(self, row: ResidentRow) -> int:
-        """The seat of a row with these tokens, or -1."""
         seats = np.flatnonzero((self.ids == row.request.request_id) & (self.ends - self.left == row.position + 1))
         return int(seats[0]) if len(seats) else -1
 
@@ -206,7 +205,6 @@ class SimulatedExecutor:
         return ticket
 
     def collect(self, ticket: Ticket) -> PlanResult:
-        """Waits for the oldest plan not yet collected."""
         due = self._tickets.popleft()
         assert ticket.index == due.index, f"plan {due.index} is due, not plan {ticket.index}"
         self._clock.advance(self._call_s)
@@ -367,7 +365,6 @@ class SimulatedExecutor:
         return counts, found.num_steps, seconds_G
 
     def _acceptance(self, seat: int) -> Acceptance:
-        """Of the response at a seat, made when it is first asked for."""
         assert self._proposals is not None
         rows = self._rows
         if rows.acceptance[seat] is None:

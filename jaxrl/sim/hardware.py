@@ -127,7 +127,6 @@ HARDWARE: dict[str, Hardware] = {entry.name: entry for entry in (A40, A100, H100
 
 
 def hardware(name: str) -> Hardware:
-    """The entry of a name in any case. Raises ValueError for an unknown name."""
     for known, entry in HARDWARE.items():
         if known.lower() == name.lower():
             return entry

@@ -154,11 +154,6 @@ def test_scoring_is_drawn_on_a_track_per_worker(tmp_path: Path):
     ]
 
 
-def test_without_a_worker_nothing_would_ever_be_scored():
-    with pytest.raises(ValueError, match=r"reward.num_workers \(0\) must be >= 1"):
-        Bench(num_workers=0)
-
-
 def mixed(own: dict[str, int], in_turn: tuple[str, ...], *keys: SampleKey) -> list[tuple[float, SampleKey]]:
     """When the scoring of a batch of two tasks ends: prompts 0 and 2 are code, prompt 1 is math."""
     samples = {key(i): KnownSample(3, 1.0, seconds) for i, seconds in enumerate((5.0, 1.0, 2.0))}
