@@ -1,9 +1,9 @@
 """`jaxrl check-numerics`: whether tokens and log-probabilities depend on how they are computed, and where first.
 
 A response must not depend on its row, its batch, chunks of its prompt, preemption, drafts or the layout, and the
-trainer should find the log-probabilities that the rollout has recorded (docs/architecture.md). Rounding decides how far
-that holds for a model, a type and a machine. The run's own engine draws responses once, the reference. Then every other
-path computes them with these tokens forced (`jaxrl.rollout.forced`), and the command counts what differs.
+trainer should find the log-probabilities that the rollout has recorded (docs/architecture.md). The run's own engine
+draws responses once, the reference. Then every other path computes them with these tokens forced
+(`jaxrl.rollout.forced`), and the command counts what differs.
 """
 
 from __future__ import annotations

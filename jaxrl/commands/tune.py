@@ -121,7 +121,12 @@ def tune(
     for note in _notes(config, workload, run_dir, devices, left_out):
         say(f"  note: {note}")
 
-    drawn = [_lengths_of_seed(config, workload, seed) for seed in range(seeds)]
+    drawn = [
+        workload.resampled(config.trainer.seed + seed)
+        if isinstance(workload, RecordedWorkload)
+        else workload_of(_seeded(config, seed))[0]
+        for seed in range(seeds)
+    ]
     runs = [(_seeded(each, i), own, search.of.warm_up) for i, own in enumerate(drawn) for each in configs]
     trials = _run(runs, processes, progress)
     plain, *others = (
@@ -215,12 +220,6 @@ def _seeded(config: Config, seed: int) -> Config:
     return replace(
         config, data=replace(data, seed=data.seed + seed), trainer=replace(trainer, seed=trainer.seed + seed)
     )
-
-
-def _lengths_of_seed(config: Config, workload: Workload, seed: int) -> Workload:
-    if isinstance(workload, RecordedWorkload):
-        return workload.resampled(config.trainer.seed + seed)
-    return workload_of(_seeded(config, seed))[0]
 
 
 def _simulated(config: Config, workload: Workload, warm_up: int) -> Trial:

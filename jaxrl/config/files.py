@@ -41,9 +41,9 @@ def load(
     options = Options() if path is None else _read(_found(Path(path), say))
     for text in overrides:
         overridden = apply_override(options.values, text)
-        options.places = {
-            option: place for option, place in options.places.items() if not _is_under(option, overridden)
-        }
+        gone = f"{overridden}.", f"{overridden}["
+        kept = (each for each in options.places.items() if each[0] != overridden and not each[0].startswith(gone))
+        options.places = dict(kept)
         text = hider()(text)
         said = f"{_COMMAND_LINE}{text if len(text) <= 100 else text[:100] + '...'}"
         options.places[overridden] = said
@@ -132,10 +132,6 @@ def _merge(node: dict[str, Any], key: str, value: Any, path: str) -> None:
             _merge(node[key], name, element, f"{path}.{name}")
     else:
         node[key] = value
-
-
-def _is_under(option: str, section: str) -> bool:
-    return option == section or option.startswith((section + ".", section + "["))
 
 
 def _place(message: str, places: Mapping[str, str], most: int = 3) -> str:
