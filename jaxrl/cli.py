@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxrl import __version__
 from jaxrl.commands.arguments import (
@@ -312,24 +312,11 @@ def _simulate(options: argparse.Namespace) -> None:
 def _tune(options: argparse.Namespace) -> None:
     from jaxrl.commands.tune import tune
 
-    def progress(done: int, total: int) -> None:
-        if sys.stderr.isatty():
-            print(f"\r{done} of {total} runs", end="\n" if done == total else "", file=sys.stderr, flush=True)
-
-    tune(
-        options.run_dir,
-        options.overrides,
-        options.rule,
-        values=options.values,
-        prompt_factors=options.prompt_factors,
-        response_factors=options.response_factors,
-        seeds=options.seeds,
-        steps=options.steps,
-        processes=options.processes,
-        out=options.out or "",
-        progress=progress,
-        removing=_removing(options),
-    )
+    names = ("values", "prompt_factors", "response_factors", "seeds", "steps", "processes")
+    asked: dict[str, Any] = {name: getattr(options, name) for name in names} | {"out": options.out or ""}
+    with closing(ProgressCounter("runs", sys.stderr)) as counted:
+        asked |= {"progress": counted.show, "removing": _removing(options)}
+        tune(options.run_dir, options.overrides, options.rule, **asked)
 
 
 def _generate(options: argparse.Namespace) -> None:
@@ -455,14 +442,15 @@ def _explain_layout(options: argparse.Namespace) -> None:
 
 
 def _profile(options: argparse.Namespace) -> None:
-    from jaxrl.commands.profile import profile_with_progress
+    from jaxrl.commands.profile import profile
 
     config = _config(options)
     out = options.out or config.rollout.layout.profile
     if not out:
         raise ValueError("profile: give the table's file with --out, or as rollout.layout.profile")
     sizes = (options.max_batch, options.token_budget, options.max_context)
-    table = profile_with_progress(config, out, sizes, options.repeats, _removing(options))
+    with closing(ProgressCounter("measurements", sys.stderr)) as counted:
+        table = profile(config, out, sizes, options.repeats, counted.show, _removing(options))
     verify = f", {len(table.verify)} that verify" if table.verify else ""
     counts = f"{len(table.prefill)} prefills, {len(table.switches)} switches"
     print(f"{out}: {len(table.decode)} decode points{verify}, {counts}")

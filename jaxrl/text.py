@@ -66,25 +66,18 @@ class TextEngine:
         tp: int = 1,
         max_tp: int = 0,
         num_slots: int = 32,
-        block_size: int = 16,
-        num_blocks: int = 0,
-        max_prefill_tokens: int = 512,
-        decode_steps: int = 16,
         truncate: bool = True,
-        top_logprobs: int = 0,
-        seed: int = 0,
+        **sizes: Any,
     ) -> TextEngine:
         """Loads a model onto all devices.
 
         Args:
           path: as `model.path`.
           max_length: tokens of the longest prompt and response; 0: the longest of `prompts` plus `max_tokens`.
-          chat_template_kwargs: the attribute.
           max_tp: the largest degree that `switch` may go to, for which weights are padded; 0: `tp`.
           num_slots: rows that decode at once, per dp group.
-          num_blocks: KV blocks per dp group; 0: as many as the rows can use.
           truncate: whether requests may use top-k, top-p or min-p.
-          top_logprobs: the most of the likeliest tokens that a request may ask for.
+          sizes: more of `ExecutorConfig`: `block_size`, `num_blocks`, `decode_steps`, `top_logprobs`, `seed` and so on.
         """
         path = resolve_path(path, weights=True)
         folder = path.removeprefix(RANDOM)
@@ -99,20 +92,10 @@ class TextEngine:
         mesh = make_mesh()
         layout = Layout(mesh, tp)  # refuses a degree before weights load
         model, params = load_model(path, mesh, "float64" if dtype == "float64" else "float32")
-        sizes = ExecutorConfig(
-            num_slots=num_slots,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_length=max_length,
-            max_prefill_tokens=max_prefill_tokens,
-            decode_steps=decode_steps,
-            dtype=dtype,
-            seed=seed,
-            truncate=truncate,
-            top_logprobs=top_logprobs,
-            max_tp=max_tp or tp,
+        own = ExecutorConfig(
+            num_slots, max_length=max_length, dtype=dtype, truncate=truncate, max_tp=max_tp or tp, **sizes
         )
-        engine = cls.from_model(model, params, tokenizer, layout, sizes)
+        engine = cls.from_model(model, params, tokenizer, layout, own)
         engine.chat_template_kwargs = variables
         return engine
 

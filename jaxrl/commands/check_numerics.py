@@ -1,9 +1,9 @@
 """`jaxrl check-numerics`: whether tokens and log-probabilities depend on how they are computed, and where first.
 
 A response must not depend on its row, its batch, chunks of its prompt, preemption, drafts or the layout, and the
-trainer should find the log-probabilities that the rollout has recorded (docs/architecture.md). Rounding decides how far
-that holds for a model, a type and a machine. The run's own engine draws responses once, the reference. Then every other
-path computes them with these tokens forced (`jaxrl.rollout.forced`), and the command counts what differs.
+trainer should find the log-probabilities that the rollout has recorded (docs/architecture.md). The run's own engine
+draws responses once, the reference. Then every other path computes them with these tokens forced
+(`jaxrl.rollout.forced`), and the command counts what differs.
 """
 
 from __future__ import annotations
@@ -214,9 +214,6 @@ class Bench:
         return Engine(executor, batcher_config(config, verify_rule(config, executor, None, None)))
 
 
-# ------------------------------------------------------------------ how a path drives the engine
-
-
 def _together(engine: Engine, bench: Bench) -> None:
     for request in bench.requests:
         engine.add(request)
@@ -263,9 +260,6 @@ def _drafting(engine: Engine, bench: Bench) -> None:
 def _speculation(rows: int) -> tuple[str, ...]:
     values = {"enable": "true", "min_prefix": 1, "max_prefix": 3, "verify_tokens": 4 * rows, "max_batch": rows}
     return tuple(f"rollout.speculation.{name}={value}" for name, value in (values | {"max_window": 4}).items())
-
-
-# ------------------------------------------------------------------ the paths
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,9 +373,6 @@ def measured(bench: Bench, path: Path) -> list[Row]:
         raise ValueError(f"--tokens ({bench.options.tokens}) is too few for the path {path.name!r}: it did not happen")
     engine.executor.release(weights=True)  # pyright: ignore[reportAttributeAccessIssue]
     return [(np.concatenate(a), np.concatenate(b)) for a, b in (zip(*own, strict=True) for own in pieces.values())]
-
-
-# ------------------------------------------------------------------ the command
 
 
 def check_numerics(options: CheckOptions, say: Callable[[str], None], stage: Callable[[str], None], json: bool) -> None:

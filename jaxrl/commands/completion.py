@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import argcomplete
-from argcomplete.completers import BaseCompleter, ChoicesCompleter, FilesCompleter, SuppressCompleter
+from argcomplete.completers import ChoicesCompleter, FilesCompleter, SuppressCompleter
 from argcomplete.shell_integration import shellcode
 
 from jaxrl.commands.arguments import OVERRIDE
@@ -31,18 +31,15 @@ def answer_shell(parser: argparse.ArgumentParser, commands: Mapping[str, argpars
     for command in commands.values():
         for action in command._actions:
             if action.metavar == OVERRIDE:
-                action.completer = Overrides()  # pyright: ignore[reportAttributeAccessIssue]
+                action.completer = overrides  # pyright: ignore[reportAttributeAccessIssue]
             elif "--config" in action.option_strings:
-                action.completer = ConfigFiles()  # pyright: ignore[reportAttributeAccessIssue]
+                action.completer = config_files  # pyright: ignore[reportAttributeAccessIssue]
             elif action.metavar in ("SECTION", "PROMPT"):
-                action.completer = Sections() if action.metavar == "SECTION" else NOTHING  # pyright: ignore[reportAttributeAccessIssue]
+                action.completer = _sections if action.metavar == "SECTION" else SuppressCompleter()  # pyright: ignore[reportAttributeAccessIssue]
             elif names := names_of(action):
                 action.completer = ChoicesCompleter(dict.fromkeys(names, ""))  # pyright: ignore[reportAttributeAccessIssue]
     # options of a command are offered behind a dash: they would be lost among those of the configuration
     argcomplete.autocomplete(parser, always_complete_options=False)
-
-
-NOTHING = SuppressCompleter()
 
 
 def names_of(action: argparse.Action) -> tuple[str, ...]:
@@ -51,30 +48,27 @@ def names_of(action: argparse.Action) -> tuple[str, ...]:
     return tuple(shown[1:-1].split(",")) if shown.startswith("{") else ()
 
 
-class Overrides(BaseCompleter):
-    def __call__(self, *, prefix: str, **_: Any) -> Mapping[str, str]:
-        every = {option.path: option for option in options() if ".NAME." not in option.path}
-        path, equals, value = prefix.partition("=")
-        if not equals:
-            return _described(next_names([f"{name}=" for name in every], prefix))
-        return dict.fromkeys((f"{path}={each}" for each in values_of(every[path], value)), "") if path in every else {}
+def overrides(*, prefix: str, **_: Any) -> Mapping[str, str]:
+    """Completes `section.option=value`."""
+    every = {option.path: option for option in options() if ".NAME." not in option.path}
+    path, equals, value = prefix.partition("=")
+    if not equals:
+        return _described(next_names([f"{name}=" for name in every], prefix))
+    return dict.fromkeys((f"{path}={each}" for each in values_of(every[path], value)), "") if path in every else {}
 
 
-class ConfigFiles(BaseCompleter):
+def config_files(*, prefix: str, **_: Any) -> list[str]:
     """Completes a configuration file; where no folder `configs` is here, those that come with jaxrl as well."""
-
-    def __call__(self, *, prefix: str, **_: Any) -> list[str]:
-        found = list(FilesCompleter(("yaml", "yml", "gin"))(prefix))
-        if not Path(OWN.name).exists():
-            names = (file.relative_to(OWN.parent).as_posix() for file in OWN.rglob("*.yaml"))
-            found += sorted(name for name in names if name.startswith(prefix))
-        return found
+    found = list(FilesCompleter(("yaml", "yml", "gin"))(prefix))
+    if not Path(OWN.name).exists():
+        names = (file.relative_to(OWN.parent).as_posix() for file in OWN.rglob("*.yaml"))
+        found += sorted(name for name in names if name.startswith(prefix))
+    return found
 
 
-class Sections(BaseCompleter):
-    def __call__(self, *, prefix: str, **_: Any) -> Mapping[str, str]:
-        names = {*sections(), *(option.path for option in options())}
-        return _described(next_names(sorted(names), prefix))
+def _sections(*, prefix: str, **_: Any) -> Mapping[str, str]:
+    names = {*sections(), *(option.path for option in options())}
+    return _described(next_names(sorted(names), prefix))
 
 
 def _described(names: Iterable[str]) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """`jaxrl eval`: a model or a run's last checkpoint, scored on held-out prompts.
 
 pass@k is the unbiased estimate 1 - C(n-c, k) / C(n, k) of Chen et al. 2021 (arXiv:2107.03374, equation 1) from n
-samples of which c are right; avg@k is the mean over all samples; maj@k scores the most frequent answer of the first k
-samples (`jaxrl.commands.majority`). A sample counts as right when its reward is at least 1.
+samples of which c are right; avg@k is the mean over all samples; maj@k: `jaxrl.commands.majority`. A sample counts as
+right when its reward is at least 1.
 """
 
 from __future__ import annotations
@@ -120,7 +120,6 @@ def _weights_of_model(config: Config) -> str:
 
 
 def _responses(run: Run, prompts: Sequence[Prompt]) -> tuple[list[Group], list[str]]:
-    """The scored responses to every prompt; why rewards failed, one text each."""
     val = run.config.rollout.val_kwargs
     sampling = SamplingParams(
         temperature=val.temperature,

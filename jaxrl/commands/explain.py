@@ -153,7 +153,11 @@ def _explain_learning(
         columns=("rows", "conversations", "tokens, at most"),
         sizes={
             "a step, which is an optimizer update": (rows, sequences, sequences * length),
-            _microbatch(actor.context_parallel_size): ("", _or_more(full.rows * (full.length // length)), full.tokens),
+            _microbatch(actor.context_parallel_size): (
+                "",
+                f"{full.rows * (full.length // length):,} or more",
+                full.tokens,
+            ),
         },
         steps=(_steps(steps or None),),
         resident=resident,
@@ -194,7 +198,7 @@ def explain(
     if under_way != prompts * n:
         sizes["a round has under way, at most"] = (under_way_prompts, under_way, "")
     sizes["an optimizer update"] = (mini, mini * n, mini * n * length)
-    sizes[_microbatch(sharing)] = ("", _or_more(device_samples), full.tokens)
+    sizes[_microbatch(sharing)] = ("", f"{device_samples:,} or more", full.tokens)
     sizes["rows that decode at once"] = ("", rows, "")
 
     active, workers = model.num_active_params(), memory.workers
@@ -252,7 +256,6 @@ def _step_lines(config: Config, microbatches: int) -> Iterator[str]:
 
 
 def _rollout_lines(config: Config, model: ModelConfig, memory: MemoryPlan, under_way: int) -> Iterator[str]:
-    """Of the KV pools, of workers where there are several, and of what an update computes at a time."""
     workers, num_hosts, tp = memory.workers, config.rollout.hosts_per_worker, config.rollout.tp
     yield (
         f"KV pool per dp group: {memory.num_blocks:,} blocks (one reserved), {memory.pool_tokens:,} tokens, "
@@ -302,9 +305,6 @@ def _warnings(config: Config, memory: MemoryPlan, all_rows: int, under_way: int)
             )
 
 
-# ---------------------------------------------------------------- text
-
-
 def _table(*rows: Iterable[str]) -> list[str]:
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
@@ -319,10 +319,6 @@ def _steps(total: int | None) -> str:
 
 def _microbatch(sharing: int) -> str:
     return "a microbatch, per device" if sharing == 1 else f"a microbatch, per {sharing} devices that share its rows"
-
-
-def _or_more(count: int) -> str:
-    return f"{count:,} or more"
 
 
 def _count(count: int, noun: str) -> str:

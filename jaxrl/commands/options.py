@@ -38,7 +38,6 @@ def options_text(name: str = "") -> str:
 
 
 def options_json(name: str = "") -> str:
-    """The same options as a JSON list; of a number without a unit, `unit` is empty."""
     return json.dumps([asdict(option) for option in (find(name) if name else options())], indent=1)
 
 

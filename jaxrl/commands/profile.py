@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -46,40 +45,13 @@ from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.memory import memory_of
 from jaxrl.sharding.mesh import make_mesh, platform_of, submeshes
 
-OnProgress = Callable[[int, int, str], None]
-"""(measurements done, of how many, what comes next)"""
-
-
-def profile_with_progress(
-    config: Config, out: str | Path, sizes: Sequence[int], repeats: int, removing: Removing = nullcontext
-) -> Profile:
-    """`profile` with a progress bar on a terminal, and elsewhere with a line now and then."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    console = Console()
-    counts = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    last_s = 0.0
-    with Bar(*counts, TextColumn("{task.description}"), console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("loading the model")
-
-        def show(done: int, total: int, text: str) -> None:
-            nonlocal last_s
-            bar.update(task, completed=done, total=total, description=text)
-            if not console.is_terminal and (done == total or time.monotonic() - last_s > 10):
-                last_s = time.monotonic()
-                print(f"{done}/{total} {text}", flush=True)
-
-        return profile(config, out, sizes, repeats, show, removing)
-
 
 def profile(
     config: Config,
     out: str | Path,
     sizes: Sequence[int],
     repeats: int,
-    progress: OnProgress,
+    progress: Callable[[int, int], None],
     removing: Removing = nullcontext,
 ) -> Profile:
     """Measures the points that `out` lacks, and writes them there.
@@ -88,6 +60,7 @@ def profile(
       sizes: the most live rows and the most live tokens of all dp groups together, and the most tokens of a row; 0: as
         many as the layouts have rows, as the smallest pools hold, and as the configuration's longest sequence has.
       repeats: of a fast point; the median counts.
+      progress: called with how many measurements are done, and of how many.
 
     Raises ValueError: `out` is a table of something else.
     """
@@ -115,11 +88,11 @@ def profile(
     executor.allocate()
     steps = _steps(table, Profiler(executor, repeats), points, verify_points(points, widths), degrees)
     total = len(points) + len(verify_points(points, widths)) + len(prefill_points(points)) + math.comb(len(degrees), 2)
-    for done, (text, field, measure) in enumerate(steps, total - len(steps)):
-        progress(done, total, text)
+    for done, (field, measure) in enumerate(steps, total - len(steps)):
+        progress(done, total)
         table = replace(table, **{field: (*getattr(table, field), *measure())})
         write_whole(path, json.dumps(table.to_json(), indent=1) + "\n", removing=removing)
-    progress(total, total, "done")
+    progress(total, total)
     return table
 
 
@@ -191,22 +164,19 @@ def _steps(
     points: tuple[ProfilePoint, ...],
     verified: tuple[ProfilePoint, ...],
     degrees: tuple[int, ...],
-) -> list[tuple[str, str, Callable[[], Sequence[Any]]]]:
-    """What the table lacks, one layout after another: its name, the field that it is added to, and what measures it."""
+) -> list[tuple[str, Callable[[], Sequence[Any]]]]:
+    """What the table lacks, one layout after another: the field that it is added to, and what measures it."""
     kinds = (
         ("decode", profiler.decode, missing_points(table.decode, points)),
         ("verify", profiler.verify, missing_points(table.verify, verified)),
         ("prefill", profiler.prefill, missing_points(table.prefill, prefill_points(points))),
     )
-    steps: list[tuple[str, str, Callable[[], Sequence[Any]]]] = []
+    steps: list[tuple[str, Callable[[], Sequence[Any]]]] = []
     for tp in degrees:
         for kind, measure, missing in kinds:
-            for point in missing:
-                if point.tp == tp:
-                    text = f"{kind}, tp {tp}, {point.batch} rows of {point.context}"
-                    steps.append((text, kind, lambda measure=measure, point=point: [measure(point)]))
+            own = (point for point in missing if point.tp == tp)
+            steps += [(kind, lambda measure=measure, point=point: [measure(point)]) for point in own]
     known = {(cost.from_tp, cost.to_tp) for cost in table.switches}
-    for one, other in combinations(degrees, 2):
-        if (one, other) not in known:
-            steps.append((f"switch, tp {one} and {other}", "switches", partial(profiler.switches, one, other)))
+    pairs = [pair for pair in combinations(degrees, 2) if pair not in known]
+    steps += [("switches", partial(profiler.switches, *pair)) for pair in pairs]
     return steps

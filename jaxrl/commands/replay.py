@@ -88,7 +88,6 @@ def _checkpoint(config: Config, run_dir: str, version: int, say: Callable[[str],
 def _drawn_again(
     config: Config, recorded: RecordedSample, places: dict[int, Path | None], say: Callable[[str], None]
 ) -> tuple[list[ReplayedSpan], Tokenizer]:
-    """The spans of a response in their order, each drawn with the weights of its version."""
     worker = LoneWorker.open(config, say, places.values())
     use_compilation_cache(config)
     executor = worker.executor()

@@ -64,7 +64,11 @@ def serve(
     key = _key(address)
     with closing(_bound_socket(address)) as listener:
         name, more = _adapter(source, adapters)
-        config, checkpoint = _configured(source, [*overrides, *more], say)
+        file, checkpoint = Path(source) / CONFIG_FILE, None
+        if file.is_file():
+            config, checkpoint = load(file, [*overrides, *more], say), whole_step(source, say=say)
+        else:
+            config = load(None, [f"model.path={source}", *overrides, *more], say)
         worker, engine = _served(config, checkpoint, say)
         stop = stop or Stop()
         stop.save_first(
@@ -176,14 +180,6 @@ def _bound_socket(address: Address) -> socket.socket:
         raise ValueError(
             f"serve --port: {address.host}:{address.port} cannot be listened on ({error.strerror})"
         ) from None
-
-
-def _configured(source: str, overrides: Sequence[str], say: Callable[[str], None]) -> tuple[Config, Path | None]:
-    """The configuration, and the checkpoint to serve, or None to serve the weights of `model.path`."""
-    file = Path(source) / CONFIG_FILE
-    if file.is_file():
-        return load(file, overrides, say), whole_step(source, say=say)
-    return load(None, [f"model.path={source}", *overrides], say), None
 
 
 def _name(source: str) -> str:

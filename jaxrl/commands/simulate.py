@@ -102,12 +102,14 @@ def simulate(config: Config, say: Callable[[str], None] = print, stop: Stop | No
 
         with stop.held():
             report = write_report(run_dir.path, parts=page_parts())
+        took_s = np.diff(ended_s)
+        spread = f"{np.median(took_s):.2f} s median, {max(took_s):.2f} s at most" if len(took_s) else "none run"
         summary = {
             "simulated run": str(run_dir.path),
             "steps": f"{loop.step} of {loop.total_steps}",
             **carried(loop.rule.name, loop.num_carried),
             "simulated time": f"{simulation.clock.now_s:.0f} s",
-            "wall clock per step": _spread(np.diff(ended_s)),
+            "wall clock per step": spread,
             "report": str(report),
         }
         record.view.final_table(summary)
@@ -144,7 +146,6 @@ def _with_degree(config: Config, folder: str) -> tuple[Config, str]:
 
 
 def _record_start(config: Config, run_dir: RunDir, step: int, sources: Mapping[str, Any]) -> None:
-    """Records what a real run records, and which models the numbers come from."""
     name = config.trainer.experiment_name or run_dir.path.name
     if SIMULATED not in name:
         name += f" ({SIMULATED})"
@@ -152,7 +153,3 @@ def _record_start(config: Config, run_dir: RunDir, step: int, sources: Mapping[s
     kind = f"{config.simulate.hardware} ({SIMULATED})"
     devices = {"platform": SIMULATED, "kind": kind, "count": num_devices_of(config)}
     run_dir.record_start(shown, devices, step, checkpoint=step or None, simulation=sources)
-
-
-def _spread(seconds: np.ndarray) -> str:
-    return f"{np.median(seconds):.2f} s median, {max(seconds):.2f} s at most" if len(seconds) else "none run"

@@ -30,7 +30,6 @@ from jaxrl.types import RunFailed
 
 
 def method_of(kind: str, config: Config) -> Method:
-    """What `jaxrl sft` or `jaxrl dpo` learns from."""
     return Demonstrations(config) if kind == "sft" else Preferences(config)
 
 

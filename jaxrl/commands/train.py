@@ -152,7 +152,6 @@ def _problems(start: Training, environments: EnvironmentPool | None) -> tuple[Se
 
 
 def _rewards(start: Training) -> RewardPool:
-    """The pool that scores samples, and the endpoint of a judge with it."""
     start.beat("reading the reward function")
     log = start.run_dir.early_file("rewards.log")  # a reward file may print while it is imported
     pool = start.stack.enter_context(closing(build_pool(start.config, build_scorer(start.config), log=log)))
@@ -213,7 +212,6 @@ def _train(
     state: Mapping[str, Any] | None,
     stack: ExitStack,
 ) -> Mapping[str, str]:
-    """Opens the rollout, and runs the loop to its end."""
     start.beat("building the engine")
     machine = _open_rollout(start, run, profile, asked, stack)
     if environments is not None:

@@ -121,7 +121,12 @@ def tune(
     for note in _notes(config, workload, run_dir, devices, left_out):
         say(f"  note: {note}")
 
-    drawn = [_lengths_of_seed(config, workload, seed) for seed in range(seeds)]
+    drawn = [
+        workload.resampled(config.trainer.seed + seed)
+        if isinstance(workload, RecordedWorkload)
+        else workload_of(_seeded(config, seed))[0]
+        for seed in range(seeds)
+    ]
     runs = [(_seeded(each, i), own, search.of.warm_up) for i, own in enumerate(drawn) for each in configs]
     trials = _run(runs, processes, progress)
     plain, *others = (
@@ -151,9 +156,6 @@ def _grid(
             f"--values sets both factors of {search.name}: leave out --prompt-factors and --response-factors"
         )
     return list(product(prompt_factors or (1.0,), response_factors or (1.0,)))
-
-
-# ---------------------------------------------------------------- what a run says about itself
 
 
 def _load(run_dir: str, overrides: Sequence[str]) -> Config:
@@ -213,20 +215,11 @@ def _notes(
         )
 
 
-# ---------------------------------------------------------------- the runs
-
-
 def _seeded(config: Config, seed: int) -> Config:
     data, trainer = config.data, config.trainer
     return replace(
         config, data=replace(data, seed=data.seed + seed), trainer=replace(trainer, seed=trainer.seed + seed)
     )
-
-
-def _lengths_of_seed(config: Config, workload: Workload, seed: int) -> Workload:
-    if isinstance(workload, RecordedWorkload):
-        return workload.resampled(config.trainer.seed + seed)
-    return workload_of(_seeded(config, seed))[0]
 
 
 def _simulated(config: Config, workload: Workload, warm_up: int) -> Trial:

@@ -262,9 +262,6 @@ def host_problem(c: Config, num_devices: int, option: str = "the number of devic
     )
 
 
-# ---------------------------------------------------------------- options that change nothing
-
-
 def without_effect(c: Config, command: str = "") -> list[str]:
     """A sentence for each option that differs from its default and is not read, because another one is off, or the
     command (as in `as_read`) has no use for it."""

@@ -17,21 +17,14 @@ from jaxrl.schema.declared import shown
 _MAX_SHOWN = 8  # sources in a sentence
 
 
-@dataclass(frozen=True, slots=True)
-class Domain:
+@dataclass(frozen=True)
+class Domain(DomainSection):
     """How samples of one source are scored: `reward.domains`, with the defaults of `reward` filled in."""
 
-    source: str  # empty: all sources without a domain of their own
-    kind: RewardKind
-    weight: float
-    path: str
-    name: str
-    extract: Extract
-    timeout_s: float
-    max_concurrent: int
-    inherits_timeout: bool
-    timeout_option: str  # that sets `timeout_s`, for errors
-    place: Place
+    extract: Extract = "auto"
+    source: str = ""  # empty: all sources without a domain of their own
+    timeout_option: str = ""  # that sets `timeout_s`, for errors
+    place: Place = "workers"
 
     @property
     def option(self) -> str:
@@ -45,22 +38,11 @@ def domains(reward: RewardSection) -> dict[str, Domain]:
 
 
 def _domain(source: str, section: DomainSection, reward: RewardSection) -> Domain:
-    inherits = section.timeout_s < 0
-    own = section.timeout_s, f"reward.domains.{source}.timeout_s"
-    limit_s, limit_option = _timeout(section.kind, reward) if inherits else own
-    return Domain(
-        source=source,
-        kind=section.kind,
-        weight=section.weight,
-        path=section.path,
-        name=section.name,
-        extract=reward.extract if section.extract == "inherit" else section.extract,
-        timeout_s=limit_s,
-        max_concurrent=section.max_concurrent,
-        inherits_timeout=inherits,
-        timeout_option=limit_option,
-        place=_place(section.kind, reward),
-    )
+    limit = section.timeout_s, f"reward.domains.{source}.timeout_s"
+    limit_s, limit_option = _timeout(section.kind, reward) if section.timeout_s < 0 else limit
+    extract = reward.extract if section.extract == "inherit" else section.extract
+    filled = vars(section) | {"extract": extract, "timeout_s": limit_s}
+    return Domain(**filled, source=source, timeout_option=limit_option, place=_place(section.kind, reward))
 
 
 def _timeout(kind: RewardKind, reward: RewardSection) -> tuple[float, str]:
@@ -87,9 +69,6 @@ def is_staged(reward: RewardSection) -> bool:
 def needs_workers(reward: RewardSection) -> bool:
     """Whether worker processes have anything to score."""
     return bool(reward.parts) or any(each.place == "workers" for each in domains(reward).values())
-
-
-# ---------------------------------------------------------------- what is refused
 
 
 def problems(c: Config) -> Iterator[str]:
@@ -155,9 +134,6 @@ def source_problem(c: Config, sources: Collection[str]) -> str | None:
             f"reward.kind={c.reward.kind} compares with a reference answer"
         )
     return None
-
-
-# ---------------------------------------------------------------- options that change nothing
 
 
 def unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:

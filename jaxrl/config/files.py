@@ -23,7 +23,6 @@ from jaxrl.schema.hidden import hider
 _COMMAND_LINE = "command line: "
 OWN = Path(__file__).resolve().parents[1] / "configs"
 """The folder of the configurations that come with jaxrl."""
-_SUFFIXES = {".yaml": "yaml", ".yml": "yaml", ".gin": "gin"}
 
 
 def load(
@@ -42,9 +41,9 @@ def load(
     options = Options() if path is None else _read(_found(Path(path), say))
     for text in overrides:
         overridden = apply_override(options.values, text)
-        options.places = {
-            option: place for option, place in options.places.items() if not _is_under(option, overridden)
-        }
+        gone = f"{overridden}.", f"{overridden}["
+        kept = (each for each in options.places.items() if each[0] != overridden and not each[0].startswith(gone))
+        options.places = dict(kept)
         text = hider()(text)
         said = f"{_COMMAND_LINE}{text if len(text) <= 100 else text[:100] + '...'}"
         options.places[overridden] = said
@@ -54,9 +53,7 @@ def load(
 
 
 def load_recorded(path: Path) -> Config:
-    options = Options()
-    _read_yaml(path, options)
-    return _checked(options)
+    return _checked(_read(path))
 
 
 def _checked(options: Options, say: Callable[[str], None] = lambda text: None, command: str = "") -> Config:
@@ -82,27 +79,21 @@ def _found(path: Path, say: Callable[[str], None]) -> Path:
 
 
 def _read(path: Path) -> Options:
-    kind = _SUFFIXES.get(path.suffix)
-    if kind is None:
-        raise ConfigError(f"{path}: a config file must end in {', '.join(_SUFFIXES)}")
     options = Options()
-    if kind == "yaml":
-        _read_yaml(path, options)
-    else:
+    if path.suffix == ".gin":
         from jaxrl.config.gin_file import GinFile
 
         GinFile(path, options).read()
-    return options
-
-
-def _read_yaml(path: Path, options: Options) -> None:
+        return options
+    if path.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"{path}: a config file must end in .yaml, .yml, .gin")
     values, node = parse_yaml(read_text(path), str(path))
-    if values is None:
-        return
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: must hold sections with options, found {shown(values)}")
-    options.values = values
-    options.places |= dict(yaml_places(node, "", str(path)))
+    if values is not None:
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}: must hold sections with options, found {shown(values)}")
+        options.values = values
+        options.places |= dict(yaml_places(node, "", str(path)))
+    return options
 
 
 def apply_override(values: dict[str, Any], text: str) -> str:
@@ -141,13 +132,6 @@ def _merge(node: dict[str, Any], key: str, value: Any, path: str) -> None:
             _merge(node[key], name, element, f"{path}.{name}")
     else:
         node[key] = value
-
-
-# ---------------------------------------------------------------- places
-
-
-def _is_under(option: str, section: str) -> bool:
-    return option == section or option.startswith((section + ".", section + "["))
 
 
 def _place(message: str, places: Mapping[str, str], most: int = 3) -> str:

@@ -4,18 +4,15 @@ An option's path is the name of its binding, so options are written as the docs 
 
     include 'base.gin'                 # beside the including file, or relative to the working directory
     learning_rate = 1e-5               # a macro
-    data.train_batch_size = 8
     actor.optim.lr = %learning_rate
     rollout:                           # a block
       n = 4
-      temperature = 1.0
-    rollout.val_kwargs.n = 4
     data.task_config = {'min_terms': 2}
 
-As in gin, a later binding replaces an earlier one, also across includes, and a macro has the last value given to it,
-even where it is used earlier. Departures: gin's parser reads the file, but its registry is not used, so loading neither
-needs nor changes any global state; only options can be configured, so references (`@name`), scopes (`a/b.c`)
-and imports are refused, and so is a macro that nothing uses where its name is that of a section or of an option.
+As in gin, a later binding replaces an earlier one, also across includes, and a macro has the last value given to it.
+Departures: gin's parser reads the file, but its registry is not used, so loading neither needs nor changes any global
+state; only options can be configured, so references (`@name`), scopes (`a/b.c`) and imports are refused, and so is a
+macro that nothing uses where its name is that of a section or of an option.
 """
 
 from __future__ import annotations
@@ -70,7 +67,6 @@ class GinFile:
         self._num_read = self._num_values = 0
 
     def read(self) -> None:
-        """Fills the options, and puts the macros' values in."""
         with reading(self._path):
             self._read_file(self._path)
             self._options.values = self._resolve(self._options.values, ())

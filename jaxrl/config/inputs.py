@@ -94,7 +94,6 @@ def regular_size(path: Path) -> int:
 
 
 def kind_of(mode: int) -> str:
-    """What stands where a file should be."""
     kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
     return kinds.get(stat.S_IFMT(mode), "a device")
 

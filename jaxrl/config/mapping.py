@@ -96,7 +96,6 @@ def build(section: type, values: Any, path: str) -> Any:
 
 
 def key_text(key: str) -> str:
-    """A key as it can stand in a sentence."""
     return key if len(key) <= 100 and key.isprintable() else shown(key)
 
 

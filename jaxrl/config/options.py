@@ -353,7 +353,6 @@ class Config:
 
     @property
     def needs_ref(self) -> bool:
-        """Whether a frozen reference model is kept."""
         return self.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
     @property
@@ -370,7 +369,6 @@ class Config:
 
     @property
     def max_row_length(self) -> int:
-        """Tokens that a row of training may have."""
         return self.actor.ppo_max_token_len_per_gpu * self.actor.context_parallel_size
 
     @property

@@ -16,6 +16,7 @@ import ipaddress
 import json
 import logging
 import os
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -253,7 +254,6 @@ class Client(Generic[T]):
         return RequestFailed(text, "crash", after_s=after_s, code=code)
 
     def _said(self, text: str) -> str:
-        """An endpoint's own words in one line, without secrets."""
         text = " ".join(self.hide(text).split())
         return text if len(text) <= _MAX_SAID else f"{text[:_MAX_SAID]}..."
 
@@ -302,13 +302,8 @@ def _is_loopback(url: str) -> bool:
 def _seconds(value: str) -> float:
     """Of a `Retry-After`: seconds, or a date; 0 for anything else."""
     try:
-        return max(float(value), 0.0) if value.strip().replace(".", "", 1).isdigit() else _until(value)
+        if value.strip().replace(".", "", 1).isdigit():
+            return float(value)
+        return max(email.utils.parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
     except (ValueError, TypeError, OverflowError):
         return 0.0
-
-
-def _until(date: str) -> float:
-    from datetime import UTC, datetime
-
-    moment = email.utils.parsedate_to_datetime(date)
-    return max((moment - datetime.now(UTC)).total_seconds(), 0.0)

@@ -66,7 +66,6 @@ def wake_by_children() -> socket.socket:
 
 
 def close_all_but(kept: Collection[int]) -> None:
-    """Closes every file descriptor of this process above the standard three, but these."""
     for fd in map(int, os.listdir("/dev/fd")):
         if fd > 2 and fd not in kept:
             with contextlib.suppress(OSError):  # the one that listed them

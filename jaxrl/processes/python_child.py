@@ -54,7 +54,6 @@ def wait_or_kill(process: subprocess.Popen[bytes], patience_s: float) -> None:
 
 
 def last_line(output: IO[Any]) -> str:
-    """The last line in a file that a process writes to."""
     size = output.seek(0, os.SEEK_END)
     output.seek(max(size - _TAIL_BYTES, 0))
     lines = output.read().decode("utf-8", "replace").strip().splitlines()

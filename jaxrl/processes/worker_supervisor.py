@@ -383,7 +383,6 @@ class WorkerSupervisor:
         self._start_worker()
 
     def _settle(self, answer: dict[str, Any]) -> None:
-        """An answer with which the worker goes."""
         task, self._task = self._task, None
         assert task is not None
         self._end_worker()

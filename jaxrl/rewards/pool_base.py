@@ -7,7 +7,7 @@ import math
 import queue
 import time
 from collections.abc import Callable, Collection
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from jaxrl.rewards.scorers import Scored
 from jaxrl.scheduling.rounds.events import Verdict
@@ -67,13 +67,10 @@ class RewardPool(Protocol):
         """Counts since the last call: `reward/{num_scored,errors,timeouts,crashes,pool_restarts,retries,seconds}`."""
         ...
 
-    def close(self) -> None:
-        """Ends the workers; pending samples get no verdict."""
-        ...
+    def close(self) -> None: ...
 
 
 def describe_sample(key: SampleKey) -> str:
-    """A sample of a run, as warnings name it."""
     text = f"epoch {key.epoch}, prompt {key.prompt_index}, sample {key.sample_index}"
     return f"{text}, attempt {key.attempt}" if key.attempt else text
 
@@ -82,13 +79,16 @@ Ended = queue.SimpleQueue[tuple[int, Scored, float]]
 """(number, result of scoring, time) of samples, in the order in which their scoring ended."""
 
 
-def drain(ended: Ended, verdict: Callable[[int, Scored, float], list[Verdict]]) -> list[Verdict]:
-    """The verdicts on all that has ended; never waits."""
-    verdicts: list[Verdict] = []
+T = TypeVar("T")
+
+
+def taken(queued: queue.SimpleQueue[T]) -> list[T]:
+    """What is in a queue; never waits."""
+    found: list[T] = []
     with contextlib.suppress(queue.Empty):
         while True:
-            verdicts += verdict(*ended.get_nowait())
-    return verdicts
+            found.append(queued.get_nowait())
+    return found
 
 
 def wait_for(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import pickle
-import queue
 import time
 from collections.abc import Callable, Collection, Mapping
 
 from jaxrl.rewards.domain_limits import DomainLimits
-from jaxrl.rewards.pool_base import describe_sample, drain, verdict_of, wait_for
+from jaxrl.rewards.pool_base import describe_sample, taken, verdict_of, wait_for
 from jaxrl.rewards.reward_metrics import PoolMetrics
 from jaxrl.rewards.scorers import Scored, ScoreRequest
 from jaxrl.rewards.worker import WorkerSettings
@@ -54,13 +52,11 @@ class ProcessRewardPool:
         self._workers.drop(gone)
 
     def completed(self) -> list[Verdict]:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._counts.restarted(self._workers.restarts.get_nowait())
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._counts.retried(self._workers.retries.get_nowait())
-        return drain(self._workers.ended, self._verdict)
+        for why in taken(self._workers.restarts):
+            self._counts.restarted(why)
+        for why in taken(self._workers.retries):
+            self._counts.retried(why)
+        return [verdict for each in taken(self._workers.ended) for verdict in self._verdict(*each)]
 
     def wait(self, timeout_s: float | None = None) -> list[Verdict]:
         return wait_for(self, self._workers.ended, self._verdict, self._workers.check, timeout_s)

@@ -23,7 +23,7 @@ from jaxrl.processes.messages import MAX_REQUEST_BYTES, BadMessage, Channel, rea
 from jaxrl.processes.ray_process import begin, connect
 from jaxrl.processes.worker_supervisor import MAX_ATTEMPTS
 from jaxrl.rewards.domain_limits import DomainLimits, FairQueue
-from jaxrl.rewards.pool_base import crashed
+from jaxrl.rewards.pool_base import crashed, taken
 from jaxrl.rewards.scorers import Scored
 from jaxrl.rewards.verdict_messages import read_scored, verdict_message
 from jaxrl.rewards.worker import WorkerSettings
@@ -80,11 +80,7 @@ class RayHost:
                     break
             except queue.Empty:
                 self._workers.check()
-        retries: list[str] = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                retries.append(self._workers.retries.get_nowait())
-        return to_bytes({**verdict_message(scored), "retries": retries})
+        return to_bytes({**verdict_message(scored), "retries": taken(self._workers.retries)})
 
     def drop(self) -> None:
         """Ends the scoring under way if it does not end by itself at once; `score` returns then, whatever it says."""

@@ -108,7 +108,8 @@ class TaskScorer:
         answer, mark = self._extract(request)
         if answer is None:
             return 0.0, {"extracted": None, "extracted_by": mark}
-        if request.answer is not None and _same_number(answer, request.answer):
+        number = to_number(answer.strip())
+        if request.answer is not None and number is not None and number == to_number(request.answer.strip()):
             answer = request.answer  # "3.0" for "3": most scorers compare text
         reward = _task_dataset(self.task, self.task_config).score_answer(answer, entry)
         return reward, {"extracted": answer, "extracted_by": mark}
@@ -292,11 +293,6 @@ def _plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item, depth + 1) for item in value]
     return repr(value)
-
-
-def _same_number(a: str, b: str) -> bool:
-    x, y = to_number(a.strip()), to_number(b.strip())
-    return x is not None and x == y
 
 
 @functools.cache

@@ -130,7 +130,6 @@ class WorkerPool:
                 raise self._problem
 
     def check(self) -> None:
-        """Raises if the thread that talks to the workers has ended."""
         if not self._thread.is_alive() and not self._closing:
             with self._reported:
                 raise self._problem or RunFailed(f"{self._settings.section}: the pool's own thread ended")

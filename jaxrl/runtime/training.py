@@ -85,8 +85,6 @@ class Training:
                 sink_package(name)
         self.config = with_cache_folder(config)
 
-    # -- a start -----------------------------------------------------------------------------------------------------
-
     def open_devices(self) -> None:
         """Loads jax, which takes a second, and finds the devices, here or on the hosts of a cluster."""
         from jaxrl.runtime.host import Host, NoGroup
@@ -196,8 +194,6 @@ class Training:
             self.say(line)
         self._stages.close()
 
-    # -- steps -------------------------------------------------------------------------------------------------------
-
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         from jaxrl.train.checkpoint import HostState
 
@@ -207,8 +203,6 @@ class Training:
         """A checkpoint is complete; in the thread that wrote it."""
         self.run_dir.record_checkpoint(step)
         self.watchdog.saved_step = step
-
-    # -- the end -----------------------------------------------------------------------------------------------------
 
     def go(self, train: Callable[[ExitStack], Mapping[str, str]]) -> RunOutcome:
         """Opens the record, trains, and writes the summary; a complete run gets only its page anew. Raises RunFailed

@@ -80,7 +80,6 @@ class Declared:
 
     @property
     def holds_text(self) -> bool:
-        """Whether a value is text: any, or one of a few names."""
         return self.type is str or typing.get_origin(self.type) is Literal
 
     @property
@@ -170,7 +169,6 @@ def number_problem(name: str, value: int | float, option: Declared) -> str | Non
 
 
 def is_url(text: str) -> bool:
-    """Whether a text that should be a path is a URL."""
     return re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", text) is not None
 
 

@@ -11,7 +11,6 @@ MAX_DEVICES = Cap(16384, "no machine has more, and each is listed")
 
 
 def prime_factors(count: int) -> tuple[int, ...]:
-    """The prime factors of `count`, ascending."""
     factors: list[int] = []
     divisor = 2
     while count > 1:

@@ -373,21 +373,12 @@ class CostModel:
           memory_fraction: of a device's memory, for weights and KV together (`rollout.memory_fraction`).
           reserved_bytes: what else lies on each device during rollout.
           num_layers: of a block (`jaxrl.models.kv_layers`); None means all.
-
-        Raises ValueError if not even two blocks fit.
         """
         weights = self.device_bytes(tp, self.params.total)
         left = self.hardware.memory_bytes * memory_fraction - weights - reserved_bytes
         layers = self.model.num_layers
-        blocks = int(left // (block_size * self.kv_bytes_per_token(tp) // layers * (num_layers or layers)))
-        if blocks < 2:
-            raise ValueError(
-                f"rollout.memory_fraction ({memory_fraction}) of a {self.hardware.name}'s {self.hardware.memory_bytes} "
-                f"bytes leaves {max(left, 0):.0f} for KV beside {weights:.0f} bytes of weights and "
-                f"{reserved_bytes:.0f} reserved, less than two blocks of {block_size} tokens: raise "
-                f"rollout.tensor_model_parallel_size ({tp})"
-            )
-        return blocks
+        block_bytes = block_size * self.kv_bytes_per_token(tp) // layers * (num_layers or layers)
+        return max(int(left // block_bytes), 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,6 @@ class _Rows:
             mine[seat] = theirs[other_seat]
 
     def seat_of(self, row: ResidentRow) -> int:
-        """The seat of a row with these tokens, or -1."""
         seats = np.flatnonzero((self.ids == row.request.request_id) & (self.ends - self.left == row.position + 1))
         return int(seats[0]) if len(seats) else -1
 
@@ -205,7 +204,6 @@ class SimulatedExecutor:
         return ticket
 
     def collect(self, ticket: Ticket) -> PlanResult:
-        """Waits for the oldest plan not yet collected."""
         due = self._tickets.popleft()
         assert ticket.index == due.index, f"plan {due.index} is due, not plan {ticket.index}"
         self._clock.advance(self._call_s)
@@ -217,8 +215,6 @@ class SimulatedExecutor:
         self.free_ns = max(self.free_ns, from_ns) + duration_ns
         return self.free_ns
 
-    # Memory phases
-
     def sync_weights(self, train_params: Any, policy_version: int) -> None:
         self._clock.advance(self._sync_s)
         self.policy_version = policy_version
@@ -229,8 +225,6 @@ class SimulatedExecutor:
 
     def release(self, *, weights: bool = False) -> None:
         """Nothing: see `allocate`."""
-
-    # Layouts
 
     @property
     def tp(self) -> int:
@@ -290,8 +284,6 @@ class SimulatedExecutor:
         self.stacks = sizes.stacks
         first_window = 0 if self._proposals is None else self._proposals.first_window
         self._rows = _Rows(sizes.num_groups * sizes.num_slots, first_window)
-
-    # Inside
 
     def _prefill(self, plan: Plan) -> dict[int, tuple[int, float]]:
         """Tokens and pairs of attention of the plan's chunks, by dp group."""
@@ -372,7 +364,6 @@ class SimulatedExecutor:
         return counts, found.num_steps, seconds_G
 
     def _acceptance(self, seat: int) -> Acceptance:
-        """Of the response at a seat, made when it is first asked for."""
         assert self._proposals is not None
         rows = self._rows
         if rows.acceptance[seat] is None:

@@ -1,12 +1,9 @@
-"""Accelerators: what a device can do at best, from its vendor's data sheet.
-
-These are the constants of `jaxrl.sim.cost_model`. They are peaks; how much of a peak software reaches is an efficiency
-factor of the cost model, never mixed in here.
+"""Accelerators: what a device can do at best, from its vendor's data sheet. How much of a peak software reaches is an
+efficiency factor of `jaxrl.sim.cost_model`, never mixed in here.
 
 Source: each entry's docstring names the data sheet of each number. FLOP/s are dense bfloat16 (data sheets print twice
-that "with sparsity"). Bandwidths are bytes per second in one direction; data sheets add up both directions of a link,
-so half of their figures stand here. 1 GB is 1e9 bytes, as on the data sheets; but a data sheet's GB of device memory
-are taken as 2**30 bytes each, which is how memory is built.
+that "with sparsity"). Bandwidths are bytes per second in one direction; data sheets add up both directions of a link.
+1 GB is 1e9 bytes, as on the data sheets; but a data sheet's GB of device memory are taken as 2**30 bytes each.
 
 Departures: bandwidth between nodes belongs to a cluster, not to a device; the entries hold that of the vendor's usual
 eight-device server (one network card per device), and `dataclasses.replace` sets another.
@@ -127,7 +124,6 @@ HARDWARE: dict[str, Hardware] = {entry.name: entry for entry in (A40, A100, H100
 
 
 def hardware(name: str) -> Hardware:
-    """The entry of a name in any case. Raises ValueError for an unknown name."""
     for known, entry in HARDWARE.items():
         if known.lower() == name.lower():
             return entry

@@ -36,8 +36,6 @@ class SimulatedPrompts:
         quotas: Mapping[str, int] | None = None,
         reference_time_key: str = "",
     ) -> None:
-        if num_prompts < 1:
-            raise ValueError(f"simulate.num_prompts ({num_prompts}) must be >= 1")
         self.num_prompts = num_prompts
         self._workload, self._max_prompt_length, self._seed = workload, max_prompt_length, seed
         self._shuffle, self._reference_time_key = shuffle, reference_time_key

@@ -31,8 +31,6 @@ from jaxrl.types import Prompt, Sample, SampleKey
 
 
 class Drawn(Protocol):
-    """Where scoring is drawn (`jaxrl.sim.clock.SimulatedPhases`)."""
-
     def complete(self, track: str, name: str, start_s: float, end_s: float, /) -> None: ...
 
 
@@ -82,8 +80,6 @@ class ScoringWorkers:
         timeouts: AdaptiveTimeouts | None = None,
         on_devices: DeviceScoring | None = None,
     ) -> None:
-        if num_workers < 1:
-            raise ValueError(f"reward.num_workers ({num_workers}) must be >= 1")
         self._workload, self._clock, self._phases = workload, clock, phases
         self._timeout_s, self._timeouts, self._on_devices = timeout_s, timeouts, on_devices
         # heaps of (free from, worker): by task, and under the empty name the one that other tasks share

@@ -43,7 +43,6 @@ class SimulatedTrainer:
         return self.apply()
 
     def accumulate(self, batch: TrainBatch) -> None:
-        """Adds to the gradient, and so to the cost of the next update."""
         tokens, pairs = load_of(batch)
         self._tokens += tokens
         self._pairs += pairs

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl.commands.completion import ConfigFiles, Overrides, next_names
+from jaxrl.commands.completion import config_files, next_names, overrides
 from jaxrl.config.reference import options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +71,7 @@ def test_the_script_of_zsh_is_one(on_path: Path):
 
 def test_configurations_that_come_with_jaxrl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    complete = ConfigFiles()
+    complete = config_files
     algorithms = complete(prefix="configs/al")
     assert "configs/algorithms/dapo.yaml" in algorithms
     assert all(name.startswith("configs/algorithms/") for name in algorithms)
@@ -83,7 +83,7 @@ def test_configurations_that_come_with_jaxrl(tmp_path: Path, monkeypatch: pytest
 
 
 def test_options_go_on_section_by_section():
-    complete = Overrides()
+    complete = overrides
     assert list(complete(prefix="")) == [f"{name}." for name in dict.fromkeys(o.path.split(".")[0] for o in options())]
     assert list(complete(prefix="hosts.a")) == ["hosts.address="]
     assert complete(prefix="hosts.a")["hosts.address="].startswith("The address of the Ray cluster")
@@ -95,7 +95,7 @@ def test_options_go_on_section_by_section():
 
 def test_every_option_is_reached():
     """From nothing, by taking what is offered."""
-    complete, pending, reached = Overrides(), [""], set()
+    complete, pending, reached = overrides, [""], set()
     while pending:
         for name in complete(prefix=pending.pop()):
             (reached.add if name.endswith("=") else pending.append)(name)
@@ -112,7 +112,7 @@ def test_names():
 def test_a_tab_does_not_load_jax(on_path: Path):
     code = (
         "import sys, jaxrl.commands.completion as c, jaxrl.cli;"
-        "list(c.Overrides()(prefix='rollout.')); print({'jax', 'numpy'} & set(sys.modules))"
+        "list(c.overrides(prefix='rollout.')); print({'jax', 'numpy'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "set()", done.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 from known_samples import KnownSample, KnownWorkload
 from sim_machine import drawn, key, known, prompt
 
@@ -152,11 +151,6 @@ def test_scoring_is_drawn_on_a_track_per_worker(tmp_path: Path):
         ("reward worker 1", "score", 0.0, 1.0),
         ("reward worker 1", "score", 1.0, 3.0),
     ]
-
-
-def test_without_a_worker_nothing_would_ever_be_scored():
-    with pytest.raises(ValueError, match=r"reward.num_workers \(0\) must be >= 1"):
-        Bench(num_workers=0)
 
 
 def mixed(own: dict[str, int], in_turn: tuple[str, ...], *keys: SampleKey) -> list[tuple[float, SampleKey]]:

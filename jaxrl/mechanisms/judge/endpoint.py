@@ -33,7 +33,7 @@ from jaxrl.config import Config
 from jaxrl.mechanisms.judge import Judge
 from jaxrl.mechanisms.judge.verdicts import JudgeText
 from jaxrl.processes.endpoint_client import Client, Elapsed, EndpointRefused, RequestFailed, read_json
-from jaxrl.rewards.pool_base import Ended, RewardPool, describe_sample, drain, verdict_of, wait_for
+from jaxrl.rewards.pool_base import Ended, RewardPool, describe_sample, taken, verdict_of, wait_for
 from jaxrl.rewards.reward_metrics import PoolMetrics
 from jaxrl.rewards.router import RewardRouter
 from jaxrl.rewards.scorers import Scored, ScoreRequest, describe
@@ -103,7 +103,7 @@ class EndpointPool:
                 task.cancel()
 
     def completed(self) -> list[Verdict]:
-        return drain(self._ended, self._verdict)
+        return [verdict for each in taken(self._ended) for verdict in self._verdict(*each)]
 
     def wait(self, timeout_s: float | None = None) -> list[Verdict]:
         return wait_for(self, self._ended, self._verdict, self._check, timeout_s)

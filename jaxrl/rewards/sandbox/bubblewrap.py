@@ -58,6 +58,5 @@ def arguments(file_mib: int, execute: bool) -> list[str]:
 
 
 def inside(setup: dict[str, Any]) -> NoReturn:
-    """What the interpreter in the namespaces does."""
     entry = Entry(Means(**setup["means"]), Limits(**setup["limits"]), setup["role"], setup["command"], setup["mapped"])
     enter(entry, 0, os.getppid())

@@ -61,11 +61,8 @@ class Execution:
 
 
 class Sandbox:
-    """Runs programs, one at a time. A context manager; without it, the server ends with this process.
-
-    Attributes:
-      means: what locks programs in; as long as there is nothing, nothing is run.
-    """
+    """Runs programs, one at a time. A context manager; without it, the server ends with this process. `means`: what
+    locks programs in; as long as there is nothing, nothing is run."""
 
     def __init__(self, limits: Limits, means: Means | None = None):
         self.limits = limits
@@ -87,10 +84,7 @@ class Sandbox:
 
     def start(self) -> Means:
         """Starts the server, waits until it is warm, and returns what it finds on this machine to lock programs in.
-
-        Raises:
-          SandboxFailed: it does not start.
-        """
+        Raises SandboxFailed: it does not start."""
         self.close()
         ours, theirs = socket.socketpair()
         try:

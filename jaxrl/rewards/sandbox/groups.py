@@ -23,10 +23,8 @@ _REMOVE_S = 1.0  # until the kernel lets go of a group whose processes are gone
 def memory_of(pids: Iterable[int], shared: int, enough: int) -> int:
     """Bytes that these processes hold; pages that they share are counted once if the sum is above `enough`.
 
-    0 for fewer than two without shared memory: one process keeps its limit by itself.
-
-    Args:
-      shared: bytes of shared memory that they were granted.
+    0 for fewer than two without shared memory: one process keeps its limit by itself. `shared`: bytes of shared memory
+    that they were granted.
     """
     pids = list(pids)
     if len(pids) < 2 and not shared:
@@ -56,8 +54,6 @@ def _once(pid: int) -> int:
 
 @dataclass(frozen=True)
 class ControlGroup:
-    """A control group for one program."""
-
     folder: str
 
     def enter(self) -> None:

@@ -39,8 +39,7 @@ def restrict_files(abi: int, *, read: Iterable[str], write: Iterable[str] = (), 
       write: folders to do anything in, and files to write to.
       execute: whether what may be read may also be run.
 
-    Raises:
-      OSError: the kernel refuses.
+    Raises OSError: the kernel refuses.
     """
     handled = _FIRST_RIGHTS | (_REFER if abi >= 2 else 0) | (_TRUNCATE if abi >= 3 else 0)
     handled |= _IOCTL_DEV if abi >= 5 else 0

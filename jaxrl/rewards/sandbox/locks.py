@@ -147,7 +147,7 @@ def lock_in(means: Means, limits: Limits, *, user_id: int, parent: int, mapped: 
       OSError: a lock cannot be set.
     """
     scratch = make_scratch(limits.file_mib) if means.namespaces and limits.file_mib else ""
-    _set_limits(means, limits, mapped, alone=bool(user_id or scratch))
+    _set_limits(limits, mapped, alone=bool(user_id or scratch))
     if user_id:
         _become(user_id, reads_all=python_is_closed() and means.landlock > 0)
     elif means.seccomp:
@@ -171,7 +171,7 @@ def lock_in(means: Means, limits: Limits, *, user_id: int, parent: int, mapped: 
     return filters.install_filter(program)
 
 
-def _set_limits(means: Means, limits: Limits, mapped: int, *, alone: bool) -> None:
+def _set_limits(limits: Limits, mapped: int, *, alone: bool) -> None:
     processes = limits.processes if alone else limits.processes + _count_tasks(os.getuid())
     for kind, most in (
         (resource.RLIMIT_AS, mapped + limits.memory_mib * MIB),

@@ -39,8 +39,7 @@ def choose_means(sandbox: str, there: Means, *, needs_files: bool = False) -> Me
       there: what this machine has (`find_means`).
       needs_files: whether programs are run by a command, which must read its own files.
 
-    Raises:
-      ValueError: it cannot be had here; one sentence.
+    Raises ValueError: it cannot be had here; one sentence.
     """
     if sandbox == "none":
         return Means()

@@ -96,7 +96,6 @@ def _print_error() -> None:
 
 
 def run_command(command: Sequence[str]) -> NoReturn:
-    """Becomes a command that runs the program's text, which has the name that `{file}` stands for."""
     os.set_inheritable(JOB, True)
     words = [word.replace("{file}", f"/proc/self/fd/{JOB}") for word in command]
     try:

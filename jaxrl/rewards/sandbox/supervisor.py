@@ -70,8 +70,6 @@ class _Child:
 
 @dataclass
 class _Outcome:
-    """What an execution came to; goes to the client as JSON."""
-
     end: str = ""  # exit, time, output, memory
     code: int = 0
     seconds: float = 0.0  # of the script, or of the case that began last

@@ -16,7 +16,6 @@ MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 
 def _table(text: str) -> dict[str, dict[str, int]]:
-    """By machine: number by name."""
     rows = [entry.split(":") for entry in text.split()]
     return {
         machine: {row[0]: int(row[column]) for row in rows if row[column] != "-"}
@@ -105,7 +104,6 @@ def call(name: str, *arguments: object) -> int:
 
 
 def prctl(option: int, *values: int) -> None:
-    """prctl(2). Raises OSError."""
     padded = [ctypes.c_ulong(value) for value in (*values, 0, 0, 0, 0)[:4]]
     if _libc.prctl(option, *padded) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option})")

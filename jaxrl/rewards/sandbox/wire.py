@@ -55,8 +55,7 @@ def pack(value: Any, other: Callable[[Any], list[Any]], depth: int = 0) -> Any:
     Args:
       other: what stands for a value that is not plain.
 
-    Raises:
-      ValueError: it is nested too deeply.
+    Raises ValueError: it is nested too deeply.
     """
     if depth > _MAX_DEPTH:
         raise ValueError(f"a value that is nested deeper than {_MAX_DEPTH} levels")
@@ -108,8 +107,7 @@ def unpack(message: Any, other: Callable[[list[Any]], Any]) -> Any:
     Args:
       other: makes what stands for a value that is not plain.
 
-    Raises:
-      WireError: nothing that `pack` makes.
+    Raises WireError: nothing that `pack` makes.
     """
     if not isinstance(message, list):
         if isinstance(message, dict):
