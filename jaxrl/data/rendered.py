@@ -40,11 +40,11 @@ class Rendered:
         data: DataSection,
         environments: Environments | None = None,
     ):
-        self._all, self._tokenizer, self._data, self._environments = problems, tokenizer, data, environments
+        self._tokenizer, self._data, self._environments = tokenizer, data, environments
         # of the prompts that are kept: their problems by ascending `index`, and the ends of each in the tokens of all
         self._problems, self._ends, self._token_ids = list[Problem](), array("q"), array("i")
         hashed = hashlib.sha256()
-        for problem, ids, count in self._encoded():
+        for problem, ids, count in self._encoded(problems):
             if not ids:
                 raise ValueError(f"{problem.where}: the rendered prompt has no tokens")
             if len(ids) > data.max_prompt_length:
@@ -68,13 +68,13 @@ class Rendered:
     def __len__(self) -> int:
         return len(self._problems)
 
-    def _encoded(self) -> Iterator[tuple[Problem, list[int], str]]:
+    def _encoded(self, problems: Sequence[Problem]) -> Iterator[tuple[Problem, list[int], str]]:
         """Each problem with its prompt's ids and their number. Of a text much longer than the limit only the
         beginning is tokenised."""
         data = self._data
         # a chat template writes its special tokens itself; plain text gets the tokenizer's own (a BOS, say)
         special, most = not data.apply_chat_template, (data.max_prompt_length + 1) * _LONG_TOKEN
-        rest = iter(self._all)
+        rest = iter(problems)
         while chunk := list(islice(rest, _TOGETHER)):
             texts = [self._text(problem) for problem in chunk]
             heads = self._tokenizer.encode_batch([text[:most] for text in texts], add_special_tokens=special)
