@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 from known_samples import KnownSample, KnownWorkload
 from sim_machine import drawn, key, known, prompt
 
