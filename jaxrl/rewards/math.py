@@ -1,21 +1,17 @@
 r"""Answers to mathematical problems: the final one in a response, compared with the reference.
 
-Where the final answer stands is `jaxrl.rewards.answers`' business, what plain numbers with units are worth that of
-`jaxrl.rewards.quantities`. Comparison tries cheap exact tests first: the same text, the same choice, the same number,
-the same elements of a list, interval or set. It leaves the rest to `math-verify`. Most rewards of grade-school problems
-never reach sympy.
-
-What reaches it has been bounded before (`jaxrl.rewards.sizes`): towers of powers and factorials would take gigabytes.
-
-How exact an answer must be is said in `jaxrl.rewards.quantities`, and holds for expressions too: a decimal in one is
-an exact fraction, and a decimal for an expression such as `\sqrt{2}` must be that number rounded or cut.
+`jaxrl.rewards.answers` finds the final answer, `jaxrl.rewards.quantities` reads plain numbers with units. Comparison
+tries cheap exact tests first: the same text, choice, number, or elements of a list, interval or set. It leaves the rest
+to `math-verify`. What reaches it has been bounded before (`jaxrl.rewards.sizes`): towers of powers and factorials would
+take gigabytes. A decimal in an expression is an exact fraction, and a decimal for an expression such as `\sqrt{2}` must
+be that number rounded or cut.
 
 Departures: math-verify compares floats to six places, and constants to fifteen, where here their numbers' digits say
 how many decide. It takes letters for complex numbers, which here are real in an expression with a root. It reads i as a
 letter, which here may be the imaginary unit too, and drops degrees, which here are radians, or, where no function is
 taken of them, a unit that may be left out. Its own timeouts are switched off: they are SIGALRM handlers, which raise
-outside the main thread and replace whatever alarm the process had. A comparison that takes too long is ended by the
-reward pool (`reward.math_timeout_s`), with the process it runs in. So `score` must run in a pool, not in the trainer.
+outside the main thread. A comparison that takes too long is ended by the reward pool (`reward.math_timeout_s`), with
+the process it runs in. So `score` must run in a pool, not in the trainer.
 """
 
 from __future__ import annotations

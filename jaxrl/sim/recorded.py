@@ -1,16 +1,14 @@
 """Lengths of a real run, replayed: `samples.jsonl` of a run directory as a `Workload`, in place of a formula.
 
 Source: bootstrap resampling (Efron 1979), by prompt so that its responses are long again (RollPacker §3, RhymeRL §6.1).
-The rule `by_rank` is the model of `jaxrl.sim.workload` with the recorded lengths as its distribution: a response's
-standard normal score is sqrt(c) a + sqrt(1 - c) b, a of the prompt and b of the response, and c is the correlation of
-the recorded scores within a prompt.
+`by_rank` is the model of `jaxrl.sim.workload` with the recorded lengths as its distribution, and c is the correlation
+of the recorded scores within a prompt.
 
-Departures: `samples.jsonl` (`jaxrl.record.samples`) holds a few samples of each step, and a prompt is identified by its
-text. Responses that reached the run's own token limit would have been longer; they are replayed as recorded, and
-`num_truncated` counts them. Two responses to each prompt, as they are in that file, show half of the variance within
-prompts on average, so rounds that drop the slowest responses of a prompt gain too little under `by_prompt`
-(docs/rollout-rules.md has figures), and too much under `pooled`; under `by_rank` they gain about as much as with the
-distribution itself.
+Departures: `samples.jsonl` holds a few samples of each step, and a prompt is identified by its text. Responses that
+reached the run's own token limit are replayed as recorded, and `num_truncated` counts them. Two responses to each
+prompt show half of the variance within prompts on average, so rounds that drop the slowest responses of a prompt gain
+too little under `by_prompt` (docs/rollout-rules.md has figures), and too much under `pooled`; under `by_rank` they gain
+about as much as with the distribution itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A process namespace for what one fork server runs: when its first process ends, the kernel ends all that is in it.
 
 Source: pid_namespaces(7), setns(2). A program's own process ends with its supervisor, as those of its children do not:
-a supervisor that is killed cannot end them, and neither can a server that is killed with it. The namespace can, by
-whatever the whole tree was killed, as its first process ends with its parent, and no program can signal or stop it.
+a supervisor that is killed cannot end them. The namespace can, as its first process ends with its parent, and no
+program can signal or stop it.
 
 Processes have other numbers inside, and `/proc` keeps the numbers outside: a supervisor stays outside, and its forks
 are born inside. What a program leaves as an orphan goes to the first process.

@@ -1,14 +1,11 @@
 """What runs in the checker's process: the tests, with everything that they call in the program's process.
 
 A name of the program's is a `Remote` here: calling it sends the arguments over, and gives the value that came back,
-made of Python's own types. So assertions, expected values, tolerances and random inputs stay on this side, and the
-comparison is Python's own. A program that ends its process, prints a verdict, patches builtins or returns an object
-that equals everything fails the test, as its object equals only itself here.
+made of Python's own types. So assertions, expected values, tolerances and random inputs stay on this side. A program
+that ends its process, prints a verdict, patches builtins or returns an object that equals everything fails the test.
 
 A list, dict or set that the program changed in place is changed here as well, and a function that a test hands over is
 called back. What a test cannot do is look into the program's code or patch it: such a test fails.
-
-What the cases of a test program are: `jaxrl.rewards.sandbox.suites`.
 """
 
 from __future__ import annotations

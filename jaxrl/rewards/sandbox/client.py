@@ -35,16 +35,13 @@ class Execution:
     """What running one program came to.
 
     Attributes:
-      end: exit; time, output or memory: a limit ended it.
-      code: its exit code, where end is exit.
+      end: exit; time, output or memory: a limit ended it. code: its exit code, where end is exit.
       seconds: that a script ran, and of tests, that the last case which began did.
       output, errors: what it wrote; of errors the last part.
       cases: how many its tests have; None of a script, or if the tests did not begin.
-      results: (case, whether it was right, seconds, why not) of each that ended.
-      running: the case that had begun and did not end.
+      results: (case, whether it was right, seconds, why not) of each that ended. running: one that did not.
       loaded: whether the tested program was run to its end, so that it could be called.
-      done: whether all cases were run.
-      broken: why the tests are no Python.
+      done: whether all cases were run. broken: why the tests are no Python.
     """
 
     end: str

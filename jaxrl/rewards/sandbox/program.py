@@ -1,8 +1,8 @@
 """What runs in the program's process: the program itself, and for tests that call it, the answers to those calls.
 
 This process is locked in when it gets here, and everything in it belongs to the program: nothing that it says is
-believed beyond its value (`jaxrl.rewards.sandbox.wire`). It has no expected output and no assertion, so a program that
-rewrites this module, or speaks in its place, gains no more than by returning a value.
+believed beyond its value. It has no expected output and no assertion, so a program that rewrites this module, or speaks
+in its place, gains no more than by returning a value.
 """
 
 from __future__ import annotations

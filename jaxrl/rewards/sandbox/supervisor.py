@@ -1,12 +1,9 @@
 """One execution: forks the program, and the checker where there is one, keeps the time, and leaves nothing behind.
 
 The supervisor is a fork of the server, made for one execution. It adopts what the program leaves as orphans, or the
-first process of its cage does, so nothing can get out of its sight, and the program cannot leave its process group, as
-the filter refuses `setsid` and `setpgid`: one signal to the group ends all of it at once, a fork that is under way
-included.
-
-It never has what a program or a test says in a form that could do anything: output is bytes up to a limit, and the
-checker's report is JSON.
+first process of its cage does, and the program cannot leave its process group, as the filter refuses `setsid` and
+`setpgid`: one signal to the group ends all of it at once. Output is bytes up to a limit, and the checker's report is
+JSON.
 """
 
 from __future__ import annotations

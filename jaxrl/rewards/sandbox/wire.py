@@ -1,9 +1,8 @@
 """What crosses between the checker and the program: frames of JSON text that hold plain values.
 
 A value is taken apart on one side and built anew from Python's own types on the other, so nothing of the program's
-reaches the checker but numbers, text and containers of these: no class, no method, no `__eq__`. A value of a subclass
-becomes one of the type that it descends from. What is none of these (an object of the program's own class) stays where
-it is, and the other side gets a number for it.
+reaches the checker but numbers, text and containers of these. A value of a subclass becomes one of the type that it
+descends from. An object of the program's own class stays where it is, and the other side gets a number for it.
 """
 
 from __future__ import annotations
