@@ -43,14 +43,14 @@ ROWS: tuple[frozenset[str], ...] = tuple(
 )
 ROW_OF = {unit: i for i, row in enumerate(ROWS) for unit in row}
 AT_RUN_TIME = {
-    *("acceptance", "agents", "build", "endpoint", "gradients", "group_rewards", "memory"),
+    *("agents", "build", "endpoint", "gradients", "group_rewards"),
     *("pool", "proposer", "report", "simulated", "verdicts"),
 }
 """Files of a mechanism's folder that are its part in a run. All else are rules, as pure as `scheduling`."""
 IMPURE = {"time", "datetime", "random", "secrets", "logging"}  # what a scheduling rule may not ask
 TIMED = {
     *("jaxrl.mechanisms.adaptive_layouts", "jaxrl.mechanisms.stream_trainer"),
-    "jaxrl.mechanisms.speculation.index_builder",
+    "jaxrl.mechanisms.speculation.index",
 }
 """Files of `mechanisms.classes` that measure how long something takes, or log: they have the hooks, not the rules."""
 JAX = {"jax", "jaxlib", "optax", "orbax", "grain"}
@@ -59,7 +59,7 @@ WITHOUT_JAX = {
     "jaxrl.cli",
     "jaxrl.commands.score",
     "jaxrl.commands.simulate",
-    "jaxrl.commands.start",
+    "jaxrl.commands.train",
     "jaxrl.commands.tune",
     "jaxrl.commands.completion",
     "jaxrl.commands.options",

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 import numpy as np
 from annotated_types import Ge, Gt, Interval
 
-from jaxrl.mechanisms.turns.rule import GroupRewards, Observed, TurnLimits, tokens_crc32, trajectory_metrics
+from jaxrl.mechanisms.turns.rule import Observed, TurnLimits, tokens_crc32, trajectory_metrics
 from jaxrl.scheduling.mechanism import WORKERS, Mechanism, RoundEnd, RoundInfo, RoundState
 from jaxrl.scheduling.rounds.events import Command, Launch
 from jaxrl.scheduling.tokens.engine import Finished
@@ -259,6 +259,8 @@ class Turns(Mechanism):
         self._journal, self._tracer, self._on_waiting = run.journal, run.timeline, run.on_waiting
         self.parking = self
         if run.config.environment.group:
+            from jaxrl.mechanisms.turns.group_rewards import GroupRewards
+
             self.group_rewards = GroupRewards(conversation.compared, run.journal)
         self._round: RoundState
         self._info = RoundInfo(-1)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from jaxrl.mechanisms.turns.group_rewards import GroupRewards
 
 from jaxrl.environments.env import Trajectory
+from jaxrl.mechanisms.turns.group_rewards import GroupRewards
 from jaxrl.record.journal import Journal
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.types import Episode, Group, Prompt, Sample, SampleKey, Turn
