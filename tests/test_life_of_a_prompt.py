@@ -66,7 +66,7 @@ BESIDE = {
     *("rewards/pool_base.py", "rewards/process_pool.py"),
     *("rewards/domain_limits.py", "rewards/reward_metrics.py", "scheduling/rounds/busy_time.py"),  # what is counted
     *("scheduling/tokens/progress.py", "scheduling/tokens/lengths.py", "rollout/calls.py"),
-    *("runtime/plan_timeline.py", "runtime/row_timeline.py", "runtime/stop.py"),
+    *("runtime/plan_timeline.py", "runtime/training.py", "runtime/stop.py"),
     "runtime/host.py",  # asked for the weights alone
     "rollout/kv_cache.py",
 }
