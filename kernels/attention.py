@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import jax
 
-from jaxrl.kernels import invariant, packed, reference
+from jaxrl.kernels import packed, reference
+from jaxrl.kernels.by_rows import with_gradient_of
 from jaxrl.kernels.reference import PLAIN, Cached, MaskInputs, Rule
 
 if TYPE_CHECKING:
@@ -82,6 +83,8 @@ class PagedAttention(NamedTuple):
         the kernels of `pallas` and `invariant_pallas` refuse."""
         arrays = (q_RCHD, k_KNPD, v_KNPD, tables_RW, positions_RC)
         if self.implementation == "invariant":
+            from jaxrl.kernels import invariant
+
             return invariant.paged_attention(*arrays, rule, sinks_H, self.parts)
         if self.implementation == "invariant_pallas":
             from jaxrl.kernels import invariant_pallas  # here for the same reasons as below
@@ -224,6 +227,8 @@ class PackedAttention(NamedTuple):
             case "tiles":
                 return packed.attention(q, k, v, mask, tiles, self.tiling, self.softcap, sinks)
             case "invariant":
+                from jaxrl.kernels import invariant
+
                 how = (self.softcap, sinks, self._plainly, (mask, tiles), self.parts)
                 return invariant.packed_attention(q, k, v, mask, *how)
             case "invariant_pallas":
@@ -233,7 +238,7 @@ class PackedAttention(NamedTuple):
                     _, (_, runs) = shared
                     return invariant_pallas.packed_attention(q, k, v, runs, sinks=sinks, interpret=self.interpret)
 
-                return invariant.with_gradient_of(self._plainly, exact)(q, k, v, sinks, (mask, tiles))
+                return with_gradient_of(self._plainly, exact)(q, k, v, sinks, (mask, tiles))
             case "pallas":
                 from jaxrl.kernels import packed_pallas
 

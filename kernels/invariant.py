@@ -25,17 +25,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial, reduce
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout as MemoryLayout
 from jax.experimental.layout import with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl.kernels import packed, reference
+from jaxrl.kernels.by_rows import Join, Multiply, with_gradient_of
 from jaxrl.kernels.part import Part
 
 TILE, GPU_TILE = 32, 128
@@ -53,43 +53,6 @@ QUERIES, CONTEXT = 32, 32
 """Queries, and positions of the context, that attention takes at a time."""
 
 
-Join = Literal["sum", "vocab"] | tuple[str, ...]
-"""How the results of parts are joined: added, in the order of a tree; concatenated in the last dim; or, for a tuple of
-results, each concatenated in the last dim but one, where the weight of that name is cut."""
-
-
-class Multiply(Protocol):
-    """`jaxrl.kernels.invariant_pallas.Product`, which a JAX without Pallas on Triton lacks. Hashable."""
-
-    def __call__(
-        self, x: jax.Array, matrix: jax.Array | Part, *, transposed: bool = False, dtype: Any = None
-    ) -> jax.Array: ...
-
-    @property
-    def experts(self) -> Callable[..., jax.Array]: ...
-
-
-class AtOnce(NamedTuple):
-    """Computes all rows together: `fast`. Used like `InTiles`."""
-
-    multiply: None = None
-
-    def __call__(
-        self,
-        function: Callable[..., Any],
-        rows: tuple[Any, ...],
-        shared: Any = (),
-        *,
-        join: Join | None = None,
-        heads: bool = False,
-        in_kernels: bool = False,
-    ) -> Any:
-        return function(shared, *rows)
-
-
-at_once = AtOnce()
-
-
 class Cut(NamedTuple):
     """How tensor parallelism splits a weight of a layer, or the vocabulary's. Hashable.
 
@@ -104,7 +67,7 @@ class Cut(NamedTuple):
 
 
 class InTiles(NamedTuple):
-    """Computes rows in tiles. Hashable. Programs that must agree bit for bit have tiles of one platform
+    """Computes rows in tiles (`ByRows`). Hashable. Programs that must agree bit for bit have tiles of one platform
     (`for_platform`).
 
     Attributes:
@@ -152,16 +115,6 @@ class InTiles(NamedTuple):
         heads: bool = False,
         in_kernels: bool = False,
     ) -> Any:
-        """`function(shared, *rows)`. Rows are arrays (or trees of them) with the same leading dims, all dims of the
-        first one but its last; so are the results.
-
-        Args:
-          join: where `shared`, weights by name, may come in parts (tensor parallelism): the function is then called
-            with a part of each weight that has parts, and this joins its results; None: `shared` has no parts.
-          heads: whether the first of rows is [..., H, D], and comes in parts too; its leading dims end before H.
-          in_kernels: whether the function consists of kernels alone where there are any (`multiply`), whose sums do not
-            depend on the number of rows: it then gets all rows at once.
-        """
         compute = self._fenced if in_kernels and self.multiply is not None else partial(self._tiled, heads=heads)
         in_parts = join is not None and bool(self.parts)
 
@@ -274,10 +227,6 @@ class InTiles(NamedTuple):
         return total
 
 
-ByRows = AtOnce | InTiles
-"""How `function(shared, *rows)` is computed, as `InTiles.__call__` says."""
-
-
 def _in_order(parts: jax.Array) -> jax.Array:
     return reduce(jnp.add, [parts[i] for i in range(len(parts))])
 
@@ -297,24 +246,6 @@ def _side_by_side(parts: jax.Array, dim: int) -> jax.Array:
     return joined.reshape(*parts.shape[1 : parts.ndim + dim], -1, *parts.shape[parts.ndim + dim + 1 :])
 
 
-def with_gradient_of(plain: Callable[..., Any], exact: Callable[..., Any]) -> Callable[..., Any]:
-    """`exact`, with the gradient of `plain`, which computes about the same."""
-
-    @jax.custom_vjp
-    def run(*arguments: Any) -> Any:
-        return exact(*arguments)
-
-    def forward(*arguments: Any) -> tuple[Any, Any]:
-        # named, so that a remat policy can keep what the loops give
-        return jax.tree.map(lambda x: checkpoint_name(x, reference.ATTENTION), exact(*arguments)), arguments
-
-    def backward(arguments: Any, cotangents: Any) -> Any:
-        return jax.vjp(plain, *arguments)[1](cotangents)
-
-    run.defvjp(forward, backward)
-    return run
-
-
 def _padded(x: jax.Array, size: int) -> jax.Array:
     return jnp.pad(x, [(0, -len(x) % size), *[(0, 0)] * (x.ndim - 1)])
 
@@ -325,16 +256,6 @@ def _hidden(count: int, x: jax.Array) -> jax.Array:
     first = x.reshape(-1)[0]
     never = first == jnp.iinfo(x.dtype).min if jnp.issubdtype(x.dtype, jnp.integer) else jnp.isnan(first) & (first > 0)
     return jnp.where(never, 0, count)
-
-
-def token_logprob(_: Any, logits: jax.Array, token: jax.Array, temperature: jax.Array) -> jax.Array:
-    """[..., 2], log-probability of a token and log-sum-exp, of logits [..., V] divided by temperatures [...]: in one
-    array, because a program that needs one of two would have another piece."""
-    scaled = logits / temperature[..., None]
-    top = jnp.max(scaled, axis=-1, keepdims=True)
-    logsumexp = top[..., 0] + jnp.log(jnp.sum(jnp.exp(scaled - top), axis=-1))
-    logprob = jnp.take_along_axis(scaled, token[..., None], axis=-1)[..., 0] - logsumexp
-    return jnp.stack([logprob, logsumexp], axis=-1)
 
 
 # ---------------------------------------------------------------- attention

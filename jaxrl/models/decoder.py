@@ -41,7 +41,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxrl.kernels.invariant import ByRows, Multiply, at_once
+from jaxrl.kernels.by_rows import ByRows, Multiply, at_once
 from jaxrl.kernels.reference import ATTENTION, operands
 from jaxrl.models import experts
 from jaxrl.models.config import LayerKind, ModelConfig

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxrl.kernels.by_rows import Multiply, with_gradient_of
 from jaxrl.kernels.expert_groups import ExpertGroups, expert_groups
-from jaxrl.kernels.invariant import Multiply, with_gradient_of
 from jaxrl.kernels.reference import operands
 from jaxrl.sharding.mesh import axes_size, entry_axes
 from jaxrl.sharding.narrow_weights import SCALE

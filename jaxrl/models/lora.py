@@ -23,7 +23,7 @@ from jaxrl.models.weights import Weight
 if TYPE_CHECKING:
     import jax
 
-    from jaxrl.kernels.invariant import Multiply
+    from jaxrl.kernels.by_rows import Multiply
 
 A, B = "_lora_a", "_lora_b"
 ALL_LINEAR = "all-linear"

@@ -16,7 +16,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.kernels.gathered import WindowTiles, num_tiles, window_tiles
-from jaxrl.kernels.invariant import GPU_COMPILER_OPTIONS
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.kv_layers import kv_layers
 from jaxrl.models.streaming import on_host
@@ -175,7 +174,9 @@ class LayoutPrograms(CompiledPrograms):
         plan is one launch; by default the host runs the loop and reads a predicate back in every step."""
         if self.platform != "gpu":
             return {}
-        own = GPU_COMPILER_OPTIONS if self.config.is_invariant else {}
+        own = {}
+        if self.config.is_invariant:
+            from jaxrl.kernels.invariant import GPU_COMPILER_OPTIONS as own
         # a graph holds no copy from the host's memory
         has_graph = kind in ("decode", "decode_top", "verify") and self.config.resident_layers is None
         return {**own, **({"xla_gpu_enable_command_buffer": _GRAPHS} if has_graph else {})}

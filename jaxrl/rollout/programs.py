@@ -20,8 +20,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl.kernels.attention import HOPPER, PagedImplementation, choose_paged
+from jaxrl.kernels.by_rows import at_once
 from jaxrl.kernels.gathered import WindowTiles
-from jaxrl.kernels.invariant import at_once
 from jaxrl.kernels.reference import Rule
 from jaxrl.models import decoder, experts
 from jaxrl.models.config import ModelConfig

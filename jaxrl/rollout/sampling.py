@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxrl.kernels.invariant import ByRows, token_logprob
+from jaxrl.kernels.by_rows import ByRows, token_logprob
 from jaxrl.types import SampleKey
 
 BLOCK = 128

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxrl.kernels.invariant import ByRows, at_once, token_logprob
+from jaxrl.kernels.by_rows import ByRows, at_once, token_logprob
 from jaxrl.kernels.reference import operands
 from jaxrl.train.vocabulary import Split
 

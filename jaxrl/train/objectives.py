@@ -27,7 +27,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxrl.config import Config, OptimSection
-from jaxrl.kernels.invariant import ByRows, at_once
+from jaxrl.kernels.by_rows import ByRows, at_once
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.sharding.rules import padded_weights, train_shardings

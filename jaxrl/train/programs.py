@@ -31,7 +31,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.config import Config
 from jaxrl.kernels.attention import Heads, choose_packed
-from jaxrl.kernels.invariant import GPU_COMPILER_OPTIONS, at_once
+from jaxrl.kernels.by_rows import at_once
 from jaxrl.kernels.reference import Keys, MaskInputs
 from jaxrl.models import decoder, experts
 from jaxrl.models.config import ModelConfig
@@ -262,8 +262,11 @@ class TrainPrograms(CompiledPrograms):
     # ------------------------------------------------------------------ compiling them
 
     def compiler_options(self, kind: str) -> dict[str, Any]:
-        on_gpus = self._is_invariant and self.platform == "gpu"
-        return {**GPU_COMPILER_OPTIONS} if on_gpus else super().compiler_options(kind)
+        if not self._is_invariant or self.platform != "gpu":
+            return super().compiler_options(kind)
+        from jaxrl.kernels.invariant import GPU_COMPILER_OPTIONS
+
+        return {**GPU_COMPILER_OPTIONS}
 
     def lower(self, kind: str, *sizes: int, platforms: tuple[str, ...] | None = None) -> Any:
         """The program of a shape (see the module), traced for the mesh's devices; lowered for `platforms` if given.

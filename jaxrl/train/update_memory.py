@@ -46,7 +46,6 @@ from jaxrl.train.logprobs import DEFAULT_CHUNK
 from jaxrl.train.moments import block_of
 from jaxrl.train.objectives import critic_config
 from jaxrl.train.packing import Shape, microbatch_shapes
-from jaxrl.train.teacher import shares_base, teacher_config, teacher_model
 from jaxrl.train.vocabulary import group_of
 
 _PLANNED_SHARE = 0.8  # of a device's memory: the rest is for fragments and what lies beside the plan
@@ -161,10 +160,13 @@ def resident_parts(config: Config, model_config: ModelConfig, num_devices: int) 
         offload = config.actor.offload_reference
         numbers = device_numbers(model_config, num_devices, config.hosts.num, offload=offload)
         parts["reference weights"] = numbers * BYTES[config.actor.dtype]
-    if config.algorithm.teacher.path and not shares_base(config):
+    if config.algorithm.teacher.path:
+        from jaxrl.train.teacher import shares_base, teacher_model
+
         teacher = config.algorithm.teacher
-        numbers = device_numbers(teacher_model(config), num_devices, config.hosts.num, offload=teacher.offload)
-        parts["teacher: weights"] = numbers * BYTES[teacher.dtype]
+        if not shares_base(config):
+            numbers = device_numbers(teacher_model(config), num_devices, config.hosts.num, offload=teacher.offload)
+            parts["teacher: weights"] = numbers * BYTES[teacher.dtype]
     return parts
 
 
@@ -300,6 +302,8 @@ def _experts(m: ModelConfig) -> list[Weight]:
 
 def _teacher_phase(config: Config, num_devices: int, platform: str, chunk: int) -> dict[str, int]:
     """The teacher's pass, before anything of the update is allocated."""
+    from jaxrl.train.teacher import teacher_config, teacher_model
+
     m, own = teacher_model(config), teacher_config(config)
     wide, full = BYTES[own.actor.dtype], full_microbatch(own, m, num_devices, platform)
     tokens = full.tokens // own.actor.context_parallel_size

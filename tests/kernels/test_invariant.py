@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec
 from jaxrl.kernels import invariant_pallas, paged_pallas, reference
 from jaxrl.kernels import packed as packed_rows
 from jaxrl.kernels.attention import Heads, choose_packed, choose_paged
-from jaxrl.kernels.invariant import CONTEXT, TILE, Cut, InTiles, at_once, token_logprob
+from jaxrl.kernels.by_rows import at_once, token_logprob
+from jaxrl.kernels.invariant import CONTEXT, TILE, Cut, InTiles
 from jaxrl.kernels.paged_pallas import PagedTileSizes
 from jaxrl.kernels.reference import Rule
 from jaxrl.sharding.layout import Layout

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from uneven_models import normal_params, placed, uneven
 
-from jaxrl.kernels.invariant import at_once
+from jaxrl.kernels.by_rows import at_once
 from jaxrl.models import decoder, experts
 from jaxrl.sharding import rules
 from jaxrl.sharding.layout import Layout

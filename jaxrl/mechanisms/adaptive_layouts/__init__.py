@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from jaxrl.record.journal import Journal
     from jaxrl.record.layouts import LayoutLog
     from jaxrl.report.curves import PagePart
+    from jaxrl.report.runs import Run as RecordedRun
     from jaxrl.runtime.plan_timeline import PlanTimeline
     from jaxrl.runtime.run import Run
 
@@ -179,10 +180,9 @@ class AdaptiveLayouts(Mechanism):
 
     @classmethod
     def page_part(cls) -> PagePart:
-        from jaxrl.mechanisms.adaptive_layouts.report import layouts_section
         from jaxrl.report.curves import PagePart
 
-        return PagePart(section=lambda run: layouts_section(run.layouts))
+        return PagePart(section=_section)
 
     @classmethod
     def build(cls, run: Run) -> Self | None:
@@ -315,3 +315,11 @@ class AdaptiveLayouts(Mechanism):
         saved = state.get("workers", {"0": state})
         for worker, control in enumerate(self.controls):
             control.load_state_dict(saved[str(worker % len(saved))])
+
+
+def _section(run: RecordedRun) -> str:
+    if not run.layouts:
+        return ""
+    from jaxrl.mechanisms.adaptive_layouts.report import layouts_section
+
+    return layouts_section(run.layouts)

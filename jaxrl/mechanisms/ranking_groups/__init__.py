@@ -126,11 +126,11 @@ class RankingGroups(Mechanism):
     @classmethod
     def build(cls, run: Run) -> Self | None:
         """With a latency profile groups are ranked by predicted times, else they have equal shares of the workers."""
+        if not cls.is_on(run.config):
+            return None
         from jaxrl.mechanisms.ranking_groups.rule import Ranking
         from jaxrl.scheduling.layouts.plan_cost import step_seconds
 
-        if not cls.is_on(run.config):
-            return None
         assert run.history is not None, "ranks by lengths that nothing keeps"
         options, engines, predictor = run.config.rollout.ranking_groups, run.workers.engines, run.machine.predictor()
         step_s = None if predictor is None else step_seconds(predictor, engines[0])

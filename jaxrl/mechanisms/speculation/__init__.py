@@ -19,9 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from annotated_types import Ge, Interval
 
-from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, DraftWindow, StepCosts, default_verify_tokens
 from jaxrl.scheduling.mechanism import Mechanism, RolloutMemory, RoundEnd, RoundInfo
-from jaxrl.scheduling.rounds.history import HistoryStore
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.schema.declared import MAX_INT, Cap, Checked
@@ -31,6 +29,7 @@ if TYPE_CHECKING:
     from jaxrl.config import Config
     from jaxrl.mechanisms.speculation.index import Building, IndexBuilder
     from jaxrl.mechanisms.speculation.proposer import Drafting
+    from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, StepCosts
     from jaxrl.report.charts import Chart
     from jaxrl.report.curves import PagePart
     from jaxrl.report.runs import Run as RecordedRun
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from jaxrl.rollout.remote import RemoteExecutor
     from jaxrl.runtime.run import Run
     from jaxrl.scheduling.layouts.latency_profile import Profile
+    from jaxrl.scheduling.rounds.history import HistoryStore
 
 
 class Speculation(Mechanism):
@@ -150,11 +150,11 @@ class Speculation(Mechanism):
 
     @classmethod
     def build(cls, run: Run) -> Self | None:
-        from jaxrl.mechanisms.speculation.index import DraftIndex, history_store
-
         options, builder = run.config.rollout.speculation, None
         if not options.enable and not run.config.rollout.ranking_groups.enable:
             return None
+        from jaxrl.mechanisms.speculation.index import DraftIndex, history_store
+
         if options.enable:
             run.executors.share(DraftIndex)
             builder = run.machine.index_builder()
@@ -255,18 +255,20 @@ def draft_config(config: Config, platform: str, costs: StepCosts | None = None) 
     spec = config.rollout.speculation
     if not spec.enable:
         return None
+    from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftWindow, default_verify_tokens
+
     window = DraftWindow(spec.min_window, spec.window_step, spec.max_window)
     return DraftConfig(window, spec.verify_tokens or default_verify_tokens(platform), spec.max_batch, costs)
 
 
 def build_proposer(config: Config, platform: str) -> Drafting | None:
     """What an executor that verifies drafts is built for; None where `rollout.speculation` is off."""
-    from jaxrl.mechanisms.speculation.index import draft_lengths
-    from jaxrl.mechanisms.speculation.proposer import Drafting
-
     drafts, spec = draft_config(config, platform), config.rollout.speculation
     if drafts is None:
         return None
+    from jaxrl.mechanisms.speculation.index import draft_lengths
+    from jaxrl.mechanisms.speculation.proposer import Drafting
+
     num_responses = config.rollout.n * spec.epochs
     return Drafting(
         num_responses,
@@ -290,7 +292,11 @@ def verify_rule(
     if profile is not None and row_sizes is not None and Speculation.reads_profile(config):
         costs = step_costs(config, profile, executor, row_sizes)
     drafts = draft_config(config, executor.platform, costs)
-    return None if drafts is None else partial(DraftRule, drafts)
+    if drafts is None:
+        return None
+    from jaxrl.mechanisms.speculation.rule import DraftRule
+
+    return partial(DraftRule, drafts)
 
 
 def step_costs(
@@ -300,6 +306,7 @@ def step_costs(
     measured in the run changes what it says, so plans do not depend on a clock; `row_sizes`: row counts of programs, by
     degree. Raises ConfigError where the profile has no steps that verify drafts, or of other widths."""
     from jaxrl.config import ConfigError
+    from jaxrl.mechanisms.speculation.rule import StepCosts
     from jaxrl.scheduling.layouts.latency import LatencyPredictor
 
     for tp in row_sizes:
