@@ -113,8 +113,8 @@ FAULTS = (
     Fault(
         "of several groups, one is called certain that may lose its place",
         "jaxrl/scheduling/rounds/race.py",
-        "others[: self.limits.batch.num_groups - len(due)]",
-        "others[: self.limits.batch.num_groups]",
+        "others[: self.limits.batch.num_prompts - len(due)]",
+        "others[: self.limits.batch.num_prompts]",
         "tests/scheduling",
     ),
     Fault(

@@ -27,7 +27,7 @@ from jaxrl.types import ENVIRONMENT, RunFailed, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class ReplayedSpan:
-    """A recorded span (`jaxrl.record.samples.Span`) and what was drawn in its place; an environment's draws nothing."""
+    """A recorded span and what was drawn in its place; an environment's draws nothing."""
 
     version: int
     start: int  # tokens of the response before it
@@ -113,13 +113,13 @@ def _request(worker: LoneWorker, recorded: RecordedSample, spans: Sequence[Repla
     """A request that draws the last of some spans again, behind all that is recorded before it."""
     rollout, (*before, span) = worker.config.rollout, spans
     params = SamplingParams(
-        rollout.temperature,
-        max(rollout.top_k, 0),
-        rollout.top_p,
-        rollout.min_p,
-        span.start + len(span.recorded),
-        worker.stop_token_ids,
-        tuple(rollout.stop),
+        temperature=rollout.temperature,
+        top_k=max(rollout.top_k, 0),
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        max_tokens=span.start + len(span.recorded),
+        stop_token_ids=worker.stop_token_ids,
+        stop_strings=tuple(rollout.stop),
     )
     unknown = (0.0,) * span.start
     return Request(

@@ -107,8 +107,8 @@ class _Rows:
 
 
 class SimulatedExecutor:
-    """Implements `jaxrl.scheduling.tokens.plan.Executor` and what a backend asks of a worker
-    (`jaxrl.runtime.backend.Executors`), and `jaxrl.scheduling.layouts.relayout.LayoutExecutor` with `layouts`.
+    """Implements `jaxrl.scheduling.tokens.plan.Executor`, and `jaxrl.scheduling.layouts.relayout.LayoutExecutor` with
+    `layouts`.
 
     Args:
       length_of: (a response, its step: 1 + the version of its first token) -> its tokens, kept ones included;

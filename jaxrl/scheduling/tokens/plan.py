@@ -163,7 +163,7 @@ class Plan:
 
     Attributes:
       index: dispatch number, from 0: the engine's logical time.
-      prefill: chunks, run first, all in one program.
+      prefill: chunks, which run first, those of similar lengths in one program.
       rows: those that end their prefill, and those that decode: none of these while prefill goes first.
       num_steps: the most decode steps before the host looks again; 0: no row decodes.
       leave_after: leave the decode loop early once this many of the plan's rows have stopped in it (a stopped row lets
@@ -271,8 +271,7 @@ class Capacity:
     def __post_init__(self) -> None:
         if self.num_slots < 1 or self.max_prefill_tokens < 1:
             raise ValueError(
-                f"rollout.num_slots ({self.num_slots}) and rollout.max_prefill_tokens ({self.max_prefill_tokens}) "
-                "must be >= 1"
+                f"num_slots ({self.num_slots}) and max_prefill_tokens ({self.max_prefill_tokens}) must be >= 1"
             )
 
 
@@ -293,7 +292,7 @@ def check_request(request: Request, capacity: Capacity, max_model_len: int | Non
     length = f"prompt ({num_prompt}) + max_tokens ({num_max})"
     if max_model_len is not None and num_prompt + num_max > max_model_len:
         raise ValueError(
-            f"{which}: {length} exceeds rollout.max_model_len ({max_model_len}): lower data.max_prompt_length or "
+            f"{which}: {length} exceeds max_model_len ({max_model_len}): lower data.max_prompt_length or "
             "data.max_response_length"
         )
     need = capacity.stacks.most_blocks(num_prompt + num_max, capacity.block_size)
