@@ -319,7 +319,7 @@ def test_the_life_of_a_prompt_names_every_station_in_order():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     life = text.partition("## The life of a prompt")[2].partition("\n## ")[0]
     stations = [
-        ("Data", "jaxrl/data/prompts.py"),
+        ("Data", "jaxrl/data/rendered.py"),
         ("Loop", "jaxrl/loop.py"),
         ("Rule", "jaxrl/scheduling/rounds/batches.py"),
         ("Round", "jaxrl/scheduling/rounds/round.py"),
