@@ -189,7 +189,21 @@ def test_every_estimator_is_in_the_table():
 
 SECTIONS = ("What it goes with", "Metrics", "Departures from the paper", "Its files", "Tests", "Figures")
 SUPPLIED = {"phase_order", "gradient_source", "score_limits", "parking", "device_user", "group_rewards"}
+NO_PAPER = "Source: none published."
+"""A page that says so has no departures from a paper."""
 COMMON = {"__init__", "attach", "round_begins", "round_ends", "round_cancelled", "state_dict", "load_state_dict"}
+
+
+def missing_sections(text: str) -> list[str]:
+    wanted = [title for title in SECTIONS if NO_PAPER not in text or not title.startswith("Departures")]
+    return [title for title in wanted if f"\n## {title}" not in text]
+
+
+def test_a_page_without_a_paper_names_no_departures():
+    headings = "".join(f"\n## {title}\n" for title in SECTIONS if title != "Departures from the paper")
+    assert missing_sections(f"# A rule\n{headings}") == ["Departures from the paper"]
+    assert missing_sections(f"# A rule\n\n{NO_PAPER}\n{headings}") == []
+    assert missing_sections(f"# A rule\n\n{NO_PAPER}\n") == [*SECTIONS[:2], *SECTIONS[3:]]
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=lambda each: each.__name__)
@@ -198,7 +212,7 @@ def test_a_mechanism_has_a_page_with_its_files_and_hooks(mechanism: type[Mechani
     name, file = mechanism.__module__.rpartition(".")[2], Path(inspect.getfile(mechanism))
     text = (ROOT / "docs" / "mechanisms" / f"{name}.md").read_text(encoding="utf-8")
     assert f"(mechanisms/{name}.md)" in (ROOT / "docs" / "mechanisms.md").read_text(encoding="utf-8")
-    assert [title for title in SECTIONS if f"\n## {title}" not in text] == []
+    assert missing_sections(text) == []
     wanted = {each.name for each in file.parent.glob("*.py")} if file.name == "__init__.py" else {file.name}
     hooks = {hook for hook, of in vars(Mechanism).items() if inspect.isfunction(of)}
     wanted |= hooks & vars(mechanism).keys()
