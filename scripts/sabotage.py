@@ -154,7 +154,7 @@ FAULTS = (
     ),
     Fault(
         "the planner doubles tp though preemptions only stayed",
-        "jaxrl/mechanisms/adaptive_layouts/tp_planner.py",
+        "jaxrl/mechanisms/adaptive_layouts/planners.py",
         "preemptions > self.options.planner_rise * state.last",
         "preemptions >= state.last",
         "tests/mechanisms/adaptive_layouts",
