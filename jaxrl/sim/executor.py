@@ -299,7 +299,7 @@ class SimulatedExecutor:
 
     def _activate(self, chunk: PrefillChunk) -> None:
         request, kept = chunk.request, chunk.num_generated
-        first_version = next(iter(request.generated_versions), self.policy_version)
+        first_version = int(request.kept.versions[0]) if kept and request.kept else self.policy_version
         of = request.key, first_version + 1
         length = self._length_of(*of) if self._turn_end is None else self._turn_end(*of, kept)
         length = min(length, request.params.max_tokens)

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks
-from jaxrl.types import ENVIRONMENT, Episode, Sample, SampleKey, SamplingParams, TopTokens
+from jaxrl.types import ENVIRONMENT, Sample, SampleKey, SamplingParams, TopTokens
 
 TRASH_BLOCK = 0
 
@@ -38,12 +38,11 @@ class Request:
       params: how to sample.
       share: requests with equal `share` (not None) have the same prompt and share its full KV blocks; so do
         conversations, also while they have no turn.
-      generated: tokens kept from before it was aborted and added again; part of the response.
-      generated_sampled_logprobs, generated_rollout_logprobs, generated_versions: what was recorded for those tokens.
+      kept: the response up to where it was aborted; None: it begins. Its tokens are part of the new sample, and its
+        episode is the sample's.
       history: what its next tokens may be proposed from, as the executor takes it; None: nothing.
       session: the conversation that it is a turn of: what the one before it has left in the cache is not run again, as
         long as nobody needed the room; None: none.
-      episode: of the kept tokens; the sample has it as it is.
     """
 
     request_id: int
@@ -51,27 +50,16 @@ class Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     share: object | None = None
-    generated: tuple[int, ...] = ()
-    generated_sampled_logprobs: tuple[float, ...] = ()
-    generated_rollout_logprobs: tuple[float, ...] = ()
-    generated_versions: tuple[int, ...] = ()
+    kept: Sample | None = field(default=None, compare=False)
     history: Any = None
     session: object | None = None
-    episode: Episode | None = None
 
 
 def resume(request: Request, sample: Sample) -> Request:
     """The request that goes on where an aborted sample ended, its tokens kept as part of the response."""
     if sample.key != request.key:
         raise ValueError(f"resume: the sample ({sample.key}) is not of this request ({request.key})")
-    return replace(
-        request,
-        generated=tuple(sample.token_ids.tolist()),
-        generated_sampled_logprobs=tuple(sample.sampled_logprobs.tolist()),
-        generated_rollout_logprobs=tuple(sample.rollout_logprobs.tolist()),
-        generated_versions=tuple(sample.versions.tolist()),
-        episode=sample.episode,
-    )
+    return replace(request, kept=sample)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,17 +266,17 @@ class Capacity:
 def check_request(request: Request, capacity: Capacity, max_model_len: int | None) -> None:
     """Raises ValueError for a request that is malformed, or can never run with so much room and so long a model."""
     which = f"request {request.request_id} ({request.key})"
-    num_prompt, num_max, kept = len(request.prompt_ids), request.params.max_tokens, len(request.generated)
+    kept = request.kept or Sample.empty(request.key)
+    num_prompt, num_max, num_kept = len(request.prompt_ids), request.params.max_tokens, len(kept)
     if not num_prompt:
         raise ValueError(f"{which}: the prompt must have at least one token")
-    recorded = (request.generated_sampled_logprobs, request.generated_rollout_logprobs, request.generated_versions)
-    if any(len(values) != kept for values in recorded):
-        raise ValueError(f"{which}: kept tokens ({kept}) need as many log-probabilities and versions")
-    if kept and request.params.top_logprobs:
-        raise ValueError(f"{which}: the likeliest tokens of the {kept} kept tokens are not known (top_logprobs)")
-    has_stopped = kept and request.generated[-1] in request.params.stop_token_ids
-    if kept >= num_max or (has_stopped and request.generated_versions[-1] != ENVIRONMENT):
-        raise ValueError(f"{which}: finished already: {kept} kept tokens, max_tokens {num_max}")
+    if any(len(values) != num_kept for values in (kept.sampled_logprobs, kept.rollout_logprobs, kept.versions)):
+        raise ValueError(f"{which}: kept tokens ({num_kept}) need as many log-probabilities and versions")
+    if num_kept and request.params.top_logprobs:
+        raise ValueError(f"{which}: the likeliest tokens of the {num_kept} kept tokens are not known (top_logprobs)")
+    has_stopped = num_kept and kept.token_ids[-1] in request.params.stop_token_ids
+    if num_kept >= num_max or (has_stopped and kept.versions[-1] != ENVIRONMENT):
+        raise ValueError(f"{which}: finished already: {num_kept} kept tokens, max_tokens {num_max}")
     length = f"prompt ({num_prompt}) + max_tokens ({num_max})"
     if max_model_len is not None and num_prompt + num_max > max_model_len:
         raise ValueError(

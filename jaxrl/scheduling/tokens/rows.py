@@ -35,7 +35,7 @@ class Response:
     """
 
     __slots__ = (
-        *("_kept", "_rows", "_spans", "_top", "arrival", "has_ended", "limit", "num_prompt", "prefix"),
+        *("_begun", "_kept", "_rows", "_spans", "_top", "arrival", "has_ended", "limit", "num_prompt", "prefix"),
         *("request", "seat"),
     )
 
@@ -45,11 +45,9 @@ class Response:
         self.num_prompt = len(request.prompt_ids)
         self.limit = self.num_prompt + request.params.max_tokens
         self._rows: Rows | None = None
-        self._kept: Tokens = (  # all tokens; while it has a row, those from before
-            np.asarray(request.generated, np.int32),
-            np.asarray(request.generated_sampled_logprobs, np.float32),
-            np.asarray(request.generated_rollout_logprobs, np.float32),
-        )
+        self._begun = begun = request.kept or Sample.empty(request.key)
+        # all tokens; while it has a row, those from before
+        self._kept: Tokens = begun.token_ids, begun.sampled_logprobs, begun.rollout_logprobs
         self._spans: list[tuple[int, int]] = []  # of tokens made here: the first of a version, and the version
         self._top: list[TopTokens] | None = [] if request.params.top_logprobs else None
 
@@ -182,10 +180,10 @@ class Response:
             token_ids=ids,
             rollout_logprobs=rollout,
             sampled_logprobs=sampled,
-            versions=np.append(np.asarray(self.request.generated_versions, np.int32), own)[: len(ids)],
+            versions=np.append(self._begun.versions, own)[: len(ids)],
             finish_reason=reason,
             top=None if self._top is None else self._top_tokens(),
-            episode=self.request.episode,
+            episode=self._begun.episode,
         )
 
     def _top_tokens(self) -> TopTokens:

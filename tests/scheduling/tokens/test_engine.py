@@ -151,7 +151,7 @@ def test_malformed_requests_are_refused_and_change_nothing():
         (lambda: engine.add(make_request(0, num_prompt=21)), r"max_model_len \(40\)"),
         (lambda: engine.add(make_request(0, num_prompt=0)), "at least one token"),
         (lambda: engine.add(Request(0, key, (1,), SamplingParams(stop_strings=("x",)))), "stop_check"),
-        (lambda: engine.add(Request(0, key, (1,), four, generated=(5,))), "log-probabilities"),
+        (lambda: engine.add(Request(0, key, (1,), four, kept=replace(done, versions=seven[:1]))), "log-probabilities"),
         (lambda: engine.add(resume(make_request(0), done)), "finished already"),
         (lambda: resume(make_request(0, sample=1), done), "not of this request"),
         (lambda: engine.abort([3]), "not live"),
