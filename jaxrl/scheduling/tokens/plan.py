@@ -266,17 +266,11 @@ class Capacity:
 def check_request(request: Request, capacity: Capacity, max_model_len: int | None) -> None:
     """Raises ValueError for a request that is malformed, or can never run with so much room and so long a model."""
     which = f"request {request.request_id} ({request.key})"
-    kept = request.kept or Sample.empty(request.key)
-    num_prompt, num_max, num_kept = len(request.prompt_ids), request.params.max_tokens, len(kept)
+    num_prompt, num_max = len(request.prompt_ids), request.params.max_tokens
     if not num_prompt:
         raise ValueError(f"{which}: the prompt must have at least one token")
-    if any(len(values) != num_kept for values in (kept.sampled_logprobs, kept.rollout_logprobs, kept.versions)):
-        raise ValueError(f"{which}: kept tokens ({num_kept}) need as many log-probabilities and versions")
-    if num_kept and request.params.top_logprobs:
-        raise ValueError(f"{which}: the likeliest tokens of the {num_kept} kept tokens are not known (top_logprobs)")
-    has_stopped = num_kept and kept.token_ids[-1] in request.params.stop_token_ids
-    if num_kept >= num_max or (has_stopped and kept.versions[-1] != ENVIRONMENT):
-        raise ValueError(f"{which}: finished already: {num_kept} kept tokens, max_tokens {num_max}")
+    if request.kept:
+        _check_kept(which, request.kept, request.params)
     length = f"prompt ({num_prompt}) + max_tokens ({num_max})"
     if max_model_len is not None and num_prompt + num_max > max_model_len:
         raise ValueError(
@@ -290,6 +284,17 @@ def check_request(request: Request, capacity: Capacity, max_model_len: int | Non
             f"{capacity.num_blocks - 1}: raise rollout.num_blocks ({capacity.num_blocks}), or lower "
             "data.max_prompt_length or data.max_response_length"
         )
+
+
+def _check_kept(which: str, kept: Sample, params: SamplingParams) -> None:
+    count = len(kept)
+    if any(len(values) != count for values in (kept.sampled_logprobs, kept.rollout_logprobs, kept.versions)):
+        raise ValueError(f"{which}: kept tokens ({count}) need as many log-probabilities and versions")
+    if params.top_logprobs:
+        raise ValueError(f"{which}: the likeliest tokens of the {count} kept tokens are not known (top_logprobs)")
+    has_stopped = kept.token_ids[-1] in params.stop_token_ids and kept.versions[-1] != ENVIRONMENT
+    if count >= params.max_tokens or has_stopped:
+        raise ValueError(f"{which}: finished already: {count} kept tokens, max_tokens {params.max_tokens}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,8 @@ StopCheck = Callable[[Request, Sequence[int]], int | None]
 Tokens = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Token ids, `Sample.sampled_logprobs` and `Sample.rollout_logprobs`."""
 
+_NONE: Tokens = np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.float32)
+
 
 class Response:
     """One live response: its tokens, and where it runs.
@@ -35,7 +37,7 @@ class Response:
     """
 
     __slots__ = (
-        *("_begun", "_kept", "_rows", "_spans", "_top", "arrival", "has_ended", "limit", "num_prompt", "prefix"),
+        *("_kept", "_rows", "_spans", "_top", "arrival", "has_ended", "limit", "num_prompt", "prefix"),
         *("request", "seat"),
     )
 
@@ -45,9 +47,11 @@ class Response:
         self.num_prompt = len(request.prompt_ids)
         self.limit = self.num_prompt + request.params.max_tokens
         self._rows: Rows | None = None
-        self._begun = begun = request.kept or Sample.empty(request.key)
+        kept = request.kept
         # all tokens; while it has a row, those from before
-        self._kept: Tokens = begun.token_ids, begun.sampled_logprobs, begun.rollout_logprobs
+        self._kept: Tokens = _NONE
+        if kept is not None:
+            self._kept = kept.token_ids, kept.sampled_logprobs, kept.rollout_logprobs
         self._spans: list[tuple[int, int]] = []  # of tokens made here: the first of a version, and the version
         self._top: list[TopTokens] | None = [] if request.params.top_logprobs else None
 
@@ -97,8 +101,8 @@ class Response:
 
     def leave_row(self) -> None:
         """Waits, or has ended; its tokens stay."""
-        ids, sampled, rollout = self._arrays()
-        self._kept = ids.copy(), sampled.copy(), rollout.copy()
+        ids, sampled, rollout = (x if x.base is None else x.copy() for x in self._arrays())
+        self._kept = ids, sampled, rollout
         self._own_rows.remove(self.seat)
         self._rows, self.seat = None, -1
 
@@ -175,15 +179,16 @@ class Response:
         ids, sampled, rollout = self._arrays()
         firsts = [min(first, len(ids)) for first, _ in self._spans]
         own = np.repeat(np.array([version for _, version in self._spans], np.int32), np.diff([*firsts, len(ids)]))
+        kept = self.request.kept
         return Sample(
             key=self.request.key,
             token_ids=ids,
             rollout_logprobs=rollout,
             sampled_logprobs=sampled,
-            versions=np.append(self._begun.versions, own)[: len(ids)],
+            versions=own if kept is None else np.append(kept.versions, own)[: len(ids)],
             finish_reason=reason,
             top=None if self._top is None else self._top_tokens(),
-            episode=self._begun.episode,
+            episode=None if kept is None else kept.episode,
         )
 
     def _top_tokens(self) -> TopTokens:
@@ -310,7 +315,8 @@ class Rows:
     def tokens(self, seat: int, first: int, last: int) -> Tokens:
         """Tokens of a response that came while it had its row; `first`: those that it had before."""
         if (known := self._known[seat]) is not None:
-            return known[first:last], np.zeros(last - first, np.float32), np.zeros(last - first, np.float32)
+            no_logprobs = np.zeros(last - first, np.float32)
+            return known[first:last], no_logprobs, no_logprobs
         assert self._gained is not None
         ids, sampled, rollout = self._gained
         return ids[seat, : last - first], sampled[seat, : last - first], rollout[seat, : last - first]
