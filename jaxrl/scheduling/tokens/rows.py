@@ -101,7 +101,9 @@ class Response:
 
     def leave_row(self) -> None:
         """Waits, or has ended; its tokens stay."""
-        ids, sampled, rollout = (x if x.base is None else x.copy() for x in self._arrays())
+        ids, sampled, rollout = self._arrays()
+        if not self._own_rows.lends(self.seat):
+            ids, sampled, rollout = ids.copy(), sampled.copy(), rollout.copy()
         self._kept = ids, sampled, rollout
         self._own_rows.remove(self.seat)
         self._rows, self.seat = None, -1
@@ -223,6 +225,7 @@ class Rows:
         self.unfilled, self.tables = np.zeros((2, num_seats), np.int64)
         self.is_new, self.is_watched, self.has_history, self.tells_top = np.zeros((4, num_seats), bool)
         self._first = np.zeros(num_seats, np.int64)  # tokens that it had when it got its row, the prompt's among them
+        self._no_logprobs = np.zeros(0, np.float32)  # of tokens that were known before
         self._version = -1  # that made the newest tokens
         self._of_others = set[int]()  # seats of rows that have gained no token of this version
         self._known = np.full(num_seats, None, object)  # of a simulation: `PlanResult.responses`
@@ -273,6 +276,7 @@ class Rows:
         if count <= self._room:
             return
         self._room, had = 1 << (count - 1).bit_length(), self._room
+        self._no_logprobs = np.zeros(self._room, np.float32)
         if self._gained is not None:
             grown = self._empty()
             for old, new in zip(self._gained, grown, strict=True):
@@ -312,11 +316,14 @@ class Rows:
         own = slice(None) if is_there is None else is_there
         self.lengths[seats[own]] += counts[own]
 
+    def lends(self, seat: int) -> bool:
+        """Whether the tokens of a row stay as they are when another response takes it: they were known before."""
+        return self._known[seat] is not None
+
     def tokens(self, seat: int, first: int, last: int) -> Tokens:
         """Tokens of a response that came while it had its row; `first`: those that it had before."""
         if (known := self._known[seat]) is not None:
-            no_logprobs = np.zeros(last - first, np.float32)
-            return known[first:last], no_logprobs, no_logprobs
+            return known[first:last], self._no_logprobs[: last - first], self._no_logprobs[: last - first]
         assert self._gained is not None
         ids, sampled, rollout = self._gained
         return ids[seat, : last - first], sampled[seat, : last - first], rollout[seat, : last - first]
