@@ -163,7 +163,7 @@ def agents(
     config = from_mapping({"model": {"path": "m"}, "environment": section, "reward": {"kind": "environment"}})
     with ExitStack() as stack:
         pool = stack.enter_context(closing(EnvironmentPool(config)))
-        made = pool._acting()
+        made = pool.conversation(tokenizer).acting
         assert isinstance(made, AgentPool)
         yield made, pool
 

@@ -104,7 +104,6 @@ def streamed(trainer: MeshTrainer, stream: TrainStream, calls: list[list[Group]]
         while not stream.poll():
             pass
     parts = stream.close()
-    assert not stream.is_open
     if rest:
         parts.append(prepared(trainer, rest))
         trainer.accumulate(parts[-1])
@@ -277,7 +276,6 @@ def test_what_is_abandoned_leaves_nothing(shared: Shared, make_batch):
     stream.open()
     stream.give(groups[:2], STEP)
     stream.abandon()
-    assert not stream.is_open
     assert stream.given == []
     stream.open()  # nothing is given
     assert stream.close() == []
@@ -308,7 +306,6 @@ def test_devices_that_fail_leave_the_trainer_as_it_was(shared: Shared, make_batc
             with pytest.raises(StreamFailed, match=r"^RESOURCE_EXHAUSTED: no room for 4 GiB$"):
                 give()
         stream.abandon()
-        assert not stream.is_open
         with pytest.raises(ValueError, match=r"apply\(\) without accumulate"):
             trainer.apply()
     streamed(trainer, stream, [groups[:2]], groups[2:])

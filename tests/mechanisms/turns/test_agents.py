@@ -103,7 +103,7 @@ def agents(tmp_path: Path) -> Iterator[AgentPool]:
     config = from_mapping({"model": {"path": "m"}, "environment": section, "data": {"train_files": ["x"]}})
     with ExitStack() as stack:
         pool = stack.enter_context(closing(EnvironmentPool(config)))
-        made = pool._acting()
+        made = pool.conversation(tokenizer).acting
         assert isinstance(made, AgentPool)
         assert [each["function"]["name"] for each in pool.schemas({}, "row 1")] == ["look"]
         yield made
@@ -256,7 +256,7 @@ def test_the_example_for_the_agents_sdk(monkeypatch: pytest.MonkeyPatch):
     config = from_mapping({"model": {"path": "m"}, "environment": section})
     call = '<tool_call>{"name": "add", "arguments": {"a": 40, "b": 2}}</tool_call>'
     with closing(EnvironmentPool(config)) as pool:
-        agents = pool._acting()
+        agents = pool.conversation(tokenizer).acting
         assert isinstance(agents, AgentPool)
         assert [each["function"]["name"] for each in pool.schemas({}, "row 1")] == ["add"]
         ((row, messages),) = pool.problems(0, 1, 0)
