@@ -1,8 +1,7 @@
 """Which responses of a ranking group are outliers: among the last of it, and longer than its history allows."""
 
-from rounds import key
-
 from jaxrl.mechanisms.ranking_groups.outliers import Outliers, RankedGroup
+from rounds import key
 
 SHORT = RankedGroup(0, tuple(key(0, i) for i in range(10)), 100.0)
 LONG = RankedGroup(1, tuple(key(1, i) for i in range(11)), 500.0)
