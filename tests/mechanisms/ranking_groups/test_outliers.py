@@ -1,7 +1,8 @@
 """Which responses of a ranking group are outliers: among the last of it, and longer than its history allows."""
 
-from jaxrl.mechanisms.ranking_groups.outliers import Outliers, RankedGroup
 from rounds import key
+
+from jaxrl.mechanisms.ranking_groups.outliers import Outliers, RankedGroup
 
 SHORT = RankedGroup(0, tuple(key(0, i) for i in range(10)), 100.0)
 LONG = RankedGroup(1, tuple(key(1, i) for i in range(11)), 500.0)

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jaxrl.mechanisms.speculation.acceptance import AcceptanceModel, draft_acceptance
 from plan_rows import DecodeRow, scheduled
 from replay_executor import ReplayExecutor
 from sim_machine import SMALL, STOP, ConstantCost, recorded, sizes
 from simulated_runs import House, make_config, make_workload, whole
 
 from jaxrl.config import SimulatedHistory
+from jaxrl.mechanisms.speculation.acceptance import AcceptanceModel, draft_acceptance
 from jaxrl.mechanisms.speculation.index import DraftIndex
 from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, StepCosts, Window
 from jaxrl.mechanisms.speculation.simulated import SimulatedDrafts
