@@ -160,6 +160,7 @@ def test_the_update_is_that_of_the_whole_batch(shared: Shared, make_batch, estim
 
 
 ESTIMATORS = sorted({*get_args(AdvantageEstimator)} - NEEDS_WHOLE_BATCH - {"none"})  # which leaves it to a teacher
+OF_TURNS = {"environment": {"kind": "native", "path": "unread.py"}}  # grpo_turns needs one; each sample is one turn
 
 
 @pytest.mark.slow
@@ -172,7 +173,7 @@ def test_every_mode_and_estimator(wide, mode, kl, make_config, make_batch, make_
         trainer = make_trainer(make_config(**options), 8)
         stream = stream_of(trainer)
         for seed, estimator in enumerate(ESTIMATORS):  # no program depends on it
-            trainer.config = make_config(**options, algorithm__adv_estimator=estimator)
+            trainer.config = make_config(**options, **OF_TURNS, algorithm__adv_estimator=estimator)
             check_equal(trainer, groups_of(batch), 1e-12 if wide else 1e-5, (2 * seed, 2 * seed + 1), stream)
 
 
