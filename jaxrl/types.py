@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class RunFailed(Exception):
@@ -215,6 +216,8 @@ class Sample:
 
     @classmethod
     def empty(cls, key: SampleKey) -> Sample:
+        import numpy as np
+
         nothing_f = np.zeros((0,), np.float32)
         nothing_i = np.zeros((0,), np.int32)
         return cls(key, nothing_i, nothing_f, nothing_f, nothing_i)
@@ -233,7 +236,7 @@ class Sample:
 
     @property
     def num_drawn(self) -> int:
-        return int(np.count_nonzero(self.drawn))
+        return int(self.drawn.sum())
 
 
 @dataclass(slots=True)
@@ -275,6 +278,8 @@ class TrainBatch:
     @classmethod
     def of(cls, groups: Sequence[Group]) -> TrainBatch:
         """All samples of `groups`, in their order; the advantages are zeros until they are known."""
+        import numpy as np
+
         samples = [sample for group in groups for sample in group.samples]
         return cls(
             prompts=[group.prompt for group in groups for _ in group.samples],

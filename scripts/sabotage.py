@@ -168,9 +168,9 @@ FAULTS = (
     ),
     Fault(
         "verdicts of two samples draw with the same keys",
-        "jaxrl/mechanisms/judge/verdicts.py",
-        "sample_index=key.sample_index * num_samples + number",
-        "sample_index=key.sample_index + number",
+        "jaxrl/mechanisms/judge/pool.py",
+        "sample_index=sample.key.sample_index * count + number",
+        "sample_index=sample.key.sample_index + number",
         "tests/mechanisms/judge",
     ),
     Fault(
@@ -226,8 +226,8 @@ FAULTS = (
     Fault(
         "a resumed run leaves out a prompt",
         "jaxrl/data/prompts.py",
-        'self._position = int(state["position"])',
-        'self._position = int(state["position"]) + 1',
+        'self.position = int(state["position"])',
+        'self.position = int(state["position"]) + 1',
         "tests/data",
     ),
     Fault(

@@ -39,7 +39,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal, Protocol, Self, get_args
 
-import numpy as np
 from annotated_types import Ge
 
 from jaxrl.scheduling.mechanism import UNFINISHED, Mechanism, Searched
@@ -282,6 +281,8 @@ class PartialRollout(BatchRule, Mechanism):
         return set(ordered[: int(min(max(num_due, 0), size))])
 
     def _own_metrics(self, current: Round, groups: Sequence[Group], num_left_over: int) -> dict[str, float]:
+        import numpy as np
+
         resumed = [sample for group in current.race.groups.values() for sample in group.launch.resumed]
         own_versions = [sample.versions[sample.drawn] for group in groups for sample in group.samples]
         spans = [np.count_nonzero(np.diff(versions)) + (len(versions) > 0) for versions in own_versions]

@@ -31,8 +31,6 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-
 from jaxrl.scheduling.mechanism import Mechanism, RoundEnd, RoundInfo
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt
@@ -180,6 +178,8 @@ class AdaptiveTimeouts(Mechanism):
         found = {"reward/code/cut_off": float(self._cut_off), "reward/code/saved_s": self._saved_s}
         self._cut_off, self._saved_s = 0, 0.0
         if self._anchors:
+            import numpy as np
+
             anchors = np.concatenate(list(self._anchors.values()))
             found["reward/code/anchor_s/median"] = float(np.median(anchors))
             found["reward/code/anchor_s/max"] = float(anchors.max())
@@ -190,6 +190,8 @@ class AdaptiveTimeouts(Mechanism):
     def state_dict(self) -> dict[str, Any]:
         """Flat arrays: `prompts` int64 [P, 2] (what tells a prompt apart, its test cases), those whose last correct
         response is longest ago first; `seconds` float64 [A], the anchors of all their test cases."""
+        import numpy as np
+
         prompts = [(place, len(seconds)) for place, seconds in self._anchors.items()]
         anchors = [anchor for seconds in self._anchors.values() for anchor in seconds]
         return {
@@ -205,6 +207,8 @@ class AdaptiveTimeouts(Mechanism):
             return
         if state.get("schema") != SCHEMA:
             raise ValueError(f"time-outs: state of schema {state.get('schema')}; this version reads schema {SCHEMA}")
+        import numpy as np
+
         prompts, anchors = np.asarray(state["prompts"]), np.asarray(state["seconds"])
         shaped = prompts.ndim == 2 and prompts.shape[1] == 2 and anchors.ndim == 1
         if not shaped or (prompts[:, 1] < 1).any() or prompts[:, 1].sum() != anchors.size:

@@ -31,10 +31,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 from jaxrl.scheduling.rounds.batches import BatchRule, RoundResult
 from jaxrl.scheduling.rounds.events import Command, Launch, Verdict
 from jaxrl.scheduling.rounds.race import BatchSettings
-from jaxrl.scheduling.tokens.engine import Finished
-from jaxrl.scheduling.tokens.local_workers import LocalWorkers
-from jaxrl.scheduling.tokens.plan import Request
-from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.types import Group, Prompt, Sample, SampleKey, TrainBatch
 
 if TYPE_CHECKING:
@@ -42,6 +38,10 @@ if TYPE_CHECKING:
     from jaxrl.models.config import ModelConfig
     from jaxrl.report.curves import PagePart
     from jaxrl.runtime.run import Run
+    from jaxrl.scheduling.tokens.engine import Finished
+    from jaxrl.scheduling.tokens.local_workers import LocalWorkers
+    from jaxrl.scheduling.tokens.plan import Request
+    from jaxrl.scheduling.tokens.progress import Counters
 
 Phase = Callable[[str], AbstractContextManager[None]]
 """Times a part of a step under a name: `timing_s/<name>` in the step's metrics."""
@@ -128,6 +128,8 @@ class RoundEnd:
     @property
     def done(self) -> Counters:
         """The counters of all workers together."""
+        from jaxrl.scheduling.tokens.progress import Counters
+
         return sum(self.workers, Counters())
 
     @property

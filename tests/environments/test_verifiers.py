@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from jaxrl.config import from_mapping
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.environments.kinds import OtherPython, Program
 from jaxrl.mechanisms.turns.agents import AgentPool
 from jaxrl.mechanisms.turns.pool import VERIFIERS, EnvironmentPool
@@ -147,7 +148,7 @@ def test_a_python_without_verifiers(tmp_path: Path):
 
 @pytest.fixture(params=["0.4.0", *PYTHONS])
 def agents(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[AgentPool, EnvironmentPool]]:
     """A run's processes, over a stand-in or the library itself with the same environment."""
     python, id = request.param, "sums"
@@ -163,7 +164,7 @@ def agents(
     config = from_mapping({"model": {"path": "m"}, "environment": section, "reward": {"kind": "environment"}})
     with ExitStack() as stack:
         pool = stack.enter_context(closing(EnvironmentPool(config)))
-        made = pool._acting()
+        made = pool.conversation(Tokenizer.from_path(tiny_model)).acting
         assert isinstance(made, AgentPool)
         yield made, pool
 

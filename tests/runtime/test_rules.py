@@ -16,7 +16,7 @@ from jaxrl.mechanisms import batch_rule, composition_problem
 from jaxrl.mechanisms.dynamic_sampling import DynamicSampling
 from jaxrl.mechanisms.partial_rollout import PartialRollout
 from jaxrl.mechanisms.speculation import draft_config
-from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, Window
+from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, DraftWindow
 from jaxrl.mechanisms.tail_batching import TailBatching
 from jaxrl.runtime.rules import batcher_config, carried
 from jaxrl.scheduling.rounds.batches import FreshBatches
@@ -104,10 +104,10 @@ ON = {"enable": True}
 @pytest.mark.parametrize(("platform", "verified"), [("cpu", 16), ("gpu", 256), ("rocm", 256)])
 def test_when_plans_verify_drafts(platform: str, verified: int):
     assert draft_config(config(), platform) is None
-    assert draft_config(config(rollout__speculation=ON), platform) == DraftConfig(Window(), verified)
+    assert draft_config(config(rollout__speculation=ON), platform) == DraftConfig(DraftWindow(), verified)
     chosen = {"verify_tokens": 7, "max_batch": 3, "min_window": 1, "window_step": 4, "max_window": 9}
     drafts = draft_config(config(rollout__speculation=ON | chosen), platform)
-    assert drafts == DraftConfig(Window(1, 4, 9), 7, 3)
+    assert drafts == DraftConfig(DraftWindow(1, 4, 9), 7, 3)
     assert drafts is not None
     rule = partial(DraftRule, drafts)
     assert batcher_config(config(), rule).verify_rule is rule

@@ -147,7 +147,7 @@ def test_a_response_resumed_later_keeps_the_length_it_had():
     backend.apply([Launch(prompt(0), (key(0),))])
     backend.apply([Launch(prompt(1), (key(1),))])
     for _ in range(3):
-        backend._deliver(backend._plans.run()[0])
+        backend._serve()
     backend.apply([Abort((key(0), key(1)), keep=True)])
     kept = [event.sample for event in (backend.wait(), backend.wait()) if isinstance(event, SampleAborted)]
     assert len(kept) == 2

@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from annotated_types import Ge, Interval
 
 from jaxrl.scheduling.mechanism import Mechanism, RolloutMemory, RoundEnd, RoundInfo
-from jaxrl.scheduling.tokens.plan import Request
-from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.schema.declared import MAX_INT, Cap, Checked
 from jaxrl.types import Prompt
 
@@ -38,6 +36,8 @@ if TYPE_CHECKING:
     from jaxrl.runtime.run import Run
     from jaxrl.scheduling.layouts.latency_profile import Profile
     from jaxrl.scheduling.rounds.history import HistoryStore
+    from jaxrl.scheduling.tokens.plan import Request
+    from jaxrl.scheduling.tokens.progress import Counters
 
 
 class Speculation(Mechanism):

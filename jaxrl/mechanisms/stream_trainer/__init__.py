@@ -33,7 +33,6 @@ from annotated_types import Ge, Interval
 from jaxrl.scheduling.mechanism import WORKERS, FreedMemory, Mechanism, Phase, RoundEnd, RoundInfo, RoundState
 from jaxrl.scheduling.rounds.events import Interrupted
 from jaxrl.scheduling.rounds.round import PromptKey
-from jaxrl.scheduling.tokens.local_workers import PREFILL_TOKENS_PER_STEP, By, LocalWorkers
 from jaxrl.schema.declared import Checked
 from jaxrl.schema.devices import possible_workers, sharing_problem
 from jaxrl.types import Group, Sample, StreamFailed, TrainBatch
@@ -45,6 +44,7 @@ if TYPE_CHECKING:
     from jaxrl.record.journal import Journal
     from jaxrl.runtime.plan_timeline import PlanTimeline
     from jaxrl.runtime.run import Run
+    from jaxrl.scheduling.tokens.local_workers import By, LocalWorkers
 
 R = TypeVar("R")
 FREED = "scale_down"
@@ -449,6 +449,8 @@ class StreamTrainer(Mechanism):
     @property
     def _step_now(self) -> float:
         """Decode steps of an open worker so far, by logical time."""
+        from jaxrl.scheduling.tokens.local_workers import PREFILL_TOKENS_PER_STEP
+
         done = self._workers.counters
         return (done.steps + done.prefill_tokens / PREFILL_TOKENS_PER_STEP) / self._workers.num_open
 

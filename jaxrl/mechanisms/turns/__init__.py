@@ -19,14 +19,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-import numpy as np
 from annotated_types import Ge, Gt, Interval
 
 from jaxrl.mechanisms.turns.rule import Observed, TurnLimits, tokens_crc32, trajectory_metrics
 from jaxrl.scheduling.mechanism import WORKERS, Mechanism, RoundEnd, RoundInfo, RoundState
 from jaxrl.scheduling.rounds.events import Command, Launch
-from jaxrl.scheduling.tokens.engine import Finished
-from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.schema.declared import Cap, Checked, Names
 from jaxrl.schema.limits import MAX_GIB, MAX_LENGTH, MAX_WAIT
 from jaxrl.types import ENVIRONMENT, Episode, Prompt, Sample, SampleKey, Turn
@@ -34,6 +31,8 @@ from jaxrl.types import ENVIRONMENT, Episode, Prompt, Sample, SampleKey, Turn
 if TYPE_CHECKING:
     from jaxrl.config import Config
     from jaxrl.runtime.run import Run
+    from jaxrl.scheduling.tokens.engine import Finished
+    from jaxrl.scheduling.tokens.plan import Request
 
 _MAX_WORKERS = Cap(1024, "each is a process")
 _KIND, _OVER = "turn", "turns_over"  # of entries in the journal
@@ -315,6 +314,8 @@ class Turns(Mechanism):
         sample = self._resumed.pop(key, None)
         if sample is None:
             return None
+        from jaxrl.scheduling.tokens.engine import Finished
+
         episode = replace(sample.episode or Episode(), awaits=False)
         return Finished(-1, replace(sample, finish_reason="stop", episode=episode), self._last_plan, 0, 0)
 
@@ -540,6 +541,8 @@ def _replayed(entry: Mapping[str, Any], key: SampleKey) -> Observed:
 
 
 def _appended(sample: Sample, token_ids: Sequence[int]) -> Sample:
+    import numpy as np
+
     nothing = np.zeros(len(token_ids), np.float32)
     return replace(
         sample,

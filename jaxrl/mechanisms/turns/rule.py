@@ -11,8 +11,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 from jaxrl.types import Episode, Prompt, Sample, SampleKey
 
 if TYPE_CHECKING:
@@ -162,6 +160,8 @@ def trajectory_metrics(samples: Iterable[Sample]) -> dict[str, float]:
     episodes = [sample.episode for sample in there if sample.episode is not None]
     if not episodes:
         return {}
+    import numpy as np
+
     stops = Counter(episode.stop for episode in episodes)
     turns = np.array([len(episode.turns) for episode in episodes])
     seconds = np.array([sum(turn.seconds for turn in episode.turns) for episode in episodes])
@@ -180,4 +180,6 @@ def trajectory_metrics(samples: Iterable[Sample]) -> dict[str, float]:
 
 def tokens_crc32(sample: Sample) -> int:
     """What is in the journal about a sample is about these tokens."""
+    import numpy as np
+
     return zlib.crc32(np.ascontiguousarray(sample.token_ids, np.int32).tobytes())

@@ -22,8 +22,6 @@ from fractions import Fraction
 from itertools import islice
 from typing import Any, ClassVar, Protocol
 
-import numpy as np
-
 from jaxrl.scheduling.rounds.carried import as_carried, check_lengths, pack_groups, unpack_groups
 from jaxrl.scheduling.rounds.events import Outcome, PromptKey
 from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits, RacingGroup
@@ -202,6 +200,8 @@ class BatchRule:
     def state(self) -> dict[str, Any]:
         """Part of a checkpoint: JSON values and arrays. `first` is int64 [N, 2]: the first step and the first round of
         each group of the queue."""
+        import numpy as np
+
         assert self._open is None, "state between rounds only"
         first = [(group.first_step, group.first_round) for group in self.queue]
         return {
@@ -311,6 +311,8 @@ def _lost_tokens(race: Race, carried: Iterable[Sample]) -> int:
 
 
 def _round_metrics(current: Round, time: RoundTime, groups: Sequence[Group], lost_tokens: int) -> dict[str, float]:
+    import numpy as np
+
     race = current.race
     samples = [sample for group in groups for sample in group.samples]
     started = [key for group in race.groups.values() for key in group.launch.keys]
@@ -338,6 +340,8 @@ def _round_metrics(current: Round, time: RoundTime, groups: Sequence[Group], los
 
 
 def _queue_metrics(queue: Collection[PlannedGroup], step: int, round_index: int) -> dict[str, float]:
+    import numpy as np
+
     metrics = {"rollout/queue_length": float(len(queue))}
     ages = {
         "steps": [step - group.first_step for group in queue],
@@ -356,5 +360,5 @@ def off_policy_share(samples: Iterable[Sample], policy_version: int) -> float:
         num_own = sample.num_drawn
         total += num_own
         if num_own and sample.versions[0] < policy_version:
-            older += num_own - int(np.count_nonzero(sample.versions >= policy_version))
+            older += num_own - int((sample.versions >= policy_version).sum())
     return older / total if total else 0.0

@@ -7,13 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-import numpy as np
-
 from jaxrl.scheduling.rounds.race import PlannedGroup
 from jaxrl.types import Episode, FinishReason, Group, Prompt, Sample, SampleKey, Turn
 
 _REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length", "abort")
-_ARRAYS = {"token_ids": np.int32, "rollout_logprobs": np.float32, "sampled_logprobs": np.float32, "versions": np.int32}
+_ARRAYS = {"token_ids": "int32", "rollout_logprobs": "float32", "sampled_logprobs": "float32", "versions": "int32"}
 
 
 def as_carried(sample: Sample) -> Sample:
@@ -26,6 +24,8 @@ def pack_samples(samples: Sequence[Sample]) -> dict[str, Any]:
     token_ids, versions int32 [T], rollout_logprobs, sampled_logprobs float32 [T]; texts uint8 [B] as UTF-8, with
     text_offsets int64 [N + 1]; rewards float64 [N], NaN where there is none. As lists of JSON values: of each sample
     with a reward its `reward_info` and `failure`, and, where any sample has an episode, `episodes`."""
+    import numpy as np
+
     episodes = [None if sample.episode is None else _packed_episode(sample.episode) for sample in samples]
     texts = [sample.text.encode(errors="surrogatepass") for sample in samples]
     keys = [(s.key.epoch, s.key.prompt_index, s.key.sample_index, s.key.attempt) for s in samples]
@@ -47,6 +47,8 @@ def pack_samples(samples: Sequence[Sample]) -> dict[str, Any]:
 
 def unpack_samples(packed: Mapping[str, Any]) -> list[Sample]:
     """Raises ValueError if the pieces do not fit together."""
+    import numpy as np
+
     offsets, text_offsets, rewards = packed["offsets"], packed["text_offsets"], packed["rewards"]
     count, total = len(packed["keys"]), int(offsets[-1])
     lengths = {name: len(packed[name]) for name in _ARRAYS}
@@ -88,6 +90,8 @@ def _unpacked_episode(packed: Mapping[str, Any]) -> Episode:
 
 def pack_groups(groups: Iterable[Group | PlannedGroup]) -> dict[str, Any]:
     """Groups in their order: epoch, index and number of samples of each, int64 [N, 3], and all samples."""
+    import numpy as np
+
     groups = list(groups)
     return {
         "groups": np.asarray([(*group.prompt.key, len(group.samples)) for group in groups], np.int64).reshape(-1, 3),

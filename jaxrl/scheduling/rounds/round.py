@@ -14,9 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal
 
 from jaxrl.scheduling.rounds.events import (
     Abort,
@@ -35,6 +33,9 @@ from jaxrl.scheduling.rounds.events import (
 )
 from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits
 from jaxrl.types import Group, Prompt, Sample
+
+if TYPE_CHECKING:
+    import numpy as np
 
 RoundKind = Literal["plain", "short", "long", "partial"]
 """`short`: launches more than it needs; `long`: waits for what such rounds have left; `partial`: stops early and keeps
@@ -205,6 +206,8 @@ class Departures:
 
     def state_dict(self) -> dict[str, Any]:
         """Counts, and the prompts that left as flat integers [N, 2] (epoch, index), ascending."""
+        import numpy as np
+
         rows = [np.zeros((0, 2), np.int64)]
         for epoch, block in sorted(self._left):
             indices = np.flatnonzero(self._left[epoch, block]) + block * self.BLOCK
@@ -224,5 +227,7 @@ class Departures:
     def _mark(self, epoch: int, index: int) -> None:
         place = epoch, index // self.BLOCK
         if place not in self._left:
+            import numpy as np
+
             self._left[place] = np.zeros(self.BLOCK, np.bool_)
         self._left[place][index % self.BLOCK] = True

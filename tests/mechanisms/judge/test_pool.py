@@ -15,7 +15,6 @@ from run_parts import made_run
 
 from jaxrl.mechanisms.judge import Judge
 from jaxrl.mechanisms.judge.pool import JudgePool
-from jaxrl.mechanisms.judge.verdicts import verdict_key
 from jaxrl.rollout.executor import PlanTimer
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import RoundInfo
@@ -219,11 +218,6 @@ def test_a_plan_that_is_in_flight_during_a_turn_takes_its_own_time():
     assert len(alone) > 3, "after a turn no plan is queued behind another"
 
 
-def test_keys_of_verdicts_differ():
-    keys = {verdict_key(SampleKey(0, 3, i), n, 2) for i in range(4) for n in range(2)}
-    assert len(keys) == 8
-
-
 class ActorWorker:
     recompiles = 0
 
@@ -282,10 +276,12 @@ def test_a_round_that_is_dropped_leaves_nothing_to_judge():
 
 
 @pytest.mark.parametrize("num_samples", [1, 3])
-def test_every_verdict_of_a_sample_is_waited_for(num_samples):
+def test_every_verdict_of_a_sample_is_waited_for_and_has_a_key_of_its_own(num_samples):
     judge = pool(num_samples=num_samples)
-    judge.submit(PROMPT, sample(0))
-    seen = []
+    seen: list[list[SampleKey]] = []
     judge._reading.reward = lambda samples: (seen.append([s.key for s in samples]), (1.0, {}))[1]
-    assert verdicts(judge)[0].reward == 1.0
-    assert seen == [[verdict_key(sample(0).key, n, num_samples) for n in range(num_samples)]]
+    for index in range(4):
+        judge.submit(PROMPT, sample(index))
+    assert {index: each.reward for index, each in verdicts(judge).items()} == dict.fromkeys(range(4), 1.0)
+    assert [len(keys) for keys in seen] == [num_samples] * 4
+    assert len({key for keys in seen for key in keys}) == 4 * num_samples

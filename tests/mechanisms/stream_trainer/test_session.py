@@ -145,7 +145,7 @@ class House:
 @pytest.fixture(autouse=True)
 def loads(monkeypatch: pytest.MonkeyPatch):
     """The fake engines have one."""
-    monkeypatch.setattr("jaxrl.mechanisms.stream_trainer.load_of", lambda engine: engine.load)
+    monkeypatch.setattr("jaxrl.mechanisms.stream_trainer.scale_down.load_of", lambda engine: engine.load)
 
 
 def group(index: int, is_scored: bool = True) -> Group:

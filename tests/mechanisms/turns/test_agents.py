@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from jaxrl.config import from_mapping
+from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.data.tool_calls import call_id
 from jaxrl.mechanisms.turns.agents import AgentPool
 from jaxrl.mechanisms.turns.pool import EnvironmentPool
@@ -97,13 +98,13 @@ MESSAGES = [{"role": "system", "content": "Be short."}, {"role": "user", "conten
 
 
 @pytest.fixture
-def agents(tmp_path: Path) -> Iterator[AgentPool]:
+def agents(tmp_path: Path, tiny_model: Path) -> Iterator[AgentPool]:
     (tmp_path / "agent.py").write_text(PROGRAM)
     section = {"kind": "openai", "path": str(tmp_path / "agent.py"), "num_workers": 3, "timeout_s": 2.0}
     config = from_mapping({"model": {"path": "m"}, "environment": section, "data": {"train_files": ["x"]}})
     with ExitStack() as stack:
         pool = stack.enter_context(closing(EnvironmentPool(config)))
-        made = pool._acting()
+        made = pool.conversation(Tokenizer.from_path(tiny_model)).acting
         assert isinstance(made, AgentPool)
         assert [each["function"]["name"] for each in pool.schemas({}, "row 1")] == ["look"]
         yield made
@@ -248,7 +249,7 @@ def test_what_is_left_of_a_refused_request_is_no_part_of_the_next(agents: AgentP
     client.close()
 
 
-def test_the_example_for_the_agents_sdk(monkeypatch: pytest.MonkeyPatch):
+def test_the_example_for_the_agents_sdk(monkeypatch: pytest.MonkeyPatch, tiny_model: Path):
     pytest.importorskip("agents", reason="openai-agents is not installed")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # where the worker finds the SDK
     example = Path(__file__).resolve().parents[3] / "examples" / "agents_sdk.py"
@@ -256,7 +257,7 @@ def test_the_example_for_the_agents_sdk(monkeypatch: pytest.MonkeyPatch):
     config = from_mapping({"model": {"path": "m"}, "environment": section})
     call = '<tool_call>{"name": "add", "arguments": {"a": 40, "b": 2}}</tool_call>'
     with closing(EnvironmentPool(config)) as pool:
-        agents = pool._acting()
+        agents = pool.conversation(Tokenizer.from_path(tiny_model)).acting
         assert isinstance(agents, AgentPool)
         assert [each["function"]["name"] for each in pool.schemas({}, "row 1")] == ["add"]
         ((row, messages),) = pool.problems(0, 1, 0)

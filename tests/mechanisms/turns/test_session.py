@@ -350,7 +350,7 @@ def test_a_trajectory_that_is_cut_off_goes_on_in_a_later_round(parts: Any, x64: 
         for _ in range(num_plans):
             session.before_plan(None)
             if not backend.engine.is_idle:
-                served(backend, session)
+                backend._serve()
         backend.apply([Abort(left, keep=True)])
         ended = [backend.wait() for _ in left]
         finished |= {event.sample.key: event.sample for event in ended if isinstance(event, SampleFinished)}
@@ -376,13 +376,6 @@ def test_a_trajectory_that_is_cut_off_goes_on_in_a_later_round(parts: Any, x64: 
     assert waited, "none was cut off while it waited"
 
 
-def served(backend: RolloutBackend, session: Turns) -> None:
-    """A worker was served, and no event was handed over."""
-    finished, collected = backend._plans.run()
-    backend._deliver(finished)
-    session.after_plan(collected)
-
-
 def test_what_waits_for_an_answer_can_be_ended(parts: Any, x64: None):
     backend, session = backend_of(parts, answers := Answers(10**6))
     keys = (SampleKey(0, 1, 0), SampleKey(0, 1, 1))
@@ -390,7 +383,7 @@ def test_what_waits_for_an_answer_can_be_ended(parts: Any, x64: None):
     backend.wait()
     backend.apply([Launch(PROMPTS[1], keys)])
     while len(answers.asked) < 2:
-        served(backend, session)
+        backend._serve()
     assert session.has_pending
     backend.apply([Abort(keys)])
     ended = [backend.wait() for _ in keys]

@@ -7,7 +7,7 @@ from typing import Any
 
 from checking import make_engine, make_request
 
-from jaxrl.runtime.row_timeline import RowTracks
+from jaxrl.runtime.plan_timeline import RowTracks
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.progress import TraceEvent
 
