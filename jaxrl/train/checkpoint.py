@@ -5,7 +5,7 @@ A step holds three items: `state` (arrays, restored straight onto the target's s
 are written without Orbax, which would copy them before a save returns, and compressed
 (`jaxrl.record.state.write_arrays`).
 
-Orbax writes a temporary folder, `<step>.tmp`, in the background, while each process hashes its files. Then the manifest
+Orbax writes a temporary folder, `<step>.tmp`, in the background, and each process hashes its files. Then the manifest
 of SHA-256 checksums is added (`jaxrl.train.manifest`), everything is synced to the disk, and the folder is renamed to
 `<step>`: a folder with a step's name is complete. A step is checked against its manifest before anything is restored
 from it, and the newest step that passes is used. `Choice` lists newer ones that failed and why; they are kept as
@@ -32,7 +32,7 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
@@ -68,7 +68,7 @@ _LEFTOVER = re.compile(r"\d+\.(tmp|orbax-checkpoint-tmp|removed).*")
 _log = logging.getLogger(__name__)
 _ARRAYS_FILE = f"{ARRAYS}/arrays.arrow"
 _LOOK_EVERY_S = 1.0
-_FILE_BYTES = 2**28  # hashed by one thread, once it is whole (Orbax: 2 GiB)
+_FILE_BYTES = 2**28  # hashed by one thread (Orbax: 2 GiB)
 _ASYNC = ocp.AsyncOptions(create_directories_asynchronously=False)
 
 
@@ -112,30 +112,22 @@ class _Items(ocp.CompositeCheckpointHandler):
             (Path(directory) / ARRAYS).mkdir()
             self.writing.append(self._threads.submit(write_arrays, Path(directory) / _ARRAYS_FILE, self.arrays))
             self.arrays = None
-        written = self._threads.submit(lambda writing: [each.result() for each in writing], self.writing)
-        self.writing = [*self.writing, self._threads.submit(self._hash, Path(directory), written)]
+        self.writing = [*self.writing, self._threads.submit(self._hash, Path(directory), self.writing)]
         return self.writing
 
     def close(self) -> None:
         self._threads.shutdown()
         super().close()
 
-    def _hash(self, directory: Path, written: Future[Any]) -> None:
+    def _hash(self, directory: Path, writing: Sequence[Future[Any]]) -> None:
+        for each in writing:
+            each.result()  # raises what a write has failed with
         process = jax.process_index()
-
-        def found() -> dict[str, Path]:
-            ours = [f"{STATE}*/ocdbt.process_{process}/**/*", *([_ARRAYS_FILE] if process == 0 else ())]
-            paths = (path for pattern in ours for path in directory.glob(pattern) if path.is_file())
-            # an item's folder has its own name once all is written
-            return {re.sub(r"^(\w+)[^/]*", r"\1", path.relative_to(directory).as_posix()): path for path in paths}
-
-        def over() -> bool:
-            if wait_for([written], _LOOK_EVERY_S).done:
-                written.result()  # raises what a write has failed with
-                return True
-            return False
-
-        manifest.write_part(directory, process, manifest.describe(found, self._progress, over))
+        ours = [f"{STATE}*/ocdbt.process_{process}/**/*", *([_ARRAYS_FILE] if process == 0 else ())]
+        paths = (path for pattern in ours for path in directory.glob(pattern) if path.is_file())
+        # an item's folder has its own name once all is written
+        named = {re.sub(r"^(\w+)[^/]*", r"\1", path.relative_to(directory).as_posix()): path for path in paths}
+        manifest.write_part(directory, process, manifest.describe(named, self._progress))
 
     def wait(self) -> None:
         """Blocks until all writes have ended, failed or not."""
