@@ -29,15 +29,12 @@ import logging
 import os
 import re
 import shutil
-import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +177,6 @@ class Checkpointer:
         self._damaged = [] if self.chosen is None else list(self.chosen.faults)
         self._found = [step for step in steps_of(self._folder) if step not in self._damaged]
         self._items = _Items(progress)
-        _tell_one_error()
         self._orbax = ocp.AsyncCheckpointer(self._items, async_options=_ASYNC, multiprocessing_options=_processes())
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: tuple[int, Future[None]] | None = None
@@ -400,7 +396,6 @@ def restore_params(place: Path, abstract_params: Tree) -> Tree:
       ValueError: it holds another model.
     """
     refuse_other_model(place, abstract_params)
-    _tell_one_error()
     among = _processes()
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=among)
     with ocp.Checkpointer(handler, multiprocessing_options=among) as reader:
@@ -438,38 +433,6 @@ def _refuse_other_arrays(place: Path, abstract: Tree, stored: Tree) -> None:
 def _shapes(tree: Tree) -> dict[str, tuple[int, ...]]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in leaves}
-
-
-@cache
-def _tell_one_error() -> None:
-    """Silences repeated errors: where several arrays cannot be written or read, only the one from Orbax is shown.
-
-    The others are reported with tracebacks at any moment up to the end of the process, and cannot be caught: by asyncio
-    (tasks, gathered tasks and TensorStore's futures whose error was never retrieved) and by TensorStore (the event loop
-    that Orbax has closed by then).
-    """
-    logging.getLogger("asyncio").addFilter(_not_orbaxs_others)
-    earlier = sys.unraisablehook
-
-    def told(unraisable: sys.UnraisableHookArgs) -> None:
-        error = unraisable.exc_value
-        closed = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
-        if not (closed and unraisable.object is None):  # TensorStore's callbacks are no objects of Python
-            earlier(unraisable)
-
-    sys.unraisablehook = told
-
-
-def _not_orbaxs_others(record: logging.LogRecord) -> bool:
-    """A filter of asyncio's log: False for errors that Orbax's tasks, or TensorStore under them, have left behind."""
-    error = record.exc_info[1] if record.exc_info else None
-    lost = re.match(r"(Task|Future|_GatheringFuture) exception was never retrieved", record.getMessage())
-    if error is None or lost is None:
-        return True
-    if error.__traceback__ is None:  # no line of Python raised it: TensorStore gave it to a future that Orbax dropped
-        return lost[1] == "Task"
-    modules = {frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)}
-    return not any(module.startswith("orbax.") for module in modules)
 
 
 def _restore_args(abstract: Tree) -> Any:
