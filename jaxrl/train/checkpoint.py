@@ -26,13 +26,11 @@ leaves part of a step, and a file that cannot be deleted makes it forget the ste
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,7 +62,6 @@ Tree = Any
 _LEFTOVER = re.compile(r"\d+\.(tmp|orbax-checkpoint-tmp|removed).*")
 _log = logging.getLogger(__name__)
 _ARRAYS_FILE = f"{ARRAYS}/arrays.arrow"
-_LOOK_EVERY_S = 1.0
 _FILE_BYTES = 2**28  # hashed by one thread (Orbax: 2 GiB)
 _ASYNC = ocp.AsyncOptions(create_directories_asynchronously=False)
 
@@ -167,7 +164,7 @@ class Checkpointer:
           max_to_keep: newest steps kept; None keeps all.
           on_commit: called with each complete step, in the background thread. An OSError of its own ends the run, but
             the step stays.
-          progress: called while files are compared or hashed, and while a save that is waited for grows.
+          progress: called while files are compared or hashed.
           peers: the processes that compare a checkpoint together.
         """
         self._leads = jax.process_index() == 0
@@ -272,11 +269,6 @@ class Checkpointer:
         if self._pending is not None:
             (step, future), self._pending = self._pending, None
             with self._saving(step):
-                written = 0
-                while not wait_for([future], _LOOK_EVERY_S).done:
-                    before, written = written, sum(map(_size, self._folder.glob(f"{step}.tmp*")))
-                    if written != before:
-                        self._progress()
                 future.result()
 
     def close(self) -> None:
@@ -400,16 +392,6 @@ def restore_params(place: Path, abstract_params: Tree) -> Tree:
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=among)
     with ocp.Checkpointer(handler, multiprocessing_options=among) as reader:
         return reader.restore(place / STATE, args=_restore_args({"params": abstract_params}))["params"]
-
-
-def _size(place: Path) -> int:
-    """The bytes of a folder whose files are being written and renamed."""
-    total = 0
-    for folder, _, names in os.walk(place):
-        for name in names:
-            with suppress(FileNotFoundError):
-                total += os.path.getsize(os.path.join(folder, name))
-    return total
 
 
 def _stored(item: Path) -> Tree:
