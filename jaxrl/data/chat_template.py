@@ -19,6 +19,9 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from jaxrl.data.files import first_line
+from jaxrl.data.tool_calls import arguments_of
+
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 """Names that templates have on the Hub; the only one of a tokenizer is the default."""
 THINKING = ("reasoning_content", "reasoning", "thinking")
@@ -83,9 +86,9 @@ def render(source: str, place: str, messages: Sequence[Mapping[str, Any]], conte
     try:
         return _compiled(source, place).render(messages=given, **context)
     except jinja2.TemplateError as error:
-        raise RefusedMessages(f"{place}: the chat template refuses these messages: {_said(error)}") from None
+        raise RefusedMessages(f"{place}: the chat template refuses these messages: {first_line(error)}") from None
     except Exception as error:  # whatever the template's own operations raise
-        raise RefusedMessages(f"{place}: the chat template fails with these messages: {_said(error)}") from None
+        raise RefusedMessages(f"{place}: the chat template fails with these messages: {first_line(error)}") from None
 
 
 class _Arguments(dict[str, Any]):
@@ -115,12 +118,10 @@ def _call(call: Mapping[str, Any], named: str) -> dict[str, Any]:
         return {**call, "function": _call(function, named)}
     given = call.get("arguments")
     try:
-        value = (json.loads(given) if given.strip() else {}) if isinstance(given, str) else given
-    except (ValueError, RecursionError):
-        value = given
-    if value is not None and not isinstance(value, Mapping):
-        raise RefusedMessages(f"{named}: the arguments of a call must be a JSON object, found {given!r:.80}")
-    return {**call, **({"arguments": _Arguments(value or {})} if "arguments" in call else {})}
+        value = arguments_of(given)
+    except ValueError as error:
+        raise RefusedMessages(f"{named}: the arguments of a call {error}, found {given!r:.80}") from None
+    return {**call, **({"arguments": _Arguments(value)} if "arguments" in call else {})}
 
 
 @lru_cache(maxsize=16)
@@ -135,10 +136,10 @@ def _compiled(source: str, place: str) -> jinja2.Template:
     try:
         return _environment().from_string(source)
     except jinja2.TemplateSyntaxError as error:
-        said = _said(error)
-        raise ValueError(f"{place}: the chat template is no jinja template (line {error.lineno}: {said})") from None
+        said = f"line {error.lineno}: {first_line(error)}"
+        raise ValueError(f"{place}: the chat template is no jinja template ({said})") from None
     except Exception as error:  # whatever Python's compiler raises
-        raise ValueError(f"{place}: the chat template is no jinja template ({_said(error)})") from None
+        raise ValueError(f"{place}: the chat template is no jinja template ({first_line(error)})") from None
 
 
 @lru_cache(maxsize=16)
@@ -183,8 +184,3 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = tojson
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
     return environment
-
-
-def _said(error: Exception) -> str:
-    text = (str(error).splitlines() or [""])[0][:300]
-    return text or type(error).__name__

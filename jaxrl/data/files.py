@@ -6,6 +6,7 @@ JSON is read strictly: NaN, a key that stands twice or half of a surrogate pair 
 from __future__ import annotations
 
 import gzip
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,10 +32,7 @@ def data_files(names: Sequence[str], option: str) -> list[Path]:
         if (on_hub := data_set_name(name)) is not None:
             files += data_paths(on_hub, option)
             continue
-        try:
-            path = Path(name).expanduser()
-        except RuntimeError:
-            raise ValueError(f"{option}: {name} begins with ~ and a name that has no home folder") from None
+        path = Path(os.path.expanduser(name))
         if not path.exists():
             pattern = "; patterns are not filled in: name each file" if re.search(r"[*?\[]", name) else ""
             raise ValueError(f"{path}: no such file; {option} must name existing files{pattern}")

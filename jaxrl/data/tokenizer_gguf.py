@@ -45,7 +45,8 @@ def read_gguf(file: Path) -> TokenizerFiles:
         )
     tokens, merges = get("tokenizer.ggml.tokens", []), get("tokenizer.ggml.merges", [])
     kinds = get("tokenizer.ggml.token_type", [1] * len(tokens))
-    _check_lists(tokens, merges, kinds, file)
+    if not tokens or len(kinds) != len(tokens):
+        raise ValueError(f"{file}: tokenizer.ggml.tokens and token_type have {len(tokens)} and {len(kinds)} entries")
     special = {}
     for name, key in zip(SPECIAL, ("bos", "eos", "padding", "unknown"), strict=True):
         if (index := _id(get, f"tokenizer.ggml.{key}_token_id", len(tokens), file)) is not None:
@@ -66,27 +67,9 @@ def _templates(get: Callable[..., Any], file: Path) -> dict[str, ChatTemplate]:
         keys.setdefault(name, f"tokenizer.chat_template.{name}")
     found: dict[str, ChatTemplate] = {}
     for name, key in keys.items():
-        template = get(key)
-        if template is not None and not isinstance(template, str):
-            raise ValueError(f"{file}: {key} must be text, found {template!r:.80}")
-        if template is not None:
+        if (template := get(key)) is not None:
             found[name] = ChatTemplate(template, str(file))
     return found
-
-
-def _check_lists(tokens: Any, merges: Any, kinds: Any, file: Path) -> None:
-    for key, value, kind in (("tokens", tokens, str), ("merges", merges, str), ("token_type", kinds, int)):
-        if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
-            raise ValueError(f"{file}: tokenizer.ggml.{key} must be a list of {kind.__name__}, found {value!r:.80}")
-    if not tokens:
-        raise ValueError(f"{file}: tokenizer.ggml.tokens is missing or empty")
-    if len(kinds) != len(tokens):
-        raise ValueError(
-            f"{file}: tokenizer.ggml.token_type has {len(kinds)} entries, but there are {len(tokens)} tokens"
-        )
-    for merge in merges:
-        if " " not in merge:
-            raise ValueError(f"{file}: tokenizer.ggml.merges must hold pairs with a space between, found {merge!r:.80}")
 
 
 def _id(get: Callable[..., Any], key: str, size: int, file: Path) -> int | None:
