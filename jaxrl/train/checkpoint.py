@@ -98,7 +98,7 @@ class _Items(ocp.CompositeCheckpointHandler):
         self.writing: list[Any] = []
         self.arrays: Mapping[str, np.ndarray] | None = None  # in process 0, of the next save
         self._progress = progress
-        self._threads = ThreadPoolExecutor(3, "checkpoint-files")
+        self._threads = ThreadPoolExecutor(2, "checkpoint-files")
 
     async def async_save(self, directory: Any, args: Any) -> list[Any]:
         self.writing = await super().async_save(directory, args) or []
