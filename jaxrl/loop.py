@@ -1,4 +1,4 @@
-"""THE loop: collect -> score -> advantages -> pack -> gradients -> update -> sync weights -> save.
+"""THE loop: collect and score -> log-probabilities -> advantages -> update -> sync weights -> save.
 
 One file for every run, real or simulated; `jaxrl.runtime.run.Run` has what it is made of. It imports no jax. What a
 round launches, which groups it yields, and what becomes of the others is the batch rule's decision

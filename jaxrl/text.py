@@ -113,7 +113,7 @@ class TextEngine:
         return cls(engine, tokenizer, stop_ids(tokenizer, model.eos_token_ids))
 
     def sync_weights(self, params: Any) -> None:
-        """Copies weights in training form (`Trainer.params`) into the engine, on the devices, cast and resharded.
+        """Copies weights in training form (`MeshTrainer.params`) into the engine, on the devices, cast and resharded.
 
         Tokens from now on are of the next `policy_version`, and conversations (`Request.session`) begin anew. Raises
         ValueError while requests are unfinished: their KV was computed with the old weights.

@@ -103,6 +103,11 @@ class SamplingParams:
     seed: int | None = None
     top_logprobs: int = 0
 
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens are never drawn, for which programs sort the vocabulary."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
     def __post_init__(self) -> None:
         rules = (
             ("temperature", ">= 0", self.temperature >= 0),
@@ -246,7 +251,7 @@ class TrainBatch:
 
     Attributes:
       prompts: one per sample (a group's prompt repeated).
-      samples: sorted by key.
+      samples: in the order of their groups.
       old_logprobs: under the policy before this step's first update; None: the recorded `rollout_logprobs` are used.
       ref_logprobs, teacher_logprobs: under the reference model, and under a teacher.
       teacher_ids, teacher_top_logprobs: int32 [T_i, K], the tokens that the teacher finds likeliest, and float32 [T_i,

@@ -113,8 +113,8 @@ FAULTS = (
     Fault(
         "of several groups, one is called certain that may lose its place",
         "jaxrl/scheduling/rounds/race.py",
-        "others[: self.limits.batch.num_groups - len(due)]",
-        "others[: self.limits.batch.num_groups]",
+        "others[: self.limits.batch.num_prompts - len(due)]",
+        "others[: self.limits.batch.num_prompts]",
         "tests/scheduling",
     ),
     Fault(
@@ -154,7 +154,7 @@ FAULTS = (
     ),
     Fault(
         "the planner doubles tp though preemptions only stayed",
-        "jaxrl/mechanisms/adaptive_layouts/tp_planner.py",
+        "jaxrl/mechanisms/adaptive_layouts/planners.py",
         "preemptions > self.options.planner_rise * state.last",
         "preemptions >= state.last",
         "tests/mechanisms/adaptive_layouts",

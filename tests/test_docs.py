@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import unquote, urlparse
@@ -189,7 +189,21 @@ def test_every_estimator_is_in_the_table():
 
 SECTIONS = ("What it goes with", "Metrics", "Departures from the paper", "Its files", "Tests", "Figures")
 SUPPLIED = {"phase_order", "gradient_source", "score_limits", "parking", "device_user", "group_rewards"}
+NO_PAPER = "Source: none published."
+"""A page that says so has no departures from a paper."""
 COMMON = {"__init__", "attach", "round_begins", "round_ends", "round_cancelled", "state_dict", "load_state_dict"}
+
+
+def missing_sections(text: str) -> list[str]:
+    wanted = [title for title in SECTIONS if NO_PAPER not in text or not title.startswith("Departures")]
+    return [title for title in wanted if f"\n## {title}" not in text]
+
+
+def test_a_page_without_a_paper_names_no_departures():
+    headings = "".join(f"\n## {title}\n" for title in SECTIONS if title != "Departures from the paper")
+    assert missing_sections(f"# A rule\n{headings}") == ["Departures from the paper"]
+    assert missing_sections(f"# A rule\n\n{NO_PAPER}\n{headings}") == []
+    assert missing_sections(f"# A rule\n\n{NO_PAPER}\n") == [*SECTIONS[:2], *SECTIONS[3:]]
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=lambda each: each.__name__)
@@ -198,7 +212,7 @@ def test_a_mechanism_has_a_page_with_its_files_and_hooks(mechanism: type[Mechani
     name, file = mechanism.__module__.rpartition(".")[2], Path(inspect.getfile(mechanism))
     text = (ROOT / "docs" / "mechanisms" / f"{name}.md").read_text(encoding="utf-8")
     assert f"(mechanisms/{name}.md)" in (ROOT / "docs" / "mechanisms.md").read_text(encoding="utf-8")
-    assert [title for title in SECTIONS if f"\n## {title}" not in text] == []
+    assert missing_sections(text) == []
     wanted = {each.name for each in file.parent.glob("*.py")} if file.name == "__init__.py" else {file.name}
     hooks = {hook for hook, of in vars(Mechanism).items() if inspect.isfunction(of)}
     wanted |= hooks & vars(mechanism).keys()
@@ -245,17 +259,43 @@ def missing_paths(text: str, files: frozenset[str]) -> list[str]:
     )
 
 
+def defined(body: Iterable[ast.AST]) -> dict[str, ast.AST]:
+    """What statements define, by name; not what stands inside their functions and classes."""
+    found: dict[str, ast.AST] = {}
+    for node in body:
+        match node:
+            case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+                found[node.name] = node
+            case ast.alias():
+                found[node.asname or node.name] = node
+            case ast.Name(id=name, ctx=ast.Store()):
+                found[name] = node
+            case _:
+                found |= defined(ast.iter_child_nodes(node))
+    return found
+
+
+@functools.cache
+def defined_in(text: str) -> dict[str, ast.AST]:
+    return defined(ast.parse(text).body)
+
+
+def members(of: ast.ClassDef) -> set[str]:
+    """Methods and fields, also those that methods set."""
+    own = {node.attr for node in ast.walk(of) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    return own | defined(of.body).keys()
+
+
 def missing_modules(text: str, modules: dict[str, str]) -> list[str]:
-    """Dotted names of ours (`jaxrl.text.TextEngine`) without such a module, or without such a name in it."""
+    """Dotted names of ours (`jaxrl.text.TextEngine.stream`) without such a module, such a name in it, or such a member
+    of that class."""
     missing = []
     for name in sorted(set(re.findall(r"`(jaxrl(?:\.\w+)+)`", text))):
         module = max((m for m in modules if f"{name}.".startswith(f"{m}.")), key=len)
-        rest = name[len(module) :].strip(".").split(".")[0]
-        defined = {
-            getattr(node, "name", None) or getattr(getattr(node, "target", None), "id", None)
-            for node in ast.walk(ast.parse(modules[module]))
-        }
-        if rest and rest not in defined:
+        first, *rest = name[len(module) :].strip(".").split(".")
+        found = defined_in(modules[module])
+        of = found.get(first)
+        if first and (of is None or (rest and isinstance(of, ast.ClassDef) and rest[0] not in members(of))):
             missing.append(name)
     return missing
 
@@ -302,15 +342,27 @@ def test_what_a_page_names_is_there(page):
     assert missing_links(page, text) == []
 
 
+def test_what_docstrings_and_comments_name_is_there():
+    texts = module_texts()
+    found = {module: missing_modules(text, texts) for module, text in texts.items()}
+    assert {module: missing for module, missing in found.items() if missing} == {}
+
+
 def test_a_wrong_name_is_found():
     text = (
         "`sim/gone.py`, `loop.py` and [a](b.md), [c](#gone), `scripts/test.sh --slow`, `jaxrl/no_room/`, "
         "`rollout/bubble_ratio`, "
         "`rollout.n=8`, `rollout.m`, `rollout.layout.gone=1`, `scheduling/`, `jaxrl.loop.Loop`, `jaxrl.loop.Gone`, "
-        "`jaxrl.gone`, `python scripts/gone.py --x`"
+        "`jaxrl.gone`, `jaxrl.loop.Loop.step`, `jaxrl.loop.Loop.gone`, `jaxrl.loop.STATE_SCHEMA`, "
+        "`jaxrl.loop.trainer`, `python scripts/gone.py --x`"
     )
     assert missing_paths(text, tree()) == ["jaxrl/no_room", "scripts/gone.py", "sim/gone.py"]
-    assert missing_modules(text, module_texts()) == ["jaxrl.gone", "jaxrl.loop.Gone"]
+    assert missing_modules(text, module_texts()) == [
+        "jaxrl.gone",
+        "jaxrl.loop.Gone",
+        "jaxrl.loop.Loop.gone",
+        "jaxrl.loop.trainer",  # a local variable
+    ]
     assert missing_options(text) == ["rollout.layout.gone", "rollout.m"]
     assert missing_links(ROOT / "README.md", text) == ["b.md", "#gone"]
 
@@ -319,7 +371,7 @@ def test_the_life_of_a_prompt_names_every_station_in_order():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     life = text.partition("## The life of a prompt")[2].partition("\n## ")[0]
     stations = [
-        ("Data", "jaxrl/data/prompts.py"),
+        ("Data", "jaxrl/data/rendered.py"),
         ("Loop", "jaxrl/loop.py"),
         ("Rule", "jaxrl/scheduling/rounds/batches.py"),
         ("Round", "jaxrl/scheduling/rounds/round.py"),

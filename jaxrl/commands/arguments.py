@@ -111,7 +111,7 @@ def add_sampling(command: Any, temperature_text: str, **defaults: float) -> None
     share, least = "share of the likeliest tokens (1.0)", "least probability, as a share of the likeliest's (0.0)"
     add(command, "--top-p", number(0, 1, above=True), share, default=defaults.get("top_p"))
     add(command, "--top-k", whole(-1, MAX_TOKENS), "0 or -1: no limit (0)", default=defaults.get("top_k"))
-    add(command, "--min-p", number(0, 1), least, default=defaults.get("min_p"))
+    add(command, "--min-p", number(0, 1, below=True), least, default=defaults.get("min_p"))
 
 
 # -- types of arguments: each reads a text, or raises ArgumentTypeError with a sentence about it ----------------------
@@ -154,13 +154,16 @@ def device_count(least: int) -> Callable[[str], int]:
     return parsed
 
 
-def number(least: float, most: float, *, above: bool = False) -> Callable[[str], float]:
-    """`above`: `least` itself is too small."""
+def number(least: float, most: float, *, above: bool = False, below: bool = False) -> Callable[[str], float]:
+    """`above`: `least` itself is too small; `below`: `most` is too large."""
 
     def parsed(text: str) -> float:
         smallest = math.nextafter(least, math.inf) if above else least
-        bounds = f"above {least:g} and at most {most:g}" if above else f"from {least:g} to {most:g}"
-        return _bounded(text, float, smallest, most, f"a number {bounds}")
+        largest = math.nextafter(most, -math.inf) if below else most
+        bounds = f"from {least:g} to {most:g}"
+        if above or below:
+            bounds = f"{'above' if above else 'at least'} {least:g} and {'below' if below else 'at most'} {most:g}"
+        return _bounded(text, float, smallest, largest, f"a number {bounds}")
 
     return parsed
 

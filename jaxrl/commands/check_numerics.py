@@ -2,8 +2,8 @@
 
 A response must not depend on its row, its batch, chunks of its prompt, preemption, drafts or the layout, and the
 trainer should find the log-probabilities that the rollout has recorded (docs/architecture.md). The run's own engine
-draws responses once, the reference. Then every other path computes them with these tokens forced
-(`jaxrl.rollout.forced`), and the command counts what differs.
+draws responses once, the reference. Then every other path computes them with these tokens forced, and the command
+counts what differs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.memory import memory_of
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import train_shardings
-from jaxrl.train.trainer import Trainer
+from jaxrl.train.trainer import MeshTrainer
 from jaxrl.types import Prompt, RunFailed, Sample, SampleKey, SamplingParams, TrainBatch
 
 GROUP = 4  # responses to a prompt
@@ -352,7 +352,7 @@ def measured(bench: Bench, path: Path) -> list[Row]:
         mesh = make_mesh(bench.devices[:1])
         prompts = [Prompt(0, r.key.prompt_index, r.prompt_ids, "", "check-numerics") for r in bench.requests]
         batch = TrainBatch(prompts, bench.samples, [np.zeros(len(each), np.float32) for each in bench.samples])
-        trainer = Trainer(config, bench.model, bench.weights(bench.devices[:1]), mesh)
+        trainer = MeshTrainer(config, bench.model, bench.weights(bench.devices[:1]), mesh)
         return [(values, None) for values in trainer.token_logprobs(batch)]
     is_reference = not bench.wanted
     pieces: dict[int, list[tuple[np.ndarray, ...]]] = {request.request_id: [] for request in bench.requests}

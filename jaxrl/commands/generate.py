@@ -41,7 +41,7 @@ def generate(options: argparse.Namespace) -> None:
             dtype=options.dtype,
             tp=options.tp,
             seed=options.seed,
-            truncate=options.top_k > 0 or options.top_p < 1 or options.min_p > 0,
+            truncate=params.truncates,
             num_slots=min(32, options.n * max(len(prompts), 1)),
         )
         stages.begin("compiling programs, then drawing the responses")

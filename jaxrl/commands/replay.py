@@ -22,12 +22,12 @@ from jaxrl.record.samples import RecordedSample, read_sample
 from jaxrl.runtime.build import LoneWorker, use_compilation_cache
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.train.steps import whole_step
-from jaxrl.types import ENVIRONMENT, RunFailed, SamplingParams
+from jaxrl.types import ENVIRONMENT, RunFailed, Sample, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedSpan:
-    """A recorded span (`jaxrl.record.samples.Span`) and what was drawn in its place; an environment's draws nothing."""
+    """A recorded span and what was drawn in its place; an environment's draws nothing."""
 
     version: int
     start: int  # tokens of the response before it
@@ -113,25 +113,23 @@ def _request(worker: LoneWorker, recorded: RecordedSample, spans: Sequence[Repla
     """A request that draws the last of some spans again, behind all that is recorded before it."""
     rollout, (*before, span) = worker.config.rollout, spans
     params = SamplingParams(
-        rollout.temperature,
-        max(rollout.top_k, 0),
-        rollout.top_p,
-        rollout.min_p,
-        span.start + len(span.recorded),
-        worker.stop_token_ids,
-        tuple(rollout.stop),
+        temperature=rollout.temperature,
+        top_k=max(rollout.top_k, 0),
+        top_p=rollout.top_p,
+        min_p=rollout.min_p,
+        max_tokens=span.start + len(span.recorded),
+        stop_token_ids=worker.stop_token_ids,
+        stop_strings=tuple(rollout.stop),
     )
-    unknown = (0.0,) * span.start
-    return Request(
-        len(before),
+    unknown = np.zeros(span.start, np.float32)
+    kept = Sample(
         recorded.key,
-        recorded.prompt_ids,
-        params,
-        generated=tuple(token_id for each in before for token_id in each.recorded),
-        generated_sampled_logprobs=unknown,
-        generated_rollout_logprobs=unknown,
-        generated_versions=tuple(each.version for each in before for _ in each.recorded),
+        np.array([token_id for each in before for token_id in each.recorded], np.int32),
+        rollout_logprobs=unknown,
+        sampled_logprobs=unknown,
+        versions=np.array([each.version for each in before for _ in each.recorded], np.int32),
     )
+    return Request(len(before), recorded.key, recorded.prompt_ids, params, kept=kept)
 
 
 def _lines(span: ReplayedSpan, tokenizer: Tokenizer, *, each_token: bool) -> Iterator[str]:

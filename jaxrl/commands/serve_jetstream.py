@@ -68,7 +68,7 @@ def serve(
         max_prefill_length=max_prefill_length,
         dtype=dtype,
         seed=seed,
-        sampling=SamplingParams(temperature, top_k, top_p, min_p, max_length),
+        sampling=SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, max_tokens=max_length),
         max_tp=tp,
     )
     engine = jetstream.JetStreamEngine(config, Layout(make_mesh(), tp), sizes, path)

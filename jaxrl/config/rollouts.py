@@ -80,7 +80,7 @@ class RolloutSection:
     min_p: Annotated[
         float,
         Interval(ge=0, lt=1),
-        "Draw from tokens with at least this share of the likeliest token's probability; 0: from all.",
+        "Draw training samples from tokens with at least this share of the likeliest token's probability; 0: from all.",
     ] = 0.0
     stop: Annotated[list[str], "Strings that end a response."] = field(default_factory=list)
     tensor_model_parallel_size: Annotated[

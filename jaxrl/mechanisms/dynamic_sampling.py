@@ -211,8 +211,8 @@ class DynamicSampling(Mechanism):
         values = [value_of(self.options.metric, verdict) for verdict in verdicts]
         return any(value != values[0] for value in values)
 
-    def after(self, *, kept: bool, num_groups: int) -> Self:
-        keep = 1 - 1 / (MEMORY_BATCHES * num_groups)
+    def after(self, *, kept: bool, num_prompts: int) -> Self:
+        keep = 1 - 1 / (MEMORY_BATCHES * num_prompts)
         return self.of_state((self._judged * keep + 1, self._filtered * keep + (not kept)))
 
     @property
@@ -230,8 +230,8 @@ class DynamicSampling(Mechanism):
     def launched_at_once(self) -> int:
         return max(self.gen_batch_size, 1)
 
-    def most_under_way(self, num_groups: int) -> int:
-        return MOST_PER_MISSING * num_groups + self.launched_at_once - 1
+    def most_under_way(self, num_prompts: int) -> int:
+        return MOST_PER_MISSING * num_prompts + self.launched_at_once - 1
 
     def most_launched(self, num_started: int) -> int:
         return self.options.max_num_gen_batches * (self.gen_batch_size or num_started)
@@ -243,9 +243,9 @@ class DynamicSampling(Mechanism):
             f"({self.options.max_num_gen_batches}) is the limit"
         )
 
-    def max_unscored(self, num_running: int, num_groups: int) -> int:
+    def max_unscored(self, num_running: int, num_prompts: int) -> int:
         allowed = self.options.max_unscored_groups
-        return allowed if allowed >= 0 else min(num_groups, num_running // 2)
+        return allowed if allowed >= 0 else min(num_prompts, num_running // 2)
 
     def state(self) -> list[float]:
         return [self._judged, self._filtered]

@@ -39,7 +39,7 @@ class OverProvisioning(FreshBatches, Mechanism):
 
     def __init__(self, batch: BatchSettings, options: Options) -> None:
         num_prompts, num_responses = launched(self.option, options.prompt_factor, options.response_factor, batch)
-        super().__init__(batch, RaceLimits(batch, num_responses, num_prompts - batch.num_groups))
+        super().__init__(batch, RaceLimits(batch, num_responses, num_prompts - batch.num_prompts))
 
     @classmethod
     def drops_slowest(cls, config: Config) -> bool:

@@ -178,18 +178,18 @@ class PartialRollout(BatchRule, Mechanism):
         batch = replace(batch, score_when="group")
         self.options, self.at_end = options, options.at_end
         self.buffer_filter = buffer_filter
-        under_way = provisioned("rollout.partial_rollout.over_provision", options.over_provision, batch.num_groups)
-        self.num_spare = under_way - batch.num_groups
+        under_way = provisioned("rollout.partial_rollout.over_provision", options.over_provision, batch.num_prompts)
+        self.num_spare = under_way - batch.num_prompts
         limits = RaceLimits(batch, batch.group_size, self.num_spare, keep_unfinished=True)
         super().__init__(batch, limits, batch.group_size)
         self._restarted = 0
-        self.least_staleness = batch.version_lag - (-self.num_spare // batch.num_groups)
+        self.least_staleness = batch.version_lag - (-self.num_spare // batch.num_prompts)
         if 0 <= options.max_staleness < self.least_staleness:
             lag = ", and one-step-off adds one version to every token" if batch.version_lag else ""
             raise ValueError(
                 f"rollout.partial_rollout.max_staleness ({options.max_staleness} versions) must be >= "
                 f"{self.least_staleness}, or -1 for no cap: {under_way} prompts are under way (over_provision "
-                f"{options.over_provision}) and a batch takes {batch.num_groups}{lag}"
+                f"{options.over_provision}) and a batch takes {batch.num_prompts}{lag}"
             )
 
     def _plan(self, time: RoundTime) -> RoundPlan:
@@ -198,7 +198,7 @@ class PartialRollout(BatchRule, Mechanism):
         due = self._due(waiting, time.step)
         # stable sort: oldest first among the due, the complete and the other groups
         waiting.sort(key=lambda group: (group.key not in due, not group.is_complete))
-        room = room_until_end(self.at_end, self.batch.num_groups, time)
+        room = room_until_end(self.at_end, self.batch.num_prompts, time)
         num_spare = self.num_spare if room is None else min(self.num_spare, room)
         resuming, held_back = self._filtered(waiting, due, time, num_spare)
         self.queue = deque((*resuming, *held_back))
@@ -213,9 +213,9 @@ class PartialRollout(BatchRule, Mechanism):
         their tokens are over the cap, and before the run ends."""
         rooms: list[int] = []
         if self.options.max_staleness >= 0:
-            rooms.append(self.batch.num_groups * (self.options.max_staleness - self.batch.version_lag))
+            rooms.append(self.batch.num_prompts * (self.options.max_staleness - self.batch.version_lag))
         # a race cannot wait for all of them, and must not lose any
-        until_end = room_until_end(self.at_end, self.batch.num_groups, time)
+        until_end = room_until_end(self.at_end, self.batch.num_prompts, time)
         if num_spare and until_end is not None:
             rooms.append(until_end)
         return max(min(rooms) - num_held_back, 0) if rooms else None
@@ -276,7 +276,7 @@ class PartialRollout(BatchRule, Mechanism):
             bound = [s for s in group.samples if s.key.attempt >= self.options.max_restarts]
             last_steps[group.key] = min(map(self._last_step, bound), default=math.inf)
         ordered = sorted(last_steps, key=lambda prompt_key: last_steps[prompt_key])  # stable: the oldest first
-        size = self.batch.num_groups
+        size = self.batch.num_prompts
         num_due = max((place - size * (last_steps[key] - step) for place, key in enumerate(ordered, 1)), default=0)
         # more than fit: only in a resumed run whose buffer other options have filled
         return set(ordered[: int(min(max(num_due, 0), size))])

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from jaxrl.config import Config
     from jaxrl.report.charts import Chart, Curve, Point
     from jaxrl.report.curves import PagePart
-    from jaxrl.report.runs import Run as RecordedRun
+    from jaxrl.report.runs import RecordedRun
 
 
 def _period(prompt_factor: float, num_prompts: int) -> int:
@@ -102,14 +102,14 @@ class TailBatching(BatchRule, Mechanism):
     def __init__(self, batch: BatchSettings, options: Options) -> None:
         num_prompts, num_responses = launched(self.option, options.prompt_factor, options.response_factor, batch)
         self.options, self.at_end = options, options.at_end
-        self.num_spare = num_prompts - batch.num_groups
+        self.num_spare = num_prompts - batch.num_prompts
         super().__init__(batch, RaceLimits(batch, num_responses, self.num_spare), batch.group_size)
-        self.least_age_bound = -(-self.num_spare // batch.num_groups)
+        self.least_age_bound = -(-self.num_spare // batch.num_prompts)
         if options.max_age_steps and options.max_age_steps < self.least_age_bound:
             raise ValueError(
                 f"rollout.tail_batching.max_age_steps ({options.max_age_steps} steps) must be >= "
                 f"{self.least_age_bound}, or 0 for no bound: a short round defers up to {self.num_spare} prompts "
-                f"(prompt_factor {options.prompt_factor}), and long rounds take {batch.num_groups} each"
+                f"(prompt_factor {options.prompt_factor}), and long rounds take {batch.num_prompts} each"
             )
 
     def _plan(self, time: RoundTime) -> RoundPlan:
@@ -120,23 +120,23 @@ class TailBatching(BatchRule, Mechanism):
 
     def _choose(self, time: RoundTime) -> tuple[RoundKind, int]:
         """The kind of the next round, and how many prompts it launches beyond P0."""
-        num_groups, num_waiting = self.batch.num_groups, len(self.queue)
-        enough = self.filter.under_way(num_groups) if self.filter else num_groups
+        num_prompts, num_waiting = self.batch.num_prompts, len(self.queue)
+        enough = self.filter.under_way(num_prompts) if self.filter else num_prompts
         if num_waiting >= enough or self._age_forces_long(time.step):
             return "long", 0
-        room = room_until_end(self.at_end, num_groups, time, num_waiting)
+        room = room_until_end(self.at_end, num_prompts, time, num_waiting)
         num_spare = self.num_spare if room is None else min(self.num_spare, room)
         # a race cannot wait for all of the prompts that dynamic sampling launches ahead, and must not lose any
-        crowded = self.filter and room is not None and room < enough - num_groups + num_spare
+        crowded = self.filter and room is not None and room < enough - num_prompts + num_spare
         return ("long", 0) if num_spare < 0 or crowded else ("short", num_spare)
 
     def _most_left_over(self, kind: RoundKind, time: RoundTime) -> int | None:
         """How many prompts a round may leave over, in view of the age bound and of the end of the run."""
         rooms: list[int] = []
-        num_groups, num_waiting = self.batch.num_groups, len(self.queue) if kind == "short" else 0
+        num_prompts, num_waiting = self.batch.num_prompts, len(self.queue) if kind == "short" else 0
         if self.options.max_age_steps:
-            rooms.append(num_groups * self.options.max_age_steps - num_waiting)
-        if kind == "short" and (room := room_until_end(self.at_end, num_groups, time, num_waiting)) is not None:
+            rooms.append(num_prompts * self.options.max_age_steps - num_waiting)
+        if kind == "short" and (room := room_until_end(self.at_end, num_prompts, time, num_waiting)) is not None:
             rooms.append(room)
         return min(rooms, default=None)
 
@@ -145,7 +145,7 @@ class TailBatching(BatchRule, Mechanism):
         if not (max_age := self.options.max_age_steps) or not self.queue:
             return False
         first_steps = [deferred.first_step for deferred in self.queue] + [step] * self.num_spare
-        last_runs = (step + 1 + place // self.batch.num_groups for place in range(len(first_steps)))
+        last_runs = (step + 1 + place // self.batch.num_prompts for place in range(len(first_steps)))
         return any(last - first > max_age for last, first in zip(last_runs, first_steps, strict=True))
 
     def _own_metrics(self, current: Round, groups: Sequence[Group], num_left_over: int) -> dict[str, float]:

@@ -65,7 +65,7 @@ def route(
     multiply: Multiply | None = None,
 ) -> Routing:
     """Chooses `num_chosen` experts per token by the softmax of a router's logits, all in at least float32.
-    `normalised`: whether a token's weights sum to one; `multiply`: as in `jaxrl.kernels.invariant.ByRows`."""
+    `normalised`: whether a token's weights sum to one; `multiply`: as in `jaxrl.kernels.by_rows.ByRows`."""
     wide = jnp.promote_types(x_TE.dtype, jnp.float32)
 
     def plain(x: jax.Array, router: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ from jaxrl.record.run_dir import refuse_overwriting
 from jaxrl.report.charts import Chart, Curve, Point, breakable, card, finite
 from jaxrl.report.curves import short, validation_names
 from jaxrl.report.figures import Figure, figures_of, seconds
-from jaxrl.report.runs import Run, facts, option_text, read_run
+from jaxrl.report.runs import RecordedRun, facts, option_text, read_run
 from jaxrl.report.style import document
 
 MOST_RUNS = 8
@@ -48,7 +48,7 @@ def write_comparison(
     return Path(out), summary(runs, names, figures)
 
 
-def names_of(runs: Sequence[Run]) -> list[str]:
+def names_of(runs: Sequence[RecordedRun]) -> list[str]:
     """Folders' names, with as many folders above as tell the runs apart, and whether they were simulated."""
     paths = [run.folder.resolve() for run in runs]
     for depth in range(1, max(len(path.parts) for path in paths) + 1):
@@ -60,7 +60,7 @@ def names_of(runs: Sequence[Run]) -> list[str]:
     return [f"{name} (simulated)" if run.is_simulated else name for name, run in zip(names, runs, strict=True)]
 
 
-def differing(runs: Sequence[Run]) -> dict[str, list[str]]:
+def differing(runs: Sequence[RecordedRun]) -> dict[str, list[str]]:
     configs = [flatten(run.section("config")) for run in runs]
     paths = dict.fromkeys(path for config in configs for path in config)
     found = {
@@ -71,7 +71,7 @@ def differing(runs: Sequence[Run]) -> dict[str, list[str]]:
     return {path: values for path, values in found.items() if len(set(values)) > 1}
 
 
-def _page(runs: Sequence[Run], names: Sequence[str], figures: Sequence[Figure]) -> str:
+def _page(runs: Sequence[RecordedRun], names: Sequence[str], figures: Sequence[Figure]) -> str:
     title = " and ".join(names) if len(names) == 2 else f"{len(names)} runs"
     notes = "".join(f"<p class=note>{escape(text)}</p>" for text in _notes(runs, names))
     drawn = "".join(card(chart) for chart in _charts(runs, names))
@@ -85,7 +85,7 @@ def _page(runs: Sequence[Run], names: Sequence[str], figures: Sequence[Figure]) 
     )
 
 
-def _notes(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
+def _notes(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[str]:
     simulated = [name for name, run in zip(names, runs, strict=True) if run.is_simulated]
     found = [f"{name}: {text}" for name, run in zip(names, runs, strict=True) for text in run.problems]
     if simulated:
@@ -103,9 +103,9 @@ def letter(index: int) -> str:
     return "ABCDEFGH"[index]
 
 
-def _charts(runs: Sequence[Run], names: Sequence[str]) -> list[Chart]:
+def _charts(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[Chart]:
     def chart(
-        title: str, unit: str, points: Callable[[Run], Sequence[Point]], dots: bool = False, **more: Any
+        title: str, unit: str, points: Callable[[RecordedRun], Sequence[Point]], dots: bool = False, **more: Any
     ) -> Chart:
         curves = [
             Curve(f"{letter(i)} {name}", series, f"c{i + 1}", dots=dots)
@@ -152,7 +152,7 @@ def _figures(figures: Sequence[Figure], names: Sequence[str]) -> str:
     return "<p class=sub>Below a number: how it stands to A's.</p>" + _table("", names, rows)
 
 
-def _options(runs: Sequence[Run], names: Sequence[str]) -> str:
+def _options(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
     found = differing(runs)
     if not found:
         return "<p class=sub>The runs have the same options.</p>"
@@ -160,7 +160,7 @@ def _options(runs: Sequence[Run], names: Sequence[str]) -> str:
     return f"<p class=sub>{_differ(found)}; names of runs and folders aside.</p>{_table('Option', names, rows)}"
 
 
-def _facts(runs: Sequence[Run], names: Sequence[str]) -> str:
+def _facts(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
     found = [facts(run) for run in runs]
     return _table("", names, [(name, [_code(str(each[name] or _MISSING)) for each in found]) for name in found[0]])
 
@@ -176,7 +176,7 @@ def _table(first: str, names: Sequence[str], rows: Sequence[tuple[str, Sequence[
     return f"<div class=wide><table class=compared>{head}<tbody>{body}</tbody></table></div>"
 
 
-def summary(runs: Sequence[Run], names: Sequence[str], figures: Sequence[Figure]) -> str:
+def summary(runs: Sequence[RecordedRun], names: Sequence[str], figures: Sequence[Figure]) -> str:
     """Figures and options that differ, for a terminal of 80 columns and up to four runs."""
     lines = [f"{letter(i)}  {name}" for i, name in enumerate(names)]
     lines += ["", *_columns([["", *(letter(i) for i in range(len(names)))], *(_cells(each) for each in figures)])]

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxrl.record.metrics import PHASES, SHOWN, hidden_shares, seconds_of, step_phases
 from jaxrl.report.charts import Chart, Curve, finite
-from jaxrl.report.runs import Run
+from jaxrl.report.runs import RecordedRun
 
 _SHOWN_SHARE = 1e-3
 """The share of a run's seconds below which a phase is part of "other"."""
@@ -21,17 +21,17 @@ Line = tuple[str, str, str]
 class PagePart:
     """What a mechanism adds to a run's page: charts among the others, and a section of its own, as HTML."""
 
-    charts: Callable[[Run], list[Chart]] = lambda run: []
-    section: Callable[[Run], str] = lambda run: ""
+    charts: Callable[[RecordedRun], list[Chart]] = lambda run: []
+    section: Callable[[RecordedRun], str] = lambda run: ""
 
 
-def validation_names(run: Run) -> list[str]:
+def validation_names(run: RecordedRun) -> list[str]:
     names = {name for row in run.metrics for name in row if name.startswith("val")}
     scores = [name for name in names if not any(word in name for word in ("length", "timing", "num_"))]
     return sorted(scores, key=lambda name: (not name.endswith(("/reward", "/loss")), "acc" not in name, name))
 
 
-def charts(run: Run, parts: Sequence[PagePart] = ()) -> list[Chart]:
+def charts(run: RecordedRun, parts: Sequence[PagePart] = ()) -> list[Chart]:
     if run.learns_from_files:
         return _supervised(run)
     lengths = curves_of(
@@ -69,12 +69,14 @@ def charts(run: Run, parts: Sequence[PagePart] = ()) -> list[Chart]:
     return drawn
 
 
-def curves_of(run: Run, *lines: Line, dots: bool = False) -> list[Curve]:
+def curves_of(run: RecordedRun, *lines: Line, dots: bool = False) -> list[Curve]:
     found = [Curve(label, run.series(name), colour, dots=dots) for label, name, colour in lines]
     return [curve for curve in found if curve.points]
 
 
-def _chart(run: Run, name: str, label: str, *more: Line, colour: str = "c1", unit: str = "", **options: Any) -> Chart:
+def _chart(
+    run: RecordedRun, name: str, label: str, *more: Line, colour: str = "c1", unit: str = "", **options: Any
+) -> Chart:
     """The chart of a metric in `SHOWN`, and of more curves beside it."""
     curves = curves_of(run, (label, name, colour), *more)
     return Chart(SHOWN[name].title, unit or SHOWN[name].unit, curves, name, **options)
@@ -90,7 +92,7 @@ def _with_points(charts: Sequence[Chart]) -> list[Chart]:
     return [chart for chart in charts if chart.stack or any(finite(each.points) for each in chart.curves)]
 
 
-def _supervised(run: Run) -> list[Chart]:
+def _supervised(run: RecordedRun) -> list[Chart]:
     loss = curves_of(run, ("training", "train/loss", "c1")) + curves_of(run, ("held-out", "val/loss", "c2"), dots=True)
     margins = ("other", "rewards/rejected", "c3"), ("margin", "rewards/margins", "c2")
     accuracy = curves_of(run, ("training", "rewards/accuracies", "c1"))
@@ -107,7 +109,7 @@ def _supervised(run: Run) -> list[Chart]:
     )
 
 
-def _update(run: Run) -> list[Chart]:
+def _update(run: RecordedRun) -> list[Chart]:
     skipped = [step for step, count in run.series("actor/skipped_updates") if count]
     by_dual_clip = ("by the dual clip", "actor/pg_clipfrac_lower", "c2")
     divergence = ("divergence in the loss", "actor/distillation_loss", "c4")
@@ -124,7 +126,7 @@ def _update(run: Run) -> list[Chart]:
     return [norm, *(each for chart in optional for each in ever(chart))]
 
 
-def _off_policy(run: Run) -> list[Chart]:
+def _off_policy(run: RecordedRun) -> list[Chart]:
     perplexity = ("difference of log-perplexities", "rollout_corr/log_ppl_abs_diff", "c2")
     oldest = ("oldest token", "training/off_policy/max_staleness", "c3")
     optional = [
@@ -137,20 +139,20 @@ def _off_policy(run: Run) -> list[Chart]:
     return [each for chart in optional for each in ever(chart)]
 
 
-def _hidden(run: Run) -> list[Chart]:
+def _hidden(run: RecordedRun) -> list[Chart]:
     if not (seconds := hidden_shares(run.metrics)):
         return []
     curves = [Curve("of its seconds", seconds), *curves_of(run, ("of its prompts", "actor/streamed_share", "c2"))]
     return [Chart("Update hidden under the rollout", "share", curves, "rollout/scale_down/hidden_s", top=1)]
 
 
-def with_epochs(run: Run, chart: Chart) -> Chart:
+def with_epochs(run: RecordedRun, chart: Chart) -> Chart:
     newest = run.series("training/epoch")
     begun = [step for (_, before), (step, epoch) in pairwise(newest) if epoch > before]
     return replace(chart, marks=begun, mark="an epoch begins")
 
 
-def _phases(run: Run) -> list[Curve]:
+def _phases(run: RecordedRun) -> list[Curve]:
     """Phases as layers, each moment once; the rest of the step's time is "other"."""
     whole = dict(finite(run.series("timing_s/step")))
     parts = {row["step"]: step_phases(row) for row in run.metrics}
@@ -172,7 +174,7 @@ def _phases(run: Run) -> list[Curve]:
     return [*layers, Curve("other", other, "c9")] if sum(value for _, value in other) > least_s else layers
 
 
-def _one_by_one(run: Run) -> list[Curve]:
+def _one_by_one(run: RecordedRun) -> list[Curve]:
     """Where rollout and update ran at the same time: what the steps would have taken one after the other."""
     both = [(row["step"], seconds_of(("step", "overlap"), row)) for row in run.metrics if "timing_s/overlap" in row]
     return [Curve("in turns", both, "c10", limit=True)] if both else []

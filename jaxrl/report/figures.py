@@ -11,7 +11,7 @@ from jaxrl.record.live import duration
 from jaxrl.record.metrics import FAILURES, ROUND_PHASES, UPDATE_PHASES, seconds_of
 from jaxrl.report.charts import Point, finite, number
 from jaxrl.report.curves import short, validation_names
-from jaxrl.report.runs import Run
+from jaxrl.report.runs import RecordedRun
 
 How = Literal["first", "last", "mean", "median", "sum", "end"]
 
@@ -95,8 +95,10 @@ _ROWS: tuple[tuple[str, str, How, bool], ...] = (
 )
 
 
-def figures_of(runs: Sequence[Run]) -> list[Figure]:
-    def row(name: str, points: Callable[[Run], Sequence[Point]], how: How, ratio: bool = False, **more: Any) -> Figure:
+def figures_of(runs: Sequence[RecordedRun]) -> list[Figure]:
+    def row(
+        name: str, points: Callable[[RecordedRun], Sequence[Point]], how: How, ratio: bool = False, **more: Any
+    ) -> Figure:
         return Figure(name, tuple(summed(points(run), how) for run in runs), ratio, **more)
 
     found = [row("steps", lambda run: [(line["step"], line["step"]) for line in run.metrics], "end")]
@@ -105,7 +107,7 @@ def figures_of(runs: Sequence[Run]) -> list[Figure]:
         since = common - max(common // 10, 1) + 1
         name = f"reward, mean of steps {since:g} to {common:g}" if since < common else f"reward at step {common:g}"
 
-        def rewards(run: Run) -> list[Point]:
+        def rewards(run: RecordedRun) -> list[Point]:
             return [point for point in run.series("critic/rewards/mean") if since <= point[0] <= common]
 
         found.append(row(name, rewards, "mean"))
@@ -126,7 +128,7 @@ def figures_of(runs: Sequence[Run]) -> list[Figure]:
     return [figure for figure in (*found, whole) if any(value is not None for value in figure.values)]
 
 
-def seconds(run: Run, phases: Sequence[str]) -> list[Point]:
+def seconds(run: RecordedRun, phases: Sequence[str]) -> list[Point]:
     return [(line["step"], seconds_of(phases, line)) for line in run.metrics if f"timing_s/{phases[-1]}" in line]
 
 

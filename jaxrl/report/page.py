@@ -21,7 +21,7 @@ from jaxrl.report.curves import PagePart, charts, short, validation_names
 from jaxrl.report.drawings import heat_card, histogram_card, read_round, rows_card
 from jaxrl.report.figures import summed
 from jaxrl.report.rewards import rewards_section
-from jaxrl.report.runs import Run, devices, facts, option_text, read_run
+from jaxrl.report.runs import RecordedRun, devices, facts, option_text, read_run
 from jaxrl.report.samples import samples_section
 from jaxrl.report.style import document
 
@@ -48,7 +48,7 @@ def write_report(
     return target
 
 
-def page(run: Run, parts: Sequence[PagePart] = ()) -> str:
+def page(run: RecordedRun, parts: Sequence[PagePart] = ()) -> str:
     name = str(run.option("trainer.experiment_name") or run.folder.resolve().name)
     problems = "".join(f"<p class=note>{escape(text)}</p>" for text in run.problems)
     span = (run.metrics[0]["step"], run.metrics[-1]["step"]) if run.metrics else None
@@ -65,7 +65,7 @@ def page(run: Run, parts: Sequence[PagePart] = ()) -> str:
     )
 
 
-def _failed(run: Run) -> str:
+def _failed(run: RecordedRun) -> str:
     """What a reader must know before anything else: how many rewards failed, and why."""
     found = reward_failures(run.metrics, run.batches, run.samples)
     if found is None:
@@ -79,7 +79,7 @@ def _failed(run: Run) -> str:
     return f"<p class='note{' alarm' if found.share >= ALARMING else ''}'>{text}</p>"
 
 
-def _simulated(run: Run) -> str:
+def _simulated(run: RecordedRun) -> str:
     if not run.is_simulated:
         return ""
     found = run.section("simulation")
@@ -88,11 +88,11 @@ def _simulated(run: Run) -> str:
     return f"<p class=note>{escape(text)}.</p>"
 
 
-def _model(run: Run) -> str:
+def _model(run: RecordedRun) -> str:
     return str((run.option("simulate.model") if run.is_simulated else "") or run.option("model.path") or "")
 
 
-def _subtitle(run: Run) -> str:
+def _subtitle(run: RecordedRun) -> str:
     parts = [
         f"simulated {_model(run)}".strip() if run.is_simulated else _model(run),
         run.info.get("kind") if run.learns_from_files else run.option("algorithm.adv_estimator"),
@@ -102,7 +102,7 @@ def _subtitle(run: Run) -> str:
     return " · ".join(escape(str(part)) for part in parts if part) or "no run.json"
 
 
-def _headlines(run: Run) -> str:
+def _headlines(run: RecordedRun) -> str:
     last = run.metrics[-1]["step"] if run.metrics else 0
     total = run.option("trainer.total_training_steps")
     cells = [("steps", f"{last:g}" + (f" of {total}" if isinstance(total, int) and total >= last > 0 else ""), "")]
@@ -134,7 +134,7 @@ def _headlines(run: Run) -> str:
     return f"<dl class=headlines>{''.join(items)}</dl>"
 
 
-def _config(run: Run) -> str:
+def _config(run: RecordedRun) -> str:
     config = run.section("config")
     if not config:
         return "<p class=note>run.json does not hold the configuration.</p>"
@@ -150,7 +150,7 @@ def _config(run: Run) -> str:
     return f"{count}<table class=config>{head}<tbody>{rows}</tbody></table>"
 
 
-def _facts(run: Run) -> str:
+def _facts(run: RecordedRun) -> str:
     rows = "".join(
         f"<tr><th scope=row>{name}</th><td><code>{escape(str(value) if value else 'not recorded')}</code></td></tr>"
         for name, value in facts(run).items()

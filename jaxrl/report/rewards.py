@@ -11,7 +11,7 @@ from statistics import median
 from jaxrl.record.metrics import FAILURES, hidden_scoring_shares
 from jaxrl.report.charts import Chart, Curve, breakable, card, finite, number
 from jaxrl.report.curves import curves_of, ever
-from jaxrl.report.runs import Run
+from jaxrl.report.runs import RecordedRun
 
 MAX_DOMAINS = 6
 """With a chart of their own, those with most samples."""
@@ -28,7 +28,7 @@ TIMEOUTS = {
 COLUMNS = ("Domain", "Samples", "p50", "p95", "Max", "Time-outs", "Crashes", "Errors")
 
 
-def rewards_section(run: Run, span: tuple[float, float] | None) -> str:
+def rewards_section(run: RecordedRun, span: tuple[float, float] | None) -> str:
     """Empty for a run without any of these metrics. `span`: the steps that axes cover."""
     names = domains(run.metrics)
     charts: list[Chart] = []
@@ -65,7 +65,7 @@ def domains(lines: Sequence[Mapping[str, float]]) -> list[str]:
     return sorted(counts, key=lambda domain: (-counts[domain], domain))
 
 
-def _parts(run: Run) -> list[Chart]:
+def _parts(run: RecordedRun) -> list[Chart]:
     names = sorted({name for line in run.metrics for name in line if name.startswith("reward/part/")})
     overlong = [(step, -lost) for step, lost in run.series("reward/overlong_penalty/mean")]
     if not names and not overlong:
@@ -80,7 +80,7 @@ def _parts(run: Run) -> list[Chart]:
     return [Chart("Parts of the reward", "mean, before weights", curves, "", legend=True)]
 
 
-def _table(run: Run, names: Sequence[str]) -> str:
+def _table(run: RecordedRun, names: Sequence[str]) -> str:
     """Each domain over the whole run."""
     rows = []
     for name in names:

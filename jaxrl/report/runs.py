@@ -20,7 +20,7 @@ from jaxrl.report.charts import Point
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RecordedRun:
     """What was found in a run's folder; `problems` says what could not be read."""
 
     folder: Path
@@ -52,7 +52,7 @@ class Run:
         return flatten(self.section("config")).get(path)
 
 
-def read_run(run_dir: str | Path) -> Run:
+def read_run(run_dir: str | Path) -> RecordedRun:
     folder, expected = Path(run_dir), (metrics.FILE_NAME, samples.FILE_NAME, RUN_FILE)
     if not any((folder / name).is_file() for name in expected):
         raise ValueError(f"{folder} is not a run: it has none of {', '.join(expected)}")
@@ -83,7 +83,7 @@ def read_run(run_dir: str | Path) -> Run:
     attempt(lambda: parse_yaml(read_text(folder / CONFIG_FILE), CONFIG_FILE)[0], CONFIG_FILE, {})
     rounds = attempt(lambda: layouts.read_layouts(folder, note), layouts.FILE_NAME, [], optional=True)
     of_steps = attempt(lambda: batches.read_batches(folder, note), batches.FILE_NAME, [], optional=True)
-    return Run(folder, steps, shown, rounds, of_steps, info, problems)
+    return RecordedRun(folder, steps, shown, rounds, of_steps, info, problems)
 
 
 def _read_samples(path: Path, note: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -97,7 +97,7 @@ def _read_samples(path: Path, note: Callable[[str], None]) -> list[dict[str, Any
     return read_lines(path, parse, note)
 
 
-def facts(run: Run) -> dict[str, Any]:
+def facts(run: RecordedRun) -> dict[str, Any]:
     return {
         "command": run.info.get("command"),
         "started": run.info.get("started"),
@@ -108,7 +108,7 @@ def facts(run: Run) -> dict[str, Any]:
     }
 
 
-def devices(run: Run) -> str:
+def devices(run: RecordedRun) -> str:
     """`8 × NVIDIA H100`."""
     found = run.section("devices")
     return " × ".join(str(found[key]) for key in ("count", "kind") if key in found)

@@ -73,7 +73,7 @@ class ProcessRewardPool:
         self._workers.close()
 
     def _verdict(self, number: int, scored: Scored, time_s: float) -> list[Verdict]:
-        """None if the sample was cancelled."""
+        """Empty if the sample was cancelled."""
         pending = self._pending.pop(number, None)
         if pending is None:
             return []

@@ -37,7 +37,7 @@ class ScoreRequest:
     answer: str | None  # the reference answer, if there is one
     extra: Mapping[str, Any] = field(default_factory=dict)
     # seconds for each test case of the prompt in their order, the last also for further ones; empty:
-    # `reward.code.max_timeout_s` for all (`jaxrl.mechanisms.reward_timeouts.rule`)
+    # `reward.code.max_timeout_s` for all (`jaxrl.mechanisms.reward_timeouts`)
     limits_s: tuple[float, ...] = ()
     num_tokens: int = 0  # that the model has drawn
     turn_rewards: tuple[float, ...] | None = None  # of an environment, by turn

@@ -80,7 +80,7 @@ def kept_tokens(chunk: PrefillChunk) -> Sequence[int]:
     return (_UNKNOWN,) * (chunk.num_generated - shown) + chunk.tokens[len(chunk.tokens) - shown :]
 
 
-def result_of(ticket: MeshTicket, duration_s: float) -> PlanResult:
+def result_of(ticket: MeshTicket) -> PlanResult:
     """Waits for a plan's values, and puts them in the order of its rows: of each, the first token of a prefill that
     ended before those that it decoded."""
     num_rows = len(ticket.rows)
@@ -116,7 +116,6 @@ def result_of(ticket: MeshTicket, duration_s: float) -> PlanResult:
         rollout_logprobs=joined("rollout_logprobs", no_values),
         num_steps=0 if ticket.steps is None else int(ticket.steps),
         policy_version=ticket.policy_version,
-        duration_s=duration_s,
         verified=verified,
         top=top,
     )

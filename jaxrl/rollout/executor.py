@@ -79,13 +79,13 @@ class PlanTimer:
         return max(ended_s - began_s, 0.0)
 
 
-def check_request(config: ExecutorConfig, request: Request) -> None:
+def check_params(config: ExecutorConfig, request: Request) -> None:
     params, name = request.params, f"request {request.request_id} ({request.key})"
     if len(params.stop_token_ids) > MAX_STOP_IDS:
         raise ValueError(
             f"{name}: SamplingParams.stop_token_ids has {len(params.stop_token_ids)} ids; a row holds {MAX_STOP_IDS}"
         )
-    if not config.truncate and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0):
+    if params.truncates and not config.truncate:
         raise ValueError(
             f"{name}: top_k={params.top_k}, top_p={params.top_p}, min_p={params.min_p} need an engine built with "
             "truncate=True (its programs sort the vocabulary)"
@@ -396,7 +396,7 @@ class MeshExecutor:
     # -- the seam ----------------------------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        check_request(self.config, request)
+        check_params(self.config, request)
 
     def submit(self, plan: Plan) -> MeshTicket:
         """Dispatches the plan's programs; no value is read."""
@@ -416,7 +416,7 @@ class MeshExecutor:
 
     def collect(self, ticket: Ticket) -> PlanResult:
         assert isinstance(ticket, MeshTicket), "a ticket of another executor"
-        result = result_of(ticket, 0.0)
+        result = result_of(ticket)  # waits
         return replace(result, duration_s=self._timer.took(ticket.submitted_s))
 
     # -- prefill -----------------------------------------------------------------------------------------------------

@@ -200,7 +200,7 @@ class JetStreamEngine(engine_api.Engine):
         )
         sizes = ExecutorConfig(config.num_slots, decode_steps=1, dtype=config.dtype, max_tp=config.max_tp)
         self._programs = Programs(model, layout, sizes)
-        self._truncate = config.sampling.top_k > 0 or config.sampling.top_p < 1 or config.sampling.min_p > 0
+        self._truncate = config.sampling.truncates
         self._num_requests = itertools.count()
         by_row = self._programs.rows_sharding
         state = DecodeState(kv_cache.pool_sharding(layout, self._cache), by_row, by_row, by_row)  # pyright: ignore[reportArgumentType]

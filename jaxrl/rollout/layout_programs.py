@@ -30,7 +30,7 @@ from jaxrl.sharding.rules import map_weights, pad_heads, rollout_params_fn
 if TYPE_CHECKING:
     from jaxrl.mechanisms.speculation.proposer import Drafting
 
-Shape = tuple[str, int, int, int]
+ProgramShape = tuple[str, int, int, int]
 """(program, rows, positions per row, table width); of a program over windows, tiles instead of positions. Of `upload`,
 which writes a history into its place: the number of places, and their `Drafting.upload_sizes`."""
 
@@ -129,7 +129,7 @@ class LayoutPrograms(CompiledPrograms):
 
     def decode_shape(
         self, tables: Sequence[Sequence[Sequence[int]]], verifies: bool = False, tells_top: bool = False
-    ) -> Shape:
+    ) -> ProgramShape:
         """For rows with these block tables [dp groups, rows]; of a program that verifies if the plan does and there is
         one."""
         rows = bucket(max(map(len, tables)), self.row_buckets)
@@ -141,7 +141,7 @@ class LayoutPrograms(CompiledPrograms):
         tiles = max(num_tiles(group, self.tile_width) for own in self._by_stack(tables) for group in own)
         return kind, rows, bucket(tiles, self.tile_counts(rows)), self.decode_widths[-1]
 
-    def shapes(self) -> list[Shape]:
+    def shapes(self) -> list[ProgramShape]:
         """Every shape that a plan can need."""
         prefill = [
             ("prefill", rows, length, width)
@@ -164,7 +164,7 @@ class LayoutPrograms(CompiledPrograms):
         return prefill + decode + ([*verify, self.upload_shape] if verify else [])
 
     @property
-    def upload_shape(self) -> Shape:
+    def upload_shape(self) -> ProgramShape:
         proposer = self.config.proposer
         assert proposer is not None
         return "upload", proposer.num_places(self.capacity.num_slots), *proposer.upload_sizes
@@ -182,7 +182,7 @@ class LayoutPrograms(CompiledPrograms):
         return {**own, **({"xla_gpu_enable_command_buffer": _GRAPHS} if has_graph else {})}
 
     def lower(self, kind: str, *sizes: int, platforms: tuple[str, ...] | None = None) -> Any:
-        """The program of a `Shape`, traced for this layout's devices; lowered for `platforms` where they are given."""
+        """The program of a `ProgramShape`, traced for this layout's devices; lowered for `platforms` if given."""
         program, donated, arguments, out = self._program(kind, *sizes)
         jitted = jax.jit(program, donate_argnums=donated, out_shardings=out)
         with products_of(self.dtype, self.platform):

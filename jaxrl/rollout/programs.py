@@ -1,4 +1,4 @@
-"""The device programs behind the engine: prefill (with insert) and generate, after JetStream's cut.
+"""The device programs behind the engine: prefill (with insert) and decode, after JetStream's cut.
 
 Both are pure functions of (weights, pool, row state, what the plan says); `rollout.executor` compiles them per shape
 bucket. Row state lives on the device, in slots: the host makes a plan ahead of the device and need not know which token
@@ -77,7 +77,7 @@ def row_state_shapes(groups: int, rows: int, proposer: Drafting | None = None) -
         active=of(jnp.bool_),
         limit=integer,
         stop_ids=of(jnp.int32, MAX_STOP_IDS),
-        sampling=SamplingState(of(jnp.uint32, 2), real, integer, real, real),
+        sampling=SamplingState(keys=of(jnp.uint32, 2), temperature=real, top_k=integer, top_p=real, min_p=real),
         recent=None if proposer is None else of(jnp.int32, proposer.num_recent),
         window=None if proposer is None else integer,
     )
@@ -106,7 +106,7 @@ def take_rows(state: RowState, slots: jax.Array) -> RowState:
     return jax.tree.map(lambda x: jax.vmap(lambda a, i: a.at[i].get(mode="clip"))(x, slots), state)
 
 
-def put_rows(state: RowState, slots: jax.Array, rows: RowState) -> RowState:
+def with_rows(state: RowState, slots: jax.Array, rows: RowState) -> RowState:
     """Slot numbers beyond the last are dropped."""
 
     def put(x: jax.Array, new: jax.Array) -> jax.Array:
@@ -355,7 +355,7 @@ class Programs:
             None,
             *(each[:, :, None] for each in top),
         )
-        return pool, self.pin(put_rows(state, slots, rows)), self.pin(generated)
+        return pool, self.pin(with_rows(state, slots, rows)), self.pin(generated)
 
     def decode(
         self,
@@ -416,7 +416,7 @@ class Programs:
         tokens, sampled_logprobs, rollout_logprobs, *top = out
         stopped = started & ~rows.active
         generated = Generated(tokens, sampled_logprobs, rollout_logprobs, counts, stopped, None, *top)
-        return close(cache, counts), self.pin(put_rows(state, slots, rows)), self.pin(generated), steps
+        return close(cache, counts), self.pin(with_rows(state, slots, rows)), self.pin(generated), steps
 
     def dispatched(self, state: RowState, slots: jax.Array, most: int) -> tuple[RowState, tuple[jax.Array, ...]]:
         """The rows in these slots, and room for `most` tokens of each and both of their log-probabilities."""

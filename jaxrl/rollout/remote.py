@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from jaxrl.rollout.executor import check_request
+from jaxrl.rollout.executor import check_params
 from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.scheduling.layouts.relayout import Relayout, SwitchFailed, TimeTaken
 from jaxrl.scheduling.tokens.plan import Capacity, Plan, PlanResult, Request, Ticket
@@ -88,7 +88,7 @@ class RemoteExecutor:
         return self._facts.by_tp[tp].verify_widths
 
     def check(self, request: Request) -> None:
-        check_request(self.config, request)
+        check_params(self.config, request)
 
     def submit(self, plan: Plan) -> RemoteTicket:
         return RemoteTicket(plan.index, self._channel.send("submit", self._worker, plan))
@@ -126,7 +126,7 @@ class RemoteExecutor:
 
 
 class RemoteWorkers:
-    """Implements `jaxrl.runtime.backend.Executors` for all hosts. Answers to calls of `everywhere` come as a list."""
+    """The executors of all hosts (`Run.executors`). Answers to calls of `everywhere` come as a list."""
 
     def __init__(self, everywhere: Channel, executors: Sequence[RemoteExecutor], num_devices: int) -> None:
         self._everywhere, self.executors, self.num_devices = everywhere, tuple(executors), num_devices

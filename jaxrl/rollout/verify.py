@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxrl.rollout import kv_cache
-from jaxrl.rollout.programs import Generated, Programs, RowState, Tiles, followed_by, put_rows, stops
+from jaxrl.rollout.programs import Generated, Programs, RowState, Tiles, followed_by, stops, with_rows
 from jaxrl.scheduling.tokens.plan import TOKENS_PER_STEP
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Verify:
         stopped = started & ~last.rows.active
         generated = Generated(tokens, sampled_logprobs, rollout_logprobs, last.gained, stopped, last.sums)
         pool = close(last.cache, last.gained)
-        return pool, programs.pin(put_rows(state, slots, last.rows)), programs.pin(generated), last.step
+        return pool, programs.pin(with_rows(state, slots, last.rows)), programs.pin(generated), last.step
 
     def _advance(
         self,

@@ -39,7 +39,7 @@ _POLL_S = 0.0002
 
 
 class WorkerSet:
-    """Implements `jaxrl.runtime.backend.Executors`.
+    """The executors of this process (`Run.executors`), whose meshes share one source of weights.
 
     Args:
       mesh: of the rollout, on this host or its group of hosts.

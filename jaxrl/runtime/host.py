@@ -31,11 +31,11 @@ from jaxrl.train.checkpoint import Checkpointer, HostState
 from jaxrl.train.objectives import LikelihoodObjective
 from jaxrl.train.programs import TrainPrograms
 from jaxrl.train.steps import ALONE, Peers, whole_step
-from jaxrl.train.trainer import Trainer, build_critic
+from jaxrl.train.trainer import MeshTrainer, build_critic
 
 if TYPE_CHECKING:
     from jaxrl.scheduling.layouts.latency_profile import Profile
-    from jaxrl.train.teacher import Teacher
+    from jaxrl.train.teacher import MeshTeacher
 
 
 class NoGroup:
@@ -86,15 +86,15 @@ class Host:
     """One host of a run. Methods are called in the order in which they stand. `beat`: tells the watchdog that there is
     progress, and what is done next."""
 
-    trainer: Trainer
+    trainer: MeshTrainer
     store: Checkpointer
     workers: WorkerSet
 
     def __init__(self, group: NoGroup, beat: Callable[[str], None]) -> None:
         self._group, self._beat = group, beat
         self._stack = ExitStack()
-        self.critic: Trainer | None = None
-        self.teacher: Teacher | None = None
+        self.critic: MeshTrainer | None = None
+        self.teacher: MeshTeacher | None = None
 
     # -- a start -----------------------------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class Host:
         if asked.is_supervised:
             given_programs = asked.config, self.model, self.mesh
             programs = TrainPrograms(*given_programs, total_updates=asked.updates, objective=LikelihoodObjective)
-        self.trainer = Trainer(*given, total_updates=asked.updates, programs=programs, **told)
+        self.trainer = MeshTrainer(*given, total_updates=asked.updates, programs=programs, **told)
         if asked.critic_updates:
             self.critic = build_critic(*given, total_updates=asked.critic_updates, **told)
         if asked.teacher is not None:
@@ -176,7 +176,7 @@ class Host:
         return self.trainer.programs.packed_attention.note
 
     @property
-    def models(self) -> Sequence[Trainer | Teacher]:
+    def models(self) -> Sequence[MeshTrainer | MeshTeacher]:
         """Policy, critic and teacher, as far as there are."""
         return [each for each in (self.trainer, self.critic, self.teacher) if each is not None]
 
@@ -187,7 +187,7 @@ class Host:
 
     def restore(self, step: int) -> HostState:
         """Brings the models to a checkpoint; returns the controller's part of it."""
-        state, host = self.store.restore(self._state(Trainer.abstract_state), step)
+        state, host = self.store.restore(self._state(MeshTrainer.abstract_state), step)
         self.trainer.load_state(state)
         if self.critic is not None:
             self.critic.load_state(state["critic"])
@@ -195,9 +195,9 @@ class Host:
 
     def save(self, step: int, host: HostState) -> None:
         """Begins to write a checkpoint."""
-        self.store.save(step, self._state(Trainer.state), host)
+        self.store.save(step, self._state(MeshTrainer.state), host)
 
-    def _state(self, of: Callable[[Trainer], dict[str, Any]]) -> dict[str, Any]:
+    def _state(self, of: Callable[[MeshTrainer], dict[str, Any]]) -> dict[str, Any]:
         """The policy's, and the critic's under its name."""
         return of(self.trainer) | ({} if self.critic is None else {"critic": of(self.critic)})
 

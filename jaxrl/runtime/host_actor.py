@@ -221,7 +221,7 @@ class HostActor:
         self.host.workers.release(weights=weights)
 
     def annotate(self, batch: TrainBatch) -> tuple[Any, Any, Any]:
-        """What the teacher thinks of a batch's tokens, as `Teacher.annotate` writes it into the batch."""
+        """What the teacher thinks of a batch's tokens, as `MeshTeacher.annotate` writes it into the batch."""
         batch = replace(batch)
         assert self.host.teacher is not None, "there is a teacher"
         self.host.teacher.annotate(batch)

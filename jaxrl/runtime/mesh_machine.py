@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from jaxrl.rollout.remote import RemoteWorkers
     from jaxrl.scheduling.layouts.latency import LatencyPredictor
     from jaxrl.scheduling.layouts.latency_profile import Profile
-    from jaxrl.train.teacher import Teacher
-    from jaxrl.train.trainer import Trainer
+    from jaxrl.train.teacher import MeshTeacher
+    from jaxrl.train.trainer import MeshTrainer
 
 
 class MeshMachine:
@@ -44,8 +44,8 @@ class MeshMachine:
         mesh: Mesh | None,
         workers: WorkerSet | RemoteWorkers,
         stack: ExitStack,
-        trainer: Trainer | None = None,
-        teacher: Teacher | None = None,
+        trainer: MeshTrainer | None = None,
+        teacher: MeshTeacher | None = None,
         profile: Profile | None = None,
         timeline: Timeline | None = None,
     ) -> None:

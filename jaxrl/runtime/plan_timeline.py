@@ -92,7 +92,8 @@ class RowTracks:
         if is_known or not self._drawn[worker]:
             return
         self._capacities[worker] = batcher.capacity
-        now = {progress.request.key: (progress.group, progress.slot) for progress in batcher.running()}
+        slots = batcher.capacity.num_slots
+        now = {response.request.key: divmod(response.seat, slots) for response in batcher.running()}
         for key in [key for key, row in rows.items() if now.get(key) != row]:
             self._end(worker, key, "moved" if key in now else "abort")
         for key in now.keys() - rows.keys():

@@ -17,8 +17,8 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.fit import check_length, check_vocabulary
 from jaxrl.models.loading import checked_path, load_layerwise, load_model, resolve_path
 from jaxrl.schema.declared import shown
-from jaxrl.train.teacher import Teacher, TeacherPrograms, offloaded, shares_base, teacher_config, teacher_model
-from jaxrl.train.trainer import Trainer
+from jaxrl.train.teacher import MeshTeacher, TeacherPrograms, offloaded, shares_base, teacher_config, teacher_model
+from jaxrl.train.trainer import MeshTrainer
 from jaxrl.types import Prompt
 
 if TYPE_CHECKING:
@@ -57,9 +57,11 @@ def read_teacher(config: Config, tokenizer: Tokenizer, model: ModelConfig) -> Mo
     return own
 
 
-def build_teacher(config: Config, model: ModelConfig, policy: Trainer, tokenizer: Tokenizer, **told: Any) -> Teacher:
+def build_teacher(
+    config: Config, model: ModelConfig, policy: MeshTrainer, tokenizer: Tokenizer, **told: Any
+) -> MeshTeacher:
     """Reads a teacher's weights, with `offload` layer by layer through the devices of the trainer. `policy`: on whose
-    devices it computes, and whose base may be it; `told`: as in `Teacher`."""
+    devices it computes, and whose base may be it; `told`: as in `MeshTeacher`."""
     mesh = policy.mesh
     programs = TeacherPrograms(config, model, mesh, vocab_size=policy.model_config.vocab_size)
     if shares_base(config):
@@ -72,7 +74,7 @@ def build_teacher(config: Config, model: ModelConfig, policy: Trainer, tokenizer
         else:
             params = load_model(path, mesh, dtype)[1]
     prompt_of = partial(with_context, config=config, tokenizer=tokenizer)
-    return Teacher(programs, params, prompt_of=prompt_of, **told)
+    return MeshTeacher(programs, params, prompt_of=prompt_of, **told)
 
 
 def endpoint_teacher(

@@ -34,7 +34,7 @@ R = TypeVar("R")
 
 class EndpointTeacher:
     """Asks for the log-probabilities of a batch's tokens, many at once. `trial`: token ids that the endpoint is asked
-    about before all else; `vocab_size`: of the policy; `prompt_of`: as in `Teacher`.
+    about before all else; `vocab_size`: of the policy; `prompt_of`: as in `MeshTeacher`.
 
     Raises:
       ConfigError: the endpoint refuses what the options say, or gives no log-probabilities of prompts.

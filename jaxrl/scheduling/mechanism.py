@@ -39,9 +39,9 @@ from jaxrl.types import Group, Prompt, Sample, SampleKey, TrainBatch
 
 if TYPE_CHECKING:
     from jaxrl.config import Config
-    from jaxrl.loop import Run
     from jaxrl.models.config import ModelConfig
     from jaxrl.report.curves import PagePart
+    from jaxrl.runtime.run import Run
 
 Phase = Callable[[str], AbstractContextManager[None]]
 """Times a part of a step under a name: `timing_s/<name>` in the step's metrics."""
@@ -405,7 +405,8 @@ class Mechanism:
         return commands
 
     def on_request(self, request: Request, prompt: Prompt) -> Request:
-        """A request before it goes to its worker."""
+        """A request before it goes to its worker. It is without the tokens that an earlier attempt kept, which
+        `max_tokens` counts too. One of the next round may begin before that round does (`NextRoundPrefetches`)."""
         return request
 
     def before_plan(self, worker: int | None) -> None:

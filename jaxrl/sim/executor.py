@@ -107,8 +107,8 @@ class _Rows:
 
 
 class SimulatedExecutor:
-    """Implements `jaxrl.scheduling.tokens.plan.Executor` and what a backend asks of a worker
-    (`jaxrl.runtime.backend.Executors`), and `jaxrl.scheduling.layouts.relayout.LayoutExecutor` with `layouts`.
+    """Implements `jaxrl.scheduling.tokens.plan.Executor`, and `jaxrl.scheduling.layouts.relayout.LayoutExecutor` with
+    `layouts`.
 
     Args:
       length_of: (a response, its step: 1 + the version of its first token) -> its tokens, kept ones included;
@@ -299,7 +299,7 @@ class SimulatedExecutor:
 
     def _activate(self, chunk: PrefillChunk) -> None:
         request, kept = chunk.request, chunk.num_generated
-        first_version = next(iter(request.generated_versions), self.policy_version)
+        first_version = int(request.kept.versions[0]) if kept and request.kept else self.policy_version
         of = request.key, first_version + 1
         length = self._length_of(*of) if self._turn_end is None else self._turn_end(*of, kept)
         length = min(length, request.params.max_tokens)

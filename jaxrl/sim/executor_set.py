@@ -16,7 +16,7 @@ from jaxrl.sim.executor import SimulatedExecutor, SimulatedTicket
 
 
 class SimulatedExecutorSet:
-    """Implements `jaxrl.runtime.backend.Executors`.
+    """`SimulatedExecutor`s as a run holds them (`Run.executors`).
 
     Args:
       executors: by the worker's number. sync_s: seconds of a weight sync beside the rollout.

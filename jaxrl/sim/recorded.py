@@ -39,7 +39,7 @@ _NO_SCORING, _HISTORY = SimulatedScoring(), SimulatedHistory()
 
 
 @dataclass(frozen=True, slots=True)
-class Response:
+class RecordedResponse:
     """A recorded response: the training step it was drawn in, its tokens, its reward."""
 
     step: int
@@ -53,7 +53,7 @@ class RecordedPrompt:
 
     prompt_tokens: int
     source: str
-    responses: tuple[Response, ...]
+    responses: tuple[RecordedResponse, ...]
 
 
 class RecordedWorkload:
@@ -127,7 +127,7 @@ class RecordedWorkload:
             RecordedPrompt(
                 prompt_tokens=max(round(len(text) * per_character), 1),
                 source=same[0]["source"],
-                responses=tuple(Response(row["step"], row["length"], _unshaped_reward(row)) for row in same),
+                responses=tuple(RecordedResponse(row["step"], row["length"], _unshaped_reward(row)) for row in same),
             )
             for text, same in by_text.items()
         ]
@@ -174,7 +174,7 @@ class RecordedWorkload:
     def _recorded_index(self, prompt_index: int) -> int:
         return int(uniform(_PROMPT, self.seed, prompt_index) * len(self.prompts))
 
-    def _response(self, key: SampleKey, step: int) -> Response:
+    def _response(self, key: SampleKey, step: int) -> RecordedResponse:
         if self.rule == "by_rank":
             return self._of_rank(key)
         pool = self._pools[0 if self.rule == "pooled" else self._recorded_index(key.prompt_index)]
@@ -182,7 +182,7 @@ class RecordedWorkload:
         u = uniform(_RESPONSE, self.seed, key.epoch, key.prompt_index, key.sample_index, key.attempt)
         return rows[int(u * len(rows))]
 
-    def _of_rank(self, key: SampleKey) -> Response:
+    def _of_rank(self, key: SampleKey) -> RecordedResponse:
         responses = self._by_length[self.kind_name(key.prompt_index)]
         prompt = normal(_PROMPT_SCORE, self.seed, key.prompt_index)
         own = normal(_RESPONSE_SCORE, self.seed, key.epoch, key.prompt_index, key.sample_index, key.attempt)
@@ -220,8 +220,8 @@ def _correlation(by_source: Mapping[str, Sequence[RecordedPrompt]]) -> float:
     return min(max(float(np.mean(products)), 0.0), 1.0)
 
 
-def _by_step(responses: Sequence[Response]) -> dict[int, list[Response]]:
-    pool: dict[int, list[Response]] = {}
+def _by_step(responses: Sequence[RecordedResponse]) -> dict[int, list[RecordedResponse]]:
+    pool: dict[int, list[RecordedResponse]] = {}
     for response in sorted(responses, key=lambda response: response.step):
         pool.setdefault(response.step, []).append(response)
     return pool

@@ -195,7 +195,7 @@ class Checkpointer:
 
         Args:
           step: the number of finished training steps; above all earlier ones.
-          train_state: nested dicts of arrays (`Trainer.state`).
+          train_state: nested dicts of arrays (`MeshTrainer.state`).
 
         Raises:
           ValueError: the step exists already.
@@ -224,8 +224,8 @@ class Checkpointer:
         """(train_state, host_state) of a step, on whatever mesh `abstract_state` names.
 
         Args:
-          abstract_state: a tree like the saved one of `jax.ShapeDtypeStruct` with shardings (`Trainer.abstract_state`);
-            without a sharding, a leaf comes back as numpy.
+          abstract_state: a tree like the saved one of `jax.ShapeDtypeStruct` with shardings
+            (`MeshTrainer.abstract_state`); without a sharding, a leaf comes back as numpy.
           step: default: the newest.
 
         Raises:

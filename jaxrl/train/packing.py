@@ -149,7 +149,7 @@ _PARTS = 4  # a full microbatch, and three quarters, half and a quarter of it
 _DEARER = 1.1  # how much dearer a token of a longer row may be
 
 
-class Shape(NamedTuple):
+class BatchShape(NamedTuple):
     """A microbatch on one device, or on those that share its rows: rows, and tokens of a row."""
 
     rows: int
@@ -171,7 +171,7 @@ def _step(num_tokens: int) -> int:
 
 def microbatch_shapes(
     config: Config, model_config: ModelConfig, num_devices: int, attention: PackedAttention
-) -> tuple[Shape, ...]:
+) -> tuple[BatchShape, ...]:
     """The shapes that a run's microbatches may have, ascending; the last one is a full microbatch.
 
     A full one has as many tokens as `actor.ppo_max_token_len_per_gpu` allows (at least one row of the longest sample),
@@ -204,17 +204,17 @@ def microbatch_shapes(
     parts = range(1, _PARTS + 1)
     if rows > 1:
         counts = sorted({-(-rows * part // _PARTS) for part in parts})
-        return tuple(Shape(count, sharers * length) for count in counts)
+        return tuple(BatchShape(count, sharers * length) for count in counts)
     lengths = {min(row_length(-(-length * part // _PARTS)), length) for part in parts}
-    return tuple(Shape(1, sharers * shorter) for shorter in sorted(lengths))
+    return tuple(BatchShape(1, sharers * shorter) for shorter in sorted(lengths))
 
 
 def pack(
     batch: TrainBatch,
     *,
-    shapes: Sequence[Shape],
+    shapes: Sequence[BatchShape],
     max_model_length: int,
-    num_groups: int = 1,
+    num_row_groups: int = 1,
     share_prompts: bool = True,
     top_k: int = 0,
 ) -> Packed:
@@ -224,7 +224,7 @@ def pack(
       batch: samples without response tokens are left out. Prompts are the same if their keys and tokens are.
       shapes: of a group's microbatches, ascending; rows of the last one hold the longest allowed sample.
       max_model_length: tokens of the longest allowed sample, prompt included.
-      num_groups: group g gets rows g*n to (g+1)*n of a microbatch with n rows per group.
+      num_row_groups: group g gets rows g*n to (g+1)*n of a microbatch with n rows per group.
       share_prompts: whether samples of a prompt share its tokens; if not, `prefix_ids` equals `segment_ids`.
       top_k: a teacher's tokens in each column; 0 leaves the batch's out.
 
@@ -250,8 +250,8 @@ def pack(
             f"a sample of {longest} tokens exceeds data.max_prompt_length + data.max_response_length "
             f"({max_model_length} tokens)"
         )
-    plan = _plan(families, shapes, num_groups)
-    microbatches = [TokenBatch.zeros(shape.rows * num_groups, shape.length, top_k) for shape in plan.shapes]
+    plan = _plan(families, shapes, num_row_groups)
+    microbatches = [TokenBatch.zeros(shape.rows * num_row_groups, shape.length, top_k) for shape in plan.shapes]
     places: list[Place | None] = [None] * len(batch)
     for (micro, row), pieces in sorted(plan.rows.items()):
         writer = _RowWriter(microbatches[micro], row, batch)
@@ -344,11 +344,11 @@ class _Piece:
 class _Plan:
     """Shapes of the microbatches, and the pieces in each (microbatch, row)."""
 
-    shapes: list[Shape]
+    shapes: list[BatchShape]
     rows: dict[tuple[int, int], list[_Piece]]
 
 
-def _plan(families: list[_Family], shapes: Sequence[Shape], num_groups: int) -> _Plan:
+def _plan(families: list[_Family], shapes: Sequence[BatchShape], num_row_groups: int) -> _Plan:
     """The plan of fewest columns; limits on the samples that share a row are tried in halves."""
     most = max(len(family.responses) for family in families)
     limits = [most]
@@ -359,24 +359,24 @@ def _plan(families: list[_Family], shapes: Sequence[Shape], num_groups: int) -> 
     for most in limits:
         pieces = [piece for family in families for piece in _split(family, shapes[-1].length, most)]
         pieces.sort(key=lambda piece: (-piece.length, piece.members))
-        plans.append(_fill(pieces, shapes, num_groups))
+        plans.append(_fill(pieces, shapes, num_row_groups))
     return min(plans, key=lambda plan: sum(shape.tokens for shape in plan.shapes))
 
 
-def _fill(pieces: list[_Piece], shapes: Sequence[Shape], num_groups: int) -> _Plan:
+def _fill(pieces: list[_Piece], shapes: Sequence[BatchShape], num_row_groups: int) -> _Plan:
     """Full microbatches and at most one smaller one, as few columns as the pieces (longest first) fit into.
 
     Sizes are counted in steps: `len(shapes)` steps are a full microbatch, and what is left of them a smaller one.
     """
     full, lengths = shapes[-1], [piece.length for piece in pieces]
 
-    def sizes(steps: int) -> list[Shape]:
+    def sizes(steps: int) -> list[BatchShape]:
         whole, rest = divmod(steps, len(shapes))
         return [full] * whole + ([shapes[rest - 1]] if rest else [])
 
     def filled(steps: int) -> _Plan | None:
         chosen = sizes(steps)
-        places = [(m, row) for m, shape in enumerate(chosen) for row in range(shape.rows * num_groups)]
+        places = [(m, row) for m, shape in enumerate(chosen) for row in range(shape.rows * num_row_groups)]
         room = [chosen[m].length for m, _ in places]
         found = _deal(lengths, room) or _best_fit(lengths, room)
         if found is None:
@@ -388,9 +388,11 @@ def _fill(pieces: list[_Piece], shapes: Sequence[Shape], num_groups: int) -> _Pl
 
     alone = _best_fit(lengths, [full.length] * len(pieces))
     assert alone is not None, "no piece is longer than a row"
-    high = len(shapes) * -(-len(set(alone)) // (full.rows * num_groups))  # this many fit for certain
+    high = len(shapes) * -(-len(set(alone)) // (full.rows * num_row_groups))  # this many fit for certain
     # the smallest that do; of sizes where they fit and do not by turns, any that is followed by one where they do
-    least = bisect.bisect_left(range(high), sum(lengths), key=lambda n: num_groups * sum(s.tokens for s in sizes(n)))
+    least = bisect.bisect_left(
+        range(high), sum(lengths), key=lambda n: num_row_groups * sum(s.tokens for s in sizes(n))
+    )
     steps = bisect.bisect_left(range(high), True, lo=least, key=lambda steps: filled(steps) is not None)
     plan = filled(steps)
     assert plan is not None

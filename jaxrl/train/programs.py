@@ -53,7 +53,7 @@ from jaxrl.types import TrainBatch
 
 Tree = Any
 _NO_WINDOW = 2**30  # positions, in a model in which other layers have a window
-Shape = tuple[str, int, int]
+ProgramShape = tuple[str, int, int]
 """(program, rows of the microbatch on all devices together, tokens of a row); of programs without one, 0 and 0."""
 
 
@@ -75,7 +75,7 @@ class TrainPrograms(CompiledPrograms):
 
         programs = TrainPrograms(config, model_config, mesh)
         programs.program(("accumulate", 4 * mesh.size, 1024))  # compiles it, or waits where another thread does
-        Trainer(config, model_config, params, mesh, programs=programs)
+        MeshTrainer(config, model_config, params, mesh, programs=programs)
 
     Attributes:
       config, model_config, mesh: as given; `config` with the platform's types. platform: of the mesh's devices.
@@ -105,7 +105,7 @@ class TrainPrograms(CompiledPrograms):
         objective: ObjectiveOf = objective_of,
         whole: Mesh | None = None,
     ) -> None:
-        """Arguments and errors as of `jaxrl.train.trainer.Trainer`, and
+        """Arguments and errors as of `jaxrl.train.trainer.MeshTrainer`, and
 
         Args:
           updates: whether the optimizer's programs will be needed; False where gradients alone are computed.
@@ -208,7 +208,7 @@ class TrainPrograms(CompiledPrograms):
             batch,
             shapes=self.microbatches,
             max_model_length=self.config.max_model_length,
-            num_groups=self.layout.dp,
+            num_row_groups=self.layout.dp,
             share_prompts=self.config.actor.share_prompts,
             top_k=self.objective.teacher_top_k if for_loss else 0,
         )

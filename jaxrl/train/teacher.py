@@ -1,6 +1,6 @@
 """The teacher of on-policy distillation: a frozen model that computes the log-probabilities of the policy's tokens.
 
-`jaxrl.train.batch_preparation` calls `Teacher.annotate` for each batch. A token's advantage then loses
+`jaxrl.train.batch_preparation` calls `MeshTeacher.annotate` for each batch. A token's advantage then loses
 `algorithm.teacher.coef` times log π_old - log π_teacher, whose mean is the reverse KL; this has no gradient
 (`jaxrl.train.advantages.with_teacher`). With `algorithm.teacher.top_k` advantages are unchanged, and the loss adds a
 divergence of both distributions at each token (`jaxrl.train.losses.generalized_jsd`): over the teacher's `top_k`
@@ -46,7 +46,7 @@ class TeacherPrograms(TrainPrograms):
     """The programs of a reference, for another model that is never trained. Its weights lie at `places`.
 
     Attributes:
-      kind: the program that `Teacher.annotate` runs: `ref_logprobs` or `top_logprobs`.
+      kind: the program that `MeshTeacher.annotate` runs: `ref_logprobs` or `top_logprobs`.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class TeacherPrograms(TrainPrograms):
         return self.joined(self.objective.tops(head, hidden, rows, self._vocab_size))
 
 
-class Teacher:
+class MeshTeacher:
     """A teacher's weights, and its programs.
 
     Example::
 
-        teacher = Teacher(TeacherPrograms(config, model_config, mesh), params)
+        teacher = MeshTeacher(TeacherPrograms(config, model_config, mesh), params)
         teacher.annotate(batch)
 
     Attributes:
@@ -106,7 +106,7 @@ class Teacher:
         Args:
           params: in training form and in the dtype that is computed in, at `programs.places`.
           prompt_of: the prompt that it reads in place of the policy's.
-          on_progress, meet: as in `Trainer`.
+          on_progress, meet: as in `MeshTrainer`.
         """
         self.programs, self.params, self.prompt_of = programs, params, prompt_of
         programs.meet = lambda name: meet(f"the teacher's {name}")

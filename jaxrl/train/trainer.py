@@ -1,7 +1,7 @@
 """The trainer: one model's weights, optimizer state, accumulated gradients and updates.
 
-Policy and critic are both a `Trainer`. They differ in the objective of their programs (`jaxrl.train.objectives`), as do
-RL, SFT and DPO, and in the batches that they get.
+Policy and critic are both a `MeshTrainer`. They differ in the objective of their programs (`jaxrl.train.objectives`),
+as do RL, SFT and DPO, and in the batches that they get.
 
 Source: docs/architecture.md; gradients that add up in any order are RollPacker §4.4. Master weights, optimizer state
 and the accumulator are split over all devices as `sharding.rules.train_spec` says (nested, so that a rollout layout is
@@ -63,12 +63,12 @@ class DispatchQueue:
             self._on_progress()
 
 
-class Trainer:
+class MeshTrainer:
     """A model in training. One minibatch is any number of `accumulate` calls and one `apply`.
 
     Example::
 
-        trainer = Trainer(config, model_config, params, make_mesh())
+        trainer = MeshTrainer(config, model_config, params, make_mesh())
         batch.old_logprobs = trainer.token_logprobs(batch)
         trainer.accumulate(batch.select([0, 1]))
         trainer.accumulate(batch.select([2, 3]))
@@ -278,9 +278,9 @@ def build_critic(
     total_updates: int = 0,
     on_progress: Callable[[], None] = lambda: None,
     meet: Meet = alone,
-) -> Trainer:
+) -> MeshTrainer:
     """The critic of `algorithm.adv_estimator=gae`: a second model, as large as the policy, whose head is one number per
-    token. Arguments as in `Trainer`: the model and the weights are the policy's.
+    token. Arguments as in `MeshTrainer`: the model and the weights are the policy's.
 
     Its layers begin as the policy's, and its head as zeros: before the first update it expects nothing, and advantages
     are returns.
@@ -291,7 +291,7 @@ def build_critic(
     model = critic_config(model_config)
     weights = {name: params[name] for name in model.weights() if name != "score"}
     weights["score"] = np.zeros((model.hidden_size, 1), np.float32)
-    return Trainer(
+    return MeshTrainer(
         config,
         model,
         weights,

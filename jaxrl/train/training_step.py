@@ -26,7 +26,7 @@ _VARIANCE_EPS = 1e-5  # verl's
 
 
 class Trainer(Protocol):
-    """`jaxrl.train.trainer.Trainer` here or on other hosts, or a simulated one: a policy or a critic."""
+    """`jaxrl.train.trainer.MeshTrainer` here or on other hosts, or a simulated one: a policy or a critic."""
 
     def token_logprobs(self, batch: TrainBatch, which: Literal["actor", "ref"]) -> list[np.ndarray]: ...
 
@@ -36,7 +36,7 @@ class Trainer(Protocol):
 
 
 class Teacher(Protocol):
-    """`jaxrl.train.teacher.Teacher` here or on other hosts, or one at an endpoint."""
+    """`jaxrl.train.teacher.MeshTeacher` here or on other hosts, or one at an endpoint."""
 
     def annotate(self, batch: TrainBatch) -> None: ...
 

@@ -45,7 +45,7 @@ from jaxrl.sharding.rules import axes_of_dims
 from jaxrl.train.logprobs import DEFAULT_CHUNK
 from jaxrl.train.moments import block_of
 from jaxrl.train.objectives import critic_config
-from jaxrl.train.packing import Shape, microbatch_shapes
+from jaxrl.train.packing import BatchShape, microbatch_shapes
 from jaxrl.train.vocabulary import group_of
 
 _PLANNED_SHARE = 0.8  # of a device's memory: the rest is for fragments and what lies beside the plan
@@ -54,7 +54,7 @@ _SCORE_COPIES = 3
 _LOGITS_SHARE = 0.5  # of what the update leaves of that: larger chunks read the head's gradient less often
 
 
-def full_microbatch(config: Config, model_config: ModelConfig, num_devices: int, platform: str) -> Shape:
+def full_microbatch(config: Config, model_config: ModelConfig, num_devices: int, platform: str) -> BatchShape:
     """The largest microbatch of an update, on one of `num_devices`, or on those that share its rows."""
     return microbatch_shapes(config, model_config, num_devices, _attention(config, model_config, platform))[-1]
 

@@ -20,7 +20,7 @@ from jaxrl.scheduling.layouts.relayout import resident_row
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Executor, PlanResult, Request, Seat, Ticket
-from jaxrl.types import SampleKey, SamplingParams
+from jaxrl.types import Sample, SampleKey, SamplingParams
 
 from . import costs, profiles
 from .ceilings import Ceilings
@@ -141,8 +141,9 @@ class PlacedCase:
             tokens = draw.integers(vocab, size=start + 1).tolist()
             params = SamplingParams(max_tokens=self._steps + 1)
             key = SampleKey(0, row, 0)
-            request = Request(self._ids, key, tuple(tokens[:-1]), params, None, (tokens[-1],), (0.0,), (0.0,), (0,))
-            self._engine.add(request)
+            zero = np.zeros(1, np.float32)
+            kept = Sample(key, np.array(tokens[-1:], np.int32), zero, zero, np.zeros(1, np.int32))
+            self._engine.add(Request(self._ids, key, tuple(tokens[:-1]), params, kept=kept))
             group = row % groups
             batcher.blocks.allocate(self._ids, group, 1)
             seats[self._ids] = Seat(group, row // groups, start, decodes=True)

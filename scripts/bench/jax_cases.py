@@ -106,7 +106,7 @@ def export(spec: tuple[Model, str, str], ask: Ask) -> None:
 
 
 def train(spec: TrainSpec, ask: Ask) -> None:
-    """The real `Trainer`: `accumulate` and `apply`, packing included. Master weights and moments are float32.
+    """The real `MeshTrainer`: `accumulate` and `apply`, packing included. Master weights and moments are float32.
 
     A request with `profile` adds the kernels of one update.
     """
@@ -115,7 +115,7 @@ def train(spec: TrainSpec, ask: Ask) -> None:
     from jaxrl.runtime.memory import memory_plan
     from jaxrl.sharding.mesh import make_mesh
     from jaxrl.train.packing import pack
-    from jaxrl.train.trainer import Trainer
+    from jaxrl.train.trainer import MeshTrainer
 
     devices = prepare_devices(spec.devices)
     mesh = make_mesh(devices)
@@ -123,12 +123,12 @@ def train(spec: TrainSpec, ask: Ask) -> None:
     config, batch = train_config(spec), _batch(spec, model.vocab_size)
     plan = memory_plan(config, model, mesh.size, None, devices[0].platform)
     baseline = resident_bytes()
-    trainer = Trainer(config, model, build_params(spec.model, model, mesh, "float32", spec.seed), mesh)
+    trainer = MeshTrainer(config, model, build_params(spec.model, model, mesh, "float32", spec.seed), mesh)
     packed = pack(
         batch,
         shapes=trainer.programs.microbatches,
         max_model_length=config.max_model_length,
-        num_groups=mesh.size,
+        num_row_groups=mesh.size,
     )
     shapes = [list(micro.tokens.shape) for micro in packed.microbatches]
     values: dict[str, Any] = {"microbatches": shapes, "optimizer": "AdamW, optax, float32 master weights"}

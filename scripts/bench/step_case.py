@@ -1,6 +1,6 @@
 """Whole GRPO steps of jaxrl in a process of their own, from the pieces that `jaxrl train` puts together.
 
-Workers, mechanisms, reward pool, Trainer and Loop are built as `jaxrl.runtime.build` builds them; only work outside a
+Workers, mechanisms, reward pool, trainer and Loop are built as `jaxrl.runtime.build` builds them; only work outside a
 timed step is left out (evaluation, checkpoints, the run directory).
 """
 
@@ -102,7 +102,7 @@ def run(spec: StepSpec, ask: Ask) -> None:
     from jaxrl.runtime.run import Run
     from jaxrl.runtime.weights import load_weights
     from jaxrl.sharding.mesh import make_mesh
-    from jaxrl.train.trainer import Trainer
+    from jaxrl.train.trainer import MeshTrainer
     from jaxrl.train.training_step import Models
 
     config = from_mapping(spec.options)
@@ -111,7 +111,7 @@ def run(spec: StepSpec, ask: Ask) -> None:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         mesh = make_mesh(devices)
         tokenizer, model = read_tokenizer_and_model(config)
-        trainer = Trainer(config, model, load_weights(config, model, mesh), mesh)
+        trainer = MeshTrainer(config, model, load_weights(config, model, mesh), mesh)
         pool = stack.enter_context(contextlib.closing(build_pool(config, build_scorer(config))))
         pool.warm()
         timeline = stack.enter_context(Timeline(scratch / "timeline.json"))

@@ -33,7 +33,7 @@ from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.train.trainer import Trainer
+from jaxrl.train.trainer import MeshTrainer
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams, TrainBatch
 
 LONGEST_PROMPT, LONGEST_RESPONSE = 72, 120
@@ -140,7 +140,7 @@ class Task:
 
     def gradients(self, params: Tree, batch: TrainBatch, device: Any, dtype: str, attention: str = "auto") -> Tree:
         """Of one minibatch, by the real trainer; numpy arrays of float64."""
-        trainer = Trainer(train_config(dtype, attention), self.model, params, make_mesh([device]))
+        trainer = MeshTrainer(train_config(dtype, attention), self.model, params, make_mesh([device]))
         trainer.accumulate(batch)
         return jax.tree.map(lambda x: np.asarray(x, np.float64), trainer.gradients())
 

@@ -12,7 +12,7 @@ import yaml
 from trainer_fixtures import group_of
 
 from jaxrl.config.files import load
-from jaxrl.mechanisms.dynamic_sampling import differs_in
+from jaxrl.mechanisms.dynamic_sampling import DynamicSampling
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.rounds.shaping import RewardShaping
 from jaxrl.train import advantages
@@ -65,7 +65,9 @@ def test_dapo_filters_by_accuracy_and_rewards_what_is_right_at_any_length(
     given = [Verdict(0.0, SampleKey(0, 0, i), reward) for i, reward in enumerate(scored)]
     verdicts = [shaping.shaped(each, length) for each, length in zip(given, lengths, strict=True)]
     group = group_of(lengths, [verdict.reward for verdict in verdicts])
-    assert differs_in(config.algorithm.filter_groups.metric)(group, verdicts) == kept
+    filtering = DynamicSampling.of_config(config)
+    assert filtering is not None
+    assert filtering.keeps(group, verdicts) == kept
     if expected is not None:
         assert tuple(verdict.reward for verdict in verdicts) == expected
         found, _ = advantages.compute([group], config.algorithm)

@@ -7,7 +7,7 @@ from typing import Any
 from jaxrl.record.metrics import MetricsWriter, hidden_scoring_shares
 from jaxrl.report.page import write_report
 from jaxrl.report.rewards import domains, rewards_section
-from jaxrl.report.runs import Run
+from jaxrl.report.runs import RecordedRun
 
 
 def line(step: int) -> dict[str, float]:
@@ -64,7 +64,7 @@ def test_a_run_with_domains(tmp_path: Path):
 
 
 def section(lines: list[dict[str, float]]) -> str:
-    return rewards_section(Run(Path(), lines, [], [], [], {}, []), None)
+    return rewards_section(RecordedRun(Path(), lines, [], [], [], {}, []), None)
 
 
 def test_a_run_without_domains_has_what_it_recorded(tmp_path: Path):

@@ -101,7 +101,7 @@ def test_a_pool_that_training_state_leaves_too_little_for():
     a40 = {"simulate": {"hardware": "A40", "num_devices": 8}}
     long = {"data__max_response_length": 2_000_000, "actor__ppo_max_token_len_per_gpu": 4_000_000}
     for made, match in (
-        (training(model__path="Qwen2.5-32B", **a40), r"rollout\.memory_fraction \(0\.85\) of a A40"),
+        (training(model__path="Qwen2.5-32B", **a40), r"rollout\.memory_fraction \(0\.85\) leaves 0 KV blocks"),
         (training(model__path="Qwen2.5-7B", **a40, **long), r"2000064 tokens needs 125004 .* actor\.offload_optimizer"),
     ):
         cost, _ = cost_model(made)

@@ -229,9 +229,7 @@ def test_each_worker_has_a_track():
         yield
         lines.append(f"{track}, {name} {args['index']} ends")
 
-    machine.backend._plans.plan_tracks = PlanTracks(
-        machine.backend.engine.engines, SimpleNamespace(span=span, counter=None)
-    )
+    machine.backend._plan_tracks = PlanTracks(machine.backend.engine.engines, SimpleNamespace(span=span, counter=None))
     machine.round(2, 1)
     assert lines[:8] == [
         "engine 0, plan 0 begins",

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from plan_rows import DecodeRow, scheduled
 from replay_executor import ReplayExecutor, filler
 
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.plan import Plan, PlanResult, PrefillChunk, Request
-from jaxrl.types import SampleKey, SamplingParams
+from jaxrl.scheduling.tokens.plan import Plan, PlanResult, PrefillChunk, Request, resume
+from jaxrl.types import Sample, SampleKey, SamplingParams
 
 STOP = 2
 
@@ -25,7 +26,9 @@ def make_executor(lengths: list[int], **more) -> ReplayExecutor:
 
 def run(executor: ReplayExecutor, index: int, new: list[Request], old: list[int], **more) -> PlanResult:
     """Submits a plan that starts `new` requests and advances `old` ones; the slot is the request's id."""
-    chunks = [PrefillChunk(r, 0, r.request_id, r.prompt_ids, 0, (1,), True, len(r.generated)) for r in new]
+    chunks = [
+        PrefillChunk(r, 0, r.request_id, r.prompt_ids, 0, (1,), True, 0 if r.kept is None else len(r.kept)) for r in new
+    ]
     started = [request.request_id for request in new]
     rows = scheduled([DecodeRow(i, 0, i, (1, 2), 16) for i in [*old, *started]], 8, started)
     return executor.collect(executor.submit(Plan(index, tuple(chunks), rows, **more)))
@@ -65,13 +68,18 @@ def test_a_row_that_has_stopped_gains_nothing_and_does_not_count_as_stopping_aga
     assert (result.num_steps, gained(result)) == (3, {0: (0, False), 1: (3, False)})
 
 
+def kept_tokens(token_ids: list[int]) -> Sample:
+    logprobs = np.zeros(len(token_ids), np.float32)
+    return Sample(SampleKey(0, 0, 0), np.array(token_ids, np.int32), logprobs, logprobs, np.zeros(len(token_ids), int))
+
+
 def test_tokens_depend_on_identity_and_position_alone():
     request = make_request(0, stop=(STOP, 17))
     whole = run(make_executor([6]), 0, [request], [], num_steps=20).token_ids.tolist()
     assert whole == [filler(request, i, 6) for i in range(6)]
     assert whole[-1] == STOP
     assert not {STOP, 17} & set(whole[:-1])
-    kept = Request(0, request.key, request.prompt_ids, request.params, None, tuple(whole[:4]))
+    kept = resume(request, kept_tokens(whole[:4]))
     assert run(make_executor([6]), 0, [kept], [], num_steps=20).token_ids.tolist() == whole[4:]
 
 
@@ -94,6 +102,6 @@ def test_lengths_that_do_not_fit_are_refused():
     executor = make_executor([2])
     with pytest.raises(ValueError, match="no length is recorded"):
         run(executor, 0, [make_request(1)], [])
-    kept = Request(0, SampleKey(0, 0, 0), (1,), SamplingParams(), None, (5, 6))
+    kept = resume(make_request(0), kept_tokens([5, 6]))
     with pytest.raises(ValueError, match="must exceed the tokens kept"):
         run(executor, 0, [kept], [])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from jaxrl.config import SimulatedLengths, SimulatedScoring, SimulatedTask
 from jaxrl.record.samples import SampleLog
-from jaxrl.sim.recorded import RecordedPrompt, RecordedWorkload, Response
+from jaxrl.sim.recorded import RecordedPrompt, RecordedResponse, RecordedWorkload
 from jaxrl.sim.workload import (
     ModelledWorkload,
     Workload,
@@ -276,7 +276,9 @@ def test_workloads_that_cannot_be():
 
 def record_of(workload: Workload, prompts: int, samples: int, source: str = "a") -> list[RecordedPrompt]:
     return [
-        RecordedPrompt(9, source, tuple(Response(p, workload.length(key(p, s)), float(s)) for s in range(samples)))
+        RecordedPrompt(
+            9, source, tuple(RecordedResponse(p, workload.length(key(p, s)), float(s)) for s in range(samples))
+        )
         for p in range(prompts)
     ]
 
@@ -304,8 +306,14 @@ def test_by_rank_draws_the_recorded_distribution_and_its_correlation():
 
 
 def test_by_rank_stays_within_a_source():
-    short = [RecordedPrompt(3, "short", (Response(0, 10 + i, 0.0), Response(0, 12 + i, 1.0))) for i in range(9)]
-    long = [RecordedPrompt(3, "long", (Response(0, 900 - 9 * i, 0.0), Response(0, 901 - 9 * i, 1.0))) for i in range(9)]
+    short = [
+        RecordedPrompt(3, "short", (RecordedResponse(0, 10 + i, 0.0), RecordedResponse(0, 12 + i, 1.0)))
+        for i in range(9)
+    ]
+    long = [
+        RecordedPrompt(3, "long", (RecordedResponse(0, 900 - 9 * i, 0.0), RecordedResponse(0, 901 - 9 * i, 1.0)))
+        for i in range(9)
+    ]
     workload = RecordedWorkload(3, [*short, *long], "by_rank")
     for prompt in range(60):
         for sample in range(4):
@@ -314,10 +322,10 @@ def test_by_rank_stays_within_a_source():
 
 
 def test_by_rank_needs_two_responses_to_a_prompt():
-    lonely = [RecordedPrompt(3, "a", (Response(0, 5 + i, 0.0),)) for i in range(9)]
+    lonely = [RecordedPrompt(3, "a", (RecordedResponse(0, 5 + i, 0.0),)) for i in range(9)]
     with pytest.raises(ValueError, match="needs prompts with two recorded responses"):
         RecordedWorkload(0, lonely, "by_rank")
-    equal = [RecordedPrompt(3, "a", (Response(0, 5, 0.0), Response(0, 5, 0.0)))]
+    equal = [RecordedPrompt(3, "a", (RecordedResponse(0, 5, 0.0), RecordedResponse(0, 5, 0.0)))]
     assert RecordedWorkload(0, equal, "by_rank").length(key(0)) == 5
 
 
@@ -336,7 +344,7 @@ def test_a_record_resampled():
 
 def test_a_record_resampled_keeps_its_sources():
     """A small source would else be missing from some, and its quota with it."""
-    prompts = [RecordedPrompt(3, "few" if i < 2 else "many", (Response(0, 5 + i, 0.0),)) for i in range(30)]
+    prompts = [RecordedPrompt(3, "few" if i < 2 else "many", (RecordedResponse(0, 5 + i, 0.0),)) for i in range(30)]
     recorded = RecordedWorkload(0, prompts)
     drawn = [recorded.resampled(seed).prompts for seed in range(40)]
     assert all([prompt.source for prompt in one].count("few") == 2 for one in drawn)

@@ -25,7 +25,7 @@ from jaxrl.models import decoder
 from jaxrl.runtime.build import build_workers
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.split_mesh import Half
-from jaxrl.train.trainer import Trainer
+from jaxrl.train.trainer import MeshTrainer
 from jaxrl.types import Group, StreamFailed, TrainBatch
 
 ENDS = (0, 1, 2, 3, 4)  # tokens that end a response: about one in thirteen
@@ -100,9 +100,9 @@ class RealRun(Run):
         self.weights = np.zeros(0)
         self._given: list[list[tuple[int, int]]] = []
 
-    def _trainer(self, config: Config) -> Trainer:
+    def _trainer(self, config: Config) -> MeshTrainer:
         params = decoder.init(TRAINED, jax.random.key(0), config.actor.param_dtype)
-        trainer = Trainer(config, TRAINED, params, self.mesh, programs=self._programs)
+        trainer = MeshTrainer(config, TRAINED, params, self.mesh, programs=self._programs)
         self._programs = trainer.programs
         trainer.programs.microbatches = trainer.programs.microbatches[-1:]  # one shape: less to compile
         return trainer

@@ -19,9 +19,9 @@ from jaxrl.kernels.reference import packed_attention
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.train.packing import Shape, TokenBatch, microbatch_shapes
+from jaxrl.train.packing import BatchShape, TokenBatch, microbatch_shapes
 from jaxrl.train.programs import TrainPrograms
-from jaxrl.train.trainer import Trainer
+from jaxrl.train.trainer import MeshTrainer
 from jaxrl.types import ENVIRONMENT, Group, Prompt, Sample, SampleKey, TrainBatch
 
 
@@ -96,7 +96,7 @@ _PROGRAMS: dict[Any, TrainPrograms] = {}
 
 
 def programs_of(
-    config: Config, model: ModelConfig, devices: int, rows: Sequence[Shape] = (), interpret: bool = False
+    config: Config, model: ModelConfig, devices: int, rows: Sequence[BatchShape] = (), interpret: bool = False
 ) -> TrainPrograms:
     """Those of an earlier trainer of the same options, model and devices, as if they were new.
 
@@ -113,9 +113,9 @@ def programs_of(
 
 
 @pytest.fixture
-def make_trainer() -> Callable[..., Trainer]:
+def make_trainer() -> Callable[..., MeshTrainer]:
     """A trainer on the first `devices` devices; the same random weights every time. `rows` and `interpret` as in
-    `programs_of`; with options that `Trainer` has besides, its programs are its own."""
+    `programs_of`; with options that `MeshTrainer` has besides, its programs are its own."""
 
     def make(
         config: Config,
@@ -124,11 +124,11 @@ def make_trainer() -> Callable[..., Trainer]:
         rows: Any = (),
         interpret: Any = False,
         **own: Any,
-    ) -> Trainer:
+    ) -> MeshTrainer:
         if not {"programs", "trainable", "total_updates"} & set(own):
             own["programs"] = programs_of(config, model, devices, rows, interpret)
         weights = weights_of(model, config.actor.param_dtype)
-        return Trainer(config, model, weights, make_mesh(jax.devices()[:devices]), **own)
+        return MeshTrainer(config, model, weights, make_mesh(jax.devices()[:devices]), **own)
 
     return make
 

@@ -10,20 +10,20 @@ import numpy as np
 from small_models import TRAINED
 from trainer_fixtures import programs_of, weights_of
 
-from jaxrl.train.packing import Shape, row_length
-from jaxrl.train.trainer import Trainer
+from jaxrl.train.packing import BatchShape, row_length
+from jaxrl.train.trainer import MeshTrainer
 
-LONG = (Shape(1, row_length(96)),)
+LONG = (BatchShape(1, row_length(96)),)
 WIDE = dataclasses.replace(TRAINED, hidden_size=96, head_dim=16, intermediate_size=64)
 """Most of its matrices have moments of enough numbers for int8."""
 
 
-def trainer_of(config: Any, model: Any, devices: int) -> Trainer:
+def trainer_of(config: Any, model: Any, devices: int) -> MeshTrainer:
     programs = programs_of(config, model, devices, LONG)
-    return Trainer(config, model, weights_of(model, "float32"), programs.mesh, programs=programs)
+    return MeshTrainer(config, model, weights_of(model, "float32"), programs.mesh, programs=programs)
 
 
-def update(trainer: Trainer, seed: int, scale: float = 1.0) -> dict[str, float]:
+def update(trainer: MeshTrainer, seed: int, scale: float = 1.0) -> dict[str, float]:
     """One update; gradients of `scale` infinity are not finite."""
     zeros, random = trainer.programs.to_run(("zeros", 0, 0))(), np.random.default_rng(seed)
 

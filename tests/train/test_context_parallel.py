@@ -21,10 +21,10 @@ from jaxrl.models.shapes import named_shape
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train.checkpoint import Checkpointer, HostState
 from jaxrl.train.objectives import LikelihoodObjective
-from jaxrl.train.packing import Shape, dealt, microbatch_shapes
+from jaxrl.train.packing import BatchShape, dealt, microbatch_shapes
 from jaxrl.train.programs import TrainPrograms
-from jaxrl.train.teacher import Teacher, TeacherPrograms
-from jaxrl.train.trainer import Trainer, build_critic
+from jaxrl.train.teacher import MeshTeacher, TeacherPrograms
+from jaxrl.train.trainer import MeshTrainer, build_critic
 
 SLOW = pytest.mark.slow  # the same again in another combination
 WIDE: dict[str, Any] = {"actor__dtype": "float64", "actor__param_dtype": "float64", "actor__remat": "dots"}
@@ -60,7 +60,9 @@ LOSSES: dict[str, dict[str, Any]] = {
     },
 }
 ODD = dataclasses.replace(TRAINED, num_heads=3, num_kv_heads=1, tie_word_embeddings=False)  # which no mesh splits
-ROW = (Shape(1, 128),)  # one shape: each is a program. Of eight devices each has 16 tokens, where samples have up to 48
+ROW = (
+    BatchShape(1, 128),
+)  # one shape: each is a program. Of eight devices each has 16 tokens, where samples have up to 48
 EIGHT = 8
 
 
@@ -164,7 +166,7 @@ def test_what_is_learnt_from_files(x64, make_config, make_batch):
         config = make_config(**WIDE, actor__context_parallel_size=sharing)
         programs = TrainPrograms(config, ODD, make_mesh(jax.devices()[:devices]), objective=LikelihoodObjective)
         programs.microbatches = ROW
-        trainer = Trainer(config, ODD, weights_of(ODD, "float64"), programs.mesh, programs=programs)
+        trainer = MeshTrainer(config, ODD, weights_of(ODD, "float64"), programs.mesh, programs=programs)
         trainer.accumulate(batch)
         found.append(jax.tree.map(np.asarray, trainer.gradients()))
     assert_same(found[1], found[0])
@@ -204,9 +206,9 @@ def test_a_teachers_likeliest_tokens(x64, make_config, make_batch):
         programs = TeacherPrograms(config, TRAINED, mesh, vocab_size=TRAINED.vocab_size)
         programs.microbatches = ROW
         params = jax.tree.map(jax.device_put, weights_of(TRAINED, "float64"), programs.shardings)
-        Teacher(programs, params).annotate(batch)
+        MeshTeacher(programs, params).annotate(batch)
         first = first or batch  # what was said, in float32, is learnt from by both
-        trainer = Trainer(config, ODD, weights_of(ODD, "float64"), mesh)
+        trainer = MeshTrainer(config, ODD, weights_of(ODD, "float64"), mesh)
         trainer.programs.microbatches = ROW
         trainer.accumulate(first)
         found.append((jax.tree.map(np.asarray, trainer.gradients()), batch.teacher_top_logprobs, batch.teacher_ids))

@@ -16,7 +16,7 @@ from on_gpu import DEPRECATED, INTERPRET, assert_equal_bits, relative, sized
 from jaxrl.kernels import reference
 from jaxrl.models import decoder
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.train.packing import Shape, pack
+from jaxrl.train.packing import BatchShape, pack
 from jaxrl.train.vocabulary import Embedding, Split
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings(DEPRECATED)]
@@ -44,7 +44,7 @@ def trained(make_config, make_batch, make_trainer, model):
         options = {"actor__dtype": dtype, "actor__attention": attention, "actor__ppo_max_token_len_per_gpu": 192}
         trainer = make_trainer(make_config(**options), 1, model, interpret=INTERPRET)
         # long rows: several samples and shared prompts in each
-        trainer.programs.microbatches = tuple(Shape(1, tokens) for tokens in (48, 96, 144, 192))
+        trainer.programs.microbatches = tuple(BatchShape(1, tokens) for tokens in (48, 96, 144, 192))
         for number in range(UPDATES):
             batch = make_batch(size=sized(64, 12), seed=number, same=True)
             assert shares_prompts(trainer, batch)

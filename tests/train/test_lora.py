@@ -24,8 +24,8 @@ from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import to_rollout, train_shardings
-from jaxrl.train.packing import Shape, TokenBatch, row_length
-from jaxrl.train.trainer import Trainer, build_critic
+from jaxrl.train.packing import BatchShape, TokenBatch, row_length
+from jaxrl.train.trainer import MeshTrainer, build_critic
 from jaxrl.train.update_memory import resident_parts, trained_numbers, update_phases
 from jaxrl.types import Prompt, SampleKey, SamplingParams, TrainBatch
 
@@ -34,7 +34,7 @@ LORA = Lora(rank=3, alpha=6.0, targets=ALL)
 MODEL = dataclasses.replace(TRAINED, qkv_bias=True, family="qwen2", lora=LORA)
 SOME = dataclasses.replace(MODEL, lora=Lora(rank=2, alpha=2.0, targets=("q", "down"), use_rslora=True))
 WIDE = {"actor__dtype": "float64", "actor__param_dtype": "float64"}
-LONG = (Shape(1, row_length(96)),)
+LONG = (BatchShape(1, row_length(96)),)
 
 
 def weights_of(model: Any, dtype: str) -> Any:
@@ -47,10 +47,10 @@ def weights_of(model: Any, dtype: str) -> Any:
     return params
 
 
-def trainer_of(config: Any, model: Any, devices: int = 1, params: Any = None) -> Trainer:
+def trainer_of(config: Any, model: Any, devices: int = 1, params: Any = None) -> MeshTrainer:
     programs = programs_of(config, model, devices, LONG)
     given = weights_of(model, config.actor.param_dtype) if params is None else params
-    return Trainer(config, model, given, programs.mesh, programs=programs)
+    return MeshTrainer(config, model, given, programs.mesh, programs=programs)
 
 
 @pytest.mark.parametrize(
@@ -266,8 +266,8 @@ def test_after_each_sync_rollout_and_trainer_are_one_model(x64, kind, syncs, mak
     """What the rollout records of the tokens that it draws is what the trainer says of them before the next update."""
     config = make_config(**WIDE, data__max_prompt_length=4, data__max_response_length=8)
     model, own, _ = in_few_bits(kind, "float64")
-    programs = programs_of(config, model, 1, (Shape(4, row_length(12)),))
-    trainer = Trainer(config, model, own, programs.mesh, programs=programs)
+    programs = programs_of(config, model, 1, (BatchShape(4, row_length(12)),))
+    trainer = MeshTrainer(config, model, own, programs.mesh, programs=programs)
     sizes = ExecutorConfig(num_slots=8, max_length=12, block_size=4, max_prefill_tokens=32, dtype="float64")
     executor = MeshExecutor(model, Layout(programs.mesh, 1), sizes)
     executor.allocate()

@@ -18,13 +18,13 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.lora import Lora
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train import optimizer as optimizers
-from jaxrl.train.packing import Shape, row_length
-from jaxrl.train.trainer import Trainer
+from jaxrl.train.packing import BatchShape, row_length
+from jaxrl.train.trainer import MeshTrainer
 from jaxrl.train.update_memory import resident_parts, update_phases
 
 BIASED = dataclasses.replace(TRAINED, qkv_bias=True, family="qwen2", tie_word_embeddings=False)
 WIDE = {"actor__dtype": "float64", "actor__param_dtype": "float64", "actor__optim": {"name": "muon", "lr": 1e-2}}
-LONG = (Shape(1, row_length(96)),)
+LONG = (BatchShape(1, row_length(96)),)
 MATRICES = {
     "q": 1,
     "k": 1,
@@ -96,10 +96,10 @@ def distance(a: Any, b: Any) -> float:
     return float(np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[1]))
 
 
-def trainer_of(config: Any, devices: int, model: Any = TRAINED) -> Trainer:
+def trainer_of(config: Any, devices: int, model: Any = TRAINED) -> MeshTrainer:
     weights = jax.tree.map(np.asarray, decoder.init(model, jax.random.key(0), config.actor.param_dtype))
     programs = programs_of(config, model, devices, LONG)
-    return Trainer(config, model, weights, make_mesh(jax.devices()[:devices]), programs=programs)
+    return MeshTrainer(config, model, weights, make_mesh(jax.devices()[:devices]), programs=programs)
 
 
 @pytest.mark.parametrize("model", [BIASED, MIXTURES[0], dataclasses.replace(TRAINED, lora=Lora(3, 6.0, ("q", "o")))])

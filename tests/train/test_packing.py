@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from jaxrl.config import from_mapping
 from jaxrl.kernels.attention import Heads, choose_packed
 from jaxrl.models.shapes import SHAPES
-from jaxrl.train.packing import Shape, microbatch_shapes, pack, row_length
+from jaxrl.train.packing import BatchShape, microbatch_shapes, pack, row_length
 from jaxrl.types import Prompt, Sample, SampleKey, TrainBatch
 
 
@@ -74,22 +74,24 @@ groups_strategy = st.lists(
 
 def one_row(tokens):
     """A row of so many tokens, and of a quarter, half and three quarters of them."""
-    return tuple(Shape(1, tokens * part // 4) for part in range(1, 5))
+    return tuple(BatchShape(1, tokens * part // 4) for part in range(1, 5))
 
 
-ROWS_OF_32 = (Shape(1, 32), Shape(2, 32), Shape(4, 32), Shape(5, 32))
+ROWS_OF_32 = (BatchShape(1, 32), BatchShape(2, 32), BatchShape(4, 32), BatchShape(5, 32))
 
 
 @given(
     groups_strategy,
-    st.sampled_from([(Shape(1, 32),), one_row(64), one_row(256), ROWS_OF_32]),
+    st.sampled_from([(BatchShape(1, 32),), one_row(64), one_row(256), ROWS_OF_32]),
     st.sampled_from([1, 2, 8]),
     st.booleans(),
 )
 def test_every_token_once(groups, shapes, devices, share):
     batch = batch_of(groups)
-    packed = pack(batch, share_prompts=share, shapes=shapes, max_model_length=32, num_groups=devices)
-    found = [Shape(rows // devices, width) for rows, width in (micro.tokens.shape for micro in packed.microbatches)]
+    packed = pack(batch, share_prompts=share, shapes=shapes, max_model_length=32, num_row_groups=devices)
+    found = [
+        BatchShape(rows // devices, width) for rows, width in (micro.tokens.shape for micro in packed.microbatches)
+    ]
     assert all(shape in shapes for shape in found)
     assert all(shape == shapes[-1] for shape in found[:-1])
     for micro in packed.microbatches:
@@ -102,7 +104,7 @@ def test_prompts_are_the_same_if_key_and_tokens_are():
     def filled(first, second):
         batch = batch_of([(6, [4]), (6, [4])])
         batch.prompts = [first, second]
-        micros = pack(batch, max_model_length=64, shapes=[Shape(1, 64)]).microbatches
+        micros = pack(batch, max_model_length=64, shapes=[BatchShape(1, 64)]).microbatches
         return sum(int((m.segment_ids > 0).sum()) for m in micros)
 
     def prompt(index, tokens):
@@ -117,7 +119,7 @@ def test_prompts_are_the_same_if_key_and_tokens_are():
 def test_is_deterministic_and_level():
     random = np.random.default_rng(0)
     batch = batch_of([(8, [int(n)]) for n in random.integers(1, 25, 200)])
-    options = {"max_model_length": 32, "shapes": one_row(512), "num_groups": 4}
+    options = {"max_model_length": 32, "shapes": one_row(512), "num_row_groups": 4}
     packed, again = pack(batch, **options), pack(batch, **options)
     assert packed.places == again.places
     for micro in packed.microbatches:
@@ -127,14 +129,17 @@ def test_is_deterministic_and_level():
     assert filled > 0.85 * sum(m.tokens.size for m in packed.microbatches)
 
 
-@pytest.mark.parametrize("shapes", [one_row(1024), (Shape(3, 96), Shape(5, 96), Shape(8, 96), Shape(10, 96))])
+@pytest.mark.parametrize(
+    "shapes",
+    [one_row(1024), (BatchShape(3, 96), BatchShape(5, 96), BatchShape(8, 96), BatchShape(10, 96))],
+)
 @pytest.mark.parametrize("devices", [1, 4])
 def test_padding_is_less_than_the_smallest_shape_and_what_rows_leave(shapes, devices):
     random = np.random.default_rng(1)
     step = shapes[-1].tokens / len(shapes) + shapes[-1].length  # of rows in quarters, one is rounded up
     for _ in range(100):
         groups = [(40, random.integers(4, 33, 4).tolist()) for _ in range(random.integers(1, 24))]
-        microbatches = pack(batch_of(groups), shapes=shapes, max_model_length=96, num_groups=devices).microbatches
+        microbatches = pack(batch_of(groups), shapes=shapes, max_model_length=96, num_row_groups=devices).microbatches
         filled = sum(int((micro.segment_ids > 0).sum()) for micro in microbatches)
         rows = sum(len(micro.tokens) for micro in microbatches)
         longest_piece = 39 + 4 * 33 if shapes[-1].length > 171 else 96
@@ -205,7 +210,7 @@ def test_several_spans():
     mask = np.array([1, 0, 0, 1, 1], np.float32)
     batch = batch_of([(2, [5])])
     batch.loss_masks = [mask]
-    packed = pack(batch, max_model_length=16, shapes=[Shape(1, 16)])
+    packed = pack(batch, max_model_length=16, shapes=[BatchShape(1, 16)])
     (micro,) = packed.microbatches
     assert micro.tokens.shape == (1, 16)
     assert micro.loss_mask[0].tolist() == [0, 1, 0, 0, 1, 1, 0] + [0] * 9
@@ -214,7 +219,7 @@ def test_several_spans():
 
 def test_errors():
     with pytest.raises(ValueError, match=r"exceeds data\.max_prompt_length"):
-        pack(batch_of([(8, [9])]), max_model_length=16, shapes=[Shape(1, 16)])
+        pack(batch_of([(8, [9])]), max_model_length=16, shapes=[BatchShape(1, 16)])
     with pytest.raises(ValueError, match="has no tokens"):
-        pack(batch_of([(0, [9])]), max_model_length=16, shapes=[Shape(1, 16)])
-    assert pack(batch_of([(3, [0])]), max_model_length=16, shapes=[Shape(1, 16)]).microbatches == []
+        pack(batch_of([(0, [9])]), max_model_length=16, shapes=[BatchShape(1, 16)])
+    assert pack(batch_of([(3, [0])]), max_model_length=16, shapes=[BatchShape(1, 16)]).microbatches == []

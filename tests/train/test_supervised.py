@@ -26,7 +26,7 @@ from jaxrl.sharding.rules import map_weights
 from jaxrl.train.objectives import LikelihoodObjective
 from jaxrl.train.programs import TrainPrograms
 from jaxrl.train.supervised import Demonstrations, Method, Pairs, Preferences, batch_of, preference_losses
-from jaxrl.train.trainer import Trainer
+from jaxrl.train.trainer import MeshTrainer
 
 FOUND = np.load(Path(__file__).parent / "data" / "trl.npz")
 
@@ -45,11 +45,11 @@ def config_of(**options: Any) -> Config:
     return with_options(values, options)
 
 
-def trainer_of(config: Config, method: Method, model: ModelConfig, params: Any, devices: int = 1) -> Trainer:
+def trainer_of(config: Config, method: Method, model: ModelConfig, params: Any, devices: int = 1) -> MeshTrainer:
     """With `params` as its reference."""
     mesh, trained = make_mesh(jax.devices()[:devices]), method.trained(config)
     programs = TrainPrograms(trained, model, mesh, objective=LikelihoodObjective)
-    return Trainer(trained, model, params, mesh, programs=programs)
+    return MeshTrainer(trained, model, params, mesh, programs=programs)
 
 
 def demonstrations(path: Path, conversations: Sequence[Any] = CONVERSATIONS) -> list[tuple[int, ExampleRow]]:
@@ -67,7 +67,7 @@ def tokens_of(path: Path) -> ConversationTokens:
     return ConversationTokens(tokenizer, tokenizer.stop_token_ids, config_of())
 
 
-def assert_gradients(trainer: Trainer, model: ModelConfig, name: str) -> None:
+def assert_gradients(trainer: MeshTrainer, model: ModelConfig, name: str) -> None:
     compared: list[str] = []
 
     def compare(weight: Weight, gradient: jax.Array) -> None:

@@ -32,8 +32,8 @@ from jaxrl.runtime.weights import adapted, load_weights
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train import batch_preparation
 from jaxrl.train.losses import generalized_jsd
-from jaxrl.train.teacher import Teacher, TeacherPrograms, offloaded, shares_base
-from jaxrl.train.trainer import Trainer
+from jaxrl.train.teacher import MeshTeacher, TeacherPrograms, offloaded, shares_base
+from jaxrl.train.trainer import MeshTrainer
 from jaxrl.train.training_step import teacher_metrics
 from jaxrl.train.update_memory import resident_parts, update_phases
 from jaxrl.types import ENVIRONMENT, Prompt, TrainBatch
@@ -51,13 +51,13 @@ def whole_logprobs(params: Any, batch: Any, model: ModelConfig) -> jax.Array:
     return jnp.pad(chosen, ((0, 0), (1, 0)))
 
 
-def said(teacher: Teacher, batch: TrainBatch) -> list[np.ndarray]:
+def said(teacher: MeshTeacher, batch: TrainBatch) -> list[np.ndarray]:
     teacher.annotate(batch)
     assert batch.teacher_logprobs is not None
     return batch.teacher_logprobs
 
 
-def teacher_of(config: Config, devices: int, model: ModelConfig = MODEL) -> Teacher:
+def teacher_of(config: Config, devices: int, model: ModelConfig = MODEL) -> MeshTeacher:
     mesh = make_mesh(jax.devices()[:devices])
     programs = TeacherPrograms(config, model, mesh, vocab_size=TRAINED.vocab_size)
     programs.microbatches = programs.microbatches[-1:]
@@ -66,10 +66,10 @@ def teacher_of(config: Config, devices: int, model: ModelConfig = MODEL) -> Teac
         lambda x, place: jax.device_put(np.asarray(x, dtype), place), weights_of(model, dtype), programs.shardings
     )
     if not config.algorithm.teacher.offload:
-        return Teacher(programs, params)
+        return MeshTeacher(programs, params)
     layers = params.pop("layers")
     each = ({name: x[i : i + 1] for name, x in layers.items()} for i in range(MODEL.num_layers))
-    return Teacher(programs, offloaded(programs, params, each))
+    return MeshTeacher(programs, offloaded(programs, params, each))
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
@@ -322,7 +322,7 @@ def test_the_base_of_adapters_teaches_without_a_copy(dtype, tmp_path: Path, make
 
     config, found = config_with(), []
     model = adapted(config, own)
-    trainer = Trainer(config, model, load_weights(config, model, mesh), mesh)
+    trainer = MeshTrainer(config, model, load_weights(config, model, mesh), mesh)
     batch = make_batch(size=4)
     for each in (config, config_with("copied")):
         teacher = build_teacher(each, own, trainer, Tokenizer.from_path(place))

@@ -16,7 +16,7 @@ from trainer_fixtures import weights_of
 from jaxrl.config import Config, ConfigError
 from jaxrl.runtime.teacher_endpoint import EndpointTeacher
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.train.teacher import Teacher, TeacherPrograms
+from jaxrl.train.teacher import MeshTeacher, TeacherPrograms
 from jaxrl.train.trainer import placed
 from jaxrl.types import RunFailed
 
@@ -40,7 +40,7 @@ def test_it_says_what_the_model_says_on_the_devices(top_k, make_config, make_bat
         server.behaviours = [status(503)]
         asked.annotate(batch)
     programs = TeacherPrograms(config, TRAINED, make_mesh(jax.devices()[:1]))
-    Teacher(programs, placed(weights, programs.shardings, programs.ref_dtypes)).annotate(other)
+    MeshTeacher(programs, placed(weights, programs.shardings, programs.ref_dtypes)).annotate(other)
     names = ["teacher_logprobs", "teacher_ids", "teacher_top_logprobs"][: 3 if top_k else 1]
     for name in names:
         for ours, theirs in zip(getattr(batch, name), getattr(other, name), strict=True):

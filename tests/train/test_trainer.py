@@ -26,9 +26,9 @@ from jaxrl.sharding.compiled import CompileAhead
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train import losses
 from jaxrl.train import optimizer as optimizers
-from jaxrl.train.packing import Shape, row_length
+from jaxrl.train.packing import BatchShape, row_length
 from jaxrl.train.programs import TrainPrograms
-from jaxrl.train.trainer import Trainer
+from jaxrl.train.trainer import MeshTrainer
 from jaxrl.types import ENVIRONMENT, Prompt, RunFailed, Sample, SampleKey, TrainBatch
 
 SLOW = pytest.mark.slow  # the same again in another combination
@@ -81,7 +81,7 @@ def whole_gradient(config, model, batch):
 
 def one_row(tokens):
     """A row of so many tokens, and of a quarter, half and three quarters of them: what larger models have."""
-    return tuple(Shape(1, row_length(tokens * part // 4)) for part in range(1, 5))
+    return tuple(BatchShape(1, row_length(tokens * part // 4)) for part in range(1, 5))
 
 
 LONG = one_row(96)[-1:]
@@ -113,7 +113,7 @@ MODES = [("token", "token-mean"), ("token", "seq-mean-token-sum"), ("sequence", 
     ],
 )
 def test_gradients_float64(x64, devices, level, mode, make_config, make_batch, make_trainer):
-    rows = (Shape(1, 48), *LONG) if devices == 1 else LONG
+    rows = (BatchShape(1, 48), *LONG) if devices == 1 else LONG
     options = EXACT | {"algorithm__loss_agg_mode": mode, "actor__ratio_level": level}
     check_gradient(make_trainer(make_config(**options), devices, ODD, rows), make_batch(), 1e-12)
 
@@ -126,7 +126,7 @@ def test_gradients_float64(x64, devices, level, mode, make_config, make_batch, m
         *(
             pytest.param(f"{family}:{seed}", 2, rows, marks=SLOW)
             for family in FAMILIES
-            for seed, rows in ((0, LONG), (1, (Shape(1, 48), *LONG)))
+            for seed, rows in ((0, LONG), (1, (BatchShape(1, 48), *LONG)))
         ),
     ],
 )
@@ -196,7 +196,7 @@ def test_the_gradient_of_turns_is_torchs(x64, head, of_torch, make_config):
     config = make_config(**WIDE, **json.loads(of_torch["options"].item()), algorithm__loss_agg_mode="token-mean")
     programs = programs_of(config, model, 1, LONG)
     weights = jax.tree.map(lambda x: x.astype(np.float64), weights)
-    trainer = Trainer(config, model, weights, programs.mesh, programs=programs)
+    trainer = MeshTrainer(config, model, weights, programs.mesh, programs=programs)
     batch = recorded_batch(part(of_torch, "batch"), case["old"])
     turns = [1 + np.count_nonzero(np.diff(sample.drawn.astype(int)) > 0) for sample in batch.samples]
     assert {1, 2, 3, 4, 5} <= {*turns}
@@ -413,7 +413,7 @@ def test_every_program_of_a_run_is_known_before_its_first_batch(make_config, mak
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
     assert names == []
-    trainer.programs.microbatches = (Shape(1, 64),)  # none of those
+    trainer.programs.microbatches = (BatchShape(1, 64),)  # none of those
     trainer.accumulate(make_batch())
     assert trainer.apply()["actor/recompiles"] == 1
 
@@ -453,7 +453,7 @@ def test_nothing_to_learn_from(make_config, make_batch, make_trainer):
 def test_callers_params_survive(make_config, make_batch):
     params = jax.device_put(weights_of(TRAINED, "float32"))
     programs = programs_of(make_config(), TRAINED, 1)
-    trainer = Trainer(programs.config, TRAINED, params, programs.mesh, programs=programs)
+    trainer = MeshTrainer(programs.config, TRAINED, params, programs.mesh, programs=programs)
     trainer.accumulate(make_batch())
     trainer.apply()
     assert np.isfinite(np.asarray(params["embed"])).all()

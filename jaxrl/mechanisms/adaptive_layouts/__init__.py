@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from jaxrl.record.journal import Journal
     from jaxrl.record.layouts import LayoutLog
     from jaxrl.report.curves import PagePart
-    from jaxrl.report.runs import Run as RecordedRun
+    from jaxrl.report.runs import RecordedRun
     from jaxrl.runtime.plan_timeline import PlanTimeline
     from jaxrl.runtime.run import Run
 

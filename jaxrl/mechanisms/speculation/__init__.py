@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, StepCosts
     from jaxrl.report.charts import Chart
     from jaxrl.report.curves import PagePart
-    from jaxrl.report.runs import Run as RecordedRun
+    from jaxrl.report.runs import RecordedRun
     from jaxrl.rollout.executor import MeshExecutor
     from jaxrl.rollout.remote import RemoteExecutor
     from jaxrl.runtime.run import Run

@@ -166,8 +166,7 @@ class DeviceIndexes:
         named: Iterable[tuple[int, DraftIndex]],
         write: Callable[[IndexArrays, np.ndarray, IndexArrays], IndexArrays],
     ) -> list[int]:
-        """Uploads the indexes of a plan's rows that are missing, and returns the place of each; as
-        `jaxrl.rollout.proposals.DeviceHistories.place`."""
+        """Uploads the indexes of a plan's rows that are missing, and returns the place of each."""
         wanted: list[dict[DraftIndex, None]] = [{} for _ in range(self.num_groups)]
         pairs = list(named)
         for group, index in pairs:

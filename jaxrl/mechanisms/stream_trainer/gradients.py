@@ -35,8 +35,8 @@ from jaxrl.models.lora import without_adapters
 from jaxrl.sharding.split_mesh import Half
 from jaxrl.train import batch_preparation
 from jaxrl.train.programs import Accumulator, TrainPrograms
-from jaxrl.train.teacher import Teacher, shares_base
-from jaxrl.train.trainer import Trainer
+from jaxrl.train.teacher import MeshTeacher, shares_base
+from jaxrl.train.trainer import MeshTrainer
 from jaxrl.types import Group, StreamFailed, TrainBatch
 
 Tree = Any
@@ -55,7 +55,7 @@ class TrainStream:
       given: keys of the prompts that were given since `open`, as they were given together.
     """
 
-    def __init__(self, trainer: Trainer, half: Half, teacher: Teacher | None = None) -> None:
+    def __init__(self, trainer: MeshTrainer, half: Half, teacher: MeshTeacher | None = None) -> None:
         """Raises ValueError where the half is not one of the trainer's devices."""
         if half.whole != trainer.mesh:
             raise ValueError(
@@ -179,7 +179,7 @@ class TrainStream:
         return programs.unpack(packed, results)
 
     def _accumulate(self, weights: _Weights, batch: TrainBatch) -> Work:
-        """`Trainer.accumulate`, one microbatch a turn."""
+        """`MeshTrainer.accumulate`, one microbatch a turn."""
         trainable, frozen = self.programs.partition(weights.on_device("actor"))
         for microbatch in self.programs.pack(batch, for_loss=True).microbatches:
             self._sums, result = self.programs.add_gradients(trainable, frozen, self._sums, microbatch)

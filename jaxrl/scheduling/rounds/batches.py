@@ -193,7 +193,7 @@ class BatchRule:
         on them: they were launched ahead of verdicts. (Without a filter no rule launches too many. A run that resumes
         with fewer steps keeps what it carries, and says so at its end.)"""
         self.queue = deque(sorted((*left_over, *self.queue), key=lambda group: group.first_round))  # stable
-        room = room_until_end(self.at_end, self.batch.num_groups, time) if self.filter else None
+        room = room_until_end(self.at_end, self.batch.num_prompts, time) if self.filter else None
         num_discarded = 0 if room is None else max(len(self.queue) - room, 0)
         return [self.queue.pop() for _ in range(num_discarded)]
 
@@ -258,11 +258,11 @@ class FreshBatches(BatchRule):
     def ahead(self, prompts: PromptStream, time: RoundTime) -> list[PlannedGroup]:
         batch = self.batch
         if not self.begins_ahead or batch.group_filter or batch.max_active_requests:
-            return []  # `jaxrl.mechanisms.table.is_timeless` says the same of a configuration
-        missing = batch.num_groups - len(self.queue)  # a resumed run with smaller batches may have some
+            return []  # `jaxrl.mechanisms.is_timeless` says the same of a configuration
+        missing = batch.num_prompts - len(self.queue)  # a resumed run with smaller batches may have some
         for prompt in prompts.next(max(missing, 0)):
             self.queue.append(PlannedGroup.first(prompt, self.limits.num_responses, time.step, self.num_rounds + 1))
-        return list(islice(self.queue, batch.num_groups))
+        return list(islice(self.queue, batch.num_prompts))
 
     def _plan(self, time: RoundTime) -> RoundPlan:
         return RoundPlan(self.limits)
@@ -273,7 +273,7 @@ class FreshBatches(BatchRule):
 
 def launched(section: str, prompt_factor: float, response_factor: float, batch: BatchSettings) -> tuple[int, int]:
     """Prompts that a round launches, and samples of each."""
-    num_prompts = provisioned(f"{section}.prompt_factor", prompt_factor, batch.num_groups)
+    num_prompts = provisioned(f"{section}.prompt_factor", prompt_factor, batch.num_prompts)
     return num_prompts, provisioned(f"{section}.response_factor", response_factor, batch.group_size)
 
 
@@ -284,12 +284,12 @@ def provisioned(option: str, factor: float, count: int) -> int:
     return math.ceil(Fraction(str(factor)) * count)
 
 
-def room_until_end(at_end: AtEnd, num_groups: int, time: RoundTime, num_waiting: int = 0) -> int | None:
+def room_until_end(at_end: AtEnd, num_prompts: int, time: RoundTime, num_waiting: int = 0) -> int | None:
     """How many prompts beyond its batch a round may leave over so that later steps can train on all of them, besides
     `num_waiting` that its rule carries; None: any number."""
     if at_end == "leave" or time.steps_left is None:
         return None
-    return num_groups * (time.steps_left - 1) - num_waiting
+    return num_prompts * (time.steps_left - 1) - num_waiting
 
 
 # -- what a round was like ---------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ class BatchSettings:
     """The configuration that all batch rules share.
 
     Attributes:
-      num_groups: prompts per batch, P0 (`data.train_batch_size`). group_size: samples per prompt, R0 (`rollout.n`).
+      num_prompts: prompts per batch, P0 (`data.train_batch_size`). group_size: samples per prompt, R0 (`rollout.n`).
       group_filter: leaves groups out of batches, with nothing learnt; None: every complete group counts.
       max_active_requests: the most samples under way; 0: no limit.
       version_lag: versions by which the policy in training is ahead of the one that samples: 0, or 1 where a round
@@ -65,7 +65,7 @@ class BatchSettings:
       max_response_length: in tokens; 0: no limit.
     """
 
-    num_groups: int
+    num_prompts: int
     group_size: int
     score_when: ScoreWhen = "sample"
     group_filter: DynamicSampling | None = None
@@ -150,8 +150,8 @@ class RaceLimits:
     @property
     def max_under_way(self) -> tuple[int, int]:
         """(prompts, samples); `max_active_requests` caps the samples."""
-        num_groups, group_filter = self.batch.num_groups, self.batch.group_filter
-        prompts = (group_filter.most_under_way(num_groups) if group_filter else num_groups) + self.num_spare
+        num_prompts, group_filter = self.batch.num_prompts, self.batch.group_filter
+        prompts = (group_filter.most_under_way(num_prompts) if group_filter else num_prompts) + self.num_spare
         samples = prompts * self.num_responses
         return prompts, min(samples, self.batch.max_active_requests or samples)
 
@@ -172,13 +172,13 @@ class Race:
 
     Args:
       supply: the next group to launch; called only when there is room for it.
-      due: keys of prompts that must be in the batch. They are the first that `supply` gives, and at most `num_groups`.
+      due: keys of prompts that must be in the batch. They are the first that `supply` gives, and at most `num_prompts`.
       group_filter: that of `limits.batch`, as the rounds before have left it; None: as it is there.
 
     Attributes, to settle the round:
       ledger: what has happened, written by `Round`.
       groups: all that were launched, in that order.
-      accepted: complete groups; the batch takes `num_groups` of them (`batch`), the due ones first.
+      accepted: complete groups; the batch takes `num_prompts` of them (`batch`), the due ones first.
       filtered: groups left out, and the outcome of each.
     """
 
@@ -189,7 +189,7 @@ class Race:
         due: Collection[PromptKey] = frozenset(),
         group_filter: DynamicSampling | None = None,
     ) -> None:
-        assert len(due) <= limits.batch.num_groups
+        assert len(due) <= limits.batch.num_prompts
         self.limits, self.ledger = limits, RoundLedger()
         self.filter = group_filter or limits.batch.group_filter
         self.groups: dict[PromptKey, RacingGroup] = {}
@@ -261,7 +261,7 @@ class Race:
         others = [key for key in self.groups if key not in self._due and key not in self.filtered]
         if not self.limits.in_launch_order:
             others = [key for key in self.accepted if key not in self._due]
-        first = {*due, *others[: self.limits.batch.num_groups - len(due)]}
+        first = {*due, *others[: self.limits.batch.num_prompts - len(due)]}
         return [prompt_key for prompt_key in self.accepted if prompt_key in first]
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ class Race:
         keys = sorted(group.kept)
         scored = Group(group.planned.prompt, [self.ledger.finished[key] for key in keys])
         kept = self.filter.keeps(scored, [self.ledger.verdicts[key] for key in keys])
-        self.filter = self.filter.after(kept=kept, num_groups=self.limits.batch.num_groups)
+        self.filter = self.filter.after(kept=kept, num_prompts=self.limits.batch.num_prompts)
         if not kept:
             failed = all(self.ledger.verdicts[key].status != "ok" for key in group.kept)
             self.filtered[prompt_key] = "failed" if failed else "filtered"
@@ -298,15 +298,15 @@ class Race:
         if self._has_batch({*self.accepted, *self._unresolved}):
             return True  # it could end the round
         num_running = self._num_under_way - len(self._unresolved)
-        return len(self._unresolved) > group_filter.max_unscored(num_running, self.limits.batch.num_groups)
+        return len(self._unresolved) > group_filter.max_unscored(num_running, self.limits.batch.num_prompts)
 
     def _has_batch(self, complete: Collection[PromptKey]) -> bool:
-        num_groups = self.limits.batch.num_groups
-        if len(complete) < num_groups or not self.limits.in_launch_order:
-            return len(complete) >= num_groups
+        num_prompts = self.limits.batch.num_prompts
+        if len(complete) < num_prompts or not self.limits.in_launch_order:
+            return len(complete) >= num_prompts
         known = {*complete, *self.filtered}
         before = itertools.takewhile(known.__contains__, self.groups)
-        return sum(key not in self.filtered for key in before) >= num_groups
+        return sum(key not in self.filtered for key in before) >= num_prompts
 
     def _accept(self, prompt_key: PromptKey) -> None:
         self.accepted.append(prompt_key)
@@ -321,19 +321,19 @@ class Race:
         limits, batch = self.limits, self.limits.batch
         if batch.max_active_requests and self._num_active + limits.num_responses > batch.max_active_requests:
             return False
-        missing = batch.num_groups - len(self.accepted)
+        missing = batch.num_prompts - len(self.accepted)
         if self.filter is None:
             return self._num_under_way < missing + limits.num_spare
-        gives_up = len(self.groups) >= self.filter.most_launched(batch.num_groups + limits.num_spare)
+        gives_up = len(self.groups) >= self.filter.most_launched(batch.num_prompts + limits.num_spare)
         if self._num_under_way < missing:
             if gives_up:
                 raise ValueError(
                     f"{len(self.groups)} prompts launched in one round, {len(self.filtered)} of them filtered, and "
-                    f"{len(self.accepted)} of {batch.num_groups} groups found: {self.filter.advice}"
+                    f"{len(self.accepted)} of {batch.num_prompts} groups found: {self.filter.advice}"
                 )
             return True
         not_filtered = len(self.accepted) + self._num_under_way
-        too_many = limits.max_left_over is not None and not_filtered >= batch.num_groups + limits.max_left_over
+        too_many = limits.max_left_over is not None and not_filtered >= batch.num_prompts + limits.max_left_over
         if missing <= 0 or too_many or gives_up:
             self._num_owed = 0
             return False
@@ -400,7 +400,7 @@ class Race:
         if self.limits.in_launch_order:
             accepted = sorted(accepted, key=place.__getitem__)
         ordered = sorted(accepted, key=lambda prompt_key: prompt_key not in self._due)  # stable
-        self.batch = ordered[: self.limits.batch.num_groups]
+        self.batch = ordered[: self.limits.batch.num_prompts]
         if self.limits.in_launch_order:
             self._take_back(max(place[prompt_key] for prompt_key in self.batch), place)
         live = tuple(key for group in self.groups.values() for key in group.live if key not in self.ledger.finished)

@@ -494,7 +494,8 @@ class Batcher:
         else:
             found = self.blocks.allocate(request.request_id, group, need, request.share, prompt_len)
         assert found == num_there, "admitted without room"
-        seat = group * self.capacity.num_slots + self.free_slots(group)[0]
+        first = group * self.capacity.num_slots
+        seat = first + int(np.argmin(self._rows.ids[first : first + self.capacity.num_slots]))  # a free one has -1
         response.take_row(self._rows, seat, prefix, len(prefix) - num_there, self.blocks.row(request.request_id))
         self.counters.admissions += 1
         self.counters.shared_tokens += num_there

@@ -196,10 +196,12 @@ class BlockManager:
         behind = self.stacks.behind(max(first, len(ready) // len(self.stacks) * self.block_size), self.block_size)
         shared = self._seen(ready, behind)
         new = self._not_behind(np.arange(len(shared), self.blocks_for(num_tokens)), behind)
-        if len(new) + self._is_parked(group, shared).sum() > self.num_free(group):
+        num_parked = self._count_parked(group, shared)
+        if len(new) + num_parked > self.num_free(group):
             return None
-        self._num_parked[group] -= int(self._is_parked(group, shared).sum())
-        self._references[group, shared[shared != TRASH_BLOCK]] += 1
+        self._num_parked[group] -= num_parked
+        if len(shared):
+            self._references[group, shared[shared != TRASH_BLOCK]] += 1
         num_shareable = self.num_shareable(prompt_len) if share is not None else 0
         self._hold(request_id, group, shared, behind, num_tokens, share, num_shareable)
         if share is not None:
@@ -423,7 +425,7 @@ class BlockManager:
         """What is parked of a conversation, which is now the caller's."""
         parked = self._parked.pop(session, None)
         if parked is not None:
-            self._num_parked[parked.group] -= int(self._is_parked(parked.group, parked.blocks).sum())
+            self._num_parked[parked.group] -= self._count_parked(parked.group, parked.blocks)
             self._parked_references[parked.group, parked.blocks] -= 1
         return parked
 
@@ -435,7 +437,10 @@ class BlockManager:
 
     def _num_in_use(self, group: int, blocks: Any) -> int:
         """How many of these, which are all held (or the trash block), are not among the free ones."""
-        return len(blocks) - int(self._is_parked(group, blocks).sum())
+        return len(blocks) - self._count_parked(group, blocks)
+
+    def _count_parked(self, group: int, blocks: Any) -> int:
+        return int(self._is_parked(group, blocks).sum()) if self._num_parked[group] else 0
 
     def _reclaim(self, group: int, count: int) -> None:
         """Gives up what was parked longest ago, until so many blocks are free."""

@@ -4,7 +4,7 @@ Purpose: `LocalWorkers` is what `jaxrl.runtime.backend.RolloutBackend` drives. E
 its own, here or on another host, with its own pool, layout and pace (docs/architecture.md). Requests are dealt when
 they are added, and may move later; a worker may be closed, so that its devices do something else, and opened again.
 
-A mechanism may say which worker each request goes to (`jaxrl.scheduling.mechanism.Mechanism.place`).
+A launch may say which worker each of its requests goes to (`jaxrl.scheduling.rounds.events.Launch`).
 
 Logical time: each worker has a tick, which grows with every collected plan by what the plan costs in whole ticks, as
 predicted from the plan and its load alone. A `step` submits the next plan of the worker that runs dry first, or, where

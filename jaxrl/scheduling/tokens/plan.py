@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks
-from jaxrl.types import ENVIRONMENT, Episode, Sample, SampleKey, SamplingParams, TopTokens
+from jaxrl.types import ENVIRONMENT, Sample, SampleKey, SamplingParams, TopTokens
 
 TRASH_BLOCK = 0
 
@@ -38,12 +38,11 @@ class Request:
       params: how to sample.
       share: requests with equal `share` (not None) have the same prompt and share its full KV blocks; so do
         conversations, also while they have no turn.
-      generated: tokens kept from before it was aborted and added again; part of the response.
-      generated_sampled_logprobs, generated_rollout_logprobs, generated_versions: what was recorded for those tokens.
+      kept: the response up to where it was aborted; None: it begins. Its tokens are part of the new sample, and its
+        episode is the sample's.
       history: what its next tokens may be proposed from, as the executor takes it; None: nothing.
       session: the conversation that it is a turn of: what the one before it has left in the cache is not run again, as
         long as nobody needed the room; None: none.
-      episode: of the kept tokens; the sample has it as it is.
     """
 
     request_id: int
@@ -51,27 +50,16 @@ class Request:
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     share: object | None = None
-    generated: tuple[int, ...] = ()
-    generated_sampled_logprobs: tuple[float, ...] = ()
-    generated_rollout_logprobs: tuple[float, ...] = ()
-    generated_versions: tuple[int, ...] = ()
+    kept: Sample | None = field(default=None, compare=False)
     history: Any = None
     session: object | None = None
-    episode: Episode | None = None
 
 
 def resume(request: Request, sample: Sample) -> Request:
     """The request that goes on where an aborted sample ended, its tokens kept as part of the response."""
     if sample.key != request.key:
         raise ValueError(f"resume: the sample ({sample.key}) is not of this request ({request.key})")
-    return replace(
-        request,
-        generated=tuple(sample.token_ids.tolist()),
-        generated_sampled_logprobs=tuple(sample.sampled_logprobs.tolist()),
-        generated_rollout_logprobs=tuple(sample.rollout_logprobs.tolist()),
-        generated_versions=tuple(sample.versions.tolist()),
-        episode=sample.episode,
-    )
+    return replace(request, kept=sample)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +151,7 @@ class Plan:
 
     Attributes:
       index: dispatch number, from 0: the engine's logical time.
-      prefill: chunks, run first, all in one program.
+      prefill: chunks, which run first, those of similar lengths in one program.
       rows: those that end their prefill, and those that decode: none of these while prefill goes first.
       num_steps: the most decode steps before the host looks again; 0: no row decodes.
       leave_after: leave the decode loop early once this many of the plan's rows have stopped in it (a stopped row lets
@@ -271,29 +259,22 @@ class Capacity:
     def __post_init__(self) -> None:
         if self.num_slots < 1 or self.max_prefill_tokens < 1:
             raise ValueError(
-                f"rollout.num_slots ({self.num_slots}) and rollout.max_prefill_tokens ({self.max_prefill_tokens}) "
-                "must be >= 1"
+                f"num_slots ({self.num_slots}) and max_prefill_tokens ({self.max_prefill_tokens}) must be >= 1"
             )
 
 
 def check_request(request: Request, capacity: Capacity, max_model_len: int | None) -> None:
     """Raises ValueError for a request that is malformed, or can never run with so much room and so long a model."""
     which = f"request {request.request_id} ({request.key})"
-    num_prompt, num_max, kept = len(request.prompt_ids), request.params.max_tokens, len(request.generated)
+    num_prompt, num_max = len(request.prompt_ids), request.params.max_tokens
     if not num_prompt:
         raise ValueError(f"{which}: the prompt must have at least one token")
-    recorded = (request.generated_sampled_logprobs, request.generated_rollout_logprobs, request.generated_versions)
-    if any(len(values) != kept for values in recorded):
-        raise ValueError(f"{which}: kept tokens ({kept}) need as many log-probabilities and versions")
-    if kept and request.params.top_logprobs:
-        raise ValueError(f"{which}: the likeliest tokens of the {kept} kept tokens are not known (top_logprobs)")
-    has_stopped = kept and request.generated[-1] in request.params.stop_token_ids
-    if kept >= num_max or (has_stopped and request.generated_versions[-1] != ENVIRONMENT):
-        raise ValueError(f"{which}: finished already: {kept} kept tokens, max_tokens {num_max}")
+    if request.kept:
+        _check_kept(which, request.kept, request.params)
     length = f"prompt ({num_prompt}) + max_tokens ({num_max})"
     if max_model_len is not None and num_prompt + num_max > max_model_len:
         raise ValueError(
-            f"{which}: {length} exceeds rollout.max_model_len ({max_model_len}): lower data.max_prompt_length or "
+            f"{which}: {length} exceeds max_model_len ({max_model_len}): lower data.max_prompt_length or "
             "data.max_response_length"
         )
     need = capacity.stacks.most_blocks(num_prompt + num_max, capacity.block_size)
@@ -303,6 +284,17 @@ def check_request(request: Request, capacity: Capacity, max_model_len: int | Non
             f"{capacity.num_blocks - 1}: raise rollout.num_blocks ({capacity.num_blocks}), or lower "
             "data.max_prompt_length or data.max_response_length"
         )
+
+
+def _check_kept(which: str, kept: Sample, params: SamplingParams) -> None:
+    count = len(kept)
+    if any(len(values) != count for values in (kept.sampled_logprobs, kept.rollout_logprobs, kept.versions)):
+        raise ValueError(f"{which}: kept tokens ({count}) need as many log-probabilities and versions")
+    if params.top_logprobs:
+        raise ValueError(f"{which}: the likeliest tokens of the {count} kept tokens are not known (top_logprobs)")
+    has_stopped = kept.token_ids[-1] in params.stop_token_ids and kept.versions[-1] != ENVIRONMENT
+    if count >= params.max_tokens or has_stopped:
+        raise ValueError(f"{which}: finished already: {count} kept tokens, max_tokens {params.max_tokens}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,8 @@ StopCheck = Callable[[Request, Sequence[int]], int | None]
 Tokens = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Token ids, `Sample.sampled_logprobs` and `Sample.rollout_logprobs`."""
 
+_NONE: Tokens = np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.float32)
+
 
 class Response:
     """One live response: its tokens, and where it runs.
@@ -45,11 +47,11 @@ class Response:
         self.num_prompt = len(request.prompt_ids)
         self.limit = self.num_prompt + request.params.max_tokens
         self._rows: Rows | None = None
-        self._kept: Tokens = (  # all tokens; while it has a row, those from before
-            np.asarray(request.generated, np.int32),
-            np.asarray(request.generated_sampled_logprobs, np.float32),
-            np.asarray(request.generated_rollout_logprobs, np.float32),
-        )
+        kept = request.kept
+        # all tokens; while it has a row, those from before
+        self._kept: Tokens = _NONE
+        if kept is not None:
+            self._kept = kept.token_ids, kept.sampled_logprobs, kept.rollout_logprobs
         self._spans: list[tuple[int, int]] = []  # of tokens made here: the first of a version, and the version
         self._top: list[TopTokens] | None = [] if request.params.top_logprobs else None
 
@@ -100,7 +102,9 @@ class Response:
     def leave_row(self) -> None:
         """Waits, or has ended; its tokens stay."""
         ids, sampled, rollout = self._arrays()
-        self._kept = ids.copy(), sampled.copy(), rollout.copy()
+        if not self._own_rows.lends(self.seat):
+            ids, sampled, rollout = ids.copy(), sampled.copy(), rollout.copy()
+        self._kept = ids, sampled, rollout
         self._own_rows.remove(self.seat)
         self._rows, self.seat = None, -1
 
@@ -177,15 +181,16 @@ class Response:
         ids, sampled, rollout = self._arrays()
         firsts = [min(first, len(ids)) for first, _ in self._spans]
         own = np.repeat(np.array([version for _, version in self._spans], np.int32), np.diff([*firsts, len(ids)]))
+        kept = self.request.kept
         return Sample(
             key=self.request.key,
             token_ids=ids,
             rollout_logprobs=rollout,
             sampled_logprobs=sampled,
-            versions=np.append(np.asarray(self.request.generated_versions, np.int32), own)[: len(ids)],
+            versions=own if kept is None else np.append(kept.versions, own)[: len(ids)],
             finish_reason=reason,
             top=None if self._top is None else self._top_tokens(),
-            episode=self.request.episode,
+            episode=None if kept is None else kept.episode,
         )
 
     def _top_tokens(self) -> TopTokens:
@@ -220,6 +225,7 @@ class Rows:
         self.unfilled, self.tables = np.zeros((2, num_seats), np.int64)
         self.is_new, self.is_watched, self.has_history, self.tells_top = np.zeros((4, num_seats), bool)
         self._first = np.zeros(num_seats, np.int64)  # tokens that it had when it got its row, the prompt's among them
+        self._no_logprobs = np.zeros(0, np.float32)  # of tokens that were known before
         self._version = -1  # that made the newest tokens
         self._of_others = set[int]()  # seats of rows that have gained no token of this version
         self._known = np.full(num_seats, None, object)  # of a simulation: `PlanResult.responses`
@@ -270,6 +276,7 @@ class Rows:
         if count <= self._room:
             return
         self._room, had = 1 << (count - 1).bit_length(), self._room
+        self._no_logprobs = np.zeros(self._room, np.float32)
         if self._gained is not None:
             grown = self._empty()
             for old, new in zip(self._gained, grown, strict=True):
@@ -309,10 +316,14 @@ class Rows:
         own = slice(None) if is_there is None else is_there
         self.lengths[seats[own]] += counts[own]
 
+    def lends(self, seat: int) -> bool:
+        """Whether the tokens of a row stay as they are when another response takes it: they were known before."""
+        return self._known[seat] is not None
+
     def tokens(self, seat: int, first: int, last: int) -> Tokens:
         """Tokens of a response that came while it had its row; `first`: those that it had before."""
         if (known := self._known[seat]) is not None:
-            return known[first:last], np.zeros(last - first, np.float32), np.zeros(last - first, np.float32)
+            return known[first:last], self._no_logprobs[: last - first], self._no_logprobs[: last - first]
         assert self._gained is not None
         ids, sampled, rollout = self._gained
         return ids[seat, : last - first], sampled[seat, : last - first], rollout[seat, : last - first]

@@ -13,13 +13,12 @@ from fake_rollout import (
     fingerprint,
     run_with_crashes,
     tangled,
-    through_disk,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rounds import START, batch_keys, filtering, finish, fresh_batches, key, names, verdict
 
-from jaxrl.mechanisms.dynamic_sampling import MOST_PER_MISSING, FilteredShare
+from jaxrl.mechanisms.dynamic_sampling import MOST_PER_MISSING, DynamicSampling
 from jaxrl.mechanisms.over_provisioning import OverProvisioning
 from jaxrl.mechanisms.partial_rollout import PartialRollout
 from jaxrl.mechanisms.tail_batching import TailBatching
@@ -117,18 +116,17 @@ def test_where_nothing_is_filtered_nothing_is_launched_ahead():
 
 
 def test_the_share_follows_what_is_judged():
-    share = FilteredShare()
-    assert share.share == 0
-    assert [share.under_way(n) for n in (0, 1, 16)] == [0, 1, 16]
+    sampling = DynamicSampling(DynamicSampling.Options(enable=True))
+    assert sampling.share == 0
+    assert [sampling.under_way(n) for n in (0, 1, 16)] == [0, 1, 16]
     for i in range(1000):
-        share = share.after(i % 10 < 6, 16)
-    assert share.share == pytest.approx(0.6, abs=0.03)
-    assert share.under_way(16) in range(42, 47)
+        sampling = sampling.after(kept=i % 10 >= 6, num_prompts=16)
+    assert sampling.share == pytest.approx(0.6, abs=0.03)
+    assert sampling.under_way(16) in range(42, 47)
     for _ in range(1000):
-        share = share.after(True, 16)
-    assert 0.9 < share.share < 1
-    assert share.under_way(16) == MOST_PER_MISSING * 16, "however many are filtered"
-    assert FilteredShare.of_state(through_disk({"share": share.state()})["share"]) == share
+        sampling = sampling.after(kept=False, num_prompts=16)
+    assert 0.9 < sampling.share < 1
+    assert sampling.under_way(16) == MOST_PER_MISSING * 16, "however many are filtered"
 
 
 def test_a_plain_batch_takes_the_first_that_count_in_the_order_of_launch():
@@ -157,7 +155,7 @@ def test_a_plain_batch_takes_the_first_that_count_in_the_order_of_launch():
 
 
 RULES = {
-    "plain": lambda batch: fresh_batches(batch.num_groups, batch.group_size, group_filter=batch.group_filter),
+    "plain": lambda batch: fresh_batches(batch.num_prompts, batch.group_size, group_filter=batch.group_filter),
     "tail batching": lambda batch: TailBatching(batch, TailBatching.Options(True, 1.5, 1.5, at_end="leave")),
     "partial rollout": lambda batch: PartialRollout(batch, PartialRollout.Options(True, at_end="leave")),
 }

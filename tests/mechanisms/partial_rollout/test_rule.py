@@ -14,9 +14,9 @@ from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.types import SampleKey
 
 
-def partial_rollout(num_groups: int, group_size: int, *, shared: Any = None, **options: Any) -> PartialRollout:
+def partial_rollout(num_prompts: int, group_size: int, *, shared: Any = None, **options: Any) -> PartialRollout:
     """The rule with options `rollout.partial_rollout`; `shared` is what else all rules are given."""
-    batch = BatchSettings(num_groups, group_size, **(shared or {}))
+    batch = BatchSettings(num_prompts, group_size, **(shared or {}))
     return PartialRollout(batch, PartialRollout.Options(enable=True, **options))
 
 

@@ -1,4 +1,5 @@
-"""Ranking groups: the order of prompts, equal groups, the worker of each response, and what outlives a round."""
+"""Ranking groups: the order of prompts, equal groups, the worker of each response, which responses leave theirs, and
+what outlives a round."""
 
 from dataclasses import dataclass
 
@@ -7,9 +8,18 @@ import pytest
 from fake_rollout import FakePrompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rounds import key
 
 from jaxrl.mechanisms.ranking_groups import RankingGroups
-from jaxrl.mechanisms.ranking_groups.rule import Ranking, equal_groups, ranked, shares, worker_order
+from jaxrl.mechanisms.ranking_groups.rule import (
+    Outliers,
+    RankedGroup,
+    Ranking,
+    equal_groups,
+    ranked,
+    shares,
+    worker_order,
+)
 from jaxrl.scheduling.rounds.events import AwaitVerdict, Launch
 from jaxrl.types import Prompt, SampleKey
 
@@ -110,6 +120,44 @@ def test_a_round_that_began_ahead_keeps_its_workers():
     assert rule.begin([launch(i) for i in range(4)], 2) == ahead
     assert rule.begin([launch(i) for i in range(4)], 4) != ahead
     assert Ranking(options, 2, History({})).ahead([launch(0)], 2) == []
+
+
+SHORT = RankedGroup(0, tuple(key(0, i) for i in range(10)), 100.0)
+LONG = RankedGroup(1, tuple(key(1, i) for i in range(11)), 500.0)
+NEW = RankedGroup(2, (key(2, 0),), None)
+
+
+def test_both_conditions_must_hold_and_none_is_named_twice():
+    books, tokens = Outliers([SHORT, LONG, NEW], share=0.1, factor=1.5), {}
+
+    def take():
+        return books.take(lambda k: tokens.get(k, 0))
+
+    tokens |= dict.fromkeys(SHORT.keys, 151)
+    assert take() == [], "all of the group still run"
+    for k in SHORT.keys[:8]:
+        books.ended(k)
+    assert take() == [], "two are left, and the last 10 % are one"
+    books.ended(SHORT.keys[8])
+    tokens[SHORT.keys[9]] = 150
+    assert take() == [], "1.5 times the longest, and not beyond"
+    tokens[SHORT.keys[9]] = 151
+    assert take() == [SHORT.keys[9]]
+    assert take() == []
+    for k in LONG.keys[:9]:
+        books.ended(k)
+    tokens |= {LONG.keys[9]: 10_000, LONG.keys[10]: 10_000, NEW.keys[0]: 10_000}
+    assert take() == list(LONG.keys[9:]), "of eleven the last two, rounded up; what has no history has no outliers"
+
+
+def test_what_is_in_no_group_counts_for_nothing():
+    books = Outliers([SHORT], share=0.1, factor=1.0)
+    books.ended(key(7, 0))
+    for k in SHORT.keys:
+        books.ended(k)
+        books.ended(k)  # told twice: an aborted response that had ended
+    assert books.take(lambda k: 10**9) == []
+    assert books.rank(SHORT.keys[0]) == 0
 
 
 def test_the_factor_of_outliers_is_the_growth_of_the_last_epoch():

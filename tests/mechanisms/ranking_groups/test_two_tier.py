@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.mechanisms.ranking_groups.two_tier import PRECISION_S, Load, Part, allocate, equal_shares, pair_s, rollout_s
+from jaxrl.mechanisms.ranking_groups.two_tier import (
+    PRECISION_S,
+    Allotment,
+    ExpectedLoad,
+    allocate,
+    equal_shares,
+    pair_s,
+    rollout_s,
+)
 
 
 def tau(loads):
@@ -17,7 +25,7 @@ def tau(loads):
 
 
 def group_s(load, workers):
-    return tau([Load(load.length, load.responses / workers)])
+    return tau([ExpectedLoad(load.length, load.responses / workers)])
 
 
 def each(loads):
@@ -39,12 +47,12 @@ def counts(allocation):
     ],
 )
 def test_equal_shares(groups, workers, expected):
-    assert equal_shares(groups, workers) == tuple(Part(*part) for part in expected)
+    assert equal_shares(groups, workers) == tuple(Allotment(*part) for part in expected)
 
 
 def test_rollout_time_by_hand():
     # 2 rows for 100 steps (12 ms), then 1 row for 50 more (11 ms); two tokens a step halve it
-    loads = [Load(150, 1), Load(100, 1)]
+    loads = [ExpectedLoad(150, 1), ExpectedLoad(100, 1)]
     assert tau(loads) == pytest.approx(100 * 0.012 + 50 * 0.011)
     steps = []
     assert rollout_s(loads, lambda rows, tokens: steps.append((rows, tokens)) or 1.0, 2.0) == 75
@@ -55,7 +63,7 @@ def test_rollout_time_by_hand():
 def test_long_groups_get_the_workers_that_short_ones_can_spare(train_s, expected):
     """The longer the update, the less the short groups gain by being quick. Where it is short, workers of the longest
     group have the shortest one next, all of them."""
-    loads = [Load(length, 32) for length in (100, 120, 150, 800)]
+    loads = [ExpectedLoad(length, 32) for length in (100, 120, 150, 800)]
     allocation = allocate(each(loads), 8, tau, train_s)
     assert allocation.is_feasible
     assert counts(allocation) == expected
@@ -64,14 +72,14 @@ def test_long_groups_get_the_workers_that_short_ones_can_spare(train_s, expected
 def test_the_update_sets_the_first_target():
     """Where the update takes longer than any group on one worker, each needs one worker only; what is left over goes to
     the group that takes longest."""
-    loads = [Load(100, 8), Load(200, 8), Load(300, 8)]
+    loads = [ExpectedLoad(100, 8), ExpectedLoad(200, 8), ExpectedLoad(300, 8)]
     assert counts(allocate(each(loads), 6, tau, train_s=100.0)) == [1, 1, 4]
     # 200 and 300 tokens: 3.6 s and 5.4 s on one worker; the latter is 4.2 s on two, and 3.8 s on three
 
 
 def test_nothing_feasible_gives_equal_shares():
     """The middle group needs more than its target leaves: it is as long as the last, and the line is bent."""
-    loads = [Load(10, 4), Load(1000, 40), Load(1000, 40)]
+    loads = [ExpectedLoad(10, 4), ExpectedLoad(1000, 40), ExpectedLoad(1000, 40)]
     allocation = allocate(each(loads), 3, tau)
     assert not allocation.is_feasible
     assert counts(allocation) == [1, 1, 1]
@@ -80,7 +88,7 @@ def test_nothing_feasible_gives_equal_shares():
 
 def test_few_workers_serve_runs_of_neighbours():
     """Two steps are shorter than with equal runs."""
-    loads = [Load(length, 8) for length in (100, 110, 120, 130, 140, 1000)]
+    loads = [ExpectedLoad(length, 8) for length in (100, 110, 120, 130, 140, 1000)]
     allocation = allocate(each(loads), 3, tau)
     assert allocation.is_feasible
     runs = (allocation.parts, equal_shares(6, 3))
@@ -94,7 +102,7 @@ LENGTHS = st.lists(st.integers(1, 5000), min_size=1, max_size=6).map(sorted)
 @settings(max_examples=40)
 @given(LENGTHS, st.integers(1, 12), st.integers(1, 64), st.sampled_from([0.0, 1.0, 30.0]))
 def test_every_group_is_served_and_no_worker_is_left_out(lengths, workers, responses, train_s):
-    loads = [Load(length, responses) for length in lengths]
+    loads = [ExpectedLoad(length, responses) for length in lengths]
     parts = allocate(each(loads), workers, tau, train_s).parts
     assert [i for part in parts for i in range(part.first, part.last + 1)] == list(range(len(loads)))
     assert sum(part.num_workers for part in parts) == workers
@@ -123,7 +131,7 @@ def pair_of(loads, shared, train_s):
 @settings(max_examples=40)
 @given(LENGTHS.filter(lambda lengths: len(lengths) > 1), st.integers(0, 6), st.integers(1, 32), st.floats(0, 60))
 def test_two_steps_take_no_longer_than_by_the_paper_or_with_equal_shares(lengths, more, responses, train_s):
-    workers, loads = len(lengths) + more, [Load(length, responses) for length in lengths]
+    workers, loads = len(lengths) + more, [ExpectedLoad(length, responses) for length in lengths]
     allocation = allocate(each(loads), workers, tau, train_s)
     found = pair_of(loads, counts(allocation), train_s)
     assert found <= pair_of(loads, [part.num_workers for part in equal_shares(len(loads), workers)], train_s)
@@ -141,7 +149,7 @@ def drawn(rng):
     step_s, row_s = rng.choice([0.01, 0.03]), rng.choice([1e-5, 1e-4, 1e-3])
     sigma, responses = rng.uniform(0.3, 1.5), rng.choice([8, 32, 128])
     lengths = sorted(rng.lognormvariate(6, sigma) for _ in range(num_groups))
-    groups = [[Load(length, responses - 2), Load(length * rng.uniform(1, 4), 2)] for length in lengths]
+    groups = [[ExpectedLoad(length, responses - 2), ExpectedLoad(length * rng.uniform(1, 4), 2)] for length in lengths]
 
     def predicted(loads):
         return rollout_s(loads, lambda rows, tokens: step_s + row_s * rows + 1e-7 * tokens)
@@ -156,7 +164,7 @@ def best_pair(groups, workers, tau, train_s):
     def times(sizes):
         if workers >= len(groups):
             return [
-                tau([Load(load.length, load.responses / size) for load in group])
+                tau([ExpectedLoad(load.length, load.responses / size) for load in group])
                 for group, size in zip(groups, sizes, strict=True)
                 for _ in range(size)
             ]

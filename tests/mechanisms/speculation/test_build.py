@@ -12,7 +12,7 @@ from jaxrl.mechanisms import enabled
 from jaxrl.mechanisms.speculation import Speculation, build_proposer, step_costs
 from jaxrl.mechanisms.speculation.index import DraftLengths
 from jaxrl.mechanisms.speculation.proposer import Drafting
-from jaxrl.mechanisms.speculation.rule import Window
+from jaxrl.mechanisms.speculation.rule import DraftWindow
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, VerifyMeasurement
 
 IDENTITY = ProfileIdentity("m", "f", "cpu", 1, "0", "float32")
@@ -41,7 +41,7 @@ def profile(**more: Any) -> Profile:
 def test_what_an_executor_is_built_for():
     assert build_proposer(config(), "cpu") is None
     chosen = config(enable=True, epochs=2, max_prefix=5, min_prefix=2, max_window=6, num_indexes=3, verify_tokens=9)
-    expected = Drafting(6, 300, 9, DraftLengths(2, 5, 6), Window(2, 2, 6), 3)
+    expected = Drafting(6, 300, 9, DraftLengths(2, 5, 6), DraftWindow(2, 2, 6), 3)
     assert build_proposer(chosen, "cpu") == expected
     memory = Speculation.rollout_memory(chosen, 1, "cpu", 0, is_timeless=True)
     assert memory is not None

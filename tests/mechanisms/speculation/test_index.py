@@ -8,7 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.mechanisms.speculation.index import END, START, DraftIndex, DraftLengths, context_hashes
+from jaxrl.mechanisms.speculation import Speculation
+from jaxrl.mechanisms.speculation.index import (
+    END,
+    START,
+    DraftIndex,
+    DraftLengths,
+    build_index,
+    context_hashes,
+    index_bytes,
+)
+from jaxrl.scheduling.rounds.history import HistoryStore
+from jaxrl.types import Group, Prompt, Sample, SampleKey
 
 SHORT = DraftLengths(min_prefix=2, max_prefix=4, max_draft=5)
 
@@ -114,8 +125,33 @@ def test_a_device_hashes_as_the_host_does():
     assert (np.asarray(context_hashes(jnp.asarray(recent), jnp.asarray(salts))) == context_hashes(recent, salts)).all()
 
 
-def test_what_cannot_be_built():
+def test_a_weight_that_is_not_finite_is_refused():
     with pytest.raises(ValueError, match="finite weights"):
         build([1], weights=[float("nan")])
-    with pytest.raises(ValueError, match=r"min_prefix \(5\) must be in \[1, max_prefix \(4\)\]"):
-        DraftLengths(min_prefix=5, max_prefix=4)
+
+
+# ---------------------------------------------------------------- of a prompt's history
+
+
+@pytest.mark.parametrize("num_responses", [1, 3])
+@pytest.mark.parametrize("num_tokens", [0, 1, 7, 500])
+def test_an_index_takes_at_most_what_is_planned(num_responses: int, num_tokens: int):
+    rng = np.random.default_rng(num_tokens)
+    built = build(*(rng.integers(0, 9999, num_tokens).tolist() for _ in range(num_responses)))
+    most = index_bytes(DraftLengths(), num_responses, num_responses * num_tokens)
+    assert built.num_bytes <= most
+    assert num_tokens < 500 or built.num_bytes > most / 2
+
+
+@pytest.mark.parametrize("rewards", [(1.0, 1.0, 1.0), (-1.0, -1.0, -1.0), (1.0, 0.6, 0.6), (-2.0, -1.0, -2.0)])
+def test_what_is_drafted_follows_rewards_of_any_sign(rewards: tuple[float, ...]):
+    """Two continuations, one of which occurs twice."""
+    samples = [Sample.empty(SampleKey(0, 0, i)) for i in range(3)]
+    responses = ([1, 2, 3, 4, 5], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8])
+    for one, tokens, reward in zip(samples, responses, rewards, strict=True):
+        one.token_ids, one.reward = np.asarray(tokens, np.int32), reward
+    store = HistoryStore(1)
+    store.add([Group(Prompt(0, 0, (1,), "", "test"), samples)])
+    history = store.history(0)
+    assert history is not None
+    assert build_index(history, Speculation.Options(enable=True)).draft([1, 2, 3], 9).tolist() == [7, 8]

@@ -12,7 +12,7 @@ from checked_blocks import check_blocks
 from plan_rows import decode_rows, result_of
 
 from jaxrl.mechanisms.speculation.index import DraftIndex
-from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, StepCosts, Window
+from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, DraftWindow, StepCosts
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
@@ -33,7 +33,7 @@ HISTORY = DraftIndex.build([np.arange(3, 9, dtype=np.int32)], [1.0])
 
 
 def drafting(verify_tokens: int = 64, costs: StepCosts | None = None) -> BatcherConfig:
-    rule = partial(DraftRule, DraftConfig(Window(), verify_tokens, costs=costs))
+    rule = partial(DraftRule, DraftConfig(DraftWindow(), verify_tokens, costs=costs))
     return BatcherConfig(STEPS, verify_rule=rule)
 
 

@@ -12,18 +12,23 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jaxrl.mechanisms.speculation.index_builder import IndexBuilder, build_index, history_store, index_bytes
 from plan_rows import decode_rows
 from replay_worker import ReplayWorker
 from run_parts import made_run
 
 from jaxrl.mechanisms.speculation import Speculation
-from jaxrl.mechanisms.speculation.index import DraftIndex, DraftLengths
+from jaxrl.mechanisms.speculation.index import (
+    DraftIndex,
+    DraftLengths,
+    IndexBuilder,
+    build_index,
+    history_store,
+    index_bytes,
+)
 from jaxrl.runtime.backend import RolloutBackend
-from jaxrl.scheduling.mechanism import RoundInfo
+from jaxrl.scheduling.mechanism import RoundEnd, RoundInfo
 from jaxrl.scheduling.rounds.batches import RoundResult
 from jaxrl.scheduling.rounds.events import SampleFinished, Verdict
-from jaxrl.scheduling.rounds.history import HistoryStore, PromptHistory
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
@@ -79,16 +84,16 @@ class Ticks:
 
 @pytest.fixture
 def sessions() -> Iterator[Any]:
-    opened: list[Speculation] = []
+    opened: list[IndexBuilder] = []
 
     def build(options: Speculation.Options = ON, drawing: Held | None = None) -> Speculation:
-        builder = IndexBuilder(options, drawing, Ticks())
-        opened.append(Speculation(history_store(options), builder))
-        return opened[-1]
+        timeline: Any = drawing
+        opened.append(IndexBuilder(options, timeline, Ticks()))
+        return Speculation(history_store(options), opened[-1])
 
     yield build
-    for session in opened:
-        session.close()
+    for builder in opened:
+        builder.close()
 
 
 def same(index: DraftIndex | None, other: DraftIndex) -> bool:
@@ -97,39 +102,49 @@ def same(index: DraftIndex | None, other: DraftIndex) -> bool:
     return all(np.array_equal(a, b) for a, b in pairs)
 
 
+def index_of(session: Speculation, of: Prompt) -> Any:
+    """What a new request of this prompt drafts from."""
+    request = Request(0, SampleKey(of.epoch, of.index, 0), of.token_ids, SamplingParams(max_tokens=1))
+    return session.on_request(request, of).history
+
+
+def end(session: Speculation, *groups: Group) -> dict[str, float]:
+    return session.round_ends(RoundEnd([Counters()], RoundResult("plain", list(groups), {}, {}, [], [])))
+
+
 def play(session: Speculation, *groups: Group) -> dict[str, float]:
     session.round_begins(RoundInfo(1))
-    return session.end(groups, Counters())
+    return end(session, *groups)
 
 
 def test_the_next_round_drafts_from_the_last_one(sessions: Any):
     session = sessions()
     session.round_begins(RoundInfo(1))
-    assert session.index_of(prompt(3)) is None, "nothing in the first epoch"
-    measured = session.end([group(3), group(4)], Counters())
+    assert index_of(session, prompt(3)) is None, "nothing in the first epoch"
+    measured = end(session, group(3), group(4))
     assert measured["rollout/spec/evicted_prompts"] == 0
     assert measured["rollout/spec/index_bytes"] == session.store.num_bytes > 0
     session.round_begins(RoundInfo(1))
-    index = session.index_of(prompt(3, epoch=1))
+    index = index_of(session, prompt(3, epoch=1))
     history = session.store.history(3)
     assert same(index, build_index(history, ON))
     assert index.draft([102, 103, 104][-3:], 9).tolist() == []
     assert index.draft([300, 301, 302], 9).tolist() == [303, 304, 305]
-    assert session.index_of(prompt(3, epoch=1)) is index, "one for all of its samples"
-    session.end([group(3, epoch=1)], Counters())
+    assert index_of(session, prompt(3, epoch=1)) is index, "one for all of its samples"
+    end(session, group(3, epoch=1))
     session.round_begins(RoundInfo(1))
-    assert session.index_of(prompt(3, epoch=2)).draft([1300, 1301, 1302], 1).tolist() == [1303]
-    assert session.index_of(prompt(3, epoch=2)).find([300, 301, 302]) == (-1, 0), "one epoch"
+    assert index_of(session, prompt(3, epoch=2)).draft([1300, 1301, 1302], 1).tolist() == [1303]
+    assert index_of(session, prompt(3, epoch=2)).find([300, 301, 302]) == (-1, 0), "one epoch"
 
 
 def test_evaluations_and_cancelled_rounds_leave_no_trace(sessions: Any):
     session = sessions()
     play(session, group(0))
     session.round_begins(EVALUATION)
-    assert session.index_of(prompt(0, epoch=1)) is None
-    assert session.end([group(1)], Counters()) == {}
+    assert index_of(session, prompt(0, epoch=1)) is None
+    assert end(session, group(1)) == {}
     session.round_begins(RoundInfo(1))
-    assert session.index_of(prompt(0, epoch=1)) is not None
+    assert index_of(session, prompt(0, epoch=1)) is not None
     session.round_cancelled()
     assert session.store.prompts() == [0]
 
@@ -140,11 +155,11 @@ def test_a_request_waits_for_its_index_and_the_time_is_told(sessions: Any):
     play(session, group(0), group(1))
     assert drawing.begun.wait(60)  # that of prompt 0 is being built; that of prompt 1 waits for its turn
     session.round_begins(RoundInfo(1))
-    assert session.index_of(prompt(1)) is session.index_of(prompt(1)), "built here, once"
+    assert index_of(session, prompt(1)) is index_of(session, prompt(1)), "built here, once"
     threading.Timer(0.05, drawing.go_on.set).start()
-    assert session.index_of(prompt(0)) is not None
+    assert index_of(session, prompt(0)) is not None
     assert sorted(drawing.drawn) == [("history", 0), ("history at once", 1)]
-    first = session.end([], Counters())
+    first = end(session)
     assert first["rollout/spec/build_wait_s"] > 0
     assert first["rollout/spec/build_s"] > 0
     again = play(session)
@@ -176,7 +191,7 @@ def test_after_a_resume_the_indexes_are_there_again(sessions: Any):
     for each in (session, again):
         each.round_begins(RoundInfo(1))
     for index in (0, 1):
-        assert same(again.index_of(prompt(index)), session.index_of(prompt(index)))
+        assert same(index_of(again, prompt(index)), index_of(session, prompt(index)))
 
 
 def test_what_is_evicted_has_no_index(sessions: Any):
@@ -188,33 +203,9 @@ def test_what_is_evicted_has_no_index(sessions: Any):
     assert measured["rollout/spec/evicted_prompts"] == 1
     assert measured["rollout/spec/index_bytes"] == 2 * room
     session.round_begins(RoundInfo(1))
-    assert [session.index_of(prompt(i)) is None for i in range(3)] == [True, False, False]
-    after = session.end([], Counters())["rollout/spec/index_bytes"]
+    assert [index_of(session, prompt(i)) is None for i in range(3)] == [True, False, False]
+    after = end(session)["rollout/spec/index_bytes"]
     assert after == 2 * (12 * 4 + 2 * 12 + build_index(session.store.history(1), options).num_bytes) < 2 * room
-
-
-@pytest.mark.parametrize("num_responses", [1, 3])
-@pytest.mark.parametrize("num_tokens", [0, 1, 7, 500])
-def test_an_index_takes_at_most_what_is_planned(num_responses: int, num_tokens: int):
-    rng = np.random.default_rng(num_tokens)
-    responses = [rng.integers(0, 9999, num_tokens).astype(np.int32) for _ in range(num_responses)]
-    built = DraftIndex.build(responses, [1.0] * num_responses)
-    most = index_bytes(DraftLengths(), num_responses, num_responses * num_tokens)
-    assert built.num_bytes <= most
-    assert num_tokens < 500 or built.num_bytes > most / 2
-
-
-@pytest.mark.parametrize("rewards", [(1.0, 1.0, 1.0), (-1.0, -1.0, -1.0), (1.0, 0.6, 0.6), (-2.0, -1.0, -2.0)])
-def test_what_is_drafted_follows_rewards_of_any_sign(rewards: tuple[float, ...]):
-    """Two continuations, one of which occurs twice."""
-    samples = [sample(0, i, reward=reward) for i, reward in enumerate(rewards)]
-    for one, tokens in zip(samples, ([1, 2, 3, 4, 5], [1, 2, 3, 7, 8], [1, 2, 3, 7, 8]), strict=True):
-        one.token_ids = np.asarray(tokens, np.int32)
-    store = HistoryStore(1)
-    store.add([Group(prompt(0), samples)])
-    history = store.history(0)
-    assert isinstance(history, PromptHistory)
-    assert build_index(history, ON).draft([1, 2, 3], 9).tolist() == [7, 8]
 
 
 class Recording(Engine):

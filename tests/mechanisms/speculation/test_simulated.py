@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,10 +20,10 @@ from sim_machine import SMALL, STOP, ConstantCost, recorded, sizes
 from simulated_runs import House, make_config, make_workload, whole
 
 from jaxrl.config import SimulatedHistory
-from jaxrl.mechanisms.speculation.acceptance import AcceptanceModel, draft_acceptance
+from jaxrl.mechanisms.speculation import Speculation
 from jaxrl.mechanisms.speculation.index import DraftIndex
-from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, StepCosts, Window
-from jaxrl.mechanisms.speculation.simulated import SimulatedDrafts
+from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, DraftWindow, StepCosts
+from jaxrl.mechanisms.speculation.simulated import SimulatedDrafts, acceptance_model, draft_acceptance
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, VerifyMeasurement
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
@@ -36,7 +38,7 @@ from jaxrl.sim.verification import Acceptance, verify
 from jaxrl.types import SampleKey, SamplingParams
 
 HISTORY = DraftIndex.build([], [])
-WINDOW = Window(2, 2, 8)
+WINDOW = DraftWindow(2, 2, 8)
 
 
 def known(right: Sequence[int]) -> Acceptance:
@@ -76,10 +78,16 @@ def test_stretches_and_gaps_cover_a_response(options: SimulatedHistory, length: 
     assert (kept == right).all(), "a longer response begins otherwise"
 
 
+def model_of(seed: int, history: SimulatedHistory) -> Callable[[SampleKey, int], Acceptance]:
+    """The acceptance of drafts where every prompt has this history."""
+    workload: Any = SimpleNamespace(history=lambda prompt_index: history)
+    return acceptance_model(seed, workload, Speculation.Options(min_prefix=3, max_prefix=7))
+
+
 def test_stretches_have_the_distribution_that_the_options_say():
     """Medians, means of gaps, and growth over epochs; what is foretold goes by the response alone."""
     options = SimulatedHistory(stretch_median=6.0, stretch_sigma=1.0, gap_mean=2.0, growth=0.5)
-    tell = AcceptanceModel(3, lambda _: options, 3, 7)
+    tell = model_of(3, options)
     for epoch, median in ((1, 6.0), (3, 13.5)):
         runs = [runs_of(tell(SampleKey(epoch, i, 0), 3000))[:-1] for i in range(30)]
         stretches = np.array([end - first for each in runs for first, end in each])
@@ -146,7 +154,7 @@ def requests(seed: int, count: int) -> list[Request]:
 
 def drafting(verify_tokens: int) -> SimulatedDrafts:
     options = SimulatedHistory(4.0, 1.5, 0.5)
-    return SimulatedDrafts(AcceptanceModel(1, lambda _: options, 3, 7), DraftConfig(WINDOW, verify_tokens))
+    return SimulatedDrafts(model_of(1, options), DraftConfig(WINDOW, verify_tokens))
 
 
 @pytest.mark.parametrize("seed", range(2))

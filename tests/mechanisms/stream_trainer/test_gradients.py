@@ -24,8 +24,8 @@ from jaxrl.models.lora import Lora, without_adapters
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.split_mesh import Half
 from jaxrl.train import batch_preparation
-from jaxrl.train.packing import Shape
-from jaxrl.train.trainer import Trainer
+from jaxrl.train.packing import BatchShape
+from jaxrl.train.trainer import MeshTrainer
 from jaxrl.types import Group, StreamFailed, TrainBatch
 
 SMALL: dict[str, Any] = {
@@ -51,7 +51,7 @@ def config_of(**options: Any) -> Config:
 class Shared:
     """A trainer on four devices, in float64, and its stream on the last two: compiled once for all tests."""
 
-    trainer: Trainer
+    trainer: MeshTrainer
     stream: TrainStream
     begin: dict[str, Any]
 
@@ -66,7 +66,7 @@ class Shared:
 def compiled() -> Shared:
     with jax.enable_x64(True):
         params = jax.tree.map(np.asarray, decoder.init(TRAINED, jax.random.key(0), "float64"))
-        trainer = Trainer(config_of(), TRAINED, params, make_mesh(jax.devices()[:4]))
+        trainer = MeshTrainer(config_of(), TRAINED, params, make_mesh(jax.devices()[:4]))
         return Shared(trainer, stream_of(trainer, 1), jax.tree.map(np.array, trainer.state()))
 
 
@@ -84,19 +84,19 @@ def groups_of(batch: TrainBatch) -> list[Group]:
     return list(found.values())
 
 
-def prepared(trainer: Trainer, groups: Sequence[Group]) -> TrainBatch:
+def prepared(trainer: MeshTrainer, groups: Sequence[Group]) -> TrainBatch:
     """What the loop makes of a batch before its gradients."""
     return streamed_runs.prepared(trainer.config, trainer, groups, STEP)
 
 
-def stream_of(trainer: Trainer, index: int = 0) -> TrainStream:
+def stream_of(trainer: MeshTrainer, index: int = 0) -> TrainStream:
     stream = TrainStream(trainer, Half(trainer.mesh, index))
     for each in (stream.programs, trainer.programs):
         each.microbatches = each.microbatches[-1:]  # one shape: less to compile
     return stream
 
 
-def streamed(trainer: Trainer, stream: TrainStream, calls: list[list[Group]], rest: list[Group]) -> TrainBatch:
+def streamed(trainer: MeshTrainer, stream: TrainStream, calls: list[list[Group]], rest: list[Group]) -> TrainBatch:
     """Accumulates `calls` on the half and `rest` on all devices; returns the whole batch."""
     stream.open()
     for call in calls:
@@ -134,7 +134,7 @@ def distance(a: Any, b: Any) -> float:
 
 
 def check_equal(
-    trainer: Trainer, groups: list[Group], tolerance: float, seeds: Sequence[int], stream: TrainStream
+    trainer: MeshTrainer, groups: list[Group], tolerance: float, seeds: Sequence[int], stream: TrainStream
 ) -> None:
     if trainer.config.needs_ref:  # make the reference another model
         trainer.accumulate(prepared(trainer, groups))
@@ -181,12 +181,12 @@ def test_every_mode_and_estimator(wide, mode, kl, make_config, make_batch, make_
 def test_rows_that_devices_share(x64, make_config, make_batch, make_trainer):
     """On the half as many share a row, of half as many groups; where it has fewer devices it is refused."""
     config = make_config(**WIDE, **WITH_REF, actor__context_parallel_size=4)
-    trainer = make_trainer(config, 8, rows=(Shape(1, 128),))
+    trainer = make_trainer(config, 8, rows=(BatchShape(1, 128),))
     stream = TrainStream(trainer, Half(trainer.mesh, 1))
     stream.programs.microbatches = trainer.programs.microbatches
     assert (trainer.programs.layout.dp, stream.programs.layout.dp) == (2, 1)
     check_equal(trainer, groups_of(make_batch(24, same=True)), 1e-12, (0, 1), stream)
-    few = make_trainer(config, 4, rows=(Shape(1, 128),))
+    few = make_trainer(config, 4, rows=(BatchShape(1, 128),))
     with pytest.raises(ValueError, match=r"context_parallel_size \(4\) must be one of 1, 2: products of"):
         TrainStream(few, Half(few.mesh, 0))
 
@@ -197,7 +197,7 @@ def test_with_adapters_the_base_on_the_half_is_the_reference(x64, make_batch, wh
     params = jax.tree.map(np.asarray, decoder.init(model, jax.random.key(0), "float64"))
     for name in ("q_lora_b", "down_lora_b"):
         params["layers"][name] = np.random.default_rng(0).normal(size=params["layers"][name].shape)
-    trainer = Trainer(config_of(), model, params, make_mesh(jax.devices()[:2]))
+    trainer = MeshTrainer(config_of(), model, params, make_mesh(jax.devices()[:2]))
     stream, groups = stream_of(trainer), groups_of(make_batch())
     if not whole:
         stream.open()

@@ -27,9 +27,9 @@ from jaxrl.scheduling.rounds.batches import RoundTime
 from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup
 
 
-def tail_batching(num_groups: int, group_size: int, *, shared: Any = None, **options: Any) -> TailBatching:
+def tail_batching(num_prompts: int, group_size: int, *, shared: Any = None, **options: Any) -> TailBatching:
     """The rule with options `rollout.tail_batching`; `shared` is what else all rules are given."""
-    batch = BatchSettings(num_groups, group_size, **(shared or {}))
+    batch = BatchSettings(num_prompts, group_size, **(shared or {}))
     return TailBatching(batch, TailBatching.Options(enable=True, **options))
 
 
@@ -244,13 +244,6 @@ def test_the_cap_on_active_requests_lets_prompts_in_as_others_end():
 def test_limits_that_cannot_be_are_refused(make: Callable[[], Any], message: str):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_limits_that_no_configuration_gives_are_refused_by_assertion():
-    late: dict[str, Any] = {"shared": {"score_when": "rollout", **filtering()}}
-    for options in ({"prompt_factor": 0.5}, {"response_factor": 0.5}, late):
-        with pytest.raises(AssertionError):
-            tail_batching(4, 4, **options)
 
 
 # -- state -------------------------------------------------------------------------------------------------------------

@@ -93,12 +93,6 @@ def test_factors_that_cannot_be_are_refused():
         OverProvisioning(BatchSettings(4, 4), OverProvisioning.Options(True, float("inf")))
 
 
-@pytest.mark.parametrize(("num_groups", "group_size"), [(0, 4), (2, 0)])
-def test_batches_of_nothing_are_a_mistake_in_code(num_groups: int, group_size: int):
-    with pytest.raises(AssertionError):
-        fresh_batches(num_groups, group_size)
-
-
 def test_states_of_another_make_are_refused():
     fresh = fresh_batches(4, 4)
     fresh.load_state(through_disk(fresh.state()), FakePrompts(4))

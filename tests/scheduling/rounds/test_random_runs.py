@@ -122,7 +122,7 @@ def test_random_runs_of_tail_batching_keep_the_book(
 
     training = run_with_crashes_and_queue_checks(lambda: make(0), total, world.crashes)
     for result in training.results:
-        assert len(result.groups) == batch.num_groups
+        assert len(result.groups) == batch.num_prompts
         assert all(len(group.samples) == batch.group_size for group in result.groups)
         assert all(sample.reward is not None for group in result.groups for sample in group.samples)
         assert result.metrics["rollout/resumed_share"] == 0
@@ -131,9 +131,9 @@ def test_random_runs_of_tail_batching_keep_the_book(
             assert result.metrics["rollout/queue_age_steps/max"] <= options.max_age_steps
     if options.at_end == "flush":
         assert training.rule.num_carried == 0
-        assert training.departures.counts["trained"] == total * batch.num_groups
+        assert training.departures.counts["trained"] == total * batch.num_prompts
         if not batch.group_filter:
-            assert training.prompts.position == total * batch.num_groups
+            assert training.prompts.position == total * batch.num_prompts
     # the clock of the reward pool decides nothing
     for slow, eager in ((2, True), (5, False)):
         other = make(slow, eager)
@@ -201,10 +201,10 @@ def test_random_runs_of_partial_rollout_keep_the_book(
 
     training = run_with_crashes(lambda: make(0), total, world.crashes)
     for trained_version, result in enumerate(training.results):
-        assert len(result.groups) == batch.num_groups
+        assert len(result.groups) == batch.num_prompts
         if not (batch.group_filter and options.max_staleness < 0):
             # else filtered groups that were launched after the batch's last one are left over too, however many
-            most = PartialRollout(batch, options).max_under_way[0] - batch.num_groups
+            most = PartialRollout(batch, options).max_under_way[0] - batch.num_prompts
             assert result.metrics["rollout/queue_length"] <= most
         for group in result.groups:
             assert sorted(s.key.sample_index for s in group.samples) == list(range(batch.group_size))
@@ -212,7 +212,7 @@ def test_random_runs_of_partial_rollout_keep_the_book(
                 check_trained(sample, trained_version, batch.version_lag, options, tail_lengths(world.seed))
     if options.at_end == "flush":
         assert training.rule.num_carried == 0
-        assert training.departures.counts["trained"] == total * batch.num_groups
+        assert training.departures.counts["trained"] == total * batch.num_prompts
     for slow, eager in ((0, False), (2, True), (5, False)):
         other = make(slow, eager)
         for result in training.results:

@@ -88,16 +88,12 @@ def test_events_that_cannot_be_are_refused(events: list[Event], message: str):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "group_size", "message"),
-    [
-        ([], 1, "train_batch_size"),
-        ([make_prompt(0), make_prompt(0)], 1, "2 given, 1 different"),
-        ([make_prompt(0)], 0, r"rollout\.n"),
-    ],
+    ("prompts", "message"),
+    [([], "train_batch_size"), ([make_prompt(0), make_prompt(0)], "2 given, 1 different")],
 )
-def test_impossible_rounds_are_refused(prompts: list[Prompt], group_size: int, message: str):
+def test_impossible_rounds_are_refused(prompts: list[Prompt], message: str):
     with pytest.raises(ValueError, match=message):
-        Round(prompts, group_size)
+        Round(prompts, 1)
 
 
 def test_the_same_prompt_of_two_epochs_is_two_prompts():
@@ -126,18 +122,18 @@ class Told(Race):
     """A race that answers each event but aborts with what it was told to."""
 
     def __init__(self, *answers: list[Command]) -> None:
-        self.answers = list(answers)
+        self.answers, self.ledger = list(answers), RoundLedger()
 
-    def start(self, *_: object) -> list[Command]:
+    def advance(self, *_: object) -> list[Command]:
         return self.answers.pop(0)
 
-    after_finish = after_verdict = start
+    after_finish = after_verdict = advance
 
-    def is_done(self, ledger: RoundLedger) -> bool:
-        return not self.answers and not ledger.aborting
+    def is_done(self) -> bool:
+        return not self.answers and not self.ledger.aborting
 
-    def chosen(self, ledger: RoundLedger) -> list[SampleKey]:
-        return list(ledger.verdicts)
+    def chosen(self) -> list[SampleKey]:
+        return list(self.ledger.verdicts)
 
 
 def test_a_rule_decides_what_is_launched_aborted_and_chosen():

@@ -191,15 +191,14 @@ def test_samples_of_a_prompt_run_it_once_over_all_their_turns():
 
 
 def _next_turn(request: Request, sample: Sample, answered: int) -> Request:
-    kept = resume(request, sample)
-    return replace(
-        kept,
-        request_id=kept.request_id + 10,
-        generated=(*kept.generated, answered),
-        generated_sampled_logprobs=(*kept.generated_sampled_logprobs, 0.0),
-        generated_rollout_logprobs=(*kept.generated_rollout_logprobs, 0.0),
-        generated_versions=(*kept.generated_versions, ENVIRONMENT),
+    both = replace(
+        sample,
+        token_ids=np.append(sample.token_ids, np.int32(answered)),
+        sampled_logprobs=np.append(sample.sampled_logprobs, np.float32(0)),
+        rollout_logprobs=np.append(sample.rollout_logprobs, np.float32(0)),
+        versions=np.append(sample.versions, np.int32(ENVIRONMENT)),
     )
+    return replace(resume(request, both), request_id=request.request_id + 10)
 
 
 def test_a_turn_goes_where_the_one_before_it_was():
@@ -353,7 +352,7 @@ def test_results_must_come_in_order():
     "options", [{"decode_steps": 0}, {"leave_after": 0}, {"num_slots": 0}, {"max_prefill_tokens": 0}]
 )
 def test_impossible_options_are_refused(options: dict[str, int]):
-    with pytest.raises(ValueError, match=r"rollout\."):
+    with pytest.raises(ValueError, match=f"{next(iter(options))} .0."):
         make_batcher(**options)
 
 
@@ -395,9 +394,9 @@ def test_what_is_only_parked_keeps_no_request_out_where_one_fits():
     plan_of(batcher)
     answer(batcher, 0, {0: [STOP]}, {0})
     assert batcher.blocks.num_parked(0) == 12
-    kept = {"generated": (9,) * 40, "generated_versions": (0,) * 40}
-    kept |= dict.fromkeys(("generated_sampled_logprobs", "generated_rollout_logprobs"), (-0.5,) * 40)
-    batcher.add(replace(make_request(1, num_prompt=12, max_tokens=52, share="a"), **kept))
+    logprobs, request = np.full(40, -0.5, np.float32), make_request(1, num_prompt=12, max_tokens=52, share="a")
+    kept = Sample(request.key, np.full(40, 9, np.int32), logprobs, logprobs, np.zeros(40, np.int32))
+    batcher.add(resume(request, kept))
     assert starts(plan_of(batcher)) == [(1, 0, 0)]
     assert batcher.counters.shared_tokens == 11
     check_blocks(batcher.blocks)

@@ -148,10 +148,10 @@ def test_malformed_requests_are_refused_and_change_nothing():
     done = Sample(key, seven, seven, seven, seven)
     idle: list[tuple[Callable[[], Any], str]] = [
         (lambda: engine.add(make_request(0, num_prompt=13)), r"rollout\.num_blocks \(9\)"),
-        (lambda: engine.add(make_request(0, num_prompt=21)), r"rollout\.max_model_len \(40\)"),
+        (lambda: engine.add(make_request(0, num_prompt=21)), r"max_model_len \(40\)"),
         (lambda: engine.add(make_request(0, num_prompt=0)), "at least one token"),
         (lambda: engine.add(Request(0, key, (1,), SamplingParams(stop_strings=("x",)))), "stop_check"),
-        (lambda: engine.add(Request(0, key, (1,), four, generated=(5,))), "log-probabilities"),
+        (lambda: engine.add(Request(0, key, (1,), four, kept=replace(done, versions=seven[:1]))), "log-probabilities"),
         (lambda: engine.add(resume(make_request(0), done)), "finished already"),
         (lambda: resume(make_request(0, sample=1), done), "not of this request"),
         (lambda: engine.abort([3]), "not live"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from checked_blocks import check_blocks
@@ -66,17 +66,7 @@ def play(workers: LocalWorkers | Engine, requests: Sequence[Request], acts: Sequ
                 some = [i for i in some if i in workers.unfinished()]
                 for i, sample in zip(some, workers.abort(some), strict=True):
                     again = resume(done.requests.pop(i), sample)
-                    done.requests[ids] = again = Request(
-                        ids,
-                        again.key,
-                        again.prompt_ids,
-                        again.params,
-                        again.share,
-                        again.generated,
-                        again.generated_sampled_logprobs,
-                        again.generated_rollout_logprobs,
-                        again.generated_versions,
-                    )
+                    done.requests[ids] = again = replace(again, request_id=ids)
                     workers.add(again)
                     ids += 1
             case "drain":

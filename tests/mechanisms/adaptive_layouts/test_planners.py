@@ -1,25 +1,81 @@
-"""The planner that raises tp beyond noise only: its test against tables and draws, its way down, its state."""
+"""The planners of tp between rounds: tables by hand, the test of the confident one, its way down, and their state."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from statistics import median
 
 import numpy as np
 import pytest
-from jaxrl.mechanisms.adaptive_layouts.confident_planner import ConfidentPlanner, _normal_of_t, risen
-from jaxrl.mechanisms.adaptive_layouts.tp_planner import TpPlanner
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
+from jaxrl.mechanisms.adaptive_layouts.planners import ConfidentPlanner, Planner, TpPlanner, _normal_of_t, risen
 
 DEGREES = (1, 2, 4, 8)
+
+
+def make_paper(degrees: tuple[int, ...] = DEGREES, initial: int = 2, **options: float) -> TpPlanner:
+    return TpPlanner(replace(AdaptiveLayouts.Options(), **options), degrees, initial)  # pyright: ignore[reportArgumentType]
 
 
 def make_planner(degrees: tuple[int, ...] = DEGREES, initial: int = 2, trial_rounds: int = 16) -> ConfidentPlanner:
     return ConfidentPlanner(AdaptiveLayouts.Options(), degrees, initial, trial_rounds)
 
 
-# ---------------------------------------------------------------- the test
+# ---------------------------------------------------------------- the paper's
+
+
+@pytest.mark.parametrize(
+    ("preemptions", "degrees"),
+    [
+        ([10], [2]),  # nothing to compare with
+        ([100, 105], [2, 2]),  # 105 is 1.05 x 100, not more
+        ([100, 106], [2, 4]),
+        ([100, 106, 110], [2, 4, 4]),  # 1.05 x 106 = 111.3
+        ([100, 106, 112], [2, 4, 8]),
+        ([100, 106, 112, 118], [2, 4, 8, 8]),  # 118 > 117.6, and 8 is the largest
+        ([100, 50, 53], [2, 2, 4]),  # against the round before, which had 50: 53 > 52.5
+        ([0, 1], [2, 4]),  # from none to some
+        ([0, 0, 0, 0], [2, 2, 2, 1]),
+        ([0, 0, 0, 0, 0, 0, 0, 0], [2, 2, 2, 1, 1, 1, 1, 1]),  # 1 is the smallest
+        ([0, 0, 0, 1, 0, 0, 0], [2, 2, 2, 4, 4, 4, 4]),  # three quiet ones twice are not four in a row
+        ([0, 0, 0, 1, 0, 0, 0, 0], [2, 2, 2, 4, 4, 4, 4, 2]),
+        ([5, 6, 0, 0, 0, 0, 0, 0, 0, 0], [2, 4, 4, 4, 4, 2, 2, 2, 2, 1]),  # each halving takes four of its own
+        ([0, 0, 0, 0, 3], [2, 2, 2, 1, 2]),  # halved, and back
+        ([7, 7, 7, 7, 7], [2, 2, 2, 2, 2]),
+    ],
+)
+def test_the_papers_rule(preemptions: list[int], degrees: list[int]):
+    planner = make_paper()
+    assert planner.degree() == 2
+    assert [planner.observe(count) for count in preemptions] == degrees
+    assert planner.degree() == degrees[-1]
+
+
+def test_kinds_of_rounds_are_compared_with_their_like_by_the_papers_rule():
+    """Short rounds have 1.79 times the preemptions of long ones: that is no rise (RollPacker §4.2)."""
+    rounds = [("short", 179), ("short", 179), ("long", 100), ("short", 179), ("long", 120), ("short", 170)]
+    planner, mixed = make_paper(), make_paper()
+    assert [planner.observe(count, kind) for kind, count in rounds] == [2, 2, 2, 2, 4, 2]
+    assert (planner.degree("short"), planner.degree("long"), planner.degree("other")) == (2, 4, 2)
+    assert [mixed.observe(count) for _, count in rounds] == [2, 2, 2, 4, 4, 8]
+
+
+def test_tp_stays_on_allowed_degrees():
+    odd = make_paper((1, 3, 6), 1)
+    assert [odd.observe(count) for count in (1, 2, 4, 0, 0, 0, 0)] == [1, 3, 6, 6, 6, 6, 3]
+
+
+def test_other_constants():
+    planner = make_paper(planner_rise=2.0, planner_quiet_rounds=1)
+    assert [planner.observe(count) for count in (10, 20, 41, 0)] == [2, 2, 4, 2]
+
+
+# ---------------------------------------------------------------- the test of the confident one
 
 
 # one-sided quantiles of Student's t and of the normal distribution, from printed tables
@@ -74,10 +130,10 @@ def test_noise_passes_as_rarely_as_the_level_says(mean: float, num: int, window:
     assert share < 0.02 + 3 * math.sqrt(0.02 * 0.98 / 4000)
 
 
-# ---------------------------------------------------------------- rounds
+# ---------------------------------------------------------------- its rounds
 
 
-def rounds_of(planner: ConfidentPlanner | TpPlanner, seed: int, *parts: tuple[int, float]) -> list[int]:
+def rounds_of(planner: Planner, seed: int, *parts: tuple[int, float]) -> list[int]:
     """The degrees after rounds with Poisson counts, in parts of (rounds, mean)."""
     rng = np.random.default_rng(seed)
     return [planner.observe(int(count)) for rounds, mean in parts for count in rng.poisson(mean, rounds)]
@@ -88,7 +144,7 @@ def test_noise_does_not_ratchet():
     seeds = range(40)
     stayed = [set(rounds_of(make_planner(), seed, (300, 100))) == {2} for seed in seeds]
     assert np.mean(stayed) >= 0.95
-    paper = [rounds_of(TpPlanner(AdaptiveLayouts.Options(), DEGREES, 2), seed, (300, 100)) for seed in seeds]
+    paper = [rounds_of(make_paper(), seed, (300, 100)) for seed in seeds]
     assert all(degrees[-1] == 8 for degrees in paper)
     assert median(degrees.index(8) + 1 for degrees in paper) <= 10
 
@@ -185,13 +241,61 @@ def test_kinds_of_rounds_are_compared_with_their_like():
     assert (planner.degree("short"), planner.degree("other")) == (2, 2)
 
 
+# ---------------------------------------------------------------- their state
+
+
+def short_trials(degrees: tuple[int, ...] = DEGREES, initial: int = 2) -> ConfidentPlanner:
+    return make_planner(degrees, initial, trial_rounds=2)
+
+
+@pytest.mark.parametrize("make", [make_paper, short_trials])
+@settings(deadline=None)
+@given(
+    rounds=st.lists(st.tuples(st.sampled_from(["short", "long"]), st.sampled_from([0, 1, 40, 50, 200])), max_size=40),
+    cut=st.integers(0, 40),
+)
+def test_state_is_saved_and_a_step_is_one_degree(make: Callable[..., Planner], rounds: list[tuple[str, int]], cut: int):
+    whole, first, second = (make() for _ in range(3))
+    degrees: list[int] = []
+    for kind, count in rounds:
+        before = whole.degree(kind)
+        after = whole.observe(count, kind)
+        degrees.append(after)
+        assert abs(DEGREES.index(after) - DEGREES.index(before)) <= 1
+        if make is make_paper:
+            assert after >= before or count == 0, "only quiet rounds lower tp"
+            assert after <= before or count > 0
+    for kind, count in rounds[:cut]:
+        first.observe(count, kind)
+    second.load_state_dict(first.state_dict())
+    assert [second.observe(count, kind) for kind, count in rounds[cut:]] == degrees[cut:]
+    assert second.state_dict() == whole.state_dict()
+
+
+@pytest.mark.parametrize(("make", "counts"), [(make_paper, (1, 2, 4)), (short_trials, (100, 100, 1000, 1000, 10_000))])
+def test_restored_on_another_machine(make: Callable[..., Planner], counts: tuple[int, ...]):
+    planner = make()
+    for count in counts:
+        planner.observe(count)
+    assert planner.degree() == 8
+    smaller = make((1, 2, 4), 1)
+    smaller.load_state_dict(planner.state_dict())
+    assert (smaller.degree(), smaller.observe(5)) == (4, 4)
+    coarser, low = make((3, 6), 3), make(initial=1)
+    low.observe(0)
+    coarser.load_state_dict(low.state_dict())
+    assert coarser.degree() == 3, "nothing allowed is as small: the smallest"
+    with pytest.raises(ValueError, match=r"tp planner of schema 4: this version reads"):
+        smaller.load_state_dict({**planner.state_dict(), "schema": 4})
+
+
 def test_the_rule_may_be_changed_at_a_resume():
     """The degree is kept; what the other rule knows of earlier rounds means nothing to this one."""
-    paper, confident = TpPlanner(AdaptiveLayouts.Options(), DEGREES, 2), make_planner()
+    paper, confident = make_paper(), make_planner()
     assert [paper.observe(count) for count in (10, 20)] == [2, 4]
     confident.load_state_dict(paper.state_dict())
     assert (confident.degree(), confident.observe(1000)) == (4, 4)
     assert confident.observe(9000) == 8
-    back = TpPlanner(AdaptiveLayouts.Options(), DEGREES, 2)
+    back = make_paper()
     back.load_state_dict(confident.state_dict())
     assert (back.degree(), back.observe(10)) == (8, 8)

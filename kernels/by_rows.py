@@ -1,0 +1,109 @@
+"""How the functions of a layer, which work on rows of tokens, are computed: all rows at once, or in tiles
+(`jaxrl.kernels.invariant`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxrl.kernels import reference
+
+if TYPE_CHECKING:
+    from jaxrl.kernels.part import Part
+
+Join = Literal["sum", "vocab"] | tuple[str, ...]
+"""How the results of parts are joined: added, in the order of a tree; concatenated in the last dim; or, for a tuple of
+results, each concatenated in the last dim but one, where the weight of that name is cut."""
+
+
+class Multiply(Protocol):
+    """`jaxrl.kernels.invariant_pallas.Product`, which a JAX without Pallas on Triton lacks. Hashable."""
+
+    def __call__(
+        self, x: jax.Array, matrix: jax.Array | Part, *, transposed: bool = False, dtype: Any = None
+    ) -> jax.Array: ...
+
+    @property
+    def experts(self) -> Callable[..., jax.Array]: ...
+
+
+class ByRows(Protocol):
+    """Calls a function with rows. Hashable."""
+
+    @property
+    def multiply(self) -> Multiply | None: ...
+
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        rows: tuple[Any, ...],
+        shared: Any = (),
+        *,
+        join: Join | None = None,
+        heads: bool = False,
+        in_kernels: bool = False,
+    ) -> Any:
+        """`function(shared, *rows)`. Rows are arrays (or trees of them) with the same leading dims, all dims of the
+        first one but its last; so are the results.
+
+        Args:
+          join: where `shared`, weights by name, may come in parts (tensor parallelism): the function is then called
+            with a part of each weight that has parts, and this joins its results; None: `shared` has no parts.
+          heads: whether the first of rows is [..., H, D], and comes in parts too; its leading dims end before H.
+          in_kernels: whether the function consists of kernels alone where there are any (`multiply`), whose sums do not
+            depend on the number of rows: it then gets all rows at once.
+        """
+        ...
+
+
+class AtOnce(NamedTuple):
+    """Computes all rows together: `actor.numerics=fast`."""
+
+    multiply: None = None
+
+    def __call__(
+        self,
+        function: Callable[..., Any],
+        rows: tuple[Any, ...],
+        shared: Any = (),
+        *,
+        join: Join | None = None,
+        heads: bool = False,
+        in_kernels: bool = False,
+    ) -> Any:
+        return function(shared, *rows)
+
+
+at_once = AtOnce()
+
+
+def with_gradient_of(plain: Callable[..., Any], exact: Callable[..., Any]) -> Callable[..., Any]:
+    """`exact`, with the gradient of `plain`, which computes about the same."""
+
+    @jax.custom_vjp
+    def run(*arguments: Any) -> Any:
+        return exact(*arguments)
+
+    def forward(*arguments: Any) -> tuple[Any, Any]:
+        # named, so that a remat policy can keep what the loops give
+        return jax.tree.map(lambda x: checkpoint_name(x, reference.ATTENTION), exact(*arguments)), arguments
+
+    def backward(arguments: Any, cotangents: Any) -> Any:
+        return jax.vjp(plain, *arguments)[1](cotangents)
+
+    run.defvjp(forward, backward)
+    return run
+
+
+def token_logprob(_: Any, logits: jax.Array, token: jax.Array, temperature: jax.Array) -> jax.Array:
+    """[..., 2], log-probability of a token and log-sum-exp, of logits [..., V] divided by temperatures [...]: in one
+    array, because a program that needs one of two would have another piece."""
+    scaled = logits / temperature[..., None]
+    top = jnp.max(scaled, axis=-1, keepdims=True)
+    logsumexp = top[..., 0] + jnp.log(jnp.sum(jnp.exp(scaled - top), axis=-1))
+    logprob = jnp.take_along_axis(scaled, token[..., None], axis=-1)[..., 0] - logsumexp
+    return jnp.stack([logprob, logsumexp], axis=-1)
