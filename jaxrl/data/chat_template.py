@@ -1,19 +1,13 @@
-"""Chat templates: jinja2 in the environment that templates on the Hugging Face Hub expect, with limits.
+"""Chat templates: jinja2's sandbox, in the environment that templates on the Hugging Face Hub expect.
 
-A template is a program that came with the model, and jinja's sandbox bounds neither its time nor its memory. Here each
-rendering has a limit of time, which loops and macros check, and limits of size, on what it writes and on each value
-that an operation makes. Each template is first tried on three short conversations. One that writes the same whatever
-the user says is refused.
+A template is first tried on a short conversation: one that writes the same whatever the user says is refused.
 """
 
 from __future__ import annotations
 
-import functools
 import json
-import math
 import re
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
@@ -23,29 +17,17 @@ import jinja2
 from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.visitor import NodeTransformer
 
-TIME_LIMIT_S = 2
-"""Processor time of one conversation: a template takes a millisecond."""
-MAX_CHARACTERS = 2**20
-"""The longest template, and the most that it may write around the messages."""
+from jaxrl.data.files import first_line
+from jaxrl.data.tool_calls import arguments_of
+
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 """Names that templates have on the Hub; the only one of a tokenizer is the default."""
 THINKING = ("reasoning_content", "reasoning", "thinking")
 """Names of what an assistant has thought: data has one of them, and a template reads another."""
 _TEMPLATE_NAME = re.compile(r"\w[\w.-]*")
-_CHECK_TIME, _JOIN, _BUDGET = "_jaxrl_check_time", "_jaxrl_join", "_jaxrl_budget"
-_TRIED: tuple[list[dict[str, str]], ...] = (
-    [{"role": "user", "content": "1 + 1 = ?"}],
-    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1 = ?"}],
-    [
-        {"role": "user", "content": "1 + 1 = ?"},
-        {"role": "assistant", "content": "2"},
-        {"role": "user", "content": "2 + 2 = ?"},
-    ],
-)
+_TRIED = tuple([{"role": "user", "content": f"1 + 1 = ?{more}"}] for more in ("", " Why?"))
 _TRIED_TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 
 
@@ -95,20 +77,18 @@ def choose(
 
 def render(source: str, place: str, messages: Sequence[Mapping[str, Any]], context: Mapping[str, Any]) -> str:
     """The rendered conversation. `place`: the template's file, for messages; `context`: its other variables. Raises
-    ValueError if the source is no template, or exceeds a limit on a short conversation; RefusedMessages if it refuses
-    these messages, fails with them, or exceeds a limit."""
+    ValueError if the source is no template, or leaves out what users say; RefusedMessages if it refuses these messages,
+    or fails with them."""
     # what tools say is no more tried than what messages say: each new list would be another trial
     tried = {**context, "tools": _TRIED_TOOLS} if context.get("tools") else context
-    template = _usable(source, place, json.dumps(dict(tried), default=str))
+    _check_says(source, place, json.dumps(dict(tried), default=str))
     given = [_as_templates_read(message, f"{place}: message {number}") for number, message in enumerate(messages, 1)]
     try:
-        return _rendered(template, given, context)
-    except _Limit as error:
-        raise RefusedMessages(f"{place}: the chat template {error} with these messages") from None
+        return _compiled(source, place).render(messages=given, **context)
     except jinja2.TemplateError as error:
-        raise RefusedMessages(f"{place}: the chat template refuses these messages: {_said(error)}") from None
+        raise RefusedMessages(f"{place}: the chat template refuses these messages: {first_line(error)}") from None
     except Exception as error:  # whatever the template's own operations raise
-        raise RefusedMessages(f"{place}: the chat template fails with these messages: {_said(error)}") from None
+        raise RefusedMessages(f"{place}: the chat template fails with these messages: {first_line(error)}") from None
 
 
 class _Arguments(dict[str, Any]):
@@ -138,80 +118,43 @@ def _call(call: Mapping[str, Any], named: str) -> dict[str, Any]:
         return {**call, "function": _call(function, named)}
     given = call.get("arguments")
     try:
-        value = (json.loads(given) if given.strip() else {}) if isinstance(given, str) else given
-    except (ValueError, RecursionError):
-        value = given
-    if value is not None and not isinstance(value, Mapping):
-        raise RefusedMessages(f"{named}: the arguments of a call must be a JSON object, found {given!r:.80}")
-    return {**call, **({"arguments": _Arguments(value or {})} if "arguments" in call else {})}
+        value = arguments_of(given)
+    except ValueError as error:
+        raise RefusedMessages(f"{named}: the arguments of a call {error}, found {given!r:.80}") from None
+    return {**call, **({"arguments": _Arguments(value)} if "arguments" in call else {})}
 
 
 @lru_cache(maxsize=16)
 def variables_of(source: str, place: str) -> frozenset[str]:
     """The variables that a template reads, `messages` among them. Raises ValueError if it is no template."""
-    _usable(source, place, "{}")
+    _compiled(source, place)
     return frozenset(meta.find_undeclared_variables(_environment().parse(source)))
 
 
-class _Limit(Exception):
-    """A limit was exceeded; the text says which, as a verb and its object."""
-
-
-@dataclass(slots=True)
-class _Budget:
-    """What one rendering may still take. `size`: of one value; `written`: characters, captured ones included."""
-
-    until: float
-    size: int
-    written: int = 0
-
-
-_NO_LIMIT = _Budget(math.inf, MAX_CHARACTERS)  # of what is evaluated outside of a rendering
-
-
-def _rendered(template: jinja2.Template, messages: Sequence[Mapping[str, Any]], context: Mapping[str, Any]) -> str:
-    conversation = [dict(message) for message in messages]
-    most = MAX_CHARACTERS + 16 * sum(len(part) for m in conversation for part in m.values() if isinstance(part, str))
-    budget = _Budget(time.thread_time() + TIME_LIMIT_S, most)
-    size, pieces = 0, list[str]()
-    for piece in template.generate(messages=conversation, **context, **{_BUDGET: budget}):
-        pieces.append(piece)
-        size += len(piece)
-        if size > most:
-            raise _Limit(f"writes more than {most} characters")
-    return "".join(pieces)
+@lru_cache(maxsize=16)
+def _compiled(source: str, place: str) -> jinja2.Template:
+    try:
+        return _environment().from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        said = f"line {error.lineno}: {first_line(error)}"
+        raise ValueError(f"{place}: the chat template is no jinja template ({said})") from None
+    except Exception as error:  # whatever Python's compiler raises
+        raise ValueError(f"{place}: the chat template is no jinja template ({first_line(error)})") from None
 
 
 @lru_cache(maxsize=16)
-def _usable(source: str, place: str, context: str) -> jinja2.Template:
-    """The compiled template, after its trial."""
-    if len(source) > MAX_CHARACTERS:
-        raise ValueError(f"{place}: the chat template has {len(source)} characters, more than {MAX_CHARACTERS}")
+def _check_says(source: str, place: str, context: str) -> None:
+    """Raises ValueError if a template writes the same for two questions."""
+    template = _compiled(source, place)
     try:
-        template = _environment().from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-        said = _said(error)
-        raise ValueError(f"{place}: the chat template is no jinja template (line {error.lineno}: {said})") from None
-    except RecursionError:
-        raise ValueError(f"{place}: the chat template is nested too deeply") from None
-    except Exception as error:  # whatever Python's compiler raises
-        raise ValueError(f"{place}: the chat template is no jinja template ({_said(error)})") from None
-    differs = list[bool]()
-    for messages in _TRIED:
-        others = [m | {"content": m["content"] + " Why?"} if m["role"] == "user" else m for m in messages]
-        try:
-            one, other = (_rendered(template, given, json.loads(context)) for given in (messages, others))
-        except _Limit as error:
-            raise ValueError(f"{place}: the chat template {error} for a short conversation") from None
-        except Exception:  # found again when messages come
-            continue
-        differs.append(one != other)
-    if differs and not any(differs):
+        one, other = (template.render(messages=messages, **json.loads(context)) for messages in _TRIED)
+    except Exception:  # found again when messages come
+        return
+    if one == other:
         raise ValueError(
             f"{place}: the chat template writes the same whatever the user says: it must write messages[i].content, as "
             "text"
         )
-    return template
 
 
 class _Generation(Extension):
@@ -222,131 +165,6 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-@jinja2.pass_context
-def _check_time(context: Context, _: None) -> None:
-    if time.thread_time() > context.get(_BUDGET, _NO_LIMIT).until:
-        raise _Limit(f"takes more than {TIME_LIMIT_S} s")
-
-
-@jinja2.pass_context
-def _written(context: Context, value: Any) -> Any:
-    """Counts a value that is written. A finalizer that takes the context also keeps jinja from computing constants
-    while it compiles."""
-    budget = context.get(_BUDGET, _NO_LIMIT)
-    budget.written += len(value) if isinstance(value, str) else 1
-    if budget.written > 16 * budget.size:  # a text may be captured some times before it is written for good
-        raise _Limit(f"writes more than {budget.size} characters")
-    return value
-
-
-@jinja2.pass_context
-def _joined(context: Context, parts: list[Any]) -> str:
-    """The operator `~`."""
-    texts = [str(part) for part in parts]
-    _check_size(context, sum(map(len, texts)))
-    return "".join(texts)
-
-
-def _check_size(context: Context, size: float) -> None:
-    most = context.get(_BUDGET, _NO_LIMIT).size
-    if size > most:
-        raise _Limit(f"makes a value of more than {most} characters")
-
-
-def _size(value: Any) -> int:
-    """About how many characters a value takes, parts of parts left out."""
-    if isinstance(value, list | tuple):
-        return sum(len(part) if isinstance(part, str) else 1 for part in value)
-    return len(value) if isinstance(value, str) else 1 + value.bit_length() // 8 if isinstance(value, int) else 1
-
-
-def _size_of_operation(operator: str, left: Any, right: Any) -> float:
-    match operator, left, right:
-        case "**", int(), int():
-            return _size(left) * abs(right)
-        case "*", str() | list() | tuple(), int():
-            return _size(left) * right
-        case "*", int(), str() | list() | tuple():
-            return left * _size(right)
-        case "%", str(), _:
-            return _size_of_format(left)
-    return _size(left) + _size(right)
-
-
-def _size_of_format(text: str) -> float:
-    """The largest width in a text with format fields; infinite where a width is itself an argument."""
-    fields = re.findall(r"%(?:\(\w*\))?[^a-zA-Z%]*|\{[^}]*", text)
-    if any("*" in field or "{" in field[1:] for field in fields):
-        return math.inf
-    return max((float(width) for field in fields for width in re.findall(r"\d+", field)), default=0)
-
-
-_SIZE_OF_CALL: Mapping[str, Callable[..., float]] = {
-    "batch": lambda value, linecount, *_, **__: linecount,
-    "center": lambda text, width=80, *_: width,
-    "expandtabs": lambda text, tabsize=8: text.count("\t") * tabsize,
-    "format": lambda text, *_, **__: _size_of_format(text),
-    "format_map": lambda text, _: _size_of_format(text),
-    "indent": lambda text, width=4, *_, **__: str(text).count("\n") * (width if isinstance(width, int) else len(width)),
-    "ljust": lambda text, width, *_: width,
-    "replace": lambda text, old, new, *_, **__: str(text).count(str(old)) * len(str(new)),
-    "rjust": lambda text, width, *_: width,
-    "round": lambda value, precision=0, *_, **__: abs(precision),
-    "slice": lambda value, slices, *_, **__: slices,
-    "tojson": lambda value, *_, indent=0, **__: indent if isinstance(indent, int) else 0,
-    "zfill": lambda text, width: width,
-}
-"""Filters and methods of text whose result may be much larger than their arguments, and about how large it is."""
-
-
-class _Guarded(NodeTransformer):
-    """Puts checks of time into loops and macros, and one of size into the operator `~`."""
-
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        return self._with_time_check(node)
-
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
-        return self._with_time_check(node)
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        self.generic_visit(node)
-        return nodes.Filter(nodes.List(node.nodes), _JOIN, [], [], None, None, lineno=node.lineno)
-
-    def _with_time_check(self, node: Any) -> nodes.Node:
-        self.generic_visit(node)
-        check = nodes.Filter(nodes.Const(None), _CHECK_TIME, [], [], None, None)
-        node.body.insert(0, nodes.ExprStmt(check, lineno=node.lineno))
-        return node
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset({"*", "**", "+", "%"})
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        return _Guarded().visit(super()._parse(source, name, filename))
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        _check_size(context, _size_of_operation(operator, left, right))
-        return super().call_binop(context, operator, left, right)
-
-    def call(self, context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:  # pyright: ignore
-        method = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
-        text = getattr(method, "__self__", None)
-        if isinstance(text, str) and (size := _SIZE_OF_CALL.get(method.__name__)):
-            _check_size(context, size(text, *args, **kwargs))
-        return super().call(context, function, *args, **kwargs)
-
-
-def _sized(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def checked(context: Context, *given: Any, **options: Any) -> Any:
-        _check_size(context, _SIZE_OF_CALL[name](*given, **options))
-        takes_settings = getattr(function, "jinja_pass_arg", None) is not None
-        return function(*((context.eval_ctx,) if takes_settings else ()), *given, **options)
-
-    return jinja2.pass_context(checked)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -360,21 +178,9 @@ def _environment() -> ImmutableSandboxedEnvironment:
     def strftime_now(format: str) -> str:
         return datetime.now().strftime(format)
 
-    environment = _Environment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_Generation, "jinja2.ext.loopcontrols"],
-        optimized=False,
-        finalize=_written,
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
-    filters = environment.filters
-    filters |= {"tojson": tojson, _CHECK_TIME: _check_time, _JOIN: _joined}
-    filters |= {name: _sized(name, filters[name]) for name in _SIZE_OF_CALL if name in filters}
+    environment.filters["tojson"] = tojson
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
-    del environment.globals["lipsum"]
     return environment
-
-
-def _said(error: Exception) -> str:
-    text = (str(error).splitlines() or [""])[0][:300]
-    return text or type(error).__name__

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 _NAME = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*?)(?:@([\w./-]+))?(?::(.+))?", re.ASCII)
-_SMALL = ("*.json", "*.jinja")  # of a model: its configuration, tokenizer and chat template
-_TEMPLATES = "additional_chat_templates"
-"""The one folder in a model's repository that is looked into."""
-_WEIGHTS = ("*.safetensors",)
+_SMALL = (  # of a model: its configuration, tokenizer and chat templates
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("chat_template.jinja", "additional_chat_templates/*.jinja"),
+)
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
+_WEIGHTS = (_INDEX, "model*.safetensors")
 _DATA = (".jsonl", ".jsonl.gz", ".parquet")
 _SHOWN = 12  # files in a message
 _PATIENCE_S = 10.0  # for the Hub to answer at all
@@ -64,7 +65,7 @@ def model_path(name: HubName, option: str, *, weights: bool = False) -> Path:
             raise ValueError(f"{option}: the model {name} of the Hugging Face Hub has no file {name.file}")
         return folder / name.file
     wanted = _SMALL + _WEIGHTS if weights else _SMALL
-    return _snapshot(name, "model", wanted, option, _has_weights if weights else _has_config, flat=True)
+    return _snapshot(name, "model", wanted, option, _has_weights if weights else _has_config)
 
 
 def data_paths(name: HubName, option: str) -> list[Path]:
@@ -106,15 +107,10 @@ def _has_weights(folder: Path) -> bool:
     return all((folder / file).is_file() for file in files)
 
 
-def _snapshot(
-    name: HubName, kind: str, wanted: Sequence[str], option: str, complete: Callable[[Path], bool], flat: bool = False
-) -> Path:
-    """The folder of a repository in the cache, after fetching the files of the wanted patterns that it lacks.
-    `flat`: only files of the top folder and of the one with chat templates."""
+def _snapshot(name: HubName, kind: str, wanted: Sequence[str], option: str, complete: Callable[[Path], bool]) -> Path:
+    """The folder of a repository in the cache, after fetching the files of the wanted patterns that it lacks."""
     hub = _package(name, option)
     own: dict[str, Any] = {"repo_type": kind, "allow_patterns": list(wanted)}
-    if flat:
-        own["ignore_patterns"] = _other_folders(_TEMPLATES)
     commit, lacks = name.revision or None, "it is not in the cache of this machine (HF_HOME)"
     some = f"the cache of this machine (HF_HOME) has {f'no {name.file}' if name.file else 'not all of its files'}"
     try:
@@ -125,8 +121,6 @@ def _snapshot(
     except hub.errors.LocalEntryNotFoundError as error:
         there = getattr(error, "snapshot_path", None)  # of a snapshot that lacks files
         commit, lacks = (Path(there).name, some) if there else (commit, lacks)
-    except hub.errors.HFValidationError as error:
-        raise ValueError(f"{option}: {name} is no name of the Hugging Face Hub ({error})") from None
     try:
         # tells at once what keeps the Hub away; a download would try again for half a minute
         hub.HfApi().repo_info(name.repository, revision=commit or "main", repo_type=kind, timeout=_PATIENCE_S)
@@ -145,13 +139,6 @@ def _snapshot(
     raise ValueError(
         f"{option}: there is no {name} on this machine, and as a {kind} of the Hugging Face Hub it cannot be had: {why}"
     )
-
-
-def _other_folders(folder: str) -> list[str]:
-    """Patterns of everything in any folder but this one."""
-    begins = [(folder[:end], folder[end]) for end in range(len(folder))]
-    differs = [f"{same}[!{letter}]*/*" for same, letter in begins]
-    return [*differs, *(f"{same}/*" for same, _ in begins if same), f"{folder}[!/]*/*"]
 
 
 def _package(name: HubName, option: str) -> Any:

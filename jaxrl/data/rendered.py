@@ -21,7 +21,6 @@ from jaxrl.types import Prompt
 
 _log = logging.getLogger(__name__)
 
-_LONG_TOKEN = 256  # characters: longer than the tokens of any text are on average
 _TOGETHER = 1024  # prompts that the tokenizer's threads share
 
 
@@ -44,13 +43,13 @@ class Rendered:
         # of the prompts that are kept: their problems by ascending `index`, and the ends of each in the tokens of all
         self._problems, self._ends, self._token_ids = list[Problem](), array("q"), array("i")
         hashed = hashlib.sha256()
-        for problem, ids, count in self._encoded(problems):
+        for problem, ids in self._encoded(problems):
             if not ids:
                 raise ValueError(f"{problem.where}: the rendered prompt has no tokens")
             if len(ids) > data.max_prompt_length:
                 if not data.filter_overlong_prompts:
                     raise ValueError(
-                        f"{problem.where}: the prompt has {count} tokens, more than data.max_prompt_length "
+                        f"{problem.where}: the prompt has {len(ids)} tokens, more than data.max_prompt_length "
                         f"({data.max_prompt_length}), and data.filter_overlong_prompts is false"
                     )
                 continue
@@ -68,24 +67,13 @@ class Rendered:
     def __len__(self) -> int:
         return len(self._problems)
 
-    def _encoded(self, problems: Sequence[Problem]) -> Iterator[tuple[Problem, list[int], str]]:
-        """Each problem with its prompt's ids and their number. Of a text much longer than the limit only the
-        beginning is tokenised."""
-        data = self._data
+    def _encoded(self, problems: Sequence[Problem]) -> Iterator[tuple[Problem, list[int]]]:
+        """Each problem with its prompt's ids."""
         # a chat template writes its special tokens itself; plain text gets the tokenizer's own (a BOS, say)
-        special, most = not data.apply_chat_template, (data.max_prompt_length + 1) * _LONG_TOKEN
-        rest = iter(problems)
+        special, rest = not self._data.apply_chat_template, iter(problems)
         while chunk := list(islice(rest, _TOGETHER)):
             texts = [self._text(problem) for problem in chunk]
-            heads = self._tokenizer.encode_batch([text[:most] for text in texts], add_special_tokens=special)
-            for problem, text, ids in zip(chunk, texts, heads, strict=True):
-                if len(text) <= most:
-                    yield problem, ids, str(len(ids))
-                elif len(ids) > data.max_prompt_length + _LONG_TOKEN:  # well beyond what the cut can have changed
-                    yield problem, ids, f"more than {len(ids)}"
-                else:
-                    ids = self._tokenizer.encode(text, add_special_tokens=special)
-                    yield problem, ids, str(len(ids))
+            yield from zip(chunk, self._tokenizer.encode_batch(texts, add_special_tokens=special), strict=True)
 
     def _text(self, problem: Problem) -> str:
         data = self._data

@@ -21,10 +21,6 @@ def check_stop_strings(stops: Iterable[Any], option: str) -> None:
             raise ValueError(
                 f"{option}: a stop string must have at most {MAX_STOP_CHARACTERS} characters, found {len(stop)}"
             )
-        try:
-            stop.encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"{option}: {stop!r:.80} holds half a character, which no response does") from None
 
 
 def stop_ids(tokenizer: Tokenizer, eos_token_ids: Collection[int]) -> tuple[int, ...]:

@@ -6,8 +6,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -63,13 +62,11 @@ class Tokenizer:
         """Token ids; special tokens written in the text become their ids, but for those that `as_text` has marked. An
         end that the tokenizer adds to a text is left out. Raises ValueError for half characters."""
         first, *rest = _whole(text).split(JOINT)
-        with self._named():
-            ids = self._open(self._fast.encode(first, add_special_tokens=add_special_tokens))
-            return ids + [i for part in rest for i in self._fast.encode(part, add_special_tokens=False).ids]
+        ids = self._open(self._fast.encode(first, add_special_tokens=add_special_tokens))
+        return ids + [i for part in rest for i in self._fast.encode(part, add_special_tokens=False).ids]
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = False) -> list[list[int]]:
-        with self._named():
-            found = self._fast.encode_batch_fast(list(map(_whole, texts)), add_special_tokens=add_special_tokens)
+        found = self._fast.encode_batch_fast(list(map(_whole, texts)), add_special_tokens=add_special_tokens)
         return [
             self.encode(text, add_special_tokens) if JOINT in text else self._open(each)
             for text, each in zip(texts, found, strict=True)
@@ -94,16 +91,6 @@ class Tokenizer:
         """Matches the first character of each special token in a text, also of one that begins inside another."""
         names = "|".join(map(re.escape, sorted(filter(None, self.special_texts)))) or "(?!)"
         return re.compile(f"(?={names})(.)", re.DOTALL)
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Turns a panic of the library (an expression takes too many steps, say) into a ValueError."""
-        try:
-            yield
-        except BaseException as error:
-            if type(error).__name__ != "PanicException":  # which has no place to import it from
-                raise
-            raise ValueError(f"{self._name}: the tokenizer fails with a text ({error})") from None
 
     @property
     def vocabulary(self) -> dict[str, int]:

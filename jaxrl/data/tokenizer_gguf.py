@@ -7,6 +7,7 @@ A GGUF file names its pre-tokenizer but does not hold its rules; the rules below
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as FastTokenizer
 
 from jaxrl.data.chat_template import DEFAULT, ChatTemplate, check_template_name
-from jaxrl.data.gguf_file import open_gguf
+from jaxrl.data.gguf_file import metadata, open_gguf
 from jaxrl.data.tokenizer_files import SPECIAL, TokenizerFiles
 
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # GGUF token types
@@ -36,7 +37,7 @@ PRE_TOKENIZERS = ("smollm", "qwen2", "llama-bpe", "gpt-2", "default")
 
 def read_gguf(file: Path) -> TokenizerFiles:
     """The tokenizer of a GGUF file. Raises ValueError for a damaged file, and for an unsupported tokenizer."""
-    get = _fields(file)
+    get = partial(metadata, open_gguf(file), file)
     if (model := get("tokenizer.ggml.model")) != "gpt2":
         raise ValueError(
             f"{file}: tokenizer.ggml.model {model!r} is not supported; supported is 'gpt2' (byte-level BPE), or use "
@@ -44,7 +45,8 @@ def read_gguf(file: Path) -> TokenizerFiles:
         )
     tokens, merges = get("tokenizer.ggml.tokens", []), get("tokenizer.ggml.merges", [])
     kinds = get("tokenizer.ggml.token_type", [1] * len(tokens))
-    _check_lists(tokens, merges, kinds, file)
+    if not tokens or len(kinds) != len(tokens):
+        raise ValueError(f"{file}: tokenizer.ggml.tokens and token_type have {len(tokens)} and {len(kinds)} entries")
     special = {}
     for name, key in zip(SPECIAL, ("bos", "eos", "padding", "unknown"), strict=True):
         if (index := _id(get, f"tokenizer.ggml.{key}_token_id", len(tokens), file)) is not None:
@@ -65,42 +67,9 @@ def _templates(get: Callable[..., Any], file: Path) -> dict[str, ChatTemplate]:
         keys.setdefault(name, f"tokenizer.chat_template.{name}")
     found: dict[str, ChatTemplate] = {}
     for name, key in keys.items():
-        template = get(key)
-        if template is not None and not isinstance(template, str):
-            raise ValueError(f"{file}: {key} must be text, found {template!r:.80}")
-        if template is not None:
+        if (template := get(key)) is not None:
             found[name] = ChatTemplate(template, str(file))
     return found
-
-
-def _fields(file: Path) -> Callable[..., Any]:
-    """A function that reads a metadata field by name, with a default."""
-    reader = open_gguf(file)
-    damaged = (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError, TypeError)
-
-    def get(key: str, default: Any = None) -> Any:
-        try:
-            field = reader.get_field(key)
-            return default if field is None else field.contents()
-        except damaged as error:
-            raise ValueError(f"{file}: {key} cannot be read ({error})") from None
-
-    return get
-
-
-def _check_lists(tokens: Any, merges: Any, kinds: Any, file: Path) -> None:
-    for key, value, kind in (("tokens", tokens, str), ("merges", merges, str), ("token_type", kinds, int)):
-        if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
-            raise ValueError(f"{file}: tokenizer.ggml.{key} must be a list of {kind.__name__}, found {value!r:.80}")
-    if not tokens:
-        raise ValueError(f"{file}: tokenizer.ggml.tokens is missing or empty")
-    if len(kinds) != len(tokens):
-        raise ValueError(
-            f"{file}: tokenizer.ggml.token_type has {len(kinds)} entries, but there are {len(tokens)} tokens"
-        )
-    for merge in merges:
-        if " " not in merge:
-            raise ValueError(f"{file}: tokenizer.ggml.merges must hold pairs with a space between, found {merge!r:.80}")
 
 
 def _id(get: Callable[..., Any], key: str, size: int, file: Path) -> int | None:

@@ -21,7 +21,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf import GGUFReader, ReaderTensor
 from gguf.quants import dequantize
 
-from jaxrl.data.gguf_file import open_gguf
+from jaxrl.data.gguf_file import metadata, open_gguf
 from jaxrl.models.config import LARGEST, ModelConfig, read_config
 from jaxrl.models.decoder import rope_frequencies
 from jaxrl.models.families import FAMILIES as FAMILIES_OF_MODELS
@@ -61,11 +61,7 @@ class _Metadata(Fields):
         return self.architecture + key if key.startswith(".") else key
 
     def get(self, name: str, default: Any = None) -> Any:
-        field = self.reader.get_field(self.name(name))
-        try:
-            return default if field is None else field.contents()
-        except UnicodeDecodeError:
-            raise ValueError(f"{self.file}: metadata {self.name(name)} is not UTF-8 text") from None
+        return metadata(self.reader, self.file, self.name(name), default)
 
     def wrong(self, name: str, rule: str) -> NoReturn:
         if (found := self.get(name)) is None:

@@ -83,24 +83,12 @@ def read_header(file: Path, packed: str = "") -> dict[str, Tensor]:
 
 
 def read_folder(folder: Path, packed: str = "") -> dict[str, Tensor]:
-    """All tensors of a folder: those of its one file, else those that the index names, else those of all files."""
+    """All tensors of a folder: those of its one file, or else those that the index names."""
     if (folder / SINGLE).exists():
         return read_header(folder / SINGLE, packed)
-    index = folder / INDEX
-    if index.exists():
-        return _read_indexed(folder, index, packed)
-    found = sorted(folder.glob("*.safetensors"))
-    if not found:
+    if not (index := folder / INDEX).exists():
         raise ValueError(f"{folder}: holds no {SINGLE} and no {INDEX}; weights must be in safetensors files")
-    tensors: dict[str, Tensor] = {}
-    for file in found:
-        for name, tensor in read_header(file, packed).items():
-            if name in tensors:
-                raise ValueError(
-                    f"{file}: tensor {name} is in {tensors[name].file.name} as well, and no {INDEX} says which counts"
-                )
-            tensors[name] = tensor
-    return tensors
+    return _read_indexed(folder, index, packed)
 
 
 def _read_indexed(folder: Path, index: Path, packed: str) -> dict[str, Tensor]:

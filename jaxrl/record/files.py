@@ -29,7 +29,6 @@ T = TypeVar("T")
 
 Removing = Callable[[Path], AbstractContextManager[object]]
 """Inside it, a signal that ends the process removes a temporary file first (`jaxrl.runtime.stop.Stop.removing`)."""
-_LONGEST_NAME = 255  # bytes
 _NUMBER = re.compile(r"os_error_code='(\d+)'|\bOS error (\d+)\b", re.IGNORECASE)
 _log = logging.getLogger(__name__)
 
@@ -197,37 +196,21 @@ def writing_whole(path: str | Path, *, sync: bool = False, removing: Removing = 
 
 def temporary_path(path: Path, ending: str = "tmp") -> Path:
     """A new name beside `path` for what will replace it: `.jaxrl-<name>-<12 hexadecimal digits>.tmp`."""
-    start, end = _around_number(path, ending)
-    return path.with_name(f"{start}{secrets.token_hex(6)}{end}")
+    return path.with_name(f".jaxrl-{path.name}-{secrets.token_hex(6)}.{ending}")
 
 
 def leftover_temporaries(path: Path) -> list[Path]:
     """The temporary files of the file at `path`, which is no link: of writers that were killed, or still write."""
-    start, end = _around_number(path, "tmp")
-    form = re.compile(re.escape(start) + "[0-9a-f]{12}" + re.escape(end))
-    with os.scandir(path.parent) as entries:
-        return [Path(each) for each in entries if form.fullmatch(each.name) and each.is_file(follow_symlinks=False)]
-
-
-def _around_number(path: Path, ending: str) -> tuple[str, str]:
-    start, end = ".jaxrl-", f".{ending}"
-    room = _LONGEST_NAME - len(start) - len("-") - 12 - len(end)
-    name = os.fsencode(path.name)
-    if len(name) > room:  # the cut may be inside a character
-        return f"{start}{name[:room].decode(errors='ignore')}-", end
-    return f"{start}{path.name}-", end
+    digits = "[0-9a-f]" * 12
+    return [each for each in path.parent.glob(f".jaxrl-{path.name}-{digits}.tmp") if each.is_file()]
 
 
 def refuse_folder(path: str | Path, option: str) -> Path:
     """The folder at `path`, which need not exist, without links and `~`. Raises ValueError, with the option's name, if
     no folder can be made or written there."""
-    if "\0" in str(path):
-        raise ValueError(f"{option}: {str(path)!r} holds a null character, which no path can")
     given = os.path.expanduser(path)
     folder = Path(os.path.realpath(given))
     try:
-        if os.path.islink(given) and not folder.exists():
-            raise ValueError(f"{option}: {given} is a link to {folder}, which does not exist")
         there = next(each for each in (folder, *folder.parents) if _exists(each))
         if not there.is_dir():
             what = f"{folder} is" if there == folder else f"{folder} cannot be made: {there} is"

@@ -16,14 +16,13 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from statistics import fmean
 from typing import Any, SupportsFloat, TextIO
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from jaxrl.record.metrics import FAILURES, PHASES, SHOWN, step_phases
@@ -130,18 +129,11 @@ class LiveView:
         with self._lock:
             self._print(text)
 
-    def final_table(self, rows: Sequence[tuple[str, Any]] | Mapping[str, Any]) -> None:
-        pairs = [(_clean(str(k)), _value(v)) for k, v in (rows.items() if isinstance(rows, Mapping) else rows)]
+    def final_table(self, rows: Mapping[str, Any]) -> None:
         self.close()
-        if self._console is None:
-            width = max((len(name) for name, _ in pairs), default=0)
-            for name, value in pairs:
-                self._print(f"{name:<{width}}  {value}")
-            return
-        table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-        for name, value in pairs:
-            table.add_row(Text(name, style="dim"), Text(value))
-        self._print(table)
+        width = max(map(len, rows), default=0)
+        for name, value in rows.items():
+            self._print(f"{name:<{width}}  {_value(value)}")
 
     def close(self) -> None:
         """Gives the terminal back; may be called twice."""
@@ -154,12 +146,6 @@ class LiveView:
                 live.stop()
             except (OSError, ValueError):  # the terminal has gone away
                 self._muted = True
-
-    def __enter__(self) -> LiveView:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _look(self) -> None:
         while not self._closed.wait(_LOOK_S):
@@ -188,18 +174,17 @@ class LiveView:
         step = min(self._last_step + 1, self._total) if self._total else self._last_step + 1
         return f"{step}/{self._total}" if self._total else f"{step}"
 
-    def _print(self, what: str | Table) -> None:
+    def _print(self, text: str) -> None:
         self._printed_at = self._clock()
         if self._muted:
             return
         try:
             if self._console is not None:
-                self._console.print(Text(_clean(what)) if isinstance(what, str) else what)
+                self._console.print(Text(_clean(text)))
             else:
                 encoding = getattr(self._stream, "encoding", None) or "utf-8"
                 # a log in ASCII must not end the run over a letter
-                text = _clean(str(what)).encode(encoding, "replace").decode(encoding)
-                self._stream.write(text + "\n")
+                self._stream.write(_clean(text).encode(encoding, "replace").decode(encoding) + "\n")
                 self._stream.flush()
         except (OSError, ValueError):  # a closed pipe or file does not end the run
             self._muted = True

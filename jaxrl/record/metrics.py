@@ -209,14 +209,8 @@ def _parse(line: bytes) -> dict[str, float]:
 
 
 def _number(name: str, value: SupportsFloat) -> float:
-    if name in _RESERVED:
-        raise ValueError(f"metric {name!r}: the names {' and '.join(_RESERVED)} belong to the line itself")
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"metric {name} must be a number, found {value!r}") from None
+    assert name not in _RESERVED, f"metric {name!r}: that name belongs to the line itself"
+    return value if isinstance(value, int) and not isinstance(value, bool) else float(value)
 
 
 def spread(name: str, values: Sequence[float] | np.ndarray) -> dict[str, float]:

@@ -7,9 +7,9 @@ with a last event and the bracket. A resumed run takes those two lines away and 
 trace, whose clock goes on where the file ended.
 
 The file is kept small: adjacent short spans of one name on a track are merged (`count` says how many); counters are
-sampled; a step draws at most `max_tracks` tracks and `max_events_per_step` events, and as many events of the rollout's
-rows on at most `max_rows` tracks; the share of steps that are drawn halves after each `max_bytes` written. Phases are
-always summed. Spans on one track must nest: threads that work at the same time use different tracks.
+sampled; a step draws at most `MAX_TRACKS` tracks and `MAX_EVENTS` events, and as many events of the rollout's rows on
+at most `MAX_ROWS` tracks; the share of steps that are drawn halves after each `MAX_BYTES` written. Phases are always
+summed. Spans on one track must nest: threads that work at the same time use different tracks.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ _FLUSH_LINES = 256
 _TAIL_BYTES = 1 << 16
 MAX_BYTES = 32 << 20
 """After which the share of drawn steps halves."""
+MAX_EVENTS, MAX_TRACKS, MAX_ROWS = 4000, 64, 512
+"""Of a step; rows have as many events, and tracks of their own."""
 END = "jaxrl_end"
 """The last event of a file that was closed; it has no comma."""
 ROW = "row"
@@ -70,17 +72,11 @@ class Timeline:
         self,
         path: str | Path,
         *,
-        max_events_per_step: int = 4000,
-        max_tracks: int = 64,
-        max_rows: int = 512,
-        max_bytes: int = MAX_BYTES,
         clock: Callable[[], float] = time.perf_counter,
         begin: bool = True,
     ) -> None:
         self._clock = clock
         self._path = Path(path)
-        self._max_events, self._max_tracks, self._max_bytes = max_events_per_step, max_tracks, max_bytes
-        self._max_rows = max_rows
         self._rows: dict[str, int] = {}
         self._row_events = 0
         self._lock = threading.RLock()
@@ -167,7 +163,7 @@ class Timeline:
                 return
             if any(span.name == "testing" for span in self._open.values()):
                 name = f"val {name}"
-            if self._row_events >= self._max_events or (row not in self._rows and len(self._rows) >= self._max_rows):
+            if self._row_events >= MAX_EVENTS or (row not in self._rows and len(self._rows) >= MAX_ROWS):
                 self._left_out += 1
                 return
             if row not in self._rows:
@@ -218,8 +214,8 @@ class Timeline:
         with self._lock:
             self._end_step()
             self._num_steps += 1
-            # halved for every max_bytes written: the file grows with the logarithm of the number of steps
-            stride = 1 << min(self._bytes // self._max_bytes, 30)
+            # halved for every MAX_BYTES written: the file grows with the logarithm of the number of steps
+            stride = 1 << min(self._bytes // MAX_BYTES, 30)
             self._drawing = self._num_steps % stride == 0
 
     def _end_step(self) -> None:
@@ -234,8 +230,8 @@ class Timeline:
         """Counts the event if it is left out."""
         if not self._drawing:
             return False
-        is_full = track is not None and track not in self._tracks and len(self._tracks) >= self._max_tracks
-        if is_full or self._events >= self._max_events:
+        is_full = track is not None and track not in self._tracks and len(self._tracks) >= MAX_TRACKS
+        if is_full or self._events >= MAX_EVENTS:
             self._left_out += 1
             return False
         return True

@@ -13,7 +13,7 @@ from jaxrl.report.charts import Point, finite, number
 from jaxrl.report.curves import short, validation_names
 from jaxrl.report.runs import RecordedRun
 
-How = Literal["first", "last", "mean", "median", "sum", "best", "end"]
+How = Literal["first", "last", "mean", "median", "sum", "end"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,6 @@ def summed(points: Sequence[Point], how: How) -> float | None:
             return median(values)
         case "sum":
             return sum(values)
-        case "best":
-            return max(values)
         case "end":
             return values[-1]
 

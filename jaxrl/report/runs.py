@@ -98,9 +98,8 @@ def _read_samples(path: Path, note: Callable[[str], None]) -> list[dict[str, Any
 
 
 def facts(run: RecordedRun) -> dict[str, Any]:
-    command = run.info.get("command")
     return {
-        "command": " ".join(map(str, command)) if isinstance(command, list) else command,
+        "command": run.info.get("command"),
         "started": run.info.get("started"),
         "commit": run.info.get("commit"),
         "devices": devices(run),

@@ -5,7 +5,7 @@ A step holds three items: `state` (arrays, restored straight onto the target's s
 are written without Orbax, which would copy them before a save returns, and compressed
 (`jaxrl.record.state.write_arrays`).
 
-Orbax writes a temporary folder, `<step>.tmp`, in the background, while each process hashes its files. Then the manifest
+Orbax writes a temporary folder, `<step>.tmp`, in the background, and each process hashes its files. Then the manifest
 of SHA-256 checksums is added (`jaxrl.train.manifest`), everything is synced to the disk, and the folder is renamed to
 `<step>`: a folder with a step's name is complete. A step is checked against its manifest before anything is restored
 from it, and the newest step that passes is used. `Choice` lists newer ones that failed and why; they are kept as
@@ -26,18 +26,13 @@ leaves part of a step, and a file that cannot be deleted makes it forget the ste
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shutil
-import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +62,7 @@ Tree = Any
 _LEFTOVER = re.compile(r"\d+\.(tmp|orbax-checkpoint-tmp|removed).*")
 _log = logging.getLogger(__name__)
 _ARRAYS_FILE = f"{ARRAYS}/arrays.arrow"
-_LOOK_EVERY_S = 1.0
-_FILE_BYTES = 2**28  # hashed by one thread, once it is whole (Orbax: 2 GiB)
+_FILE_BYTES = 2**28  # hashed by one thread (Orbax: 2 GiB)
 _ASYNC = ocp.AsyncOptions(create_directories_asynchronously=False)
 
 
@@ -104,7 +98,7 @@ class _Items(ocp.CompositeCheckpointHandler):
         self.writing: list[Any] = []
         self.arrays: Mapping[str, np.ndarray] | None = None  # in process 0, of the next save
         self._progress = progress
-        self._threads = ThreadPoolExecutor(3, "checkpoint-files")
+        self._threads = ThreadPoolExecutor(2, "checkpoint-files")
 
     async def async_save(self, directory: Any, args: Any) -> list[Any]:
         self.writing = await super().async_save(directory, args) or []
@@ -112,30 +106,22 @@ class _Items(ocp.CompositeCheckpointHandler):
             (Path(directory) / ARRAYS).mkdir()
             self.writing.append(self._threads.submit(write_arrays, Path(directory) / _ARRAYS_FILE, self.arrays))
             self.arrays = None
-        written = self._threads.submit(lambda writing: [each.result() for each in writing], self.writing)
-        self.writing = [*self.writing, self._threads.submit(self._hash, Path(directory), written)]
+        self.writing = [*self.writing, self._threads.submit(self._hash, Path(directory), self.writing)]
         return self.writing
 
     def close(self) -> None:
         self._threads.shutdown()
         super().close()
 
-    def _hash(self, directory: Path, written: Future[Any]) -> None:
+    def _hash(self, directory: Path, writing: Sequence[Future[Any]]) -> None:
+        for each in writing:
+            each.result()  # raises what a write has failed with
         process = jax.process_index()
-
-        def found() -> dict[str, Path]:
-            ours = [f"{STATE}*/ocdbt.process_{process}/**/*", *([_ARRAYS_FILE] if process == 0 else ())]
-            paths = (path for pattern in ours for path in directory.glob(pattern) if path.is_file())
-            # an item's folder has its own name once all is written
-            return {re.sub(r"^(\w+)[^/]*", r"\1", path.relative_to(directory).as_posix()): path for path in paths}
-
-        def over() -> bool:
-            if wait_for([written], _LOOK_EVERY_S).done:
-                written.result()  # raises what a write has failed with
-                return True
-            return False
-
-        manifest.write_part(directory, process, manifest.describe(found, self._progress, over))
+        ours = [f"{STATE}*/ocdbt.process_{process}/**/*", *([_ARRAYS_FILE] if process == 0 else ())]
+        paths = (path for pattern in ours for path in directory.glob(pattern) if path.is_file())
+        # an item's folder has its own name once all is written
+        named = {re.sub(r"^(\w+)[^/]*", r"\1", path.relative_to(directory).as_posix()): path for path in paths}
+        manifest.write_part(directory, process, manifest.describe(named, self._progress))
 
     def wait(self) -> None:
         """Blocks until all writes have ended, failed or not."""
@@ -178,7 +164,7 @@ class Checkpointer:
           max_to_keep: newest steps kept; None keeps all.
           on_commit: called with each complete step, in the background thread. An OSError of its own ends the run, but
             the step stays.
-          progress: called while files are compared or hashed, and while a save that is waited for grows.
+          progress: called while files are compared or hashed.
           peers: the processes that compare a checkpoint together.
         """
         self._leads = jax.process_index() == 0
@@ -188,7 +174,6 @@ class Checkpointer:
         self._damaged = [] if self.chosen is None else list(self.chosen.faults)
         self._found = [step for step in steps_of(self._folder) if step not in self._damaged]
         self._items = _Items(progress)
-        _tell_one_error()
         self._orbax = ocp.AsyncCheckpointer(self._items, async_options=_ASYNC, multiprocessing_options=_processes())
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: tuple[int, Future[None]] | None = None
@@ -284,11 +269,6 @@ class Checkpointer:
         if self._pending is not None:
             (step, future), self._pending = self._pending, None
             with self._saving(step):
-                written = 0
-                while not wait_for([future], _LOOK_EVERY_S).done:
-                    before, written = written, sum(map(_size, self._folder.glob(f"{step}.tmp*")))
-                    if written != before:
-                        self._progress()
                 future.result()
 
     def close(self) -> None:
@@ -408,21 +388,10 @@ def restore_params(place: Path, abstract_params: Tree) -> Tree:
       ValueError: it holds another model.
     """
     refuse_other_model(place, abstract_params)
-    _tell_one_error()
     among = _processes()
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=among)
     with ocp.Checkpointer(handler, multiprocessing_options=among) as reader:
         return reader.restore(place / STATE, args=_restore_args({"params": abstract_params}))["params"]
-
-
-def _size(place: Path) -> int:
-    """The bytes of a folder whose files are being written and renamed."""
-    total = 0
-    for folder, _, names in os.walk(place):
-        for name in names:
-            with suppress(FileNotFoundError):
-                total += os.path.getsize(os.path.join(folder, name))
-    return total
 
 
 def _stored(item: Path) -> Tree:
@@ -446,38 +415,6 @@ def _refuse_other_arrays(place: Path, abstract: Tree, stored: Tree) -> None:
 def _shapes(tree: Tree) -> dict[str, tuple[int, ...]]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in leaves}
-
-
-@cache
-def _tell_one_error() -> None:
-    """Silences repeated errors: where several arrays cannot be written or read, only the one from Orbax is shown.
-
-    The others are reported with tracebacks at any moment up to the end of the process, and cannot be caught: by asyncio
-    (tasks, gathered tasks and TensorStore's futures whose error was never retrieved) and by TensorStore (the event loop
-    that Orbax has closed by then).
-    """
-    logging.getLogger("asyncio").addFilter(_not_orbaxs_others)
-    earlier = sys.unraisablehook
-
-    def told(unraisable: sys.UnraisableHookArgs) -> None:
-        error = unraisable.exc_value
-        closed = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
-        if not (closed and unraisable.object is None):  # TensorStore's callbacks are no objects of Python
-            earlier(unraisable)
-
-    sys.unraisablehook = told
-
-
-def _not_orbaxs_others(record: logging.LogRecord) -> bool:
-    """A filter of asyncio's log: False for errors that Orbax's tasks, or TensorStore under them, have left behind."""
-    error = record.exc_info[1] if record.exc_info else None
-    lost = re.match(r"(Task|Future|_GatheringFuture) exception was never retrieved", record.getMessage())
-    if error is None or lost is None:
-        return True
-    if error.__traceback__ is None:  # no line of Python raised it: TensorStore gave it to a future that Orbax dropped
-        return lost[1] == "Task"
-    modules = {frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)}
-    return not any(module.startswith("orbax.") for module in modules)
 
 
 def _restore_args(abstract: Tree) -> Any:

@@ -1,8 +1,7 @@
 """A checkpoint's manifest: the name, size and SHA-256 of every file, in a file beside them.
 
-`write` writes it last, before a checkpoint gets its name; `read` and `check` compare a folder with it. Hashing a large
-checkpoint takes about as long as reading it, so `describe` hashes files while others are still being written. Of
-several processes each hashes its own files (`write_part`), and compares its share (`dealt`).
+`write` writes it last, before a checkpoint gets its name; `read` and `check` compare a folder with it. Of several
+processes each hashes its own files (`write_part`), and compares its share (`dealt`).
 
 The manifest also holds the digest of its own content, and must equal byte for byte what `write` makes of that content.
 So every changed, cut, missing or renamed file is found, and every added file that a reader would take as part of an
@@ -21,8 +20,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -47,41 +45,12 @@ def is_damage(error: OSError) -> bool:
     return error.errno in _DAMAGE
 
 
-def describe(
-    found: Callable[[], Mapping[str, Path]],
-    progress: Callable[[], None] = lambda: None,
-    over: Callable[[], bool] = lambda: True,
-) -> dict[str, dict[str, Any]]:
-    """Syncs and hashes files, in several threads, while others are still being written.
-
-    A file is hashed as soon as this process, which writes it, has closed it. If its inode, size or time has changed in
-    the end, it is hashed again.
-
-    Args:
-      found: the present files by their names in the manifest; called repeatedly.
-      progress: called after each MiB, by several threads.
-      over: waits a while, and returns whether all writes have ended.
-
-    Returns:
-      The manifest's entry of each file.
-    """
-    jobs = dict[str, Future[tuple[tuple[int, ...], dict[str, Any]]]]()
+def describe(files: Mapping[str, Path], progress: Callable[[], None] = lambda: None) -> dict[str, dict[str, Any]]:
+    """Syncs and hashes files, given by their names in the manifest, in several threads: its entry of each. `progress`
+    is called after each MiB, by these threads."""
+    names = sorted(files)
     with ThreadPoolExecutor(_THREADS) as threads:
-        while not over():
-            files = found()  # before what is open: a file that is written now was opened before it was found
-            still_open = _open_files()
-            for name in files.keys() - jobs.keys():
-                with suppress(FileNotFoundError):  # a temporary name
-                    if _file_id(os.stat(files[name])) not in still_open:
-                        jobs[name] = threads.submit(_synced, files[name], progress)
-        files = found()
-        for name in files.keys() - jobs.keys():
-            jobs[name] = threads.submit(_synced, files[name], progress)
-        done = {name: jobs[name].result() for name in sorted(files)}
-    return {
-        name: entry if stamp == _stamp(files[name]) else _synced(files[name], progress)[1]
-        for name, (stamp, entry) in done.items()
-    }
+        return dict(zip(names, threads.map(lambda name: _synced(files[name], progress), names), strict=True))
 
 
 def write_part(folder: Path, process: int, files: Mapping[str, Any]) -> None:
@@ -112,7 +81,7 @@ def write(
       step: the checkpoint's, so that a folder that is renamed to another step is found.
       known: entries of files that are hashed already.
     """
-    files = {**known, **describe(lambda: {n: folder / n for n in _names(folder) if n not in known}, progress)}
+    files = {**known, **describe({n: folder / n for n in _names(folder) if n not in known}, progress)}
     with open(folder / FILE_NAME, "wb") as file:
         file.write(_encoded({"schema_version": schema_version, "step": step, "files": files}))
         file.flush()
@@ -252,28 +221,10 @@ def _is_part(name: str, items: Collection[str]) -> bool:
     return len(parts) > 1 and parts[0] in items and not any(part.startswith(".") for part in parts)
 
 
-def _open_files() -> set[tuple[int, int]]:
-    found = set[tuple[int, int]]()
-    for number in os.listdir("/dev/fd"):
-        with suppress(OSError):  # closed meanwhile
-            found.add(_file_id(os.fstat(int(number))))
-    return found
-
-
-def _file_id(found: os.stat_result) -> tuple[int, int]:
-    return found.st_dev, found.st_ino
-
-
-def _stamp(path: Path) -> tuple[int, ...]:
-    found = path.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _synced(path: Path, progress: Callable[[], None]) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """A file's stamp before it was read, and its entry. Syncing comes first: it may change the time."""
+def _synced(path: Path, progress: Callable[[], None]) -> dict[str, Any]:
     with reading(path), open(path, "rb", buffering=0) as file:
         os.fsync(file.fileno())
-    return _stamp(path), _described(path, progress)
+    return _described(path, progress)
 
 
 def _described(path: Path, progress: Callable[[], None]) -> dict[str, Any]:

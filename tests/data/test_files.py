@@ -68,41 +68,10 @@ def test_a_parquet_file_that_breaks_off_says_where(tmp_path: Path):
         read(file)
 
 
-@pytest.mark.parametrize(
-    "column",
-    [
-        pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 3000, pyarrow.int32()), ["x" * 1_500_000]),
-        pyarrow.array(["x" * 100_000] * 4000),
-        pyarrow.array(["x"] * 900_000),
-        pyarrow.array([["x" * 50_000] * 8] * 1000),
-        pyarrow.array(["x" * 60_000_000]),
-    ],
-    ids=["a dictionary", "long texts", "many rows", "nested", "one long text"],
-)
-def test_a_parquet_file_that_stands_for_far_more_than_it_holds(column: pyarrow.Array, tmp_path: Path):
-    parquet.write_table(pyarrow.table({"q": column}), tmp_path / "a.parquet", compression="zstd")
-    size = (tmp_path / "a.parquet").stat().st_size
-    assert size < 20_000
-    with pytest.raises(ValueError, match=rf"a\.parquet: stands for over \d+ MiB, more than 256 times its {size} bytes"):
-        for _ in rows(tmp_path / "a.parquet"):
-            pass
-
-
 def test_a_parquet_file_that_repeats_itself_is_read(tmp_path: Path):
     table = pyarrow.table({"q": ["You are a helpful assistant. " * 100] * 20_000, "n": list(range(20_000))})
     parquet.write_table(table, tmp_path / "a.parquet", compression="zstd")
     assert sum(1 for _ in rows(tmp_path / "a.parquet")) == 20_000
-
-
-@pytest.mark.parametrize("line", [b"\n", b" \t\n", b"\r\n"])
-def test_too_many_empty_lines(line: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(files, "_MAX_EMPTY_LINES", 100)
-    with gzip.open(tmp_path / "a.jsonl.gz", "wb") as file:
-        file.write(b'{"q": 1}\n' + line * 100 + b'{"q": 2}\n' + line * 101)
-    found = rows(tmp_path / "a.jsonl.gz")
-    assert [row for _, (_, row) in zip(range(2), found, strict=False)] == [{"q": 1}, {"q": 2}]
-    with pytest.raises(ValueError, match=r"a\.jsonl\.gz, line 203: more than 100 empty lines in a row"):
-        next(found)
 
 
 def test_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

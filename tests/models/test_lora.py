@@ -282,11 +282,9 @@ def test_modules_of_a_folder(tmp_path: Path, wanted: object, excluded: object, f
         ({"target_modules": ["lm_head"]}, "target_modules (['lm_head']) must be names of matrices in this model's"),
         (
             {"target_modules": "(q"},
-            "target_modules ('(q') must be a list of names or a regular expression as RE2 reads",
+            "target_modules ('(q') must be a list of names or a regular expression (missing )",
         ),
-        ({"target_modules": r"(?!x).*q_proj"}, "without looking around or back (Invalid regular expression: invalid"),
-        ({"target_modules": r"(([a-z._0-9]+)+)+!"}, "must be names of matrices in this model's layers"),
-        ({"target_modules": r"(.*)*(.*)*(.*)*(.*)*!", "exclude_modules": r"(.*.*)*x"}, "must be names of matrices in"),
+        ({"target_modules": r"(?!model).*q_proj"}, "must be names of matrices in this model's layers"),
         ({"target_modules": [1]}, "target_modules ([1]) must be a list of names or a regular expression"),
         ({"r": 0}, "r (0) must be a whole number from 1 to 4096"),
         ({"lora_alpha": -1}, "lora_alpha (-1) must be a number above 0"),

@@ -262,13 +262,6 @@ def test_an_error_inside_leaves_the_old_content_and_no_temporary_file(path: Path
     assert [(file.name, file.read_text()) for file in path.parent.iterdir()] == [(path.name, "old")]
 
 
-@pytest.mark.parametrize("name", ["a" * 255, "é" * 127, "a" + "é" * 127])
-def test_a_file_with_the_longest_name_has_a_temporary_file_too(tmp_path: Path, name: str):
-    assert len(os.fsencode(temporary_path(tmp_path / name).name)) in (254, 255)
-    write_whole(tmp_path / name, "text")
-    assert [file.name for file in tmp_path.iterdir()] == [name]
-
-
 def test_the_temporary_files_of_one_file_are_told_from_others(tmp_path: Path):
     file = tmp_path / "a.json"
     found = [temporary_path(file), temporary_path(file)]
@@ -291,17 +284,14 @@ def test_an_error_names_the_file_and_not_its_temporary_one(tmp_path: Path):
 
 def test_places_that_cannot_be_written(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    (tmp_path / "link").symlink_to(tmp_path / "gone")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     assert refuse_folder(tmp_path / "a" / "b", "x") == tmp_path / "a" / "b"
     for given, words in {
         tmp_path / "file": f"x: {tmp_path}/file is not a folder",
         tmp_path / "file" / "a" / "b": f"x: {tmp_path}/file/a/b cannot be made: {tmp_path}/file is not a folder",
-        tmp_path / "link": f"x: {tmp_path}/link is a link to {tmp_path}/gone, which does not exist",
-        tmp_path / "loop": f"x: {tmp_path}/loop is a link to {tmp_path}/loop, which does not exist",
+        tmp_path / "loop": f"x: {tmp_path}/loop: too many levels of symbolic links",
         tmp_path / ("n" * 300): f"x: {tmp_path}/{'n' * 300}: file name too long",
         "/dev/null": "x: /dev/null is not a folder",
-        "a\0b": "x: 'a\\x00b' holds a null character, which no path can",
     }.items():
         with pytest.raises(ValueError, match="x: ") as caught:
             refuse_folder(given, "x")
@@ -315,7 +305,7 @@ def test_places_that_cannot_be_written(tmp_path: Path):
         with pytest.raises(ValueError, match="--out ") as caught:
             refuse_file(given, "--out")
         assert str(caught.value) == words
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "link", "loop"], "nothing was made"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "loop"], "nothing was made"
 
 
 def test_where_the_system_makes_no_file_though_a_superuser_may_write(tmp_path: Path):

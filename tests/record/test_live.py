@@ -38,7 +38,7 @@ def terminal(monkeypatch):
 def lines_of(*steps: dict[str, float], first: int = 1, total: int = 0) -> list[str]:
     """What a log has of these steps."""
     out = io.StringIO()
-    with LiveView(total, out) as view:
+    with contextlib.closing(LiveView(total, out)) as view:
         for step, metrics in enumerate(steps, first):
             view.step(step, metrics)
     return out.getvalue().splitlines()
@@ -46,7 +46,7 @@ def lines_of(*steps: dict[str, float], first: int = 1, total: int = 0) -> list[s
 
 def test_one_plain_line_per_step():
     out = io.StringIO()
-    with LiveView(10, out) as view:
+    with contextlib.closing(LiveView(10, out)) as view:
         view.phase("gen")
         view.rollout(rows_busy=3, rows_total=32, tokens_per_s=900.0, finished=5, total=64)
         view.step(3, METRICS)
@@ -134,7 +134,7 @@ def test_a_log_hears_of_compiling_evaluation_and_long_rollouts(unwatched):
 
 def test_a_log_says_which_sample_waits_for_what(unwatched):
     output, clock = io.StringIO(), Clock()
-    with LiveView(10, output, clock=clock) as view:
+    with contextlib.closing(LiveView(10, output, clock=clock)) as view:
         view.phase("gen")
         view.waiting(3, "prompt 5, sample 1 (search)", 2.0)
         clock.now = 14.0
@@ -174,7 +174,7 @@ def test_a_phase_that_has_just_begun_is_not_what_was_silent(unwatched):
 
 def test_a_terminal_has_the_panel_and_no_lines_of_progress(terminal):
     clock = Clock()
-    with LiveView(10, terminal, clock=clock) as view:
+    with contextlib.closing(LiveView(10, terminal, clock=clock)) as view:
         for done in range(1, 30):
             clock.now += 10
             view.phase(f"compiling programs {done}/29")
@@ -227,7 +227,7 @@ def test_steps_that_teach_nothing_say_so_once_in_a_row():
 
 
 def test_the_panel_keeps_the_alarms_of_earlier_steps(terminal):
-    with LiveView(10, terminal) as view:
+    with contextlib.closing(LiveView(10, terminal)) as view:
         view.step(1, {"actor/grad_norm": 0.14, "actor/skipped_updates": 2.0})
         first = view._state_line()
         assert first is not None
@@ -245,7 +245,7 @@ def test_the_panel_fits_a_narrow_terminal(width, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", str(width))
     stream = Terminal()
-    with LiveView(1000, stream, every={"testing": 10}) as view:
+    with contextlib.closing(LiveView(1000, stream, every={"testing": 10})) as view:
         view.step(123, METRICS | {"actor/grad_norm": 0.1234, "actor/skipped_updates": 1, "reward/errors": 12})
         view.phase("update_actor")
         view.rollout(123, 256, 12345.0, 1234, 2048)
@@ -261,9 +261,8 @@ def test_the_panel_fits_a_narrow_terminal(width, monkeypatch):
 @pytest.mark.parametrize(
     ("rows", "text"),
     [
-        ([("reward", 0.5), ("steps", 100)], "reward  0.500\nsteps   100\n"),
         ({"reward": 0.5, "steps": 100}, "reward  0.500\nsteps   100\n"),
-        ([], ""),
+        ({}, ""),
     ],
 )
 def test_final_table_in_plain_text(rows, text):
@@ -273,14 +272,14 @@ def test_final_table_in_plain_text(rows, text):
 
 
 def test_on_a_terminal(terminal):
-    with LiveView(10, terminal) as view:
+    with contextlib.closing(LiveView(10, terminal)) as view:
         view.phase("gen")
         view.rollout(3, 32, 900.0, 5, 64)
         view.step(3, METRICS)
         view.message("[red]not markup[/red]")
         view.rollout(0, 0, 0.0, 0, 0)
         view._live.refresh()  # pyright: ignore[reportOptionalMemberAccess]
-        view.final_table([("reward", "0.5")])
+        view.final_table({"reward": "0.5"})
     text = terminal.getvalue()
     for part in ("reward 0.422", "[red]not markup[/red]", "phase", "gen", "4/10", "tokens/s", "\x1b[?25h"):
         assert part in text
@@ -288,14 +287,14 @@ def test_on_a_terminal(terminal):
 
 
 def test_an_exception_gives_the_terminal_back(terminal):
-    with pytest.raises(KeyError), LiveView(10, terminal):
+    with pytest.raises(KeyError), contextlib.closing(LiveView(10, terminal)):
         raise KeyError
     assert "\x1b[?25h" in terminal.getvalue()  # the cursor is shown again
 
 
 def test_dumb_terminals_get_plain_lines(terminal, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
-    with LiveView(10, terminal) as view:
+    with contextlib.closing(LiveView(10, terminal)) as view:
         view.step(1, {})
     assert terminal.getvalue() == "step  1/10\n"
 

@@ -63,9 +63,7 @@ def test_what_is_refused(tmp_path):
         writer.write(3, {})
         with pytest.raises(AssertionError, match="step 3 after step 3"):
             writer.write(3, {})
-        with pytest.raises(ValueError, match="metric x must be a number, found 'high'"):
-            writer.write(4, {"x": "high"})  # pyright: ignore[reportArgumentType]
-        with pytest.raises(ValueError, match="belong to the line itself"):
+        with pytest.raises(AssertionError, match="belongs to the line itself"):
             writer.write(4, {"time": 1.0})
     assert steps(tmp_path) == [3]
     with pytest.raises(ValueError, match="'comet' must be one of console, mlflow, tensorboard, trackio, wandb"):

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from jaxrl.record import timeline as timeline_module
 from jaxrl.record.timeline import Timeline
 
 
@@ -78,8 +79,10 @@ def test_a_bracket_that_was_cut(path, left):
     assert [e["name"] for e in json.loads(path.read_text()) if e["ph"] == "X"] == ["first", "again"]
 
 
-def test_rows_have_tracks_of_their_own(path):
-    with Timeline(path, max_rows=2, max_tracks=1, max_events_per_step=3) as timeline:
+def test_rows_have_tracks_of_their_own(path, monkeypatch: pytest.MonkeyPatch):
+    for name, most in (("MAX_ROWS", 2), ("MAX_TRACKS", 1), ("MAX_EVENTS", 3)):
+        monkeypatch.setattr(timeline_module, name, most)
+    with Timeline(path) as timeline:
         timeline.begin_step()
         for i in range(4):
             timeline.row(f"0.{i % 3}", i % 3, f"0.7.{i}", timeline.now_s, timeline.now_s, tokens=i)
@@ -161,8 +164,10 @@ def test_adjacent_short_spans_are_merged(path):
     assert alone["args"] == {"row": 10}
 
 
-def test_what_a_step_may_draw_is_bounded(path):
-    with Timeline(path, max_events_per_step=10, max_tracks=3) as timeline:
+def test_what_a_step_may_draw_is_bounded(path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(timeline_module, "MAX_EVENTS", 10)
+    monkeypatch.setattr(timeline_module, "MAX_TRACKS", 3)
+    with Timeline(path) as timeline:
         for _ in range(2):
             with timeline.phase("step"):
                 for i in range(50):
@@ -176,8 +181,9 @@ def test_what_a_step_may_draw_is_bounded(path):
     assert len([e for e in events(path, "M") if e["name"] == "thread_name"]) == 3
 
 
-def test_long_runs_draw_fewer_steps_and_time_all(path):
-    with Timeline(path, max_bytes=2000) as timeline:
+def test_long_runs_draw_fewer_steps_and_time_all(path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(timeline_module, "MAX_BYTES", 2000)
+    with Timeline(path) as timeline:
         seconds = 0
         for step in range(1, 400):
             with timeline.phase("step", step=step):

@@ -87,7 +87,7 @@ NAMES = [
     ),
     files("data.val_files: ' ' is no file's name", lambda folder: None, path="' '"),
     files(
-        "data.val_files: ~no-such-user/a.jsonl begins with ~ and a name that has no home folder",
+        "~no-such-user/a.jsonl: no such file; data.val_files must name existing files",
         lambda folder: None,
         path="~no-such-user/a.jsonl",
     ),
@@ -254,9 +254,9 @@ PROMPTS = [
         "data.max_prompt_length=4",
     ),
     files(
-        f"{FILE}, line 1: the prompt has more than 16629 tokens, more than data.max_prompt_length (64), and "
+        f"{FILE}, line 1: the prompt has 200019 tokens, more than data.max_prompt_length (64), and "
         "data.filter_overlong_prompts is false",
-        writes(json.dumps({"question": "x" * 20_000_000, "answer": 1})),
+        writes(json.dumps({"question": "x" * 200_000, "answer": 1})),
         "data.filter_overlong_prompts=false",
     ),
     files(

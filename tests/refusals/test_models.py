@@ -27,7 +27,6 @@ from damaged_models import (
     placed,
     tensors,
     text,
-    twins,
     untied,
     value,
 )
@@ -236,7 +235,6 @@ TENSORS = (
         "tie_word_embeddings true; set that to false to use both, or remove the tensor",
         untied,
     ),
-    in_weights(f"tensor {EMBED} is in a.safetensors as well, and no {INDEX} says which counts", twins, "b.safetensors"),
     in_weights("must be a file, found a pipe", pipe("model.safetensors")),
     in_weights("must have an object weight_map", index(lambda content: {"weight_map": ["model.safetensors"]}), INDEX),
     in_weights(f"weight_map places tensor {UP} in 7; it must name a file in this folder", placed(7), INDEX),

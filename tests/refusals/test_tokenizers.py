@@ -171,7 +171,6 @@ TEMPLATES = [
         "{% for message in messages %}<|{{ message.role }}|>{% endfor %}",
         "writes the same whatever the user says: it must write messages[i].content, as text",
     ),
-    template("{{ 'x' * 10 ** 11 }}", "makes a value of more than 1048784 characters for a short conversation"),
     template(
         "{% for i in range(10 ** 9) %}{% endfor %}",
         "fails with these messages: Range too big. The sandbox blocks ranges larger than MAX_RANGE (100000).",

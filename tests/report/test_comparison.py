@@ -165,7 +165,7 @@ def test_runs_without_anything_in_common(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("how", "value"),
-    [("first", 1.0), ("last", 20.0), ("mean", 10.5), ("median", 10.5), ("sum", 210), ("best", 20), ("end", 20)],
+    [("first", 1.0), ("last", 20.0), ("mean", 10.5), ("median", 10.5), ("sum", 210), ("end", 20)],
 )
 def test_one_number_of_a_series(how: Any, value: float):
     points = [(float(i), float(i)) for i in range(1, 21)]

@@ -62,7 +62,7 @@ def fake_run(folder: Path, steps: int = STEPS) -> Path:
         "commit": "0123456789abcdef",
         "devices": {"platform": "gpu", "kind": "NVIDIA H100 80GB HBM3", "count": 8},
         "started": "2026-11-21 11:42:07",
-        "command": ["jaxrl", "train", "configs/arithmetic.yaml", "trainer.seed=1"],
+        "command": "jaxrl train configs/arithmetic.yaml trainer.seed=1",
     }
     (folder / "run.json").write_text(json.dumps(info))
     return folder

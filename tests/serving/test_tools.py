@@ -60,7 +60,7 @@ def test_tools_calls_and_results_are_in_the_prompt(talk: Talk, tiny_model: Path)
 
 
 def test_a_new_list_of_tools_costs_no_trial_of_the_template(talk: Talk):
-    misses = chat_template._usable.cache_info().misses
+    misses = chat_template._check_says.cache_info().misses
 
     async def conversation(client: Client) -> None:
         for number in range(20):
@@ -69,7 +69,7 @@ def test_a_new_list_of_tools_costs_no_trial_of_the_template(talk: Talk):
             assert answer.status_code == 200
 
     talk(conversation)
-    assert chat_template._usable.cache_info().misses <= misses + 1
+    assert chat_template._check_says.cache_info().misses <= misses + 1
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])

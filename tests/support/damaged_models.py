@@ -133,14 +133,6 @@ def untied(folder: Path) -> None:
     target.joinpath("config.json").write_text(json.dumps(CONFIG))
 
 
-def twins(folder: Path) -> None:
-    content = files()["model.safetensors"]
-    target = model(folder)
-    (target / "model.safetensors").unlink()
-    (target / "a.safetensors").write_bytes(content)
-    (target / "b.safetensors").write_bytes(content)
-
-
 def pipe(name: str) -> Prepare:
     """A pipe that is never written to: reading it would hang."""
 

@@ -1,23 +1,17 @@
 """Checkpoints come back bit for bit, on other meshes, and never half-written."""
 
-import asyncio
-import gc
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Awaitable
-from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
-from jaxrl.train import checkpoint, manifest
+from jaxrl.train import manifest
 from jaxrl.train.checkpoint import Checkpointer, HostState, restore_params
 from jaxrl.train.steps import whole_step
 
@@ -128,43 +122,3 @@ def test_killed_half_way_is_never_chosen(tmp_path):
         assert checkpoints.latest_step() == 1
         found, _ = checkpoints.restore({"params": {"a": jax.ShapeDtypeStruct((3,), np.float64)}})
         assert_same(found, {"params": {"a": np.arange(3.0)}})
-
-
-def test_only_one_error_of_a_save_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-):
-    """Of the other arrays, asyncio reports lost tasks, gathered or not, and futures, TensorStore a closed loop. A
-    user's own stay."""
-
-    async def forget(failing: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(failing)
-        await asyncio.wait([task])
-
-    async def forget_gathered(failing: Awaitable[None]) -> None:
-        await asyncio.wait([asyncio.gather(failing)])
-
-    namespace: dict[str, Any] = {"__name__": "orbax.checkpoint.some_writer"}
-    exec("async def write():\n    raise ValueError('no space')", namespace)
-
-    async def write_in_tensorstore() -> None:  # which sets the error from outside of Python
-        asyncio.get_running_loop().create_future().set_exception(ValueError("no space there either"))
-
-    async def read() -> None:
-        raise ValueError("of the user")
-
-    told: list[str] = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: told.append(str(unraisable.object)))
-    monkeypatch.setattr(checkpoint, "_tell_one_error", cache(checkpoint._tell_one_error.__wrapped__))
-    with Checkpointer(tmp_path):
-        pass
-    for failing in (namespace["write"], write_in_tensorstore, read):
-        asyncio.run(forget(failing()))
-    for failing in (namespace["write"], read):
-        asyncio.run(forget_gathered(failing()))
-    gc.collect()
-    assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == ["of the user"] * 2
-    for owner in (None, "a transport"):
-        closed = RuntimeError("Event loop is closed")
-        hook: Any = sys.unraisablehook
-        hook(SimpleNamespace(exc_value=closed, exc_type=RuntimeError, object=owner))
-    assert told == ["a transport"]

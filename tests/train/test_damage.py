@@ -52,26 +52,6 @@ def test_comparing_and_hashing_tell_their_progress(tmp_path):
     assert told == [name for name in ("write", "choose", "alone") for _ in range(count)]
 
 
-@pytest.mark.parametrize("grows", [True, False])
-def test_a_save_that_is_waited_for_makes_progress_while_it_grows(tmp_path, monkeypatch, grows):
-    monkeypatch.setattr("jaxrl.train.checkpoint._LOOK_EVERY_S", 0.05)
-    told, enough = [], threading.Event()
-    with Checkpointer(tmp_path, progress=lambda: (told.append(1), len(told) > 3 and enough.set())) as checkpoints:
-
-        def write() -> None:
-            place = tmp_path / "4.tmp.orbax-checkpoint-tmp"  # Orbax's name for it
-            place.mkdir()
-            for i in range(200):
-                (place / f"{i}").write_bytes(b"12" if grows else b"")
-                if enough.wait(0.05 if grows else 0.002):
-                    return
-
-        checkpoints._pending = 4, checkpoints._thread.submit(write)
-        checkpoints.wait()
-    assert enough.is_set() == grows
-    assert grows or not told
-
-
 def test_files_of_others_are_no_damage(tmp_path):
     """A file manager's, those of a network's file system, and notes beside the items."""
     folder = saved(tmp_path / "checkpoints", 2, 4)

@@ -1,11 +1,8 @@
-"""Files are hashed while others are written, each process hashes and compares its own, and none is left out."""
+"""Each process hashes and compares its own files, and none is left out."""
 
 from __future__ import annotations
 
 import hashlib
-import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,64 +17,6 @@ def entries(folder: Path) -> dict[str, Any]:
         path.name: {"size": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
         for path in folder.iterdir()
     }
-
-
-def test_a_file_is_hashed_once_it_is_closed_and_again_if_it_has_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    really, hashed = manifest._synced, list[str]()
-
-    def synced(path: Path, progress: Callable[[], None]) -> Any:
-        found = really(path, progress)
-        hashed.append(path.name)
-        return found
-
-    monkeypatch.setattr(manifest, "_synced", synced)
-    (tmp_path / "changes").write_bytes(b"first")
-    (tmp_path / "stays").write_bytes(b"as it is")
-    open_file = open(tmp_path / "open", "wb")  # noqa: SIM115 - closed in the midst of the looks
-    open_file.write(b"not all")
-    (tmp_path / "temporary").write_bytes(b"gone soon")
-
-    def wait_for(*names: str) -> None:
-        until_s = time.monotonic() + 20
-        while not set(names) <= set(hashed):
-            assert time.monotonic() < until_s
-            time.sleep(0.005)
-
-    def nothing() -> None:
-        pass
-
-    def after_a_look() -> None:
-        wait_for("changes", "stays", "temporary")
-        assert "open" not in hashed
-        open_file.write(b", and now all")
-        open_file.close()
-
-    def after_another() -> None:
-        wait_for("open")
-        (tmp_path / "new").write_bytes(b"other")  # as long as what it replaces, and maybe of the same moment
-        os.replace(tmp_path / "new", tmp_path / "changes")
-        os.remove(tmp_path / "temporary")
-        (tmp_path / "last").write_bytes(b"late")
-
-    turns: list[Callable[[], None]] = [nothing, after_a_look, after_another]
-
-    def over() -> bool:
-        turns.pop(0)()
-        return not turns
-
-    found = manifest.describe(lambda: {path.name: path for path in tmp_path.iterdir()}, over=over)
-    assert found == entries(tmp_path)
-    assert sorted(hashed) == ["changes", "changes", "last", "open", "stays", "temporary"]
-
-
-def test_an_error_of_the_writer_ends_it(tmp_path: Path):
-    def over() -> bool:
-        raise OSError("no space")
-
-    with pytest.raises(OSError, match="no space"):
-        manifest.describe(lambda: {}, over=over)
 
 
 def test_the_parts_of_all_processes_make_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
