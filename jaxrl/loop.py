@@ -35,7 +35,7 @@ import numpy as np
 from jaxrl.record import metrics as numbers
 from jaxrl.record.alarms import Alarms
 from jaxrl.scheduling.mechanism import PhaseOrder, RoundInfo
-from jaxrl.scheduling.rounds.batches import RoundTime
+from jaxrl.scheduling.rounds.batches import RoundResult, RoundTime
 from jaxrl.scheduling.rounds.carried import check_lengths, pack_groups, unpack_groups
 from jaxrl.scheduling.rounds.events import Interrupted, Launch, Verdict
 from jaxrl.scheduling.rounds.round import Departures, Round
@@ -205,8 +205,6 @@ class Loop:
     def _collect(self, step: int, waiting: Sequence[Group] | None = None) -> Collected:
         """One round for training step `step`: the rule's groups, scored. `waiting`: the batch of the next update. None:
         this round's own; empty: that of a round which has not run yet, so that none of its groups is certain."""
-        rollout = self.config.rollout
-        params = self._sampling(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
         with self._phase("data"):
             current = self.rule.plan(self._prompts, RoundTime(step, self.step, self.total_steps - step + 1))
         certain = current.certain
@@ -215,18 +213,7 @@ class Loop:
         beside = waiting is None and step < self.total_steps and not self._evaluates(step - 1)
         next_launches = partial(self._next_launches, step + 1) if beside else None
         info = RoundInfo(step, 0, current.kind, self.step + 1, certain, next_launches)
-        self.backend.begin(info, params)
-        try:
-            while not current.done:
-                generating = self.backend.generating
-                with self._phase("gen" if generating else "reward"):
-                    while not current.done and self.backend.generating == generating:
-                        self._handle(current, step)
-                        for each in self._gradients:
-                            each.look()
-        except Interrupted:
-            self.backend.cancel()
-            raise
+        self._play(current, info)
         result = self.rule.settle(current)
         for prompt_key, outcome in result.left.items():
             self.departures.leave(prompt_key, outcome)
@@ -234,6 +221,25 @@ class Loop:
         if self._group_rewards:
             with self._phase("reward"):
                 compared = self._compare(result.groups, info)
+        return Collected(result.groups, self._round_metrics(result, compared))
+
+    def _play(self, current: Round, info: RoundInfo) -> None:
+        """A round of training from its first event to its last."""
+        rollout = self.config.rollout
+        self.backend.begin(info, self._sampling(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p))
+        try:
+            while not current.done:
+                generating = self.backend.generating
+                with self._phase("gen" if generating else "reward"):
+                    while not current.done and self.backend.generating == generating:
+                        self._handle(current, info.step)
+                        for each in self._gradients:
+                            each.look()
+        except Interrupted:
+            self.backend.cancel()
+            raise
+
+    def _round_metrics(self, result: RoundResult, compared: Mapping[str, float]) -> dict[str, float]:
         seconds = dict.fromkeys((f"timing_s/{name}" for name in numbers.ROUND_PHASES), 0.0)
         seconds |= self._phases.take_phases(*numbers.ROUND_PHASES)
         measured = numbers.batch_metrics(result.groups, self.config.data.max_response_length)
@@ -242,7 +248,7 @@ class Loop:
         measured |= result.metrics | self.backend.end(result)
         measured |= {name: measured.get(name, 0.0) + value for name, value in compared.items()}
         measured |= numbers.hidden_scoring(measured, seconds)
-        return Collected(result.groups, measured | seconds)
+        return measured | seconds
 
     def _compare(self, groups: Sequence[Group], info: RoundInfo) -> dict[str, float]:
         return {name: value for each in self._group_rewards for name, value in each(groups, info).items()}

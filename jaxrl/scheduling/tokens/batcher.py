@@ -518,37 +518,45 @@ class Batcher:
 
     def update(self, result: PlanResult, stop_check: StopCheck | None = None) -> list[Finished]:
         """Takes in a plan's outcome; returns the requests that ended, by (dp group, slot)."""
-        flight, rows, counts = self._flights.popleft(), self._rows, result.counts
-        seats, ids, is_new = flight.rows.seats, flight.rows.request_ids, flight.rows.is_new
+        flight, rows = self._flights.popleft(), self._rows
+        seats, ids = flight.rows.seats, flight.rows.request_ids
         assert flight.index == result.index, f"plan {flight.index} is due, and the result is of plan {result.index}"
         assert result.request_ids is ids or np.array_equal(result.request_ids, ids), "a result of other rows"
-        num_tokens = int(counts.sum())
-        self.counters.plans += 1
-        self.counters.steps += result.num_steps
-        self.counters.offered_row_steps += result.num_steps * len(rows.ids)
-        if result.verified is None:
-            self.counters.busy_row_steps += num_tokens
-            if flight.has_new:
-                self.counters.busy_row_steps -= int(np.count_nonzero(counts[is_new]))
-        else:
-            verified = VerifyCounts(*result.verified.sum(axis=1).tolist())
-            self.counters.busy_row_steps += verified.steps
-            if self.verify_rule is not None and verified.steps:  # else its rows had stopped before
-                self.counters.add_verified(verified)
-                self.verify_rule.saw(verified)
+        num_tokens = int(result.counts.sum())
+        self._count(flight, result, num_tokens)
         is_there = rows.ids[seats] == ids if flight.left else None
         if num_tokens != flight.num_most:
-            missing = flight.most - counts
+            missing = flight.most - result.counts
             assert (missing >= 0).all(), f"plan {result.index}: more tokens than asked"
             own = slice(None) if is_there is None else is_there
             rows.written[seats[own]] -= missing[own]
         rows.gain(result, seats, is_there)
-        finished: list[Finished] = []
         if is_there is None and not flight.is_watched and not result.stopped.any():
-            return finished
-        looked_at = result.stopped | rows.is_watched[seats]
-        if is_there is None:
-            is_there = np.ones(len(seats), bool)
+            return []
+        return self._ended(flight, result, np.ones(len(seats), bool) if is_there is None else is_there, stop_check)
+
+    def _count(self, flight: _Flight, result: PlanResult, num_tokens: int) -> None:
+        self.counters.plans += 1
+        self.counters.steps += result.num_steps
+        self.counters.offered_row_steps += result.num_steps * len(self._rows.ids)
+        if result.verified is None:
+            self.counters.busy_row_steps += num_tokens
+            if flight.has_new:
+                self.counters.busy_row_steps -= int(np.count_nonzero(result.counts[flight.rows.is_new]))
+            return
+        verified = VerifyCounts(*result.verified.sum(axis=1).tolist())
+        self.counters.busy_row_steps += verified.steps
+        if self.verify_rule is not None and verified.steps:  # else its rows had stopped before
+            self.counters.add_verified(verified)
+            self.verify_rule.saw(verified)
+
+    def _ended(
+        self, flight: _Flight, result: PlanResult, is_there: np.ndarray, stop_check: StopCheck | None
+    ) -> list[Finished]:
+        """Ends requests for which a plan has brought the last tokens. `is_there`: which of its rows are still theirs;
+        what the others have brought goes to responses that have left their row."""
+        rows, seats, counts, finished = self._rows, flight.rows.seats, result.counts, list[Finished]()
+        ids, looked_at = flight.rows.request_ids, result.stopped | rows.is_watched[seats]
         for row in np.flatnonzero((counts > 0) & (looked_at | ~is_there)).tolist():
             request_id, (group, slot) = int(ids[row]), divmod(int(seats[row]), rows.num_slots)
             response = rows[int(seats[row])] if is_there[row] else flight.left[request_id]
