@@ -67,7 +67,7 @@ WITHOUT_JAX = {
     "jaxrl.loop",
     "jaxrl.report.comparison",
     "jaxrl.report.page",
-    "jaxrl.rewards.pool",
+    "jaxrl.rewards.reward_pool",
     "jaxrl.runtime.backend",
     "jaxrl.runtime.rules",
     "jaxrl.runtime.simulation",

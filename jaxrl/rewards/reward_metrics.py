@@ -19,7 +19,6 @@ import numpy as np
 from jaxrl.config import Config
 from jaxrl.config.domains import Domain, domains, is_staged
 from jaxrl.mechanisms.dynamic_sampling import THE_REWARD
-from jaxrl.rewards.pool_base import describe_sample
 from jaxrl.scheduling.rounds.events import Verdict, named_values
 from jaxrl.scheduling.rounds.shaping import RewardShaping
 from jaxrl.types import SampleKey
@@ -40,6 +39,11 @@ TIMEOUTS = {
 supervisor, or an actor, said nothing."""
 _COUNTED_AS = {"error": "errors", "timeout": "time-outs", "crash": "crashes"}  # in warnings
 _COUNT_OF = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}
+
+
+def describe_sample(key: SampleKey) -> str:
+    text = f"epoch {key.epoch}, prompt {key.prompt_index}, sample {key.sample_index}"
+    return f"{text}, attempt {key.attempt}" if key.attempt else text
 
 
 class RewardMetrics:

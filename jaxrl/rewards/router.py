@@ -22,8 +22,8 @@ from dataclasses import dataclass, field, replace
 
 from jaxrl.config.domains import Domain
 from jaxrl.config.rewards import Place
-from jaxrl.rewards.pool_base import RewardPool
 from jaxrl.rewards.reward_metrics import timeouts_of
+from jaxrl.rewards.reward_pool import RewardPool
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
 
@@ -42,7 +42,7 @@ class _Pending:
 
 
 class RewardRouter:
-    """Implements `jaxrl.rewards.pool_base.RewardPool`.
+    """Implements `jaxrl.rewards.reward_pool.RewardPool`.
 
     Args:
       workers: the pool of worker processes, which also score parts; None without any.

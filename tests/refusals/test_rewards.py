@@ -15,7 +15,7 @@ import pytest
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.rewards.domains import build_scorer
-from jaxrl.rewards.pool import build_pool
+from jaxrl.rewards.reward_pool import build_pool
 from jaxrl.rewards.scorers import describe
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey

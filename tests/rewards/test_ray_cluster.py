@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 
 import pytest
+from jaxrl.rewards.ray_pool import RayRewardPool
 from reward_pools import collect, make, submit
 
 from jaxrl.processes.process_tree import descendants
-from jaxrl.rewards.ray_pool import RayRewardPool
 
 pytestmark = pytest.mark.slow
 PATIENCE_S = 280.0

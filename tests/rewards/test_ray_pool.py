@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jaxrl.rewards.ray_actors import RayActors, RaySetup
+from jaxrl.rewards.verdict_messages import verdict_message
+from jaxrl.rewards.worker import WorkerSettings
 from reward_pools import collect, submit
 
 from jaxrl.config import from_mapping
@@ -20,10 +23,7 @@ from jaxrl.processes.messages import to_bytes
 from jaxrl.rewards import ray_actors, ray_pool
 from jaxrl.rewards.domain_limits import DomainLimits
 from jaxrl.rewards.domains import build_scorer
-from jaxrl.rewards.pool import RewardPool, build_pool
-from jaxrl.rewards.ray_actors import RayActors, RaySetup
-from jaxrl.rewards.verdict_messages import verdict_message
-from jaxrl.rewards.worker import WorkerSettings
+from jaxrl.rewards.reward_pool import RewardPool, build_pool
 from jaxrl.types import RunFailed, SampleKey
 
 

@@ -15,9 +15,9 @@ import reward_pools
 from ended import have_ended
 from reward_pools import Opened, collect, submit
 
-from jaxrl.processes.messages import BadMessage, read_message
-from jaxrl.rewards.pool import RewardPool
-from jaxrl.rewards.verdict_messages import read_scored
+from jaxrl.processes.messages import BadMessage, read_json
+from jaxrl.rewards.pool_worker import read_scored
+from jaxrl.rewards.reward_pool import RewardPool
 from jaxrl.scheduling.rounds.events import Verdict
 
 SCORER = """
@@ -215,7 +215,7 @@ def test_nothing_outlives_a_killed_trainer(tmp_path: Path):
 )
 def test_what_is_no_verdict(text: bytes, problem: str):
     with pytest.raises(BadMessage, match=problem):
-        read_scored(read_message(text))
+        read_scored(read_json(text))
 
 
 def test_a_json_of_the_users_in_the_working_folder(opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

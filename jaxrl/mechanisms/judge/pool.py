@@ -77,7 +77,7 @@ class _Judged:
 
 
 class JudgePool:
-    """Implements `jaxrl.rewards.pool.RewardPool`. `engine`: over the judge's executor; `clock`: stamps its verdicts."""
+    """Implements `jaxrl.rewards.reward_pool.RewardPool`. `engine`: over the judge's executor; `clock`: stamps its verdicts."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ from jaxrl.mechanisms.judge import Judge
 from jaxrl.mechanisms.judge.endpoint import EndpointPool, join_endpoint, verdict_seed
 from jaxrl.processes.endpoint_client import api_key
 from jaxrl.rewards.domains import build_scorer
-from jaxrl.rewards.pool import build_pool
+from jaxrl.rewards.reward_pool import build_pool
 from jaxrl.rewards.router import RewardRouter
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
