@@ -102,6 +102,10 @@ class Worker(Protocol):
         """The answer that is being waited for is not wanted any more."""
         ...
 
+    def check(self) -> None:
+        """Called now and then while it has a task."""
+        ...
+
     @property
     def is_gone(self) -> bool:
         """Whether it has ended or was stopped, while it has nothing to do."""
@@ -157,6 +161,8 @@ class Host:
         while True:
             self._writer.write(framed(pickle.dumps([])))
             await asyncio.sleep(self._beat_s)
+            for worker in self._running.values():
+                worker.check()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while (payload := await read_message(reader)) is not None:
@@ -220,6 +226,8 @@ class Host:
         """The result, and the worker if it lives."""
         deaths, most = 0, self.settings.max_retries
         while not isinstance(worker, StartFailed):
+            if task.number in self._dropped:
+                return crashed(UNWANTED), worker
             self._running[task.number] = worker
             try:
                 answer = await worker.ask(task)
@@ -234,8 +242,6 @@ class Host:
                     return crashed(str(died), deaths, is_silent=died.is_silent), None
                 self.say("retried", str(died))
                 worker = await self._started()
-                if task.number in self._dropped:
-                    return crashed(UNWANTED), worker
                 continue
             if answer.is_spent or answer.is_out_of_memory:
                 await self._end_worker(worker)
@@ -325,6 +331,11 @@ class LocalWorker:
         when, now_s = self._time.when(), asyncio.get_running_loop().time()
         with contextlib.suppress(RuntimeError):  # it has just ended
             self._time.reschedule(now_s + DROP_S if when is None else min(when, now_s + DROP_S))
+
+    def check(self) -> None:
+        """Ends one that was stopped and has no time limit."""
+        if self._time.when() is None and self.is_gone:
+            kill(self._pid)
 
     @property
     def is_gone(self) -> bool:

@@ -46,7 +46,7 @@ class PoolSettings:
     """What host and workers of a pool must know; it travels as a pickle.
 
     Attributes:
-      scorer: a pickled `Scorer`. loads: its `loads`. preload: modules that are imported once, before workers are forked.
+      scorer: a pickled `Scorer`. loads: its `loads`. preload: modules that are imported once, before workers fork.
       start_timeout_s: seconds that loading the scorer may take.
       max_retries: times that a request is scored again whose worker died.
       max_memory_gib: of one worker; 0: no limit.

@@ -72,11 +72,10 @@ class RayWorker:
 
     is_gone = False
 
-    def __init__(self, host: Host, ray: Any, actor_class: Any, living: set[Any]) -> None:
-        self._host, self._settings, self._ray, self._living = host, host.settings, ray, living
+    def __init__(self, host: Host, ray: Any, actor_class: Any) -> None:
+        self._host, self._settings, self._ray = host, host.settings, ray
         there = replace(self._settings, num_workers=1, on_ray=False, log="")  # a path of the trainer's machine
         self._actor = actor_class.remote(pickle.dumps(there))
-        self._living.add(self._actor)
         self._number = -1
         self.num_done = 0
 
@@ -124,8 +123,9 @@ class RayWorker:
     def drop(self) -> None:
         self._actor.drop.remote(self._number)
 
+    def check(self) -> None: ...
+
     async def end(self) -> None:
-        self._living.discard(self._actor)
         with contextlib.suppress(self._ray.exceptions.RayError):  # of one that is gone
             self._ray.kill(self._actor)
 
@@ -135,17 +135,14 @@ async def _answer(ref: Any) -> Any:
 
 
 async def serve_on_ray(sock: socket.socket, settings: PoolSettings, beat_s: float) -> None:
-    import ray  # pyright: ignore[reportMissingImports]  (an optional extra)
+    import ray as ray_package  # pyright: ignore[reportMissingImports]  (an optional extra)
 
+    ray: Any = ray_package
     ray.init(address=settings.ray_address, include_dashboard=False, log_to_driver=False)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the trainer decides when this process ends
     actor_class = ray.remote(num_cpus=1, max_restarts=0, max_concurrency=2)(RayActor)
-    living = set[Any]()
     try:
-        await Host(settings, lambda host: RayWorker(host, ray, actor_class, living), beat_s).run(sock)
+        await Host(settings, lambda host: RayWorker(host, ray, actor_class), beat_s).run(sock)
     finally:
-        for actor in living:
-            with contextlib.suppress(ray.exceptions.RayError):
-                ray.kill(actor)
-        ray.shutdown()
+        ray.shutdown()  # ends the actors

@@ -77,7 +77,8 @@ class _Judged:
 
 
 class JudgePool:
-    """Implements `jaxrl.rewards.reward_pool.RewardPool`. `engine`: over the judge's executor; `clock`: stamps its verdicts."""
+    """Implements `jaxrl.rewards.reward_pool.RewardPool`. `engine`: over the judge's executor; `clock`: stamps its
+    verdicts."""
 
     def __init__(
         self,

@@ -98,8 +98,9 @@ class Session:
 
 
 class AgentPool:
-    """Implements `jaxrl.mechanisms.turns.rule.Acting` over programs. `pool`: its workers run them, one at a time each; closed
-    by who made it; `timeout_s`: until a program that has begun, or has been answered, asks again or ends."""
+    """Implements `jaxrl.mechanisms.turns.rule.Acting` over programs. `pool`: its workers run them, one at a time
+    each; closed by who made it; `timeout_s`: until a program that has begun, or has been answered, asks again or
+    ends."""
 
     keeps = False  # its process is wanted by others, an evaluation's for one
 
