@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib
+import itertools
 import os
 import pickle
 import signal
@@ -22,9 +24,9 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from jaxrl.processes.messages import BadMessage, framed, read_json, read_message, receive_message
 from jaxrl.processes.process_tree import PATIENCE_S, adopt_orphans, kill, kill_descendants, kill_once
@@ -136,16 +138,18 @@ class Host:
     async def run(self, sock: socket.socket) -> None:
         """Returns when the other side has closed the socket."""
         reader, self._writer = await asyncio.open_connection(sock=sock)
-        own = [asyncio.create_task(self._work()) for _ in range(self.settings.num_workers)]
-        own.append(asyncio.create_task(self._beat()))
-        reading = asyncio.create_task(self._read(reader))
-        done, _ = await asyncio.wait([reading, *own], return_when=asyncio.FIRST_COMPLETED)
         try:
-            for each in done:
-                each.result()
-        except RunFailed as failed:
-            self._writer.write(framed(pickle.dumps([*self._outbox, ("fatal", str(failed))])))
+            async with asyncio.TaskGroup() as group:
+                own = [group.create_task(self._work()) for _ in range(self.settings.num_workers)]
+                own.append(group.create_task(self._beat()))
+                await self._read(reader)
+                for each in own:
+                    each.cancel()
+        except* RunFailed as failed:
+            self._writer.write(framed(pickle.dumps([*self._outbox, ("fatal", str(failed.exceptions[0]))])))
             await self._writer.drain()
+        finally:
+            self._writer.close()
 
     def say(self, *message: Any) -> None:
         if not self._outbox:
@@ -217,28 +221,23 @@ class Host:
         """Answers a task; returns the worker for the next one."""
         self.say("began", task.number)
         scored, next_worker = await self._answered(worker, task)
-        self._running.pop(task.number, None)
         self._end(task, scored)
         self._feed()
         return next_worker or await self._started()
 
     async def _answered(self, worker: Worker | StartFailed, task: Task) -> tuple[Scored, Worker | StartFailed | None]:
         """The result, and the worker if it lives."""
-        deaths, most = 0, self.settings.max_retries
-        while not isinstance(worker, StartFailed):
+        for deaths in itertools.count(1):
+            if isinstance(worker, StartFailed):
+                return worker.scored, worker
             if task.number in self._dropped:
                 return crashed(UNWANTED), worker
-            self._running[task.number] = worker
+            is_last = deaths > self.settings.max_retries
             try:
-                answer = await worker.ask(task)
-                if answer.is_out_of_memory and worker.num_done > 1 and deaths < most:
-                    raise Died(
-                        f"{process_of(self.settings)} ran out of memory, in which earlier samples had left something"
-                    )
+                answer = await self._ask(worker, task, is_last)
             except Died as died:
-                deaths += 1
                 await self._end_worker(worker)
-                if deaths > most or task.number in self._dropped:
+                if is_last or task.number in self._dropped:
                     return crashed(str(died), deaths, is_silent=died.is_silent), None
                 self.say("retried", str(died))
                 worker = await self._started()
@@ -247,7 +246,17 @@ class Host:
                 await self._end_worker(worker)
                 return answer.scored, None
             return answer.scored, worker
-        return worker.scored, worker
+        raise AssertionError
+
+    async def _ask(self, worker: Worker, task: Task, is_last: bool) -> Answer:
+        self._running[task.number] = worker
+        try:
+            answer = await worker.ask(task)
+        finally:
+            del self._running[task.number]
+        if answer.is_out_of_memory and worker.num_done > 1 and not is_last:
+            raise Died(f"{process_of(self.settings)} ran out of memory, in which earlier samples had left something")
+        return answer
 
     async def _end_worker(self, worker: Worker) -> None:
         self.num_ready -= 1
@@ -279,7 +288,6 @@ class LocalWorker:
     def __init__(self, host: Host, living: set[int], log: Log) -> None:
         self._settings, self._living, self._log = host.settings, living, log
         self._was_ready = host.was_ready
-        self._dropped = False
         self.num_done = 0
 
     async def start(self) -> bool:
@@ -304,6 +312,7 @@ class LocalWorker:
         return message.get("has_jax") is True
 
     async def ask(self, task: Task) -> Answer:
+        self._dropped = False
         try:
             async with asyncio.timeout(task.limit_s or None) as self._time:
                 with contextlib.suppress(OSError):  # it is gone, as its answer will tell
@@ -423,6 +432,7 @@ async def serve_locally(sock: socket.socket, settings: PoolSettings, beat_s: flo
     for module in settings.preload:
         with contextlib.suppress(Exception):  # a worker finds the same, and can report it
             importlib.import_module(module)
+    gc.freeze()  # a collection would write to the pages that workers share
     living, log = set[int](), Log(settings.log)
     try:
         await Host(settings, lambda host: LocalWorker(host, living, log), beat_s).run(sock)
@@ -431,17 +441,17 @@ async def serve_locally(sock: socket.socket, settings: PoolSettings, beat_s: flo
         log.drain()
 
 
-def main() -> None:
+def run(serve: Callable[[socket.socket, PoolSettings, float], Coroutine[Any, Any, None]]) -> NoReturn:
+    """The program of a host: gets its settings, and serves until the trainer closes the socket."""
     sock = socket.socket(fileno=int(sys.argv[2]))
     sock.set_inheritable(False)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the trainer decides when it ends
     setup = receive_message(sock)
     if setup is not None:
-        settings, beat_s = pickle.loads(setup)
-        if settings.on_ray:
-            from jaxrl.rewards.ray_host import serve_on_ray as serve
-        else:
-            serve = serve_locally
-        asyncio.run(serve(sock, settings, beat_s))
+        asyncio.run(serve(sock, *pickle.loads(setup)))
     os._exit(0)
+
+
+def main() -> None:
+    run(serve_locally)

@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxrl.rewards.pool import Pool
-from jaxrl.rewards.pool_host import UNWANTED, Answer, Died, Host, StartFailed, Task, crashed
+from jaxrl.rewards.pool_host import UNWANTED, Answer, Died, Host, StartFailed, Task, crashed, run
 from jaxrl.rewards.pool_worker import PoolSettings
 from jaxrl.rewards.scorers import Scored
 from jaxrl.types import RunFailed
@@ -146,3 +146,7 @@ async def serve_on_ray(sock: socket.socket, settings: PoolSettings, beat_s: floa
         await Host(settings, lambda host: RayWorker(host, ray, actor_class), beat_s).run(sock)
     finally:
         ray.shutdown()  # ends the actors
+
+
+def main() -> None:
+    run(serve_on_ray)

@@ -19,13 +19,16 @@ import time
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from jaxrl.config.domains import Domain
 from jaxrl.config.rewards import Place
 from jaxrl.rewards.reward_metrics import timeouts_of
-from jaxrl.rewards.reward_pool import RewardPool
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
+
+if TYPE_CHECKING:
+    from jaxrl.rewards.reward_pool import RewardPool
 
 _LOOK_S = 0.01  # how long to wait for one of several pools before looking at the next
 
