@@ -111,7 +111,7 @@ def score(
             yield prompt, sample
 
     with closing(build_pool(config, scorer, where=where)) as pool:
-        join_endpoint(config, pool, where)
+        join_endpoint(config, pool)
         pool.warm()
         with writing_whole(out, removing=removing) as file:
             said_s = time.monotonic()

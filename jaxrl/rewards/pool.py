@@ -74,9 +74,6 @@ class _Request:
 class Pool:
     """Processes that score; they begin to start when the pool is made. Used from any thread.
 
-    Attributes:
-      notes: why samples were scored again ("retried") and processes started again ("restarted").
-
     Raises ValueError where Ray is asked for and not installed.
     """
 
@@ -84,7 +81,8 @@ class Pool:
         if settings.on_ray and importlib.util.find_spec("ray") is None:
             raise ValueError("reward.pool=ray needs ray, which is not installed: pip install 'jaxrl[ray]'")
         self._settings = settings
-        self.notes: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        self._notes: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        self._num_retried = 0
         self._numbers = itertools.count()
         self._requests: dict[int, _Request] = {}
         self._suspects: deque[int] = deque()  # under way when a host was lost: scored alone, one after another
@@ -121,6 +119,10 @@ class Pool:
             self._reported.wait_for(lambda: self._problem is not None or self._num_ready >= self._settings.num_workers)
             if self._problem is not None:
                 raise self._problem
+
+    def take_notes(self) -> list[tuple[str, str]]:
+        """Why samples were scored again ("retried") and processes started again ("restarted") since the last call."""
+        return [self._notes.get() for _ in range(self._notes.qsize())]
 
     def close(self) -> None:
         self._closing.set()
@@ -223,7 +225,18 @@ class Pool:
             case "fatal", error:
                 raise RunFailed(error)
             case _, why:
-                self.notes.put((kind, why[:500]))
+                self._note(kind, why[:500])
+
+    def _note(self, kind: str, why: str) -> None:
+        """Counts it, and warns; of what is scored again the 1st, 2nd, 4th, 8th, ... time."""
+        self._notes.put((kind, why))
+        if kind == "restarted":
+            _log.warning("%s pool: %s", self._settings.section, why)
+            return
+        self._num_retried += 1
+        if self._num_retried & (self._num_retried - 1) == 0:
+            count = self._num_retried
+            _log.warning("%s pool: a sample is scored again, number %d: %s", self._settings.section, count, why)
 
     def _report(self, problem: Exception | None = None) -> None:
         with self._reported:
@@ -270,7 +283,7 @@ class Pool:
             raise RunFailed(
                 f"{section}: {what}: their host ended {self._losses} times in a row, the last time because {why}"
             )
-        self.notes.put(("restarted", f"the workers' host is started again: {why}"))
+        self._note("restarted", f"the workers' host is started again: {why}")
         for request in over:
             if request.future.set_running_or_notify_cancel():
                 request.future.set_result(crashed(HOST_LOST, request.losses, is_silent=is_silent))

@@ -58,8 +58,7 @@ class RayActor:
         except CancelledError:
             scored = crashed(UNWANTED)
         del self._scoring[number]
-        notes = [self._pool.notes.get() for _ in range(self._pool.notes.qsize())]
-        return scored, [why for kind, why in notes if kind == "retried"]
+        return scored, [why for kind, why in self._pool.take_notes() if kind == "retried"]
 
     def drop(self, number: int) -> None:
         self._dropped.add(number)

@@ -1,4 +1,4 @@
-"""A judge at an OpenAI-compatible endpoint: a reward pool that asks a server for its verdicts.
+"""A judge at an OpenAI-compatible endpoint: a server is asked for verdicts.
 
 Source: RollPacker §4.3: a judge among the rewards. One thread sends the requests, at most `max_requests` at once and
 `requests_per_minute` in a minute (`jaxrl.processes.endpoint_client`), while the trainer computes.
@@ -6,7 +6,7 @@ Source: RollPacker §4.3: a judge among the rewards. One thread sends the reques
 Whatever the endpoint does costs the samples at hand, and never the run:
 
 - It cannot be reached, answers 5xx or 429, or closes: the request is sent again, then the verdict is a `crash`, and the
-  router may ask once more.
+  reward pool may ask once more.
 - It does not answer in time: sent again, then a `timeout`.
 - It answers something that is no chat completion: sent again, then an `error`; 4xx: an `error` at once.
 - Its text holds no score: an `error`, counted as unparsed.
@@ -22,7 +22,6 @@ import contextlib
 import hashlib
 import json
 import threading
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -31,11 +30,8 @@ from jaxrl.config import Config
 from jaxrl.mechanisms.judge import Judge
 from jaxrl.mechanisms.judge.verdicts import JudgeText
 from jaxrl.processes.endpoint_client import Client, Elapsed, EndpointRefused, RequestFailed, read_json
-from jaxrl.rewards.reward_metrics import describe_sample
-from jaxrl.rewards.reward_pool import FutureVerdicts, RewardPool
-from jaxrl.rewards.router import RewardRouter
+from jaxrl.rewards.reward_pool import RewardPool
 from jaxrl.rewards.scorers import Scored, ScoreRequest, describe
-from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
 
 R = TypeVar("R")
@@ -43,21 +39,17 @@ _CLOSE_S = 5.0
 _WORST = ("crash", "timeout", "error")  # of failed requests, what the sample's status becomes: the first that occurs
 
 
-class EndpointPool(FutureVerdicts):
-    """Implements `jaxrl.rewards.reward_pool.RewardPool`. `clock`: stamps the verdicts; `sleep`: waits between requests;
-    `where`: how warnings name a sample. Raises ValueError where `reward.judge.api_key_env` names no variable with a
-    key."""
+class EndpointPool:
+    """Implements `jaxrl.rewards.reward_pool.ScoringPlace`. `sleep`: waits between requests. Raises ValueError where
+    `reward.judge.api_key_env` names no variable with a key."""
 
     def __init__(
         self,
         judge: Judge.Options,
         *,
         seed: int = 0,
-        clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        where: Callable[[SampleKey], str] = describe_sample,
     ) -> None:
-        super().__init__(where, clock)
         self._judge, self._seed = judge, seed
         self._text = JudgeText(judge)
         trial = request_body(judge, [{"role": "user", "content": "Hi"}], 1)
@@ -76,7 +68,7 @@ class EndpointPool(FutureVerdicts):
         except RequestFailed as failed:
             raise RunFailed(f"reward.judge.endpoint ({self._judge.endpoint}): {failed}") from None
 
-    def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> None:
+    def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> Future[Scored]:
         del limits_s  # of test cases
         try:
             messages = self._text.ask(ScoreRequest.of(prompt, sample))
@@ -85,41 +77,31 @@ class EndpointPool(FutureVerdicts):
                 raise
             future: Future[Scored] = Future()
             future.set_result(("error", 0.0, {"error": describe(error)}, 0.0))
-        else:
-            self._has_asked = True
-            future = self._run(self._score(sample.key, messages))
-        self.follow(sample.key, future)
+            return future
+        self._has_asked = True
+        return self._run(self._score(sample.key, messages))
 
-    def wait(self, timeout_s: float | None = None) -> list[Verdict]:
+    def step(self) -> bool:
         if self._thread is not None and not self._thread.is_alive():
             raise RunFailed("reward: the thread that asks the judge's endpoint ended")
-        return super().wait(timeout_s)
+        return False
 
     def take_metrics(self) -> dict[str, float]:
-        """`reward/judge/{requests,sent_again,throttled,late,garbled,waited_s,unparsed}` besides a pool's counts:
-        requests to the endpoint, those that were sent again, answers 429, requests that no answer came to in time,
-        answers that were no chat completions, the seconds in which requests waited for their turn, and verdicts without
-        a score."""
-        measured = super().take_metrics() | {
-            f"reward/judge/{name}": count for name, count in self._client.take().items()
-        }
+        """`reward/judge/{requests,sent_again,throttled,late,garbled,waited_s,unparsed}`: requests to the endpoint,
+        those that were sent again, answers 429, requests that no answer came to in time, answers that were no chat
+        completions, the seconds in which requests waited for their turn, and verdicts without a score."""
+        measured = {f"reward/judge/{name}": count for name, count in self._client.take().items()}
         measured["reward/judge/unparsed"] = float(self._unparsed)
         self._unparsed = 0
         return measured
 
     def close(self) -> None:
-        self._pending.clear()
         if self._loop is not None and self._thread is not None:
             loop = self._loop
             with contextlib.suppress(RuntimeError):  # the loop has ended by itself
                 loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
             self._thread.join(_CLOSE_S)
             self._loop = self._thread = None
-
-    def _verdict(self, future: Future[Scored], time_s: float) -> list[Verdict]:
-        found = super()._verdict(future, time_s)
-        self._unparsed += sum(int(verdict.info.get("unparsed", 0)) for verdict in found)
-        return found
 
     # -- in the thread -------------------------------------------------------------------------------------------------
 
@@ -141,7 +123,9 @@ class EndpointPool(FutureVerdicts):
 
     async def _score(self, key: SampleKey, messages: list[dict[str, str]]) -> Scored:
         try:
-            return await self._verdicts(key, messages)
+            scored = await self._verdicts(key, messages)
+            self._unparsed += int(scored[2].get("unparsed", 0))
+            return scored
         except Exception as error:  # a bug of ours costs the sample, too, and says so
             return "error", 0.0, {"error": self._client.hide(describe(error)), "outside": True}, 0.0
 
@@ -171,10 +155,10 @@ class EndpointPool(FutureVerdicts):
         return "error" if "error" in info else "ok", reward, info, seconds
 
 
-def join_endpoint(config: Config, pool: RewardPool, where: Callable[[SampleKey], str] = describe_sample) -> None:
+def join_endpoint(config: Config, pool: RewardPool) -> None:
     """Has the endpoint score what a run's pool has for it, if anything; as `EndpointPool`."""
-    if isinstance(pool, RewardRouter) and "endpoint" in pool.places:
-        pool.join("endpoint", EndpointPool(config.reward.judge, seed=config.trainer.seed, where=where))
+    if "endpoint" in pool.places:
+        pool.join("endpoint", EndpointPool(config.reward.judge, seed=config.trainer.seed))
 
 
 def verdict_seed(seed: int, key: SampleKey, number: int) -> int:
