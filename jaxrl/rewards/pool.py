@@ -177,11 +177,13 @@ class Pool:
                     self._send_waiting()
                 is_silent = self._listen(ours)
             finally:
+                if is_silent:
+                    process.kill()  # who waits for it to read has the lock
                 with self._lock:
                     self._sock = None
                 ours.close()  # on which it ends, with all that is below it; it may still import, and not look
                 patience_s = _CLOSE_ON_RAY_S if on_ray else _CLOSE_S
-                wait_or_kill(process, patience_s if self._has_spoken and not is_silent else 0.0)
+                wait_or_kill(process, patience_s if self._has_spoken else 0.0)
                 if process.returncode and not on_ray:
                     kill_marked(f"{_MARK}={mark}")
             return "it sent nothing for too long" if is_silent else f"it ended ({last_line(stderr)[-500:]})", is_silent

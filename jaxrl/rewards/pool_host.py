@@ -104,10 +104,6 @@ class Worker(Protocol):
         """The answer that is being waited for is not wanted any more."""
         ...
 
-    def check(self) -> None:
-        """Called now and then while it has a task."""
-        ...
-
     @property
     def is_gone(self) -> bool:
         """Whether it has ended or was stopped, while it has nothing to do."""
@@ -165,8 +161,6 @@ class Host:
         while True:
             self._writer.write(framed(pickle.dumps([])))
             await asyncio.sleep(self._beat_s)
-            for worker in self._running.values():
-                worker.check()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while (payload := await read_message(reader)) is not None:
@@ -341,18 +335,9 @@ class LocalWorker:
         with contextlib.suppress(RuntimeError):  # it has just ended
             self._time.reschedule(now_s + DROP_S if when is None else min(when, now_s + DROP_S))
 
-    def check(self) -> None:
-        """Ends one that was stopped and has no time limit."""
-        if self._time.when() is None and self.is_gone:
-            kill(self._pid)
-
     @property
     def is_gone(self) -> bool:
-        try:
-            look = os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT
-            return os.waitid(os.P_PID, self._pid, look) is not None
-        except ChildProcessError:
-            return True
+        return os.waitpid(self._pid, os.WNOHANG | os.WUNTRACED)[0] != 0
 
     async def end(self) -> None:
         """Kills it, and what was below it, which is the host's own from then on."""

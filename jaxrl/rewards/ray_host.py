@@ -122,8 +122,6 @@ class RayWorker:
     def drop(self) -> None:
         self._actor.drop.remote(self._number)
 
-    def check(self) -> None: ...
-
     async def end(self) -> None:
         with contextlib.suppress(self._ray.exceptions.RayError):  # of one that is gone
             self._ray.kill(self._actor)

@@ -97,9 +97,8 @@ class EndpointPool:
 
     def close(self) -> None:
         if self._loop is not None and self._thread is not None:
-            loop = self._loop
             with contextlib.suppress(RuntimeError):  # the loop has ended by itself
-                loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
+                self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_CLOSE_S)
             self._loop = self._thread = None
 
@@ -115,11 +114,15 @@ class EndpointPool:
 
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
         with contextlib.closing(loop):
-            with contextlib.suppress(asyncio.CancelledError):
-                loop.run_until_complete(self._client.stay_open())
-            if left := asyncio.all_tasks(loop):  # they are cancelled, and have connections to close
-                loop.run_until_complete(asyncio.wait(left))
-            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.run_forever()
+            loop.run_until_complete(self._end())
+
+    async def _end(self) -> None:
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        await self._client.close()
 
     async def _score(self, key: SampleKey, messages: list[dict[str, str]]) -> Scored:
         try:
