@@ -214,6 +214,7 @@ class Host:
     async def _score(self, worker: Worker | StartFailed, task: Task) -> Worker | StartFailed:
         """Answers a task; returns the worker for the next one."""
         self.say("began", task.number)
+        self._flush()  # before its scorer can end this process
         scored, next_worker = await self._answered(worker, task)
         self._end(task, scored)
         self._feed()

@@ -169,10 +169,9 @@ class RewardPool:
     def take_metrics(self) -> dict[str, float]:
         """Counts since the last call: `reward/{num_scored,errors,timeouts,crashes,pool_restarts,retries,seconds}`, and
         what the places count."""
-        measured = Counter(self._counts.take())
+        measured = Counter({**self._counts.take(), "reward/pool_restarts": 0.0, "reward/retries": self._retries})
         for place in self._places.values():
             measured.update(place.take_metrics())
-        measured["reward/retries"] += self._retries
         self._retries = 0
         return dict(measured)
 
