@@ -1,6 +1,6 @@
 """Configuration files: YAML or gin, plus overrides from the command line, to one checked `Config`.
 
-Every failure is one sentence, with the places that gave the options it names: file and line, or the command line.
+Each problem is a sentence, with the places that gave the options it names: file and line, or the command line.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from jaxrl import __version__
 from jaxrl.config.checks import ConfigError, without_effect
 from jaxrl.config.inputs import Options, read_text, refuse_unprintable
-from jaxrl.config.mapping import build, from_mapping, is_section, is_text
+from jaxrl.config.mapping import from_mapping, is_section_path, is_text, unchecked
 from jaxrl.config.options import Config
 from jaxrl.config.yaml_text import parse_yaml, yaml_places
 from jaxrl.schema.declared import shown
@@ -60,8 +60,9 @@ def _checked(options: Options, say: Callable[[str], None] = lambda text: None, c
     try:
         config = from_mapping(options.values, command)
     except ConfigError as error:
-        raise ConfigError(hider()(f"{error}{_place(str(error), options.places)}")) from None
-    for text in without_effect(build(Config, options.values, ""), command):
+        placed = (f"{problem}{_place(problem, options.places)}" for problem in str(error).split("\n"))
+        raise ConfigError(hider()("\n".join(placed))) from None
+    for text in without_effect(unchecked(options.values), command):
         say(f"{text}{_place(text, options.places, most=1)}")
     return config
 
@@ -127,7 +128,7 @@ def apply_override(values: dict[str, Any], text: str) -> str:
 
 
 def _merge(node: dict[str, Any], key: str, value: Any, path: str) -> None:
-    if isinstance(value, dict) and isinstance(node.get(key), dict) and is_section(path):
+    if isinstance(value, dict) and isinstance(node.get(key), dict) and is_section_path(path):
         for name, element in value.items():
             _merge(node[key], name, element, f"{path}.{name}")
     else:

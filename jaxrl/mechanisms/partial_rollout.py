@@ -48,6 +48,7 @@ from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, RaceLimits
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.schema.declared import Names
 from jaxrl.schema.limits import AtEnd, Factor
+from jaxrl.schema.section import Section
 from jaxrl.types import Group, Sample
 
 if TYPE_CHECKING:
@@ -122,8 +123,7 @@ class PartialRollout(BatchRule, Mechanism):
       least_staleness: the smallest cap in versions under which all groups under way find room in batches.
     """
 
-    @dataclass(frozen=True)
-    class Options:
+    class Options(Section):
         """A round stops at enough complete prompts, and the next round goes on with the others."""
 
         enable: Annotated[bool, "Switch active partial rollout on."] = False

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Self
 
 from annotated_types import Ge
@@ -41,6 +40,7 @@ from jaxrl.scheduling.rounds.batches import BatchRule, RoundPlan, RoundTime, lau
 from jaxrl.scheduling.rounds.race import BatchSettings, RaceLimits
 from jaxrl.scheduling.rounds.round import Round, RoundKind
 from jaxrl.schema.limits import AtEnd, Factor
+from jaxrl.schema.section import Section
 from jaxrl.types import Group
 
 if TYPE_CHECKING:
@@ -64,8 +64,7 @@ class TailBatching(BatchRule, Mechanism):
       least_age_bound: steps until all prompts that one short round defers have run, if only long rounds follow.
     """
 
-    @dataclass(frozen=True)
-    class Options:
+    class Options(Section):
         """Short rounds with speculation, and long rounds of the prompts that came last in them."""
 
         enable: Annotated[bool, "Switch tail batching on."] = False

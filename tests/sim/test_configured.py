@@ -46,14 +46,14 @@ def written(folder: Path, profile: Profile) -> str:
 def test_how_many_hosts_and_devices():
     assert num_devices_of(with_simulated_hosts(config(num_hosts=4))) == 32, "eight of each"
     assert num_devices_of(with_simulated_hosts(config(num_hosts=4, num_devices=8))) == 8
-    real = replace(config(), hosts=HostsSection(num=2, max_restarts=9, devices_per_host=4))
+    real = config().replace(hosts=HostsSection(num=2, max_restarts=9, devices_per_host=4))
     made = with_simulated_hosts(real)
     assert (made.hosts.num, made.hosts.max_restarts, num_devices_of(made)) == (2, 3, 8)
-    assert with_simulated_hosts(replace(real, simulate=config(num_hosts=1).simulate)).hosts.num == 1
+    assert with_simulated_hosts(real.replace(simulate=config(num_hosts=1).simulate)).hosts.num == 1
     with pytest.raises(
         ConfigError, match=r"^rollout.hosts_per_worker \(2\): a worker that spans hosts cannot be simulated"
     ):
-        with_simulated_hosts(replace(real, rollout=replace(real.rollout, hosts_per_worker=2)))
+        with_simulated_hosts(real.replace(rollout=real.rollout.replace(hosts_per_worker=2)))
 
 
 # ---------------------------------------------------------------- the machine and its costs

@@ -49,7 +49,7 @@ def pool_of(server: ChatServer, waits: list[float] | None = None, **options: Any
             waits.append(seconds)
 
     judge = Judge.Options(endpoint=server.url, endpoint_model="m", max_retries=2)
-    return EndpointPool(replace(judge, **options), sleep=sleep)
+    return EndpointPool(judge.replace(**options), sleep=sleep)
 
 
 @contextmanager

@@ -195,7 +195,9 @@ class Asked:
 
 def filtered_training(asked: Any, total: int | None = None, **options: Any) -> FakeTraining:
     """N = 1 of 3 with one sample each; prompts 0 and 1 are long."""
-    rule = PartialRollout(BatchSettings(1, 1), PartialRollout.Options(True, 3.0, **options), asked)
+    rule = PartialRollout(
+        BatchSettings(1, 1), PartialRollout.Options(enable=True, over_provision=3.0, **options), asked
+    )
     rollout = FakeRollout(lambda k: {0: 30, 1: 60}.get(k.prompt_index, 3))
     return FakeTraining(rule, FakePrompts(50), rollout, total)
 
