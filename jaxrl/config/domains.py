@@ -19,7 +19,7 @@ _MAX_SHOWN = 8  # sources in a sentence
 class Domain(DomainSection):
     """How samples of one source are scored: `reward.domains`, with the defaults of `reward` filled in."""
 
-    extract: Extract = "auto"
+    extract: Extract = "auto"  # pyright: ignore[reportIncompatibleVariableOverride]
     source: str = ""  # empty: all sources without a domain of their own
     timeout_option: str = ""  # that sets `timeout_s`, for errors
     place: Place = "workers"

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, Self, TypeVar
 
 from annotated_types import Ge, Gt, Interval, Le, Lt
-from pydantic import BaseModel, JsonValue, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
 from jaxrl.schema.declared import MAX_FLOAT, MAX_INT, Cap, Names, Or, is_url, shown
@@ -24,8 +24,10 @@ UNIONS = (typing.Union, types.UnionType)
 _Mark = TypeVar("_Mark")
 
 
-class Section(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True):
+class Section(BaseModel):
     """Options, and the rules of their own; `config` is the whole configuration (`jaxrl.config.Config`) around them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:

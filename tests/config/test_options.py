@@ -230,7 +230,8 @@ def test_bounds():
         ends = [float(end) for end in re.findall(r"-?\d[\d.]*(?:e-?\d+)?", option.bounds.partition(", or ")[0])]
         step = 1 if whole else math.ulp(max([1.0, *map(abs, ends)]))
         cap, other = mark(field, Cap), mark(field, Or)
-        beyond = [end - step if i == 0 else end + step for i, end in enumerate(ends)]
+        is_upper = option.bounds.startswith(("at most", "below"))
+        beyond = [end + step if i or is_upper else end - step for i, end in enumerate(ends)]
         beyond += [cap.most + (1 if whole else cap.most)] if cap else []
         beyond += [10**400, -(10**400)] if whole else [math.nan, math.inf, -math.inf, 1e300, -1e300]
         beyond = [int(value) if whole else value for value in beyond if other is None or value != other.value]
