@@ -89,7 +89,8 @@ def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> in
         said = answer(error)
         if said is None:
             raise  # a bug
-        print(f"jaxrl: {one_line(said[0])}", file=sys.stderr)
+        for sentence in getattr(error, "problems", said[:1]):  # of a configuration, all at once
+            print(f"jaxrl: {one_line(sentence)}", file=sys.stderr)
         return said[1]
 
 

@@ -104,7 +104,7 @@ async def _run(
             yield  # they are ours: a first one lets responses end
 
     # clients keep an idle connection for seconds, and would meet its end if the server had as few
-    server = Server(web.Config(model=app, log_level="error", lifespan="off", timeout_keep_alive=75))
+    server = Server(web.Config(app, log_level="error", lifespan="off", timeout_keep_alive=75))
     task = asyncio.create_task(server.serve([listener]))
     while not server.started and not task.done():
         await asyncio.sleep(0)

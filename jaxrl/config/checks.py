@@ -30,6 +30,10 @@ NEEDS_WHOLE_BATCH: frozenset[AdvantageEstimator] = frozenset({"reinforce_plus_pl
 class ConfigError(ValueError):
     """A configuration that cannot run. The message has a line for each problem."""
 
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
 
 def check(c: Config) -> None:
     """Raises ConfigError for options that cannot be combined."""
@@ -37,7 +41,7 @@ def check(c: Config) -> None:
     found += [problem for _, section in _sections(c) for problem in section.problems(c)]
     found += across_hosts(c, "hosts.num", "hosts.devices_per_host") or _of_devices(c)
     if found:
-        raise ConfigError("\n".join(found))
+        raise ConfigError(*found)
 
 
 def _of_devices(c: Config) -> list[str]:

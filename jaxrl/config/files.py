@@ -60,8 +60,8 @@ def _checked(options: Options, say: Callable[[str], None] = lambda text: None, c
     try:
         config = from_mapping(options.values, command)
     except ConfigError as error:
-        placed = (f"{problem}{_place(problem, options.places)}" for problem in str(error).split("\n"))
-        raise ConfigError(hider()("\n".join(placed))) from None
+        placed = (f"{problem}{_place(problem, options.places)}" for problem in error.problems)
+        raise ConfigError(*map(hider(), placed)) from None
     for text in without_effect(unchecked(options.values), command):
         say(f"{text}{_place(text, options.places, most=1)}")
     return config

@@ -39,7 +39,7 @@ def unchecked(values: Mapping[str, Any]) -> Config:
         return Config.model_validate(values)
     except ValidationError as error:
         found = [_sentence(each) for each in error.errors(include_url=False)]
-        raise ConfigError("\n".join(dict.fromkeys(found))) from None
+        raise ConfigError(*dict.fromkeys(found)) from None
 
 
 @cache
@@ -92,7 +92,7 @@ def _sentence(error: Any) -> str:
     match error["type"]:
         case "extra_forbidden":
             *_, name = error["loc"]
-            return _unknown(path.rpartition(".")[0], key_text(name), value, section)
+            return _unknown(_followed(error["loc"][:-1])[0], key_text(name), value, section)
         case "invalid_key" | "string_type" if error["type"] == "invalid_key" or error["loc"][-1] == "[key]":
             steps = error["loc"][:-1] if error["type"] == "invalid_key" else error["loc"][:-2]
             within = _followed(steps)[0] or "the config"
@@ -100,12 +100,12 @@ def _sentence(error: Any) -> str:
             return f"{within}: a name must be text, found {shown(value)} ({kind}): put it in quotation marks"
         case "value_error":
             return f"{path} {error['ctx']['error']}"
-        case "string_unicode":
-            return f"{path} holds half a character, so that it cannot be written as UTF-8, found {shown(value)}"
         case "less_than_equal" if (cap := option and mark(option, Cap)) and value > cap.most:
             return f"{path} must be at most {cap.most} ({cap.why}), found {shown(value)}"
-        case "finite_number" | "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal":
-            return f"{path} must be {(option and allowed_text(option)) or 'a finite number'}, found {shown(value)}"
+        case "finite_number":
+            return f"{path} must be a finite number, found {shown(value)}"
+        case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal":
+            return f"{path} must be {option and allowed_text(option)}, found {shown(value)}"
     return f"{path or 'the config'} must be {_wanted(kind)}, found {shown(value)}{_hint(path, kind, value)}"
 
 

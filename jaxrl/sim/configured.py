@@ -48,7 +48,7 @@ def with_simulated_hosts(config: Config) -> Config:
     hosts = HostsSection(num=num_hosts, devices_per_host=config.hosts.devices_per_host)
     config = config.replace(hosts=hosts)
     if problems := across_hosts(config, "simulate.num_hosts", "simulate.num_devices"):
-        raise ConfigError("\n".join(problems))
+        raise ConfigError(*problems)
     return config
 
 

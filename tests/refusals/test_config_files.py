@@ -130,7 +130,7 @@ REFUSALS = (
         MODEL + "data:\n  train_files:\n    - a.jsonl\n    - 3\n",
     ),
     in_yaml(
-        "simulate.tasks[1].weight must be above 0, found 0.0 (run.yaml, line 4)",
+        "simulate.tasks[1].weight must be above 0, found 0 (run.yaml, line 4)",
         "simulate:\n  tasks:\n    - weight: 1\n    - weight: 0\n",
     ),
     in_yaml(
@@ -139,7 +139,8 @@ REFUSALS = (
         MODEL + "actor:\n  ppo_mini_batch_size: 3\ndata:\n  train_batch_size: 8\n",
     ),
     in_yaml(
-        "unknown option x: known here: model, data, rollout, actor, critic, algorithm, reward, environment, "
+        "rollout.n must be at least 1, found 0 (run.yaml, line 1)\n"
+        "jaxrl: unknown option x: known here: model, data, rollout, actor, critic, algorithm, reward, environment, "
         "trainer, hosts, simulate, serve, sft, dpo (run.yaml, line 1)",
         "x: &x {n: 0}\nrollout:\n  <<: *x\n",
     ),
@@ -174,7 +175,7 @@ REFUSALS = (
     in_gin("run.gin, line 2: rollout.n.x: 'n' is an option, not a section", "rollout.n = 3\nrollout.n.x = 3\n"),
     in_gin("rollout.n must be a whole number, found 1.5 (run.gin, line 2)", "model.path = 'm'\nrollout.n = 1.5\n"),
     in_gin("run.gin, line 2: Expected indentation. Got NAME = n", "rollout:\nn = 4\n"),
-    in_gin("model.path must be text, found b'm' (run.gin, line 1)", "model.path = b'm'\n"),
+    in_gin("model.path must be text, found b'm': put it in quotation marks (run.gin, line 1)", "model.path = b'm'\n"),
     Refusal(
         ("train", "--config", "run.toml"),
         "run.toml: a config file must end in .yaml, .yml, .gin",

@@ -56,7 +56,7 @@ def make_workload(
     """`timeout_s` is that of `reward.timeout_s`, `lengths` median and sigma of responses."""
     task = SimulatedTask(
         name="t",
-        response=SimulatedLengths(*lengths),
+        response=SimulatedLengths(median=lengths[0], sigma=lengths[1]),
         prompt_median=6,
         prompt_sigma=0.5,
         scoring=SimulatedScoring(median_s=scoring_s, sigma=1.5, hang_share=hang_share),
