@@ -234,7 +234,7 @@ def test_scoring_that_hangs_needs_a_limit():
 def test_the_section_is_part_of_the_configuration():
     made = config(task={"response": {"median": 30}}, tasks=[{"name": "x"}], efficiency={"mfu": 0.2})
     assert from_mapping(to_mapping(made)) == made
-    assert asdict(made.simulate.tasks[0])["name"] == "x"
+    assert made.simulate.tasks[0].name == "x"
     for values, match in (
         ({"hardwear": "H100"}, r"unknown option simulate\.hardwear: did you mean simulate\.hardware"),
         ({"tasks": [{"median": 3}]}, r"unknown option simulate\.tasks\[0\]\.median"),
