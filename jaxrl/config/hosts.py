@@ -1,7 +1,5 @@
 """The options of a run on several hosts (`hosts`). What they exclude stands in `checks`."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from annotated_types import Ge, Gt

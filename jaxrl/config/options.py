@@ -6,10 +6,8 @@ stands in `checks`, or with a section (`Checked`). Options follow verl's names w
 says whether it counts prompts, samples or tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, overload
+from typing import Annotated, Any, Literal, Self, overload
 
 from annotated_types import Ge, Gt, Interval
 from pydantic import Field
@@ -264,7 +262,7 @@ class TrainerSection(Section):
         "ended, with every thread's stack; after half of them it is only reported. 0: off.",
     ] = 3600.0
 
-    def problems(self, config: Config) -> Iterator[str]:
+    def problems(self, config: Any) -> Iterator[str]:
         if config.rollout.num_devices and not self.one_step_off:
             yield (
                 f"rollout.num_devices ({config.rollout.num_devices}) needs trainer.one_step_off: without it rollout "
@@ -395,10 +393,10 @@ class Config(Section):
         """Whether `rollout.tensor_model_parallel_size` is auto, so that its number is still to be chosen."""
         return self.rollout.tensor_model_parallel_size == "auto"
 
-    def with_tp(self, degree: int) -> Config:
+    def with_tp(self, degree: int) -> Self:
         return self.replace(rollout=self.rollout.replace(tensor_model_parallel_size=degree))
 
-    def with_types(self, platform: str, earlier: Config | None = None) -> Config:
+    def with_types(self, platform: str, earlier: Self | None = None) -> Self:
         """A copy without dtypes that are auto: they become those of an `earlier` start of the run, or what is usual on
         devices of `platform`, as JAX calls it."""
         if "auto" not in (self.actor.dtype, self.rollout.dtype, self.algorithm.teacher.dtype):
@@ -417,7 +415,7 @@ class Config(Section):
             algorithm=self.algorithm.replace(teacher=teacher),
         )
 
-    def with_tp_of(self, earlier: Config | None, num_devices: int) -> Config:
+    def with_tp_of(self, earlier: Self | None, num_devices: int) -> Self:
         """A copy with the degree of an `earlier` start of the run, where it is auto and that one divides the rollout's
         devices."""
         if not self.is_tp_open or earlier is None or earlier.is_tp_open or num_devices % earlier.rollout.tp:

@@ -3,8 +3,6 @@
 Source: RollPacker §4.3 for adaptive timeouts and the model that scores beside the actor.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt

@@ -5,8 +5,6 @@ none by default; `rollout_rs` is a list; verl's `bypass_mode` is `actor.old_logp
 `actor.loss_mode`. docs/rollout-rules.md has verl's presets, by their names, in these options.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal

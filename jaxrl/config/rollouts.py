@@ -1,7 +1,5 @@
 """The options `rollout.*`, but those of `rollout.layout`: how samples are drawn, on what, and by which rule."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Interval

@@ -1,7 +1,5 @@
 """The options `simulate.*`, which `jaxrl simulate` alone reads: the machine, the cost model and the workload."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Interval

@@ -1,7 +1,5 @@
 """Options of `jaxrl sft` and `jaxrl dpo`, beside those of sections that they share with `jaxrl train`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 

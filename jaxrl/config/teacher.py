@@ -1,7 +1,5 @@
 """Options of a teacher: a model whose log-probabilities of the sampled tokens are learnt (`algorithm.teacher`)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Any
 

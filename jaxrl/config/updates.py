@@ -1,7 +1,5 @@
 """Options of the updates: of the actor, and of the critic where there is one (`algorithm.adv_estimator=gae`)."""
 
-from __future__ import annotations
-
 import math
 from typing import Annotated, Literal
 

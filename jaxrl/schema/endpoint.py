@@ -1,7 +1,5 @@
 """Options of who asks an OpenAI-compatible server, and what its URL must be."""
 
-from __future__ import annotations
-
 import urllib.parse
 from typing import Annotated
 
