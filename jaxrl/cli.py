@@ -200,6 +200,7 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     sections = "a section (rollout.layout), or an option (rollout.n)"
     add(sub, "section", None, sections, nargs="?", default="", metavar="SECTION")
     add_switch(sub, "--json", "as a JSON list")
+    add_switch(sub, "--schema", "the JSON schema of a configuration file, for editors")
 
     sub = command("completion", _completion, 'Print what a shell reads for completion: eval "$(...)".')
     add_choice(sub, "shell", "bash", "zsh", "fish")
@@ -458,9 +459,9 @@ def _profile(options: argparse.Namespace) -> None:
 
 
 def _options(options: argparse.Namespace) -> None:
-    from jaxrl.commands.options import options_json, options_text
+    from jaxrl.commands.options import options_json, options_text, schema_json
 
-    print((options_json if options.json else options_text)(options.section))
+    print(schema_json() if options.schema else (options_json if options.json else options_text)(options.section))
 
 
 def _completion(options: argparse.Namespace) -> None:

@@ -136,7 +136,7 @@ def _web() -> Any:
 
         import jaxrl.serving.app  # noqa: F401
     except ImportError as error:
-        raise ValueError(f"serve needs starlette, uvicorn and pydantic: pip install 'jaxrl[serve]' ({error})") from None
+        raise ValueError(f"serve needs starlette and uvicorn: pip install 'jaxrl[serve]' ({error})") from None
     return uvicorn
 
 

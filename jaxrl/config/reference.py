@@ -6,6 +6,7 @@ import re
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, Literal
 
 from pydantic.fields import FieldInfo
@@ -63,7 +64,8 @@ _COUNTED = (
 """Units that an option's text begins with."""
 
 
-def options() -> list[OptionDoc]:
+@cache
+def options() -> tuple[OptionDoc, ...]:
     """All options, in the order of declaration; those of sections with names of the user's as
     `reward.domains.NAME.weight`, behind the mapping that holds them."""
     found: list[OptionDoc] = []
@@ -71,7 +73,7 @@ def options() -> list[OptionDoc]:
         found.append(_doc(path, option))
         if (inner := named_section(option)) is not None:
             found += [_doc(name, each) for name, each in walk(inner, f"{path}.NAME.")]
-    return found
+    return tuple(found)
 
 
 def _doc(path: str, option: FieldInfo) -> OptionDoc:

@@ -6,6 +6,7 @@ Imports no pydantic: readers of files and processes that score use it as well.
 
 from __future__ import annotations
 
+import math
 import re
 import reprlib
 from collections.abc import Callable, Iterator
@@ -51,7 +52,8 @@ class Or:
         )
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Callable[[Any], Any]) -> dict[str, Any]:
-        return {"anyOf": [handler(schema), {"const": self.value}]}
+        own = handler(schema)
+        return own if self.value == math.inf else {"anyOf": [own, {"const": self.value}]}  # JSON has no infinity
 
 
 @dataclass(frozen=True, slots=True)

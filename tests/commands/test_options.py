@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 
+import jsonschema
 import pytest
 import yaml
 
 from jaxrl.cli import main
-from jaxrl.commands.options import find, options_json, options_text, shown
+from jaxrl.commands.options import find, options_json, options_text, schema_json, shown
+from jaxrl.config.files import OWN as CONFIGS
 from jaxrl.config.files import load
 from jaxrl.config.reference import options, sections
+from jaxrl.config.yaml_text import parse_yaml
 
 
 def test_every_option_has_a_line():
@@ -135,3 +138,21 @@ def test_a_wrong_name(capsys: pytest.CaptureFixture[str]):
     assert "did you mean data.train_batch_size?" in capsys.readouterr().err
     assert main(["options", "xyzzy"]) == 2
     assert "jaxrl options lists them all" in capsys.readouterr().err
+
+
+def test_the_schema_takes_every_configuration_and_refuses_what_a_run_does():
+    schema = json.loads(schema_json())
+    validator = jsonschema.Draft202012Validator(schema)
+    files = [path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "cluster"]
+    for path in files:
+        validator.validate(parse_yaml(path.read_text(), str(path))[0])
+    assert len(files) > 20
+    described = schema["$defs"]["RolloutSection"]["properties"]["n"]
+    assert described["description"] == "Samples per prompt: the group size."
+    wrong = (
+        {"rollout": {"n": 0}},
+        {"rollout": {"m": 1}},
+        {"actor": {"remat": "some"}},
+        {"actor": {"clip_ratio_c": 0.5}},
+    )
+    assert [validator.is_valid(each) for each in (*wrong, {"actor": {"clip_ratio_c": 0}})] == [False] * 4 + [True]
