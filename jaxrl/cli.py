@@ -196,7 +196,7 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     add(sub, "--max-context", whole(0, MAX_TOKENS), "most tokens of a row", default=0)
     add(sub, "--repeats", whole(1, 1000), "measurements of a fast point (3)", default=3)
 
-    sub = command("options", _options, "List the options of the configuration, with defaults, units and bounds.")
+    sub = command("options", _options, "List the options of the configuration, with defaults and bounds.")
     sections = "a section (rollout.layout), or an option (rollout.n)"
     add(sub, "section", None, sections, nargs="?", default="", metavar="SECTION")
     add_switch(sub, "--json", "as a JSON list")

@@ -117,7 +117,6 @@ def _whole(option: OptionDoc) -> str:
     known = [
         ("default", shown(option.default)),
         ("type", option.type),
-        ("unit", option.unit),
         ("path of", f"a {option.names}" if option.names else ""),
         ("bounds", option.bounds),
         ("at most", option.cap),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,41 +26,20 @@ class OptionDoc:
     bounds: str  # at least 1
     doc: str
     cap: str = ""  # the largest value of a size, with the reason: 65536 (...)
-    unit: str = ""  # of a number: tokens, seconds
     choices: tuple[str, ...] = ()  # names that the value may be; of a switch, true and false
     names: str = ""  # of a path: file, folder or new folder
 
     @property
     def allowed(self) -> str:
-        """What its value may be, in a few words: `tokens, at least 1`, `one of up, both`."""
+        """What its value may be, in a few words: `whole number, at least 1`, `one of up, both`."""
         plain = {kind.__name__: word for kind, word in WORDS.items()}
         plain["str"] = self.names or plain["str"]
         number, _, names = self.type.partition(", ")  # of `int, or auto`
         if number in ("int", "float"):
-            kind = " ".join(filter(None, (self.unit or plain[number], names)))
+            kind = " ".join(filter(None, (plain[number], names)))
         else:
             kind = plain.get(self.type, self.type.replace("of str", "of text").replace("of int", "of whole numbers"))
         return f"{kind}, {self.bounds}" if self.bounds else kind
-
-
-_ENDINGS = {
-    "_s": "seconds",
-    "_gib": "GiB",
-    "_mib": "MiB",
-    "_kib": "KiB",
-    "_bytes": "bytes",
-    "_tokens": "tokens",
-    "_rounds": "rounds",
-    "_share": "share",
-    "_factor": "factor",
-}
-"""Units that an option's name ends in."""
-_COUNTED = (
-    *("seconds", "tokens", "prompts", "samples", "steps", "updates", "devices", "processes", "requests", "layers"),
-    *("verdicts", "checkpoints", "rows", "plans", "workers", "groups", "passes", "rollouts", "versions", "blocks"),
-    *("share", "times"),
-)
-"""Units that an option's text begins with."""
 
 
 @cache
@@ -85,30 +63,9 @@ def _doc(path: str, option: FieldInfo) -> OptionDoc:
         allowed_text(option),
         option.description or "",
         f"{cap.most} ({cap.why})" if cap else "",
-        _unit(path, option),
         _choices(option.annotation),
         names.what if names else "",
     )
-
-
-def _unit(path: str, option: FieldInfo) -> str:
-    """What a number counts: by the ending of its name, or by the first words of its text."""
-    text = option.description or ""
-    if option.annotation not in (int, float) and typing.get_origin(option.annotation) not in UNIONS:
-        return ""
-    if "as a multiple of" in text:
-        return "factor"
-    name = path.rpartition(".")[2]
-    for ending, unit in _ENDINGS.items():
-        if name.endswith(ending):
-            return unit
-    first = re.split(r"[;:.]", text)[0].lower()
-    if first.endswith(", in tokens"):
-        return "tokens"
-    if first.startswith(("seed", "draw", "standard deviation")):
-        return ""
-    words = re.findall(r"[a-z]+", re.split(r"[,(]| of a |with|that|whose", first)[0])[:4]
-    return next((word for word in words if word in _COUNTED), "")
 
 
 def _choices(hint: Any) -> tuple[str, ...]:

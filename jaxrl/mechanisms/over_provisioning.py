@@ -37,7 +37,7 @@ class OverProvisioning(FreshBatches, Mechanism):
     begins_ahead = False  # its batch depends on which responses end first
 
     def __init__(self, batch: BatchSettings, options: Options) -> None:
-        num_prompts, num_responses = launched(self.option, options.prompt_factor, options.response_factor, batch)
+        num_prompts, num_responses = launched(options.prompt_factor, options.response_factor, batch)
         super().__init__(batch, RaceLimits(batch, num_responses, num_prompts - batch.num_prompts))
 
     @classmethod

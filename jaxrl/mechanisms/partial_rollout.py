@@ -177,7 +177,7 @@ class PartialRollout(BatchRule, Mechanism):
         batch = replace(batch, score_when="group")
         self.options, self.at_end = options, options.at_end
         self.buffer_filter = buffer_filter
-        under_way = provisioned("rollout.partial_rollout.over_provision", options.over_provision, batch.num_prompts)
+        under_way = provisioned(options.over_provision, batch.num_prompts)
         self.num_spare = under_way - batch.num_prompts
         limits = RaceLimits(batch, batch.group_size, self.num_spare, keep_unfinished=True)
         super().__init__(batch, limits, batch.group_size)

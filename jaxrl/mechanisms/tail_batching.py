@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 def _period(prompt_factor: float, num_prompts: int) -> int:
     """Steps until a long round has come."""
-    spare = provisioned("rollout.tail_batching.prompt_factor", prompt_factor, num_prompts) - num_prompts
+    spare = provisioned(prompt_factor, num_prompts) - num_prompts
     return math.ceil(num_prompts / spare) + 1 if spare else 1
 
 
@@ -99,7 +99,7 @@ class TailBatching(BatchRule, Mechanism):
         return cls(batch, config.rollout.tail_batching)
 
     def __init__(self, batch: BatchSettings, options: Options) -> None:
-        num_prompts, num_responses = launched(self.option, options.prompt_factor, options.response_factor, batch)
+        num_prompts, num_responses = launched(options.prompt_factor, options.response_factor, batch)
         self.options, self.at_end = options, options.at_end
         self.num_spare = num_prompts - batch.num_prompts
         super().__init__(batch, RaceLimits(batch, num_responses, self.num_spare), batch.group_size)

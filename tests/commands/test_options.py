@@ -35,7 +35,7 @@ def test_eighty_columns():
 def test_one_option_with_all_that_is_known():
     assert options_text("data.max_response_length").splitlines()[0] == "data.max_response_length"
     text = options_text("rollout.n")
-    for words in ("Samples per prompt", "default   8", "unit      samples", "bounds    at least 1", "rollout: {n: 8}"):
+    for words in ("Samples per prompt", "default   8", "bounds    at least 1", "rollout: {n: 8}"):
         assert words in text
     assert "values    logical, arrival" in options_text("rollout.order")
     assert "at most   65536 (" in text
@@ -97,19 +97,6 @@ def test_several_words_in_any_order():
 def test_names_of_verl(capsys: pytest.CaptureFixture[str], name: str, said: str):
     assert main(["options", name]) == 2
     assert capsys.readouterr().err == f"jaxrl: options: there is no section and no option {name!r}: {said}\n"
-
-
-def test_units_are_those_of_names():
-    for option in options():
-        if option.type in ("int", "float"):
-            for ending, unit in (("_s", "seconds"), ("_gib", "GiB"), ("_tokens", "tokens"), ("_share", "share")):
-                assert not option.path.endswith(ending) or option.unit == unit, option.path
-    units = {option.path: option.unit for option in options()}
-    assert units["data.train_batch_size"] == "prompts"
-    assert units["data.max_prompt_length"] == "tokens"
-    assert units["rollout.tail_batching.prompt_factor"] == "factor"
-    assert units["trainer.save_freq"] == "steps"
-    assert units["trainer.seed"] == units["actor.optim.lr"] == units["data.task"] == ""
 
 
 def test_json(capsys: pytest.CaptureFixture[str]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable
 from itertools import pairwise
@@ -35,14 +34,6 @@ MACROS = laughs("a = [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n", "{0} = [{1}]\n", "%") + 
 def holds(content: str | bytes, file: str = "run.yaml") -> Callable[[Path], None]:
     def prepare(folder: Path) -> None:
         (folder / file).write_bytes(content.encode() if isinstance(content, str) else content)
-
-    return prepare
-
-
-def recorded_by(version: str) -> Callable[[Path], None]:
-    def prepare(folder: Path) -> None:
-        (folder / "config.yaml").write_text("model:\n  path: m\nrollout:\n  n: 4\n  max_num_seqz: 8\n")
-        (folder / "run.json").write_text(json.dumps({"versions": {"jaxrl": version}}))
 
     return prepare
 
@@ -220,18 +211,6 @@ REFUSALS = (
     in_run_yaml("run.yaml: no such config file", lambda folder: (folder / "run.yaml").symlink_to("gone.yaml")),
     Refusal(("train", "--config", "run.yaml/run.yaml"), "run.yaml/run.yaml: no such config file", holds("")),
     Refusal(("train", "--config", "x" * 300 + ".yaml"), "x" * 300 + ".yaml: file name too long"),
-    Refusal(
-        ("train", "--config", "config.yaml"),
-        "unknown option rollout.max_num_seqz: did you mean rollout.max_num_seqs? (config.yaml, line "
-        "5; the run is of jaxrl 9.0.1, newer than this 0.1.0, which does not know it yet)",
-        recorded_by("9.0.1"),
-    ),
-    Refusal(
-        ("train", "--config", "config.yaml"),
-        "unknown option rollout.max_num_seqz: did you mean rollout.max_num_seqs? (config.yaml, line "
-        "5; the run is of jaxrl 0.0.9, and this 0.1.0 has dropped it)",
-        recorded_by("0.0.9"),
-    ),
 )
 
 

@@ -209,7 +209,7 @@ def test_a_modelled_workload_reads_its_options():
     [
         ({"workload": "recorded"}, r"simulate\.recorded_run is missing"),
         ({"workload": "recorded", "recorded_run": "nowhere"}, r"nowhere.*no such file"),
-        ({"task": {"response": {"median": 0}}}, r"simulate\.task\.response\.median must be above 0, found 0\.0"),
+        ({"task": {"response": {"median": 0}}}, r"simulate\.task\.response\.median must be above 0, found 0"),
         ({"task": {"prompt_sigma": -1}}, r"simulate\.task\.prompt_sigma must be at least 0, found -1"),
         ({"task": {"scoring": {"hang_share": 2}}}, r"simulate\.task\.scoring\.hang_share must be in \[0, 1\], found 2"),
         ({"tasks": [{}, {"correlation": 2}]}, r"simulate\.tasks\[1\]\.correlation must be in \[0, 1\], found 2"),

@@ -273,7 +273,6 @@ def test_a_filter_that_fails_is_named():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"over_provision": float("inf")}, r"over_provision \(inf\) must be a finite number"),
         ({"max_staleness": 0}, r"\(0 versions\) must be >= 1, or -1 for no cap: 4 prompts .* and a batch takes 2$"),
         ({"max_staleness": 1, "shared": {"version_lag": 1}}, r"must be >= 2, .* and one-step-off adds one version"),
         ({"max_staleness": 2, "over_provision": 3.25}, r"must be >= 3, .*: 7 prompts are under way"),

@@ -56,7 +56,9 @@ def runs_of(found: Acceptance) -> list[tuple[int, int]]:
     return list(zip(places[first].tolist(), ends.tolist(), strict=True))
 
 
-OPTIONS = st.builds(SimulatedHistory, st.floats(0.1, 50), st.floats(0, 3), st.floats(0, 5))
+OPTIONS = st.builds(
+    SimulatedHistory, stretch_median=st.floats(0.1, 50), stretch_sigma=st.floats(0, 3), gap_mean=st.floats(0, 5)
+)
 
 
 @settings(max_examples=40)
@@ -260,7 +262,7 @@ def test_a_run_draws_the_same_with_drafts_in_fewer_steps_and_through_a_kill(plac
     plain, values = make_workload(3), PLACES[place] | {"trainer.total_training_steps": 8}
     (task,) = plain.tasks
     workload = replace(
-        plain, tasks=(replace(task, history=SimulatedHistory(stretch_median=8.0, stretch_sigma=1.0, gap_mean=0.2)),)
+        plain, tasks=(task.replace(history=SimulatedHistory(stretch_median=8.0, stretch_sigma=1.0, gap_mean=0.2)),)
     )
     with_drafts, without = whole(make_config(SPECULATES, **values), workload), whole(make_config(values), workload)
     # In the others what is in a batch, or was launched ahead of verdicts and draws anew, depends on what ends first.

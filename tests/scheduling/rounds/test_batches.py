@@ -92,11 +92,6 @@ def test_what_depends_on_which_responses_end_first_is_not_drawn_ahead(rule: Any)
     assert prompts.position == rule.num_carried == 0
 
 
-def test_factors_that_cannot_be_are_refused():
-    with pytest.raises(ValueError, match=r"rollout\.over_provisioning\.prompt_factor"):
-        OverProvisioning(BatchSettings(4, 4), OverProvisioning.Options(enable=True, prompt_factor=float("inf")))
-
-
 def test_states_of_another_make_are_refused():
     fresh = fresh_batches(4, 4)
     fresh.load_state(through_disk(fresh.state()), FakePrompts(4))

@@ -82,7 +82,10 @@ worlds = st.builds(
 )
 factors = st.sampled_from([1.0, 1.25, 1.5, 2.0, 2.5])
 sampling_options = st.builds(
-    DynamicSampling.Options, st.just(True), max_num_gen_batches=st.just(1000), max_unscored_groups=st.integers(-1, 3)
+    DynamicSampling.Options,
+    enable=st.just(True),
+    max_num_gen_batches=st.just(1000),
+    max_unscored_groups=st.integers(-1, 3),
 )
 
 
@@ -287,7 +290,7 @@ def test_no_sample_starts_again_too_often(
 
 
 @given(
-    options=st.builds(OverProvisioning.Options, st.just(True), factors, factors),
+    options=st.builds(OverProvisioning.Options, enable=st.just(True), prompt_factor=factors, response_factor=factors),
     sampling=st.none() | st.builds(DynamicSampling, sampling_options),
     world=worlds,
     slow=st.integers(0, 4),
