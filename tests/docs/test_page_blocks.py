@@ -332,7 +332,7 @@ def as_nnx(block: Block, folder: Path, world: World) -> None:
 
 
 PYTHON: dict[str, Callable[[Block, Path, World], None]] = {
-    "CONTRIBUTING.md: from dataclasses import dataclass": declaring,
+    "CONTRIBUTING.md: from typing import Annotated": declaring,
     "README.md: from jaxrl.text import TextEngine": from_python,
     "docs/layouts.md: mesh = make_mesh()": swapping,
     "docs/environments.md: import openai": agent,
