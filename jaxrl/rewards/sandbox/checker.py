@@ -10,15 +10,21 @@ called back. What a test cannot do is look into the program's code or patch it: 
 
 from __future__ import annotations
 
+import builtins
 import contextlib
-import socket
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, cast
 
-from jaxrl.rewards.sandbox import wire
-from jaxrl.rewards.sandbox.program import BUILTIN_ERRORS
+from jaxrl.rewards.sandbox.program import CALLS
+from jaxrl.rewards.sandbox.wire import Connection, WireError, pack, unpack
 
 _MAX_WHY = 300
+_ERRORS = {
+    name: kind
+    for name, kind in vars(builtins).items()
+    if isinstance(kind, type) and issubclass(kind, Exception) and "Iteration" not in name
+}
+"""What an exception of the program's may become in the tests: none that would end a loop of theirs in silence."""
 
 
 class ProgramEnded(BaseException):
@@ -36,69 +42,70 @@ class CannotCross(BaseException):
 class Link:
     """The way to the program's process."""
 
-    def __init__(self, sock: socket.socket):
-        self._sock = sock
+    def __init__(self) -> None:
+        self._program = Connection(CALLS)
         self._callbacks: list[Callable[..., Any]] = []
         self._errors: dict[str, type[Exception]] = {}
         self.is_gone = False
 
     def loaded(self) -> None:
         """Waits until the program has been run. Raises what it raised."""
-        self._reply([])
+        self._reply(())
 
     def named(self, name: str) -> Any:
         """What the program calls by this name. Raises NameError."""
-        return self.ask("name", -1, (name,))
+        return self.ask("name", -1, (name,), {})
 
-    def ask(self, do: str, number: int, arguments: tuple[Any, ...], named: dict[str, Any] | None = None) -> Any:
+    def ask(self, do: str, number: int, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if self.is_gone:
             raise ProgramEnded("the program has ended")
         message = {
             "do": do,
             "object": number,
-            "arguments": [wire.pack(argument, self._theirs) for argument in arguments],
-            "named": {name: wire.pack(value, self._theirs) for name, value in (named or {}).items()},
+            "arguments": [pack(argument, self._theirs) for argument in arguments],
+            "named": {name: pack(value, self._theirs) for name, value in named.items()},
         }
         try:
-            wire.send(self._sock, message)
+            self._program.send(message)
         except OSError:
             self._gone("the program has ended")
-        return self._reply(list(arguments))
+        return self._reply(arguments)
 
-    def _reply(self, arguments: list[Any]) -> Any:
-        while True:
-            try:
-                message = wire.receive(self._sock)
-            except wire.WireError as error:
-                self._gone(f"the program's process sent {error}")
-            if not isinstance(message, dict):
-                self._gone("the program has ended")
-            if "callback" not in message:
-                break
+    def _reply(self, arguments: tuple[Any, ...]) -> Any:
+        while "callback" in (message := self._receive()):
             self._call_back(message)
         if "error" in message:
             raise self._error(message)
         try:
-            value = wire.unpack(message.get("value"), self._ours)
-            after = [wire.unpack(argument, self._ours) for argument in message.get("after", [])]
-        except (wire.WireError, TypeError, ValueError) as error:
+            value = unpack(message.get("value"), self._ours)
+            after = [unpack(argument, self._ours) for argument in message.get("after", [])]
+        except (WireError, TypeError) as error:
             self._gone(f"the program's process sent {error}")
         for old, new in zip(arguments, after, strict=False):
             _change(old, new)
         return value
 
+    def _receive(self) -> dict[str, Any]:
+        try:
+            message = self._program.receive()
+        except WireError as error:
+            self._gone(f"the program's process sent {error}")
+        if not isinstance(message, dict):
+            self._gone("the program has ended")
+        return message
+
     def _call_back(self, message: dict[str, Any]) -> None:
         try:
             function = self._callbacks[message["callback"]]
-            arguments = [wire.unpack(argument, self._ours) for argument in message["arguments"]]
-            reply = {"result": "ok", "value": wire.pack(function(*arguments), self._theirs)}
+            arguments = [unpack(argument, self._ours) for argument in message["arguments"]]
+            reply = {"returned": pack(function(*arguments), self._theirs)}
         except Exception as error:
-            reply = {"result": "error", "text": f"{type(error).__name__}: {error}"[:_MAX_WHY]}
-        wire.send(self._sock, reply)
+            reply = {"raised": f"{type(error).__name__}: {error}"[:_MAX_WHY]}
+        self._program.send(reply)
 
     def _gone(self, why: str) -> NoReturn:
         self.is_gone = True
-        self._sock.close()
+        self._program.close()
         raise ProgramEnded(why)
 
     def _error(self, message: dict[str, Any]) -> Exception:
@@ -113,8 +120,8 @@ class Link:
         name = names[0] if names else "Exception"
         if name == "StopIteration":
             return Stopped
-        if name in BUILTIN_ERRORS:
-            return BUILTIN_ERRORS[name]
+        if name in _ERRORS:
+            return _ERRORS[name]
         if name not in self._errors:
             base = self._error_type(names[1:]) if len(names) > 1 else Exception
             made = type(name, (base,), {"__init__": Exception.__init__, "__str__": Exception.__str__})
@@ -123,7 +130,7 @@ class Link:
 
     def _theirs(self, value: Any) -> list[Any]:
         if isinstance(value, Remote):
-            return ["o", object.__getattribute__(value, "_number")]
+            return ["o", _number(value)]
         if callable(value):
             self._callbacks.append(value)
             return ["k", len(self._callbacks) - 1]
@@ -137,10 +144,10 @@ class Link:
 
     def _ours(self, message: list[Any]) -> Any:
         if message[0] == "o" and isinstance(message[1], int):
-            return Remote(self, message[1], str(message[2]))
+            return Remote(self, message[1])
         if message[0] == "x":
             return self._error_type([name for name in message[1] if isinstance(name, str)])
-        raise wire.WireError(f"a value of the kind {message[0]!r:.20}")
+        raise WireError(f"a value of the kind {message[0]!r:.20}")
 
 
 def _change(old: Any, new: Any) -> None:
@@ -158,16 +165,14 @@ def _change(old: Any, new: Any) -> None:
 class Remote:
     """An object of the program's. It equals only itself, since what the program says of equality is no evidence."""
 
-    __slots__ = ("_kind", "_link", "_number")
+    __slots__ = ("_link", "_number")
 
-    def __init__(self, link: Link, number: int, kind: str):
+    def __init__(self, link: Link, number: int):
         object.__setattr__(self, "_link", link)
         object.__setattr__(self, "_number", number)
-        object.__setattr__(self, "_kind", kind)
 
     def _ask(self, do: str, *arguments: Any, **named: Any) -> Any:
-        link = object.__getattribute__(self, "_link")
-        return link.ask(do, object.__getattribute__(self, "_number"), arguments, named)
+        return object.__getattribute__(self, "_link").ask(do, _number(self), arguments, named)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         return Remote._ask(self, "call", *arguments, **named)
