@@ -31,7 +31,7 @@ from bench.hostile import ATTACKS, Attack
 from jaxrl.config.rewards import CodeSection
 from jaxrl.rewards.code import CodeScorer
 from jaxrl.rewards.request import ScoreRequest
-from jaxrl.rewards.sandbox.locks import Means
+from jaxrl.rewards.sandbox.orders import Means
 from jaxrl.rewards.sandbox.probe import choose_means, find_means
 from jaxrl.rewards.sandbox.processes import NEW_MOUNTS, libc, prctl
 

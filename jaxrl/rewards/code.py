@@ -22,9 +22,8 @@ from jaxrl.mechanisms.reward_timeouts import limit_of
 from jaxrl.rewards.programs import Checks, checks_of, program_of, same_output
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.rewards.sandbox.client import Sandbox, SandboxFailed
-from jaxrl.rewards.sandbox.locks import Limits, Means
+from jaxrl.rewards.sandbox.orders import Execution, Limits, Means
 from jaxrl.rewards.sandbox.probe import choose_means
-from jaxrl.rewards.sandbox.wire import Execution
 
 _MAX_ERROR = 500
 

@@ -21,7 +21,7 @@ from jaxrl.rewards.code import CodeScorer
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.rewards.sandbox import filters, syscalls
 from jaxrl.rewards.sandbox.client import Sandbox
-from jaxrl.rewards.sandbox.locks import Limits, Means
+from jaxrl.rewards.sandbox.orders import Limits, Means
 from jaxrl.rewards.sandbox.probe import choose_means
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,7 +99,7 @@ def test_server_ends_with_its_client(tmp_path: Path):
     code = """
 import os, sys, threading, time
 from jaxrl.rewards.sandbox.client import Sandbox
-from jaxrl.rewards.sandbox.locks import Limits
+from jaxrl.rewards.sandbox.orders import Limits
 sandbox = Sandbox(Limits(256, 32, 0, 64))
 sandbox.means = sandbox.start()
 threading.Thread(target=sandbox.script, args=("import time; time.sleep(600)", "", 600.0), daemon=True).start()
@@ -181,7 +181,7 @@ import sys, threading
 from bench_sandbox import become, means_of
 become(sys.argv[1])
 from jaxrl.rewards.sandbox.client import Sandbox
-from jaxrl.rewards.sandbox.locks import Limits
+from jaxrl.rewards.sandbox.orders import Limits
 sandbox = Sandbox(Limits(256, 32, 4, 64))
 sandbox.start()
 sandbox.means = means_of(sys.argv[1])

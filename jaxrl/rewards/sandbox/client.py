@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pickle
@@ -9,17 +10,17 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxrl.rewards.sandbox.bubblewrap import wrapping
-from jaxrl.rewards.sandbox.locks import Limits, Means, environment
+from jaxrl.rewards.sandbox.locks import environment
+from jaxrl.rewards.sandbox.orders import Execution, Limits, Means, Order
 from jaxrl.rewards.sandbox.probe import UNUSED_IDS
-from jaxrl.rewards.sandbox.wire import Execution, Order, read_file, receive_files, send_files
 
 _START_S = 60.0
 _CLOSE_S = 20.0  # for what a program left to be ended, on a loaded machine
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _ROOT = Path(__file__).resolve().parents[3]
 _BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from jaxrl.rewards.sandbox.server import main; main()"
 
@@ -88,32 +89,27 @@ class Sandbox:
 
     def script(self, text: str, stdin: str, limit_s: float, command: Sequence[str] = ()) -> Execution:
         """Runs a program that reads its standard input and writes to its standard output."""
-        return self._run("script", text, stdin, (), limit_s, command)
+        return self._run(text, stdin, role="script", limits_s=(), default_limit_s=limit_s, command=command)
 
     def tests(self, text: str, job: dict[str, Any], limits_s: Sequence[float], default_limit_s: float) -> Execution:
         """Runs tests against a program (`jaxrl.rewards.sandbox.suites.run_tests` says what a job is)."""
-        role = "calls" if job["shape"] == "calls" else "names"
-        return self._run(role, text, json.dumps(job), limits_s, default_limit_s, ())
+        role, modules = ("calls", ()) if job["shape"] == "calls" else ("names", ("pytest",) * ("pytest" in job["text"]))
+        limits = {"limits_s": limits_s, "default_limit_s": default_limit_s}
+        return self._run(text, json.dumps(job), role=role, modules=modules, **limits)
 
-    def _run(
-        self,
-        role: str,
-        text: str,
-        data: str,
-        limits_s: Sequence[float],
-        default_limit_s: float,
-        command: Sequence[str],
-    ) -> Execution:
+    def _run(self, text: str, data: str, **asked: Any) -> Execution:
         if self._sock is None:
             self.start()
         assert self._sock is not None and self.means is not None, "start() says what there is to choose from"
-        limits = replace(self.limits, cpu_s=sum(limits_s) + default_limit_s, execute=bool(command))
-        order = Order(role, limits_s, default_limit_s, self.means, limits, command)
+        fds = [_unnamed_file(text), _unnamed_file(data)]
         try:
-            send_files(self._sock, pickle.dumps(order), *(part.encode("utf-8", "replace") for part in (text, data)))
+            socket.send_fds(self._sock, [b"f"], fds)
+            self._sock.sendall(pickle.dumps(Order(means=self.means, limits=self.limits, **asked)))
         except OSError as error:
-            self.close()
-            raise SandboxFailed(f"the sandbox's fork server is gone: {error}") from error
+            self._gone(error)
+        finally:
+            for fd in fds:
+                os.close(fd)
         reply = self._receive(None)
         if isinstance(reply, str):
             raise SandboxFailed(f"the sandbox could not run a program: {reply}")
@@ -124,10 +120,14 @@ class Sandbox:
         assert self._sock is not None
         self._sock.settimeout(timeout_s)
         try:
-            return pickle.loads(read_file(receive_files(self._sock)[0]))
-        except OSError as error:
-            self.close()
-            raise SandboxFailed(f"the sandbox's fork server is gone: {error}") from error
+            with self._sock.makefile("rb") as stream:
+                return pickle.load(stream)
+        except (OSError, EOFError) as error:
+            self._gone(error)
+
+    def _gone(self, error: Exception) -> NoReturn:
+        self.close()
+        raise SandboxFailed(f"the sandbox's fork server is gone: {error}") from error
 
     def close(self) -> None:
         if self._sock is not None:
@@ -139,3 +139,13 @@ class Sandbox:
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()
+
+
+def _unnamed_file(text: str) -> int:
+    """A file in memory that can be read and not written."""
+    fd = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with open(fd, "wb", closefd=False) as file:
+        file.write(text.encode("utf-8", "replace"))
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd

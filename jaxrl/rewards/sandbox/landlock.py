@@ -32,23 +32,15 @@ def landlock_abi() -> int:
 
 
 def restrict_files(abi: int, *, read: Iterable[str], write: Iterable[str], execute: bool) -> None:
-    """From here on this process, and all that it starts, may open these files and folders alone.
+    """From here on this process, and all that it starts, may open nothing but what is in these files and folders.
 
-    Args:
-      read: folders and files to read; those that do not exist are left out.
-      write: folders to do anything in, and files to write to.
-      execute: whether what may be read may also be run.
-
-    Raises OSError: the kernel refuses.
+    `execute`: whether what may be read may also be run. Raises OSError: the kernel refuses.
     """
     handled = _FIRST_RIGHTS | _REFER * (abi >= 2) | _TRUNCATE * (abi >= 3) | _DEVICE_CALLS * (abi >= 5)
     words = [handled, *[_TCP] * (abi >= 4), *[_SIGNALS_AND_SOCKETS] * (abi >= SIGNALS_ABI)]
     rules = libc("syscall", _CREATE, struct.pack(f"={len(words)}Q", *words), 8 * len(words), 0)
-    may_execute = _EXECUTE * execute
-    for paths, rights in (
-        (read, _READ_FILE | _READ_FOLDER | may_execute),
-        (write, handled & ~_MAKE_DEVICES & ~_EXECUTE | may_execute),
-    ):
+    readable, writable = _READ_FILE | _READ_FOLDER, handled & ~_MAKE_DEVICES & ~_EXECUTE
+    for paths, rights in ((read, readable | _EXECUTE * execute), (write, writable | _EXECUTE * execute)):
         for path in filter(os.path.exists, paths):
             fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
             allowed = rights & handled & (handled if os.path.isdir(path) else _OF_FILES)

@@ -23,10 +23,10 @@ import resource
 import stat
 import struct
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from jaxrl.rewards.sandbox.landlock import SIGNALS_ABI, restrict_files
+from jaxrl.rewards.sandbox.orders import Means, Order
 from jaxrl.rewards.sandbox.processes import NEW_MOUNTS, die_with_parent, libc, prctl, unshare
 from jaxrl.rewards.sandbox.seccomp import Filter
 
@@ -39,46 +39,6 @@ _FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/random")
 _PRIVATE, _NO_SETUID_NO_DEVICES = (1 << 18) | (1 << 14), 2 | 4  # mount's flags
 _KEEP_CAPABILITIES, _NO_NEW_PRIVILEGES = 8, 38  # prctl's options
 _CAPABILITY_VERSION, _READ_ALL = 0x20080522, 1 << 2
-_STACK, _OPEN_FILES = 64 * MIB, 64
-
-
-@dataclass(frozen=True)
-class Means:
-    """What locks a program in on this machine (`jaxrl.rewards.sandbox.probe`).
-
-    Attributes:
-      landlock: its ABI; 0: none.
-      seccomp: whether there is a filter.
-      user_ids: the first and last of the ids that nothing has, for root; empty: the program keeps the user's.
-      namespaces: whether mount namespaces can be made, as an ordinary user with one of users. Then programs run in a
-        process namespace as well, where one can be had (`processes.make_cage`).
-    """
-
-    landlock: int = 0
-    seccomp: bool = False
-    user_ids: tuple[int, ...] = ()
-    namespaces: bool = False
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one program may take.
-
-    Attributes:
-      memory_mib: beyond what the fork server has mapped.
-      processes: it may have at once, threads counted.
-      file_mib: it may write to a scratch folder; 0: it has none.
-      output_kib: of output.
-      execute: whether it may run other programs.
-      cpu_s: of each of its processes.
-    """
-
-    memory_mib: int
-    processes: int
-    file_mib: int
-    output_kib: int
-    execute: bool = False
-    cpu_s: float = 60.0
 
 
 @functools.cache
@@ -118,22 +78,20 @@ def environment() -> dict[str, str]:
     }
 
 
-def filter_of(means: Means, limits: Limits) -> Filter:
-    """Raises OSError: this machine has no libseccomp."""
-    return _filter(means, limits.file_mib > 0, limits.execute)
-
-
 @functools.cache
-def _filter(means: Means, has_scratch: bool, execute: bool) -> Filter:
+def make_filter(means: Means, *, has_scratch: bool, execute: bool) -> Filter:
+    """Raises OSError: this machine has no libseccomp."""
     return Filter(
         files=means.landlock > 0,
-        write=has_scratch and means.namespaces and means.landlock > 0,  # which lets it write to the scratch folder alone
+        write=has_scratch
+        and means.namespaces
+        and means.landlock > 0,  # which lets it write to the scratch folder alone
         execute=execute,
         signals=means.landlock >= SIGNALS_ABI or bool(means.user_ids),
     )
 
 
-def lock_in(means: Means, limits: Limits, *, user_id: int, parent: int, mapped: int) -> None:
+def lock_in(order: Order, *, user_id: int, parent: int, mapped: int) -> None:
     """Locks this process in; it has one thread, and is the first of its process group.
 
     Args:
@@ -143,33 +101,36 @@ def lock_in(means: Means, limits: Limits, *, user_id: int, parent: int, mapped: 
 
     Raises OSError: a lock cannot be set.
     """
-    scratch = [make_scratch(limits.file_mib)] if means.namespaces and limits.file_mib else []
-    _set_limits(limits, mapped, is_alone=bool(user_id or scratch))
+    means, execute, file_mib = order.means, bool(order.command), order.limits.file_mib
+    scratch = [make_scratch(file_mib)] if means.namespaces and file_mib else []
+    _set_limits(order, mapped, is_alone=bool(user_id or scratch))
     reads_all = user_id > 0 and means.landlock > 0 and python_is_closed()
     if user_id:
         prctl(_KEEP_CAPABILITIES, reads_all)
         take_user(user_id)
-    if means.seccomp:
-        _keep_capabilities(_READ_ALL if reads_all else 0)
+    if means.seccomp:  # these capabilities and no others: not those of a user namespace either
+        bits = _READ_ALL if reads_all else 0
+        libc("capset", struct.pack("=Ii", _CAPABILITY_VERSION, 0), struct.pack("=6I", bits, bits, 0, 0, 0, 0))
     die_with_parent(parent)
     if not means.seccomp:
         return
     prctl(_NO_NEW_PRIVILEGES, 1)
     if means.landlock:
-        read = readable() + TOOLS * limits.execute
-        restrict_files(means.landlock, read=read, write=["/dev/null", *scratch], execute=limits.execute)
-    filter_of(means, limits).load()
+        read = readable() + TOOLS * execute
+        restrict_files(means.landlock, read=read, write=["/dev/null", *scratch], execute=execute)
+    make_filter(means, has_scratch=bool(scratch), execute=execute).load()
 
 
-def _set_limits(limits: Limits, mapped: int, *, is_alone: bool) -> None:
+def _set_limits(order: Order, mapped: int, *, is_alone: bool) -> None:
+    limits, others = order.limits, 0 if is_alone else _count_tasks(os.getuid())
     for kind, most in (
         (resource.RLIMIT_AS, mapped + limits.memory_mib * MIB),
-        (resource.RLIMIT_CPU, math.ceil(limits.cpu_s) + 1),
+        (resource.RLIMIT_CPU, math.ceil(sum(order.limits_s) + order.default_limit_s) + 1),
         (resource.RLIMIT_FSIZE, limits.file_mib * MIB),
-        (resource.RLIMIT_NOFILE, _OPEN_FILES),
-        (resource.RLIMIT_NPROC, limits.processes if is_alone else limits.processes + _count_tasks(os.getuid())),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_NPROC, limits.processes + others),
         (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_STACK, _STACK),
+        (resource.RLIMIT_STACK, 64 * MIB),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
     ):
@@ -206,8 +167,3 @@ def take_user(user: int) -> None:
     os.setgroups([])
     os.setresgid(user, user, user)
     os.setresuid(user, user, user)
-
-
-def _keep_capabilities(bits: int) -> None:
-    """These and no others: not those of a user namespace either."""
-    libc("capset", struct.pack("=Ii", _CAPABILITY_VERSION, 0), struct.pack("=6I", bits, bits, 0, 0, 0, 0))

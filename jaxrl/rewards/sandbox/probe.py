@@ -10,7 +10,8 @@ import platform
 import sys
 
 from jaxrl.rewards.sandbox.landlock import landlock_abi
-from jaxrl.rewards.sandbox.locks import Limits, Means, filter_of, make_scratch, take_user
+from jaxrl.rewards.sandbox.locks import make_filter, make_scratch, take_user
+from jaxrl.rewards.sandbox.orders import Means
 from jaxrl.rewards.sandbox.processes import works_in_fork
 
 UNUSED_IDS = ((2_001_000_000, 2_147_483_646), (50_000, 59_999))
@@ -21,11 +22,10 @@ def find_means() -> Means:
     """What there is here."""
     if sys.platform != "linux":
         return Means()
-    no_files = Limits(memory_mib=1, processes=1, file_mib=0, output_kib=1)
     ids = UNUSED_IDS if os.geteuid() == 0 else ()
     return Means(
         landlock=landlock_abi(),
-        seccomp=works_in_fork(lambda: filter_of(Means(), no_files).load()),
+        seccomp=works_in_fork(lambda: make_filter(Means(), has_scratch=False, execute=False).load()),
         user_ids=next((pair for pair in ids if works_in_fork(lambda p=pair: take_user(p[0]))), ()),
         namespaces=works_in_fork(lambda: make_scratch(1)),
     )
@@ -45,12 +45,12 @@ def choose_means(sandbox: str, there: Means, *, needs_files: bool = False) -> Me
     if not there.seccomp:
         raise ValueError(
             f"reward.code.sandbox={sandbox}: this machine ({sys.platform}, {platform.machine()}) has no seccomp filter "
-            "for programs, so nothing would lock them in. Perhaps libseccomp.so.2 is missing (Debian's package is "
-            "libseccomp2, Fedora's libseccomp). reward.code.sandbox=none runs them all the same"
+            "for programs, so nothing would lock them in: install libseccomp.so.2 (Debian's libseccomp2, Fedora's "
+            "libseccomp) if it is missing; reward.code.sandbox=none runs them all the same"
         )
     if needs_files and not there.landlock:
         raise ValueError(
             f"reward.code.command with reward.code.sandbox={sandbox}: this kernel has no Landlock, so a command could "
-            "read nothing or everything; use reward.code.sandbox=none for programs that you trust"
+            "read nothing or everything; reward.code.sandbox=none lets it read everything"
         )
     return there

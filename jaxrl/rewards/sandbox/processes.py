@@ -1,4 +1,4 @@
-"""Processes of the sandbox: calls into libc, who descends from whom, and the memory that they hold together.
+"""Calls into libc, process namespaces, and who descends from whom.
 
 Source: prctl(2), proc(5), pid_namespaces(7).
 """
@@ -12,7 +12,7 @@ import signal
 from collections.abc import Callable, Iterable
 
 NEW_MOUNTS, NEW_USERS, NEW_PROCESSES = 0x00020000, 0x10000000, 0x20000000
-DEATH_SIGNAL, ADOPT_ORPHANS = 1, 36
+DEATH_SIGNAL, ADOPT_ORPHANS = 1, 36  # prctl's options
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -61,8 +61,8 @@ def works_in_fork(attempt: Callable[[], object]) -> bool:
 def make_cage() -> int:
     """Has all later forks of this process born in a process namespace; returns the namespace's first process.
 
-    That process adopts what a program leaves as an orphan, and ends with its parent, whatever kills the parent. The
-    kernel then ends all that is in the namespace. No program can signal or stop it. 0: this machine refuses.
+    That process adopts what a program leaves as an orphan. It ends with its parent, however that ends, and the kernel
+    then ends all that is in the namespace. No program can signal or stop it. 0: this machine refuses.
     """
     try:
         unshare(NEW_PROCESSES)
@@ -90,11 +90,6 @@ def descendants(pid: int) -> list[int]:
                 with open(f"/proc/{parent}/task/{thread}/children", "rb") as file:
                     found += map(int, file.read().split())
     return found[1:]
-
-
-def kill(pid: int, group: bool = False) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        (os.killpg if group else os.kill)(pid, signal.SIGKILL)
 
 
 def memory_of(pids: Iterable[int], enough: int) -> int:

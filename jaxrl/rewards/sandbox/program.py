@@ -11,19 +11,22 @@ import atexit
 import builtins
 import contextlib
 import importlib
+import operator
 import os
 import sys
 import threading
+import traceback
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from jaxrl.rewards.sandbox.wire import Connection, WireError, pack, unpack
+from jaxrl.rewards.sandbox.wire import Connection, pack, unpack
 
 CALLS, JOB, RESULT, READY = 3, 4, 5, 6
 """Descriptors: where calls come from, the program's text (or the tests'), where a checker's results go, and where a
 process says that it is locked in."""
 
+_COMMON = "typing string re datetime collections heapq bisect copy math random statistics itertools functools operator"
 _MAX_ERROR = 500
 
 
@@ -40,8 +43,7 @@ def fresh_streams() -> None:
 
 
 def _contest_names() -> dict[str, Any]:
-    common = "typing string re datetime collections heapq bisect copy math random statistics itertools functools"
-    modules = {name: importlib.import_module(name) for name in f"{common} operator io sys json".split()}
+    modules = {name: importlib.import_module(name) for name in f"{_COMMON} io sys json".split()}
     names: dict[str, Any] = {}
     for module in modules.values():
         names |= {name: vars(module)[name] for name in getattr(module, "__all__", vars(module)) if name[0] != "_"}
@@ -74,8 +76,6 @@ def run_script(text: str) -> NoReturn:
     except BaseException:
         code = 1
         with contextlib.suppress(BaseException):
-            import traceback
-
             traceback.print_exc(limit=-4)
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]  (waits for the program's threads, as at a usual end)
@@ -103,7 +103,9 @@ def serve_calls(text: str, *, in_contest: bool) -> NoReturn:
     module = sys.modules["solution"] = types.ModuleType("solution")
     if in_contest:
         _enter_contest(module.__dict__)
-    _Server(module.__dict__).serve(text)
+    server = _Server(module.__dict__)
+    server.reply(lambda: exec(compile(text, "solution.py", "exec"), module.__dict__), [])
+    server.serve()
     os._exit(0)
 
 
@@ -113,26 +115,32 @@ class _Server:
         self._names = names
         self._objects: list[Any] = []
 
-    def serve(self, text: str) -> None:
-        self._checker.send(self._answer(lambda: exec(compile(text, "solution.py", "exec"), self._names)))
-        while (message := self._checker.receive()) is not None:
-            self._checker.send(self._handle(message))
+    def serve(self) -> dict[str, Any] | None:
+        """Answers what the checker asks, until it says what a function of the tests returned or raised, or closes."""
+        while (message := self._checker.receive()) is not None and "do" in message:
+            arguments: list[Any] = []
+            self.reply(lambda m=message, a=arguments: self._work(m, a), arguments)
+        return message
 
-    def _handle(self, message: dict[str, Any]) -> dict[str, Any]:
-        arguments: list[Any] = []
+    def reply(self, work: Callable[[], Any], arguments: list[Any]) -> None:
+        try:
+            reply = {"value": pack(work(), self._ours)}
+            if any(isinstance(argument, list | dict | set | bytearray) for argument in arguments):
+                with contextlib.suppress(Exception):  # a value that cannot be sent has not changed for the tests
+                    reply["after"] = [pack(argument, self._ours) for argument in arguments]
+        except BaseException as error:
+            reply = {"error": [kind.__name__ for kind in type(error).__mro__], "text": ""}
+            with contextlib.suppress(BaseException):
+                reply["text"] = str(error)[:_MAX_ERROR]
+        self._checker.send(reply)
 
-        def work() -> Any:
-            arguments.extend(unpack(argument, self._theirs) for argument in message["arguments"])
-            if message["do"] == "name":
-                return self._name(*arguments)
-            named = {name: unpack(value, self._theirs) for name, value in message["named"].items()}
-            return _OPERATIONS[message["do"]](self._objects[message["object"]], *arguments, **named)
-
-        reply = self._answer(work)
-        if "error" not in reply and any(isinstance(a, list | dict | set | bytearray) for a in arguments):
-            with contextlib.suppress(Exception):  # a value that cannot be sent has not changed for the tests
-                reply["after"] = [pack(argument, self._ours) for argument in arguments]
-        return reply
+    def _work(self, message: dict[str, Any], arguments: list[Any]) -> Any:
+        arguments += [unpack(argument, self._theirs) for argument in message["arguments"]]
+        named = {name: unpack(value, self._theirs) for name, value in message["named"].items()}
+        if message["do"] == "name":
+            return self._name(*arguments)
+        work = getattr(operator, message["do"], None) or getattr(builtins, message["do"])
+        return work(self._objects[message["object"]], *arguments, **named)
 
     def _name(self, name: str) -> Any:
         if name in self._names:
@@ -144,15 +152,6 @@ class _Server:
             return eval(name, self._names)
         raise NameError(f"name {name!r} is not defined")
 
-    def _answer(self, work: Callable[[], Any]) -> dict[str, Any]:
-        try:
-            return {"value": pack(work(), self._ours)}
-        except BaseException as error:
-            text = ""
-            with contextlib.suppress(BaseException):
-                text = str(error)[:_MAX_ERROR]
-            return {"error": [kind.__name__ for kind in type(error).__mro__], "text": text}
-
     def _ours(self, value: Any) -> list[Any]:
         """What stands for an object of the program's, there."""
         if isinstance(value, type) and issubclass(value, BaseException):
@@ -162,32 +161,14 @@ class _Server:
 
     def _theirs(self, message: list[Any]) -> Any:
         """An argument that is not plain: an object of the program's that comes back, or a function of the tests."""
-        if message[0] == "o":
-            return self._objects[message[1]]
-        return lambda *arguments: self._call_back(message[1], arguments)
+        kind, number = message
+        return self._objects[number] if kind == "o" else lambda *arguments: self._call_back(number, arguments)
 
     def _call_back(self, number: int, arguments: tuple[Any, ...]) -> Any:
         self._checker.send({"callback": number, "arguments": [pack(argument, self._ours) for argument in arguments]})
-        while (message := self._checker.receive()) is not None:
-            if "returned" in message:
-                return unpack(message["returned"], self._theirs)
-            if "raised" in message:
-                raise RuntimeError(message["raised"])
-            self._checker.send(self._handle(message))
-        os._exit(0)
-
-
-_OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": lambda function, *arguments, **named: function(*arguments, **named),
-    "getattr": getattr,
-    "setattr": setattr,
-    "len": len,
-    "iter": iter,
-    "next": next,
-    "getitem": lambda container, key: container[key],
-    "setitem": lambda container, key, value: container.__setitem__(key, value),
-    "delitem": lambda container, key: container.__delitem__(key),
-    "str": str,
-    "repr": repr,
-    "bool": bool,
-}
+        message = self.serve()
+        if message is None:
+            os._exit(0)
+        if "raised" in message:
+            raise RuntimeError(message["raised"])
+        return unpack(message["returned"], self._theirs)

@@ -1,10 +1,9 @@
 """Which system calls a program may make, and with which arguments: an allow-list that libseccomp turns into a filter.
 
-Source: seccomp(2), https://github.com/seccomp/libseccomp (LGPL-2.1, called as a shared library). What is not allowed
-fails with EPERM. Arguments behind pointers cannot be seen, so calls that hide what matters there are refused (`clone3`,
-`openat2`). Shared memory without a file is refused, as none of it would count as a process's. Signals go to the process
-itself alone, unless Landlock keeps them in the sandbox: an ordinary user's programs could otherwise signal everything
-of that user's.
+Source: seccomp(2), https://github.com/seccomp/libseccomp. What is not allowed fails with EPERM. A filter cannot see
+behind pointers, so calls that hide there what matters are refused (`clone3`, `openat2`). So is shared memory without a
+file, none of which would count as a process's. Signals go to the process itself alone, unless Landlock or a user of its
+own keeps them from others.
 """
 
 from __future__ import annotations
@@ -26,15 +25,12 @@ _FREE = """
     timerfd_settime timerfd_gettime shutdown sendto recvfrom sendmsg recvmsg getsockname getpeername getsockopt access
     faccessat faccessat2 getdents getdents64 fchdir statfs fstatfs sched_getaffinity sched_getparam sched_getscheduler
     sched_get_priority_max sched_get_priority_min getcpu getpriority msync fadvise64
-"""
-"""Calls that reach nothing beyond the process, or only read what Landlock lets it read."""
-_OPEN = "open openat readlink readlinkat chdir"
-"""Opening files, and following `/proc`'s links to those of other processes, which Landlock decides."""
+"""  # reach nothing beyond the process, or only read what Landlock lets it read
+_OPEN = "open openat readlink readlinkat chdir"  # and `/proc`'s links to other processes' files: as Landlock decides
 _WRITE = """
     creat mkdir mkdirat unlink unlinkat rmdir rename renameat renameat2 link linkat symlink symlinkat truncate ftruncate
     fsync fdatasync fallocate
-"""
-"""Changing a scratch folder, which Landlock decides."""
+"""  # in a scratch folder, as Landlock decides
 
 _NEW_NAMESPACES = 0x7E028000  # and a sibling instead of a child
 _SHARED, _ANONYMOUS = 0x01, 0x20
@@ -42,22 +38,20 @@ _PRCTL = (15, 16, 3, 0x53564D41)  # the thread's name, whether dumpable, the nam
 _IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # is it a terminal, its size, FIONREAD, FIONBIO, FIO(N)CLEX
 _FCNTL = (0, 1, 2, 3, 4, 1030, 1031, 1032)  # duplicates, flags, sizes of pipes; neither owners, leases nor locks
 _ALL = 0xFFFFFFFF
-
-Test = tuple[int, int, int]
-"""(argument, mask, value): the argument's bits of the mask have this value."""
-_ARGUMENTS: dict[str, tuple[tuple[Test, ...], ...]] = {
-    "mmap": tuple(((3, _SHARED | _ANONYMOUS, value),) for value in (0, _SHARED, _ANONYMOUS)),
-    "clone": (((0, _NEW_NAMESPACES, 0),),),
-    "socketpair": (((0, _ALL, 1), (1, 0xF, 1)),),  # a stream: a datagram socket may send to any address
-    "prctl": tuple(((0, _ALL, value),) for value in _PRCTL),
-    "ioctl": tuple(((1, _ALL, value),) for value in _IOCTL),
-    "fcntl": tuple(((1, _ALL, value),) for value in _FCNTL),
-    "prlimit64": (((0, _ALL, 0),),),
+_Test = tuple[int, int, int]  # argument, mask and value: the argument's bits of the mask have this value
+_TESTED: dict[str, list[list[_Test]]] = {
+    "mmap": [[(3, _SHARED | _ANONYMOUS, flags)] for flags in (0, _SHARED, _ANONYMOUS)],
+    "clone": [[(0, _NEW_NAMESPACES, 0)]],
+    "socketpair": [[(0, _ALL, 1), (1, 0xF, 1)]],  # streams: a datagram socket may send to any address
+    "prctl": [[(0, _ALL, option)] for option in _PRCTL],
+    "ioctl": [[(1, _ALL, request)] for request in _IOCTL],
+    "fcntl": [[(1, _ALL, command)] for command in _FCNTL],
+    "prlimit64": [[(0, _ALL, 0)]],
 }
-"""Calls whose arguments decide: any of these sets of tests allows one."""
+"""Calls whose arguments decide: one is allowed if all tests of a list are right."""
 
 _ALLOW, _ERRNO, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
-_ACT_OF_BAD_ARCHITECTURE, _MASKED_EQUAL = 2, 7
+_ON_OTHER_ARCHITECTURE, _MASKED_EQUAL = 2, 7
 
 
 class _Comparison(ctypes.Structure):
@@ -71,7 +65,6 @@ class _Comparison(ctypes.Structure):
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """Raises OSError: this machine has no libseccomp."""
     library = ctypes.CDLL("libseccomp.so.2")
     library.seccomp_init.restype = ctypes.c_void_p
     return library
@@ -84,7 +77,7 @@ class Filter:
       files: whether it may open files, which Landlock decides.
       write: whether it may change a scratch folder.
       execute: whether it may run other programs.
-      signals: whether it may signal any process that Landlock lets it signal; else itself alone.
+      signals: whether it may signal any process that Landlock or its user lets it signal; else itself alone.
 
     Raises OSError: there is no libseccomp, or it refuses.
     """
@@ -92,26 +85,22 @@ class Filter:
     def __init__(self, *, files: bool, write: bool, execute: bool, signals: bool):
         self._signals = signals
         self._context = ctypes.c_void_p(_library().seccomp_init(ctypes.c_uint32(_ERRNO | errno.EPERM)))
-        self._call("seccomp_attr_set", _ACT_OF_BAD_ARCHITECTURE, ctypes.c_uint32(_KILL_PROCESS))
+        self._call("seccomp_attr_set", _ON_OTHER_ARCHITECTURE, ctypes.c_uint32(_KILL_PROCESS))
         names = [_FREE, *[_OPEN] * files, *[_WRITE] * write, *["execve"] * execute, *["kill tgkill"] * signals]
         for name in " ".join(names).split():
-            self._allow(name)
-        for name, ways in _ARGUMENTS.items():
+            self._rule(_ALLOW, name, [])
+        for name, ways in _TESTED.items():
             for tests in ways:
-                self._allow(name, *tests)
-        self._rule(_ERRNO | errno.ENOSYS, "clone3", ())  # on which libc takes clone
+                self._rule(_ALLOW, name, tests)
+        self._rule(_ERRNO | errno.ENOSYS, "clone3", [])  # on which libc takes clone
 
     def load(self) -> None:
-        """From here on this process has the filter. It has one thread. Raises OSError: the kernel refuses."""
-        if not self._signals:
-            for name in ("kill", "tgkill"):
-                self._allow(name, (0, _ALL, os.getpid()))
+        """From here on this process, which has one thread, has the filter. Raises OSError: the kernel refuses."""
+        for name in () if self._signals else ("kill", "tgkill"):
+            self._rule(_ALLOW, name, [(0, _ALL, os.getpid())])
         self._call("seccomp_load")
 
-    def _allow(self, name: str, *tests: Test) -> None:
-        self._rule(_ALLOW, name, tests)
-
-    def _rule(self, action: int, name: str, tests: tuple[Test, ...]) -> None:
+    def _rule(self, action: int, name: str, tests: list[_Test]) -> None:
         number = _library().seccomp_syscall_resolve_name(name.encode())
         if number >= 0:  # this processor has it, and this version knows it
             rows = (_Comparison * len(tests))(*((at, _MASKED_EQUAL, mask, value) for at, mask, value in tests))

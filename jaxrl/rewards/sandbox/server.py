@@ -17,10 +17,10 @@ import socket
 import sys
 from typing import NoReturn
 
+from jaxrl.rewards.sandbox import processes
+from jaxrl.rewards.sandbox.orders import Execution, Order
 from jaxrl.rewards.sandbox.probe import find_means
-from jaxrl.rewards.sandbox.processes import DEATH_SIGNAL, prctl
 from jaxrl.rewards.sandbox.supervisor import Supervisor
-from jaxrl.rewards.sandbox.wire import Execution, read_file, receive_files, send_files
 
 _PRELOADED = """
     abc argparse array ast asyncio base64 bisect calendar cmath collections collections.abc concurrent.futures
@@ -34,27 +34,30 @@ _PRELOADED = """
 
 
 def main() -> NoReturn:
-    prctl(DEATH_SIGNAL, signal.SIGKILL)
+    processes.prctl(processes.DEATH_SIGNAL, signal.SIGKILL)
+    processes.prctl(processes.ADOPT_ORPHANS, 1)
     sock = socket.socket(fileno=int(sys.argv[2]))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    for name in _PRELOADED.split():
-        with contextlib.suppress(ImportError):  # one that this Python was built without
-            importlib.import_module(name)
     _keep_only_pythons_folders()
-    gc.collect()
-    gc.freeze()
-    send_files(sock, pickle.dumps(find_means()))
-    supervisor = Supervisor(sock)
-    with contextlib.suppress(OSError):  # the client is gone
-        while True:
-            order, text, data = receive_files(sock)
+    _preload(_PRELOADED.split())
+    stream = sock.makefile("rwb")
+    pickle.dump(find_means(), stream)
+    stream.flush()
+    first = 0
+    with contextlib.suppress(OSError, EOFError):  # the client is gone
+        while fds := socket.recv_fds(sock, 1, 2)[1]:
+            order: Order = pickle.load(stream)
+            _preload(order.modules)
+            if order.means.namespaces and not first:
+                first = processes.make_cage()
             reply: Execution | str
             try:
-                reply = supervisor.run(pickle.loads(read_file(order)), text, data)
+                reply = Supervisor(order, sock, first).run(*fds)
             except OSError as error:
                 reply = str(error)
-            send_files(sock, pickle.dumps(reply))
+            pickle.dump(reply, stream)
+            stream.flush()
     os._exit(0)
 
 
@@ -64,3 +67,12 @@ def _keep_only_pythons_folders() -> None:
     sys.path[:] = [path for path in sys.path if path.startswith(homes)]
     sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr(finder)]
     sys.argv = [""]
+
+
+def _preload(names: list[str]) -> None:
+    if missing := [name for name in names if name not in sys.modules]:
+        for name in missing:
+            with contextlib.suppress(ImportError):  # one that this Python was built without
+                importlib.import_module(name)
+        gc.collect()
+        gc.freeze()

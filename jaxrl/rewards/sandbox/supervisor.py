@@ -16,11 +16,12 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from jaxrl.rewards.sandbox import processes, program, suites
-from jaxrl.rewards.sandbox.locks import MIB, filter_of, lock_in
-from jaxrl.rewards.sandbox.wire import Execution, Order
+from jaxrl.rewards.sandbox.locks import MIB, lock_in, make_filter
+from jaxrl.rewards.sandbox.orders import Execution, Order
 
 _START_S = 60.0  # until a process is locked in: none of the program's time
 _PATIENCE_S = 5.0  # for killed processes to be gone
@@ -30,50 +31,43 @@ _LOCKED_IN = b"locked in"
 
 
 class Supervisor:
-    """Runs orders in this process, which has one thread.
+    """Runs an order in this process, which has one thread.
 
     Args:
-      control: the client's socket: its end ends an execution.
+      control: the client's socket: its end ends the execution.
+      first: the first process of the namespace that forks are born in; 0: there is none.
     """
 
-    def __init__(self, control: socket.socket):
-        self._control = control
-        self._first = 0  # the first process of the namespace of programs; 0: they have none
-        self._mapped = _mapped()
-        processes.prctl(processes.ADOPT_ORPHANS, 1)
-
-    def run(self, order: Order, text: int, data: int) -> Execution:
-        """Executes an order. Raises OSError: a process could not be locked in, so that nothing is known.
-
-        Args:
-          text: the descriptor of the program's text. data: that of its input, or of the tests. Both are closed.
-        """
-        if order.means.namespaces and not self._first:
-            self._first = processes.make_cage()
-        if order.means.seccomp:
-            filter_of(order.means, order.limits)  # made here once, and not in each fork
-        run = _Run(order, self._control, self._first, self._mapped)
-        try:
-            run.start(text, data)
-            run.watch()
-        finally:
-            run.end()
-        return run.execution()
-
-
-class _Run:
-    def __init__(self, order: Order, control: socket.socket, first: int, mapped: int):
-        self._order, self._control, self._first, self._mapped = order, control, first, mapped
+    def __init__(self, order: Order, control: socket.socket, first: int):
+        self._order, self._control, self._first = order, control, first
+        with open("/proc/self/statm", "rb") as file:
+            self._mapped = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         self._execution = Execution()
         self._output, self._errors, self._report = bytearray(), bytearray(), bytearray()
         self._streams: dict[int, bytearray] = {}  # descriptors to read, and where to
         self._pids: list[int] = []  # of the program and the checker
         self._since = self._deadline = 0.0
 
+    def run(self, text: int, data: int) -> Execution:
+        """Executes the order. Raises OSError: a process could not be locked in, so that nothing is known.
+
+        `text`: the descriptor of the program's text; `data`: that of its input, or of the tests. Both are closed.
+        """
+        try:
+            self._start(text, data)
+            self._watch()
+        finally:
+            self._end()
+        self._execution.output = self._output.decode("utf-8", "replace")
+        self._execution.errors = self._errors.decode("utf-8", "replace")
+        return self._execution
+
     # -- beginning ---------------------------------------------------------------------------------------------------
 
-    def start(self, text: int, data: int) -> None:
+    def _start(self, text: int, data: int) -> None:
         order, user = self._order, self._unused_id()
+        if order.means.seccomp:  # made here once, and not in each fork
+            make_filter(order.means, has_scratch=order.limits.file_mib > 0, execute=bool(order.command))
         out, err, null = self._pipe(self._output), self._pipe(self._errors), os.open(os.devnull, os.O_RDWR)
         ends = [text, data, out, err, null]
         program_fds, ready = {1: out, 2: err, program.JOB: text}, []
@@ -128,7 +122,7 @@ class _Run:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # which the server ignores
             signal.signal(number, signal.SIG_DFL)
         try:
-            lock_in(self._order.means, self._order.limits, user_id=user, parent=parent, mapped=self._mapped)
+            lock_in(self._order, user_id=user, parent=parent, mapped=self._mapped)
         except BaseException as error:
             os.write(program.READY, f"{type(error).__name__}: {error}".encode())
             os._exit(1)
@@ -146,15 +140,8 @@ class _Run:
 
     # -- watching ----------------------------------------------------------------------------------------------------
 
-    def watch(self) -> None:
+    def _watch(self) -> None:
         decisive = os.pidfd_open(self._pids[-1])
-        try:
-            self._watch(decisive)
-        finally:
-            self._execution.seconds = time.monotonic() - self._since
-            os.close(decisive)
-
-    def _watch(self, decisive: int) -> None:
         ran, poll = self._execution, select.poll()
         for fd in (*self._streams, decisive):
             poll.register(fd, select.POLLIN)
@@ -164,7 +151,7 @@ class _Run:
             now = time.monotonic()
             if now >= self._deadline:
                 ran.end = "time"
-                return
+                break
             ready = dict(poll.poll(max(min(self._deadline, look_s) - now, 0.0) * 1000))
             for fd in self._streams.keys() & ready.keys():
                 if not self._read(fd):
@@ -176,6 +163,8 @@ class _Run:
             if time.monotonic() >= look_s:
                 look_s = time.monotonic() + _LOOK_EVERY_S
                 self._look_at_memory()
+        ran.seconds = time.monotonic() - self._since
+        os.close(decisive)
 
     def _read(self, fd: int) -> bool:
         """Reads what a process wrote. False if there is nothing, as at the end of a pipe."""
@@ -221,13 +210,13 @@ class _Run:
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
-    def end(self) -> None:
+    def _end(self) -> None:
         for pid in self._pids:
-            processes.kill(pid, group=True)
+            _kill(pid, os.killpg)
         deadline = time.monotonic() + _PATIENCE_S
         while (left := self._running()) and time.monotonic() < deadline:
             for pid in left:
-                processes.kill(pid)
+                _kill(pid, os.kill)
             with contextlib.suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
@@ -237,15 +226,10 @@ class _Run:
                 pass
             os.close(fd)
 
-    def execution(self) -> Execution:
-        self._execution.output = self._output.decode("utf-8", "replace")
-        self._execution.errors = self._errors.decode("utf-8", "replace")
-        return self._execution
 
-
-def _mapped() -> int:
-    with open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+def _kill(pid: int, how: Callable[[int, int], None]) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        how(pid, signal.SIGKILL)
 
 
 def _wait_until_locked_in(fd: int) -> None:
