@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxrl.rewards.sandbox.bubblewrap import wrapping
+from jaxrl.rewards.sandbox.bubblewrap import bubblewrap
 from jaxrl.rewards.sandbox.locks import environment
 from jaxrl.rewards.sandbox.orders import Execution, Limits, Means, Order
-from jaxrl.rewards.sandbox.probe import UNUSED_IDS
 
 _START_S = 60.0
 _CLOSE_S = 20.0  # for what a program left to be ended, on a loaded machine
@@ -30,7 +29,7 @@ class SandboxFailed(Exception):
 
 
 class Sandbox:
-    """Runs programs, one at a time. A context manager; without it, the server ends with this process.
+    """Runs programs, one at a time. Its server ends with `close`, or with this process.
 
     Attributes:
       means: what locks programs in; as long as there is nothing, nothing is run.
@@ -45,12 +44,6 @@ class Sandbox:
         self._sock: socket.socket | None = None
         self._owner = 0
 
-    def __enter__(self) -> Sandbox:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     @property
     def pid(self) -> int:
         assert self._server is not None, "start() comes first"
@@ -64,27 +57,25 @@ class Sandbox:
           ValueError: bubblewrap cannot be had here.
         """
         self.close()
-        command = [*(wrapping() if self.bubblewrap else ()), sys.executable, "-s", "-P", "-c", _BOOT, str(_ROOT)]
-        user = UNUSED_IDS[0][0] if self.bubblewrap and os.geteuid() == 0 else None
-        ours, theirs = socket.socketpair()
-        try:
-            self._server = subprocess.Popen(
-                [*command, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                env=environment(),
-                cwd="/",
-                pass_fds=[theirs.fileno()],
-                user=user,
-                group=user,
-                extra_groups=None if user is None else [],
-            )
-        except OSError as error:
-            ours.close()
-            raise SandboxFailed(f"the sandbox's fork server cannot be started: {error}") from error
-        finally:
-            theirs.close()
-        self._sock, self._owner = ours, os.getpid()
+        wrapping, user = bubblewrap() if self.bubblewrap else ([], None)
+        self._sock, theirs = socket.socketpair()
+        self._owner = os.getpid()
+        command = [*wrapping, sys.executable, "-s", "-P", "-c", _BOOT, str(_ROOT), str(theirs.fileno())]
+        with theirs:
+            try:
+                self._server = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    env=environment(),
+                    cwd="/",
+                    pass_fds=[theirs.fileno()],
+                    user=user,
+                    group=user,
+                    extra_groups=None if user is None else [],
+                )
+            except OSError as error:
+                self._gone(error)
         return self._receive(_START_S)
 
     def script(self, text: str, stdin: str, limit_s: float, command: Sequence[str] = ()) -> Execution:
@@ -93,14 +84,15 @@ class Sandbox:
 
     def tests(self, text: str, job: dict[str, Any], limits_s: Sequence[float], default_limit_s: float) -> Execution:
         """Runs tests against a program (`jaxrl.rewards.sandbox.suites.run_tests` says what a job is)."""
-        role, modules = ("calls", ()) if job["shape"] == "calls" else ("names", ("pytest",) * ("pytest" in job["text"]))
-        limits = {"limits_s": limits_s, "default_limit_s": default_limit_s}
-        return self._run(text, json.dumps(job), role=role, modules=modules, **limits)
+        role, modules = "calls" if job["shape"] == "calls" else "names", ["pytest"] * ("pytest" in job.get("text", ""))
+        asked = {"role": role, "limits_s": limits_s, "default_limit_s": default_limit_s, "modules": modules}
+        return self._run(text, json.dumps(job), **asked)
 
     def _run(self, text: str, data: str, **asked: Any) -> Execution:
         if self._sock is None:
             self.start()
-        assert self._sock is not None and self.means is not None, "start() says what there is to choose from"
+        assert self._sock is not None
+        assert self.means is not None, "start() says what there is to choose from"
         fds = [_unnamed_file(text), _unnamed_file(data)]
         try:
             socket.send_fds(self._sock, [b"f"], fds)

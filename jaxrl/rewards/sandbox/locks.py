@@ -81,14 +81,9 @@ def environment() -> dict[str, str]:
 @functools.cache
 def make_filter(means: Means, *, has_scratch: bool, execute: bool) -> Filter:
     """Raises OSError: this machine has no libseccomp."""
-    return Filter(
-        files=means.landlock > 0,
-        write=has_scratch
-        and means.namespaces
-        and means.landlock > 0,  # which lets it write to the scratch folder alone
-        execute=execute,
-        signals=means.landlock >= SIGNALS_ABI or bool(means.user_ids),
-    )
+    files, signals = means.landlock > 0, means.landlock >= SIGNALS_ABI or bool(means.user_ids)
+    # Landlock lets a process that may write do so in the scratch folder alone
+    return Filter(files=files, write=files and has_scratch and means.namespaces, execute=execute, signals=signals)
 
 
 def lock_in(order: Order, *, user_id: int, parent: int, mapped: int) -> None:
@@ -118,7 +113,7 @@ def lock_in(order: Order, *, user_id: int, parent: int, mapped: int) -> None:
     if means.landlock:
         read = readable() + TOOLS * execute
         restrict_files(means.landlock, read=read, write=["/dev/null", *scratch], execute=execute)
-    make_filter(means, has_scratch=bool(scratch), execute=execute).load()
+    make_filter(means, has_scratch=file_mib > 0, execute=execute).load()
 
 
 def _set_limits(order: Order, mapped: int, *, is_alone: bool) -> None:

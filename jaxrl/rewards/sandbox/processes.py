@@ -9,10 +9,10 @@ import contextlib
 import ctypes
 import os
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 NEW_MOUNTS, NEW_USERS, NEW_PROCESSES = 0x00020000, 0x10000000, 0x20000000
-DEATH_SIGNAL, ADOPT_ORPHANS = 1, 36  # prctl's options
+_DEATH_SIGNAL = 1
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -31,7 +31,7 @@ def prctl(option: int, value: int) -> None:
 
 def die_with_parent(parent: int) -> None:
     """The kernel kills this process when `parent` ends; 0: one outside of this process's namespace."""
-    prctl(DEATH_SIGNAL, signal.SIGKILL)
+    prctl(_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
@@ -92,18 +92,10 @@ def descendants(pid: int) -> list[int]:
     return found[1:]
 
 
-def memory_of(pids: Iterable[int], enough: int) -> int:
-    """Bytes that processes hold; pages that they share are counted once if the sum is above `enough`."""
-    pids = list(pids)
-    total = sum(_number(f"/proc/{pid}/statm", 1) * _PAGE for pid in pids)
-    return total if total <= enough else sum(_number(f"/proc/{pid}/smaps_rollup", b"Pss:") * 1024 for pid in pids)
-
-
-def _number(path: str, place: int | bytes) -> int:
-    """The word at a place, or behind a word; 0 of a process that has ended."""
-    try:
-        with open(path, "rb") as file:
+def memory_of(pid: int) -> int:
+    """Bytes that a process holds, with its part of the pages that it shares; with all of them where that is closed."""
+    for path, place, unit in ((f"/proc/{pid}/smaps_rollup", b"Pss:", 1024), (f"/proc/{pid}/statm", None, _PAGE)):
+        with contextlib.suppress(OSError, ValueError, IndexError), open(path, "rb") as file:
             words = file.read().split()
-        return int(words[place if isinstance(place, int) else words.index(place) + 1])
-    except (OSError, IndexError, ValueError):
-        return 0
+            return int(words[words.index(place) + 1 if place else 1]) * unit
+    return 0  # it has ended

@@ -15,13 +15,15 @@ import pickle
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from typing import NoReturn
 
-from jaxrl.rewards.sandbox import processes
 from jaxrl.rewards.sandbox.orders import Execution, Order
 from jaxrl.rewards.sandbox.probe import find_means
+from jaxrl.rewards.sandbox.processes import make_cage, prctl
 from jaxrl.rewards.sandbox.supervisor import Supervisor
 
+_DEATH_SIGNAL, _ADOPT_ORPHANS = 1, 36  # prctl's options
 _PRELOADED = """
     abc argparse array ast asyncio base64 bisect calendar cmath collections collections.abc concurrent.futures
     concurrent.futures.thread contextlib copy csv ctypes dataclasses datetime decimal difflib enum fcntl fractions
@@ -34,8 +36,8 @@ _PRELOADED = """
 
 
 def main() -> NoReturn:
-    processes.prctl(processes.DEATH_SIGNAL, signal.SIGKILL)
-    processes.prctl(processes.ADOPT_ORPHANS, 1)
+    prctl(_DEATH_SIGNAL, signal.SIGKILL)
+    prctl(_ADOPT_ORPHANS, 1)
     sock = socket.socket(fileno=int(sys.argv[2]))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -50,7 +52,7 @@ def main() -> NoReturn:
             order: Order = pickle.load(stream)
             _preload(order.modules)
             if order.means.namespaces and not first:
-                first = processes.make_cage()
+                first = make_cage()
             reply: Execution | str
             try:
                 reply = Supervisor(order, sock, first).run(*fds)
@@ -69,7 +71,7 @@ def _keep_only_pythons_folders() -> None:
     sys.argv = [""]
 
 
-def _preload(names: list[str]) -> None:
+def _preload(names: Sequence[str]) -> None:
     if missing := [name for name in names if name not in sys.modules]:
         for name in missing:
             with contextlib.suppress(ImportError):  # one that this Python was built without

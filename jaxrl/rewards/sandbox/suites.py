@@ -60,7 +60,7 @@ def run_tests(job: dict[str, Any]) -> NoReturn:
     load = functools.cache(lambda: _load(link))  # in the time of the first case that is run
     most_s, failing_s = job.get("max_failing_s"), 0.0
     for index in range(job.get("first", 0), len(cases)):
-        _say(start=index)
+        _say(running=index)
         start, why = time.perf_counter(), ""
         try:
             if (load_error := load()) is not None:  # no case is right, not even one that asserts nothing of the program
@@ -69,7 +69,7 @@ def run_tests(job: dict[str, Any]) -> NoReturn:
         except BaseException as error:
             why = _describe(error)
         seconds = time.perf_counter() - start
-        _say(end=index, ok=not why, why=why, seconds=seconds)
+        _say(result=(index, not why, seconds, why))
         failing_s += seconds if why else 0.0
         if link.is_gone or (why and most_s is not None and failing_s >= most_s):
             os._exit(0)

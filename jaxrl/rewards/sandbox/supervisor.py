@@ -16,12 +16,12 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable
 from typing import Any, NoReturn
 
-from jaxrl.rewards.sandbox import processes, program, suites
+from jaxrl.rewards.sandbox import program, suites
 from jaxrl.rewards.sandbox.locks import MIB, lock_in, make_filter
 from jaxrl.rewards.sandbox.orders import Execution, Order
+from jaxrl.rewards.sandbox.processes import descendants, memory_of
 
 _START_S = 60.0  # until a process is locked in: none of the program's time
 _PATIENCE_S = 5.0  # for killed processes to be gone
@@ -62,43 +62,44 @@ class Supervisor:
         self._execution.errors = self._errors.decode("utf-8", "replace")
         return self._execution
 
-    # -- beginning ---------------------------------------------------------------------------------------------------
-
     def _start(self, text: int, data: int) -> None:
-        order, user = self._order, self._unused_id()
+        order, (low, high) = self._order, self._order.means.user_ids or (0, 3)
+        user = random.SystemRandom().randrange(low, high - 1) & ~1 if low else 0  # the next one is the checker's
         if order.means.seccomp:  # made here once, and not in each fork
             make_filter(order.means, has_scratch=order.limits.file_mib > 0, execute=bool(order.command))
         out, err, null = self._pipe(self._output), self._pipe(self._errors), os.open(os.devnull, os.O_RDWR)
         ends = [text, data, out, err, null]
-        program_fds, ready = {1: out, 2: err, program.JOB: text}, []
+        fds = {0: data if order.role == "script" else null, 1: out, 2: err, program.JOB: text}
         try:
             if order.role == "script":
-                ready.append(self._fork({0: data, **program_fds}, user, order.role))
+                ready = [self._fork(fds, user, order.role)]
             else:
                 ours, theirs = (sock.detach() for sock in socket.socketpair())
                 report = self._pipe(self._report)
                 ends += [ours, theirs, report]
-                ready.append(self._fork({0: null, program.CALLS: theirs, **program_fds}, user, order.role))
-                fds = {0: null, 1: null, 2: err, program.CALLS: ours, program.JOB: data, program.RESULT: report}
+                ready = [self._fork({**fds, program.CALLS: theirs}, user, order.role)]
+                fds = {0: null, 1: null, 2: err, program.JOB: data, program.CALLS: ours, program.RESULT: report}
                 ready.append(self._fork(fds, user and user + 1, "tests"))
         finally:
             for fd in ends:
                 os.close(fd)
         for fd in ready:
-            _wait_until_locked_in(fd)
+            with open(fd, "rb") as file:
+                said = file.read() if select.select([file], [], [], _START_S)[0] else b"it took too long"
+            if said != _LOCKED_IN:
+                raise OSError(f"a process was not locked in: {said.decode('utf-8', 'replace')}")
+        self._begin(0 if order.role == "script" else None)
+
+    def _begin(self, case: int | None) -> None:
+        """The time of a case begins; None: that until the checker begins."""
         self._since = time.monotonic()
-        self._deadline = self._since + (order.limit_s(0) if order.role == "script" else _START_S)
+        self._deadline = self._since + (_START_S if case is None else self._order.limit_s(case))
 
     def _pipe(self, into: bytearray) -> int:
         source, sink = os.pipe()
         os.set_blocking(source, False)
         self._streams[source] = into
         return sink
-
-    def _unused_id(self) -> int:
-        """An even one; the next is the checker's."""
-        low, high = self._order.means.user_ids or (0, 1)
-        return random.SystemRandom().randrange(low, high - 1) & ~1 if low else 0
 
     def _fork(self, fds: dict[int, int], user: int, role: str) -> int:
         """Starts a process with these descriptors. Returns the one that says when it is locked in."""
@@ -109,7 +110,14 @@ class Supervisor:
             try:
                 os.setpgid(0, 0)
                 _arrange({**fds, program.READY: theirs})
-                self._become(role, user, parent)
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # which the server ignores
+                    signal.signal(number, signal.SIG_DFL)
+                lock_in(self._order, user_id=user, parent=parent, mapped=self._mapped)
+                os.write(program.READY, _LOCKED_IN)
+                os.close(program.READY)
+                self._become(role)
+            except BaseException as error:
+                os.write(program.READY, f"{type(error).__name__}: {error}".encode())
             finally:
                 os._exit(1)
         os.close(theirs)
@@ -118,27 +126,17 @@ class Supervisor:
             os.setpgid(pid, pid)
         return ready
 
-    def _become(self, role: str, user: int, parent: int) -> NoReturn:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # which the server ignores
-            signal.signal(number, signal.SIG_DFL)
-        try:
-            lock_in(self._order, user_id=user, parent=parent, mapped=self._mapped)
-        except BaseException as error:
-            os.write(program.READY, f"{type(error).__name__}: {error}".encode())
-            os._exit(1)
-        os.write(program.READY, _LOCKED_IN)
-        os.close(program.READY)
+    def _become(self, role: str) -> NoReturn:
+        if self._order.command:
+            program.run_command(self._order.command)
+        text = program.read_job()
         match role:
-            case "script" if self._order.command:
-                program.run_command(self._order.command)
             case "script":
-                program.run_script(program.read_job())
+                program.run_script(text)
             case "tests":
-                suites.run_tests(json.loads(program.read_job()))
+                suites.run_tests(json.loads(text))
             case _:
-                program.serve_calls(program.read_job(), in_contest=role == "calls")
-
-    # -- watching ----------------------------------------------------------------------------------------------------
+                program.serve_calls(text, in_contest=role == "calls")
 
     def _watch(self) -> None:
         decisive = os.pidfd_open(self._pids[-1])
@@ -147,11 +145,7 @@ class Supervisor:
             poll.register(fd, select.POLLIN)
         poll.register(self._control, select.POLLRDHUP)
         look_s = time.monotonic() + _LOOK_EVERY_S
-        while not ran.end:
-            now = time.monotonic()
-            if now >= self._deadline:
-                ran.end = "time"
-                break
+        while not ran.end and (now := time.monotonic()) < self._deadline:
             ready = dict(poll.poll(max(min(self._deadline, look_s) - now, 0.0) * 1000))
             for fd in self._streams.keys() & ready.keys():
                 if not self._read(fd):
@@ -163,6 +157,7 @@ class Supervisor:
             if time.monotonic() >= look_s:
                 look_s = time.monotonic() + _LOOK_EVERY_S
                 self._look_at_memory()
+        ran.end = ran.end or "time"
         ran.seconds = time.monotonic() - self._since
         os.close(decisive)
 
@@ -172,51 +167,48 @@ class Supervisor:
             data = os.read(fd, 1 << 16)
         except BlockingIOError:
             return False
-        into = self._streams[fd]
+        into, most = self._streams[fd], self._order.limits.output_kib * 1024
         into += data
         if into is self._report:
-            *lines, rest = into.split(b"\n")
-            into[:] = rest
+            *lines, into[:] = into.split(b"\n")
             for line in lines:
                 self._hear(json.loads(line))
         elif into is self._errors:
             del into[:-_MAX_ERROR_BYTES]
-        elif len(into) > (most := self._order.limits.output_kib * 1024):
+        elif len(into) > most:
             del into[most:]
             self._execution.end = self._execution.end or "output"
         return bool(data)
 
     def _hear(self, message: dict[str, Any]) -> None:
         """What the checker says: of a case, that it begins or how it ended; of all, an attribute of the execution."""
-        ran = self._execution
-        if "start" in message:
-            ran.running, self._since = message["start"], time.monotonic()
-            self._deadline = self._since + self._order.limit_s(message["start"])
-        elif "end" in message:
-            ran.running = None
-            ran.results.append((message["end"], message["ok"], message["seconds"], message["why"]))
-        else:
-            vars(ran).update(message)
+        if "result" in message:
+            self._execution.running = None
+            self._execution.results.append(tuple(message["result"]))
+            return
+        vars(self._execution).update(message)
+        if "running" in message:
+            self._begin(message["running"])
 
     def _look_at_memory(self) -> None:
         """One process keeps its limit itself; of several, the sum counts as well."""
+        pids = set(self._running()) - set(self._pids[1:])
         most = self._order.limits.memory_mib * MIB + self._mapped
-        if processes.memory_of(set(self._running()) - set(self._pids[1:]), most) > most:
+        if len(pids) > 1 and sum(map(memory_of, pids)) > most:
             self._execution.end = self._execution.end or "memory"
 
     def _running(self) -> list[int]:
-        below = processes.descendants(os.getpid())
-        return [pid for pid in below if pid != self._first]
-
-    # -- the end -----------------------------------------------------------------------------------------------------
+        return [pid for pid in descendants(os.getpid()) if pid != self._first]
 
     def _end(self) -> None:
         for pid in self._pids:
-            _kill(pid, os.killpg)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
         deadline = time.monotonic() + _PATIENCE_S
         while (left := self._running()) and time.monotonic() < deadline:
             for pid in left:
-                _kill(pid, os.kill)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
@@ -225,18 +217,6 @@ class Supervisor:
             while self._read(fd):  # what is left is there already, as all writers are gone
                 pass
             os.close(fd)
-
-
-def _kill(pid: int, how: Callable[[int, int], None]) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        how(pid, signal.SIGKILL)
-
-
-def _wait_until_locked_in(fd: int) -> None:
-    with open(fd, "rb") as ready:
-        said = ready.read() if select.select([ready], [], [], _START_S)[0] else b"it took too long"
-    if said != _LOCKED_IN:
-        raise OSError(f"a process was not locked in: {said.decode('utf-8', 'replace')}")
 
 
 def _arrange(fds: dict[int, int]) -> None:
