@@ -133,8 +133,15 @@ def f(x): return None
 reply = b'{"value":"ANSWER-0000000000000000"}'
 for _ in range(50): os.write(3, reply + b"\\n")
 def f(x): return None
+# asks_what_a_function_of_the_tests_knows
+#? g = lambda x, known=ANSWER: x
+#? assert f(g) == ANSWER
+def f(g):
+    for name in ("__defaults__", "__globals__", "__code__", "__closure__"):
+        try: return getattr(g, name)[0]
+        except Exception: pass
 # calls_back_unasked
-reply = b'{"callback":0,"arguments":[]}'
+reply = b'{"do":"call","object":0,"arguments":[],"named":{}}'
 for _ in range(5): os.write(3, reply + b"\\n")
 def f(x): return None
 # line_without_an_end

@@ -57,13 +57,15 @@ def run_tests(job: dict[str, Any]) -> NoReturn:
         _say(broken=_describe(error))
         os._exit(0)
     _say(cases=len(cases))
-    load = functools.cache(lambda: _load(link))  # in the time of the first case that is run
+    load_error: BaseException | None = None
     most_s, failing_s = job.get("max_failing_s"), 0.0
-    for index in range(job.get("first", 0), len(cases)):
+    for index in range(first := job.get("first", 0), len(cases)):
         _say(running=index)
         start, why = time.perf_counter(), ""
         try:
-            if (load_error := load()) is not None:  # no case is right, not even one that asserts nothing of the program
+            if index == first:  # the program is run in the time of the first case
+                load_error = _load(link)
+            if load_error is not None:  # no case is right then, not even one that asserts nothing of the program
                 raise load_error
             cases[index]()
         except BaseException as error:
@@ -79,11 +81,10 @@ def run_tests(job: dict[str, Any]) -> NoReturn:
 
 def _load(link: Link) -> BaseException | None:
     try:
-        link.loaded()
+        link.wait()
     except BaseException as error:
         return error
-    _say(loaded=True)
-    return None
+    return _say(loaded=True)
 
 
 def _say(**message: Any) -> None:
@@ -91,10 +92,9 @@ def _say(**message: Any) -> None:
 
 
 def _describe(error: BaseException) -> str:
-    text = ""
-    with contextlib.suppress(BaseException):
-        text = f": {error}" if str(error) else ""
-    return f"{type(error).__name__}{text}"[:_MAX_WHY]
+    with contextlib.suppress(BaseException):  # which a text of the program's may raise
+        return f"{type(error).__name__}: {error}".removesuffix(": ")[:_MAX_WHY]
+    return type(error).__name__
 
 
 # -- calls -----------------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def _tests(link: Link, job: dict[str, Any]) -> list[Case]:
     tree = ast.parse(job["text"], "tests.py")
     entry = str(job.get("entry_point") or "")
     names = _Names(link, tree, entry)
-    sys.modules["solution"] = _Solution(link)
+    sys.modules["solution"] = _solution(link)
     check = next((node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "check"), None)
     before: list[Case] = []
     if entry and check is not None:
@@ -189,9 +189,11 @@ def _of_pytest(names: _Names, node: ast.stmt) -> list[Case]:
     """The cases of a function or a class that pytest would collect."""
     if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
         return [lambda: _call_with_parameters(names[node.name])]
-    parts = node.body if isinstance(node, ast.ClassDef) else []
-    methods = [part.name for part in parts if isinstance(part, ast.FunctionDef) and part.name.startswith("test")]
-    return [lambda method=method: _call_method(names[node.name], method) for method in methods]
+    if not isinstance(node, ast.ClassDef):
+        return []
+    name = node.name
+    methods = [part.name for part in node.body if isinstance(part, ast.FunctionDef) and part.name.startswith("test")]
+    return [lambda method=method: _call_method(names[name], method) for method in methods]
 
 
 def _call_method(kind: type, method: str) -> None:
@@ -263,32 +265,27 @@ def _helper(name: str) -> Any:
 def _uses(tree: ast.Module) -> tuple[dict[str, set[str]], set[str]]:
     """What tests use and do not define: by name, the attributes that they ask of it; and the names that stand alone."""
     nodes = list(ast.walk(tree))
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    owners = {node.value: node.attr for node in nodes if isinstance(node, ast.Attribute)}
     attributes: dict[str, set[str]] = {}
-    defined, bare, owners = set(dir(builtins)), set[ast.Name](), set[ast.AST]()
-    for node in nodes:
-        match node:
-            case ast.Attribute(value=ast.Name(id=owner), attr=name):
-                attributes.setdefault(owner, set()).add(name)
-                owners.add(node.value)
-            case ast.alias():
-                defined.add(node.asname or node.name.partition(".")[0])
-            case ast.Name(ctx=ast.Load()):
-                bare.add(node)
-            case ast.Name(id=name) | ast.arg(arg=name):
-                defined.add(name)
-        defined.add(getattr(node, "name", None) or "")
-    return attributes, {node.id for node in bare - owners} - defined
+    for name in names:
+        if name in owners:
+            attributes.setdefault(name.id, set()).add(owners[name])
+    defined = {getattr(node, "name", None) or getattr(node, "arg", None) for node in nodes} | set(dir(builtins))
+    defined |= {node.asname or node.name.partition(".")[0] for node in nodes if isinstance(node, ast.alias)}
+    defined |= {node.id for node in names if not isinstance(node.ctx, ast.Load)}
+    return attributes, {node.id for node in names if node not in owners} - defined
 
 
-class _Solution(types.ModuleType):
-    def __init__(self, link: Link):
-        super().__init__("solution")
-        self._link = link
+def _solution(link: Link) -> types.ModuleType:
+    """What `import solution` gives: the program's names, and none that steers an import."""
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
+    def named(name: str) -> Any:
         try:
-            return self.__dict__["_link"].named(name)
-        except NameError as error:
+            return link.named("" if name.startswith("__") else name)
+        except Exception as error:
             raise AttributeError(str(error)) from None
+
+    module = types.ModuleType("solution")
+    module.__getattr__ = named
+    return module
