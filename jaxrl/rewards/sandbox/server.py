@@ -26,11 +26,11 @@ from jaxrl.rewards.sandbox.supervisor import Supervisor
 _DEATH_SIGNAL, _ADOPT_ORPHANS = 1, 36  # prctl's options
 _PRELOADED = """
     abc argparse array ast asyncio base64 bisect calendar cmath collections.abc concurrent.futures.thread contextlib
-    copy csv ctypes dataclasses datetime decimal difflib enum fcntl fractions functools gc glob hashlib heapq html inspect
-    io itertools json keyword linecache locale logging math mmap numbers operator os pathlib pickle platform pprint
-    queue random re resource secrets select selectors shutil signal socket statistics string struct subprocess sys tempfile
-    textwrap threading time timeit traceback types typing unicodedata unittest uuid warnings weakref zlib zoneinfo
-    _strptime encodings.idna encodings.latin_1 encodings.ascii encodings.utf_8_sig
+    copy csv ctypes dataclasses datetime decimal difflib enum fcntl fractions functools gc glob hashlib heapq html
+    inspect io itertools json keyword linecache locale logging math mmap numbers operator os pathlib pickle platform
+    pprint queue random re resource secrets select selectors shutil signal socket statistics string struct subprocess
+    sys tempfile textwrap threading time timeit traceback types typing unicodedata unittest uuid warnings weakref zlib
+    zoneinfo _strptime encodings.idna encodings.latin_1 encodings.ascii encodings.utf_8_sig
 """
 
 
