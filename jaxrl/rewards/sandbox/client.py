@@ -60,7 +60,8 @@ class Sandbox:
         wrapping, user = bubblewrap() if self.bubblewrap else ([], None)
         self._sock, theirs = socket.socketpair()
         self._owner = os.getpid()
-        command = [*wrapping, sys.executable, "-s", "-P", "-c", _BOOT, str(_ROOT), str(theirs.fileno())]
+        caged = "caged" if self.means is None or self.means.namespaces else "free"
+        command = [*wrapping, sys.executable, "-s", "-P", "-c", _BOOT, str(_ROOT), str(theirs.fileno()), caged]
         with theirs:
             try:
                 self._server = subprocess.Popen(

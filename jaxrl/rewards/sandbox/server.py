@@ -37,21 +37,20 @@ _PRELOADED = """
 def main() -> NoReturn:
     prctl(_DEATH_SIGNAL, signal.SIGKILL)
     prctl(_ADOPT_ORPHANS, 1)
-    sock = socket.socket(fileno=int(sys.argv[2]))
+    sock, is_caged = socket.socket(fileno=int(sys.argv[2])), sys.argv[3] == "caged"
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     _keep_only_pythons_folders()
     _preload(_PRELOADED.split())
     stream = sock.makefile("rwb")
-    pickle.dump(find_means(), stream)
+    means = find_means()
+    first = make_cage() if is_caged and means.namespaces else 0
+    pickle.dump(means, stream)
     stream.flush()
-    first = 0
     with contextlib.suppress(OSError, EOFError):  # the client is gone
         while fds := socket.recv_fds(sock, 1, 2)[1]:
             order: Order = pickle.load(stream)
             _preload(order.modules)
-            if order.means.namespaces and not first:
-                first = make_cage()
             reply: Execution | str
             try:
                 reply = Supervisor(order, sock, first).run(*fds)
