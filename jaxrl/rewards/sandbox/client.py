@@ -77,7 +77,8 @@ class Sandbox:
                 )
             except OSError as error:
                 self._gone(error)
-        return self._receive(_START_S)
+        found = self._receive(_START_S)
+        return Means(**{**found, "user_ids": tuple(found["user_ids"])})
 
     def script(self, text: str, stdin: str, limit_s: float, command: Sequence[str] = ()) -> Execution:
         """Runs a program that reads its standard input and writes to its standard output."""
@@ -104,23 +105,24 @@ class Sandbox:
             for fd in fds:
                 os.close(fd)
         reply = self._receive(None)
-        if isinstance(reply, str):
-            raise SandboxFailed(f"the sandbox could not run a program: {reply}")
-        return reply
+        if "failed" in reply:
+            raise SandboxFailed(f"the sandbox could not run a program: {reply['failed']}")
+        return Execution(**reply)
 
-    def _receive(self, timeout_s: float | None) -> Any:
+    def _receive(self, timeout_s: float | None) -> dict[str, Any]:
         """The server's next message. An execution's time is the server's to keep, so there is no limit then."""
         assert self._sock is not None
         self._sock.settimeout(timeout_s)
         try:
             with self._sock.makefile("rb") as stream:
-                return pickle.load(stream)
-        except (OSError, EOFError) as error:
+                line = stream.readline()
+        except OSError as error:
             self._gone(error)
+        return json.loads(line) if line else self._gone("it has ended")
 
-    def _gone(self, error: Exception) -> NoReturn:
+    def _gone(self, why: Exception | str) -> NoReturn:
         self.close()
-        raise SandboxFailed(f"the sandbox's fork server is gone: {error}") from error
+        raise SandboxFailed(f"the sandbox's fork server is gone: {why}")
 
     def close(self) -> None:
         if self._sock is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import json
 import os
 import pickle
 import signal
@@ -18,7 +19,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from jaxrl.rewards.sandbox.orders import Execution, Order
+from jaxrl.rewards.sandbox.orders import Order
 from jaxrl.rewards.sandbox.probe import find_means
 from jaxrl.rewards.sandbox.processes import make_cage, prctl
 from jaxrl.rewards.sandbox.supervisor import Supervisor
@@ -42,22 +43,19 @@ def main() -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     _keep_only_pythons_folders()
     _preload(_PRELOADED.split())
-    stream = sock.makefile("rwb")
     means = find_means()
     first = make_cage() if is_caged and means.namespaces else 0
-    pickle.dump(means, stream)
-    stream.flush()
+    stream, reply = sock.makefile("rb"), vars(means)
     with contextlib.suppress(OSError, EOFError):  # the client is gone
-        while fds := socket.recv_fds(sock, 1, 2)[1]:
+        while True:
+            sock.sendall(json.dumps(reply).encode() + b"\n")
+            fds = socket.recv_fds(sock, 1, 2)[1]
             order: Order = pickle.load(stream)
             _preload(order.modules)
-            reply: Execution | str
             try:
-                reply = Supervisor(order, sock, first).run(*fds)
+                reply = vars(Supervisor(order, sock, first).run(*fds))
             except OSError as error:
-                reply = str(error)
-            pickle.dump(reply, stream)
-            stream.flush()
+                reply = {"failed": str(error)}
     os._exit(0)
 
 

@@ -202,12 +202,12 @@ class Supervisor:
 
     def _end(self) -> None:
         for pid in self._pids:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
         deadline = time.monotonic() + _PATIENCE_S
         while (left := self._running()) and time.monotonic() < deadline:
             for pid in left:
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
