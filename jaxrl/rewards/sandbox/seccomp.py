@@ -96,8 +96,8 @@ class Filter:
 
     def load(self) -> None:
         """From here on this process, which has one thread, has the filter. Raises OSError: the kernel refuses."""
-        for name in () if self._signals else ("kill", "tgkill"):
-            self._rule(_ALLOW, name, [(0, _ALL, os.getpid())])
+        for name, target in () if self._signals else (("kill", os.getpid()), ("kill", 0), ("tgkill", os.getpid())):
+            self._rule(_ALLOW, name, [(0, _ALL, target)])
         self._call("seccomp_load")
 
     def _rule(self, action: int, name: str, tests: list[_Test]) -> None:

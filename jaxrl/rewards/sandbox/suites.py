@@ -50,6 +50,7 @@ def run_tests(job: dict[str, Any]) -> NoReturn:
         None: no limit.
     """
     fresh_streams()
+    sys.setrecursionlimit(10_000)  # a list of some hundred `ListNode`s crosses
     link = Link()
     try:
         cases = _calls(link, job) if job["shape"] == "calls" else _tests(link, job)
