@@ -20,10 +20,9 @@ from ended import have_ended
 from jaxrl.config.rewards import CodeSection
 from jaxrl.rewards.code import CodeScorer
 from jaxrl.rewards.request import ScoreRequest
-from jaxrl.rewards.sandbox.bubblewrap import bubblewrap
 from jaxrl.rewards.sandbox.client import Sandbox, SandboxFailed
 from jaxrl.rewards.sandbox.orders import Limits, Means
-from jaxrl.rewards.sandbox.probe import choose_means
+from jaxrl.rewards.sandbox.probe import bubblewrap, choose_means
 from jaxrl.rewards.sandbox.processes import descendants
 
 ROOT = Path(__file__).resolve().parents[2]

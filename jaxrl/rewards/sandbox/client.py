@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxrl.rewards.sandbox.bubblewrap import bubblewrap
 from jaxrl.rewards.sandbox.locks import environment
 from jaxrl.rewards.sandbox.orders import Execution, Limits, Means, Order
+from jaxrl.rewards.sandbox.probe import bubblewrap
 
 _START_S = 60.0
 _CLOSE_S = 20.0  # for what a program left to be ended, on a loaded machine

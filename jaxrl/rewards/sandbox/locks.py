@@ -67,15 +67,9 @@ def scratch_folder() -> str:
 
 def environment() -> dict[str, str]:
     """All that a program has for an environment: nothing of the run's."""
-    return {
-        "HOME": scratch_folder(),
-        "TMPDIR": scratch_folder(),
-        "LANG": "C.UTF-8",
-        "PATH": "/usr/local/bin:/usr/bin:/bin",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "PYTHONHASHSEED": "0",
-    }
+    scratch, threads = scratch_folder(), {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    names = {"HOME": scratch, "TMPDIR": scratch, "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
+    return {**names, **threads, "PYTHONHASHSEED": "0"}
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What this machine can lock programs in with, found out by doing it in a fork that ends at once.
+"""What this machine can lock programs in with, found out by doing it in a fork that ends at once; and bubblewrap.
 
 The fork server looks, not the scorer's process: that may have threads, which do not survive a fork.
 """
@@ -7,10 +7,20 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import sys
+from pathlib import Path
 
 from jaxrl.rewards.sandbox.landlock import landlock_abi
-from jaxrl.rewards.sandbox.locks import make_filter, make_scratch, take_user
+from jaxrl.rewards.sandbox.locks import (
+    TOOLS,
+    make_filter,
+    make_scratch,
+    python_is_closed,
+    readable,
+    scratch_folder,
+    take_user,
+)
 from jaxrl.rewards.sandbox.orders import Means
 from jaxrl.rewards.sandbox.processes import works_in_fork
 
@@ -54,3 +64,27 @@ def choose_means(sandbox: str, there: Means, *, needs_files: bool = False) -> Me
             "read nothing or everything; reward.code.sandbox=none lets it read everything"
         )
     return there
+
+
+def bubblewrap() -> tuple[list[str], int | None]:
+    """The beginning of a command line that runs in namespaces, and the user id to run it with; None: one's own.
+
+    No process, network, file or name of the machine is there at all. Source: bwrap(1),
+    https://github.com/containers/bubblewrap.
+
+    Raises ValueError: it cannot be had here; one sentence.
+    """
+    bwrap, is_root = shutil.which("bwrap"), os.geteuid() == 0
+    if bwrap is None:
+        raise ValueError("reward.code.sandbox=bubblewrap: there is no bwrap on PATH")
+    if is_root and python_is_closed():
+        raise ValueError(
+            f"reward.code.sandbox=bubblewrap: as root, programs get a user of their own, to whom {sys.base_prefix} "
+            "is closed; use reward.code.sandbox=fork, or a Python that others may read"
+        )
+    words = [bwrap, "--unshare-all", "--die-with-parent", "--dev", "/dev", "--proc", "/proc"]
+    words += ["--tmpfs", scratch_folder(), "--chdir", scratch_folder()]
+    package = str(Path(__file__).resolve().parents[2])
+    for path in dict.fromkeys((*readable(), *TOOLS, os.path.realpath(sys.executable), sys.executable, package)):
+        words += [] if path.startswith("/dev/") else ["--ro-bind-try", path, path]
+    return [*words, "--"], UNUSED_IDS[0][0] if is_root else None

@@ -12,6 +12,7 @@ import ctypes
 import errno
 import functools
 import os
+from ctypes import c_int, c_uint, c_uint32, c_uint64
 
 _FREE = """
     read write readv writev pread64 pwrite64 preadv pwritev close close_range fstat newfstatat stat lstat statx lseek
@@ -55,12 +56,7 @@ _ON_OTHER_ARCHITECTURE, _MASKED_EQUAL = 2, 7
 
 
 class _Comparison(ctypes.Structure):
-    _fields_ = (
-        ("argument", ctypes.c_uint),
-        ("operator", ctypes.c_int),
-        ("mask", ctypes.c_uint64),
-        ("value", ctypes.c_uint64),
-    )
+    _fields_ = (("argument", c_uint), ("operator", c_int), ("mask", c_uint64), ("value", c_uint64))
 
 
 @functools.cache
@@ -84,8 +80,8 @@ class Filter:
 
     def __init__(self, *, files: bool, write: bool, execute: bool, signals: bool):
         self._signals = signals
-        self._context = ctypes.c_void_p(_library().seccomp_init(ctypes.c_uint32(_ERRNO | errno.EPERM)))
-        self._call("seccomp_attr_set", _ON_OTHER_ARCHITECTURE, ctypes.c_uint32(_KILL_PROCESS))
+        self._context = ctypes.c_void_p(_library().seccomp_init(c_uint32(_ERRNO | errno.EPERM)))
+        self._call("seccomp_attr_set", _ON_OTHER_ARCHITECTURE, c_uint32(_KILL_PROCESS))
         names = [_FREE, *[_OPEN] * files, *[_WRITE] * write, *["execve"] * execute, *["kill tgkill"] * signals]
         for name in " ".join(names).split():
             self._rule(_ALLOW, name, [])
@@ -104,7 +100,7 @@ class Filter:
         number = _library().seccomp_syscall_resolve_name(name.encode())
         if number >= 0:  # this processor has it, and this version knows it
             rows = (_Comparison * len(tests))(*((at, _MASKED_EQUAL, mask, value) for at, mask, value in tests))
-            self._call("seccomp_rule_add_array", ctypes.c_uint32(action), number, len(tests), rows)
+            self._call("seccomp_rule_add_array", c_uint32(action), number, len(tests), rows)
 
     def _call(self, name: str, *arguments: object) -> None:
         error = getattr(_library(), name)(self._context, *arguments)

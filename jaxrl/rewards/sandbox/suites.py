@@ -1,6 +1,9 @@
-"""The cases of a test program, run in the checker's process, and what became of each.
+"""The tests, which run in the checker's process, and what became of each case.
 
-Tests come in these forms:
+A name of the program's is a `Remote` here: calling it sends the arguments over, and gives the value that came back,
+made of Python's own types. So assertions, expected values, tolerances and random inputs stay on this side. A program
+that ends its process, prints a verdict, patches builtins or returns an object that equals everything fails the test,
+as does a test that looks into the program's code or patches it. Tests come in these forms:
 
 - calls: a name, and arguments with the expected value of each call (LiveCodeBench, APPS);
 - a function `check(candidate)` (HumanEval): each statement of its body that holds an assertion is a case, with the
@@ -27,16 +30,62 @@ import sys
 import time
 import types
 import unittest
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from jaxrl.rewards.sandbox.checker import Link
-from jaxrl.rewards.sandbox.program import RESULT, fresh_streams
+from jaxrl.rewards.sandbox.program import CALLS, RESULT, fresh_streams
+from jaxrl.rewards.sandbox.wire import Peer, Remote
 
 _MAX_WHY = 300
 _MODULES = {*sys.stdlib_module_names, "numpy", "pytest"}
 _HELPERS = ("collections", "copy", "datetime", "decimal", "fractions", "math", "typing")
 Case = Callable[[], object]
+
+
+class ProgramEnded(BaseException):
+    """The program's process is gone, or says what is no value. No `Exception`, as tests may expect one of those."""
+
+
+class CannotCross(BaseException):
+    """A test passes something on that has no plain form."""
+
+
+class Link(Peer):
+    """The way to the program's process."""
+
+    def __init__(self) -> None:
+        super().__init__(CALLS)
+        self.is_gone = False
+
+    def named(self, name: str) -> Any:
+        """What the program calls by this name. Raises NameError."""
+        return self.ask("name", -1, [name], {})
+
+    def ask(self, what: str, number: int, arguments: Sequence[Any], named: dict[str, Any]) -> Any:
+        if self.is_gone:
+            raise ProgramEnded("the program has ended")
+        return super().ask(what, number, arguments, named)
+
+    def do(self, what: str, number: int, *arguments: Any, **named: Any) -> Any:
+        if what != "call":  # an attribute of a function of the tests could tell what they expect
+            raise TypeError("a program may only call what a test passed to it")
+        return self._objects[number](*arguments, **named)
+
+    def ended(self, why: str) -> NoReturn:
+        self.is_gone = True
+        self.close()
+        raise ProgramEnded(why)
+
+    def refer(self, value: Any) -> list[Any]:
+        if isinstance(value, Remote) or callable(value):
+            return super().refer(value)
+        with contextlib.suppress(Exception):  # LeetCode's ListNode: the prompt defines it in the program too
+            kind = self.named(type(value).__name__ if type(value).__module__ == "tests" else "")
+            made = Remote.__getattr__(kind, "__new__")(kind)
+            for name, item in vars(value).items():
+                setattr(made, name, item)
+            return super().refer(made)
+        raise CannotCross(f"a test hands a {type(value).__name__} to the program, which cannot cross to its process")
 
 
 def run_tests(job: dict[str, Any]) -> NoReturn:
@@ -98,9 +147,6 @@ def _describe(error: BaseException) -> str:
     return type(error).__name__
 
 
-# -- calls -----------------------------------------------------------------------------------------------------------
-
-
 def _calls(link: Link, job: dict[str, Any]) -> list[Case]:
     def case(arguments: list[Any], expected: Any) -> None:
         value = link.named(job["name"])(*map(_with_numbers, arguments) if job["has_number_keys"] else arguments)
@@ -130,9 +176,6 @@ def same(value: Any, expected: Any) -> bool:
     if isinstance(value, int | float) and isinstance(expected, int | float):
         return value == expected or (isinstance(expected, float) and math.isclose(value, expected))
     return type(value) is type(expected) and value == expected
-
-
-# -- test programs ---------------------------------------------------------------------------------------------------
 
 
 def _tests(link: Link, job: dict[str, Any]) -> list[Case]:

@@ -16,7 +16,7 @@ import select
 import signal
 import socket
 import time
-from typing import Any, NoReturn
+from typing import Any
 
 from jaxrl.rewards.sandbox import program, suites
 from jaxrl.rewards.sandbox.locks import MIB, lock_in, make_filter
@@ -115,7 +115,13 @@ class Supervisor:
                 lock_in(self._order, user_id=user, parent=parent, mapped=self._mapped)
                 os.write(program.READY, _LOCKED_IN)
                 os.close(program.READY)
-                self._become(role)
+                if self._order.command:
+                    program.run_command(self._order.command)
+                if role == "script":
+                    program.run_script(program.read_job())
+                if role == "tests":
+                    suites.run_tests(json.loads(program.read_job()))
+                program.serve_calls(program.read_job(), in_contest=role == "calls")
             except BaseException as error:
                 os.write(program.READY, f"{type(error).__name__}: {error}".encode())
             finally:
@@ -125,18 +131,6 @@ class Supervisor:
         with contextlib.suppress(OSError):  # it does so itself, if it is first
             os.setpgid(pid, pid)
         return ready
-
-    def _become(self, role: str) -> NoReturn:
-        if self._order.command:
-            program.run_command(self._order.command)
-        text = program.read_job()
-        match role:
-            case "script":
-                program.run_script(text)
-            case "tests":
-                suites.run_tests(json.loads(text))
-            case _:
-                program.serve_calls(text, in_contest=role == "calls")
 
     def _watch(self) -> None:
         decisive = os.pidfd_open(self._pids[-1])
