@@ -7,5 +7,6 @@ keeps their time and memory, and ends them (`supervisor`). Both are locked in be
 No verdict can be forged, because the program's process never holds expected outputs or assertions. It gets inputs, and
 what comes back is taken for plain values (`wire`) by a process that it cannot reach.
 
-Nothing here imports more than the standard library, but for pytest where tests do: the server starts in milliseconds, and holds nothing.
+Nothing here imports more than the standard library, but for pytest where tests do: the server starts in milliseconds,
+and holds nothing.
 """
