@@ -21,8 +21,8 @@ from jaxrl.config.rewards import CodeSection
 from jaxrl.mechanisms.reward_timeouts import limit_of
 from jaxrl.rewards.programs import Checks, checks_of, program_of, same_output
 from jaxrl.rewards.request import ScoreRequest
-from jaxrl.rewards.sandbox.client import Execution, Sandbox, SandboxFailed
-from jaxrl.rewards.sandbox.locks import Limits, Means
+from jaxrl.rewards.sandbox.client import Sandbox, SandboxFailed
+from jaxrl.rewards.sandbox.orders import Execution, Limits, Means
 from jaxrl.rewards.sandbox.probe import choose_means
 
 _MAX_ERROR = 500
@@ -63,7 +63,7 @@ class CodeScorer:
         """Starts the sandbox. Raises ValueError if this machine has none that `reward.code.sandbox` allows."""
         code = self.code
         limits = Limits(code.max_memory_mib, code.max_processes, code.max_file_mib, code.max_output_kib)
-        self._sandbox = Sandbox(limits, self.means)
+        self._sandbox = Sandbox(limits, self.means, bubblewrap=code.sandbox == "bubblewrap")
         there = self._sandbox.start()
         if self.means is None:
             self._sandbox.means = choose_means(code.sandbox, there, needs_files=bool(code.command))
