@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
 NEW_MOUNTS, NEW_USERS, NEW_PROCESSES = 0x00020000, 0x10000000, 0x20000000
 _DEATH_SIGNAL = 1
@@ -92,10 +93,16 @@ def descendants(pid: int) -> list[int]:
     return found[1:]
 
 
-def memory_of(pid: int) -> int:
-    """Bytes that a process holds, with its part of the pages that it shares; with all of them where that is closed."""
-    for path, place, unit in ((f"/proc/{pid}/smaps_rollup", b"Pss:", 1024), (f"/proc/{pid}/statm", None, _PAGE)):
-        with contextlib.suppress(OSError, ValueError, IndexError), open(path, "rb") as file:
-            words = file.read().split()
-            return int(words[words.index(place) + 1 if place else 1]) * unit
-    return 0  # it has ended
+def resident(pid: int) -> int:
+    """Bytes that a process holds, what it shares among them; 0 of one that has ended."""
+    with contextlib.suppress(OSError, IndexError):
+        return int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * _PAGE
+    return 0
+
+
+def proportional(pid: int) -> int:
+    """The same with its part alone of what it shares, where that may be read. It takes the kernel milliseconds."""
+    with contextlib.suppress(OSError, ValueError):
+        words = Path(f"/proc/{pid}/smaps_rollup").read_bytes().split()
+        return int(words[words.index(b"Pss:") + 1]) * 1024
+    return resident(pid)

@@ -16,7 +16,6 @@ import pickle
 import signal
 import socket
 import sys
-from collections.abc import Sequence
 from typing import NoReturn
 
 from jaxrl.rewards.sandbox.orders import Order
@@ -42,7 +41,11 @@ def main() -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     _keep_only_pythons_folders()
-    _preload(_PRELOADED.split())
+    for name in _PRELOADED.split():
+        with contextlib.suppress(ImportError):  # one that this Python was built without
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
     means = find_means()
     first = make_cage() if is_caged and means.namespaces else 0
     stream, reply = sock.makefile("rb"), vars(means)
@@ -51,10 +54,11 @@ def main() -> NoReturn:
             sock.sendall(json.dumps(reply).encode() + b"\n")
             fds = socket.recv_fds(sock, 1, 2)[1]
             order: Order = pickle.load(stream)
-            _preload(order.modules)
             try:
+                for name in order.modules:
+                    importlib.import_module(name)
                 reply = vars(Supervisor(order, sock, first).run(*fds))
-            except OSError as error:
+            except (OSError, ImportError) as error:
                 reply = {"failed": str(error)}
     os._exit(0)
 
@@ -65,12 +69,3 @@ def _keep_only_pythons_folders() -> None:
     sys.path[:] = [path for path in sys.path if path.startswith(homes)]
     sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr(finder)]
     sys.argv = [""]
-
-
-def _preload(names: Sequence[str]) -> None:
-    if missing := [name for name in names if name not in sys.modules]:
-        for name in missing:
-            with contextlib.suppress(ImportError):  # one that this Python was built without
-                importlib.import_module(name)
-        gc.collect()
-        gc.freeze()

@@ -254,10 +254,9 @@ def _call_with_parameters(function: Any) -> None:
     for rows in itertools.product(*(rows for _, rows, *_ in marks)):
         named: dict[str, Any] = {}
         for (words, *_), row in zip(marks, rows, strict=True):
+            is_param, is_one = type(row).__name__ == "ParameterSet", isinstance(words, str) and "," not in words
             words = words.replace(",", " ").split() if isinstance(words, str) else words
-            is_param = type(row).__name__ == "ParameterSet"  # pytest.param(...)
-            values = row.values if is_param else row if len(words) > 1 else (row,)
-            named |= dict(zip(words, values, strict=True))
+            named |= dict(zip(words, row.values if is_param else (row,) if is_one else row, strict=True))
         function(**named)
 
 

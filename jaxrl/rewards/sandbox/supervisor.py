@@ -21,7 +21,7 @@ from typing import Any
 from jaxrl.rewards.sandbox import program, suites
 from jaxrl.rewards.sandbox.locks import MIB, lock_in, make_filter
 from jaxrl.rewards.sandbox.orders import Execution, Order
-from jaxrl.rewards.sandbox.processes import descendants, memory_of
+from jaxrl.rewards.sandbox.processes import descendants, proportional, resident
 
 _START_S = 60.0  # until a process is locked in: none of the program's time
 _PATIENCE_S = 5.0  # for killed processes to be gone
@@ -188,7 +188,7 @@ class Supervisor:
         """One process keeps its limit itself; of several, the sum counts as well."""
         pids = set(self._running()) - set(self._pids[1:])
         most = self._order.limits.memory_mib * MIB + self._mapped
-        if len(pids) > 1 and sum(map(memory_of, pids)) > most:
+        if len(pids) > 1 and sum(map(resident, pids)) > most and sum(map(proportional, pids)) > most:
             self._execution.end = self._execution.end or "memory"
 
     def _running(self) -> list[int]:
