@@ -167,7 +167,7 @@ class Pool:
         env = None if on_ray else _environment({**self._settings.env, _MARK: mark})
         ours, theirs = socket.socketpair()
         with tempfile.TemporaryFile() as stderr, ours, theirs:
-            fds, program = [theirs.fileno()], "jaxrl.rewards.ray_host" if on_ray else "jaxrl.rewards.pool_host"
+            fds, program = [theirs.fileno()], "jaxrl.rewards.ray_host" if on_ray else "jaxrl.rewards.local_host"
             process = start_python(program, [str(fds[0])], fds, stderr=stderr, env=env)
             theirs.close()
             try:
