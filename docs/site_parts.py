@@ -75,7 +75,7 @@ class Options(SphinxDirective):
             if option.default in ("", [], {}):
                 default = "empty"
             most = f"at most {option.cap}" if option.cap else ""
-            allowed = ", ".join(filter(None, (option.type, option.unit, option.bounds, most)))
+            allowed = ", ".join(filter(None, (option.type, option.bounds, most)))
             body += nodes.row(
                 "",
                 nodes.entry("", nodes.paragraph("", "", nodes.literal(option.path, option.path))),

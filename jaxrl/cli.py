@@ -89,7 +89,8 @@ def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> in
         said = answer(error)
         if said is None:
             raise  # a bug
-        print(f"jaxrl: {one_line(said[0])}", file=sys.stderr)
+        for sentence in getattr(error, "problems", said[:1]):  # of a configuration, all at once
+            print(f"jaxrl: {one_line(sentence)}", file=sys.stderr)
         return said[1]
 
 
@@ -195,10 +196,11 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     add(sub, "--max-context", whole(0, MAX_TOKENS), "most tokens of a row", default=0)
     add(sub, "--repeats", whole(1, 1000), "measurements of a fast point (3)", default=3)
 
-    sub = command("options", _options, "List the options of the configuration, with defaults, units and bounds.")
+    sub = command("options", _options, "List the options of the configuration, with defaults and bounds.")
     sections = "a section (rollout.layout), or an option (rollout.n)"
     add(sub, "section", None, sections, nargs="?", default="", metavar="SECTION")
     add_switch(sub, "--json", "as a JSON list")
+    add_switch(sub, "--schema", "the JSON schema of a configuration file, for editors")
 
     sub = command("completion", _completion, 'Print what a shell reads for completion: eval "$(...)".')
     add_choice(sub, "shell", "bash", "zsh", "fish")
@@ -457,9 +459,9 @@ def _profile(options: argparse.Namespace) -> None:
 
 
 def _options(options: argparse.Namespace) -> None:
-    from jaxrl.commands.options import options_json, options_text
+    from jaxrl.commands.options import options_json, options_text, schema_json
 
-    print((options_json if options.json else options_text)(options.section))
+    print(schema_json() if options.schema else (options_json if options.json else options_text)(options.section))
 
 
 def _completion(options: argparse.Namespace) -> None:

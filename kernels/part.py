@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+from flax import struct
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Part:
+class Part(struct.PyTreeNode):
     """One of the equal parts of a matrix, with the shape of a part.
 
     Attributes:
@@ -21,8 +19,8 @@ class Part:
 
     whole: jax.Array
     index: Any
-    dim: int = field(metadata={"static": True})
-    count: int = field(metadata={"static": True})
+    dim: int = struct.field(pytree_node=False)
+    count: int = struct.field(pytree_node=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -33,7 +31,7 @@ class Part:
         return self.whole.dtype
 
     def astype(self, dtype: Any) -> Part:
-        return replace(self, whole=self.whole.astype(dtype))
+        return self.replace(whole=self.whole.astype(dtype))
 
     def reshape(self, inputs: int, outputs: int) -> Part:
         """The same as a matrix of two dims; -1 as usual."""
@@ -41,4 +39,4 @@ class Part:
         first, last = (own // last if first == -1 else first), (own // first if last == -1 else last)
         dim = int(self.dim > 0)  # what is cut of several dims of outputs is the first of them
         sizes = (first, last * self.count) if dim else (first * self.count, last)
-        return replace(self, whole=self.whole.reshape(sizes), dim=dim)
+        return self.replace(whole=self.whole.reshape(sizes), dim=dim)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import numpy as np
 from bench import records
@@ -74,7 +73,7 @@ def _options(made: argparse.ArgumentParser) -> None:
 def _measure(options: argparse.Namespace, session: Session) -> Record:
     config = adaptive(config_files.load(options.config, options.overrides))
     mesh = submeshes(make_mesh(prepare_jax(config)), config.rollout.num_workers)[0]  # a profile is of one worker
-    config = replace(config, rollout=replace(config.rollout, num_workers=1))
+    config = config.replace(rollout=config.rollout.replace(num_workers=1))
     _, model = read_tokenizer_and_model(config)
     params = load_weights(config, model, mesh)
     profile = load_profile(options.profile)

@@ -253,7 +253,7 @@ def _training(options: argparse.Namespace, model: ModelConfig) -> Made:
         programs = TrainPrograms(config, model, make_mesh(devices))
         lowered = programs.lower(kind, rows, options.tokens)
     if options.offload:
-        config = dataclasses.replace(config, actor=dataclasses.replace(config.actor, offload_optimizer=True))
+        config = config.replace(actor=config.actor.replace(offload_optimizer=True))
         here = TrainPrograms(config, model, make_mesh(jax.devices()[:1]))
         lowered = compiled.with_host_memory(here.lower(kind, platforms=("cuda",)), lowered)
     settings = programs.compiler_options(kind)

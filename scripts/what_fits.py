@@ -15,7 +15,6 @@ docs/performance.md the others.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import sys
 from collections.abc import Sequence
@@ -95,15 +94,12 @@ def _update_bytes(model: ModelConfig, devices: int, sharing: int, response: int,
     """Of each device, with a row of the longest sample."""
     longest = SETTINGS["data"]["max_prompt_length"] + response
     config = from_mapping(SETTINGS | {"model": {"path": "unused"}})
-    actor = dataclasses.replace(
-        config.actor,
+    actor = config.actor.replace(
         ppo_max_token_len_per_gpu=-(-longest // sharing),
         context_parallel_size=sharing,
         offload_optimizer=offload,
     )
-    config = dataclasses.replace(
-        config, actor=actor, data=dataclasses.replace(config.data, max_response_length=response)
-    )
+    config = config.replace(actor=actor, data=config.data.replace(max_response_length=response))
     parts = resident_parts(config, model, devices)
     return sum(parts.values()) + sum(update_parts(config, model, devices, "gpu", "full", 512).values())
 

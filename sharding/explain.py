@@ -13,10 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from annotated_types import Interval
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxrl.schema.declared import Declared, number_problem
 from jaxrl.schema.devices import MAX_DEVICES, mesh_factors
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import axes_size, entry_axes
@@ -79,9 +77,8 @@ def explain_layout(
     """The layout of a model on `num_devices` devices of `num_hosts` hosts, as text. `max_tp`: the largest degree that
     weights are padded for, by default `tp`. Raises ValueError for impossible numbers."""
     max_tp = tp if max_tp is None else max_tp
-    problem = number_problem("--devices", num_devices, Declared(int, Interval(ge=1), cap=MAX_DEVICES))
-    if problem is not None:
-        raise ValueError(problem)
+    if not 1 <= num_devices <= MAX_DEVICES.most:
+        raise ValueError(f"--devices must be at least 1 and at most {MAX_DEVICES.most}, found {num_devices}")
     if tp < 1:
         raise ValueError(f"--tp must be at least 1, found {tp}")
     if num_hosts < 1 or num_devices % num_hosts:

@@ -63,7 +63,7 @@ def steps_of(output: str) -> list[dict[str, float]]:
     return [{name: float(value) for name, value in re.findall(r"([a-z]+) +([\d.e+-]+)", line)} for line in lines]
 
 
-@pytest.mark.parametrize("name", ["rl_loop", "custom_reward", "swap_layout"])
+@pytest.mark.parametrize("name", ["rl_loop", "custom_reward", "swap_layout", "nnx_model"])
 def test_every_example_says_what_it_takes(name: str, here: Callable[..., str]):
     assert "--help" in here(EXAMPLES / f"{name}.py", "--help")
 
@@ -88,6 +88,13 @@ def test_the_loop_learns_and_gives_its_weights_back(tiny_model: Path, tmp_path: 
     assert steps[0]["grad"] > 0
     # were one update's weights kept from the sampler, the two would be apart from the next step on
     assert max(step["mismatch"] for step in steps) < 1e-4
+
+
+def test_a_model_of_nnx_learns_a_text(tiny_model: Path):
+    output = run(EXAMPLES / "nnx_model.py", "--model", f"random:{tiny_model}", "--steps", "3")
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)$", output, re.MULTILINE)]
+    assert losses == sorted(losses, reverse=True)
+    assert len(set(losses)) == 3
 
 
 def test_the_loops_own_problems_are_sums():

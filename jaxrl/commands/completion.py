@@ -17,7 +17,6 @@ from argcomplete.completers import ChoicesCompleter, FilesCompleter, SuppressCom
 from argcomplete.shell_integration import shellcode
 
 from jaxrl.commands.arguments import OVERRIDE
-from jaxrl.config.files import OWN
 from jaxrl.config.reference import OptionDoc, options, sections
 
 
@@ -59,6 +58,8 @@ def overrides(*, prefix: str, **_: Any) -> Mapping[str, str]:
 
 def config_files(*, prefix: str, **_: Any) -> list[str]:
     """Completes a configuration file; where no folder `configs` is here, those that come with jaxrl as well."""
+    from jaxrl.config.files import OWN
+
     found = list(FilesCompleter(("yaml", "yml", "gin"))(prefix))
     if not Path(OWN.name).exists():
         names = (file.relative_to(OWN.parent).as_posix() for file in OWN.rglob("*.yaml"))

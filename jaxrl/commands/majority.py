@@ -32,7 +32,7 @@ def ballots(config: Config, groups: Sequence[Group]) -> Ballots:
     with ExitStack() as stack:
         pool: RewardPool | None = None
         if any(len({*answers} - {None}) > 1 for answers in named):
-            by_math = replace(config, reward=replace(config.reward, kind="math", domains={}, parts={}))
+            by_math = config.replace(reward=config.reward.replace(kind="math", domains={}, parts={}))
             pool = build_pool(by_math, MathScorer("none"), where=lambda key: "two answers that maj@k compares")
             stack.enter_context(closing(pool))
             pool.warm()

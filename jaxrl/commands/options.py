@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import yaml
-
+from jaxrl.config.options import Config
 from jaxrl.config.reference import OptionDoc, options, sections
 
 _WIDTH = 80
@@ -39,6 +38,11 @@ def options_text(name: str = "") -> str:
 
 def options_json(name: str = "") -> str:
     return json.dumps([asdict(option) for option in (find(name) if name else options())], indent=1)
+
+
+def schema_json() -> str:
+    """The JSON schema of a configuration file, by which editors complete options and mark what is wrong."""
+    return json.dumps(Config.model_json_schema(), indent=1)
 
 
 def find(name: str) -> list[OptionDoc]:
@@ -113,7 +117,6 @@ def _whole(option: OptionDoc) -> str:
     known = [
         ("default", shown(option.default)),
         ("type", option.type),
-        ("unit", option.unit),
         ("path of", f"a {option.names}" if option.names else ""),
         ("bounds", option.bounds),
         ("at most", option.cap),
@@ -134,11 +137,8 @@ def _wrapped(text: str) -> list[str]:
 
 def _yaml(option: OptionDoc) -> str:
     """The option with its default as a line of YAML: `rollout: {n: 8}`."""
-    nested: Any = option.default
-    for name in reversed(option.path.split(".")):
-        nested = {name: nested}
-    text = yaml.safe_dump(nested, default_flow_style=True, width=10_000).strip()
-    return text[1:-1]  # the outermost braces are none of a file's
+    names = option.path.split(".")
+    return f"{': {'.join(names)}: {json.dumps(option.default)}{'}' * (len(names) - 1)}"
 
 
 def shown(value: Any) -> str:

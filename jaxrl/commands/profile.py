@@ -70,8 +70,8 @@ def profile(
     devices = prepare_jax(config)[-config.rollout.num_devices :]  # the rollout's own, or all of them
     config = with_types(config, platform_of(devices[0]), command="")
     mesh = submeshes(make_mesh(devices), config.workers_per_group)[0]
-    rollout = replace(config.rollout, num_devices=0, num_workers=1, hosts_per_worker=1)
-    config = replace(config, rollout=rollout, hosts=HostsSection())
+    rollout = config.rollout.replace(num_devices=0, num_workers=1, hosts_per_worker=1)
+    config = config.replace(rollout=rollout, hosts=HostsSection())
     _, model = read_tokenizer_and_model(config)
     refuse_too_large(config, model, mesh.size, memory_of(mesh.devices.ravel().tolist()), trains=False)
     path = Path(out).expanduser()
@@ -113,11 +113,11 @@ def _continued(path: Path, table: Profile) -> Profile:
 def adaptive(config: Config) -> Config:
     """The configuration with layouts to choose from, whether or not it has them already. Where the degree to begin with
     is to be chosen from the profile (auto), every degree is measured with rollout.max_num_seqs rows per dp group."""
-    layout = replace(config.rollout.layout, planner=True, switch=False)
+    layout = config.rollout.layout.replace(planner=True, switch=False)
     if not config.is_tp_open:
-        return replace(config, rollout=replace(config.rollout, layout=layout))
-    layout = replace(layout, scale_rows=False)
-    return replace(config, rollout=replace(config.rollout, layout=layout)).with_tp(min(layout.degrees, default=1))
+        return config.replace(rollout=config.rollout.replace(layout=layout))
+    layout = layout.replace(scale_rows=False)
+    return config.replace(rollout=config.rollout.replace(layout=layout)).with_tp(min(layout.degrees, default=1))
 
 
 def _for_programs(

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl.config import Config, ConfigError
@@ -99,7 +99,7 @@ def score(
     # with `auto`, a scorer that looks where each row is from: rows are no problems of `data.task`, but for those with a
     # column `entry`
     is_task = any(domain.kind == "task" for domain in of.values())
-    scorer = build_scorer(config if is_task else replace(config, data=replace(config.data, val_files=[responses])))
+    scorer = build_scorer(config if is_task else config.replace(data=config.data.replace(val_files=[responses])))
 
     def where(key: SampleKey) -> str:
         return places[key.prompt_index]

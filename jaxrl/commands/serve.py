@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,7 @@ def _web() -> Any:
 
         import jaxrl.serving.app  # noqa: F401
     except ImportError as error:
-        raise ValueError(f"serve needs starlette, uvicorn and pydantic: pip install 'jaxrl[serve]' ({error})") from None
+        raise ValueError(f"serve needs starlette and uvicorn: pip install 'jaxrl[serve]' ({error})") from None
     return uvicorn
 
 
@@ -213,10 +213,10 @@ def _served(config: Config, checkpoint: Path | None, say: Callable[[str], None])
 
     limit = config_of(resolve_path(config.model.path, weights=True)).max_positions
     length = config.serve.max_model_len or min(DEFAULT_LENGTH, limit)
-    rollout = replace(config.rollout, stop=[])
-    data = replace(config.data, max_prompt_length=length - length // 2, max_response_length=length // 2)
+    rollout = config.rollout.replace(stop=[])
+    data = config.data.replace(max_prompt_length=length - length // 2, max_response_length=length // 2)
     with closing(StartupProgress(say)) as stages:
-        worker = LoneWorker.open(replace(config, rollout=rollout, data=data), say, [checkpoint])
+        worker = LoneWorker.open(config.replace(rollout=rollout, data=data), say, [checkpoint])
         stages.begin("reading the model")
         params = worker.weights(checkpoint)
         use_compilation_cache(worker.config)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -149,7 +149,7 @@ def _record_start(config: Config, run_dir: RunDir, step: int, sources: Mapping[s
     name = config.trainer.experiment_name or run_dir.path.name
     if SIMULATED not in name:
         name += f" ({SIMULATED})"
-    shown = replace(config, trainer=replace(config.trainer, experiment_name=name))
+    shown = config.replace(trainer=config.trainer.replace(experiment_name=name))
     kind = f"{config.simulate.hardware} ({SIMULATED})"
     devices = {"platform": SIMULATED, "kind": kind, "count": num_devices_of(config)}
     run_dir.record_start(shown, devices, step, checkpoint=step or None, simulation=sources)

@@ -15,7 +15,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import product
 from multiprocessing import get_context
@@ -217,9 +216,7 @@ def _notes(
 
 def _seeded(config: Config, seed: int) -> Config:
     data, trainer = config.data, config.trainer
-    return replace(
-        config, data=replace(data, seed=data.seed + seed), trainer=replace(trainer, seed=trainer.seed + seed)
-    )
+    return config.replace(data=data.replace(seed=data.seed + seed), trainer=trainer.replace(seed=trainer.seed + seed))
 
 
 def _simulated(config: Config, workload: Workload, warm_up: int) -> Trial:

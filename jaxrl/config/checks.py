@@ -1,13 +1,11 @@
-"""Rules between options of several sections; a section's own rules stand with it (`jaxrl.schema.declared.Checked`).
+"""Rules between options of several sections; a section's own rules stand with it (`Section.problems`).
 
-Each check raises `ConfigError` with one sentence: which options, what was found, what is allowed.
+Each rule that is broken is a sentence: which options, what was found, what is allowed.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
-from itertools import chain
 from typing import Any
 
 from jaxrl.config.commands import as_read
@@ -15,9 +13,10 @@ from jaxrl.config.domains import problems as reward_problems
 from jaxrl.config.domains import unread as unread_rewards
 from jaxrl.config.options import AdvantageEstimator, Config
 from jaxrl.config.rewards import RewardSection
-from jaxrl.schema.declared import MAX_INT, Checked, declared, shown
+from jaxrl.schema.declared import MAX_INT, shown
 from jaxrl.schema.devices import devices_problem, possible_workers
 from jaxrl.schema.limits import template_problem
+from jaxrl.schema.section import Section, named_section
 
 _MAX_STEP_SAMPLES = 1 << 20
 
@@ -29,20 +28,27 @@ NEEDS_WHOLE_BATCH: frozenset[AdvantageEstimator] = frozenset({"reinforce_plus_pl
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run. The message is one sentence for the user."""
+    """A configuration that cannot run. The message has a line for each problem."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
 
 
 def check(c: Config) -> None:
     """Raises ConfigError for options that cannot be combined."""
-    own = (section.problem(c) for section in _checked(c))
-    problem = next(filter(None, chain(_of_data(c), _of_batch(c), _of_sizes(c), _of_update(c), own)), None)
-    if problem is not None:
-        raise ConfigError(problem)
-    check_across_hosts(c, "hosts.num", "hosts.devices_per_host")
-    devices, own_devices, tp = c.trainer.num_devices, c.rollout.num_devices, 1 if c.is_tp_open else c.rollout.tp
-    problem = devices_problem(own_devices, devices, tp, "trainer.num_devices", c.workers_per_group)
-    if problem is not None:
-        raise ConfigError(problem)
+    found = [*_of_data(c), *_of_batch(c), *_of_sizes(c), *_of_update(c)]
+    found += [problem for _, section in _sections(c) for problem in section.problems(c)]
+    found += across_hosts(c, "hosts.num", "hosts.devices_per_host") or _of_devices(c)
+    if found:
+        raise ConfigError(*found)
+
+
+def _of_devices(c: Config) -> list[str]:
+    tp = 1 if c.is_tp_open else c.rollout.tp
+    own, devices, per_group = c.rollout.num_devices, c.trainer.num_devices, c.workers_per_group
+    problem = devices_problem(own, devices, tp, "trainer.num_devices", per_group)
+    return [problem] if problem else []
 
 
 def _of_data(c: Config) -> Iterator[str]:
@@ -183,61 +189,62 @@ def _of_update(c: Config) -> Iterator[str]:
         )
 
 
-def check_across_hosts(c: Config, option: str, devices_option: str) -> None:
-    """Raises ConfigError for options that exclude several hosts.
+def across_hosts(c: Config, option: str, devices_option: str) -> list[str]:
+    """Why options exclude several hosts, a sentence each.
 
     Args:
       option: that says how many there are (`c.hosts.num`). devices_option: that says how many devices they have.
     """
     several = f"{option} ({c.hosts.num})"
-    if c.rollout.hosts_per_worker > 1:
-        _check_spanning(c, several)
-    if c.hosts.num == 1:
-        return
+    found = list(_of_spanning(c, several)) if c.rollout.hosts_per_worker > 1 else []
+    return found if found or c.hosts.num == 1 else list(_of_hosts(c, several, devices_option))
+
+
+def _of_hosts(c: Config, several: str, devices_option: str) -> Iterator[str]:
     workers = c.rollout.num_workers
     if workers > 1 and workers % c.num_host_groups:
-        raise ConfigError(
+        yield (
             f"rollout.num_workers ({workers}) counts the workers of all hosts, and must be a multiple of {several}, or "
             "1 for one per host"
         )
     if c.trainer.num_devices:
-        raise ConfigError(
+        yield (
             f"trainer.num_devices ({c.trainer.num_devices}) and {several} exclude each other: all hosts have as many "
             f"devices; set {devices_option}"
         )
     if c.reward.judge.model and {"judge", "model"} & set(c.reward.kinds):
-        raise ConfigError(
+        yield (
             f"reward.judge.model ({c.reward.judge.model}) and {several} exclude each other: rewards are the "
             "controller's, which has no devices; set reward.judge.endpoint"
         )
-    for section in _checked(c):
+    for _, section in _sections(c):
         if (found := section.excludes_hosts(c)) is not None:
-            raise ConfigError(f"{found[0]} and {several} exclude each other: {found[1]}")
+            yield (f"{found[0]} and {several} exclude each other: {found[1]}")
 
 
-def _check_spanning(c: Config, several: str) -> None:
+def _of_spanning(c: Config, several: str) -> Iterator[str]:
     rollout, num = c.rollout, c.hosts.num
     option = f"rollout.hosts_per_worker ({rollout.hosts_per_worker})"
     possible = [num // groups for groups in reversed(possible_workers(num))]
     if rollout.hosts_per_worker not in possible:
-        raise ConfigError(
+        yield (
             f"{option} must cut {several} along the major axes of the mesh, into groups of one of "
             f"{', '.join(map(str, possible))} hosts"
         )
     if rollout.num_workers not in (1, c.num_host_groups):
-        raise ConfigError(
+        yield (
             f"rollout.num_workers ({rollout.num_workers}) must be {several} / {option}, or 1 for as many: a host has a "
             "part of one worker"
         )
     if rollout.num_devices:
-        raise ConfigError(f"rollout.num_devices ({rollout.num_devices}) and {option} exclude each other")
+        yield (f"rollout.num_devices ({rollout.num_devices}) and {option} exclude each other")
     if c.is_tp_open:
-        raise ConfigError(
+        yield (
             f"rollout.tensor_model_parallel_size is auto, and with {option} there is nothing to choose: set it to "
             "as many devices as its hosts have together"
         )
     if not rollout.warmup:
-        raise ConfigError(
+        yield (
             f"rollout.warmup=false and {option} exclude each other: one process would wait in a program for another "
             "that still compiles it, and collectives give up"
         )
@@ -282,9 +289,9 @@ def without_effect(c: Config, command: str = "") -> list[str]:
 def _unread(c: Config, command: str) -> Iterator[tuple[str, frozenset[str] | None, str]]:
     """Sections, the options in them that are not read (None for all), and why."""
     for path, section in _sections(c):
-        if "enable" in declared(type(section)) and not section.enable:
+        if not getattr(section, "enable", True):
             yield path, None, f"{path}.enable is off"
-        elif isinstance(section, Checked):
+        else:
             yield from ((path, names, why) for names, why in section.unread(c))
     if c.rollout.num_workers == 1:
         yield "rollout", frozenset({"deal"}), "rollout.num_workers is 1"
@@ -333,18 +340,12 @@ def _no_reference_copy(c: Config, command: str) -> str | None:
     return None if c.needs_ref else "no option needs a reference (actor.use_kl_loss, algorithm.use_kl_in_reward)"
 
 
-def _sections(within: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _sections(within: Section, prefix: str = "") -> Iterator[tuple[str, Section]]:
     """The sections within one, each before those in it, with their paths."""
-    for name, found in declared(type(within)).items():
-        if found.is_section:
-            section = getattr(within, name)
-            yield prefix + name, section
-            yield from _sections(section, f"{prefix}{name}.")
-
-
-def _checked(c: Config) -> Iterator[Checked]:
-    """The sections that check themselves, in the order of declaration."""
-    return (section for _, section in _sections(c) if isinstance(section, Checked))
+    for name, value in within:
+        if isinstance(value, Section):
+            yield prefix + name, value
+            yield from _sections(value, f"{prefix}{name}.")
 
 
 def _section(c: Config, path: str) -> Any:
@@ -354,7 +355,7 @@ def _section(c: Config, path: str) -> Any:
     names = path.split(".")
     for place, name in enumerate(names):
         if isinstance(found, dict):
-            item = declared(RewardSection)[names[place - 1]].named_section
+            item = named_section(RewardSection.model_fields[names[place - 1]])
             assert item is not None, path
             return found.get(".".join(names[place:]), item())
         found = getattr(found, name)
@@ -362,10 +363,9 @@ def _section(c: Config, path: str) -> Any:
 
 
 def _changed(section: Any, default: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    for each in dataclasses.fields(section):
-        value = getattr(section, each.name)
-        if not dataclasses.is_dataclass(value) and value != getattr(default, each.name):
-            yield f"{prefix}.{each.name}", value
+    for name, value in section:
+        if not isinstance(value, Section) and value != getattr(default, name):
+            yield f"{prefix}.{name}", value
 
 
 def _short(value: Any) -> str:

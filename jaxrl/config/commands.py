@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
 
 from jaxrl.config.options import Config
 from jaxrl.config.supervised import DpoSection, SftSection
@@ -34,13 +33,13 @@ def as_read(config: Config, command: str) -> Config:
     """The configuration with each option that a command does not read at its default. `command`: that trains. Of
     other ones nothing is known, and the configuration stays as it is."""
     if command == "train":
-        return replace(config, sft=SftSection(), dpo=DpoSection())
+        return config.replace(sft=SftSection(), dpo=DpoSection())
     if command not in LEARNING:
         return config
     read, default = {**_READ, **_OF_COMMAND[command]}, Config()
     own = {}
     for name, names in read.items():
         given = getattr(config, name)
-        each = names.split() or [field.name for field in fields(given)]
-        own[name] = replace(getattr(default, name), **{option: getattr(given, option) for option in each})
-    return replace(default, **own)
+        each = names.split() or type(given).model_fields
+        own[name] = getattr(default, name).replace(**{option: getattr(given, option) for option in each})
+    return default.replace(**own)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 
 from jaxrl.config.options import Config
 from jaxrl.config.rewards import DomainSection, Extract, PartSection, Place, RewardKind, RewardSection
@@ -17,11 +16,10 @@ from jaxrl.schema.declared import shown
 _MAX_SHOWN = 8  # sources in a sentence
 
 
-@dataclass(frozen=True)
 class Domain(DomainSection):
     """How samples of one source are scored: `reward.domains`, with the defaults of `reward` filled in."""
 
-    extract: Extract = "auto"
+    extract: Extract = "auto"  # pyright: ignore[reportIncompatibleVariableOverride]
     source: str = ""  # empty: all sources without a domain of their own
     timeout_option: str = ""  # that sets `timeout_s`, for errors
     place: Place = "workers"
@@ -153,4 +151,4 @@ def unread(c: Config) -> Iterator[tuple[str, frozenset[str] | None, str]]:
         yield "reward.code", None, "no reward's kind is code"
     elif c.reward.code.score == "all":
         yield "reward.code", frozenset({"max_failing_s"}), "reward.code.score is all"
-    yield from c.reward.judge.unread(kinds)
+    yield from c.reward.judge.unread_with(kinds)

@@ -1,20 +1,18 @@
 """Configuration files: YAML or gin, plus overrides from the command line, to one checked `Config`.
 
-Every failure is one sentence, with the places that gave the options it names: file and line, or the command line.
+Each problem is a sentence, with the places that gave the options it names: file and line, or the command line.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl import __version__
 from jaxrl.config.checks import ConfigError, without_effect
 from jaxrl.config.inputs import Options, read_text, refuse_unprintable
-from jaxrl.config.mapping import build, from_mapping, is_section, is_text
+from jaxrl.config.mapping import from_mapping, is_section_path, is_text, unchecked
 from jaxrl.config.options import Config
 from jaxrl.config.yaml_text import parse_yaml, yaml_places
 from jaxrl.schema.declared import shown
@@ -60,8 +58,9 @@ def _checked(options: Options, say: Callable[[str], None] = lambda text: None, c
     try:
         config = from_mapping(options.values, command)
     except ConfigError as error:
-        raise ConfigError(hider()(f"{error}{_place(str(error), options.places)}")) from None
-    for text in without_effect(build(Config, options.values, ""), command):
+        placed = (f"{problem}{_place(problem, options.places)}" for problem in error.problems)
+        raise ConfigError(*map(hider(), placed)) from None
+    for text in without_effect(unchecked(options.values), command):
         say(f"{text}{_place(text, options.places, most=1)}")
     return config
 
@@ -127,59 +126,32 @@ def apply_override(values: dict[str, Any], text: str) -> str:
 
 
 def _merge(node: dict[str, Any], key: str, value: Any, path: str) -> None:
-    if isinstance(value, dict) and isinstance(node.get(key), dict) and is_section(path):
+    if isinstance(value, dict) and isinstance(node.get(key), dict) and is_section_path(path):
         for name, element in value.items():
             _merge(node[key], name, element, f"{path}.{name}")
     else:
         node[key] = value
 
 
-def _place(message: str, places: Mapping[str, str], most: int = 3) -> str:
-    """` (file, line 3; command line: a.b=c)`: where the options that a message names were given, each place once.
+def _place(problem: str, places: Mapping[str, str], most: int = 3) -> str:
+    """` (file, line 3; command line: a.b=c)`: where the options that a problem names were given, each place once.
 
-    Where the names of several options begin in one place of the message, it is of the longest. The name of a section
-    counts only where the message begins: further on, it may be an ordinary word. An unknown option has only a place of
-    its own: others in the message are what it may have been meant to be.
+    A name without a dot counts only where the problem begins with it: further on it may be an ordinary word. An unknown
+    option has only a place of its own: others in the sentence are what it may have been meant to be.
     """
-    unknown = message.startswith("unknown option ")
-    found: dict[int, tuple[int, str]] = {}  # by where it begins: the option's length, and its place
-    for option, place in places.items():
-        for match in re.finditer(rf"(?<![\w.]){re.escape(option)}(?![\w.]*\w)", message):
-            first = message[: match.start()] in ("", "unknown option ")
-            if ("." in option or first) and (first or not unknown):
-                found[match.start()] = max(found.get(match.start(), (0, "")), (len(option), place))
-    if not found:
-        found[0] = 0, _above(message, places)
-    named = list(dict.fromkeys(place for _, (_, place) in sorted(found.items()) if place))[:most]
+    said = problem.removeprefix("unknown option ")
+    first = re.split(r"[ =]", said, maxsplit=1)[0].rstrip(":")
+    others = re.findall(r"\w+(?:\.\w+|\[\d+\])+", said) if said == problem else []
+    named = [_above(first, places), *(places.get(name, "") for name in others)]
+    named = list(dict.fromkeys(filter(None, named)))[:most]
     given = [place.removeprefix(_COMMAND_LINE) for place in named if place.startswith(_COMMAND_LINE)]
     named = [place for place in named if not place.startswith(_COMMAND_LINE)]
-    if unknown and named:
-        named += _versions(named[0])
     named += [_COMMAND_LINE + " ".join(given)] if given else []
     return f" ({'; '.join(named)})" if named else ""
 
 
-def _above(message: str, places: Mapping[str, str]) -> str:
-    """The place of what holds the option with which a message begins: `a.b` of `a.b.c` or `a.b[2]`; empty: none."""
-    name = message.split(" ", 1)[0].rstrip(":")
+def _above(name: str, places: Mapping[str, str]) -> str:
+    """The place of an option, or of what holds it: `a.b` of `a.b.c` or `a.b[2]`; empty: none."""
     while name and name not in places:
         name = name[: max(name.rfind("."), name.rfind("["), 0)]
     return places.get(name, "")
-
-
-def _versions(place: str) -> list[str]:
-    """Which version of jaxrl wrote an unknown option, where its file is a run's."""
-    file = Path(place.rpartition(", line ")[0])
-    try:
-        written = json.loads((file.parent / "run.json").read_text(encoding="utf-8"))["versions"]["jaxrl"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []  # no run's, or a damaged one, of which the command that reads the run speaks
-    if file.name != "config.yaml" or not isinstance(written, str) or _ordered(written) == _ordered(__version__):
-        return []
-    if _ordered(written) > _ordered(__version__):
-        return [f"the run is of jaxrl {written}, newer than this {__version__}, which does not know it yet"]
-    return [f"the run is of jaxrl {written}, and this {__version__} has dropped it"]
-
-
-def _ordered(version: str) -> list[int]:
-    return [int(part) for part in re.findall(r"\d+", version)[:3]]

@@ -25,8 +25,9 @@ from typing import Any
 
 from jaxrl.config.checks import ConfigError
 from jaxrl.config.inputs import MAX_VALUES, Options, one_line, read_text, reading
+from jaxrl.config.mapping import by_path
 from jaxrl.config.options import Config
-from jaxrl.schema.declared import declared, shown, walk
+from jaxrl.schema.declared import shown
 
 _MAX_INCLUDES = 1000
 
@@ -74,9 +75,9 @@ class GinFile:
 
     def _refuse_options_without_section(self) -> None:
         """`rollout = 3` and `n = 3` are macros to gin: nothing would come of them."""
-        by_last_name = {path.rpartition(".")[2]: path for path, _ in walk(Config)}
+        by_last_name = {path.rpartition(".")[2]: path for path in by_path()}
         for name, (_, place) in self._macros.items():
-            if name in declared(Config):
+            if name in Config.model_fields:
                 raise ConfigError(
                     f"{place}: {name} is a section: give its options one by one, as {name}.option = value"
                 )

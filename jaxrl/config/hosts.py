@@ -1,8 +1,5 @@
 """The options of a run on several hosts (`hosts`). What they exclude stands in `checks`."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
 from typing import Annotated
 
 from annotated_types import Ge, Gt
@@ -10,12 +7,12 @@ from annotated_types import Ge, Gt
 from jaxrl.schema.declared import Cap
 from jaxrl.schema.devices import MAX_DEVICES
 from jaxrl.schema.limits import MAX_WAIT
+from jaxrl.schema.section import Section
 
 MAX_HOSTS = Cap(4096, "one process decides for all of them")
 
 
-@dataclass(frozen=True)
-class HostsSection:
+class HostsSection(Section):
     """Several hosts: a Ray actor on each, a mesh over all of them for training, and rollout workers on each."""
 
     num: Annotated[

@@ -1,64 +1,70 @@
 """Between nested mappings and `Config`.
 
-A YAML file, overrides (`a.b=c`) and a gin file all arrive here as one nested mapping. An unknown key, a wrong type, a
-value outside its bounds, or options that contradict each other raise `ConfigError` with one sentence: which option,
-what was found, what is allowed.
+A YAML file, overrides (`a.b=c`) and a gin file all arrive here as one nested mapping. pydantic finds unknown names,
+wrong types and values outside their bounds; each becomes a sentence: which option, what is allowed, what was found.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import difflib
-import math
-import types
 import typing
 from collections.abc import Mapping
-from typing import Any, Literal
+from functools import cache
+from typing import Annotated, Any, Literal
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
 from jaxrl.config.checks import ConfigError, check
 from jaxrl.config.commands import as_read
 from jaxrl.config.options import Config
-from jaxrl.schema.declared import (
-    Declared,
-    a_value,
-    declared,
-    number_or_name,
-    number_problem,
-    shown,
-    text_problem,
-    walk,
-)
+from jaxrl.schema.declared import Cap, shown
+from jaxrl.schema.section import UNIONS, Section, allowed_text, is_section, mark, named_section, walk
 
-_MAPPINGS = frozenset(path for path, option in walk(Config) if typing.get_origin(option.type) is dict)
-
-_NAMED_SECTIONS = frozenset(path for path, option in walk(Config) if option.named_section is not None)
-"""Mappings from names of the user's to sections."""
-_TEXTS = frozenset(path for path, option in walk(Config) if option.type is str)
-_SECTIONS = frozenset(path[:end] for path, _ in walk(Config) for end in range(len(path)) if path[end] == ".")
+WORDS: Mapping[type, str] = {str: "text", bool: "true or false", int: "whole number", float: "number"}
+"""What a value of a type is called where users read it."""
 
 
 def from_mapping(values: Mapping[str, Any], command: str = "") -> Config:
     """Builds and checks a `Config` from nested mappings (a parsed YAML file), as a command reads it (`as_read`); raises
-    `ConfigError`."""
-    config = as_read(build(Config, values, ""), command)
+    `ConfigError`, with a line for each problem."""
+    config = as_read(unchecked(values), command)
     check(config)
     return config
 
 
+def unchecked(values: Mapping[str, Any]) -> Config:
+    """The same, without rules between options."""
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        found = [_sentence(each) for each in error.errors(include_url=False)]
+        raise ConfigError(*dict.fromkeys(found)) from None
+
+
+@cache
+def by_path() -> Mapping[str, FieldInfo]:
+    """All options, in the order of declaration."""
+    return dict(walk(Config))
+
+
 def is_text(path: str) -> bool:
-    return path in _TEXTS
+    option = by_path().get(path)
+    return option is not None and option.annotation is str
 
 
-def is_section(path: str) -> bool:
+def is_section_path(path: str) -> bool:
     """Whether a path is that of a section, as `rollout.val_kwargs` is, and `reward.domains.gsm8k`, whose name is the
     user's."""
-    return path in _SECTIONS or any(path.startswith(f"{mapping}.") for mapping in _NAMED_SECTIONS)
+    return any(
+        option.startswith(f"{path}.") or (path.startswith(f"{option}.") and named_section(field) is not None)
+        for option, field in by_path().items()
+    )
 
 
 def to_mapping(config: Config) -> dict[str, Any]:
     """The resolved config as nested plain values; `from_mapping` of it gives an equal config."""
-    return dataclasses.asdict(config)
+    return config.model_dump()
 
 
 def differences(old: Config, new: Config) -> list[str]:
@@ -72,144 +78,109 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
         path = prefix + key
-        if isinstance(value, Mapping) and path not in _MAPPINGS:
+        if isinstance(value, Mapping) and path not in by_path():
             flat |= flatten(value, path + ".")
         else:
             flat[path] = value
     return flat
 
 
-def build(section: type, values: Any, path: str) -> Any:
-    """A section from nested mappings, each value of its type and within its bounds; `path` is where it stands."""
-    if not isinstance(values, Mapping):
-        switch = f": {path}.enable is its switch" if isinstance(values, bool) and "enable" in declared(section) else ""
-        raise ConfigError(f"{path or 'the config'} must be a section with options, found {shown(values)}{switch}")
-    known = declared(section)
-    kwargs: dict[str, Any] = {}
-    for key, value in values.items():
-        if not isinstance(key, str):
-            raise ConfigError(_no_text(path or "the config", key))
-        if key not in known:
-            raise ConfigError(_unknown(path, key_text(key), value, list(known)))
-        kwargs[key] = _convert(known[key], value, f"{path}.{key}" if path else key)
-    return section(**kwargs)
+def _sentence(error: Any) -> str:
+    """What pydantic found, as a sentence that begins with the option."""
+    path, section, option, kind = _followed(error["loc"])
+    value = error["input"]
+    match error["type"]:
+        case "extra_forbidden":
+            *_, name = error["loc"]
+            return _unknown(_followed(error["loc"][:-1])[0], key_text(name), value, section)
+        case "invalid_key" | "string_type" if error["type"] == "invalid_key" or error["loc"][-1] == "[key]":
+            steps = error["loc"][:-1] if error["type"] == "invalid_key" else error["loc"][:-2]
+            within = _followed(steps)[0] or "the config"
+            kind = type(value).__name__
+            return f"{within}: a name must be text, found {shown(value)} ({kind}): put it in quotation marks"
+        case "value_error":
+            return f"{path} {error['ctx']['error']}"
+        case "less_than_equal" if (cap := option and mark(option, Cap)) and value > cap.most:
+            return f"{path} must be at most {cap.most} ({cap.why}), found {shown(value)}"
+        case "finite_number":
+            return f"{path} must be a finite number, found {shown(value)}"
+        case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal":
+            return f"{path} must be {option and allowed_text(option)}, found {shown(value)}"
+    return f"{path or 'the config'} must be {_wanted(kind)}, found {shown(value)}{_hint(path, kind, value)}"
 
 
-def key_text(key: str) -> str:
-    return key if len(key) <= 100 and key.isprintable() else shown(key)
+def _followed(loc: tuple[int | str, ...]) -> tuple[str, type[Section], FieldInfo | None, Any]:
+    """Where pydantic's steps lead: the path, the innermost section, the option, and the type that a value there has."""
+    path, section, option, kind = "", Config, None, typing.cast("Any", Config)
+    for step in loc:
+        if is_section(kind):
+            section, option = kind, kind.model_fields.get(str(step))
+            kind = option.annotation if option else None
+        elif typing.get_origin(kind) in (list, dict):
+            kind = typing.get_args(kind)[-1]
+        else:
+            break  # an arm of a union, or inside a value of any kind
+        path += f"[{step}]" if isinstance(step, int) and path else f"{'.' if path else ''}{key_text(step)}"
+    return path, section, option, kind
 
 
-def _no_text(path: str, key: Any) -> str:
-    return f"{path}: a name must be text, found {shown(key)} ({type(key).__name__}): put it in quotation marks"
+def _wanted(kind: Any) -> str:
+    """What a value of a type must be, within a sentence."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        return _wanted(arguments[0])
+    if is_section(kind):
+        return "a section with options"
+    if origin is Literal:
+        return f"one of {', '.join(arguments)}"
+    if origin in UNIONS:
+        return " or ".join(
+            typing.get_args(arm)[0] if typing.get_origin(arm) is Literal else _wanted(arm) for arm in arguments
+        )
+    if kind in WORDS:
+        return f"a {WORDS[kind]}" if kind in (int, float) else WORDS[kind]
+    if origin in (list, dict):
+        return "a list" if origin is list else "a mapping"
+    return "text, a number, a list or a mapping"
 
 
-def _unknown(path: str, key: str, value: Any, known: list[str]) -> str:
+def _hint(path: str, kind: Any, value: Any) -> str:
+    if kind is str:
+        braces = " (to YAML, a { at the beginning or a : at the end makes a mapping)" if isinstance(value, dict) else ""
+        return f": put it in quotation marks{braces}"
+    if is_section(kind) and isinstance(value, bool) and "enable" in kind.model_fields:
+        return f": {path}.enable is its switch"
+    if not isinstance(value, str):
+        return ""
+    if typing.get_origin(kind) is not Literal:
+        return " (text)" if kind in WORDS else ""  # '4' is one, which is easily overlooked
+    from jaxrl.config import verl_options
+
+    if ours := verl_options.VALUES.get(value.lower()):
+        return f"; here it is {ours}"
+    near = difflib.get_close_matches(value[:100].lower(), typing.get_args(kind), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def key_text(key: Any) -> str:
+    return key if isinstance(key, str) and len(key) <= 100 and key.isprintable() else shown(key)
+
+
+def _unknown(path: str, key: str, value: Any, section: type[Section]) -> str:
     from jaxrl.config import verl_options
 
     full = f"{path}.{key}" if path else key
     if (from_verl := verl_options.advice(full, value)) is not None:
         option, advice = from_verl
         return f"unknown option {key_text(option)}: {advice}"
-    near = difflib.get_close_matches(key.lower(), known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(key.lower(), section.model_fields, n=1, cutoff=0.5)
     # of several with that name the first, or the first in the same section
-    options = sorted((option for option, _ in walk(Config)), key=lambda option: not option.startswith(f"{path}."))
+    options = sorted(by_path(), key=lambda option: not option.startswith(f"{path}."))
     everywhere = {option.rsplit(".", 1)[-1]: option for option in reversed(options)}
     if near:
         hint = f"did you mean {f'{path}.{near[0]}' if path else near[0]}?"
     elif key in everywhere:
         hint = f"did you mean {everywhere[key]}?"
     else:
-        hint = f"known here: {', '.join(known)}"
+        hint = f"known here: {', '.join(section.model_fields)}"
     return f"unknown option {full}: {hint}"
-
-
-def _convert(option: Declared, value: Any, path: str) -> Any:
-    hint, origin = option.type, typing.get_origin(option.type)
-    if option.is_section:
-        return build(hint, {} if value is None else value, path)
-    if origin is Literal:
-        return _name(typing.get_args(hint), value, path)
-    if origin in (typing.Union, types.UnionType):
-        number, names = number_or_name(hint)
-        if isinstance(value, str):
-            if value in names:
-                return value
-            raise ConfigError(f"{path} must be {a_value(number)} or {' or '.join(names)}, found {shown(value)}")
-        return _convert(dataclasses.replace(option, type=number), value, path)
-    if origin in (list, types.GenericAlias):
-        item = Declared(typing.get_args(hint)[0], names=option.names)
-        if isinstance(value, str) and item.holds_text:
-            value = [value]  # a list of one
-        if not isinstance(value, list | tuple):
-            advice = ": an empty list is []" if value is None else ""
-            raise ConfigError(f"{path} must be a list, found {shown(value)}{advice}")
-        return [_convert(item, element, f"{path}[{i}]") for i, element in enumerate(value)]
-    if origin is dict:
-        return _mapping(Declared(typing.get_args(hint)[1]), value, path)
-    return _plain(value, path) if hint is Any else _scalar(option, value, path)
-
-
-def _name(allowed: tuple[str, ...], value: Any, path: str) -> str:
-    if isinstance(value, str) and value in allowed:
-        return value
-    from jaxrl.config import verl_options
-
-    near = difflib.get_close_matches(value[:100].lower(), allowed, n=1) if isinstance(value, str) else []
-    ours = verl_options.VALUES.get(value.lower()) if isinstance(value, str) else None
-    hint = f"; here it is {ours}" if ours else f"; did you mean {near[0]}?" if near else ""
-    raise ConfigError(f"{path} must be one of {', '.join(allowed)}, found {shown(value)}{hint}")
-
-
-def _mapping(item: Declared, value: Any, path: str) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        advice = ": an empty mapping is {}" if value is None else ""
-        raise ConfigError(f"{path} must be a mapping, found {shown(value)}{advice}")
-    for key in value:
-        if not isinstance(key, str):
-            raise ConfigError(_no_text(path, key))
-    return {key: _convert(item, element, f"{path}.{key_text(key)}") for key, element in value.items()}
-
-
-def _plain(value: Any, path: str) -> Any:
-    """Any value that config.yaml and run.json can hold: text, numbers, lists, mappings."""
-    match value:
-        case float() if not math.isfinite(value):
-            raise ConfigError(f"{path} must be a finite number, found {shown(value)}")
-        case bool() | int() | float() | None:
-            return value
-        case str():
-            return _scalar(Declared(str), value, path)
-        case list() | tuple():
-            return [_plain(element, f"{path}[{i}]") for i, element in enumerate(value)]
-        case Mapping():
-            return _mapping(Declared(Any), value, path)
-        case _:
-            raise ConfigError(
-                f"{path} must be text, a number, a list or a mapping, found {shown(value)} ({type(value).__name__})"
-            )
-
-
-def _scalar(option: Declared, value: Any, path: str) -> Any:
-    hint = option.type
-    if hint is str and value is None:
-        value = ""  # `option=` on the command line, or `option:` in YAML
-    if hint is float and isinstance(value, str):
-        # YAML 1.1 reads `1e-6` as text
-        with contextlib.suppress(ValueError):
-            value = float(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value) if value.bit_length() < 1024 else math.copysign(math.inf, value)
-    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        advice = ": put it in quotation marks" if hint is str and not isinstance(value, bytes) else ""
-        if advice and isinstance(value, dict):
-            advice += " (to YAML, a { at the beginning or a : at the end makes a mapping)"
-        kind = " (text)" if isinstance(value, str) else ""  # '4' is one, which is easily overlooked
-        raise ConfigError(f"{path} must be {a_value(hint)}, found {shown(value)}{kind}{advice}")
-    problem = None
-    if isinstance(value, str):
-        problem = text_problem(path, value, option)
-    elif not isinstance(value, bool):
-        problem = number_problem(path, value, option)
-    if problem is not None:
-        raise ConfigError(problem)
-    return value

@@ -6,13 +6,11 @@ stands in `checks`, or with a section (`Checked`). Options follow verl's names w
 says whether it counts prompts, samples or tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal, overload
+from typing import Annotated, Any, Literal, Self, overload
 
 from annotated_types import Ge, Gt, Interval
+from pydantic import Field
 
 from jaxrl.config.hosts import HostsSection
 from jaxrl.config.rewards import RewardSection
@@ -25,9 +23,10 @@ from jaxrl.config.updates import ActorSection, CriticSection, KlEstimate, LossAg
 from jaxrl.mechanisms.dynamic_sampling import DynamicSampling
 from jaxrl.mechanisms.stream_trainer import StreamTrainer
 from jaxrl.mechanisms.turns import Turns
-from jaxrl.schema.declared import MAX_INT, SEED, Cap, Checked, Names
+from jaxrl.schema.declared import MAX_INT, SEED, Cap, Names
 from jaxrl.schema.devices import MAX_DEVICES
 from jaxrl.schema.limits import MAX_LENGTH, MAX_PROMPTS, MAX_RANK, MAX_WAIT, Quantization
+from jaxrl.schema.section import JsonObject, Section
 
 AdvantageEstimator = Literal["grpo", "dr_grpo", "grpo_turns", "rloo", "reinforce_plus_plus", "gae", "gdpo", "none"]
 
@@ -36,8 +35,7 @@ MAX_WAITING = Cap(1_000_000, "each of them is held in memory")
 MAX_BODY_MIB = Cap(1024, "a request's body is held in memory")
 
 
-@dataclass(frozen=True)
-class ModelSection(Checked):
+class ModelSection(Section):
     """The model to train."""
 
     path: Annotated[
@@ -69,8 +67,8 @@ class ModelSection(Checked):
         list[str],
         "The matrices with adapters, by their names in Hugging Face files (q_proj, down_proj); all-linear: all those "
         "of the layers.",
-    ] = field(default_factory=lambda: ["all-linear"])
-    exclude_modules: Annotated[list[str], "Those of them that have none."] = field(default_factory=list)
+    ] = ["all-linear"]
+    exclude_modules: Annotated[list[str], "Those of them that have none."] = []
     use_rslora: Annotated[bool, "Divide lora_alpha by the square root of the rank (rsLoRA)."] = False
     lora_adapter_path: Annotated[
         str,
@@ -87,20 +85,19 @@ class ModelSection(Checked):
     def has_adapters(self) -> bool:
         return bool(self.lora_rank or self.lora_adapter_path)
 
-    def problem(self, config: Any) -> str | None:
+    def problems(self, config: Any) -> Iterator[str]:
         if self.lora_adapter_path and config.trainer.init_from:
-            return (
+            yield (
                 f"model.lora_adapter_path ({self.lora_adapter_path}) and trainer.init_from "
                 f"({config.trainer.init_from}) exclude each other: adapters begin from one of them"
             )
         if self.base_quantization == "none":
-            return None
+            return
         option = f"model.base_quantization={self.base_quantization}"
         if not self.has_adapters:
-            return f"{option} needs adapters (model.lora_rank): weights in so few bits are not trained"
+            yield f"{option} needs adapters (model.lora_rank): weights in so few bits are not trained"
         if config.actor.remat == "none":
-            return f"{option} excludes actor.remat=none, which would keep all layers' matrices whole: use dots or full"
-        return None
+            yield f"{option} excludes actor.remat=none, which would keep all layers' matrices whole: use dots or full"
 
     def unread(self, config: Any) -> Iterator[tuple[frozenset[str], str]]:
         if not self.has_adapters:
@@ -108,20 +105,17 @@ class ModelSection(Checked):
             yield names, "model.lora_rank is 0"
 
 
-@dataclass(frozen=True)
-class DataSection:
+class DataSection(Section):
     """The problems, and how each becomes a prompt."""
 
     train_files: Annotated[
         list[str],
         Names("file"),
         "Training problems: .jsonl, .jsonl.gz or .parquet, or `org/name:file` of the Hugging Face Hub.",
-    ] = field(default_factory=list)
-    val_files: Annotated[list[str], Names("file"), "Evaluation problems: as data.train_files."] = field(
-        default_factory=list
-    )
+    ] = []
+    val_files: Annotated[list[str], Names("file"), "Evaluation problems: as data.train_files."] = []
     task: Annotated[str, "A reasoning-gym task that makes the problems, instead of files."] = ""
-    task_config: Annotated[dict[str, Any], "Options of the task that data.task names."] = field(default_factory=dict)
+    task_config: Annotated[JsonObject, "Options of the task that data.task names."] = {}
     task_size: Annotated[
         int,
         Ge(1),
@@ -149,9 +143,9 @@ class DataSection:
     prompt_template: Annotated[str, "What is asked, with `{question}` where the problem's text goes."] = "{question}"
     apply_chat_template: Annotated[bool, "Write the prompt in the tokenizer's chat template."] = True
     apply_chat_template_kwargs: Annotated[
-        dict[str, Any],
+        JsonObject,
         "Variables for the chat template, such as `{enable_thinking: false}`; `tools` is a list of JSON schemas.",
-    ] = field(default_factory=dict)
+    ] = {}
     special_tokens_in_content: Annotated[
         Literal["text", "tokens"],
         "What special tokens become that messages of users, tools and the system spell; text: their letters, so that "
@@ -174,13 +168,12 @@ class DataSection:
         dict[str, int],
         "Prompts of each source in data.train_batch_size, by the source's name, 0 to leave one out; none: as the data "
         "has them.",
-    ] = field(default_factory=dict)
+    ] = {}
     shuffle: Annotated[bool, "Give the prompts in a new random order in each epoch; false: in the files' order."] = True
     seed: Annotated[int, Ge(0), SEED, "Seed of the procedural problems and of the order of the prompts."] = 0
 
 
-@dataclass(frozen=True)
-class AlgorithmSection:
+class AlgorithmSection(Section):
     """From rewards to advantages, and how a loss is averaged."""
 
     adv_estimator: Annotated[
@@ -205,10 +198,10 @@ class AlgorithmSection:
         list[str],
         "The rewards that adv_estimator gdpo takes apart, two at least; names of reward.parts, own_reward (the "
         "scorer's beside parts), or of numbers that a scorer returns beside its score.",
-    ] = field(default_factory=list)
+    ] = []
     gdpo_reward_weights: Annotated[
         list[float], "What each of gdpo_reward_keys counts once it is normalised; none: 1."
-    ] = field(default_factory=list)
+    ] = []
     loss_agg_mode: Annotated[
         LossAggregation,
         "How the losses of tokens become one; token-mean: their mean over a minibatch, seq-mean-token-sum and "
@@ -217,13 +210,12 @@ class AlgorithmSection:
     use_kl_in_reward: Annotated[bool, "Take the KL to the reference model off the reward."] = False
     kl_penalty: Annotated[KlEstimate, "Estimate of the KL in the reward."] = "kl"
     kl_coef: Annotated[float, Ge(0), "Weight of the KL in the reward."] = 0.001
-    filter_groups: DynamicSampling.Options = field(default_factory=DynamicSampling.Options)
-    teacher: TeacherSection = field(default_factory=TeacherSection)
-    rollout_correction: RolloutCorrectionSection = field(default_factory=RolloutCorrectionSection)
+    filter_groups: DynamicSampling.Options = Field(default_factory=DynamicSampling.Options)
+    teacher: TeacherSection = Field(default_factory=TeacherSection)
+    rollout_correction: RolloutCorrectionSection = Field(default_factory=RolloutCorrectionSection)
 
 
-@dataclass(frozen=True)
-class TrainerSection(Checked):
+class TrainerSection(Section):
     """The run: how long it is, what it saves, and where."""
 
     run_dir: Annotated[
@@ -243,14 +235,14 @@ class TrainerSection(Checked):
     seed: Annotated[int, Ge(0), SEED, "Seed of random weights and of sampling."] = 0
     num_devices: Annotated[int, Ge(0), MAX_DEVICES, "Devices of the run; 0: all that there are."] = 0
     one_step_off: Annotated[bool, "Roll out for step t + 1 with the weights before update t."] = False
-    stream: StreamTrainer.Options = field(default_factory=StreamTrainer.Options)
+    stream: StreamTrainer.Options = Field(default_factory=StreamTrainer.Options)
     init_from: Annotated[
         str, Names("folder"), "A run directory or checkpoint folder to take only the parameters from."
     ] = ""
     logger: Annotated[
         list[Literal["console", "wandb", "tensorboard", "mlflow", "trackio"]],
         "Where metrics and samples go besides the run's files.",
-    ] = field(default_factory=lambda: ["console"])
+    ] = ["console"]
     project_name: Annotated[str, "The project under which loggers file the run."] = "jaxrl"
     experiment_name: Annotated[str, "The run's name in loggers and on its page."] = ""
     compilation_cache_dir: Annotated[str, Names("new folder"), "The persistent compilation cache; empty: none."] = (
@@ -270,17 +262,15 @@ class TrainerSection(Checked):
         "ended, with every thread's stack; after half of them it is only reported. 0: off.",
     ] = 3600.0
 
-    def problem(self, config: Config) -> str | None:
+    def problems(self, config: Any) -> Iterator[str]:
         if config.rollout.num_devices and not self.one_step_off:
-            return (
+            yield (
                 f"rollout.num_devices ({config.rollout.num_devices}) needs trainer.one_step_off: without it rollout "
                 "and update wait for each other, and devices of their own would stand idle in turns"
             )
-        return None
 
 
-@dataclass(frozen=True)
-class ServeSection:
+class ServeSection(Section):
     """A model behind OpenAI's routes; what it draws with are options of `rollout`."""
 
     max_model_len: Annotated[
@@ -295,24 +285,23 @@ class ServeSection:
     max_body_mib: Annotated[float, Gt(0), MAX_BODY_MIB, "The largest request, in MiB."] = 16.0
 
 
-@dataclass(frozen=True)
-class Config:
+class Config(Section):
     """All sections."""
 
-    model: ModelSection = field(default_factory=ModelSection)
-    data: DataSection = field(default_factory=DataSection)
-    rollout: RolloutSection = field(default_factory=RolloutSection)
-    actor: ActorSection = field(default_factory=ActorSection)
-    critic: CriticSection = field(default_factory=CriticSection)
-    algorithm: AlgorithmSection = field(default_factory=AlgorithmSection)
-    reward: RewardSection = field(default_factory=RewardSection)
-    environment: Turns.Options = field(default_factory=Turns.Options)
-    trainer: TrainerSection = field(default_factory=TrainerSection)
-    hosts: HostsSection = field(default_factory=HostsSection)
-    simulate: SimulateSection = field(default_factory=SimulateSection)
-    serve: ServeSection = field(default_factory=ServeSection)
-    sft: SftSection = field(default_factory=SftSection)
-    dpo: DpoSection = field(default_factory=DpoSection)
+    model: ModelSection = Field(default_factory=ModelSection)
+    data: DataSection = Field(default_factory=DataSection)
+    rollout: RolloutSection = Field(default_factory=RolloutSection)
+    actor: ActorSection = Field(default_factory=ActorSection)
+    critic: CriticSection = Field(default_factory=CriticSection)
+    algorithm: AlgorithmSection = Field(default_factory=AlgorithmSection)
+    reward: RewardSection = Field(default_factory=RewardSection)
+    environment: Turns.Options = Field(default_factory=Turns.Options)
+    trainer: TrainerSection = Field(default_factory=TrainerSection)
+    hosts: HostsSection = Field(default_factory=HostsSection)
+    simulate: SimulateSection = Field(default_factory=SimulateSection)
+    serve: ServeSection = Field(default_factory=ServeSection)
+    sft: SftSection = Field(default_factory=SftSection)
+    dpo: DpoSection = Field(default_factory=DpoSection)
 
     @property
     def mini_batch_prompts(self) -> int:
@@ -404,10 +393,10 @@ class Config:
         """Whether `rollout.tensor_model_parallel_size` is auto, so that its number is still to be chosen."""
         return self.rollout.tensor_model_parallel_size == "auto"
 
-    def with_tp(self, degree: int) -> Config:
-        return replace(self, rollout=replace(self.rollout, tensor_model_parallel_size=degree))
+    def with_tp(self, degree: int) -> Self:
+        return self.replace(rollout=self.rollout.replace(tensor_model_parallel_size=degree))
 
-    def with_types(self, platform: str, earlier: Config | None = None) -> Config:
+    def with_types(self, platform: str, earlier: Self | None = None) -> Self:
         """A copy without dtypes that are auto: they become those of an `earlier` start of the run, or what is usual on
         devices of `platform`, as JAX calls it."""
         if "auto" not in (self.actor.dtype, self.rollout.dtype, self.algorithm.teacher.dtype):
@@ -416,18 +405,17 @@ class Config:
 
         def typed(section: Any, before: Any) -> Any:
             dtype = usual if before.dtype == "auto" else before.dtype
-            return replace(section, dtype=dtype) if section.dtype == "auto" else section
+            return section.replace(dtype=dtype) if section.dtype == "auto" else section
 
         known = earlier or self
         teacher = typed(self.algorithm.teacher, known.algorithm.teacher)
-        return replace(
-            self,
+        return self.replace(
             actor=typed(self.actor, known.actor),
             rollout=typed(self.rollout, known.rollout),
-            algorithm=replace(self.algorithm, teacher=teacher),
+            algorithm=self.algorithm.replace(teacher=teacher),
         )
 
-    def with_tp_of(self, earlier: Config | None, num_devices: int) -> Config:
+    def with_tp_of(self, earlier: Self | None, num_devices: int) -> Self:
         """A copy with the degree of an `earlier` start of the run, where it is auto and that one divides the rollout's
         devices."""
         if not self.is_tp_open or earlier is None or earlier.is_tp_open or num_devices % earlier.rollout.tp:

@@ -3,16 +3,15 @@
 Source: RollPacker §4.3 for adaptive timeouts and the model that scores beside the actor.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt
+from pydantic import Field
 
 from jaxrl.mechanisms.judge import Judge
 from jaxrl.schema.declared import Cap, Names, Or
 from jaxrl.schema.limits import MAX_WAIT, ScoreWhen
+from jaxrl.schema.section import Section
 
 RewardKind = Literal["auto", "math", "task", "code", "judge", "model", "custom", "environment"]
 Extract = Literal["auto", "none", "last_number", "boxed", "answer_tag"]
@@ -20,8 +19,7 @@ Place = Literal["workers", "endpoint", "devices"]
 """Where samples are scored: worker processes, an endpoint that a thread asks, or the run's devices."""
 
 
-@dataclass(frozen=True)
-class DomainSection:
+class DomainSection(Section):
     """How samples of one source are scored; what is left at its default is that of `reward`."""
 
     kind: Annotated[RewardKind, "The scorer, as in reward.kind."] = "auto"
@@ -43,8 +41,7 @@ class DomainSection:
     ] = 0
 
 
-@dataclass(frozen=True)
-class PartSection:
+class PartSection(Section):
     """One part of a reward beside the scorer's."""
 
     kind: Annotated[
@@ -59,8 +56,7 @@ class PartSection:
     name: Annotated[str, "The function in the file, as reward.name."] = "compute_score"
 
 
-@dataclass(frozen=True)
-class CodeSection:
+class CodeSection(Section):
     """Model-written programs, run against tests in a sandbox (reward.kind=code)."""
 
     tests_key: Annotated[
@@ -73,7 +69,7 @@ class CodeSection:
         list[str],
         "The command line that runs a program, with `{file}` where its file's name goes; none: Python, in a fork of a "
         "warm interpreter.",
-    ] = field(default_factory=list)
+    ] = []
     score: Annotated[
         Literal["all", "share"], "The reward; all: 1 if every test passes, else 0; share: the share that passes."
     ] = "all"
@@ -103,8 +99,7 @@ class CodeSection:
     max_output_kib: Annotated[int, Ge(1), "KiB of output that are kept; more ends the program."] = 256
 
 
-@dataclass(frozen=True)
-class OverlongBufferSection:
+class OverlongBufferSection(Section):
     """DAPO's overlong reward shaping: a response near data.max_response_length loses reward, in training only."""
 
     enable: Annotated[bool, "Switch overlong reward shaping on."] = False
@@ -114,8 +109,7 @@ class OverlongBufferSection:
     penalty_factor: Annotated[float, Ge(0), "What a response of data.max_response_length tokens loses."] = 1.0
 
 
-@dataclass(frozen=True)
-class RewardSection:
+class RewardSection(Section):
     """How samples are scored."""
 
     kind: Annotated[
@@ -163,7 +157,7 @@ class RewardSection:
         list[str],
         "Environment variables that scorers see besides PATH, HOME, locale, Python's and thread counts; a key or token "
         "only if it is named here.",
-    ] = field(default_factory=list)
+    ] = []
     pool: Annotated[
         Literal["process", "ray"], "Where samples are scored; process: on this machine, ray: on a Ray cluster."
     ] = "process"
@@ -183,20 +177,20 @@ class RewardSection:
     domains: Annotated[
         dict[str, DomainSection],
         "Scorers of prompts by their source (data.source_key), in place of reward.kind; sources without one have that.",
-    ] = field(default_factory=dict)
+    ] = {}
     parts: Annotated[
         dict[str, PartSection],
         "What is added to every sample's reward, by a name that becomes a metric; each is weighted.",
-    ] = field(default_factory=dict)
+    ] = {}
     wrong_reward: Annotated[
         float,
         Lt(1),
         "The reward of a wrong answer, in training only: what is scored s from 0 to 1 gets (1 - s) times this on top, "
         "and what could not be scored has it; -1.0: rewards from -1 to 1, as of verl's math_dapo.",
     ] = 0.0
-    code: CodeSection = field(default_factory=CodeSection)
-    judge: Judge.Options = field(default_factory=Judge.Options)
-    overlong_buffer: OverlongBufferSection = field(default_factory=OverlongBufferSection)
+    code: CodeSection = Field(default_factory=CodeSection)
+    judge: Judge.Options = Field(default_factory=Judge.Options)
+    overlong_buffer: OverlongBufferSection = Field(default_factory=OverlongBufferSection)
 
     @property
     def kinds(self) -> frozenset[RewardKind]:

@@ -5,16 +5,14 @@ none by default; `rollout_rs` is a list; verl's `bypass_mode` is `actor.old_logp
 `actor.loss_mode`. docs/rollout-rules.md has verl's presets, by their names, in these options.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Gt
 
-from jaxrl.schema.declared import Checked, Or, shown
+from jaxrl.schema.declared import Or, shown
+from jaxrl.schema.section import Section
 
 Criterion = Literal[
     "token_k1",
@@ -37,8 +35,7 @@ MOST_K3 = 0.01
 let pass."""
 
 
-@dataclass(frozen=True)
-class RolloutCorrectionSection(Checked):
+class RolloutCorrectionSection(Section):
     """Importance sampling and rejection, where rollout and trainer compute different probabilities."""
 
     rollout_is: Annotated[
@@ -56,12 +53,12 @@ class RolloutCorrectionSection(Checked):
         list[Criterion],
         "What is left out of the losses (rejection); token_*: tokens, seq_*: samples by the sum, mean or maximum over "
         "their tokens; with l = log(π_old / π_rollout), k1: by -l, k2: by l²/2, k3: by e^l - 1 - l.",
-    ] = field(default_factory=list)
+    ] = []
     rollout_rs_threshold: Annotated[
         list[str],
         "For each of rollout_rs, or for all, what is kept; k1: ratios from `lower_upper`, such as 0.5_2.0, or up to "
         "one number and down to its reciprocal, k2 and k3: values up to a number, such as '0.01'.",
-    ] = field(default_factory=list)
+    ] = []
 
     @property
     def is_on(self) -> bool:
@@ -83,19 +80,18 @@ class RolloutCorrectionSection(Checked):
             )
         return {name: _bounds(name, given[i % len(given)]) for i, name in enumerate(names)}
 
-    def problem(self, config: Any) -> str | None:
+    def problems(self, config: Any) -> Iterator[str]:
         try:
             _ = self.criteria
         except ValueError as error:
-            return str(error)
+            yield str(error)
         actor = config.actor
         if self.rollout_is != "none" and actor.old_logprobs == "rollout" and actor.loss_mode != "reinforce":
-            return (
+            yield (
                 f"{_SECTION}.rollout_is={self.rollout_is} needs actor.old_logprobs=recompute, found rollout: the ratio "
                 f"of actor.loss_mode={actor.loss_mode} is then taken to what the rollout recorded, which corrects for "
                 "the same once already (with actor.loss_mode=reinforce there is no ratio)"
             )
-        return None
 
     def unread(self, config: Any) -> Iterator[tuple[frozenset[str], str]]:
         if self.rollout_is == "none":

@@ -1,11 +1,9 @@
 """The options `rollout.*`, but those of `rollout.layout`: how samples are drawn, on what, and by which rule."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Interval
+from pydantic import Field
 
 from jaxrl.config.hosts import MAX_HOSTS
 from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
@@ -17,13 +15,13 @@ from jaxrl.mechanisms.tail_batching import TailBatching
 from jaxrl.schema.declared import Cap, Or
 from jaxrl.schema.devices import MAX_DEVICES
 from jaxrl.schema.limits import BYTES, MAX_SAMPLES, Narrow, OpenFloatType
+from jaxrl.schema.section import Section
 
 _TEMPERATURE = Interval(ge=0.001, le=100)  # beyond, logits overflow, or all tokens are equally likely
 _GREEDY = Or(0, "the likeliest token")
 
 
-@dataclass(frozen=True)
-class ValSamplingSection:
+class ValSamplingSection(Section):
     """How the samples of an evaluation are drawn."""
 
     n: Annotated[int, Ge(1), MAX_SAMPLES, "Samples per evaluation prompt."] = 1
@@ -36,8 +34,7 @@ class ValSamplingSection:
     ] = 1.0
 
 
-@dataclass(frozen=True)
-class RolloutSection:
+class RolloutSection(Section):
     """How samples are drawn, and on what."""
 
     n: Annotated[int, Ge(1), MAX_SAMPLES, "Samples per prompt: the group size."] = 8
@@ -82,11 +79,9 @@ class RolloutSection:
         Interval(ge=0, lt=1),
         "Draw training samples from tokens with at least this share of the likeliest token's probability; 0: from all.",
     ] = 0.0
-    stop: Annotated[list[str], "Strings that end a response."] = field(default_factory=list)
+    stop: Annotated[list[str], "Strings that end a response."] = []
     tensor_model_parallel_size: Annotated[
-        int | Literal["auto"],
-        Ge(1),
-        MAX_DEVICES,
+        Annotated[int, Ge(1), MAX_DEVICES] | Literal["auto"],
         "Devices that share one copy of the weights (tp); the devices of the rollout divided by it are dp; auto: the "
         "tp with which rollout.layout.profile predicts the fastest rollout of a batch.",
     ] = 1
@@ -152,13 +147,13 @@ class RolloutSection:
         "sampling, recompute: to that of the policy before the update, as for all others, mask: they are not learnt "
         "from.",
     ] = "recorded"
-    tail_batching: TailBatching.Options = field(default_factory=TailBatching.Options)
-    partial_rollout: PartialRollout.Options = field(default_factory=PartialRollout.Options)
-    over_provisioning: OverProvisioning.Options = field(default_factory=OverProvisioning.Options)
-    speculation: Speculation.Options = field(default_factory=Speculation.Options)
-    ranking_groups: RankingGroups.Options = field(default_factory=RankingGroups.Options)
-    layout: AdaptiveLayouts.Options = field(default_factory=AdaptiveLayouts.Options)
-    val_kwargs: ValSamplingSection = field(default_factory=ValSamplingSection)
+    tail_batching: TailBatching.Options = Field(default_factory=TailBatching.Options)
+    partial_rollout: PartialRollout.Options = Field(default_factory=PartialRollout.Options)
+    over_provisioning: OverProvisioning.Options = Field(default_factory=OverProvisioning.Options)
+    speculation: Speculation.Options = Field(default_factory=Speculation.Options)
+    ranking_groups: RankingGroups.Options = Field(default_factory=RankingGroups.Options)
+    layout: AdaptiveLayouts.Options = Field(default_factory=AdaptiveLayouts.Options)
+    val_kwargs: ValSamplingSection = Field(default_factory=ValSamplingSection)
 
     @property
     def tp(self) -> int:

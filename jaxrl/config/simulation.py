@@ -1,24 +1,22 @@
 """The options `simulate.*`, which `jaxrl simulate` alone reads: the machine, the cost model and the workload."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Interval
+from pydantic import Field
 
 from jaxrl.config.hosts import MAX_HOSTS
 from jaxrl.schema.declared import Cap, Names
 from jaxrl.schema.devices import MAX_DEVICES
 from jaxrl.schema.limits import MAX_WAIT
+from jaxrl.schema.section import Section
 
 _MAX_TOKENS = Cap(1_000_000_000, "beyond, every response has the longest length")
 _MAX_SIGMA = Cap(10, "one in six lengths or times would be above 22,000 times the median")
 _MAX_SECONDS = Cap(1_000_000_000, "that is longer than thirty years")
 
 
-@dataclass(frozen=True)
-class SimulatedLengths:
+class SimulatedLengths(Section):
     """How long responses are: a lognormal body, and a power law above one of its quantiles."""
 
     median: Annotated[
@@ -37,8 +35,7 @@ class SimulatedLengths:
     ] = 0.0
 
 
-@dataclass(frozen=True)
-class SimulatedScoring:
+class SimulatedScoring(Section):
     """How long scoring takes."""
 
     median_s: Annotated[
@@ -71,8 +68,7 @@ class SimulatedScoring:
     ] = 0.0
 
 
-@dataclass(frozen=True)
-class SimulatedHistory:
+class SimulatedHistory(Section):
     """How much of a response its prompt's responses of the epoch before foretell."""
 
     stretch_median: Annotated[
@@ -90,13 +86,12 @@ class SimulatedHistory:
     growth: Annotated[float, Gt(-1), "Share by which foretold stretches grow per epoch."] = 0.0
 
 
-@dataclass(frozen=True)
-class SimulatedTask:
+class SimulatedTask(Section):
     """One kind of prompts."""
 
     name: Annotated[str, "The task's name, which is the data source of its prompts."] = "simulated"
     weight: Annotated[float, Gt(0), "Share of the prompts, relative to the weights of the other tasks."] = 1.0
-    response: SimulatedLengths = field(default_factory=SimulatedLengths)
+    response: SimulatedLengths = Field(default_factory=SimulatedLengths)
     correlation: Annotated[
         float, Interval(ge=0, le=1), "How much of a response's length its prompt decides: 0 nothing, 1 all."
     ] = 0.5
@@ -109,16 +104,15 @@ class SimulatedTask:
     prompt_sigma: Annotated[
         float, Ge(0), _MAX_SIGMA, "Standard deviation of the logarithm of the prompts' lengths."
     ] = 0.5
-    scoring: SimulatedScoring = field(default_factory=SimulatedScoring)
+    scoring: SimulatedScoring = Field(default_factory=SimulatedScoring)
     pass_rate: Annotated[
         float, Interval(gt=0, lt=1), "Probability that a response to the median prompt has reward 1."
     ] = 0.5
     pass_spread: Annotated[float, Ge(0), "Standard deviation over prompts of the logit of their pass rates."] = 2.0
-    history: SimulatedHistory = field(default_factory=SimulatedHistory)
+    history: SimulatedHistory = Field(default_factory=SimulatedHistory)
 
 
-@dataclass(frozen=True)
-class SimulatedTool:
+class SimulatedTool(Section):
     """How responses over several turns are answered, with environment.kind."""
 
     turns: Annotated[
@@ -132,8 +126,7 @@ class SimulatedTool:
     max_s: Annotated[float, Gt(0), _MAX_SECONDS, "Seconds of the slowest answer."] = 3600.0
 
 
-@dataclass(frozen=True)
-class SimulateSection:
+class SimulateSection(Section):
     """A simulated run: the machine, the cost model, and where lengths and rewards come from."""
 
     run_dir: Annotated[
@@ -177,9 +170,7 @@ class SimulateSection:
         Names("file"),
         "With simulate.cost=table, the file that `jaxrl profile` wrote; what it does not hold comes from the roofline.",
     ] = ""
-    efficiency: Annotated[dict[str, float], "Efficiency factors of the roofline by name, over its own."] = field(
-        default_factory=dict
-    )
+    efficiency: Annotated[dict[str, float], "Efficiency factors of the roofline by name, over its own."] = {}
     host_s: Annotated[
         float, Ge(0), _MAX_SECONDS, "Seconds of the host per plan, while the devices run the plan before."
     ] = 0.0
@@ -195,12 +186,12 @@ class SimulateSection:
         "How recorded responses are drawn; by_prompt: for each prompt from its own, pooled: from all together, "
         "by_rank: from all of the prompt's source, with prompts that differ as much as the recorded ones.",
     ] = "by_prompt"
-    task: SimulatedTask = field(default_factory=SimulatedTask)
-    tool: SimulatedTool = field(default_factory=SimulatedTool)
+    task: SimulatedTask = Field(default_factory=SimulatedTask)
+    tool: SimulatedTool = Field(default_factory=SimulatedTool)
     tasks: Annotated[
         list[SimulatedTask],
         "With simulate.workload=modelled, a mix of tasks in place of simulate.task, each with the options of that.",
-    ] = field(default_factory=list)
+    ] = []
     score_in_turn: Annotated[
         bool, "Score one task after another, in the order of simulate.tasks; off: all tasks beside one another."
     ] = False

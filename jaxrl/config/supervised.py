@@ -1,18 +1,14 @@
 """Options of `jaxrl sft` and `jaxrl dpo`, beside those of sections that they share with `jaxrl train`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from annotated_types import Gt, Interval
 
-from jaxrl.schema.declared import Checked
+from jaxrl.schema.section import Section
 
 
-@dataclass(frozen=True)
-class SftSection:
+class SftSection(Section):
     """What `jaxrl sft` learns from: conversations, or prompts with their completions."""
 
     messages_key: Annotated[
@@ -26,8 +22,7 @@ class SftSection:
     ] = "all"
 
 
-@dataclass(frozen=True)
-class DpoSection(Checked):
+class DpoSection(Section):
     """What `jaxrl dpo` learns from, pairs of which one was preferred, and how."""
 
     prompt_key: Annotated[
@@ -53,12 +48,11 @@ class DpoSection(Checked):
     ] = False
     reference_free: Annotated[bool, "Compare with a reference that finds all equally likely, and keep none."] = False
 
-    def problem(self, config: Any) -> str | None:
+    def problems(self, config: Any) -> Iterator[str]:
         if self.reference_free and self.precompute_ref_log_probs:
-            return "dpo.reference_free and dpo.precompute_ref_log_probs exclude each other: there is no reference"
+            yield "dpo.reference_free and dpo.precompute_ref_log_probs exclude each other: there is no reference"
         if self.chosen_key == self.rejected_key:
-            return f"dpo.chosen_key and dpo.rejected_key must name two columns, found {self.chosen_key!r} twice"
-        return None
+            yield f"dpo.chosen_key and dpo.rejected_key must name two columns, found {self.chosen_key!r} twice"
 
     def unread(self, config: Any) -> Iterator[tuple[frozenset[str], str]]:
         if self.loss_type == "ipo":

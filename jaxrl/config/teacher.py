@@ -1,20 +1,16 @@
 """Options of a teacher: a model whose log-probabilities of the sampled tokens are learnt (`algorithm.teacher`)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from annotated_types import Ge, Interval
 
-from jaxrl.schema.declared import Cap, Checked, Names, shown
+from jaxrl.schema.declared import Cap, Names, shown
 from jaxrl.schema.endpoint import PACE, EndpointOptions, endpoint_problem
 from jaxrl.schema.limits import MAX_LENGTH, OpenFloatType
 
 
-@dataclass(frozen=True)
-class TeacherSection(EndpointOptions, Checked):
+class TeacherSection(EndpointOptions):
     """On-policy distillation: each sampled token's advantage has what a teacher thinks of it."""
 
     path: Annotated[
@@ -56,31 +52,30 @@ class TeacherSection(EndpointOptions, Checked):
         int, Ge(1), MAX_LENGTH, "Tokens by which the teacher's prompt may be longer than data.max_prompt_length."
     ] = 512
 
-    def problem(self, config: Any) -> str | None:
+    def problems(self, config: Any) -> Iterator[str]:
         if config.algorithm.adv_estimator == "none" and not config.has_teacher:
-            return (
+            yield (
                 "algorithm.adv_estimator=none needs algorithm.teacher.path or algorithm.teacher.endpoint: no reward is "
                 "learnt from, so nothing but a teacher says what to learn"
             )
         if config.algorithm.adv_estimator == "none" and config.algorithm.use_kl_in_reward:
-            return (
+            yield (
                 "algorithm.use_kl_in_reward and algorithm.adv_estimator=none exclude each other: no reward is learnt "
                 "from; use actor.use_kl_loss"
             )
         if self.endpoint and (problem := self._endpoint_problem(config)):
-            return problem
+            yield problem
         if not config.has_teacher or not self.context_key:
-            return None
+            return
         if missing := [field for field in ("{context}", "{question}") if field not in self.context_template]:
-            return f"algorithm.teacher.context_template must contain {missing[0]}, found {shown(self.context_template)}"
+            yield f"algorithm.teacher.context_template must contain {missing[0]}, found {shown(self.context_template)}"
         longest = config.max_model_length + self.max_context_length
         if self.path and config.max_row_length < longest:
-            return (
+            yield (
                 f"{config.row_budget} must hold the teacher's longest sequence: "
                 f"data.max_prompt_length + data.max_response_length + algorithm.teacher.max_context_length = {longest} "
                 "tokens; actor.context_parallel_size parts it among devices"
             )
-        return None
 
     def _endpoint_problem(self, config: Any) -> str | None:
         section, temperature = "algorithm.teacher", config.rollout.temperature

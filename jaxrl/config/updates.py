@@ -1,16 +1,15 @@
 """Options of the updates: of the actor, and of the critic where there is one (`algorithm.adv_estimator=gae`)."""
 
-from __future__ import annotations
-
 import math
-from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Interval
+from pydantic import Field
 
 from jaxrl.schema.declared import Cap, Or
 from jaxrl.schema.devices import MAX_DEVICES
 from jaxrl.schema.limits import OpenFloatType
+from jaxrl.schema.section import Section
 
 KlEstimate = Literal["kl", "abs", "mse", "low_var_kl"]
 LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
@@ -18,8 +17,7 @@ LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-me
 _BELOW_ONE = Cap(0.999999, "a larger one is 1 as a float32, and the update a division by 0")
 
 
-@dataclass(frozen=True)
-class OptimSection:
+class OptimSection(Section):
     """The optimizer and its learning rate."""
 
     name: Annotated[
@@ -57,7 +55,6 @@ class OptimSection:
     eps: Annotated[float, Interval(ge=1e-30, le=1), "What Adam adds to the denominator of an update."] = 1e-8
 
 
-@dataclass(frozen=True)
 class CriticOptimSection(OptimSection):
     """The critic's optimizer and its learning rate."""
 
@@ -66,11 +63,10 @@ class CriticOptimSection(OptimSection):
     ] = 1e-5
 
 
-@dataclass(frozen=True)
-class ActorSection:
+class ActorSection(Section):
     """The update of the policy."""
 
-    optim: OptimSection = field(default_factory=OptimSection)
+    optim: OptimSection = Field(default_factory=OptimSection)
     dtype: Annotated[
         OpenFloatType, "Type of the forward and backward pass; auto: bfloat16 on GPUs and TPUs, float32 on CPUs."
     ] = "auto"
@@ -137,8 +133,7 @@ class ActorSection:
         "whole layers, auto: dots where the device's memory allows it, else full.",
     ] = "auto"
     logprob_chunk_tokens: Annotated[
-        int | Literal["auto"],
-        Ge(1),
+        Annotated[int, Ge(1)] | Literal["auto"],
         "Tokens that have their logits at once, per device; auto: a power of two from 128 to 4096 whose logits take at "
         "most half of what the update leaves of the device's memory, 1024 where that is not known.",
     ] = "auto"
@@ -159,11 +154,10 @@ class ActorSection:
     ] = False
 
 
-@dataclass(frozen=True)
-class CriticSection:
+class CriticSection(Section):
     """The update of the critic of algorithm.adv_estimator=gae; whatever is not here is as actor has it."""
 
-    optim: CriticOptimSection = field(default_factory=CriticOptimSection)
+    optim: CriticOptimSection = Field(default_factory=CriticOptimSection)
     ppo_mini_batch_size: Annotated[
         int, Ge(0), "Prompts per optimizer update; 0: as many as in an update of the actor."
     ] = 0

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxrl.config.options import Config
-from jaxrl.schema.declared import walk
+from jaxrl.schema.section import walk
 
 PREFIX = "actor_rollout_ref"
 """verl's section around model, actor, rollout and reference."""

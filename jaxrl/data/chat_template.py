@@ -160,7 +160,7 @@ def _check_says(source: str, place: str, context: str) -> None:
 class _Generation(Extension):
     """`{% generation %}` marks what an assistant wrote, for training masks; rendering passes it through."""
 
-    tags = {"generation"}  # noqa: RUF012
+    tags = {"generation"}
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)

@@ -11,7 +11,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def read_problems(names: Sequence[str], option: str, data: DataSection) -> Itera
     if not (data.messages_key or data.prompt_key):
         raise ConfigError("data.prompt_key is empty: name the column of the problem's text, or give data.messages_key")
     if option == "data.val_files":
-        data = replace(data, reference_time_key="")  # evaluations take no anchors
+        data = data.replace(reference_time_key="")  # evaluations take no anchors
     count = 0
     for given in names:
         on_hub = data_set_name(given)

@@ -80,7 +80,7 @@ class Rendered:
         messages = asked_messages(problem.messages, data)
         if not data.apply_chat_template:
             return "\n\n".join(message["content"] for message in messages)
-        variables = dict(data.apply_chat_template_kwargs)
+        variables: dict[str, Any] = dict(data.apply_chat_template_kwargs)
         if self._environments is not None and (tools := self._environments.schemas(problem.extra, problem.where)):
             variables["tools"] = list(tools)
         try:

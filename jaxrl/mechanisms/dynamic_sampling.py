@@ -21,15 +21,15 @@ prolong the round.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from annotated_types import Ge
 
 from jaxrl.scheduling.mechanism import Mechanism
 from jaxrl.scheduling.rounds.events import Verdict
-from jaxrl.schema.declared import Checked, Names
+from jaxrl.schema.declared import Names
+from jaxrl.schema.section import Section
 from jaxrl.types import Group
 
 if TYPE_CHECKING:
@@ -96,8 +96,7 @@ class DynamicSampling(Mechanism):
       judged, filtered: groups so far, the older ones discounted.
     """
 
-    @dataclass(frozen=True)
-    class Options(Checked):
+    class Options(Section):
         """DAPO's dynamic sampling: prompts that teach nothing (all rewards equal) are replaced by others."""
 
         enable: Annotated[bool, "Switch dynamic sampling on."] = False
@@ -127,32 +126,31 @@ class DynamicSampling(Mechanism):
             "at most data.train_batch_size.",
         ] = -1
 
-        def problem(self, config: Any) -> str | None:
+        def problems(self, config: Any) -> Iterator[str]:
             data, option = config.data, "algorithm.filter_groups"
             if data.gen_batch_size and not self.enable:
-                return (
+                yield (
                     f"data.gen_batch_size ({data.gen_batch_size} prompts) needs {option}.enable: without dynamic "
                     "sampling a step launches what its rollout rule says"
                 )
             if 0 < data.gen_batch_size * self.max_num_gen_batches < data.train_batch_size:
-                return (
+                yield (
                     f"data.gen_batch_size ({data.gen_batch_size} prompts) × {option}.max_num_gen_batches "
                     f"({self.max_num_gen_batches}) must be >= data.train_batch_size ({data.train_batch_size} prompts): "
                     "else a round gives up before it has launched a batch"
                 )
             if self.path and self.metric != "reward":
-                return (
+                yield (
                     f"{option}.path and {option}.metric ({self.metric}) exclude each other: the function decides alone "
                     "which prompts are kept"
                 )
             if self.enable and not self.metric:
-                return f"{option}.metric is empty: name reward, or a value that the scorer returns"
+                yield f"{option}.metric is empty: name reward, or a value that the scorer returns"
             if self.enable and not self.path and config.greedy_option:
-                return (
+                yield (
                     f"{config.greedy_option} makes all samples of a prompt equal, and {option}.enable leaves such "
                     "prompts out: no prompt would be left"
                 )
-            return None
 
     title = "dynamic sampling"
     option = "algorithm.filter_groups.enable"

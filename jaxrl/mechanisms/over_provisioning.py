@@ -8,13 +8,13 @@ Source: RollPacker §3 and APRIL §2 name it as the baseline that they improve o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Self
 
 from jaxrl.scheduling.mechanism import UNFINISHED, Mechanism
 from jaxrl.scheduling.rounds.batches import FreshBatches, launched
 from jaxrl.scheduling.rounds.race import BatchSettings, RaceLimits
 from jaxrl.schema.limits import Factor
+from jaxrl.schema.section import Section
 
 if TYPE_CHECKING:
     from jaxrl.config import Config
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 class OverProvisioning(FreshBatches, Mechanism):
     """Launches new prompts every round, more than a batch needs. Raises ValueError for impossible limits."""
 
-    @dataclass(frozen=True)
-    class Options:
+    class Options(Section):
         """A baseline: launch more than is needed, keep what ends first, discard the rest for good."""
 
         enable: Annotated[bool, "Switch over-provisioning on."] = False
@@ -38,7 +37,7 @@ class OverProvisioning(FreshBatches, Mechanism):
     begins_ahead = False  # its batch depends on which responses end first
 
     def __init__(self, batch: BatchSettings, options: Options) -> None:
-        num_prompts, num_responses = launched(self.option, options.prompt_factor, options.response_factor, batch)
+        num_prompts, num_responses = launched(options.prompt_factor, options.response_factor, batch)
         super().__init__(batch, RaceLimits(batch, num_responses, num_prompts - batch.num_prompts))
 
     @classmethod

@@ -48,6 +48,7 @@ from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, RaceLimits
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.schema.declared import Names
 from jaxrl.schema.limits import AtEnd, Factor
+from jaxrl.schema.section import Section
 from jaxrl.types import Group, Sample
 
 if TYPE_CHECKING:
@@ -122,8 +123,7 @@ class PartialRollout(BatchRule, Mechanism):
       least_staleness: the smallest cap in versions under which all groups under way find room in batches.
     """
 
-    @dataclass(frozen=True)
-    class Options:
+    class Options(Section):
         """A round stops at enough complete prompts, and the next round goes on with the others."""
 
         enable: Annotated[bool, "Switch active partial rollout on."] = False
@@ -177,7 +177,7 @@ class PartialRollout(BatchRule, Mechanism):
         batch = replace(batch, score_when="group")
         self.options, self.at_end = options, options.at_end
         self.buffer_filter = buffer_filter
-        under_way = provisioned("rollout.partial_rollout.over_provision", options.over_provision, batch.num_prompts)
+        under_way = provisioned(options.over_provision, batch.num_prompts)
         self.num_spare = under_way - batch.num_prompts
         limits = RaceLimits(batch, batch.group_size, self.num_spare, keep_unfinished=True)
         super().__init__(batch, limits, batch.group_size)

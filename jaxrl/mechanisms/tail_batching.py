@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Self
 
 from annotated_types import Ge
@@ -41,6 +40,7 @@ from jaxrl.scheduling.rounds.batches import BatchRule, RoundPlan, RoundTime, lau
 from jaxrl.scheduling.rounds.race import BatchSettings, RaceLimits
 from jaxrl.scheduling.rounds.round import Round, RoundKind
 from jaxrl.schema.limits import AtEnd, Factor
+from jaxrl.schema.section import Section
 from jaxrl.types import Group
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 def _period(prompt_factor: float, num_prompts: int) -> int:
     """Steps until a long round has come."""
-    spare = provisioned("rollout.tail_batching.prompt_factor", prompt_factor, num_prompts) - num_prompts
+    spare = provisioned(prompt_factor, num_prompts) - num_prompts
     return math.ceil(num_prompts / spare) + 1 if spare else 1
 
 
@@ -64,8 +64,7 @@ class TailBatching(BatchRule, Mechanism):
       least_age_bound: steps until all prompts that one short round defers have run, if only long rounds follow.
     """
 
-    @dataclass(frozen=True)
-    class Options:
+    class Options(Section):
         """Short rounds with speculation, and long rounds of the prompts that came last in them."""
 
         enable: Annotated[bool, "Switch tail batching on."] = False
@@ -100,7 +99,7 @@ class TailBatching(BatchRule, Mechanism):
         return cls(batch, config.rollout.tail_batching)
 
     def __init__(self, batch: BatchSettings, options: Options) -> None:
-        num_prompts, num_responses = launched(self.option, options.prompt_factor, options.response_factor, batch)
+        num_prompts, num_responses = launched(options.prompt_factor, options.response_factor, batch)
         self.options, self.at_end = options, options.at_end
         self.num_spare = num_prompts - batch.num_prompts
         super().__init__(batch, RaceLimits(batch, num_responses, self.num_spare), batch.group_size)

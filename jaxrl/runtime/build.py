@@ -131,8 +131,8 @@ def with_planned_update(config: Config, model: ModelConfig, num_devices: int, me
     known = memory.reported, memory.platform
     remat = plan_remat(config, model, num_devices, *known)
     chunk = plan_chunk(config, model, num_devices, *known, remat)
-    actor = dataclasses.replace(config.actor, remat=remat, logprob_chunk_tokens=chunk)
-    return dataclasses.replace(config, actor=actor)
+    actor = config.actor.replace(remat=remat, logprob_chunk_tokens=chunk)
+    return config.replace(actor=actor)
 
 
 def read_tokenizer_and_model(config: Config) -> tuple[Tokenizer, ModelConfig]:
@@ -171,9 +171,9 @@ class LoneWorker:
     def open(cls, config: Config, say: Callable[[str], None], places: Iterable[Path | None] = ()) -> LoneWorker:
         """Finds the devices, and reads tokenizer and config. Raises ValueError where the model, or a checkpoint of
         `places`, does not fit."""
-        rollout = dataclasses.replace(config.rollout, num_devices=0, num_workers=1, hosts_per_worker=1)
-        rollout = dataclasses.replace(rollout, speculation=Speculation.Options())
-        config = dataclasses.replace(config, rollout=rollout, hosts=HostsSection())
+        rollout = config.rollout.replace(num_devices=0, num_workers=1, hosts_per_worker=1)
+        rollout = rollout.replace(speculation=Speculation.Options())
+        config = config.replace(rollout=rollout, hosts=HostsSection())
         mesh = make_mesh(prepare_jax(config))
         config = with_degree(config, mesh, say)
         tokenizer, model = read_tokenizer_and_model(config)

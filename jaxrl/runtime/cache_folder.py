@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 from jaxrl.config import Config
 from jaxrl.record.files import refuse_folder
@@ -24,5 +23,5 @@ def with_cache_folder(config: Config) -> Config:
         if folder != Config().trainer.compilation_cache_dir:
             raise
         _log.warning("%s: programs are compiled anew at every start; name a folder to keep them", error)
-        return replace(config, trainer=replace(config.trainer, compilation_cache_dir=""))
+        return config.replace(trainer=config.trainer.replace(compilation_cache_dir=""))
     return config

@@ -145,8 +145,8 @@ def layout_sizes(
     sizes: dict[int, tuple[int, int]] = {}
     for degree in degrees:
         rows, blocks = rollout.layout.scaled(rollout.max_num_seqs, rollout.num_blocks, tp, degree)
-        scaled = dataclasses.replace(rollout, tensor_model_parallel_size=degree, max_num_seqs=rows, num_blocks=blocks)
-        own = dataclasses.replace(config, rollout=scaled)
+        scaled = rollout.replace(tensor_model_parallel_size=degree, max_num_seqs=rows, num_blocks=blocks)
+        own = config.replace(rollout=scaled)
         sizes[degree] = rows, plan_num_blocks(own, model_config, num_devices, memory_bytes)
         stacks = kv_layers_of(config, model_config).stacks
         stacks.refuse_small(sizes[degree][1], rollout.block_size, config.max_model_length, degree, degrees)

@@ -16,7 +16,7 @@ import gc
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -203,7 +203,7 @@ def build(
       callbacks: of `jaxrl.runtime.run.Run`: `on_step`, `save`, `stop` and the like.
     """
     if config.algorithm.adv_estimator == "gdpo":  # a simulated reward is one number
-        config = replace(config, algorithm=replace(config.algorithm, adv_estimator="grpo"))
+        config = config.replace(algorithm=config.algorithm.replace(adv_estimator="grpo"))
     sizes = machine_sizes(config, cost) if sizes is None else sizes
     if not config.rollout.layout.adapts:
         layouts = {}
@@ -218,7 +218,7 @@ def build(
     prompts = SimulatedPrompts(workload, *given)
     evaluates = config.trainer.test_freq or config.trainer.val_before_train
     run = Run(
-        config=replace(config, rollout=replace(config.rollout, stop=[])),  # stop strings need text, and there is none
+        config=config.replace(rollout=config.rollout.replace(stop=[])),  # stop strings need text, and there is none
         workers=machine.workers,
         executors=machine.executors,
         machine=machine,

@@ -1,19 +1,16 @@
 """Options of who asks an OpenAI-compatible server, and what its URL must be."""
 
-from __future__ import annotations
-
 import urllib.parse
-from dataclasses import dataclass
 from typing import Annotated
 
 from annotated_types import Ge, Gt
 
 from jaxrl.schema.declared import Cap, shown
 from jaxrl.schema.limits import MAX_WAIT
+from jaxrl.schema.section import Section
 
 
-@dataclass(frozen=True)
-class EndpointOptions:
+class EndpointOptions(Section):
     """Part of a section, whose model is on the run's devices or at an endpoint."""
 
     endpoint: Annotated[str, "URL of an OpenAI-compatible server, up to `/v1`; empty: the model on the devices."] = ""

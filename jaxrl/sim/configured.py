@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config import Config, ConfigError
-from jaxrl.config.checks import check_across_hosts, host_problem
+from jaxrl.config.checks import across_hosts, host_problem
 from jaxrl.config.hosts import HostsSection
 from jaxrl.config.inputs import read_json
 from jaxrl.mechanisms.reward_timeouts import AdaptiveTimeouts
@@ -46,8 +46,9 @@ def with_simulated_hosts(config: Config) -> Config:
             "hosts of as many devices as the worker has: only that a step's sums cross hosts is left out then"
         )
     hosts = HostsSection(num=num_hosts, devices_per_host=config.hosts.devices_per_host)
-    config = replace(config, hosts=hosts)
-    check_across_hosts(config, "simulate.num_hosts", "simulate.num_devices")
+    config = config.replace(hosts=hosts)
+    if problems := across_hosts(config, "simulate.num_hosts", "simulate.num_devices"):
+        raise ConfigError(*problems)
     return config
 
 
@@ -261,8 +262,8 @@ def layout_sizes(config: Config, cost: CostModel, model: ModelConfig | None = No
     degrees = _option("", rollout.layout.degrees_on, tp, num_devices)
     for degree in degrees:
         rows, blocks = rollout.layout.scaled(rollout.max_num_seqs, rollout.num_blocks, tp, degree)
-        own = replace(rollout, tensor_model_parallel_size=degree, max_num_seqs=rows, num_blocks=blocks)
-        found[degree] = machine_sizes(replace(config, rollout=own), cost, model)
+        own = rollout.replace(tensor_model_parallel_size=degree, max_num_seqs=rows, num_blocks=blocks)
+        found[degree] = machine_sizes(config.replace(rollout=own), cost, model)
         pool = found[degree].num_blocks, rollout.block_size, config.max_model_length
         _option("", found[degree].stacks.refuse_small, *pool, degree, degrees)
     return found

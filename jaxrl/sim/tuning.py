@@ -60,8 +60,8 @@ class RuleSearch:
     def launched(self, factors: Factors, num_prompts: int, group_size: int) -> tuple[int, int]:
         """Prompts, and samples of each, that a round launches: a short one, if there are long ones."""
         counts = [num_prompts, group_size]
-        for i, (name, factor) in enumerate(zip(self.of.options, factors, strict=bool(factors))):
-            counts[i] = provisioned(f"{self.section}.{name}", factor, counts[i])
+        for i, factor in enumerate(factors):
+            counts[i] = provisioned(factor, counts[i])
         return counts[0], counts[1]
 
     def distinct(self, grid: Sequence[Factors], num_prompts: int, group_size: int) -> list[Factors]:

@@ -193,7 +193,7 @@ class ModelledWorkload:
 
     def prompt_length(self, prompt_index: int) -> int:
         task = self.task(prompt_index)
-        lengths = SimulatedLengths(task.prompt_median, task.prompt_sigma)
+        lengths = SimulatedLengths(median=task.prompt_median, sigma=task.prompt_sigma)
         return length_of_score(lengths, self.max_prompt_length, normal(_PROMPT_LENGTH, self.seed, prompt_index))
 
     def reward_s(self, key: SampleKey, step: int = 0) -> float:

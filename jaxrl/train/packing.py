@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from flax import struct
 
 from jaxrl.config import Config
 from jaxrl.kernels.attention import PackedAttention
@@ -46,9 +47,7 @@ from jaxrl.types import TrainBatch
 Array = np.ndarray | jax.Array
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TokenBatch:
+class TokenBatch(struct.PyTreeNode):
     """A microbatch of R packed rows of T tokens. All arrays are [R, T] except `num_sequences` and a teacher's. The
     first four are about the column's own token; the others, from `targets` on, about the one that it predicts.
 

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.config import Config
@@ -57,9 +58,7 @@ ProgramShape = tuple[str, int, int]
 """(program, rows of the microbatch on all devices together, tokens of a row); of programs without one, 0 and 0."""
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Accumulator:
+class Accumulator(struct.PyTreeNode):
     """Sums over the microbatches of a minibatch: gradients, their denominator, and metrics."""
 
     gradients: Tree

@@ -22,7 +22,7 @@ dL/dh times the gradients of the two log-likelihoods, and each response's tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -118,8 +118,8 @@ class Preferences:
     def trained(self, config: Config) -> Config:
         """A reference is kept as for a KL loss; the loss of a pair is a sum over tokens, and the batch's a mean."""
         resident = not self._options.reference_free and (self._of_base or not self.precomputes)
-        algorithm = replace(config.algorithm, loss_agg_mode="seq-mean-token-sum")
-        return replace(config, actor=replace(config.actor, use_kl_loss=resident), algorithm=algorithm)
+        algorithm = config.algorithm.replace(loss_agg_mode="seq-mean-token-sum")
+        return config.replace(actor=config.actor.replace(use_kl_loss=resident), algorithm=algorithm)
 
     def read(self, names: Sequence[str], option: str, config: Config, tokens: ConversationTokens) -> ExampleRows:
         return read_pairs(names, option, config, tokens)

@@ -161,12 +161,10 @@ def teacher_config(config: Config) -> Config:
     """A run's configuration for the teacher's programs: its dtype in place of the actor's, and its longer prompts."""
     teacher, data = config.algorithm.teacher, config.data
     if teacher.context_key:
-        data = dataclasses.replace(data, max_prompt_length=data.max_prompt_length + teacher.max_context_length)
+        data = data.replace(max_prompt_length=data.max_prompt_length + teacher.max_context_length)
     param_dtype = "float64" if teacher.dtype == "float64" else "float32"
-    actor = dataclasses.replace(
-        config.actor, dtype=teacher.dtype, param_dtype=param_dtype, offload_reference=teacher.offload
-    )
-    return dataclasses.replace(config, actor=actor, data=data)
+    actor = config.actor.replace(dtype=teacher.dtype, param_dtype=param_dtype, offload_reference=teacher.offload)
+    return config.replace(actor=actor, data=data)
 
 
 def offloaded(programs: TeacherPrograms, outer: Mapping[str, Any], layers: Iterable[Mapping[str, Any]]) -> Tree:

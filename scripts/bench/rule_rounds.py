@@ -61,8 +61,10 @@ def rules(num_groups: int, group_size: int) -> dict[str, BatchRule]:
 
 def modelled(seed: int, median: float, sigma: float, cap: int, correlation: float, prompt: int) -> Workload:
     """Lognormal lengths with a cap; a prompt decides `correlation` of its responses' scores."""
-    lengths = SimulatedLengths(median, sigma)
-    task = SimulatedTask("forced", response=lengths, correlation=correlation, prompt_median=prompt, prompt_sigma=0.0)
+    lengths = SimulatedLengths(median=median, sigma=sigma)
+    task = SimulatedTask(
+        name="forced", response=lengths, correlation=correlation, prompt_median=prompt, prompt_sigma=0.0
+    )
     check_task(task, cap, math.inf)
     return ModelledWorkload(seed, (task,), cap, prompt)
 

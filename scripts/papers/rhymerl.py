@@ -91,7 +91,7 @@ def _ranks(values: Values) -> dict[str, float]:
 def lengths_at(values: Values, task: str, step: float = AT_STEP) -> SimulatedLengths:
     """A task's lengths in the middle of a run, as they are while nothing grows."""
     grown = (1 + values["lengths.growth"]) ** step
-    return SimulatedLengths(values["lengths.median"] * grown, values[f"{task}.lengths.sigma"])
+    return SimulatedLengths(median=values["lengths.median"] * grown, sigma=values[f"{task}.lengths.sigma"])
 
 
 def _lengths(values: Values, task: str) -> list[list[list[int]]]:
@@ -145,7 +145,11 @@ _NUM_BATCHES = 5
 
 def history_of(values: Values, task: str) -> SimulatedHistory:
     """How much of a task's responses drafts have right."""
-    return SimulatedHistory(values[f"{task}.stretch_median"], values["stretch_sigma"], values["gap_mean"])
+    return SimulatedHistory(
+        stretch_median=values[f"{task}.stretch_median"],
+        stretch_sigma=values["stretch_sigma"],
+        gap_mean=values["gap_mean"],
+    )
 
 
 def draft_rates(history: SimulatedHistory, num_responses: int = 40, num_tokens: int = 1500) -> tuple[float, float]:

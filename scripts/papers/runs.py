@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -121,7 +121,7 @@ def run(case: Case, calibration: Calibration, on_boundary: Callable[[int, str], 
             on_boundary(step, dump_state(state))
 
     if on_boundary is not None:
-        config = replace(config, trainer=replace(config.trainer, save_freq=1))
+        config = config.replace(trainer=config.trainer.replace(save_freq=1))
     began = time.perf_counter()
     simulation = _built(config, calibration, found, save)
     simulation.loop.run()
@@ -147,7 +147,7 @@ def _with_stream(case: Case, base: Steps, states: Mapping[int, str], calibration
         if case.rule == "tail" and not is_long:
             found.take(base, index)
             continue
-        only = replace(config, trainer=replace(config.trainer, total_training_steps=index + 1))
+        only = config.replace(trainer=config.trainer.replace(total_training_steps=index + 1))
         simulation = _built(only, calibration, found)
         if index:
             simulation.loop.load_host_state(load_state(states[index], "what this run has left") | learned)

@@ -330,7 +330,7 @@ def models(case: Case, calibration: Calibration) -> tuple[CostModel, ModelledWor
 
     def task(name: str, lengths: SimulatedLengths, correlation: float, scoring: SimulatedScoring) -> SimulatedTask:
         return SimulatedTask(
-            name,
+            name=name,
             response=lengths,
             correlation=correlation,
             prompt_median=PROMPT_TOKENS,
@@ -359,11 +359,11 @@ def _rhymerl_workload(case: Case, calibration: Calibration) -> ModelledWorkload:
     (task,) = case.tasks
     values, drafts = calibration.of("rhymerl_machine"), calibration.of("rhymerl_drafts")
     growth = (1 + values["lengths.growth"]) ** (PAPER_EPOCH_STEPS / EPOCH_STEPS) - 1
-    lengths = replace(lengths_at(values, task), growth=growth)
+    lengths = lengths_at(values, task).replace(growth=growth)
     begun = (1 + growth) ** -(2 * EPOCH_STEPS)  # between the second and the third epoch is the middle of the paper's
     only = SimulatedTask(
-        task,
-        response=replace(lengths, median=lengths.median * begun),
+        name=task,
+        response=lengths.replace(median=lengths.median * begun),
         correlation=values[f"{task}.correlation"],
         outlier_share=values["outlier_share"],
         prompt_median=PROMPT_TOKENS,

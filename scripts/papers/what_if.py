@@ -65,7 +65,7 @@ def _efficiency(**changes: float) -> Callable[[CostModel], CostModel]:
 
 
 def _tail(factor: float) -> Callable[[SimulatedLengths], SimulatedLengths]:
-    return lambda lengths: replace(lengths, tail_index=factor * lengths.tail_index)
+    return lambda lengths: lengths.replace(tail_index=factor * lengths.tail_index)
 
 
 AS_CALIBRATED = Variant("as calibrated")
@@ -91,7 +91,7 @@ APRIL_VARIANTS = (
     Variant("KV read at 0.6 of the bandwidth", cost=_efficiency(kv=0.6)),
     Variant("KV read at 0.2", cost=_efficiency(kv=0.2)),
     Variant("prompts decide 0.5 of lengths", correlation=0.5),
-    Variant("lengths differ less: sigma 0.6", lengths=lambda d: replace(d, sigma=0.6)),
+    Variant("lengths differ less: sigma 0.6", lengths=lambda d: d.replace(sigma=0.6)),
     Variant("DAPO drops 0.2 of the groups; fitted anew", filtered_share=0.2),
     Variant("DAPO drops 0.5 of the groups; fitted anew", filtered_share=0.5),
     Variant("DAPO's row of Table 1", dapo=True),
@@ -116,7 +116,7 @@ def _varied(case: Case, calibration: Calibration, variant: Variant) -> tuple[Cos
 
     def varied(task: SimulatedTask) -> SimulatedTask:
         correlation = task.correlation if variant.correlation is None else variant.correlation
-        return replace(task, response=variant.lengths(task.response), correlation=correlation)
+        return task.replace(response=variant.lengths(task.response), correlation=correlation)
 
     return variant.cost(cost), replace(workload, tasks=tuple(map(varied, workload.tasks)))
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 
+import jsonschema
 import pytest
 import yaml
 
 from jaxrl.cli import main
-from jaxrl.commands.options import find, options_json, options_text, shown
+from jaxrl.commands.options import find, options_json, options_text, schema_json, shown
+from jaxrl.config.files import OWN as CONFIGS
 from jaxrl.config.files import load
 from jaxrl.config.reference import options, sections
+from jaxrl.config.yaml_text import parse_yaml
 
 
 def test_every_option_has_a_line():
@@ -32,7 +35,7 @@ def test_eighty_columns():
 def test_one_option_with_all_that_is_known():
     assert options_text("data.max_response_length").splitlines()[0] == "data.max_response_length"
     text = options_text("rollout.n")
-    for words in ("Samples per prompt", "default   8", "unit      samples", "bounds    at least 1", "rollout: {n: 8}"):
+    for words in ("Samples per prompt", "default   8", "bounds    at least 1", "rollout: {n: 8}"):
         assert words in text
     assert "values    logical, arrival" in options_text("rollout.order")
     assert "at most   65536 (" in text
@@ -96,19 +99,6 @@ def test_names_of_verl(capsys: pytest.CaptureFixture[str], name: str, said: str)
     assert capsys.readouterr().err == f"jaxrl: options: there is no section and no option {name!r}: {said}\n"
 
 
-def test_units_are_those_of_names():
-    for option in options():
-        if option.type in ("int", "float"):
-            for ending, unit in (("_s", "seconds"), ("_gib", "GiB"), ("_tokens", "tokens"), ("_share", "share")):
-                assert not option.path.endswith(ending) or option.unit == unit, option.path
-    units = {option.path: option.unit for option in options()}
-    assert units["data.train_batch_size"] == "prompts"
-    assert units["data.max_prompt_length"] == "tokens"
-    assert units["rollout.tail_batching.prompt_factor"] == "factor"
-    assert units["trainer.save_freq"] == "steps"
-    assert units["trainer.seed"] == units["actor.optim.lr"] == units["data.task"] == ""
-
-
 def test_json(capsys: pytest.CaptureFixture[str]):
     assert main(["options", "rollout.layout", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -135,3 +125,21 @@ def test_a_wrong_name(capsys: pytest.CaptureFixture[str]):
     assert "did you mean data.train_batch_size?" in capsys.readouterr().err
     assert main(["options", "xyzzy"]) == 2
     assert "jaxrl options lists them all" in capsys.readouterr().err
+
+
+def test_the_schema_takes_every_configuration_and_refuses_what_a_run_does():
+    schema = json.loads(schema_json())
+    validator = jsonschema.Draft202012Validator(schema)
+    files = [path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "cluster"]
+    for path in files:
+        validator.validate(parse_yaml(path.read_text(), str(path))[0])
+    assert len(files) > 20
+    described = schema["$defs"]["RolloutSection"]["properties"]["n"]
+    assert described["description"] == "Samples per prompt: the group size."
+    wrong = (
+        {"rollout": {"n": 0}},
+        {"rollout": {"m": 1}},
+        {"actor": {"remat": "some"}},
+        {"actor": {"clip_ratio_c": 0.5}},
+    )
+    assert [validator.is_valid(each) for each in (*wrong, {"actor": {"clip_ratio_c": 0}})] == [False] * 4 + [True]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import yaml
 from trainer_fixtures import group_of
 
+from jaxrl.config import to_mapping
 from jaxrl.config.files import load
 from jaxrl.mechanisms.dynamic_sampling import DynamicSampling
 from jaxrl.scheduling.rounds.events import Verdict
@@ -96,7 +96,7 @@ def rows_of_the_table() -> list[tuple[list[str], str, str, list[str]]]:
 
 
 def test_the_table_says_what_the_files_give():
-    configs = {name: flat(dataclasses.asdict(load(FOLDER / f"{name}.yaml", []))) for name in NAMES}
+    configs = {name: flat(to_mapping(load(FOLDER / f"{name}.yaml", []))) for name in NAMES}
     said = {}
     for names, option, ours, (paper, verl, _) in rows_of_the_table():
         assert paper, (names, option)

@@ -1,7 +1,5 @@
 """A config says the truth for the command that reads it: what it does not read neither refuses it nor goes unsaid."""
 
-import dataclasses
-
 import pytest
 
 from jaxrl.config import Config, ConfigError
@@ -92,7 +90,7 @@ def test_a_reference_that_is_not_there_cannot_be_offloaded(command: str, options
 
 @pytest.mark.parametrize("command", ["train", "sft", "dpo"])
 def test_reading_twice_is_reading_once(command: str):
-    given = dataclasses.replace(Config(), trainer=dataclasses.replace(Config().trainer, critic_warmup=3, seed=2))
+    given = Config().replace(trainer=Config().trainer.replace(critic_warmup=3, seed=2))
     once = as_read(given, command)
     assert as_read(once, command) == once
     assert (once.trainer.seed, once.trainer.critic_warmup) == (2, 3 if command == "train" else 0)

@@ -8,11 +8,10 @@ import pytest
 
 from jaxrl.config import ConfigError, from_mapping
 from jaxrl.config.files import load
-from jaxrl.config.options import Config
+from jaxrl.config.mapping import by_path
 from jaxrl.config.verl_options import ABSENT, PREFIX, RENAMED, VALUES, advice
-from jaxrl.schema.declared import walk
 
-OURS = {path for path, _ in walk(Config)}
+OURS = set(by_path())
 SECTIONS = {path[:end] for path in OURS for end in range(len(path)) if path[end] == "."}
 
 

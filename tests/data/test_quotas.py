@@ -40,7 +40,9 @@ def source(folder: Path, quotas: dict[str, Any], **data: Any) -> PromptSource:
 
 
 def simulated(quotas: dict[str, int]) -> SimulatedPrompts:
-    tasks = tuple(SimulatedTask(name, weight) for name, weight in (("easy", 1.0), ("hard", 2.0), ("other", 1.0)))
+    tasks = tuple(
+        SimulatedTask(name=name, weight=weight) for name, weight in (("easy", 1.0), ("hard", 2.0), ("other", 1.0))
+    )
     return SimulatedPrompts(ModelledWorkload(0, tasks, 100), 40, 64, 3, quotas=quotas)
 
 

@@ -323,8 +323,16 @@ def inventing(block: Block, folder: Path, world: World) -> None:
     np.testing.assert_allclose(logits, invented_family.logits(tensors, tokens), rtol=0, atol=1e-4)
 
 
+def as_nnx(block: Block, folder: Path, world: World) -> None:
+    """With the tiny model."""
+    own: dict[str, Any] = {}
+    assert block.text.count(README_MODEL) == 1
+    exec(compile(block.text.replace(README_MODEL, f"random:{world.folder}/tiny"), block.place, "exec"), own)
+    assert len(jax.tree.leaves(own["state"])) > 5
+
+
 PYTHON: dict[str, Callable[[Block, Path, World], None]] = {
-    "CONTRIBUTING.md: from dataclasses import dataclass": declaring,
+    "CONTRIBUTING.md: from typing import Annotated": declaring,
     "README.md: from jaxrl.text import TextEngine": from_python,
     "docs/layouts.md: mesh = make_mesh()": swapping,
     "docs/environments.md: import openai": agent,
@@ -335,6 +343,7 @@ PYTHON: dict[str, Callable[[Block, Path, World], None]] = {
     "docs/mechanisms/partial_rollout.md: def buffer_filter": buffer_filter,
     "docs/mechanisms/dynamic_sampling.md: def keep_group": keep_group,
     "docs/your-model.md: from jaxrl.models.families import": inventing,
+    "docs/your-model.md: import jax.numpy": as_nnx,
     "docs/your-reward.md: def compute_score": reward,
     "docs/serving.md: import openai": asking,
     "docs/serving.md: import asyncio": not_here,

@@ -13,7 +13,7 @@ from sim_machine import Machine, key, known, prompt, sizes
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.round import Round
-from jaxrl.schema.declared import walk
+from jaxrl.schema.section import walk
 from jaxrl.types import SamplingParams
 
 PAGE = Path(__file__).resolve().parents[2] / "CONTRIBUTING.md"
@@ -34,12 +34,12 @@ def test_the_toy_of_the_page_measures_a_tail():
     lengths = {key(index): 10 + 70 * (index == 3) for index in range(4)}
     machine = Machine(known(lengths), sizes(num_blocks=90), decode_steps=5)
 
-    def built(*options: Any) -> Any:
-        config = SimpleNamespace(rollout=SimpleNamespace(tail_share=tail_share.Options(*options)))
+    def built(**options: Any) -> Any:
+        config = SimpleNamespace(rollout=SimpleNamespace(tail_share=tail_share.Options(**options)))
         return tail_share.build(SimpleNamespace(config=config, workers=machine.run.workers))
 
     assert built() is None, "its switch is off"
-    backend = RolloutBackend(replace(machine.run, mechanisms=(built(True, 0.25),)))
+    backend = RolloutBackend(replace(machine.run, mechanisms=(built(enable=True, share=0.25),)))
     backend.enter_rollout(0)
     current = Round([prompt(index) for index in range(4)], 1)
     backend.begin(RoundInfo(1), SamplingParams(max_tokens=100, stop_token_ids=(1,)))

@@ -80,7 +80,7 @@ NAMES = [
         path="{tmp}/*.jsonl",
     ),
     files(
-        "data.val_files[0]: https://example.org/a.jsonl is a URL; download it and give the file (command line: "
+        "data.val_files is a URL (https://example.org/a.jsonl): download it and give the file (command line: "
         "data.val_files=[https://example.org/a.jsonl])",
         lambda folder: None,
         path="https://example.org/a.jsonl",

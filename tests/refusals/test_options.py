@@ -12,34 +12,19 @@ from collections.abc import Callable, Iterable, Mapping
 from refusals import Refusal
 
 NUMBERS = {
-    "actor.entropy_coeff=.nan": (
-        "actor.entropy_coeff must be a finite number (at most 3.4e+38, the largest float32), found nan"
-    ),
-    "actor.optim.lr=inf": (
-        "actor.optim.lr must be at most 1 (AdamW moves every weight by about so much per update), found inf"
-    ),
-    "actor.kl_loss_coef=1e39": (
-        "actor.kl_loss_coef must be a finite number (at most 3.4e+38, the largest float32), found 1e+39"
-    ),
-    "rollout.temperature=.nan": "rollout.temperature must be in [0.001, 100], or 0 for the likeliest token, found nan",
-    "reward.timeout_s=.inf": (
-        "reward.timeout_s must be at most 10000000 (the system's clocks wait no longer, which is four months), found "
-        "inf"
-    ),
-    "rollout.partial_rollout.over_provision=.inf": (
-        "rollout.partial_rollout.over_provision must be at most 100 (a round would launch that many batches at once), "
-        "found inf"
-    ),
-    "data.task_config.sizes=[1, .inf]": "data.task_config.sizes[1] must be a finite number, found inf",
-    "simulate.efficiency.mfu=.nan": (
-        "simulate.efficiency.mfu must be a finite number (at most 3.4e+38, the largest float32), found nan"
-    ),
+    "actor.entropy_coeff=.nan": "actor.entropy_coeff must be a finite number, found nan",
+    "actor.optim.lr=inf": "actor.optim.lr must be a number, found 'inf' (text)",
+    "actor.kl_loss_coef=1e39": "actor.kl_loss_coef must be at most 3.4e+38 (the largest float32), found 1e+39",
+    "rollout.temperature=.nan": "rollout.temperature must be a finite number, found nan",
+    "reward.timeout_s=.inf": "reward.timeout_s must be a finite number, found inf",
+    "data.task_config.sizes=[1, .inf]": "data.task_config.sizes must be a finite number, found inf",
+    "simulate.efficiency.mfu=.nan": "simulate.efficiency.mfu must be a finite number, found nan",
 }
 """What is no number, or none that a float32 holds."""
 
 BOUNDS = {
     "actor.optim.lr=100": (
-        "actor.optim.lr must be at most 1 (AdamW moves every weight by about so much per update), found 100.0"
+        "actor.optim.lr must be at most 1 (AdamW moves every weight by about so much per update), found 100"
     ),
     "actor.optim.beta2=0.99999999999": (
         "actor.optim.beta2 must be at most 0.999999 (a larger one is 1 as a float32, and the update a division by 0), "
@@ -84,7 +69,7 @@ TYPES = {
     ),
     "rollout.layout.degrees=[1, two]": "rollout.layout.degrees[1] must be a whole number, found 'two' (text)",
     "data.source_quotas.easy=0.5": "data.source_quotas.easy must be a whole number, found 0.5",
-    "simulate.tasks=[{weight: 0}]": "simulate.tasks[0].weight must be above 0, found 0.0",
+    "simulate.tasks=[{weight: 0}]": "simulate.tasks[0].weight must be above 0, found 0",
     "simulate.efficiency.mfu=high": "simulate.efficiency.mfu must be a number, found 'high' (text)",
 }
 """Another type than the option's."""
@@ -108,15 +93,15 @@ NAMES = {
 
 PATHS = {
     "model.path=https://huggingface.co/Qwen/Qwen3-0.6B": (
-        "model.path: https://huggingface.co/Qwen/Qwen3-0.6B is a URL; download it and give the folder"
+        "model.path is a URL (https://huggingface.co/Qwen/Qwen3-0.6B): download it and give the folder"
     ),
     "data.train_files=[a.jsonl, https://example.com/b.jsonl]": (
-        "data.train_files[1]: https://example.com/b.jsonl is a URL; download it and give the file"
+        "data.train_files is a URL (https://example.com/b.jsonl): download it and give the file"
     ),
-    "trainer.run_dir=gs://bucket/run": "trainer.run_dir: gs://bucket/run is a URL; give one on this machine",
-    "reward.path=file:///reward.py": "reward.path: file:///reward.py is a URL; download it and give the file",
+    "trainer.run_dir=gs://bucket/run": "trainer.run_dir is a URL (gs://bucket/run): give one on this machine",
+    "reward.path=file:///reward.py": "reward.path is a URL (file:///reward.py): download it and give the file",
     "rollout.layout.profile=s3://bucket/p.json": (
-        "rollout.layout.profile: s3://bucket/p.json is a URL; download it and give the file"
+        "rollout.layout.profile is a URL (s3://bucket/p.json): download it and give the file"
     ),
     'trainer.run_dir="a\\0b"': "trainer.run_dir must be a path, found a NUL character in 'a\\x00b'",
     'trainer.project_name="\\ud800"': (

@@ -22,7 +22,7 @@ ENDLESS = "import time\nif input() == '2':\n    time.sleep(1000)\nprint(1)"
 
 @pytest.fixture
 def limited(scorer: CodeScorer) -> CodeScorer:
-    return replace(scorer, code=replace(scorer.code, max_timeout_s=RULE.max_s))
+    return replace(scorer, code=scorer.code.replace(max_timeout_s=RULE.max_s))
 
 
 def test_a_program_that_never_ends_is_cut_off_at_what_a_right_one_has_taught(limited: CodeScorer):

@@ -49,7 +49,7 @@ MAIN = "a, b = map(int, input().split())\nprint({})\n"
 @pytest.fixture
 def share(scorer: CodeScorer) -> CodeScorer:
     """The same sandbox, with parts of a reward."""
-    return replace(scorer, code=replace(scorer.code, score="share"))
+    return replace(scorer, code=scorer.code.replace(score="share"))
 
 
 def ask(response: str, extra: dict[str, Any], *limits_s: float, answer: str | None = None) -> ScoreRequest:
@@ -70,7 +70,7 @@ def test_functions(tests: dict[str, Any], scorer: CodeScorer, share: CodeScorer)
 @pytest.mark.parametrize("tests", [STDIN, LIVE, {"tests": json.dumps(STDIN)}], ids=["lists", "live", "text"])
 def test_scripts(tests: dict[str, Any], scorer: CodeScorer, share: CodeScorer):
     with_key = {"tests_key": "tests"} if "tests" in tests else {}
-    scorer, share = (replace(each, code=replace(each.code, **with_key)) for each in (scorer, share))
+    scorer, share = (replace(each, code=each.code.replace(**with_key)) for each in (scorer, share))
     assert scorer(ask(MAIN.format("a + b"), tests))[0] == 1.0
     reward, info = share(ask(MAIN.format("3"), tests))
     assert (reward, info["passed"], info["cases"]) == (0.5, 1, 2)
@@ -79,7 +79,7 @@ def test_scripts(tests: dict[str, Any], scorer: CodeScorer, share: CodeScorer):
 
 
 def test_tests_in_a_nested_column(scorer: CodeScorer):
-    nested = replace(scorer, code=replace(scorer.code, tests_key="info.tests"))
+    nested = replace(scorer, code=scorer.code.replace(tests_key="info.tests"))
     for info in ({"tests": CALLS}, json.dumps({"tests": json.dumps(CALLS)})):
         assert [nested(ask(program, {"info": info}))[0] for program in (RIGHT, HALF)] == [1.0, 0.0]
     for extra in ({"info": {"other": CALLS}}, {"info": "text"}, {"tests": CALLS}):
@@ -127,7 +127,7 @@ def test_a_case_that_hangs_is_cut_off_and_the_others_count(share: CodeScorer):
     script = "a, b = map(int, input().split())\nwhile a == 4: pass\nprint(a + b)"
     info = share(ask(script, STDIN, 20.0, 0.3))[1]
     assert (info["passed"], info["cut_off"], info["cases"]) == (1, 1, 2)
-    at_most = replace(share, code=replace(share.code, max_timeout_s=0.3))
+    at_most = replace(share, code=share.code.replace(max_timeout_s=0.3))
     assert at_most(ask(script, STDIN, 0.3, 0.3))[1]["timeouts"] == {"case_max": 1}
     assert at_most(ask(hangs, three))[1]["timeouts"] == {"case_max": 1}
 
@@ -147,13 +147,13 @@ def test_a_program_that_hangs_on_every_case_has_a_limit(program: str, tests: Any
         extra: dict[str, Any] = {"test_list": [tests] * 3 + ["assert add(5, 5) == 10"] * 20 + [tests]}
     else:
         extra = {"inputs": [tests[0]] * 3 + ["5 5"] * 20 + [tests[0]], "outputs": [tests[1]] * 3 + ["10"] * 20 + ["3"]}
-    made = replace(share, code=replace(share.code, max_timeout_s=0.5, max_failing_s=1.0))
+    made = replace(share, code=share.code.replace(max_timeout_s=0.5, max_failing_s=1.0))
     reward, info = made(ask(program, extra))
     assert (info["passed"], info["cases"], len(info["case_s"])) == (3, 24, 3 + (3 if "0.4" in program else 2))
     assert reward == 3 / 24
     assert info["timeouts"]["program"] == 1
     assert info["outside"] is True, "a clock decided it"
-    whole = replace(made, code=replace(made.code, max_failing_s=0.0, max_timeout_s=0.2))
+    whole = replace(made, code=made.code.replace(max_failing_s=0.0, max_timeout_s=0.2))
     info = whole(ask(program, {name: rows[:6] for name, rows in extra.items()}))[1]
     assert len(info["case_s"]) == info["cases"] == 6
     assert "program" not in info["timeouts"]
@@ -162,7 +162,7 @@ def test_a_program_that_hangs_on_every_case_has_a_limit(program: str, tests: Any
 
 def test_the_time_of_cases_that_pass_is_not_that_of_the_one_behind_them(share: CodeScorer):
     slow = "import time\ndef add(a, b):\n    time.sleep(9 if a == 9 else 0.3)\n    return a + b\n"
-    made = replace(share, code=replace(share.code, max_timeout_s=0.8, max_failing_s=1.5))
+    made = replace(share, code=share.code.replace(max_timeout_s=0.8, max_failing_s=1.5))
     tests = [*["assert add(1, 2) == 3"] * 4, "assert add(9, 9) == 18", *["assert add(4, 4) == 8"] * 2]
     reward, info = made(ask(slow, {"test_list": tests}))
     assert (reward, len(info["case_s"]), info.get("timeouts")) == (6 / 7, 7, {"case_max": 1}), str(info)
@@ -172,7 +172,7 @@ def test_the_time_of_cases_that_pass_is_not_that_of_the_one_behind_them(share: C
 def test_a_slow_program_that_passes_is_not_ended(share: CodeScorer):
     slow = "import time\ndef add(a, b):\n    time.sleep(0.1)\n    return a + b\n"
     for score in ("share", "all"):
-        made = replace(share, code=replace(share.code, max_failing_s=0.05, score=score))
+        made = replace(share, code=share.code.replace(max_failing_s=0.05, score=score))
         reward, info = made(ask(slow, {"test_list": ["assert add(1, 2) == 3"] * 3}))
         assert (reward, len(info["case_s"])) == (1.0, 3)
         assert not info.keys() & {"outside", "timeouts"}

@@ -61,7 +61,7 @@ def test_sizes_of_layouts():
     assert tight[1][1] < tight[2][1] < tight[4][1], "a larger tp leaves more memory for KV"
     few = config(tensor_model_parallel_size=8)
     with pytest.raises(ValueError, match=r"^rollout.num_blocks \(4 at tp 1, one of them reserved\) must hold one"):
-        layout_sizes(replace(few, rollout=replace(few.rollout, num_blocks=25)), MODEL, 8, None)
+        layout_sizes(few.replace(rollout=few.rollout.replace(num_blocks=25)), MODEL, 8, None)
 
 
 def test_profiles_of_something_else_are_refused(tmp_path: Path):

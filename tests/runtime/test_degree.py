@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,4 +166,4 @@ def test_the_profiler_measures_every_degree_with_the_rows_of_a_run():
     assert adaptive(config()).rollout.tp == 1
     known = adaptive(config(tp=4))
     assert (known.rollout.tp, known.rollout.layout.scale_rows) == (4, True)
-    assert replace(known.rollout.layout, planner=False) == config(tp=4).rollout.layout
+    assert known.rollout.layout.replace(planner=False) == config(tp=4).rollout.layout

@@ -51,7 +51,7 @@ def test_what_is_behind_windows_needs_no_room():
     assert plan_num_blocks(short, gemma, 1, None) == 8 * 32 + 1, "nothing is ever behind a window"
     said = rf"rollout.num_blocks \({each}, one of .* one request of 32768 tokens: at least {each + 1} blocks of 16"
     with pytest.raises(ValueError, match=said):
-        memory_plan(replace(c, rollout=replace(c.rollout, num_blocks=each)), gemma, 1, None, "cpu")
+        memory_plan(c.replace(rollout=c.rollout.replace(num_blocks=each)), gemma, 1, None, "cpu")
 
 
 def test_what_is_set_is_taken():
@@ -75,7 +75,7 @@ def test_a_pool_of_codes_is_as_large_as_its_arrays(kind):
     shape = kv_cache.CacheShape(30, 3, 64, plan.num_blocks, 16, jax.numpy.dtype("bfloat16"), kind)
     arrays = jax.tree.leaves(shape.made(layout, jax.ShapeDtypeStruct))
     assert plan.rollout["KV pool"] == sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
-    many = [replace(each, rollout=replace(each.rollout, max_num_seqs=4096)) for each in (wide, codes)]
+    many = [each.replace(rollout=each.rollout.replace(max_num_seqs=4096)) for each in (wide, codes)]
     blocks = [plan_num_blocks(each, SMOLLM2, 1, 8 << 30) for each in many]
     assert blocks[1] == pytest.approx(blocks[0] * 128 / (64 + 4), rel=1e-3)
     with pytest.raises(ValueError, match=rf"rollout.kv_cache_dtype \({kind}\) must be auto on TPUs"):

@@ -68,7 +68,9 @@ def test_tail_batching():
     assert isinstance(filtering, DynamicSampling)
     assert filtering.options == DynamicSampling.Options(enable=True, max_num_gen_batches=3, max_unscored_groups=2)
     assert rule.batch == BatchSettings(4, 3, "group", filtering, 20, max_response_length=LONGEST)
-    assert rule.options == TailBatching.Options(True, 1.5, 1.25, 7, "leave")
+    assert rule.options == TailBatching.Options(
+        enable=True, prompt_factor=1.5, response_factor=1.25, max_age_steps=7, at_end="leave"
+    )
 
 
 @pytest.mark.parametrize(("one_step_off", "staleness"), [(False, -1), (False, 1), (True, 2)])
@@ -78,7 +80,9 @@ def test_partial_rollout(one_step_off: bool, staleness: int):
     assert isinstance(rule, PartialRollout)
     lag = int(one_step_off)
     assert rule.batch == BatchSettings(4, 3, score_when="group", version_lag=lag, max_response_length=LONGEST)
-    assert rule.options == PartialRollout.Options(True, 2.0, staleness, max_restarts=2, at_end="leave")
+    assert rule.options == PartialRollout.Options(
+        enable=True, over_provision=2.0, max_staleness=staleness, max_restarts=2, at_end="leave"
+    )
 
 
 def test_a_buffer_filter_is_the_function_of_the_users_file(tmp_path: Path):

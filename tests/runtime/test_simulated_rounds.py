@@ -140,7 +140,9 @@ def test_aborted_responses_are_told_and_may_go_on_where_they_were():
 
 
 def test_a_response_resumed_later_keeps_the_length_it_had():
-    growing = ModelledWorkload(0, (SimulatedTask("t", response=SimulatedLengths(8, 0.0, growth=0.5)),), 50)
+    growing = ModelledWorkload(
+        0, (SimulatedTask(name="t", response=SimulatedLengths(median=8, sigma=0.0, growth=0.5)),), 50
+    )
     assert (growing.length(key(0), 1), growing.length(key(0), 3)) == (12, 27)
     machine = Machine(growing)
     backend = machine.begin()
@@ -277,22 +279,28 @@ RULES: dict[str, Callable[[], BatchRule]] = {
     "plain, scored afterwards": lambda: FreshBatches(AFTERWARDS),
     "plain, filter_groups": lambda: FreshBatches(FILTERING),
     "plain, filter_groups afterwards": lambda: FreshBatches(FILTERING_AFTERWARDS),
-    "over-provisioning": lambda: OverProvisioning(BATCH, OverProvisioning.Options(True, 1.5, 1.5)),
-    "tail batching": lambda: TailBatching(BATCH, TailBatching.Options(True, 1.5, 1.5)),
-    "tail batching, filter_groups": lambda: TailBatching(FILTERING, TailBatching.Options(True, 2.0)),
-    "partial rollout": lambda: PartialRollout(BATCH, PartialRollout.Options(True)),
-    "partial rollout, staleness 1": lambda: PartialRollout(BATCH, PartialRollout.Options(True, max_staleness=1)),
-    "partial rollout, filter_groups": lambda: PartialRollout(FILTERING, PartialRollout.Options(True)),
+    "over-provisioning": lambda: OverProvisioning(
+        BATCH, OverProvisioning.Options(enable=True, prompt_factor=1.5, response_factor=1.5)
+    ),
+    "tail batching": lambda: TailBatching(
+        BATCH, TailBatching.Options(enable=True, prompt_factor=1.5, response_factor=1.5)
+    ),
+    "tail batching, filter_groups": lambda: TailBatching(
+        FILTERING, TailBatching.Options(enable=True, prompt_factor=2.0)
+    ),
+    "partial rollout": lambda: PartialRollout(BATCH, PartialRollout.Options(enable=True)),
+    "partial rollout, staleness 1": lambda: PartialRollout(BATCH, PartialRollout.Options(enable=True, max_staleness=1)),
+    "partial rollout, filter_groups": lambda: PartialRollout(FILTERING, PartialRollout.Options(enable=True)),
 }
 MIXED = ModelledWorkload(
     3,
     (
         SimulatedTask(
-            "t",
-            response=SimulatedLengths(8, 0.9),
+            name="t",
+            response=SimulatedLengths(median=8, sigma=0.9),
             prompt_median=6,
             prompt_sigma=0.4,
-            scoring=SimulatedScoring(0.5, 2.0, 0.1),
+            scoring=SimulatedScoring(median_s=0.5, sigma=2.0, per_token_s=0.1),
         ),
     ),
     max_response_length=40,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -59,7 +58,7 @@ def test_a_killed_run_goes_on_with_the_anchors_that_it_had(at: int):
 def test_a_column_of_reference_times_limits_the_first_epoch_too():
     """Nothing is ever solved, so nothing but the column can make an anchor; scoring takes 0.05 s at the median."""
     learnt, workload = config("adaptive", min_timeout_s=0.2), make_workload(3, pass_rate=1e-12)
-    given = replace(learnt, data=replace(learnt.data, reference_time_key="seconds"))
+    given = learnt.replace(data=learnt.data.replace(reference_time_key="seconds"))
     without, with_column = whole(learnt, workload), whole(given, workload)
     assert total(without, "reward/code/cut_off") > 0
     assert total(without, "reward/code/saved_s") == 0

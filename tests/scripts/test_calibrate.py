@@ -82,10 +82,13 @@ def test_each_fact_has_a_problem_or_says_why_not():
 
 @pytest.mark.parametrize("share", [0.01, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999])
 def test_survival_turns_the_quantile_round(share: float):
-    for some in (SimulatedLengths(6e5, 0.8), SimulatedLengths(6e5, 0.8, tail_from=0.9, tail_index=1.9)):
+    for some in (
+        SimulatedLengths(median=6e5, sigma=0.8),
+        SimulatedLengths(median=6e5, sigma=0.8, tail_from=0.9, tail_index=1.9),
+    ):
         assert survival(some, quantile(some, 1 << 40, share)) == pytest.approx(1 - share, rel=1e-4)
-    assert quantile(SimulatedLengths(600, 0.8), 500, 0.5) == 500
-    assert [survival(SimulatedLengths(600, 0.0), tokens) for tokens in (599, 600)] == [1.0, 0.0]
+    assert quantile(SimulatedLengths(median=600, sigma=0.8), 500, 0.5) == 500
+    assert [survival(SimulatedLengths(median=600, sigma=0.0), tokens) for tokens in (599, 600)] == [1.0, 0.0]
 
 
 def test_spreads_of_batches():
@@ -93,9 +96,13 @@ def test_spreads_of_batches():
     assert batch_std == pytest.approx((math.sqrt(5) + math.sqrt(12)) / 2)
     assert instance_std == pytest.approx((1 + 1 + 0 + 4) / 4)
     setup = SETUPS["rollpacker.7b"]
-    drawn = batches_of(setup, SimulatedLengths(600, 0.8, tail_from=0.9, tail_index=1.9), 0.8, 4)
+    drawn = batches_of(setup, SimulatedLengths(median=600, sigma=0.8, tail_from=0.9, tail_index=1.9), 0.8, 4)
     assert np.shape(drawn) == (4, setup.num_prompts, setup.group_size)
-    assert np.max(drawn) <= setup.max_tokens < np.max(batches_of(setup, SimulatedLengths(9000, 0.8), 0.8, 1, 1 << 30))
+    assert (
+        np.max(drawn)
+        <= setup.max_tokens
+        < np.max(batches_of(setup, SimulatedLengths(median=9000, sigma=0.8), 0.8, 1, 1 << 30))
+    )
     batch_std, instance_std = spreads(drawn)
     assert instance_std < 0.7 * batch_std
 
@@ -279,7 +286,7 @@ def test_pat_s_batches_have_one_outlier():
     setup, values = SETUPS["pat.a40.8b"], read(FILE).of("pat_a40")
     for batch in pat.batches(setup, values):
         assert sum(length == setup.max_tokens for (length,) in batch) == 1
-    task = SimulatedTask("math", response=lengths_of(values))
+    task = SimulatedTask(name="math", response=lengths_of(values))
     workload = pat.OneOutlier(3, (task,), setup.max_tokens, num_prompts=16, group_size=8)
     places = []
     for first in range(0, 160, 16):

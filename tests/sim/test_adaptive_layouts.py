@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -150,14 +149,14 @@ def test_a_switch_needs_its_degrees_in_the_table_and_pools_that_hold_a_request(t
     file.write_text(json.dumps(modelled_profile(cost, "4 x H100", (1, 2, 4), 4, 32, 4196).to_json()))
     table = {"cost": "table", "profile": str(file), "num_prompts": 100}
     adaptive = config(switch=True)
-    section = replace(adaptive.simulate, **table)
+    section = adaptive.simulate.replace(**table)
     with pytest.raises(ConfigError, match=r"holds tp 1, 2, 4, and rounds may use 8 as well"):
-        worker_predictor(replace(adaptive, simulate=section), cost, (1, 2, 4, 8))
-    predictor = worker_predictor(replace(adaptive, simulate=section), cost, (1, 2, 4))
+        worker_predictor(adaptive.replace(simulate=section), cost, (1, 2, 4, 8))
+    predictor = worker_predictor(adaptive.replace(simulate=section), cost, (1, 2, 4))
     assert predictor is not None
     assert predictor.num_devices == 8
     small = config(switch=True, degrees=[1, 4])
-    small = replace(small, rollout=replace(small.rollout, tensor_model_parallel_size=4, num_blocks=600))
+    small = small.replace(rollout=small.rollout.replace(tensor_model_parallel_size=4, num_blocks=600))
     with pytest.raises(ConfigError, match=r"rollout.num_blocks \(150 at tp 1, .*: at least 264 blocks"):
         layout_sizes(small, cost)
 
@@ -165,7 +164,7 @@ def test_a_switch_needs_its_degrees_in_the_table_and_pools_that_hold_a_request(t
 def test_the_planner_chooses_where_rounds_start():
     """Pools that run dry: preemptions double tp for the next round."""
     tight = config(planner=True)
-    tight = replace(tight, rollout=replace(tight.rollout, num_blocks=300, max_num_seqs=4))
+    tight = tight.replace(rollout=tight.rollout.replace(num_blocks=300, max_num_seqs=4))
     _, metrics, _, _ = run(tight)
     rounds = [(m["rollout/preemptions"], m["rollout/layout/final_tp"]) for m in metrics.values()]
     assert rounds[0][1] == 1
@@ -175,9 +174,9 @@ def test_the_planner_chooses_where_rounds_start():
 
 def test_a_simulated_run_directory_shows_its_switches(tmp_path: Path):
     made = config(switch=True)
-    made = replace(made, data=replace(made.data, task="none"), simulate=replace(made.simulate, task=TASK))
-    trainer = replace(made.trainer, total_training_steps=2, run_dir=str(tmp_path / "run"))
-    outcome = simulate(replace(made, trainer=trainer), say=lambda _: None)
+    made = made.replace(data=made.data.replace(task="none"), simulate=made.simulate.replace(task=TASK))
+    trainer = made.trainer.replace(total_training_steps=2, run_dir=str(tmp_path / "run"))
+    outcome = simulate(made.replace(trainer=trainer), say=lambda _: None)
     rounds = read_layouts(tmp_path / "run-simulated")
     assert [(each["step"], each["source"]) for each in rounds] == [(1, "synthetic"), (2, "synthetic")]
     assert all(each["switches"] for each in rounds)

@@ -112,7 +112,7 @@ def test_a_rollout_without_a_queue_drains_as_the_closed_form_says(copies: int):
 
 
 def test_what_is_charged_is_what_the_samples_hold():
-    workload = ModelledWorkload(3, (SimulatedTask("t", response=SimulatedLengths(20, 1.0)),), 60)
+    workload = ModelledWorkload(3, (SimulatedTask(name="t", response=SimulatedLengths(median=20, sigma=1.0)),), 60)
     machine = Machine(workload, sizes(num_devices=2, num_slots=3, num_blocks=40), decode_steps=4)
     machine.backend.enter_rollout(0)
     machine.backend.begin(RoundInfo(1), SamplingParams(max_tokens=60, stop_token_ids=(STOP,)))
@@ -172,7 +172,7 @@ def test_further_updates_cost_what_they_add():
 
 
 def test_prompts_come_once_per_epoch_and_resume():
-    workload = ModelledWorkload(0, (SimulatedTask("t", response=SimulatedLengths(8, 0.5)),), 50)
+    workload = ModelledWorkload(0, (SimulatedTask(name="t", response=SimulatedLengths(median=8, sigma=0.5)),), 50)
     prompts = SimulatedPrompts(workload, 7, 100, seed=4)
     taken = prompts.next(10)
     state = prompts.state()

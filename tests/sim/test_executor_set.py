@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,7 +46,7 @@ from jaxrl.types import SampleKey, SamplingParams
 
 
 def with_workers(made: Any, num_workers: int, deal: str = "tokens") -> Any:
-    return replace(made, rollout=replace(made.rollout, num_workers=num_workers, deal=deal))
+    return made.replace(rollout=made.rollout.replace(num_workers=num_workers, deal=deal))
 
 
 @cache
@@ -291,8 +291,8 @@ def test_each_worker_has_a_layout_of_its_own(layout: dict[str, Any]):
 def test_workers_on_devices_of_the_rollouts_own():
     """Four of eight devices roll out beside the update, as one worker or as two: the same in the same time."""
     made = config()
-    made = replace(made, trainer=replace(made.trainer, one_step_off=True))
-    made = replace(made, rollout=replace(made.rollout, num_devices=4))
+    made = made.replace(trainer=made.trainer.replace(one_step_off=True))
+    made = made.replace(rollout=made.rollout.replace(num_devices=4))
     _, one, alone, _ = run(made)
     simulation, two, samples, _ = run(with_workers(made, 2))
     assert [each.sizes.num_devices for each in simulation.run.executors.executors] == [2, 2]

@@ -33,9 +33,11 @@ def config(**more: Any) -> Config:
 MIXED = ModelledWorkload(
     7,
     (
-        SimulatedTask("short", response=SimulatedLengths(6, 0.8), prompt_median=6, prompt_sigma=0.5),
+        SimulatedTask(name="short", response=SimulatedLengths(median=6, sigma=0.8), prompt_median=6, prompt_sigma=0.5),
         SimulatedTask(
-            "long", response=SimulatedLengths(15, 1.0, growth=0.05), scoring=SimulatedScoring(0.5, 1.0, hang_share=0.1)
+            name="long",
+            response=SimulatedLengths(median=15, sigma=1.0, growth=0.05),
+            scoring=SimulatedScoring(median_s=0.5, sigma=1.0, hang_share=0.1),
         ),
     ),
     max_response_length=40,
@@ -133,7 +135,9 @@ def test_a_run_resumed_from_its_state_goes_on_as_if_never_stopped(after: int):
 
 
 def test_lengths_grow_with_the_step():
-    growing = ModelledWorkload(0, (SimulatedTask("t", response=SimulatedLengths(4, 0.0, growth=0.5)),), 40)
+    growing = ModelledWorkload(
+        0, (SimulatedTask(name="t", response=SimulatedLengths(median=4, sigma=0.0, growth=0.5)),), 40
+    )
     _, metrics, _, _ = run_loop(config(), workload=growing)
     assert [metrics[step]["response_length/mean"] for step in range(1, 7)] == [
         growing.length(key(0), step) for step in range(1, 7)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
 
@@ -32,7 +31,7 @@ from jaxrl.types import Group, Prompt, Sample, SampleKey
 
 LENGTHS = SimulatedLengths(median=600, sigma=0.8, tail_from=0.9, tail_index=1.9)
 PLAIN = SimulatedLengths(median=600, sigma=0.8)
-MATH = SimulatedTask("math", response=LENGTHS, correlation=0.8)
+MATH = SimulatedTask(name="math", response=LENGTHS, correlation=0.8)
 CAP, UNCAPPED = 16384, 1 << 30
 WORKLOAD = ModelledWorkload(7, (MATH,), CAP)
 
@@ -105,11 +104,11 @@ def test_a_higher_score_is_never_shorter(z: float, more: float):
 
 
 def test_lengths_grow_by_step_up_to_a_limit():
-    growing = replace(PLAIN, growth=0.01)
+    growing = PLAIN.replace(growth=0.01)
     assert quantile(growing, 0.5, step=100) == round(600 * 1.01**100)
     assert quantile(growing, 0.5, step=0) == 600
     assert quantile(growing, 0.5, step=10_000) == 6000
-    shrinking = replace(growing, growth=-0.01)
+    shrinking = growing.replace(growth=-0.01)
     assert quantile(shrinking, 0.5, step=10_000) == 60
     assert quantile(growing, 0.9, 1000, step=10_000) == 1000
 
@@ -122,12 +121,12 @@ def test_a_long_prompt_is_long_again():
     assert np.corrcoef(scores.T)[0, 1] == pytest.approx(0.8, abs=0.02)
     assert scores.mean() == pytest.approx(0, abs=0.04)
     assert scores.std() == pytest.approx(1, abs=0.03)
-    same = ModelledWorkload(7, (replace(MATH, correlation=1.0),), CAP)
+    same = ModelledWorkload(7, (MATH.replace(correlation=1.0),), CAP)
     assert len({same.length(key(5, s, epoch, a)) for s in range(3) for epoch in range(3) for a in range(2)}) == 1
 
 
 def test_prompts_keep_their_kind_and_come_in_the_weights():
-    workload = ModelledWorkload(1, (SimulatedTask("math", weight=1), SimulatedTask("code", weight=3)), CAP)
+    workload = ModelledWorkload(1, (SimulatedTask(name="math", weight=1), SimulatedTask(name="code", weight=3)), CAP)
     names = [workload.kind_name(p) for p in range(8000)]
     assert names.count("code") / 8000 == pytest.approx(0.75, abs=0.02)
     assert names == [workload.kind_name(p) for p in range(8000)]
@@ -139,16 +138,18 @@ def test_prompts_keep_their_kind_and_come_in_the_weights():
 def test_seconds_of_scoring():
     never = math.inf
     assert scoring_s(SimulatedScoring(median_s=0.5), never, 3.0, 0.9, 100) == 0.5
-    assert scoring_s(SimulatedScoring(2.0, sigma=0.5), never, 1.0, 0.9, 0) == pytest.approx(2 * math.exp(0.5))
-    assert scoring_s(SimulatedScoring(1.0, per_token_s=0.01), never, 0.0, 0.9, 300) == pytest.approx(4)
-    code = SimulatedScoring(1.0, hang_share=0.05)
+    assert scoring_s(SimulatedScoring(median_s=2.0, sigma=0.5), never, 1.0, 0.9, 0) == pytest.approx(2 * math.exp(0.5))
+    assert scoring_s(SimulatedScoring(median_s=1.0, per_token_s=0.01), never, 0.0, 0.9, 300) == pytest.approx(4)
+    code = SimulatedScoring(median_s=1.0, hang_share=0.05)
     assert scoring_s(code, 30, 0.0, 0.04, 10) == 30
     assert scoring_s(code, 30, 9.0, 0.06, 10) == 1.0
-    assert scoring_s(SimulatedScoring(40.0), 30, 0.0, 0.9, 10) == 30
+    assert scoring_s(SimulatedScoring(median_s=40.0), 30, 0.0, 0.9, 10) == 30
 
 
 def test_five_per_cent_of_code_responses_hang():
-    code = SimulatedTask("code", response=LENGTHS, scoring=SimulatedScoring(1.0, 0.4, hang_share=0.05))
+    code = SimulatedTask(
+        name="code", response=LENGTHS, scoring=SimulatedScoring(median_s=1.0, sigma=0.4, hang_share=0.05)
+    )
     workload = ModelledWorkload(1, (code,), CAP, timeout_s=30)
     seconds = np.array([workload.reward_s(key(p, s)) for p in range(2000) for s in range(4)])
     assert (seconds == 30).mean() == pytest.approx(0.05, abs=0.01)
@@ -158,11 +159,11 @@ def test_five_per_cent_of_code_responses_hang():
 
 
 def test_rewards_are_of_the_prompts_own_rate():
-    certain = SimulatedTask("a", pass_rate=0.5, pass_spread=100.0)
+    certain = SimulatedTask(name="a", pass_rate=0.5, pass_spread=100.0)
     workload = ModelledWorkload(1, (certain,), CAP)
     groups = [{workload.reward(key(p, s)) for s in range(8)} for p in range(500)]
     assert np.mean([len(group) == 1 for group in groups]) > 0.9  # nearly no variance within a prompt
-    even = ModelledWorkload(1, (replace(certain, pass_rate=0.3, pass_spread=0.0),), CAP)
+    even = ModelledWorkload(1, (certain.replace(pass_rate=0.3, pass_spread=0.0),), CAP)
     assert np.mean([even.reward(key(p, s)) for p in range(500) for s in range(8)]) == pytest.approx(0.3, abs=0.03)
 
 
@@ -224,9 +225,9 @@ def test_recorded_rewards_are_without_overlong_shaping(tmp_path: Path):
 def test_recorded_scoring_times(tmp_path: Path):
     write_run(tmp_path)
     assert RecordedWorkload.read(tmp_path, 3).reward_s(key(0)) == 0
-    timed = RecordedWorkload.read(tmp_path, 3, scoring=SimulatedScoring(0.5, per_token_s=1.0))
+    timed = RecordedWorkload.read(tmp_path, 3, scoring=SimulatedScoring(median_s=0.5, per_token_s=1.0))
     assert timed.reward_s(key(0), 1) == 0.5 + timed.length(key(0), 1)
-    assert RecordedWorkload.read(tmp_path, 3, scoring=SimulatedScoring(9.0), timeout_s=2).reward_s(key(0)) == 2
+    assert RecordedWorkload.read(tmp_path, 3, scoring=SimulatedScoring(median_s=9.0), timeout_s=2).reward_s(key(0)) == 2
 
 
 def test_runs_that_cannot_be_played(tmp_path: Path):
@@ -258,9 +259,9 @@ def test_tasks_that_do_not_go_with_the_run():
     check_task(MATH, CAP, math.inf)
     check_scoring(SimulatedScoring(hang_share=0.1), 30.0)
     with pytest.raises(ValueError, match=rf"^response\.shortest \({CAP + 1}\) must be at most data\.max_response_len"):
-        check_task(replace(MATH, response=replace(LENGTHS, shortest=CAP + 1)), CAP, math.inf)
+        check_task(MATH.replace(response=LENGTHS.replace(shortest=CAP + 1)), CAP, math.inf)
     with pytest.raises(ValueError, match=r"^scoring\.hang_share \(0\.1\) needs reward\.timeout_s"):
-        check_task(replace(MATH, scoring=SimulatedScoring(hang_share=0.1)), CAP, math.inf)
+        check_task(MATH.replace(scoring=SimulatedScoring(hang_share=0.1)), CAP, math.inf)
 
 
 def test_workloads_that_cannot_be():
@@ -285,14 +286,14 @@ def record_of(workload: Workload, prompts: int, samples: int, source: str = "a")
 
 @pytest.mark.parametrize("correlation", [0.0, 0.3, 0.8, 1.0])
 def test_by_rank_finds_how_much_a_prompt_decides(correlation: float):
-    task = replace(MATH, correlation=correlation)
+    task = MATH.replace(correlation=correlation)
     prompts = record_of(ModelledWorkload(1, (task,), CAP), 1500, 2)
     assert RecordedWorkload(0, prompts, "by_rank").correlation == pytest.approx(correlation, abs=0.06)
 
 
 def test_by_rank_draws_the_recorded_distribution_and_its_correlation():
     """All recorded lengths are as likely as they were, and what is drawn is recorded as the same again."""
-    task = replace(MATH, correlation=0.5)
+    task = MATH.replace(correlation=0.5)
     recorded = RecordedWorkload(0, record_of(ModelledWorkload(1, (task,), CAP), 400, 2), "by_rank")
     drawn = record_of(recorded, 3000, 4)
     lengths = np.sort([response.length for prompt in drawn for response in prompt.responses])

@@ -17,7 +17,7 @@ from jaxrl.sim.workload import ModelledWorkload
 from jaxrl.types import SampleKey, SamplingParams
 
 LARGE = named_shape("Llama-3.1-8B")
-TASK = SimulatedTask("t", response=SimulatedLengths(400, 1.2), prompt_median=60, prompt_sigma=0.3)
+TASK = SimulatedTask(name="t", response=SimulatedLengths(median=400, sigma=1.2), prompt_median=60, prompt_sigma=0.3)
 WORKLOAD = ModelledWorkload(5, (TASK,), max_response_length=4096, max_prompt_length=100)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 from jaxrl.scheduling.layouts.batch_state import BatchState, GroupCapacity, LiveRow, Rows
@@ -48,5 +47,5 @@ SIMPLE = predictor(
     prefill=dict.fromkeys(DEGREES, 0.25),
 )
 UP = AdaptiveLayouts.Options(min_gain=0.0)
-MOVE = replace(UP, state="migrate")
-BOTH = replace(MOVE, direction="both")
+MOVE = UP.replace(state="migrate")
+BOTH = MOVE.replace(direction="both")

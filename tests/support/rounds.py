@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 from fake_rollout import FakePrompts, FakeRollout, FakeTraining, make_sample
@@ -34,9 +33,9 @@ Table = list[tuple[Event, list[tuple]]]
 
 def rule_sections() -> list[str]:
     """Sections of `rollout` that switch a batch rule on: those with an `enable`, but what only makes rounds faster."""
-    names = [each.name for each in fields(RolloutSection) if each.name not in ("speculation", "ranking_groups")]
+    names = [name for name in RolloutSection.model_fields if name not in ("speculation", "ranking_groups")]
     sections = {name: getattr(RolloutSection(), name) for name in names}
-    return [name for name, section in sections.items() if is_dataclass(section) and hasattr(section, "enable")]
+    return [name for name, section in sections.items() if hasattr(section, "enable")]
 
 
 def filtering(gen_batch_size: int = 0, **options: Any) -> dict[str, Any]:

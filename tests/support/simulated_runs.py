@@ -55,11 +55,11 @@ def make_workload(
 ) -> ModelledWorkload:
     """`timeout_s` is that of `reward.timeout_s`, `lengths` median and sigma of responses."""
     task = SimulatedTask(
-        "t",
-        response=SimulatedLengths(*lengths),
+        name="t",
+        response=SimulatedLengths(median=lengths[0], sigma=lengths[1]),
         prompt_median=6,
         prompt_sigma=0.5,
-        scoring=SimulatedScoring(scoring_s, 1.5, hang_share=hang_share),
+        scoring=SimulatedScoring(median_s=scoring_s, sigma=1.5, hang_share=hang_share),
         pass_rate=pass_rate,
         pass_spread=1.0,
     )

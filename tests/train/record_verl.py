@@ -36,7 +36,7 @@ class Actor(SimpleNamespace):
     """The part of verl's ActorConfig that its losses read."""
 
     clip_ratio = 0.2
-    global_batch_info: dict[str, Any] = {}  # noqa: RUF012 - verl reads it and never writes it
+    global_batch_info: dict[str, Any] = {}
 
     def get(self, name: str, default: Any) -> Any:
         return getattr(self, name, default)

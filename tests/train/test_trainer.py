@@ -437,8 +437,8 @@ def test_non_finite_gradient_is_skipped(make_config, make_batch, make_trainer):
 
 def test_weights_that_are_not_finite_end_the_run(make_config, make_batch, make_trainer):
     config = make_config()
-    optim = dataclasses.replace(config.actor.optim, lr=3e38, weight_decay=10.0)  # past what the options allow
-    trainer = make_trainer(dataclasses.replace(config, actor=dataclasses.replace(config.actor, optim=optim)))
+    optim = config.actor.optim.replace(lr=3e38, weight_decay=10.0)  # past what the options allow
+    trainer = make_trainer(config.replace(actor=config.actor.replace(optim=optim)))
     trainer.accumulate(make_batch())
     with pytest.raises(RunFailed, match=r"1 of the actor has made weights that are NaN .* learning rate 3e\+38"):
         trainer.apply()

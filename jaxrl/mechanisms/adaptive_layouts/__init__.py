@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
@@ -23,8 +22,9 @@ from annotated_types import Ge, Gt, Interval
 
 from jaxrl.scheduling.mechanism import LAYOUTS, Mechanism, RoundEnd, RoundInfo
 from jaxrl.scheduling.rounds.events import Interrupted
-from jaxrl.schema.declared import Checked, Names, declared
+from jaxrl.schema.declared import Names
 from jaxrl.schema.devices import MAX_DEVICES, prime_factors
+from jaxrl.schema.section import Section
 from jaxrl.types import Sample
 
 if TYPE_CHECKING:
@@ -48,15 +48,14 @@ SUMMED = frozenset(
 class AdaptiveLayouts(Mechanism):
     """Changes the layouts of workers. `log`: of switches; `journal`: of decisions."""
 
-    @dataclass(frozen=True)
-    class Options(Checked):
+    class Options(Section):
         """Tensor parallelism that adapts; `rollout.tensor_model_parallel_size` is where it begins."""
 
         switch: Annotated[bool, "Change tp while a batch drains, where the profile says that it saves time."] = False
         planner: Annotated[bool, "Choose the tp that a step begins with from the preemptions of the steps before."] = (
             False
         )
-        degrees: Annotated[list[int], "The tp degrees to use; empty: all inside a host."] = field(default_factory=list)
+        degrees: Annotated[list[int], "The tp degrees to use; empty: all inside a host."] = []
         devices_per_host: Annotated[
             int, Ge(0), MAX_DEVICES, "Devices of a host, inside which tp stays; 0: all are in one host."
         ] = 0
@@ -128,16 +127,16 @@ class AdaptiveLayouts(Mechanism):
                     )
             return degrees
 
-        def problem(self, config: Any) -> str | None:
+        def problems(self, config: Any) -> Iterator[str]:
             rollout, degrees = config.rollout, self.degrees
             tp = None if config.is_tp_open else rollout.tp
             num_devices, num_workers = rollout.num_devices or config.trainer.num_devices, rollout.num_workers
             if not self.adapts and tp is not None:
-                return None
+                return
             if self.switch and not self.profile:
-                return "rollout.layout.profile is missing: rollout.layout.switch needs a file of `jaxrl profile`"
+                yield "rollout.layout.profile is missing: rollout.layout.switch needs a file of `jaxrl profile`"
             if self.planner and self.switch and self.direction != "up":
-                return (
+                yield (
                     f"rollout.layout.direction must be up where rollout.layout.planner is on, found {self.direction}: "
                     "the planner alone lowers tp, between steps"
                 )
@@ -146,19 +145,19 @@ class AdaptiveLayouts(Mechanism):
                 or any(a >= b or b % a for a, b in pairwise(degrees))
                 or (tp is not None and tp not in degrees)
             ):
-                return (
+                yield (
                     f"rollout.layout.degrees {degrees} must ascend from at least 1, each dividing the next, with "
                     f"rollout.tensor_model_parallel_size ({'auto' if tp is None else tp}) among them"
                 )
+                return
             for degree in degrees if num_devices else ():
                 if num_devices // num_workers % degree:
                     cut = f" / rollout.num_workers ({num_workers})" if num_workers > 1 else ""
-                    return f"rollout.layout.degrees: {degree} must divide trainer.num_devices ({num_devices}){cut}"
-            return None
+                    yield f"rollout.layout.degrees: {degree} must divide trainer.num_devices ({num_devices}){cut}"
 
         def unread(self, config: Any) -> Iterator[tuple[frozenset[str], str]]:
             if not self.planner:
-                names = frozenset(name for name in declared(type(self)) if name.startswith("planner_"))
+                names = frozenset(name for name in type(self).model_fields if name.startswith("planner_"))
                 yield names, "rollout.layout.planner is off"
             if not self.switch:
                 names = frozenset({"direction", "min_gain", "cooldown", "reversal_factor", "bound"})

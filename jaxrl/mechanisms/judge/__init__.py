@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from annotated_types import Ge, Interval
 
@@ -27,6 +26,7 @@ from jaxrl.scheduling.mechanism import Mechanism, RolloutMemory, RoundState
 from jaxrl.schema.declared import Cap, Names, shown
 from jaxrl.schema.endpoint import PACE, EndpointOptions, endpoint_problem
 from jaxrl.schema.limits import MAX_GIB, template_problem
+from jaxrl.schema.section import JsonObject
 
 if TYPE_CHECKING:
     from jaxrl.config import Config
@@ -61,7 +61,6 @@ def judge_kind(reward: RewardSection) -> Literal["judge", "model"] | None:
 class Judge(Mechanism):
     """Gives a judge on the rollout's devices its turns. `device` scores what the run's scoring gives it."""
 
-    @dataclass(frozen=True)
     class Options(EndpointOptions):
         """A language model that scores (reward.kind=judge), or a reward model with a scalar head (kind model)."""
 
@@ -73,10 +72,10 @@ class Judge(Mechanism):
         ] = ""
         system_prompt: Annotated[str, "System message for the judge; empty: none."] = ""
         apply_chat_template_kwargs: Annotated[
-            dict[str, Any],
+            JsonObject,
             "Variables for the judge's chat template, such as `{enable_thinking: false}`; an endpoint is sent them as "
             "`chat_template_kwargs`.",
-        ] = field(default_factory=dict)
+        ] = {}
         prompt: Annotated[
             str,
             "What the judge is asked, with `{question}`, `{response}`, `{answer}` and any column of the data "
@@ -127,7 +126,7 @@ class Judge(Mechanism):
             float, Interval(ge=0, le=1), "The share of the rows that may be busy when the judge takes a turn."
         ] = 0.5
 
-        kinds = frozenset({"judge", "model"})  # of rewards, that are scored so
+        kinds: ClassVar = frozenset({"judge", "model"})  # of rewards, that are scored so
 
         def allows_turn(self, busy_rows: int, num_rows: int) -> bool:
             """Whether a judge on the devices may take a turn; always where no row is busy."""
@@ -149,7 +148,7 @@ class Judge(Mechanism):
                 f"{self.max_requests} requests{rate}",
             )
 
-        def unread(self, kinds: frozenset[str]) -> Iterator[tuple[str, frozenset[str] | None, str]]:
+        def unread_with(self, kinds: frozenset[str]) -> Iterator[tuple[str, frozenset[str] | None, str]]:
             """Options that rewards of these kinds do not read: the section, their names (None: all of it), and why."""
             if not self.kinds & kinds:
                 yield "reward.judge", None, "no reward's kind is judge or model"

@@ -168,7 +168,7 @@ class Reading:
         tokenizer, messages = self._tokenizer, self._messages(request)
         if not tokenizer.chat_templates:
             return tokenizer.encode("\n\n".join(message["content"] for message in messages), add_special_tokens=True)
-        variables = self._judge.apply_chat_template_kwargs
+        variables = dict[str, Any](self._judge.apply_chat_template_kwargs)
         return tokenizer.encode(tokenizer.apply_chat_template(messages, add_generation_prompt=self.writes, **variables))
 
 

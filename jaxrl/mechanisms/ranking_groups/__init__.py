@@ -8,7 +8,6 @@ the most.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
@@ -25,7 +24,7 @@ from jaxrl.scheduling.mechanism import (
     RoundState,
 )
 from jaxrl.scheduling.rounds.events import Command, Launch, NextRoundPrefetch
-from jaxrl.schema.declared import Checked
+from jaxrl.schema.section import Section
 from jaxrl.types import Prompt, Sample, SampleKey
 
 if TYPE_CHECKING:
@@ -43,8 +42,7 @@ class RankingGroups(Mechanism):
     """Ranks the prompts of rounds, moves outliers between workers, and has idle workers begin with the next round.
     `by`: how outliers move."""
 
-    @dataclass(frozen=True)
-    class Options(Checked):
+    class Options(Section):
         """Prompts ranked by the lengths of their last responses; workers get long and short ones in turn."""
 
         enable: Annotated[bool, "Switch ranking groups on."] = False

@@ -12,15 +12,16 @@ Source: RhymeRL §5.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from annotated_types import Ge, Interval
 
 from jaxrl.scheduling.mechanism import Mechanism, RolloutMemory, RoundEnd, RoundInfo
-from jaxrl.schema.declared import MAX_INT, Cap, Checked
+from jaxrl.schema.declared import MAX_INT, Cap
+from jaxrl.schema.section import Section
 from jaxrl.types import Prompt
 
 if TYPE_CHECKING:
@@ -44,8 +45,7 @@ class Speculation(Mechanism):
     """Keeps the responses of earlier rounds, and gives new requests indexes to draft from. `builder`: None where
     lengths alone are kept."""
 
-    @dataclass(frozen=True)
-    class Options(Checked):
+    class Options(Section):
         """Drafts from a prompt's earlier responses, verified several tokens a step; the tokens stay the same."""
 
         enable: Annotated[bool, "Switch history speculation on."] = False
@@ -88,24 +88,23 @@ class Speculation(Mechanism):
             "Prompts whose history is on the devices at once, per dp group; 0: one for each row.",
         ] = 0
 
-        def problem(self, config: Any) -> str | None:
+        def problems(self, config: Any) -> Iterator[str]:
             option, data, n = "rollout.speculation", config.data, config.rollout.n
             for least, most in (("min_prefix", "max_prefix"), ("min_window", "max_window")):
                 if getattr(self, least) > getattr(self, most):
-                    return (
+                    yield (
                         f"{option}.{least} ({getattr(self, least)} tokens) must be at most {option}.{most} "
                         f"({getattr(self, most)} tokens)"
                     )
             text = n * self.epochs * (data.max_response_length + self.max_prefix + 1)
             prefixes = self.max_prefix - self.min_prefix + 1
             if self.enable and text * prefixes > MAX_INT:
-                return (
+                yield (
                     f"{option}: rollout.n ({n}) × {option}.epochs ({self.epochs}) responses of "
                     f"data.max_response_length ({data.max_response_length} tokens) with {prefixes} lengths of "
                     f"prefixes ({option}.min_prefix to {option}.max_prefix) must be at most {MAX_INT} entries of an "
                     f"index, found {text * prefixes}"
                 )
-            return None
 
     name = "history"
     title = "history speculation"

@@ -23,8 +23,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, TypeVar
 
@@ -33,8 +32,8 @@ from annotated_types import Ge, Interval
 from jaxrl.scheduling.mechanism import WORKERS, FreedMemory, Mechanism, Phase, RoundEnd, RoundInfo, RoundState
 from jaxrl.scheduling.rounds.events import Interrupted
 from jaxrl.scheduling.rounds.round import PromptKey
-from jaxrl.schema.declared import Checked
 from jaxrl.schema.devices import possible_workers, sharing_problem
+from jaxrl.schema.section import Section
 from jaxrl.types import Group, Sample, StreamFailed, TrainBatch
 
 if TYPE_CHECKING:
@@ -80,8 +79,7 @@ class StreamTrainer(Mechanism):
       by: how the requests of freed workers move; a pure function, or one way for all.
     """
 
-    @dataclass(frozen=True)
-    class Options(Checked):
+    class Options(Section):
         """The stream trainer: gradients of complete prompts on half of the devices, while the others decode."""
 
         enable: Annotated[bool, "Switch the stream trainer on."] = False
@@ -123,13 +121,12 @@ class StreamTrainer(Mechanism):
             bool, "Free workers in tail batching's short rounds too, not in its long ones alone."
         ] = False
 
-        def problem(self, config: Any) -> str | None:
+        def problems(self, config: Any) -> Iterator[str]:
             if self.min_done > self.max_done:
-                return (
+                yield (
                     f"trainer.stream.min_done ({self.min_done}) must be at most trainer.stream.max_done "
                     f"({self.max_done}): between them workers may be freed"
                 )
-            return None
 
         def excludes_hosts(self, config: Any) -> tuple[str, str] | None:
             why = "weights and gradients that go between the halves of the devices cannot cross between hosts"

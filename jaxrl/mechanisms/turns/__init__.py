@@ -16,7 +16,7 @@ import base64
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from annotated_types import Ge, Gt, Interval
@@ -24,8 +24,9 @@ from annotated_types import Ge, Gt, Interval
 from jaxrl.mechanisms.turns.rule import Observed, TurnLimits, tokens_crc32, trajectory_metrics
 from jaxrl.scheduling.mechanism import WORKERS, Mechanism, RoundEnd, RoundInfo, RoundState
 from jaxrl.scheduling.rounds.events import Command, Launch
-from jaxrl.schema.declared import Cap, Checked, Names
+from jaxrl.schema.declared import Cap, Names
 from jaxrl.schema.limits import MAX_GIB, MAX_LENGTH, MAX_WAIT
+from jaxrl.schema.section import JsonObject, Section
 from jaxrl.types import ENVIRONMENT, Episode, Prompt, Sample, SampleKey, Turn
 
 if TYPE_CHECKING:
@@ -59,8 +60,7 @@ class _Waiting:
 class Turns(Mechanism):
     """The mechanism. Samples are parked while their environments work (`jaxrl.scheduling.mechanism.Parking`)."""
 
-    @dataclass(frozen=True)
-    class Options(Checked):
+    class Options(Section):
         """Tools and games: what a model says is answered, and it goes on, over several turns."""
 
         kind: Annotated[
@@ -87,8 +87,9 @@ class Turns(Mechanism):
             "openai the function; empty: run.",
         ] = ""
         args: Annotated[
-            dict[str, Any], "Columns that every row has, such as a game's size; a row's own `env_args` go before them."
-        ] = field(default_factory=dict)
+            JsonObject,
+            "Columns that every row has, such as a game's size; a row's own `env_args` go before them.",
+        ] = {}
         describe_tools: Annotated[
             bool,
             "Have the chat template describe the tools; false: data.system_prompt does, for a template that cannot.",
@@ -123,7 +124,7 @@ class Turns(Mechanism):
             int, Ge(0), "Turns, or programs, after which a process is replaced; 0: never."
         ] = 0
         max_memory_gib: Annotated[float, Ge(0), MAX_GIB, "GiB that each of them may take; 0: no limit."] = 4.0
-        env: Annotated[list[str], "Environment variables of the run that they get."] = field(default_factory=list)
+        env: Annotated[list[str], "Environment variables of the run that they get."] = []
         group: Annotated[
             str,
             "With the kinds tools, class and native, the class in path that compares the trajectories of a prompt, "
@@ -141,34 +142,34 @@ class Turns(Mechanism):
         def is_on(self) -> bool:
             return self.kind != "none"
 
-        def problem(self, config: Any) -> str | None:
+        def problems(self, config: Any) -> Iterator[str]:
             if not self.is_on:
                 if config.algorithm.adv_estimator == "grpo_turns":
-                    return (
+                    yield (
                         "algorithm.adv_estimator=grpo_turns needs environment.kind, which is none: there are no turns"
                     )
-                return None
+                return
             if self.kind == "verifiers":
                 if not self.id or not self.python:
-                    return (
+                    yield (
                         "environment.kind=verifiers needs environment.id, the environment's name, and "
                         "environment.python, the Python of an environment of its own with verifiers in it"
                     )
                 data = config.data
                 if data.system_prompt or data.prompt_template != "{question}":
-                    return (
+                    yield (
                         "data.system_prompt and data.prompt_template exclude environment.kind=verifiers: its "
                         "environments begin with prompts of their own"
                     )
             elif self.python and self.kind != "openai":
-                return (
+                yield (
                     f"environment.python ({self.python}) needs environment.kind openai or verifiers, found {self.kind}"
                 )
             elif not self.path:
-                return f"environment.path is missing: environment.kind is {self.kind}, which needs a Python file"
+                yield f"environment.path is missing: environment.kind is {self.kind}, which needs a Python file"
             if self.group:
                 if self.kind in ("openai", "verifiers"):
-                    return (
+                    yield (
                         f"environment.group ({self.group}) needs environment.kind tools, class or native, found "
                         f"{self.kind}"
                     )
@@ -177,36 +178,35 @@ class Turns(Mechanism):
                     ("trainer.stream.enable", config.trainer.stream.enable),
                 ):
                     if is_on:
-                        return (
+                        yield (
                             f"environment.group excludes {option}, which needs a sample's whole reward before its "
                             "round is over: only then are trajectories compared"
                         )
             if not config.data.apply_chat_template:
-                return "environment.kind needs data.apply_chat_template: turns are written in the model's chat template"
+                yield "environment.kind needs data.apply_chat_template: turns are written in the model's chat template"
             if "tools" in config.data.apply_chat_template_kwargs:
-                return (
+                yield (
                     "data.apply_chat_template_kwargs.tools excludes environment.kind, which gives the template its "
                     "tools"
                 )
             longest = config.data.max_response_length
             for name in ("max_trajectory_tokens", "max_sampled_tokens"):
                 if getattr(self, name) > longest:
-                    return (
+                    yield (
                         f"environment.{name} ({getattr(self, name)} tokens) must be at most data.max_response_length "
                         f"({longest} tokens), for which rows and batches have room"
                     )
             if config.algorithm.adv_estimator == "grpo_turns" and (self.reward == "last" or self.reward_discount < 1):
-                return (
+                yield (
                     "algorithm.adv_estimator=grpo_turns excludes environment.reward=last and "
                     "environment.reward_discount below 1: it gives each turn its own reward"
                 )
             if config.rollout.stop:
-                return "rollout.stop excludes environment.kind: a turn ends where the chat template says so"
-            return None
+                yield "rollout.stop excludes environment.kind: a turn ends where the chat template says so"
 
         def unread(self, config: Any) -> Iterator[tuple[frozenset[str], str]]:
             if not self.is_on:
-                names = frozenset(self.__dataclass_fields__) - {"kind"}
+                names = frozenset(type(self).model_fields) - {"kind"}
                 yield names, "environment.kind is none"
                 return
             if self.kind == "tools":

@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -148,8 +148,7 @@ def measured(
     said = [sum(len(turn.get("tokens", ())) for turn in of) for of in turns]
     gaps = sum(len(of) - 1 for of in turns)
     tokens = sum(length - drawn for length, drawn in zip(lengths, said, strict=True))
-    return replace(
-        tool,
+    return tool.replace(
         turns=float(np.mean([len(of) for of in turns])),
         answer_tokens=round(tokens / gaps) if gaps else 0,
         median_s=float(np.exp(np.median(seconds))) if answered else 0.0,

@@ -271,16 +271,13 @@ class FreshBatches(BatchRule):
         return list(left_over) if self.limits.num_spare else super()._enqueue(left_over, time)
 
 
-def launched(section: str, prompt_factor: float, response_factor: float, batch: BatchSettings) -> tuple[int, int]:
+def launched(prompt_factor: float, response_factor: float, batch: BatchSettings) -> tuple[int, int]:
     """Prompts that a round launches, and samples of each."""
-    num_prompts = provisioned(f"{section}.prompt_factor", prompt_factor, batch.num_prompts)
-    return num_prompts, provisioned(f"{section}.response_factor", response_factor, batch.group_size)
+    return provisioned(prompt_factor, batch.num_prompts), provisioned(response_factor, batch.group_size)
 
 
-def provisioned(option: str, factor: float, count: int) -> int:
-    """ceil(factor · count), the factor taken as written, in decimal (1.1 · 50 is 55); ValueError for infinity."""
-    if not math.isfinite(factor):
-        raise ValueError(f"{option} ({factor}) must be a finite number")
+def provisioned(factor: float, count: int) -> int:
+    """ceil(factor · count), the factor taken as written, in decimal: 1.1 · 50 is 55."""
     return math.ceil(Fraction(str(factor)) * count)
 
 

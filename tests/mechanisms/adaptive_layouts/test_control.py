@@ -62,7 +62,7 @@ class World:
         inner._cost = lambda plan, steps: slow * steps * step_s(inner.tp, fullest(plan)) if steps else 0.05
         inner._switch_cost = lambda move: TimeTaken(0.003, 0.002, 0.001)
         self.predictor = predictor()
-        section = replace(AdaptiveLayouts.Options(min_gain=0.0, cooldown=1, state="migrate"), **options)
+        section = AdaptiveLayouts.Options(min_gain=0.0, cooldown=1, state="migrate").replace(**options)
         self.control = LayoutControl(self.engine, section, DEGREES, initial, self.predictor if predicts else None)
         self.written: list[Decision] = []
         self.samples: dict[int, Sample] = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from statistics import median
 
 import numpy as np
@@ -19,7 +18,7 @@ DEGREES = (1, 2, 4, 8)
 
 
 def make_paper(degrees: tuple[int, ...] = DEGREES, initial: int = 2, **options: float) -> TpPlanner:
-    return TpPlanner(replace(AdaptiveLayouts.Options(), **options), degrees, initial)  # pyright: ignore[reportArgumentType]
+    return TpPlanner(AdaptiveLayouts.Options().replace(**options), degrees, initial)  # pyright: ignore[reportArgumentType]
 
 
 def make_planner(degrees: tuple[int, ...] = DEGREES, initial: int = 2, trial_rounds: int = 16) -> ConfidentPlanner:

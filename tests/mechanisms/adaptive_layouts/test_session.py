@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,10 +27,9 @@ from jaxrl.types import Sample, SampleKey
 def switches(num_workers: int, journal: Journal, **layout: Any) -> list[list[Any]]:
     """The switches of each worker, in a run of one step with this journal: (dispatch, from tp, to tp)."""
     made = config(switch=True, **layout)
-    made = replace(
-        made,
-        rollout=replace(made.rollout, num_workers=num_workers),
-        trainer=replace(made.trainer, total_training_steps=1),
+    made = made.replace(
+        rollout=made.rollout.replace(num_workers=num_workers),
+        trainer=made.trainer.replace(total_training_steps=1),
     )
     simulation = build(made, CostModel(LARGE, H100), WORKLOAD)
     sessions = simulation.run.mechanism(AdaptiveLayouts)

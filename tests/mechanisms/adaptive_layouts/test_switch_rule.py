@@ -30,7 +30,7 @@ PAT = predictor(
     prefill={8: 19.01},
 )
 CHEAP = {(a, b): (0.1, 0.0, 0.0) for a in DEGREES for b in DEGREES if a != b}
-RECOMPUTE = replace(UP, state="recompute")
+RECOMPUTE = UP.replace(state="recompute")
 NO_ROW = GroupCapacity(1 << 40, 0)
 ONE_ROW = batch_state(1, [[(1000, 500)]])
 THREE_ROWS = batch_state(1, [[(5000, 2000)]] * 3)
@@ -63,7 +63,7 @@ TABLE = [
     # step gains 5.73 ms: 3.1664 / 0.00573 = 552.6 steps.
     Case("PAT, one row, just too late", PAT, UP, batch_state(2, [[(100, 552)]]), None),
     Case("PAT, one row, just in time", PAT, UP, batch_state(2, [[(100, 553)]]), (8, "migrate")),
-    Case("PAT, one row, 5 % of what is left", PAT, replace(UP, min_gain=0.05), batch_state(2, [[(100, 553)]]), None),
+    Case("PAT, one row, 5 % of what is left", PAT, UP.replace(min_gain=0.05), batch_state(2, [[(100, 553)]]), None),
     # 128 rows: a step loses 6.46 ms. No number of steps makes up for that.
     Case("PAT, 128 rows: too early", PAT, UP, batch_state(2, [[(100, 10_000)] * 32] * 4), None),
     # Nine rows at 12 K: tp 2 has three in the fullest group: 15.37 + 2 / 31 x 9.04 = 15.953 ms; tp 8 has nine:
@@ -115,7 +115,7 @@ def test_expected_length_from_history():
         (replace(known, expected_remaining=183.0), "expected", None),
         (replace(known, expected_remaining=1e9), "expected", 8),  # never beyond the limit
     ]:
-        rule = LayoutSwitchRule(replace(MOVE, bound=bound), DEGREES, SIMPLE)
+        rule = LayoutSwitchRule(MOVE.replace(bound=bound), DEGREES, SIMPLE)
         switch = rule.decide(replace(now, groups=((row,), *now.groups[1:])))
         assert (switch and switch.to_tp) == expected
     left = [replace(known, expected_remaining=x).steps_left("expected") for x in (-5.0, 0.0, 1.2, 9e9)]
@@ -151,20 +151,20 @@ def test_degrees_without_room_and_lower_ones_are_no_candidates():
 
 
 def test_rows_are_looked_at_only_where_they_matter():
-    rule = LayoutSwitchRule(replace(MOVE, direction="up", cooldown=3), DEGREES, SIMPLE)
+    rule = LayoutSwitchRule(MOVE.replace(direction="up", cooldown=3), DEGREES, SIMPLE)
     assert rule.considers(0, 4, num_live=1, num_waiting=0)
     assert not rule.considers(0, 8, num_live=1, num_waiting=0)  # the largest
     assert not rule.considers(0, 4, num_live=0, num_waiting=0)
     assert not rule.considers(0, 4, num_live=1, num_waiting=1)
     assert rule.decide(batch_state(1, [[(10, 10_000)]], dispatch=5, capacities={2: ROOMY})) is not None
     assert [rule.considers(dispatch, 2, 1, 0) for dispatch in range(5, 9)] == [False, False, False, True]
-    back = LayoutSwitchRule(replace(BOTH, cooldown=1), DEGREES, SIMPLE)
+    back = LayoutSwitchRule(BOTH.replace(cooldown=1), DEGREES, SIMPLE)
     assert back.decide(batch_state(1, [[(10, 10_000)]], capacities={8: ROOMY})) is not None
     assert [back.considers(1, 8, num_live, 0) for num_live in (1, 2)] == [False, True]  # down: only if it has grown
 
 
 def test_cooldown_counts_plans():
-    rule = LayoutSwitchRule(replace(BOTH, cooldown=3), DEGREES, SIMPLE)
+    rule = LayoutSwitchRule(BOTH.replace(cooldown=3), DEGREES, SIMPLE)
     one_row = [[(10, 10_000)]]
     assert rule.decide(batch_state(1, one_row, dispatch=5, capacities={2: ROOMY})) is not None
     for dispatch in (5, 6, 7):
@@ -180,7 +180,7 @@ def test_cooldown_counts_plans():
 def test_a_way_back_down_needs_a_batch_that_has_grown(rows: int, turns: bool):
     """Up to tp 8 with two rows in one dp group of eight; back down only once there are four."""
     steps = {(tp, b): s for tp in DEGREES for b, s in ((1, 0.01), (2, 0.02 / tp), (3, 0.02 * tp))}
-    rule = LayoutSwitchRule(replace(BOTH, cooldown=1), DEGREES, predictor(steps, CHEAP))
+    rule = LayoutSwitchRule(BOTH.replace(cooldown=1), DEGREES, predictor(steps, CHEAP))
     switch = rule.decide(batch_state(1, [[(10, 1000)] * 2]))
     assert switch is not None
     assert switch.to_tp == 8
@@ -192,12 +192,12 @@ def test_a_way_back_down_needs_a_batch_that_has_grown(rows: int, turns: bool):
 @pytest.mark.parametrize(("rows", "turns"), [(64, False), (33, False), (32, True), (1, True)])
 def test_a_way_back_up_needs_a_batch_that_has_shrunk(rows: int, turns: bool):
     """Down from tp 8 with 64 rows; back up only once there are 32, though larger degrees look better at once."""
-    rule = LayoutSwitchRule(replace(BOTH, cooldown=1), DEGREES, SIMPLE)
+    rule = LayoutSwitchRule(BOTH.replace(cooldown=1), DEGREES, SIMPLE)
     switch = rule.decide(batch_state(8, [[(10, 1000)] * 64], capacities={1: ROOMY}))
     assert switch is not None
     assert switch.to_tp == 1
     now = batch_state(1, [[(10, 100_000)] * rows], dispatch=1)  # in one dp group: 2 to 64 ms a step
-    changed = LayoutSwitchRule(replace(BOTH, cooldown=1), DEGREES, cheap_large_degrees())
+    changed = LayoutSwitchRule(BOTH.replace(cooldown=1), DEGREES, cheap_large_degrees())
     changed.record(switch)
     candidates = [candidate.tp for candidate in changed.evaluate(now)]
     assert (changed.decide(now) is not None) == turns == (8 in candidates)
@@ -255,10 +255,10 @@ def num_turns(switches: Sequence[Switch]) -> int:
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=40), st.sampled_from(DEGREES), st.integers(0, 1 << 32))
 def test_a_draining_batch_never_oscillates(counts: list[int], tp: int, seed: int):
     draining = sorted(counts, reverse=True)
-    up = run_noisy(replace(UP, cooldown=1), draining, tp, seed)
+    up = run_noisy(UP.replace(cooldown=1), draining, tp, seed)
     assert all(directions(up))
     assert len(up) <= len(DEGREES) - 1
-    both = run_noisy(replace(UP, cooldown=1, direction="both"), draining, tp, seed)
+    both = run_noisy(UP.replace(cooldown=1, direction="both"), draining, tp, seed)
     assert num_turns(both) <= 1
     assert directions(both) == sorted(directions(both)), "down first, then up"
     assert len(both) <= 2 * (len(DEGREES) - 1)
@@ -280,7 +280,7 @@ def test_turns_are_paid_for_by_the_batch(
     counts = [start]
     for change in changes:
         counts.append(max(counts[-1] + change, 1))
-    config = replace(UP, cooldown=cooldown, direction="both", reversal_factor=factor)
+    config = UP.replace(cooldown=cooldown, direction="both", reversal_factor=factor)
     switches = run_noisy(config, counts, tp, seed)
     moved = sum(abs(math.log(b / a)) for a, b in pairwise(counts))
     assert num_turns(switches) <= moved / math.log(factor) + 1e-9
@@ -339,7 +339,7 @@ def machines(draw: st.DrawFn) -> LatencyPredictor:
 def test_the_choice_is_the_best_constant_plan(model: LatencyPredictor, tp: int, rows: list[tuple[int, int, int]]):
     groups = [[(n, left) for g, n, left in rows if g % (8 // tp) == i] for i in range(8 // tp)]
     now = batch_state(tp, groups)
-    rule = LayoutSwitchRule(replace(UP, direction="both"), DEGREES, model)
+    rule = LayoutSwitchRule(UP.replace(direction="both"), DEGREES, model)
     times = {candidate: brute_force(model, now, candidate) for candidate in DEGREES}
     for candidate in rule.evaluate(now):
         assert candidate.total_s == pytest.approx(times[candidate.tp], rel=1e-9, abs=1e-12)
@@ -365,7 +365,7 @@ def test_a_profile_that_lacks_something_is_refused_at_once():
     costs = {(1, 2): (0.0, 0.0, 0.0)}
     with pytest.raises(ValueError, match=r"no prefill points for tp 2"):
         LayoutSwitchRule(options, degrees, predictor(steps, costs))
-    LayoutSwitchRule(replace(options, state="migrate"), degrees, predictor(steps, costs))
+    LayoutSwitchRule(options.replace(state="migrate"), degrees, predictor(steps, costs))
     LayoutSwitchRule(options, degrees, predictor(steps, costs, prefill={2: 1.0}))
     with pytest.raises(ValueError, match=r"no costs for a switch from tp 2 to 1"):
-        LayoutSwitchRule(replace(options, direction="both"), degrees, predictor(steps, costs, prefill={1: 1.0, 2: 1.0}))
+        LayoutSwitchRule(options.replace(direction="both"), degrees, predictor(steps, costs, prefill={1: 1.0, 2: 1.0}))

@@ -70,7 +70,7 @@ def test_a_round_with_filtered_groups_takes_little_longer_and_generates_little_m
 
 
 def test_long_rounds_launch_ahead_as_well():
-    options = TailBatching.Options(True, prompt_factor=1.25, response_factor=1.25)
+    options = TailBatching.Options(enable=True, prompt_factor=1.25, response_factor=1.25)
     plain, filtered = [], []
     for seed in range(2):
         plain.append(run(TailBatching(BatchSettings(16, 8), options), seed, 60, 8)[0])
@@ -96,7 +96,7 @@ def test_launching_ahead_does_not_choose_by_length(response_factor: float):
             plan_tokens=40,
             asks_certain=False,
         )
-        options = OverProvisioning.Options(True, 1.0, response_factor)
+        options = OverProvisioning.Options(enable=True, prompt_factor=1.0, response_factor=response_factor)
         rule = OverProvisioning(BatchSettings(16, 2, **filtering()), options)
         training = FakeTraining(rule, FakePrompts(10_000), played, 40)
         for group in (group for _ in range(40) for group in training.run_step().groups):
@@ -156,8 +156,10 @@ def test_a_plain_batch_takes_the_first_that_count_in_the_order_of_launch():
 
 RULES = {
     "plain": lambda batch: fresh_batches(batch.num_prompts, batch.group_size, group_filter=batch.group_filter),
-    "tail batching": lambda batch: TailBatching(batch, TailBatching.Options(True, 1.5, 1.5, at_end="leave")),
-    "partial rollout": lambda batch: PartialRollout(batch, PartialRollout.Options(True, at_end="leave")),
+    "tail batching": lambda batch: TailBatching(
+        batch, TailBatching.Options(enable=True, prompt_factor=1.5, response_factor=1.5, at_end="leave")
+    ),
+    "partial rollout": lambda batch: PartialRollout(batch, PartialRollout.Options(enable=True, at_end="leave")),
 }
 
 

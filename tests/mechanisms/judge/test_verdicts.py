@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ REQUEST = ScoreRequest(
 
 
 def text(**options: Any) -> JudgeText:
-    return JudgeText(replace(Judge.Options(), **options))
+    return JudgeText(Judge.Options().replace(**options))
 
 
 def test_default_prompt_holds_question_answer_and_response():
@@ -184,7 +183,7 @@ def test_a_cut_does_not_join_halves_of_a_special_token(tokenizer):
 
 
 def test_what_is_too_long_without_a_response_is_an_error(tokenizer):
-    reading = WrittenVerdicts(replace(JUDGE, max_prompt_tokens=20), tokenizer, ())
+    reading = WrittenVerdicts(JUDGE.replace(max_prompt_tokens=20), tokenizer, ())
     with pytest.raises(ValueError, match=r"reward\.judge\.max_prompt_tokens \(20\) must hold"):
         reading.ids(asked("4"))
 

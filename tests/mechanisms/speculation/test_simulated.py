@@ -56,7 +56,9 @@ def runs_of(found: Acceptance) -> list[tuple[int, int]]:
     return list(zip(places[first].tolist(), ends.tolist(), strict=True))
 
 
-OPTIONS = st.builds(SimulatedHistory, st.floats(0.1, 50), st.floats(0, 3), st.floats(0, 5))
+OPTIONS = st.builds(
+    SimulatedHistory, stretch_median=st.floats(0.1, 50), stretch_sigma=st.floats(0, 3), gap_mean=st.floats(0, 5)
+)
 
 
 @settings(max_examples=40)
@@ -153,7 +155,7 @@ def requests(seed: int, count: int) -> list[Request]:
 
 
 def drafting(verify_tokens: int) -> SimulatedDrafts:
-    options = SimulatedHistory(4.0, 1.5, 0.5)
+    options = SimulatedHistory(stretch_median=4.0, stretch_sigma=1.5, gap_mean=0.5)
     return SimulatedDrafts(model_of(1, options), DraftConfig(WINDOW, verify_tokens))
 
 
@@ -259,7 +261,9 @@ def test_a_run_draws_the_same_with_drafts_in_fewer_steps_and_through_a_kill(plac
     """8 prompts come again after two or three steps; then drafts are taken."""
     plain, values = make_workload(3), PLACES[place] | {"trainer.total_training_steps": 8}
     (task,) = plain.tasks
-    workload = replace(plain, tasks=(replace(task, history=SimulatedHistory(8.0, 1.0, 0.2)),))
+    workload = replace(
+        plain, tasks=(task.replace(history=SimulatedHistory(stretch_median=8.0, stretch_sigma=1.0, gap_mean=0.2)),)
+    )
     with_drafts, without = whole(make_config(SPECULATES, **values), workload), whole(make_config(values), workload)
     # In the others what is in a batch, or was launched ahead of verdicts and draws anew, depends on what ends first.
     if place == "one worker":

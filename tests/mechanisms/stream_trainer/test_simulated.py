@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +111,9 @@ def simulated(made: Config, cost: CostModel, workload: Workload, state: str | No
 
 
 def streaming(made: Config, num_workers: int = 2, **options: Any) -> Config:
-    stream = replace(made.trainer.stream, enable=True, **options)
-    made = replace(made, rollout=replace(made.rollout, num_workers=num_workers))
-    return replace(made, trainer=replace(made.trainer, stream=stream))
+    stream = made.trainer.stream.replace(enable=True, **options)
+    made = made.replace(rollout=made.rollout.replace(num_workers=num_workers))
+    return made.replace(trainer=made.trainer.replace(stream=stream))
 
 
 LIMITS = {"max_prompt_length": 16, "max_response_length": 40}
@@ -179,9 +178,9 @@ def test_a_step_with_a_stream_and_a_judge_by_hand():
     lengths = {k: 23 if k.prompt_index == 2 else n for k, n in LENGTHS.items()}
     samples = {k: KnownSample(n, float(k.sample_index)) for k, n in lengths.items()}
     workload = KnownWorkload(samples, dict.fromkeys(range(4), 4), {2: "judge"})
-    tasks = [SimulatedTask("judge", scoring=SimulatedScoring(device_s=4.0)), SimulatedTask("known")]
+    tasks = [SimulatedTask(name="judge", scoring=SimulatedScoring(device_s=4.0)), SimulatedTask(name="known")]
     made = by_hand(enable=True)
-    made = replace(made, simulate=replace(made.simulate, tasks=tasks))
+    made = made.replace(simulate=made.simulate.replace(tasks=tasks))
     _, metrics, trained, _ = simulated(made, ConstantCost(), workload)
     step = metrics[1]
     assert step["reward/seconds"] == 8
@@ -189,7 +188,7 @@ def test_a_step_with_a_stream_and_a_judge_by_hand():
     assert step["rollout/scale_down/hidden_s"] == 60 - 28
     assert step["timing_s/stream"] == 3 + 3
     assert step["timing_s/step"] == 60 + 3 + 3 + 7 + 101 + 5
-    assert trained == simulated(replace(made, trainer=by_hand().trainer), ConstantCost(), workload)[2]
+    assert trained == simulated(made.replace(trainer=by_hand().trainer), ConstantCost(), workload)[2]
 
 
 @pytest.mark.parametrize(("counts", "freed"), [("samples", 4 / 8), ("prompts", 1 / 4)])
@@ -236,7 +235,7 @@ def test_what_was_streamed_is_taken_off_the_update(num_workers: int):
     """The forward passes and gradients of each group are computed once, and no group differs."""
     given: list[Group] = []
     made = streaming(large_config(), num_workers)
-    off = replace(made, trainer=replace(made.trainer, stream=large_config().trainer.stream))
+    off = made.replace(trainer=made.trainer.replace(stream=large_config().trainer.stream))
     _, plain, trained, _ = simulated(off, COST, WORKLOAD)
     simulation, metrics, same, _ = simulated(made, COST, WORKLOAD, feeding=lambda stream: Listening(stream, given))
     assert same == trained
@@ -264,9 +263,9 @@ def test_a_run_resumed_from_its_state_goes_on_the_same():
 @pytest.mark.parametrize("short_rounds", [False, True])
 def test_long_rounds_of_tail_batching(short_rounds: bool):
     made = large_config()
-    rules = replace(made.rollout.tail_batching, enable=True, prompt_factor=1.5, at_end="leave")
-    made = replace(made, rollout=replace(made.rollout, tail_batching=rules))
-    _, _, trained, _ = simulated(replace(made, rollout=replace(made.rollout, num_workers=2)), COST, WORKLOAD)
+    rules = made.rollout.tail_batching.replace(enable=True, prompt_factor=1.5, at_end="leave")
+    made = made.replace(rollout=made.rollout.replace(tail_batching=rules))
+    _, _, trained, _ = simulated(made.replace(rollout=made.rollout.replace(num_workers=2)), COST, WORKLOAD)
     _, metrics, same, _ = simulated(streaming(made, short_rounds=short_rounds), COST, WORKLOAD)
     if not short_rounds:  # in a race others end first where devices are freed
         assert same == trained
@@ -277,11 +276,11 @@ def test_long_rounds_of_tail_batching(short_rounds: bool):
 def test_kv_moves_where_that_is_predicted_cheaper():
     """With the modelled devices' profile, rows leave with their KV; without one, they are computed again."""
     made = streaming(large_config())
-    layout = replace(made.rollout.layout, switch=True, degrees=[1, 2], direction="up", min_gain=0.9)  # never switches
-    profiled = replace(made, rollout=replace(made.rollout, layout=layout))
+    layout = made.rollout.layout.replace(switch=True, degrees=[1, 2], direction="up", min_gain=0.9)  # never switches
+    profiled = made.replace(rollout=made.rollout.replace(layout=layout))
     found = []
     for each in (profiled, made):
-        off = replace(each, trainer=replace(each.trainer, stream=large_config().trainer.stream))
+        off = each.replace(trainer=each.trainer.replace(stream=large_config().trainer.stream))
         _, still, trained, _ = simulated(off, COST, WORKLOAD)
         _, moved, same, _ = simulated(each, COST, WORKLOAD)
         assert same == trained

@@ -232,7 +232,6 @@ def test_the_cap_on_active_requests_lets_prompts_in_as_others_end():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: tail_batching(4, 4, prompt_factor=float("inf")), r"prompt_factor \(inf\) must be a finite number"),
         (lambda: tail_batching(4, 4, response_factor=float("nan")), "response_factor"),
         (lambda: tail_batching(4, 4, prompt_factor=3.0, max_age_steps=1), "max_age_steps .1 steps. must be >= 2"),
         (

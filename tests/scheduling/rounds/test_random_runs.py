@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -82,7 +82,10 @@ worlds = st.builds(
 )
 factors = st.sampled_from([1.0, 1.25, 1.5, 2.0, 2.5])
 sampling_options = st.builds(
-    DynamicSampling.Options, st.just(True), max_num_gen_batches=st.just(1000), max_unscored_groups=st.integers(-1, 3)
+    DynamicSampling.Options,
+    enable=st.just(True),
+    max_num_gen_batches=st.just(1000),
+    max_unscored_groups=st.integers(-1, 3),
 )
 
 
@@ -106,7 +109,7 @@ def tail_batchings(draw: st.DrawFn) -> tuple[BatchSettings, TailBatching.Options
         at_end=draw(st.sampled_from(["flush", "leave"])),
     )
     least = TailBatching(batch, options).least_age_bound
-    return batch, replace(options, max_age_steps=draw(st.sampled_from([0, 1, 2, 4]).map(lambda a: a and max(a, least))))
+    return batch, options.replace(max_age_steps=draw(st.sampled_from([0, 1, 2, 4]).map(lambda a: a and max(a, least))))
 
 
 @given(configuration=tail_batchings(), world=worlds, total=st.integers(1, 7), steps_per_version=st.integers(1, 3))
@@ -185,7 +188,7 @@ def partial_rollouts(draw: st.DrawFn) -> tuple[BatchSettings, PartialRollout.Opt
         at_end=draw(st.sampled_from(["flush", "leave"])),
     )
     least = PartialRollout(batch, options).least_staleness
-    return batch, replace(options, max_staleness=draw(st.just(-1) | st.integers(least, least + 2)))
+    return batch, options.replace(max_staleness=draw(st.just(-1) | st.integers(least, least + 2)))
 
 
 @given(configuration=partial_rollouts(), world=worlds, total=st.integers(1, 8))
@@ -269,8 +272,8 @@ def test_no_sample_starts_again_too_often(
 ):
     """A third of the prompts outlives any cap, so that many groups must be in batches at the same time."""
     batch = BatchSettings(num_groups, 2, version_lag=lag)
-    options = PartialRollout.Options(True, over_provision, max_restarts=max_restarts)
-    options = replace(options, max_staleness=PartialRollout(batch, options).least_staleness + slack)
+    options = PartialRollout.Options(enable=True, over_provision=over_provision, max_restarts=max_restarts)
+    options = options.replace(max_staleness=PartialRollout(batch, options).least_staleness + slack)
     rule = PartialRollout(batch, options)
     rollout = FakeRollout(lambda k: 200 if tangled(seed, k.prompt_index) % 3 == 0 else 2, num_slots=40, plan_tokens=2)
     training = FakeTraining(rule, FakePrompts(1000), rollout, None, version_lag=lag)
@@ -287,7 +290,7 @@ def test_no_sample_starts_again_too_often(
 
 
 @given(
-    options=st.builds(OverProvisioning.Options, st.just(True), factors, factors),
+    options=st.builds(OverProvisioning.Options, enable=st.just(True), prompt_factor=factors, response_factor=factors),
     sampling=st.none() | st.builds(DynamicSampling, sampling_options),
     world=worlds,
     slow=st.integers(0, 4),
