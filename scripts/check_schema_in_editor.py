@@ -28,7 +28,8 @@ class Server:
 
     def __init__(self, command: str) -> None:
         self._process = subprocess.Popen([command, "--stdio"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._to, self._from = self._process.stdin, self._process.stdout
 
     def send(self, method: str, number: int | None = None, **params: Any) -> None:
@@ -73,7 +74,8 @@ def main() -> None:
     server.close()
     said = [each["message"] for each in marked if each["range"]["start"]["line"] == 2]
     print(f"n: 0 is marked: {said}\nmax_num_s is completed: max_num_seqs: {offered.get('max_num_seqs')}")
-    assert said and "max_num_seqs" in offered
+    assert said
+    assert "max_num_seqs" in offered
 
 
 if __name__ == "__main__":

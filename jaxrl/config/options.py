@@ -19,7 +19,7 @@ from jaxrl.config.rollouts import RolloutSection
 from jaxrl.config.simulation import SimulateSection
 from jaxrl.config.supervised import DpoSection, SftSection
 from jaxrl.config.teacher import TeacherSection
-from jaxrl.config.updates import ActorSection, CriticSection, KlEstimate, LossAggregation
+from jaxrl.config.updates import ActorSection, CriticSection, KlEstimate, LossAggregation, OptimSection
 from jaxrl.mechanisms.dynamic_sampling import DynamicSampling
 from jaxrl.mechanisms.stream_trainer import StreamTrainer
 from jaxrl.mechanisms.turns import Turns
@@ -315,6 +315,10 @@ class Config(Section):
     def has_critic(self) -> bool:
         """Whether a second model learns what a token's return will be."""
         return self.algorithm.adv_estimator == "gae"
+
+    @property
+    def critic_optim(self) -> OptimSection:
+        return self.actor.optim.replace(**dict(self.critic.optim))
 
     @property
     def critic_mini_batch_prompts(self) -> int:
