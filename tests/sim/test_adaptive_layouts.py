@@ -174,7 +174,10 @@ def test_the_planner_chooses_where_rounds_start():
 
 def test_a_simulated_run_directory_shows_its_switches(tmp_path: Path):
     made = config(switch=True)
-    made = made.replace(data=made.data.replace(task="none"), simulate=made.simulate.replace(tasks={"t": TaskSection(**TASK.model_dump(exclude={"name"}))}))
+    made = made.replace(
+        data=made.data.replace(task="none"),
+        simulate=made.simulate.replace(tasks={"t": TaskSection(**TASK.model_dump(exclude={"name"}))}),
+    )
     trainer = made.trainer.replace(total_training_steps=2, run_dir=str(tmp_path / "run"))
     outcome = simulate(made.replace(trainer=trainer), say=lambda _: None)
     rounds = read_layouts(tmp_path / "run-simulated")

@@ -149,9 +149,6 @@ SIMULATED = {
         acts=("rollout/layout/switches",),
     ),
     "planner": Spec((TAIL, PLANNER), acts=("rollout/preemptions",)),
-    "planner_confident": Spec(
-        (PLANNER, "rollout.layout.planner_rule=confident", "rollout.num_workers=2"), acts=("rollout/preemptions",)
-    ),
     "rollout_scored": Spec(
         (FILTER, "reward.score_when=rollout", "algorithm.filter_groups.max_unscored_groups=2"),
         acts=("rollout/filtered_prompts",),
