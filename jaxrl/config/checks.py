@@ -334,8 +334,7 @@ def _no_reference_copy(c: Config, command: str) -> str | None:
     if c.model.has_adapters:
         return "the reference is the base of the adapters, which is there"
     if command == "dpo":
-        names = ("reference_free", "precompute_ref_log_probs")
-        return next((f"dpo.{name} keeps no copy of the reference" for name in names if getattr(c.dpo, name)), None)
+        return "dpo.precompute_ref_log_probs keeps no copy of the reference" if c.dpo.precompute_ref_log_probs else None
     return None if c.needs_ref else "no option needs a reference (actor.use_kl_loss, algorithm.use_kl_in_reward)"
 
 

@@ -32,7 +32,6 @@ AdvantageEstimator = Literal["grpo", "dr_grpo", "grpo_turns", "rloo", "reinforce
 
 MAX_STEPS = Cap(1_000_000_000, "updates are counted in 32 bits")
 MAX_WAITING = Cap(1_000_000, "each of them is held in memory")
-MAX_BODY_MIB = Cap(1024, "a request's body is held in memory")
 
 
 class ModelSection(Section):
@@ -282,7 +281,6 @@ class ServeSection(Section):
     grace_s: Annotated[
         float, Ge(0), MAX_WAIT, "Seconds that responses under way have to end once the server is asked to stop."
     ] = 30.0
-    max_body_mib: Annotated[float, Gt(0), MAX_BODY_MIB, "The largest request, in MiB."] = 16.0
 
 
 class Config(Section):

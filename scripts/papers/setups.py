@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jaxrl.config import Config, SimulatedLengths, SimulatedScoring, SimulatedTask, from_mapping
-from jaxrl.mechanisms.speculation import Speculation
+from jaxrl.mechanisms.speculation import MIN_WINDOW, WINDOW_STEP, Speculation
 from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftWindow
 from jaxrl.mechanisms.speculation.simulated import SimulatedDrafts, acceptance_model
 from jaxrl.models.shapes import named_shape
@@ -376,7 +376,7 @@ def _rhymerl_workload(case: Case, calibration: Calibration) -> ModelledWorkload:
 def drafting_of(case: Case, workload: ModelledWorkload) -> SimulatedDrafts:
     """How the rows of a case draft."""
     options = Speculation.Options()
-    window = DraftWindow(options.min_window, options.window_step, options.max_window)
+    window = DraftWindow(MIN_WINDOW, WINDOW_STEP, options.max_window)
     tell = acceptance_model(case.seed, workload, options)
     return SimulatedDrafts(tell, DraftConfig(window, VERIFY_TOKENS))
 

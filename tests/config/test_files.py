@@ -230,8 +230,8 @@ def test_options_without_effect_are_said_with_their_place(file):
         f"rollout.tail_batching.prompt_factor=1.5 has no effect: rollout.tail_batching.enable is off ({path}, line 4)",
         "rollout.deal=prompts has no effect: rollout.num_workers is 1 (command line: rollout.deal=prompts)",
         "actor.kl_loss_coef=0.1 has no effect: actor.use_kl_loss is off (command line: actor.kl_loss_coef=0.1)",
-        "simulate.recorded_rule=pooled has no effect: simulate.recorded_run is empty (command line: simulate.recorded_rule="
-        "pooled)",
+        "simulate.recorded_rule=pooled has no effect: simulate.recorded_run is empty (command line: "
+        "simulate.recorded_rule=pooled)",
         "reward.name=mine has no effect: reward.kind is auto (command line: reward.name=mine)",
     ], "those that have their default change nothing, whoever wrote them"
     said.clear()

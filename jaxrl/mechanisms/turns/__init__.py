@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from annotated_types import Ge, Gt, Interval
+from annotated_types import Ge, Gt
 
 from jaxrl.mechanisms.turns.rule import Observed, TurnLimits, tokens_crc32, trajectory_metrics
 from jaxrl.scheduling.mechanism import WORKERS, Mechanism, RoundEnd, RoundInfo, RoundState
@@ -130,9 +130,6 @@ class Turns(Mechanism):
             Literal["sum", "last"],
             "What reward.kind=environment makes of the rewards of turns; last: that of the last turn alone.",
         ] = "sum"
-        reward_discount: Annotated[
-            float, Interval(ge=0, le=1), "What a turn's reward is multiplied by for each turn before it, in the sum."
-        ] = 1.0
 
         @property
         def is_on(self) -> bool:
@@ -191,10 +188,10 @@ class Turns(Mechanism):
                     f"environment.max_trajectory_tokens ({self.max_trajectory_tokens} tokens) must be at most "
                     f"data.max_response_length ({longest} tokens), for which rows and batches have room"
                 )
-            if config.algorithm.adv_estimator == "grpo_turns" and (self.reward == "last" or self.reward_discount < 1):
+            if config.algorithm.adv_estimator == "grpo_turns" and self.reward == "last":
                 yield (
-                    "algorithm.adv_estimator=grpo_turns excludes environment.reward=last and "
-                    "environment.reward_discount below 1: it gives each turn its own reward"
+                    "algorithm.adv_estimator=grpo_turns excludes environment.reward=last: it gives each turn its own "
+                    "reward"
                 )
             if config.rollout.stop:
                 yield "rollout.stop excludes environment.kind: a turn ends where the chat template says so"
@@ -213,9 +210,7 @@ class Turns(Mechanism):
             else:
                 yield frozenset({"id"}), f"environment.kind is {self.kind}"
             if "environment" not in config.reward.kinds:
-                yield frozenset({"reward", "reward_discount"}), "no reward's kind is environment"
-            elif self.reward == "last":
-                yield frozenset({"reward_discount"}), "environment.reward is last"
+                yield frozenset({"reward"}), "no reward's kind is environment"
             if config.data.task or config.data.train_files:
                 yield frozenset({"num_problems"}), "data.task or data.train_files has the problems"
 
