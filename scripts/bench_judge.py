@@ -144,8 +144,8 @@ def _streaming(options: argparse.Namespace, pool: JudgePool) -> Callable[[], Val
         for index in range(options.judge_rows):
             pool.submit(_prompt(), Sample.empty(SampleKey(0, 0, index)))
         began, steps = time.perf_counter(), pool.engine.counters.steps
-        while pool.num_pending:
-            pool.wait()
+        while pool.step():
+            pass
         seconds = time.perf_counter() - began
         steps = pool.engine.counters.steps - steps
         pool.release()  # before another case's
@@ -171,14 +171,14 @@ def _turns(
         began, gap_turns = time.perf_counter(), 0
         while not actor.is_idle:
             busy = min(len(actor.unfinished()), options.rows)
-            if rule is not None and judge.num_pending and rule.allows_turn(busy, options.rows):
+            if rule is not None and rule.allows_turn(busy, options.rows):
                 gap_turns += judge.turn(0, options.rows)  # by this case's rule, not by the pool's own
             for finished in actor.step():
                 if rule is not None:
                     judge.submit(_prompt(), finished.sample)
         rollout_s = time.perf_counter() - began
-        while judge.num_pending:
-            judge.wait()
+        while judge.step():
+            pass
         seconds = time.perf_counter() - began
         judge.release()
         return {"seconds": seconds, "rollout_s": rollout_s, "gap_turns": float(gap_turns)}

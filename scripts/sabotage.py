@@ -249,7 +249,7 @@ FAULTS = (
         "jaxrl/processes/process_tree.py",
         "                pending.append(child)\n",
         "",
-        "tests/processes tests/rewards",
+        "tests/rewards",
     ),
     Fault(
         "a swallowed signal: one that comes while files are written",

@@ -378,7 +378,7 @@ def test_the_life_of_a_prompt_names_every_station_in_order():
         ("Backend", "jaxrl/runtime/backend.py"),
         ("Engine and batcher", "jaxrl/scheduling/tokens/engine.py"),
         ("Executor", "jaxrl/rollout/executor.py"),
-        ("Rewards", "jaxrl/rewards/worker_pool.py"),
+        ("Rewards", "jaxrl/rewards/pool.py"),
         ("Round again", ""),
         ("Loop again", ""),
         ("Advantages", "jaxrl/train/advantages.py"),

@@ -67,7 +67,7 @@ WITHOUT_JAX = {
     "jaxrl.loop",
     "jaxrl.report.comparison",
     "jaxrl.report.page",
-    "jaxrl.rewards.pool",
+    "jaxrl.rewards.reward_pool",
     "jaxrl.runtime.backend",
     "jaxrl.runtime.rules",
     "jaxrl.runtime.simulation",
@@ -209,11 +209,11 @@ def scheduling_violations(sources: Mapping[str, str]) -> list[str]:
 
 
 def ray_violations(sources: Mapping[str, str]) -> list[str]:
-    """Only what starts and begins a process that uses ray imports it, and the controller and the actors of a run."""
+    """Only the host of a pool over ray imports it, and the controller and the actors of a run."""
     return [
         f"{module} imports {name}"
         for module in sources
-        if module not in ("jaxrl.processes.ray_process", "jaxrl.runtime.cluster", "jaxrl.runtime.host_actor")
+        if module not in ("jaxrl.rewards.ray_host", "jaxrl.runtime.cluster", "jaxrl.runtime.host_actor")
         for name in imported(sources, module)
         if name.split(".")[0] == "ray"
     ]

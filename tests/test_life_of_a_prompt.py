@@ -62,8 +62,8 @@ ONCE = {"data/files.py", "mechanisms/__init__.py"}
 ELSEWHERE = {"rewards/math.py"}
 """In a process of the reward pool."""
 BESIDE = {
-    *("scheduling/mechanism.py", "rewards/pool_base.py"),
-    *("rewards/domain_limits.py", "rewards/reward_metrics.py", "scheduling/rounds/busy_time.py"),  # what is counted
+    "scheduling/mechanism.py",
+    *("rewards/reward_metrics.py", "scheduling/rounds/busy_time.py"),  # what is counted
     "scheduling/tokens/progress.py",
     *("runtime/plan_timeline.py", "runtime/training.py", "runtime/stop.py"),
     "runtime/host.py",  # asked for the weights alone

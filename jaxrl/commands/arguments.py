@@ -162,7 +162,7 @@ def number(least: float, most: float, *, above: bool = False, below: bool = Fals
         largest = math.nextafter(most, -math.inf) if below else most
         bounds = f"from {least:g} to {most:g}"
         if above or below:
-            bounds = f"{'above' if above else 'at least'} {least:g} and {'below' if below else 'at most'} {most:g}"
+            bounds = f"{'above' if above else 'of at least'} {least:g} and {'below' if below else 'at most'} {most:g}"
         return _bounded(text, float, smallest, largest, f"a number {bounds}")
 
     return parsed

@@ -26,7 +26,7 @@ from jaxrl.record.files import Removing, refuse_file, to_json, writing_whole
 from jaxrl.record.metrics import RIGHT
 from jaxrl.record.run_dir import inputs_of, refuse_overwriting
 from jaxrl.rewards.domains import build_scorer
-from jaxrl.rewards.pool import build_pool
+from jaxrl.rewards.reward_pool import build_pool
 from jaxrl.rollout.worker_set import WorkerSet
 from jaxrl.runtime.build import LoneWorker, share_notes, use_compilation_cache
 from jaxrl.runtime.mesh_machine import MeshMachine

@@ -17,7 +17,7 @@ import numpy as np
 from jaxrl.config import Config
 from jaxrl.record.files import to_json
 from jaxrl.record.metrics import RIGHT
-from jaxrl.rewards.pool import RewardPool, build_pool
+from jaxrl.rewards.reward_pool import RewardPool, build_pool
 from jaxrl.rewards.scorers import MathScorer
 from jaxrl.types import Group, Prompt, Sample, SampleKey
 

@@ -22,9 +22,8 @@ from jaxrl.record.files import Removing, to_json, writing_whole
 from jaxrl.record.metrics import RIGHT
 from jaxrl.record.run_dir import inputs_of, refuse_overwriting
 from jaxrl.rewards.domains import build_scorer, refuse_tests
-from jaxrl.rewards.pool import build_pool
-from jaxrl.rewards.pool_base import RewardPool
 from jaxrl.rewards.request import ScoreRequest
+from jaxrl.rewards.reward_pool import RewardPool, build_pool
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
 
@@ -112,7 +111,7 @@ def score(
             yield prompt, sample
 
     with closing(build_pool(config, scorer, where=where)) as pool:
-        join_endpoint(config, pool, where)
+        join_endpoint(config, pool)
         pool.warm()
         with writing_whole(out, removing=removing) as file:
             said_s = time.monotonic()

@@ -25,8 +25,8 @@ from jaxrl.mechanisms import batch_rule, enabled, refuse_devices
 from jaxrl.mechanisms.judge import Judge
 from jaxrl.record.run_record import RunOutcome
 from jaxrl.rewards.domains import build_scorer, refuse_tests
-from jaxrl.rewards.pool import RewardPool, build_pool
 from jaxrl.rewards.request import ScoreRequest
+from jaxrl.rewards.reward_pool import RewardPool, build_pool
 from jaxrl.runtime.arrival import ArrivalOrder
 from jaxrl.runtime.rules import carried
 from jaxrl.runtime.run import Run

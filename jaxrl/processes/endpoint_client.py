@@ -74,7 +74,7 @@ class EndpointRefused(Exception):
 
 
 class Client(Generic[T]):
-    """Used in one event loop, while `stay_open` runs in it. Raises ValueError where the environment has no variable
+    """Used in one event loop, in which it is closed. Raises ValueError where the environment has no variable
     `api_key_env`, or it holds no key.
 
     Args:
@@ -98,7 +98,7 @@ class Client(Generic[T]):
         self._key = api_key(section, options.api_key_env)
         self.hide = hider(self._key)  # for every text that comes from the endpoint
         self._url = options.endpoint.rstrip("/") + path
-        self._http: asyncio.Future[httpx2.AsyncClient] | None = None
+        self._http: httpx2.AsyncClient | None = None
         self._places = asyncio.Semaphore(options.max_requests)
         self._next_s = 0.0  # in the loop's time: before it no request begins
         self._counts: Counter[str] = Counter()
@@ -110,32 +110,29 @@ class Client(Generic[T]):
         waited_s, self._waited_s = self._waited_s, 0.0
         return {name: float(counts[name]) for name in _COUNTS} | {"waited_s": waited_s}
 
-    async def stay_open(self) -> None:
-        """Holds the connections until it is cancelled."""
-        import httpx2
+    async def close(self) -> None:
+        if self._http is not None:
+            await self._http.aclose()
 
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=self._options.max_requests)
-        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", "User-Agent": "jaxrl"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
-        for name in ("httpx2", "httpcore2"):
-            logging.getLogger(name).setLevel(logging.WARNING)
-        own: Any = dict.fromkeys(("http://", "https://", "all://")) if _is_loopback(self._url) else None
-        try:
-            needs_tls = self._url.startswith("https:")  # to read the machine's certificates takes half a second
-            client = httpx2.AsyncClient(headers=headers, timeout=None, limits=limits, verify=needs_tls, mounts=own)
-        except Exception as error:  # of certificates or proxies that the environment names
-            text = self._said(f"no connection can be made: {type(error).__name__}: {error}")
-            self._opened().set_exception(RequestFailed(text, "crash", again=False))
-            await asyncio.Event().wait()
-            return
-        async with client:
-            self._opened().set_result(client)
-            await asyncio.Event().wait()
-
-    def _opened(self) -> asyncio.Future[httpx2.AsyncClient]:
+    def _connections(self) -> httpx2.AsyncClient:
         if self._http is None:
-            self._http = asyncio.get_running_loop().create_future()
+            import httpx2
+
+            limits = httpx2.Limits(max_connections=None, max_keepalive_connections=self._options.max_requests)
+            headers = {"Content-Type": "application/json", "Accept-Encoding": "identity", "User-Agent": "jaxrl"}
+            if self._key:
+                headers["Authorization"] = f"Bearer {self._key}"
+            for name in ("httpx2", "httpcore2"):
+                logging.getLogger(name).setLevel(logging.WARNING)
+            own: Any = dict.fromkeys(("http://", "https://", "all://")) if _is_loopback(self._url) else None
+            needs_tls = self._url.startswith("https:")  # to read the machine's certificates takes half a second
+            try:
+                self._http = httpx2.AsyncClient(
+                    headers=headers, timeout=None, limits=limits, verify=needs_tls, mounts=own
+                )
+            except Exception as error:  # of certificates or proxies that the environment names
+                text = self._said(f"no connection can be made: {type(error).__name__}: {error}")
+                raise RequestFailed(text, "crash", again=False) from None
         return self._http
 
     async def probe(self) -> None:
@@ -224,7 +221,7 @@ class Client(Generic[T]):
     async def _once(self, content: bytes, is_probe: bool) -> T:
         import httpx2
 
-        client = await self._opened()
+        client = self._connections()
         try:
             async with client.stream("POST", self._url, content=content) as response:
                 body = bytearray()

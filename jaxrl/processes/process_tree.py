@@ -114,15 +114,27 @@ def kill_descendants(apart_from: Collection[int], below: Collection[int] = ()) -
     """Kills what is below this process, and below the processes `below` (which live on), until nothing is left.
     `apart_from`: processes that live on, with all that is below them."""
     deadline = time.monotonic() + PATIENCE_S
-    kept, roots = {*apart_from, *below}, (os.getpid(), *below)
-    while True:
-        found = [pid for root in roots for pid in descendants(root, kept)]
-        for pid in found:
-            kill(pid)
-        for pid in _children(os.getpid()):  # also those that had ended before: nobody else waits for orphans
-            if pid not in kept:
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(pid, os.WNOHANG)
-        if not found or time.monotonic() > deadline:
-            return
+    while kill_once(apart_from, below) and time.monotonic() < deadline:
         time.sleep(0.0005)
+
+
+def kill_once(apart_from: Collection[int], below: Collection[int] = ()) -> bool:
+    """One round of `kill_descendants`; whether there was anything to kill."""
+    kept, roots = {*apart_from, *below}, (os.getpid(), *below)
+    found = [pid for root in roots for pid in descendants(root, kept)]
+    for pid in found:
+        kill(pid)
+    for pid in _children(os.getpid()):  # also those that had ended before: nobody else waits for orphans
+        if pid not in kept:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+    return bool(found)
+
+
+def kill_marked(mark: str) -> None:
+    """Kills all processes that were started with a variable (`NAME=value`) in their environment."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc"):
+            with contextlib.suppress(OSError, ValueError), open(f"/proc/{int(name)}/environ", "rb") as file:
+                if mark.encode() in file.read().split(b"\0"):
+                    kill(int(name))

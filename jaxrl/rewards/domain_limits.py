@@ -7,12 +7,11 @@ fewest is next; of equals the one whose turn was longest ago. With one domain th
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from jaxrl.config.domains import Domain
-from jaxrl.rewards.scorers import Scored
 
 T = TypeVar("T")
 MAIN = ""
@@ -46,17 +45,9 @@ class DomainLimits:
     def domain(self, source: str) -> str:
         return source if source in self.by_source else MAIN
 
-    def named(self, source: str, scored: Scored) -> Scored:
-        """The result of scoring; a time-out names the option that set the limit."""
-        status, reward, _, duration_s = scored
-        if status != "timeout":
-            return scored
-        option = self.by_source[self.domain(source)].option
-        return status, reward, {"error": f"no score within {option} ({duration_s:g} s)"}, duration_s
-
 
 class FairQueue(Generic[T]):
-    """What waits, by domain. What was popped counts as being scored until `done` or `put_back`."""
+    """What waits, by domain. What was popped counts as being scored until `done`."""
 
     def __init__(self, limits: DomainLimits, num_workers: int) -> None:
         self._limits, self._num_workers = limits.by_source, num_workers
@@ -73,11 +64,6 @@ class FairQueue(Generic[T]):
 
     def _most(self, domain: str) -> int:
         return self._limits[domain].most or max(self._num_workers - len(self._waiting) + 1, 1)
-
-    def put_back(self, domain: str, item: T) -> None:
-        """Something that was popped has to wait again, before all others of its domain."""
-        self.done(domain)
-        self._waiting[domain].appendleft(item)
 
     def pop(self) -> T | None:
         """The next that may be scored; None where nothing may."""
@@ -97,13 +83,3 @@ class FairQueue(Generic[T]):
     def done(self, domain: str) -> None:
         assert self._scored_now[domain] > 0, f"nothing of {domain!r} was being scored"
         self._scored_now[domain] -= 1
-
-    def keep(self, wanted: Callable[[T], bool]) -> None:
-        for domain, waiting in self._waiting.items():
-            self._waiting[domain] = deque(item for item in waiting if wanted(item))
-
-    def take_all(self) -> list[T]:
-        found = [item for waiting in self._waiting.values() for item in waiting]
-        for waiting in self._waiting.values():
-            waiting.clear()
-        return found

@@ -1,7 +1,7 @@
 """The scorer of a run's data: one for each domain (`reward.domains`), with parts (`reward.parts`), in one process.
 
 A worker process holds the scorers of all domains, and a sample's source chooses among them, so any free worker takes
-any sample. Domains that an endpoint or the devices score (`jaxrl.rewards.router`) have only their parts here.
+any sample. Domains that an endpoint or the devices score (`jaxrl.rewards.reward_pool`) have only their parts here.
 
 A part is a number beside the scorer's own: format, length, or a function of the user's. The reward is the scorer's
 times its domain's weight, plus each part times its own. Parts run within the scorer's time limit: a pattern may take

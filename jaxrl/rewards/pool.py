@@ -1,84 +1,305 @@
-"""Rewards beside the rollout: samples go to worker processes while others still decode (RollPacker, section 4.3).
+"""A pool of worker processes: requests to a scorer in, futures of what scoring them came to out.
 
-A scorer is foreign code that runs on the model's text: it may raise, return nonsense, hang, or end its process. Each of
-these costs only the sample at hand (reward 0, a status, a counted warning). Nothing of the user's runs in the trainer,
-not even the reward file's import, and no object that a worker made gets there: only JSON text, whose length and values
-are checked. Workers have an environment of named variables, no terminal, and bounded memory.
+`Pool` starts one process, the host (`jaxrl.rewards.pool_host`), which has all workers, here or in Ray actors, and talks
+to it over one socket. What may go wrong with a worker is the host's business. A host that ends or sends nothing for too
+long is started again and gets all requests again that have no result. Whoever of those under way is to blame shows when
+they are scored again one at a time, each `max_retries` times at most.
 
-Only the scoring itself is timed: a worker loads the scorer before its first task. `duration_s` is measured in the
-worker; for a sample that timed out it is the limit, for a crashed one 0. Verdicts come in the order in which scoring
-ended; a round wants them in the order in which samples completed, and the backend sorts them (docs/architecture.md).
+Workers get an environment of named variables, no terminal, and nothing of this process.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import itertools
+import logging
 import os
 import pickle
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import queue
+import secrets
+import select
+import socket
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from jaxrl.config import Config
-from jaxrl.config.domains import domains, is_staged, needs_workers
-from jaxrl.rewards.domain_limits import DomainLimits
-from jaxrl.rewards.pool_base import RewardPool, describe_sample
-from jaxrl.rewards.process_pool import ProcessRewardPool
-from jaxrl.rewards.scorers import Scorer
-from jaxrl.rewards.worker import WorkerSettings
-from jaxrl.types import SampleKey
+from jaxrl.processes.messages import send_message, take_messages
+from jaxrl.processes.process_tree import kill_marked
+from jaxrl.processes.python_child import last_line, start_python, wait_or_kill
+from jaxrl.rewards.pool_host import MAX_ATTEMPTS, crashed
+from jaxrl.rewards.pool_worker import PoolSettings
+from jaxrl.rewards.scorers import Scored
+from jaxrl.types import RunFailed
 
-__all__ = ["ProcessRewardPool", "RewardPool", "build_pool"]
+_log = logging.getLogger(__name__)
 
-
-def build_pool(
-    config: Config,
-    scorer: Scorer,
-    log: Path | None = None,
-    where: Callable[[SampleKey], str] = describe_sample,
-) -> RewardPool:
-    """What scores a run's samples: the pool that `reward.pool` asks for, or a router over it where domains or parts are
-    configured, which pools for an endpoint or the run's devices join (`RewardRouter.join`). It begins to start its
-    workers, and does not wait for them. Raises ValueError where `reward.env` names a variable that is not set, or ray
-    is not installed.
-
-    Args:
-      scorer: of the worker processes (`jaxrl.rewards.domains.build_scorer`).
-      log: the file for what the scorer prints and for tracebacks, of which some MiB are kept; none: it is dropped.
-      where: how warnings name a sample whose reward failed.
-    """
-    reward = config.reward
-    if not is_staged(reward):
-        return _worker_pool(config, scorer, log, where)
-    from jaxrl.rewards.router import RewardRouter
-
-    pool = _worker_pool(config, scorer, log, where) if needs_workers(reward) else None
-    return RewardRouter(domains(reward), pool, parts=reward.parts, max_retries=reward.max_retries)
-
-
-def _worker_pool(config: Config, scorer: Scorer, log: Path | None, where: Callable[[SampleKey], str]) -> RewardPool:
-    reward = config.reward
-    settings = WorkerSettings(
-        scorer=pickle.dumps(scorer),
-        loads=scorer.loads,
-        preload=scorer.preload,
-        start_timeout_s=reward.start_timeout_s,
-        max_retries=reward.max_retries,
-        max_memory_gib=reward.max_memory_gib,
-        fresh_process=reward.fresh_process,
-        log=str(log.resolve()) if log is not None else "",
+BEAT_S, SILENT_S = 5.0, 20.0
+"""How often a host gives a sign of life, and after how long without one it is replaced."""
+SILENT_ON_RAY_S = 150.0
+"""Longer than Ray may be busy with one call."""
+HOST_LOST = "the host of the scorer's process ended or did not answer"
+PAUSES_S, PAUSES_ON_RAY_S = (0.2, 0.2), (0.0, 15.0, 45.0)
+"""Before a host is started again, by how often one ended in a row."""
+_SLACK_S = 60.0  # beyond start_timeout_s, for an interpreter and its imports on a loaded machine
+_CLOSE_S, _CLOSE_ON_RAY_S = 7.0, 15.0
+_MARK = "JAXRL_POOL"
+_NAMES = frozenset(
+    name
+    for line in (
+        "PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TMPDIR TEMP TMP XDG_CACHE_HOME SSL_CERT_FILE SSL_CERT_DIR",
+        "PYTHONPATH PYTHONHOME PYTHONHASHSEED PYTHONUTF8 PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX VIRTUAL_ENV",
+        "CONDA_PREFIX LD_LIBRARY_PATH DYLD_LIBRARY_PATH CUDA_VISIBLE_DEVICES TOKENIZERS_PARALLELISM",
+        "OMP_NUM_THREADS OPENBLAS_NUM_THREADS MKL_NUM_THREADS NUMEXPR_NUM_THREADS RAYON_NUM_THREADS",
     )
-    limits, env = DomainLimits.of(domains(reward)), named_variables("reward.env", reward.env)
-    options: Any = {"num_workers": reward.num_workers, "env": env, "limits": limits, "where": where}
-    if reward.pool == "process":
-        return ProcessRewardPool(settings, **options)
-    from jaxrl.rewards.ray_pool import RayRewardPool
-
-    return RayRewardPool(settings, **options)
+    for name in line.split()
+)
+"""Variables that workers always get, besides `LC_*`; no others, as many hold keys and tokens."""
 
 
-def named_variables(option: str, names: Sequence[str]) -> dict[str, str]:
-    """The variables that `option` names, with their values. Raises ValueError where one is not set."""
-    missing = [name for name in names if name not in os.environ]
-    if missing:
-        raise ValueError(f"{option}: the environment has no variable {missing[0]!r}")
-    return {name: os.environ[name] for name in names}
+@dataclass(slots=True)
+class _Request:
+    source: str
+    payload: bytes
+    future: Future[Scored]
+    has_begun: bool = False
+    losses: int = 0  # hosts that were lost with it
+
+
+class Pool:
+    """Processes that score; they begin to start when the pool is made. Used from any thread.
+
+    Raises ValueError where Ray is asked for and not installed.
+    """
+
+    def __init__(self, settings: PoolSettings) -> None:
+        if settings.on_ray and importlib.util.find_spec("ray") is None:
+            raise ValueError("reward.pool=ray needs ray, which is not installed: pip install 'jaxrl[ray]'")
+        self._settings = settings
+        self._notes: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        self._num_retried = 0
+        self._numbers = itertools.count()
+        self._requests: dict[int, _Request] = {}
+        self._suspects: deque[int] = deque()  # under way when a host was lost: scored alone, one after another
+        self._sock: socket.socket | None = None
+        self._lock = threading.RLock()  # of these, and of writing to the socket
+        self._reported = threading.Condition()
+        self._num_ready = self._losses = 0
+        self._has_spoken = False  # whether the present host has
+        self._problem: Exception | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"{settings.section} pool", daemon=True)
+        self._thread.start()
+
+    def submit(self, source: str, payload: bytes) -> Future[Scored]:
+        """Queues a pickled request, and returns at once. `source`: of its prompt, for the domain in which it waits and
+        the time that it may take. To cancel the future frees the worker. RunFailed as an exception of the future: no
+        process can be started."""
+        future: Future[Scored] = Future()
+        with self._lock:
+            number = next(self._numbers)
+            if self._problem is not None and isinstance(self._problem, RunFailed):
+                future.set_exception(self._problem)
+                return future
+            self._requests[number] = _Request(source, payload, future)
+            if not self._suspects:
+                self._send("score", number, source, payload)
+        future.add_done_callback(partial(self._drop_cancelled, number))
+        return future
+
+    def wait_ready(self) -> None:
+        """Returns when every worker has loaded the scorer. Raises ValueError where it cannot be loaded; RunFailed:
+        processes cannot be started here."""
+        with self._reported:
+            self._reported.wait_for(lambda: self._problem is not None or self._num_ready >= self._settings.num_workers)
+            if self._problem is not None:
+                raise self._problem
+
+    def take_notes(self) -> list[tuple[str, str]]:
+        """Why samples were scored again ("retried") and processes started again ("restarted") since the last call."""
+        return [self._notes.get() for _ in range(self._notes.qsize())]
+
+    def close(self) -> None:
+        self._closing.set()
+        with self._lock:
+            if self._sock is not None:
+                with contextlib.suppress(OSError):
+                    self._sock.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        for request in self._requests.values():
+            request.future.cancel()
+
+    def _drop_cancelled(self, number: int, future: Future[Scored]) -> None:
+        if future.cancelled() and not self._closing.is_set():
+            with self._lock:
+                self._send("drop", number)
+
+    def _send(self, *message: Any) -> None:
+        if self._sock is not None:
+            with contextlib.suppress(OSError):  # the thread finds that the host is gone, and sends all again
+                send_message(self._sock, pickle.dumps(message))
+
+    # -- in the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                try:
+                    why, is_silent = self._with_host()
+                except OSError as error:
+                    why, is_silent = f"no process can be started: {error}", False
+                if not self._closing.is_set():
+                    self._lost(why, is_silent)
+        except RunFailed as failed:
+            self._fail(failed)
+        except BaseException as error:
+            _log.exception("%s: the pool's own thread ended", self._settings.section)
+            self._fail(RunFailed(f"{self._settings.section}: the pool's own thread failed: {error!r}"))
+
+    def _with_host(self) -> tuple[str, bool]:
+        """Starts a host, and reads what it sends until it ends; why it did, and whether it was silent."""
+        on_ray, mark, is_silent = self._settings.on_ray, secrets.token_hex(16), False
+        env = None if on_ray else _environment({**self._settings.env, _MARK: mark})
+        ours, theirs = socket.socketpair()
+        with tempfile.TemporaryFile() as stderr, ours, theirs:
+            fds, program = [theirs.fileno()], "jaxrl.rewards.ray_host" if on_ray else "jaxrl.rewards.pool_host"
+            process = start_python(program, [str(fds[0])], fds, stderr=stderr, env=env)
+            theirs.close()
+            try:
+                with self._lock, contextlib.suppress(OSError):
+                    send_message(ours, pickle.dumps((self._settings, BEAT_S)))
+                    self._sock, self._num_ready, self._has_spoken = ours, 0, False
+                    self._send_waiting()
+                is_silent = self._listen(ours)
+            finally:
+                if is_silent:
+                    process.kill()  # who waits for it to read has the lock
+                with self._lock:
+                    self._sock = None
+                ours.close()  # on which it ends, with all that is below it; it may still import, and not look
+                patience_s = _CLOSE_ON_RAY_S if on_ray else _CLOSE_S
+                wait_or_kill(process, patience_s if self._has_spoken else 0.0)
+                if process.returncode and not on_ray:
+                    kill_marked(f"{_MARK}={mark}")
+            return "it sent nothing for too long" if is_silent else f"it ended ({last_line(stderr)[-500:]})", is_silent
+
+    def _listen(self, sock: socket.socket) -> bool:
+        """Reads until the host ends (False), or is silent for too long (True)."""
+        data, poll = bytearray(), select.poll()
+        poll.register(sock, select.POLLIN)
+        limit_s = self._settings.start_timeout_s + _SLACK_S
+        while not self._closing.is_set():
+            if not poll.poll(limit_s * 1000):
+                return True
+            try:
+                piece = sock.recv(1 << 18)
+            except OSError:
+                piece = b""
+            if not piece:
+                break
+            data += piece
+            limit_s, self._has_spoken = SILENT_ON_RAY_S if self._settings.on_ray else SILENT_S, True
+            for payload in take_messages(data):
+                for message in pickle.loads(payload):
+                    self._handle(*message)
+        return False
+
+    def _handle(self, kind: str, *values: Any) -> None:
+        match kind, *values:
+            case "began", number:
+                with self._lock:
+                    self._requests[number].has_begun = True
+            case "ended", number, scored:
+                self._ended(number, scored)
+            case "ready", has_jax:
+                self._report()
+                if has_jax:
+                    _log.warning(
+                        "reward workers import jax, which costs start-up time and memory: the custom reward file does"
+                    )
+            case "failed", error:
+                self._report(ValueError(error))
+            case "fatal", error:
+                raise RunFailed(error)
+            case _, why:
+                self._note(kind, why[:500])
+
+    def _note(self, kind: str, why: str) -> None:
+        """Counts it, and warns; of what is scored again the 1st, 2nd, 4th, 8th, ... time."""
+        self._notes.put((kind, why))
+        if kind == "restarted":
+            _log.warning("%s pool: %s", self._settings.section, why)
+            return
+        self._num_retried += 1
+        if self._num_retried & (self._num_retried - 1) == 0:
+            count = self._num_retried
+            _log.warning("%s pool: a sample is scored again, number %d: %s", self._settings.section, count, why)
+
+    def _report(self, problem: Exception | None = None) -> None:
+        with self._reported:
+            self._num_ready += 1
+            self._problem = self._problem or problem
+            self._reported.notify_all()
+
+    def _ended(self, number: int, scored: Scored) -> None:
+        with self._lock:
+            self._losses = 0
+            request = self._requests.pop(number)
+            if self._suspects:
+                self._send_waiting()
+        if request.future.set_running_or_notify_cancel():
+            request.future.set_result(scored)
+
+    def _send_waiting(self) -> None:
+        """Sends a new host the next suspect alone, or else all requests."""
+        for number in [number for number, each in self._requests.items() if each.future.cancelled()]:
+            del self._requests[number]
+        while self._suspects and self._suspects[0] not in self._requests:
+            self._suspects.popleft()
+        for number in [self._suspects[0]] if self._suspects else self._requests:
+            request = self._requests[number]
+            self._send("score", number, request.source, request.payload)
+
+    def _lost(self, why: str, is_silent: bool) -> None:
+        """A host is gone. What was under way may be the reason. Raises RunFailed where hosts end without work."""
+        over: list[_Request] = []
+        with self._lock:
+            begun = [number for number, request in self._requests.items() if request.has_begun]
+            for number in begun:
+                request = self._requests[number]
+                request.has_begun = False
+                request.losses += 1
+                if request.losses > self._settings.max_retries:
+                    over.append(self._requests.pop(number))
+                elif number not in self._suspects:
+                    self._suspects.append(number)
+            self._losses = 0 if begun else self._losses + 1
+        section = self._settings.section
+        if self._losses >= MAX_ATTEMPTS:
+            what = "the ray cluster is lost" if self._settings.on_ray else "no worker process can be started"
+            raise RunFailed(
+                f"{section}: {what}: their host ended {self._losses} times in a row, the last time because {why}"
+            )
+        self._note("restarted", f"the workers' host is started again: {why}")
+        for request in over:
+            if request.future.set_running_or_notify_cancel():
+                request.future.set_result(crashed(HOST_LOST, request.losses, is_silent=is_silent))
+        pauses = PAUSES_ON_RAY_S if self._settings.on_ray else PAUSES_S
+        self._closing.wait(pauses[max(self._losses - 1, 0)])
+
+    def _fail(self, failed: RunFailed) -> None:
+        with self._lock:
+            requests, self._requests = [*self._requests.values()], {}
+            self._report(failed)
+        for request in requests:
+            if request.future.set_running_or_notify_cancel():
+                request.future.set_exception(failed)
+
+
+def _environment(more: Mapping[str, str]) -> dict[str, str]:
+    return {n: v for n, v in os.environ.items() if n in _NAMES or n.startswith("LC_")} | dict(more)

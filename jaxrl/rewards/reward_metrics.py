@@ -2,7 +2,7 @@
 
 `RewardMetrics` counts each verdict once, when the round receives it, replayed ones too: a step that runs again has the
 same counts. A reward that lacks a value which training takes apart or compares becomes a failed one here. `PoolMetrics`
-counts what a pool does, and warns of failed samples.
+counts them as the pool does, and warns of failed samples.
 
 Departure: the seconds of a verdict from the journal are not known any more, and are in no percentile.
 """
@@ -19,7 +19,6 @@ import numpy as np
 from jaxrl.config import Config
 from jaxrl.config.domains import Domain, domains, is_staged
 from jaxrl.mechanisms.dynamic_sampling import THE_REWARD
-from jaxrl.rewards.pool_base import describe_sample
 from jaxrl.scheduling.rounds.events import Verdict, named_values
 from jaxrl.scheduling.rounds.shaping import RewardShaping
 from jaxrl.types import SampleKey
@@ -36,10 +35,15 @@ TIMEOUTS = {
 }
 """What limits are there, as `timeouts` of a verdict's info counts them: how often each ended something. `case`: of
 `reward.code`, below `max_timeout_s`; `case_max`: `max_timeout_s` itself; `program`: `reward.code.max_failing_s`;
-`sample`: `reward.timeout_s`, that of a domain or of math; `endpoint`: of a request to one; `watchdog`: a worker's
-supervisor, or an actor, said nothing."""
+`sample`: `reward.timeout_s`, that of a domain or of math; `endpoint`: of a request to one; `watchdog`: the
+host of the workers, or an actor, said nothing."""
 _COUNTED_AS = {"error": "errors", "timeout": "time-outs", "crash": "crashes"}  # in warnings
 _COUNT_OF = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}
+
+
+def describe_sample(key: SampleKey) -> str:
+    text = f"epoch {key.epoch}, prompt {key.prompt_index}, sample {key.sample_index}"
+    return f"{text}, attempt {key.attempt}" if key.attempt else text
 
 
 class RewardMetrics:
@@ -149,7 +153,6 @@ class PoolMetrics:
         self._where = where
         self._since_last = Counter[str]()
         self._seconds = 0.0
-        self._restarts = self._retries = 0
         self._ever = Counter[str]()
 
     def add(self, verdict: Verdict) -> Verdict:
@@ -163,18 +166,6 @@ class PoolMetrics:
                 _log.warning("reward 0 for %s: %s%s", self._where(verdict.key), verdict.failure, so_far)
         return verdict
 
-    def restarted(self, why: str) -> None:
-        self._restarts += 1
-        _log.warning("reward pool: %s", why)
-
-    def retried(self, why: str) -> None:
-        """A sample is scored again; warned of as failed verdicts are."""
-        self._retries += 1
-        self._ever["retry"] += 1
-        count = self._ever["retry"]
-        if count & (count - 1) == 0:
-            _log.warning("reward pool: a sample is scored again, number %d: %s", count, why)
-
     def take(self) -> dict[str, float]:
         n = self._since_last
         metrics = {
@@ -182,11 +173,9 @@ class PoolMetrics:
             "reward/errors": float(n["error"]),
             "reward/timeouts": float(n["timeout"]),
             "reward/crashes": float(n["crash"]),
-            "reward/pool_restarts": float(self._restarts),
-            "reward/retries": float(self._retries),
             "reward/seconds": self._seconds,
         }
-        self._since_last, self._seconds, self._restarts, self._retries = Counter(), 0.0, 0, 0
+        self._since_last, self._seconds = Counter(), 0.0
         return metrics
 
 

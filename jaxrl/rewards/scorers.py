@@ -32,7 +32,7 @@ from jaxrl.config.functions import UserFile, read_user_file, user_function
 from jaxrl.rewards.answers import Extract, extract_answer, marked_answer
 from jaxrl.rewards.quantities import to_number
 from jaxrl.rewards.request import A_REWARD, ScoreRequest, as_reward
-from jaxrl.rewards.tracebacks import TracebackDeduper, error_location, shown_path
+from jaxrl.rewards.tracebacks import error_location, shown_path
 from jaxrl.scheduling.rounds.events import VerdictStatus
 
 Scored = tuple[VerdictStatus, float, dict[str, Any], float]
@@ -243,9 +243,11 @@ def scorer_of(config: Config, domain: Domain) -> Scorer:
     return AutoScorer(by_task, by_math) if data.val_files else by_task
 
 
-def score_safely(scorer: Callable[[], Scorer], request: bytes, tracebacks: TracebackDeduper | None = None) -> Scored:
+def score_safely(
+    scorer: Callable[[], Scorer], request: bytes, on_error: Callable[[BaseException], object] = lambda error: None
+) -> Scored:
     """Scores one pickled request; returns plain values only, which leave this process as JSON, whatever the scorer does
-    (unless it ends the process). `tracebacks` gets the whole traceback of an error."""
+    (unless it ends the process). `on_error` gets an error that the scorer has raised."""
     start = time.perf_counter()
     try:
         reward, info = scorer()(pickle.loads(request))
@@ -255,8 +257,7 @@ def score_safely(scorer: Callable[[], Scorer], request: bytes, tracebacks: Trace
         return "error", 0.0, {"error": text[:1000]}, time.perf_counter() - start
     except BaseException as error:  # sys.exit() and KeyboardInterrupt of a scorer's own making, too
         duration_s = time.perf_counter() - start
-        if tracebacks is not None:
-            tracebacks.write_once(error)
+        on_error(error)
         return "error", 0.0, {"error": _with_place(error)}, duration_s
 
 

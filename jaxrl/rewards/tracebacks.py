@@ -1,18 +1,14 @@
-"""Where a scorer failed: the line in the user's file, and each traceback once in `rewards.log`."""
+"""Where a scorer failed: the line in the user's file, and the traceback for `rewards.log`."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import mmap
 import os
 import traceback
 from types import TracebackType
 
 from jaxrl.config.functions import MODULE_PREFIX
 
-_MOST = 512  # different errors of which a traceback is written
-_HASH_BYTES = 8
 _MAX_CHARS = 16_000  # of one traceback
 
 
@@ -47,33 +43,17 @@ def _is_users(at: TracebackType) -> bool:
     return is_ours and at.tb_frame.f_code.co_filename == names.get("__file__")
 
 
-class TracebackDeduper:
-    """Writes tracebacks to the standard error, one for each type and place of an error."""
-
-    def __init__(self) -> None:
-        self._seen = mmap.mmap(-1, _MOST * _HASH_BYTES)
-
-    def write_once(self, error: BaseException) -> None:
-        """Never raises: it is a user's error, whose own methods may fail."""
-        with contextlib.suppress(BaseException):
-            if self._is_new(f"{type(error).__name__} {error_location(error)}"):
-                first = error.__traceback__
-                while first is not None and not _is_users(first):
-                    first = first.tb_next
-                lines = traceback.format_exception(type(error), error, first or error.__traceback__)
-                text = "".join(lines)
-                if len(text) > _MAX_CHARS:  # the end of it says what was raised
-                    text = f"{text[: _MAX_CHARS // 2]}\n...\n{text[-_MAX_CHARS // 2 :]}"
-                os.write(2, text.encode("utf-8", "backslashreplace"))
-
-    def _is_new(self, name: str) -> bool:
-        """Notes it. Two processes that ask at the same moment may both hear yes; beyond the room nothing is new."""
-        wanted = hashlib.blake2b(name.encode("utf-8", "replace"), digest_size=_HASH_BYTES).digest()
-        for at in range(0, len(self._seen), _HASH_BYTES):
-            found = self._seen[at : at + _HASH_BYTES]
-            if found == wanted:
-                return False
-            if found == bytes(_HASH_BYTES):
-                self._seen[at : at + _HASH_BYTES] = wanted
-                return True
-        return False
+def place_and_traceback(error: BaseException) -> tuple[str, str]:
+    """Type and place of an error, and its traceback from the user's file on, at most `_MAX_CHARS` of it. Never raises:
+    it is a user's error, whose own methods may fail."""
+    try:
+        place = f"{type(error).__name__} {error_location(error)}"
+        first = error.__traceback__
+        while first is not None and not _is_users(first):
+            first = first.tb_next
+        text = "".join(traceback.format_exception(type(error), error, first or error.__traceback__))
+        if len(text) > _MAX_CHARS:  # the end of it says what was raised
+            text = f"{text[: _MAX_CHARS // 2]}\n...\n{text[-_MAX_CHARS // 2 :]}"
+        return place, text
+    except BaseException:
+        return "", ""

@@ -68,12 +68,10 @@ class EndpointTeacher:
             client: Client[list[Any]] = Client(
                 *(self._options, _SECTION, "/completions", _entries, self._trial), max_body_bytes=_MAX_BODY_BYTES
             )
-            is_open = asyncio.create_task(client.stay_open())
             try:
                 return await work(client)
             finally:
-                is_open.cancel()
-                await asyncio.wait([is_open])
+                await client.close()
 
         try:
             return asyncio.run(run())

@@ -26,7 +26,7 @@ from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
 
 if TYPE_CHECKING:
-    from jaxrl.rewards.pool_base import RewardPool
+    from jaxrl.rewards.reward_pool import RewardPool
     from jaxrl.sim.scoring import ScoringWorkers
 
     Scoring = RewardPool | ScoringWorkers

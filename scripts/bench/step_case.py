@@ -96,7 +96,7 @@ def run(spec: StepSpec, ask: Ask) -> None:
     from jaxrl.record.journal import Journal
     from jaxrl.record.timeline import Timeline
     from jaxrl.rewards.domains import build_scorer
-    from jaxrl.rewards.pool import build_pool
+    from jaxrl.rewards.reward_pool import build_pool
     from jaxrl.runtime.build import build_engines, build_workers, read_tokenizer_and_model
     from jaxrl.runtime.mesh_machine import MeshMachine
     from jaxrl.runtime.run import Run

@@ -15,8 +15,8 @@ import pytest
 from jaxrl.config import from_mapping
 from jaxrl.data.responses import read_responses
 from jaxrl.rewards.domains import build_scorer, refuse_tests
-from jaxrl.rewards.pool import build_pool
 from jaxrl.rewards.request import ScoreRequest
+from jaxrl.rewards.reward_pool import build_pool
 
 ROWS: list[dict[str, Any]] = [
     json.loads(line) for line in Path(__file__).with_name("code.jsonl").read_text("utf-8").splitlines()

@@ -124,7 +124,7 @@ NUMBERS = (
     ("generate --model m hello", "--temperature", "a number from 0 to 1000", "nan inf -0.5 warm 0,7"),
     ("generate --model m hello", "--top-p", "a number above 0 and at most 1", "0 1.5 90% nan"),
     ("generate --model m hello", "--top-k", "a whole number from -1 to 1048576", "-2 0.5"),
-    ("generate --model m hello", "--min-p", "a number from 0 to 1", "1.01 -0.1"),
+    ("generate --model m hello", "--min-p", "a number of at least 0 and below 1", "1 1.01 -0.1"),
     ("generate --model m hello", "-n", "a whole number from 1 to 100000", "0 -1 1000000"),
     ("generate --model m hello", "--seed", "a whole number from 0 to 4294967295", "-1 4294967296 random"),
     ("generate --model m hello", "--tp", "a whole number from 1 to 16384", "0"),

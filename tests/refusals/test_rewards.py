@@ -15,7 +15,7 @@ import pytest
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.rewards.domains import build_scorer
-from jaxrl.rewards.pool import build_pool
+from jaxrl.rewards.reward_pool import build_pool
 from jaxrl.rewards.scorers import describe
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
@@ -290,7 +290,7 @@ BAD = [
     Bad(
         "large info",
         "result['text'] = 'x' * (50 << 20)",
-        "the scorer's info takes 52428810 bytes as JSON, above the 1048576 that are recorded",
+        "the scorer's info takes 52428812 bytes as JSON, above the 1048576 that are recorded",
     ),
     Bad(
         "circle",
@@ -335,7 +335,7 @@ BAD = [
     Bad(
         "a huge length",
         "to_all_descriptors(b'\\xff' * 8); time.sleep(9)",
-        "the scorer's process sent a message of 4294967295 bytes, where 1052672 are the most",
+        "the scorer's process sent a message of 4294967295 bytes, where 1114112 are the most",
         "crash",
     ),
     Bad("half a frame", "to_all_descriptors(b'\\0\\0\\0\\x10{'); time.sleep(9)", TIMEOUT, "timeout"),
@@ -378,18 +378,18 @@ BAD = [
         info={},
     ),
     Bad(
-        "kills its keeper",
+        "kills its host",
         "os.kill(os.getppid(), signal.SIGKILL); time.sleep(9)",
-        "the supervisor of the scorer's process ended or did not answer",
+        "the host of the scorer's process ended or did not answer",
         "crash",
     ),
     Bad(
-        "stops its keeper",
+        "stops its host",
         "os.kill(os.getppid(), signal.SIGSTOP); time.sleep(9)",
-        "the supervisor of the scorer's process ended or did not answer",
+        "the host of the scorer's process ended or did not answer",
         "crash",
         info={
-            "error": "the supervisor of the scorer's process ended or did not answer (2 times in a row)",
+            "error": "the host of the scorer's process ended or did not answer (2 times in a row)",
             "timeouts": {"watchdog": 1},
         },
     ),
@@ -403,8 +403,8 @@ def test_scorers_that_misbehave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """All at once: each costs its own sample, the samples between them are right, and no process is left."""
     path = tmp_path / "reward.py"
     path.write_text(SCORER.format(folder=str(tmp_path)))
-    monkeypatch.setattr("jaxrl.rewards.worker_pool.ASK_AFTER_S", 0.3)
-    monkeypatch.setattr("jaxrl.rewards.worker_pool.ANSWER_S", 0.5)
+    monkeypatch.setattr("jaxrl.rewards.pool.BEAT_S", 0.3)
+    monkeypatch.setattr("jaxrl.rewards.pool.SILENT_S", 1.5)
     reward = {"kind": "custom", "path": str(path), "num_workers": NUM_WORKERS, "timeout_s": 2.0, "max_memory_gib": 1.0}
     config = from_mapping({"model": {"path": "x"}, "reward": reward})
     pool = build_pool(config, build_scorer(config), log=tmp_path / "rewards.log")

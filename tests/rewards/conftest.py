@@ -8,7 +8,7 @@ from reward_pools import Opened, make
 
 from jaxrl.config.rewards import CodeSection
 from jaxrl.rewards.code import CodeScorer
-from jaxrl.rewards.pool import RewardPool
+from jaxrl.rewards.reward_pool import RewardPool
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import pytest
 
 from jaxrl.mechanisms.reward_timeouts import AdaptiveTimeouts, TimeoutRule
 from jaxrl.rewards.code import CodeScorer
-from jaxrl.rewards.pool_base import verdict_of
 from jaxrl.rewards.request import ScoreRequest
+from jaxrl.rewards.reward_pool import verdict_of
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, SampleKey
 

@@ -17,9 +17,9 @@ from jaxrl.config.rewards import CodeSection
 from jaxrl.processes.process_tree import descendants
 from jaxrl.rewards.code import CodeScorer
 from jaxrl.rewards.domains import build_scorer
-from jaxrl.rewards.pool import build_pool
 from jaxrl.rewards.programs import Checks, checks_of, chosen_block, program_of, same_output
 from jaxrl.rewards.request import ScoreRequest
+from jaxrl.rewards.reward_pool import build_pool
 from jaxrl.types import Prompt, Sample, SampleKey
 
 DATA = Path(os.environ.get("JAXRL_DATA", Path(__file__).resolve().parents[3] / "shared" / "data"))

@@ -63,18 +63,6 @@ def test_turns_go_round():
     assert found == ["a0", "b0", "a1", "b1", "a2", "b2"]
 
 
-def test_what_is_put_back_comes_first_and_frees_its_place():
-    queue = filled(2, {"a": 1}, {"a": 2})
-    assert popped(queue, 2) == ["a0", None]
-    queue.put_back("a", "a0")
-    assert popped(queue, 2) == ["a0", None]
-    queue.done("a")
-    queue.keep(lambda item: item != "a1")
-    assert (queue.pop(), len(queue)) == (None, 0)
-    with pytest.raises(AssertionError, match="nothing of 'a'"):
-        queue.done("a")
-
-
 def test_limits_of_a_configuration():
     own = {"gsm8k": {"max_concurrent": 2}, "prime": {"timeout_s": 0}}
     found = configured(timeout_s=3.0, math_timeout_s=0, domains=own)
@@ -84,9 +72,6 @@ def test_limits_of_a_configuration():
         "prime": DomainLimit(0, 0.0, "reward.domains.prime.timeout_s"),
     }
     assert [found.domain(source) for source in ("gsm8k", "other")] == ["gsm8k", ""]
-    late = ("timeout", 0.0, {"error": "?"}, 4.0)
-    assert found.named("prime", late)[2] == {"error": "no score within reward.domains.prime.timeout_s (4 s)"}
-    assert found.named("gsm8k", ("ok", 1.0, {}, 4.0)) == ("ok", 1.0, {}, 4.0)
 
 
 def test_math_has_a_limit_of_its_own():

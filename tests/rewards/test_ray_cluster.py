@@ -1,4 +1,4 @@
-"""The ray pool on clusters that break: a head that is killed, a node that is lost. Slow: ray takes seconds to start."""
+"""The pool on clusters that break: an actor, a head or a node that is lost. Slow: ray takes seconds to start."""
 
 import os
 import signal
@@ -9,27 +9,46 @@ import pytest
 from reward_pools import collect, make, submit
 
 from jaxrl.processes.process_tree import descendants
-from jaxrl.rewards.ray_pool import RayRewardPool
 
 pytestmark = pytest.mark.slow
 PATIENCE_S = 280.0
+
+
+def named(name: bytes) -> list[int]:
+    return [pid for pid in descendants(os.getpid()) if name in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_an_actor_that_is_killed(tmp_path: Path):
+    """Its sample is scored by another, and its workers end."""
+    pytest.importorskip("ray")
+    pool = make(tmp_path, "ray", num_workers=1, timeout_s=0.0)
+    pool.warm()
+    submit(pool, "modules")
+    worker = collect(pool, PATIENCE_S)[0].info["pid"]
+    gate = tmp_path / "gate"
+    submit(pool, f"until {gate}", "say 2")
+    time.sleep(0.5)
+    (actor,) = named(b"ray::RayActor")
+    os.kill(actor, signal.SIGKILL)
+    gate.touch()
+    assert {i: verdict.reward for i, verdict in collect(pool, PATIENCE_S).items()} == {0: 0.8, 1: 2.0}
+    assert pool.take_metrics()["reward/retries"] == 1
+    assert not Path(f"/proc/{worker}").exists()
+    pool.close()
 
 
 def test_a_head_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Ray ends the process that uses it; another is started, with a cluster of its own, and what waits is scored."""
     pytest.importorskip("ray")
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
-    monkeypatch.setattr("jaxrl.rewards.ray_pool.PAUSES_S", (0.0, 1.0, 1.0))
+    monkeypatch.setattr("jaxrl.rewards.pool.PAUSES_ON_RAY_S", (0.0, 1.0, 1.0))
     pool = make(tmp_path, "ray", num_workers=1)
-    assert isinstance(pool, RayRewardPool)
     pool.warm()
     submit(pool, "say 1")
     assert collect(pool, PATIENCE_S)[0].reward == 1.0
     pool.take_metrics()
-    assert pool._driver is not None
-    head = [pid for pid in descendants(pool._driver.pid) if b"gcs_server" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    assert len(head) == 1
-    os.kill(head[0], signal.SIGKILL)
+    (head,) = named(b"gcs_server")
+    os.kill(head, signal.SIGKILL)
     submit(pool, "say 2", "say 3")
     assert {i: verdict.reward for i, verdict in collect(pool, PATIENCE_S).items()} == {0: 2.0, 1: 3.0}
     restarts, deadline = 0.0, time.monotonic() + PATIENCE_S

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxrl.config import from_mapping
 from jaxrl.rewards.domains import build_scorer
-from jaxrl.rewards.pool import RewardPool, build_pool
+from jaxrl.rewards.reward_pool import RewardPool, build_pool
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
 

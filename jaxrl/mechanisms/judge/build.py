@@ -33,7 +33,7 @@ from jaxrl.models.kv_layers import kv_layers
 from jaxrl.models.loading import checked_path, config_of, load_layerwise, resolve_path
 from jaxrl.models.streaming import STREAMED
 from jaxrl.models.weights import Weight, leaves
-from jaxrl.rewards.router import RewardRouter
+from jaxrl.rewards.reward_pool import RewardPool
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.host_weights import HostWeights
 from jaxrl.rollout.layout_programs import ExecutorConfig
@@ -221,7 +221,7 @@ def build_pool(run: Run, mesh: Mesh) -> JudgePool:
     collectives = mesh.size > 1 and platform_of(mesh.devices.flat[0]) == "cpu"
     machine = JudgeMachine(executor, HostWeights(executor, outer, layers), run.machine.wait_quiet, alone=collectives)
     scoring = JudgePool(reading, engine, machine, judge)
-    assert isinstance(pool, RewardRouter), "a judge scores beside others"
+    assert isinstance(pool, RewardPool), "a judge scores for a real run"
     pool.join("devices", scoring)
     run.machine.add_programs(machine.programs, of_update=False)
     return scoring

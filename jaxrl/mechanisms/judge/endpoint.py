@@ -1,4 +1,4 @@
-"""A judge at an OpenAI-compatible endpoint: a reward pool that asks a server for its verdicts.
+"""A judge at an OpenAI-compatible endpoint: a server is asked for verdicts.
 
 Source: RollPacker §4.3: a judge among the rewards. One thread sends the requests, at most `max_requests` at once and
 `requests_per_minute` in a minute (`jaxrl.processes.endpoint_client`), while the trainer computes.
@@ -6,7 +6,7 @@ Source: RollPacker §4.3: a judge among the rewards. One thread sends the reques
 Whatever the endpoint does costs the samples at hand, and never the run:
 
 - It cannot be reached, answers 5xx or 429, or closes: the request is sent again, then the verdict is a `crash`, and the
-  router may ask once more.
+  reward pool may ask once more.
 - It does not answer in time: sent again, then a `timeout`.
 - It answers something that is no chat completion: sent again, then an `error`; 4xx: an `error` at once.
 - Its text holds no score: an `error`, counted as unparsed.
@@ -20,55 +20,42 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import itertools
 import json
-import queue
 import threading
-import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxrl.config import Config
 from jaxrl.mechanisms.judge import Judge
 from jaxrl.mechanisms.judge.verdicts import JudgeText
 from jaxrl.processes.endpoint_client import Client, Elapsed, EndpointRefused, RequestFailed, read_json
-from jaxrl.rewards.pool_base import Ended, RewardPool, describe_sample, taken, verdict_of, wait_for
-from jaxrl.rewards.reward_metrics import PoolMetrics
-from jaxrl.rewards.router import RewardRouter
+from jaxrl.rewards.reward_pool import RewardPool
 from jaxrl.rewards.scorers import Scored, ScoreRequest, describe
-from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
 
+R = TypeVar("R")
 _CLOSE_S = 5.0
 _WORST = ("crash", "timeout", "error")  # of failed requests, what the sample's status becomes: the first that occurs
 
 
 class EndpointPool:
-    """Implements `jaxrl.rewards.pool_base.RewardPool`. `clock`: stamps the verdicts; `sleep`: waits between requests;
-    `where`: how warnings name a sample. Raises ValueError where `reward.judge.api_key_env` names no variable with a
-    key."""
+    """Implements `jaxrl.rewards.reward_pool.ScoringPlace`. `sleep`: waits between requests. Raises ValueError where
+    `reward.judge.api_key_env` names no variable with a key."""
 
     def __init__(
         self,
         judge: Judge.Options,
         *,
         seed: int = 0,
-        clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        where: Callable[[SampleKey], str] = describe_sample,
     ) -> None:
-        self._judge, self._seed, self._clock = judge, seed, clock
+        self._judge, self._seed = judge, seed
         self._text = JudgeText(judge)
         trial = request_body(judge, [{"role": "user", "content": "Hi"}], 1)
         self._client = Client(judge, "reward.judge", "/chat/completions", _text_of, trial, sleep)
-        self._counts = PoolMetrics(where)
         self._unparsed = 0
         self._has_asked = False
-        self._numbers = itertools.count()
-        self._pending: dict[int, SampleKey] = {}
-        self._tasks: dict[int, Future[None]] = {}
-        self._ended: Ended = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
@@ -81,73 +68,43 @@ class EndpointPool:
         except RequestFailed as failed:
             raise RunFailed(f"reward.judge.endpoint ({self._judge.endpoint}): {failed}") from None
 
-    def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> None:
+    def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> Future[Scored]:
         del limits_s  # of test cases
-        number = next(self._numbers)
         try:
             messages = self._text.ask(ScoreRequest.of(prompt, sample))
         except ValueError as error:
             if not self._has_asked:  # most likely a field that no prompt has: mended before anything is lost
                 raise
-            self._pending[number] = sample.key
-            self._ended.put((number, ("error", 0.0, {"error": describe(error)}, 0.0), self._clock()))
-            return
+            future: Future[Scored] = Future()
+            future.set_result(("error", 0.0, {"error": describe(error)}, 0.0))
+            return future
         self._has_asked = True
-        self._pending[number] = sample.key
-        self._tasks[number] = self._run(self._score(number, sample.key, messages))
+        return self._run(self._score(sample.key, messages))
 
-    def cancel(self, keys: Collection[SampleKey]) -> None:
-        for number in [number for number, key in self._pending.items() if key in keys]:
-            del self._pending[number]
-            if (task := self._tasks.pop(number, None)) is not None:
-                task.cancel()
-
-    def completed(self) -> list[Verdict]:
-        return [verdict for each in taken(self._ended) for verdict in self._verdict(*each)]
-
-    def wait(self, timeout_s: float | None = None) -> list[Verdict]:
-        return wait_for(self, self._ended, self._verdict, self._check, timeout_s)
-
-    @property
-    def num_pending(self) -> int:
-        return len(self._pending)
+    def step(self) -> bool:
+        if self._thread is not None and not self._thread.is_alive():
+            raise RunFailed("reward: the thread that asks the judge's endpoint ended")
+        return False
 
     def take_metrics(self) -> dict[str, float]:
-        """`reward/judge/{requests,sent_again,throttled,late,garbled,waited_s,unparsed}` besides a pool's counts:
-        requests to the endpoint, those that were sent again, answers 429, requests that no answer came to in time,
-        answers that were no chat completions, the seconds in which requests waited for their turn, and verdicts without
-        a score."""
-        measured = self._counts.take() | {f"reward/judge/{name}": count for name, count in self._client.take().items()}
+        """`reward/judge/{requests,sent_again,throttled,late,garbled,waited_s,unparsed}`: requests to the endpoint,
+        those that were sent again, answers 429, requests that no answer came to in time, answers that were no chat
+        completions, the seconds in which requests waited for their turn, and verdicts without a score."""
+        measured = {f"reward/judge/{name}": count for name, count in self._client.take().items()}
         measured["reward/judge/unparsed"] = float(self._unparsed)
         self._unparsed = 0
         return measured
 
-    def _check(self) -> None:
-        if self._thread is not None and not self._thread.is_alive():
-            raise RunFailed("reward: the thread that asks the judge's endpoint ended")
-
     def close(self) -> None:
-        self._pending.clear()
-        self._tasks.clear()
         if self._loop is not None and self._thread is not None:
-            loop = self._loop
             with contextlib.suppress(RuntimeError):  # the loop has ended by itself
-                loop.call_soon_threadsafe(lambda: [task.cancel() for task in asyncio.all_tasks(loop)])
+                self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_CLOSE_S)
             self._loop = self._thread = None
 
-    def _verdict(self, number: int, scored: Scored, time_s: float) -> list[Verdict]:
-        """Empty if the sample was cancelled."""
-        self._tasks.pop(number, None)
-        key = self._pending.pop(number, None)
-        if key is None:
-            return []
-        self._unparsed += int(scored[2].get("unparsed", 0))
-        return [self._counts.add(verdict_of(time_s, key, scored))]
-
     # -- in the thread -------------------------------------------------------------------------------------------------
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> Future[None]:
+    def _run(self, work: Coroutine[Any, Any, R]) -> Future[R]:
         """Starts work in the thread, and the thread if it is the first."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
@@ -157,18 +114,23 @@ class EndpointPool:
 
     def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
         with contextlib.closing(loop):
-            with contextlib.suppress(asyncio.CancelledError):
-                loop.run_until_complete(self._client.stay_open())
-            if left := asyncio.all_tasks(loop):  # they are cancelled, and have connections to close
-                loop.run_until_complete(asyncio.wait(left))
-            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.run_forever()
+            loop.run_until_complete(self._end())
 
-    async def _score(self, number: int, key: SampleKey, messages: list[dict[str, str]]) -> None:
+    async def _end(self) -> None:
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        await self._client.close()
+
+    async def _score(self, key: SampleKey, messages: list[dict[str, str]]) -> Scored:
         try:
             scored = await self._verdicts(key, messages)
+            self._unparsed += int(scored[2].get("unparsed", 0))
+            return scored
         except Exception as error:  # a bug of ours costs the sample, too, and says so
-            scored = ("error", 0.0, {"error": self._client.hide(describe(error)), "outside": True}, 0.0)
-        self._ended.put((number, scored, self._clock()))
+            return "error", 0.0, {"error": self._client.hide(describe(error)), "outside": True}, 0.0
 
     async def _verdicts(self, key: SampleKey, messages: list[dict[str, str]]) -> Scored:
         """What a sample's requests come to, all of them under way at once. Its seconds are those of the one that the
@@ -196,10 +158,10 @@ class EndpointPool:
         return "error" if "error" in info else "ok", reward, info, seconds
 
 
-def join_endpoint(config: Config, pool: RewardPool, where: Callable[[SampleKey], str] = describe_sample) -> None:
+def join_endpoint(config: Config, pool: RewardPool) -> None:
     """Has the endpoint score what a run's pool has for it, if anything; as `EndpointPool`."""
-    if isinstance(pool, RewardRouter) and "endpoint" in pool.places:
-        pool.join("endpoint", EndpointPool(config.reward.judge, seed=config.trainer.seed, where=where))
+    if "endpoint" in pool.places:
+        pool.join("endpoint", EndpointPool(config.reward.judge, seed=config.trainer.seed))
 
 
 def verdict_seed(seed: int, key: SampleKey, number: int) -> int:

@@ -1,4 +1,4 @@
-"""A judge on the rollout's devices: a reward pool that scores by turns of an engine.
+"""A judge on the rollout's devices, which scores by turns of an engine.
 
 Its engine is like the actor's, over an executor whose weights are streamed (`jaxrl.models.streaming`). It works when
 the backend gives it a turn, or where nothing else is left to do.
@@ -14,18 +14,16 @@ rollout and goes before the update.
 from __future__ import annotations
 
 import itertools
-import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from jaxrl.mechanisms.judge import Judge
 from jaxrl.mechanisms.judge.verdicts import Reading
-from jaxrl.rewards.reward_metrics import PoolMetrics
-from jaxrl.rewards.scorers import ScoreRequest, describe
+from jaxrl.rewards.scorers import Scored, ScoreRequest, describe
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.host_weights import HostWeights
-from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding.compiled import CompiledPrograms
@@ -71,13 +69,15 @@ class JudgeMachine:
 class _Judged:
     """A sample that waits for its verdicts."""
 
+    future: Future[Scored]
     requests: list[int]
     began_s: float
     came: dict[int, Sample] = field(default_factory=dict)
 
 
 class JudgePool:
-    """Implements `jaxrl.rewards.pool.RewardPool`. `engine`: over the judge's executor; `clock`: stamps its verdicts."""
+    """Implements `jaxrl.rewards.reward_pool.ScoringPlace`. `engine`: over the judge's executor; `clock`: counts
+    seconds."""
 
     def __init__(
         self,
@@ -92,62 +92,53 @@ class JudgePool:
         self._ids = itertools.count()
         self._judged: dict[SampleKey, _Judged] = {}
         self._sample_of: dict[int, SampleKey] = {}
-        self._ready: list[Verdict] = []
-        self._counts = PoolMetrics()
         self._turns = self._gap_turns = self._unparsed = self._written = 0
         self._seconds, self._tokens, self._recompiles = 0.0, 0, 0
 
-    # -- a reward pool -------------------------------------------------------------------------------------------------
+    # -- where samples are scored --------------------------------------------------------------------------------------
 
     def warm(self) -> None:
         """Nothing is left to wait for: the weights are there, and programs are compiled with the rollout's."""
 
-    def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> None:
+    def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> Future[Scored]:
         assert sample.key not in self._judged, f"{sample.key} is being judged"
         del limits_s  # of test cases
-        began_s = self._clock()
+        future: Future[Scored] = Future()
         try:
             ids = self._reading.ids(ScoreRequest.of(prompt, sample))
         except ValueError as error:
-            self._tell(sample.key, 0.0, {"error": describe(error)}, began_s)
-            return
-        requests, count = [], self._reading.num_samples
+            future.set_result(("error", 0.0, {"error": describe(error)}, 0.0))
+            return future
+        judged = self._judged[sample.key] = _Judged(future, [], self._clock())
+        count = self._reading.num_samples
         for number in range(count):  # all that the tokens of a verdict depend on is its key
             key = replace(sample.key, sample_index=sample.key.sample_index * count + number)
             request = Request(next(self._ids), key, ids, self._reading.params, share=sample.key)
             self.engine.add(request)
             self._sample_of[request.request_id] = sample.key
-            requests.append(request.request_id)
-        self._judged[sample.key] = _Judged(requests, began_s)
+            judged.requests.append(request.request_id)
+        future.add_done_callback(lambda ended: self._abort(sample.key) if ended.cancelled() else None)
+        return future
 
-    def cancel(self, keys: Collection[SampleKey]) -> None:
-        for key in keys:
-            if (judged := self._judged.pop(key, None)) is not None:
-                self.engine.abort([each for each in judged.requests if each not in judged.came])
-                for each in judged.requests:
-                    del self._sample_of[each]
-        self._ready = [verdict for verdict in self._ready if verdict.key not in keys]
+    def _abort(self, key: SampleKey) -> None:
+        judged = self._judged.pop(key)
+        self.engine.abort([each for each in judged.requests if each not in judged.came])
+        for each in judged.requests:
+            del self._sample_of[each]
 
-    def completed(self) -> list[Verdict]:
-        ready, self._ready = self._ready, []
-        return ready
-
-    def wait(self, timeout_s: float | None = None) -> list[Verdict]:
-        deadline = math.inf if timeout_s is None else self._clock() + timeout_s
-        while not self._ready and self._judged and self._clock() < deadline:
+    def step(self) -> bool:
+        """Runs a plan."""
+        if self._judged:
             self._run_plan()
-        return self.completed()
-
-    @property
-    def num_pending(self) -> int:
-        return len(self._judged) + len(self._ready)
+            return True
+        return False
 
     def take_metrics(self) -> dict[str, float]:
-        """`reward/judge/{turns,gap_turns,tokens,seconds,unparsed,recompiles}` besides a pool's counts: plans, those
-        beside a rollout, tokens that the judge read and wrote, seconds of its plans, verdicts without a score, programs
-        compiled after the warm-up."""
+        """`reward/judge/{turns,gap_turns,tokens,seconds,unparsed,recompiles}` : plans, those beside a rollout,
+        tokens that the judge read and wrote, seconds of its plans, verdicts without a score, programs compiled after
+        the warm-up."""
         tokens, recompiles = self._written + self.engine.counters.prefill_tokens, self.machine.recompiles
-        measured = self._counts.take() | {
+        measured = {
             "reward/judge/turns": float(self._turns),
             "reward/judge/gap_turns": float(self._gap_turns),
             "reward/judge/tokens": float(tokens - self._tokens),
@@ -160,8 +151,8 @@ class JudgePool:
         return measured
 
     def close(self) -> None:
-        self.cancel(list(self._judged))
-        self._ready.clear()
+        for judged in [*self._judged.values()]:
+            judged.future.cancel()
         self.release()
 
     # -- turns ---------------------------------------------------------------------------------------------------------
@@ -211,8 +202,5 @@ class JudgePool:
             del self._sample_of[each]
         reward, info = self._reading.reward([judged.came[each] for each in judged.requests])
         self._unparsed += int(info.get("unparsed", 0))
-        self._tell(key, reward, info, judged.began_s)
-
-    def _tell(self, key: SampleKey, reward: float, info: dict, began_s: float) -> None:
-        now_s, status = self._clock(), "error" if "error" in info else "ok"
-        self._ready.append(self._counts.add(Verdict(now_s, key, reward, status, info, now_s - began_s)))
+        seconds = self._clock() - judged.began_s
+        judged.future.set_result(("error" if "error" in info else "ok", reward, info, seconds))

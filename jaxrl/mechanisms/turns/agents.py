@@ -14,7 +14,6 @@ died, it is run again from its beginning, and given what the model had said, tur
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import pickle
 import queue
@@ -23,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -33,8 +33,8 @@ from jaxrl.environments.env import Schema, is_answer
 from jaxrl.environments.worker import STARTED, AgentRequest
 from jaxrl.mechanisms.turns.rule import Observed, row_of
 from jaxrl.rewards.domain_limits import MAIN
+from jaxrl.rewards.pool import Pool
 from jaxrl.rewards.scorers import Scored
-from jaxrl.rewards.worker_pool import WorkerPool
 from jaxrl.schema.declared import MAX_FLOAT
 from jaxrl.serving.objects import error_object, tool_calls
 from jaxrl.types import Prompt, SampleKey
@@ -55,10 +55,10 @@ class Session:
     """A trajectory's program, and its conversation."""
 
     key: SampleKey
-    number: int  # of its task
     secret: str
     given: Sequence[Mapping[str, Any]]  # what the row asks, as messages
     replies: list[str]  # what the model has said so far
+    outcome: Future[Scored] = field(default_factory=Future)  # of the program
     messages: list[dict[str, Any]] = field(default_factory=list)  # of the newest request
     num_requests: int = 0
     is_over: bool = False  # nobody answers any more
@@ -98,15 +98,15 @@ class Session:
 
 
 class AgentPool:
-    """Implements `jaxrl.mechanisms.turns.rule.Acting` over programs. `workers`: run them, one at a time each; closed by
-    who made it; `timeout_s`: until a program that has begun, or has been answered, asks again or ends."""
+    """Implements `jaxrl.mechanisms.turns.rule.Acting` over programs. `pool`: its workers run them, one at a time
+    each; closed by who made it; `timeout_s`: until a program that has begun, or has been answered, asks again or
+    ends."""
 
     keeps = False  # its process is wanted by others, an evaluation's for one
 
-    def __init__(self, workers: WorkerPool, timeout_s: float, schemas: Sequence[Schema]) -> None:
-        self._workers, self._timeout_s = workers, timeout_s
+    def __init__(self, pool: Pool, timeout_s: float, schemas: Sequence[Schema]) -> None:
+        self._pool, self._timeout_s = pool, timeout_s
         self._names = frozenset(schema["function"]["name"] for schema in schemas)
-        self._numbers = itertools.count(1 << 40)  # others ask the same workers
         self._sessions: dict[SampleKey, Session] = {}
         self._by_secret: dict[str, Session] = {}
         self._observed: queue.SimpleQueue[Observed] = queue.SimpleQueue()
@@ -131,11 +131,10 @@ class AgentPool:
         for key in keys:
             session = self._sessions.pop(key, None)
             if session is not None:
-                self._workers.drop({session.number})
+                session.outcome.cancel()
                 self._end(session)
 
     def completed(self, timeout_s: float = 0.0) -> list[Observed]:
-        self._workers.check()
         found = [*self._ended(), *self._late()]
         with contextlib.suppress(queue.Empty):
             while True:
@@ -150,9 +149,9 @@ class AgentPool:
 
     def _begin(self, key: SampleKey, prompt: Prompt, said: list[str]) -> Session:
         row, secret = row_of(prompt), secrets.token_urlsafe(24)
-        session = Session(key, next(self._numbers), secret, row["messages"], said)
+        session = Session(key, secret, row["messages"], said)
         self._sessions[key] = self._by_secret[secret] = session
-        self._workers.submit(session.number, pickle.dumps(AgentRequest(row, self.base_url, secret)), MAIN)
+        session.outcome = self._pool.submit(MAIN, pickle.dumps(AgentRequest(row, self.base_url, secret)))
         return session
 
     def _end(self, session: Session) -> None:
@@ -163,14 +162,10 @@ class AgentPool:
 
     def _ended(self) -> Iterator[Observed]:
         """Programs that have returned, or failed."""
-        by_number = {session.number: session for session in self._sessions.values()}
-        with contextlib.suppress(queue.Empty):
-            while True:
-                number, scored, _ = self._workers.ended.get_nowait()
-                if (session := by_number.get(number)) is not None:
-                    del self._sessions[session.key]
-                    self._end(session)
-                    yield _outcome(session, scored)
+        for session in [each for each in self._sessions.values() if each.outcome.done()]:
+            del self._sessions[session.key]
+            self._end(session)
+            yield _outcome(session, session.outcome.result())
 
     def _late(self) -> Iterator[Observed]:
         for session in [*self._sessions.values()]:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import itertools
 import pickle
 import queue
 import time
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,10 @@ from jaxrl.mechanisms.turns import Turns
 from jaxrl.mechanisms.turns.agents import AgentPool
 from jaxrl.mechanisms.turns.rule import Acting, CallTimes, Conversation, Observed, row_of
 from jaxrl.rewards.domain_limits import MAIN, DomainLimit, DomainLimits
-from jaxrl.rewards.pool import named_variables
+from jaxrl.rewards.pool import Pool
+from jaxrl.rewards.pool_worker import PoolSettings
+from jaxrl.rewards.reward_pool import named_variables
 from jaxrl.rewards.scorers import Scored
-from jaxrl.rewards.worker import WorkerSettings
-from jaxrl.rewards.worker_pool import WorkerPool
 from jaxrl.schema.declared import MAX_FLOAT, shown
 from jaxrl.types import Prompt, SampleKey
 
@@ -71,26 +70,24 @@ class EnvironmentPool:
         scorer = worker.EpisodeScorer(
             options.kind, file, options.name, args, python, options.group, options.max_calls_per_worker
         )
-        settings = WorkerSettings(
+        of_turn, of_all = options.timeout_s + _SLACK_S, options.rollout_timeout_s
+        limit = (of_all, "environment.rollout_timeout_s") if self._is_program else (of_turn, _TIMEOUT)
+        settings = PoolSettings(
             scorer=pickle.dumps(scorer),
             loads=scorer.loads,
             preload=scorer.preload,
+            num_workers=options.num_workers,
             start_timeout_s=config.reward.start_timeout_s,
             max_retries=0,
+            limits=DomainLimits({MAIN: DomainLimit(0, *limit)}),
             max_memory_gib=options.max_memory_gib,
+            env=named_variables("environment.env", options.env),
             log=str(log.resolve()) if log is not None else "",
             section="environment",
         )
-        of_turn, of_all = options.timeout_s + _SLACK_S, options.rollout_timeout_s
-        limit = (of_all, "environment.rollout_timeout_s") if self._is_program else (of_turn, _TIMEOUT)
-        limits = DomainLimits({MAIN: DomainLimit(0, *limit)})
-        env = named_variables("environment.env", options.env)
-        self._numbers = itertools.count()
-        self._pending: dict[int, tuple[SampleKey, worker.TurnRequest, float]] = {}  # with when it was asked
-        self._workers = WorkerPool(
-            settings, num_workers=options.num_workers, env=env, limits=limits, clock=time.monotonic
-        )
-        self._early: deque[tuple[int, Scored, float]] = deque()  # ended while a comparison was waited for
+        self._pool = Pool(settings)
+        self._pending: dict[Future[Scored], tuple[SampleKey, worker.TurnRequest, float]] = {}  # with when it was asked
+        self._ended: queue.SimpleQueue[Future[Scored]] = queue.SimpleQueue()
         self.times = CallTimes(options.timeout == "adaptive", options.timeout_s)
         self._schemas: dict[str, Sequence[Schema]] = {}
         self._agents: AgentPool | None = None
@@ -109,7 +106,7 @@ class EnvironmentPool:
         acting: Acting = self
         if self._is_program:  # which asks for turns
             self.schemas({}, _TIMEOUT)
-            acting = self._agents = AgentPool(self._workers, self._timeout_s, self._schemas[""])
+            acting = self._agents = AgentPool(self._pool, self._timeout_s, self._schemas[""])
         return Conversation(
             *(acting, lambda prompt: has_turns(prompt.extra), tokenizer.decode, between.answer),
             *(self.compared, self.times),
@@ -141,68 +138,52 @@ class EnvironmentPool:
 
     def _ask(self, request: worker.SchemaRequest | worker.ProblemRequest) -> dict[str, Any]:
         """Waits for the answer."""
-        self._workers.wait_ready()
-        number = next(self._numbers)
-        self._workers.submit(number, pickle.dumps(request), MAIN)
-        while True:
-            self._workers.check()
-            with contextlib.suppress(queue.Empty):
-                _, (status, _, info, _), _ = self._workers.ended.get(timeout=1.0)
-                if status != "ok":
-                    named = "" if self._kind == "verifiers" else "environment.path: "  # its errors name the place
-                    raise ValueError(f"{named}{info.get('error', status)}")
-                return info
+        self._pool.wait_ready()
+        status, _, info, _ = self._pool.submit(MAIN, pickle.dumps(request)).result()
+        if status != "ok":
+            named = "" if self._kind == "verifiers" else "environment.path: "  # its errors name the place
+            raise ValueError(f"{named}{info.get('error', status)}")
+        return info
 
     # -- turns -------------------------------------------------------------------------------------------------------
 
     def submit(self, key: SampleKey, prompt: Prompt, text: str, state: bytes | None) -> None:
-        number, row = next(self._numbers), row_of(prompt)
+        row = row_of(prompt)
         request = worker.TurnRequest(row, state, text, self.times.limit_s(self._called(row, text)))
-        self._pending[number] = key, request, time.monotonic()
-        self._workers.submit(number, pickle.dumps(request), MAIN)
+        future = self._pool.submit(MAIN, pickle.dumps(request))
+        self._pending[future] = key, request, time.monotonic()
+        future.add_done_callback(self._ended.put)
 
     def cancel(self, keys: Collection[SampleKey]) -> None:
-        gone = {number for number, (key, *_) in self._pending.items() if key in keys}
-        for number in gone:
-            del self._pending[number]
-        self._workers.drop(gone)
+        for future in [future for future, (key, *_) in self._pending.items() if key in keys]:
+            del self._pending[future]
+            future.cancel()
 
     def completed(self, timeout_s: float = 0.0) -> list[Observed]:
         found: list[Observed] = []
-        self._workers.check()
         with contextlib.suppress(queue.Empty):
             while True:
-                ended = self._early.popleft() if self._early else None
-                number, scored, time_s = ended or self._workers.ended.get(timeout=0.0 if found else timeout_s)
-                if (pending := self._pending.pop(number, None)) is not None:
+                future = self._ended.get(timeout=0.0 if found else timeout_s)
+                if (pending := self._pending.pop(future, None)) is not None:
                     key, request, since_s = pending
-                    found.append(replace(self._observed(key, request, scored), seconds=time_s - since_s))
+                    observed = self._observed(key, request, future.result())
+                    found.append(replace(observed, seconds=time.monotonic() - since_s))
         return found
 
     def compared(self, asked: Sequence[tuple[Prompt, Sequence[Trajectory]]]) -> list[list[float] | str]:
         """As `Conversation.compared`; waits for it."""
-        waiting: dict[int, int] = {}
-        for i, (prompt, trajectories) in enumerate(asked):
-            waiting[number := next(self._numbers)] = i
-            request = worker.GroupRequest(row_of(prompt), tuple(trajectories))
-            self._workers.submit(number, pickle.dumps(request), MAIN)
-        found: dict[int, list[float] | str] = {}
-        while waiting:
-            self._workers.check()
-            with contextlib.suppress(queue.Empty):
-                ended = number, scored, _ = self._workers.ended.get(timeout=1.0)
-                if number not in waiting:
-                    self._early.append(ended)  # a turn that goes on between two rounds
-                    continue
-                i = waiting.pop(number)
-                found[i] = read_rewards(scored, len(asked[i][1]), self._timeout_s)
-        return [found[i] for i in range(len(asked))]
+        requests = [worker.GroupRequest(row_of(prompt), tuple(trajectories)) for prompt, trajectories in asked]
+        futures = [self._pool.submit(MAIN, pickle.dumps(request)) for request in requests]
+        return [
+            read_rewards(future.result(), len(request.trajectories), self._timeout_s)
+            for request, future in zip(requests, futures, strict=True)
+        ]
 
     def close(self) -> None:
-        self._pending = {}
+        self._pending.clear()
         if self._agents is not None:
             self._agents.close()
-        self._workers.close()
+        self._pool.close()
 
     def _called(self, row: Mapping[str, Any], text: str) -> list[str]:
         """The names of the tools that a turn calls."""

@@ -28,7 +28,7 @@ from jaxrl.models.safetensors import export_hf
 from jaxrl.models.shapes import SHAPES
 from jaxrl.models.streaming import HOST
 from jaxrl.rewards.domains import build_scorer
-from jaxrl.rewards.pool import build_pool
+from jaxrl.rewards.reward_pool import build_pool
 from jaxrl.rollout.layout_programs import LayoutPrograms
 from jaxrl.runtime.memory import memory_problem
 from jaxrl.sharding.memory import in_bytes

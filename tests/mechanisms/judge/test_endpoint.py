@@ -29,19 +29,19 @@ from chat_server import (
 )
 
 from jaxrl.config import ConfigError, from_mapping
+from jaxrl.config.domains import domains
 from jaxrl.mechanisms.judge import Judge
 from jaxrl.mechanisms.judge.endpoint import EndpointPool, join_endpoint, verdict_seed
 from jaxrl.processes.endpoint_client import api_key
 from jaxrl.rewards.domains import build_scorer
-from jaxrl.rewards.pool import build_pool
-from jaxrl.rewards.router import RewardRouter
+from jaxrl.rewards.reward_pool import RewardPool, build_pool
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
 
 KEY = "sk-very/secret=1"
 
 
-def pool_of(server: ChatServer, waits: list[float] | None = None, **options: Any) -> EndpointPool:
+def pool_of(server: ChatServer, waits: list[float] | None = None, **options: Any) -> RewardPool:
     """It waits for nothing, and notes in `waits` how long it would."""
 
     async def sleep(seconds: float) -> None:
@@ -49,13 +49,16 @@ def pool_of(server: ChatServer, waits: list[float] | None = None, **options: Any
             waits.append(seconds)
 
     judge = Judge.Options(endpoint=server.url, endpoint_model="m", max_retries=2)
-    return EndpointPool(judge.replace(**options), sleep=sleep)
+    reward = {"kind": "judge", "judge": {"endpoint": server.url, "endpoint_model": "m"}}
+    pool = RewardPool(domains(from_mapping({"model": {"path": "m"}, "reward": reward}).reward))
+    pool.join("endpoint", EndpointPool(judge.replace(**options), sleep=sleep))
+    return pool
 
 
 @contextmanager
 def judge_at(
     behaviours: Sequence[Behaviour] = (), default: Behaviour | None = None, **options: Any
-) -> Iterator[tuple[ChatServer, EndpointPool]]:
+) -> Iterator[tuple[ChatServer, RewardPool]]:
     with chat_server(behaviours, default) as server, closing(pool_of(server, **options)) as pool:
         yield server, pool
 
@@ -66,7 +69,7 @@ def sample(index: int, text: str = "4") -> tuple[Prompt, Sample]:
     return Prompt(0, index, (), "2+2?", "sums", "4", {}, "2+2?"), made
 
 
-def verdicts(pool: EndpointPool, count: int = 1) -> list[Verdict]:
+def verdicts(pool: RewardPool, count: int = 1) -> list[Verdict]:
     """On `count` samples, in their order."""
     for i in range(count):
         pool.submit(*sample(i))
@@ -256,7 +259,9 @@ def test_close_while_requests_hang():
         pool.submit(*sample(0))
         while not server.seen:
             time.sleep(0.005)
-        thread = pool._thread
+        endpoint = pool._places["endpoint"]
+        assert isinstance(endpoint, EndpointPool)
+        thread = endpoint._thread
         pool.close()
         assert thread is not None
         assert not thread.is_alive()
@@ -397,16 +402,15 @@ def test_a_field_that_no_prompt_has_is_refused_with_the_first_sample():
 
 
 def test_in_a_stage():
-    """A configuration with an endpoint has a router that asks it; no worker process is started for it."""
+    """A configuration with an endpoint has a pool that asks it; no worker process is started for it."""
     with chat_server() as server:
         judge = {"endpoint": server.url, "endpoint_model": "m"}
         config = from_mapping({"model": {"path": "m"}, "reward": {"kind": "judge", "judge": judge}})
-        router = build_pool(config, build_scorer(config))
-        join_endpoint(config, router)
-        assert isinstance(router, RewardRouter)
-        router.warm()
-        router.submit(*sample(0))
-        (verdict,) = router.wait(60)
+        pool = build_pool(config, build_scorer(config))
+        join_endpoint(config, pool)
+        pool.warm()
+        pool.submit(*sample(0))
+        (verdict,) = pool.wait(60)
         assert (verdict.reward, verdict.outside) == (0.7, True)
-        assert router.take_metrics()["reward/judge/requests"] == 2
-        router.close()
+        assert pool.take_metrics()["reward/judge/requests"] == 2
+        pool.close()

@@ -13,8 +13,11 @@ import pytest
 from replay_executor import ReplayExecutor
 from run_parts import made_run
 
+from jaxrl.config import from_mapping
+from jaxrl.config.domains import domains
 from jaxrl.mechanisms.judge import Judge
 from jaxrl.mechanisms.judge.pool import JudgePool
+from jaxrl.rewards.reward_pool import RewardPool
 from jaxrl.rollout.executor import PlanTimer
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import RoundInfo
@@ -81,12 +84,24 @@ class AllOf(dict):
         return 6
 
 
-def pool(when: Any = "gaps", num_samples: int = 2, share: float = 0.5) -> JudgePool:
+class Judged(RewardPool):
+    """A pool whose samples a judge on the devices scores."""
+
+    def __init__(self, judge: JudgePool) -> None:
+        reward = {"kind": "judge", "judge": {"model": "a/folder"}}
+        super().__init__(domains(from_mapping({"model": {"path": "m"}, "reward": reward}).reward))
+        self.judge = judge
+        self.join("devices", judge)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.judge, name)
+
+
+def pool(when: Any = "gaps", num_samples: int = 2, share: float = 0.5) -> Judged:
     engine = Engine(ReplayExecutor(AllOf(), 1, 2, 200, 4, 32), BatcherConfig(decode_steps=2))
     clock = map(float, itertools.count())
-    return JudgePool(
-        Reads(num_samples), engine, Machine(), Judge.Options(when=when, busy_share=share), clock=clock.__next__
-    )
+    options = Judge.Options(when=when, busy_share=share)
+    return Judged(JudgePool(Reads(num_samples), engine, Machine(), options, clock=clock.__next__))
 
 
 def sample(index: int, text: str = "abcd") -> Sample:
@@ -95,10 +110,10 @@ def sample(index: int, text: str = "abcd") -> Sample:
     return made
 
 
-def verdicts(judge: JudgePool) -> dict[int, Verdict]:
+def verdicts(judge: Judged) -> dict[int, Verdict]:
     found: list[Verdict] = []
     while judge.num_pending:
-        found += judge.wait(1e9)
+        found += judge.wait()
     return {each.key.sample_index: each for each in found}
 
 
@@ -226,19 +241,19 @@ class ActorWorker:
     def release(self, *, weights: bool = False) -> None: ...
 
 
-def round_with(judge: JudgePool) -> tuple[dict[SampleKey, float], dict[str, float]]:
+def round_with(judge: Judged) -> tuple[dict[SampleKey, float], dict[str, float]]:
     """A round on 4 rows."""
     return run_round(Engine(ReplayExecutor(RISING, 1, 4, 400, 4, 64), BatcherConfig(decode_steps=2)), judge)
 
 
-def begun(actor: Engine | LocalWorkers, judge: JudgePool) -> tuple[RolloutBackend, Round]:
-    backend = RolloutBackend(made_run(actor, ActorWorker(), judge, mechanisms=[Judge(judge)]))
+def begun(actor: Engine | LocalWorkers, judge: Judged) -> tuple[RolloutBackend, Round]:
+    backend = RolloutBackend(made_run(actor, ActorWorker(), judge, mechanisms=[Judge(judge.judge)]))
     backend.enter_rollout(0)
     backend.begin(RoundInfo(0), SamplingParams(max_tokens=64))
     return backend, Round([Prompt(0, p, (1, 2), "?", "s") for p in range(2)], 4)
 
 
-def run_round(actor: Engine | LocalWorkers, judge: JudgePool) -> tuple[dict[SampleKey, float], dict[str, float]]:
+def run_round(actor: Engine | LocalWorkers, judge: Judged) -> tuple[dict[SampleKey, float], dict[str, float]]:
     backend, current = begun(actor, judge)
     while not current.done:
         backend.apply(current.handle(backend.wait()))

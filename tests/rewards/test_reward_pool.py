@@ -1,0 +1,179 @@
+"""The pool over fake places: who scores what, what becomes of several results on one sample, and what is counted."""
+
+import itertools
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from jaxrl.config import from_mapping
+from jaxrl.config.domains import domains
+from jaxrl.config.rewards import Place
+from jaxrl.rewards.reward_metrics import timeouts_of
+from jaxrl.rewards.reward_pool import RewardPool
+from jaxrl.rewards.scorers import Scored
+from jaxrl.types import Prompt, Sample, SampleKey
+
+DOMAINS = {"judged": {"kind": "judge", "weight": 0.5}, "model": {"kind": "judge"}, "math": {"kind": "math"}}
+
+
+class FakePlace:
+    """A place whose results a test gives."""
+
+    def __init__(self) -> None:
+        self.asked: list[SampleKey] = []
+        self.futures: dict[SampleKey, Future[Scored]] = {}
+        self.is_closed = False
+
+    def warm(self) -> None: ...
+
+    def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> Future[Scored]:
+        self.asked.append(sample.key)
+        future = self.futures[sample.key] = Future[Scored]()
+        return future
+
+    def step(self) -> bool:
+        return False
+
+    def say(self, index: int, reward: float = 1.0, status: Any = "ok", seconds: float = 0.5, **info: Any) -> None:
+        future = self.futures[SampleKey(0, index, 0)]
+        if future.set_running_or_notify_cancel():
+            future.set_result((status, reward, info, seconds))
+
+    def take_metrics(self) -> dict[str, float]:
+        return {"reward/retries": 1.0, "reward/judge/turns": 2.0}
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def make(parts: bool = False, **reward: Any) -> tuple[RewardPool, FakePlace, FakePlace]:
+    judge = {"endpoint": "http://localhost:1/v1", "endpoint_model": "m"}
+    options = {"domains": DOMAINS, "judge": judge, "parts": {"tags": {"pattern": "x"}} if parts else {}, **reward}
+    config = from_mapping({"model": {"path": "x"}, "reward": options}).reward
+    workers, endpoint = FakePlace(), FakePlace()
+    clock = itertools.count(3).__next__
+    pool = RewardPool(domains(config), parts=config.parts, max_retries=config.max_retries, clock=clock)
+    pool.join("workers", workers)
+    pool.join("endpoint", endpoint)
+    return pool, workers, endpoint
+
+
+def submit(pool: RewardPool, *sources: str) -> None:
+    for index, source in enumerate(sources):
+        pool.submit(Prompt(0, index, (1,), "?", source), Sample.empty(SampleKey(0, index, 0)))
+
+
+def indices(keys: list[SampleKey]) -> list[int]:
+    return [key.prompt_index for key in keys]
+
+
+def test_each_domain_is_scored_in_its_place():
+    pool, workers, endpoint = make()
+    submit(pool, "math", "judged", "unknown", "model")
+    assert (indices(workers.asked), indices(endpoint.asked)) == ([0, 2], [1, 3])
+    assert pool.places == {"workers", "endpoint"}
+    workers.say(2, 0.25)
+    endpoint.say(1, 0.5, why="well")
+    endpoint.say(3, 0.5)
+    found = {verdict.key.prompt_index: verdict for verdict in pool.completed()}
+    assert {index: verdict.reward for index, verdict in found.items()} == {2: 0.25, 1: 0.25, 3: 0.5}
+    assert found[1].info == {"acc": 0.5, "why": "well", "own_reward": 0.5}, "weighted here"
+    assert found[1].unshaped.reward == 0.5
+    assert found[3].info == {}
+    assert pool.num_pending == 1
+
+
+def test_a_pool_that_has_not_joined_is_no_one():
+    pool, *_ = make(judge={"model": "a/folder"})
+    with pytest.raises(AssertionError, match=r"nothing scores what reward\.domains\.judged\.kind=judge asks for"):
+        submit(pool, "judged")
+
+
+@pytest.mark.parametrize("first", ["workers", "endpoint"])
+def test_parts_of_what_an_endpoint_scores(first: Place):
+    pool, workers, endpoint = make(parts=True)
+    submit(pool, "judged")
+    assert indices(workers.asked) == indices(endpoint.asked) == [0]
+    say = {"workers": lambda: workers.say(0, 0.1, parts={"tags": 1.0}), "endpoint": lambda: endpoint.say(0, 1.0)}
+    say.pop(first)()
+    assert pool.completed() == []
+    assert pool.num_pending == 1
+    next(iter(say.values()))()
+    (verdict,) = pool.completed()
+    assert verdict.reward == 0.6
+    assert verdict.info == {"acc": 1.0, "own_reward": 1.0, "parts": {"tags": 1.0}}
+
+
+@pytest.mark.parametrize("failed", ["workers", "endpoint"])
+def test_half_a_verdict_is_none(failed: str):
+    pool, workers, endpoint = make(parts=True)
+    submit(pool, "judged")
+    for place, scoring in {"workers": workers, "endpoint": endpoint}.items():
+        if place == failed:
+            scoring.say(0, 0.0, "timeout", error="late")
+        else:
+            scoring.say(0, 1.0)
+    (verdict,) = pool.completed()
+    assert (verdict.status, verdict.reward, verdict.info["error"]) == ("timeout", 0.0, "late")
+    assert timeouts_of(verdict) == {"sample": 1}
+
+
+def test_the_limits_that_ended_both_halves():
+    pool, workers, endpoint = make(parts=True)
+    submit(pool, "judged", "judged")
+    endpoint.say(0, 1.0, timeouts={"endpoint": 2})
+    workers.say(0, 0.0, "timeout", error="late")
+    endpoint.say(1, 1.0, timeouts={"endpoint": 1})
+    workers.say(1, 0.5)
+    first, second = pool.completed()
+    assert (first.status, timeouts_of(first)) == ("timeout", {"endpoint": 2, "sample": 1})
+    assert (second.status, timeouts_of(second)) == ("ok", {"endpoint": 1})
+
+
+def test_what_an_endpoint_says_is_from_outside():
+    pool, workers, endpoint = make(parts=True)
+    submit(pool, "judged")
+    workers.say(0, 0.0, parts={"tags": 0.0})
+    endpoint.say(0, outside=True)
+    (verdict,) = pool.completed()
+    assert (verdict.outside, verdict.time_s) == (True, 4.0), "the later one"
+
+
+def test_a_fault_of_the_infrastructure_is_asked_again():
+    pool, workers, endpoint = make(max_retries=2)
+    submit(pool, "judged", "math", "judged")
+    endpoint.say(0, 0.0, "crash", error="unreachable")
+    endpoint.say(2, 0.0, "error", error="nonsense")
+    workers.say(1, 0.0, "crash", error="died twice")
+    assert [(v.key.prompt_index, v.status) for v in pool.completed()] == [(2, "error"), (1, "crash")]
+    assert indices(endpoint.asked) == [0, 2, 0]
+    endpoint.say(0, 0.0, "crash")
+    assert pool.completed() == []
+    endpoint.say(0, 0.0, "crash", error="unreachable")
+    assert [verdict.status for verdict in pool.completed()] == ["crash"], "two retries, and no more"
+    metrics = pool.take_metrics()
+    assert metrics["reward/retries"] == 2 + 1 + 1, "its own, and those that the pools have counted"
+    assert pool.take_metrics()["reward/retries"] == 2
+
+
+def test_cancelled_samples():
+    pool, workers, endpoint = make(parts=True)
+    submit(pool, "judged", "math")
+    pool.cancel({SampleKey(0, 0, 0)})
+    endpoint.say(0)
+    workers.say(0)
+    workers.say(1)
+    assert indices([verdict.key for verdict in pool.wait(1.0)]) == [1]
+    assert pool.num_pending == 0
+
+
+def test_counts_are_added_up_and_closing_closes_all():
+    pool, workers, endpoint = make()
+    submit(pool, "math")
+    workers.say(0, 0.0, "timeout", error="late")
+    pool.completed()
+    counts = {"num_scored": 1, "errors": 0, "timeouts": 1, "crashes": 0, "retries": 2, "seconds": 0.5, "judge/turns": 4}
+    assert pool.take_metrics() == {f"reward/{name}": count for name, count in (counts | {"pool_restarts": 0}).items()}
+    pool.close()
+    assert (workers.is_closed, endpoint.is_closed) == (True, True)
