@@ -271,7 +271,7 @@ def _add_serve(sub: Parser) -> None:
     sub.epilog = (
         "Routes: GET /v1/models, /health, /metrics, /openapi.json; POST /v1/completions, /v1/chat/completions, "
         "/inference/v1/generate (tokens in, tokens out). Clients of OpenAI's API take http://HOST:PORT/v1 as base_url. "
-        "Options that matter: serve.max_model_len, serve.max_waiting, serve.grace_s, serve.max_body_mib, "
+        "Options that matter: serve.max_model_len, serve.max_waiting, serve.grace_s, "
         "rollout.max_num_seqs (requests at once), rollout.dtype, rollout.tensor_model_parallel_size. "
         "docs/serving.md has examples."
     )

@@ -44,7 +44,7 @@ from bench.jax_cases import build_params
 from bench.measure import Bench, Summary, Values, say
 
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.mechanisms.speculation import Speculation, spec_metrics
+from jaxrl.mechanisms.speculation import MIN_WINDOW, WINDOW_STEP, Speculation, spec_metrics
 from jaxrl.mechanisms.speculation.index import DraftIndex, build_index, draft_lengths
 from jaxrl.mechanisms.speculation.proposer import Drafting
 from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, DraftWindow, StepCosts, default_verify_tokens
@@ -86,7 +86,7 @@ class House:
         verify_tokens: int,
     ) -> None:
         longest = options.prompt + options.new
-        window = DraftWindow(OPTIONS.min_window, OPTIONS.window_step, OPTIONS.max_window)
+        window = DraftWindow(MIN_WINDOW, WINDOW_STEP, OPTIONS.max_window)
         drafting = Drafting(num_responses, num_tokens, verify_tokens, draft_lengths(OPTIONS), window)
         sizes = ExecutorConfig(
             num_slots=num_rows,

@@ -143,7 +143,7 @@ def _real(folder: Path, rule: str, options: argparse.Namespace, sigma: float) ->
 
 def _simulated(folder: Path, rule: str, options: argparse.Namespace) -> tuple[float, float]:
     machine = {"num_devices": 1, "run_dir": str(folder / f"{rule} simulated"), "tool": {"max_s": options.max_s}}
-    lengths = {"workload": "recorded", "recorded_run": str(folder / "plain"), "recorded_rule": "pooled"}
+    lengths = {"recorded_run": str(folder / "plain"), "recorded_rule": "pooled"}
     simulate(from_mapping(_config(folder, rule, options, simulate=machine | lengths)), say=lambda line: None)
     return _per_sample(folder / f"{rule} simulated")
 

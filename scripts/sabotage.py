@@ -154,8 +154,8 @@ FAULTS = (
     ),
     Fault(
         "the planner doubles tp though preemptions only stayed",
-        "jaxrl/mechanisms/adaptive_layouts/planners.py",
-        "preemptions > self.options.planner_rise * state.last",
+        "jaxrl/mechanisms/adaptive_layouts/planner.py",
+        "preemptions > RISE * state.last",
         "preemptions >= state.last",
         "tests/mechanisms/adaptive_layouts",
     ),

@@ -120,7 +120,6 @@ def compositions(draw: st.DrawFn) -> Composition:
                 "enable": True,
                 "num_groups": draw(groups),
                 "outlier_share": draw(share),
-                "min_growth": draw(st.sampled_from([1.0, 1.1])),
                 "move": draw(st.sampled_from(["auto", "kv"])),
                 "two_tier": draw(st.booleans()),
             }

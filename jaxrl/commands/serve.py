@@ -29,6 +29,8 @@ from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.train.steps import whole_step
 
 DEFAULT_LENGTH = 4096
+MAX_BODY_BYTES = 16 * 2**20
+"""Of a request, which is held in memory."""
 _POLL_S = 0.1  # until a signal is noticed
 
 
@@ -96,7 +98,7 @@ async def _run(
     config, tokenizer = worker.config, worker.tokenizer
     driver = Driver(engine, config.serve.max_waiting)
     model = ServedModel(driver, tokenizer, config.max_model_length, worker.stop_token_ids, tokenizer.vocab_size)
-    app = Routes(model, name, key, int(config.serve.max_body_mib * 2**20)).app()
+    app = Routes(model, name, key, MAX_BODY_BYTES).app()
 
     class Server(web.Server):
         @contextmanager

@@ -167,13 +167,13 @@ def _options_of_run(run_dir: str, devices: Mapping[str, Any], overrides: Sequenc
     """Options of section `simulate` that a run's record answers: lengths; of a real run the devices as well, and
     latencies if it, or an override, names a profile."""
     lengths = f"simulate.recorded_run={json.dumps(str(run_dir))}"
-    found = ["simulate.workload=recorded", "simulate.recorded_rule=by_rank", lengths]
+    found = ["simulate.recorded_rule=by_rank", lengths]
     if devices["platform"] == SIMULATED:
         return found
     found.append(f"simulate.num_devices={devices['count']}")
     found += [f"simulate.hardware={name}" for name in HARDWARE if re.search(rf"\b{name}\b", devices["kind"])]
     if profile := _load(run_dir, overrides).rollout.layout.profile:
-        found += ["simulate.cost=table", f"simulate.profile={json.dumps(profile)}"]
+        found += [f"simulate.profile={json.dumps(profile)}"]
     return found
 
 
@@ -207,7 +207,7 @@ def _notes(
                 f"the run's longest response had {known:.0f} tokens, the longest in its record {longest}: more steps "
                 "help"
             )
-    if config.simulate.cost == "roofline" and devices["platform"] != SIMULATED:
+    if not config.simulate.profile and devices["platform"] != SIMULATED:
         yield (
             f"the run was on {devices['count']} × {devices['kind']}, and these seconds are modelled: name a file of "
             "`jaxrl profile` as rollout.layout.profile for measured ones"

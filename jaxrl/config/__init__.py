@@ -8,7 +8,7 @@ from jaxrl.config.options import (
     DataSection,
     RolloutCorrectionSection,
 )
-from jaxrl.config.simulation import SimulatedHistory, SimulatedLengths, SimulatedScoring, SimulatedTask
+from jaxrl.config.simulation import SimulatedHistory, SimulatedLengths, SimulatedScoring, SimulatedTask, TaskSection
 from jaxrl.config.updates import ActorSection, CriticSection, OptimSection
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "SimulatedLengths",
     "SimulatedScoring",
     "SimulatedTask",
+    "TaskSection",
     "differences",
     "flatten",
     "from_mapping",

@@ -129,7 +129,7 @@ def _of_sizes(c: Config) -> Iterator[str]:
             f"trainer.total_training_steps ({steps}) with {per_step} updates each makes {steps * per_step} updates, of "
             f"which at most {MAX_INT} can be counted: lower it, or actor.ppo_epochs"
         )
-    for model, optim in (("actor", actor.optim), ("critic", c.critic.optim)):
+    for model, optim in (("actor", actor.optim), ("critic", c.critic_optim)):
         if optim.lr * optim.weight_decay > 1:
             yield (
                 f"{model}.optim.lr ({optim.lr:g}) × {model}.optim.weight_decay ({optim.weight_decay:g}) must be at "
@@ -311,11 +311,10 @@ def _unread(c: Config, command: str) -> Iterator[tuple[str, frozenset[str] | Non
         yield "critic.optim", None, other
         yield "algorithm", frozenset({"gamma", "lam"}), other
         yield "trainer", frozenset({"critic_warmup"}), other
-    for model in ("actor", "critic") if c.has_critic else ("actor",):
-        if _section(c, model).optim.name != "muon":
-            yield f"{model}.optim", frozenset({"momentum"}), f"{model}.optim.name is adamw"
-        if _section(c, model).optim.lr_scheduler_type == "constant":
-            yield f"{model}.optim", frozenset({"min_lr_ratio"}), f"{model}.optim.lr_scheduler_type is constant"
+    if c.actor.optim.name != "muon":
+        yield "actor.optim", frozenset({"momentum"}), "actor.optim.name is adamw"
+    if c.actor.optim.lr_scheduler_type == "constant":
+        yield "actor.optim", frozenset({"min_lr_ratio"}), "actor.optim.lr_scheduler_type is constant"
     if c.algorithm.adv_estimator != "grpo":
         yield "algorithm", frozenset({"norm_adv_by_std_in_grpo"}), other
     if c.algorithm.adv_estimator != "gdpo":
@@ -325,8 +324,8 @@ def _unread(c: Config, command: str) -> Iterator[tuple[str, frozenset[str] | Non
     if not c.data.apply_chat_template:
         unread = frozenset({"apply_chat_template_kwargs", "special_tokens_in_content"})
         yield "data", unread, "data.apply_chat_template is off"
-    if c.simulate.workload != "recorded":
-        yield "simulate", frozenset({"recorded_run"}), f"simulate.workload is {c.simulate.workload}"
+    if not c.simulate.recorded_run:
+        yield "simulate", frozenset({"recorded_rule"}), "simulate.recorded_run is empty"
     yield from unread_rewards(c)
 
 
@@ -335,8 +334,7 @@ def _no_reference_copy(c: Config, command: str) -> str | None:
     if c.model.has_adapters:
         return "the reference is the base of the adapters, which is there"
     if command == "dpo":
-        names = ("reference_free", "precompute_ref_log_probs")
-        return next((f"dpo.{name} keeps no copy of the reference" for name in names if getattr(c.dpo, name)), None)
+        return "dpo.precompute_ref_log_probs keeps no copy of the reference" if c.dpo.precompute_ref_log_probs else None
     return None if c.needs_ref else "no option needs a reference (actor.use_kl_loss, algorithm.use_kl_in_reward)"
 
 

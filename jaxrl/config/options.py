@@ -19,7 +19,7 @@ from jaxrl.config.rollouts import RolloutSection
 from jaxrl.config.simulation import SimulateSection
 from jaxrl.config.supervised import DpoSection, SftSection
 from jaxrl.config.teacher import TeacherSection
-from jaxrl.config.updates import ActorSection, CriticSection, KlEstimate, LossAggregation
+from jaxrl.config.updates import ActorSection, CriticSection, KlEstimate, LossAggregation, OptimSection
 from jaxrl.mechanisms.dynamic_sampling import DynamicSampling
 from jaxrl.mechanisms.stream_trainer import StreamTrainer
 from jaxrl.mechanisms.turns import Turns
@@ -32,7 +32,6 @@ AdvantageEstimator = Literal["grpo", "dr_grpo", "grpo_turns", "rloo", "reinforce
 
 MAX_STEPS = Cap(1_000_000_000, "updates are counted in 32 bits")
 MAX_WAITING = Cap(1_000_000, "each of them is held in memory")
-MAX_BODY_MIB = Cap(1024, "a request's body is held in memory")
 
 
 class ModelSection(Section):
@@ -282,7 +281,6 @@ class ServeSection(Section):
     grace_s: Annotated[
         float, Ge(0), MAX_WAIT, "Seconds that responses under way have to end once the server is asked to stop."
     ] = 30.0
-    max_body_mib: Annotated[float, Gt(0), MAX_BODY_MIB, "The largest request, in MiB."] = 16.0
 
 
 class Config(Section):
@@ -315,6 +313,10 @@ class Config(Section):
     def has_critic(self) -> bool:
         """Whether a second model learns what a token's return will be."""
         return self.algorithm.adv_estimator == "gae"
+
+    @property
+    def critic_optim(self) -> OptimSection:
+        return self.actor.optim.replace(**dict(self.critic.optim))
 
     @property
     def critic_mini_batch_prompts(self) -> int:

@@ -87,6 +87,7 @@ def _sections(section: type[Section], prefix: str) -> Iterator[tuple[str, str]]:
             yield from _sections(field.annotation, f"{prefix}{name}.")
         elif (inner := named_section(field)) is not None:
             yield f"{prefix}{name}.NAME", inner.__doc__ or ""
+            yield from _sections(inner, f"{prefix}{name}.NAME.")
 
 
 def _type_text(hint: Any) -> str:

@@ -94,9 +94,6 @@ class CodeSection(Section):
     ] = 60.0
     timeout_factor: Annotated[float, Ge(1), "What the longest time of a correct response is multiplied by."] = 1.5
     max_memory_mib: Annotated[int, Ge(16), Cap(2**30, "no machine has more"), "MiB that a program may take."] = 512
-    max_processes: Annotated[int, Ge(1), "Processes and threads that a program may have at once."] = 32
-    max_file_mib: Annotated[int, Ge(0), "MiB that a program may write to files, where it may write at all."] = 16
-    max_output_kib: Annotated[int, Ge(1), "KiB of output that are kept; more ends the program."] = 256
 
 
 class OverlongBufferSection(Section):

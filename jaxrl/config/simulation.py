@@ -86,10 +86,9 @@ class SimulatedHistory(Section):
     growth: Annotated[float, Gt(-1), "Share by which foretold stretches grow per epoch."] = 0.0
 
 
-class SimulatedTask(Section):
+class TaskSection(Section):
     """One kind of prompts."""
 
-    name: Annotated[str, "The task's name, which is the data source of its prompts."] = "simulated"
     weight: Annotated[float, Gt(0), "Share of the prompts, relative to the weights of the other tasks."] = 1.0
     response: SimulatedLengths = Field(default_factory=SimulatedLengths)
     correlation: Annotated[
@@ -110,6 +109,12 @@ class SimulatedTask(Section):
     ] = 0.5
     pass_spread: Annotated[float, Ge(0), "Standard deviation over prompts of the logit of their pass rates."] = 2.0
     history: SimulatedHistory = Field(default_factory=SimulatedHistory)
+
+
+class SimulatedTask(TaskSection):
+    """A task with its name, which is the data source of its prompts."""
+
+    name: str = "simulated"
 
 
 class SimulatedTool(Section):
@@ -164,34 +169,29 @@ class SimulateSection(Section):
     num_prompts: Annotated[
         int, Ge(0), Cap(10_000_000, "their order is drawn at once"), "Prompts of an epoch; 0: data.task_size."
     ] = 0
-    cost: Annotated[Literal["roofline", "table"], "What says how long things take."] = "roofline"
     profile: Annotated[
         str,
         Names("file"),
-        "With simulate.cost=table, the file that `jaxrl profile` wrote; what it does not hold comes from the roofline.",
+        "The file that `jaxrl profile` wrote, which says how long things take; what it does not hold, and everything "
+        "where it is empty, comes from the roofline of simulate.hardware.",
     ] = ""
     efficiency: Annotated[dict[str, float], "Efficiency factors of the roofline by name, over its own."] = {}
     host_s: Annotated[
         float, Ge(0), _MAX_SECONDS, "Seconds of the host per plan, while the devices run the plan before."
     ] = 0.0
-    workload: Annotated[
-        Literal["modelled", "recorded"],
-        "Where lengths and rewards come from; modelled: simulate.task or simulate.tasks, recorded: an earlier run.",
-    ] = "modelled"
     recorded_run: Annotated[
-        str, Names("folder"), "With workload=recorded, the run directory with the samples.jsonl to draw from."
+        str, Names("folder"), "The run whose samples.jsonl has lengths and rewards to draw from; empty: simulate.tasks."
     ] = ""
     recorded_rule: Annotated[
         Literal["by_prompt", "pooled", "by_rank"],
         "How recorded responses are drawn; by_prompt: for each prompt from its own, pooled: from all together, "
         "by_rank: from all of the prompt's source, with prompts that differ as much as the recorded ones.",
     ] = "by_prompt"
-    task: SimulatedTask = Field(default_factory=SimulatedTask)
     tool: SimulatedTool = Field(default_factory=SimulatedTool)
     tasks: Annotated[
-        list[SimulatedTask],
-        "With simulate.workload=modelled, a mix of tasks in place of simulate.task, each with the options of that.",
-    ] = []
+        dict[str, TaskSection],
+        "Kinds of prompts by their names, which are their data sources; none: one task with the defaults.",
+    ] = {}
     score_in_turn: Annotated[
         bool, "Score one task after another, in the order of simulate.tasks; off: all tasks beside one another."
     ] = False

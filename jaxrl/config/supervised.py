@@ -46,11 +46,8 @@ class DpoSection(Section):
         bool,
         "Compute the reference's log-likelihoods of all pairs before the first step, and keep no copy of its weights.",
     ] = False
-    reference_free: Annotated[bool, "Compare with a reference that finds all equally likely, and keep none."] = False
 
     def problems(self, config: Any) -> Iterator[str]:
-        if self.reference_free and self.precompute_ref_log_probs:
-            yield "dpo.reference_free and dpo.precompute_ref_log_probs exclude each other: there is no reference"
         if self.chosen_key == self.rejected_key:
             yield f"dpo.chosen_key and dpo.rejected_key must name two columns, found {self.chosen_key!r} twice"
 

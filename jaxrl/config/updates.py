@@ -14,6 +14,7 @@ from jaxrl.schema.section import Section
 KlEstimate = Literal["kl", "abs", "mse", "low_var_kl"]
 LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"]
 
+MAX_LR = Cap(1, "AdamW moves every weight by about so much per update")
 _BELOW_ONE = Cap(0.999999, "a larger one is 1 as a float32, and the update a division by 0")
 
 
@@ -33,9 +34,7 @@ class OptimSection(Section):
         "Type of the optimizer's moments between updates; float32: as actor.param_dtype, bfloat16: rounded "
         "stochastically, int8: the same in one byte, with a magnitude for each block of up to 256 numbers.",
     ] = "float32"
-    lr: Annotated[
-        float, Ge(0), Cap(1, "AdamW moves every weight by about so much per update"), "Learning rate, at its highest."
-    ] = 1e-6
+    lr: Annotated[float, Ge(0), MAX_LR, "Learning rate, at its highest."] = 1e-6
     lr_warmup_steps: Annotated[
         int,
         Ge(0),
@@ -55,12 +54,12 @@ class OptimSection(Section):
     eps: Annotated[float, Interval(ge=1e-30, le=1), "What Adam adds to the denominator of an update."] = 1e-8
 
 
-class CriticOptimSection(OptimSection):
-    """The critic's optimizer and its learning rate."""
+class CriticOptimSection(Section):
+    """What the critic's optimizer has of its own; the rest is as in actor.optim."""
 
-    lr: Annotated[
-        float, Ge(0), Cap(1, "AdamW moves every weight by about so much per update"), "Learning rate, at its highest."
-    ] = 1e-5
+    lr: Annotated[float, Ge(0), MAX_LR, "Learning rate, at its highest."] = 1e-5
+    lr_warmup_steps: Annotated[int, Ge(0), "Optimizer updates over which the learning rate rises."] = 0
+    weight_decay: Annotated[float, Ge(0), "Weight decay, of all weights."] = 0.0
 
 
 class ActorSection(Section):

@@ -26,6 +26,7 @@ from jaxrl.rewards.sandbox.orders import Execution, Limits, Means
 from jaxrl.rewards.sandbox.probe import choose_means
 
 _MAX_ERROR = 500
+MAX_PROCESSES, MAX_FILE_MIB, MAX_OUTPUT_KIB = 32, 16, 256  # of one program
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class CodeScorer:
     def load(self) -> None:
         """Starts the sandbox. Raises ValueError if this machine has none that `reward.code.sandbox` allows."""
         code = self.code
-        limits = Limits(code.max_memory_mib, code.max_processes, code.max_file_mib, code.max_output_kib)
+        limits = Limits(code.max_memory_mib, MAX_PROCESSES, MAX_FILE_MIB, MAX_OUTPUT_KIB)
         self._sandbox = Sandbox(limits, self.means, bubblewrap=code.sandbox == "bubblewrap")
         there = self._sandbox.start()
         if self.means is None:
@@ -164,7 +165,7 @@ def _why_ended(ran: Execution, limit_s: float) -> str:
         case "time":
             return f"it took longer than {limit_s:g} s"
         case "output":
-            return "it wrote more than reward.code.max_output_kib"
+            return f"it wrote more than {MAX_OUTPUT_KIB} KiB"
         case "memory":
             return "its processes took more than reward.code.max_memory_mib"
     last = ran.errors.strip().splitlines()[-1:]

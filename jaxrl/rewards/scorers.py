@@ -149,11 +149,9 @@ class AutoScorer:
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentScorer:
-    """The rewards of a trajectory's turns as one: their sum, each multiplied by `discount` for each turn before it, or
-    the last (`environment.reward`)."""
+    """The rewards of a trajectory's turns as one: their sum, or the last (`environment.reward`)."""
 
     how: Literal["sum", "last"]
-    discount: float
     preload: tuple[str, ...] = ()
     loads: str = "reward.kind: nothing"
 
@@ -163,7 +161,7 @@ class EnvironmentScorer:
         rewards = request.turn_rewards
         if rewards is None:
             raise ValueError(f"{request.source}: the response has no turns, which reward.kind=environment needs")
-        total = rewards[-1] if self.how == "last" else sum(r * self.discount**k for k, r in enumerate(rewards))
+        total = rewards[-1] if self.how == "last" else sum(rewards)
         return total, {"stop": request.stop, "num_turns": len(rewards)}
 
 
@@ -226,7 +224,7 @@ def scorer_of(config: Config, domain: Domain) -> Scorer:
 
         return CodeScorer(config.reward.code)
     if domain.kind == "environment":
-        return EnvironmentScorer(config.environment.reward, config.environment.reward_discount)
+        return EnvironmentScorer(config.environment.reward)
     by_math = MathScorer(domain.extract)
     if domain.kind == "math" or not data.task:
         # where all sources have domains, none of the others' samples comes; `source_problem` looks at the data

@@ -39,7 +39,7 @@ from jaxrl.scheduling.layouts.plan_cost import PlanCostModel
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers, step_ticks
 from jaxrl.sim.clock import SimulatedClock, SimulatedConcurrently, SimulatedPhases
-from jaxrl.sim.configured import PLATFORM, layout_sizes, machine_sizes, num_devices_of, worker_predictor
+from jaxrl.sim.configured import PLATFORM, layout_sizes, machine_sizes, num_devices_of, tasks_of, worker_predictor
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.executor import MachineSizes, SimulatedExecutor
 from jaxrl.sim.executor_set import SimulatedExecutorSet
@@ -135,7 +135,7 @@ class SimulatedMachine:
     def _build_scoring(self) -> ScoringWorkers:
         """The reward workers of section `reward`, with those that tasks of section `simulate` have for themselves."""
         chosen, reward = self._config.simulate, self._config.reward
-        tasks = chosen.tasks or [chosen.task]
+        tasks = tasks_of(self._config)
         own = {task.name: task.scoring.workers for task in tasks if task.scoring.workers}
         order = [task.name for task in tasks] if chosen.score_in_turn else []
         # a judge on the devices has no rule for when it runs, and no GPU shares itself out

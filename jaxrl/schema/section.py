@@ -37,6 +37,7 @@ class Section(BaseModel):
 
     def replace(self, **changes: Any) -> Self:
         """A copy with other values, which are not checked."""
+        assert changes.keys() <= type(self).model_fields.keys(), f"{type(self).__name__} has no such options: {changes}"
         return self.model_copy(update=changes)
 
     def problems(self, config: Any) -> Iterator[str]:

@@ -16,6 +16,7 @@ from jaxrl.config import Config, ConfigError
 from jaxrl.config.checks import across_hosts, host_problem
 from jaxrl.config.hosts import HostsSection
 from jaxrl.config.inputs import read_json
+from jaxrl.config.simulation import SimulatedTask
 from jaxrl.mechanisms.reward_timeouts import AdaptiveTimeouts
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.kv_layers import kv_layers
@@ -108,7 +109,7 @@ def cost_model(config: Config) -> tuple[CostModel, str]:
     model = model_sizes(config)
     parts = model, machine, factors, BYTES[rollout.dtype], narrow, rollout.kv_head_bytes(model.head_dim)
     described = f"roofline of {machine.name} data sheet peaks, {source}"
-    if chosen.cost == "roofline":
+    if not chosen.profile:
         return CostModel(*parts), described
     predictor = _profiled(config)
     identity = predictor.profile.identity
@@ -120,8 +121,6 @@ def cost_model(config: Config) -> tuple[CostModel, str]:
 
 def _profiled(config: Config) -> LatencyPredictor:
     path, tp = Path(config.simulate.profile), config.rollout.tp
-    if not config.simulate.profile:
-        raise ConfigError("simulate.profile is missing: simulate.cost is table, which needs a file of `jaxrl profile`")
     if not path.is_file():
         raise ConfigError(f"simulate.profile ({path}) must be a file of `jaxrl profile`, and there is no such file")
     try:
@@ -143,17 +142,20 @@ def _scoring_limit_s(config: Config, task: str) -> float:
     return config.reward.timeout_s or math.inf
 
 
+def tasks_of(config: Config) -> tuple[SimulatedTask, ...]:
+    """The tasks of section `simulate`, in their order."""
+    given = config.simulate.tasks
+    return tuple(SimulatedTask(name=name, **dict(task)) for name, task in given.items()) or (SimulatedTask(),)
+
+
 def workload_of(config: Config) -> tuple[Workload, str]:
     """The workload of section `simulate`, and where its lengths come from."""
     chosen, seed = config.simulate, config.trainer.seed
-    if chosen.workload == "recorded":
-        if not chosen.recorded_run:
-            raise ConfigError(
-                "simulate.recorded_run is missing: simulate.workload is recorded, which needs a run's folder"
-            )
-        scoring, timeout_s = chosen.task.scoring, _scoring_limit_s(config, "")
-        _option("simulate.task", check_scoring, scoring, timeout_s)
-        of_task = scoring, timeout_s, chosen.task.history
+    tasks = tasks_of(config)
+    if chosen.recorded_run:
+        scoring, timeout_s = tasks[0].scoring, _scoring_limit_s(config, "")
+        _option(f"simulate.tasks.{tasks[0].name}", check_scoring, scoring, timeout_s)
+        of_task = scoring, timeout_s, tasks[0].history
         recorded = RecordedWorkload.read(chosen.recorded_run, seed, chosen.recorded_rule, *of_task)
         drawn = sum(len(prompt.responses) for prompt in recorded.prompts)
         return recorded, (
@@ -161,10 +163,9 @@ def workload_of(config: Config) -> tuple[Workload, str]:
             f"{chosen.recorded_rule}; {recorded.num_truncated} of them had reached that run's token limit"
         )
     longest = config.data.max_response_length
-    tasks = tuple(chosen.tasks or [chosen.task])
     limits_s = [_scoring_limit_s(config, task.name) for task in tasks]
-    for i, (task, limit_s) in enumerate(zip(tasks, limits_s, strict=True)):
-        _option(f"simulate.tasks[{i}]" if chosen.tasks else "simulate.task", check_task, task, longest, limit_s)
+    for task, limit_s in zip(tasks, limits_s, strict=True):
+        _option(f"simulate.tasks.{task.name}", check_task, task, longest, limit_s)
     text = "; ".join(
         f"{task.name} (median {task.response.median:g}, sigma {task.response.sigma:g}, cap {longest} tokens)"
         for task in tasks
@@ -273,7 +274,7 @@ def worker_predictor(config: Config, cost: CostModel, degrees: Sequence[int]) ->
     """Predicts a worker's steps, over the table that step times come from, or over a profile of the modelled devices.
     `rollout.layout.profile` belongs to the real machine and is not read."""
     options, num_devices = config.rollout.layout, worker_devices_of(config)
-    if config.simulate.cost == "table":
+    if config.simulate.profile:
         table = _profiled(config).profile  # of one dp group, for any number of groups
         missing = sorted(set(degrees) - set(table.degrees))
         if missing:

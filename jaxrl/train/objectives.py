@@ -105,7 +105,7 @@ class ValueObjective:
 
     def __init__(self, config: Config) -> None:
         self.name, self.grad_clip, self.teacher_top_k = "critic", config.critic.grad_clip, 0
-        self.optim: OptimSection = config.critic.optim
+        self.optim: OptimSection = config.critic_optim
         self.passes: tuple[str, ...] = ("values",)
         self._options = config.critic
 

@@ -106,9 +106,7 @@ class Preferences:
     def explained(self) -> str:
         dpo, known = self._options, ", asked of all pairs before the first step" if self.precomputes else ""
         own = "the weights that the run begins with" if self.precomputes else "a copy of the run's first weights"
-        reference = (
-            "none" if dpo.reference_free else ("the base without its adapters" if self._of_base else own) + known
-        )
+        reference = ("the base without its adapters" if self._of_base else own) + known
         return f"learnt: what was preferred, dpo.loss_type={dpo.loss_type}, beta {dpo.beta:g}; reference: {reference}"
 
     @property
@@ -117,7 +115,7 @@ class Preferences:
 
     def trained(self, config: Config) -> Config:
         """A reference is kept as for a KL loss; the loss of a pair is a sum over tokens, and the batch's a mean."""
-        resident = not self._options.reference_free and (self._of_base or not self.precomputes)
+        resident = self._of_base or not self.precomputes
         algorithm = config.algorithm.replace(loss_agg_mode="seq-mean-token-sum")
         return config.replace(actor=config.actor.replace(use_kl_loss=resident), algorithm=algorithm)
 
@@ -147,9 +145,7 @@ class Preferences:
     def _pairs(self, trainer: Trainer, batch: TrainBatch, known: np.ndarray | None) -> Pairs:
         own, lengths = _sequence_logps(trainer.token_logprobs(batch, "actor"), batch)
         if known is None:
-            known = np.zeros_like(own)
-            if not self._options.reference_free:
-                known, _ = _sequence_logps(trainer.token_logprobs(batch, "ref"), batch)
+            known, _ = _sequence_logps(trainer.token_logprobs(batch, "ref"), batch)
         return Pairs(own.reshape(-1, 2), known.reshape(-1, 2), lengths.reshape(-1, 2))
 
 

@@ -154,7 +154,7 @@ def resident_parts(config: Config, model_config: ModelConfig, num_devices: int) 
         critic = critic_config(model_config)
         parts["critic: master weights"] = trained_numbers(critic, num_devices, config.hosts.num) * size
         if not config.actor.offload_optimizer:
-            name, kept = optimizer_part(config, config.critic.optim, critic, num_devices, config.hosts.num)
+            name, kept = optimizer_part(config, config.critic_optim, critic, num_devices, config.hosts.num)
             parts[f"critic: {name}"] = kept
     if config.needs_ref and model_config.lora is None:
         offload = config.actor.offload_reference

@@ -73,7 +73,7 @@ def configured(
             "num_hosts": hosts,
             "num_devices": 8 * hosts,
             "num_prompts": 1_000_000,
-            "task": {"response": {"median": median, "sigma": sigma}, "prompt_median": 200.0},
+            "tasks": {"simulated": {"response": {"median": median, "sigma": sigma}, "prompt_median": 200.0}},
             **simulate,
         },
     }

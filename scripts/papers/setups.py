@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jaxrl.config import Config, SimulatedLengths, SimulatedScoring, SimulatedTask, from_mapping
-from jaxrl.mechanisms.speculation import Speculation
+from jaxrl.mechanisms.speculation import MIN_WINDOW, WINDOW_STEP, Speculation
 from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftWindow
 from jaxrl.mechanisms.speculation.simulated import SimulatedDrafts, acceptance_model
 from jaxrl.models.shapes import named_shape
@@ -80,7 +80,7 @@ class Case:
       anchors: of adaptive time-outs; rows: a column of the data has one for every prompt, and limits are twice those,
         as in the authors' code; else what right responses have taken.
       epoch_steps: batches after which prompts come again; 0: no prompt does.
-      pass_spread: how much prompts differ in how often they are solved (`simulate.task.pass_spread`).
+      pass_spread: how much prompts differ in how often they are solved (`simulate.tasks.NAME.pass_spread`).
       judge: has workers of its own, beside all devices; or takes its time from the rollout's devices.
       steps, seed: of the run.
       decode_steps: the most steps of a plan; how late the end of a round may be seen.
@@ -240,7 +240,7 @@ def configuration(case: Case, calibration: Calibration) -> Config:
                 "hardware": setup.hardware,
                 "num_devices": case.num_devices,
                 "num_prompts": _epoch_steps(case) * case.num_prompts or DATASET_PROMPTS,
-                "tasks": _own_workers(case, calibration) if rollpacker else [],
+                "tasks": _own_workers(case, calibration) if rollpacker else {},
                 "score_in_turn": rollpacker and case.score_when == "rollout",
             },
         }
@@ -376,7 +376,7 @@ def _rhymerl_workload(case: Case, calibration: Calibration) -> ModelledWorkload:
 def drafting_of(case: Case, workload: ModelledWorkload) -> SimulatedDrafts:
     """How the rows of a case draft."""
     options = Speculation.Options()
-    window = DraftWindow(options.min_window, options.window_step, options.max_window)
+    window = DraftWindow(MIN_WINDOW, WINDOW_STEP, options.max_window)
     tell = acceptance_model(case.seed, workload, options)
     return SimulatedDrafts(tell, DraftConfig(window, VERIFY_TOKENS))
 
@@ -390,7 +390,7 @@ def _scoring(values: Mapping[str, float], task: str) -> SimulatedScoring:
     return SimulatedScoring(median_s=values[f"reward.{task}.median_s"], hang_share=values[f"reward.{task}.hang_share"])
 
 
-def _own_workers(case: Case, calibration: Calibration) -> list[dict[str, Any]]:
+def _own_workers(case: Case, calibration: Calibration) -> dict[str, Any]:
     """The tasks' reward workers, in the order in which they score."""
     values = calibration.of(case.problem)
     found: dict[str, dict[str, float]] = {
@@ -400,4 +400,4 @@ def _own_workers(case: Case, calibration: Calibration) -> list[dict[str, Any]]:
         # as many device-seconds as the baseline's workers need on the devices that they have for themselves
         seconds = values["reward.judge.median_s"] / values["reward.judge.workers"]
         found["judge"] = {"device_s": seconds * RESERVED_SHARE}
-    return [{"name": name, "scoring": scoring} for name, scoring in found.items()]
+    return {name: {"scoring": scoring} for name, scoring in found.items()}

@@ -292,7 +292,6 @@ def test_devices_without_halves_have_no_stream(num_devices: int):
     [
         ("sft", {}, 8, None),
         ("dpo", {}, 16, "a copy of the run's first weights"),
-        ("dpo", {"dpo": {"reference_free": True}}, 16, "none"),
         (
             "dpo",
             {"dpo": {"precompute_ref_log_probs": True}},

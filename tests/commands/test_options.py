@@ -76,7 +76,7 @@ def test_values_are_searched():
 
 def test_words_begin_where_a_name_is_parted():
     assert "actor.use_kl_loss" in paths("kl")
-    assert "simulate.workload" not in paths("kl")
+    assert "simulate.recorded_rule" not in paths("kl")
 
 
 def test_several_words_in_any_order():

@@ -21,7 +21,7 @@ from jaxrl.cli import main
 
 QUICK = (
     *("simulated/resumed_hosts", "simulated/resumed_partial", "simulated/over_provisioning", "simulated/switch_both"),
-    *("simulated/planner_confident", "simulated/rollout_scored", "simulated/two_tier", "simulated/stream"),
+    *("simulated/rollout_scored", "simulated/two_tier", "simulated/stream"),
     *("simulated/adaptive_timeouts", "simulated/judge", "simulated/two_tasks", "real/stopped"),
 )
 """The fewest that pass through the code of every room of a mechanism."""

@@ -28,7 +28,7 @@ def training(tmp_path: Path) -> Path:
 
 
 def run(training: Path, folder: Path, *overrides: str) -> int:
-    places = (f"trainer.run_dir={folder}", "simulate.num_devices=16", "simulate.task.response.median=40")
+    places = (f"trainer.run_dir={folder}", "simulate.num_devices=16", "simulate.tasks.simulated.response.median=40")
     return main(["simulate", "--config", str(training), *places, *overrides])
 
 
@@ -208,10 +208,9 @@ def test_auto_is_the_fastest_degree_of_the_modelled_devices(
 def test_a_recorded_workload_plays_a_run(training: Path, tmp_path: Path):
     """A simulated run is recorded like a real one."""
     assert run(training, tmp_path / "a") == 0
-    recorded, source = workload_of(config(workload="recorded", recorded_run=str(tmp_path / "a-simulated")))
+    recorded, source = workload_of(config(recorded_run=str(tmp_path / "a-simulated")))
     assert source.startswith("recorded: 16 responses to 8 prompts of ")
     lines = [json.loads(line) for line in (tmp_path / "a-simulated" / "samples.jsonl").read_text().splitlines()]
     assert {recorded.length(SampleKey(0, i, 0), 1) for i in range(200)} <= {row["length"] for row in lines}
-    overrides = ("simulate.workload=recorded", f"simulate.recorded_run={tmp_path / 'a-simulated'}")
-    assert run(training, tmp_path / "b", *overrides) == 0
+    assert run(training, tmp_path / "b", f"simulate.recorded_run={tmp_path / 'a-simulated'}") == 0
     assert json.loads((tmp_path / "b-simulated" / "run.json").read_text())["simulation"]["workload"] == source

@@ -173,12 +173,6 @@ def test_what_the_reference_says_may_be_known_before(
     assert_same_end(killed, whole)
 
 
-def test_without_a_reference_none_is_kept(learning: Learning):
-    learning.learn("dpo", learning.folder / "free", "dpo.reference_free=true", "trainer.total_training_steps=1")
-    (line,) = read_metrics(learning.folder / "free")
-    assert line["rewards/chosen"] == pytest.approx(0.1 * line["logps/chosen"])
-
-
 @SLOW  # tests/train/test_supervised.py has gradients on several devices
 def test_it_is_the_same_on_several_devices(learning: Learning, sft: tuple[Path, Path, str]):
     learning.learn("sft", learning.folder / "four", devices=4)

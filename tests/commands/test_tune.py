@@ -169,7 +169,7 @@ def test_a_grid_for_each_factor(write: Callable[..., str]):
 
 
 def test_lengths_from_a_distribution_in_place_of_the_record(write: Callable[..., str]):
-    options = ("simulate.workload=modelled", "simulate.task.response.median=40")
+    options = ("simulate.recorded_run=", "simulate.tasks.simulated.response.median=40")
     table, said = search(write(heavy), *options, values=(1.5,), steps=6)
     assert "median 40" in said[2]
     assert len({one.step_s for one in table.plain.trials}) == 2
@@ -220,7 +220,7 @@ def test_a_real_run_s_own_latencies(write: Callable[..., str], tmp_path: Path):
     )
     assert named.plain.mean("gen_s") == found.plain.mean("gen_s"), "an override names the file as the run does"
     assert not any("modelled" in line for line in said)
-    found, _ = search(measured, "simulate.cost=roofline", values=(1.5,), steps=6, seeds=1)
+    found, _ = search(measured, "simulate.profile=", values=(1.5,), steps=6, seeds=1)
     assert found.plain.mean("gen_s") < 100
 
 

@@ -75,7 +75,7 @@ def test_each_command_has_its_own_sections():
     ("command", "options", "why"),
     [
         ("dpo", [], ""),
-        ("dpo", ["dpo.reference_free=true"], "dpo.reference_free keeps no copy"),
+        ("dpo", ["dpo.precompute_ref_log_probs=true"], "dpo.precompute_ref_log_probs keeps no copy"),
         ("dpo", ["model.lora_rank=4"], "the reference is the base of the adapters"),
         ("sft", [], "`jaxrl sft` does not read it"),
         ("train", ["actor.use_kl_loss=true"], ""),

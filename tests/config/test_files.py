@@ -224,13 +224,14 @@ def test_text_on_the_command_line_is_what_stands_there(value: str, text: str):
 def test_options_without_effect_are_said_with_their_place(file):
     factors = "rollout:\n  tail_batching:\n    prompt_factor: 1.5\n    response_factor: 1.25\n"
     path, said = file("run.yaml", f"model: {{path: x}}\n{factors}"), []
-    given = ["actor.kl_loss_coef=0.1", "reward.name=mine", "rollout.deal=prompts", "simulate.recorded_run=a"]
+    given = ["actor.kl_loss_coef=0.1", "reward.name=mine", "rollout.deal=prompts", "simulate.recorded_rule=pooled"]
     load(path, given, said.append)
     assert said == [
         f"rollout.tail_batching.prompt_factor=1.5 has no effect: rollout.tail_batching.enable is off ({path}, line 4)",
         "rollout.deal=prompts has no effect: rollout.num_workers is 1 (command line: rollout.deal=prompts)",
         "actor.kl_loss_coef=0.1 has no effect: actor.use_kl_loss is off (command line: actor.kl_loss_coef=0.1)",
-        "simulate.recorded_run=a has no effect: simulate.workload is modelled (command line: simulate.recorded_run=a)",
+        "simulate.recorded_rule=pooled has no effect: simulate.recorded_run is empty (command line: "
+        "simulate.recorded_rule=pooled)",
         "reward.name=mine has no effect: reward.kind is auto (command line: reward.name=mine)",
     ], "those that have their default change nothing, whoever wrote them"
     said.clear()

@@ -100,10 +100,6 @@ REFUSED = [
         f"{DRAFTS}.min_prefix (8 tokens) must be at most {DRAFTS}.max_prefix (7 tokens)",
     ),
     (
-        {f"{DRAFTS}.min_window": 6, f"{DRAFTS}.max_window": 4},
-        f"{DRAFTS}.min_window (6 tokens) must be at most {DRAFTS}.max_window (4 tokens)",
-    ),
-    (
         {
             DRAFTS: {"enable": True, "epochs": 2},
             "rollout.n": 16,

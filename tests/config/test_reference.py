@@ -13,7 +13,7 @@ def test_every_option_is_listed_once():
     assert own == list(flatten(to_mapping(Config())))
     named = [option.path for option in options() if ".NAME." in option.path]
     assert named[0] == "reward.domains.NAME.kind"
-    assert len(named) == len(set(named)) == 13
+    assert len(named) == len(set(named)) == 37
 
 
 def test_every_option_has_a_text():
@@ -45,4 +45,4 @@ def test_what_an_option_shows():
     shown = {path: (BY_PATH[path].type, BY_PATH[path].bounds) for path in ("rollout.top_p", "rollout.min_p")}
     assert shown == {"rollout.top_p": ("float", "in (0, 1]"), "rollout.min_p": ("float", "in [0, 1)")}
     types = [BY_PATH[path].type for path in ("data.train_files", "data.task_config", "simulate.tasks")]
-    assert types == ["list of str", "mapping", "list of SimulatedTask"]
+    assert types == ["list of str", "mapping", "mapping of sections"]

@@ -121,8 +121,8 @@ REFUSALS = (
         MODEL + "data:\n  train_files:\n    - a.jsonl\n    - 3\n",
     ),
     in_yaml(
-        "simulate.tasks[1].weight must be above 0, found 0 (run.yaml, line 4)",
-        "simulate:\n  tasks:\n    - weight: 1\n    - weight: 0\n",
+        "simulate.tasks.b.weight must be above 0, found 0 (run.yaml, line 4)",
+        "simulate:\n  tasks:\n    a: {weight: 1}\n    b: {weight: 0}\n",
     ),
     in_yaml(
         "actor.ppo_mini_batch_size (3 prompts) must divide data.train_batch_size (8 prompts) "

@@ -69,7 +69,7 @@ TYPES = {
     ),
     "rollout.layout.degrees=[1, two]": "rollout.layout.degrees[1] must be a whole number, found 'two' (text)",
     "data.source_quotas.easy=0.5": "data.source_quotas.easy must be a whole number, found 0.5",
-    "simulate.tasks=[{weight: 0}]": "simulate.tasks[0].weight must be above 0, found 0",
+    "simulate.tasks={a: {weight: 0}}": "simulate.tasks.a.weight must be above 0, found 0",
     "simulate.efficiency.mfu=high": "simulate.efficiency.mfu must be a number, found 'high' (text)",
 }
 """Another type than the option's."""
@@ -81,7 +81,7 @@ NAMES = {
     ),
     "rollout.name=vllm": "unknown option rollout.name: jaxrl has its own engine",
     "rollout.N=4": "unknown option rollout.N: did you mean rollout.n?",
-    "simulate.tasks=[{wieght: 1}]": "unknown option simulate.tasks[0].wieght: did you mean simulate.tasks[0].weight?",
+    "simulate.tasks={a: {wieght: 1}}": "unknown option simulate.tasks.a.wieght: did you mean simulate.tasks.a.weight?",
     "algorithm.adv_estimator=gpro": (
         "algorithm.adv_estimator must be one of grpo, dr_grpo, grpo_turns, rloo, reinforce_plus_plus, gae, gdpo, none, "
         "found 'gpro'; did you mean grpo?"
@@ -221,10 +221,6 @@ OTHERS = (
         ("train", "model.path={model}", "data.task=leg_counting", "trainer.run_dir=run", "rollout.num_blocks=2"),
         "rollout.num_blocks (2, one of them reserved) must hold one request of 384 tokens: at least 25 blocks of 16 "
         "tokens",
-    ),
-    Refusal(
-        (*SIMULATE, "simulate.cost=table"),
-        "simulate.profile is missing: simulate.cost is table, which needs a file of `jaxrl profile`",
     ),
     Refusal(
         (

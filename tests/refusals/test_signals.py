@@ -255,7 +255,7 @@ def test_a_simulation_goes_on_where_it_was_and_control_c_reaches_tune_and_its_pr
     lengths = (
         "data.max_response_length=400",
         "actor.ppo_max_token_len_per_gpu=1000",
-        "simulate.tasks=[{response: {median: 60}}]",
+        "simulate.tasks.a.response.median=60",
     )
     with runs.start("simulated", f"{steps}=100000", *lengths, command="simulate") as command:
         command.until(lambda: runs.lines("simulated") > 20)

@@ -109,9 +109,9 @@ ON = {"enable": True}
 def test_when_plans_verify_drafts(platform: str, verified: int):
     assert draft_config(config(), platform) is None
     assert draft_config(config(rollout__speculation=ON), platform) == DraftConfig(DraftWindow(), verified)
-    chosen = {"verify_tokens": 7, "max_batch": 3, "min_window": 1, "window_step": 4, "max_window": 9}
+    chosen = {"verify_tokens": 7, "max_batch": 3, "max_window": 9}
     drafts = draft_config(config(rollout__speculation=ON | chosen), platform)
-    assert drafts == DraftConfig(DraftWindow(1, 4, 9), 7, 3)
+    assert drafts == DraftConfig(DraftWindow(2, 2, 9), 7, 3)
     assert drafts is not None
     rule = partial(DraftRule, drafts)
     assert batcher_config(config(), rule).verify_rule is rule

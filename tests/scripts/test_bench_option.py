@@ -17,7 +17,7 @@ SMALL = (
     "rollout.max_num_seqs=8",
     "rollout.block_size=32",
     "simulate.num_devices=2",
-    "simulate.task.response.median=50",
+    "simulate.tasks.simulated.response.median=50",
 )
 
 

@@ -16,7 +16,7 @@ from sim_machine import STOP, ConstantCost, sizes
 from simulated_runs import samples_of
 
 from jaxrl.commands.simulate import simulate
-from jaxrl.config import ConfigError
+from jaxrl.config import ConfigError, TaskSection
 from jaxrl.record.layouts import read_layouts
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import SwitchCost
@@ -147,7 +147,7 @@ def test_a_switch_needs_its_degrees_in_the_table_and_pools_that_hold_a_request(t
     cost = CostModel(LARGE, H100)
     file = tmp_path / "profile.json"
     file.write_text(json.dumps(modelled_profile(cost, "4 x H100", (1, 2, 4), 4, 32, 4196).to_json()))
-    table = {"cost": "table", "profile": str(file), "num_prompts": 100}
+    table = {"profile": str(file), "num_prompts": 100}
     adaptive = config(switch=True)
     section = adaptive.simulate.replace(**table)
     with pytest.raises(ConfigError, match=r"holds tp 1, 2, 4, and rounds may use 8 as well"):
@@ -174,7 +174,10 @@ def test_the_planner_chooses_where_rounds_start():
 
 def test_a_simulated_run_directory_shows_its_switches(tmp_path: Path):
     made = config(switch=True)
-    made = made.replace(data=made.data.replace(task="none"), simulate=made.simulate.replace(task=TASK))
+    made = made.replace(
+        data=made.data.replace(task="none"),
+        simulate=made.simulate.replace(tasks={"t": TaskSection(**TASK.model_dump(exclude={"name"}))}),
+    )
     trainer = made.trainer.replace(total_training_steps=2, run_dir=str(tmp_path / "run"))
     outcome = simulate(made.replace(trainer=trainer), say=lambda _: None)
     rounds = read_layouts(tmp_path / "run-simulated")

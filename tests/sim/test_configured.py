@@ -143,7 +143,7 @@ def test_cost_models_and_their_sources(tmp_path: Path):
     points = tuple(Measurement(2, batch, context, batch * 1e-3) for batch in (1, 8) for context in (1, 800))
     profile = Profile(identity, points, points, source="synthetic")
     file = written(tmp_path, profile)
-    cost, source = cost_model(config(cost="table", profile=file))
+    cost, source = cost_model(config(profile=file))
     assert source.startswith(f"synthetic table {file} (tiny on cpu) for decode and prefill; the rest: roofline of H100")
     assert cost.decode_step_s(2, 8, 100) == pytest.approx(8e-3)
 
@@ -155,8 +155,7 @@ def test_cost_models_and_their_sources(tmp_path: Path):
         ({"efficiency": {"speed": 1}}, r"^simulate\.efficiency\.speed must be one of memory"),
         ({"efficiency": {"mfu": "high"}}, r"^simulate\.efficiency\.mfu must be a number, found 'high' \(text\)$"),
         ({"efficiency": {"mfu": 2}}, r"simulate\.efficiency: Efficiency\.mfu \(2\.0\) must be a share"),
-        ({"cost": "table"}, r"^simulate\.profile is missing: simulate\.cost is table, which needs a file of"),
-        ({"cost": "table", "profile": "{file}"}, r"training\.yaml: not valid JSON \(Expecting value, line 2"),
+        ({"profile": "{file}"}, r"training\.yaml: not valid JSON \(Expecting value, line 2"),
     ],
 )
 def test_cost_models_that_cannot_be(options: dict[str, Any], match: str, tmp_path: Path):
@@ -171,7 +170,7 @@ def test_a_table_without_the_degree_is_refused(tmp_path: Path):
     identity = ProfileIdentity("tiny", "f", "cpu", 2, "0", "bfloat16")
     file = written(tmp_path, Profile(identity, (Measurement(1, 1, 1, 1e-3),)))
     with pytest.raises(ConfigError, match=r"rollout\.tensor_model_parallel_size \(2\) must be a degree"):
-        cost_model(config(cost="table", profile=file))
+        cost_model(config(profile=file))
 
 
 def test_auto_takes_the_table_that_step_times_come_from(tmp_path: Path):
@@ -182,7 +181,7 @@ def test_auto_takes_the_table_that_step_times_come_from(tmp_path: Path):
     switches = tuple(SwitchCost(a, b, 0.1, 0.0, 0.0) for a, b in ((2, 4), (4, 2)))
     file = written(tmp_path, Profile(identity, points, prefill, switches))
     auto = {"rollout__tensor_model_parallel_size": "auto", "rollout__num_blocks": 100}
-    table = {"cost": "table", "profile": file, "num_devices": 8}
+    table = {"profile": file, "num_devices": 8}
     chosen, said = with_degree(training(model__path="Qwen2.5-7B", simulate=table, **auto))
     assert chosen.rollout.tp == 2
     assert "at tp 2, " in said
@@ -193,12 +192,12 @@ def test_auto_takes_the_table_that_step_times_come_from(tmp_path: Path):
 
 
 def test_a_modelled_workload_reads_its_options():
-    task = {"name": "math", "response": {"median": 30, "sigma": 0.0}, "prompt_median": 9, "prompt_sigma": 0.0}
-    workload, source = workload_of(config(task=task | {"scoring": {"median_s": 3.0}}))
+    task = {"response": {"median": 30, "sigma": 0.0}, "prompt_median": 9, "prompt_sigma": 0.0}
+    workload, source = workload_of(config(tasks={"math": task | {"scoring": {"median_s": 3.0}}}))
     key = SampleKey(0, 5, 1)
     assert (workload.length(key), workload.prompt_length(5), workload.reward_s(key)) == (30, 9, 3.0)
     assert source == "modelled: math (median 30, sigma 0, cap 96 tokens), seed 0"
-    mixed, _ = workload_of(config(tasks=[task, {"name": "code", "weight": 3.0}]))
+    mixed, _ = workload_of(config(tasks={"math": task, "code": {"weight": 3.0}}))
     assert isinstance(mixed, ModelledWorkload)
     assert [task.name for task in mixed.tasks] == ["math", "code"]
     assert {mixed.kind_name(i) for i in range(50)} == {"math", "code"}
@@ -207,15 +206,25 @@ def test_a_modelled_workload_reads_its_options():
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"workload": "recorded"}, r"simulate\.recorded_run is missing"),
-        ({"workload": "recorded", "recorded_run": "nowhere"}, r"nowhere.*no such file"),
-        ({"task": {"response": {"median": 0}}}, r"simulate\.task\.response\.median must be above 0, found 0"),
-        ({"task": {"prompt_sigma": -1}}, r"simulate\.task\.prompt_sigma must be at least 0, found -1"),
-        ({"task": {"scoring": {"hang_share": 2}}}, r"simulate\.task\.scoring\.hang_share must be in \[0, 1\], found 2"),
-        ({"tasks": [{}, {"correlation": 2}]}, r"simulate\.tasks\[1\]\.correlation must be in \[0, 1\], found 2"),
-        ({"task": {"response": {"shortest": 97}}}, r"response\.shortest \(97\) .* data\.max_response_length \(96\)"),
-        ({"workload": "recorded", "task": {"scoring": {"sigma": -1}}, "recorded_run": "nowhere"}, r"scoring\.sigma"),
-        ({"tasks": [{}, {}]}, r"simulate\.tasks: names \(\['simulated', 'simulated'\]\) must .* differ"),
+        ({"recorded_run": "nowhere"}, r"nowhere.*no such file"),
+        (
+            {"tasks": {"a": {"response": {"median": 0}}}},
+            r"simulate\.tasks\.a\.response\.median must be above 0, found 0",
+        ),
+        ({"tasks": {"a": {"prompt_sigma": -1}}}, r"simulate\.tasks\.a\.prompt_sigma must be at least 0, found -1"),
+        (
+            {"tasks": {"a": {"scoring": {"hang_share": 2}}}},
+            r"simulate\.tasks\.a\.scoring\.hang_share must be in \[0, 1\], found 2",
+        ),
+        (
+            {"tasks": {"a": {}, "b": {"correlation": 2}}},
+            r"simulate\.tasks\.b\.correlation must be in \[0, 1\], found 2",
+        ),
+        (
+            {"tasks": {"a": {"response": {"shortest": 97}}}},
+            r"response\.shortest \(97\) .* data\.max_response_length \(96\)",
+        ),
+        ({"tasks": {"a": {"scoring": {"sigma": -1}}}, "recorded_run": "nowhere"}, r"scoring\.sigma"),
     ],
 )
 def test_workloads_that_cannot_be(options: dict[str, Any], match: str):
@@ -224,22 +233,22 @@ def test_workloads_that_cannot_be(options: dict[str, Any], match: str):
 
 
 def test_scoring_that_hangs_needs_a_limit():
-    hangs = {"task": {"scoring": {"hang_share": 1.0}}}
+    hangs = {"tasks": {"a": {"scoring": {"hang_share": 1.0}}}}
     workload, _ = workload_of(training(simulate=hangs, reward__timeout_s=3.0))
     assert workload.reward_s(SampleKey(0, 0, 0)) == 3.0
-    with pytest.raises(ConfigError, match=r"simulate\.task: scoring\.hang_share \(1\.0\) needs reward\.timeout_s"):
+    with pytest.raises(ConfigError, match=r"simulate\.tasks\.a: scoring\.hang_share \(1\.0\) needs reward\.timeout_s"):
         workload_of(training(simulate=hangs, reward__timeout_s=0.0))
 
 
 def test_the_section_is_part_of_the_configuration():
-    made = config(task={"response": {"median": 30}}, tasks=[{"name": "x"}], efficiency={"mfu": 0.2})
+    made = config(tasks={"x": {"response": {"median": 30}}}, efficiency={"mfu": 0.2})
     assert from_mapping(to_mapping(made)) == made
-    assert made.simulate.tasks[0].name == "x"
+    assert made.simulate.tasks["x"].response.median == 30
     for values, match in (
         ({"hardwear": "H100"}, r"unknown option simulate\.hardwear: did you mean simulate\.hardware"),
-        ({"tasks": [{"median": 3}]}, r"unknown option simulate\.tasks\[0\]\.median"),
+        ({"tasks": {"a": {"median": 3}}}, r"unknown option simulate\.tasks\.a\.median"),
         ({"num_devices": -1}, r"simulate\.num_devices must be at least 0"),
-        ({"cost": "guess"}, r"simulate\.cost must be one of roofline, table"),
+        ({"recorded_rule": "guess"}, r"simulate\.recorded_rule must be one of by_prompt, pooled, by_rank"),
     ):
         with pytest.raises(ConfigError, match=match):
             config(**values)

@@ -25,9 +25,10 @@ trainer: {total_training_steps: 8, save_freq: 3, test_freq: 4, val_before_train:
 simulate:
   num_devices: 4
   num_prompts: 25
-  task:
-    response: {median: 60, sigma: 1.0, tail_from: 0.9}
-    scoring: {median_s: 0.5, sigma: 1.0, per_token_s: 0.001, hang_share: 0.05}
+  tasks:
+    simulated:
+      response: {median: 60, sigma: 1.0, tail_from: 0.9}
+      scoring: {median_s: 0.5, sigma: 1.0, per_token_s: 0.001, hang_share: 0.05}
 """
 REAL_CONFIG = """
 model: {path: inputs/model, random_init: true}
@@ -121,8 +122,8 @@ CODE = ("reward.kind=code", "reward.code.max_timeout_s=2.5", "reward.code.min_ti
 MODELLED = ("rollout.layout.switch=true", "rollout.layout.profile=modelled", "rollout.layout.min_gain=0.0")
 STREAM = ("trainer.stream.enable=true", "rollout.num_workers=2", "rollout.max_num_seqs=32", "rollout.num_blocks=1200")
 TWO_TASKS = (
-    "simulate.tasks=[{name: math, response: {median: 40, sigma: 1.0}, pass_rate: 0.6},"
-    " {name: code, weight: 0.5, response: {median: 120, sigma: 0.8}, scoring: {median_s: 1.0, sigma: 1.0}}]"
+    "simulate.tasks={math: {response: {median: 40, sigma: 1.0}, pass_rate: 0.6},"
+    " code: {weight: 0.5, response: {median: 120, sigma: 0.8}, scoring: {median_s: 1.0, sigma: 1.0}}}"
 )
 _HALF = ("trainer.total_training_steps=4",)
 
@@ -148,15 +149,12 @@ SIMULATED = {
         acts=("rollout/layout/switches",),
     ),
     "planner": Spec((TAIL, PLANNER), acts=("rollout/preemptions",)),
-    "planner_confident": Spec(
-        (PLANNER, "rollout.layout.planner_rule=confident", "rollout.num_workers=2"), acts=("rollout/preemptions",)
-    ),
     "rollout_scored": Spec(
         (FILTER, "reward.score_when=rollout", "algorithm.filter_groups.max_unscored_groups=2"),
         acts=("rollout/filtered_prompts",),
     ),
     "speculation": Spec(
-        (DRAFTS, "simulate.task.history.stretch_median=6", "rollout.speculation.epochs=2"),
+        (DRAFTS, "simulate.tasks.simulated.history.stretch_median=6", "rollout.speculation.epochs=2"),
         acts=("rollout/spec/accept_rate",),
     ),
     "ranking": Spec(
@@ -175,7 +173,7 @@ SIMULATED = {
         (*STREAM, "trainer.stream.short_rounds=true", TAIL), acts=("rollout/scale_down/freed", "actor/streamed_share")
     ),
     "adaptive_timeouts": Spec(CODE, acts=("reward/timeouts/case",)),
-    "judge": Spec(("simulate.task.scoring.device_s=0.05", "rollout.num_workers=2")),
+    "judge": Spec(("simulate.tasks.simulated.scoring.device_s=0.05", "rollout.num_workers=2")),
     "two_workers": Spec(("rollout.num_workers=2", "rollout.deal=prompts", PARTIAL), acts=("rollout/resumed_share",)),
     "two_hosts": Spec(("simulate.num_hosts=2", "simulate.host_spread=0.1", TAIL), acts=("rollout/long_round",)),
     "four_hosts": Spec(
@@ -199,10 +197,10 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "stream": (*STREAM, "trainer.stream.short_rounds=true"),
     "switch": (*MODELLED, "rollout.decode_steps=4"),
     "planner": (PLANNER,),
-    "drafts": (DRAFTS, "simulate.task.history.stretch_median=6"),
+    "drafts": (DRAFTS, "simulate.tasks.simulated.history.stretch_median=6"),
     "ranked": (*RANKED, *OWN_DEVICES, "rollout.num_workers=2", "data.train_batch_size=5"),
     "limits": CODE,
-    "judge": ("simulate.task.scoring.device_s=0.05",),
+    "judge": ("simulate.tasks.simulated.scoring.device_s=0.05",),
     "turns": (
         *("environment={kind: native, path: number_guessing, name: NumberGuessing, max_turns: 4}",),
         *("data.max_response_length=512", "simulate.tool={turns: 2, answer_tokens: 8, median_s: 0.05}"),

@@ -18,7 +18,7 @@ from itertools import accumulate, chain, pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from annotated_types import Ge, Gt, Interval
+from annotated_types import Ge, Interval
 
 from jaxrl.scheduling.mechanism import LAYOUTS, Mechanism, RoundEnd, RoundInfo
 from jaxrl.scheduling.rounds.events import Interrupted
@@ -79,7 +79,6 @@ class AdaptiveLayouts(Mechanism):
             float, Interval(ge=0, lt=1), "Share of the predicted time left that a switch must save."
         ] = 0.05
         cooldown: Annotated[int, Ge(1), "The fewest plans from one switch to the next."] = 4
-        reversal_factor: Annotated[float, Gt(1), "Factor by which live rows must change before a switch back."] = 2.0
         state: Annotated[
             Literal["cheaper", "migrate", "recompute"],
             "How KV is carried over a switch; cheaper: moved or computed again, whichever is predicted to be faster.",
@@ -87,16 +86,6 @@ class AdaptiveLayouts(Mechanism):
         correction_weight: Annotated[
             float, Interval(ge=0, le=1), "Weight of a new step time in the correction of the profile; 0: no correction."
         ] = 0.1
-        planner_rule: Annotated[
-            Literal["paper", "confident"],
-            "What the planner takes for a rise of preemptions; paper: more than rollout.layout.planner_rise times "
-            "those of the step before, confident: the same in the mean, and beyond the noise of the steps before; it "
-            "also tries to come down again.",
-        ] = "paper"
-        planner_rise: Annotated[
-            float, Ge(1), "The planner raises tp where preemptions are more than this times those of the step before."
-        ] = 1.05
-        planner_quiet_rounds: Annotated[int, Ge(1), "The planner lowers tp after so many steps without preemption."] = 4
 
         @property
         def adapts(self) -> bool:
@@ -156,11 +145,8 @@ class AdaptiveLayouts(Mechanism):
                     yield f"rollout.layout.degrees: {degree} must divide trainer.num_devices ({num_devices}){cut}"
 
         def unread(self, config: Any) -> Iterator[tuple[frozenset[str], str]]:
-            if not self.planner:
-                names = frozenset(name for name in type(self).model_fields if name.startswith("planner_"))
-                yield names, "rollout.layout.planner is off"
             if not self.switch:
-                names = frozenset({"direction", "min_gain", "cooldown", "reversal_factor", "bound"})
+                names = frozenset({"direction", "min_gain", "cooldown", "bound"})
                 yield names, "rollout.layout.switch is off"
 
     name = "layouts"

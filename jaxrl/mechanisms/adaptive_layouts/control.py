@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from jaxrl.mechanisms.adaptive_layouts.planners import ConfidentPlanner, TpPlanner
+from jaxrl.mechanisms.adaptive_layouts.planner import TpPlanner
 from jaxrl.mechanisms.adaptive_layouts.switch_rule import LayoutSwitchRule, Switch
 from jaxrl.scheduling.layouts.batch_state import BatchState, GroupCapacity
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
@@ -111,8 +111,7 @@ class LayoutControl:
         assert isinstance(engine.executor, LayoutExecutor), "layouts adapt, and this executor cannot change its own"
         assert initial in degrees
         self.engine, self.predictor, degrees = engine, predictor, tuple(degrees)
-        planner = ConfidentPlanner if options.planner_rule == "confident" else TpPlanner
-        self.planner = planner(options, degrees, initial) if options.planner else None
+        self.planner = TpPlanner(degrees, initial) if options.planner else None
         self.rule = None if predictor is None else LayoutSwitchRule(options, degrees, predictor)
         self.history = LengthHistory() if options.bound == "expected" else None
         self.switches: list[MeasuredSwitch] = []

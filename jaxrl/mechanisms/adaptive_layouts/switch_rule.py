@@ -13,7 +13,7 @@ Departures:
   contexts grow; every dp group waits for the fullest (lockstep, docs/architecture.md).
 - `bound="expected"` takes a row's expected remaining length (from history) instead of its limit.
 - Hysteresis (the paper has none): a gain has to exceed `min_gain`, a share of the time left; `cooldown` plans lie
-  between switches; and a switch in the direction opposite to the last one needs a batch `reversal_factor` times smaller
+  between switches; and a switch in the direction opposite to the last one needs a batch `REVERSAL_FACTOR` times smaller
   (to raise tp) or larger (to lower it) than at that last switch. So a batch that only drains turns at most once, from
   falling to rising tp, whatever the predictor says. With `direction="up"`, the default, tp only rises.
 - While requests wait for a row, the batch is not draining and the rule does not switch.
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from jaxrl.scheduling.layouts.latency import LatencyPredictor
 
 SCHEMA = 1
+REVERSAL_FACTOR = 2.0
+"""By which the live rows must change before a switch back."""
 HEADROOM_TOKENS = 32
 """By which every live row must be able to grow in a new layout."""
 
@@ -216,7 +218,7 @@ class LayoutSwitchRule:
         goes_up = tp > from_tp
         if self.options.direction == "up" and not goes_up:
             return False
-        last, factor = self._last, self.options.reversal_factor
+        last, factor = self._last, REVERSAL_FACTOR
         if last is None or (last.to_tp > last.from_tp) == goes_up:
             return True
         return num_live * factor <= last.num_live if goes_up else num_live >= last.num_live * factor

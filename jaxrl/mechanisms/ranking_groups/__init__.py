@@ -50,12 +50,6 @@ class RankingGroups(Mechanism):
         outlier_share: Annotated[
             float, Interval(ge=0, le=1), "A response may move if it is among the last so many of its group, as a share."
         ] = 0.1
-        min_growth: Annotated[
-            float,
-            Interval(ge=1, le=100),
-            "A response moves if it is longer than the largest median of its group's prompts in their last rollout "
-            "by this factor at least, or by the 75th percentile of how much the last epoch's responses grew.",
-        ] = 1.1
         move: Annotated[
             Literal["auto", "recompute", "kv"],
             "How a response moves to another worker: its KV computed again, or copied; auto: what is predicted to be "

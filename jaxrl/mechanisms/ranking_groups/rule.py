@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from jaxrl.mechanisms.ranking_groups import RankingGroups
 
 SCHEMA = 1
+MIN_GROWTH = 1.1
+"""An outlier is longer by this factor at least than the largest median of its group's prompts in their last rollout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +211,7 @@ class Ranking:
             return None
         growths = self._history.growths()
         grown = float(np.percentile(growths, 75)) if len(growths) else 0.0
-        return Outliers(self.now.groups, self.options.outlier_share, max(self.options.min_growth, grown))
+        return Outliers(self.now.groups, self.options.outlier_share, max(MIN_GROWTH, grown))
 
     def learned(self, train_s: float, tokens_per_step: float = 1.0) -> None:
         """A step has ended: how long its update took, and the tokens that a response gained per decode step."""

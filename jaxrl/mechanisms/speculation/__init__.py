@@ -40,6 +40,11 @@ if TYPE_CHECKING:
     from jaxrl.scheduling.tokens.plan import Request
     from jaxrl.scheduling.tokens.progress import Counters
 
+MIN_WINDOW = 2
+"""Tokens that a row drafts at first, and after a rejection."""
+WINDOW_STEP = 2
+"""By how many tokens its window grows when all were accepted."""
+
 
 class Speculation(Mechanism):
     """Keeps the responses of earlier rounds, and gives new requests indexes to draft from. `builder`: None where
@@ -59,13 +64,7 @@ class Speculation(Mechanism):
             int, Interval(ge=1, le=64), "The last tokens of a response that are looked for in its prompt's history."
         ] = 7
         min_prefix: Annotated[int, Interval(ge=1, le=64), "The fewest of these tokens, where more are not found."] = 3
-        min_window: Annotated[
-            int, Interval(ge=1, le=256), "Tokens that a row drafts at first, and after a rejection."
-        ] = 2
-        window_step: Annotated[
-            int, Interval(ge=0, le=256), "By how many tokens the window grows when all drafted tokens were accepted."
-        ] = 2
-        max_window: Annotated[int, Interval(ge=1, le=256), "The most tokens that a row drafts in a step."] = 32
+        max_window: Annotated[int, Interval(ge=MIN_WINDOW, le=256), "The most tokens that a row drafts in a step."] = 32
         verify_tokens: Annotated[
             int,
             Ge(0),
@@ -90,12 +89,11 @@ class Speculation(Mechanism):
 
         def problems(self, config: Any) -> Iterator[str]:
             option, data, n = "rollout.speculation", config.data, config.rollout.n
-            for least, most in (("min_prefix", "max_prefix"), ("min_window", "max_window")):
-                if getattr(self, least) > getattr(self, most):
-                    yield (
-                        f"{option}.{least} ({getattr(self, least)} tokens) must be at most {option}.{most} "
-                        f"({getattr(self, most)} tokens)"
-                    )
+            if self.min_prefix > self.max_prefix:
+                yield (
+                    f"{option}.min_prefix ({self.min_prefix} tokens) must be at most {option}.max_prefix "
+                    f"({self.max_prefix} tokens)"
+                )
             text = n * self.epochs * (data.max_response_length + self.max_prefix + 1)
             prefixes = self.max_prefix - self.min_prefix + 1
             if self.enable and text * prefixes > MAX_INT:
@@ -256,7 +254,7 @@ def draft_config(config: Config, platform: str, costs: StepCosts | None = None) 
         return None
     from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftWindow, default_verify_tokens
 
-    window = DraftWindow(spec.min_window, spec.window_step, spec.max_window)
+    window = DraftWindow(MIN_WINDOW, WINDOW_STEP, spec.max_window)
     return DraftConfig(window, spec.verify_tokens or default_verify_tokens(platform), spec.max_batch, costs)
 
 

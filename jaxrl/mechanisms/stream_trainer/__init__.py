@@ -89,9 +89,6 @@ class StreamTrainer(Mechanism):
         max_done: Annotated[
             float, Interval(gt=0, le=1), "The share of a round's samples after which no worker is freed any more."
         ] = 0.5
-        done_step: Annotated[
-            float, Interval(gt=0, le=1), "The share of a round's samples between two looks at whether to free workers."
-        ] = 0.05
         kv_margin: Annotated[
             float, Interval(ge=0, lt=1), "Share of the KV pools that stay which the projected peak must leave free."
         ] = 0.1
@@ -102,7 +99,7 @@ class StreamTrainer(Mechanism):
         ] = "adaptive"
         counts: Annotated[
             Literal["samples", "prompts"],
-            "What min_done, max_done and done_step are shares of: samples that have ended, or prompts that have no "
+            "What min_done and max_done are shares of: samples that have ended, or prompts that have no "
             "sample under way any more.",
         ] = "samples"
         max_prompts: Annotated[

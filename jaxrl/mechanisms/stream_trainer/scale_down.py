@@ -3,8 +3,8 @@ prompts' gradients begin when (`StreamPace`).
 
 `ScaleDown` is asked on every finish of a round and says, at most once per round, which workers to free; or why not.
 
-Source: RollPacker §4.4 and Algorithm 1, lines 13 to 21. `min_done`, `max_done` and `done_step` are its 0.2, 0.5 and
-0.05: the first finish with a share done of at least `min_done` is a milestone, and then each that is `done_step` beyond
+Source: RollPacker §4.4 and Algorithm 1, lines 13 to 21. `min_done`, `max_done` and `DONE_STEP` are its 0.2, 0.5 and
+0.05: the first finish with a share done of at least `min_done` is a milestone, and then each that is `DONE_STEP` beyond
 the one before, up to `max_done`. The two criteria are line 17's: whole TP groups and replicas are freed, half of all,
 or none; and the projected peak of KV must fit what stays.
 
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from jaxrl.mechanisms.stream_trainer import StreamTrainer
 
 SCHEMA = 1
+DONE_STEP = 0.05  # the share of a round's samples between two looks at whether to free workers
 MAX_POINTS = 128  # points in time at which the projection is worked out
 DEVIATIONS = 2.0  # how far above the expected KV the projection is: at about the 98th percentile
 
@@ -204,7 +205,7 @@ class ScaleDown:
         # shares are quotients, correctly rounded: they compare with an option as the decimal numbers would
         options = self.options
         in_time = options.min_done <= num_done / num_all <= options.max_done
-        if self._is_over or not in_time or (num_done - self._looked_at) / num_all < options.done_step:
+        if self._is_over or not in_time or (num_done - self._looked_at) / num_all < DONE_STEP:
             return None
         self._looked_at = num_done
         decision = self._decide(num_done, num_all, workers())

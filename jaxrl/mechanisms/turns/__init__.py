@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from annotated_types import Ge, Gt, Interval
+from annotated_types import Ge, Gt
 
 from jaxrl.mechanisms.turns.rule import Observed, TurnLimits, tokens_crc32, trajectory_metrics
 from jaxrl.scheduling.mechanism import WORKERS, Mechanism, RoundEnd, RoundInfo, RoundState
@@ -104,10 +104,6 @@ class Turns(Mechanism):
             MAX_LENGTH,
             "Tokens of a trajectory behind its prompt, answers with them; 0: data.max_response_length.",
         ] = 0
-        max_sampled_tokens: Annotated[
-            int, Ge(0), MAX_LENGTH, "Tokens that the model draws in a trajectory; 0: no limit."
-        ] = 0
-        max_tool_calls: Annotated[int, Ge(0), "Calls in a trajectory, after which no turn follows; 0: no limit."] = 0
         rollout_timeout_s: Annotated[
             float, Ge(0), MAX_WAIT, "Seconds after which a trajectory ends where it is between two turns; 0: no limit."
         ] = 0.0
@@ -134,9 +130,6 @@ class Turns(Mechanism):
             Literal["sum", "last"],
             "What reward.kind=environment makes of the rewards of turns; last: that of the last turn alone.",
         ] = "sum"
-        reward_discount: Annotated[
-            float, Interval(ge=0, le=1), "What a turn's reward is multiplied by for each turn before it, in the sum."
-        ] = 1.0
 
         @property
         def is_on(self) -> bool:
@@ -190,16 +183,15 @@ class Turns(Mechanism):
                     "tools"
                 )
             longest = config.data.max_response_length
-            for name in ("max_trajectory_tokens", "max_sampled_tokens"):
-                if getattr(self, name) > longest:
-                    yield (
-                        f"environment.{name} ({getattr(self, name)} tokens) must be at most data.max_response_length "
-                        f"({longest} tokens), for which rows and batches have room"
-                    )
-            if config.algorithm.adv_estimator == "grpo_turns" and (self.reward == "last" or self.reward_discount < 1):
+            if self.max_trajectory_tokens > longest:
                 yield (
-                    "algorithm.adv_estimator=grpo_turns excludes environment.reward=last and "
-                    "environment.reward_discount below 1: it gives each turn its own reward"
+                    f"environment.max_trajectory_tokens ({self.max_trajectory_tokens} tokens) must be at most "
+                    f"data.max_response_length ({longest} tokens), for which rows and batches have room"
+                )
+            if config.algorithm.adv_estimator == "grpo_turns" and self.reward == "last":
+                yield (
+                    "algorithm.adv_estimator=grpo_turns excludes environment.reward=last: it gives each turn its own "
+                    "reward"
                 )
             if config.rollout.stop:
                 yield "rollout.stop excludes environment.kind: a turn ends where the chat template says so"
@@ -218,9 +210,7 @@ class Turns(Mechanism):
             else:
                 yield frozenset({"id"}), f"environment.kind is {self.kind}"
             if "environment" not in config.reward.kinds:
-                yield frozenset({"reward", "reward_discount"}), "no reward's kind is environment"
-            elif self.reward == "last":
-                yield frozenset({"reward_discount"}), "environment.reward is last"
+                yield frozenset({"reward"}), "no reward's kind is environment"
             if config.data.task or config.data.train_files:
                 yield frozenset({"num_problems"}), "data.task or data.train_files has the problems"
 
@@ -265,7 +255,6 @@ class Turns(Mechanism):
         self._info = RoundInfo(-1)
         self._prompts: dict[SampleKey, Prompt] = {}  # of trajectories under way
         self._begun_s: dict[SampleKey, float] = {}
-        self._max_tokens: dict[SampleKey, int] = {}
         self._unanswered: dict[SampleKey, _Waiting] = {}
         self._came: deque[Observed] = deque()  # answers that have not taken effect
         self._recorded: deque[Mapping[str, Any]] = deque()  # the same of the journal, in their order
@@ -303,10 +292,8 @@ class Turns(Mechanism):
     def _launched(self, launch: Launch) -> None:
         for key in launch.keys:
             self._prompts[key], self._begun_s[key] = launch.prompt, self._round.clock()
-            self._max_tokens[key] = self._limits.max_tokens(0, 0)
             self._kept.pop(replace(key, attempt=key.attempt - 1), None)  # it has begun anew
         for sample in launch.resumed:
-            self._max_tokens[sample.key] = self._limits.max_tokens(len(sample), sample.num_drawn)
             if sample.episode is not None and sample.episode.awaits:
                 self._resumed[sample.key] = sample
 
@@ -320,10 +307,10 @@ class Turns(Mechanism):
         return Finished(-1, replace(sample, finish_reason="stop", episode=episode), self._last_plan, 0, 0)
 
     def on_request(self, request: Request, prompt: Prompt) -> Request:
-        longest = self._max_tokens.get(request.key)
-        if longest is None:
+        if request.key not in self._prompts:
             return request
-        return replace(request, session=request.key, params=replace(request.params, max_tokens=longest))
+        params = replace(request.params, max_tokens=self._limits.max_trajectory_tokens)
+        return replace(request, session=request.key, params=params)
 
     def round_ends(self, end: RoundEnd) -> Mapping[str, float]:
         found = trajectory_metrics(sample for group in end.scored for sample in group.samples)
@@ -360,9 +347,8 @@ class Turns(Mechanism):
         start = episode.turns[-1].end if episode.turns else 0
         text = self._conversation.text_of(sample.token_ids[start:][sample.drawn[start:]].tolist())
         if sample.finish_reason != "stop":
-            cut = 0 < self._limits.max_sampled_tokens <= sample.num_drawn
             episode = replace(episode, turns=(*episode.turns, Turn(len(sample), text)))
-            self._end(finished, episode, "max_sampled_tokens" if cut else "max_trajectory_tokens")
+            self._end(finished, episode, "max_trajectory_tokens")
             return True
         place = (self._info.index, *astuple(key), len(episode.turns))
         crc32 = tokens_crc32(sample)
@@ -477,14 +463,13 @@ class Turns(Mechanism):
                 token_ids = self._conversation.tokens_of(answer.messages, sample.token_ids.tolist())
             except ValueError as refused:
                 stop, error = "error", str(refused)
-        stop = stop or self._limits.over(episode, len(sample), sample.num_drawn, len(token_ids))
+        stop = stop or self._limits.over(episode, len(sample), len(token_ids))
         self._draw()
         if stop:
             turns = (*episode.turns[:-1], replace(turn, messages=()))
             self._end(waiting.finished, replace(episode, turns=turns, error=error), stop)
             return True
         longer = replace(_appended(sample, token_ids), episode=episode)
-        self._max_tokens[key] = self._limits.max_tokens(len(longer), longer.num_drawn)
         self._round.requests[key] = self._round.start(self._prompts[key], key, self._home(key), longer)
         return False
 
@@ -492,13 +477,13 @@ class Turns(Mechanism):
         """A trajectory is over."""
         self._acting.cancel([self._named(finished.sample.key)])
         self._forget(finished.sample.key)
-        reason = "length" if stop in ("max_trajectory_tokens", "max_sampled_tokens") else "stop"
+        reason = "length" if stop == "max_trajectory_tokens" else "stop"
         episode = replace(episode, state=None, stop=stop)
         sample = replace(finished.sample, finish_reason=reason, episode=episode)
         self._round.deliver([replace(finished, sample=sample, dispatch=max(finished.dispatch, self._last_plan))])
 
     def _forget(self, key: SampleKey) -> None:
-        for kept in (self._prompts, self._begun_s, self._max_tokens):
+        for kept in (self._prompts, self._begun_s):
             kept.pop(key, None)
         for engine in self._round.workers.engines:
             engine.batcher.blocks.forget(key)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 STOPS = (
-    *("done", "max_turns", "max_trajectory_tokens", "max_sampled_tokens", "max_tool_calls", "rollout_timeout"),
+    *("done", "max_turns", "max_trajectory_tokens", "rollout_timeout"),
     *("error", "timeout", "crash"),  # what became of the environment
 )
 """Why trajectories end. `done`: the environment said so. `max_trajectory_tokens`: a turn was cut, or the next
@@ -32,8 +32,6 @@ class TurnLimits:
 
     max_turns: int = 0
     max_trajectory_tokens: int = 0
-    max_sampled_tokens: int = 0
-    max_tool_calls: int = 0
     rollout_timeout_s: float = 0.0
 
     @classmethod
@@ -41,29 +39,17 @@ class TurnLimits:
         """The rollout's own limit is always there."""
         options = config.environment
         longest = options.max_trajectory_tokens or config.data.max_response_length
-        return cls(
-            options.max_turns, longest, options.max_sampled_tokens, options.max_tool_calls, options.rollout_timeout_s
-        )
+        return cls(options.max_turns, longest, options.rollout_timeout_s)
 
-    def over(self, episode: Episode, num_tokens: int, num_drawn: int, num_answered: int) -> str:
+    def over(self, episode: Episode, num_tokens: int, num_answered: int) -> str:
         """Why a trajectory ends after its newest turn, though its environment would continue; empty: it does not end.
-        `num_tokens`: of the response, answers with it; `num_drawn`: of those the model's; `num_answered`: of the answer
-        that would follow. One token at least has to have room behind it."""
+        `num_tokens`: of the response, answers with it; `num_answered`: of the answer that would follow. One token at
+        least has to have room behind it."""
         if self.max_turns and len(episode.turns) >= self.max_turns:
             return "max_turns"
-        if self.max_tool_calls and total(episode, "tool_calls") >= self.max_tool_calls:
-            return "max_tool_calls"
-        if self.max_sampled_tokens and num_drawn >= self.max_sampled_tokens:
-            return "max_sampled_tokens"
         if num_tokens + num_answered >= self.max_trajectory_tokens:
             return "max_trajectory_tokens"
         return ""
-
-    def max_tokens(self, num_tokens: int, num_drawn: int) -> int:
-        """The longest response that the turn after so many tokens may end."""
-        if not self.max_sampled_tokens:
-            return self.max_trajectory_tokens
-        return min(self.max_trajectory_tokens, num_tokens + self.max_sampled_tokens - num_drawn)
 
 
 @dataclass(frozen=True, slots=True)

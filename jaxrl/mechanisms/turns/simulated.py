@@ -127,7 +127,7 @@ def turn_model(config: Config, workload: Workload) -> TurnModel:
     """Of the tools that `simulate.tool` describes, or those of the recorded run that lengths come from. Raises
     ValueError where that had none."""
     simulated, longest = config.simulate, TurnLimits.configured(config).max_trajectory_tokens
-    is_recorded = simulated.workload == "recorded"
+    is_recorded = bool(simulated.recorded_run)
     tool = simulated.tool
     if is_recorded:
         path = Path(simulated.recorded_run) / SAMPLES

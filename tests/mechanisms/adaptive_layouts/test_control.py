@@ -333,20 +333,10 @@ def test_the_planner_alone():
     assert run_round(world, preemptions=2) == ([2], 4)
 
 
-def test_the_planner_that_asks_for_more_than_noise():
-    world = World([], initial=2, predicts=False, planner=True, planner_rule="confident")
-    for count in (100, 120, 90, 110, 100):
-        assert run_round(world, preemptions=count) == ([2], 2)
-    assert run_round(world, preemptions=300) == ([2], 4)
-    other = World([], initial=2, predicts=False, planner=True, planner_rule="confident")
-    other.control.load_state_dict(world.control.state_dict())
-    assert other.control.degree() == 4
-
-
 @settings(deadline=None, max_examples=10)
 @given(st.lists(st.integers(0, 3), max_size=12), st.sampled_from([1, 2, 4]))
 def test_inside_a_round_tp_only_grows(preemptions: list[int], initial: int):
-    world = World([], initial=initial, planner=True, planner_quiet_rounds=2)
+    world = World([], initial=initial, planner=True)
     for count in preemptions:
         planned = world.control.degree()
         seen, back = run_round(world, count)

@@ -60,8 +60,8 @@ def opened(options: StreamTrainer.Options | None = None, workers: int = 2, lengt
         (2, {}, [1]),
         (1, {}, []),
         (100, {"min_done": 0.3, "max_done": 0.3}, [30]),
-        (100, {"min_done": 0.4, "max_done": 1.0, "done_step": 0.25}, [40, 65, 90]),
-        (100, {"min_done": 0.01, "max_done": 0.1, "done_step": 0.05}, [5, 10]),
+        (100, {"min_done": 0.4, "max_done": 0.5}, [40, 45, 50]),
+        (100, {"min_done": 0.01, "max_done": 0.1}, [5, 10]),
     ],
 )
 def test_milestones(num_all: int, options: dict[str, Any], expected: list[int]):

@@ -305,7 +305,7 @@ def test_when_workers_are_freed_is_in_the_journal(tmp_path: Path):
     """Where layouts switch by a clock, the order of ends may differ: the decision stands."""
     file = tmp_path / "journal.jsonl"
     journal = Journal(file, 4)
-    house = House(journal, done_step=0.1)
+    house = House(journal)
     house.begin(update=5)
     house.session.ended([5, 5, 5], 3, 10, is_stopping=False)
     assert house.log == FREED_FIRST
@@ -314,7 +314,7 @@ def test_when_workers_are_freed_is_in_the_journal(tmp_path: Path):
     assert (decision["decision"]["num_done"], decision["decision"]["freed"]) == (3, [1])
     journal.close()  # killed here
     again = Journal(file, 4)
-    house = House(again, done_step=0.1)
+    house = House(again)
     house.begin(update=5)
     for num_done in (2, 3, 4):
         assert house.log == ([] if num_done < 4 else FREED_FIRST), num_done

@@ -14,7 +14,7 @@ from known_samples import KnownSample, KnownWorkload
 from sim_machine import ConstantCost, drawn, key
 from simulated_runs import played, samples_of
 
-from jaxrl.config import Config, SimulatedScoring, SimulatedTask, from_mapping
+from jaxrl.config import Config, SimulatedScoring, TaskSection, from_mapping
 from jaxrl.mechanisms.stream_trainer import GradientStream, StreamTrainer
 from jaxrl.mechanisms.stream_trainer.simulated import Logprobs, SimulatedStream
 from jaxrl.runtime.simulation import Simulation, build
@@ -178,7 +178,7 @@ def test_a_step_with_a_stream_and_a_judge_by_hand():
     lengths = {k: 23 if k.prompt_index == 2 else n for k, n in LENGTHS.items()}
     samples = {k: KnownSample(n, float(k.sample_index)) for k, n in lengths.items()}
     workload = KnownWorkload(samples, dict.fromkeys(range(4), 4), {2: "judge"})
-    tasks = [SimulatedTask(name="judge", scoring=SimulatedScoring(device_s=4.0)), SimulatedTask(name="known")]
+    tasks = {"judge": TaskSection(scoring=SimulatedScoring(device_s=4.0)), "known": TaskSection()}
     made = by_hand(enable=True)
     made = made.replace(simulate=made.simulate.replace(tasks=tasks))
     _, metrics, trained, _ = simulated(made, ConstantCost(), workload)

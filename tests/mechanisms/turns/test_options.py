@@ -23,9 +23,9 @@ VERIFIERS = {"kind": "verifiers", "id": "a", "python": "python3"}
         (TOOLS, {"data": {"apply_chat_template": False}}, "environment.kind needs data.apply_chat_template"),
         (TOOLS, {"data": {"apply_chat_template_kwargs": {"tools": []}}}, "tools excludes environment.kind"),
         (
-            TOOLS | {"max_sampled_tokens": 65},
+            TOOLS | {"max_trajectory_tokens": 65},
             {"data": {"max_response_length": 64}},
-            "environment.max_sampled_tokens (65 tokens) must be at most data.max_response_length (64 tokens)",
+            "environment.max_trajectory_tokens (65 tokens) must be at most data.max_response_length (64 tokens)",
         ),
         (TOOLS | {"reward": "last"}, {"algorithm": {"adv_estimator": "grpo_turns"}}, "grpo_turns excludes"),
         ({}, {"algorithm": {"adv_estimator": "grpo_turns"}}, "grpo_turns needs environment.kind"),

@@ -397,8 +397,6 @@ def test_what_waits_for_an_answer_can_be_ended(parts: Any, x64: None):
     ("limits", "stop", "turns"),
     [
         ({"max_turns": 2}, "max_turns", 2),
-        ({"max_tool_calls": 2}, "max_tool_calls", 2),
-        ({"max_sampled_tokens": 1}, "max_sampled_tokens", 1),
     ],
 )
 def test_limits(parts: Any, x64: None, limits: dict[str, int], stop: str, turns: int):
@@ -411,7 +409,6 @@ def test_limits(parts: Any, x64: None, limits: dict[str, int], stop: str, turns:
         if sample.episode.stop == stop:
             assert len(sample.episode.turns) == turns
         check_spans(sample)
-        assert sample.num_drawn <= limits.get("max_sampled_tokens", 20)
     assert stop in stops
 
 

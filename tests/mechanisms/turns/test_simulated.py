@@ -116,7 +116,7 @@ def run_of(folder: Path, *rules: str) -> list[float]:
             "num_devices": 1,
             "run_dir": str(folder),
             "tool": {"median_s": 0.2, "sigma": 1.98, "turns": 4.0},
-            "task": {"response": {"median": 60}},
+            "tasks": {"simulated": {"response": {"median": 60}}},
         },
     }
     simulate(from_mapping(section), say=lambda line: None)
