@@ -381,7 +381,7 @@ def main(words: list[str], processes: int) -> int:
             copy_tree(tree)
             put_in(fault, tree)
             found = found_by(fault, tree, processes)
-            kill_descendants(())  # a fault may be one that leaves processes behind
+            kill_descendants()  # a fault may be one that leaves processes behind
         missed += found is None
         print(
             f"{'MISSED' if found is None else 'found'}  {time.monotonic() - started:4.0f} s  {fault.file}: {fault.what}"

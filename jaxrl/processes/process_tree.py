@@ -13,10 +13,9 @@ import contextlib
 import ctypes
 import os
 import signal
-import socket
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 IS_LINUX = sys.platform == "linux"
 PATIENCE_S = 5.0
@@ -41,28 +40,6 @@ def die_with_parent(parent: int) -> None:
 def _prctl(option: int, value: int) -> None:
     if _libc is not None and _libc.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl")
-
-
-def works_in_fork(attempt: Callable[[], object]) -> bool:
-    """Whether a fork that ends at once can do something without an error."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            attempt()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return os.waitpid(pid, 0)[1] == 0
-
-
-def wake_by_children() -> socket.socket:
-    """A socket that can be read when a child of this process has ended or stopped."""
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
-    theirs.setblocking(False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(theirs.detach(), warn_on_full_buffer=False)
-    return ours
 
 
 def close_all_but(kept: Collection[int]) -> None:
@@ -110,22 +87,21 @@ def kill(pid: int, group: bool = False) -> None:
         (os.killpg if group else os.kill)(pid, signal.SIGKILL)
 
 
-def kill_descendants(apart_from: Collection[int], below: Collection[int] = ()) -> None:
-    """Kills what is below this process, and below the processes `below` (which live on), until nothing is left.
-    `apart_from`: processes that live on, with all that is below them."""
+def kill_descendants(apart_from: Collection[int] = ()) -> None:
+    """Kills what is below this process, until nothing is left. `apart_from`: processes that live on, with all that is
+    below them."""
     deadline = time.monotonic() + PATIENCE_S
-    while kill_once(apart_from, below) and time.monotonic() < deadline:
+    while kill_once(apart_from) and time.monotonic() < deadline:
         time.sleep(0.0005)
 
 
-def kill_once(apart_from: Collection[int], below: Collection[int] = ()) -> bool:
+def kill_once(apart_from: Collection[int]) -> bool:
     """One round of `kill_descendants`; whether there was anything to kill."""
-    kept, roots = {*apart_from, *below}, (os.getpid(), *below)
-    found = [pid for root in roots for pid in descendants(root, kept)]
+    found = descendants(os.getpid(), apart_from)
     for pid in found:
         kill(pid)
     for pid in _children(os.getpid()):  # also those that had ended before: nobody else waits for orphans
-        if pid not in kept:
+        if pid not in apart_from:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
     return bool(found)

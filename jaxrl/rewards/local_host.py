@@ -174,7 +174,7 @@ async def serve_locally(sock: socket.socket, settings: PoolSettings, beat_s: flo
     try:
         await Host(settings, lambda host: LocalWorker(host, living, log), beat_s).run(sock)
     finally:
-        kill_descendants(())
+        kill_descendants()
         log.drain()
 
 
