@@ -195,7 +195,7 @@ class Supervisor:
         return [pid for pid in descendants(os.getpid()) if pid != self._first]
 
     def _end(self) -> None:
-        for pid in self._pids:
+        for pid in reversed(self._pids):  # a checker that outlived the program would report its end as a result
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
         deadline = time.monotonic() + _PATIENCE_S
