@@ -38,8 +38,12 @@ def unchecked(values: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        found = [_sentence(each) for each in error.errors(include_url=False)]
-        raise ConfigError(*dict.fromkeys(found)) from None
+        found: dict[str, str] = {}
+        for each in error.errors(include_url=False):
+            unknown = str(each["loc"][-1]) if each["type"] == "extra_forbidden" else ""
+            # of `int | Literal["auto"]` the number comes first: its bounds say more than that it is no name
+            found.setdefault(_followed(each["loc"])[0] + unknown, _sentence(each))
+        raise ConfigError(*found.values()) from None
 
 
 @cache
@@ -177,7 +181,7 @@ def _unknown(path: str, key: str, value: Any, section: type[Section]) -> str:
     # of several with that name the first, or the first in the same section
     options = sorted(by_path(), key=lambda option: not option.startswith(f"{path}."))
     everywhere = {option.rsplit(".", 1)[-1]: option for option in reversed(options)}
-    if near:
+    if near and not everywhere.get(key, "").startswith(f"{path}."):
         hint = f"did you mean {f'{path}.{near[0]}' if path else near[0]}?"
     elif key in everywhere:
         hint = f"did you mean {everywhere[key]}?"

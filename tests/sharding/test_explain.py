@@ -88,7 +88,7 @@ def test_text():
 
 def test_impossible_layouts_are_refused():
     """`tests/refusals/test_command_line.py` has the others."""
-    with pytest.raises(ValueError, match=r"^--devices must be at least 1, found 0$"):
+    with pytest.raises(ValueError, match=r"^--devices must be at least 1 and at most 16384, found 0$"):
         explain_layout(TINY, 0, 1)
 
 
