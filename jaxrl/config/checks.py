@@ -11,6 +11,7 @@ from typing import Any
 from jaxrl.config.commands import as_read
 from jaxrl.config.domains import problems as reward_problems
 from jaxrl.config.domains import unread as unread_rewards
+from jaxrl.config.inputs import ConfigError
 from jaxrl.config.options import AdvantageEstimator, Config
 from jaxrl.config.rewards import RewardSection
 from jaxrl.schema.declared import MAX_INT, shown
@@ -25,14 +26,6 @@ GROUP_RELATIVE: frozenset[AdvantageEstimator] = frozenset({"grpo", "dr_grpo", "g
 
 NEEDS_WHOLE_BATCH: frozenset[AdvantageEstimator] = frozenset({"reinforce_plus_plus", "gae", "gdpo"})
 """Estimators with statistics over the whole batch: the gradient of a group has to wait for the last sample's score."""
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot run. The message has a line for each problem."""
-
-    def __init__(self, *problems: str) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = problems
 
 
 def check(c: Config) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl.config.checks import ConfigError, without_effect
-from jaxrl.config.inputs import Options, read_text, refuse_unprintable
+from jaxrl.config.checks import without_effect
+from jaxrl.config.inputs import ConfigError, Options, read_text, refuse_unprintable
 from jaxrl.config.mapping import from_mapping, is_section_path, is_text, unchecked
 from jaxrl.config.options import Config
 from jaxrl.config.yaml_text import parse_yaml, yaml_places

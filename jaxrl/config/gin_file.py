@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxrl.config.checks import ConfigError
-from jaxrl.config.inputs import MAX_VALUES, Options, one_line, read_text, reading
+from jaxrl.config.inputs import MAX_VALUES, ConfigError, Options, one_line, read_text, reading
 from jaxrl.config.mapping import by_path
 from jaxrl.config.options import Config
 from jaxrl.schema.declared import shown

@@ -20,8 +20,6 @@ from typing import Any, NoReturn
 
 import yaml
 
-from jaxrl.config.checks import ConfigError
-
 MAX_JSON_BYTES = 100_000_000
 """Of a JSON file and of a tensor file's header: the limit that the safetensors format sets."""
 MAX_DIGITS = 400
@@ -37,6 +35,14 @@ _UNPRINTABLE = re.compile("[^\\t\\n\\r\\x20-\\x7e\\x85\\xa0-\\ud7ff\\ue000-\\uff
 
 _HALF = re.compile("[\ud800-\udfff]")
 _ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run. The message has a line for each problem."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
 
 
 @dataclass(slots=True)

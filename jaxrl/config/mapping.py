@@ -15,8 +15,9 @@ from typing import Annotated, Any, Literal
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from jaxrl.config.checks import ConfigError, check
+from jaxrl.config.checks import check
 from jaxrl.config.commands import as_read
+from jaxrl.config.inputs import ConfigError
 from jaxrl.config.options import Config
 from jaxrl.schema.declared import Cap, shown
 from jaxrl.schema.section import UNIONS, Section, allowed_text, is_section, mark, named_section, walk

@@ -13,8 +13,7 @@ from typing import Any
 
 import yaml
 
-from jaxrl.config.checks import ConfigError
-from jaxrl.config.inputs import MAX_VALUES, one_line, reading
+from jaxrl.config.inputs import MAX_VALUES, ConfigError, one_line, reading
 
 _MERGE = "tag:yaml.org,2002:merge"
 _DATE = "tag:yaml.org,2002:timestamp"

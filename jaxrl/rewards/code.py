@@ -15,15 +15,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxrl.config.rewards import CodeSection
 from jaxrl.mechanisms.reward_timeouts import limit_of
 from jaxrl.rewards.programs import Checks, checks_of, program_of, same_output
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.rewards.sandbox.client import Sandbox, SandboxFailed
 from jaxrl.rewards.sandbox.orders import Execution, Limits, Means
 from jaxrl.rewards.sandbox.probe import choose_means
+
+if TYPE_CHECKING:
+    from jaxrl.config.rewards import CodeSection
 
 _MAX_ERROR = 500
 MAX_PROCESSES, MAX_FILE_MIB, MAX_OUTPUT_KIB = 32, 16, 256  # of one program

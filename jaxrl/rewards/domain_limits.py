@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from jaxrl.config.domains import Domain
+if TYPE_CHECKING:
+    from jaxrl.config.domains import Domain
 
 T = TypeVar("T")
 MAIN = ""

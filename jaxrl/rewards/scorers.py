@@ -24,16 +24,18 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from jaxrl.config import Config
-from jaxrl.config.domains import Domain
 from jaxrl.config.functions import UserFile, read_user_file, user_function
 from jaxrl.rewards.answers import Extract, extract_answer, marked_answer
 from jaxrl.rewards.quantities import to_number
 from jaxrl.rewards.request import A_REWARD, ScoreRequest, as_reward
 from jaxrl.rewards.tracebacks import error_location, shown_path
 from jaxrl.scheduling.rounds.events import VerdictStatus
+
+if TYPE_CHECKING:
+    from jaxrl.config import Config
+    from jaxrl.config.domains import Domain
 
 Scored = tuple[VerdictStatus, float, dict[str, Any], float]
 """The result of scoring one request: status, reward, info, duration_s."""
