@@ -26,9 +26,6 @@ from dataclasses import dataclass, field
 from jaxrl.sim.cost_model import CostModel, causal_pairs
 from papers.closed_form import PROMPT_TOKENS
 
-NEVER = math.inf
-
-
 @dataclass(slots=True)
 class Row:
     """A response: its group, tokens in all, tokens so far, and those of its last request."""
@@ -51,6 +48,13 @@ class Group:
     num_open: int = 0
 
 
+def group_of(index: int, dropped: bool, lengths: Sequence[int]) -> Group:
+    """A new group with responses of these lengths."""
+    group = Group(index, dropped)
+    group.rows = [Row(group, length) for length in lengths]
+    return group
+
+
 @dataclass(slots=True)
 class Rollout:
     """What a rollout measured.
@@ -70,6 +74,11 @@ class Rollout:
     stale: int = 0
     samples: int = 0
     stale_samples: int = 0
+
+
+def throughput(found: Sequence[Rollout]) -> float:
+    """Tokens per second of rollout."""
+    return sum(each.tokens for each in found) / math.fsum(each.seconds for each in found)
 
 
 class Engine:
@@ -98,7 +107,7 @@ class Engine:
 
     def next_end_s(self) -> float:
         """When the next row ends; never, if there is none."""
-        return self.now_s + self._decode_s(self._rows[0][0] - self._steps) if self._rows else NEVER
+        return self.now_s + self._decode_s(self._rows[0][0] - self._steps) if self._rows else math.inf
 
     def end(self) -> list[Row]:
         """Goes on until a row ends; all that end with it."""
