@@ -22,13 +22,13 @@ import numpy as np
 from jaxrl.mechanisms.ranking_groups.rule import Ranking
 from jaxrl.mechanisms.speculation.simulated import SimulatedDrafts
 from jaxrl.scheduling.rounds.events import Launch
-from jaxrl.sim.cost_model import CostModel, TrainLoad, causal_pairs
+from jaxrl.sim.cost_model import CostModel, causal_pairs
 from jaxrl.sim.prompts import SimulatedPrompts
 from jaxrl.sim.verification import verify
-from jaxrl.types import Prompt, SampleKey
+from jaxrl.types import SampleKey
 from papers.calibration import Calibration
-from papers.closed_form import PROMPT_TOKENS, drain
-from papers.setups import EPOCH_STEPS, Case, configuration, drafting_of, models
+from papers.cases import EPOCH_STEPS, Case, configuration, drafting_of, models
+from papers.closed_form import PROMPT_TOKENS, drained, train_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,96 +60,71 @@ class Past:
         self._last[index] = now
 
 
-@dataclass(slots=True)
-class Pipeline:
-    """When things end, in seconds: updates and rounds by step, and by worker its part of the newest round."""
-
-    updates: list[float]
-    rounds: list[float]
-    parts: np.ndarray
-
-    def begins_s(self, sync_s: float, is_ahead: bool) -> np.ndarray:
-        """When each worker may begin with the next round."""
-        weights_s = self.updates[-2] + sync_s if len(self.updates) > 1 else sync_s
-        free_s = self.parts if is_ahead else np.full(len(self.parts), self.rounds[-1])
-        return np.maximum(free_s, weights_s)
-
-
 def step_ends(case: Case, calibration: Calibration) -> list[float]:
     """Seconds at which each update of a case has ended."""
     config, (cost, workload) = configuration(case, calibration), models(case, calibration)
     rollout, num_workers = config.rollout, config.rollout.num_workers
     prompts = SimulatedPrompts(workload, config.simulate.num_prompts, PROMPT_TOKENS, case.seed)
     past: Any = Past()
-    step_s = _step_s(cost, case.degree)
-    ranking = Ranking(rollout.ranking_groups, num_workers, past, step_s)
+    ranking = Ranking(
+        rollout.ranking_groups,
+        num_workers,
+        past,
+        lambda rows, context: cost.decode_step_s(case.degree, max(round(rows), 1), context),
+    )
     drafting = drafting_of(case, workload) if rollout.speculation.enable else None
-    sync_s = cost.weight_sync_s(case.degree, rollout.num_devices)
-    times = Pipeline([], [0.0], np.zeros(num_workers))
-    gained = 1.0
+    ranks, sync_s = rollout.ranking_groups.enable, cost.weight_sync_s(case.degree, rollout.num_devices)
+    updates: list[float] = []
+    round_s, parts_s = 0.0, np.zeros(num_workers)  # when the newest round ended, and each worker's part of it
     for step in range(1, case.steps + 1):
-        drawn = prompts.next(case.num_prompts)
-        launches = [Launch(each, _keys(each, rollout.n)) for each in drawn]
-        ranks = rollout.ranking_groups.enable
+        launches = [
+            Launch(each, tuple(SampleKey(each.epoch, each.index, i) for i in range(rollout.n)))
+            for each in prompts.next(case.num_prompts)
+        ]
         began = ranking.begin(launches, step) if ranks else launches
-        placed = [each for each in began if isinstance(each, Launch)]
         version = max(step - 1, 1)  # of the responses' first step: those of a one-step-off run
-        parts = _parts(placed, num_workers)
-        begins = times.begins_s(sync_s, ranks and ranking.now is not None)
-        tokens_per_step = []
-        for worker, keys in enumerate(parts):
+        free_s = parts_s if ranks and ranking.now is not None else np.full(num_workers, round_s)
+        parts_s = np.maximum(free_s, sync_s + (updates[-2] if len(updates) > 1 else 0.0))
+        rates = []
+        for worker, keys in enumerate(_parts([each for each in began if isinstance(each, Launch)], num_workers)):
             lengths = [workload.length(key, version) for key in keys]
             has_history = past.lengths(keys[0].prompt_index) is not None if keys else False
             took, rate = _part_s(cost, case.degree, keys, lengths, drafting if has_history else None)
-            tokens_per_step.append(rate)
-            begins[worker] += took
-        gained = float(np.mean(tokens_per_step))
-        times.parts = begins
-        times.rounds.append(float(begins.max()))
-        whole = {each.prompt.key: [workload.length(key, version) for key in each.keys] for each in launches}
-        update_s = max(times.rounds[-1], times.updates[-1] if times.updates else 0.0)
-        took = _train_s(cost, [n for lengths in whole.values() for n in lengths], _training_devices(case))
-        times.updates.append(update_s + took)
-        ranking.learned(took, gained)
+            rates.append(rate)
+            parts_s[worker] += took
+        round_s = float(parts_s.max())
+        whole = {each.prompt.index: [workload.length(key, version) for key in each.keys] for each in launches}
+        took = train_s(cost, case.num_devices - case.rollout_devices, list(whole.values()), forwards=1)
+        updates.append(max(round_s, updates[-1] if updates else 0.0) + took)
+        ranking.learned(took, float(np.mean(rates)))
         ranking.end()
-        for (_, index), lengths in whole.items():
+        for index, lengths in whole.items():
             past.add(index, lengths)
-    return times.updates
+    return updates
+
+
+_PIPELINES = ("off", "naive", "two_tier")
 
 
 def readings(cases: Sequence[Case], calibration: Calibration) -> dict[str, list[list[float]]]:
     """By row of the page and task, for each seed: the speed-up over the row before, without speculation, as calibrated
     and with no outliers among the responses."""
-    values = calibration.of("rhymerl_machine")
+    values = calibration.values["rhymerl_machine"]
     certain = Calibration({**calibration.values, "rhymerl_machine": {**values, "outlier_share": 0.0}})
     found: dict[str, list[list[float]]] = {}
     for name, used in (("as calibrated", calibration), ("no outliers", certain)):
         for task in dict.fromkeys(case.tasks[0] for case in cases):
             chosen = [case for case in cases if case.tasks == (task,) and not case.speculation]
-            ends = {pipeline: [_mean_s(c, used) for c in chosen if c.pipeline == pipeline] for pipeline in _PIPELINES}
-            pairs = [("off", "naive"), ("naive", "two_tier")]
-            found[f"{name}, {task}"] = [
-                [a / b for a, b in zip(ends[before], ends[after], strict=True)] for before, after in pairs
-            ]
+            seconds = [[_mean_s(c, used) for c in chosen if c.pipeline == pipeline] for pipeline in _PIPELINES]
+            pairs = zip(seconds, seconds[1:], strict=False)
+            found[f"{name}, {task}"] = [[a / b for a, b in zip(*pair, strict=True)] for pair in pairs]
     return found
-
-
-_PIPELINES = ("off", "naive", "two_tier")
 
 
 def _mean_s(case: Case, calibration: Calibration) -> float:
     """Seconds of a step, from the second epoch on."""
     ends = step_ends(case, calibration)
     return (ends[-2] - ends[EPOCH_STEPS - 1]) / (len(ends) - 1 - EPOCH_STEPS)
-
-
-def _training_devices(case: Case) -> int:
-    """Devices that train."""
-    return case.num_devices - case.rollout_devices
-
-
-def _keys(prompt: Prompt, group_size: int) -> tuple[SampleKey, ...]:
-    return tuple(SampleKey(prompt.epoch, prompt.index, i) for i in range(group_size))
 
 
 def _parts(launches: Sequence[Launch], num_workers: int) -> list[list[SampleKey]]:
@@ -168,21 +143,19 @@ def _part_s(
     if not keys:
         return 0.0, 1.0
     if drafting is None:
-        return drain(cost, tp, [PROMPT_TOKENS] * len(keys), lengths)[-1], 1.0
-    prompt_tokens = [PROMPT_TOKENS] * len(keys)
-    seconds = cost.prefill_s(tp, sum(prompt_tokens), sum(map(causal_pairs, prompt_tokens)))
+        return drained(cost, tp, lengths)[-1], 1.0
+    seconds = cost.prefill_s(tp, PROMPT_TOKENS * len(keys), causal_pairs(PROMPT_TOKENS) * len(keys))
     told = [drafting.acceptance(key, length) for key, length in zip(keys, lengths, strict=True)]
     left, done = np.array(lengths), np.zeros(len(keys), np.int64)
     windows, row_steps = np.full(len(keys), drafting.first_window), 0
     while (live := np.flatnonzero(left > done)).size:
         width = drafting.width(len(live))
         rest = left[live] - done[live]
-        most = np.minimum(rest, 256)
         found = verify(
             [told[i] for i in live],
             done[live],
             rest,
-            most,
+            np.minimum(rest, 256),
             windows[live],
             next_window=drafting.next_window,
             width=width,
@@ -196,13 +169,3 @@ def _part_s(
         done[live] += found.gained
         windows[live] = found.windows
     return seconds, sum(lengths) / row_steps
-
-
-def _step_s(cost: CostModel, tp: int):
-    return lambda rows, context: cost.decode_step_s(tp, max(round(rows), 1), context)
-
-
-def _train_s(cost: CostModel, lengths: Sequence[int], num_devices: int) -> float:
-    whole = [length + PROMPT_TOKENS for length in lengths]
-    load = TrainLoad(sum(whole), sum(map(causal_pairs, whole)), extra_forwards=1)
-    return cost.train_step_s(load, num_devices)

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from jaxrl.sim.cost_model import CostModel, causal_pairs
 from papers.closed_form import PROMPT_TOKENS
 
+
 @dataclass(slots=True)
 class Row:
     """A response: its group, tokens in all, tokens so far, and those of its last request."""
