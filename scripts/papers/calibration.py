@@ -1,8 +1,9 @@
 """The calibration file: constants of `jaxrl.sim`, fitted to published facts about the papers' baselines.
 
-Purpose: `calibrate` solves the problems of problems.yaml in order, each with what earlier ones found; `Calibration.read`
-returns what a simulation needs. For every constant the file names the published facts that moved it and how far they
-are from the constant's prediction. It is committed before any comparison with the gains of a paper's own method.
+Purpose: `calibrate` solves the problems of problems.yaml in order, each with what earlier ones found;
+`Calibration.read` returns what a simulation needs. For every constant the file names the published facts that moved it
+and how far they are from the constant's prediction. It is committed before any comparison with the gains of a paper's
+own method.
 
 Source: regularised nonlinear least squares (Levenberg 1944, Marquardt 1963) on logarithms. A constant's prior is one
 more residual, so facts fewer than constants still give one answer: the one nearest to the priors.
@@ -68,13 +69,13 @@ class Problem:
 
     name: str
     constants: tuple[Constant, ...]
-    facts: tuple[str, ...]
+    facts: Sequence[str]
     predict: Predict
     checks: Predict = lambda _: {}
     fixed: Values = field(default_factory=dict)
     cited: Mapping[str, str] = field(default_factory=dict)
     given: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    assumptions: tuple[str, ...] = ()
+    assumptions: Sequence[str] = ()
 
     def held(self, solved: Mapping[str, Values]) -> dict[str, dict[str, Any]]:
         """Constants that are not free, with the reason for each value."""

@@ -111,7 +111,8 @@ class Case:
     @classmethod
     def read(cls, entry: dict[str, Any]) -> Case:
         """From YAML or JSON, whose lists are tuples here."""
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()})
+        read: dict[str, Any] = {k: tuple(value) if isinstance(value, list) else value for k, value in entry.items()}
+        return cls(**read)
 
     @property
     def base(self) -> Case:

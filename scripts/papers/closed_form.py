@@ -1,4 +1,4 @@
-"""A synchronous step in closed form: drawn response lengths, and seconds of rollout and training from a cost model alone.
+"""A synchronous step in closed form: drawn lengths, and seconds of rollout and training from a cost model alone.
 
 Source: a synchronous rollout is drained without a queue: every row starts at once, and a dp group decodes on with the
 rows that are left (RollPacker §2.2, PAT §2.3).
@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
@@ -41,8 +42,8 @@ def mean(values: Sequence[float]) -> float:
 
 def lengths_of(values: Values) -> SimulatedLengths:
     """A length distribution from the constants named `lengths.*`."""
-    prefix = "lengths."
-    return SimulatedLengths(**{k.removeprefix(prefix): v for k, v in values.items() if k.startswith(prefix)})
+    own: dict[str, Any] = {k.removeprefix("lengths."): v for k, v in values.items() if k.startswith("lengths.")}
+    return SimulatedLengths(**own)
 
 
 def survival(lengths: SimulatedLengths, tokens: float) -> float:
@@ -64,7 +65,10 @@ def batches_of(setup: Setup, lengths: SimulatedLengths, correlation: float, num_
     """Response lengths of a set-up's batches, [batches][prompts][group], as `ModelledWorkload` models them."""
     common, own = math.sqrt(correlation), math.sqrt(1 - correlation)
     return [
-        [[length_of_score(lengths, setup.max_tokens, common * prompt + own * z) for z in each] for prompt, each in batch]
+        [
+            [length_of_score(lengths, setup.max_tokens, common * prompt + own * z) for z in each]
+            for prompt, each in batch
+        ]
         for batch in _scores(setup.num_prompts, setup.group_size, num_batches)
     ]
 

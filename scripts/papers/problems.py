@@ -102,7 +102,8 @@ def _h100_checks(values: Values) -> dict[str, float]:
 
 def _april(values: Values) -> dict[str, float]:
     batches = batches_of(SETUPS["april.4b"], lengths_of(values), values["correlation"], 6)
-    facts = dict(zip(("april.batch_std", "april.instance_std"), spreads(batches), strict=True))
+    batch_std, instance_std = spreads(batches)
+    facts = {"april.batch_std": batch_std, "april.instance_std": instance_std}
     for size in ("4b", "8b"):
         facts[f"april.{size}.throughput"] = april_throughput(size, values, 0.0)
         facts[f"april.{size}.dapo_throughput"] = april_throughput(size, values, values["filtered_share"])
@@ -381,9 +382,9 @@ _PREDICTIONS: dict[str, tuple[Predict, ...]] = {
 
 
 def _problem(name: str, entry: dict) -> Problem:
-    constants, facts, assumptions = (tuple(entry.pop(key)) for key in ("constants", "facts", "assumptions"))
-    free = tuple(Constant(*each) for each in constants)
-    return Problem(name, free, facts, *_PREDICTIONS[name], assumptions=assumptions, **entry)
+    free = tuple(Constant(*each) for each in entry.pop("constants"))
+    predict, *checks = _PREDICTIONS[name]
+    return Problem(name, free, predict=predict, checks=checks[0] if checks else lambda _: {}, **entry)
 
 
 PROBLEMS = {

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -116,8 +117,7 @@ def readings(cases: Sequence[Case], calibration: Calibration) -> dict[str, list[
         for task in dict.fromkeys(case.tasks[0] for case in cases):
             chosen = [case for case in cases if case.tasks == (task,) and not case.speculation]
             seconds = [[_mean_s(c, used) for c in chosen if c.pipeline == pipeline] for pipeline in _PIPELINES]
-            pairs = zip(seconds, seconds[1:], strict=False)
-            found[f"{name}, {task}"] = [[a / b for a, b in zip(*pair, strict=True)] for pair in pairs]
+            found[f"{name}, {task}"] = [[a / b for a, b in zip(*pair, strict=True)] for pair in pairwise(seconds)]
     return found
 
 

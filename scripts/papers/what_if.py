@@ -1,9 +1,9 @@
 """The same rounds without engine, batcher and lockstep, and the effect of other readings of the papers.
 
 Purpose: evidence, not results. Speed-ups of tail batching and of APRIL from lengths and costs alone. Every dp group is
-an engine of its own that drains its rows (`papers.closed_form.drain`, `papers.slime.Engine`), as in the papers' systems,
-and rounds are cut where the rule cuts them. They check the simulator, and they are fast enough to show the effect of
-each assumption of the calibration: a `Variant` changes one. No variant enters the calibration.
+an engine of its own that drains its rows (`papers.closed_form.drain`, `papers.slime.Engine`), as in the papers'
+systems, and rounds are cut where the rule cuts them. They check the simulator, and they are fast enough to show the
+effect of each assumption of the calibration: a `Variant` changes one. No variant enters the calibration.
 
 Departures: requests go to the dp group with the fewest rows; the seconds of scoring are those of the calibration's
 closed form, the same in every step.
@@ -122,7 +122,7 @@ def tail_speedup(case: Case, calibration: Calibration, variant: Variant) -> floa
     cost, workload = _varied(case, calibration, variant)
     values = calibration.values[case.problem]
     reward_s = mixed_reward_s(values, case.of, variant.in_turn) if variant.reward_s is None else variant.reward_s
-    fixed_s = _start_s(case, cost) + reward_s
+    fixed_s = cost.rollout_fixed_s() + cost.weight_sync_s(case.of.tp, case.num_devices) + reward_s
     plain = replace(case, prompt_factor=1.0, response_factor=1.0)
     plain_s, plain_train_s = _tail_steps(plain, cost, workload, bool(variant.spread))
     rollout_s, tail_train_s = _tail_steps(case, cost, workload, bool(variant.spread))
@@ -131,16 +131,12 @@ def tail_speedup(case: Case, calibration: Calibration, variant: Variant) -> floa
     return (plain_s + plain_train_s + fixed_s) / (rollout_s + tail_train_s + fixed_s)
 
 
-def _start_s(case: Case, cost: CostModel) -> float:
-    return cost.rollout_fixed_s() + cost.weight_sync_s(case.of.tp, case.num_devices)
-
-
 def period_s(case: Case, calibration: Calibration) -> float:
     """Mean seconds of rollouts over two periods (Fig. 12)."""
     cost, workload = models(case, calibration)
     steps = min(2 * case.period, case.steps) if case.period > 1 else min(10, case.steps)
     decoding_s, _ = _tail_steps(replace(case, steps=steps), cost, workload, spread=False)
-    return decoding_s + _start_s(case, cost)
+    return decoding_s + cost.rollout_fixed_s() + cost.weight_sync_s(case.of.tp, case.num_devices)
 
 
 def _tail_steps(case: Case, cost: CostModel, workload: ModelledWorkload, spread: bool) -> tuple[float, float]:
