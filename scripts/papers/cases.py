@@ -6,9 +6,8 @@ experiment; `configuration` and `models` turn one into what `jaxrl.runtime.simul
 Source: RollPacker §2.2, §6 (set-ups, uniform mix of three tasks), §6.3 (factors); APRIL §3.1 and A.2; PAT §5.1;
 RhymeRL §7.
 
-Departures, where the papers are silent: the calibration file's assumptions; prompts of `PROMPT_TOKENS` tokens; vLLM's
-and SGLang's limits on rows are not reached by any case and stand at `ROWS`; the optimizer's state lies in host memory
-during a rollout, as in veRL and slime.
+Departures, where the papers are silent: the calibration file's assumptions; prompts of `PROMPT_TOKENS` tokens; options
+of cases.yaml.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from papers.closed_form import PROMPT_TOKENS, cost_of, lengths_of
 from papers.facts import HERE, SETUPS, Setup
 from papers.problems import GROUP, TASKS, history_of, lengths_at, task_lengths
 
-ROWS = 512  # per dp group
 RESERVED_SHARE = 0.25  # of the devices, that a judge has for itself elsewhere (RollPacker §4.3)
 OWN_FACTOR = 2.0  # of a row's anchor, in RollPacker's code (code_sandbox_reward_worker.py); the paper has 1.5
 NODE = 8  # devices, which TP does not leave
@@ -200,6 +198,7 @@ def _experiment(entry: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 _WRITTEN = yaml.safe_load((HERE / "cases.yaml").read_text(encoding="utf-8"))
+_OPTIONS = _WRITTEN.pop("options")
 EXPERIMENTS = {name: _experiment(entry) for name, entry in _WRITTEN.items()}
 """By experiment, row and column: the fields of a case."""
 
@@ -242,109 +241,81 @@ def jobs_of(cases: Sequence[Case]) -> list[list[Case]]:
 
 def configuration(case: Case, calibration: Calibration) -> Config:
     """What `jaxrl simulate` would be given."""
-    values, rollpacker = calibration.values[case.problem], case.paper == "rollpacker"
-    limits = {"timeout": case.timeout, "timeout_factor": OWN_FACTOR if case.anchors == "rows" else 1.5}
-    return from_mapping(
-        {
-            "model": {"path": case.of.model},
-            "data": {
-                "task": "none",
-                "max_prompt_length": PROMPT_TOKENS,
-                "max_response_length": case.max_tokens,
-                "train_batch_size": case.num_prompts,
-                "reference_time_key": "reference_time" if case.anchors == "rows" else "",
-                "shuffle": case.paper != "pat",  # an outlier for each batch goes by the order of the prompts
-                "val_size": 0,
-            },
-            "rollout": _rollout(case),
-            # APRIL trains without KL (A.2); RollPacker's table counts a reference model; PAT does not say
-            "actor": {
-                "dtype": "bfloat16",
-                "offload_optimizer": True,
-                "use_kl_loss": case.paper in ("rollpacker", "rhymerl"),
-                "old_logprobs": "rollout" if case.own_trainer or case.paper == "rhymerl" else "recompute",
-                "ppo_max_token_len_per_gpu": 1 << 16,
-            },
-            # in RollPacker's baseline and its row of tail batching, rewards wait for the rollout's end, and the tasks
-            # for one another; scored beside the rollout, each task has its own workers
-            "reward": {
-                "timeout_s": values["reward.code.timeout_s"] if rollpacker else 0.0,
-                "score_when": case.score_when if rollpacker else "sample",
-                "domains": {} if case.timeout == "whole" else {"code": {"kind": "code"}},
-                "code": {} if case.timeout == "whole" else limits,
-            },
-            "trainer": {
-                "total_training_steps": case.steps,
-                "save_freq": 0,
-                "seed": case.seed,
-                "stream": _stream(case),
-                "one_step_off": case.paper == "rhymerl",
-            },
-            "simulate": {
-                "hardware": case.of.hardware,
-                "num_devices": case.num_devices,
-                "num_prompts": case.prompts_of_epoch,
-                "tasks": _reward_workers(case, values) if rollpacker else [],
-                "score_in_turn": rollpacker and case.score_when == "rollout",
-            },
-        }
-    )
-
-
-def _rollout(case: Case) -> dict[str, Any]:
-    """`rollout`."""
-    april = case.paper == "april"
-    rollout: dict[str, Any] = {
-        "n": case.group_size,
-        "tensor_model_parallel_size": case.degree,
-        "dtype": "bfloat16",
-        "max_num_seqs": ROWS,
-        # SGLang prefills all that waits before it decodes on, and a resumed response has thousands of tokens
-        "max_num_batched_tokens": 1 << 20 if april else 8192,
-        "decode_steps": case.decode_steps,
-        "sample_placement": "spread" if april else "together",
-        "num_workers": case.workers,
+    values = calibration.values[case.problem]
+    says = [name for name in ("planner", "own_trainer", "freed_at", "fetch") if getattr(case, name)]
+    if case.stream != "off":
+        says.append("stream")
+    options: dict[str, Any] = {}
+    for name in ("all", case.paper, case.rule, *says):
+        options |= _OPTIONS.get(name, {})
+    options |= {
+        "model.path": case.of.model,
+        "data.max_prompt_length": PROMPT_TOKENS,
+        "data.max_response_length": case.max_tokens,
+        "data.train_batch_size": case.num_prompts,
+        "rollout.n": case.group_size,
+        "rollout.tensor_model_parallel_size": case.degree,
+        "rollout.decode_steps": case.decode_steps,
+        "rollout.num_workers": case.workers,
+        "trainer.total_training_steps": case.steps,
+        "trainer.seed": case.seed,
+        "simulate.hardware": case.of.hardware,
+        "simulate.num_devices": case.num_devices,
+        "simulate.num_prompts": case.prompts_of_epoch,
+        **_options_of_rule(case),
+        **(_options_of_rewards(case, values) if case.paper == "rollpacker" else {}),
     }
-    if case.rule == "tail":
-        factors = {"prompt_factor": case.prompt_factor, "response_factor": case.response_factor}
-        rollout["tail_batching"] = {"enable": True, **factors, "at_end": "leave"}
-    if case.rule == "partial":
-        rollout["partial_rollout"] = {"enable": True, "over_provision": case.prompt_factor, "at_end": "leave"}
-    if case.rule == "adaptive":
-        degrees = [degree for degree in case.degrees if degree <= case.num_devices]
-        layout = {"switch": True, "profile": "of the modelled devices"}
-        rollout["layout"] = {**layout, "devices_per_host": NODE, "degrees": degrees}
-    if case.planner:
-        # all of a host, where a worker's devices allow it; of the 32B model from 2 on, since its weights alone take
-        # three quarters of a device
-        smallest, largest = 2 if case.setup == "rollpacker.32b" else 1, case.num_devices // case.workers
-        degrees = [tp for tp in (1, 2, 4, 8) if smallest <= tp <= largest]
-        rollout["layout"] = {"planner": True, "devices_per_host": NODE, "degrees": degrees}
-    if case.own_trainer:
-        rollout["memory_fraction"] = 0.8
     if case.paper == "rhymerl":
-        rollout |= {
-            "num_devices": case.rollout_devices,
-            "deal": "prompts",
-            "speculation": {"enable": case.speculation, "verify_tokens": VERIFY_TOKENS},
-            "ranking_groups": {
-                "enable": case.pipeline != "off",
-                "num_groups": RANKING_GROUPS[case.tasks[0]] if case.scale == 1 else 2,
-                "two_tier": case.pipeline == "two_tier",
-                "move": "recompute",
-            },
+        options |= {
+            "rollout.num_devices": case.rollout_devices,
+            "rollout.speculation": {"enable": case.speculation, "verify_tokens": VERIFY_TOKENS},
+            "rollout.ranking_groups.enable": case.pipeline != "off",
+            "rollout.ranking_groups.num_groups": RANKING_GROUPS[case.tasks[0]] if case.scale == 1 else 2,
+            "rollout.ranking_groups.two_tier": case.pipeline == "two_tier",
         }
-    return rollout
+    nested: dict[str, Any] = {}
+    for path, value in options.items():
+        *sections, name = path.split(".")
+        place = nested
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value
+    return from_mapping(nested)
 
 
-def _stream(case: Case) -> dict[str, Any]:
-    """`trainer.stream`."""
-    if case.stream == "off":
-        return {}
-    found: dict[str, Any] = {"enable": True, "counts": "prompts"}
-    if case.stream == "fixed":
-        found |= {"trigger": "fixed", "min_done": case.freed_at, "max_done": 1.0}
-    return found | ({"max_prompts": 0} if case.fetch else {})
+def _options_of_rule(case: Case) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if case.rule == "tail":
+        options["rollout.tail_batching.prompt_factor"] = case.prompt_factor
+        options["rollout.tail_batching.response_factor"] = case.response_factor
+    if case.rule == "partial":
+        options["rollout.partial_rollout.over_provision"] = case.prompt_factor
+    if case.rule == "adaptive" or case.planner:
+        # the planner's are all of a host, where a worker's devices allow it; of the 32B model from 2 on, since its
+        # weights alone take three quarters of a device
+        smallest, largest = 2 if case.setup == "rollpacker.32b" else 1, case.num_devices // case.workers
+        degrees = [tp for tp in case.degrees or (1, 2, 4, 8) if smallest <= tp <= largest]
+        options |= {"rollout.layout.devices_per_host": NODE, "rollout.layout.degrees": degrees}
+    if case.freed_at:
+        options["trainer.stream.min_done"] = case.freed_at
+    return options
+
+
+def _options_of_rewards(case: Case, values: Values) -> dict[str, Any]:
+    """In RollPacker's baseline and its row of tail batching, rewards wait for the rollout's end, and the tasks for one
+    another; scored beside the rollout, each task has its own workers."""
+    by_row = case.anchors == "rows"
+    options: dict[str, Any] = {
+        "data.reference_time_key": "reference_time" if by_row else "",
+        "reward.timeout_s": values["reward.code.timeout_s"],
+        "reward.score_when": case.score_when,
+        "simulate.tasks": _reward_workers(case, values),
+        "simulate.score_in_turn": case.score_when == "rollout",
+    }
+    if case.timeout != "whole":
+        options["reward.domains"] = {"code": {"kind": "code"}}
+        options["reward.code"] = {"timeout": case.timeout, "timeout_factor": OWN_FACTOR if by_row else 1.5}
+    return options
 
 
 def _reward_workers(case: Case, values: Values) -> list[dict[str, Any]]:

@@ -14,7 +14,6 @@ Departures: every row of a worker starts at once, so a plan is left only when it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -23,6 +22,7 @@ import numpy as np
 from jaxrl.mechanisms.ranking_groups.rule import Ranking
 from jaxrl.mechanisms.speculation.simulated import SimulatedDrafts
 from jaxrl.scheduling.rounds.events import Launch
+from jaxrl.scheduling.rounds.history import PastLengths
 from jaxrl.sim.cost_model import CostModel, causal_pairs
 from jaxrl.sim.prompts import SimulatedPrompts
 from jaxrl.sim.verification import verify
@@ -32,33 +32,17 @@ from papers.cases import EPOCH_STEPS, Case, configuration, drafting_of, models
 from papers.closed_form import PROMPT_TOKENS, drained, train_s
 
 
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """`jaxrl.mechanisms.ranking_groups.rule.PastLengths`."""
-
-    median: float
-    mean: float
-    longest: int
-
-
-class Past:
+class Past(dict[int, PastLengths]):
     """`jaxrl.mechanisms.ranking_groups.rule.LengthHistory` of the responses drawn so far."""
 
-    def __init__(self) -> None:
-        self._last: dict[int, Lengths] = {}
-        self._growths: dict[int, float] = {}
-
-    def lengths(self, index: int) -> Lengths | None:
-        return self._last.get(index)
+    lengths = dict.get
 
     def growths(self) -> np.ndarray:
-        return np.array(list(self._growths.values()))
+        return np.array([each.growth for each in self.values() if each.before])
 
-    def add(self, index: int, lengths: Sequence[int]) -> None:
-        now, before = Lengths(float(np.median(lengths)), float(np.mean(lengths)), max(lengths)), self._last.get(index)
-        if before is not None:
-            self._growths[index] = now.median / before.median
-        self._last[index] = now
+    def take(self, index: int, lengths: Sequence[int]) -> None:
+        before = self[index].median if index in self else 0.0
+        self[index] = PastLengths(0, float(np.median(lengths)), float(np.mean(lengths)), max(lengths), before)
 
 
 def step_ends(case: Case, calibration: Calibration) -> list[float]:
@@ -100,7 +84,7 @@ def step_ends(case: Case, calibration: Calibration) -> list[float]:
         ranking.learned(took, float(np.mean(rates)))
         ranking.end()
         for index, lengths in whole.items():
-            past.add(index, lengths)
+            past.take(index, lengths)
     return updates
 
 
