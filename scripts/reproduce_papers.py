@@ -53,9 +53,6 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     unknown = [name for name in options.papers if name not in EXPERIMENTS]
     if unknown:
         parser.error(f"PAPER ({unknown[0]!r}) must be one of {', '.join(EXPERIMENTS)}")
-    for name in ("steps", "seeds", "decode_steps", "processes"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} ({getattr(options, name)}) must be >= 1")
     return options
 
 
@@ -85,7 +82,7 @@ def finish(file: Path, record: dict[str, Any], runs: Sequence[Steps], known: Cal
 
 def reproduce(paper: str, record: dict[str, Any], file: Path, options: argparse.Namespace, in_order: Any) -> str:
     """Runs an experiment. Its result is kept after each run; `--page` makes the rest, should this be ended."""
-    known, began, runs = Calibration.read(options.calibration), time.perf_counter(), []
+    known, began, runs = calibration.read(options.calibration), time.perf_counter(), []
     scale = 32 if options.tiny else 1
     cases = cases_of(paper, options.steps, range(options.seeds), options.decode_steps, scale)
     jobs = jobs_of(cases)
@@ -109,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.processes > 1:  # not by fork: the calling process may have threads
             in_order = stack.enter_context(ProcessPoolExecutor(options.processes, get_context("spawn"))).map
         if options.page:
-            finish(options.page, *read(options.page), Calibration.read(options.calibration), in_order)
+            finish(options.page, *read(options.page), calibration.read(options.calibration), in_order)
             return 0
         options.out.mkdir(parents=True, exist_ok=True)
         for paper in options.papers or EXPERIMENTS:

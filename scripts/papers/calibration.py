@@ -1,7 +1,7 @@
 """The calibration file: constants of `jaxrl.sim`, fitted to published facts about the papers' baselines.
 
 Purpose: `calibrate` solves the problems of problems.yaml in order, each with what earlier ones found;
-`Calibration.read` returns what a simulation needs. For every constant the file names the published facts that moved it
+`read` returns what a simulation needs. For every constant the file names the published facts that moved it
 and how far they are from the constant's prediction. It is committed before any comparison with the gains of a paper's
 own method.
 
@@ -31,12 +31,12 @@ import numpy as np
 from jaxrl.sim.cost_model import Efficiency
 from papers.facts import FACTS, Fact
 
-VERSION = 1
 _STEP = 0.005  # of a logarithm, for differences: narrow for curvature, wide enough for lengths rounded to tokens
 _MOVES = 0.02  # a fact counts as having moved a constant if it changes by this share of the constant's own change
 _MAX_ITERATIONS = 300
 
 Values = Mapping[str, float]
+Calibration = Mapping[str, Values]
 Predict = Callable[[Values], Mapping[str, float]]
 
 
@@ -77,7 +77,7 @@ class Problem:
     given: Mapping[str, Sequence[str]] = field(default_factory=dict)
     assumptions: Sequence[str] = ()
 
-    def held(self, solved: Mapping[str, Values]) -> dict[str, dict[str, Any]]:
+    def held(self, solved: Calibration) -> dict[str, dict[str, Any]]:
         """Constants that are not free, with the reason for each value."""
         held: dict[str, dict[str, Any]] = {
             name: {"value": value, "why": "assumed: no published fact determines it"}
@@ -113,7 +113,7 @@ def calibrate(problems: Sequence[Problem]) -> dict[str, Solution]:
 def write(solved: Mapping[str, Solution], path: str | Path) -> None:
     """Writes the file."""
     document = {
-        "version": VERSION,
+        "version": 1,
         "what": "constants of jaxrl.sim fitted to published facts about baselines (scripts/papers)",
         "residual": "ln(predicted / nearest published value); 0 within a published range",
         "problems": {name: solution.entry for name, solution in solved.items()},
@@ -121,30 +121,23 @@ def write(solved: Mapping[str, Solution], path: str | Path) -> None:
     Path(path).write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """Constants by the problem that they were fitted to, and by name: `values[problem][constant]`."""
+def read(path: str | Path) -> Calibration:
+    """Reads the file: constants by problem and name.
 
-    values: Mapping[str, Values]
-
-    @classmethod
-    def read(cls, path: str | Path) -> Calibration:
-        """Reads a file. Raises ValueError if it is of another version, or if a published value in it is no longer the
-        one of `FACTS`: a calibration must not outlive the facts that it was fitted to."""
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
-        if document.get("version") != VERSION:
-            raise ValueError(f"{path}: calibration version {document.get('version')!r} must be {VERSION}")
-        values = {}
-        for name, entry in document["problems"].items():
-            for row in entry["facts"]:
-                fact = FACTS.get(row["fact"])
-                if fact is None or [fact.low, fact.high] != row["published"]:
-                    raise ValueError(
-                        f"{path}: {name} was fitted to {row['fact']} = {row['published']}, which is not what "
-                        "facts.yaml says: calibrate again"
-                    )
-            values[name] = {key: found["value"] for key, found in (entry["held"] | entry["constants"]).items()}
-        return cls(values)
+    Raises ValueError if a published value in it is no longer the one of `FACTS`: a calibration must not outlive the
+    facts that it was fitted to.
+    """
+    values = {}
+    for name, entry in json.loads(Path(path).read_text(encoding="utf-8"))["problems"].items():
+        for row in entry["facts"]:
+            fact = FACTS.get(row["fact"])
+            if fact is None or [fact.low, fact.high] != row["published"]:
+                raise ValueError(
+                    f"{path}: {name} was fitted to {row['fact']} = {row['published']}, which is not what facts.yaml "
+                    "says: calibrate again"
+                )
+        values[name] = {key: found["value"] for key, found in (entry["held"] | entry["constants"]).items()}
+    return values
 
 
 def efficiency_of(values: Values) -> Efficiency:
@@ -160,7 +153,7 @@ def residual(fact: Fact, predicted: float) -> float:
     return math.log(predicted / min(max(predicted, fact.low), fact.high))
 
 
-def solve(problem: Problem, solved: Mapping[str, Values], facts: Mapping[str, Fact] = FACTS) -> Solution:
+def solve(problem: Problem, solved: Calibration, facts: Mapping[str, Fact] = FACTS) -> Solution:
     """Finds a problem's constants.
 
     Args:

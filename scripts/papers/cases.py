@@ -20,9 +20,6 @@ from typing import Any, Literal
 import yaml
 
 from jaxrl.config import Config, SimulatedLengths, SimulatedScoring, SimulatedTask, from_mapping
-from jaxrl.mechanisms.speculation import Speculation
-from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftWindow
-from jaxrl.mechanisms.speculation.simulated import SimulatedDrafts, acceptance_model
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.workload import ModelledWorkload, uniform
 from jaxrl.types import SampleKey
@@ -46,65 +43,39 @@ _PROBLEMS |= {"rollpacker.7b": "rollpacker_7b", "rollpacker.32b": "rollpacker_32
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One simulated run.
-
-    Attributes:
-      setup: a name in `SETUPS`.
-      rule: batches as the baseline makes them, tail batching, partial rollout, or the baseline in an adaptive layout.
-      prompt_factor, response_factor: of tail batching; the former is partial rollout's over-provisioning.
-      tasks: in equal shares.
-      score_when: rewards wait for the rollout's end, or begin as each response ends.
-      tp, tokens, devices, prompts: in place of the set-up's TP degree, longest response and number of devices and of
-        prompts; 0: the set-up's.
-      degrees: that an adaptive layout may use; empty: all of a host.
-      workers: that roll out.
-      planner: whether the degree follows preemptions.
-      own_trainer: training costs what RollPacker's own trainer does, not its baseline's.
-      stream: the stream trainer in long rounds, and what frees devices.
-      freed_at: with `fixed`, the share of a round's samples after which they are freed.
-      fetch: the stream gets groups once, those that are there, and no more than this share of the batch; 0: as they
-        end.
-      pipeline: ranking groups, with equal shares of workers or with two tiers.
-      speculation: drafts from the epoch before.
-      timeout: of the code task; whole: of all of a sample's scoring, as the baseline has it; else of its test case.
-      anchors: of adaptive time-outs; rows: a column of the data has one for every prompt, and limits are twice those,
-        as in the authors' code; else what right responses have taken.
-      epoch_steps: batches after which prompts come again; 0: no prompt does.
-      pass_spread: how much prompts differ in how often they are solved (`simulate.task.pass_spread`).
-      judge: has workers of its own, beside all devices; or takes its time from the rollout's devices.
-      steps, seed: of the run.
-      decode_steps: the most steps of a plan; how late the end of a round may be seen.
-      scale: divides prompts, devices and the longest response, to try the script out.
-    """
+    """One simulated run. 0 and an empty tuple leave what they name to the set-up."""
 
     setup: str
-    rule: Literal["plain", "tail", "partial", "adaptive"]
-    prompt_factor: float = 1.0
+    rule: Literal["plain", "tail", "partial", "adaptive"]  # plain: as the baseline; adaptive: its layout alone
+    prompt_factor: float = 1.0  # of tail batching, or partial rollout's over-provisioning
     response_factor: float = 1.0
-    tasks: tuple[str, ...] = TASKS
+    tasks: tuple[str, ...] = TASKS  # in equal shares
     steps: int = 40
     seed: int = 0
-    decode_steps: int = 16
-    scale: int = 1
+    decode_steps: int = 16  # the most of a plan; how late the end of a round may be seen
+    scale: int = 1  # divides prompts, devices and the longest response, to try the script out
     tp: int = 0
-    tokens: int = 0
+    tokens: int = 0  # of the longest response
     devices: int = 0
-    prompts: int = 0
-    score_when: Literal["rollout", "sample"] = "rollout"
-    degrees: tuple[int, ...] = ()
-    workers: int = 1
-    planner: bool = False
-    own_trainer: bool = False
-    stream: Literal["off", "adaptive", "fixed"] = "off"
-    freed_at: float = 0.0
-    fetch: float = 0.0
-    pipeline: Literal["off", "naive", "two_tier"] = "off"
-    speculation: bool = False
+    prompts: int = 0  # of a batch
+    score_when: Literal["rollout", "sample"] = "rollout"  # when rewards begin: all have ended, or each response has
+    degrees: tuple[int, ...] = ()  # that an adaptive layout may use
+    workers: int = 1  # that roll out
+    planner: bool = False  # the degree follows preemptions
+    own_trainer: bool = False  # training costs what RollPacker's own trainer does, not its baseline's
+    stream: Literal["off", "adaptive", "fixed"] = "off"  # what frees devices for a stream trainer in long rounds
+    freed_at: float = 0.0  # with `fixed`: the share of a round's samples after which they are freed
+    fetch: float = 0.0  # the stream gets groups once, at most this share of the batch; 0: as they end
+    pipeline: Literal["off", "naive", "two_tier"] = "off"  # ranking groups, with equal shares of workers or two tiers
+    speculation: bool = False  # drafts from the epoch before
+    # of the code task: the limit of all of a sample's scoring, as in the baseline, or of a test case
     timeout: Literal["whole", "fixed", "adaptive"] = "whole"
+    # of adaptive time-outs: what right responses have taken, or a column of the data has one for every prompt, and
+    # limits are twice those, as in the authors' code
     anchors: Literal["learnt", "rows"] = "learnt"
-    epoch_steps: int = 0
-    pass_spread: float = 2.0
-    judge: Literal["workers", "devices"] = "workers"
+    epoch_steps: int = 0  # batches after which prompts come again; 0: no prompt does
+    pass_spread: float = 2.0  # how much prompts differ in how often they are solved (`simulate.task.pass_spread`)
+    judge: Literal["workers", "devices"] = "workers"  # beside all devices, or it takes its time from the rollout's
 
     @classmethod
     def read(cls, entry: dict[str, Any]) -> Case:
@@ -241,7 +212,7 @@ def jobs_of(cases: Sequence[Case]) -> list[list[Case]]:
 
 def configuration(case: Case, calibration: Calibration) -> Config:
     """What `jaxrl simulate` would be given."""
-    values = calibration.values[case.problem]
+    values = calibration[case.problem]
     says = [name for name in ("planner", "own_trainer", "freed_at", "fetch") if getattr(case, name)]
     if case.stream != "off":
         says.append("stream")
@@ -355,7 +326,7 @@ class OneOutlier(ModelledWorkload):
 
 def models(case: Case, calibration: Calibration) -> tuple[CostModel, ModelledWorkload]:
     """Costs and lengths."""
-    values = calibration.values[case.problem]
+    values = calibration[case.problem]
     limits = (case.max_tokens, PROMPT_TOKENS)
     if case.paper == "rollpacker":
         tasks = tuple(_rollpacker_task(case, values, name) for name in case.tasks)
@@ -384,7 +355,7 @@ def _rollpacker_task(case: Case, values: Values, name: str) -> SimulatedTask:
 
 def _rhymerl_task(case: Case, calibration: Calibration) -> SimulatedTask:
     """Lengths as of the middle of the paper's runs, growing in an epoch here as much as in one of the paper's."""
-    (task,), values = case.tasks, calibration.values["rhymerl_machine"]
+    (task,), values = case.tasks, calibration["rhymerl_machine"]
     growth = (1 + values["lengths.growth"]) ** (PAPER_EPOCH_STEPS / EPOCH_STEPS) - 1
     begun = (1 + growth) ** -(2 * EPOCH_STEPS)  # between the second and the third epoch is the middle of the paper's
     lengths = lengths_at(values, task)
@@ -393,12 +364,5 @@ def _rhymerl_task(case: Case, calibration: Calibration) -> SimulatedTask:
         lengths.replace(growth=growth, median=lengths.median * begun),
         correlation=values[f"{task}.correlation"],
         outlier_share=values["outlier_share"],
-        history=history_of(calibration.values["rhymerl_drafts"], task),
+        history=history_of(calibration["rhymerl_drafts"], task),
     )
-
-
-def drafting_of(case: Case, workload: ModelledWorkload) -> SimulatedDrafts:
-    """How the rows of a case draft."""
-    options = Speculation.Options()
-    window = DraftWindow(options.min_window, options.window_step, options.max_window)
-    return SimulatedDrafts(acceptance_model(case.seed, workload, options), DraftConfig(window, VERIFY_TOKENS))

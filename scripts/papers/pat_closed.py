@@ -109,7 +109,7 @@ def speedup(setup: Setup, values: Values, reading: Reading) -> float:
 def readings(cases: Iterable[Case], calibration: Calibration) -> dict[str, list[list[float]]]:
     """By reading, the speed-up of each case: [cases][1], as of one seed."""
     points = [
-        (replace(case.of, num_devices=case.devices, max_tokens=case.max_tokens), calibration.values[case.problem])
+        (replace(case.of, num_devices=case.devices, max_tokens=case.max_tokens), calibration[case.problem])
         for case in cases
     ]
     return {name: [[speedup(*point, reading)] for point in points] for name, reading in READINGS.items()}

@@ -1,14 +1,15 @@
 """RhymeRL's pipeline from lengths and costs alone: rounds, workers, updates, without engine, batcher or blocks.
 
-Purpose: a check of the simulator, and a quick look at other readings. Prompts, lengths, ranks, the workers of the
-ranking groups and the steps that verify drafts are those of jaxrl's own pure code; what is worked out here is when a
-worker may begin and when its last response ends.
+Purpose: a check of the simulator, and a quick look at other readings. Prompts, lengths, ranks and the workers of the
+ranking groups are those of jaxrl's own pure code; what is worked out here is when a worker may begin and when its last
+response ends.
 
 Source: RhymeRL §4.2, §6.2, Fig. 10. Round r is drawn with the weights of update r - 2. Without ranking groups it begins
 when round r - 1 has ended on all workers; with them a worker begins with its part when its own part of round r - 1 has
 ended.
 
-Departures: every row of a worker starts at once, so a plan is left only when its steps are over; no response moves.
+Departures: every row of a worker starts at once, so a plan is left only when its steps are over; no response moves, and
+none is drafted.
 """
 
 from __future__ import annotations
@@ -20,15 +21,12 @@ from typing import Any
 import numpy as np
 
 from jaxrl.mechanisms.ranking_groups.rule import Ranking
-from jaxrl.mechanisms.speculation.simulated import SimulatedDrafts
 from jaxrl.scheduling.rounds.events import Launch
 from jaxrl.scheduling.rounds.history import PastLengths
-from jaxrl.sim.cost_model import CostModel, causal_pairs
 from jaxrl.sim.prompts import SimulatedPrompts
-from jaxrl.sim.verification import verify
 from jaxrl.types import SampleKey
 from papers.calibration import Calibration
-from papers.cases import EPOCH_STEPS, Case, configuration, drafting_of, models
+from papers.cases import EPOCH_STEPS, Case, configuration, models
 from papers.closed_form import PROMPT_TOKENS, drained, train_s
 
 
@@ -57,7 +55,6 @@ def step_ends(case: Case, calibration: Calibration) -> list[float]:
         past,
         lambda rows, context: cost.decode_step_s(case.degree, max(round(rows), 1), context),
     )
-    drafting = drafting_of(case, workload) if rollout.speculation.enable else None
     ranks, sync_s = rollout.ranking_groups.enable, cost.weight_sync_s(case.degree, rollout.num_devices)
     updates: list[float] = []
     round_s, parts_s = 0.0, np.zeros(num_workers)  # when the newest round ended, and each worker's part of it
@@ -70,18 +67,14 @@ def step_ends(case: Case, calibration: Calibration) -> list[float]:
         version = max(step - 1, 1)  # of the responses' first step: those of a one-step-off run
         free_s = parts_s if ranks and ranking.now is not None else np.full(num_workers, round_s)
         parts_s = np.maximum(free_s, sync_s + (updates[-2] if len(updates) > 1 else 0.0))
-        rates = []
         for worker, keys in enumerate(_parts([each for each in began if isinstance(each, Launch)], num_workers)):
-            lengths = [workload.length(key, version) for key in keys]
-            has_history = past.lengths(keys[0].prompt_index) is not None if keys else False
-            took, rate = _part_s(cost, case.degree, keys, lengths, drafting if has_history else None)
-            rates.append(rate)
-            parts_s[worker] += took
+            if keys:
+                parts_s[worker] += drained(cost, case.degree, [workload.length(key, version) for key in keys])[-1]
         round_s = float(parts_s.max())
         whole = {each.prompt.index: [workload.length(key, version) for key in each.keys] for each in launches}
         took = train_s(cost, case.num_devices - case.rollout_devices, list(whole.values()), forwards=1)
         updates.append(max(round_s, updates[-1] if updates else 0.0) + took)
-        ranking.learned(took, float(np.mean(rates)))
+        ranking.learned(took, 1.0)
         ranking.end()
         for index, lengths in whole.items():
             past.take(index, lengths)
@@ -94,8 +87,8 @@ _PIPELINES = ("off", "naive", "two_tier")
 def readings(cases: Sequence[Case], calibration: Calibration) -> dict[str, list[list[float]]]:
     """By row of the page and task, for each seed: the speed-up over the row before, without speculation, as calibrated
     and with no outliers among the responses."""
-    values = calibration.values["rhymerl_machine"]
-    certain = Calibration({**calibration.values, "rhymerl_machine": {**values, "outlier_share": 0.0}})
+    values = calibration["rhymerl_machine"]
+    certain = {**calibration, "rhymerl_machine": {**values, "outlier_share": 0.0}}
     found: dict[str, list[list[float]]] = {}
     for name, used in (("as calibrated", calibration), ("no outliers", certain)):
         for task in dict.fromkeys(case.tasks[0] for case in cases):
@@ -118,38 +111,3 @@ def _parts(launches: Sequence[Launch], num_workers: int) -> list[list[SampleKey]
         for i, key in enumerate(launch.keys):
             found[launch.workers[i] if launch.workers else place % num_workers].append(key)
     return found
-
-
-def _part_s(
-    cost: CostModel, tp: int, keys: Sequence[SampleKey], lengths: Sequence[int], drafting: SimulatedDrafts | None
-) -> tuple[float, float]:
-    """Seconds in which a worker draws responses, and the tokens that a row gains in a step."""
-    if not keys:
-        return 0.0, 1.0
-    if drafting is None:
-        return drained(cost, tp, lengths)[-1], 1.0
-    seconds = cost.prefill_s(tp, PROMPT_TOKENS * len(keys), causal_pairs(PROMPT_TOKENS) * len(keys))
-    told = [drafting.acceptance(key, length) for key, length in zip(keys, lengths, strict=True)]
-    left, done = np.array(lengths), np.zeros(len(keys), np.int64)
-    windows, row_steps = np.full(len(keys), drafting.first_window), 0
-    while (live := np.flatnonzero(left > done)).size:
-        width = drafting.width(len(live))
-        rest = left[live] - done[live]
-        found = verify(
-            [told[i] for i in live],
-            done[live],
-            rest,
-            np.minimum(rest, 256),
-            windows[live],
-            next_window=drafting.next_window,
-            width=width,
-            num_steps=64,
-            num_stops=1 + len(live) // 8,
-        )
-        batch = found.active.sum(1)
-        context = ((found.before + done[live] + PROMPT_TOKENS) * found.active).sum(1)
-        seconds += float(cost.verify_steps_s(tp, batch, width, context).sum())
-        row_steps += int(batch.sum())
-        done[live] += found.gained
-        windows[live] = found.windows
-    return seconds, sum(lengths) / row_steps

@@ -120,7 +120,7 @@ def _varied(case: Case, calibration: Calibration, variant: Variant) -> tuple[Cos
 def tail_speedup(case: Case, calibration: Calibration, variant: Variant) -> float:
     """Of steps of tail batching over plain ones, on the same prompts; `case` is one of tail batching."""
     cost, workload = _varied(case, calibration, variant)
-    values = calibration.values[case.problem]
+    values = calibration[case.problem]
     reward_s = mixed_reward_s(values, case.of, variant.in_turn) if variant.reward_s is None else variant.reward_s
     fixed_s = cost.rollout_fixed_s() + cost.weight_sync_s(case.of.tp, case.num_devices) + reward_s
     plain = replace(case, prompt_factor=1.0, response_factor=1.0)
@@ -194,10 +194,10 @@ def _refitted(filtered_share: float) -> Values:
 
 def april_rollouts(case: Case, calibration: Calibration, variant: Variant) -> list[slime.Rollout]:
     """The rollouts of a case of partial rollout, or of plain batches."""
-    values = calibration.values["april"]
+    values = calibration["april"]
     if variant.filtered_share is not None:
         values = _refitted(variant.filtered_share)
-        calibration = Calibration({**calibration.values, "april": values})
+        calibration = {**calibration, "april": values}
     cost, workload = _varied(case, calibration, variant)
     tp = variant.tp or case.of.tp
     dropped = values["filtered_share"] if variant.dapo else 0.0

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import reproduce_papers
 import yaml
-from papers import closed_form, pages, pat_closed, problems, slime
-from papers.calibration import Calibration, calibrate, residual, solve, write
+from papers import calibration, closed_form, pages, pat_closed, problems, slime
+from papers.calibration import calibrate, residual, solve, write
 from papers.cases import EXPERIMENTS
 from papers.closed_form import drain, drained, rollout_s
 from papers.facts import FACTS, HERE, SETUPS, Fact
@@ -108,7 +108,7 @@ def test_each_fact_has_a_problem_and_no_calibration_sees_what_the_papers_methods
 def test_the_file_says_what_the_code_says(name: str):
     """Priors, held constants, assumptions, and what the constants make of each fact: any change needs a new file."""
     problem, entry = PROBLEMS[name], json.loads(FILE.read_text(encoding="utf-8"))["problems"][name]
-    known = Calibration.read(FILE).values
+    known = calibration.read(FILE)
     priors = {each: (c["prior"], c["prior_log_spread"]) for each, c in entry["constants"].items()}
     assert priors == {c.name: (c.prior, c.spread) for c in problem.constants}
     held = {each: found["value"] for each, found in problem.held(known).items()}
@@ -123,7 +123,7 @@ def test_the_file_says_what_the_code_says(name: str):
 @pytest.mark.slow
 def test_the_whole_calibration_is_the_file():
     """The last bits of a BLAS move a fit within what its facts leave open: values are compared in that unit."""
-    kept = Calibration.read(FILE).values
+    kept = calibration.read(FILE)
     for name, solution in calibrate(list(PROBLEMS.values())).items():
         for each, constant in solution.entry["constants"].items():
             open_spread = constant["prior_log_spread"] * math.sqrt(1 - constant["informed"])
@@ -150,7 +150,7 @@ def test_a_fit_recovers_constants_from_made_up_facts(monkeypatch: pytest.MonkeyP
     assert [residual(published, value) for value in (1.0, 3.0, 8.0)] == [math.log(0.5), 0.0, math.log(2)]
     write({"pat_a40": found}, tmp_path / "stale.json")
     with pytest.raises(ValueError, match="calibrate again"):
-        Calibration.read(tmp_path / "stale.json")
+        calibration.read(tmp_path / "stale.json")
 
 
 # ---------------------------------------------------------------- closed forms
