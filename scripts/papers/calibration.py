@@ -1,9 +1,8 @@
 """The calibration file: constants of `jaxrl.sim`, fitted to published facts about the papers' baselines.
 
-Purpose: `calibrate` solves the problems of problems.yaml in order, each with what earlier ones found;
-`read` returns what a simulation needs. For every constant the file names the published facts that moved it
-and how far they are from the constant's prediction. It is committed before any comparison with the gains of a paper's
-own method.
+Purpose: `calibrate` solves the problems of problems.yaml in order, each with what earlier ones found; `read` returns
+what a simulation needs. For every constant the file names the published facts that moved it and how far they are from
+the constant's prediction. It is committed before any comparison with the gains of a paper's own method.
 
 Source: regularised nonlinear least squares (Levenberg 1944, Marquardt 1963) on logarithms. A constant's prior is one
 more residual, so facts fewer than constants still give one answer: the one nearest to the priors.

@@ -218,9 +218,9 @@ def _drafts(values: Values, num_responses: int = 40, num_tokens: int = 1500) -> 
     facts, window, left = {}, DraftWindow(), np.full(num_responses, num_tokens)
     for task in ("math", "code"):
         history = history_of(values, task)
-        told = [draft_acceptance(history, word(SEED, 2, i), 1, num_tokens) for i in range(num_responses)]
+        drafted_right = [draft_acceptance(history, word(SEED, 2, i), 1, num_tokens) for i in range(num_responses)]
         found = verify(
-            told,
+            drafted_right,
             np.zeros_like(left),
             left,
             left,
@@ -231,7 +231,7 @@ def _drafts(values: Values, num_responses: int = 40, num_tokens: int = 1500) -> 
             num_stops=num_responses,
         )
         _, drafted, accepted, _, _ = found.counts.sum(1).tolist()
-        facts[f"rhymerl.{task}.similarity"] = mean([float((each.right > 0).mean()) for each in told])
+        facts[f"rhymerl.{task}.similarity"] = mean([float((each.right > 0).mean()) for each in drafted_right])
         facts[f"rhymerl.{task}.accept_rate"] = accepted / drafted
     return facts
 

@@ -4,7 +4,7 @@ Purpose: `run_together` simulates cases with jaxrl's own loop, engine, batcher, 
 (`jaxrl.runtime.simulation.build`) and keeps a few numbers of each step. Pure but for the wall clock it took.
 
 A stream trainer changes no group, and does nothing in short rounds. So a case without it runs once, and of the same
-with it all other rounds, each from the state that the first had left; what the rule has learned of lengths goes on from
+with it all other rounds, each from the state that the first had left; what the rule has learned of lengths is kept from
 one to the next.
 """
 

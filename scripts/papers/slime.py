@@ -111,19 +111,19 @@ class Engine:
         return self.now_s + self._decode_s(self._rows[0][0] - self._steps) if self._rows else math.inf
 
     def end(self) -> list[Row]:
-        """Goes on until a row ends; all that end with it."""
+        """Decodes until a row ends; all that end with it."""
         steps, ended = self._rows[0][0], []
-        self._go_on(steps - self._steps)
+        self._decode(steps - self._steps)
         while self._rows and self._rows[0][0] == steps:
             ended.append(heapq.heappop(self._rows)[2])
             self._context -= PROMPT_TOKENS + ended[-1].length
         return ended
 
     def advance(self, to_s: float) -> None:
-        """Goes on until a time before the next end."""
+        """Decodes until a time before the next end."""
         if self._rows and to_s > self.now_s:
             left = self._rows[0][0] - self._steps
-            self._go_on(left * min((to_s - self.now_s) / self._decode_s(left), 1.0))
+            self._decode(left * min((to_s - self.now_s) / self._decode_s(left), 1.0))
 
     def abort(self, at_s: float) -> list[Row]:
         """Takes out what is left, with the tokens that it has."""
@@ -133,7 +133,7 @@ class Engine:
             row.done += row.segment
         return [row for _, _, row in self._rows]
 
-    def _go_on(self, steps: float) -> None:
+    def _decode(self, steps: float) -> None:
         self.now_s += self._decode_s(steps)
         self._steps += steps
         self._context += len(self._rows) * steps
