@@ -7,35 +7,31 @@
     python scripts/reproduce_papers.py --page docs/reproductions/april-2026-11-22.json    # its page anew
 
 jaxrl must be importable (`pip install -e .`, or `PYTHONPATH=.` in front). Lengths and costs come from the calibration
-file, which was fitted to facts about the papers' baselines and never to a speed-up (`papers/calibrate.py`); rounds,
-engine, batcher and block accounting are those that a real run uses. What each number means, and what it rests on:
-docs/reproductions/README.md.
+file, which was fitted to facts about the papers' baselines and never to a speed-up (`papers/calibration.py`); rounds,
+engine, batcher and block accounting are those that a real run uses. `papers/cases.yaml` lists the runs,
+`papers/pages` has the pages. What each number means, and what it rests on: docs/reproductions/README.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from papers import calibrate, pat_closed, rhymerl_closed, what_if
-from papers.cases import EXPERIMENTS, cases_of, headline, jobs_of
+from papers import calibration, pat_closed, rhymerl_closed, what_if
+from papers.calibration import Calibration
+from papers.cases import EXPERIMENTS, Case, case_of, cases_of, jobs_of
 from papers.pages import page
-from papers.records import header, read
-from papers.runs import Steps, run_together
-from papers.setups import Case
+from papers.problems import PROBLEMS
+from papers.runs import Steps, header, read, run_together, write
 
-MOST_STEPS = 20  # of a run in closed form
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reproductions"
 
 
@@ -57,107 +53,68 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     unknown = [name for name in options.papers if name not in EXPERIMENTS]
     if unknown:
         parser.error(f"PAPER ({unknown[0]!r}) must be one of {', '.join(EXPERIMENTS)}")
-    for name in ("steps", "seeds", "decode_steps", "processes"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} ({getattr(options, name)}) must be >= 1")
     return options
 
 
-def _run(cases: Sequence[Case], calibration_file: Path) -> list[Steps]:
-    return run_together(cases, calibrate.read(calibration_file))
-
-
-def _in_order(stack: ExitStack, processes: int) -> Callable[..., Iterable[Any]]:
-    """`map`, over several processes if there are to be more than one."""
-    if processes == 1:
-        return map
-    # not by fork: the calling process may have threads
-    return stack.enter_context(ProcessPoolExecutor(processes, get_context("spawn"))).map
-
-
-def simulate(
-    cases: Sequence[Case], calibration_file: Path, processes: int, on_run: Callable[[Sequence[Steps]], object]
-) -> list[Steps]:
-    """Runs the cases, in order or several at a time; says of each how long it took, and hands out what is done."""
-    done: list[Steps] = []
-    began, jobs = time.perf_counter(), jobs_of(cases)
-    with ExitStack() as stack:
-        for found in _in_order(stack, processes)(_run, jobs, [calibration_file] * len(jobs)):
-            for steps in found:
-                done.append(steps)
-                took = f"{steps.wall_s:.1f} s, {time.perf_counter() - began:.0f} s so far"
-                print(f"{len(done)}/{len(cases)} {steps.case.title}: {took}", flush=True)
-            on_run(done)
-    return done
-
-
-def other_readings(paper: str, cases: Sequence[Case], calibration_file: Path, processes: int) -> what_if.Readings:
-    """Speed-ups of the paper's main table in closed form, over fewer steps, with one assumption changed at a time."""
-    if paper == "rollpacker-whole":
+def readings(paper: str, cases: Sequence[Case], known: Calibration, in_order: Callable[..., Iterable[Any]]) -> Any:
+    """Speed-ups of the paper's main table in closed form, with one assumption changed at a time."""
+    rows = EXPERIMENTS[paper]
+    if paper == "pat":  # each series of bars at its largest length
+        longest = {column.split(", ")[0]: entry for column, entry in rows["static 2"].items()}
+        return pat_closed.readings([case_of(entry, scale=cases[0].scale) for entry in longest.values()], known)
+    if paper == "rhymerl":
+        return rhymerl_closed.readings(cases, known)
+    if paper not in ("rollpacker", "april"):
         return {}  # its main table is that of `rollpacker`
-    if cases[0].paper == "pat":
-        return pat_closed.readings(calibrate.read(calibration_file), cases[0].scale)
-    if cases[0].paper == "rhymerl":
-        return rhymerl_closed.readings(cases, calibrate.read(calibration_file))
-    chosen = [replace(case, steps=min(case.steps, MOST_STEPS)) for case in headline(cases)]
-    columns = what_if.columns_of(chosen)
-    asked = [(name, case) for name in what_if.names_of(chosen) for column in columns for case in column]
-    with ExitStack() as stack:
-        calibration = calibrate.read(calibration_file)
-        found = iter(
-            list(_in_order(stack, processes)(what_if.reading, *zip(*asked, strict=True), [calibration] * len(asked)))
-            if asked
-            else []
-        )
-        return {name: [[next(found) for _ in column] for column in columns] for name in what_if.names_of(chosen)}
+    row = rows["APRIL" if paper == "april" else "+ tail batching"]
+    wanted = [case_of(entry).alike for entry in row.values()]
+    return what_if.readings([case for alike in wanted for case in cases if case.alike == alike], known, in_order)
 
 
-def keep(file: Path, record: Mapping[str, Any], done: Sequence[Steps], readings: what_if.Readings) -> dict[str, Any]:
-    """Writes a result; its header."""
-    whole = {**record, "what_if": readings}
-    file.write_text(json.dumps({**whole, "runs": [asdict(steps) for steps in done]}) + "\n", encoding="utf-8")
-    return whole
-
-
-def write(file: Path, record: Mapping[str, Any], done: Sequence[Steps], readings: what_if.Readings) -> str:
-    """Writes a result and its page, which is returned."""
-    text = page(keep(file, record, done, readings), done)
+def finish(file: Path, record: dict[str, Any], runs: Sequence[Steps], known: Calibration, in_order: Any) -> str:
+    """Writes a result with its readings in closed form, and its page, which is returned."""
+    whole = {**record, "what_if": readings(record["paper"], [each.case for each in runs], known, in_order)}
+    write(file, whole, runs)
+    text = page(whole, runs)
     file.with_suffix(".md").write_text(text, encoding="utf-8")
     return text
 
 
+def reproduce(paper: str, record: dict[str, Any], file: Path, options: argparse.Namespace, in_order: Any) -> str:
+    """Runs an experiment. Its result is kept after each run; `--page` makes the rest, should this be ended."""
+    known, began, runs = calibration.read(options.calibration), time.perf_counter(), []
+    scale = 32 if options.tiny else 1
+    cases = cases_of(paper, options.steps, range(options.seeds), options.decode_steps, scale)
+    jobs = jobs_of(cases)
+    for found in in_order(run_together, jobs, [known] * len(jobs)):
+        for steps in found:
+            runs.append(steps)
+            took = f"{steps.wall_s:.1f} s, {time.perf_counter() - began:.0f} s so far"
+            print(f"{len(runs)}/{len(cases)} {steps.case.title}: {took}", flush=True)
+        write(file, {**record, "what_if": {}}, runs)
+    return finish(file, record, runs, known, in_order)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parsed(arguments)
-    try:
-        if options.calibrate:
-            calibrate.write(calibrate.calibrate(), options.calibration)
-            print(f"wrote {options.calibration}: commit it before anything is run with it")
-            return 0
+    if options.calibrate:
+        calibration.write(calibration.calibrate(list(PROBLEMS.values())), options.calibration)
+        print(f"wrote {options.calibration}: commit it before anything is run with it")
+        return 0
+    with ExitStack() as stack:
+        in_order: Any = map
+        if options.processes > 1:  # not by fork: the calling process may have threads
+            in_order = stack.enter_context(ProcessPoolExecutor(options.processes, get_context("spawn"))).map
         if options.page:
-            record, done = read(options.page)
-            cases = [steps.case for steps in done]
-            write(
-                options.page,
-                record,
-                done,
-                other_readings(record["paper"], cases, options.calibration, options.processes),
-            )
+            finish(options.page, *read(options.page), calibration.read(options.calibration), in_order)
             return 0
-        calibrate.read(options.calibration)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    options.out.mkdir(parents=True, exist_ok=True)
-    for paper in options.papers or EXPERIMENTS:
-        began = datetime.now(UTC)
-        record = header(began, paper, arguments, options.calibration, options.tiny)
-        scale = 32 if options.tiny else 1
-        cases = cases_of(paper, options.steps, range(options.seeds), options.decode_steps, scale)
-        file = options.out / f"{paper}-{began.date().isoformat()}.json"
-        # kept after each run; `--page` makes the rest, should this be ended
-        done = simulate(cases, options.calibration, options.processes, partial(keep, file, record, readings={}))
-        text = write(file, record, done, other_readings(paper, cases, options.calibration, options.processes))
-        print(f"\n{text}\nwrote {file} and {file.with_suffix('.md').name}\n")
+        options.out.mkdir(parents=True, exist_ok=True)
+        for paper in options.papers or EXPERIMENTS:
+            began = datetime.now(UTC)
+            record = header(began, paper, arguments, options.calibration, options.tiny)
+            file = options.out / f"{paper}-{began.date().isoformat()}.json"
+            text = reproduce(paper, record, file, options, in_order)
+            print(f"\n{text}\nwrote {file} and {file.with_suffix('.md').name}\n")
     return 0
 
 

@@ -9,17 +9,15 @@ Departures: before the switch dp groups run at a pace of their own, as VeRL's en
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from jaxrl.sim.cost_model import CostModel
-from papers.calibration import Calibration
-from papers.cases import PAT_SERIES
-from papers.closed_form import PROMPT_TOKENS, drain, train_s
+from papers.calibration import Calibration, Values
+from papers.cases import Case
+from papers.closed_form import PROMPT_TOKENS, Batch, cost_of, drain, drained, train_s
 from papers.facts import Setup
-from papers.machines import cost_of
-from papers.pat import batches
-from papers.setups import Case
+from papers.problems import outlier_batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,41 +27,37 @@ class Reading:
     `kv`: share of the memory bandwidth at which KV is read, in place of the calibration's.
     """
 
-    name: str
     tp: int = 2
     new_tp: int = 8
     rows: int = 1
     kv: float | None = None
 
 
-READINGS = (
-    Reading("tp 2 to 8 when one row is left"),
-    Reading("tp 2 to 8 when 9 rows are left (§5.4)", rows=9),
-    Reading("tp 2 to 8 when 32 rows are left", rows=32),
-    Reading("tp 2 to 4 when one row is left", new_tp=4),
-    Reading("tp 4 to 8 when one row is left", tp=4),
-    Reading("tp 2 to 8 when one row is left, KV read at 0.9 of the bandwidth", kv=0.9),
-    Reading("tp 2 to 8 when one row is left, KV read at 0.3", kv=0.3),
-)
+READINGS = {
+    "tp 2 to 8 when one row is left": Reading(),
+    "tp 2 to 8 when 9 rows are left (§5.4)": Reading(rows=9),
+    "tp 2 to 8 when 32 rows are left": Reading(rows=32),
+    "tp 2 to 4 when one row is left": Reading(new_tp=4),
+    "tp 4 to 8 when one row is left": Reading(tp=4),
+    "tp 2 to 8 when one row is left, KV read at 0.9 of the bandwidth": Reading(kv=0.9),
+    "tp 2 to 8 when one row is left, KV read at 0.3": Reading(kv=0.3),
+}
 
 
 @dataclass(slots=True)
 class _Row:
     length: int
-    end_s: float = 0.0
+    end_s: float
     done: int = 0
 
 
-def generation_s(cost: CostModel, setup: Setup, batch: Sequence[Sequence[int]], reading: Reading) -> float:
+def generation_s(cost: CostModel, setup: Setup, batch: Batch, reading: Reading) -> float:
     """Seconds of a generation with that switch; none if `rows` is 0."""
     num_groups = setup.num_devices // reading.tp
     groups: list[list[_Row]] = []
     for group in range(num_groups):
-        rows = sorted((_Row(n) for prompt in batch[group::num_groups] for n in prompt), key=lambda row: row.length)
-        ends = drain(cost, reading.tp, [PROMPT_TOKENS] * len(rows), [row.length for row in rows])
-        for row, end in zip(rows, ends, strict=True):
-            row.end_s = end
-        groups.append(rows)
+        lengths = sorted(n for prompt in batch[group::num_groups] for n in prompt)
+        groups.append([_Row(*each) for each in zip(lengths, drained(cost, reading.tp, lengths), strict=True)])
     everything = sorted((row for rows in groups for row in rows), key=lambda row: row.end_s)
     if not reading.rows or reading.rows >= len(everything):
         return everything[-1].end_s
@@ -82,13 +76,11 @@ def generation_s(cost: CostModel, setup: Setup, batch: Sequence[Sequence[int]], 
 def _advance(rows: Sequence[_Row], now: float) -> None:
     """Sets how far the rows of a group are, between the ends before and after: all of a group are at the same step."""
     before_s, before = 0.0, 0
-    for row in rows:
+    for i, row in enumerate(rows):
         if row.end_s > now:
-            span = row.end_s - before_s
-            steps = before + int((row.length - before) * (now - before_s) / span)
-            for later in rows:
-                if later.end_s > now:
-                    later.done = steps
+            steps = before + int((row.length - before) * (now - before_s) / (row.end_s - before_s))
+            for later in rows[i:]:
+                later.done = steps
             return
         before_s, before = row.end_s, row.length
 
@@ -100,30 +92,24 @@ def _drained_s(cost: CostModel, tp: int, rows: Sequence[_Row]) -> float:
     return ends[-1] - drain(cost, tp, prompts, [0] * len(rows))[-1]
 
 
-def speedup(setup: Setup, values: Mapping[str, float], reading: Reading) -> float:
+def speedup(setup: Setup, values: Values, reading: Reading) -> float:
     """Of an iteration, over a generation that stays in `tp`; the mean of both over batches."""
     cost = cost_of(setup, values)
     if reading.kv is not None:
         cost = replace(cost, efficiency=replace(cost.efficiency, kv=reading.kv))
     stay, switched = [], []
-    for batch in batches(setup, values):
-        rest = train_s(cost, setup, batch, PROMPT_TOKENS, forwards=1)
+    for batch in outlier_batches(setup, values):
+        rest = train_s(cost, setup.num_devices, batch, forwards=1)
         rest += cost.weight_sync_s(reading.tp, setup.num_devices)
         stay.append(rest + generation_s(cost, setup, batch, replace(reading, rows=0)))
         switched.append(rest + generation_s(cost, setup, batch, reading))
     return math.fsum(stay) / math.fsum(switched)
 
 
-def readings(calibration: Calibration, scale: int = 1) -> dict[str, list[list[float]]]:
-    """By reading, the speed-up of each series of bars at its largest length: [series][1], as of one seed.
-
-    `scale` divides the longest response, to try the script out.
-    """
-    cases = [
-        Case(setup, "plain", tokens=longest[-1], devices=devices) for _, setup, devices, longest in PAT_SERIES.values()
-    ]
+def readings(cases: Iterable[Case], calibration: Calibration) -> dict[str, list[list[float]]]:
+    """By reading, the speed-up of each case: [cases][1], as of one seed."""
     points = [
-        (calibration.of(case.problem), replace(case.of, num_devices=case.devices, max_tokens=case.tokens // scale))
+        (replace(case.of, num_devices=case.devices, max_tokens=case.max_tokens), calibration[case.problem])
         for case in cases
     ]
-    return {reading.name: [[speedup(setup, values, reading)] for values, setup in points] for reading in READINGS}
+    return {name: [[speedup(*point, reading)] for point in points] for name, reading in READINGS.items()}

@@ -26,8 +26,6 @@ from dataclasses import dataclass, field
 from jaxrl.sim.cost_model import CostModel, causal_pairs
 from papers.closed_form import PROMPT_TOKENS
 
-NEVER = math.inf
-
 
 @dataclass(slots=True)
 class Row:
@@ -51,6 +49,13 @@ class Group:
     num_open: int = 0
 
 
+def group_of(index: int, dropped: bool, lengths: Sequence[int]) -> Group:
+    """A new group with responses of these lengths."""
+    group = Group(index, dropped)
+    group.rows = [Row(group, length) for length in lengths]
+    return group
+
+
 @dataclass(slots=True)
 class Rollout:
     """What a rollout measured.
@@ -70,6 +75,11 @@ class Rollout:
     stale: int = 0
     samples: int = 0
     stale_samples: int = 0
+
+
+def throughput(found: Sequence[Rollout]) -> float:
+    """Tokens per second of rollout."""
+    return sum(each.tokens for each in found) / math.fsum(each.seconds for each in found)
 
 
 class Engine:
@@ -98,22 +108,22 @@ class Engine:
 
     def next_end_s(self) -> float:
         """When the next row ends; never, if there is none."""
-        return self.now_s + self._decode_s(self._rows[0][0] - self._steps) if self._rows else NEVER
+        return self.now_s + self._decode_s(self._rows[0][0] - self._steps) if self._rows else math.inf
 
     def end(self) -> list[Row]:
-        """Goes on until a row ends; all that end with it."""
+        """Decodes until a row ends; all that end with it."""
         steps, ended = self._rows[0][0], []
-        self._go_on(steps - self._steps)
+        self._decode(steps - self._steps)
         while self._rows and self._rows[0][0] == steps:
             ended.append(heapq.heappop(self._rows)[2])
             self._context -= PROMPT_TOKENS + ended[-1].length
         return ended
 
     def advance(self, to_s: float) -> None:
-        """Goes on until a time before the next end."""
+        """Decodes until a time before the next end."""
         if self._rows and to_s > self.now_s:
             left = self._rows[0][0] - self._steps
-            self._go_on(left * min((to_s - self.now_s) / self._decode_s(left), 1.0))
+            self._decode(left * min((to_s - self.now_s) / self._decode_s(left), 1.0))
 
     def abort(self, at_s: float) -> list[Row]:
         """Takes out what is left, with the tokens that it has."""
@@ -123,7 +133,7 @@ class Engine:
             row.done += row.segment
         return [row for _, _, row in self._rows]
 
-    def _go_on(self, steps: float) -> None:
+    def _decode(self, steps: float) -> None:
         self.now_s += self._decode_s(steps)
         self._steps += steps
         self._context += len(self._rows) * steps
