@@ -29,7 +29,7 @@ from bench.measure import Summary, Values, say
 from jax.sharding import Mesh
 
 from jaxrl.mechanisms.judge import Judge
-from jaxrl.mechanisms.judge.pool import JudgeMachine, JudgePool
+from jaxrl.mechanisms.judge.device import DeviceJudge, JudgeMachine
 from jaxrl.mechanisms.judge.verdicts import Reading
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout.executor import MeshExecutor
@@ -111,7 +111,7 @@ def _measure(options: argparse.Namespace, session: Session) -> Record:
 
 def _judge(
     options: argparse.Namespace, config: ModelConfig, mesh: Mesh, params: Any, dtype: str, resident: int, ahead: bool
-) -> JudgePool:
+) -> DeviceJudge:
     sizes = ExecutorConfig(
         num_slots=options.judge_rows,
         max_length=options.judged + options.written,
@@ -125,7 +125,7 @@ def _judge(
     outer = {name: value for name, value in params.items() if name != "layers"}
     layers = ({name: x[i : i + 1] for name, x in params["layers"].items()} for i in range(config.num_layers))
     machine = JudgeMachine(executor, HostWeights(executor, outer, layers), lambda: None, alone=False)
-    return JudgePool(Fixed(options, config.vocab_size), Engine(executor, BatcherConfig()), machine, Judge.Options())
+    return DeviceJudge(Fixed(options, config.vocab_size), Engine(executor, BatcherConfig()), machine, Judge.Options())
 
 
 def _actor(options: argparse.Namespace, config: ModelConfig, mesh: Mesh, params: Any, dtype: str) -> Engine:
@@ -136,7 +136,7 @@ def _actor(options: argparse.Namespace, config: ModelConfig, mesh: Mesh, params:
     return Engine(executor, BatcherConfig())
 
 
-def _streaming(options: argparse.Namespace, pool: JudgePool) -> Callable[[], Values]:
+def _streaming(options: argparse.Namespace, pool: DeviceJudge) -> Callable[[], Values]:
     """Seconds from a full batch of samples to its last verdict; what is resident comes to the devices before."""
 
     def judge() -> Values:
@@ -155,7 +155,7 @@ def _streaming(options: argparse.Namespace, pool: JudgePool) -> Callable[[], Val
 
 
 def _turns(
-    options: argparse.Namespace, config: ModelConfig, actor: Engine, judge: JudgePool, rule: Judge.Options | None
+    options: argparse.Namespace, config: ModelConfig, actor: Engine, judge: DeviceJudge, rule: Judge.Options | None
 ) -> Callable[[], Values]:
     """A rollout, and verdicts on all of it, with turns as the backend gives them."""
     lengths = np.minimum(

@@ -12,9 +12,9 @@ is a `bwrap` on PATH. Each runs in a process of its own. The hostile programs ar
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
+import platform
 import shutil
 import stat
 import statistics
@@ -31,15 +31,14 @@ from bench.hostile import ATTACKS, Attack
 from jaxrl.config.rewards import CodeSection
 from jaxrl.rewards.code import CodeScorer
 from jaxrl.rewards.request import ScoreRequest
-from jaxrl.rewards.sandbox import syscalls
-from jaxrl.rewards.sandbox.locks import Means
+from jaxrl.rewards.sandbox.orders import Means
 from jaxrl.rewards.sandbox.probe import choose_means, find_means
-from jaxrl.rewards.sandbox.syscalls import machine
+from jaxrl.rewards.sandbox.processes import NEW_MOUNTS, libc, prctl
 
 ORDINARY_USER = 64_321
 LIMIT_S = 0.6
 _SET_DUMPABLE = 4
-_NEWNS, _PRIVATE, _BIND = 0x00020000, (1 << 18) | (1 << 14), (1 << 12) | (1 << 14)
+_PRIVATE, _BIND = (1 << 18) | (1 << 14), (1 << 12) | (1 << 14)
 
 
 def paths() -> list[str]:
@@ -51,10 +50,16 @@ def paths() -> list[str]:
     return [user + way for user in users for way in ways]
 
 
-def means_of(path: str) -> Means:
-    """What locks programs in on a path; this process has become its user."""
+def scorer_of(path: str) -> CodeScorer:
+    """What runs programs on a path; this process has become its user."""
     way = path.partition("-")[2]
-    means = choose_means("bubblewrap" if way == "bubblewrap" else "auto", find_means())
+    if way == "bubblewrap":
+        return CodeScorer(CodeSection(max_memory_mib=256, sandbox="bubblewrap"))
+    return CodeScorer(CodeSection(max_memory_mib=256), means=means_of(way))
+
+
+def means_of(way: str) -> Means:
+    means = choose_means("auto", find_means())
     if way in ("without-landlock", "bare"):
         means = replace(means, landlock=0)
     if way in ("without-namespaces", "bare"):
@@ -69,13 +74,13 @@ def open_python() -> None:
     if closed is None:
         return
     inner = closed / Path(sys.base_prefix).relative_to(closed).parts[0]
-    syscalls.libc("unshare", _NEWNS)
-    syscalls.libc("mount", b"none", b"/", None, ctypes.c_ulong(_PRIVATE), None)
+    libc("unshare", NEW_MOUNTS)
+    libc("mount", b"none", b"/", None, _PRIVATE, None)
     fd = os.open(inner, os.O_PATH | os.O_DIRECTORY)
-    syscalls.libc("mount", b"none", str(closed).encode(), b"tmpfs", ctypes.c_ulong(0), b"mode=755,size=1m")
+    libc("mount", b"none", str(closed).encode(), b"tmpfs", 0, b"mode=755,size=1m")
     inner.mkdir()
     place = str(inner).encode()
-    syscalls.libc("mount", f"/proc/self/fd/{fd}".encode(), place, None, ctypes.c_ulong(_BIND), None)
+    libc("mount", f"/proc/self/fd/{fd}".encode(), place, None, _BIND, None)
     os.close(fd)
 
 
@@ -87,13 +92,13 @@ def become(path: str) -> None:
         os.setgroups([])
         os.setresgid(ORDINARY_USER, ORDINARY_USER, ORDINARY_USER)
         os.setresuid(ORDINARY_USER, ORDINARY_USER, ORDINARY_USER)
-        syscalls.prctl(_SET_DUMPABLE, 1)  # as it is for a user who logged in: /proc/self is the process's own
+        prctl(_SET_DUMPABLE, 1)  # as it is for a user who logged in: /proc/self is the process's own
 
 
 def measure(path: str, rounds: int, names: list[str], quick: bool) -> dict[str, Any]:
     """One path, in this process: verdicts' times, and what each attack broke."""
     become(path)
-    scorer = CodeScorer(CodeSection(max_memory_mib=256), means=means_of(path))
+    scorer = scorer_of(path)
     scorer.load()
     times = []
     for _ in range(rounds):
@@ -112,7 +117,7 @@ def measure(path: str, rounds: int, names: list[str], quick: bool) -> dict[str, 
     for attack in ATTACKS:
         if names and attack.name not in names:
             continue
-        if (attack.slow and quick) or (attack.x86 and machine() != "x86_64"):
+        if (attack.slow and quick) or (attack.x86 and platform.machine() != "x86_64"):
             continue
         with Canaries() as canaries:
             found[attack.name], seconds = attack_once(scorer, attack, canaries, LIMIT_S if attack.slow else 5.0)

@@ -168,7 +168,7 @@ FAULTS = (
     ),
     Fault(
         "verdicts of two samples draw with the same keys",
-        "jaxrl/mechanisms/judge/pool.py",
+        "jaxrl/mechanisms/judge/device.py",
         "sample_index=sample.key.sample_index * count + number",
         "sample_index=sample.key.sample_index + number",
         "tests/mechanisms/judge",

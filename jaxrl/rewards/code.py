@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from jaxrl.mechanisms.reward_timeouts import limit_of
 from jaxrl.rewards.programs import Checks, checks_of, program_of, same_output
 from jaxrl.rewards.request import ScoreRequest
-from jaxrl.rewards.sandbox.client import Execution, Sandbox, SandboxFailed
-from jaxrl.rewards.sandbox.locks import Limits, Means
+from jaxrl.rewards.sandbox.client import Sandbox, SandboxFailed
+from jaxrl.rewards.sandbox.orders import Execution, Limits, Means
 from jaxrl.rewards.sandbox.probe import choose_means
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class CodeScorer:
         """Starts the sandbox. Raises ValueError if this machine has none that `reward.code.sandbox` allows."""
         code = self.code
         limits = Limits(code.max_memory_mib, MAX_PROCESSES, MAX_FILE_MIB, MAX_OUTPUT_KIB)
-        self._sandbox = Sandbox(limits, self.means)
+        self._sandbox = Sandbox(limits, self.means, bubblewrap=code.sandbox == "bubblewrap")
         there = self._sandbox.start()
         if self.means is None:
             self._sandbox.means = choose_means(code.sandbox, there, needs_files=bool(code.command))

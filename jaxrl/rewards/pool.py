@@ -43,7 +43,6 @@ BEAT_S, SILENT_S = 5.0, 20.0
 """How often a host gives a sign of life, and after how long without one it is replaced."""
 SILENT_ON_RAY_S = 150.0
 """Longer than Ray may be busy with one call."""
-HOST_LOST = "the host of the scorer's process ended or did not answer"
 PAUSES_S, PAUSES_ON_RAY_S = (0.2, 0.2), (0.0, 15.0, 45.0)
 """Before a host is started again, by how often one ended in a row."""
 _SLACK_S = 60.0  # beyond start_timeout_s, for an interpreter and its imports on a loaded machine
@@ -91,7 +90,8 @@ class Pool:
         self._reported = threading.Condition()
         self._num_ready = self._losses = 0
         self._has_spoken = False  # whether the present host has
-        self._problem: Exception | None = None
+        self._problem: Exception | None = None  # for `wait_ready`
+        self._failed: RunFailed | None = None  # nothing is scored any more
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{settings.section} pool", daemon=True)
         self._thread.start()
@@ -103,8 +103,8 @@ class Pool:
         future: Future[Scored] = Future()
         with self._lock:
             number = next(self._numbers)
-            if self._problem is not None and isinstance(self._problem, RunFailed):
-                future.set_exception(self._problem)
+            if self._failed is not None:
+                future.set_exception(self._failed)
                 return future
             self._requests[number] = _Request(source, payload, future)
             if not self._suspects:
@@ -167,7 +167,7 @@ class Pool:
         env = None if on_ray else _environment({**self._settings.env, _MARK: mark})
         ours, theirs = socket.socketpair()
         with tempfile.TemporaryFile() as stderr, ours, theirs:
-            fds, program = [theirs.fileno()], "jaxrl.rewards.ray_host" if on_ray else "jaxrl.rewards.pool_host"
+            fds, program = [theirs.fileno()], "jaxrl.rewards.ray_host" if on_ray else "jaxrl.rewards.local_host"
             process = start_python(program, [str(fds[0])], fds, stderr=stderr, env=env)
             theirs.close()
             try:
@@ -194,7 +194,7 @@ class Pool:
         poll.register(sock, select.POLLIN)
         limit_s = self._settings.start_timeout_s + _SLACK_S
         while not self._closing.is_set():
-            if not poll.poll(limit_s * 1000):
+            if not poll.poll(min(limit_s, 1e6) * 1000):
                 return True
             try:
                 piece = sock.recv(1 << 18)
@@ -266,36 +266,42 @@ class Pool:
             self._send("score", number, request.source, request.payload)
 
     def _lost(self, why: str, is_silent: bool) -> None:
-        """A host is gone. What was under way may be the reason. Raises RunFailed where hosts end without work."""
+        """A host is gone. Raises RunFailed where hosts end without work."""
+        settings, has_begun = self._settings, self._blame(is_silent)
+        self._losses = 0 if has_begun else self._losses + 1
+        if self._losses >= MAX_ATTEMPTS:
+            what = "the ray cluster is lost" if settings.on_ray else "no worker process can be started"
+            raise RunFailed(
+                f"{settings.section}: {what}: the host ended {self._losses} times in a row, the last time because {why}"
+            )
+        self._note("restarted", f"the workers' host is started again: {why}")
+        pauses = PAUSES_ON_RAY_S if settings.on_ray else PAUSES_S
+        self._closing.wait(pauses[max(self._losses - 1, 0)])
+
+    def _blame(self, is_silent: bool) -> bool:
+        """What was under way may be the reason for a loss: it is scored alone, or fails if that has been so too often.
+        Whether there was anything."""
         over: list[_Request] = []
         with self._lock:
-            begun = [number for number, request in self._requests.items() if request.has_begun]
-            for number in begun:
-                request = self._requests[number]
+            begun = {number: request for number, request in self._requests.items() if request.has_begun}
+            for number, request in begun.items():
                 request.has_begun = False
                 request.losses += 1
                 if request.losses > self._settings.max_retries:
                     over.append(self._requests.pop(number))
                 elif number not in self._suspects:
                     self._suspects.append(number)
-            self._losses = 0 if begun else self._losses + 1
-        section = self._settings.section
-        if self._losses >= MAX_ATTEMPTS:
-            what = "the ray cluster is lost" if self._settings.on_ray else "no worker process can be started"
-            raise RunFailed(
-                f"{section}: {what}: their host ended {self._losses} times in a row, the last time because {why}"
-            )
-        self._note("restarted", f"the workers' host is started again: {why}")
+        why = f"the host of {self._settings.process} ended or did not answer"
         for request in over:
             if request.future.set_running_or_notify_cancel():
-                request.future.set_result(crashed(HOST_LOST, request.losses, is_silent=is_silent))
-        pauses = PAUSES_ON_RAY_S if self._settings.on_ray else PAUSES_S
-        self._closing.wait(pauses[max(self._losses - 1, 0)])
+                request.future.set_result(crashed(why, request.losses, is_silent=is_silent))
+        return bool(begun)
 
     def _fail(self, failed: RunFailed) -> None:
         with self._lock:
             requests, self._requests = [*self._requests.values()], {}
-            self._report(failed)
+            self._failed = failed
+        self._report(failed)
         for request in requests:
             if request.future.set_running_or_notify_cancel():
                 request.future.set_exception(failed)

@@ -1,9 +1,9 @@
 """The process that runs a scorer: foreign code, on the model's text. Neither this module nor its imports use jax.
 
-The host of a pool (`jaxrl.rewards.pool_host`) forks it, sends it one request at a time, and ends it. It leads a session
-and a process group of its own, is the parent of all orphans below it, and has no descriptor but its own socket, which
-nothing that it starts inherits. When a request has ended, it kills every process that the scorer has started for it;
-what `Scorer.load` has started stays.
+The host of a pool (`jaxrl.rewards.local_host`) forks it, sends it one request at a time, and ends it. It leads a
+session and a process group of its own, is the parent of all orphans below it, and has no descriptor but its own socket,
+which nothing that it starts inherits. When a request has ended, it kills every process that the scorer has started for
+it; what `Scorer.load` has started stays.
 
 With `fresh_process` it loads the scorer and scores each request in a fork of it, so what a request leaves behind in the
 interpreter ends with the fork. Threads that a reward file starts while it is imported are not in the forks.
@@ -70,6 +70,15 @@ class PoolSettings:
     section: str = "reward"
     on_ray: bool = False
     ray_address: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What errors call what runs in a worker."""
+        return "the scorer" if self.section == "reward" else f"the {self.section}"
+
+    @property
+    def process(self) -> str:
+        return f"{self.name}'s process"
 
 
 def become_worker(host: int, sock: socket.socket, output: int, settings: PoolSettings) -> NoReturn:

@@ -115,7 +115,8 @@ for name in list(sys.modules):
 def f(x): return True
 # patches_what_is_sent
 from jaxrl.rewards.sandbox import wire
-wire.pack = lambda *a, **k: ["x", ["AssertionError"]]
+from jaxrl.rewards.sandbox import program
+program.pack = wire.pack = lambda *a, **k: ["x", ["AssertionError"]]
 def f(x): return 1
 # modules_of_the_tests
 class Every:
@@ -130,18 +131,26 @@ for fd in range(0, 64):
 def f(x): return None
 # answers_before_it_is_asked
 reply = b'{"value":"ANSWER-0000000000000000"}'
-for _ in range(50): os.write(3, len(reply).to_bytes(4, "big") + reply)
+for _ in range(50): os.write(3, reply + b"\\n")
 def f(x): return None
+# asks_what_a_function_of_the_tests_knows
+#? g = lambda x, known=ANSWER: x
+#? assert f(g) == ANSWER
+def f(g):
+    for name in ("__defaults__", "__globals__", "__code__", "__closure__"):
+        try: return getattr(g, name)[0]
+        except Exception: pass
 # calls_back_unasked
-reply = b'{"callback":0,"arguments":[]}'
-for _ in range(5): os.write(3, len(reply).to_bytes(4, "big") + reply)
+reply = b'{"do":"call","object":0,"arguments":[],"named":{}}'
+for _ in range(5): os.write(3, reply + b"\\n")
 def f(x): return None
-# frame_of_four_gib
+# line_without_an_end
 def f(x):
-    os.write(3, b"\\xff\\xff\\xff\\xff" + b"x" * 1000); time.sleep(0.05); os._exit(0)
+    for _ in range(40): os.write(3, b"x" * (1 << 20))
+    time.sleep(0.05); os._exit(0)
 # no_json
 def f(x):
-    os.write(3, b"\\x00\\x00\\x00\\x04abcd"); time.sleep(0.05); os._exit(0)
+    os.write(3, b"abcd\\n"); time.sleep(0.05); os._exit(0)
 # huge_value
 def f(x): return "x" * (60 << 20)
 # deep_value
@@ -149,10 +158,9 @@ def f(x):
     v = []
     for _ in range(100000): v = [v]
     return v
-# deep_frame
+# deep_line
 def f(x):
-    reply = b"[" * 500000
-    os.write(3, len(reply).to_bytes(4, "big") + reply[:100000]); time.sleep(0.02); os._exit(0)
+    os.write(3, b"[" * 100000 + b"\\n"); time.sleep(0.02); os._exit(0)
 # endless_iterator slow
 def f(x):
     while True: yield x

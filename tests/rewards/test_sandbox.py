@@ -2,11 +2,13 @@
 
 import json
 import os
+import platform
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,13 +18,12 @@ from bench.hostile import ATTACKS, Attack
 from ended import have_ended
 
 from jaxrl.config.rewards import CodeSection
-from jaxrl.processes.process_tree import descendants, kill
 from jaxrl.rewards.code import CodeScorer
 from jaxrl.rewards.request import ScoreRequest
-from jaxrl.rewards.sandbox import filters, syscalls
-from jaxrl.rewards.sandbox.client import Sandbox
-from jaxrl.rewards.sandbox.locks import Limits, Means
-from jaxrl.rewards.sandbox.probe import choose_means
+from jaxrl.rewards.sandbox.client import Sandbox, SandboxFailed
+from jaxrl.rewards.sandbox.orders import Limits, Means
+from jaxrl.rewards.sandbox.probe import bubblewrap, choose_means
+from jaxrl.rewards.sandbox.processes import descendants
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="seccomp and Landlock are Linux's")
@@ -43,10 +44,6 @@ FEW = [
 ]
 
 
-def runs_here(attack: Attack) -> bool:
-    return not attack.x86 or syscalls.machine() == "x86_64"
-
-
 ENDLESS = ("deep_recursion_in_c", "patches_the_checker")  # until their limit
 
 
@@ -54,7 +51,7 @@ def test_attacks_are_held(scorer: CodeScorer, canaries: Canaries):
     broken = {
         attack.name: attack_once(scorer, attack, canaries, 1.0 if attack.name in ENDLESS else 20.0)[0]
         for attack in FEW
-        if runs_here(attack)
+        if not attack.x86 or platform.machine() == "x86_64"
     }
     assert {name: sentences for name, sentences in broken.items() if sentences} == {}
 
@@ -99,11 +96,11 @@ def test_server_ends_with_its_client(tmp_path: Path):
     code = """
 import os, sys, threading, time
 from jaxrl.rewards.sandbox.client import Sandbox
-from jaxrl.rewards.sandbox.locks import Limits
+from jaxrl.rewards.sandbox.orders import Limits
 sandbox = Sandbox(Limits(256, 32, 0, 64))
 sandbox.means = sandbox.start()
 threading.Thread(target=sandbox.script, args=("import time; time.sleep(600)", "", 600.0), daemon=True).start()
-from jaxrl.processes.process_tree import descendants
+from jaxrl.rewards.sandbox.processes import descendants
 while len(found := descendants(sandbox.pid)) < 2:
     time.sleep(0.01)
 print(sandbox.pid, *found, flush=True)
@@ -147,21 +144,14 @@ else:
 
 @pytest.mark.parametrize("namespaces", [True, False])
 def test_programs_with_threads_leave_no_zombies(namespaces: bool):
-    sandbox = Sandbox(Limits(256, 32, 16, 64))
-    means = sandbox.start()
-    sandbox.means = replace(means, namespaces=namespaces and means.namespaces)
-    before = _below(sandbox.pid)
-    for text in THREADS.values():
-        for _ in range(3):
-            sandbox.script(text, "", 0.2)
-    assert _below(sandbox.pid) == before
-    sandbox.close()
-
-
-def _below(pid: int) -> set[int]:
-    """All processes below one, zombies among them."""
-    found = {int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()}
-    return found.union(*map(_below, found))
+    with closing(Sandbox(Limits(256, 32, 16, 64), None if namespaces else Means())) as sandbox:
+        means = sandbox.start()
+        sandbox.means = replace(means, namespaces=namespaces and means.namespaces)
+        before = descendants(sandbox.pid)
+        for text in THREADS.values():
+            for _ in range(3):
+                sandbox.script(text, "", 0.2)
+        assert descendants(sandbox.pid) == before
 
 
 ORPHANS = """
@@ -181,10 +171,10 @@ import sys, threading
 from bench_sandbox import become, means_of
 become(sys.argv[1])
 from jaxrl.rewards.sandbox.client import Sandbox
-from jaxrl.rewards.sandbox.locks import Limits
+from jaxrl.rewards.sandbox.orders import Limits
 sandbox = Sandbox(Limits(256, 32, 4, 64))
 sandbox.start()
-sandbox.means = means_of(sys.argv[1])
+sandbox.means = means_of("")
 print(sandbox.pid, int(sandbox.means.namespaces), flush=True)
 sandbox.script(sys.argv[2], "", 600.0)
 """
@@ -211,7 +201,8 @@ def test_orphans_end_where_all_of_ours_is_killed_at_once(user: str):
     theirs = [pid for pid in names if pid not in ours]
     is_over = have_ended(theirs, 20.0 if namespaces else 1.0)
     for pid in theirs:
-        kill(pid)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     assert is_over or not namespaces, "docs/code-rewards.md says so of machines without namespaces"
 
 
@@ -226,7 +217,7 @@ def test_a_program_has_the_limits_that_it_is_given():
     """Each by itself: where memory is also counted for all processes of a program, no attack shows that one is gone."""
     program = "import resource as r; print(*(r.getrlimit(k)[1] for k in (r.RLIMIT_AS, r.RLIMIT_FSIZE, r.RLIMIT_CORE)))"
     for memory_mib, file_mib in ((256, 0), (512, 64)):
-        with Sandbox(Limits(memory_mib, 32, file_mib, 64)) as sandbox:
+        with closing(Sandbox(Limits(memory_mib, 32, file_mib, 64))) as sandbox:
             sandbox.means = choose_means("auto", sandbox.start())
             ran = sandbox.script(program, "", 20.0)
         assert ran.end == "exit", ran.errors
@@ -245,7 +236,7 @@ def test_a_killed_server_is_replaced(scorer: CodeScorer):
 def test_nothing_is_run_where_nothing_locks_in():
     nothing = Means()
     for sandbox in ("auto", "fork"):
-        with pytest.raises(ValueError, match=rf"reward\.code\.sandbox={sandbox}: .*sandbox=none"):
+        with pytest.raises(ValueError, match=rf"reward\.code\.sandbox={sandbox}: .*libseccomp2.*sandbox=none"):
             choose_means(sandbox, nothing)
     assert choose_means("none", Means(landlock=7, seccomp=True)) == nothing
     with pytest.raises(ValueError, match=r"reward\.code\.command .* no Landlock"):
@@ -255,68 +246,13 @@ def test_nothing_is_run_where_nothing_locks_in():
 def test_bubblewrap_must_be_there(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(ValueError, match="no bwrap on PATH"):
-        choose_means("bubblewrap", Means(seccomp=True))
+        bubblewrap()
 
 
 def test_an_unlocked_process_gives_no_verdict():
     """A lock that cannot be set is no wrong answer."""
-    from jaxrl.rewards.sandbox.client import SandboxFailed
-
-    with Sandbox(Limits(256, 32, 0, 64)) as sandbox:
+    with closing(Sandbox(Limits(256, 32, 0, 64))) as sandbox:
         sandbox.means = Means(landlock=99, seccomp=True, user_ids=(-9, -3))
         sandbox.start()
         with pytest.raises(SandboxFailed, match="could not run a program"):
             sandbox.script("print(1)", "", 20.0)
-
-
-@pytest.mark.parametrize("machine", list(syscalls.MACHINES))
-def test_filter_ends_on_every_call(machine: str):
-    """The filter, run here as the kernel runs it: what is allowed, what is refused, and no way that does not end."""
-    program = filters.build_filter(77, machine=machine, files=True, write=False, execute=False, signals=False)
-    arch = syscalls.MACHINES[machine]
-    allow, kill, refused = 0x7FFF0000, 0x80000000, 0x00050001
-    two_of_four = [allow, allow, refused, refused]
-    numbers = {name: number for table in (syscalls.FREE, syscalls.ASKED) for name, number in table[machine].items()}
-    run = lambda number, *arguments: run_filter(program, arch, number, arguments)  # noqa: E731
-    assert run_filter(program, arch ^ 1, 0, ()) == kill
-    assert all(run(number) == allow for number in syscalls.FREE[machine].values())
-    assert all(run(number) == refused for number in syscalls.WRITE[machine].values())
-    assert run(syscalls.EXECUTE[machine]["execve"]) == refused
-    assert [run(numbers["kill"], pid) for pid in (77, 0, 78, 2**32 - 1)] == two_of_four
-    assert [run(numbers["clone"], flags) for flags in (17, 0x50F00, 0x10000000, 0x20000)] == two_of_four
-    assert [run(numbers["socketpair"], *a) for a in ((1, 1), (1, 1 | 0x80000), (1, 2), (2, 1))] == two_of_four
-    mapped = [run(numbers["mmap"], 0, 4096, 3, flags) for flags in (0x22, 0x01, 0x21, 0x8021)]
-    assert mapped == [allow, allow, 0x7FC00000, 0x7FC00000]
-    assert run(numbers["prlimit64"], 0) == allow
-    assert run(numbers["prlimit64"], 5) == refused
-    assert run(9999) == refused
-    if machine == "x86_64":
-        assert run(0x40000000) == kill
-
-
-def run_filter(program: bytes, arch: int, number: int, arguments: tuple[int, ...]) -> int:
-    """A machine for classic BPF."""
-    import struct
-
-    padded = (*arguments, 0, 0, 0, 0, 0, 0)[:6]
-    data = struct.pack("=iIQ6Q", number if number < 2**31 else number - 2**32, arch, 0, *padded)
-    steps = [struct.unpack_from("=HBBI", program, at) for at in range(0, len(program), 8)]
-    at = value = 0
-    while True:
-        code, true, false, k = steps[at]
-        at += 1
-        match code:
-            case 0x20:
-                (value,) = struct.unpack_from("=I", data, k)
-            case 0x54:
-                value &= k
-            case 0x15:
-                at += true if value == k else false
-            case 0x35:
-                at += true if value >= k else false
-            case 0x45:
-                at += true if value & k else false
-            case 0x06:
-                return k
-            case _:
-                raise AssertionError(f"an unknown instruction {code:#x}")

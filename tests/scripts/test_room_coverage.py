@@ -4,7 +4,7 @@ from room_coverage import by_room, room_of, table
 
 
 def test_rooms() -> None:
-    files = ("jaxrl/train/step.py", "jaxrl/mechanisms/judge/pool.py", "jaxrl/mechanisms/turn.py", "kernels/packed.py")
+    files = ("jaxrl/train/step.py", "jaxrl/mechanisms/judge/device.py", "jaxrl/mechanisms/turn.py", "kernels/packed.py")
     assert [*map(room_of, files)] == ["train", "mechanisms/judge", "mechanisms/turn.py", "kernels"]
     assert room_of("jaxrl/kernels/packed.py") == "kernels"
     assert room_of("jaxrl/loop.py") == "loop.py"

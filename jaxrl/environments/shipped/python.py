@@ -7,7 +7,7 @@ limits the turn, and `SECONDS` a program.
 import threading
 
 from jaxrl.rewards.sandbox.client import Sandbox
-from jaxrl.rewards.sandbox.locks import Limits
+from jaxrl.rewards.sandbox.orders import Limits
 from jaxrl.rewards.sandbox.probe import choose_means
 
 SECONDS = 5.0

@@ -31,7 +31,7 @@ from jaxrl.schema.section import JsonObject
 if TYPE_CHECKING:
     from jaxrl.config import Config
     from jaxrl.config.rewards import RewardSection
-    from jaxrl.mechanisms.judge.pool import JudgePool
+    from jaxrl.mechanisms.judge.device import DeviceJudge
     from jaxrl.runtime.run import Run
 
 _OF_DEVICES = frozenset(
@@ -59,7 +59,7 @@ def judge_kind(reward: RewardSection) -> Literal["judge", "model"] | None:
 
 
 class Judge(Mechanism):
-    """Gives a judge on the rollout's devices its turns. `pool` scores what the run's scoring gives it."""
+    """Gives a judge on the rollout's devices its turns. `device` scores what the run's scoring gives it."""
 
     class Options(EndpointOptions):
         """A language model that scores (reward.kind=judge), or a reward model with a scalar head (kind model)."""
@@ -186,9 +186,9 @@ class Judge(Mechanism):
     option = "reward.judge.model"
     evaluates = True
 
-    def __init__(self, pool: JudgePool) -> None:
-        self.pool = pool
-        self.device_user = lambda busy_rows: pool.turn(busy_rows, self._workers.num_rows)
+    def __init__(self, device: DeviceJudge) -> None:
+        self.device = device
+        self.device_user = lambda busy_rows: device.turn(busy_rows, self._workers.num_rows)
 
     @classmethod
     def is_on(cls, config: Config) -> bool:
@@ -207,15 +207,15 @@ class Judge(Mechanism):
         """Loads the judge. A simulated run models it in its scoring."""
         if run.machine.mesh is None or not cls.is_on(run.config):
             return None
-        from jaxrl.mechanisms.judge.build import build_pool
+        from jaxrl.mechanisms.judge.build import build_judge
 
-        return cls(build_pool(run, run.machine.mesh))
+        return cls(build_judge(run, run.machine.mesh))
 
     def attach(self, state: RoundState) -> None:
         self._workers = state.workers
 
     def leave_rollout(self) -> bool:
-        self.pool.release()
+        self.device.release()
         return False
 
 

@@ -25,7 +25,7 @@ from jaxrl.config import Config, ConfigError
 from jaxrl.data.stops import stop_ids
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.mechanisms.judge import judge_kind
-from jaxrl.mechanisms.judge.pool import JudgeMachine, JudgePool
+from jaxrl.mechanisms.judge.device import DeviceJudge, JudgeMachine
 from jaxrl.mechanisms.judge.verdicts import Scalars, WrittenVerdicts
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.fit import check_length, check_vocabulary
@@ -174,7 +174,7 @@ def read_judge(config: Config) -> tuple[Tokenizer, ModelConfig]:
     return tokenizer, model
 
 
-def build_pool(run: Run, mesh: Mesh) -> JudgePool:
+def build_judge(run: Run, mesh: Mesh) -> DeviceJudge:
     """Loads a judge's weights into the host's memory, layer by layer through the devices of a rollout, and joins it to
     the run's reward pool. Raises ValueError as `read_judge` and `judge_memory`, or where the host lacks the memory."""
     config, pool = run.config, run.scoring
@@ -220,7 +220,7 @@ def build_pool(run: Run, mesh: Mesh) -> JudgePool:
     # XLA:CPU can hang on two collectives at once
     collectives = mesh.size > 1 and platform_of(mesh.devices.flat[0]) == "cpu"
     machine = JudgeMachine(executor, HostWeights(executor, outer, layers), run.machine.wait_quiet, alone=collectives)
-    scoring = JudgePool(reading, engine, machine, judge)
+    scoring = DeviceJudge(reading, engine, machine, judge)
     assert isinstance(pool, RewardPool), "a judge scores for a real run"
     pool.join("devices", scoring)
     run.machine.add_programs(machine.programs, of_update=False)

@@ -39,7 +39,7 @@ _CLOSE_S = 5.0
 _WORST = ("crash", "timeout", "error")  # of failed requests, what the sample's status becomes: the first that occurs
 
 
-class EndpointPool:
+class EndpointJudge:
     """Implements `jaxrl.rewards.reward_pool.ScoringPlace`. `sleep`: waits between requests. Raises ValueError where
     `reward.judge.api_key_env` names no variable with a key."""
 
@@ -159,9 +159,9 @@ class EndpointPool:
 
 
 def join_endpoint(config: Config, pool: RewardPool) -> None:
-    """Has the endpoint score what a run's pool has for it, if anything; as `EndpointPool`."""
+    """Has the endpoint score what a run's pool has for it, if anything; as `EndpointJudge`."""
     if "endpoint" in pool.places:
-        pool.join("endpoint", EndpointPool(config.reward.judge, seed=config.trainer.seed))
+        pool.join("endpoint", EndpointJudge(config.reward.judge, seed=config.trainer.seed))
 
 
 def verdict_seed(seed: int, key: SampleKey, number: int) -> int:

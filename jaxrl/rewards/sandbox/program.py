@@ -10,27 +10,29 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
-import importlib
+import operator
 import os
-import socket
 import sys
 import threading
+import traceback
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from jaxrl.rewards.sandbox import wire
+from jaxrl.rewards.sandbox.wire import Peer
 
 CALLS, JOB, RESULT, READY = 3, 4, 5, 6
 """Descriptors: where calls come from, the program's text (or the tests'), where a checker's results go, and where a
 process says that it is locked in."""
 
-_MAX_ERROR = 500
+_COMMON = """
+    typing string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys
+    json
+"""
 
 
-def read_job() -> bytes:
-    with open(JOB, "rb") as file:
-        file.seek(0)
+def read_job() -> str:
+    with open(JOB, encoding="utf-8", errors="replace") as file:
         return file.read()
 
 
@@ -41,16 +43,12 @@ def fresh_streams() -> None:
     sys.stderr = sys.__stderr__ = open(2, "w", 1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
 
 
-def _contest_names() -> dict[str, Any]:
-    common = "typing string re datetime collections heapq bisect copy math random statistics itertools functools"
-    modules = {name: importlib.import_module(name) for name in f"{common} operator io sys json".split()}
-    names: dict[str, Any] = {}
-    for module in modules.values():
-        names |= {name: vars(module)[name] for name in getattr(module, "__all__", vars(module)) if name[0] != "_"}
-    return names | modules | vars(builtins)
-
-
-_BUILTINS = _contest_names()  # made once, since an execution of a few milliseconds would notice
+_BUILTINS: dict[str, Any] = {}  # made once, since an execution of a few milliseconds would notice
+for _name in _COMMON.split():
+    exec(f"from {_name} import *", _BUILTINS)
+for _name in _COMMON.split():
+    exec(f"import {_name}", _BUILTINS)
+_BUILTINS |= vars(builtins)
 
 
 def _enter_contest(names: dict[str, Any]) -> None:
@@ -65,9 +63,8 @@ def _enter_contest(names: dict[str, Any]) -> None:
 def run_script(text: str) -> NoReturn:
     """Runs a program as Python runs a file, and ends the process as Python ends."""
     fresh_streams()
-    module = types.ModuleType("__main__")
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
     _enter_contest(module.__dict__)
-    sys.modules["__main__"] = module
     sys.argv = ["program.py"]
     code = 0
     try:
@@ -76,7 +73,8 @@ def run_script(text: str) -> NoReturn:
         code = leave.code if isinstance(leave.code, int) else int(leave.code is not None)
     except BaseException:
         code = 1
-        _print_error()
+        with contextlib.suppress(BaseException):
+            traceback.print_exc(limit=-4)
     with contextlib.suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]  (waits for the program's threads, as at a usual end)
         atexit._run_exitfuncs()
@@ -85,14 +83,6 @@ def run_script(text: str) -> NoReturn:
     except BaseException:
         code = code or 1
     os._exit(code & 0xFF)
-
-
-def _print_error() -> None:
-    with contextlib.suppress(BaseException):
-        import traceback
-
-        traceback.print_exc(limit=-4)
-        sys.stderr.flush()
 
 
 def run_command(command: Sequence[str]) -> NoReturn:
@@ -106,117 +96,37 @@ def run_command(command: Sequence[str]) -> NoReturn:
 
 
 def serve_calls(text: str, *, in_contest: bool) -> NoReturn:
-    """Runs a program's text once, then calls into it as the checker asks, until the checker closes."""
+    """Runs a program's text once, then does with it what the checker asks, until the checker closes."""
     fresh_streams()
-    sock = socket.socket(fileno=CALLS)
-    _Server(sock, text).run(in_contest)
-    os._exit(0)
+    module = sys.modules["solution"] = types.ModuleType("solution")
+    if in_contest:
+        _enter_contest(module.__dict__)
+    peer = _Program(CALLS)
+    peer.names = module.__dict__
+    peer.reply(lambda: exec(compile(text, "solution.py", "exec"), module.__dict__))
+    while True:
+        peer.answer(peer.receive())
 
 
-class _Server:
-    def __init__(self, sock: socket.socket, text: str):
-        self._sock = sock
-        self._text = text
-        self._names: dict[str, Any] = {}
-        self._objects: list[Any] = []
+class _Program(Peer):
+    caught = BaseException
+    names: dict[str, Any]
 
-    def run(self, in_contest: bool) -> None:
-        module = types.ModuleType("solution")
-        sys.modules["solution"] = module
-        self._names = module.__dict__
-        if in_contest:
-            _enter_contest(self._names)
-        wire.send(self._sock, self._answer(lambda: exec(compile(self._text, "solution.py", "exec"), self._names)))
-        while (message := wire.receive(self._sock)) is not None:
-            wire.send(self._sock, self._handle(message))
+    def do(self, what: str, number: int, *arguments: Any, **named: Any) -> Any:
+        if what == "name":
+            return self._name(*arguments)
+        work = getattr(operator, what, None) or getattr(builtins, what)
+        return work(self._objects[number], *arguments, **named)
 
-    def _handle(self, message: dict[str, Any]) -> dict[str, Any]:
-        arguments: list[Any] = []
-
-        def work() -> Any:
-            arguments.extend(wire.unpack(argument, self._theirs) for argument in message["arguments"])
-            named = {name: wire.unpack(value, self._theirs) for name, value in message.get("named", {}).items()}
-            if message["do"] == "name":
-                return self._name(*arguments)
-            if message["do"] == "call":
-                return self._objects[message["object"]](*arguments, **named)
-            return _OPERATIONS[message["do"]](self._objects[message["object"]], *arguments)
-
-        reply = self._answer(work)
-        if "error" not in reply and any(isinstance(a, list | dict | set | bytearray) for a in arguments):
-            with contextlib.suppress(Exception):  # a value that cannot be sent has not changed for the tests
-                reply["after"] = [wire.pack(argument, self._ours) for argument in arguments]
-        return reply
+    def ended(self, why: str) -> NoReturn:
+        os._exit(0)
 
     def _name(self, name: str) -> Any:
-        if name in self._names:
-            return self._names[name]
-        solution = self._names.get("Solution")  # LeetCode's form: the function is a method of this class
+        if name in self.names:
+            return self.names[name]
+        solution = self.names.get("Solution")  # LeetCode's form: the function is a method of this class
         if isinstance(solution, type) and hasattr(solution, name):
             return getattr(solution(), name)
         if not name.isidentifier():  # `Solution().f`
-            return eval(name, self._names)
+            return eval(name, self.names)
         raise NameError(f"name {name!r} is not defined")
-
-    def _answer(self, work: Callable[[], Any]) -> dict[str, Any]:
-        try:
-            return {"value": wire.pack(work(), self._ours)}
-        except BaseException as error:
-            names = [kind.__name__ for kind in type(error).__mro__]
-            try:
-                text = str(error)[:_MAX_ERROR]
-            except BaseException:
-                text = ""
-            return {"error": names, "text": text}
-
-    def _ours(self, value: Any) -> list[Any]:
-        """What stands for an object of the program's, there."""
-        if isinstance(value, type) and issubclass(value, BaseException):
-            return ["x", [kind.__name__ for kind in value.__mro__]]
-        self._objects.append(value)
-        return ["o", len(self._objects) - 1, type(value).__name__, callable(value)]
-
-    def _theirs(self, message: list[Any]) -> Any:
-        """An argument that is not plain: an object of the program's that comes back, or a function of the tests."""
-        if message[0] == "o":
-            return self._objects[message[1]]
-        if message[0] == "k":
-            return lambda *arguments: self._call_back(message[1], arguments)
-        raise wire.WireError("an unknown kind of value")
-
-    def _call_back(self, number: int, arguments: tuple[Any, ...]) -> Any:
-        packed = [wire.pack(argument, self._ours) for argument in arguments]
-        wire.send(self._sock, {"callback": number, "arguments": packed})
-        while (message := wire.receive(self._sock)) is not None:
-            if "result" in message:
-                if message["result"] == "error":
-                    raise RuntimeError(message["text"])
-                return wire.unpack(message["value"], self._theirs)
-            wire.send(self._sock, self._handle(message))
-        os._exit(0)
-
-
-_OPERATIONS: dict[str, Callable[..., Any]] = {
-    "getattr": getattr,
-    "setattr": setattr,
-    "len": len,
-    "iter": iter,
-    "next": next,
-    "getitem": lambda container, key: container[key],
-    "setitem": lambda container, key, value: container.__setitem__(key, value),
-    "delitem": lambda container, key: container.__delitem__(key),
-    "str": str,
-    "repr": repr,
-    "bool": bool,
-    "format": format,
-}
-
-
-BUILTIN_ERRORS = {
-    name: kind
-    for name, kind in vars(builtins).items()
-    if isinstance(kind, type)
-    and issubclass(kind, Exception)
-    and not issubclass(kind, StopIteration | StopAsyncIteration)
-}
-"""What an exception of the program's may become in the tests: none that would end a loop of theirs in silence."""

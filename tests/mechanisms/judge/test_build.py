@@ -65,7 +65,7 @@ def test_planned_bytes_are_those_of_the_arrays(model: ModelConfig, num_devices: 
     c = config(resident_layers=3)
     plan = judge_memory(c, model, num_devices)
     with pytest.raises(MadeError) as made:
-        build.build_pool(made_run(None, None, None, config=c), make_mesh(jax.devices()[:num_devices]))
+        build.build_judge(made_run(None, None, None, config=c), make_mesh(jax.devices()[:num_devices]))
     programs = LayoutPrograms(*made.value.args)
     arrays = jax.tree.leaves(programs.abstract_params())
     streamed = sum(part(x) for x in arrays if x.sharding.memory_kind == HOST)
@@ -143,7 +143,7 @@ def weights_of(**judge: Any) -> list[np.ndarray]:
     config = from_mapping({"model": {"path": "x"}, "data": data, "reward": {"kind": "judge", "judge": own}})
     with closing(build_pool(config, build_scorer(config))) as pool:
         run = made_run(None, None, pool, config=config)
-        weights: Any = build.build_pool(run, make_mesh(jax.devices()[:2])).machine
+        weights: Any = build.build_judge(run, make_mesh(jax.devices()[:2])).machine
         return [np.asarray(leaf) for leaf in jax.tree.leaves(weights._weights._host)]
 
 

@@ -31,7 +31,7 @@ from chat_server import (
 from jaxrl.config import ConfigError, from_mapping
 from jaxrl.config.domains import domains
 from jaxrl.mechanisms.judge import Judge
-from jaxrl.mechanisms.judge.endpoint import EndpointPool, join_endpoint, verdict_seed
+from jaxrl.mechanisms.judge.endpoint import EndpointJudge, join_endpoint, verdict_seed
 from jaxrl.processes.endpoint_client import api_key
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.reward_pool import RewardPool, build_pool
@@ -51,7 +51,7 @@ def pool_of(server: ChatServer, waits: list[float] | None = None, **options: Any
     judge = Judge.Options(endpoint=server.url, endpoint_model="m", max_retries=2)
     reward = {"kind": "judge", "judge": {"endpoint": server.url, "endpoint_model": "m"}}
     pool = RewardPool(domains(from_mapping({"model": {"path": "m"}, "reward": reward}).reward))
-    pool.join("endpoint", EndpointPool(judge.replace(**options), sleep=sleep))
+    pool.join("endpoint", EndpointJudge(judge.replace(**options), sleep=sleep))
     return pool
 
 
@@ -260,7 +260,7 @@ def test_close_while_requests_hang():
         while not server.seen:
             time.sleep(0.005)
         endpoint = pool._places["endpoint"]
-        assert isinstance(endpoint, EndpointPool)
+        assert isinstance(endpoint, EndpointJudge)
         thread = endpoint._thread
         pool.close()
         assert thread is not None

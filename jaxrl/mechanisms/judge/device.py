@@ -75,7 +75,7 @@ class _Judged:
     came: dict[int, Sample] = field(default_factory=dict)
 
 
-class JudgePool:
+class DeviceJudge:
     """Implements `jaxrl.rewards.reward_pool.ScoringPlace`. `engine`: over the judge's executor; `clock`: counts
     seconds."""
 

@@ -16,7 +16,7 @@ from run_parts import made_run
 from jaxrl.config import from_mapping
 from jaxrl.config.domains import domains
 from jaxrl.mechanisms.judge import Judge
-from jaxrl.mechanisms.judge.pool import JudgePool
+from jaxrl.mechanisms.judge.device import DeviceJudge
 from jaxrl.rewards.reward_pool import RewardPool
 from jaxrl.rollout.executor import PlanTimer
 from jaxrl.runtime.backend import RolloutBackend
@@ -87,7 +87,7 @@ class AllOf(dict):
 class Judged(RewardPool):
     """A pool whose samples a judge on the devices scores."""
 
-    def __init__(self, judge: JudgePool) -> None:
+    def __init__(self, judge: DeviceJudge) -> None:
         reward = {"kind": "judge", "judge": {"model": "a/folder"}}
         super().__init__(domains(from_mapping({"model": {"path": "m"}, "reward": reward}).reward))
         self.judge = judge
@@ -101,7 +101,7 @@ def pool(when: Any = "gaps", num_samples: int = 2, share: float = 0.5) -> Judged
     engine = Engine(ReplayExecutor(AllOf(), 1, 2, 200, 4, 32), BatcherConfig(decode_steps=2))
     clock = map(float, itertools.count())
     options = Judge.Options(when=when, busy_share=share)
-    return Judged(JudgePool(Reads(num_samples), engine, Machine(), options, clock=clock.__next__))
+    return Judged(DeviceJudge(Reads(num_samples), engine, Machine(), options, clock=clock.__next__))
 
 
 def sample(index: int, text: str = "abcd") -> Sample:
