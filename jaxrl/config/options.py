@@ -2,8 +2,8 @@
 `simulation`, or as `Options` of a mechanism.
 
 A declaration is `name: Annotated[type, bounds, "what it is, with its unit"] = default`. What must hold between options
-stands in `checks`, or with a section (`Checked`). Options follow verl's names where verl has one. An option that counts
-says whether it counts prompts, samples or tokens.
+stands in `checks`, or with a section (`Section.problems`). Options follow verl's names where verl has one. An option
+that counts says whether it counts prompts, samples or tokens.
 """
 
 from collections.abc import Iterator
