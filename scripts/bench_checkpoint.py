@@ -10,7 +10,6 @@ their words are drawn from `--text` (any file of text; without it, made up). Fol
 
 - blocked: seconds for which a save keeps the training loop. written: until the step has its name, from the same moment.
 - checked, restored: seconds of comparing the step with its checksums, and of reading it after that.
-- hashed, compared: bytes of each process.
 - pack: seconds of the loop before a save, once more in every step: what to go back to if that is stopped.
 - samples.jsonl: seconds of the loop for a step's lines in that file, their bytes, and seconds of reading them.
 
@@ -43,11 +42,10 @@ from bench.measure import say
 from jaxrl.record.files import read_lines
 from jaxrl.record.samples import SampleLog
 from jaxrl.record.state import join_arrays, split_arrays
+from jaxrl.runtime.host import NoGroup
 from jaxrl.runtime.host_actor import HostGroup
 from jaxrl.scheduling.rounds.carried import pack_groups, unpack_samples
-from jaxrl.train import manifest
 from jaxrl.train.checkpoint import Checkpointer, HostState
-from jaxrl.train.steps import ALONE
 from jaxrl.types import Group, Prompt, Sample, SampleKey
 
 QUICK = {"gigabytes": 0.02, "processes": [1], "responses": 32, "tokens": 500, "repetitions": 1}
@@ -77,8 +75,7 @@ def _measure(options: argparse.Namespace, session: Session) -> Record:
             found["weights"][str(num)] = case = _weights(options, num)
             say(
                 f"{options.gigabytes:g} GB, {num} processes: blocked {case['blocked_s']:.2f} s, written "
-                f"{case['written_s']:.1f} s, checked {case['checked_s']:.2f} s, restored {case['restored_s']:.1f} s; "
-                f"hashed {_sizes(case['hashed_bytes'])}, compared {_sizes(case['compared_bytes'])}"
+                f"{case['written_s']:.1f} s, checked {case['checked_s']:.2f} s, restored {case['restored_s']:.1f} s"
             )
         found["responses"] = case = _responses(options)
         say(
@@ -89,10 +86,6 @@ def _measure(options: argparse.Namespace, session: Session) -> Record:
             f"written in {case['samples_s']:.3f} s, read in {case['samples_read_s']:.3f} s"
         )
     return session.record(found, **{name: getattr(options, name) for name in ("gigabytes", "responses", "tokens")})
-
-
-def _sizes(found: Sequence[int]) -> str:
-    return " + ".join(f"{size / 1e9:.2f} GB" for size in found)
 
 
 def _medians(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -130,12 +123,11 @@ def weights(
 ) -> None:
     """One of `num` processes, which save and restore together; the first sends what it has measured, by repetition."""
     jax.config.update("jax_platforms", "cpu")
-    peers, together = ALONE, lambda name: None
+    group: NoGroup = NoGroup()
     if num > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"127.0.0.1:{port}", num, process)
         group = HostGroup()
-        peers, together = group.peers, group.meet
     own_devices = {device.process_index: device for device in jax.devices()}  # one of each process
     sharding = jax.NamedSharding(jax.sharding.Mesh(np.asarray([own_devices[i] for i in range(num)]), "x"), jax.P("x"))
     shape = (num, _LEAF_BYTES // 4 // num)
@@ -147,27 +139,21 @@ def weights(
     for repetition in range(repetitions):
         own = Path(folder) / str(repetition)
         with Checkpointer(own) as checkpoints:
-            together(f"save {repetition}")
+            group.meet(f"save {repetition}")
             began = time.perf_counter()
             checkpoints.save(1, state)
             blocked = time.perf_counter() - began
             checkpoints.wait()
             written = time.perf_counter() - began
-        together(f"check {repetition}")
+        group.meet(f"check {repetition}")
         began = time.perf_counter()
-        with Checkpointer(own, peers=peers) as checkpoints:
+        with Checkpointer(own, first=group.first) as checkpoints:
             checked = time.perf_counter() - began
             checkpoints.restore(abstract)
             restored = time.perf_counter() - began - checked
-        together(f"restored {repetition}")
-        files = manifest.read(own / "1", 1)["files"]
-        hashed = Counter[int]()
-        for name, entry in files.items():
-            owner = re.search(r"ocdbt\.process_(\d+)", name)
-            hashed[int(owner[1]) if owner else 0] += entry["size"]
-        compared = [sum(files[name]["size"] for name in hand) for hand in manifest.dealt(files, num)]
+        group.meet(f"restored {repetition}")
         times = {"blocked_s": blocked, "written_s": written, "checked_s": checked, "restored_s": restored}
-        found.append(times | {"hashed_bytes": [hashed[i] for i in range(num)], "compared_bytes": compared})
+        found.append(times)
     if process == 0:
         told.send(found)
     if num > 1:

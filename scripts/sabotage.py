@@ -99,7 +99,7 @@ FAULTS = (
     Fault(
         "a checkpoint gets its name before its manifest is there",
         "jaxrl/train/checkpoint.py",
-        "            manifest.write(self._temporary(step), SCHEMA_VERSION, step, self._progress, known)\n",
+        "            manifest.write(self._temporary(step), SCHEMA_VERSION, step, self._progress)\n",
         "",
         "tests/train",
     ),

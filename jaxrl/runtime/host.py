@@ -9,6 +9,7 @@ Source: docs/architecture.md (a run on several hosts).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from jaxrl.sharding.mesh import make_mesh, platform_of, submeshes
 from jaxrl.train.checkpoint import Checkpointer, HostState
 from jaxrl.train.objectives import LikelihoodObjective
 from jaxrl.train.programs import TrainPrograms
-from jaxrl.train.steps import ALONE, Peers, whole_step
+from jaxrl.train.steps import whole_step
 from jaxrl.train.trainer import MeshTrainer, build_critic
 
 if TYPE_CHECKING:
@@ -42,11 +43,14 @@ class NoGroup:
     """The other hosts of a run, as the programs and checkpoints of this one need them: here there are none.
 
     Attributes:
-      peers: compare a checkpoint together. on_machine: hosts of the run that share this machine's memory.
+      on_machine: hosts of the run that share this machine's memory.
     """
 
-    peers: Peers = ALONE
     on_machine = 1
+
+    def first(self, name: str, make: Callable[[], str]) -> str:
+        """The first host's `make()`, on all hosts. Each name once."""
+        return make()
 
     def with_least(self, devices: ProcessDevices) -> ProcessDevices:
         """`devices` with the least memory of all hosts."""
@@ -141,15 +145,20 @@ class Host:
             max_to_keep=self.config.trainer.max_ckpt_to_keep,
             on_commit=on_commit,
             progress=lambda: self._beat(""),
-            peers=self._group.peers,
+            first=self._group.first,
         )
         return self.store
 
     def whole_step(self, path: str) -> tuple[Path, list[str]]:
         """The step of a checkpoint to begin from, compared with its checksums; and notes about it."""
-        notes: list[str] = []
-        found = whole_step(path, say=notes.append, progress=lambda: self._beat(""), peers=self._group.peers)
-        return found, notes
+
+        def look() -> str:
+            notes: list[str] = []
+            found = whole_step(path, say=notes.append, progress=lambda: self._beat(""))
+            return json.dumps([str(found), notes])
+
+        found, notes = json.loads(self._group.first(f"the step to begin from in {path}", look))
+        return Path(found), notes
 
     def refuse_other_model(self, place: Path) -> None:
         """Raises ValueError where a checkpoint holds another model."""

@@ -29,7 +29,7 @@ from jaxrl.runtime.host import Host, LoadRequest, NoGroup
 from jaxrl.runtime.host_agreement import facts, folder_problem
 from jaxrl.runtime.memory import layout_degrees
 from jaxrl.scheduling.tokens.plan import Plan, PlanResult, Ticket
-from jaxrl.train.steps import Choice, Peers
+from jaxrl.train.steps import Choice
 from jaxrl.types import TrainBatch
 
 _COUNT_FLAG = "--xla_force_host_platform_device_count"  # in XLA_FLAGS: overrides how many devices a CPU has
@@ -55,7 +55,6 @@ class HostGroup(NoGroup):
         self._client: Any = state.client
         self._process, self._num_processes = state.process_id, state.num_processes
         self.on_machine = on_machine
-        self.peers = Peers(self._process, self._num_processes, self._first, self._any_of)
 
     def with_least(self, devices: ProcessDevices) -> ProcessDevices:
         self._put(f"memory/{self._process}", str(devices.memory.reported or ""))
@@ -65,14 +64,10 @@ class HostGroup(NoGroup):
     def meet(self, name: str) -> None:
         self._client.wait_at_barrier(f"jaxrl/meet/{name}", _PATIENCE_MS)
 
-    def _first(self, name: str, make: Callable[[], str]) -> str:
+    def first(self, name: str, make: Callable[[], str]) -> str:
         if self._process == 0:
             self._put(f"first/{name}", make())
         return self._get(f"first/{name}")
-
-    def _any_of(self, name: str, make: Callable[[], str]) -> str:
-        self._put(f"any/{name}/{self._process}", make())
-        return next(filter(None, (self._get(f"any/{name}/{i}") for i in range(self._num_processes))), "")
 
     def _put(self, key: str, value: str) -> None:
         self._client.key_value_set(f"jaxrl/{key}", value)

@@ -5,16 +5,15 @@ A step holds three items: `state` (arrays, restored straight onto the target's s
 are written without Orbax, which would copy them before a save returns, and compressed
 (`jaxrl.record.state.write_arrays`).
 
-Orbax writes a temporary folder, `<step>.tmp`, in the background, and each process hashes its files. Then the manifest
-of SHA-256 checksums is added (`jaxrl.train.manifest`), everything is synced to the disk, and the folder is renamed to
-`<step>`: a folder with a step's name is complete. A step is checked against its manifest before anything is restored
-from it, and the newest step that passes is used. `Choice` lists newer ones that failed and why; they are kept as
-`<step>.damaged`.
+Orbax writes a temporary folder, `<step>.tmp`, in the background. Then the manifest of SHA-256 checksums is added
+(`jaxrl.train.manifest`), everything is synced to the disk, and the folder is renamed to `<step>`: a folder with a
+step's name is complete. A step is checked against its manifest before anything is restored from it, and the newest step
+that passes is used. `Choice` lists newer ones that failed and why; they are kept as `<step>.damaged`.
 
-Several processes save and restore together, on a shared file system: each writes, hashes and reads its own devices'
-shards, and compares a share of a step's files before a restore. Process 0 does the rest: the host's part of a step, its
-manifest and its name, retention, and cleaning up after interrupted saves. In the others `wait` returns once all shards
-are written and hashed, a moment before the step has its name.
+Several processes save and restore together, on a shared file system: each writes and reads its own devices' shards.
+Process 0 does the rest: the host's part of a step, its manifest and its name, comparing before a restore, retention,
+and cleaning up after interrupted saves. In the others `wait` returns once all shards are written, before the step has
+its name.
 
 Source: Orbax. Departures from its defaults: nothing is restored without a target, which would bring arrays back onto
 the devices that wrote them. Folders are made before a save returns: where one cannot be made, Orbax's threads would
@@ -25,13 +24,14 @@ leaves part of a step, and a file that cannot be deleted makes it forget the ste
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,18 +43,7 @@ import orbax.checkpoint as ocp
 from jaxrl.record.files import reason, system_error, way_on
 from jaxrl.record.state import read_arrays, write_arrays
 from jaxrl.train import manifest
-from jaxrl.train.steps import (
-    ALONE,
-    ARRAYS,
-    HOST,
-    SCHEMA_VERSION,
-    STATE,
-    Peers,
-    choose,
-    free_name,
-    steps_of,
-    verify_alone,
-)
+from jaxrl.train.steps import ARRAYS, HOST, SCHEMA_VERSION, STATE, Choice, choose, free_name, steps_of, verify
 from jaxrl.types import RunFailed
 
 Tree = Any
@@ -79,62 +68,6 @@ class HostState:
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
-class _Items(ocp.CompositeCheckpointHandler):
-    """Orbax's handler of a step's items, which hashes what this process writes.
-
-    Hashing is one more write to Orbax, so process 0 waits for all processes'. When one write fails, Orbax raises at
-    once while the others continue; `writing` keeps them, since the temporary folder can be removed only after them.
-    """
-
-    def __init__(self, progress: Callable[[], None]) -> None:
-        among = _processes()
-        super().__init__(
-            composite_options=ocp.CompositeOptions(async_options=_ASYNC, multiprocessing_options=among),
-            **{
-                STATE: ocp.PyTreeCheckpointHandler(multiprocessing_options=among),
-                HOST: ocp.JsonCheckpointHandler(multiprocessing_options=among),
-            },
-        )
-        self.writing: list[Any] = []
-        self.arrays: Mapping[str, np.ndarray] | None = None  # in process 0, of the next save
-        self._progress = progress
-        self._threads = ThreadPoolExecutor(2, "checkpoint-files")
-
-    async def async_save(self, directory: Any, args: Any) -> list[Any]:
-        self.writing = await super().async_save(directory, args) or []
-        if self.arrays is not None:
-            (Path(directory) / ARRAYS).mkdir()
-            self.writing.append(self._threads.submit(write_arrays, Path(directory) / _ARRAYS_FILE, self.arrays))
-            self.arrays = None
-        self.writing = [*self.writing, self._threads.submit(self._hash, Path(directory), self.writing)]
-        return self.writing
-
-    def close(self) -> None:
-        self._threads.shutdown()
-        super().close()
-
-    def _hash(self, directory: Path, writing: Sequence[Future[Any]]) -> None:
-        for each in writing:
-            each.result()  # raises what a write has failed with
-        process = jax.process_index()
-        ours = [f"{STATE}*/ocdbt.process_{process}/**/*", *([_ARRAYS_FILE] if process == 0 else ())]
-        paths = (path for pattern in ours for path in directory.glob(pattern) if path.is_file())
-        # an item's folder has its own name once all is written
-        named = {re.sub(r"^(\w+)[^/]*", r"\1", path.relative_to(directory).as_posix()): path for path in paths}
-        manifest.write_part(directory, process, manifest.describe(named, self._progress))
-
-    def wait(self) -> None:
-        """Blocks until all writes have ended, failed or not."""
-        for future in self.writing:
-            with suppress(Exception):  # the first error has been raised by now
-                future.result()
-
-
-@ocp.args.register_with_handler(_Items, for_save=True, for_restore=True)
-class _ItemArgs(ocp.args.Composite):
-    """The arguments that Orbax expects for `_Items`."""
-
-
 class Checkpointer:
     """The checkpoints of one run, a folder per step. Use as a context manager, or call `close`.
 
@@ -156,7 +89,7 @@ class Checkpointer:
         max_to_keep: int | None = 2,
         on_commit: Callable[[int], None] = lambda step: None,
         progress: Callable[[], None] = lambda: None,
-        peers: Peers = ALONE,
+        first: Callable[[str, Callable[[], str]], str] = lambda name, make: make(),
     ) -> None:
         """Looks for the newest step that is whole (`choose`, with its errors).
 
@@ -165,18 +98,30 @@ class Checkpointer:
           on_commit: called with each complete step, in the background thread. An OSError of its own ends the run, but
             the step stays.
           progress: called while files are compared or hashed.
-          peers: the processes that compare a checkpoint together.
+          first: (name, make): returns process 0's `make()` in every process.
         """
         self._leads = jax.process_index() == 0
         self._folder = Path(folder).absolute()
         self._max_to_keep, self._on_commit, self._progress = max_to_keep, on_commit, progress
-        self.chosen = choose(self._folder, progress, peers)
+        found = json.loads(first(f"the newest step in {self._folder}", self._choose))
+        self.chosen = None if found is None else Choice(found[0], dict(found[1]))
         self._damaged = [] if self.chosen is None else list(self.chosen.faults)
         self._found = [step for step in steps_of(self._folder) if step not in self._damaged]
-        self._items = _Items(progress)
-        self._orbax = ocp.AsyncCheckpointer(self._items, async_options=_ASYNC, multiprocessing_options=_processes())
+        among = _processes()
+        items = ocp.CompositeCheckpointHandler(
+            composite_options=ocp.CompositeOptions(async_options=_ASYNC, multiprocessing_options=among),
+            **{
+                STATE: ocp.PyTreeCheckpointHandler(multiprocessing_options=among),
+                HOST: ocp.JsonCheckpointHandler(multiprocessing_options=among),
+            },
+        )
+        self._orbax = ocp.AsyncCheckpointer(items, async_options=_ASYNC, multiprocessing_options=among)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: tuple[int, Future[None]] | None = None
+
+    def _choose(self) -> str:
+        chosen = choose(self._folder, self._progress)
+        return json.dumps(None if chosen is None else [chosen.step, [*chosen.faults.items()]])
 
     def tidy(self) -> None:
         """Process 0 renames damaged steps, and removes what interrupted saves left. What cannot be removed is logged,
@@ -210,15 +155,14 @@ class Checkpointer:
             self.tidy()
             for leftover in self._folder.glob(f"{step}.tmp*") if self._leads else ():
                 shutil.rmtree(leftover)  # could not be removed, and is in this one's way
-            self._items.arrays = host.arrays if self._leads else None
             self._orbax.save(
                 self._temporary(step),
-                args=_ItemArgs(
+                args=ocp.args.Composite(
                     state=ocp.args.PyTreeSave(_owned(train_state), ocdbt_target_data_file_size=_FILE_BYTES),
                     host=ocp.args.JsonSave({"schema_version": SCHEMA_VERSION, "values": dict(host.values)}),
                 ),
             )
-            self._pending = step, self._thread.submit(self._commit, step)
+            self._pending = step, self._thread.submit(self._commit, step, host.arrays)
 
     def restore(self, abstract_state: Tree, step: int | None = None) -> tuple[Tree, HostState]:
         """(train_state, host_state) of a step, on whatever mesh `abstract_state` names.
@@ -238,7 +182,7 @@ class Checkpointer:
             raise FileNotFoundError(f"no checkpoint{which} in {self._folder}: found {self.all_steps()}")
         place = self._folder / str(step)
         if self.chosen is None or step != self.chosen.step:  # that one has been compared
-            verify_alone(place, self._progress)
+            verify(place, self._progress)
         if (version := manifest.read(place, None)["schema_version"]) != SCHEMA_VERSION:
             raise ValueError(
                 f"checkpoint {place} was written by an earlier jaxrl (schema version {version}, now {SCHEMA_VERSION}): "
@@ -247,7 +191,7 @@ class Checkpointer:
         _refuse_other_arrays(place, abstract_state, _stored(place / STATE))
         found = self._orbax.restore(
             place,
-            args=_ItemArgs(state=_restore_args(abstract_state), host=ocp.args.JsonRestore()),
+            args=ocp.args.Composite(state=_restore_args(abstract_state), host=ocp.args.JsonRestore()),
         )
         return found[STATE], HostState(found[HOST]["values"], read_arrays(place / _ARRAYS_FILE))
 
@@ -288,17 +232,14 @@ class Checkpointer:
     def _temporary(self, step: int) -> Path:
         return self._folder / f"{step}.tmp"
 
-    def _commit(self, step: int) -> None:
-        """In the background: waits for Orbax, adds the manifest, gives the step its name, removes the oldest."""
-        try:
-            self._orbax.wait_until_finished()
-        except BaseException:
-            self._items.wait()
-            self._remove_temporary(step)
-            raise
+    def _commit(self, step: int, arrays: Mapping[str, np.ndarray]) -> None:
+        """In the background: waits for Orbax, adds the host's arrays and the manifest, gives the step its name, removes
+        the oldest."""
+        self._orbax.wait_until_finished()
         if self._leads:
-            known = manifest.take_parts(self._temporary(step), jax.process_count())
-            manifest.write(self._temporary(step), SCHEMA_VERSION, step, self._progress, known)
+            (self._temporary(step) / ARRAYS).mkdir()
+            write_arrays(self._temporary(step) / _ARRAYS_FILE, arrays)
+            manifest.write(self._temporary(step), SCHEMA_VERSION, step, self._progress)
             self._temporary(step).rename(self._folder / str(step))
             manifest.sync_folder(self._folder)
         self._found.append(step)

@@ -1,7 +1,6 @@
 """A checkpoint's manifest: the name, size and SHA-256 of every file, in a file beside them.
 
-`write` writes it last, before a checkpoint gets its name; `read` and `check` compare a folder with it. Of several
-processes each hashes its own files (`write_part`), and compares its share (`dealt`).
+`write` writes it last, before a checkpoint gets its name; `read` and `check` compare a folder with it.
 
 The manifest also holds the digest of its own content, and must equal byte for byte what `write` makes of that content.
 So every changed, cut, missing or renamed file is found, and every added file that a reader would take as part of an
@@ -17,19 +16,15 @@ import errno
 import hashlib
 import json
 import os
-import re
 import stat
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from jaxrl.config.inputs import reading
 
 FILE_NAME = "manifest.json"
-_PART = "manifest.{}.json"
-_OWNER = re.compile(r"/ocdbt\.process_(\d+)/")  # Orbax's folder of what one process has written
 _CHUNK_BYTES = 1 << 20
 _THREADS = min(8, os.cpu_count() or 1)  # hashing releases the interpreter's lock; one thread does about 1 GB/s
 _DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO}
@@ -45,43 +40,12 @@ def is_damage(error: OSError) -> bool:
     return error.errno in _DAMAGE
 
 
-def describe(files: Mapping[str, Path], progress: Callable[[], None] = lambda: None) -> dict[str, dict[str, Any]]:
-    """Syncs and hashes files, given by their names in the manifest, in several threads: its entry of each. `progress`
-    is called after each MiB, by these threads."""
-    names = sorted(files)
+def write(folder: Path, schema_version: int, step: int, progress: Callable[[], None] = lambda: None) -> None:
+    """Writes the manifest of a folder's files. Everything is on the disk when it returns. `step`: the checkpoint's, so
+    that a folder that is renamed to another step is found. Threads call `progress` after each MiB."""
+    names = sorted(_names(folder))
     with ThreadPoolExecutor(_THREADS) as threads:
-        return dict(zip(names, threads.map(lambda name: _synced(files[name], progress), names), strict=True))
-
-
-def write_part(folder: Path, process: int, files: Mapping[str, Any]) -> None:
-    """Writes the entries of one process, for `take_parts`."""
-    (folder / _PART.format(process)).write_text(json.dumps(files))
-
-
-def take_parts(folder: Path, num_processes: int) -> dict[str, Any]:
-    """The entries of all processes, whose parts are removed. Raises OSError where one is missing."""
-    files: dict[str, Any] = {}
-    for process in range(num_processes):  # by name: of a folder, a network's file system may have an old list
-        part = folder / _PART.format(process)
-        files |= json.loads(part.read_bytes())
-        part.unlink()
-    return files
-
-
-def write(
-    folder: Path,
-    schema_version: int,
-    step: int,
-    progress: Callable[[], None] = lambda: None,
-    known: Mapping[str, Any] = MappingProxyType({}),
-) -> None:
-    """Writes the manifest of a folder's files. Everything is on the disk when it returns.
-
-    Args:
-      step: the checkpoint's, so that a folder that is renamed to another step is found.
-      known: entries of files that are hashed already.
-    """
-    files = {**known, **describe({n: folder / n for n in _names(folder) if n not in known}, progress)}
+        files = dict(zip(names, threads.map(lambda name: _synced(folder / name, progress), names), strict=True))
     with open(folder / FILE_NAME, "wb") as file:
         file.write(_encoded({"schema_version": schema_version, "step": step, "files": files}))
         file.flush()
@@ -127,41 +91,20 @@ def check(
     content: Mapping[str, Any],
     items: Collection[str],
     progress: Callable[[], None] = lambda: None,
-    process: int = 0,
-    num_processes: int = 1,
 ) -> None:
-    """Compares a checkpoint's files with the manifest that `read` returned; `progress` as in `describe`.
-
-    Args:
-      items: the folders that may hold no other file, unless it is hidden.
-      process, num_processes: each process compares its share of the files (`dealt`), and the first lists the folder.
+    """Compares a checkpoint's files with the manifest that `read` returned; `progress` as in `write`. The folders
+    `items` may hold no other file, unless it is hidden.
 
     Raises:
       Damaged: a file is missing, has changed, or was not in an item when the checkpoint was written.
       OSError: as in `read`.
     """
     files = content["files"]
-    if process == 0:
-        _check_names(folder, files.keys(), items)
-    mine = dealt(files, num_processes)[process]
+    _check_names(folder, files.keys(), items)
     with ThreadPoolExecutor(_THREADS) as threads:
-        for fault in threads.map(lambda name: _fault(folder / name, name, files[name], progress), mine):
+        for fault in threads.map(lambda name: _fault(folder / name, name, files[name], progress), sorted(files)):
             if fault is not None:
                 raise Damaged(fault)
-
-
-def dealt(files: Mapping[str, Any], num_processes: int) -> list[list[str]]:
-    """The names that each process compares. Where the same number of processes has written the checkpoint, each takes
-    its own files, which it restores anyway; else all have about as many bytes."""
-    hands: list[list[str]] = [[] for _ in range(num_processes)]
-    owners = {name: int(found[1]) if (found := _OWNER.search(name)) else 0 for name in files}
-    as_written = set(owners.values()) == set(range(num_processes))
-    held = [0] * num_processes
-    for name in sorted(files, key=lambda name: (-files[name]["size"], name)):
-        process = owners[name] if as_written else held.index(min(held))
-        hands[process].append(name)
-        held[process] += files[name]["size"]
-    return [sorted(hand) for hand in hands]
 
 
 def _check_names(folder: Path, names: Collection[str], items: Collection[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -32,38 +31,20 @@ class Choice:
         return [f"checkpoint {step} is damaged and is passed over: {fault}" for step, fault in self.faults.items()]
 
 
-@dataclass(frozen=True, slots=True)
-class Peers:
-    """The processes that compare a checkpoint together, each a share of its files, with the same result.
-
-    Attributes:
-      process, num_processes: this process, and how many there are.
-      first: (name, make): returns process 0's `make()` in every process. Each name once.
-      any_of: (name, make): returns the first `make()` of all processes that is not empty, in every process.
-    """
-
-    process: int = 0
-    num_processes: int = 1
-    first: Callable[[str, Callable[[], str]], str] = lambda name, make: make()
-    any_of: Callable[[str, Callable[[], str]], str] = lambda name, make: make()
-
-
-ALONE = Peers()
-
-
-def choose(folder: str | Path, progress: Callable[[], None] = lambda: None, peers: Peers = ALONE) -> Choice | None:
-    """The newest whole step of a folder of checkpoints; None if it has no step. All peers call this.
+def choose(folder: str | Path, progress: Callable[[], None] = lambda: None) -> Choice | None:
+    """The newest whole step of a folder of checkpoints; None if it has no step.
 
     Raises:
       ValueError: each step is damaged, or one was written by a later version.
       OSError: the folder is a file, or something in it cannot be read now.
     """
     folder, faults = Path(folder).absolute(), dict[int, str]()
-    for step in json.loads(peers.first(f"the steps in {folder}", lambda: json.dumps(steps_of(folder)[::-1]))):
-        fault = _fault(folder / str(step), step, progress, peers)
-        if not fault:
+    for step in steps_of(folder)[::-1]:
+        try:
+            _compare(folder / str(step), step, progress)
             return Choice(step, faults)
-        faults[step] = fault
+        except Damaged as fault:
+            faults[step] = str(fault)
     if faults:
         found = "; ".join(f"{step}: {fault}" for step, fault in faults.items())
         raise ValueError(f"{folder} holds no checkpoint that is whole ({found}): bring one back from a copy")
@@ -75,7 +56,6 @@ def whole_step(
     step: int | None = None,
     say: Callable[[str], None] = lambda line: None,
     progress: Callable[[], None] = lambda: None,
-    peers: Peers = ALONE,
 ) -> Path:
     """The folder of a whole step.
 
@@ -88,16 +68,15 @@ def whole_step(
       FileNotFoundError: there is none.
       ValueError: it is damaged, or was written by a later version.
     """
-    found = peers.first(f"where {path} leads", lambda: json.dumps([str(each or "") for each in find_step(path, step)]))
-    folder, place = map(Path, json.loads(found))
-    if place == Path():
-        chosen = choose(folder, progress, peers)
+    folder, place = find_step(path, step)
+    if place is None:
+        chosen = choose(folder, progress)
         assert chosen is not None, "there are steps"
         place = folder / str(chosen.step)
         for line in chosen.notes():
             say(line)
     else:
-        verify_alone(place, progress, peers)
+        verify(place, progress)
     say(f"parameters of {place}")
     return place
 
@@ -137,21 +116,16 @@ def free_name(path: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def _fault(place: Path, step: int | None, progress: Callable[[], None], peers: Peers) -> str:
-    """What has changed in a step's folder since it was written, or an empty string. Raises ValueError if a later
-    version wrote it."""
-
-    def look() -> str:
-        try:
-            _verify(place, step, progress, peers)
-        except Damaged as fault:
-            return str(fault)
-        return ""
-
-    return peers.any_of(str(place), look)
+def verify(place: Path, progress: Callable[[], None] = lambda: None) -> None:
+    """Compares a step's folder with what was written, where no other step may take its place: ValueError if it is
+    damaged, or was written by a later version."""
+    try:
+        _compare(place, int(place.name) if place.name.isdigit() else None, progress)
+    except Damaged as fault:
+        raise ValueError(f"checkpoint {place} is damaged: {fault}") from None
 
 
-def _verify(place: Path, step: int | None, progress: Callable[[], None], peers: Peers) -> None:
+def _compare(place: Path, step: int | None, progress: Callable[[], None]) -> None:
     if not place.is_dir():
         raise Damaged("it is a file, not a folder")
     if not any(place.iterdir()):
@@ -161,11 +135,4 @@ def _verify(place: Path, step: int | None, progress: Callable[[], None], peers: 
         raise ValueError(
             f"checkpoint {place} has schema version {version}; this jaxrl reads up to {SCHEMA_VERSION}: update jaxrl"
         )
-    manifest.check(place, content, (STATE, HOST, ARRAYS), progress, peers.process, peers.num_processes)
-
-
-def verify_alone(place: Path, progress: Callable[[], None] = lambda: None, peers: Peers = ALONE) -> None:
-    """Compares a step's folder with what was written, where no other step may take its place: ValueError if it is
-    damaged, or was written by a later version."""
-    if fault := _fault(place, int(place.name) if place.name.isdigit() else None, progress, peers):
-        raise ValueError(f"checkpoint {place} is damaged: {fault}")
+    manifest.check(place, content, (STATE, HOST, ARRAYS), progress)
