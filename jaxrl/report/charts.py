@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from html import escape
 from statistics import fmean
 
+from jaxrl.record.numbers import number
+
 _POINTS = 160
 _BARS = 60
 _MARKS = 40
@@ -209,17 +211,3 @@ def finite(points: Sequence[Point]) -> list[Point]:
 
 def breakable(text: str) -> str:
     return escape(text).replace("/", "/<wbr>").replace("_", "_<wbr>")
-
-
-def number(value: float) -> str:
-    """At most three significant digits: `12.3k`, `0.0123`, `1.2e-5`."""
-    size = abs(value)
-    if not math.isfinite(value) or size == 0:
-        return f"{value:g}"
-    for scale, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if size >= scale:
-            return f"{value / (scale if unit != 'k' else 1e3):.3g}{unit}"
-    if size < 1e-3:
-        digits, _, power = f"{value:.2e}".partition("e")
-        return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
-    return f"{value:.0f}" if size >= 1000 else f"{value:.3g}"

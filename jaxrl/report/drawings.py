@@ -16,8 +16,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from jaxrl.record.numbers import number
 from jaxrl.record.timeline import ROW
-from jaxrl.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, figure, frame, number, ticks_of
+from jaxrl.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, figure, frame, ticks_of
 
 _TAIL_BYTES = 8 << 20
 _WANTED = (f'"cat":"{ROW}"'.encode(), b'"name":"step"', b'"name":"testing"')

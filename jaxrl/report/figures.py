@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any, Literal
 
-from jaxrl.record.live import duration
 from jaxrl.record.metrics import FAILURES, ROUND_PHASES, UPDATE_PHASES, seconds_of
-from jaxrl.report.charts import Point, finite, number
+from jaxrl.record.numbers import duration, number
+from jaxrl.report.charts import Point, finite
 from jaxrl.report.curves import short, validation_names
 from jaxrl.report.runs import RecordedRun
 

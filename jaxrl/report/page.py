@@ -13,10 +13,10 @@ from statistics import median
 from jaxrl.config import Config, flatten, to_mapping
 from jaxrl.record.failures import reward_failures
 from jaxrl.record.files import Removing, refuse_file, write_whole
-from jaxrl.record.live import duration
 from jaxrl.record.metrics import FAILURES, hidden_shares
+from jaxrl.record.numbers import duration, number
 from jaxrl.record.run_dir import refuse_overwriting
-from jaxrl.report.charts import breakable, card, finite, number
+from jaxrl.report.charts import breakable, card, finite
 from jaxrl.report.curves import PagePart, charts, short, validation_names
 from jaxrl.report.drawings import heat_card, histogram_card, read_round, rows_card
 from jaxrl.report.figures import summed

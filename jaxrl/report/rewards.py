@@ -9,7 +9,8 @@ from html import escape
 from statistics import median
 
 from jaxrl.record.metrics import FAILURES, hidden_scoring_shares
-from jaxrl.report.charts import Chart, Curve, breakable, card, finite, number
+from jaxrl.record.numbers import number
+from jaxrl.report.charts import Chart, Curve, breakable, card, finite
 from jaxrl.report.curves import curves_of, ever
 from jaxrl.report.runs import RecordedRun
 

@@ -15,7 +15,8 @@ from itertools import groupby
 from math import isfinite
 from typing import Any
 
-from jaxrl.report.charts import breakable, number
+from jaxrl.record.numbers import number
+from jaxrl.report.charts import breakable
 
 PER_STEP = 4
 EXTREMES = 8

@@ -16,8 +16,9 @@ from jaxrl.config import from_mapping, to_mapping
 from jaxrl.mechanisms import page_parts
 from jaxrl.record.batches import BatchLog
 from jaxrl.record.metrics import MetricsWriter, hidden_shares, length_metrics, read_metrics, spread, step_phases
+from jaxrl.record.numbers import number
 from jaxrl.record.timeline import Timeline
-from jaxrl.report.charts import number, step_labels, thin, ticks_of
+from jaxrl.report.charts import step_labels, thin, ticks_of
 from jaxrl.report.page import write_report
 from jaxrl.types import Group, Prompt, Sample, SampleKey
 
