@@ -22,7 +22,7 @@ from jaxrl.mechanisms.judge.build import read_judge
 from jaxrl.mechanisms.judge.endpoint import join_endpoint
 from jaxrl.mechanisms.turns.pool import EnvironmentPool
 from jaxrl.mechanisms.turns.rule import trajectory_metrics
-from jaxrl.record.files import Removing, refuse_file, to_json, writing_whole
+from jaxrl.record.files import Removing, to_json, writing_whole
 from jaxrl.record.metrics import RIGHT
 from jaxrl.record.run_dir import inputs_of, refuse_overwriting
 from jaxrl.rewards.domains import build_scorer
@@ -60,7 +60,6 @@ def evaluate(
       RunFailed: every reward failed, so that the figures would say nothing about the model.
     """
     if out:
-        refuse_file(out, "--out")
         refuse_overwriting(out, "--out", inputs_of(config))
     said: list[str] = []  # shown once nothing is refused any more
     place = whole_step(checkpoint, say=said.append) if checkpoint else None

@@ -18,7 +18,7 @@ from typing import Any
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.hosts import HostsSection
-from jaxrl.record.files import Removing, refuse_file, write_whole
+from jaxrl.record.files import Removing, file_problem, write_whole
 from jaxrl.record.run_dir import inputs_of, refuse_overwriting
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.profiler import Profiler
@@ -64,7 +64,8 @@ def profile(
 
     Raises ValueError: `out` is a table of something else.
     """
-    refuse_file(out, "--out")
+    if (problem := file_problem(out)) is not None:
+        raise ValueError(f"--out {problem}")
     refuse_overwriting(out, "--out", inputs_of(config))
     config = adaptive(config)
     devices = prepare_jax(config)[-config.rollout.num_devices :]  # the rollout's own, or all of them

@@ -1,7 +1,4 @@
-"""Chat templates: jinja2's sandbox, in the environment that templates on the Hugging Face Hub expect.
-
-A template is first tried on a short conversation: one that writes the same whatever the user says is refused.
-"""
+"""Chat templates: jinja2's sandbox, in the environment that templates on the Hugging Face Hub expect."""
 
 from __future__ import annotations
 
@@ -27,8 +24,6 @@ DEFAULT, WITH_TOOLS = "default", "tool_use"
 THINKING = ("reasoning_content", "reasoning", "thinking")
 """Names of what an assistant has thought: data has one of them, and a template reads another."""
 _TEMPLATE_NAME = re.compile(r"\w[\w.-]*")
-_TRIED = tuple([{"role": "user", "content": f"1 + 1 = ?{more}"}] for more in ("", " Why?"))
-_TRIED_TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +72,11 @@ def choose(
 
 def render(source: str, place: str, messages: Sequence[Mapping[str, Any]], context: Mapping[str, Any]) -> str:
     """The rendered conversation. `place`: the template's file, for messages; `context`: its other variables. Raises
-    ValueError if the source is no template, or leaves out what users say; RefusedMessages if it refuses these messages,
-    or fails with them."""
-    # what tools say is no more tried than what messages say: each new list would be another trial
-    tried = {**context, "tools": _TRIED_TOOLS} if context.get("tools") else context
-    _check_says(source, place, json.dumps(dict(tried), default=str))
+    ValueError if the source is no template; RefusedMessages if it refuses these messages, or fails with them."""
     given = [_as_templates_read(message, f"{place}: message {number}") for number, message in enumerate(messages, 1)]
+    template = _compiled(source, place)
     try:
-        return _compiled(source, place).render(messages=given, **context)
+        return template.render(messages=given, **context)
     except jinja2.TemplateError as error:
         raise RefusedMessages(f"{place}: the chat template refuses these messages: {first_line(error)}") from None
     except Exception as error:  # whatever the template's own operations raise
@@ -140,21 +132,6 @@ def _compiled(source: str, place: str) -> jinja2.Template:
         raise ValueError(f"{place}: the chat template is no jinja template ({said})") from None
     except Exception as error:  # whatever Python's compiler raises
         raise ValueError(f"{place}: the chat template is no jinja template ({first_line(error)})") from None
-
-
-@lru_cache(maxsize=16)
-def _check_says(source: str, place: str, context: str) -> None:
-    """Raises ValueError if a template writes the same for two questions."""
-    template = _compiled(source, place)
-    try:
-        one, other = (template.render(messages=messages, **json.loads(context)) for messages in _TRIED)
-    except Exception:  # found again when messages come
-        return
-    if one == other:
-        raise ValueError(
-            f"{place}: the chat template writes the same whatever the user says: it must write messages[i].content, as "
-            "text"
-        )
 
 
 class _Generation(Extension):

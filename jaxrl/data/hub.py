@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jaxrl.config.inputs import one_line
+
 _NAME = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*?)(?:@([\w./-]+))?(?::(.+))?", re.ASCII)
 _SMALL = (  # of a model: its configuration, tokenizer and chat templates
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
@@ -26,7 +28,6 @@ _SMALL = (  # of a model: its configuration, tokenizer and chat templates
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 _WEIGHTS = (_INDEX, "model*.safetensors")
 _DATA = (".jsonl", ".jsonl.gz", ".parquet")
-_SHOWN = 12  # files in a message
 _PATIENCE_S = 10.0  # for the Hub to answer at all
 
 
@@ -72,16 +73,14 @@ def data_paths(name: HubName, option: str) -> list[Path]:
     """The files of a data set that a name's pattern fits. Raises ValueError if there is none, or if they cannot be
     fetched."""
     if not name.file:
-        stem = "test" if option.startswith("data.val") else "train"
         raise ValueError(
             f"{option}: there is no file {name} on this machine; of a data set of the Hugging Face Hub files must be "
-            f"named, as in {name}:{stem}*.parquet{_there_are(name, option)}"
+            f"named, as in {name}:train*.parquet"
         )
     fitting = partial(_fitting, pattern=name.file)
-    folder = _snapshot(name, "dataset", (name.file,), option, lambda folder: bool(fitting(folder)))
-    found = fitting(folder)
+    found = fitting(_snapshot(name, "dataset", (name.file,), option, lambda folder: bool(fitting(folder))))
     if not found:
-        raise ValueError(f"{option}: no file of the data set {name} fits {name.file}{_there_are(name, option)}")
+        raise ValueError(f"{option}: no file of the data set {name} fits {name.file}")
     return found
 
 
@@ -109,78 +108,30 @@ def _has_weights(folder: Path) -> bool:
 
 def _snapshot(name: HubName, kind: str, wanted: Sequence[str], option: str, complete: Callable[[Path], bool]) -> Path:
     """The folder of a repository in the cache, after fetching the files of the wanted patterns that it lacks."""
-    hub = _package(name, option)
-    own: dict[str, Any] = {"repo_type": kind, "allow_patterns": list(wanted)}
-    commit, lacks = name.revision or None, "it is not in the cache of this machine (HF_HOME)"
-    some = f"the cache of this machine (HF_HOME) has {f'no {name.file}' if name.file else 'not all of its files'}"
     try:
-        cached = Path(hub.snapshot_download(name.repository, revision=commit, local_files_only=True, **own))
-        if complete(cached):
-            return cached
-        commit, lacks = cached.name, some
-    except hub.errors.LocalEntryNotFoundError as error:
-        there = getattr(error, "snapshot_path", None)  # of a snapshot that lacks files
-        commit, lacks = (Path(there).name, some) if there else (commit, lacks)
-    try:
-        # tells at once what keeps the Hub away; a download would try again for half a minute
-        hub.HfApi().repo_info(name.repository, revision=commit or "main", repo_type=kind, timeout=_PATIENCE_S)
-        return Path(hub.snapshot_download(name.repository, revision=commit, **own))
-    except hub.errors.GatedRepoError:
-        why = "access to it must be asked for on its page, and HF_TOKEN must be a token of somebody with access"
-    except hub.errors.RepositoryNotFoundError:
-        why = "there is no such repository, or it is private and HF_TOKEN is no token that may read it"
-    except hub.errors.RevisionNotFoundError:
-        why = f"it has no revision {name.revision or commit}"
-    except _unreachable(hub) as error:
-        why = (
-            f"{lacks}, and the Hub cannot be reached ({_reason(error)}); "
-            f"where there is a network, {_command(name, kind)} fills that cache"
-        )
-    raise ValueError(
-        f"{option}: there is no {name} on this machine, and as a {kind} of the Hugging Face Hub it cannot be had: {why}"
-    )
-
-
-def _package(name: HubName, option: str) -> Any:
-    try:
-        import huggingface_hub
-        import huggingface_hub.errors
+        import huggingface_hub as hub
+        from huggingface_hub.errors import LocalEntryNotFoundError
     except ModuleNotFoundError:
         raise ValueError(
             f"{option}: there is no {name} on this machine; names of the Hugging Face Hub need: pip install "
             "'jaxrl[hub]'"
         ) from None
-    return huggingface_hub
-
-
-def _unreachable(hub: Any) -> tuple[type[BaseException], ...]:
-    """The errors that mean that the Hub does not answer; the HTTP library behind huggingface_hub has changed."""
-    return OSError, *hub.errors.HfHubHTTPError.__bases__
-
-
-def _reason(error: BaseException) -> str:
-    """The innermost cause in a few words."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    if type(error).__name__ == "OfflineModeIsEnabled":
-        return "HF_HUB_OFFLINE is set"
-    text = (str(error).splitlines() or [""])[0][:200]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _command(name: HubName, kind: str) -> str:
-    revision = f" --revision {name.revision}" if name.revision else ""
-    only = f" --include '{name.file}'" if name.file else ""
-    return f"`hf download {name.repository}{only}{revision}{' --repo-type dataset' if kind == 'dataset' else ''}`"
-
-
-def _there_are(name: HubName, option: str) -> str:
-    """A sentence that lists a data set's data files, if the Hub answers."""
-    hub = _package(name, option)
+    own: dict[str, Any] = {"repo_type": kind, "allow_patterns": list(wanted)}
+    commit = name.revision or None
     try:
-        files = hub.HfApi().list_repo_files(name.repository, revision=name.revision or None, repo_type="dataset")
-    except _unreachable(hub):
-        return ""
-    found = sorted(file for file in files if file.endswith(_DATA))
-    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return f"; it has {', '.join(found[:_SHOWN])}{more}" if found else "; it has no .jsonl or .parquet files"
+        cached = Path(hub.snapshot_download(name.repository, revision=commit, local_files_only=True, **own))
+        if complete(cached):
+            return cached
+        commit = cached.name
+    except LocalEntryNotFoundError as error:
+        there = getattr(error, "snapshot_path", None)  # of a snapshot that lacks files
+        commit = Path(there).name if there else commit
+    try:
+        # tells at once what keeps the Hub away; a download would try again for half a minute
+        hub.HfApi().repo_info(name.repository, revision=commit or "main", repo_type=kind, timeout=_PATIENCE_S)
+        return Path(hub.snapshot_download(name.repository, revision=commit, **own))
+    except Exception as error:  # of the HTTP library behind it, which has changed
+        raise ValueError(
+            f"{option}: there is no {name} on this machine, and the cache of the Hugging Face Hub (HF_HOME) has not "
+            f"all of its files; as a {kind} of the Hub it cannot be had: {one_line(str(error) or type(error).__name__)}"
+        ) from None

@@ -208,18 +208,33 @@ def leftover_temporaries(path: Path) -> list[Path]:
 def refuse_folder(path: str | Path, option: str) -> Path:
     """The folder at `path`, which need not exist, without links and `~`. Raises ValueError, with the option's name, if
     no folder can be made or written there."""
-    given = os.path.expanduser(path)
-    folder = Path(os.path.realpath(given))
-    try:
-        there = next(each for each in (folder, *folder.parents) if _exists(each))
-        if not there.is_dir():
-            what = f"{folder} is" if there == folder else f"{folder} cannot be made: {there} is"
-            raise ValueError(f"{option}: {what} not a folder")
-    except OSError as error:
-        raise ValueError(f"{option}: {given}: {(error.strerror or str(error)).lower()}") from None
+    folder = Path(os.path.realpath(os.path.expanduser(path)))
+    there = _nearest(folder)
+    if not there.is_dir():
+        what = f"{folder} is" if there == folder else f"{folder} cannot be made: {there} is"
+        raise ValueError(f"{option}: {what} not a folder")
     if not takes_files(there):
         raise ValueError(f"{option}: {folder} cannot be written: {there} may not be changed by this user")
     return folder
+
+
+def file_problem(path: str | Path) -> str | None:
+    """Why no file can be written at `path`, to stand after the name of an option; None if one can."""
+    target = Path(os.path.realpath(os.path.expanduser(path)))
+    there = _nearest(target)
+    if target.is_dir():
+        return f"({path}) is a folder: name a file in it"
+    if there != target and not there.is_dir():
+        return f"({path}) cannot be written: {there} is not a folder"
+    above = target.parent if there == target else there  # a file is replaced as a whole
+    if not (target.exists() and not target.is_file()) and not takes_files(above):
+        return f"({path}) cannot be written: no permission to write in {above}"
+    return None
+
+
+def _nearest(path: Path) -> Path:
+    """`path`, or the nearest folder above it that exists."""
+    return next(each for each in (path, *path.parents) if os.path.exists(each))
 
 
 def takes_files(folder: Path) -> bool:
@@ -229,38 +244,6 @@ def takes_files(folder: Path) -> bool:
             return True
     except OSError as error:
         return error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
-
-
-def _exists(path: Path) -> bool:
-    """Raises OSError for a name that nothing can have."""
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
-
-
-def refuse_file(path: str | Path, option: str) -> None:
-    problem = file_problem(path)
-    if problem is not None:
-        raise ValueError(f"{option} {problem}")
-
-
-def file_problem(path: str | Path) -> str | None:
-    """Why no file can be written at `path`, to stand after the name of an option; None if one can."""
-    target = Path(os.path.realpath(os.path.expanduser(path)))
-    try:
-        there = next(each for each in (target, *target.parents) if _exists(each))
-    except OSError as error:
-        return f"({path}) cannot be written: {(error.strerror or str(error)).lower()}"
-    if target.is_dir():
-        return f"({path}) is a folder: name a file in it"
-    if there != target and not there.is_dir():
-        return f"({path}) cannot be written: {there} is not a folder"
-    above = target.parent if there == target else there  # a file is replaced as a whole
-    if not (target.exists() and not target.is_file()) and not takes_files(above):
-        return f"({path}) cannot be written: no permission to write in {above}"
-    return None
 
 
 def system_error(error: BaseException) -> OSError | None:

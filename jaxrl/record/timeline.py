@@ -7,21 +7,19 @@ with a last event and the bracket. A resumed run takes those two lines away and 
 trace, whose clock goes on where the file ended.
 
 The file is kept small: adjacent short spans of one name on a track are merged (`count` says how many); counters are
-sampled; a step draws at most `MAX_TRACKS` tracks and `MAX_EVENTS` events, and as many events of the rollout's rows on
-at most `MAX_ROWS` tracks; the share of steps that are drawn halves after each `MAX_BYTES` written. Phases are always
-summed. Spans on one track must nest: threads that work at the same time use different tracks.
+sampled; a step draws at most `MAX_EVENTS` events, and as many of the rollout's rows; the share of steps that are drawn
+halves after each `MAX_BYTES` written. Phases are always summed. Spans on one track must nest: threads that work at the
+same time use different tracks.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -38,15 +36,14 @@ _FLUSH_LINES = 256
 _TAIL_BYTES = 1 << 16
 MAX_BYTES = 32 << 20
 """After which the share of drawn steps halves."""
-MAX_EVENTS, MAX_TRACKS, MAX_ROWS = 4000, 64, 512
-"""Of a step; rows have as many events, and tracks of their own."""
+MAX_EVENTS = 4000
+"""Of a step; rows have as many."""
 END = "jaxrl_end"
 """The last event of a file that was closed; it has no comma."""
 ROW = "row"
 """The category of a row's spans, whose `args` name the row."""
 _FIRST_ROW = 1 << 20  # tracks of rows come after all others
 _PAUSE_US = 1_000_000  # between the last event of a run and the first of the run that resumes it
-_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -163,7 +160,7 @@ class Timeline:
                 return
             if any(span.name == "testing" for span in self._open.values()):
                 name = f"val {name}"
-            if self._row_events >= MAX_EVENTS or (row not in self._rows and len(self._rows) >= MAX_ROWS):
+            if self._row_events >= MAX_EVENTS:
                 self._left_out += 1
                 return
             if row not in self._rows:
@@ -226,15 +223,11 @@ class Timeline:
             self._event({"name": "left out", "ph": "i", "s": "p", "tid": 0, "ts": now_us, "args": args})
         self._events = self._row_events = self._left_out = 0
 
-    def _has_room(self, track: str | None = None) -> bool:
+    def _has_room(self) -> bool:
         """Counts the event if it is left out."""
-        if not self._drawing:
-            return False
-        is_full = track is not None and track not in self._tracks and len(self._tracks) >= MAX_TRACKS
-        if is_full or self._events >= MAX_EVENTS:
+        if self._drawing and self._events >= MAX_EVENTS:
             self._left_out += 1
-            return False
-        return True
+        return self._drawing and self._events < MAX_EVENTS
 
     def _add(self, span: _Span) -> None:
         last = self._pending.get(span.track)
@@ -254,7 +247,7 @@ class Timeline:
         self._pending[span.track] = span
 
     def _write_span(self, span: _Span) -> None:
-        if not self._has_room(span.track):
+        if not self._has_room():
             return
         if (tid := self._tracks.get(span.track)) is None:
             tid = self._tracks[span.track] = len(self._tracks) + 1
@@ -301,39 +294,21 @@ def _line(event: dict[str, Any]) -> str:
 
 
 def _end_of(path: Path) -> tuple[int, int, float]:
-    """Bytes of the file up to the end of its last whole line with a comma, this run's process number in the trace, and
-    where its clock starts."""
-    with reading(path):
-        size = path.stat().st_size if os.path.lexists(path) else 0
-        if not size:
-            return 0, 1, 0.0
-        with open(path, "rb") as file:
-            if file.read(1) != b"[":
-                _log.warning("%s: damaged, and begun anew", path)
-                return 0, 1, 0.0
-            file.seek(max(size - _TAIL_BYTES, 0))
-            tail = file.read()
-    whole, newline, half = tail.rpartition(b"\n")
-    if not newline:  # not even the first line is whole
+    """Bytes of the file up to the end of its last whole event, this run's process number in the trace, and where its
+    clock starts. What follows was cut off, or is what `close` wrote."""
+    if not os.path.lexists(path):
         return 0, 1, 0.0
-    last_bytes = len(half)
-    # what `close` wrote, of which a crash may have left the first line
-    while whole and not whole.endswith((b",", b"[")):
-        whole, _, line = whole.rpartition(b"\n")
-        last_bytes += len(line) + 1
+    with reading(path), open(path, "rb") as file:
+        start = max(file.seek(0, os.SEEK_END) - _TAIL_BYTES, 0)
+        file.seek(start)
+        tail = file.read()
+    end = tail.rfind(b"},\n") + 3
+    if end < 3:
+        return 0, 1, 0.0
     events = []
-    for line in whole.split(b"\n"):
-        try:
-            events.append(json.loads(line.rstrip(b",\r")))
-        except ValueError:
-            continue  # the opening bracket, or the line that the tail cuts
-    events = [event for event in events if isinstance(event, dict)]
-    pid = max((int(_number(event, "pid")) for event in events), default=0)
-    end = max((_number(event, "ts") + _number(event, "dur") for event in events), default=0.0)
-    return size - last_bytes, pid + 1, end + _PAUSE_US
-
-
-def _number(event: Mapping[str, Any], name: str) -> float:
-    """0 where it is missing or damaged."""
-    value = event.get(name)
-    return value if isinstance(value, int | float) and math.isfinite(value) else 0.0
+    for line in tail[:end].splitlines():
+        with suppress(ValueError):  # the opening bracket, or the line that the tail cuts
+            events.append(json.loads(line.rstrip(b",")))
+    pid = max((event["pid"] for event in events), default=0)
+    last_us = max((event.get("ts", 0.0) + event.get("dur", 0.0) for event in events), default=0.0)
+    return start + end, pid + 1, last_us + _PAUSE_US

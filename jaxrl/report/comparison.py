@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config import flatten
-from jaxrl.record.files import Removing, refuse_file, write_whole
+from jaxrl.record.files import Removing, write_whole
 from jaxrl.record.metrics import ROUND_PHASES, SHOWN, UPDATE_PHASES
 from jaxrl.record.run_dir import refuse_overwriting
 from jaxrl.report.charts import Chart, Curve, Point, breakable, card, finite
@@ -39,7 +39,6 @@ def write_comparison(
     too many of them."""
     if len(folders) > MOST_RUNS:
         raise ValueError(f"report: at most {MOST_RUNS} runs can be compared on one page, found {len(folders)}")
-    refuse_file(out, "--out")
     refuse_overwriting(out, "--out")
     runs = [read_run(folder) for folder in folders]
     names = names_of(runs)

@@ -12,7 +12,7 @@ from statistics import median
 
 from jaxrl.config import Config, flatten, to_mapping
 from jaxrl.record.failures import reward_failures
-from jaxrl.record.files import Removing, refuse_file, write_whole
+from jaxrl.record.files import Removing, write_whole
 from jaxrl.record.metrics import FAILURES, hidden_shares
 from jaxrl.record.numbers import duration, number
 from jaxrl.record.run_dir import refuse_overwriting
@@ -38,7 +38,6 @@ def write_report(
 ) -> Path:
     """Writes the page (default: `report.html` in the run's folder). The page and `say` name what cannot be read."""
     if out is not None:
-        refuse_file(out, "--out")
         refuse_overwriting(out, "--out")
     run = read_run(run_dir)
     for problem in run.problems:

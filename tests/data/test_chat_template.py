@@ -17,8 +17,6 @@ def test_a_template_is_rendered():
     ("source", "words"),
     [
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", r"is no jinja template \("),
-        ("hello", "writes the same whatever the user says"),
-        ("{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}", "writes the same"),
     ],
 )
 def test_a_template_that_cannot_be_used(source: str, words: str):
@@ -42,10 +40,3 @@ def test_messages_that_a_template_does_not_take(source: str, words: str):
 
 def test_the_variables_of_a_template():
     assert chat_template.variables_of(SAID + "{% for i in range(n) %}{% endfor %}", "file") == {"messages", "n"}
-
-
-def test_the_trial_is_made_once():
-    chat_template._check_says.cache_clear()
-    for text in ("a", "b"):
-        assert render("once {{ messages[0].content }}", "file", [{"content": text}], {}) == f"once {text}"
-    assert chat_template._check_says.cache_info().misses == 1

@@ -49,13 +49,6 @@ def test_the_longest_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         read(tmp_path / "a.jsonl")
 
 
-def test_rows_of_parquet_are_counted_over_its_batches(tmp_path: Path):
-    texts = pyarrow.array([b"x"] * 1500 + [b"\xff"]).view(pyarrow.string())
-    parquet.write_table(pyarrow.table({"q": texts}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"a\.parquet, row 1501: not UTF-8 text \(byte 0\)"):
-        read(tmp_path / "a.parquet")
-
-
 def test_a_parquet_file_that_breaks_off_says_where(tmp_path: Path):
     table = pyarrow.table({"q": [f"{i:x<40}" for i in range(4096)]})
     file = tmp_path / "a.parquet"

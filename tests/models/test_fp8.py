@@ -181,14 +181,6 @@ IN_BLOCKS = f"{UP}.weight_scale_inv"
             lambda x: x.update({f"{UP}.weight": x[f"{UP}.weight"].astype(ml_dtypes.float8_e5m2)}),
             f"tensor {UP}.weight has dtype F8_E5M2, which is not supported",
         ),
-        (
-            lambda x: x[IN_BLOCKS].__setitem__((4, 1), np.nan),
-            f"tensor {UP}.weight has values that are NaN or infinite in float32",
-        ),
-        (
-            lambda x: x[f"{UP}.weight"].__setitem__((79, 31), np.nan),  # the one code of e4m3fn that is no number
-            f"tensor {UP}.weight has values that are NaN or infinite in float32",
-        ),
     ],
 )
 def test_damaged_files_are_refused_with_the_tensor(how, message, tmp_path):

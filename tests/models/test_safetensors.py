@@ -160,15 +160,6 @@ def test_one_file_counts_before_an_index(tmp_path):
     assert_same(load_model(tmp_path)[1], params)
 
 
-def test_values_too_large_for_the_parameters_are_refused(tmp_path):
-    config, params = model()
-    params["final_norm"][3] = 1e6
-    export_hf(params, config, tmp_path, dtype=jnp.float32)
-    assert load_model(tmp_path)[0] == config
-    with pytest.raises(ValueError, match=r"tensor model.norm.weight has values that are NaN or infinite in float16"):
-        load_model(tmp_path, dtype=jnp.float16)
-
-
 def test_export_refuses_padded_parameters_and_odd_dtypes(tmp_path):
     config, params = model()
     with pytest.raises(ValueError, match=r"export dtype \(int32\) must be one of float64, float32, float16, bfloat16"):

@@ -18,7 +18,6 @@ from jaxrl.record.files import (
     file_problem,
     leftover_temporaries,
     read_lines,
-    refuse_file,
     refuse_folder,
     temporary_path,
     write_whole,
@@ -245,7 +244,7 @@ def test_what_is_no_file_is_written_and_not_replaced(tmp_path: Path):
     assert os.read(reader, 10) == b"text"
     os.close(reader)
     assert stat.S_ISFIFO(pipe.stat().st_mode)
-    refuse_file(pipe, "--out")
+    assert file_problem(pipe) is None
 
 
 def test_an_error_inside_leaves_the_old_content_and_no_temporary_file(path: Path):
@@ -284,28 +283,20 @@ def test_an_error_names_the_file_and_not_its_temporary_one(tmp_path: Path):
 
 def test_places_that_cannot_be_written(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
     assert refuse_folder(tmp_path / "a" / "b", "x") == tmp_path / "a" / "b"
     for given, words in {
         tmp_path / "file": f"x: {tmp_path}/file is not a folder",
         tmp_path / "file" / "a" / "b": f"x: {tmp_path}/file/a/b cannot be made: {tmp_path}/file is not a folder",
-        tmp_path / "loop": f"x: {tmp_path}/loop: too many levels of symbolic links",
-        tmp_path / ("n" * 300): f"x: {tmp_path}/{'n' * 300}: file name too long",
         "/dev/null": "x: /dev/null is not a folder",
     }.items():
         with pytest.raises(ValueError, match="x: ") as caught:
             refuse_folder(given, "x")
         assert str(caught.value) == words
-    refuse_file(tmp_path / "a" / "b", "--out")
-    for given, words in {
-        tmp_path: f"--out ({tmp_path}) is a folder: name a file in it",
-        tmp_path / "file" / "a": f"--out ({tmp_path}/file/a) cannot be written: {tmp_path}/file is not a folder",
-        tmp_path / ("n" * 300): f"--out ({tmp_path}/{'n' * 300}) cannot be written: file name too long",
-    }.items():
-        with pytest.raises(ValueError, match="--out ") as caught:
-            refuse_file(given, "--out")
-        assert str(caught.value) == words
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "loop"], "nothing was made"
+    assert file_problem(tmp_path / "a" / "b") is None
+    assert file_problem(tmp_path) == f"({tmp_path}) is a folder: name a file in it"
+    inside = tmp_path / "file" / "a"
+    assert file_problem(inside) == f"({inside}) cannot be written: {tmp_path}/file is not a folder"
+    assert [file.name for file in tmp_path.iterdir()] == ["file"], "nothing was made"
 
 
 def test_where_the_system_makes_no_file_though_a_superuser_may_write(tmp_path: Path):

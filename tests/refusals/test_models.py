@@ -28,7 +28,6 @@ from damaged_models import (
     tensors,
     text,
     untied,
-    value,
 )
 from refusals import Refusal
 from tiny import CONFIG
@@ -51,9 +50,10 @@ def in_weights(sentence: str, prepare: Prepare, file: str = "model.safetensors")
 
 
 NOT_CACHED = (
-    "model.path: there is no Qwen/Qwen2.5-0.5B on this machine, and as a model of the Hugging Face Hub it cannot be "
-    "had: it is not in the cache of this machine (HF_HOME), and the Hub cannot be reached (HF_HUB_OFFLINE is set); "
-    "where there is a network, `hf download Qwen/Qwen2.5-0.5B` fills that cache"
+    "model.path: there is no Qwen/Qwen2.5-0.5B on this machine, and the cache of the Hugging Face Hub (HF_HOME) has "
+    "not all of its files; as a model of the Hub it cannot be had: Cannot reach "
+    "https://huggingface.co/api/models/Qwen/Qwen2.5-0.5B/revision/main: offline mode is enabled. To disable it, please "
+    "unset the `HF_HUB_OFFLINE` environment variable"
 )
 
 
@@ -229,7 +229,6 @@ TENSORS = (
         "tensor extra of shape (0,) has no place in a model of this config",
         tensors(lambda entries: entries.update(extra=np.zeros(0, np.float32))),
     ),
-    in_weights(f"tensor {UP} has values that are NaN or infinite in float32", value(np.nan)),
     in_weights(
         f"tensor lm_head.weight differs from {EMBED}, though config.json says "
         "tie_word_embeddings true; set that to false to use both, or remove the tensor",

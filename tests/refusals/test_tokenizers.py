@@ -168,10 +168,6 @@ TEMPLATES = [
     template("{{ messages | joined }}", "is no jinja template (line 1: No filter named 'joined'.)"),
     template("{{ raise_exception('no users') }}", "refuses these messages: no users", f"{FILE}, line 1: "),
     template(
-        "{% for message in messages %}<|{{ message.role }}|>{% endfor %}",
-        "writes the same whatever the user says: it must write messages[i].content, as text",
-    ),
-    template(
         "{% for i in range(10 ** 9) %}{% endfor %}",
         "fails with these messages: Range too big. The sandbox blocks ranges larger than MAX_RANGE (100000).",
         f"{FILE}, line 1: ",

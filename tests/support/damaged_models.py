@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import struct
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -99,17 +98,6 @@ def weights(change: Callable[[bytes], bytes]) -> Prepare:
         file.write_bytes(change(file.read_bytes()))
 
     return prepare
-
-
-def value(number: float, name: str = UP) -> Prepare:
-    """A model of which one tensor has this number in it."""
-
-    def change(content: bytes) -> bytes:
-        length = int.from_bytes(content[:8], "little")
-        at = 8 + length + json.loads(content[8 : 8 + length])[name]["data_offsets"][0] + 40
-        return content[:at] + struct.pack("<f", number) + content[at + 4 :]
-
-    return weights(change)
 
 
 def index(change: Callable[[dict[str, Any]], Any]) -> Prepare:
