@@ -35,14 +35,12 @@ class Tokenizer:
       special_tokens: `bos_token`, `eos_token`, `pad_token`, `unk_token` where there is one, as text.
       eos_token_ids: ids that end a response: the eos token and what generation_config.json adds.
       chat_templates: by name; most tokenizers have one, which is the `default`, or none.
-      named_ids: ids that other files of the model name, by file and entry.
     """
 
     def __init__(self, files: TokenizerFiles) -> None:
         self._fast, self._config, self._name = files.fast, files.config, files.name
         self.special_tokens = files.special_tokens
         self.chat_templates = files.chat_templates
-        self.named_ids = files.named_ids
         self.special_tokens_in_content: Literal["text", "tokens"] = "text"
         eos = [self._id("eos_token"), *files.eos_token_ids]
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in eos if i is not None))

@@ -33,7 +33,6 @@ class TokenizerFiles:
     eos_token_ids: tuple[int, ...] = ()  # ids that end a response, beside the eos token's own
     chat_templates: Mapping[str, ChatTemplate] = field(default_factory=dict)  # by name
     config: Mapping[str, Any] = field(default_factory=dict)  # what tokenizer_config.json holds
-    named_ids: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by file and entry that name them
 
 
 def read_folder(folder: Path) -> TokenizerFiles:
@@ -47,24 +46,16 @@ def read_folder(folder: Path) -> TokenizerFiles:
             raise ValueError(f"{folder}: {name} {token!r} is not in the vocabulary of tokenizer.json")
     listed = _templates_of_config(config.get("chat_template"), str(config_file))
     templates = _templates_of_files(folder) or listed
-    named: dict[str, tuple[int, ...]] = {}
     eos: tuple[int, ...] = ()
-    for name in ("config.json", "generation_config.json"):
-        entries = _object(folder / name)
-        for kind in ("bos", "eos", "pad"):
-            key = f"{kind}_token_id"
-            value = entries.get(key)
-            if kind == "pad" and value == -1:
-                continue  # the first Llama files wrote so that there is none
-            named[f"{folder / name}: {key}"] = ids = token_ids(value, f"{folder / name}: {key}")
-            if kind == "eos" and value is not None:
-                eos = ids
-    return TokenizerFiles(fast, special, str(folder), eos, templates, config, named)
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        if (value := _object(file).get("eos_token_id")) is not None:
+            eos = _token_ids(value, f"{file}: eos_token_id")
+    return TokenizerFiles(fast, special, str(folder), eos, templates, config)
 
 
-def token_ids(value: Any, place: str) -> tuple[int, ...]:
-    """The ids of an entry such as `eos_token_id`: null, one, or a list. `place`: file and entry, for messages."""
-    ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+def _token_ids(value: Any, place: str) -> tuple[int, ...]:
+    """The ids of `eos_token_id`: one, or a list. `place`: file and entry, for messages."""
+    ids = tuple(value) if isinstance(value, list) else (value,)
     for i in ids:
         if isinstance(i, bool) or not isinstance(i, int) or i < 0:
             raise ValueError(f"{place} must be a token id, a list of them or null, found {value!r:.80}")

@@ -16,12 +16,6 @@ def check_vocabulary(tokenizer: Tokenizer, model: ModelConfig, path: str) -> Non
             f"{path}: the tokenizer's {token!r} has the id {last}, but the model's vocabulary has {size} tokens "
             f"(ids up to {size - 1}): the tokenizer is of another model, or tokens were added to it alone"
         )
-    bos = () if model.bos_token_id is None else (model.bos_token_id,)
-    named = {**tokenizer.named_ids, f"{path}: bos_token_id": bos, f"{path}: eos_token_id": model.eos_token_ids}
-    for place, ids in named.items():
-        for i in ids:
-            if i >= size:
-                raise ValueError(f"{place} ({i}) must be below the size of the model's vocabulary ({size} tokens)")
 
 
 def check_length(model: ModelConfig, longest: int, asked: str, path: str) -> None:

@@ -1,7 +1,6 @@
 """Which rewards of a run failed, over all its steps, and the lines about its record that are shown at its end.
 
-Counts come from the steps' metrics, so samples that no batch took are among them; texts come from the batches, or else
-from the recorded samples.
+Counts come from the steps' metrics, so samples that no batch took are among them; texts come from the batches.
 """
 
 from __future__ import annotations
@@ -44,9 +43,7 @@ class RewardFailures:
 
 
 def reward_failures(
-    metrics: Sequence[Mapping[str, float]],
-    batches: Sequence[Mapping[str, Any]],
-    samples: Sequence[Mapping[str, Any]] = (),
+    metrics: Sequence[Mapping[str, float]], batches: Sequence[Mapping[str, Any]]
 ) -> RewardFailures | None:
     def total(name: str) -> int:
         values = (line.get(f"reward/{name}", 0.0) for line in metrics)
@@ -55,8 +52,7 @@ def reward_failures(
     kinds = {name: count for name in FAILURES if (count := total(name)) > 0}
     if not kinds:
         return None
-    errors = [(str(text), int(count)) for line in batches for text, count in line.get("errors", ())]
-    errors = errors or [(str(sample["error"]), 1) for sample in samples if sample.get("error")]
+    errors = [(text, count) for line in batches for text, count in line.get("errors", ())]
     texts = Counter[str]()
     for text, count in errors:
         texts[text] += count

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config.inputs import reading
-from jaxrl.record.files import read_lines, to_json, write_all, write_whole
+from jaxrl.record.files import to_json, write_all, write_whole
 
 FILE_NAME = "journal.jsonl"
 SCHEMA = 2
@@ -103,48 +103,19 @@ def _place(entry: Mapping[str, Any]) -> tuple[int, str, tuple[int, ...]]:
 
 
 def read_journal(path: str | Path) -> list[dict[str, Any]]:
-    """The header and the decisions after it; empty if there is no file.
-
-    Raises:
-      ValueError: this is not a journal, or not as it was written: the run could not decide again as it did.
-    """
+    """The header and the decisions after it; empty if there is no file. Raises ValueError for what no crash does to a
+    journal: the run could not decide again as it did."""
     path = Path(path)
     if not os.path.lexists(path):
         return []
     with reading(path):
         content = path.read_bytes()
-    if (fault := _fault(content)) is not None:
-        raise ValueError(
-            f"{path}: damaged ({fault}): bring back the file as it was, or move it away, and steps after the last "
-            "checkpoint ask the clock again"
-        )
-
-    def parse(line: bytes) -> dict[str, Any]:
-        entry = json.loads(line)
-        if "journal" in entry:
-            return entry
-        step, kind, key = _place(entry)
-        if not (isinstance(step, int) and isinstance(kind, str) and all(isinstance(part, int) for part in key)):
-            raise ValueError("step must be a whole number, kind text, key whole numbers")
-        return entry
-
-    def refuse(fault: str) -> None:
-        raise ValueError(f"{fault}: remove or mend the line, or move the file away")
-
-    return read_lines(path, parse, refuse)
-
-
-def _fault(content: bytes) -> str | None:
-    """What no crash does to a journal."""
-    if not content:
-        return "it is empty, and had a header at least"
-    line, _, decisions = content.partition(b"\n")
-    match = _HEADER.fullmatch(line)
-    size, crc32 = map(int, match.groups()) if match else (0, 0)
-    if match is None or line + b"\n" != _header(size, crc32):
-        return f"it must begin with the header of a journal of schema {SCHEMA}, found {line[:80]!r}"
-    if len(decisions) < size:
-        return f"{size} bytes of decisions were written, and {len(decisions)} are there"
-    if zlib.crc32(decisions[:size]) != crc32:
-        return f"the first {size} bytes of its decisions have changed since they were written"
-    return None
+        line, _, decisions = content.partition(b"\n")
+        match = _HEADER.fullmatch(line)
+        size, crc32 = map(int, match.groups()) if match else (0, 0)
+        if line + b"\n" != _header(size, crc32) or zlib.crc32(decisions[:size]) != crc32 or len(decisions) < size:
+            raise ValueError(
+                f"{path}: damaged (not as it was written): bring back the file as it was, or move it away, and steps "
+                "after the last checkpoint ask the clock again"
+            )
+        return [json.loads(each) for each in content.split(b"\n")[:-1]]

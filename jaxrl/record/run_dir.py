@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -100,13 +99,14 @@ class RunDir:
             remove_empty(self._made)
         self._lock.release()
 
-    @cached_property
+    @property
     def earlier(self) -> Config | None:
         """The configuration of the last run in this directory, if there was one."""
         return recorded_config(self.path)
 
     def changes(self, config: Config) -> list[str]:
-        return [] if self.earlier is None else differences(self.earlier, config)
+        earlier = self.earlier
+        return [] if earlier is None else differences(earlier, config)
 
     def resuming(self, changes: Sequence[str], step: int, total_steps: int = 0) -> list[str]:
         of = f" of {total_steps}" if total_steps else ""
@@ -116,7 +116,6 @@ class RunDir:
         """Writes config.yaml, and an entry about this start to run.json, which gets `more` as well."""
         earlier = recorded_start(self.path)
         self._started = True
-        self.__dict__.pop("earlier", None)  # from here on it is this start's
         for name in RUN_FILES:
             for leftover in leftover_temporaries(self.file(name)):  # of a killed start: no other run can write here now
                 leftover.unlink()
@@ -199,26 +198,9 @@ def recorded_start(folder: str | Path) -> Mapping[str, Any] | None:
         return None
     with reading(file):
         found = json.loads(file.read_text(encoding="utf-8"))
-    if (fault := _fault(found)) is not None:
-        raise ValueError(f"{file}: damaged ({fault}): mend it, or move it away")
+    if not isinstance(found, dict) or not isinstance(found.get("devices"), dict):
+        raise ValueError(f"{file}: damaged: mend it, or move it away")
     return found
-
-
-_READ = {  # what a later start reads of run.json: its type, and what it must be
-    "devices": (Mapping, "an object"),
-    "starts": (list | None, "a list"),
-    "checkpoint": (int | None, "a step or null"),
-    "kind": (str | None, "a command's name"),
-    "compilation_cache": (str | None, "a name or null"),
-    "began_with": (str | None, "text or null"),
-}
-
-
-def _fault(found: Any) -> str | None:
-    if not isinstance(found, Mapping):
-        return "not an object"
-    wrong = (name for name, (kind, _) in _READ.items() if not isinstance(found.get(name), kind))
-    return next((f"{name} must be {_READ[name][1]}" for name in wrong), None)
 
 
 def versions() -> dict[str, str]:

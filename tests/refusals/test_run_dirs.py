@@ -24,7 +24,6 @@ RUN = (*TRAIN, "trainer.run_dir={tmp}/run")
 SIMULATED = ("model.path=m", "model.random_init=true", "simulate.model=Qwen2.5-7B", "simulate.num_devices=1")
 SIMULATE = ("simulate", *SIMULATED, "data.task=leg_counting", "simulate.run_dir={tmp}/run")
 DEFAULTS = to_mapping(from_mapping({"model": {"path": "random:gone"}, "data": {"task": "leg_counting"}}))
-REMEDY = "remove or mend the line, or move the file away"
 Prepare = Callable[[Path], object]
 
 
@@ -84,7 +83,6 @@ def damaged(file: str, content: str | bytes | None, sentence: str) -> Refusal:
     return Refusal(RUN, "{tmp}/run/" + sentence, prepared(a_run(**{file: content})))
 
 
-JOURNAL = '{"journal":2,"bytes":           0,"crc32":         0}\n'
 TOLD = '{"journal":2,"bytes":          27,"crc32":         7}\n'
 BRING_BACK = "bring back the file as it was, or move it away, and steps after the last checkpoint ask the clock again"
 PLACES = (
@@ -103,29 +101,16 @@ PLACES = (
 DAMAGED = (
     damaged("run_json", '{"devices": {',
             "run.json: not valid JSON (Expecting property name enclosed in double quotes, column 14)"),
-    damaged("run_json", "[1]", "run.json: damaged (not an object): mend it, or move it away"),
-    damaged("run_json", "{}",
-            "run.json: damaged (devices must be an object): mend it, or move it away"),
-    damaged("run_json", '{"devices": {}, "starts": {}}',
-            "run.json: damaged (starts must be a list): mend it, or move it away"),
+    damaged("run_json", "[1]", "run.json: damaged: mend it, or move it away"),
+    damaged("run_json", "{}", "run.json: damaged: mend it, or move it away"),
     damaged("run_json", None, "run.json: is a directory"),
     damaged("run_json", b"\xff\xfe", "run.json: not UTF-8 text (byte 0)"),
     damaged("config_yaml", "trainer: {seed: 1",
             "config.yaml, line 1: expected ',' or '}', but got '<stream end>'"),
     damaged("config_yaml", "",
             "config.yaml: empty, though it held the options of a run: bring it back, or move it away"),
-    damaged("journal_jsonl", "Monday\n",
-            "journal.jsonl: damaged (it must begin with the header of a journal of schema 2, found b'Monday'): "
-            + BRING_BACK),
-    damaged("journal_jsonl", "",
-            f"journal.jsonl: damaged (it is empty, and had a header at least): {BRING_BACK}"),
-    damaged("journal_jsonl", TOLD,
-            f"journal.jsonl: damaged (27 bytes of decisions were written, and 0 are there): {BRING_BACK}"),
-    damaged("journal_jsonl", TOLD + '{"step":1,"kind":"verdict"}\n',
-            "journal.jsonl: damaged (the first 27 bytes of its decisions have changed since they were written): "
-            + BRING_BACK),
-    damaged("journal_jsonl", JOURNAL + '{"step":1,"kind":"verdict","key":["a"]}\n',
-            f"journal.jsonl, line 2: damaged (step must be a whole number, kind text, key whole numbers): {REMEDY}"),
+    *(damaged("journal_jsonl", content, f"journal.jsonl: damaged (not as it was written): {BRING_BACK}")
+      for content in ("Monday\n", TOLD, TOLD + '{"step":1,"kind":"verdict"}\n')),
 )  # fmt: skip
 SIMULATIONS = (
     Refusal(
@@ -174,7 +159,7 @@ OTHERS = (
         "model.path in {tmp}/run/config.yaml",
         a_run(),
     ),
-    export("{tmp}/run/run.json: damaged (not an object): mend it, or move it away", a_run(run_json="1")),
+    export("{tmp}/run/run.json: damaged: mend it, or move it away", a_run(run_json="1")),
     export("the folder to write: {tmp}/out is not a folder", a_run(), file("out")),
     export("{tmp}/out must be empty or absent: an export never overwrites", a_run(), folder("out"), file("out/mine")),
     export(
