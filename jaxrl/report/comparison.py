@@ -6,7 +6,6 @@ those of modelled devices.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from html import escape
@@ -28,7 +27,6 @@ MOST_RUNS = 8
 _WHOSE = ("trainer.run_dir", "trainer.experiment_name", "simulate.run_dir")
 """Options that name a run, and so always differ."""
 _SHOWN_OPTIONS = 12  # of a summary
-_WIDTH = 80
 _MISSING = "–"
 
 
@@ -48,14 +46,10 @@ def write_comparison(
 
 
 def names_of(runs: Sequence[RecordedRun]) -> list[str]:
-    """Folders' names, with as many folders above as tell the runs apart, and whether they were simulated."""
-    paths = [run.folder.resolve() for run in runs]
-    for depth in range(1, max(len(path.parts) for path in paths) + 1):
-        names = ["/".join(path.parts[-depth:]) for path in paths]
-        if len(set(names)) == len(names):
-            break
-    else:  # one run, named twice
-        names = [path.name for path in paths]
+    """Folders' names, or where these do not tell the runs apart their paths; and whether they were simulated."""
+    names = [run.folder.resolve().name for run in runs]
+    if len(set(names)) < len(names):
+        names = [str(run.folder) for run in runs]
     return [f"{name} (simulated)" if run.is_simulated else name for name, run in zip(names, runs, strict=True)]
 
 
@@ -145,7 +139,8 @@ def _charts(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[Chart]:
 def _figures(figures: Sequence[Figure], names: Sequence[str]) -> str:
     def cell(figure: Figure, index: int) -> str:
         beside = f"<p class=sub>{escape(text)}</p>" if (text := figure.beside_first(index)) else ""
-        return f"<td class=num>{_MISSING if figure.values[index] is None else escape(figure.text(index))}{beside}</td>"
+        value = figure.values[index]
+        return f"<td class=num>{_MISSING if value is None else escape(figure.shown(value))}{beside}</td>"
 
     rows = [(breakable(figure.name), [cell(figure, i) for i in range(len(names))]) for figure in figures]
     return "<p class=sub>Below a number: how it stands to A's.</p>" + _table("", names, rows)
@@ -176,20 +171,20 @@ def _table(first: str, names: Sequence[str], rows: Sequence[tuple[str, Sequence[
 
 
 def summary(runs: Sequence[RecordedRun], names: Sequence[str], figures: Sequence[Figure]) -> str:
-    """Figures and options that differ, for a terminal of 80 columns and up to four runs."""
-    lines = [f"{letter(i)}  {name}" for i, name in enumerate(names)]
-    lines += ["", *_columns([["", *(letter(i) for i in range(len(names)))], *(_cells(each) for each in figures)])]
+    """Figures and options that differ, for a terminal."""
+    lines = [*(f"{letter(i)}  {name}" for i, name in enumerate(names)), ""]
+    rows = [["", *(letter(i) for i in range(len(names)))], *(_cells(each) for each in figures)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *cells in rows:
+        right = (f"  {cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
+        lines.append(f"{name:<{widths[0]}}{''.join(right)}")
     found = differing(runs)
     lines += ["", f"{_differ(found)}{':' if found else ''}"]
     for path, values in list(found.items())[:_SHOWN_OPTIONS]:
-        text = "  ".join(
-            f"{letter(i)} {value if len(value) <= 24 else f'{value[:23]}…'}" for i, value in enumerate(values)
-        )
-        lines += [f"  {path}  {text}"] if len(path) + len(text) + 4 <= _WIDTH else [f"  {path}", f"      {text}"]
+        lines.append(f"  {path}" + "".join(f"  {letter(i)} {value}" for i, value in enumerate(values)))
     if len(found) > _SHOWN_OPTIONS:
         lines.append(f"  and {len(found) - _SHOWN_OPTIONS} more on the page")
-    notes = [line for text in _notes(runs, names) for line in textwrap.wrap(text, _WIDTH)]
-    return "\n".join([*lines, *([""] if notes else []), *notes])
+    return "\n".join([*lines, *_notes(runs, names)])
 
 
 def _differ(options: Mapping[str, Any]) -> str:
@@ -197,21 +192,7 @@ def _differ(options: Mapping[str, Any]) -> str:
 
 
 def _cells(figure: Figure) -> list[str]:
-    found = [figure.name]
-    for i, value in enumerate(figure.values):
-        if value is None:
-            found.append(_MISSING)
-        elif len(figure.values) == 2:
-            found.append(f"{figure.text(i)} {figure.beside_first(i)}".rstrip())
-        else:  # more runs leave no room for steps and differences; the page has them
-            found.append(figure.shown(value))
-    return found
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    found: list[str] = []
-    for name, *cells in rows:
-        right = (f"  {cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
-        found.append(f"{name:<{widths[0]}}{''.join(right)}")
-    return found
+    shown = [_MISSING if value is None else figure.shown(value) for value in figure.values]
+    if len(shown) == 2:  # more runs leave no room for differences; the page has them
+        shown[1] = f"{shown[1]} {figure.beside_first(1)}".rstrip()
+    return [figure.name, *shown]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from statistics import fmean
@@ -21,7 +21,7 @@ from jaxrl.record.timeline import ROW
 from jaxrl.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, figure, frame, ticks_of
 
 _TAIL_BYTES = 8 << 20
-_WANTED = (f'"cat":"{ROW}"'.encode(), b'"name":"step"', b'"name":"testing"')
+_WANTED = (f'"cat":"{ROW}"'.encode(), b'"name":"step"')
 _APART = 0.06  # between bars, in percent of the width
 _COLUMNS, _RANKS, _LEVELS = 90, 24, 8
 MOST_ROWS = 64
@@ -35,6 +35,8 @@ _ENDS = {  # of a request in a row: label and colour
 }
 
 Batches = Sequence[Mapping[str, Any]]
+Event = Mapping[str, Any]
+"""Of the timeline."""
 
 
 def histogram_card(batches: Batches) -> str:
@@ -116,113 +118,79 @@ def _ranked(values: Sequence[float], ranks: int) -> list[float]:
     return [ordered[i * len(ordered) // ranks] for i in range(ranks)]
 
 
-@dataclass(frozen=True, slots=True)
-class RequestSpan:
-    """A request in a row: seconds since the round's first one, why it left the row, and its tokens if it ended
-    there."""
-
-    name: str
-    start_s: float
-    end_s: float
-    end: str
-    tokens: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class RoundRows:
-    """The rows of a round, each with its requests in order; `end_s`: when the last one ended."""
-
-    step: float
-    rows: dict[str, list[RequestSpan]]
-    end_s: float
-
-
-def read_round(file: Path) -> RoundRows | None:
-    """The last round without evaluations; None where no rows were drawn. Damaged lines are left out."""
-    if not file.is_file():
-        return None
-    spans: list[dict[str, Any]] = []
-    steps: list[dict[str, Any]] = []
-    tests: list[dict[str, Any]] = []
-    for event in _events(file):
-        kind = spans if event.get("cat") == ROW else steps if event["name"] == "step" else tests
-        kind.append(event)
-    spans = [each for each in spans if not any(_holds(test, each) for test in tests)]
+def last_round(file: Path) -> tuple[int, list[Event]]:
+    """The last step with rows in a timeline, and the spans of requests in them, without evaluations; no spans where
+    none were drawn. Damaged lines are left out."""
+    steps: list[Event] = []
+    spans: list[Event] = []
+    for event in _events(file) if file.is_file() else ():
+        if event.get("cat") != ROW:
+            steps.append(event)
+        elif not event["name"].startswith("val "):
+            spans.append(event)
     for step in reversed(steps):
         if inside := [each for each in spans if _holds(step, each)]:
-            return _round(step, inside)
-    return None
+            return step["args"]["step"], sorted(inside, key=lambda event: event["ts"])
+    return 0, []
 
 
-def _events(file: Path) -> Iterator[dict[str, Any]]:
+def _events(file: Path) -> Iterator[Event]:
     with open(file, "rb") as opened:
-        size = opened.seek(0, 2)
-        opened.seek(max(size - _TAIL_BYTES, 0))
+        opened.seek(max(opened.seek(0, 2) - _TAIL_BYTES, 0))
         for line in opened:
-            if not any(wanted in line for wanted in _WANTED):
-                continue
-            try:
-                event = json.loads(line.rstrip(b",\r\n"))
-            except ValueError:
-                continue  # what a crash has cut, or where the tail begins
-            if event.get("ph") == "X" and all(isinstance(event.get(key), int | float) for key in ("ts", "dur", "pid")):
-                yield event
+            if any(wanted in line for wanted in _WANTED):
+                with suppress(ValueError):  # what a crash has cut, or where the tail begins
+                    yield json.loads(line.rstrip(b",\r\n"))
 
 
-def _holds(outer: dict[str, Any], inner: dict[str, Any]) -> bool:
+def _holds(outer: Event, inner: Event) -> bool:
     """Whether a span ends inside another one of the same start."""
     end = inner["ts"] + inner["dur"]
     return outer["pid"] == inner["pid"] and outer["ts"] <= end <= outer["ts"] + outer["dur"] + 1
 
 
-def _round(step: dict[str, Any], inside: list[dict[str, Any]]) -> RoundRows:
-    began = min(each["ts"] for each in inside)
-    rows: dict[str, list[RequestSpan]] = {}
-    for each in sorted(inside, key=lambda event: event["ts"]):
-        args = each.get("args", {})
-        start, end = ((each["ts"] - began) / 1e6, (each["ts"] + each["dur"] - began) / 1e6)
-        span = RequestSpan(str(each["name"]), start, end, str(args.get("end")), args.get("tokens"))
-        rows.setdefault(str(args.get("row")), []).append(span)
-    rows = {row: found for row, found in rows.items() if all(part.isdigit() for part in row.split("."))}
-    last = max((span.end_s for found in rows.values() for span in found), default=0.0)
-    return RoundRows(step.get("args", {}).get("step", 0), rows, last)
-
-
-def rows_card(found: RoundRows | None) -> str:
-    if found is None:
+def rows_card(step: int, spans: Sequence[Event]) -> str:
+    if not spans:
         return ""
-    names = sorted(found.rows, key=lambda row: [int(part) for part in row.split(".")])
+    rows: dict[str, list[Event]] = {}
+    for span in spans:
+        rows.setdefault(span["args"]["row"], []).append(span)
+    began = spans[0]["ts"]
+    end = max(max(span["ts"] + span["dur"] for span in spans) - began, 1e-3) / 1e6
+    names = sorted(rows, key=lambda row: [int(part) for part in row.split(".")])
     shown = names[:: -(-len(names) // MOST_ROWS)]
     tall = max(min((HEIGHT * 1.4) / len(shown), 16), 4)
     base = TOP + tall * len(shown)
-    end = max(found.end_s, 1e-9)
-    share = 100 / end  # of the width, for each second
     bars = []
     for i, row in enumerate(shown):
         y = TOP + tall * i
-        bars += [_bar(span, row, share, y, tall) for span in found.rows[row]]
+        bars += [_bar(span, (span["ts"] - began) / 1e6, 100 / end, y, tall) for span in rows[row]]
         if i % max(1, round(14 / tall)) == 0:
             bars.append(f"<text x=-6 y={y + tall / 2 + 4:.1f} text-anchor=end>{escape(row)}</text>")
     for tick in ticks_of(0, end):
         if tick <= end:
-            x = f"{share * tick:.2f}%"
+            x = f"{100 / end * tick:.2f}%"
             bars.append(f"<line class=grid x1={x} x2={x} y1={TOP} y2={base:.1f} />")
             bars.append(f"<text x={x} y={base + 16:.1f} text-anchor=middle>{number(tick)}</text>")
-    ends = {span.end for row in shown for span in found.rows[row]}
+    ends = {span["args"]["end"] for row in shown for span in rows[row]}
     legend = [label for end_, label in _ENDS.items() if end_ in ends]
     some = f", {len(shown)} of {len(names)} rows" if len(shown) < len(names) else ""
-    title = f"Rows in step {found.step:g}"
     until = "until the end of the plan (rollout.decode_steps tokens) in which it ended"
     unit = f"seconds; a bar is a response, {until}{some}"
     # without a viewBox: lengths are shares of the width, so that it fits a phone with text of the same size
     view = f"style='height:{base + BOTTOM:.4g}px'"
-    return f"<section class='charts rows'>{figure(title, unit, legend, ''.join(bars), view)}</section>"
+    return (
+        f"<section class='charts rows'>{figure(f'Rows in step {step:g}', unit, legend, ''.join(bars), view)}</section>"
+    )
 
 
-def _bar(span: RequestSpan, row: str, share: float, y: float, tall: float) -> str:
-    label, colour = _ENDS.get(span.end, _ENDS["abort"])
-    tokens = "" if span.tokens is None else f", {span.tokens} tokens"
-    title = f"row {row}: {span.name}, {number(span.start_s)} to {number(span.end_s)} s, {label}{tokens}"
-    x, width = share * span.start_s, max(share * (span.end_s - span.start_s) - _APART, _APART)
+def _bar(span: Event, start_s: float, share: float, y: float, tall: float) -> str:
+    """`share`: of the width, in percent for each second."""
+    args, seconds = span["args"], span["dur"] / 1e6
+    label, colour = _ENDS.get(args["end"], _ENDS["abort"])
+    tokens = f", {args['tokens']} tokens" if "tokens" in args else ""
+    times = f"{number(start_s)} to {number(start_s + seconds)} s"
+    title = f"row {args['row']}: {span['name']}, {times}, {label}{tokens}"
+    x, width = share * start_s, max(share * seconds - _APART, _APART)
     box = f"x={x:.2f}% y={y + 0.5:.1f} width={width:.2f}% height={tall - 1:.1f}"
     return f"<rect class={colour} {box}><title>{escape(title)}</title></rect>"

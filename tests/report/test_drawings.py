@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jaxrl.report.drawings import RequestSpan, RoundRows, heat_card, histogram_card, rows_card
+from jaxrl.report.drawings import heat_card, histogram_card, rows_card
 
 
 def batch(step: int, groups: list[float], lengths: dict[int, int], limit: int = 320) -> dict[str, Any]:
@@ -69,7 +69,10 @@ def test_nothing_is_drawn_where_all_rewards_are_equal():
 
 
 def test_responses_that_were_cut_have_a_colour_that_warns():
-    stays = [RequestSpan("0.1.0", 0.0, 1.0, "stop", 3), RequestSpan("0.1.1", 1.0, 4.0, "length", 8)]
-    text = rows_card(RoundRows(3, {"0.0": stays}, 4.0))
+    stays = [
+        {"name": "0.1.0", "ts": 7e6, "dur": 1e6, "args": {"row": "0.0", "end": "stop", "tokens": 3}},
+        {"name": "0.1.1", "ts": 8e6, "dur": 3e6, "args": {"row": "0.0", "end": "length", "tokens": 8}},
+    ]
+    text = rows_card(3, stays)
     assert re.findall(r"<li class='(\w+)'>([\w ]+)", text) == [("c1", "ended"), ("c2", "cut at the limit")]
     assert re.findall(r"<rect class=(\w+) x=(\S+)%", text) == [("c1", "0.00"), ("c2", "25.00")]
