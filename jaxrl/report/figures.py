@@ -13,7 +13,7 @@ from jaxrl.report.charts import Point, finite
 from jaxrl.report.curves import short, validation_names
 from jaxrl.report.runs import RecordedRun
 
-How = Literal["first", "last", "mean", "median", "sum", "begin", "end", "best"]
+How = Literal["first", "last", "mean", "median", "sum", "begin", "end", "most", "least"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,10 @@ def summed(points: Sequence[Point], how: How) -> float | None:
             return values[0]
         case "end":
             return values[-1]
-        case "best":
+        case "most":
             return max(values)
+        case "least":
+            return min(values)
 
 
 _ROWS: tuple[tuple[str, str | tuple[str, ...], How, bool], ...] = (
@@ -102,7 +104,8 @@ def figures_of(runs: Sequence[RecordedRun]) -> list[Figure]:
         found.append(row(f"reward, last tenth of the first {min(last):g} steps", reward, "last", upto=min(last)))
     found += [row(f"reward, {which} tenth of the steps", reward, which) for which in ("first", "last")]
     for key in dict.fromkeys(key for run in runs for key in validation_names(run)[:2]):
-        hows: tuple[tuple[str, How], ...] = (("first", "begin"), ("last", "end"), ("best", "best"))
+        best: How = "least" if key.endswith("loss") else "most"
+        hows: tuple[tuple[str, How], ...] = (("first", "begin"), ("last", "end"), ("best", best))
         found += [row(f"held-out {short(key)}, {which}", key, how) for which, how in hows]
     found += [row(*each) for each in _ROWS]
     kinds = [row(kind, f"reward/{kind}", "sum").values for kind in FAILURES]
