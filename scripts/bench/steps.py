@@ -11,17 +11,16 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.harness import prepare_devices
+from bench.worker import Ask, process_figures
+
 from jaxrl.config import from_mapping
 from jaxrl.models.config import ModelConfig
 from jaxrl.record.metrics import UPDATE_PHASES
-
-from .records import prepare_devices
-from .worker import Ask, peak_bytes, resident_bytes
 
 REWARD = '''"""A reward that costs nothing and differs between responses."""
 
@@ -33,8 +32,58 @@ WORDS = ("one", "two", "three", "seven", "eleven", "plus", "minus", "times", "mo
 PROMPT_SLACK = 8  # a prompt made of words may miss its length by part of a word
 
 
+def write_tokenizer(config: ModelConfig, folder: Path) -> str:
+    """A model folder without weights: config.json, and a tokenizer with one word per token id; returns its path."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocab = {f"t{i}": i for i in range(config.vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "t0", "pad_token": "t0", "unk_token": "t0"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(config.to_hf()), encoding="utf-8")
+    return str(folder)
+
+
+def write_inputs(folder: Path, tokenizer_path: str, count: int, prompt_tokens: int, seed: int) -> None:
+    """train.jsonl with `count` distinct prompts of about `prompt_tokens` tokens (never more), and reward.py."""
+    from jaxrl.data.tokenizer import Tokenizer
+
+    tokenizer, draw = Tokenizer.from_path(tokenizer_path), random.Random(seed)
+    words = [f"t{i}" for i in range(tokenizer.vocab_size)] if tokenizer.decode([1]) == "t1" else WORDS
+    with open(folder / "train.jsonl", "w", encoding="utf-8") as file:
+        for _ in range(count):
+            text = draw.choice(words)
+            while len(tokenizer.encode(longer := f"{text} {draw.choice(words)}")) <= prompt_tokens:
+                text = longer
+            file.write(json.dumps({"question": text, "answer": "0"}) + "\n")
+    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+
+
+def run_options(options: Any, folder: Path, path: str, **more: dict[str, Any]) -> dict[str, Any]:
+    """Of a run over the inputs of a folder; `more`: options added to each section."""
+    found: dict[str, dict[str, Any]] = {
+        "model": {"path": path},
+        "data": {
+            "train_files": [str(folder / "train.jsonl")],
+            "apply_chat_template": False,
+            "max_prompt_length": options.prompt_tokens + PROMPT_SLACK,
+            "max_response_length": options.new,
+            "train_batch_size": options.prompts,
+            "seed": options.seed,
+        },
+        "rollout": {"n": options.samples},
+        "actor": {"old_logprobs": "rollout", "optim": {"lr": 1e-6}},
+        "reward": {"kind": "custom", "path": str(folder / "reward.py")},
+        "trainer": {"seed": options.seed, "save_freq": 0},
+    }
+    return {section: values | more.get(section, {}) for section, values in found.items()}
+
+
 @dataclass(frozen=True, slots=True)
-class StepSpec:
+class Steps:
     """Steps of a run.
 
     Attributes:
@@ -48,46 +97,7 @@ class StepSpec:
     stop_ids: tuple[int, ...] = ()
 
 
-def write_tokenizer(config: ModelConfig, folder: Path) -> None:
-    """A model folder without weights: config.json, and a tokenizer with one word per token id."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    vocab = {f"t{i}": i for i in range(config.vocab_size)}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="t0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    names = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "t0", "pad_token": "t0", "unk_token": "t0"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(names), encoding="utf-8")
-    (folder / "config.json").write_text(json.dumps(config.to_hf()), encoding="utf-8")
-
-
-def write_inputs(folder: Path, tokenizer_path: str, count: int, prompt_tokens: int, seed: int) -> None:
-    """train.jsonl with `count` distinct prompts of about `prompt_tokens` tokens (never more), and reward.py."""
-    from jaxrl.data.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer.from_path(tokenizer_path)
-    draw = random.Random(seed)
-    synthetic = tokenizer.decode([1]) == "t1"
-    words = [f"t{i}" for i in range(tokenizer.vocab_size)] if synthetic else WORDS
-    with open(folder / "train.jsonl", "w", encoding="utf-8") as file:
-        for _ in range(count):
-            text = draw.choice(words)
-            while len(tokenizer.encode(longer := f"{text} {draw.choice(words)}")) <= prompt_tokens:
-                text = longer
-            file.write(json.dumps({"question": text, "answer": "0"}) + "\n")
-    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
-
-
-def export(spec: tuple[str, str], ask: Ask) -> None:
-    """What `jaxrl export` does, in float32: spec is (model.path or random:folder, target folder)."""
-    from jaxrl.commands.export import export
-
-    export(*spec, "float32")
-    ask({})
-
-
-def run(spec: StepSpec, ask: Ask) -> None:
+def run(spec: Steps, ask: Ask) -> None:
     """Trains step by step: per request one step, its metrics as the loop reports them, what the timeline shows of it,
     and the peak memory."""
     devices = prepare_devices(spec.devices)
@@ -106,7 +116,7 @@ def run(spec: StepSpec, ask: Ask) -> None:
     from jaxrl.train.training_step import Models
 
     config = from_mapping(spec.options)
-    baseline = resident_bytes()
+    baseline = process_figures().get("rss_bytes", 0)
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         mesh = make_mesh(devices)
@@ -117,13 +127,11 @@ def run(spec: StepSpec, ask: Ask) -> None:
         timeline = stack.enter_context(Timeline(scratch / "timeline.json"))
         journal = stack.enter_context(contextlib.closing(Journal(scratch / "journal.jsonl", -1)))
         workers = build_workers(config, model, mesh)
-        engines = build_engines(config, workers, tokenizer, None, None)
         machine = MeshMachine(config, mesh, workers, stack, trainer, None, None, timeline)
-        info: dict[str, Any] = {"parameters": model.num_params()}
-        steps = _Steps(ask, info, baseline, timeline, scratch / "timeline.json")
-        run = Run(
+        steps = _Callbacks(ask, baseline, timeline, scratch / "timeline.json")
+        loop = Run(
             config=config,
-            workers=engines,
+            workers=build_engines(config, workers, tokenizer, None, None),
             executors=workers,
             machine=machine,
             weights=lambda: trainer.params,
@@ -139,27 +147,25 @@ def run(spec: StepSpec, ask: Ask) -> None:
             journal=journal,
             on_step=steps.on_step,
             stop=steps.stop,
-        )
-        loop = run.loop()
+        ).loop()
         loop.backend.enter_rollout(0)
         began = time.perf_counter()
-        info["programs"] = workers.warm_up(first=[trainer.programs, *machine.update_programs])
-        info["warm_up_s"] = time.perf_counter() - began
+        steps.values = {"programs": workers.warm_up(first=[trainer.programs, *machine.update_programs])}
+        steps.values |= {"warm_up_s": time.perf_counter() - began, "parameters": model.num_params()}
         loop.run()
 
 
-class _Steps:
-    """Callbacks of the run: between any two steps the worker waits for its next request."""
+class _Callbacks:
+    """Of the run: between any two steps the worker waits for its next request."""
 
-    def __init__(
-        self, ask: Callable[[dict[str, Any]], Any], info: dict[str, Any], baseline: int, timeline: Any, file: Path
-    ) -> None:
-        self._ask, self._values, self._baseline, self._timeline, self._file = ask, info, baseline, timeline, file
+    def __init__(self, ask: Ask, baseline: int, timeline: Any, file: Path) -> None:
+        self._ask, self._baseline, self._timeline, self._file = ask, baseline, timeline, file
         self._seen, self._is_between = 0, True
+        self.values: dict[str, Any] = {}
 
     def stop(self) -> bool:
         is_between, self._is_between = self._is_between, False  # it is asked after every plan, too
-        return is_between and self._ask(self._values) is None
+        return is_between and self._ask(self.values) is None
 
     def on_step(self, step: int, measured: dict[str, float], groups: Any) -> None:
         self._is_between = True
@@ -170,10 +176,11 @@ class _Steps:
         hidden = measured.get("rollout/scale_down/hidden_s", 0.0)
         update = sum(phases.get(f"timing_s/{name}", 0.0) for name in UPDATE_PHASES)
         tokens = [len(sample) for group in groups for sample in group.samples]
-        prompts = [len(group.prompt.token_ids) for group in groups for _ in group.samples]
-        self._values = {
+        peak = process_figures().get("peak_bytes", 0)
+        self.values = {
             "seconds": measured["timing_s/step"],
             **phases,
+            "residual_share": 2 - sum(phases.values()) / measured["timing_s/step"],  # in no phase; step is one of them
             "update_s": update,
             "hidden_s": hidden,
             "hidden_share": hidden / (hidden + update),
@@ -183,9 +190,9 @@ class _Steps:
             "recompiles": float(measured["rollout/recompiles"] + measured["actor/recompiles"]),
             "response_tokens": float(sum(tokens)),
             "longest": float(max(tokens)),
-            "prompt_tokens": float(sum(prompts)),
-            "peak_bytes": float(peak_bytes()),
-            "peak_above_baseline_bytes": float(peak_bytes() - self._baseline),
+            "prompt_tokens": float(sum(len(group.prompt.token_ids) * len(group.samples) for group in groups)),
+            "peak_bytes": float(peak),
+            "peak_above_baseline_bytes": float(peak - self._baseline),
         }
 
 
@@ -196,11 +203,11 @@ def beside(lines: str) -> float:
     for event in events:
         if event["ph"] == "X" and (event["name"] == "plan" or event["name"].startswith("part ")):
             spans[event["name"] == "plan"].append((event["ts"], event["ts"] + event["dur"]))
-    plans, parts = merged(spans[True]), merged(spans[False])
+    plans, parts = _merged(spans[True]), _merged(spans[False])
     return sum(max(min(a[1], b[1]) - max(a[0], b[0]), 0.0) for a in plans for b in parts) / 1e6
 
 
-def merged(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def _merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """The union of intervals, as disjoint ones in order."""
     found: list[tuple[float, float]] = []
     for first, last in sorted(spans):
@@ -209,15 +216,3 @@ def merged(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
         else:
             found.append((first, last))
     return found
-
-
-def data_options(folder: str, prompts: int, prompt_tokens: int, new: int, seed: int) -> dict[str, Any]:
-    """Those of `data`, for a folder that `write_inputs` made, with batches of `prompts` prompts."""
-    return {
-        "train_files": [str(Path(folder) / "train.jsonl")],
-        "apply_chat_template": False,
-        "max_prompt_length": prompt_tokens + PROMPT_SLACK,
-        "max_response_length": new,
-        "train_batch_size": prompts,
-        "seed": seed,
-    }
