@@ -229,7 +229,7 @@ def shown(name: str, value: float) -> str:
     """A figure in print; the end of its name says its unit."""
     if re.search(r"^seconds|^timing_s/|(?<!per)_s$", name):
         return f"{value:.3f} s" if abs(value) >= 1 else f"{value * 1e3:.3f} ms"
-    if re.search(r"(_fraction|_share|mfu|mfu_datasheet|error|_rate)$", name) and abs(value) < 10:
+    if re.search(r"(_fraction|_share|mfu|mfu_datasheet|^error|_rate)$", name) and abs(value) < 10:
         return f"{value:.1%}"
     if name.endswith("bytes_per_s"):
         return f"{value / 1e9:.1f} GB/s"

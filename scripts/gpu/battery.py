@@ -16,7 +16,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,13 +25,12 @@ from typing import Any, Literal
 
 Status = Literal["passed", "failed", "over its limit", "cut off"]
 """`cut off`: the minutes were up, or the battery was stopped, before the part's own limit."""
-
-FOLDER = "{folder}"
-"""In a command: where the part writes its records."""
 LOG_BYTES = 60_000
 """What is kept of a part's output: its end."""
+PATIENCE = 2.5
+"""A part is ended after so many times its seconds."""
 GRACE_S = 3.0
-_POLL_S = 0.05
+"""Between SIGTERM and SIGKILL to a part."""
 RESERVE_S = 5.0
 """Of the minutes: to stop what runs, and for the page."""
 
@@ -53,13 +51,6 @@ class Part:
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def limit_s(self) -> float:
-        return PATIENCE * self.seconds
-
-
-PATIENCE = 2.5
-
 
 @dataclass(slots=True)
 class _Running:
@@ -67,10 +58,6 @@ class _Running:
     process: subprocess.Popen[bytes]
     folder: tempfile.TemporaryDirectory[str]
     began_s: float
-
-    @property
-    def log(self) -> Path:
-        return Path(self.folder.name) / "log"
 
 
 class Battery:
@@ -82,8 +69,6 @@ class Battery:
       head: of the records of parts: date, commit, device and so on; asked whenever one has ended.
       environment: of all parts.
       at_once: how many run side by side. More than one is for trials: nothing is worth timing then.
-      grace_s: between SIGTERM and SIGKILL to a part.
-      reserve_s: of the minutes, for what comes when they are nearly up.
       say: progress.
       on_end: called when a part has ended and its records are written (the page is made then).
     """
@@ -96,23 +81,19 @@ class Battery:
         environment: Mapping[str, str],
         *,
         at_once: int = 1,
-        grace_s: float = GRACE_S,
-        reserve_s: float = RESERVE_S,
         say: Callable[[str], None] = print,
         on_end: Callable[[], object] = lambda: None,
     ) -> None:
         self.parts, self.out = parts, out
         self._head, self._environment = head, environment
         self._at_once, self._say, self._on_end = at_once, say, on_end
-        self._grace_s, self._reserve_s = grace_s, reserve_s
         self._running: list[_Running] = []
         out.mkdir(parents=True, exist_ok=True)
 
-    # -- what is there -----------------------------------------------------------------------------------------------
-
     def records(self) -> list[dict[str, Any]]:
         """Everything recorded so far, oldest first."""
-        return read(self.out)
+        file = self.out / "records.jsonl"
+        return lines(file) if file.exists() else []
 
     def statuses(self) -> dict[str, Status]:
         """How each part ended that was tried, the last time."""
@@ -137,18 +118,16 @@ class Battery:
         fresh = [part for part in chosen if part.name not in ended]
         return fresh + [part for part in chosen if ended.get(part.name, "passed") != "passed"]
 
-    # -- running -----------------------------------------------------------------------------------------------------
-
     def run(self, wanted: Sequence[Part], seconds: float) -> None:
         """Runs parts for that long. One that fails does not stop the others; one that does not fit any more is left
         for a later call, and a shorter one behind it may still fit."""
-        end_s, waiting = time.monotonic() + seconds - self._reserve_s, list(wanted)
+        end_s, waiting = time.monotonic() + seconds - RESERVE_S, list(wanted)
         try:
             while waiting or self._running:
                 if waiting and len(self._running) < self._at_once:
                     self._begin(waiting.pop(0), end_s)
                     continue
-                time.sleep(_POLL_S)
+                time.sleep(0.05)
                 self._end_those_due(end_s)
         finally:  # a signal comes through here
             for each in self._running:
@@ -162,10 +141,9 @@ class Battery:
             return
         self._say(f"-- {part.name}")
         folder = tempfile.TemporaryDirectory(prefix="battery-", ignore_cleanup_errors=True)
-        command = [word.replace(FOLDER, folder.name) for word in part.command]
         with (Path(folder.name) / "log").open("wb") as log:
             process = subprocess.Popen(
-                command,
+                [word.replace("{folder}", folder.name) for word in part.command],
                 env={**self._environment, **part.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -182,24 +160,24 @@ class Battery:
                 status = "failed" if code else "passed"
             elif now >= end_s:
                 status = "cut off"
-            elif now >= each.began_s + each.part.limit_s:
+            elif now >= each.began_s + PATIENCE * each.part.seconds:
                 status = "over its limit"
             if status is not None:
                 self._running.remove(each)
                 self._finish(each, status)
 
     def _finish(self, running: _Running, status: Status) -> None:
-        end_group(running.process, self._grace_s)
-        seconds = time.monotonic() - running.began_s
-        part, code = running.part, running.process.returncode
-        found = [record for file in sorted(Path(running.folder.name).glob("*.jsonl")) for record in _lines(file)]
+        end_group(running.process)
+        seconds, part, folder = time.monotonic() - running.began_s, running.part, Path(running.folder.name)
+        found = [record for file in sorted(folder.glob("*.jsonl")) for record in lines(file)]
         command = " ".join(Path(word).name if os.path.isabs(word) else word for word in part.command)
+        code = running.process.returncode
         result = {"part": part.name, "status": status, "exit_status": code, "seconds": round(seconds, 2)}
         # one write: a battery that is killed leaves all of a part's records or none
         with (self.out / "records.jsonl").open("a", encoding="utf-8") as file:
-            lines = [record | {"part": part.name} for record in found] + [dict(self._head(command)) | result]
-            file.write("".join(json.dumps(line) + "\n" for line in lines))
-        output = running.log.read_bytes()[-LOG_BYTES:].decode("utf-8", errors="replace")
+            every = [record | {"part": part.name} for record in found] + [dict(self._head(command)) | result]
+            file.write("".join(json.dumps(line) + "\n" for line in every))
+        output = (folder / "log").read_bytes()[-LOG_BYTES:].decode("utf-8", errors="replace")
         with (self.out / "log.txt").open("a", encoding="utf-8") as file:
             file.write(f"\n######## {part.name}: {status} after {seconds:.0f} s\n$ {command}\n{output}")
         running.folder.cleanup()
@@ -209,55 +187,22 @@ class Battery:
         self._on_end()
 
 
-def read(out: Path) -> list[dict[str, Any]]:
-    """The records of a battery's folder, oldest first; a last line that was cut off is no record.
-
-    Raises:
-      ValueError: a line, not the last, is no record.
-    """
-    file = out / "records.jsonl"
-    if not file.exists():
-        return []
+def lines(file: Path) -> list[dict[str, Any]]:
+    """The records of a file. A last line that a kill or a full disk has cut off is no record, and goes."""
     text = file.read_text(encoding="utf-8")
-    if text and not text.endswith("\n"):  # a kill in the middle of a write, or a full disk
+    if text and not text.endswith("\n"):
         text = text[: text.rfind("\n") + 1]
         file.write_text(text, encoding="utf-8")
-    found: list[dict[str, Any]] = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            raise ValueError(f"{file}, line {number}: must be one JSON object: remove the line") from None
-    return found
+    return [json.loads(line) for line in text.splitlines()]
 
 
-def _lines(file: Path) -> list[dict[str, Any]]:
-    """A part's records; it may have been killed while it wrote the last."""
-    whole = file.read_text(encoding="utf-8").rpartition("\n")[0]
-    return [json.loads(line) for line in whole.splitlines()]
-
-
-def end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
+def end_group(process: subprocess.Popen[bytes]) -> None:
     """Ends a process that leads a group, and whatever it has left in the group."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=grace_s)
+            process.wait(timeout=GRACE_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def end_on_sigterm() -> None:
-    """SIGTERM ends the process as an exception, so that what `Battery.run` has begun ends with it."""
-
-    def end(*_: object) -> None:
-        raise SystemExit(128 + signal.SIGTERM)
-
-    signal.signal(signal.SIGTERM, end)
-
-
-def python(*words: str) -> tuple[str, ...]:
-    """A command of this Python."""
-    return (sys.executable, *words)
