@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Benchmarks: `python scripts/bench.py NAME --help`. docs/benchmarks/README.md lists them; `bench/harness.py` runs them."""
+"""Benchmarks: `python scripts/bench.py NAME --help`. docs/benchmarks/README.md lists them."""
 
 import sys
 

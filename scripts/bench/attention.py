@@ -32,10 +32,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 from bench.engines import BLOCK
 from bench.harness import Bench, Case, LeftOut, Values, model_of
 from bench.machine import queued_s, random_array
-
 from jaxrl.kernels import decode_pallas, packed, paged_mosaic_gpu, paged_pallas, reference
 from jaxrl.kernels.attention import PackedAttention
 from jaxrl.models.config import ModelConfig
@@ -54,7 +54,9 @@ def _check(options: argparse.Namespace) -> None:
         if not (rows.isdecimal() and tokens.isdecimal() and int(rows) and int(tokens)):
             raise ValueError(f"--packed ({text}) must be rows and tokens, such as 16x1024")
         if int(tokens) % options.segments:
-            raise ValueError(f"--packed ({text}): {tokens} tokens must be a multiple of --segments ({options.segments})")
+            raise ValueError(
+                f"--packed ({text}): {tokens} tokens must be a multiple of --segments ({options.segments})"
+            )
 
 
 def cases(options: argparse.Namespace) -> Iterator[list[Case]]:
@@ -205,7 +207,10 @@ class Packed(_Point):
 
     def cases(self) -> list[Case]:
         rival = "cudnn" if self.on_gpu else "xla"
-        made = {name: lambda name=name: self._ours(name) for name in ("pallas", "tiles")}
+        made: dict[str, Callable[[], Any]] = {
+            "pallas": lambda: self._ours("pallas"),
+            "tiles": lambda: self._ours("tiles"),
+        }
         made[rival] = lambda: self._rival(rival)
         return [
             Case({"case": name} | self.facts, _lazy(lambda make=make: self._timed(make())), self._figures)

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+
 from bench.harness import Bench, Case, model_of
 from bench.machine import queued_s, random_array
-
 from jaxrl.models.config import ModelConfig
 
 

@@ -30,9 +30,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 from bench.harness import Bench, Case, num_cores, prepare_devices
 from bench.worker import Ask, once
-
 from jaxrl.config import from_mapping
 from jaxrl.kernels import reference
 from jaxrl.models import decoder
@@ -146,7 +146,9 @@ class Task:
                 found.append(table[0, drawn - 1, sample.token_ids])
             return found
 
-    def gradients(self, samples: Sequence[Sample], device: Any, dtype: str, attention: str = "auto") -> list[np.ndarray]:
+    def gradients(
+        self, samples: Sequence[Sample], device: Any, dtype: str, attention: str = "auto"
+    ) -> list[np.ndarray]:
         """Of one minibatch whose advantages alternate in sign, by the real trainer, in float64."""
         actor = {
             "dtype": dtype,

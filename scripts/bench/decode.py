@@ -3,8 +3,8 @@
     python scripts/bench.py decode [--rows 1 8 32] [--dtypes float32 bfloat16] [--json]
     python scripts/bench.py decode --at-context 1024 8192 [--rows 1 16 64 256] [--dtypes bfloat16] [--profile]
 
-`engine`: `--new` tokens for each of `--rows` prompts, at temperature 1, without a stop token. The first one comes out of
-the prompt's forward pass (prefill), the other new - 1 out of decode steps.
+`engine`: `--new` tokens for each of `--rows` prompts, at temperature 1, without a stop token. The first one comes out
+of the prompt's forward pass (prefill), the other new - 1 out of decode steps.
 
 - seconds: everything, prompts included. prefill_s: the same prompts with one new token, measured in the same turn.
 - step_s: (seconds - prefill_s) / (new - 1).
@@ -32,10 +32,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
 from bench import costs, profiles
 from bench.engines import BLOCK, build_executor, build_params, layout_of, random_prompts, requests
 from bench.harness import Bench, Case, LeftOut, Values, model_of, say
-
 from jaxrl.rollout.calls import MeshTicket
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.scheduling.layouts.relayout import resident_row

@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from bench.harness import Model, model_of
 
+from bench.harness import Model, model_of
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import init
 from jaxrl.models.loading import load_model

@@ -9,9 +9,9 @@ of a group in turns, and then asks for the next group, so that code behind the `
 
     BENCH = Bench(__doc__, cases, {"rows": ([16, 64], "rows of a product")}, quick={"rows": [2]})
 
-A shared machine can lose cores without a trace: no load shows, everything just takes longer. So on CPUs a short gauge of
-the parallel capacity stands between any two runs. A turn counts only if all of its gauges reach `KEEP_SHARE` of the best
-of the whole benchmark. An accelerator is not disturbed in the same way, and needs no gauge.
+A shared machine can lose cores without a trace: no load shows, everything just takes longer. So on CPUs a short gauge
+of the parallel capacity stands between any two runs. A turn counts only if all of its gauges reach `KEEP_SHARE` of the
+best of the whole benchmark. An accelerator is not disturbed in the same way, and needs no gauge.
 """
 
 from __future__ import annotations
@@ -44,17 +44,12 @@ NAMES = {
     "attention": "attention alone, beside JAX's own and cuDNN's",
     "ceilings": "what the device does at best, beside its data sheet",
     "check": "what a device draws and differentiates, against float64",
-    "checkpoint": "a checkpoint's seconds and bytes",
     "decode": "the engine; --at-context: decode steps of rows that stand at a context already",
     "learning": "held-out reward of settings over seeds, seconds, memory",
-    "memory": "what a run of jaxrl train holds, step by step",
     "option": "what each value of an option costs, simulated",
-    "quantization": "log-probabilities of a quantised rollout against the trainer's",
     "rules": "seconds a sample of the rollout rules, and what the simulator predicts",
-    "serving": "jaxrl serve beside the engine alone; --load-s: many clients of all kinds",
-    "speculation": "what drafts gain",
-    "step": "a whole GRPO step",
-    "stream": "steps with gradients beside the rollout, and without",
+    "serving": "jaxrl serve beside the engine alone",
+    "step": "whole GRPO steps of settings, phase by phase",
     "sync": "the trainer's weights to the rollout",
     "tests": "the tests marked gpu",
     "train": "forward, backward, AdamW: the trainer, and PyTorch",
@@ -100,13 +95,13 @@ class Bench:
     Attributes:
       text: its help.
       cases: yields groups of cases. A ValueError is a sentence about what was asked for.
-      options: its own options by name: (default, help). A type, such as `int`: several, by default none; `[[]]`: several
-        words, each time that it is given; a name that begins with * takes all words without a dash. Numbers that are 1
-        or more by default must be, as must several that are none by default.
+      options: its own options by name: (default, help). A type, such as `int`: several, by default none; `[[]]`:
+        several words, each time that it is given; a name that begins with * takes all words without a dash. Numbers
+        that are 1 or more by default must be, as must several that are none by default.
       quick: other defaults with `--quick`, tiny sizes that try the benchmark itself; None: there is no trial.
       place: `devices`; `apart`: cases live in processes of their own, and this one must not hold a device's memory;
         `host`: no device takes part.
-      warm_up: runs of each case before those that count, unless there is an option `warmup`.
+      warm_up: runs of each case before those that count.
       average: the median, for timed runs; `mean`, for runs that differ in their seeds: standard deviations are kept.
       has_model: it has a model, devices and types of numbers, as most have.
       has_ceilings: the machine's are measured before and after.
@@ -300,7 +295,7 @@ def parsed(name: str, bench: Bench, arguments: Sequence[str]) -> argparse.Namesp
         usual = default[0] if isinstance(default, list) else default
         value = vars(options)[option.lstrip("*")]
         for each in value if isinstance(value, list) else [value]:
-            if (default is int or type(usual) is int and usual >= 1) and each < 1:
+            if (default is int or (type(usual) is int and usual >= 1)) and each < 1:
                 raise ValueError(f"--{option.replace('_', '-')} ({each}) must be at least 1")
     if bench.has_model:
         options.shape = "" if options.model else options.shape or ("tiny" if options.quick else "SmolLM2-135M")
@@ -471,7 +466,7 @@ def _run_all(
         able = []
         for case in group:
             try:
-                for _ in range(vars(options).get("warmup", bench.warm_up)):
+                for _ in range(bench.warm_up):
                     case.run(-1)
                 able.append(case)
             except LeftOut as reason:

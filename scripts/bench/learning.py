@@ -24,7 +24,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from bench.harness import Bench, Case, Values
-
 from jaxrl.config import files as config_files
 from jaxrl.record.metrics import read_metrics
 
@@ -75,6 +74,4 @@ OPTIONS = {
     "with": (str, "overrides for all cases"),
     "case": ([[]], "a name and overrides; again for each case"),
 }
-BENCH = Bench(
-    __doc__, cases, OPTIONS, None, place="host", warm_up=0, average="mean", has_model=False, check=_check
-)
+BENCH = Bench(__doc__, cases, OPTIONS, None, place="host", warm_up=0, average="mean", has_model=False, check=_check)

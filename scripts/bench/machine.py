@@ -27,8 +27,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench.harness import num_cores
 
+from bench.harness import num_cores
 from jaxrl.sim.hardware import A40, A100, H100, H200, H800, MI300X, Hardware
 
 ENOUGH_S = 2.0

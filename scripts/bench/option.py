@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from bench.harness import Bench, Case, Values, say
-
 from jaxrl.config import Config, ConfigError
 from jaxrl.config import files as config_files
 from jaxrl.runtime.simulation import build, rare_collections
@@ -100,6 +99,4 @@ OPTIONS = {
     "with": (str, "overrides for all lines"),
     "*words": (str, "OPTION VALUE ..."),
 }
-BENCH = Bench(
-    __doc__, cases, OPTIONS, None, place="host", warm_up=0, average="mean", has_model=False, check=_check
-)
+BENCH = Bench(__doc__, cases, OPTIONS, None, place="host", warm_up=0, average="mean", has_model=False, check=_check)

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from bench.engines import build_executor, build_params, layout_of
 from bench.harness import Bench, Case, Values, model_of, say
-
 from jaxrl.config import SimulatedLengths, SimulatedTask, from_mapping
 from jaxrl.mechanisms.partial_rollout import PartialRollout
 from jaxrl.mechanisms.tail_batching import TailBatching
@@ -127,7 +127,10 @@ class Speeds:
         found: dict[str, Any] = {"s_per_sample": own_s, "predicted_s_per_sample": foretold_s}
         found |= {"speed": speed, "predicted_speed": predicted, "error": speed / predicted - 1}
         found |= {"long_rounds": sum(each["long"] for each in measured), "rounds": len(measured)}
-        return found | {"round_s": [a["rollout_s"] for a in measured], "predicted_s": [b["rollout_s"] for b in foretold]}
+        return found | {
+            "round_s": [a["rollout_s"] for a in measured],
+            "predicted_s": [b["rollout_s"] for b in foretold],
+        }
 
 
 # -- rounds, of which only the devices differ --------------------------------------------------------------------------

@@ -17,9 +17,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+
 from bench.engines import build_params, layout_of
 from bench.harness import Bench, Case, Values, model_of
-
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.rollout.worker_set import WorkerSet

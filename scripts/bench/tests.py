@@ -61,6 +61,4 @@ def _failed(record: Record) -> Iterator[str]:
             yield f"pytest ended with status {case['exit_status']:.0f}: {', '.join(case['names_of_failed'])}"
 
 
-BENCH = Bench(
-    __doc__, cases, place="apart", warm_up=0, average="mean", has_model=False, promises=_failed
-)
+BENCH = Bench(__doc__, cases, place="apart", warm_up=0, average="mean", has_model=False, promises=_failed)

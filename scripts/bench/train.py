@@ -23,10 +23,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+
 from bench import costs, profiles
 from bench.harness import Bench, Case, Values, model_of, prepare_devices, say
 from bench.worker import Ask, Worker, process_figures
-
 from jaxrl.config import Config, from_mapping
 from jaxrl.types import Prompt, Sample, SampleKey, TrainBatch
 
@@ -127,8 +127,8 @@ def _batch(options: argparse.Namespace, vocab_size: int) -> TrainBatch:
 def update(spec: tuple[argparse.Namespace, str], ask: Ask) -> None:
     """The case of jaxrl. A request with `profile` adds the kernels of one update."""
     import jax
-    from bench.engines import build_params
 
+    from bench.engines import build_params
     from jaxrl.runtime.memory import memory_plan
     from jaxrl.sharding.mesh import make_mesh
     from jaxrl.train.trainer import MeshTrainer
@@ -169,10 +169,9 @@ OPTIONS = {
     "attention": ("auto", "actor.attention of jaxrl"),
     "numerics": ("fast", "actor.numerics of jaxrl"),
     "chunk": ("", "actor.logprob_chunk_tokens of jaxrl"),
-    "warmup": (2, "updates of each case before the timed ones"),
     "profile": (False, "an update more of jaxrl under its profiler"),
     "without_torch": (False, "leave torch out"),
     "one_at_a_time": (False, "end a case's process before the next begins: for models of which no two fit"),
 }
-QUICK = {"rows": 2, "tokens": 32, "response": 16, "warmup": 1}
-BENCH = Bench(__doc__, cases, OPTIONS, QUICK, place="apart", has_ceilings=True, check=_check)
+QUICK = {"rows": 2, "tokens": 32, "response": 16}
+BENCH = Bench(__doc__, cases, OPTIONS, QUICK, place="apart", warm_up=2, has_ceilings=True, check=_check)
