@@ -48,7 +48,6 @@ NAMES = {
     "learning": "held-out reward of settings over seeds, seconds, memory",
     "option": "what each value of an option costs, simulated",
     "rules": "seconds a sample of the rollout rules, and what the simulator predicts",
-    "serving": "jaxrl serve beside the engine alone",
     "step": "whole GRPO steps of settings, phase by phase",
     "sync": "the trainer's weights to the rollout",
     "tests": "the tests marked gpu",

@@ -23,7 +23,7 @@ def test_a_few_of_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert check_math.main(["--gsm8k", str(gsm8k), "--deepmath", str(deepmath)]) == 0
     out = capsys.readouterr().out
     assert "GSM8K     reference solutions  right       5 of      5" in out
-    assert "DeepMath  as 50%               right       5 of      5" in out
+    assert "DeepMath  as 1/2               right       5 of      5" in out
 
 
 def test_pairs_are_judged_rightly(capsys: pytest.CaptureFixture[str]):
