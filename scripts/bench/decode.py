@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -35,7 +36,7 @@ import numpy as np
 
 from bench import costs, profiles
 from bench.engines import BLOCK, build_executor, build_params, layout_of, random_prompts, requests
-from bench.harness import Bench, Case, LeftOut, Values, model_of, say
+from bench.harness import Bench, Case, Values, model_of, say
 from jaxrl.rollout.calls import MeshTicket
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.scheduling.layouts.relayout import resident_row
@@ -75,25 +76,16 @@ def cases(options: argparse.Namespace) -> Iterator[list[Case]]:
         params = build_params(model_of(options), config, layout_of(options).mesh, dtype, options.seed)
         for context in options.at_context or [0]:
             for rows in options.rows:
-                facts = {"case": "placed", "rows": rows, "context": context, "dtype": dtype}
                 if not context:
                     yield [_engine_case(options, params, rows, dtype)]
-                elif reason := _misfit(options, rows, context, dtype):
-                    yield [Case(facts, _left_out(reason))]
-                else:
-                    placed = Placed(options, params, rows, context, dtype)
-                    case = Case(facts, placed, placed.figures)
-                    yield [case]
-                    if options.profile:
-                        case.extra["profile"] = placed.profile()
+                    continue
+                facts = {"case": "placed", "rows": rows, "context": context, "dtype": dtype}
+                placed = Placed(options, params, rows, context, dtype)
+                case = Case(facts, placed, placed.figures)
+                yield [case]
+                if "executor" in vars(placed):
+                    case.extra |= {"profile": placed.profile()} if options.profile else {}
                     placed.executor.release(weights=True)
-
-
-def _left_out(reason: str) -> Any:
-    def run(turn: int) -> Values:
-        raise LeftOut(reason)
-
-    return run
 
 
 def _bandwidth(options: argparse.Namespace, dtype: str, step_s: float, positions: float, ceilings: Any) -> dict:
@@ -161,24 +153,35 @@ class Placed:
     """The engine with rows at a context; a call places them anew."""
 
     def __init__(self, options: argparse.Namespace, params: Any, rows: int, context: int, dtype: str) -> None:
-        self._options, self._dtype = options, dtype
+        self._options, self._params, self._dtype = options, params, dtype
         self._contexts = [options.longest or context, *[context] * (rows - 1)]
         self._starts = [each - steps_before(options) for each in self._contexts]
         self._steps, self._ids = (LEADING + options.plans) * options.decode_steps, 0
-        rooms, groups = [-(-(start + self._steps + 2) // BLOCK) for start in self._starts], layout_of(options).dp
-        self.executor = build_executor(
-            options,
-            params,
+
+    @cached_property
+    def executor(self) -> MeshExecutor:
+        """Made at the first run: a pool that does not fit leaves the case out."""
+        rooms = [-(-(start + self._steps + 2) // BLOCK) for start in self._starts]
+        groups = layout_of(self._options).dp
+        return build_executor(
+            self._options,
+            self._params,
             is_filled=True,
-            num_slots=-(-rows // groups),
+            num_slots=-(-len(self._starts) // groups),
             max_length=max(self._starts) + self._steps + 2,
             num_blocks=1 + max(sum(rooms[group::groups]) for group in range(groups)),
             max_prefill_tokens=BLOCK,
-            dtype=dtype,
-            is_invariant=options.numerics == "invariant",
+            dtype=self._dtype,
+            is_invariant=self._options.numerics == "invariant",
         )
-        self._timed: Any = TimedExecutor(self.executor)
-        self._engine = Engine(self._timed, BatcherConfig(decode_steps=options.decode_steps))
+
+    @cached_property
+    def _timed(self) -> Any:
+        return TimedExecutor(self.executor)
+
+    @cached_property
+    def _engine(self) -> Engine:
+        return Engine(self._timed, BatcherConfig(decode_steps=self._options.decode_steps))
 
     def __call__(self, turn: int) -> Values:
         plans = self._options.plans
@@ -250,22 +253,6 @@ class Placed:
     def _end(self) -> None:
         self._engine.abort(self._engine.unfinished())
         self._engine.drain()
-
-
-def _misfit(options: argparse.Namespace, rows: int, context: int, dtype: str) -> str | None:
-    """Why a point does not fit into a device's memory, if it is known and it does not."""
-    layout = layout_of(options)
-    stats = layout.mesh.devices.flat[0].memory_stats()
-    if not stats or "bytes_limit" not in stats:
-        return None
-    config, size = model_of(options).config(), jnp.dtype(dtype).itemsize
-    tokens = (options.longest or context) + context * (rows - 1) + rows * options.plans * options.decode_steps
-    pool = tokens * costs.kv_bytes_per_token(config, size) // layout.mesh.size
-    logits = 2 * 4 * -(-rows // layout.dp) * config.vocab_size // layout.tp
-    needed = stats["bytes_in_use"] + costs.weight_bytes(config, size) // layout.tp + pool + logits
-    if needed <= 0.97 * stats["bytes_limit"]:
-        return None
-    return f"{needed / 1e9:.1f} GB are needed, and a device has {stats['bytes_limit'] / 1e9:.1f}"
 
 
 OPTIONS = {

@@ -317,19 +317,15 @@ class Model:
 
     def resolved(self) -> str:
         """The path with `package:file` resolved. Not for shapes."""
-        from jaxrl.models.loading import resolve_path  # imports jax, which reward workers must not
+        from jaxrl.models import loading
 
-        return resolve_path(self.path)
+        return loading.resolve_path(self.path)
 
     def config(self) -> Any:
         """The `ModelConfig` of the path, or of the shape."""
-        if self.shape:
-            from jaxrl.models.shapes import named_shape
+        from jaxrl.models import loading, shapes
 
-            return named_shape(self.shape)
-        from jaxrl.models.loading import config_of
-
-        return config_of(self.resolved())
+        return shapes.named_shape(self.shape) if self.shape else loading.config_of(self.resolved())
 
 
 def model_of(options: argparse.Namespace) -> Model:
@@ -373,11 +369,11 @@ def describe(devices: Sequence[Any]) -> dict[str, Any]:
 
 def survey(spec: tuple[int, bool, bool], ask: Ask) -> None:
     """What `once` asks: `describe`, and where it is wanted the machine's ceilings."""
-    num_devices, has_ceilings, quick = spec
-    devices = prepare_devices(num_devices)
     from bench.machine import measure
 
-    ask({"device": describe(devices), "ceilings": measure(num_devices, quick) if has_ceilings else None})
+    num_devices, has_ceilings, quick = spec
+    device = describe(prepare_devices(num_devices))
+    ask({"device": device, "ceilings": measure(num_devices, quick) if has_ceilings else None})
 
 
 def header(name: str, device: Mapping[str, Any], called: str) -> dict[str, Any]:
@@ -440,7 +436,7 @@ def run(name: str, bench: Bench, options: argparse.Namespace, called: str) -> di
         ceilings = ceilings.best(again())
         head["ceilings"] = ceilings.record()
     results = _results(cases, turns, ceilings, bench.average)
-    sizes = {key: value for key, value in vars(options).items() if key in bench.options and _is_number(value)}
+    sizes = {key: value for key, value in vars(options).items() if key in bench.options and "/" not in str(value)}
     kept = keep(turns)
     if not any(kept) and turns:
         say("EVERY TURN WAS DISTURBED: the machine was shared all the time. The figures are of all turns.")
@@ -449,10 +445,6 @@ def run(name: str, bench: Bench, options: argparse.Namespace, called: str) -> di
     own = {key: vars(options)[key] for key in ("tp",) if key in vars(options)}
     counts = {"kept": sum(kept), "dropped": len(kept) - sum(kept)}
     return head | own | counts | {"results": sizes | results | {"left_out": left_out}}
-
-
-def _is_number(value: Any) -> bool:
-    return all(isinstance(each, int | float) for each in (value if isinstance(value, list) else [value]))
 
 
 def _run_all(

@@ -43,7 +43,7 @@ import yaml
 
 from bench import costs
 from bench.harness import Bench, Case, Record, Values, model_of
-from bench.worker import process_figures
+from bench.worker import memory
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import ModelConfig
 from jaxrl.record.metrics import read_metrics
@@ -183,7 +183,7 @@ class Run:
                 time.sleep(0.02)
                 with contextlib.suppress(FileNotFoundError):
                     lines = [line for line in read_metrics(self._last) if "timing_s/step" in line]
-            peak = process_figures(process.pid).get("peak_bytes", 0)
+            peak = memory(process.pid)[1]
             process.kill()
         return lines[:count], peak
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.harness import model_of, num_cores
 from bench.train import CLIP, GRAD_CLIP, LR, random_tokens
-from bench.worker import Ask, process_figures
+from bench.worker import Ask, memory
 
 
 def update(spec: tuple[argparse.Namespace, str], ask: Ask) -> None:
@@ -26,7 +26,7 @@ def update(spec: tuple[argparse.Namespace, str], ask: Ask) -> None:
     torch.set_num_threads(1 if options.quick else num_cores())
     torch.manual_seed(options.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    baseline = process_figures().get("rss_bytes", 0)
+    baseline = memory()[0]
     shape = model_of(options).config().to_hf()
     config = AutoConfig.for_model(shape.pop("model_type"), **shape)
     kind = {"dtype": getattr(torch, dtype), "attn_implementation": "sdpa"}
@@ -55,6 +55,6 @@ def update(spec: tuple[argparse.Namespace, str], ask: Ask) -> None:
         optimizer.zero_grad(set_to_none=True)
         if device == "cuda":
             torch.cuda.synchronize()
-        seconds, used = time.perf_counter() - began, process_figures().get("peak_bytes", 0) - baseline
+        seconds, used = time.perf_counter() - began, memory()[1] - baseline
         peak = torch.cuda.max_memory_allocated() if device == "cuda" else used
         values = {"seconds": seconds, "loss": loss, "peak_bytes": float(peak)}

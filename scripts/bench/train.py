@@ -26,7 +26,7 @@ import numpy as np
 
 from bench import costs, profiles
 from bench.harness import Bench, Case, Values, model_of, prepare_devices, say
-from bench.worker import Ask, Worker, process_figures
+from bench.worker import Ask, Worker, memory
 from jaxrl.config import Config, from_mapping
 from jaxrl.types import Prompt, Sample, SampleKey, TrainBatch
 
@@ -137,7 +137,7 @@ def update(spec: tuple[argparse.Namespace, str], ask: Ask) -> None:
     devices = prepare_devices(options.devices)
     mesh, model, config = make_mesh(devices), model_of(options).config(), train_config(options, dtype)
     batch, plan = _batch(options, model.vocab_size), memory_plan(config, model, mesh.size, None, devices[0].platform)
-    baseline = process_figures().get("rss_bytes", 0)
+    baseline = memory()[0]
     params = build_params(model_of(options), model, mesh, "float32", options.seed)
     trainer = MeshTrainer(config, model, params, mesh)
     del params
@@ -156,7 +156,7 @@ def update(spec: tuple[argparse.Namespace, str], ask: Ask) -> None:
         began = time.perf_counter()
         one()
         seconds, stats = time.perf_counter() - began, devices[0].memory_stats()
-        peak = stats["peak_bytes_in_use"] if stats else process_figures().get("peak_bytes", 0) - baseline
+        peak = stats["peak_bytes_in_use"] if stats else memory()[1] - baseline
         values = {"seconds": seconds, "loss": metrics["actor/pg_loss"], "peak_bytes": float(peak)}
 
 

@@ -104,15 +104,14 @@ def _serve(pipe: Connection, work: Work, spec: Any) -> None:
         pipe.send(("failed", traceback.format_exc()))
 
 
-def process_figures(pid: int | str = "self") -> dict[str, int]:
-    """What a process holds (Linux; else nothing): `rss_bytes`, `peak_bytes`, `anonymous_bytes`, `threads`.
+def memory(pid: int | str = "self") -> tuple[int, int]:
+    """Bytes that a process holds, and the most that it has held (Linux; else nothing).
 
     `ru_maxrss` of getrusage will not do: a child inherits the high-water mark of the parent that started it.
     """
-    names = {"VmRSS": "rss_bytes", "VmHWM": "peak_bytes", "RssAnon": "anonymous_bytes", "Threads": "threads"}
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
-        return {}
-    found = re.findall(r"^(\w+):\s+(\d+)( kB)?", status, re.MULTILINE)
-    return {names[name]: int(value) * (1024 if unit else 1) for name, value, unit in found if name in names}
+        return 0, 0
+    found = dict(re.findall(r"^(VmRSS|VmHWM):\s+(\d+)", status, re.MULTILINE))
+    return 1024 * int(found.get("VmRSS", 0)), 1024 * int(found.get("VmHWM", 0))
