@@ -2,15 +2,16 @@
 """How often the math reward knows right answers as right and wrong ones as wrong, on real data.
 
     python scripts/check_math.py --gsm8k gsm8k_train.jsonl --deepmath deepmath_1980.jsonl
-    python scripts/check_math.py --drawn 500 --seed 0
+    python scripts/check_math.py --pairs
 
 GSM8K: every reference solution is a right response; so is its answer in other forms, and its answer altered is wrong.
-DeepMath: every ground truth verifies against itself, and against a spelling of the same that is made by rule (0.5, 1/2,
-`\\frac{1}{2}`, 50 %); a number altered does not. One line per check, with its rate; then what failed, ten at most.
+DeepMath: every ground truth verifies against itself, and in other LaTeX; a number altered does not. One line per check,
+with its rate; then what failed, ten at most.
 
-Drawn: pairs of a grammar that knows which are the same (`scripts/pairs/`). Each is judged by the reward and by
-math-verify alone, both texts in `\\boxed{}`; one line per kind, then every pair on which the two disagree or both are
-wrong, with what is wrong with it or how it is spelled, and which of them is right.
+Pairs (`math_pairs.jsonl`): answers and references of thirteen kinds, half of them the same value in two spellings, the
+others the value and one that is nearly it. A grammar that knew which are the same has drawn them. Each is judged by the
+reward and by math-verify alone, both texts in `\\boxed{}`; one line per kind, then every pair on which the two disagree
+or both are wrong, with what is wrong with it or how it is spelled, and which of them is right.
 
 The exit status is 1 if anything failed, where math-verify's verdicts do not count.
 """
@@ -25,8 +26,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
-
-from pairs.drawn import Pair, draw
+from pathlib import Path
 
 from jaxrl.rewards.math import equal, score, to_number
 
@@ -59,8 +59,7 @@ def deepmath_checks(truths: Sequence[str]) -> Iterator[tuple[str, bool, list[Cas
     yield "itself, boxed", True, [(rf"$\boxed{{{truth}}}$", truth) for truth in truths]
     yield "other LaTeX", True, [(spelled, truth) for truth in truths if (spelled := _other_latex(truth)) != truth]
     numbers = [(truth, value) for truth in truths if (value := to_number(truth)) is not None]
-    for name, spell in SPELLINGS.items():
-        yield name, True, [(spelled, truth) for truth, value in numbers if (spelled := spell(value)) is not None]
+    yield "as 1/2", True, [(_ratio(value), truth) for truth, value in numbers]
     yield "next number", False, [(_ratio(value + 1), truth) for truth, value in numbers]
     yield "negative", False, [(_ratio(-value), truth) for truth, value in numbers if value]
     yield (
@@ -72,42 +71,6 @@ def deepmath_checks(truths: Sequence[str]) -> Iterator[tuple[str, bool, list[Cas
 
 def _ratio(value: Fraction) -> str:
     return f"{value.numerator}/{value.denominator}" if value.denominator > 1 else str(value.numerator)
-
-
-def _latex(value: Fraction) -> str:
-    sign = "-" if value < 0 else ""
-    return rf"{sign}\frac{{{abs(value.numerator)}}}{{{value.denominator}}}"
-
-
-def _mixed(value: Fraction) -> str | None:
-    whole, rest = divmod(abs(value), 1)
-    if not whole or not rest:
-        return None
-    return rf"{'-' if value < 0 else ''}{whole}\frac{{{rest.numerator}}}{{{rest.denominator}}}"
-
-
-def _decimal(value: Fraction) -> str | None:
-    """Only one that ends: of others a decimal is another number."""
-    places = next((n for n in range(13) if (10**n) % value.denominator == 0), None)
-    if places is None:
-        return None
-    digits = str(abs(value.numerator) * 10**places // value.denominator).rjust(places + 1, "0")
-    sign = "-" if value < 0 else ""
-    return f"{sign}{digits[: len(digits) - places]}.{digits[len(digits) - places :] or '0'}"
-
-
-def _percent(value: Fraction) -> str | None:
-    decimal = _decimal(value * 100)
-    return None if decimal is None else f"{decimal.removesuffix('.0')}%"
-
-
-SPELLINGS: dict[str, Callable[[Fraction], str | None]] = {
-    "as 1/2": _ratio,
-    "as \\frac{1}{2}": _latex,
-    "as 0.5": _decimal,
-    "as 50%": _percent,
-    "as a mixed number": _mixed,
-}
 
 
 def _other_latex(truth: str) -> str:
@@ -141,31 +104,26 @@ def check(title: str, checks: Iterable[tuple[str, bool, list[Case]]], judge: Cal
     return wrong
 
 
-def check_drawn(pairs: Iterable[Pair]) -> int:
+def check_pairs() -> int:
     """Prints a line for each kind of pair, and each pair that one of the two judges wrongly; returns how many the
     reward did."""
     counts: Counter[tuple[str, str]] = Counter()
-    lines: list[str] = []
-    for pair in pairs:
-        ours = score(rf"So it is \boxed{{{pair.answer}}}.", pair.reference)[0] == 1.0
-        theirs = _math_verify_alone(pair.answer, pair.reference)
-        wrong = [name for name, said in (("ours", ours), ("math-verify", theirs)) if said != pair.right]
-        counts[pair.kind, "all"] += 1
-        for name in wrong:
-            counts[pair.kind, f"{name}, {'refused' if pair.right else 'accepted'}"] += 1
+    told: list[str] = []
+    for line in Path(__file__).with_name("math_pairs.jsonl").read_text(encoding="utf-8").splitlines():
+        kind, how, right, answer, reference = json.loads(line)
+        ours = score(rf"So it is \boxed{{{answer}}}.", reference)[0] == 1.0
+        theirs = _math_verify_alone(answer, reference)
+        wrong = [name for name, said in (("ours", ours), ("math-verify", theirs)) if said != right]
+        for which in (kind, "in all"):
+            counts.update([(which, "pairs"), *((which, name) for name in wrong)])
         if wrong:
-            truth = "the same" if pair.right else "not the same"
-            judged = "both are wrong" if len(wrong) == 2 else f"{wrong[0]} is wrong"
-            lines.append(f"    {pair.kind}, {pair.how}: {pair.answer!r}, {pair.reference!r}: {truth}; {judged}")
-    print(f"{'drawn':16}{'pairs':>6}   wrongly: {'refused':>8}{'accepted':>9}   by math-verify alone: refused accepted")
-    for kind in [*dict.fromkeys(kind for kind, _ in counts), "in all"]:
-        n = Counter({what: number for (each, what), number in counts.items() if each == kind})
-        for (_, what), number in counts.items() if kind == "in all" else ():
-            n[what] += number
-        ours = f"{n['ours, refused']:8d}{n['ours, accepted']:9d}"
-        print(f"{kind:16}{n['all']:6d}   {'':8} {ours}{n['math-verify, refused']:33d}{n['math-verify, accepted']:9d}")
-    print("\n".join(lines), flush=True)
-    return sum(number for (_, what), number in counts.items() if what.startswith("ours"))
+            truth = "the same" if right else "not the same"
+            told.append(f"    {kind}, {how}: {answer!r}, {reference!r}: {truth}; wrong: {' and '.join(wrong)}")
+    print(f"{'pairs':16}{'':>6}   wrongly judged, and by math-verify alone")
+    for kind in [*dict.fromkeys(kind for kind, _ in counts if kind != "in all"), "in all"]:
+        print(f"{kind:16}{counts[kind, 'pairs']:6d}{counts[kind, 'ours']:17d}{counts[kind, 'math-verify']:25d}")
+    print("\n".join(told), flush=True)
+    return counts["in all", "ours"]
 
 
 def _math_verify_alone(answer: str, reference: str) -> bool:
@@ -180,10 +138,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gsm8k", metavar="FILE", help="JSON lines with `answer`, whose solutions end in `#### 72`")
     parser.add_argument("--deepmath", metavar="FILE", help="JSON lines with `ground_truth`")
-    parser.add_argument("--drawn", type=int, metavar="N", default=0, help="pairs to draw from the grammar")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw (default 0)")
+    parser.add_argument("--pairs", action="store_true", help="those of math_pairs.jsonl")
     options = parser.parse_args(arguments)
-    wrong = check_drawn(draw(options.drawn, options.seed)) if options.drawn else 0
+    wrong = check_pairs() if options.pairs else 0
     if options.gsm8k:
         wrong += check("GSM8K", gsm8k_checks(_column(options.gsm8k, "answer")), lambda a, b: score(a, b)[0] == 1.0)
     if options.deepmath:

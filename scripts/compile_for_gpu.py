@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--width", type=int, default=4, help="verify: drafted tokens of a row in a step (4)")
     made.add_argument("--resident", type=int, help="layers on the device, while the others are streamed from the host")
     made.add_argument("--serial", action="store_true", help="with --resident: a layer's copy begins at its turn")
-    made.add_argument("--json", action="store_true", help="print one JSON object")
+    made.add_argument("--json", action="store_true", help="print it on one line")
     made.add_argument("--lowered", action="store_true", help="compile nothing: what products say before XLA reads them")
     made.add_argument("--hlo", default="", metavar="FILE", help="write the optimised HLO there")
     return made
@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     if options.resident is not None:
         told["host_copies"] = compiled.host_copies(found.text)
-    print(json.dumps(told) if options.json else _page(told))
+    print(json.dumps(told, indent=None if options.json else 1))
     return 0
 
 
@@ -269,25 +269,6 @@ def _training(options: argparse.Namespace, model: ModelConfig) -> Made:
             "plan": phases["optimizer"] if kind == "update" else max(phases.values(), key=lambda x: sum(x.values())),
         },
     )
-
-
-def _page(told: dict[str, Any]) -> str:
-    """The same as a few lines of text."""
-    lines = [
-        f"{name}: {value}"
-        for name, value in told.items()
-        if name not in ("kernels", "copies", "memory", "scatters", "products", "collectives", "arithmetic")
-    ]
-    lines.append(f"kernels, each counted once however often its loop turns: {sum(told['kernels'].values())}")
-    lines += [f"  {count:4} {name}" for name, count in sorted(told["kernels"].items(), key=lambda item: -item[1])]
-    lines += [f"copy of {size / 1e6:.1f} MB: {name} in {where}" for where, name, size in told["copies"]]
-    lines += [f"{name}: {size / 1e6:.1f} MB" for name, size in told["memory"].items()]
-    lines += [
-        f"{each['kind']} of {each['dtype']}, {each['bytes'] / 1e6:.1f} MB x {each['times']}"
-        + (", while other work goes on" if each["overlaps"] else "")
-        for each in sorted(told["collectives"], key=lambda each: -each["bytes"] * each["times"])
-    ]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@
     python scripts/gpu_battery.py --list --out DIR
     python scripts/gpu_battery.py --quick --out DIR          # all of it on a CPU with tiny shapes: does it run?
 
-Parts run in order of worth, each in a process of its own with a limit of its own, until the minutes are up. What has
-passed is not run again by the next call with the same DIR, on this machine or another; parts that never ran come first
-then, and those that failed last. A part that fails does not stop the others.
+Parts (`gpu/parts.yaml`) run in order of worth, each in a process of its own with a limit of its own, until the minutes
+are up. What has passed is not run again by the next call with the same DIR, on this machine or another; parts that
+never ran come first then, and those that failed last. A part that fails does not stop the others.
 
 DIR holds `summary.txt` (one page: every figure beside what was expected of it and the bar that it must reach),
 `records.jsonl` (the same as records, one a line, each with date, device, commit, versions and command; and the state
@@ -24,6 +24,7 @@ import argparse
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -31,31 +32,37 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench import records
-from bench.measure import num_cores, say
+from bench.harness import header, num_cores, say
 from gpu import page
-from gpu.figures import Figure, figures, trial_figures
-from gpu.frame import Battery, Part, end_on_sigterm
-from gpu.parts import parts, trial_parts
+from gpu.battery import Battery, Part
 
 ROOT = Path(__file__).resolve().parents[1]
 MEMORY_SHARE = "0.93"
 """Of the card, for JAX: its own default of 0.75 leaves a quarter to nothing, since a part has the card to itself."""
+TRIAL_S = 150
+"""For each part of a trial, however busy the machine is."""
 _QUICK_COMPILES = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 """A trial's programs run once: it is compiling that takes its time."""
-_DESCRIBE = (
-    "import json, jax; from bench import records; print(json.dumps(records.describe_devices(jax.devices()[:1])))"
-)
+_DESCRIBE = "import json, jax; from bench import harness; print(json.dumps(harness.describe(jax.devices()[:1])))"
+
+
+def parts(is_trial: bool) -> list[Part]:
+    made = []
+    for each in page.PARTS:
+        if words := each.get("quick" if is_trial else "run", "").split():
+            command = (sys.executable, str(ROOT / "scripts" / "bench.py"), *words, "--json", "{folder}")
+            shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if each.get("shares_device") else {}
+            made.append(Part(each["name"], TRIAL_S if is_trial else each["seconds"], command, shared))
+    return made
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--minutes", type=float, default=9.0, help="when it ends, whatever still runs (9)")
-    made.add_argument("--out", type=Path, metavar="DIR", help="results, and what has been done (needed to run)")
+    made.add_argument("--out", type=Path, required=True, metavar="DIR", help="results, and what has been done")
     made.add_argument("--only", nargs="+", default=[], metavar="NAME", help="run these parts alone")
     made.add_argument("--again", nargs="+", default=[], metavar="NAME", help="run these though they have passed")
     made.add_argument("--list", action="store_true", help="print the parts, their seconds and what has become of them")
-    made.add_argument("--expected", action="store_true", help="print what is expected of each figure (a page)")
     made.add_argument("--quick", action="store_true", help="tiny shapes on a CPU: try the battery itself")
     made.add_argument("--cache", type=Path, metavar="DIR", help="compilation cache (~/.cache/jaxrl/xla)")
     return made
@@ -63,9 +70,6 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
-    if options.expected:
-        print(page.expected_page(), end="")
-        return 0
     try:
         return _run(options)
     except ValueError as error:
@@ -75,32 +79,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     began = time.monotonic()
-    if options.out is None:
-        raise ValueError("--out must name a folder for results")
     if not options.minutes > 0:
         raise ValueError(f"--minutes ({options.minutes}) must be above 0")
-    chosen, known = (trial_parts(), trial_figures()) if options.quick else (parts(), figures())
     environment = _environment(options)
     device = functools.cache(lambda: _device(environment))
+
+    def write_page() -> str:
+        text = page.results(battery.records(), options.quick)
+        (options.out / "summary.txt").write_text(text, encoding="utf-8")
+        return text
+
     battery = Battery(
-        chosen,
+        parts(options.quick),
         options.out,
-        lambda command: records.header("part", device(), records.versions(), command) | {"trial": options.quick},
+        lambda command: header("part", device(), command) | {"trial": options.quick},
         environment,
         at_once=num_cores() if options.quick else 1,
         say=say,
-        on_end=lambda: _write_page(options, known, battery.records()),
+        on_end=write_page,
     )
     wanted = battery.waiting(options.only, options.again)
     if options.list:
-        _print_list(battery)
+        statuses = battery.statuses()
+        for part in battery.parts:
+            words = " ".join(Path(word).name for word in part.command[1:-2])
+            print(f"{part.name:<22} {part.seconds:>4} s  {statuses.get(part.name, 'not run'):<15} {words}")
         return 0
     _refuse_a_mix(battery.records(), device(), options)
-    end_on_sigterm()
+
+    def end(*_: object) -> None:  # so that what the battery has begun ends with it
+        raise SystemExit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, end)
     battery.run(wanted, 60 * options.minutes - (time.monotonic() - began))
-    found = battery.records()
-    print(_write_page(options, known, found), end="")
-    return _exit_status(battery, known, found)
+    print(write_page(), end="")
+    found, is_gpu = battery.records(), device()["platform"] == "gpu"
+    failed = {"failed", "over its limit"} & {*battery.statuses().values()}
+    missed = any(
+        page.verdict(each, page.value(each, found), is_gpu) == page.MISSED for each in page.figures(options.quick)
+    )
+    return int(bool(failed or missed))
 
 
 def _refuse_a_mix(found: Sequence[Mapping[str, Any]], device: Mapping[str, Any], options: argparse.Namespace) -> None:
@@ -147,30 +165,6 @@ def _device(environment: Mapping[str, str]) -> dict[str, Any]:
         said = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
         raise ValueError(f"JAX finds no device ({said}); --quick tries it on a CPU")
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def _write_page(options: argparse.Namespace, known: Sequence[Figure], found: Sequence[Mapping[str, Any]]) -> str:
-    text = page.results(known, found, trial=options.quick)
-    (options.out / "summary.txt").write_text(text, encoding="utf-8")
-    return text
-
-
-def _print_list(battery: Battery) -> None:
-    statuses = battery.statuses()
-    for part in battery.parts:
-        print(f"{part.name:<18} {part.seconds:>4} s  {statuses.get(part.name, 'not run'):<15} {_words(part)}")
-
-
-def _words(part: Part) -> str:
-    """The command, without the interpreter and without where files lie."""
-    return " ".join(Path(word).name for word in part.command[1:])
-
-
-def _exit_status(battery: Battery, known: Sequence[Figure], found: Sequence[Mapping[str, Any]]) -> int:
-    is_gpu = any(record["device"]["platform"] == "gpu" for record in found)
-    failed = [name for name, status in battery.statuses().items() if status in ("failed", "over its limit")]
-    missed = [figure for figure in known if page.verdict(figure, figure.value(found), is_gpu) == page.MISSED]
-    return 1 if failed or missed else 0
 
 
 if __name__ == "__main__":

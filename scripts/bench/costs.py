@@ -27,22 +27,14 @@ def weight_bytes(config: ModelConfig, itemsize: int) -> int:
     return (layer_matrices(config) + head_entries(config)) * itemsize
 
 
-def decode_kv_bytes(config: ModelConfig, rows: int, prompt: float, new: int, itemsize: int) -> float:
-    """Keys and values read by the mean decode step of `rows` responses of `new` tokens each, live positions only.
-
-    The first token comes from the prompt; the step that draws token i reads prompt + i positions, i = 1 .. new - 1.
-    """
-    return rows * (prompt + new / 2) * kv_bytes_per_token(config, itemsize)
-
-
 def kv_bytes_per_token(config: ModelConfig, itemsize: int) -> int:
     """Keys and values of one position, all layers."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
 
 
-def decode_flops(config: ModelConfig, rows: int, prompt: int, new: int) -> float:
-    """Of the mean decode step: every matrix once per row, and attention over the live positions."""
-    attention = 4 * config.num_layers * config.num_heads * config.head_dim * (prompt + new / 2)
+def decode_flops(config: ModelConfig, rows: int, context: float) -> float:
+    """Of a decode step: every matrix once per row, and attention over the live positions."""
+    attention = 4 * config.num_layers * config.num_heads * config.head_dim * context
     return rows * (2 * (layer_matrices(config) + head_entries(config)) + attention)
 
 

@@ -25,41 +25,22 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-MOST_NAMED = 25
-"""Kernels that a record names, the longest first."""
-
-_GROUPS: Mapping[str, tuple[str, ...]] = {
-    "attention": (
-        "attend",
-        "decode_kernel",
-        "merge_kernel",
-        "forward_kernel",
-        "gradient_kernel",
-        "fmha",
-        "flash",
-        "sdpa",
-        "attention",
-    ),
-    "collectives": ("nccl", "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"),
-    "products": ("gemm", "gemv", "nvjet", "cutlass", "xmma", "cublas", "splitk", "dot", "ynn_fusion"),
-    "scatter": ("scatter",),
-    "sort": ("sort", "topk"),
-    "copies": ("memcpy", "memset", "copy", "transpose"),
-    "reductions": ("reduce",),
+_GROUPS = {
+    "attention": r"attend|decode_kernel|merge_kernel|forward_kernel|gradient_kernel|fmha|flash|sdpa|attention",
+    "collectives": r"nccl|all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute",
+    "products": r"gemm|gemv|nvjet|cutlass|xmma|cublas|splitk|dot|ynn_fusion",
+    "scatter": r"scatter",
+    "sort": r"sort|topk",
+    "copies": r"memcpy|memset|copy|transpose",
+    "reductions": r"reduce",
 }
 """By words of a kernel's name, the first that fits; everything else is `elementwise`."""
-
-
 _LOOPS = "set_while_condition"
 """The kernel with which a CUDA graph asks whether its loop goes on."""
 
 
 def during(run: Callable[[], Any]) -> dict[str, Any]:
-    """Runs something that waits for its own results, under the profiler.
-
-    Returns:
-      `wall_s`, and what `summary` returns; for JSON.
-    """
+    """Runs something that waits for its own results, under the profiler: `wall_s`, and what `summary` returns."""
     import jax
 
     with tempfile.TemporaryDirectory() as folder:
@@ -68,8 +49,7 @@ def during(run: Callable[[], Any]) -> dict[str, Any]:
             run()
         wall_s = time.perf_counter() - began
         (file,) = Path(folder).rglob("*.xplane.pb")
-        data = jax.profiler.ProfileData.from_file(str(file))
-        return {"wall_s": wall_s} | summary(events(data))
+        return {"wall_s": wall_s} | summary(events(jax.profiler.ProfileData.from_file(str(file))))
 
 
 def events(data: Any) -> Iterator[tuple[str, float]]:
@@ -78,39 +58,23 @@ def events(data: Any) -> Iterator[tuple[str, float]]:
     devices = [plane for plane in planes if plane.name.startswith("/device:GPU")]
     for plane in devices or planes:
         for line in plane.lines:
-            if devices:
-                if "Stream" in line.name:
-                    yield from ((event.name, event.duration_ns / 1e9) for event in line.events)
-            else:
-                yield from _own_time(event for event in line.events if _is_operation(event))
-
-
-def _is_operation(event: Any) -> bool:
-    return any(name == "hlo_op" for name, _ in event.stats)
+            if not devices:
+                yield from _own_time(event for event in line.events if any(name == "hlo_op" for name, _ in event.stats))
+            elif "Stream" in line.name:
+                yield from ((event.name, event.duration_ns / 1e9) for event in line.events)
 
 
 def _own_time(found: Iterable[Any]) -> Iterator[tuple[str, float]]:
     """(name, seconds) of a thread's events, each without those inside it."""
     spans = sorted((event.start_ns, -event.duration_ns, event.name) for event in found)
     open_spans: list[list[Any]] = []  # [end, name, own time], outermost first
-
-    def close(before: float) -> Iterator[tuple[str, float]]:
-        while open_spans and open_spans[-1][0] <= before:
-            _, name, own = open_spans.pop()
-            yield name, max(own, 0.0) / 1e9
-
-    for start, minus_duration, name in spans:
-        yield from close(start)
+    for start, minus_duration, name in [*spans, (float("inf"), 0.0, "")]:
+        while open_spans and open_spans[-1][0] <= start:
+            _, ended, own = open_spans.pop()
+            yield ended, max(own, 0.0) / 1e9
         if open_spans:
             open_spans[-1][2] += minus_duration
         open_spans.append([start - minus_duration, name, -minus_duration])
-    yield from close(float("inf"))
-
-
-def group_of(name: str) -> str:
-    """The group of a kernel's name."""
-    low = name.lower()
-    return next((group for group, words in _GROUPS.items() if any(word in low for word in words)), "elementwise")
 
 
 def summary(found: Iterable[tuple[str, float]]) -> dict[str, Any]:
@@ -121,25 +85,27 @@ def summary(found: Iterable[tuple[str, float]]) -> dict[str, Any]:
 
     Returns:
       `kernels_s`, the sum; `of_a_loop`, whether that is of one turn of a loop; `launches`, how many; `groups`, by name
-      `seconds` and `launches`, the longest first; `top`, the longest `MOST_NAMED` kernels with `name` (its number
-      dropped), `seconds` and `launches`.
+      `seconds` and `launches`, the longest first; `top`, the longest 25 kernels with `name` (its number dropped),
+      `seconds` and `launches`.
     """
     kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     groups: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     for name, seconds in found:
-        for total in (kernels[re.sub(r"([._]\d+)+$", "", name)], groups[group_of(name)]):
+        group = next((group for group, words in _GROUPS.items() if re.search(words, name.lower())), "elementwise")
+        for total in (kernels[re.sub(r"([._]\d+)+$", "", name)], groups[group]):
             total[0] += seconds
             total[1] += 1
-    ranked = sorted(kernels.items(), key=lambda item: -item[1][0])[:MOST_NAMED]
+
+    def ranked(totals: Mapping[str, list[float]]) -> list[tuple[str, dict[str, Any]]]:
+        longest = sorted(totals.items(), key=lambda item: -item[1][0])
+        return [(name, {"seconds": seconds, "launches": int(count)}) for name, (seconds, count) in longest]
+
     return {
         "kernels_s": sum(seconds for seconds, _ in groups.values()),
         "of_a_loop": any(name.startswith(_LOOPS) for name in kernels),
         "launches": int(sum(count for _, count in groups.values())),
-        "groups": {
-            name: {"seconds": seconds, "launches": int(count)}
-            for name, (seconds, count) in sorted(groups.items(), key=lambda item: -item[1][0])
-        },
-        "top": [{"name": name[:80], "seconds": total[0], "launches": int(total[1])} for name, total in ranked],
+        "groups": dict(ranked(groups)),
+        "top": [{"name": name[:80]} | each for name, each in ranked(kernels)[:25]],
     }
 
 
@@ -150,11 +116,11 @@ def table(profile: Mapping[str, Any], per: float = 1.0, names: int = 10) -> str:
       per: what the times and counts are divided by, such as the steps that ran.
       names: how many kernels are named.
     """
-    whole = profile["kernels_s"] or 1.0
     rows = [(f"[{name}]", each) for name, each in profile["groups"].items()]
     rows += [(each["name"], each) for each in profile["top"][:names]]
     lines = [f"{'kernels':<60}{'ms':>9}{'share':>8}{'launches':>10}"]
     for name, each in rows:
         seconds, launches = each["seconds"], each["launches"] / per
-        lines.append(f"{name[:58]:<60}{seconds * 1e3 / per:>9.3f}{seconds / whole:>8.1%}{launches:>10.1f}")
+        share = seconds / (profile["kernels_s"] or 1.0)
+        lines.append(f"{name[:58]:<60}{seconds * 1e3 / per:>9.3f}{share:>8.1%}{launches:>10.1f}")
     return "\n".join(lines)

@@ -1,18 +1,13 @@
-"""Cases in processes of their own, one repetition on request: they take turns and never run at once.
+"""Cases in processes of their own, which start once and work when they are asked to.
 
-A case that lives in its own process has its own peak memory, its own thread pools, and its own libraries. The parent
-asks over a pipe; in between, the worker sleeps in `recv`.
-
-Peak memory of a process is `VmHWM` of /proc/self/status where there is one. `ru_maxrss` of getrusage, which serves
-elsewhere, is not the process's own on Linux: a child inherits the high-water mark of the parent that started it.
+So two frameworks never share a process, a case's peak memory is its own, and cases can still take turns.
 """
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import resource
-import sys
+import re
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -23,13 +18,9 @@ Request = dict[str, Any]
 Ask = Callable[[dict[str, Any]], Request | None]
 """Sends what the last repetition measured (at first: what the case says of itself); waits for the next request. None:
 no more are wanted."""
-
 Work = Callable[[Any, Ask], None]
 """A case: `work(spec, ask)` builds itself, then repeats
 `while (request := ask(values)) is not None: values = repetition(request)`."""
-
-RSS_BYTES = 1 if sys.platform == "darwin" else 1024  # a unit of `ru_maxrss`
-_STATUS = Path("/proc/self/status")
 
 
 class Worker:
@@ -64,9 +55,8 @@ class Worker:
             kind, content = self._pipe.recv()
         except EOFError:
             self._process.join()
-            raise RuntimeError(
-                f"{self.name}: its process died with status {self._process.exitcode} (for want of memory, perhaps)"
-            ) from None
+            status = self._process.exitcode
+            raise RuntimeError(f"{self.name}: its process died with status {status} (no memory, perhaps)") from None
         if kind == "refused":
             raise ValueError(content)
         if kind == "failed":
@@ -114,39 +104,14 @@ def _serve(pipe: Connection, work: Work, spec: Any) -> None:
         pipe.send(("failed", traceback.format_exc()))
 
 
-@contextlib.contextmanager
-def foreign_imports() -> Any:
-    """Imports of other people's packages, without this repository's root on the path.
+def memory(pid: int | str = "self") -> tuple[int, int]:
+    """Bytes that a process holds, and the most that it has held (Linux; else nothing).
 
-    transformers probes for a package called `kernels`, and would find our folder of that name there.
+    `ru_maxrss` of getrusage will not do: a child inherits the high-water mark of the parent that started it.
     """
-    root = Path(__file__).resolve().parents[2]
-    before = list(sys.path)
-    sys.path[:] = [entry for entry in before if Path(entry or ".").resolve() != root]
     try:
-        yield
-    finally:
-        sys.path[:] = before
-
-
-def resident_bytes() -> int:
-    """What this process holds now; where /proc does not say, its peak so far."""
-    return _status("VmRSS") or _max_rss()
-
-
-def peak_bytes() -> int:
-    """The most that this process has ever held."""
-    return _status("VmHWM") or _max_rss()
-
-
-def _status(key: str) -> int:
-    if not _STATUS.exists():
-        return 0
-    for line in _STATUS.read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
-def _max_rss() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_BYTES
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0, 0
+    found = dict(re.findall(r"^(VmRSS|VmHWM):\s+(\d+)", status, re.MULTILINE))
+    return 1024 * int(found.get("VmRSS", 0)), 1024 * int(found.get("VmHWM", 0))

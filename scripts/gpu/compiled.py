@@ -195,9 +195,7 @@ def _memory(executable: Any) -> dict[str, int]:
 
 def _arithmetic(ptx: str) -> tuple[str, Counter[str]]:
     """The last kernel of a module, and how often it has each instruction on floats."""
-    words = re.findall(
-        r"^\s*(?:@!?%p\d+ )?((?:add|sub|mul|div|fma|mad|max|ex2|tanh|mma|wgmma|atom|red)\.[\w.]+)", ptx, re.MULTILINE
-    )
+    words = re.findall(_ARITHMETIC, ptx, re.MULTILINE)
     names = re.findall(r"\.entry (\w+)", ptx)
     return names[-1] if names else "", Counter(word for word in words if re.search(r"\.b?f(16|32)\b", word))
 

@@ -150,7 +150,7 @@ RULES = (
         check=check_options,
     ),
     Rule(r"python scripts/(sabotage|mutants)", cannot="runs this suite, over and over", check=check_options),
-    Rule(r"python -m pytest", cannot="is this suite", check=check_nothing),
+    Rule(r"python -m (pytest|coverage)", cannot="is this suite", check=check_nothing),
     Rule(r"python tests/support/record_runs", cannot="takes minutes; tests/commands runs it", check=check_nothing),
     Rule(r"ray start", cannot="a cluster that stays; tests/rewards has one", check=check_nothing),
     Rule(r"jaxrl train .*hosts.num=", cannot="needs Ray; tests/runtime/test_cluster.py has such runs"),

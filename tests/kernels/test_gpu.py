@@ -1,7 +1,7 @@
 """The attention kernels on a GPU: run with JAX_PLATFORMS=cuda and `-m gpu`.
 
 Against plain jnp in full precision, and against themselves: the same call twice gives the same bits. How fast they are
-is asked by `scripts/bench_attention.py`.
+is asked by `scripts/bench.py attention`.
 """
 
 import jax
