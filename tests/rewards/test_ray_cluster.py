@@ -62,6 +62,7 @@ def test_a_head_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pool.close()
 
 
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # by ray, for what it starts
 def test_a_node_that_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Its actor is waited for, and the other one goes on with the samples of both."""
     pytest.importorskip("ray")
