@@ -33,11 +33,21 @@ from typing import Any
 os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
+import jax
 from gpu import compiled
 
+from jaxrl.config import from_mapping
+from jaxrl.mechanisms.judge.build import judge_memory
+from jaxrl.mechanisms.speculation.proposer import Drafting
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.shapes import named_shape
 from jaxrl.models.streaming import HOST
+from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms
+from jaxrl.runtime.weights import adapted
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.train.programs import TrainPrograms
+from jaxrl.train.update_memory import plan_chunk, update_phases
 
 _PRODUCT = re.compile(r"precision_config\":(\{[^}]*\})| dot\([^)]*\)([^\n]*)")
 
@@ -122,12 +132,6 @@ Made = tuple[Any, dict[str, Any], dict[str, Any]]
 
 def _rollout(options: argparse.Namespace, config: ModelConfig) -> Made:
     """The largest program of its kind that an executor of these sizes has."""
-    import jax
-
-    from jaxrl.mechanisms.speculation.proposer import Drafting
-    from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms
-    from jaxrl.sharding.layout import Layout
-    from jaxrl.sharding.mesh import make_mesh
 
     sizes = ExecutorConfig(
         num_slots=options.rows,
@@ -163,11 +167,6 @@ def _rollout(options: argparse.Namespace, config: ModelConfig) -> Made:
 
 def _streamed(options: argparse.Namespace, config: ModelConfig) -> Made:
     """The same with layers that come from the host's memory; attention in plain JAX."""
-    import jax
-
-    from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms
-    from jaxrl.sharding.layout import Layout
-    from jaxrl.sharding.mesh import make_mesh
 
     sizes = ExecutorConfig(
         num_slots=options.rows,
@@ -201,9 +200,6 @@ def _streamed(options: argparse.Namespace, config: ModelConfig) -> Made:
 
 def _judge_plan(options: argparse.Namespace, model: ModelConfig) -> dict[str, int]:
     """What the memory plan says of a judge of these sizes."""
-    from jaxrl.config import from_mapping
-    from jaxrl.mechanisms.judge.build import judge_memory
-
     judge = {
         "model": "unused",
         "max_num_seqs": options.rows,
@@ -219,13 +215,6 @@ def _judge_plan(options: argparse.Namespace, model: ModelConfig) -> dict[str, in
 
 def _training(options: argparse.Namespace, model: ModelConfig) -> Made:
     """A microbatch of one device, or of those that share rows; with what the memory plan says of the update."""
-    import jax
-
-    from jaxrl.config import from_mapping
-    from jaxrl.runtime.weights import adapted
-    from jaxrl.sharding.mesh import make_mesh
-    from jaxrl.train.programs import TrainPrograms
-    from jaxrl.train.update_memory import plan_chunk, update_phases
 
     chunk = options.chunk if options.chunk == "auto" else int(options.chunk)
     actor: dict[str, Any] = {

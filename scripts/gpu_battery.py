@@ -22,28 +22,26 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.harness import header, num_cores, say
+from bench.harness import header, say, survey
+from bench.worker import once
 from gpu import page
 from gpu.battery import Battery, Part
 
 ROOT = Path(__file__).resolve().parents[1]
 MEMORY_SHARE = "0.93"
 """Of the card, for JAX: its own default of 0.75 leaves a quarter to nothing, since a part has the card to itself."""
-TRIAL_S = 150
-"""For each part of a trial, however busy the machine is."""
+TRIAL_S = 80
+"""For each part of a trial; 2.5 times as long, however busy the machine is."""
 _QUICK_COMPILES = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 """A trial's programs run once: it is compiling that takes its time."""
-_DESCRIBE = "import json, jax; from bench import harness; print(json.dumps(harness.describe(jax.devices()[:1])))"
 
 
 def parts(is_trial: bool) -> list[Part]:
@@ -94,7 +92,6 @@ def _run(options: argparse.Namespace) -> int:
         options.out,
         lambda command: header("part", device(), command) | {"trial": options.quick},
         environment,
-        at_once=num_cores() if options.quick else 1,
         say=say,
         on_end=write_page,
     )
@@ -135,7 +132,7 @@ def _refuse_a_mix(found: Sequence[Mapping[str, Any]], device: Mapping[str, Any],
 
 
 def _environment(options: argparse.Namespace) -> dict[str, str]:
-    """Of all parts. A trial has one CPU device, and one thread for each of the parts that run side by side."""
+    """Of all parts."""
     cache = (options.cache or Path("~/.cache/jaxrl/xla")).expanduser()
     cache.mkdir(parents=True, exist_ok=True)
     paths = [str(ROOT / "scripts"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -147,7 +144,7 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
     }
     if options.quick:
-        return found | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": _QUICK_COMPILES, "OMP_NUM_THREADS": "1"}
+        return found | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": _QUICK_COMPILES}
     found.setdefault("JAX_PLATFORMS", "cuda,cpu")
     if not found.get("XLA_CLIENT_MEM_FRACTION"):  # jax refuses both
         found.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_SHARE)
@@ -160,11 +157,12 @@ def _device(environment: Mapping[str, str]) -> dict[str, Any]:
     Raises:
       ValueError: there is none.
     """
-    done = subprocess.run([sys.executable, "-c", _DESCRIBE], env=dict(environment), capture_output=True, text=True)
-    if done.returncode:
-        said = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
-        raise ValueError(f"JAX finds no device ({said}); --quick tries it on a CPU")
-    return json.loads(done.stdout.splitlines()[-1])
+    os.environ.update(environment)
+    try:
+        return once("device", survey, (1, False, False))["device"]
+    except RuntimeError as error:
+        said = str(error).strip().splitlines()[-1]
+        raise ValueError(f"JAX finds no device ({said}); --quick tries it on a CPU") from None
 
 
 if __name__ == "__main__":

@@ -52,14 +52,6 @@ class Part:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class _Running:
-    part: Part
-    process: subprocess.Popen[bytes]
-    folder: tempfile.TemporaryDirectory[str]
-    began_s: float
-
-
 class Battery:
     """The parts, and a folder that says what has become of them.
 
@@ -68,7 +60,6 @@ class Battery:
       out: the folder: `records.jsonl` and `log.txt` are written there.
       head: of the records of parts: date, commit, device and so on; asked whenever one has ended.
       environment: of all parts.
-      at_once: how many run side by side. More than one is for trials: nothing is worth timing then.
       say: progress.
       on_end: called when a part has ended and its records are written (the page is made then).
     """
@@ -80,14 +71,12 @@ class Battery:
         head: Callable[[str], Mapping[str, Any]],
         environment: Mapping[str, str],
         *,
-        at_once: int = 1,
         say: Callable[[str], None] = print,
         on_end: Callable[[], object] = lambda: None,
     ) -> None:
         self.parts, self.out = parts, out
         self._head, self._environment = head, environment
-        self._at_once, self._say, self._on_end = at_once, say, on_end
-        self._running: list[_Running] = []
+        self._say, self._on_end = say, on_end
         out.mkdir(parents=True, exist_ok=True)
 
     def records(self) -> list[dict[str, Any]]:
@@ -121,57 +110,40 @@ class Battery:
     def run(self, wanted: Sequence[Part], seconds: float) -> None:
         """Runs parts for that long. One that fails does not stop the others; one that does not fit any more is left
         for a later call, and a shorter one behind it may still fit."""
-        end_s, waiting = time.monotonic() + seconds - RESERVE_S, list(wanted)
-        try:
-            while waiting or self._running:
-                if waiting and len(self._running) < self._at_once:
-                    self._begin(waiting.pop(0), end_s)
-                    continue
-                time.sleep(0.05)
-                self._end_those_due(end_s)
-        finally:  # a signal comes through here
-            for each in self._running:
-                self._finish(each, "cut off")
-            self._running = []
+        end_s = time.monotonic() + seconds - RESERVE_S
+        for part in wanted:
+            left = end_s - time.monotonic()
+            if left < part.seconds:
+                self._say(f"-- {part.name}: left for later ({max(left, 0):.0f} s left, about {part.seconds} needed)")
+                continue
+            self._say(f"-- {part.name}")
+            with tempfile.TemporaryDirectory(prefix="battery-", ignore_cleanup_errors=True) as folder:
+                self._run(part, Path(folder), left)
+            self._on_end()
 
-    def _begin(self, part: Part, end_s: float) -> None:
-        left = end_s - time.monotonic()
-        if left < part.seconds:
-            self._say(f"-- {part.name}: left for later ({max(left, 0):.0f} s left, about {part.seconds} needed)")
-            return
-        self._say(f"-- {part.name}")
-        folder = tempfile.TemporaryDirectory(prefix="battery-", ignore_cleanup_errors=True)
-        with (Path(folder.name) / "log").open("wb") as log:
+    def _run(self, part: Part, folder: Path, left: float) -> None:
+        began, limit = time.monotonic(), PATIENCE * part.seconds
+        with (folder / "log").open("wb") as log:
             process = subprocess.Popen(
-                [word.replace("{folder}", folder.name) for word in part.command],
+                [word.replace("{folder}", str(folder)) for word in part.command],
                 env={**self._environment, **part.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self._running.append(_Running(part, process, folder, time.monotonic()))
+        status: Status = "cut off"
+        try:
+            status = "failed" if process.wait(min(left, limit)) else "passed"
+        except subprocess.TimeoutExpired:
+            status = "over its limit" if limit < left else "cut off"
+        finally:  # a signal comes through here
+            end_group(process)
+            self._finish(part, folder, status, process.returncode, time.monotonic() - began)
 
-    def _end_those_due(self, end_s: float) -> None:
-        now = time.monotonic()
-        for each in list(self._running):
-            status: Status | None = None
-            if (code := each.process.poll()) is not None:
-                status = "failed" if code else "passed"
-            elif now >= end_s:
-                status = "cut off"
-            elif now >= each.began_s + PATIENCE * each.part.seconds:
-                status = "over its limit"
-            if status is not None:
-                self._running.remove(each)
-                self._finish(each, status)
-
-    def _finish(self, running: _Running, status: Status) -> None:
-        end_group(running.process)
-        seconds, part, folder = time.monotonic() - running.began_s, running.part, Path(running.folder.name)
+    def _finish(self, part: Part, folder: Path, status: Status, code: int, seconds: float) -> None:
         found = [record for file in sorted(folder.glob("*.jsonl")) for record in lines(file)]
         command = " ".join(Path(word).name if os.path.isabs(word) else word for word in part.command)
-        code = running.process.returncode
         result = {"part": part.name, "status": status, "exit_status": code, "seconds": round(seconds, 2)}
         # one write: a battery that is killed leaves all of a part's records or none
         with (self.out / "records.jsonl").open("a", encoding="utf-8") as file:
@@ -180,11 +152,9 @@ class Battery:
         output = (folder / "log").read_bytes()[-LOG_BYTES:].decode("utf-8", errors="replace")
         with (self.out / "log.txt").open("a", encoding="utf-8") as file:
             file.write(f"\n######## {part.name}: {status} after {seconds:.0f} s\n$ {command}\n{output}")
-        running.folder.cleanup()
         self._say(f"-- {part.name}: {status}, {seconds:.0f} s")
         if status in ("failed", "over its limit"):
             self._say(output[-1500:])
-        self._on_end()
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
