@@ -24,6 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
+from jaxrl.config import flatten
 from jaxrl.config.inputs import one_line
 from jaxrl.record.files import write_whole
 from jaxrl.record.samples import IDS
@@ -265,14 +266,9 @@ def _mlflow_name(name: str) -> str:
     return _NOT_IN_MLFLOW.sub("_", name.replace("@", "_at_"))
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            found |= _flat(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value if isinstance(value, str | int | float) else json.dumps(value)
-    return found
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    found = flatten(config).items()
+    return {name: value if isinstance(value, str | int | float) else json.dumps(value) for name, value in found}
 
 
 def _columns(rows: Rows) -> tuple[list[str], list[list[Any]]]:

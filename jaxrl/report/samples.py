@@ -1,8 +1,7 @@
 """Samples to read on a run's page: a table of lines of `samples.jsonl` that a small script sorts and filters.
 
-Not every sample has every field, so a cell reads them with `get`. Without the script the page shows samples of the
-first, the middle and the last step, and has no controls. Of a prompt in a chat template the last message of the user is
-shown, and the rest is folded below it.
+Not every sample has every field, so a cell reads them with `get`. Without the script the page has no controls. Of a
+prompt in a chat template the last message of the user is shown, and the rest is folded below it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import Any
 from jaxrl.record.numbers import number
 from jaxrl.report.charts import breakable
 
-PER_STEP = 4
 EXTREMES = 8
 """Of the best and of the worst samples each."""
 MOST = 200
@@ -29,66 +27,43 @@ _USER = re.compile(
     r"(.*?)(?:<\|im_end\|>|<\|eot_id\|>|<end_of_turn>|\[/INST\])",
     re.DOTALL,
 )
-_PICKS = (
-    ("edge", "of the first, the middle and the last step"),
-    ("high", "with the highest rewards"),
-    ("low", "with the lowest rewards"),
-    ("all", "all on this page"),
-)
-
 Shown = Mapping[str, Any]
 
 
 def samples_section(samples: Sequence[Shown]) -> str:
     if not samples:
         return "<p class=note>No samples were recorded.</p>"
-    picks = _picked(samples)
-    chosen = _spread(samples, picks)
-    rows = "".join(_row(samples[i], picks.get(i, ())) for i in chosen)
+    chosen = _chosen(samples)
+    rows = "".join(_row(samples[i]) for i in chosen)
     heads = "".join(
         f"<th>{f'<button type=button data-by={by} disabled>{heading}</button>' if by else heading}</th>"
         for heading, by, _, _ in COLUMNS
     )
     table = f"<table class=samples><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
     count = f"{len(chosen)} of {len(samples)} recorded samples are on this page."
-    return f"<p class=sub>{count}</p>{_controls(samples)}{table}<script>{SCRIPT}</script>"
+    controls = _controls(samples)
+    return f"<p class=sub>{count}</p>{controls}<div class=scroll>{table}</div><script>{SCRIPT}</script>"
 
 
 def _controls(samples: Sequence[Shown]) -> str:
-    options = "".join(f"<option value={value}>{escape(text)}</option>" for value, text in _PICKS)
     sources = sorted({str(sample.get("source") or "") for sample in samples} - {""})
     named = "".join(f"<option>{escape(source)}</option>" for source in sources)
     of_source = f"<select data-source aria-label=source><option value=''>any source</option>{named}</select>"
     return (
-        f"<form class=controls hidden><select data-pick aria-label=samples>{options}</select>"
-        f"{of_source if len(sources) > 1 else ''}<input type=search data-text placeholder='words in them'>"
-        "<span class=sub data-count></span></form>"
+        f"<form class=controls hidden>{of_source if len(sources) > 1 else ''}"
+        "<input type=search data-text placeholder='words in them'><span class=sub data-count></span></form>"
     )
 
 
-def _picked(samples: Sequence[Shown]) -> dict[int, tuple[str, ...]]:
-    """The samples that are shown at first or as extremes, with what they are picked for."""
-    found: dict[int, list[str]] = {}
-    steps = sorted({sample["step"] for sample in samples})
-    for step in dict.fromkeys((steps[0], steps[len(steps) // 2], steps[-1])):
-        of_step = [i for i, sample in enumerate(samples) if sample["step"] == step]
-        for i in of_step[:PER_STEP]:
-            found.setdefault(i, []).append("edge")
-    if len({value(sample) for sample in samples}) > 1:
-        ordered = sorted(range(len(samples)), key=lambda i: -value(samples[i]))
-        for name, some in (("high", ordered[:EXTREMES]), ("low", ordered[-EXTREMES:])):
-            for i in some:
-                found.setdefault(i, []).append(name)
-    return {i: tuple(names) for i, names in found.items()}
-
-
-def _spread(samples: Sequence[Shown], picks: Mapping[int, tuple[str, ...]]) -> list[int]:
-    """The samples on the page: picked ones, and of the others as many as there is room for, at equal distances."""
-    others = [i for i in range(len(samples)) if i not in picks]
-    room = max(MOST - len(picks), 0)
-    if len(others) > room:
-        others = [others[i * len(others) // room] for i in range(room)] if room else []
-    return sorted([*picks, *others], key=lambda i: (samples[i]["step"], -value(samples[i]), i))
+def _chosen(samples: Sequence[Shown]) -> list[int]:
+    """The samples on the page, by step and then the best first: the best and the worst of the run, and of the others as
+    many as there is room for, at equal distances."""
+    ordered = sorted(range(len(samples)), key=lambda i: -value(samples[i]))
+    extremes = {*ordered[:EXTREMES], *ordered[-EXTREMES:]}
+    others = [i for i in range(len(samples)) if i not in extremes]
+    room = min(MOST - len(extremes), len(others))
+    spread = [others[i * len(others) // room] for i in range(room)]
+    return sorted([*extremes, *spread], key=lambda i: (samples[i]["step"], -value(samples[i]), i))
 
 
 def value(sample: Shown) -> float:
@@ -97,16 +72,15 @@ def value(sample: Shown) -> float:
     return float(reward) if isinstance(reward, int | float) and isfinite(reward) else float("-inf")
 
 
-def _row(sample: Shown, picked: Sequence[str]) -> str:
+def _row(sample: Shown) -> str:
     data = {"step": sample["step"], "reward": value(sample), "tokens": sample.get("length") or 0}
     numbers = " ".join(f"data-{name}={found if isfinite(found) else -1e308}" for name, found in data.items())
     source = escape(str(sample.get("source") or ""), quote=True)
-    hidden = "" if "edge" in picked else " hidden"
     cells = "".join(
         f"<td data-label={heading}{' class=num' if is_number else ''}>{content(sample)}</td>"
         for heading, _, content, is_number in COLUMNS
     )
-    return f"<tr {numbers} data-pick='{' '.join(picked)}' data-source=\"{source}\"{hidden}>{cells}</tr>"
+    return f'<tr {numbers} data-source="{source}">{cells}</tr>'
 
 
 def _step(sample: Shown) -> str:
@@ -195,12 +169,11 @@ SCRIPT = """
   const form = document.querySelector('form.controls'), table = document.querySelector('table.samples');
   const body = table.tBodies[0], rows = [...body.rows], get = name => form.querySelector(`[data-${name}]`);
   const show = () => {
-    const pick = get('pick').value, source = get('source') ? get('source').value : '';
-    const words = get('text').value.toLowerCase();
+    const source = get('source') ? get('source').value : '', words = get('text').value.toLowerCase();
     let count = 0;
     for (const row of rows) {
-      const fits = (pick === 'all' || row.dataset.pick.split(' ').includes(pick))
-        && (!source || row.dataset.source === source) && (!words || row.textContent.toLowerCase().includes(words));
+      const fits = (!source || row.dataset.source === source)
+        && (!words || row.textContent.toLowerCase().includes(words));
       row.hidden = !fits;
       count += fits;
     }
@@ -217,8 +190,6 @@ SCRIPT = """
       body.append(...rows.sort((a, b) => (down ? -1 : 1) * (a.dataset[by] - b.dataset[by])));
     };
   }
-  for (const pick of [...get('pick').options])
-    if (pick.value !== 'all' && !rows.some(row => row.dataset.pick.split(' ').includes(pick.value))) pick.remove();
   form.oninput = show;
   form.onsubmit = event => event.preventDefault();
   form.hidden = false;

@@ -60,7 +60,7 @@ white-space:pre-wrap;max-height:20em;overflow:auto}
 .facts th{width:110px;color:var(--soft);
 font-weight:400}.legend{list-style:none;margin:16px 0;padding:0;display:flex;flex-wrap:wrap;gap:4px 20px}
 .legend li::before{content:"";display:inline-block;width:12px;height:12px;border-radius:2px;margin-right:6px;
-background:var(--c)}.wide{overflow-x:auto}
+background:var(--c)}.wide{overflow-x:auto}.scroll{max-height:85vh;overflow-y:auto}
 .rows{grid-template-columns:1fr;margin-top:16px}.rows svg{width:calc(100% - 56px);margin:0 12px 0 44px;overflow:visible}
 .heat0{--o:.06}.heat1{--o:.18}.heat2{--o:.3}.heat3{--o:.43}.heat4{--o:.56}
 .heat5{--o:.7}.heat6{--o:.85}.heat7{--o:1}path{fill:var(--c);fill-opacity:var(--o)}figure li[class*=heat]::before{

@@ -73,7 +73,7 @@ def test_why_rewards_failed(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [("[", "not valid JSON"), ('{"step": 1}', "'groups' is missing"), ("[1]", "damaged")],
+    [("[", "JSONDecodeError"), ('{"step": 1}', "KeyError: 'groups'"), ("[1]", "damaged")],
 )
 def test_a_damaged_line_is_left_out(tmp_path: Path, line: str, words: str):
     (tmp_path / FILE_NAME).write_text(line + "\n")

@@ -375,7 +375,10 @@ def test_out_names_the_file(tmp_path):
         ({"run.json": "{}"}, "config.yaml is missing"),
         ({"run.json": '{"config": 3, "versions": [], "devices": null}'}, "does not hold the configuration"),
         ({"samples.jsonl": '{"step": 1}\n{"ste'}, "data-step=1 "),
-        ({"samples.jsonl": "nonsense\n"}, "samples.jsonl, line 1: damaged (not valid JSON, column 1), and left out"),
+        (
+            {"samples.jsonl": "nonsense\n"},
+            "samples.jsonl, line 1: damaged (JSONDecodeError: Expecting value: line 1 column 1 (char 0)), and left out",
+        ),
         ({"metrics.jsonl": "nonsense\n"}, "metrics.jsonl, line 1: damaged"),
         ({"metrics.jsonl": '{"step": 1, "time": 1}\n'}, "not recorded: critic/rewards/mean"),
         ({"metrics.jsonl": '{"step": 1, "time": 1, "actor/entropy": "nan"}\n'}, "not recorded: actor/entropy"),
