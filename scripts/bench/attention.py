@@ -36,7 +36,7 @@ import numpy as np
 from bench.engines import BLOCK
 from bench.harness import Bench, Case, LeftOut, Values, model_of
 from bench.machine import queued_s, random_array
-from jaxrl.kernels import decode_pallas, packed, paged_mosaic_gpu, paged_pallas, reference
+from jaxrl.kernels import packed, reference
 from jaxrl.kernels.attention import PackedAttention
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import rope_tables
@@ -136,16 +136,22 @@ class Paged(_Point):
 
     def _paged(self) -> Callable[[], Any]:
         self.need_kernels()
+        from jaxrl.kernels import paged_pallas  # not every JAX has what it is made of
+
         return self._of(lambda *arrays: paged_pallas.paged_attention(*arrays, interpret=self.interpret))
 
     def _mosaic(self) -> Callable[[], Any]:
         if not self.on_gpu or self.dtype != "bfloat16":
             raise LeftOut("the kernel runs on GPUs alone, and takes bfloat16 alone")
+        from jaxrl.kernels import paged_mosaic_gpu
+
         return self._of(paged_mosaic_gpu.paged_attention)
 
     def _decode_step(self) -> Callable[[], Any]:
         """Attention of one token of every row in each layer, from the layer's product on; the pools are replaced."""
         self.need_kernels()
+        from jaxrl.kernels import decode_pallas
+
         config = self.config
         slab = (config.num_kv_heads, config.num_heads // config.num_kv_heads + 2, config.head_dim)
         qkv = random_array((1, self.rows, *slab), "float32", 1)
