@@ -29,9 +29,9 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,28 @@ class HostState:
 
     values: Mapping[str, Any] = field(default_factory=dict)
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+class _Items(ocp.CompositeCheckpointHandler):
+    """Orbax's handler of a step's items. When one write fails, Orbax raises at once while the others continue:
+    `writing` keeps them, since the temporary folder can be removed only after them."""
+
+    writing: Sequence[Any] = ()
+
+    async def async_save(self, directory: Any, args: Any) -> list[Any]:
+        self.writing = await super().async_save(directory, args) or []
+        return [*self.writing]
+
+    def wait(self) -> None:
+        """Blocks until all writes have ended, failed or not."""
+        for future in self.writing:
+            with suppress(Exception):  # the first error has been raised by now
+                future.result()
+
+
+@ocp.args.register_with_handler(_Items, for_save=True, for_restore=True)
+class _ItemArgs(ocp.args.Composite):
+    """The arguments that Orbax expects for `_Items`."""
 
 
 class Checkpointer:
@@ -108,14 +130,14 @@ class Checkpointer:
         self._damaged = [] if self.chosen is None else list(self.chosen.faults)
         self._found = [step for step in steps_of(self._folder) if step not in self._damaged]
         among = _processes()
-        items = ocp.CompositeCheckpointHandler(
+        self._items = _Items(
             composite_options=ocp.CompositeOptions(async_options=_ASYNC, multiprocessing_options=among),
             **{
                 STATE: ocp.PyTreeCheckpointHandler(multiprocessing_options=among),
                 HOST: ocp.JsonCheckpointHandler(multiprocessing_options=among),
             },
         )
-        self._orbax = ocp.AsyncCheckpointer(items, async_options=_ASYNC, multiprocessing_options=among)
+        self._orbax = ocp.AsyncCheckpointer(self._items, async_options=_ASYNC, multiprocessing_options=among)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: tuple[int, Future[None]] | None = None
 
@@ -157,7 +179,7 @@ class Checkpointer:
                 shutil.rmtree(leftover)  # could not be removed, and is in this one's way
             self._orbax.save(
                 self._temporary(step),
-                args=ocp.args.Composite(
+                args=_ItemArgs(
                     state=ocp.args.PyTreeSave(_owned(train_state), ocdbt_target_data_file_size=_FILE_BYTES),
                     host=ocp.args.JsonSave({"schema_version": SCHEMA_VERSION, "values": dict(host.values)}),
                 ),
@@ -191,7 +213,7 @@ class Checkpointer:
         _refuse_other_arrays(place, abstract_state, _stored(place / STATE))
         found = self._orbax.restore(
             place,
-            args=ocp.args.Composite(state=_restore_args(abstract_state), host=ocp.args.JsonRestore()),
+            args=_ItemArgs(state=_restore_args(abstract_state), host=ocp.args.JsonRestore()),
         )
         return found[STATE], HostState(found[HOST]["values"], read_arrays(place / _ARRAYS_FILE))
 
@@ -235,7 +257,11 @@ class Checkpointer:
     def _commit(self, step: int, arrays: Mapping[str, np.ndarray]) -> None:
         """In the background: waits for Orbax, adds the host's arrays and the manifest, gives the step its name, removes
         the oldest."""
-        self._orbax.wait_until_finished()
+        try:
+            self._orbax.wait_until_finished()
+        except BaseException:
+            self._items.wait()
+            raise
         if self._leads:
             (self._temporary(step) / ARRAYS).mkdir()
             write_arrays(self._temporary(step) / _ARRAYS_FILE, arrays)
