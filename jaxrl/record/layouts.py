@@ -35,7 +35,13 @@ def read_layouts(folder: str | Path, note: Callable[[str], None] = _log.warning)
 def _parse(line: bytes) -> dict[str, Any]:
     """A number that is not finite comes back as None."""
     entry = json.loads(line)
+    for name in ("step", "kind", "source", "points", "switches"):
+        entry[name]  # a KeyError names what is missing
+    if not all(len(point) == 3 and all(isinstance(x, int | float) for x in point) for point in entry["points"]):
+        raise ValueError("a point must be three numbers")
     for switch in entry["switches"]:
+        for name in ("from_tp", "to_tp", "how", "failed", "num_live", "num_moved"):
+            switch[name]
         for name in ("predicted_cost_s", "cost_s", "predicted_step_s", "step_s"):
             switch[name] = switch[name] if isinstance(switch[name], int | float) else None
     return entry

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from jaxrl.config import Config, ConfigError, from_mapping
+from jaxrl.config import Config, ConfigError, from_mapping, to_mapping
 from jaxrl.data.prompts import PromptSource, load_train
 from jaxrl.record.run_dir import RunDir
 from jaxrl.runtime.beginnings import refuse_other_data
@@ -49,7 +50,7 @@ def look(tmp_path: Path) -> Callable[..., None]:
     state = {"values": {"data": source(configured()).state()}}
     (place / "host" / "metadata").write_text(json.dumps(state))
     manifest.write(place, 2, 3)
-    folder.__dict__["earlier"] = configured()  # as its config.yaml has it
+    (folder.path / "config.yaml").write_text(yaml.safe_dump(to_mapping(configured())))
 
     def found(**data: Any) -> None:
         config = configured(**data)

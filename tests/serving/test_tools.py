@@ -59,19 +59,6 @@ def test_tools_calls_and_results_are_in_the_prompt(talk: Talk, tiny_model: Path)
     talk(conversation)
 
 
-def test_a_new_list_of_tools_costs_no_trial_of_the_template(talk: Talk):
-    misses = chat_template._check_says.cache_info().misses
-
-    async def conversation(client: Client) -> None:
-        for number in range(20):
-            tool = {"type": "function", "function": {"name": f"look{number}"}}
-            answer = await client.post("/v1/chat/completions", json=ASKED | {"tools": [tool], "max_tokens": 1})
-            assert answer.status_code == 200
-
-    talk(conversation)
-    assert chat_template._check_says.cache_info().misses <= misses + 1
-
-
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
 @pytest.mark.parametrize("read", ["reasoning_content", "reasoning", "thinking"])
 def test_thoughts_reach_the_template_by_the_name_that_it_reads(name: str, read: str):
