@@ -148,7 +148,7 @@ class LiveView:
                 self._print("  ".join([*now, *self._progress()]))
 
     def _progress(self) -> list[str]:
-        """What the panel and a log say of a rollout that goes on."""
+        """Lines of the panel and the log about the current rollout."""
         found = [self._rollout] if self._rollout else []
         if self._waiting is not None:
             count, longest, since_s = self._waiting

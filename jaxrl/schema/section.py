@@ -126,7 +126,7 @@ def mark(field: FieldInfo, kind: type[_Mark]) -> _Mark | None:
 
 
 def _marks(field: FieldInfo) -> Iterator[Any]:
-    """Those of the option, and those of its numbers where a name may stand for one."""
+    """Marks of the option itself, and of the number in a union such as `int | Literal["auto"]`."""
     yield from field.metadata
     if typing.get_origin(field.annotation) in UNIONS:
         for arm in typing.get_args(field.annotation):

@@ -89,7 +89,7 @@ def cases(options: argparse.Namespace) -> Iterator[list[Case]]:
 
 
 def _bandwidth(options: argparse.Namespace, dtype: str, step_s: float, positions: float, ceilings: Any) -> dict:
-    """Of steps that read all weights, and keys and values of so many positions."""
+    """Figures of decode steps that read all weights, and the keys and values of this many positions."""
     config, size = model_of(options).config(), jnp.dtype(dtype).itemsize
     weights, kv = costs.weight_bytes(config, size), positions * costs.kv_bytes_per_token(config, size)
     found = {"weight_bytes": weights, "kv_bytes": kv, "bytes_per_step": weights + kv}
