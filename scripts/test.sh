@@ -8,8 +8,7 @@
 #              take 3 GB); 0: none beside pytest's own, for -s and --pdb
 #              JAXRL_TEST_JETSTREAM  1: after all others, tests of `jaxrl serve --jetstream` as well, in an environment
 #              with google-jetstream (2 GB more)
-#              JAXRL_TEST_SLOW_S  seconds: after all others, tests marked slow for as long, beginning with other ones each
-#              day
+#              JAXRL_TEST_SLOW_S  seconds: after all others, tests marked slow for as long, the oldest results first
 set -euo pipefail
 
 # shellcheck source=scripts/_venv.sh
@@ -44,7 +43,7 @@ stage 'pyright' "$venv_python" -m pyright --pythonpath "$venv_python"
 cores=$(getconf _NPROCESSORS_ONLN) # nproc would count OMP_NUM_THREADS
 processes=${JAXRL_TEST_PROCESSES:-$((cores < 4 ? cores : 4))}
 # work stealing: the longest tests come last, and one process would be left with all of them
-stage 'pytest' "$venv_python" -m pytest --numprocesses "$processes" --dist worksteal "$@"
+stage 'pytest' "$venv_python" -m pytest --budget --numprocesses "$processes" --dist worksteal "$@"
 
 if [ "${JAXRL_TEST_JETSTREAM:-}" = 1 ] && prepare_jetstream; then
     stage 'pytest (JetStream)' "$venv/jetstream/bin/python" -m pytest --slow tests/rollout/test_jetstream.py \
@@ -52,7 +51,7 @@ if [ "${JAXRL_TEST_JETSTREAM:-}" = 1 ] && prepare_jetstream; then
 fi
 
 if [ -n "${JAXRL_TEST_SLOW_S:-}" ]; then
-    # one file after the other, not each process a half: those whose turn it is come first
-    stage 'pytest (slow)' "$venv_python" -m pytest --slow -m slow --day "$(date +%F)" --within "$JAXRL_TEST_SLOW_S" \
+    # one file after the other, not each process a half: those with the oldest results come first
+    stage 'pytest (slow)' "$venv_python" -m pytest --slow -m slow --within "$JAXRL_TEST_SLOW_S" \
         --numprocesses "$processes" --dist loadfile --no-loadscope-reorder
 fi

@@ -5,21 +5,18 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import settings
 from quick_xla import flags
-from suite_order import from_days_file
 from tiny import write_tiny_model
 
+pytest_plugins = ["suite"]
 pytest.register_assert_rewrite("refusals")
-settings.register_profile("busy", deadline=None)  # a machine under load is no failure
-settings.load_profile("busy")
+settings.register_profile("fast", max_examples=20, deadline=None)  # a machine under load is no failure
+settings.register_profile("slow", max_examples=500, deadline=None)
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if os.environ["JAX_PLATFORMS"] == "cpu":
@@ -33,49 +30,19 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 DATA = Path(os.environ.get("JAXRL_DATA", Path(__file__).resolve().parents[2] / "shared" / "data"))
 
 
-BEGUN = pytest.StashKey[float]()
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
     parser.addoption(
         "--interpret", action="store_true", help="run tests marked gpu on a CPU, their kernels as plain JAX"
     )
-    parser.addoption(
-        "--within",
-        type=float,
-        metavar="S",
-        help="begin no test later than S seconds after the start; skip what is left",
-    )
-    parser.addoption(
-        "--day",
-        type=date.fromisoformat,
-        metavar="DATE",
-        help="begin with other files each day (with --within: all come round)",
-    )
-    parser.addoption(
-        "--costs", type=Path, metavar="FILE", help="append what each test costs: see tests/support/costs.py"
-    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # a process that takes the place of one that died has the time that was left, not all of it once more
-    config.stash[BEGUN] = getattr(config, "workerinput", {}).get("begun", time.monotonic())
+    settings.load_profile("slow" if config.getoption("--slow") else "fast")
     if "coverage" in sys.modules:
         from xdist.workermanage import NodeManager
 
         NodeManager.EXIT_TIMEOUT = 300  # it kills processes that take ten seconds to write down what they ran
-    path: Path | None = config.getoption("--costs")
-    if path is not None:
-        from costs import Costs
-
-        config.pluginmanager.register(Costs(path))
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    """What xdist hands to a process of its own when it starts one."""
-    node.workerinput["begun"] = node.config.stash[BEGUN]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -86,9 +53,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         no_gpu = os.environ["JAX_PLATFORMS"] == "cpu" and not config.getoption("--interpret")
         if item.get_closest_marker("gpu") and no_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a GPU: run with JAX_PLATFORMS=cuda"))
-    day: date | None = config.getoption("--day")
-    if day is not None:
-        items[:] = from_days_file(items, day)
 
 
 def pytest_collection_finish() -> None:
@@ -101,11 +65,7 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(50_000, 20, 50)  # the default spends a twentieth of the suite's time on looking for garbage
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    limit_s: float | None = item.config.getoption("--within")
-    if limit_s is not None and time.monotonic() - item.config.stash[BEGUN] > limit_s:
-        pytest.skip(f"not begun within {limit_s:g} s")
     if item.get_closest_marker("slow") and item.config.getoption("--slow"):
         # whole runs: a file of them compiles thousands
         _make_room()

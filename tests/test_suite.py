@@ -1,37 +1,24 @@
-"""The options that `tests/conftest.py` adds to pytest: what a run of limited time begins with, and what tests cost."""
+"""The plugin of pytest that `tests/conftest.py` loads: what tests cost, and which ones a run of limited time begins
+with."""
 
 import json
 import os
-from datetime import date, timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from suite_order import from_days_file
+import suite
 
 pytest_plugins = "pytester"
-CONFTEST = Path(__file__).parent / "conftest.py"
-DAY = date(2026, 11, 25)
-
-
-@pytest.mark.parametrize("num_files", [1, 2, 7, 40, 151])
-def test_a_quarter_of_the_files_each_day_is_all_of_them_within_eight_days(num_files: int) -> None:
-    tests = [SimpleNamespace(path=f"test_{n}.py", name=name) for n in range(num_files) for name in "ab"]
-    reached = set()
-    for days in range(8):
-        order = from_days_file(tests, DAY + timedelta(days))
-        assert sorted(order, key=lambda test: (test.path, test.name)) == sorted(tests, key=lambda t: (t.path, t.name))
-        pairs = zip(order[::2], order[1::2], strict=True)
-        assert all(a.path == b.path and (a.name, b.name) == ("a", "b") for a, b in pairs)
-        reached |= {test.path for test in order[: max(2, len(order) // 4)]}
-    assert len(reached) == num_files
+SUPPORT = Path(suite.__file__).parent
 
 
 @pytest.fixture
 def two_files(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(CONFTEST.parent / "support"), str(CONFTEST.parents[1])]))
-    pytester.makeconftest(CONFTEST.read_text())
-    pytester.makeini("[pytest]\naddopts = -p no:randomly\nmarkers =\n  slow: slow\n  gpu: gpu")
+    """A suite with a quick and a slow test; its runs are processes, since jax cannot be imported twice in one."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SUPPORT), str(SUPPORT.parents[1])]))
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(pytester.path))
+    pytester.makeconftest('pytest_plugins = ["suite"]')
+    pytester.makeini("[pytest]\nmarkers =\n  slow: slow")
     pytester.makepyfile(
         test_a="def test_one(): pass",
         test_b="""
@@ -44,37 +31,42 @@ def two_files(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pyt
     return pytester
 
 
-def test_order_limit_and_costs(two_files: pytest.Pytester, tmp_path: Path) -> None:
-    one, two = "test_a.py::test_one", "test_b.py::test_two"
-    costs = tmp_path / "costs.jsonl"  # runs are processes: jax cannot be imported twice in one
-    whole = two_files.runpytest_subprocess("--slow", "--within=600", "--day=2026-11-25", f"--costs={costs}")
-    whole.assert_outcomes(passed=2)
-    first, second = map(json.loads, costs.read_text().splitlines())
-    assert [(first["test"], first["programs"]), (second["test"], second["programs"])] == [(one, 0), (two, 1)]
-    assert second["seconds"] > second["programs_s"] > 0 < second["cpu_s"]
+def test_costs_are_measured(two_files: pytest.Pytester, tmp_path: Path) -> None:
+    costs = tmp_path / "costs.jsonl"
+    two_files.runpytest_subprocess("--numprocesses=2", f"--costs={costs}").assert_outcomes(passed=2)
+    found = {each["test"]: each for each in map(json.loads, costs.read_text().splitlines())}
+    one, two = found["test_a.py::test_one"], found["test_b.py::test_two"]
+    assert (one["programs"], two["programs"]) == (0, 1)
+    assert two["seconds"] > two["programs_s"] > 0 < two["cpu_s"]
 
-    late = two_files.runpytest_subprocess("--slow", "--within=0", "--day=2026-11-26", "-v")
+
+def test_the_oldest_results_come_first_and_no_test_starts_late(two_files: pytest.Pytester) -> None:
+    results = two_files.path / suite.RESULTS
+    results.write_text(json.dumps({"test_a.py::test_one": 2.0, "test_b.py::test_two": 1.0}))
+    ran = two_files.runpytest_subprocess("--within=600", "-v")
+    ran.stdout.fnmatch_lines(["test_b.py::test_two PASSED*", "test_a.py::test_one PASSED*"])
+    assert json.loads(results.read_text())["test_b.py::test_two"] > 2.0
+
+    late = two_files.runpytest_subprocess("--within=0", "-v", "-rs")
     late.assert_outcomes(skipped=2)
-    late.stdout.fnmatch_lines([f"{two} SKIPPED (not begun within 0 s)*", f"{one} SKIPPED*"])
+
+
+def test_a_test_that_costs_too_much_fails_unless_it_is_slow_or_listed(two_files: pytest.Pytester) -> None:
+    body = "import suite\nsuite.MAX_CPU_S = -1.0\n"
+    two_files.makepyfile(
+        test_a=f"{body}def test_one(): pass", test_b="import pytest\n@pytest.mark.slow\ndef test_two(): pass"
+    )
+    ran = two_files.runpytest_subprocess("--budget")
+    ran.assert_outcomes(failed=1, passed=1)
+    ran.stdout.fnmatch_lines(["took * CPU seconds, and at most -1 are allowed*", "CPU s by folder: *", "lines: *"])
 
 
 def test_a_process_that_replaces_another_keeps_its_limit(two_files: pytest.Pytester) -> None:
+    began = 'print(request.config.pluginmanager.getplugin("suite-costs").began, file=open("began.txt", "a"))'
     two_files.makepyfile(
-        test_a="""
-            import os
-            from conftest import BEGUN
-
-            def test_one(request):
-                print(request.config.stash[BEGUN], file=open("begun.txt", "a"))
-                os._exit(1)
-        """,
-        test_b="""
-            from conftest import BEGUN
-
-            def test_two(request):
-                print(request.config.stash[BEGUN], file=open("begun.txt", "a"))
-        """,
+        test_a=f"import os\ndef test_one(request):\n    {began}\n    os._exit(1)",
+        test_b=f"def test_two(request): {began}",
     )
     two_files.runpytest_subprocess("--within=600", "--numprocesses=1").assert_outcomes(failed=1, passed=1)
-    first, second = (two_files.path / "begun.txt").read_text().split()
+    first, second = (two_files.path / "began.txt").read_text().split()
     assert first == second
