@@ -9,7 +9,7 @@ import pytest
 import suite
 
 pytest_plugins = "pytester"
-SUPPORT = Path(suite.__file__).parent
+SUPPORT = Path(__file__).parent / "support"
 
 
 @pytest.fixture
