@@ -202,6 +202,12 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     add_switch(sub, "--json", "as a JSON list")
     add_switch(sub, "--schema", "the JSON schema of a configuration file, for editors")
 
+    sub = command("port", _port, "Write a run of verl or TRL as a configuration, with comments.")
+    add_choice(sub, "--from", "verl", "trl", text="whose options they are", dest="library", required=True)
+    add(sub, "--devices", device_count(1), "that the TRL run has, as it counts completions per device (1)", default=1)
+    words = "a script, a YAML or a JSON file, or the options themselves (behind -- where they begin with --)"
+    add(sub, "source", filled, words, nargs="+", metavar="FILE|OPTION")
+
     sub = command("completion", _completion, 'Print what a shell reads for completion: eval "$(...)".')
     add_choice(sub, "shell", "bash", "zsh", "fish")
 
@@ -462,6 +468,12 @@ def _options(options: argparse.Namespace) -> None:
     from jaxrl.commands.options import options_json, options_text, schema_json
 
     print(schema_json() if options.schema else (options_json if options.json else options_text)(options.section))
+
+
+def _port(options: argparse.Namespace) -> None:
+    from jaxrl.commands.port import port
+
+    print(port(options.library, options.source, options.devices), end="")
 
 
 def _completion(options: argparse.Namespace) -> None:
