@@ -1,3 +1,19 @@
 """jaxrl: reinforcement-learning post-training of language models in JAX, without the wait for the longest response."""
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxrl.api import Run as Run
+    from jaxrl.api import dpo as dpo
+    from jaxrl.api import sft as sft
+    from jaxrl.api import train as train
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("train", "sft", "dpo", "Run"):
+        from jaxrl import api  # which loads the configuration: other imports of the package do without
+
+        return getattr(api, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

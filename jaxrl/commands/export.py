@@ -56,7 +56,7 @@ def export(
         )
     refuse_folder(target.parent, "the folder to write")  # the temporary folder goes there
     notes: list[str] = []  # shown after all checks
-    path, model, params = _read(source, notes.append, merge=merge)
+    path, model, params = read_source(source, notes.append, merge=merge)
     tokenizer = _tokenizer(path, notes.append)
     for note in notes:
         say(note)
@@ -82,7 +82,7 @@ def export(
     return sorted(target.iterdir())
 
 
-def _read(source: str, say: Callable[[str], None], *, merge: bool) -> tuple[str, ModelConfig, Any]:
+def read_source(source: str, say: Callable[[str], None] = print, *, merge: bool) -> tuple[str, ModelConfig, Any]:
     """The path of a model, its config, and its weights, or a run's adapters."""
     config = _config_of_run(source)
     place = None if config is None else whole_step(source, say=say)

@@ -36,25 +36,38 @@ def load(
       say: called with options that have no effect beside the others, and with the file where it is not the one named.
       command: that reads it, as in `jaxrl.config.commands.as_read`.
     """
-    options = Options() if path is None else _read(_found(Path(path), say))
+    options = Options() if path is None else read(Path(path), say)
     for text in overrides:
         overridden = apply_override(options.values, text)
-        gone = f"{overridden}.", f"{overridden}["
-        kept = (each for each in options.places.items() if each[0] != overridden and not each[0].startswith(gone))
-        options.places = dict(kept)
         text = hider()(text)
-        said = f"{_COMMAND_LINE}{text if len(text) <= 100 else text[:100] + '...'}"
-        options.places[overridden] = said
-        for end in (i for i, character in enumerate(overridden) if character == "."):
-            options.places.setdefault(overridden[:end], said)
-    return _checked(options, say, command)
+        _note_place(options, overridden, f"{_COMMAND_LINE}{text if len(text) <= 100 else text[:100] + '...'}")
+    return checked(options, say, command)
+
+
+def put(options: Options, path: str, value: Any, place: str) -> None:
+    """Replaces an option's value, or those in a section that a mapping names. `place`: for errors."""
+    keys = path.split(".")
+    if not all(keys):
+        raise ConfigError(f"{place}: {shown(path)} must have the form section.option")
+    _merge(_section_of(options.values, keys, place), keys[-1], value, path)
+    _note_place(options, path, place)
+
+
+def _note_place(options: Options, path: str, place: str) -> None:
+    gone = f"{path}.", f"{path}["
+    kept = (each for each in options.places.items() if each[0] != path and not each[0].startswith(gone))
+    options.places = dict(kept)
+    options.places[path] = place
+    for end in (i for i, character in enumerate(path) if character == "."):
+        options.places.setdefault(path[:end], place)
 
 
 def load_recorded(path: Path) -> Config:
-    return _checked(_read(path))
+    return checked(read(path))
 
 
-def _checked(options: Options, say: Callable[[str], None] = lambda text: None, command: str = "") -> Config:
+def checked(options: Options, say: Callable[[str], None] = lambda text: None, command: str = "") -> Config:
+    """The configuration that options make; arguments and errors are those of `load`."""
     try:
         config = from_mapping(options.values, command)
     except ConfigError as error:
@@ -77,8 +90,9 @@ def _found(path: Path, say: Callable[[str], None]) -> Path:
     raise ConfigError(f"{path}: no such file; with jaxrl come {', '.join(names)}")
 
 
-def _read(path: Path) -> Options:
-    options = Options()
+def read(path: Path, say: Callable[[str], None] = lambda text: None) -> Options:
+    """The options of a file, not checked yet. `say`: called with the file where it is not the one named."""
+    path, options = _found(path, say), Options()
     if path.suffix == ".gin":
         from jaxrl.config.gin_file import GinFile
 
@@ -110,6 +124,16 @@ def apply_override(values: dict[str, Any], text: str) -> str:
     if path.startswith("+"):  # of Hydra, where it adds a name that the configuration has not
         raise ConfigError(f"{said}: there is no + here, since every option has a default: write {text.lstrip('+')}")
     refuse_unprintable(text, said)
+    node = _section_of(values, keys, said)
+    parsed: Any = value.strip()
+    if not is_text(path.strip()) or parsed.startswith(("'", '"')) or parsed in ("", "~", "null"):
+        parsed, _ = parse_yaml(value, said, lines=False)
+    _merge(node, keys[-1], parsed, path.strip())
+    return path.strip()
+
+
+def _section_of(values: dict[str, Any], keys: Sequence[str], said: str) -> dict[str, Any]:
+    """The mapping that holds the option at these keys, made if it is missing."""
     node = values
     for key in keys[:-1]:
         child = node.setdefault(key, {})
@@ -118,11 +142,7 @@ def apply_override(values: dict[str, Any], text: str) -> str:
         if not isinstance(child, dict):
             raise ConfigError(f"{said}: {key!r} is an option, not a section")
         node = child
-    parsed: Any = value.strip()
-    if not is_text(path.strip()) or parsed.startswith(("'", '"')) or parsed in ("", "~", "null"):
-        parsed, _ = parse_yaml(value, said, lines=False)
-    _merge(node, keys[-1], parsed, path.strip())
-    return path.strip()
+    return node
 
 
 def _merge(node: dict[str, Any], key: str, value: Any, path: str) -> None:

@@ -56,14 +56,16 @@ def read_user_file(option: str, path: str) -> UserFile:
 
 
 @functools.cache
-def user_function(option: tuple[str, str], file: UserFile, name: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
+def user_function(
+    option: tuple[str, str], file: UserFile, name: str, arguments: tuple[str, ...], takes_all: bool = True
+) -> Callable[..., Any]:
     """Runs the user's file and checks the function in it.
 
     The file runs once per process for each option that names it.
 
     Args:
       option: the options that give the file and `name`.
-      arguments: the names that the function is called with.
+      arguments: the names that the function is called with; without `takes_all` it must take one of them.
 
     Raises ValueError: the file or the function is wrong.
     """
@@ -86,10 +88,13 @@ def user_function(option: tuple[str, str], file: UserFile, name: str, arguments:
         signature = inspect.signature(function)
     except ValueError:
         raise ValueError(f"{wanted}; found a function without a signature that can be read") from None
-    try:
-        signature.bind(**dict.fromkeys(arguments))
-    except TypeError as error:
-        raise ValueError(f"{wanted}; found {signature}: {error}") from error
+    if takes_all:
+        try:
+            signature.bind(**dict.fromkeys(arguments))
+        except TypeError as error:
+            raise ValueError(f"{wanted}; found {signature}: {error}") from error
+    elif not any(each.name in arguments or each.kind is each.VAR_KEYWORD for each in signature.parameters.values()):
+        raise ValueError(f"{of_name}: {file.path}: {name} must take one of {', '.join(arguments)}; found {signature}")
     return function
 
 

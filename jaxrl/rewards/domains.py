@@ -24,8 +24,9 @@ from jaxrl.config import Config
 from jaxrl.config.domains import Domain, domains
 from jaxrl.config.functions import read_user_file
 from jaxrl.config.rewards import PartSection
-from jaxrl.rewards.request import as_reward
-from jaxrl.rewards.scorers import CustomScorer, Scorer, ScoreRequest, scorer_of
+from jaxrl.rewards.custom import CustomScorer
+from jaxrl.rewards.request import ScoreRequest, as_reward
+from jaxrl.rewards.scorers import Scorer, scorer_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,12 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from jaxrl.config.functions import UserFile, read_user_file, user_function
+from jaxrl.config.functions import read_user_file
 from jaxrl.rewards.answers import Extract, extract_answer, marked_answer
+from jaxrl.rewards.custom import CustomScorer
 from jaxrl.rewards.quantities import to_number
-from jaxrl.rewards.request import A_REWARD, ScoreRequest, as_reward
-from jaxrl.rewards.tracebacks import error_location, shown_path
+from jaxrl.rewards.request import ScoreRequest, as_reward
+from jaxrl.rewards.tracebacks import error_location
 from jaxrl.scheduling.rounds.events import VerdictStatus
 
 if TYPE_CHECKING:
@@ -43,9 +44,7 @@ Scored = tuple[VerdictStatus, float, dict[str, Any], float]
 OUT_OF_MEMORY = "MemoryError"
 """How the error of a sample begins whose scorer ran out of memory."""
 
-_SHOWN_KEYS = 10
 _MAX_DEPTH = 64  # of nested values: a reader of JSON takes some hundreds
-_CUSTOM_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
 class Scorer(Protocol):
@@ -165,54 +164,6 @@ class EnvironmentScorer:
             raise ValueError(f"{request.source}: the response has no turns, which reward.kind=environment needs")
         total = rewards[-1] if self.how == "last" else sum(rewards)
         return total, {"stop": request.stop, "num_turns": len(rewards)}
-
-
-@dataclass(frozen=True, slots=True)
-class CustomScorer:
-    """A function of the user's: `compute_score(data_source, solution_str, ground_truth, extra_info)`.
-
-    It returns a number, or a mapping with the number under "score" and whatever else should be recorded.
-    """
-
-    file: UserFile
-    name: str = "compute_score"
-    option: str = "reward"
-    preload: tuple[str, ...] = ()
-
-    @property
-    def loads(self) -> str:
-        return f"{self.option}.path: importing {self.file.path}"
-
-    def load(self) -> None:
-        self._function()
-
-    def __call__(self, request: ScoreRequest) -> tuple[Any, dict[str, Any]]:
-        values = (request.source, request.response, request.answer, dict(request.extra))
-        result = self._function()(**dict(zip(_CUSTOM_ARGUMENTS, values, strict=True)))
-        if not isinstance(result, Mapping):
-            return self._number(result, "found"), {}
-        if "score" not in result:
-            keys = ", ".join(f"{key!r:.40}" for key in list(result)[:_SHOWN_KEYS]) or "none"
-            more = f" and {len(result) - _SHOWN_KEYS} more" if len(result) > _SHOWN_KEYS else ""
-            raise ValueError(f"{self._who} returned a mapping without 'score'; its keys: {keys}{more}")
-        if ours := {"own_reward", "parts"}.intersection(result):
-            raise ValueError(f"{self._who} returned {min(ours)!r} beside 'score', a name for what jaxrl itself adds")
-        score = self._number(result["score"], "found under 'score'")
-        return score, {key: value for key, value in result.items() if key != "score"}
-
-    @property
-    def _who(self) -> str:
-        return f"{shown_path(self.file.path)}: {self.name}"
-
-    def _number(self, value: Any, found: str) -> float:
-        try:
-            return as_reward(value)
-        except ValueError:
-            rule = f"must return {A_REWARD}, or a mapping with one under 'score'"
-            raise ValueError(f"{self._who} {rule}; {found}: {value!r:.200} ({type(value).__name__})") from None
-
-    def _function(self) -> Callable[..., Any]:
-        return user_function((f"{self.option}.path", f"{self.option}.name"), self.file, self.name, _CUSTOM_ARGUMENTS)
 
 
 def scorer_of(config: Config, domain: Domain) -> Scorer:
