@@ -6,7 +6,7 @@
 
 A path is a user and what the kernel is asked for: `root`, or `user`, an ordinary user, to whom root changes; with
 `-without-landlock`, `-without-namespaces` or `-bare` (neither); and `root-bubblewrap` and `user-bubblewrap` where there
-is a `bwrap` on PATH. Each runs in a process of its own. The hostile programs are in `scripts/bench/hostile.py`.
+is a `bwrap` on PATH. Each runs in a process of its own. The hostile programs are in `scripts/bench/hostile/`.
 """
 
 from __future__ import annotations
