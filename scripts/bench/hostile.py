@@ -1,7 +1,7 @@
 """Programs that try to get out of the sandbox, to hurt the machine, or to be scored as right although they are not.
 
-They stand in `hostile/*.txt`. Each is bounded: on a machine without a sandbox it would cost a few seconds, a few hundred
-MiB or a file of some bytes. A script prints `BROKE` when something succeeded that must not; the host's canaries
+They stand in `hostile/*.txt`. Each is bounded: on a machine without a sandbox it would cost a few seconds, a few
+hundred MiB or a file of some bytes. A script prints `BROKE` when something succeeded that must not; the host's canaries
 (`bench.canaries`) tell the rest. `{...}` are the canaries' places.
 """
 
