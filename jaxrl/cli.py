@@ -113,9 +113,27 @@ def _output_is_whole() -> bool:
     return True
 
 
+class _Version(argparse.Action):
+    """`--version`: what a report of a fault should name."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(nargs=0, **settings)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        import jax
+
+        from jaxrl.record.run_dir import commit, versions
+
+        head = f"jaxrl {__version__}" + (f" ({found})" if (found := commit()) else "")
+        print(head, *(f"{name} {version}" for name, version in versions().items() if name != "jaxrl"), sep="\n")
+        devices = jax.devices()
+        print(f"devices {len(devices)} × {devices[0].device_kind} ({devices[0].platform})")
+        parser.exit()
+
+
 def _parser() -> tuple[Parser, dict[str, Parser]]:
     parser = Parser(prog="jaxrl", description="RL post-training of language models in JAX.")
-    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("--version", action=_Version, help="show the versions of what computes, and the devices")
     commands = parser.add_subparsers(metavar="command")
 
     def command(name: str, run: Callable[[argparse.Namespace], None], text: str) -> Parser:
@@ -146,6 +164,7 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     add(sub, "source", filled, _SOURCE, metavar="RUN|MODEL")
     add(sub, "folder", filled, "where to write")
     add_switch(sub, "--merge", "with adapters (model.lora_rank): the whole model")
+    add(sub, "--base", filled, "of adapters: the model by which peft finds their base (model.path)", metavar="NAME")
     add_dtype(sub, "float32", "bfloat16", "float16", default="bfloat16")
 
     sub = command("replay", _replay, "Draw a recorded response again, and compare each token.")
@@ -405,7 +424,8 @@ def _score(options: argparse.Namespace) -> None:
 def _export(options: argparse.Namespace) -> None:
     from jaxrl.commands.export import export
 
-    for file in export(options.source, options.folder, options.dtype, stop=options.signals, merge=options.merge):
+    asked = {"merge": options.merge, "base": options.base or ""}
+    for file in export(options.source, options.folder, options.dtype, stop=options.signals, **asked):
         print(file)
 
 

@@ -33,6 +33,7 @@ def export(
     stop: Stop | None = None,
     *,
     merge: bool = False,
+    base: str = "",
 ) -> list[Path]:
     """Writes a run's last checkpoint, or any model that loads, as a Hugging Face folder; returns the files. A run that
     trains adapters gives a folder of peft's, with the adapters alone.
@@ -44,6 +45,8 @@ def export(
       source: a run's directory, or what `model.path` takes.
       folder: to write; empty or absent.
       merge: of a run that trains adapters, write the whole model with them in its weights.
+      base: of adapters, the name or folder by which peft finds their base; empty: `model.path`, unless that is a GGUF
+        file or part of an installed package.
 
     Raises ValueError where `source` has no weights to export, or `folder` cannot be written or is not empty.
     """
@@ -65,7 +68,7 @@ def export(
     try:
         with (stop or Stop()).removing(partial):
             if model.lora is not None:
-                export_adapter(params, model, partial, jnp.dtype(dtype), path.removeprefix(RANDOM))
+                export_adapter(params, model, partial, jnp.dtype(dtype), base or _base_of(source, path, say))
             else:
                 export_hf(params, model, partial, dtype=jnp.dtype(dtype))
             if tokenizer is not None:
@@ -101,12 +104,21 @@ def read_source(source: str, say: Callable[[str], None] = print, *, merge: bool)
     model = adapted(config, config_of(path))
     if merge:
         return path, model.base, merged_params(model, load_weights(config, model, mesh, place))
-    if model.lora is not None and path.endswith(".gguf"):
-        say(
-            f"peft cannot load the adapters' base, the GGUF file {path}, by itself: load it with transformers "
-            "(gguf_file=) and give it to PeftModel.from_pretrained, or export the merged model (--merge)"
-        )
     return path, model, trained_weights(place, config, model, mesh)
+
+
+def _base_of(source: str, path: str, say: Callable[[str], None]) -> str:
+    """What peft is to load the adapters' base from: a name of the Hub as it was given, or a folder; empty: nothing that
+    it could load."""
+    config = _config_of_run(source)
+    given = "" if config is None else config.model.path.removeprefix(RANDOM)
+    if path.endswith(".gguf") or ":" in given:
+        say(
+            f"the adapters' base is {given}, which peft cannot load by itself: name the model that it was made from "
+            "with --base, or export the merged model (--merge)"
+        )
+        return ""
+    return given if not os.path.exists(given) else os.path.abspath(given)
 
 
 def _tokenizer(path: str, say: Callable[[str], None]) -> Tokenizer | None:

@@ -17,6 +17,8 @@ from jaxrl.config.options import Config
 from jaxrl.config.reference import OptionDoc, options, sections
 
 _WIDTH = 80
+_SHORT = 3
+"""Characters of a last name, such as `lr`, that other names contain by chance."""
 _NAME, _DEFAULT = 27, 16
 """Columns of the list of all options; a longer name or default takes its line for itself."""
 
@@ -46,8 +48,8 @@ def schema_json() -> str:
 
 
 def find(name: str) -> list[OptionDoc]:
-    """The option of that name, or those of the section, or those whose names begin so, or those with that last name,
-    or those with a word in their names that begins so or with that word as a value, or those with such words in
+    """The option of that name, or those of the section, or those whose names begin so, or those with that short last
+    name, or those with a word in their names that begins so or with that word as a value, or those with such words in
     their texts, or those that have all the words in any order. Raises ValueError: there is none."""
     every, name = options(), name.rstrip(".=")
     none = f"options: there is no section and no option {name!r:.80}"
@@ -55,7 +57,7 @@ def find(name: str) -> list[OptionDoc]:
         lambda option: option.path == name,
         lambda option: option.path.startswith(f"{name}."),
         lambda option: option.path.startswith(name),
-        lambda option: option.path.rpartition(".")[2] == name,
+        lambda option: option.path.rpartition(".")[2] == name and len(name) <= _SHORT,
         lambda option: _begins(name, option.path) or name.lower() in _values(option),
         lambda option: _begins(name, option.doc),
         lambda option: all(

@@ -29,6 +29,8 @@ from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.train.steps import whole_step
 
 DEFAULT_LENGTH = 4096
+DECODE_STEPS = 4
+"""Of a plan, unless an option says otherwise: a stream gets a piece after each."""
 MAX_BODY_BYTES = 16 * 2**20
 """Of a request, which is held in memory."""
 _POLL_S = 0.1  # until a signal is noticed
@@ -67,10 +69,11 @@ def serve(
     with closing(_bound_socket(address)) as listener:
         name, more = _adapter(source, adapters)
         file, checkpoint = Path(source) / CONFIG_FILE, None
+        given = [f"rollout.decode_steps={DECODE_STEPS}", *overrides, *more]
         if file.is_file():
-            config, checkpoint = load(file, [*overrides, *more], say), whole_step(source, say=say)
+            config, checkpoint = load(file, given, say), whole_step(source, say=say)
         else:
-            config = load(None, [f"model.path={source}", *overrides, *more], say)
+            config = load(None, [f"model.path={source}", *given], say)
         worker, engine = _served(config, checkpoint, say)
         stop = stop or Stop()
         stop.save_first(
@@ -116,7 +119,7 @@ async def _run(
         raise ValueError(f"serve --port: {host}:{port} has been taken meanwhile ({task.exception()})")
     say(
         f"serving {name} on http://{f'[{host}]' if ':' in host else host}:{port}/v1: {driver.num_rows} requests "
-        f"at once, sequences up to {config.max_model_length} tokens"
+        f"at once, sequences up to {config.max_model_length} tokens; to chat, open http://{host}:{port}/"
     )
     try:
         while not stop.asked and not task.done() and driver.failure is None:

@@ -87,6 +87,13 @@ class Rendered:
             return self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, **variables)
         except RefusedMessages as error:
             raise ValueError(f"{problem.where}: {error}") from None
+        except ValueError as error:
+            if "tools" not in variables:
+                raise
+            raise ValueError(
+                f"{error}: with environment.describe_tools=false the template is not asked for tools, and "
+                "data.system_prompt says what there is and how it is called"
+            ) from None
 
     @property
     def sources(self) -> list[str]:

@@ -146,8 +146,9 @@ def merged_layers(
 
 
 def export_adapter(params: Mapping[str, Any], model: ModelConfig, folder: Path, dtype: Any, base: str) -> None:
-    """Writes the adapters of `params`. `base`: where peft finds the model that they belong to. Raises ValueError if
-    matrices share a tensor in the model's files, and their adapters are not one adapter of the whole tensor."""
+    """Writes the adapters of `params`. `base`: where peft finds the model that they belong to; empty: nowhere. Raises
+    ValueError if matrices share a tensor in the model's files, and their adapters are not one adapter of the whole
+    tensor."""
     lora, layers = model.lora, model.base.weights()["layers"]
     assert lora is not None
     tensors: dict[str, np.ndarray] = {}
@@ -156,7 +157,7 @@ def export_adapter(params: Mapping[str, Any], model: ModelConfig, folder: Path, 
     content = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": base or None,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -20,7 +21,7 @@ from pydantic_core import from_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -78,12 +79,17 @@ class Routes:
         routes = [Route(path, self._answered(path, answer), methods=["POST"]) for path, answer in post.items()]
         routes += [Route(path, self._answered(path, answer), methods=["GET"]) for path, answer in get.items()]
         routes.append(Route("/health", self.health, methods=["GET"]))
+        routes.append(Route("/", self.chat_page, methods=["GET"]))
         return Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
 
     # -- routes --------------------------------------------------------------------------------------------------------
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
+
+    async def chat_page(self, request: Request) -> Response:
+        """A page to chat with, in one file; it asks for the key where there is one."""
+        return HTMLResponse(Path(__file__).with_name("chat.html").read_text(encoding="utf-8"))
 
     async def metrics(self, request: Request) -> Response:
         return Response(self.model.metrics.text(), media_type="text/plain; version=0.0.4")
