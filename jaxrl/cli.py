@@ -37,6 +37,7 @@ from jaxrl.commands.arguments import (
     add_switch,
     count,
     device_count,
+    device_sizes,
     factors,
     filled,
     json_object,
@@ -196,6 +197,8 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     add(sub, "--shape", filled, "a model by name (Qwen2.5-7B), as model.path")
     add(sub, "--devices", device_count(0), "how many devices to plan for (0: those here)", default=0)
     add(sub, "--device-gib", number(0, 100_000), "GiB that JAX has of each (0: what it says)", default=0.0)
+    add(sub, "--fit", device_sizes, "propose a configuration for so many cards of so many GiB (8x80)", metavar="NxGIB")
+    add(sub, "--length", whole(1, MAX_TOKENS), "with --fit: the longest response, in tokens (4096)", default=4096)
     reads = "that reads it (of a run's config.yaml the run's, else train)"
     add_choice(sub, "--command", "train", "sft", "dpo", text=reads, dest="reader")
 
@@ -445,6 +448,13 @@ def _explain(options: argparse.Namespace) -> None:
     from jaxrl.commands.explain import explain_config
     from jaxrl.record.run_dir import CONFIG_FILE, recorded_start
 
+    if options.fit:
+        from jaxrl.commands.fit import fit
+
+        if not options.shape:
+            raise ValueError("explain-config --fit: name the model with --shape (Qwen2.5-7B), as model.path")
+        print(fit(options.shape, *options.fit, options.length), end="")
+        return
     file = Path(options.config or "")
     recorded = recorded_start(file.parent) if file.name == CONFIG_FILE else None
     command = options.reader or (recorded or {}).get("kind", "train")

@@ -124,6 +124,14 @@ def whole(least: int, most: int) -> Callable[[str], int]:
     return parsed
 
 
+def device_sizes(text: str) -> tuple[int, float]:
+    """`8x80`: eight devices with 80 GiB each."""
+    match = re.fullmatch(r"(\d{1,5})[x×](\d+(?:\.\d+)?)", text)
+    if match is None or not int(match[1]) or not float(match[2]):
+        raise argparse.ArgumentTypeError(f"must be devices x GiB of each, as 8x80, found {shown(text)}")
+    return int(match[1]), float(match[2])
+
+
 def wholes(least: int, most: int) -> Callable[[str], tuple[int, ...]]:
     """Whole numbers within bounds, with commas between them; each once, ascending."""
 

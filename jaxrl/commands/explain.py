@@ -22,7 +22,7 @@ from jaxrl.rewards.explained import part_lines, reward_rows
 from jaxrl.runtime.build import refuse_sharing, share_notes, with_planned_update
 from jaxrl.runtime.degree import planned_degree
 from jaxrl.runtime.devices import prepare_jax, with_types
-from jaxrl.runtime.memory import MemoryPlan, memory_plan, memory_problem, update_problem
+from jaxrl.runtime.memory import MemoryPlan, memory_plan, memory_problem, smaller_state, update_problem
 from jaxrl.runtime.weights import adapted
 from jaxrl.schema.limits import BYTES
 from jaxrl.sharding.explain import step_traffic
@@ -37,9 +37,7 @@ from jaxrl.sharding.memory import (
 )
 from jaxrl.sharding.mesh import platform_of
 from jaxrl.sharding.rules import padded_config
-from jaxrl.train.update_memory import full_microbatch, resident_parts, trained_numbers, update_parts
-
-_UPDATE_OPTIONS = "actor.ppo_max_token_len_per_gpu, actor.logprob_chunk_tokens or actor.remat"
+from jaxrl.train.update_memory import full_microbatch, host_parts, resident_parts, trained_numbers, update_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +217,11 @@ def explain(
         resident=memory.resident,
         phases=phases | {each.column: {**memory.resident, **each.parts} for each in memory.freed},
         device_bytes=memory.device_bytes,
-        details=tuple(_rollout_lines(config, model, memory, under_way)),
+        details=(
+            *_rollout_lines(config, model, memory, under_way),
+            *_host_lines(config, model, num_devices),
+            *_seconds_lines(config, model, memory, num_devices, platform),
+        ),
         rewards=(*_table(*reward_rows(config)), *part_lines(config)),
         warnings=tuple(_warnings(config, memory, rows, under_way)),
         memory=memory,
@@ -280,6 +282,45 @@ def _rollout_lines(config: Config, model: ModelConfig, memory: MemoryPlan, under
     yield f"update: logits of {memory.chunk_tokens} tokens at a time, remat {memory.remat}"
 
 
+def _host_lines(config: Config, model: ModelConfig, num_devices: int) -> Iterator[str]:
+    if parts := host_parts(config, model, num_devices):
+        of_each = " of each host" if config.hosts.num > 1 else ""
+        yield f"host memory{of_each}: " + ", ".join(f"{name} {in_bytes(size)}" for name, size in parts.items())
+
+
+def _seconds_lines(
+    config: Config, model: ModelConfig, memory: MemoryPlan, num_devices: int, platform: str
+) -> Iterator[str]:
+    """A step's seconds on `simulate.hardware`, where every response has half of the tokens that it may have."""
+    if platform != "gpu":
+        return
+    from jaxrl.sim.cost_model import CostModel, TrainLoad, causal_pairs
+    from jaxrl.sim.hardware import hardware
+
+    rollout, data = config.rollout, config.data
+    card, tp = hardware(config.simulate.hardware), rollout.tp
+    cost = CostModel(model.base, card, number_bytes=BYTES[rollout.dtype])
+    samples, length = data.train_batch_size * rollout.n, data.max_response_length / 2
+    prompt = data.max_prompt_length / 2
+    groups = (config.num_own_devices or num_devices) // tp
+    rows = max(min(rollout.max_num_seqs, memory.pool_requests * 2, -(-samples // groups)), 1)
+    waves = samples / groups / rows
+    step_s = cost.decode_step_s(tp, rows, rows * (prompt + length / 2))
+    rolling_s = waves * length * step_s + cost.weight_sync_s(tp, num_devices)
+    tokens, forwards = samples * (prompt + length), (config.actor.old_logprobs == "recompute") + config.needs_ref
+    load = TrainLoad(tokens, samples * causal_pairs(prompt + length), config.updates_per_step, 1, forwards)
+    update_s = cost.train_step_s(load, num_devices - config.num_own_devices)
+    yield (
+        f"a step on {card.name}: about {_seconds(rolling_s + update_s)} (rollout {_seconds(rolling_s)}, update "
+        f"{_seconds(update_s)}) if responses have {length:,.0f} tokens each; by the cost model of `jaxrl simulate`, "
+        "which was 10 to 12 % too slow on one H200 (docs/benchmarks)"
+    )
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.0f} s" if value < 120 else f"{value / 60:.0f} min"
+
+
 def _warnings(config: Config, memory: MemoryPlan, all_rows: int, under_way: int) -> Iterator[str]:
     rows = config.rollout.max_num_seqs
     if memory.pool_requests < rows:
@@ -294,14 +335,15 @@ def _warnings(config: Config, memory: MemoryPlan, all_rows: int, under_way: int)
         )
     if memory.device_bytes is None:
         return
+    state = smaller_state(config, memory.resident)
     for phase, needed, options in (
-        ("rollout", memory.rollout_bytes, "rollout.num_blocks"),
-        ("update", memory.update_bytes, _UPDATE_OPTIONS),
+        ("rollout", memory.rollout_bytes, ["lower rollout.num_blocks"]),
+        ("update", memory.update_bytes, [*state, "lower actor.ppo_max_token_len_per_gpu"]),
     ):
         if needed > memory.device_bytes:
             yield (
                 f"the {phase} phase needs about {in_bytes(needed)} of the device's {in_bytes(memory.device_bytes)}: "
-                f"lower {options}"
+                + "; or ".join(options)
             )
 
 

@@ -24,6 +24,7 @@ from jaxrl.sharding.memory import in_bytes
 from jaxrl.sharding.rules import padded_config
 from jaxrl.train.update_memory import plan_chunk, plan_remat, resident_parts, rollout_bytes, splits, update_parts
 
+_LARGER = "use more devices, or a smaller model"
 _RESERVED_BLOCKS = 1  # block 0 of each pool takes what is written for no row
 _LOGITS_COPIES = 2  # float32 arrays of [rows, vocabulary] while a decode step samples
 _ESTIMATE_ROOM = 1.25  # an update is refused only where it exceeds the memory by more than the estimate may be off
@@ -93,18 +94,40 @@ def plan_num_blocks(config: Config, model_config: ModelConfig, devices: int, mem
     block = _block_bytes(config, model_config, devices)
     fitting = max(left, 0) // block
     if fitting < per_request + _RESERVED_BLOCKS:
-        wider = "raise rollout.tensor_model_parallel_size"
+        advice = [f"lower {_options(beside)}data.max_response_length"]
         if (workers := config.workers_per_group) > 1 and rollout.tp == devices // workers:
-            wider = f"cut the rollout into fewer workers (rollout.num_workers: {config.num_workers}) for a larger tp"
+            advice += [
+                f"cut the rollout into fewer workers (rollout.num_workers: {config.num_workers}) for a larger tp"
+            ]
+        elif rollout.tp < devices:
+            advice += ["raise rollout.tensor_model_parallel_size"]
+        if left <= 0:  # a shorter response would not help
+            advice = advice[1:]
+        advice = [*smaller_state(config, resident), *advice]
         raise ValueError(
             f"rollout.memory_fraction ({rollout.memory_fraction}) of {in_bytes(memory_bytes)} leaves "
             f"{in_bytes(max(left, 0))} for the KV pool beside {in_bytes(taken)} of weights and training state, "
             + "".join(f"{in_bytes(each.total)} of {each.name} with them, " for each in beside)
             + f"but one request of {config.max_model_length} tokens needs "
-            f"{in_bytes((per_request + _RESERVED_BLOCKS) * block)}: lower {_options(beside)}"
-            f"data.max_response_length, {wider}, or set actor.offload_optimizer"
+            f"{in_bytes((per_request + _RESERVED_BLOCKS) * block)}: {'; or '.join(advice)}"
         )
     return min(useful, fitting)
+
+
+def smaller_state(config: Config, resident: Mapping[str, int]) -> list[str]:
+    """What to set for less memory that is always taken, the largest gain first, with the gain of each."""
+    optimizer = sum(size for name, size in resident.items() if "optimizer" in name)
+    reference = 0 if config.actor.offload_reference else resident.get("reference weights", 0)
+    found: list[tuple[int, str]] = []
+    if optimizer and not config.model.has_adapters:
+        found += [(optimizer + reference, "train adapters alone (model.lora_rank=16)")]
+    if optimizer:
+        found += [(optimizer, "set actor.offload_optimizer=true")]
+    if reference:
+        without = "actor.use_kl_loss=false" if config.actor.use_kl_loss else "algorithm.use_kl_in_reward=false"
+        found += [(reference, f"set actor.offload_reference=true, or {without}")]
+    found.sort(key=lambda each: -each[0])
+    return [f"{what}: {in_bytes(size)} less" for size, what in found]
 
 
 def _beside(config: Config, num_devices: int, platform: str, weight_bytes: int) -> list[RolloutMemory]:
@@ -259,7 +282,8 @@ def memory_problem(
                 )
         return (
             f"the rollout needs {in_bytes(needed)} per device, {in_bytes(pool)} of it for KV pool and logits, and "
-            f"{limit}: " + (f"lower {lower}" if pool > needed / 2 else "use more devices, or a smaller model")
+            f"{limit}: "
+            + (f"lower {lower}" if pool > needed / 2 else "; or ".join([*smaller_state(config, resident), _LARGER]))
         )
     if trains and (problem := _update_problem(config, plan.resident, plan.update, num_devices, bytes_each)) is not None:
         return problem
@@ -293,9 +317,15 @@ def _update_problem(
     update = sum(resident.values()) + sum(parts.values())
     if update <= _ESTIMATE_ROOM * bytes_each:
         return None
+    every = {**resident, **parts}
+    shorter = (
+        f"lower actor.ppo_max_token_len_per_gpu ({config.actor.ppo_max_token_len_per_gpu} tokens) or "
+        "data.max_response_length; or use more devices, which share long rows with actor.context_parallel_size"
+    )
+    advice = [*smaller_state(config, resident), shorter]
+    if sum(parts.values()) > sum(resident.values()):
+        advice = [shorter, *advice[:-1]]
     return (
-        f"the update needs about {in_bytes(update)} per device, most of it for: {max(parts, key=lambda n: parts[n])}, "
-        f"and each of {num_devices} has {in_bytes(bytes_each)}: lower actor.ppo_max_token_len_per_gpu "
-        f"({config.actor.ppo_max_token_len_per_gpu} tokens), data.max_response_length or "
-        "actor.logprob_chunk_tokens, or use more devices, which share long rows with actor.context_parallel_size"
+        f"the update needs about {in_bytes(update)} per device, most of it for {max(every, key=lambda n: every[n])}, "
+        f"and each of {num_devices} has {in_bytes(bytes_each)}: {'; or '.join(advice)}"
     )

@@ -170,6 +170,30 @@ def resident_parts(config: Config, model_config: ModelConfig, num_devices: int) 
     return parts
 
 
+def host_parts(config: Config, model_config: ModelConfig, num_devices: int) -> dict[str, int]:
+    """Bytes in each host's memory of what is kept there instead of on its devices."""
+    hosts, parts = config.hosts.num, dict[str, int]()
+    each = num_devices // hosts
+    if config.actor.offload_optimizer:
+        name, kept = optimizer_part(config, config.actor.optim, model_config, num_devices, hosts)
+        parts[name] = kept * each
+        if config.has_critic:
+            name, kept = optimizer_part(config, config.critic_optim, critic_config(model_config), num_devices, hosts)
+            parts[f"critic: {name}"] = kept * each
+
+    def layers(model: ModelConfig, dtype: str) -> int:
+        numbers = device_numbers(model, num_devices, hosts) - device_numbers(model, num_devices, hosts, offload=True)
+        return numbers * BYTES[dtype] * each
+
+    if config.needs_ref and model_config.lora is None and config.actor.offload_reference:
+        parts["reference weights"] = layers(model_config, config.actor.dtype)
+    if config.algorithm.teacher.path and config.algorithm.teacher.offload:
+        from jaxrl.train.teacher import teacher_model
+
+        parts["teacher: weights"] = layers(teacher_model(config), config.algorithm.teacher.dtype)
+    return parts
+
+
 def plan_remat(
     config: Config, model_config: ModelConfig, num_devices: int, memory_bytes: int | None, platform: str
 ) -> Literal["none", "dots", "full"]:
