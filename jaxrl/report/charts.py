@@ -63,7 +63,7 @@ def card(chart: Chart) -> str:
         return f"<figure>{head}<p class=none>not recorded: {escape(chart.missing)}</p></figure>"
     labels = [(curve.label, curve.colour + " dash" * curve.limit) for curve in drawn]
     if all(chart.band):
-        labels.append(("lowest to highest", "c1 faint"))
+        labels.append(("middle half of the prompts", "c1 faint"))
     if chart.marks:
         labels.append((chart.mark, "mark"))
     body, (first, last) = _drawing(chart)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import quantiles
 from typing import Any
 
 from jaxrl.record.metrics import PHASES, SHOWN, hidden_shares, seconds_of, step_phases
-from jaxrl.report.charts import Chart, Curve, finite
+from jaxrl.report.charts import Chart, Curve, Point, finite
 from jaxrl.report.runs import RecordedRun
 
 _SHOWN_SHARE = 1e-3
@@ -46,7 +47,7 @@ def charts(run: RecordedRun, parts: Sequence[PagePart] = ()) -> list[Chart]:
         lengths.append(Curve("limit", [(step, limit) for step, _ in lengths[0].points], "c9", limit=True))
     scores = [(short(name), name, f"c{i + 1}") for i, name in enumerate(validation_names(run)[:4])]
     held_out, no_test = curves_of(run, *scores, dots=True), "val/* (trainer.test_freq is 0, or none was due yet)"
-    band = (run.series("critic/rewards/min"), run.series("critic/rewards/max"))
+    band = quartiles(run)
     drawn = [
         _chart(run, "critic/rewards/mean", "mean", band=band),
         Chart("Held-out", "at evaluations", held_out, no_test),
@@ -67,6 +68,12 @@ def charts(run: RecordedRun, parts: Sequence[PagePart] = ()) -> list[Chart]:
     if run.is_simulated:  # it has no weights: nothing is missing
         return _with_points(drawn)
     return drawn
+
+
+def quartiles(run: RecordedRun) -> tuple[list[Point], list[Point]]:
+    """By step, between which mean rewards the middle half of the prompts lies."""
+    cuts = [(line["step"], quantiles(line["groups"], n=4)) for line in run.batches if len(line["groups"]) > 1]
+    return [(step, low) for step, (low, _, _) in cuts], [(step, high) for step, (_, _, high) in cuts]
 
 
 def curves_of(run: RecordedRun, *lines: Line, dots: bool = False) -> list[Curve]:

@@ -24,6 +24,7 @@ from jaxrl.report.rewards import rewards_section
 from jaxrl.report.runs import RecordedRun, devices, facts, option_text, read_run
 from jaxrl.report.samples import samples_section
 from jaxrl.report.style import document
+from jaxrl.report.verdicts import verdicts_box
 
 ALARMING = 0.02
 """The share of failed rewards from which on the page says so in the colour of alarms."""
@@ -56,7 +57,7 @@ def page(run: RecordedRun, parts: Sequence[PagePart] = ()) -> str:
     return document(
         name,
         _subtitle(run),
-        f"{_failed(run)}{problems}{_simulated(run)}{_headlines(run)}<section class=charts>{drawn}"
+        f"{_failed(run)}{problems}{_simulated(run)}{_headlines(run)}{verdicts_box(run)}<section class=charts>{drawn}"
         f"{histogram_card(run.batches)}{heat_card(run.batches)}</section>"
         f"{rows_card(*last_round(run.folder / 'timeline.json'))}{rewards_section(run, span)}"
         f"{''.join(part.section(run) for part in parts)}{samples}"
