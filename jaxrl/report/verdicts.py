@@ -69,8 +69,8 @@ def _unchanged(run: RecordedRun) -> str:
     if abs(fmean(last) - fmean(first)) > 2 * noise:
         return ""
     return (
-        f"The reward has not changed: {number(fmean(first))} in the first {_RECENT} steps, {number(fmean(last))} in the "
-        f"last {_RECENT}, which differ by chance alone."
+        f"The reward has not changed: {number(fmean(first))} in the first {_RECENT} steps and {number(fmean(last))} in "
+        f"the last {_RECENT}, which is chance alone."
     )
 
 
