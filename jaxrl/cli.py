@@ -158,7 +158,8 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     _add_serve(command("serve", _serve, "Serve a model behind OpenAI's routes, until SIGTERM or Ctrl-C."))
 
     sub = configured("eval", _eval, "Score a model on held-out prompts: pass@k, avg@k, maj@k.")
-    add(sub, "--checkpoint", filled, "a run directory: its last checkpoint's parameters", metavar="DIR")
+    run = "a run directory: its last checkpoint's parameters, and its configuration without --config"
+    add(sub, "--checkpoint", filled, run, metavar="DIR")
     add(sub, "--out", written, "write every response and its verdict as JSON lines", metavar="FILE")
 
     sub = command("export", _export, "Write a model as a Hugging Face folder.")
@@ -384,9 +385,13 @@ def _serve(options: argparse.Namespace) -> None:
 
 
 def _eval(options: argparse.Namespace) -> None:
-    from jaxrl.commands.evaluate import evaluate
-    from jaxrl.record.run_dir import refuse_overwriting
+    from pathlib import Path
 
+    from jaxrl.commands.evaluate import evaluate
+    from jaxrl.record.run_dir import CONFIG_FILE, refuse_overwriting
+
+    if options.config is None and options.checkpoint and (own := Path(options.checkpoint) / CONFIG_FILE).is_file():
+        options.config = str(own)
     if options.out:
         refuse_overwriting(options.out, "--out", [options.config or ""])
     with closing(ProgressCounter("responses", sys.stderr)) as counted:
@@ -459,6 +464,9 @@ def _explain(options: argparse.Namespace) -> None:
     recorded = recorded_start(file.parent) if file.name == CONFIG_FILE else None
     command = options.reader or (recorded or {}).get("kind", "train")
     if options.shape:
+        from jaxrl.models.shapes import named_shape
+
+        named_shape(options.shape)  # refuses a name that there is not
         options.overrides = [*options.overrides, f"model.path={options.shape}"]
     config = _config(options, command=command)
     print(explain_config(config, options.devices, int(options.device_gib * 2**30) or None, command))

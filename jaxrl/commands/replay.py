@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxrl.config import Config
-from jaxrl.config.files import load
+from jaxrl.config.files import load_recorded
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.record.run_dir import CONFIG_FILE
 from jaxrl.record.samples import RecordedSample, read_sample
@@ -58,7 +58,7 @@ def replay(
     if not file.is_file():
         raise ValueError(f"{run_dir} is no run: it has no {CONFIG_FILE}")
     recorded = read_sample(run_dir, key)
-    config = load(file, overrides, say)
+    config = load_recorded(file, overrides, say)
     versions = sorted({version for version, _ in recorded.spans} - {ENVIRONMENT})
     places = {version: _checkpoint(config, run_dir, version, say) for version in versions}
     spans, tokenizer = _drawn_again(config, recorded, places, say)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config import Config
-from jaxrl.config.files import load
+from jaxrl.config.files import load, load_recorded
 from jaxrl.config.inputs import reading
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.record.progress import StartupProgress
@@ -71,7 +71,7 @@ def serve(
         file, checkpoint = Path(source) / CONFIG_FILE, None
         given = [f"rollout.decode_steps={DECODE_STEPS}", *overrides, *more]
         if file.is_file():
-            config, checkpoint = load(file, given, say), whole_step(source, say=say)
+            config, checkpoint = load_recorded(file, given, say), whole_step(source, say=say)
         else:
             config = load(None, [f"model.path={source}", *given], say)
         worker, engine = _served(config, checkpoint, say)

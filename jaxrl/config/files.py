@@ -62,8 +62,10 @@ def _note_place(options: Options, path: str, place: str) -> None:
         options.places.setdefault(path[:end], place)
 
 
-def load_recorded(path: Path) -> Config:
-    return checked(read(path))
+def load_recorded(path: Path, overrides: Sequence[str] = (), say: Callable[[str], None] = lambda text: None) -> Config:
+    """The same of a run's own file. `say` is called with options that have no effect and stand in an override: nobody
+    wrote the others."""
+    return load(path, overrides, lambda text: say(text) if _COMMAND_LINE in text else None)
 
 
 def checked(options: Options, say: Callable[[str], None] = lambda text: None, command: str = "") -> Config:

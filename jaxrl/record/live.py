@@ -90,10 +90,11 @@ class LiveView:
         with self._lock:
             self._phase_name, self._phase_since, self._rollout = name, self._clock(), ""
 
-    def rollout(self, rows_busy: int, rows_total: int, tokens_per_s: float, finished: int, total: int) -> None:
+    def rollout(self, rows_busy: int, rows_total: int, tokens: int, finished: int, total: int) -> None:
         with self._lock:
-            said = f"finished {finished}/{total}  rows {rows_busy}/{rows_total}  {number(float(tokens_per_s))} tokens/s"
-            self._rollout = said
+            rate = number(tokens / max(self._clock() - self._phase_since, 1e-3))
+            drawn = f"{number(float(tokens))} tokens, {rate}/s"
+            self._rollout = f"{drawn}  finished {finished}/{total}  rows {rows_busy}/{rows_total}"
 
     def waiting(self, count: int, longest: str, since_s: float) -> None:
         """`count` turns wait for their environments' answers, the `longest` since `since_s`."""

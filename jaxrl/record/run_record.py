@@ -10,7 +10,6 @@ timeline of its own, because that clock draws it; no watchdog and no messages ab
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -61,7 +60,6 @@ class RunRecord:
     ) -> None:
         self._watchdog = watchdog
         self._kind = {"simulated": 1} if simulated else {}
-        self._phase_began_s = time.monotonic()
         self._evaluated: Mapping[str, float] = {}  # of the step that is running
         self.journal = None if simulated else Journal(run_dir.file(JOURNAL), max(resume_step, 0))
         self.timeline = None if simulated else Timeline(run_dir.file("timeline.json"), begin=False)
@@ -102,11 +100,9 @@ class RunRecord:
 
     def on_progress(self, busy: int, rows: int, tokens: int, done: int, launched: int) -> None:
         self.beat()
-        seconds = max(time.monotonic() - self._phase_began_s, 1e-3)
-        self.view.rollout(busy, rows, tokens / seconds, done, launched)
+        self.view.rollout(busy, rows, tokens, done, launched)
 
     def on_phase(self, step: int, name: str) -> None:
-        self._phase_began_s = time.monotonic()
         self.beat()
         self.view.phase(name)
 

@@ -52,7 +52,7 @@ def _no_gradient(run: RecordedRun) -> str:
 
 def _few_mixed(run: RecordedRun) -> str:
     share = _last(run, "critic/mixed_reward_groups")
-    if share is None or share >= _FEW_MIXED:
+    if not share or share >= _FEW_MIXED:  # where there is none, the gradient says so
         return ""
     return (
         f"Only {share:.0%} of the prompts have responses with different rewards, and the others teach nothing: take "

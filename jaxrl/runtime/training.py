@@ -177,7 +177,13 @@ class Training:
         described = {"platform": found.backend, "kind": found.kind, "count": found.count}
         self.beat("opening what trainer.logger names")
         record.metrics.open_sinks()  # the last that can fail; a signal does not wait for the network
-        cache_before = (recorded_start(self.run_dir.path) or {}).get("compilation_cache")
+        before = recorded_start(self.run_dir.path) or {}
+        cache_before = before.get("compilation_cache")
+        if self.resuming and before.get("devices") not in (None, described):
+            old, new = (
+                " × ".join(str(each[key]) for key in ("count", "kind")) for each in (before["devices"], described)
+            )
+            self.changes = [*self.changes, f"devices: {old} -> {new}"]
         with self.stop.held():
             newest = self.step if self.resuming else None
             began_with = self._began_with
