@@ -179,11 +179,9 @@ class Training:
         record.metrics.open_sinks()  # the last that can fail; a signal does not wait for the network
         before = recorded_start(self.run_dir.path) or {}
         cache_before = before.get("compilation_cache")
-        if self.resuming and before.get("devices") not in (None, described):
-            old, new = (
-                " × ".join(str(each[key]) for key in ("count", "kind")) for each in (before["devices"], described)
-            )
-            self.changes = [*self.changes, f"devices: {old} -> {new}"]
+        if self.resuming and (old := before.get("devices", described)) != described:
+            devices = f"{old['count']} × {old['kind']} -> {found.count} × {found.kind}"
+            self.changes = [*self.changes, f"devices: {devices}"]
         with self.stop.held():
             newest = self.step if self.resuming else None
             began_with = self._began_with
