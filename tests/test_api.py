@@ -1,0 +1,117 @@
+"""`jaxrl.train`, `jaxrl.sft` and `jaxrl.dpo`: rows and functions become files of the run, arguments become options."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+import jaxrl
+from jaxrl.config import Config, ConfigError, to_mapping
+from jaxrl.record.run_dir import CONFIG_FILE
+from jaxrl.rewards.domains import build_scorer
+from jaxrl.rewards.request import ScoreRequest
+
+MODEL = "random:model"
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """The configurations with which runs were started; nothing is trained."""
+    found: list[Config] = []
+
+    def record(config: Config) -> None:
+        found.append(config)
+        Path(config.trainer.run_dir, CONFIG_FILE).write_text(yaml.safe_dump(to_mapping(config)))
+
+    monkeypatch.setattr("jaxrl.commands.train.train", lambda config, say: record(config))
+    monkeypatch.setattr("jaxrl.commands.supervised.train_on_files", lambda kind, config, progress: record(config))
+    return found
+
+
+def test_rows_and_options(started: list[Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": "a?", "answer": "1", "level": np.float32(2)}, {"prompt": "b?", "answer": "2", "level": 3}]
+    options = {"rollout": {"n": 4}, "data__train_batch_size": 2, "actor__optim": {"lr": 1e-4}}
+    run = jaxrl.train(MODEL, rows, "math", steps=3, **options)
+    (config,) = started
+    assert (config.model.path, config.reward.kind, config.trainer.total_training_steps) == (MODEL, "math", 3)
+    assert (config.rollout.n, config.data.train_batch_size, config.actor.optim.lr) == (4, 2, 1e-4)
+    assert (config.data.prompt_key, config.data.answer_key) == ("prompt", "answer")
+    assert run.path.parts[0] == "runs"
+    (file,) = config.data.train_files
+    assert [*map(json.loads, Path(file).read_text().splitlines())] == [{**rows[0], "level": 2.0}, rows[1]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [
+        (["only a question"], ("question", "", "")),
+        ([{"question": "q", "answer": "a"}], ("question", "", "answer")),
+        ([{"prompt": [{"role": "user", "content": "q"}]}], ("question", "prompt", "")),
+    ],
+)
+def test_columns_are_found(started: list[Config], tmp_path: Path, rows: Any, columns: tuple[str, str, str]) -> None:
+    jaxrl.train(MODEL, rows, run_dir=tmp_path / "run")
+    data = started[0].data
+    assert (data.prompt_key, data.messages_key, data.answer_key) == columns
+
+
+def test_a_file_stays_where_it_is_and_arguments_replace_its_options(started: list[Config], tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f"trainer: {{run_dir: {tmp_path}/own}}\nrollout: {{n: 2, temperature: 0.5}}\n")
+    (tmp_path / "own").mkdir()
+    run = jaxrl.train(MODEL, tmp_path / "rows.jsonl", config=tmp_path / "run.yaml", rollout__n=6)
+    (config,) = started
+    assert config.data.train_files == [str(tmp_path / "rows.jsonl")]
+    assert (config.rollout.n, config.rollout.temperature) == (6, 0.5)
+    assert run.path == tmp_path / "own"
+
+
+def test_a_function_travels_by_value(started: list[Config], tmp_path: Path) -> None:
+    bonus = 0.25
+
+    def reward(response: str, answer: str, level: float) -> float:
+        return bonus + level * (answer in response)
+
+    jaxrl.train(MODEL, [{"question": "q", "answer": "4", "level": 2}], reward, run_dir=tmp_path / "run")
+    assert "def reward" not in (tmp_path / "run" / "inputs" / "reward.py").read_text()
+    scorer = build_scorer(started[0])
+    assert scorer(ScoreRequest("data", "it is 4", "4", {"level": 2, "question": "q"}))[0] == 2.25
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"data": [3]}, "data.train_files: row 0 must be a mapping of columns or a question, found 3"),
+        ({"data": [{"question": object()}]}, "data.train_files: row 0 cannot be written as JSON: object has no form"),
+        ({"reward": threading.Lock().acquire}, "reward: .* cannot be sent to other processes"),
+        ({"rollout__nn": 2, "rollout__n": 0}, "argument rollout__n"),
+    ],
+)
+def test_mistakes_leave_no_folder(tmp_path: Path, arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        jaxrl.train(MODEL, run_dir=tmp_path / "made" / "run", **{"data": ["q"], **arguments})
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.slow
+def test_a_run(tiny_model: Path, tmp_path: Path) -> None:
+    def reward(response: str) -> float:
+        return len(response) / 100
+
+    sizes = {"data__max_response_length": 8, "data__max_prompt_length": 64, "rollout__max_num_seqs": 8}
+    run = jaxrl.train(
+        f"random:{tiny_model}", ["one?", "two?", "three?"], reward, steps=2, run_dir=tmp_path / "run",
+        model__random_init=True, data__train_batch_size=2, rollout__n=4, **sizes,
+    )  # fmt: skip
+    assert run.metrics["step"].tolist() == [1, 2]
+    assert (run.metrics["critic/rewards/mean"] > 0).all()
+    assert run.checkpoint == tmp_path / "run" / "checkpoints" / "2"
+    assert {"prompt", "response", "reward"} <= set(run.samples[0])
+    ((first, second),) = run.generate(["one?"], n=2, max_tokens=4)
+    assert max(len(first.token_ids), len(second.token_ids)) <= 4
+    assert "<iframe" in run.report()._repr_html_()
+    assert jaxrl.Run(tmp_path / "run").config == run.config
