@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from jaxrl.record.batches import BINS, FILE_NAME, BatchLog, read_batches
 from jaxrl.types import Group, Prompt, Sample, SampleKey
@@ -39,23 +38,6 @@ def test_lines_of_steps_that_run_again_are_dropped(tmp_path: Path):
     assert [each["step"] for each in read_batches(tmp_path)] == [1]
 
 
-def test_a_large_batch_keeps_some_of_its_groups(tmp_path: Path):
-    one = group(0, [0.5], [3])
-    log = BatchLog(tmp_path / FILE_NAME, -1, 8)
-    log.write(1, [one] * 9000)
-    log.close()
-    (found,) = read_batches(tmp_path)
-    assert len(found["groups"]) == 3000
-    assert sum(found["lengths"]) == 9000, "every response is counted"
-
-
-def test_rewards_that_are_not_finite_are_left_out(tmp_path: Path):
-    log = BatchLog(tmp_path / FILE_NAME, -1, 8)
-    log.write(1, [group(0, [float("nan")], [3]), group(1, [2.0], [3])])
-    log.close()
-    assert read_batches(tmp_path)[0]["groups"] == [2.0]
-
-
 def test_why_rewards_failed(tmp_path: Path):
     """The most frequent texts, and the newest at the end."""
     texts = [*"abc" * 3, *"de" * 2, "f", "", "a", "g" * 9_000]
@@ -69,14 +51,3 @@ def test_why_rewards_failed(tmp_path: Path):
     first, second = read_batches(tmp_path)
     assert first["errors"] == [["b", 3], ["c", 3], ["d", 2], ["e", 2], ["a", 4], ["g" * 500, 1]]
     assert "errors" not in second
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [("[", "JSONDecodeError"), ('{"step": 1}', "KeyError: 'groups'"), ("[1]", "damaged")],
-)
-def test_a_damaged_line_is_left_out(tmp_path: Path, line: str, words: str):
-    (tmp_path / FILE_NAME).write_text(line + "\n")
-    notes: list[str] = []
-    assert read_batches(tmp_path, notes.append) == []
-    assert words in notes[0]

@@ -11,11 +11,6 @@ OK = {"step": 1, "reward/num_scored": 8.0, "reward/errors": 0.0, "reward/timeout
 BAD = {"step": 2, "reward/num_scored": 8.0, "reward/errors": 3.0, "reward/timeouts": 1.0, "reward/code/errors": 9.0}
 
 
-def test_nothing_failed():
-    assert reward_failures([], []) is None
-    assert reward_failures([OK, {"step": 2}], [{"step": 1}]) is None
-
-
 def test_counts_are_of_the_whole_run_and_texts_of_its_batches():
     batches = [{"errors": [["b", 2], ["a", 1]]}, {"step": 2}, {"errors": [["b", 1]]}, {"errors": [["a", 1]]}]
     found = reward_failures([OK, BAD, {"step": 3, "reward/errors": float("nan")}], batches)
@@ -25,12 +20,6 @@ def test_counts_are_of_the_whole_run_and_texts_of_its_batches():
     assert found.summary() == "4 of 16 failed, last: a"
 
 
-def test_why_rewards_failed_may_not_be_known():
-    found = reward_failures([BAD], [])
-    assert found is not None
-    assert (found.summary(), found.most) == ("4 of 8 failed", "")
-
-
 def write(folder: Path, *lines: dict[str, float]) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps({"time": 0.0} | line) + "\n" for line in lines))
 
@@ -38,14 +27,3 @@ def write(folder: Path, *lines: dict[str, float]) -> None:
 def test_the_first_and_the_last_evaluation(tmp_path: Path):
     write(tmp_path, {"step": 0, "val/reward": 0.25}, {"step": 1}, {"step": 2, "val/reward": 0.3})
     assert summary_of(tmp_path) == {"held-out": "reward 0.250 at step 0, 0.300 at step 2"}
-
-
-def test_one_evaluation_or_none(tmp_path: Path):
-    assert summary_of(tmp_path) == {}
-    write(tmp_path, {"step": 1}, {"step": 2, "val/reward": 0.5}, {"step": 3, "val/reward": float("nan")})
-    assert summary_of(tmp_path) == {"held-out": "reward 0.500 at step 2"}
-
-
-def test_failed_rewards(tmp_path: Path):
-    write(tmp_path, {"step": 1, "reward/num_scored": 8, "reward/errors": 3})
-    assert summary_of(tmp_path)["rewards"].startswith("3 of 8 failed")

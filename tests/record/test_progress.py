@@ -27,18 +27,6 @@ def test_only_a_long_stage_is_said():
     stages.close()
 
 
-def test_a_closed_output_is_no_error():
-    heard = threading.Event()
-
-    def say(line: str) -> None:
-        heard.set()
-        raise BrokenPipeError
-
-    with closing(StartupProgress(say, patience_s=0.01)) as stages:
-        stages.begin("reading the data")
-        assert heard.wait(10.0)
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -52,17 +40,3 @@ def test_a_count_on_a_terminal_is_one_line():
     counted.close()
     counted.close()
     assert out.getvalue() == "\r1 of 3 responses\r2 of 3 responses\r3 of 3 responses\n"
-
-
-def test_a_count_in_a_log_is_a_line_now_and_then():
-    out, now = io.StringIO(), [0.0]
-    counted = ProgressCounter("responses", out, clock=lambda: now[0])
-    for done in range(100):
-        now[0] += 1.0
-        counted.show(done, 100)
-    assert out.getvalue().splitlines() == [f"{done} of 100 responses" for done in (29, 59, 89)]
-    counted.close()
-    assert out.getvalue().count("\n") == 3
-    out.close()
-    now[0] += 60.0
-    counted.show(100, 100)
