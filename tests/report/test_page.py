@@ -122,9 +122,11 @@ def test_the_parts_of_mechanisms(tmp_path: Path):
 
 def test_the_rows_of_the_last_round_are_drawn(tmp_path: Path):
     (tmp_path / "run.json").write_text("{}")
-    with Timeline(tmp_path / "timeline.json", clock=lambda: 0.0) as timeline, timeline.phase("step", step=2):
+    now = [0.0]
+    with Timeline(tmp_path / "timeline.json", clock=lambda: now[0]) as timeline, timeline.phase("step", step=2):
         timeline.row("0.0", 0, "0.2.0", 0.0, 1.0, end="abort")
         timeline.row("0.1", 1, "0.2.1", 0.0, 2.0, end="stop", tokens=7)
+        now[0] = 4.0
     figure = check(write_report(tmp_path)).partition("<h3>Rows in step 2 ")[2].partition("</figure>")[0]
     assert re.findall(r"<title>(.*?)</title>", figure) == [
         "row 0.0: 0.2.0, 0 to 1 s, aborted",
