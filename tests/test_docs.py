@@ -11,9 +11,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlparse
 
 import pytest
@@ -63,46 +62,6 @@ def test_every_module_is_in_a_room_of_the_site():
     assert len(rooms) == len(set(rooms))
     missing = {name for name in modules() if not any(f"{name}.".startswith(f"{room}.") for room in rooms)}
     assert missing == {"jaxrl", "jaxrl.__main__"}
-
-
-def documented(node: ast.Module | ast.ClassDef) -> Iterator[str]:
-    """The docstrings that the site shows, as reStructuredText: of the public names, and of constants and fields."""
-    from sphinx.ext.napoleon import Config
-    from sphinx.ext.napoleon.docstring import GoogleDocstring
-
-    config: Any = Config(napoleon_use_ivar=True)  # a field list, where the site has a directive of Sphinx's
-    if text := ast.get_docstring(node):
-        yield str(GoogleDocstring(text, config))
-    for i, each in enumerate(node.body):
-        match each:
-            case ast.ClassDef() if not each.name.startswith("_"):
-                yield from documented(each)
-            case ast.FunctionDef() if not each.name.startswith("_") and (text := ast.get_docstring(each)):
-                yield str(GoogleDocstring(text, config))
-            case ast.Expr(ast.Constant(str(text))) if i and isinstance(node.body[i - 1], ast.Assign | ast.AnnAssign):
-                yield inspect.cleandoc(text)
-
-
-def faults_of(text: str) -> list[str]:
-    """What docutils says of a text of reStructuredText."""
-    from docutils import nodes
-    from docutils.core import publish_doctree
-
-    settings = {"report_level": 2, "halt_level": 5, "warning_stream": False, "_disable_config": True}
-    tree = publish_doctree(f".. default-role:: literal\n\n{text}", settings_overrides=settings)
-    return [message.astext() for message in (*tree.findall(nodes.system_message), *tree.transform_messages)]
-
-
-def test_docstrings_can_be_read():
-    pytest.importorskip("sphinx")
-    files = sorted({file.resolve() for file in modules().values()})
-    texts = {file: list(documented(ast.parse(file.read_text(encoding="utf-8")))) for file in files}
-    found = {
-        str(file): [(fault, text) for text in each for fault in faults_of(text)]
-        for file, each in texts.items()
-        if faults_of("\n\n".join(each))  # all of a file at once is quick; one after the other says which
-    }
-    assert found == {}
 
 
 # ---------------------------------------------------------------- what the pages must list

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,15 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxrl.commands.evaluate import _write_samples, evaluate, figures, pass_at_k, say_failed
+from jaxrl.commands.evaluate import _write_samples, evaluate, figures, pass_at_k
 from jaxrl.commands.majority import ballots
 from jaxrl.commands.score import score
 from jaxrl.config import from_mapping
 from jaxrl.data.tasks import draw_task
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.request import ScoreRequest
-from jaxrl.runtime.stop import Stop
-from jaxrl.types import FinishReason, Group, Prompt, RunFailed, Sample, SampleKey
+from jaxrl.types import FinishReason, Group, Prompt, Sample, SampleKey
 
 
 def make_group(index: int, answers: Sequence[tuple[str | None, float]], length: int = 2) -> Group:
@@ -64,20 +61,6 @@ def test_the_figures_of_two_prompts():
     assert found["clip_ratio"] == pytest.approx(0.6)
 
 
-@pytest.mark.parametrize(
-    ("answers", "right"),
-    [
-        ([("1", 0.0), ("2", 1.0), ("2", 1.0)], 1.0),
-        ([("1", 0.0), ("2", 1.0)], 0.0),
-        ([(None, 0.0), (None, 0.0), ("2", 1.0)], 1.0),  # a sample without an answer has no vote
-        ([("2", 0.99), ("2", 0.99)], 0.0),  # partly right is not right
-    ],
-)
-def test_majority(answers: list[tuple[str | None, float]], right: float):
-    groups = [make_group(0, answers)]
-    assert figures(groups, by_text(groups))[f"maj@{len(answers)}"] == right
-
-
 def test_votes_by_what_answers_are_worth():
     """Of the same worth, however they are written and whatever type they have."""
     config = from_mapping({"model": {"path": "m"}, "data": {"task": "leg_counting"}, "reward": {"num_workers": 2}})
@@ -96,16 +79,6 @@ def test_votes_by_what_answers_are_worth():
     for sample, right in zip(groups[0].samples, (1, 0, 1, 0, 1), strict=True):
         sample.reward = float(right)
     assert figures(groups, votes)["maj@5"] == 1.0
-
-
-def test_failed_rewards_are_told_and_nothing_but_failed_ones_is_no_result():
-    said: list[str] = []
-    say_failed([], 4, said.append)
-    assert said == []
-    say_failed(["late", "NameError: x"], 4, said.append)
-    assert said == ["2 of 4 rewards failed; the last one: NameError: x. Each of them counts as 0"]
-    with pytest.raises(RunFailed, match=r"^4 of 4 rewards failed; the last one: late$"):
-        say_failed(["late"] * 4, 4, said.append)
 
 
 @pytest.mark.parametrize("task", ["chain_sum", "word_ladder"])
@@ -156,19 +129,14 @@ def test_what_is_written_is_open_before_the_evaluation_and_whole_after_it(
         }
     )
     seen: list[list[str]] = []
-    stop = Stop()
 
     def fails(*_: object) -> list[Group]:
         seen.append(sorted(file.name for file in out.parent.iterdir()))
-        with pytest.raises(SystemExit, match="terminated"):
-            stop._take(signal.SIGTERM)
-        assert len(list(out.parent.iterdir())) == 1, "a signal removes the temporary file"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jaxrl.runtime.stop.end", lambda sentence, status: sys.exit(sentence))
     monkeypatch.setattr("jaxrl.commands.evaluate._responses", fails)
     with pytest.raises(KeyboardInterrupt):
-        evaluate(config, out=str(out), removing=stop.removing)
+        evaluate(config, out=str(out))
     assert len(seen[0]) == 2, "the draft is there before the first response"
     assert [(file.name, file.read_text()) for file in out.parent.iterdir()] == [("out.jsonl", "earlier\n")]
     groups = [make_group(0, [("7", 1.0), (None, float("nan"))])]

@@ -12,11 +12,9 @@ from jaxrl.commands.explain import explain, explain_config
 from jaxrl.config import from_mapping
 from jaxrl.config.options import total_steps
 from jaxrl.models.decoder import init
-from jaxrl.models.shapes import named_shape
 from jaxrl.runtime.memory import plan_num_blocks
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import train_shardings
-from jaxrl.train.update_memory import update_phases
 
 
 def test_counts():
@@ -40,25 +38,6 @@ def test_counts():
         "8 updates per step, at most 2 microbatches per update; 300 samples per evaluation",
         "25 steps; an epoch of 100 prompts takes 12.5",
     )
-
-
-def test_rows_that_devices_share():
-    """A microbatch is that of so many devices, each of which has a part of its activations, and of its row's keys."""
-    data = {"max_prompt_length": 1024, "max_response_length": 31744, "train_batch_size": 64}
-    model, kept = named_shape("Qwen2.5-7B"), {}
-    for sharing in (1, 4, 8):
-        actor = {"context_parallel_size": sharing, "ppo_max_token_len_per_gpu": 32768 // sharing}
-        c = config(data=data, actor=actor | {"remat": "full", "dtype": "bfloat16"})
-        e = explain(c, model, 8)
-        what = "device" if sharing == 1 else f"{sharing} devices that share its rows"
-        assert e.sizes[f"a microbatch, per {what}"] == ("", "1 or more", 32768)
-        kept[sharing] = e.memory.update["activations kept (remat full, estimate)"]
-        keys = update_phases(c, model, 8, "gpu", "full", 512)["layers"][
-            "keys and values of shared rows, and their gradients"
-        ]
-        # those of other devices, of four key/value heads, in two bytes; and their gradients
-        assert keys == 32768 * (sharing - 1) // sharing * 2 * 4 * 128 * (2 + 2)
-    assert kept == {1: kept[1], 4: kept[1] // 4, 8: kept[1] // 8}
 
 
 def test_a_critic():

@@ -14,27 +14,6 @@ from talking_runs import STEPS, TALK, talking
 
 from jaxrl.record.journal import read_journal
 
-PROGRAM = """
-import hashlib, json, os, time, urllib.request
-
-def run(row, base_url, api_key, scale=0.004):
-    messages, said, headers = list(row["messages"]), [], {"Authorization": f"Bearer {api_key}"}
-    while True:
-        body = json.dumps({"messages": messages}).encode()
-        request = urllib.request.Request(f"{base_url}/chat/completions", body, headers)
-        text = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
-        said.append(text)
-        name = hashlib.sha256(repr((row["index"], said)).encode()).hexdigest()[:16]
-        number = int(name, 16)
-        with open(row["notes"], "a") as file:
-            file.write(f"{len(repr(said))} {int(name[:8], 16)}\\n")
-        time.sleep(number % 7 * row["scale"])
-        if number % 41 == 0:
-            os._exit(1)
-        if number % 5 == 0 or len(said) == 4:
-            return {"score": number % 3 / 2, "odd": number % 2, "name": int(name[:8], 16)}
-        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"<{number % 100}>"}]
-""".replace("\\\\n", "\\n")
 RULES = {
     "plain": (),
     "tail batching": ("rollout.tail_batching.enable=true",),
@@ -52,25 +31,6 @@ RACING = {"tail batching", "partial rollout", "over-provisioning", "dynamic samp
 
 def lines_of(run_dir: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
-
-
-@pytest.mark.slow
-def test_a_program_that_asks_for_turns_itself(tmp_path: Path):
-    """Answers of the journal are not asked for again; behind them a program is run from its beginning."""
-    runs, whole, killed = talking(tmp_path), tmp_path / "whole", tmp_path / "killed"
-    (tmp_path / "program.py").write_text(PROGRAM)
-    runs.config["environment"] |= {"kind": "openai", "path": str(tmp_path / "program.py"), "name": ""}
-    runs.config["environment"]["args"] |= {"scale": 0.004}
-    with copied_after({2: killed}):
-        runs.here(whole, "trainer.total_training_steps=2")
-    for line in lines_of(whole, "metrics.jsonl"):
-        assert line["environment/num_turns/mean"] > 1
-        assert line["stop/done"] > 0
-    num_notes = len(noted(tmp_path))
-    (killed / "metrics.jsonl").unlink()
-    runs.here(killed, "trainer.total_training_steps=2")
-    assert len(noted(tmp_path)) == num_notes
-    assert_same_end(killed, whole)
 
 
 def noted(folder: Path) -> list[float]:
@@ -99,8 +59,8 @@ SOME = ("tail batching", *(pytest.param(name, marks=pytest.mark.slow) for name i
 def test_what_was_answered_is_not_asked_again(tmp_path: Path, rule: str):
     """A run that is killed before its first checkpoint does all of its steps again, on the answers of its journal."""
     runs, whole, killed = talking(tmp_path), tmp_path / "whole", tmp_path / "killed"
-    options, devices = RULES[rule], DEVICES.get(rule, 1)
-    with copied_after({STEPS: killed}):
+    options, devices = (*RULES[rule], "trainer.total_training_steps=2"), DEVICES.get(rule, 1)
+    with copied_after({2: killed}):
         runs.here(whole, *options, devices=devices)
     answered, num_notes = answered_in(killed), len(noted(tmp_path))
     (killed / "metrics.jsonl").unlink()
