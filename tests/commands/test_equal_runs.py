@@ -88,7 +88,7 @@ CASES = {
     "a judge": Case(
         4,
         JUDGE,
-        (*AFTER, "reward.judge.resident_layers=3"),
+        (*AFTER, "reward.judge.resident_layers=2"),
         (*SWITCHES, TWO),
         ("reward/judge/gap_turns", "rollout/layout/switches", "critic/rewards/mean"),
     ),
