@@ -110,26 +110,6 @@ def test_a_critic_learns_first_and_at_the_beginning_alone(build: Build):
     assert {"critic/returns/mean", "critic/vf_explained_var", "timing_s/values"} <= set(first)
 
 
-def test_versions_metrics_and_departures(build: Build):
-    house = build(total_steps=3)
-    house.loop.run()
-    assert [step for step, _, _ in house.steps] == [1, 2, 3]
-    for step, measured, groups in house.steps:
-        assert {v for g in groups for s in g.samples for v in s.versions.tolist()} == {step - 1}
-        assert measured["training/off_policy/max_staleness"] == measured["training/off_policy/share"] == 0
-        lengths = [len(s) for g in groups for s in g.samples]
-        assert measured["response_length/mean"] == np.mean(lengths)
-        assert measured["critic/rewards/mean"] == 0.5
-        assert measured["prompt_length/mean"] == 3
-        assert measured["perf/total_num_tokens"] == sum(lengths) + 3 * len(lengths)
-        seconds = measured["timing_s/gen"]
-        assert measured["perf/gen_throughput"] == pytest.approx(sum(lengths) / seconds / 2)
-    keys = [group.prompt.key for _, _, groups in house.steps for group in groups]
-    assert len(keys) == len(set(keys)) == 12
-    assert house.loop.departures.counts == {"trained": 12, "filtered": 0, "failed": 0}
-    assert all(house.loop.departures.has_left(key) for key in keys)
-
-
 def test_sampling_options_reach_the_backend(build: Build):
     house = build({"rollout.top_k": -1, "rollout.top_p": 0.9, "rollout.min_p": 0.1, "rollout.stop": ["X"]})
     house.loop.run()
@@ -180,27 +160,6 @@ def test_when_it_saves(build: Build, save_freq: int, total: int, expected: list[
     house = build({"trainer.save_freq": save_freq}, total_steps=total)
     assert house.loop.run()
     assert [step for step, _, _ in house.saves] == expected
-
-
-@pytest.mark.parametrize("stop_after", range(1, 52, 7))
-def test_a_run_stopped_anywhere_goes_on_as_if_it_had_not_been(build: Build, stop_after: int):
-    values = {"trainer.test_freq": 2, "actor.ppo_mini_batch_size": 2}
-    whole = build(values, total_steps=3)
-    assert whole.loop.run()
-    first = build(values, total_steps=3, stop_after=stop_after)
-    done = first.loop.run()
-    assert done == (first.loop.step == 3)
-    step, state, _ = first.saves[-1]
-    assert step == state["step"] == len(first.steps), "what is saved is the last boundary"
-    assert len({at for at, _, _ in first.saves}) == len(first.saves), "no step is saved twice"
-    second = build(values, total_steps=3)
-    second.resume(first)
-    assert second.loop.run()
-    seen = [(at, [g.prompt.key for g in groups]) for at, _, groups in [*first.steps, *second.steps]]
-    assert seen == [(at, [g.prompt.key for g in groups]) for at, _, groups in whole.steps]
-    assert second.trainer.digest == whole.trainer.digest
-    assert second.loop.departures.counts == whole.loop.departures.counts
-    assert second.prompts.position == whole.prompts.position
 
 
 def test_a_stop_in_the_middle_of_a_round_saves_the_boundary(build: Build):

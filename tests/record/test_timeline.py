@@ -66,18 +66,6 @@ def test_phases_add_up_from_the_spans(path):
     assert sum(drawn) / 1e6 == pytest.approx(seconds["timing_s/gen"], abs=1e-6)
 
 
-def test_adjacent_short_spans_are_merged(path):
-    now = time.perf_counter()
-    with Timeline(path) as timeline:
-        for i in range(10):
-            timeline.complete("engine", "plan", now + i * 0.002, now + i * 0.002 + 0.0015, row=i)
-        timeline.complete("engine", "plan", now + 1, now + 2, row=10)  # long, and later
-    merged, alone = events(path, "X")
-    assert merged["args"] == {"count": 10}
-    assert merged["dur"] == pytest.approx(19_500, abs=1)
-    assert alone["args"] == {"row": 10}
-
-
 def test_what_a_step_may_draw_is_bounded(path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(timeline_module, "MAX_EVENTS", 10)
     with Timeline(path) as timeline:
