@@ -30,7 +30,7 @@ AREAS = {
     "packing": (["jaxrl/train/packing.py"], f"{TRAIN}packing.py"),
     "checkpoint": (
         ["jaxrl/train/checkpoint.py", "jaxrl/train/manifest.py", "jaxrl/train/steps.py"],
-        f"{TRAIN}checkpoint.py {TRAIN}damage.py tests/refusals/test_checkpoints.py tests/runtime/test_beginnings.py",
+        f"{TRAIN}checkpoint.py {TRAIN}damage.py tests/refusals/test_refused.py tests/runtime/test_beginnings.py",
     ),
 }
 """Names, what is changed, and the tests that must notice."""

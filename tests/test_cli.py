@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -20,31 +19,6 @@ TASK = [
     "data.max_prompt_length=400",
     "data.max_response_length=64",
 ]
-
-
-def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one sentence on stderr of a command that ends with status 2."""
-    assert main(arguments) == 2
-    captured = capsys.readouterr()
-    # on a loaded machine a start takes long enough to say what goes on
-    assert [line for line in captured.out.splitlines() if not line.endswith(" ...")] == []
-    assert captured.err.startswith("jaxrl: ")
-    assert captured.err.count("\n") == 1, captured.err
-    return captured.err
-
-
-def test_a_model_folder_without_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_model: Path):
-    error = fails(capsys, "train", f"model.path={tiny_model}", f"trainer.run_dir={tmp_path / 'run'}", *TASK)
-    assert str(tiny_model) in error
-    assert "safetensors" in error
-
-
-def test_generate_prints_a_line_per_response(capsys: pytest.CaptureFixture[str], tiny_model: Path):
-    options = ["--model", f"random:{tiny_model}", "--max-tokens", "6", "-n", "2", "--json"]
-    assert main(["generate", *options, "one", "two"]) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["prompt"] for line in lines] == ["one", "one", "two", "two"]
-    assert all(line["num_tokens"] == len(line["token_ids"]) <= 6 for line in lines)
 
 
 def test_export_and_generate_from_it(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_model: Path):
@@ -68,7 +42,8 @@ def test_a_model_without_a_tokenizer_is_exported_without_one(capsys: pytest.Capt
     assert f"{model} holds no tokenizer.json: the model is exported without a tokenizer\n" in out
     names = {file.name for file in (tmp_path / "out").iterdir()}
     assert names == {"config.json", "generation_config.json", "model.safetensors"}
-    assert "holds no tokenizer.json" in fails(capsys, "generate", "--model", str(tmp_path / "out"), "hello")
+    assert main(["generate", "--model", str(tmp_path / "out"), "hello"]) == 2
+    assert "holds no tokenizer.json" in capsys.readouterr().err
 
 
 def test_eval_prints_its_figures(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_model: Path):
@@ -80,16 +55,6 @@ def test_eval_prints_its_figures(capsys: pytest.CaptureFixture[str], tmp_path: P
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert names[:4] == ["parameters", "rollout.dtype:", "num_prompts", "avg@2"]
     assert len(out.read_text().splitlines()) == 2 * 2
-
-
-def test_explain_layout(capsys: pytest.CaptureFixture[str], tiny_model: Path):
-    assert main(["explain-layout", "--model", str(tiny_model), "--devices", "4", "--tp", "2"]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith(f"{tiny_model.name}: 4 devices, dp 2 × tp 2\n")
-    assert [line.split()[0] for line in out.splitlines() if line.startswith("  q ")] == ["q"]
-    assert main(["explain-layout", "--shape", "SmolLM2-135M", "--tp", "4", "--max-tp", "8"]) == 0
-    assert "8 devices, dp 2 × tp 4" in capsys.readouterr().out, "by default the devices that are here"
-    assert "must be one of tiny" in fails(capsys, "explain-layout", "--shape", "none")
 
 
 def test_neither_help_nor_the_main_module_loads_jax():

@@ -19,7 +19,6 @@ from typing import Any, Literal
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rounds import rule_sections
 from simulated_runs import House, check, make_config, make_workload, whole
 
 from jaxrl.config import ConfigError
@@ -46,10 +45,6 @@ class Composition:
     @property
     def timeout_s(self) -> float:
         return self.values["reward.timeout_s"]
-
-
-def test_every_rule_is_drawn():
-    assert {*rule_sections()} == {*RULES} - {""}
 
 
 def least(factor: float, count: int) -> int:
@@ -168,7 +163,7 @@ def without_times(house: House, *more: str) -> Any:
     return {s: {k: v for k, v in line.items() if not k.startswith(more)} for s, line in metrics.items()}, trained
 
 
-@settings(max_examples=30, deadline=None)
+@settings(deadline=None)
 @given(drawn=compositions())
 def test_what_composes_keeps_the_book(drawn: Composition):
     check_composition(drawn)
@@ -212,8 +207,8 @@ def test_exactly_these_compositions_are_refused():
     }
     factors = {"prompt_factor": 3.0, "response_factor": 1.5}
     for on in product((False, True), repeat=3):
-        # two rules never go together, whatever else there is: a sample of it does
-        for chosen in list(product(*dimensions.values()))[:: 1 if sum(on) < 2 else 37]:
+        # a sample of all, and less where two rules never go together, whatever else there is
+        for chosen in list(product(*dimensions.values()))[:: 7 if sum(on) < 2 else 37]:
             of = dict(zip(dimensions, chosen, strict=True))
             config = make_config(
                 {

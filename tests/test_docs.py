@@ -6,20 +6,17 @@ reStructuredText cannot read, modules that no page has, and links into pages tha
 
 import ast
 import functools
-import html.parser
 import inspect
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, get_args
-from urllib.parse import unquote, urlparse
+from urllib.parse import urlparse
 
 import pytest
 
-from jaxrl.config.options import AdvantageEstimator
 from jaxrl.config.reference import options, sections
 from jaxrl.mechanisms import MECHANISMS
 from jaxrl.scheduling.mechanism import Mechanism
@@ -36,52 +33,6 @@ MADE_UP += ("checkpoints", "site")
 # ---------------------------------------------------------------- the site
 
 
-class Page(html.parser.HTMLParser):
-    """What a page loads, what it links to, and its anchors."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.loaded: list[str] = []
-        self.links: list[str] = []
-        self.anchors: set[str] = set()
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        values = {name: value or "" for name, value in attrs}
-        self.anchors |= {values["id"]} if "id" in values else set()
-        if tag in ("script", "img", "source", "iframe") and "src" in values:
-            self.loaded.append(values["src"])
-        elif tag == "link" and values.get("rel") not in ("canonical", "index", "search", "next", "prev"):
-            self.loaded.append(values["href"])
-        elif tag == "a" and "href" in values:
-            self.links.append(values["href"])
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory) -> Path:
-    """The site as `scripts/docs.sh` builds it."""
-    pytest.importorskip("sphinx")
-    out = tmp_path_factory.mktemp("site")
-    script = (ROOT / "scripts" / "docs.sh").read_text(encoding="utf-8")
-    (line,) = re.findall(r'"\$venv_python" -m (sphinx .*)', script)
-    command = line.replace('"$@" ', "").replace("site/.doctrees", str(out / ".doctrees")).split()
-    assert command[-2:] == ["docs", "site"]
-    done = subprocess.run(
-        [sys.executable, "-m", *command[:-1], str(out)],
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return out
-
-
-@pytest.fixture(scope="module")
-def pages(site) -> dict[Path, Page]:
-    return {path: Page(path.read_text(encoding="utf-8")) for path in site.rglob("*.html")}
-
-
 def modules() -> dict[str, Path]:
     """The file of each module of ours."""
     return {
@@ -92,13 +43,16 @@ def modules() -> dict[str, Path]:
 
 
 @pytest.mark.slow
-def test_every_module_and_option_is_on_the_site(pages):
-    anchors = {anchor for page in pages.values() for anchor in page.anchors}
-    missing = {name for name in modules() if f"module-{name}" not in anchors}
-    assert missing == {"jaxrl", "jaxrl.__main__"}
-    wanted = {option.path.replace(".", "-").replace("_", "-").lower() for option in options()}
-    assert "rollout-tail-batching-prompt-factor" in wanted
-    assert wanted <= anchors
+def test_the_site_is_built_without_a_warning(tmp_path: Path):
+    """As `scripts/docs.sh` builds it."""
+    pytest.importorskip("sphinx")
+    script = (ROOT / "scripts" / "docs.sh").read_text(encoding="utf-8")
+    (line,) = re.findall(r'"\$venv_python" -m (sphinx .*)', script)
+    command = line.replace('"$@" ', "").replace("site/.doctrees", str(tmp_path / ".doctrees")).split()
+    assert command[-2:] == ["docs", "site"]
+    words = [sys.executable, "-m", *command[:-1], str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_module_is_in_a_room_of_the_site():
@@ -110,81 +64,7 @@ def test_every_module_is_in_a_room_of_the_site():
     assert missing == {"jaxrl", "jaxrl.__main__"}
 
 
-def documented(node: ast.Module | ast.ClassDef) -> Iterator[str]:
-    """The docstrings that the site shows, as reStructuredText: of the public names, and of constants and fields."""
-    from sphinx.ext.napoleon import Config
-    from sphinx.ext.napoleon.docstring import GoogleDocstring
-
-    config: Any = Config(napoleon_use_ivar=True)  # a field list, where the site has a directive of Sphinx's
-    if text := ast.get_docstring(node):
-        yield str(GoogleDocstring(text, config))
-    for i, each in enumerate(node.body):
-        match each:
-            case ast.ClassDef() if not each.name.startswith("_"):
-                yield from documented(each)
-            case ast.FunctionDef() if not each.name.startswith("_") and (text := ast.get_docstring(each)):
-                yield str(GoogleDocstring(text, config))
-            case ast.Expr(ast.Constant(str(text))) if i and isinstance(node.body[i - 1], ast.Assign | ast.AnnAssign):
-                yield inspect.cleandoc(text)
-
-
-def faults_of(text: str) -> list[str]:
-    """What docutils says of a text of reStructuredText."""
-    from docutils import nodes
-    from docutils.core import publish_doctree
-
-    settings = {"report_level": 2, "halt_level": 5, "warning_stream": False, "_disable_config": True}
-    tree = publish_doctree(f".. default-role:: literal\n\n{text}", settings_overrides=settings)
-    return [message.astext() for message in (*tree.findall(nodes.system_message), *tree.transform_messages)]
-
-
-def test_docstrings_can_be_read():
-    pytest.importorskip("sphinx")
-    files = sorted({file.resolve() for file in modules().values()})
-    texts = {file: list(documented(ast.parse(file.read_text(encoding="utf-8")))) for file in files}
-    found = {
-        str(file): [(fault, text) for text in each for fault in faults_of(text)]
-        for file, each in texts.items()
-        if faults_of("\n\n".join(each))  # all of a file at once is quick; one after the other says which
-    }
-    assert found == {}
-
-
-@pytest.mark.parametrize("text", ["a |name| in bars", "`name`s", "*args are many", "Example::\n\nnot indented"])
-def test_a_docstring_that_cannot_be_read_is_found(text: str):
-    pytest.importorskip("sphinx")
-    (shown,) = documented(ast.parse(f'"""What it does.\n\n{text}\n"""'))
-    assert faults_of(shown)
-
-
-@pytest.mark.slow
-def test_the_site_needs_no_network(pages):
-    outside = {url for page in pages.values() for url in page.loaded if urlparse(url).netloc}
-    assert not outside
-
-
-@pytest.mark.slow
-def test_links_inside_the_site_lead_somewhere(site, pages):
-    broken = []
-    for path, page in pages.items():
-        for url in page.links:
-            parts = urlparse(url)
-            if parts.scheme or parts.netloc:
-                continue
-            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
-            known = pages[target].anchors if target in pages else set()
-            if not target.exists() or (parts.fragment and known and unquote(parts.fragment) not in known):
-                broken.append(f"{path.relative_to(site)} -> {url}")
-    assert not broken
-
-
 # ---------------------------------------------------------------- what the pages must list
-
-
-def test_every_estimator_is_in_the_table():
-    text = (ROOT / "docs" / "your-algorithm.md").read_text(encoding="utf-8")
-    (row,) = [line for line in text.splitlines() if "`algorithm.adv_estimator`:" in line]
-    assert {name for name in get_args(AdvantageEstimator) if f"`{name}`" not in row} == set()
 
 
 SECTIONS = ("What it goes with", "Metrics", "Departures from the paper", "Its files", "Tests", "Figures")
@@ -194,25 +74,14 @@ NO_PAPER = "Source: none published."
 COMMON = {"__init__", "attach", "round_begins", "round_ends", "round_cancelled", "state_dict", "load_state_dict"}
 
 
-def missing_sections(text: str) -> list[str]:
-    wanted = [title for title in SECTIONS if NO_PAPER not in text or not title.startswith("Departures")]
-    return [title for title in wanted if f"\n## {title}" not in text]
-
-
-def test_a_page_without_a_paper_names_no_departures():
-    headings = "".join(f"\n## {title}\n" for title in SECTIONS if title != "Departures from the paper")
-    assert missing_sections(f"# A rule\n{headings}") == ["Departures from the paper"]
-    assert missing_sections(f"# A rule\n\n{NO_PAPER}\n{headings}") == []
-    assert missing_sections(f"# A rule\n\n{NO_PAPER}\n") == [*SECTIONS[:2], *SECTIONS[3:]]
-
-
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=lambda each: each.__name__)
 def test_a_mechanism_has_a_page_with_its_files_and_hooks(mechanism: type[Mechanism]):
     """But for the hooks that nearly all have (docs/mechanisms.md)."""
     name, file = mechanism.__module__.rpartition(".")[2], Path(inspect.getfile(mechanism))
     text = (ROOT / "docs" / "mechanisms" / f"{name}.md").read_text(encoding="utf-8")
     assert f"(mechanisms/{name}.md)" in (ROOT / "docs" / "mechanisms.md").read_text(encoding="utf-8")
-    assert missing_sections(text) == []
+    titles = [title for title in SECTIONS if NO_PAPER not in text or not title.startswith("Departures")]
+    assert [title for title in titles if f"\n## {title}" not in text] == []
     wanted = {each.name for each in file.parent.glob("*.py")} if file.name == "__init__.py" else {file.name}
     hooks = {hook for hook, of in vars(Mechanism).items() if inspect.isfunction(of)}
     wanted |= hooks & vars(mechanism).keys()
@@ -346,63 +215,3 @@ def test_what_docstrings_and_comments_name_is_there():
     texts = module_texts()
     found = {module: missing_modules(text, texts) for module, text in texts.items()}
     assert {module: missing for module, missing in found.items() if missing} == {}
-
-
-def test_a_wrong_name_is_found():
-    text = (
-        "`sim/gone.py`, `loop.py` and [a](b.md), [c](#gone), `scripts/test.sh --slow`, `jaxrl/no_room/`, "
-        "`rollout/bubble_ratio`, "
-        "`rollout.n=8`, `rollout.m`, `rollout.layout.gone=1`, `scheduling/`, `jaxrl.loop.Loop`, `jaxrl.loop.Gone`, "
-        "`jaxrl.gone`, `jaxrl.loop.Loop.step`, `jaxrl.loop.Loop.gone`, `jaxrl.loop.STATE_SCHEMA`, "
-        "`jaxrl.loop.trainer`, `python scripts/gone.py --x`"
-    )
-    assert missing_paths(text, tree()) == ["jaxrl/no_room", "scripts/gone.py", "sim/gone.py"]
-    assert missing_modules(text, module_texts()) == [
-        "jaxrl.gone",
-        "jaxrl.loop.Gone",
-        "jaxrl.loop.Loop.gone",
-        "jaxrl.loop.trainer",  # a local variable
-    ]
-    assert missing_options(text) == ["rollout.layout.gone", "rollout.m"]
-    assert missing_links(ROOT / "README.md", text) == ["b.md", "#gone"]
-
-
-def test_the_life_of_a_prompt_names_every_station_in_order():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    life = text.partition("## The life of a prompt")[2].partition("\n## ")[0]
-    stations = [
-        ("Data", "jaxrl/data/rendered.py"),
-        ("Loop", "jaxrl/loop.py"),
-        ("Rule", "jaxrl/scheduling/rounds/batches.py"),
-        ("Round", "jaxrl/scheduling/rounds/round.py"),
-        ("Backend", "jaxrl/runtime/backend.py"),
-        ("Engine and batcher", "jaxrl/scheduling/tokens/engine.py"),
-        ("Executor", "jaxrl/rollout/executor.py"),
-        ("Rewards", "jaxrl/rewards/pool.py"),
-        ("Round again", ""),
-        ("Loop again", ""),
-        ("Advantages", "jaxrl/train/advantages.py"),
-        ("Packing", "jaxrl/train/packing.py"),
-        ("Losses", "jaxrl/train/losses.py"),
-        ("Step", "jaxrl/train/trainer.py"),
-    ]
-    items = re.split(r"^\d+\. ", life, flags=re.M)[1:]
-    assert [re.split(r"[,:]", item)[0] for item in items] == [name for name, _ in stations]
-    assert all(f"({path})" in item for item, (_, path) in zip(items, stations, strict=True) if path)
-    assert "jaxrl/scheduling/rounds/race.py" in items[2]
-    assert "jaxrl/scheduling/tokens/batcher.py" in items[5]
-
-
-def test_the_drawing_shows_what_flows():
-    drawing = (ROOT / "docs" / "images" / "dataflow.svg").read_text(encoding="utf-8")
-    assert set(re.findall(r'class="thing"[^>]*>(\w+)<', drawing)) == {
-        "prompt",
-        "sample",
-        "group",
-        "batch",
-        "plan",
-        "weights",
-    }
-    assert "prefers-color-scheme: dark" in drawing
-    named = set(re.findall(r"[\w/]+(?:\.py|/(?=<))", drawing))
-    assert missing_paths(" ".join(f"`{name}`" for name in named), tree()) == []

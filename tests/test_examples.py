@@ -10,12 +10,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import pytest
 from quick_xla import flags
-from runs import Runs
 
 from jaxrl.sharding.mesh import make_mesh
 
@@ -63,47 +61,36 @@ def steps_of(output: str) -> list[dict[str, float]]:
     return [{name: float(value) for name, value in re.findall(r"([a-z]+) +([\d.e+-]+)", line)} for line in lines]
 
 
-@pytest.mark.parametrize("name", ["rl_loop", "custom_reward", "swap_layout", "nnx_model"])
-def test_every_example_says_what_it_takes(name: str, here: Callable[..., str]):
-    assert "--help" in here(EXAMPLES / f"{name}.py", "--help")
-
-
 def write_problems(file: Path, *answers: str) -> Path:
     rows = [{"question": f"What is {i} times 12?", "answer": answer} for i, answer in enumerate(answers)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return file
 
 
-def test_the_loop_learns_and_gives_its_weights_back(tiny_model: Path, tmp_path: Path):
+@pytest.mark.parametrize("num_steps", [4, pytest.param(25, marks=pytest.mark.slow)])
+def test_the_loop_learns_and_gives_its_weights_back(num_steps: int, tiny_model: Path, tmp_path: Path):
     """Of questions and answers in a file."""
     loop = EXAMPLES / "rl_loop.py"
     assert len(loop.read_text(encoding="utf-8").splitlines()) <= 150
     file = write_problems(tmp_path / "problems.jsonl", *(f"Twelve, {i} times.\n#### {12 * i}" for i in range(3)))
-    sizes = ("--steps", "25", "--prompts", "4", "--samples", "8", "--max-tokens", "8", "--lr", "0.02")
+    sizes = ("--steps", str(num_steps), "--prompts", "4", "--samples", "8", "--max-tokens", "8", "--lr", "0.02")
     steps = steps_of(run(loop, "--data", file, "--model", f"random:{tiny_model}", *sizes))
-    assert [step["step"] for step in steps] == [*range(1, 26)]
+    assert [step["step"] for step in steps] == [*range(1, num_steps + 1)]
     rewards = [step["reward"] for step in steps]
     assert all(0 <= reward <= 1 for reward in rewards)
-    assert sum(rewards[-5:]) > sum(rewards[:5]) + 0.1, "a random model learns to write digits"
+    if num_steps == 25:
+        assert sum(rewards[-5:]) > sum(rewards[:5]) + 0.1, "a random model learns to write digits"
     assert steps[0]["grad"] > 0
     # were one update's weights kept from the sampler, the two would be apart from the next step on
     assert max(step["mismatch"] for step in steps) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_model_of_nnx_learns_a_text(tiny_model: Path):
     output = run(EXAMPLES / "nnx_model.py", "--model", f"random:{tiny_model}", "--steps", "3")
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)$", output, re.MULTILINE)]
     assert losses == sorted(losses, reverse=True)
     assert len(set(losses)) == 3
-
-
-def test_the_loops_own_problems_are_sums():
-    loop = runpy.run_path(str(EXAMPLES / "rl_loop.py"))
-    problems = loop["load_problems"](loop["from_mapping"]({"model": {"path": "m"}}))
-    asked = {problem.messages[0]["content"]: problem.answer for problem in problems}
-    assert len(asked) == len(problems) == 100
-    assert asked["What is 3 + 9?"] == "12"
-    assert [loop["reward"](text, "12") for text in ("so 3 + 9 = 12", "11", "none")] == [1.0, 0.1, 0.0]
 
 
 def test_an_impossible_request_is_one_sentence(
@@ -144,28 +131,7 @@ def test_the_reward_pays_for_the_number_and_its_form(response: str, truth: str, 
     assert cut["form"] == 0
 
 
-def test_the_reward_tries_answers_and_refuses_a_reference_without_a_number(here: Callable[..., str]):
-    reward = EXAMPLES / "custom_reward.py"
-    assert run(reward).splitlines()[0].startswith("score 1.0  correct 1.0  form 1.0")
-    assert here(reward, "--answer", "it is 7", "--truth", "7").startswith("score 0.9")
-    refused = here(reward, "--truth", "x", status=2)
-    assert refused == "custom_reward.py: example: the reference answer must be a number, found 'x'\n"
-
-
-def test_a_run_uses_the_reward(tiny_model: Path, tmp_path: Path):
-    runs, run_dir, file = Runs(tmp_path, tiny_model), tmp_path / "run", EXAMPLES / "custom_reward.py"
-    runs.here(run_dir, f"reward.path={file}", "trainer.total_training_steps=1")
-    (line,) = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert line["reward/errors"] == 0
-    samples: list[dict[str, Any]] = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
-    compute_score = runpy.run_path(str(file))["compute_score"]
-    assert samples
-    for sample in samples:
-        extra = {"finish_reason": sample["finish_reason"]}
-        expected = compute_score("train", sample["response"], sample["answer"], extra)["score"]
-        assert sample["reward"] == pytest.approx(expected)
-
-
+@pytest.mark.slow
 def test_the_notebook_runs(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -193,6 +159,7 @@ def test_the_notebook_runs(
     assert (tmp_path / "runs" / "first-hour" / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_layouts_change_and_no_token_does(tiny_model: Path):
     command = (EXAMPLES / "swap_layout.py", "--model", f"random:{tiny_model}", "--dtype", "float64")
     printed = run(*command, devices=4)

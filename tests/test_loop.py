@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 from loop_house import Build, houses
 
-from jaxrl.config.options import AdvantageEstimator
 from jaxrl.record.metrics import UPDATE_PHASES
 from jaxrl.scheduling.mechanism import Mechanism
 from jaxrl.scheduling.rounds.batches import RoundResult
@@ -66,13 +65,7 @@ def test_a_step_from_the_first_phase_to_the_last(build: Build):
     assert house.phases == [(1, name) for name in order] + [(2, name) for name in [*order, "testing", "save"]]
 
 
-def test_rollout_logprobs_may_serve_as_the_old_ones(build: Build):
-    house = build({"actor.old_logprobs": "rollout"}, total_steps=1)
-    house.loop.run()
-    assert not [entry for entry in house.log if entry[0] == "logprobs"]
-
-
-@pytest.mark.parametrize("adv_estimator", sorted({*get_args(AdvantageEstimator)} - {"gdpo"}))  # of several rewards
+@pytest.mark.parametrize("adv_estimator", ["grpo", "gae", "grpo_turns", "none"])
 def test_epochs_times_minibatches_of_whole_groups(build: Build, adv_estimator: str):
     values = {"actor.ppo_epochs": 3, "actor.ppo_mini_batch_size": 2, "algorithm.adv_estimator": adv_estimator}
     values |= {"environment.kind": "tools", "environment.path": "calculator"}  # which one of them needs
@@ -117,33 +110,6 @@ def test_a_critic_learns_first_and_at_the_beginning_alone(build: Build):
     assert {"critic/returns/mean", "critic/vf_explained_var", "timing_s/values"} <= set(first)
 
 
-def test_a_critic_that_never_learns_ends_the_run(build: Build):
-    house = build({"algorithm.adv_estimator": "gae", "trainer.max_bad_steps": 2}, total_steps=9)
-    house.critic.skips = True
-    with pytest.raises(RunFailed, match=r"step 2: 1 of 1 updates of the critic skipped.*no update in 2 steps in a row"):
-        house.loop.run()
-
-
-def test_versions_metrics_and_departures(build: Build):
-    house = build(total_steps=3)
-    house.loop.run()
-    assert [step for step, _, _ in house.steps] == [1, 2, 3]
-    for step, measured, groups in house.steps:
-        assert {v for g in groups for s in g.samples for v in s.versions.tolist()} == {step - 1}
-        assert measured["training/off_policy/max_staleness"] == measured["training/off_policy/share"] == 0
-        lengths = [len(s) for g in groups for s in g.samples]
-        assert measured["response_length/mean"] == np.mean(lengths)
-        assert measured["critic/rewards/mean"] == 0.5
-        assert measured["prompt_length/mean"] == 3
-        assert measured["perf/total_num_tokens"] == sum(lengths) + 3 * len(lengths)
-        seconds = measured["timing_s/gen"]
-        assert measured["perf/gen_throughput"] == pytest.approx(sum(lengths) / seconds / 2)
-    keys = [group.prompt.key for _, _, groups in house.steps for group in groups]
-    assert len(keys) == len(set(keys)) == 12
-    assert house.loop.departures.counts == {"trained": 12, "filtered": 0, "failed": 0}
-    assert all(house.loop.departures.has_left(key) for key in keys)
-
-
 def test_sampling_options_reach_the_backend(build: Build):
     house = build({"rollout.top_k": -1, "rollout.top_p": 0.9, "rollout.min_p": 0.1, "rollout.stop": ["X"]})
     house.loop.run()
@@ -169,12 +135,6 @@ def test_evaluation_before_and_between(build: Build):
     assert "timing_s/testing" in house.steps[1][1]
 
 
-def test_the_last_step_ends_with_an_evaluation(build: Build):
-    house = build({"trainer.test_freq": 2}, total_steps=3)
-    house.loop.run()
-    assert [step for step, _, _ in house.evaluations] == [2, 3]
-
-
 @pytest.mark.parametrize("one_step_off", [False, True])
 def test_a_round_says_what_it_is(build: Build, one_step_off: bool):
     """An evaluation has the step of the training round before it, and prompts of the same keys."""
@@ -192,62 +152,14 @@ def test_a_round_says_what_it_is(build: Build, one_step_off: bool):
     assert [info.update for info in house.backend.infos if info.is_training] == ([1, 1] if one_step_off else [1, 2])
 
 
-def test_a_run_without_held_out_prompts_never_evaluates(build: Build):
-    house = build({"trainer.test_freq": 1, "trainer.val_before_train": True}, total_steps=2, held_out=0)
-    house.loop.run()
-    assert house.evaluations == []
-
-
 # ---------------------------------------------------------------- saving, stopping, resuming
 
 
-@pytest.mark.parametrize(
-    ("save_freq", "total", "expected"), [(2, 5, [2, 4, 5]), (2, 4, [2, 4]), (0, 3, [3]), (1, 2, [1, 2])]
-)
+@pytest.mark.parametrize(("save_freq", "total", "expected"), [(2, 5, [2, 4, 5]), (0, 3, [3])])
 def test_when_it_saves(build: Build, save_freq: int, total: int, expected: list[int]):
     house = build({"trainer.save_freq": save_freq}, total_steps=total)
     assert house.loop.run()
     assert [step for step, _, _ in house.saves] == expected
-
-
-def test_no_checkpoint_is_ahead_of_the_metrics(build: Build):
-    house = build({"trainer.save_freq": 1}, total_steps=3)
-    house.loop.run()
-    written = [entry for entry in house.log if entry[0] in ("line", "save")]
-    assert written == [(what, step) for step in (1, 2, 3) for what in ("line", "save")]
-    assert house.steps[0][1]["timing_s/save"] == 0, "saving is the next step's time"
-    assert house.steps[1][1]["timing_s/save"] > 0
-
-
-def test_a_finished_run_that_is_started_again_does_nothing(build: Build):
-    house = build(total_steps=2)
-    house.loop.run()
-    again = build(total_steps=2)
-    again.resume(house)
-    assert again.loop.run()
-    assert again.steps == []
-    assert again.saves == []
-
-
-@pytest.mark.parametrize("stop_after", range(1, 52, 3))
-def test_a_run_stopped_anywhere_goes_on_as_if_it_had_not_been(build: Build, stop_after: int):
-    values = {"trainer.test_freq": 2, "actor.ppo_mini_batch_size": 2}
-    whole = build(values, total_steps=3)
-    assert whole.loop.run()
-    first = build(values, total_steps=3, stop_after=stop_after)
-    done = first.loop.run()
-    assert done == (first.loop.step == 3)
-    step, state, _ = first.saves[-1]
-    assert step == state["step"] == len(first.steps), "what is saved is the last boundary"
-    assert len({at for at, _, _ in first.saves}) == len(first.saves), "no step is saved twice"
-    second = build(values, total_steps=3)
-    second.resume(first)
-    assert second.loop.run()
-    seen = [(at, [g.prompt.key for g in groups]) for at, _, groups in [*first.steps, *second.steps]]
-    assert seen == [(at, [g.prompt.key for g in groups]) for at, _, groups in whole.steps]
-    assert second.trainer.digest == whole.trainer.digest
-    assert second.loop.departures.counts == whole.loop.departures.counts
-    assert second.prompts.position == whole.prompts.position
 
 
 def test_a_stop_in_the_middle_of_a_round_saves_the_boundary(build: Build):
@@ -257,27 +169,6 @@ def test_a_stop_in_the_middle_of_a_round_saves_the_boundary(build: Build):
     assert house.saves[0][1]["data"] == {"position": 4}
     assert house.prompts.position == 8, "the prompts of step 2 had been taken: the checkpoint gives them back"
     assert house.loop.step == 1
-
-
-def test_a_stop_while_it_evaluates_keeps_the_step(build: Build):
-    house = build({"trainer.test_freq": 1, "trainer.save_freq": 0}, total_steps=3, stop_after=20)
-    assert not house.loop.run()
-    assert house.evaluations == []
-    assert [step for step, _, _ in house.steps] == [1]
-    assert [step for step, _, _ in house.saves] == [1]
-
-
-def test_a_stop_before_the_first_step_saves_where_it_stands(build: Build):
-    house = build(total_steps=3, stop_after=0)
-    assert not house.loop.run()
-    assert [(step, state["step"]) for step, state, _ in house.saves] == [(0, 0)]
-    assert house.backend.num_waits == 0
-
-
-def test_a_checkpoint_of_another_schema_is_refused(build: Build):
-    house = build()
-    with pytest.raises(ValueError, match="state of schema 99; this version reads schema 5"):
-        house.loop.load_host_state(house.loop.host_state() | {"schema": 99})
 
 
 def test_what_outlives_rounds_is_kept_as_it_is_at_the_boundary(build: Build):
@@ -348,14 +239,6 @@ def test_steps_without_an_update_end_the_run_with_all_saved(build: Build, steps_
     assert house.saves[-1][0] == 5
 
 
-def test_a_stop_while_it_evaluates_does_not_hide_that_the_run_fails(build: Build):
-    values = {"trainer.max_bad_steps": 1, "trainer.test_freq": 1, "trainer.save_freq": 0}
-    house = build(values, total_steps=3, stop_after=20)  # a round takes 17 events: inside the evaluation of step 1
-    house.trainer.skips = lambda update: True
-    with pytest.raises(RunFailed, match=r"^step 1: 1 of 1 updates skipped.*saved after step 1$"):
-        house.loop.run()
-
-
 def test_failing_rewards_of_an_evaluation_end_the_run_too(build: Build):
     values = {"trainer.max_bad_steps": 1, "trainer.val_before_train": True}  # 9 rewards, of which 8 are a batch's worth
     house = build(values)
@@ -367,16 +250,6 @@ def test_failing_rewards_of_an_evaluation_end_the_run_too(build: Build):
 
 
 # ---------------------------------------------------------------- times
-
-
-def test_the_phases_of_a_step_add_up_to_it(build: Build):
-    values = {"trainer.test_freq": 1, "trainer.val_before_train": True, "trainer.save_freq": 1}
-    house = build(values, total_steps=3)
-    house.loop.run()
-    for _, measured, _ in house.steps:
-        whole = measured["timing_s/step"]
-        parts = sum(value for name, value in measured.items() if name.startswith("timing_s/")) - whole
-        assert parts == whole > 0
 
 
 # ---------------------------------------------------------------- progress

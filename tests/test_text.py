@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +52,6 @@ def test_streaming_yields_the_same_samples(engine: TextEngine):
         (i, sample.key.sample_index): sample.token_ids.tolist() for i, sample in engine.stream(prompts, DRAWN, n=2)
     }
     assert streamed == {(i, j): ids(group)[j] for i, group in enumerate(groups) for j in range(2)}
-
-
-def test_a_stream_that_is_dropped_leaves_an_idle_engine(engine: TextEngine):
-    for _ in engine.stream(["one", "two", "three"], DRAWN, n=4):
-        break
-    gc.collect()  # the generator is closed when it is dropped
-    assert engine.engine.is_idle
-    assert engine.generate(["one"], GREEDY)
 
 
 def test_groups_follow_a_prompts_epoch_and_index(engine: TextEngine):
@@ -127,17 +118,6 @@ def test_stop_strings_end_a_response(engine: TextEngine):
     assert cut.text.endswith(stop)
 
 
-def test_stop_ids_are_the_tokenizers_and_the_requests(engine: TextEngine):
-    whole = engine.generate(["hello"], GREEDY)[0][0]
-    assert set(engine.stop_token_ids) >= {engine.tokenizer.encode("<|im_end|>")[0]}
-    last = int(whole.token_ids[5])
-    first = whole.token_ids.tolist().index(last)
-    params = SamplingParams(temperature=0, max_tokens=12, stop_token_ids=(last,))
-    cut = engine.generate(["hello"], params)[0][0]
-    assert cut.finish_reason == "stop"
-    assert cut.token_ids.tolist() == whole.token_ids.tolist()[: first + 1]
-
-
 def test_what_cannot_run_is_refused_at_once(engine: TextEngine):
     with pytest.raises(ValueError, match="truncate=True"):
         engine.generate(["a"], SamplingParams(top_k=3))
@@ -147,19 +127,3 @@ def test_what_cannot_run_is_refused_at_once(engine: TextEngine):
         engine.generate([[]], GREEDY)
     assert engine.engine.is_idle
     assert engine.generate([], GREEDY) == []
-
-
-def test_lengths_follow_from_the_prompts(tiny_model: Path):
-    engine = TextEngine.from_path(f"random:{tiny_model}", prompts=["a", "bcd"], max_tokens=7, num_slots=2)
-    tokenizer = engine.tokenizer
-    longest = len(tokenizer.encode(tokenizer.apply_chat_template([{"role": "user", "content": "bcd"}])))
-    assert engine.engine.batcher.config.max_model_len == longest + 7
-    assert engine.engine.batcher.capacity.num_blocks == 2 * -(-(longest + 7) // 16) + 1, "as many as two rows can use"
-
-
-def test_a_text_is_no_list_of_texts(engine: TextEngine):
-    """It would be one of characters."""
-    with pytest.raises(ValueError, match=r"prompts must be a list, found the text 'hello': give \[text\]"):
-        engine.generate("hello", SamplingParams(max_tokens=2))
-    with pytest.raises(ValueError, match=r"SamplingParams.stop_strings \('.'\) must be a tuple of strings"):
-        SamplingParams(stop_strings=".")  # pyright: ignore[reportArgumentType]

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import itertools
 import json
-import signal
-import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxrl.commands.evaluate import _weights_of_model, _write_samples, evaluate, figures, pass_at_k, say_failed
+from jaxrl.commands.evaluate import _write_samples, evaluate, figures, pass_at_k
 from jaxrl.commands.majority import ballots
 from jaxrl.commands.score import score
-from jaxrl.config import DataSection, from_mapping
+from jaxrl.config import from_mapping
 from jaxrl.data.tasks import draw_task
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.request import ScoreRequest
-from jaxrl.runtime.stop import Stop
-from jaxrl.types import FinishReason, Group, Prompt, RunFailed, Sample, SampleKey
+from jaxrl.types import FinishReason, Group, Prompt, Sample, SampleKey
 
 
 def make_group(index: int, answers: Sequence[tuple[str | None, float]], length: int = 2) -> Group:
@@ -55,21 +51,6 @@ def test_the_figures_of_two_prompts():
     first = make_group(0, [("7", 1.0), ("8", 0.0), ("8", 0.0), ("7", 1.0), ("9", 0.0)])
     second = make_group(1, [(None, 0.0), ("3", 0.5), (None, 0.0), ("5", 1.0), ("5", 1.0)], length=4)
     found = figures([first, second], by_text([first, second]))
-    assert list(found) == [
-        "num_prompts",
-        "avg@5",
-        "pass@1",
-        "pass@2",
-        "pass@4",
-        "pass@5",
-        "maj@1",
-        "maj@2",
-        "maj@4",
-        "maj@5",
-        "mean_reward",
-        "mean_length",
-        "clip_ratio",
-    ]
     assert found["num_prompts"] == 2
     assert found["avg@5"] == found["pass@1"] == pytest.approx(0.4)
     assert found["pass@5"] == 1
@@ -78,33 +59,6 @@ def test_the_figures_of_two_prompts():
     assert found["mean_reward"] == pytest.approx(4.5 / 10)
     assert found["mean_length"] == 3
     assert found["clip_ratio"] == pytest.approx(0.6)
-
-
-@pytest.mark.parametrize(
-    ("answers", "right"),
-    [
-        ([("1", 0.0), ("2", 1.0), ("2", 1.0)], 1.0),
-        ([("1", 0.0), ("1", 0.0), ("2", 1.0)], 0.0),
-        ([("2", 1.0), ("1", 0.0)], 1.0),
-        ([("1", 0.0), ("2", 1.0)], 0.0),
-        ([(None, 0.0), (None, 0.0), ("2", 1.0)], 1.0),  # a sample without an answer has no vote
-        ([("2", 0.99), ("2", 0.99)], 0.0),  # partly right is not right
-    ],
-)
-def test_majority(answers: list[tuple[str | None, float]], right: float):
-    groups = [make_group(0, answers)]
-    assert figures(groups, by_text(groups))[f"maj@{len(answers)}"] == right
-
-
-def test_without_any_answers_there_is_no_majority():
-    none = [make_group(0, [(None, 0.0), (None, 1.0)])]
-    assert not [name for name in figures(none, by_text(none)) if name.startswith("maj")]
-    code, math = make_group(0, [(None, 1.0), (None, 0.0)]), make_group(1, [("7", 1.0), (None, 0.0)])
-    silent = make_group(2, [(None, 0.0), (None, 0.0)])
-    for group, source in ((code, "code"), (math, "math"), (silent, "math")):
-        group.prompt = replace(group.prompt, source=source)
-    groups = [code, math, silent]
-    assert figures(groups, by_text(groups))["maj@2"] == 0.5, "of a source that names answers, all prompts count"
 
 
 def test_votes_by_what_answers_are_worth():
@@ -127,54 +81,7 @@ def test_votes_by_what_answers_are_worth():
     assert figures(groups, votes)["maj@5"] == 1.0
 
 
-def test_one_sample_per_prompt():
-    groups = [make_group(0, [("7", 1.0)]), make_group(1, [("7", 0.0)])]
-    found = figures(groups, by_text(groups))
-    assert found["avg@1"] == found["pass@1"] == found["maj@1"] == 0.5
-
-
-def test_failed_rewards_are_told_and_nothing_but_failed_ones_is_no_result():
-    said: list[str] = []
-    say_failed([], 4, said.append)
-    assert said == []
-    say_failed(["late", "NameError: x"], 4, said.append)
-    assert said == ["2 of 4 rewards failed; the last one: NameError: x. Each of them counts as 0"]
-    with pytest.raises(RunFailed, match=r"^4 of 4 rewards failed; the last one: late$"):
-        say_failed(["late"] * 4, 4, said.append)
-
-
-def test_whose_weights_are_scored(tmp_path: Path):
-    def said(run_dir: Path | str) -> str:
-        data = {"task": "leg_counting", "task_size": 4}
-        values = {"model": {"path": "m"}, "data": data, "trainer": {"run_dir": f"{run_dir}"}}
-        return _weights_of_model(from_mapping(values))
-
-    assert said("") == said(tmp_path) == said(tmp_path / "none") == "parameters of model.path (m)"
-    (tmp_path / "checkpoints" / "10").mkdir(parents=True)
-    hint = f"; --checkpoint {tmp_path} scores the run's last checkpoint instead"
-    assert said(tmp_path) == f"parameters of model.path (m){hint}"
-
-
-def test_every_response_can_be_written(tmp_path: Path):
-    path = tmp_path / "out.jsonl"
-    with open(path, "wb") as file:
-        _write_samples(file, [make_group(0, [("7", 1.0), (None, 0.0)])], DataSection())
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["info"] for line in lines] == [{"extracted": "7"}, {}]
-    assert lines[0] == {
-        "prompt": "prompt 0",
-        "answer": "7",
-        "response": "text",
-        "reward": 1.0,
-        "info": {"extracted": "7"},
-        "length": 2,
-        "finish_reason": "length",
-        "source": "test",
-        "question": "What?",
-    }
-
-
-@pytest.mark.parametrize("task", ["chain_sum", "countdown", "word_ladder", "mini_sudoku"])
+@pytest.mark.parametrize("task", ["chain_sum", "word_ladder"])
 def test_what_is_written_is_scored_as_it_was(tmp_path: Path, task: str):
     """The columns that a task's scorer needs come with the responses; of these tasks some name no answer."""
     data = {"task": task, "task_size": 4, "val_size": 0}
@@ -222,19 +129,14 @@ def test_what_is_written_is_open_before_the_evaluation_and_whole_after_it(
         }
     )
     seen: list[list[str]] = []
-    stop = Stop()
 
     def fails(*_: object) -> list[Group]:
         seen.append(sorted(file.name for file in out.parent.iterdir()))
-        with pytest.raises(SystemExit, match="terminated"):
-            stop._take(signal.SIGTERM)
-        assert len(list(out.parent.iterdir())) == 1, "a signal removes the temporary file"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jaxrl.runtime.stop.end", lambda sentence, status: sys.exit(sentence))
     monkeypatch.setattr("jaxrl.commands.evaluate._responses", fails)
     with pytest.raises(KeyboardInterrupt):
-        evaluate(config, out=str(out), removing=stop.removing)
+        evaluate(config, out=str(out))
     assert len(seen[0]) == 2, "the draft is there before the first response"
     assert [(file.name, file.read_text()) for file in out.parent.iterdir()] == [("out.jsonl", "earlier\n")]
     groups = [make_group(0, [("7", 1.0), (None, float("nan"))])]

@@ -11,11 +11,7 @@ from jaxrl.cli import main
 from jaxrl.text import TextEngine
 
 
-def generate(model: Path, *arguments: str) -> int:
-    return main(["generate", "--model", f"random:{model}", "--max-tokens", "2", *arguments])
-
-
-def test_a_system_message_comes_before_every_prompt(
+def test_prompts_and_a_system_message(
     capsys: pytest.CaptureFixture[str], tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ):
     asked: list[object] = []
@@ -26,17 +22,13 @@ def test_a_system_message_comes_before_every_prompt(
         return plain(self, prompts, *rest, **named)  # pyright: ignore
 
     monkeypatch.setattr(TextEngine, "generate", noted)
-    assert generate(tiny_model, "--system", "Be brief.", "--json", "one", "two") == 0
+    own = ("generate", "--model", f"random:{tiny_model}", "--max-tokens", "2")
+    assert main([*own, "--system", "Be brief.", "--json", "one", "two"]) == 0
     system = {"role": "system", "content": "Be brief."}
     assert asked == [[system, {"role": "user", "content": text}] for text in ("one", "two")]
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["prompt"] for line in lines] == ["one", "two"]
-
-
-def test_several_prompts_are_named_and_one_is_not(capsys: pytest.CaptureFixture[str], tiny_model: Path):
-    assert generate(tiny_model, "-n", "2", "one", "two\nlines") == 0
+    assert main([*own, "-n", "2", "one", "two\nlines"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("== one\n")
     assert out.count("\n== two lines\n") == 1
-    assert generate(tiny_model, "one") == 0
-    assert "==" not in capsys.readouterr().out

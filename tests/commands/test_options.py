@@ -6,13 +6,12 @@ import json
 
 import jsonschema
 import pytest
-import yaml
 
 from jaxrl.cli import main
-from jaxrl.commands.options import find, options_json, options_text, schema_json, shown
+from jaxrl.commands.options import find, options_text, schema_json, shown
 from jaxrl.config.files import OWN as CONFIGS
 from jaxrl.config.files import load
-from jaxrl.config.reference import options, sections
+from jaxrl.config.reference import options
 from jaxrl.config.yaml_text import parse_yaml
 
 
@@ -27,11 +26,6 @@ def test_every_option_has_a_line():
     assert listed == [option.path for option in options()]
 
 
-def test_eighty_columns():
-    names = ("", *sections())
-    assert [line for name in names for line in options_text(name).splitlines() if len(line) > 80] == []
-
-
 def test_one_option_with_all_that_is_known():
     assert options_text("data.max_response_length").splitlines()[0] == "data.max_response_length"
     text = options_text("rollout.n")
@@ -39,18 +33,6 @@ def test_one_option_with_all_that_is_known():
         assert words in text
     assert "values    logical, arrival" in options_text("rollout.order")
     assert "at most   65536 (" in text
-
-
-def test_the_line_of_yaml_is_the_default():
-    for option in options():
-        if ".NAME" in option.path:
-            continue
-        text = options_text(option.path).partition("in YAML   ")[2]
-        values = yaml.safe_load(" ".join(text.split()) if "\n" in text else text)
-        for name in option.path.split("."):
-            values = values[name]
-        if not isinstance(values, str):
-            assert values == option.default or float(values) == option.default, option.path
 
 
 def test_what_a_name_finds():
@@ -65,47 +47,16 @@ def test_what_a_name_finds():
     assert "trainer.save_freq" in [option.path for option in find("checkpoint")], "by what its text says"
 
 
-def paths(name: str) -> list[str]:
-    return [option.path for option in find(name)]
-
-
-def test_values_are_searched():
-    assert paths("wandb") == paths("tensorboard") == ["trainer.logger"], "of a list"
-    assert "algorithm.adv_estimator" in paths("rloo")
-
-
-def test_words_begin_where_a_name_is_parted():
-    assert "actor.use_kl_loss" in paths("kl")
-    assert "simulate.recorded_rule" not in paths("kl")
-
-
-def test_several_words_in_any_order():
-    assert set(paths("kl penalty")) == set(paths("penalty kl")) != set()
-    assert "actor.optim.lr" in paths("learning rate")
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [
         ("trainer.n_gpus_per_node", "here it is trainer.num_devices"),
-        ("gpu_memory_utilization", "here it is rollout.memory_fraction"),
-        ("liger", "jaxrl has kernels of its own (actor.attention)"),
-        ("use_liger", "jaxrl has kernels of its own (actor.attention)"),
         ("trainer.use_liger", "jaxrl has kernels of its own (actor.attention)"),
     ],
 )
 def test_names_of_verl(capsys: pytest.CaptureFixture[str], name: str, said: str):
     assert main(["options", name]) == 2
     assert capsys.readouterr().err == f"jaxrl: options: there is no section and no option {name!r}: {said}\n"
-
-
-def test_json(capsys: pytest.CaptureFixture[str]):
-    assert main(["options", "rollout.layout", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [each["path"] for each in found] == [option.path for option in find("rollout.layout")]
-    direction = next(each for each in found if each["path"].endswith("direction"))
-    assert (direction["default"], direction["choices"]) == ("up", ["up", "both"])
-    assert len(json.loads(options_json())) == len(options())
 
 
 def test_what_is_shown_can_be_given():
@@ -116,15 +67,6 @@ def test_what_is_shown_can_be_given():
     given = [f"{option.path}={shown(option.default)}" for option in every if shown(option.default) != "empty"]
     assert len(given) > 150
     assert load(None, [*base, *given]) == plain
-
-
-def test_a_wrong_name(capsys: pytest.CaptureFixture[str]):
-    assert main(["options", "rollout.layuot"]) == 2
-    assert "no section and no option 'rollout.layuot': did you mean rollout.layout?" in capsys.readouterr().err
-    assert main(["options", "train_batchsize"]) == 2
-    assert "did you mean data.train_batch_size?" in capsys.readouterr().err
-    assert main(["options", "xyzzy"]) == 2
-    assert "jaxrl options lists them all" in capsys.readouterr().err
 
 
 def test_the_schema_takes_every_configuration_and_refuses_what_a_run_does():

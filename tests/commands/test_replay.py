@@ -50,15 +50,6 @@ def test_each_token_is_drawn_again(ran, capsys: pytest.CaptureFixture[str]):
         assert f"each of the {drawn} tokens of the model is as it was recorded" in said
 
 
-def test_tokens_are_shown_one_by_one(ran, capsys: pytest.CaptureFixture[str]):
-    run_dir, _ = ran
-    sample = samples_of(run_dir)[0]
-    assert main(["replay", str(run_dir), "--sample", sample["key"], "--tokens"]) == 0
-    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
-    places = [int(words[0]) for words in shown if len(words) >= 4 and words[0].isdigit() and words[1].isdigit()]
-    assert len(places) == sum(len(ids) for version, ids in sample["ids"]["response"] if version != ENVIRONMENT)
-
-
 def test_another_token_is_found(ran, capsys: pytest.CaptureFixture[str]):
     """The record is spoilt at one place; and with another temperature the response is another."""
     run_dir, _ = ran

@@ -12,11 +12,25 @@ from jaxrl.runtime.training import Training
 from jaxrl.types import RunFailed
 
 LAST = "the last good checkpoint is step 4"
+FULL = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes."
+STALE = OSError(errno.ESTALE, os.strerror(errno.ESTALE), "run/metrics.jsonl")
+BUG = jax.errors.JaxRuntimeError("INTERNAL: broken")
 
 
-def fail(error: Exception) -> None:
-    """Has a run end with an error while it trains."""
-
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (STALE, f"run/metrics.jsonl: {os.strerror(errno.ESTALE).lower()}; {LAST}: mend that and run again"),
+        (
+            jax.errors.JaxRuntimeError(f"{FULL}\nBufferAssignment OOM Debugging."),
+            f"the memory of the device is full (NVIDIA H100; {FULL}); {LAST}: lower rollout.memory_fraction or "
+            "actor.ppo_max_token_len_per_gpu, or set actor.remat=full, and run again",
+        ),
+        (BUG, "INTERNAL: broken"),
+    ],
+    ids=["a file", "the device's memory", "a bug"],
+)
+def test_what_ends_a_run(error: Exception, said: str):
     def train(_: object) -> None:
         raise error
 
@@ -28,28 +42,6 @@ def fail(error: Exception) -> None:
         "store": SimpleNamespace(last_good=lambda: LAST),
         "devices": SimpleNamespace(kind="NVIDIA H100"),
     }
-    run.go(lambda stack: {})
-
-
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.EROFS, errno.EACCES])
-@pytest.mark.parametrize("name", [None, "run/metrics.jsonl"])
-def test_a_file_that_the_system_refuses(number: int, name: str | None):
-    said = os.strerror(number).lower()
-    with pytest.raises(RunFailed) as caught:
-        fail(OSError(number, os.strerror(number), name))
-    assert str(caught.value) == f"{name or 'run'}: {said}; {LAST}: mend that and run again"
-
-
-def test_a_device_without_memory():
-    said = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes."
-    with pytest.raises(RunFailed) as caught:
-        fail(jax.errors.JaxRuntimeError(f"{said}\nBufferAssignment OOM Debugging."))
-    assert str(caught.value) == (
-        f"the memory of the device is full (NVIDIA H100; {said}); {LAST}: lower rollout.memory_fraction or "
-        "actor.ppo_max_token_len_per_gpu, or set actor.remat=full, and run again"
-    )
-
-
-def test_another_error_of_jax_is_a_bug():
-    with pytest.raises(jax.errors.JaxRuntimeError):
-        fail(jax.errors.JaxRuntimeError("INTERNAL: broken"))
+    with pytest.raises(type(error) if error is BUG else RunFailed) as caught:
+        run.go(lambda stack: {})
+    assert str(caught.value) == said

@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -92,23 +92,6 @@ def test_a_seed_draws_the_same_tokens_alone_and_among_sixty_four(served: str, en
     assert len({tuple(each.choices[0].token_ids) for each in found}) > 32
 
 
-@pytest.mark.parametrize(
-    ("ask", "error", "words"),
-    [
-        (lambda chat: chat(model="other", messages=CHAT), openai.NotFoundError, "model 'other' is not here"),
-        (lambda chat: chat(model="", messages=[]), openai.BadRequestError, "messages: List should have at least 1"),
-        (
-            lambda chat: chat(model="", messages=CHAT, response_format={"type": "json_object"}),
-            openai.BadRequestError,
-            "response_format",
-        ),
-    ],
-)
-def test_errors_are_the_clients_own(client: openai.OpenAI, ask: Callable[..., Any], error: Any, words: str):
-    with pytest.raises(error, match=re.escape(words)):
-        ask(client.chat.completions.create)
-
-
 def test_a_client_that_goes_away_frees_its_row(client: openai.OpenAI):
     model = client.models.list().data[0].id
     for _ in range(8):  # twice as many as there are rows
@@ -186,45 +169,13 @@ def iter_and_signal(stream: Any, server: subprocess.Popen[str]) -> list[Any]:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "RUN|MODEL must be given"),
-        (("m", "--temperature", "0.5"), "--temperature goes with --jetstream; without it, give RUN|MODEL and"),
         (("m", "--host", "0.0.0.0"), "--host: 0.0.0.0 is reached from other machines"),
         (("m", "--api-key-file", "/dev/null"), "--api-key-file: /dev/null must hold one word of ASCII characters"),
         (("m", "--host", "192.0.2.1", "--api-key-file", "KEY"), "--port: 192.0.2.1:8000 cannot be listened on"),
-        (("m", "--port", "0", "serve.max_waiting=-1"), "serve.max_waiting"),
-        (("m", "--port", "0", "--adapter", "a=b", "--adapter", "c=d"), "--adapter: one can be served, found 2"),
         (("m", "--port", "0", "--adapter", "out"), "--adapter: must be NAME=FOLDER, found 'out'"),
-        (("--jetstream", "--model", "m", "--adapter", "a=b"), "neither options nor a key nor adapters"),
     ],
 )
 def test_what_is_refused(arguments: tuple[str, ...], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "key").write_text("secret")
     assert main(["serve", *(str(tmp_path / "key") if each == "KEY" else each for each in arguments)]) == 2
     assert words in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_real_model_answers_sixty_four_at_once(smollm2: Path):
-    """Whole, in pieces and in the chat's template; each as the engine alone draws it."""
-    questions: list[Any] = [[{"role": "user", "content": f"What is {i} + {i}?"}] for i in range(64)]
-    engine = TextEngine.from_path(str(smollm2), max_length=256, num_slots=8)  # on each device, and a copy of the model
-    samples = engine.generate(questions, SamplingParams(max_tokens=24, temperature=0))
-    known = [sample.text for (sample,) in samples]
-    del engine
-
-    async def ask(client: openai.AsyncOpenAI, question: Any, streams: bool) -> str:
-        asked: Any = {"model": smollm2.name, "messages": question, "max_tokens": 24, "temperature": 0}
-        if not streams:
-            return (await client.chat.completions.create(**asked)).choices[0].message.content or ""
-        pieces = await client.chat.completions.create(**asked, stream=True)
-        return "".join([piece.choices[0].delta.content or "" async for piece in pieces])
-
-    async def many() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=600) as client:
-            return await asyncio.gather(*(ask(client, each, i % 2 == 1) for i, each in enumerate(questions)))
-
-    sizes = ("serve.max_model_len=256", "rollout.max_num_seqs=64", "rollout.warmup=false", "trainer.num_devices=1")
-    with serving(str(smollm2), sizes) as url:
-        found = asyncio.run(many())
-    # requests come one after another here, and all at once there: products of other shapes, and near-ties in float32
-    assert sum(text == own for text, own in zip(found, known, strict=True)) >= 62

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl.cli import main
 from jaxrl.text import TextEngine
 from jaxrl.types import SamplingParams
 
@@ -87,19 +86,3 @@ def test_a_client_gets_the_tokens_that_our_engine_draws(tiny_model: Path, tp: in
         ((sample,),) = engine.generate([engine.tokenizer.encode(text)], greedy)
         # JetStream keeps the token that ends a response to itself
         assert ids == [token for token in sample.token_ids.tolist() if token not in engine.stop_token_ids]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--jetstream",), "serve --jetstream: --model must be given"),
-        (("--jetstream", "m"), "serve --jetstream: takes --model in place of RUN|MODEL"),
-        (
-            ("--jetstream", "--model", "m", "--port", "70000"),
-            "serve: --port must be a whole number from 0 to 65535, found 70000",
-        ),
-    ],
-)
-def test_what_is_refused(arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]):
-    assert main(["serve", *arguments]) == 2
-    assert capsys.readouterr().err.startswith(f"jaxrl: {words}")

@@ -5,27 +5,20 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
-import jax
 import pyarrow
 import pyarrow.parquet
 import pytest
-from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from refusals import contents
 from runs import asked
 from tiny import write_tiny_model
 
 from jaxrl.cli import main
-from jaxrl.commands.train import _report_to
-from jaxrl.record.files import write_whole
 from jaxrl.record.metrics import read_metrics
-from jaxrl.runtime.build import retuning_note
 from jaxrl.runtime.stop import Stop
 
 OPTIONS = (
@@ -49,17 +42,6 @@ def place(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def cache_as_before() -> Iterator[None]:
-    """A run that has a compilation cache makes it this process's: later tests have the one that they began with."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in names}
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    reset_cache()
-
-
 def start(folder: Path, *options: str, stop: Stop | None = None) -> int:
     own = (
         f"model.path=random:{folder / 'model'}",
@@ -73,16 +55,11 @@ def start(folder: Path, *options: str, stop: Stop | None = None) -> int:
 
 REFUSED = {
     "another-model": (["model.path=random:{}/wider"], "does not fit this model and optimizer"),
-    "no-model": (["model.path={}/gone"], "gone"),
     "other-data": (["data.train_files=[{}/other.jsonl]"], "run holds a run with other data (data.train_files: "),
     "a-reward-file-that-fails": (["reward.kind=custom", "reward.path={}/reward.py"], "ZeroDivisionError"),
+    "a-domain-that-no-prompt-has": (["reward.domains={bb: {kind: math}}"], "no prompt has the source 'bb'"),
     "too-many-devices": (["trainer.num_devices=64"], "trainer.num_devices (64) must be at most"),
     "no-profile": (["rollout.layout.switch=true", "rollout.layout.profile={}/gone.json"], "gone.json"),
-    "no-checkpoint-to-begin-with": (["trainer.init_from={}/gone"], "no checkpoint"),
-    "a-judge-that-is-not-there": (
-        ["reward.kind=judge", "reward.judge.model={}/gone"],
-        "gone: there is no such file or folder; reward.judge.model must be",
-    ),
     "a-field-that-no-prompt-has": (
         ["reward.kind=judge", "reward.judge.model=random:{}/tiny", "reward.judge.prompt={response} {rubrik}"],
         "reward.judge.prompt: the field {rubrik} is no column of the data; there are answer, epoch, ",
@@ -90,60 +67,34 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("fresh", [False, True], ids=["resumed", "fresh"])
 @pytest.mark.parametrize("name", REFUSED)
-def test_nothing_is_written(name: str, fresh: bool, place: Path, capsys: pytest.CaptureFixture[str]):
+def test_nothing_is_written(name: str, place: Path, capsys: pytest.CaptureFixture[str]):
+    """Neither into a run that would go on, nor into a folder that would be made for a new one."""
     options, words = REFUSED[name]
-    if fresh and name in ("another-model", "other-data"):
-        return  # no refusal there
-    before = contents(place)
-    filled = [option.replace("{}", str(place)) for option in options]
-    if fresh:
-        filled.append(f"trainer.run_dir={place / 'new' / 'run'}")
-    assert start(place, *filled) == 2
-    captured = capsys.readouterr()
-    assert words in captured.err
-    assert captured.err.count("\n") == 1
-    assert captured.out == ""
-    assert contents(place) == before
+    before, filled = contents(place), [option.replace("{}", str(place)) for option in options]
+    new = [f"trainer.run_dir={place / 'new' / 'run'}"]
+    for more in ([],) if name in ("another-model", "other-data") else ([], new):
+        assert start(place, *filled, *more) == 2
+        captured = capsys.readouterr()
+        assert words in captured.err
+        assert captured.err.count("\n") == 1
+        assert captured.out == ""
+        assert contents(place) == before
 
 
-EARLY = (
-    "model.path={}/gone",
-    "trainer.init_from={}/gone",
-    "data.val_files={}/train.jsonl",
-    "trainer.num_devices=64",
-    "rollout.stop=['']",
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "model.path={}/gone",
+        "data.val_files={}/train.jsonl",
+        "trainer.num_devices=64",
+        "data.train_files=[{}/other.jsonl]",
+    ],
 )
-
-
-@pytest.mark.parametrize("fresh", [False, True], ids=["resumed", "fresh"])
-@pytest.mark.parametrize("mistake", [*EARLY, "data.train_files=[{}/other.jsonl]"])
-def test_a_mistake_is_told_before_a_checkpoint_is_read(
-    mistake: str, fresh: bool, place: Path, monkeypatch: pytest.MonkeyPatch
-):
-    if fresh and mistake not in EARLY:
-        return  # no mistake there
+def test_a_mistake_is_told_before_a_checkpoint_is_read(mistake: str, place: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("jaxrl.train.manifest.check", lambda *_: pytest.fail("minutes for a large checkpoint"))
     monkeypatch.setattr("jaxrl.runtime.host.load_weights", lambda *_: pytest.fail("a minute for a model"))
-    begins = (f"trainer.init_from={place / 'run'}", f"trainer.run_dir={place / 'new' / 'run'}")
-    assert start(place, *(begins if fresh else ()), mistake.replace("{}", str(place))) == 2
-
-
-def test_the_checkpoint_of_another_model_is_refused_before_it_is_read(
-    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("jaxrl.train.manifest.check", lambda *_: pytest.fail("minutes for a large checkpoint"))
-    begins = (f"trainer.init_from={place / 'run'}", f"trainer.run_dir={place / 'new' / 'run'}")
-    assert start(place, *begins, f"model.path=random:{place / 'wider'}") == 2
-    said = f"jaxrl: trainer.init_from: checkpoint {place / 'run' / 'checkpoints' / '1'} does not fit this model"
-    assert capsys.readouterr().err.startswith(said)
-    assert not (place / "new").exists()
-
-
-def test_quotas_are_compared_with_the_data_before_the_model_is_read(place: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("jaxrl.runtime.host.prepare_hosts", lambda *_: pytest.fail("after jax and the devices"))
-    assert start(place, "data.source_quotas={gone: 2}") == 2
+    assert start(place, mistake.replace("{}", str(place))) == 2
 
 
 def test_what_a_run_began_from_is_not_read_when_it_goes_on(place: Path, tmp_path: Path):
@@ -158,20 +109,6 @@ def test_what_a_run_began_from_is_not_read_when_it_goes_on(place: Path, tmp_path
     assert start(folder, begins, "actor.use_kl_loss=true", "trainer.total_training_steps=2") == 2
     longer = ("trainer.compilation_cache_dir=", "trainer.total_training_steps=2")
     assert start(folder, begins, *longer, stop=asked()) == 0
-
-
-def test_data_files_that_have_changed(place: Path, capsys: pytest.CaptureFixture[str]):
-    """`tests/runtime/test_beginnings.py` has other files and other options."""
-    run, before = place / "run", (place / "train.jsonl").read_text()
-    try:
-        (place / "train.jsonl").write_text((place / "other.jsonl").read_text())
-        assert start(place) == 2
-    finally:
-        (place / "train.jsonl").write_text(before)
-    assert capsys.readouterr().err == (
-        f"jaxrl: {run} holds a run with other data (the files have changed: 4 prompts then, 7 now): choose another "
-        f"trainer.run_dir, with trainer.init_from={run} to begin from its parameters\n"
-    )
 
 
 def test_a_run_that_is_over_loads_nothing(
@@ -205,35 +142,6 @@ def wandb_with(init: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "wandb", module)  # pyright: ignore[reportArgumentType]
 
 
-def test_a_signal_does_not_wait_for_the_network(place: Path, monkeypatch: pytest.MonkeyPatch):
-    stop = Stop()
-
-    def init() -> None:
-        stop._take(signal.SIGTERM)
-        pytest.fail("the run goes on")
-
-    wandb_with(init, monkeypatch)
-    monkeypatch.setattr("jaxrl.runtime.stop.end", lambda sentence, status: sys.exit(sentence))
-    before = contents(place)
-    with pytest.raises(SystemExit, match="terminated"):
-        start(place, "trainer.logger=[wandb]", "trainer.total_training_steps=2", stop=stop)
-    assert contents(place) == before
-
-
-def test_a_signal_waits_for_the_files_that_a_start_writes(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A temporary file of one would be left behind."""
-    folder, stop, held = tmp_path / "place", asked(), []
-    shutil.copytree(place, folder)
-
-    def write(*what: Any, **how: Any) -> None:
-        held.append(stop._held > 0)
-        write_whole(*what, **how)
-
-    monkeypatch.setattr("jaxrl.record.run_dir.write_whole", write)
-    assert start(folder, "trainer.compilation_cache_dir=", "trainer.total_training_steps=2", stop=stop) == 0
-    assert held == [True] * 3, "config.yaml, and run.json with its start and its cache"
-
-
 def test_a_network_that_fails_is_one_sentence(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -260,49 +168,3 @@ def test_after_a_refused_start_the_run_is_exported_and_goes_on(place: Path, tmp_
     assert start(folder, "trainer.compilation_cache_dir=", "trainer.total_training_steps=2") == 0
     assert [line["step"] for line in read_metrics(folder / "run")] == [1, 2]
     assert len(json.loads((folder / "run" / "run.json").read_text())["starts"]) == 2
-
-
-@pytest.mark.usefixtures("cache_as_before")
-def test_a_resume_on_a_gpu_whose_cache_is_gone_says_so_and_keeps_it(
-    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    """On devices that only say that they are GPUs."""
-    folder, longer = tmp_path / "place", "trainer.total_training_steps=2"
-    shutil.copytree(place, folder)
-    # the first start had no cache; of a CPU that is nothing
-    assert start(folder, longer, stop=asked()) == 0
-    capsys.readouterr()
-    other = f"trainer.compilation_cache_dir={folder / 'other'}"
-    real = retuning_note
-    monkeypatch.setattr("jaxrl.runtime.build.retuning_note", lambda earlier, now, _: real(earlier, now, "gpu"))
-    assert start(folder, longer, other, stop=asked()) == 0
-    said = "the compilation cache of this run's last start is not there any more, or another folder is used now"
-    assert said in " ".join(capsys.readouterr().out.split())
-    starts = json.loads((folder / "run" / "run.json").read_text())["starts"]
-    assert [said in begun.get("note", "") for begun in starts] == [False, False, True]
-    assert start(folder, longer, other, stop=asked()) == 0
-    assert said not in " ".join(capsys.readouterr().out.split())
-
-
-def test_a_run_whose_task_drew_other_problems(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """A task's problems are drawn with data.seed: that is what differs, where there are as many as before."""
-    task = ("data.train_files=[]", "data.task=chain_sum", "data.task_size=6", f"trainer.run_dir={tmp_path / 'run'}")
-    shorter = ("data.max_prompt_length=200", "trainer.compilation_cache_dir=")
-    assert start(place, *task, *shorter, stop=asked()) == 0
-    capsys.readouterr()
-    assert start(place, *task, *shorter, "data.seed=7") == 2
-    assert "holds a run with other data (data.seed: 0 -> 7): choose" in capsys.readouterr().err
-
-
-def test_what_is_compiled_after_a_step_has_its_name_in_the_view():
-    """And not that of the phase before, for as long as it takes."""
-    shown: list[str] = []
-    programs: Any = SimpleNamespace(complete=lambda beat: shown.append("compiled"))
-    view = SimpleNamespace(phase=shown.append, waiting=None)
-    record = SimpleNamespace(on_step=lambda *_: shown.append("step"), view=view, on_phase=None, on_eval=None)
-    record.on_progress = None
-    start: Any = SimpleNamespace(record=record, total_steps=2, stop=lambda: False, beat=None)
-    run: Any = SimpleNamespace(journal=None)
-    _report_to(start, run, [programs])
-    run.on_step(1, {}, [])
-    assert shown == ["step", "compiling programs", "compiled"]

@@ -1,4 +1,4 @@
-"""Whole runs of a tiny model: killed, stopped, resumed, on other devices.
+"""Whole runs of a tiny model: what they leave, cut off and resumed, on other devices.
 
 A run that is killed at any moment and resumed ends with the same training state as one that never was, bit for bit
 (same machine, threads and layout). Rewards differ between samples, so every update moves the weights.
@@ -11,34 +11,21 @@ import json
 import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 from damage import cut, flip
-from runs import STOPS, Runs, asked, assert_same_end, copied_after, num_steps, state_of
+from runs import Runs, asked, assert_same_end, copied_after, state_of
 
 from jaxrl.config import from_mapping
 from jaxrl.record.metrics import read_metrics
 from jaxrl.record.run_dir import versions
-from jaxrl.runtime.stop import Stop
 from jaxrl.train import manifest
 
 LOST = re.compile(r"\.jsonl is gone")  # what a start says of decisions that it cannot repeat
-STEPS, LONG = 4, 8
-
-
-class StopBehind(Stop):
-    """Is asked for when the run has finished so many steps."""
-
-    def __init__(self, run_dir: Path, steps: int) -> None:
-        super().__init__()
-        self.run_dir, self.steps = run_dir, steps
-
-    def __call__(self) -> bool:
-        return num_steps(self.run_dir) >= self.steps
+STEPS = 4
 
 
 @pytest.fixture(scope="module")
@@ -58,36 +45,16 @@ def whole(runs: Runs) -> Path:
     return run_dir
 
 
-# ---------------------------------------------------------------- what a run leaves
-
-
 def test_the_run_directory(whole: Path):
-    names = {path.name for path in whole.iterdir()}
-    assert names >= {
-        "config.yaml",
-        "run.json",
-        "metrics.jsonl",
-        "samples.jsonl",
-        "batches.jsonl",
-        "journal.jsonl",
-        "timeline.json",
-        "checkpoints",
-        "report.html",
-    }
     config = from_mapping(yaml.safe_load((whole / "config.yaml").read_text()))
     assert config.data.train_batch_size == 4
     record = json.loads((whole / "run.json").read_text())
-    assert record["versions"] == versions()
-    assert set(record["seeds"]) == {"trainer", "data"}
-    assert "commit" in record
-    assert record["devices"]["count"] == 1
-    assert len(record["starts"]) == 1
+    assert (record["versions"], record["devices"]["count"], len(record["starts"])) == (versions(), 1, 1)
     metrics = read_metrics(whole)
     assert [line["step"] for line in metrics] == list(range(1, STEPS + 1))
     assert all(line["actor/grad_norm"] > 0 for line in metrics), "every update was to move the weights"
     assert sum(line["reward/crashes"] for line in metrics) > 0, "some scorers were to die"
-    header, *decisions = map(json.loads, (whole / "journal.jsonl").read_text().splitlines())
-    assert header["journal"] == 2
+    _, *decisions = map(json.loads, (whole / "journal.jsonl").read_text().splitlines())
     assert all(line["kind"] == "verdict" and line["status"] == "crash" for line in decisions)
     crashes = sum(line["reward/crashes"] for line in metrics if line["step"] > 2)
     assert len(decisions) == crashes, "those of steps that an earlier checkpoint holds are gone"
@@ -99,22 +66,9 @@ def test_the_run_directory(whole: Path):
     assert [(line["step"], len(line["groups"]), sum(line["lengths"])) for line in batches] == [
         (step, 4, 16) for step in range(1, STEPS + 1)
     ]
-    steps = {json.loads(line)["step"] for line in (whole / "samples.jsonl").read_text().splitlines()}
-    assert steps == set(range(1, STEPS + 1))
     assert "</html>" in (whole / "report.html").read_text()
     assert sorted(int(path.name) for path in (whole / "checkpoints").iterdir() if path.name.isdigit()) == [2, 4]
     assert f"{STEPS} of {STEPS}" in (whole / "output").read_text()
-
-
-def test_the_phases_of_a_step_add_up_to_it(whole: Path):
-    for line in read_metrics(whole):
-        parts = sum(value for name, value in line.items() if name.startswith("timing_s/")) - line["timing_s/step"]
-        assert parts <= line["timing_s/step"]
-        # what lies between phases is host work of a millisecond; the rest allows for a loaded machine
-        assert line["timing_s/step"] - parts <= 0.02 * line["timing_s/step"] + 0.05, line
-
-
-# ---------------------------------------------------------------- killed, stopped, resumed
 
 
 def test_a_run_that_was_cut_off_ends_with_the_same_bits(runs: Runs, whole: Path):
@@ -133,7 +87,9 @@ def test_a_run_that_was_cut_off_ends_with_the_same_bits(runs: Runs, whole: Path)
         "checkpoint is step 2: make room and run again"
     )
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["2"]
-    assert not LOST.search(runs.here(run_dir))
+    said = runs.here(run_dir, "trainer.project_name=other")
+    assert not LOST.search(said)
+    assert "changed since: trainer.project_name: 'jaxrl' -> 'other'" in said
     assert_same_end(run_dir, whole)
     rewards, expected = ([line["critic/rewards/mean"] for line in read_metrics(each)] for each in (run_dir, whole))
     assert rewards == expected, "each step once, with what the whole run drew"
@@ -164,64 +120,6 @@ def test_a_resumed_run_needs_its_journal_and_no_other_of_its_lines(
     assert not LOST.search(runs.here(run_dir, longer, stop=asked())), "it is said once"
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        pytest.param(
-            (
-                "rollout.tail_batching={enable: true, at_end: leave}",
-                "algorithm.filter_groups.enable=true",
-            ),
-            id="tail batching",
-        ),
-        pytest.param(
-            ("rollout.partial_rollout={enable: true, at_end: leave}", "trainer.one_step_off=true"),
-            id="partial rollout, one step off",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_a_run_with_a_rule_killed_and_stopped_ends_with_the_same_bits(
-    runs: Runs, overrides: tuple[str, ...], request: pytest.FixtureRequest
-):
-    """A run is killed before there is a checkpoint; the next start is stopped and saves (tests of faults and of signals
-    have real processes); and the run goes on under a changed config. Queue and buffer are in the checkpoint."""
-    name = request.node.callspec.id.replace(" ", "-")
-    whole, run_dir, chosen = (
-        runs.folder / f"{name}-whole",
-        runs.folder / f"{name}-killed",
-        (STOPS, *overrides, f"trainer.total_training_steps={LONG}"),
-    )
-    with copied_after({1: run_dir}):
-        output = runs.here(whole, *chosen)
-    killed_after = num_steps(run_dir)
-    assert killed_after == 1
-    said = runs.here(run_dir, *chosen, stop=StopBehind(run_dir, killed_after + 1))
-    assert "stopped; run again to go on" in said
-    assert not LOST.search(said)
-    stopped = state_of(run_dir)[1]["step"]
-    assert killed_after < stopped < LONG
-    resumed = runs.here(run_dir, *chosen, "trainer.max_ckpt_to_keep=3", "trainer.project_name=other")
-    assert not LOST.search(resumed)
-    changed = [line.strip() for line in resumed.splitlines() if "changed since" in line]
-    assert changed == [
-        "changed since: trainer.max_ckpt_to_keep: 2 -> 3",
-        "changed since: trainer.project_name: 'jaxrl' -> 'other'",
-    ]
-    starts = json.loads((run_dir / "run.json").read_text())["starts"]
-    assert [start["from_step"] for start in starts][::2] == [0, stopped]
-    assert f"after step {stopped} of {LONG}" in resumed
-    assert_same_end(run_dir, whole)
-    (_, values), lines = state_of(run_dir), [read_metrics(folder) for folder in (run_dir, whole)]
-    for killed, expected in zip(*lines, strict=True):
-        names = [name for name in expected if name.startswith(("rollout/", "critic/", "training/", "response_length/"))]
-        assert {name: killed[name] for name in names} == {name: expected[name] for name in names}
-    assert sum(line["rollout/aborted_samples"] for line in lines[0]) > 0
-    carried = values["rule"]["num_carried"]
-    assert carried == lines[0][-1]["rollout/queue_length"] > 0
-    assert f"{carried} ({values['rule']['name']})" in output
-
-
 def test_a_run_may_start_from_another_ones_parameters(runs: Runs, whole: Path):
     run_dir = runs.folder / "branch"
     runs.here(run_dir, f"trainer.init_from={whole}", stop=asked())
@@ -232,9 +130,6 @@ def test_a_run_may_start_from_another_ones_parameters(runs: Runs, whole: Path):
     for name in parameters:
         assert np.array_equal(arrays[name], expected[name]), name
     assert int(arrays["['counters']['updates']"]) == 0, "a new optimizer"
-
-
-# ---------------------------------------------------------------- other devices
 
 
 def test_rollout_on_devices_of_its_own_gives_the_same_bits(runs: Runs):
@@ -251,30 +146,16 @@ def test_rollout_on_devices_of_its_own_gives_the_same_bits(runs: Runs):
 
 
 @pytest.mark.slow
-def test_eight_devices_then_one_or_four(runs: Runs):
-    first = runs.folder / "eight"
-    overrides = ["rollout.tensor_model_parallel_size=2", "trainer.save_freq=1"]
-    runs.finish(first, *overrides, "trainer.total_training_steps=2", devices=8)
+def test_a_run_goes_on_with_other_devices(runs: Runs):
+    first, ends = runs.folder / "eight", {}
+    runs.here(first, "rollout.tensor_model_parallel_size=2", "trainer.total_training_steps=2", devices=8)
     arrays, _ = state_of(first)
-    ends = {}
-    for count, tp, forced in ((1, 1, 1), (4, 2, 8)):
+    for count in (1, 4):
         run_dir = runs.folder / f"on-{count}"
-        subprocess.run(["cp", "-r", first, run_dir], check=True)
-        layout = f"rollout.tensor_model_parallel_size={tp}"
-        output = runs.finish(
-            run_dir,
-            *overrides[1:],
-            layout,
-            f"trainer.num_devices={count}",
-            "trainer.total_training_steps=3",
-            devices=forced,
-        )
-        assert "after step 2 of 3" in output
-        ends[count], host = state_of(run_dir)
-        assert host["step"] == 3
-        assert json.loads((run_dir / "run.json").read_text())["devices"]["count"] == count
-    for name, array in ends[1].items():
-        if name.startswith("['params']"):
-            assert not np.array_equal(array, arrays[name]), f"{name}: training went on"
-            # another split of the sums: the same up to rounding, unless a token flipped
-            np.testing.assert_allclose(array, ends[4][name], rtol=0, atol=0.05)
+        shutil.copytree(first, run_dir)
+        assert "after step 2 of 3" in runs.here(run_dir, "trainer.total_training_steps=3", devices=count)
+        ends[count], _ = state_of(run_dir)
+    for name in [name for name in arrays if name.startswith("['params']")]:
+        assert not np.array_equal(ends[1][name], arrays[name]), f"{name}: training went on"
+        # another split of the sums: the same up to rounding, unless a token flipped
+        np.testing.assert_allclose(ends[1][name], ends[4][name], rtol=0, atol=0.05)

@@ -9,34 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import MADE_UP_PROFILE, PATIENCE_S, WIDE, Runs, assert_same_end, copied_after, end, judged, kill, wait_until
+from runs import PATIENCE_S, WIDE, assert_same_end, copied_after, kill, wait_until
 from talking_runs import STEPS, TALK, talking
-from tiny import write_tiny_model
 
 from jaxrl.record.journal import read_journal
-from jaxrl.record.layouts import read_layouts
 
-PROGRAM = """
-import hashlib, json, os, time, urllib.request
-
-def run(row, base_url, api_key, scale=0.004):
-    messages, said, headers = list(row["messages"]), [], {"Authorization": f"Bearer {api_key}"}
-    while True:
-        body = json.dumps({"messages": messages}).encode()
-        request = urllib.request.Request(f"{base_url}/chat/completions", body, headers)
-        text = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
-        said.append(text)
-        name = hashlib.sha256(repr((row["index"], said)).encode()).hexdigest()[:16]
-        number = int(name, 16)
-        with open(row["notes"], "a") as file:
-            file.write(f"{len(repr(said))} {int(name[:8], 16)}\\n")
-        time.sleep(number % 7 * row["scale"])
-        if number % 41 == 0:
-            os._exit(1)
-        if number % 5 == 0 or len(said) == 4:
-            return {"score": number % 3 / 2, "odd": number % 2, "name": int(name[:8], 16)}
-        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"<{number % 100}>"}]
-""".replace("\\\\n", "\\n")
 RULES = {
     "plain": (),
     "tail batching": ("rollout.tail_batching.enable=true",),
@@ -47,71 +24,13 @@ RULES = {
     "stream trainer": ("trainer.stream.enable=true", "actor.ppo_mini_batch_size=0", "rollout.num_workers=2"),
     "workers": ("rollout.num_workers=2",),
     "speculation": ("rollout.speculation.enable=true", "rollout.speculation.max_batch=8"),
-    "judge": ("reward.kind=judge", f"reward.judge={json.dumps(judged(Path('FOLDER/judge'))['judge'])}"),
-    "layouts": (
-        *("rollout.layout.switch=true", "rollout.layout.min_gain=0.0", "rollout.layout.cooldown=2"),
-        *("rollout.layout.profile=FOLDER/profile.json", "rollout.layout.allow_synthetic=true"),
-    ),
 }
-
-
-DEVICES = {"stream trainer": 2, "workers": 2, "layouts": 2}  # 1 by default
-CLOCKED = {"layouts": "layouts"}  # what of a checkpoint has seconds that were measured
-OTHERWISE = {"layouts": ("rollout.layout.min_gain=0.99",)}  # by which a run that asked no journal would never switch
+DEVICES = {"stream trainer": 2, "workers": 2}  # 1 by default
 RACING = {"tail batching", "partial rollout", "over-provisioning", "dynamic sampling"}
-
-
-def options_of(rule: str, runs: Runs) -> tuple[str, ...]:
-    """The rule's options; the files that they name are written."""
-    options = tuple(each.replace("FOLDER", str(runs.folder)) for each in RULES[rule])
-    if rule == "judge":
-        write_tiny_model(runs.folder / "judge")
-    if rule == "layouts":
-        program = (MADE_UP_PROFILE, f"--out={runs.folder / 'profile.json'}")
-        with runs.start(runs.folder / "none", *options, devices=DEVICES[rule], program=program) as process:
-            end(process)
-    return options
-
-
-def assert_acted(rule: str, run_dir: Path, other: Path) -> None:
-    """The rule did what it is for, and the same in both runs."""
-    if rule == "judge":
-        lines = lines_of(run_dir, "metrics.jsonl")
-        rewards = [line["critic/rewards/mean"] for line in lines]
-        assert all(line["reward/judge/turns"] > 0 for line in lines)
-        assert any(rewards), "some verdicts hold a score"
-        assert rewards == [line["critic/rewards/mean"] for line in lines_of(other, "metrics.jsonl")]
-    if rule == "layouts":
-        found, expected = ([switches_of(line) for line in read_layouts(each)] for each in (run_dir, other))
-        assert found == expected
-        assert any(found), "the layout never switched"
-
-
-def switches_of(line: dict[str, Any]) -> list[tuple[int, ...]]:
-    return [(switch["dispatch"], switch["to_tp"], switch["num_live"]) for switch in line["switches"]]
 
 
 def lines_of(run_dir: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
-
-
-@pytest.mark.parametrize("rule", ["plain", pytest.param("partial rollout", marks=pytest.mark.slow)])
-def test_a_program_that_asks_for_turns_itself(tmp_path: Path, rule: str):
-    """Answers of the journal are not asked for again; behind them a program is run from its beginning."""
-    runs, whole, killed = talking(tmp_path), tmp_path / "whole", tmp_path / "killed"
-    (tmp_path / "program.py").write_text(PROGRAM)
-    runs.config["environment"] |= {"kind": "openai", "path": str(tmp_path / "program.py"), "name": ""}
-    runs.config["environment"]["args"] |= {"scale": 0.004}
-    with copied_after({2: killed}):
-        runs.here(whole, *RULES[rule], "trainer.total_training_steps=2")
-    for line in lines_of(whole, "metrics.jsonl"):
-        assert line["environment/num_turns/mean"] > 1
-        assert line["stop/done"] > 0
-    num_notes = len(noted(tmp_path))
-    (killed / "metrics.jsonl").unlink()
-    runs.here(killed, *RULES[rule], "trainer.total_training_steps=2")
-    assert len(noted(tmp_path)) == num_notes or rule != "plain"
-    assert_same_end(killed, whole)
 
 
 def noted(folder: Path) -> list[float]:
@@ -133,24 +52,6 @@ def answered_in(run_dir: Path) -> set[float]:
     return {entry["metrics"]["name"] for entry in turns if entry["metrics"]}
 
 
-def test_a_run_with_turns(tmp_path: Path):
-    runs, run_dir = talking(tmp_path), tmp_path / "run"
-    runs.here(run_dir)
-    lines = lines_of(run_dir, "metrics.jsonl")
-    for line in lines:
-        stops = {name: value for name, value in line.items() if name.startswith("stop/")}
-        assert sum(stops.values()) == pytest.approx(1)
-        assert line["environment/num_turns/mean"] > 1
-        assert line["environment/odd"] >= 0
-    assert sum(line["stop/done"] for line in lines) > 0
-    for sample in lines_of(run_dir, "samples.jsonl"):
-        if "error" in sample:
-            assert (sample["reward"], sample["error"]) == (0.0, "the environment's process ended with exit code 1")
-            continue
-        assert sample["info"]["num_turns"] >= 1
-        assert sample["info"]["stop"]
-
-
 SOME = ("tail batching", *(pytest.param(name, marks=pytest.mark.slow) for name in RULES if name != "tail batching"))
 
 
@@ -158,30 +59,29 @@ SOME = ("tail batching", *(pytest.param(name, marks=pytest.mark.slow) for name i
 def test_what_was_answered_is_not_asked_again(tmp_path: Path, rule: str):
     """A run that is killed before its first checkpoint does all of its steps again, on the answers of its journal."""
     runs, whole, killed = talking(tmp_path), tmp_path / "whole", tmp_path / "killed"
-    options, devices = options_of(rule, runs), DEVICES.get(rule, 1)
-    with copied_after({STEPS: killed}):
+    options, devices = (*RULES[rule], "trainer.total_training_steps=2"), DEVICES.get(rule, 1)
+    with copied_after({2: killed}):
         runs.here(whole, *options, devices=devices)
     answered, num_notes = answered_in(killed), len(noted(tmp_path))
     (killed / "metrics.jsonl").unlink()
-    runs.here(killed, *options, *OTHERWISE.get(rule, ()), devices=devices)
+    runs.here(killed, *options, devices=devices)
     again = noted(tmp_path)[num_notes:]
     assert answered
     assert not answered & {*again}, "a tool was called again"
     assert not again or rule in RACING, "only what was waited for when a round ended is asked again"
-    assert_same_end(killed, whole, but=CLOCKED.get(rule, ""))
-    assert_acted(rule, killed, whole)
+    assert_same_end(killed, whole)
     assert lines_of(killed, "samples.jsonl") == lines_of(whole, "samples.jsonl")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ["plain", "partial rollout", "one step off", "stream trainer"])
 def test_a_run_that_is_killed_again_and_again(tmp_path: Path, rule: str):
     """Seven SIGKILLs, each so many answers behind the one before, or at a random moment on the way there; no call that
     the journal has is made twice, and the bits at the end are those of a run that has been given the same answers and
     was never killed."""
     runs, killed, straight = talking(tmp_path), tmp_path / "killed", tmp_path / "straight"
     chance, cache = random.Random(rule), f"trainer.compilation_cache_dir={tmp_path / 'cache'}"
-    options, devices = options_of(rule, runs), DEVICES.get(rule, 1)
+    options, devices = RULES[rule], DEVICES.get(rule, 1)
     runs.config["environment"]["args"]["scale"] = 0.05
     answered: set[float] = set()
     took = PATIENCE_S
@@ -201,10 +101,9 @@ def test_a_run_that_is_killed_again_and_again(tmp_path: Path, rule: str):
         runs.here(killed, *options, devices=devices)
     (straight / "metrics.jsonl").unlink()
     num_notes, answered = len(noted(tmp_path)), answered_in(straight)
-    runs.here(straight, *options, *OTHERWISE.get(rule, ()), devices=devices)
+    runs.here(straight, *options, devices=devices)
     assert not answered & {*noted(tmp_path)[num_notes:]}, "a tool was called again"
-    assert_same_end(straight, killed, but=CLOCKED.get(rule, ""))
-    assert_acted(rule, straight, killed)
+    assert_same_end(straight, killed)
 
 
 @pytest.mark.slow

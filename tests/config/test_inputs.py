@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,14 +18,11 @@ from jaxrl.config.inputs import reading, strict_json
     [
         (b"caf\xe9", lambda p: p.read_text("utf-8"), "file: not UTF-8 text (byte 3)"),
         (b'{"a": ', lambda p: json.loads(p.read_text()), "file: not valid JSON (Expecting value, column 7)"),
-        (b"\n{]", lambda p: json.loads(p.read_text()), "not valid JSON (Expecting property name enclosed in double"),
-        (b"plain", lambda p: gzip.GzipFile(p).read(), "file: damaged or cut off (Not a gzipped file (b'pl'))"),
         (
             gzip.compress(b"x" * 99, mtime=0)[:-9],
             lambda p: gzip.GzipFile(p).read(),
             "file: damaged or cut off (Compressed file",
         ),
-        (b"plain", lambda p: zlib.decompress(p.read_bytes()), "file: damaged or cut off (Error -3"),
         (b"[" * 200_000, lambda p: json.loads(p.read_text()), "file: nested too deeply"),
     ],
 )
@@ -39,41 +35,15 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: bytes, read: Callable[
     assert words in str(caught.value)
 
 
-def test_a_line_is_named(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"rows.jsonl, line 7: not valid JSON"), reading(tmp_path / "rows.jsonl", 7):
-        json.loads("{")
-
-
-def test_the_systems_errors_keep_their_type_and_get_the_name(tmp_path: Path):
-    with pytest.raises(IsADirectoryError) as caught, reading(tmp_path):
-        tmp_path.read_bytes()
-    assert caught.value.filename == str(tmp_path)
-    with pytest.raises(OSError, match="No space") as nameless, reading("disk"):
-        raise OSError(28, "No space left on device")
-    assert nameless.value.filename == "disk"
-
-
-def test_a_readers_own_sentence_passes():
-    with pytest.raises(ValueError, match=r"^rows, line 2: no answer$"), reading("rows"):
-        raise ValueError("rows, line 2: no answer")
-
-
 @pytest.mark.parametrize(
     ("content", "words"),
     [
         ('{"a": 1, "b": {"c": 2, "c": 2}}', "key 'c' stands twice in one object"),
         ('{"a": NaN}', "NaN is no number in JSON"),
-        ("[-Infinity]", "-Infinity is no number in JSON"),
         ("9" * 5000, "a whole number has 5000 digits, and at most 400 are read"),
-        ('{"a": }', "not valid JSON (Expecting value, column 7)"),
         ("[" * 200_000, "nested too deeply"),
     ],
 )
 def test_what_pythons_json_lets_pass_is_refused(content: str, words: str):
     with pytest.raises(ValueError, match=f"^{re.escape(f'file, line 3: {words}')}$"), reading("file", line=3):
         strict_json(content)
-
-
-def test_strict_json_reads_values_as_they_are():
-    text = '{"a": [1, -2.5, 1e400, "\\ud83d\\ude42", null, true], "b": {"a": {}}}'
-    assert strict_json(text) == json.loads(text)

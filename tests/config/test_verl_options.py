@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from jaxrl.config import ConfigError, from_mapping
+from jaxrl.config import ConfigError
 from jaxrl.config.files import load
 from jaxrl.config.mapping import by_path
 from jaxrl.config.verl_options import ABSENT, PREFIX, RENAMED, VALUES, advice
@@ -40,11 +40,6 @@ def test_each_name_is_answered():
             assert "did you mean" not in said
 
 
-def test_all_of_our_options_are_found_under_verls_section():
-    for path in OURS:
-        assert advice(f"{PREFIX}.{path}") == (f"{PREFIX}.{path}", f"it is {path} (there is no {PREFIX} here)")
-
-
 def test_the_innermost_section_speaks():
     for option, said in (
         ("actor.fsdp_config.optimizer_offload", "here it is actor.offload_optimizer"),
@@ -54,36 +49,6 @@ def test_the_innermost_section_speaks():
     ):
         assert advice(option) == (option, said)
     assert advice("rollout.temprature") is advice("made", {"up": 1}) is None
-
-
-@pytest.mark.parametrize("option", ["use_liger", "trainer.use_liger", f"{PREFIX}.rollout.use_liger"])
-def test_a_last_name_of_verl_alone(option: str):
-    with pytest.raises(ConfigError, match=rf"^unknown option {option}: jaxrl has kernels of its own "):
-        load(None, ["model.path=m", f"{option}=8"])
-    assert advice("rollout.name_of_it") is advice("trainer.enable") is advice("ppo_mini_batch_size") is None
-
-
-def test_sections_of_a_file():
-    with pytest.raises(ConfigError, match=rf"^unknown option {PREFIX}\.actor\.optim\.lr: it is actor\.optim\.lr "):
-        from_mapping({PREFIX: {"actor": {"optim": {"lr": 1e-6}}}})
-    with pytest.raises(ConfigError, match=rf"^unknown option {PREFIX}: {ABSENT[PREFIX]}$"):
-        from_mapping({PREFIX: {}})
-
-
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
-        (f"{PREFIX}.rollout.multi_turn.enable=True", "environment.kind says what answers .* environment.max_turns how"),
-        (f"{PREFIX}.rollout.multi_turn.max_assistant_turns=5", "environment.kind says what .* environment.max_turns"),
-        (f"{PREFIX}.rollout.agent.num_workers=2", "environment.kind says what .* environment.max_turns how often"),
-        ("trainer.resume_from_path=x", r"trainer.run_dir names the run to resume \(trainer.init_from gives"),
-        ("defaults=[ppo_trainer, _self_]", "there is no Hydra: one file has all options, and others stand behind it"),
-        ("hydra.run.dir=x", "there is no Hydra: one file"),
-    ],
-)
-def test_what_is_done_otherwise(option: str, words: str):
-    with pytest.raises(ConfigError, match=rf"^unknown option {re.escape(option.partition('=')[0])}: {words}"):
-        load(None, ["model.path=m", option])
 
 
 @pytest.mark.parametrize("option", ["actor.loss_mode", "algorithm.adv_estimator"])

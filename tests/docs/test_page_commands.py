@@ -1,8 +1,8 @@
-"""Every command of README, CONTRIBUTING, docs/ and of the headers in configs/ runs, or is listed with a reason.
+"""Every command of README, CONTRIBUTING, docs/ and of the headers in configs/: those that take seconds run, and the
+arguments and configurations of the others are read.
 
 A command that a page gains is taken up by itself: it runs as written in a folder that holds what it names, with the
-options of a rule below added where it does not give them. If it names something new, or nothing fits it, its test
-fails until `RULES`, or what `page_world.World` makes, is completed.
+options of a rule below added where it does not give them.
 """
 
 from __future__ import annotations
@@ -10,91 +10,18 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 from page_world import SMALL, World, environment
-from pages import PAGES, ROOT, Command, commands_of, page_commands, read_blocks
+from pages import Command, page_commands
 from runs import asked
 
 from jaxrl.cli import _parser, main
 from jaxrl.commands.arguments import parse
 from jaxrl.config.files import load
-from jaxrl.runtime.stop import Stop
-from jaxrl.serving.bodies import BODIES
-
-COMMANDS = page_commands()
-EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-
-
-# ---------------------------------------------------------------- what cannot run, looked at
-
-
-def check_pip(command: Command, folder: Path) -> None:
-    """What it installs is this project, an extra of it, or a package that the set-up installs in the same way."""
-    setup = (ROOT / "scripts" / "_venv.sh").read_text(encoding="utf-8")
-    for word in command.words[2:]:
-        if word.startswith("-"):
-            assert word in ("-e", "--no-deps"), f"an option of pip that no page had so far: {word}"
-        elif match := re.fullmatch(r"(?:jaxrl|\.)(?:\[([\w,-]+)\])?", word):
-            assert {extra for extra in (match[1] or "").split(",") if extra} <= set(EXTRAS), word
-        else:
-            assert f"--no-deps {word}" in setup.replace('"', ""), f"nothing else installs {word}"
-
-
-def check_script(command: Command, folder: Path) -> None:
-    """A shell script: it is there and can be read; what it is given are tests, and options of pytest's and ours."""
-    script = ROOT / command.words[0]
-    assert script.stat().st_mode & 0o100
-    subprocess.run(["bash", "-n", script], check=True)
-    given = [word for word in command.words[1:] if word not in ("-k", "packing")]
-    assert all((ROOT / word).exists() for word in given if not word.startswith("-"))
-    assert {word for word in given if word.startswith("-")} <= {"--slow"}
-
-
-def check_options(command: Command, folder: Path) -> None:
-    """A Python script knows the options that it is given."""
-    text = subprocess.run(
-        ["python", command.words[1], "--help"],
-        cwd=folder,
-        env=environment(folder, {}),
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    assert {word for word in command.words if word.startswith("--")} <= set(re.findall(r"--[\w-]+", text))
-
-
-def check_jaxrl(command: Command, folder: Path) -> None:
-    """The arguments are known, and its configuration is one."""
-    read_arguments(command.words[1:])
-
-
-def check_curl(command: Command, folder: Path) -> None:
-    """There is such a route, and the body is one of its own."""
-    path, body = command.words[1].removeprefix("http://127.0.0.1:8000"), command.words[command.words.index("-d") + 1]
-    BODIES[path][0].model_validate_json(body)
-
-
-def check_nothing(command: Command, folder: Path) -> None:
-    pass
-
-
-def read_arguments(words: list[str] | tuple[str, ...]) -> None:
-    options = parse(*_parser(), words)
-    if hasattr(options, "config"):
-        own = ["model.path=none"] if words[0] == "score" else []
-        kind = [f"reward.kind={options.kind}"] if getattr(options, "kind", None) else []
-        load(options.config, [*own, *kind, *options.overrides])
-
-
-# ---------------------------------------------------------------- how each runs
-
-Check = Callable[[Command, Path], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,147 +30,47 @@ class Rule:
 
     Attributes:
       added: options for commands that do not give them.
-      how: `here` (in this process, `jaxrl` alone), `process`, or the name of a shell. What sets variables is never
-        run here.
+      shell: that runs the command; none: this process.
       more: what the command needs and does not name.
-      before: what the shell has read before.
-      slow: only with --slow; by default its arguments are read.
-      begins: by default it begins, up to its first step; all of it with --slow.
-      cannot: why it does not run; `check` looks at it then.
+      begins: it begins, up to its first step.
     """
 
     pattern: str
     added: Mapping[str, str] = field(default_factory=dict)
-    how: str = "here"
+    shell: str = ""
     more: tuple[str, ...] = ()
-    before: str = ""
-    slow: bool = False
     begins: bool = False
-    cannot: str = ""
-    check: Check = check_jaxrl
 
 
-ON_TWO = {"trainer.num_devices": "2"}
-PROFILED = ON_TWO | {"--max-batch": "4", "--token-budget": "1024", "--repeats": "1"}
-ON_EIGHT = {"trainer.num_devices": "8"}
-JUDGE = {"reward.judge.model": "random:tiny", "reward.judge.resident_layers": "1"}
-MIXED = {"data.train_batch_size": "4", "data.max_response_length": "32"}  # its quotas, and a part's free tokens
-LEARNS = {"actor.optim.lr_warmup_steps": "0"}  # of one step
-TURNS = {name: value for name, value in SMALL.items() if name != "rollout.stop"} | {  # which they refuse
-    "data.max_prompt_length": "640",
-    "actor.ppo_max_token_len_per_gpu": "1024",
-}
-ALGORITHM = {  # some have two updates of three prompts; rewards that differ; a step after the critic's own
-    "data.train_batch_size": "6",
-    "reward.kind": "custom",
-    "reward.path": "out/reward.py",
-    "trainer.total_training_steps": "2",
-}
-PROFILE = ".cache/jaxrl/profiles/smollm2-135m-cpu8.json"
 RULES = (
-    Rule(r"pip install", cannot="asks a package index", check=check_pip),
-    Rule(r"\./scripts/", cannot="installs an environment; the tests run inside test.sh", check=check_script),
-    Rule(r"python scripts/gpu_battery", cannot="needs a GPU; tests/scripts has its tests", check=check_options),
-    Rule(
-        r"python scripts/compile_for_gpu",
-        cannot="needs JAX's CUDA plugin; tests/train has its tests",
-        check=check_options,
-    ),
-    Rule(r"python scripts/(sabotage|mutants)", cannot="runs this suite, over and over", check=check_options),
-    Rule(r"python -m (pytest|coverage)", cannot="is this suite", check=check_nothing),
-    Rule(r"python tests/support/record_runs", cannot="takes minutes; tests/commands runs it", check=check_nothing),
-    Rule(r"ray start", cannot="a cluster that stays; tests/rewards has one", check=check_nothing),
-    Rule(r"jaxrl train .*hosts.num=", cannot="needs Ray; tests/runtime/test_cluster.py has such runs"),
-    Rule(r"jaxrl train .*agents_sdk", cannot="needs openai-agents; tests/mechanisms/turns has its protocol"),
-    Rule(
-        r"jaxrl serve", cannot="goes on until it is stopped: test_page_blocks.py runs servers with the page's clients"
-    ),
-    Rule(r"curl", cannot="asks a server that is not there; tests/serving asks one", check=check_curl),
-    Rule(r"lm_eval", cannot="needs lm-eval: tests/serving/test_lm_eval.py", check=check_nothing),
-    Rule(r"eval .*bash", how="bash"),
-    Rule(r"eval .*zsh", how="zsh", before="autoload -U compinit; compinit -u; "),
-    Rule(r"jaxrl completion fish", how="fish"),
-    Rule(r"printf|python -c", how="bash", more=("out/tiny",)),
-    Rule(r"python examples/", {"--model": "random:tiny"}, how="process", slow=True),
-    Rule(r"jaxrl (options|report|score|explain-layout|explain-config|export)"),
+    Rule(r"eval .*bash", shell="bash"),
+    Rule(r"jaxrl completion fish", shell="fish"),
+    Rule(r"printf|python -c", shell="bash", more=("out/tiny",)),
+    Rule(r"jaxrl (options|report|score|explain-layout|explain-config|export runs/a)"),
     Rule(r"jaxrl generate", {"--max-tokens": "16"}),
-    Rule(r"jaxrl tune", {"--seeds": "2"}),
+    Rule(r"jaxrl tune --run runs/a$", {"--seeds": "2"}),
     Rule(r"jaxrl eval", SMALL),
-    Rule(r"jaxrl replay", cannot="needs a sample of the reader's own run: tests/commands/test_replay.py draws some"),
-    Rule(r"jaxrl check-numerics", cannot="ends with 1 where a bit differs: tests/commands/test_check_numerics.py"),
     Rule(r"jaxrl simulate .*run.yaml", {"data.train_batch_size": "128"}),
-    Rule(r"jaxrl simulate .*steps=100", slow=True),
-    Rule(r"jaxrl simulate", {"trainer.total_training_steps": "3"}),
-    Rule(r"jaxrl profile .*adaptive_layout", SMALL | ON_EIGHT | {"--repeats": "1"}, slow=True),
-    Rule(r"jaxrl profile", PROFILED, slow=True),
-    Rule(r"jaxrl (sft|dpo|train) .*runs/sft", SMALL | LEARNS | {"model.lora_rank": "0"}, slow=True),
-    Rule(r"jaxrl (sft|dpo)", SMALL | LEARNS),
-    Rule(r"jaxrl train .*run.yaml", ON_TWO, slow=True),
-    Rule(r"jaxrl train .*(Qwen/|openai/)", SMALL, how="process", more=("hub",), slow=True),
-    Rule(r"jaxrl train .*adaptive_layout", SMALL | ON_EIGHT, more=(PROFILE,), slow=True),
-    Rule(r"jaxrl train .*stream_trainer", SMALL | ON_TWO, slow=True),
-    Rule(r"jaxrl train .*(calculator|frozen_lake|guessing|python|search|wordle).yaml", TURNS, slow=True),
-    Rule(r"jaxrl train .*judge", SMALL | JUDGE, slow=True),
-    Rule(r"jaxrl train .*mixed_domains", SMALL | MIXED, slow=True),
-    Rule(r"jaxrl train .*distillation", SMALL | {"algorithm.teacher.path": "random:tiny"}, slow=True),
-    Rule(r"jaxrl train .*algorithms/", SMALL | ALGORITHM, more=("out/reward.py",), slow=True),
-    Rule(r"jaxrl train .*(chain_sum.yaml trainer.run_dir=runs/a|quickstart|tail_batching)", SMALL, begins=True),
-    Rule(r"jaxrl train", SMALL, slow=True),
+    Rule(r"jaxrl simulate --config \S+( simulate.num_devices=8)?$", {"trainer.total_training_steps": "3"}),
+    Rule(
+        r"jaxrl train .*(chain_sum.yaml trainer.run_dir=runs/a|configs/tail_batching.yaml)",
+        SMALL,
+        begins=True,
+    ),
 )
+OTHERS = r"jaxrl|\./scripts/|pip install|python (-m|scripts|tests|examples)|ray start|curl|lm_eval|eval"
+"""What does not run here: it takes long, or needs a network, a GPU, a server or another package. Those of ours are
+read, but for servers that are named by a run."""
 
 
-def rule_of(command: Command) -> Rule:
+def rule_of(command: Command) -> Rule | None:
     text = " ".join(command.words)
-    fitting = [rule for rule in RULES if re.match(rule.pattern, text)]
-    assert fitting, f"{command.place}: no rule says how to run {command.text!r}"
-    return fitting[0]
+    rule = next((rule for rule in RULES if re.match(rule.pattern, text)), None)
+    assert rule or re.match(OTHERS, text), f"{command.place}: no rule says how to run {command.text!r}"
+    return rule
 
 
-def run(command: Command, folder: Path, stop: Stop | None = None) -> None:
-    """As a reader would, with the rule's options. `stop`: where one was asked for, a run begins and takes no step."""
-    rule = rule_of(command)
-    missing = {name: value for name, value in rule.added.items() if command.given(name) is None}
-    added = [
-        word for name, value in missing.items() for word in ([f"{name}={value}"] if "." in name else [name, value])
-    ]
-    words = [*command.words, *added]
-    if rule.how == "here" and not command.variables:
-        assert words[0] == "jaxrl"
-        assert main(words[1:], stop) == 0
-        return
-    assert stop is None
-    how = words
-    if rule.how not in ("here", "process"):
-        if shutil.which(rule.how) is None:
-            pytest.skip(f"{rule.how} is not installed")
-        assert not missing
-        how = [rule.how, "-c", rule.before + command.text]
-    done = subprocess.run(
-        how,
-        cwd=folder,
-        env=environment(folder, dict(command.variables)),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    if how is not words:
-        assert done.stderr == "", "a shell goes on where $(...) or a pipe has failed"
-
-
-def written_by(command: Command) -> list[str]:
-    """What the command says that it writes."""
-    found = [command.given("--out"), *re.findall(r"> (\S+)$", command.text)]
-    if command.words[:2] == ("jaxrl", "export"):
-        is_adapter = command.words[2] == "runs/lora" and "--merge" not in command.words
-        found.append(f"{command.words[3]}/{'adapter_' * is_adapter}model.safetensors")
-    if command.words[:2] == ("jaxrl", "train") and (run_dir := command.given("trainer.run_dir")):
-        found += [f"{run_dir}/report.html", f"{run_dir}/checkpoints"]
-    return [name for name in found if name]
-
-
-# ---------------------------------------------------------------- tests
+FOUND = [(command, rule_of(command)) for command in page_commands()]
 
 
 @pytest.fixture(scope="module")
@@ -258,61 +85,63 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def some(chosen: Callable[[Rule], object], marked: Callable[[Rule], object] = lambda rule: False) -> list[Any]:
-    """Commands whose rules are chosen, some of them slow."""
-    found = [(command, rule_of(command)) for command in COMMANDS]
-    return [
-        pytest.param(command, id=command.place, marks=[pytest.mark.slow] if marked(rule) else [])
-        for command, rule in found
-        if chosen(rule)
+def run(command: Command, rule: Rule, folder: Path) -> None:
+    """As a reader would, with the rule's options."""
+    missing = {name: value for name, value in rule.added.items() if command.given(name) is None}
+    added = [
+        word for name, value in missing.items() for word in ([f"{name}={value}"] if "." in name else [name, value])
     ]
+    if not rule.shell:
+        assert main([*command.words[1:], *added], asked() if rule.begins else None) == 0
+        return
+    if shutil.which(rule.shell) is None:
+        pytest.skip(f"{rule.shell} is not installed")
+    done = subprocess.run(
+        [rule.shell, "-c", command.text],
+        cwd=folder,
+        env=environment(folder, dict(command.variables)),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), "a shell goes on where $(...) or a pipe has failed"
 
 
-@pytest.mark.parametrize("command", some(lambda rule: not rule.cannot, lambda rule: rule.slow or rule.begins))
-def test_a_command_runs(command: Command, world: World, folder: Path, request: pytest.FixtureRequest):
+def written_by(command: Command) -> list[str]:
+    """What the command says that it writes."""
+    found = [command.given("--out"), *re.findall(r"> (\S+)$", command.text)]
+    if command.words[:2] == ("jaxrl", "export"):
+        found.append(f"{command.words[3]}/model.safetensors")
+    if command.words[:2] == ("jaxrl", "train") and (run_dir := command.given("trainer.run_dir")):
+        found += [f"{run_dir}/report.html", f"{run_dir}/checkpoints"]
+    return [name for name in found if name]
+
+
+RUN = [pytest.param(command, rule, id=command.place) for command, rule in FOUND if rule]
+
+
+@pytest.mark.parametrize(("command", "rule"), RUN)
+def test_a_command_runs(command: Command, rule: Rule, world: World, folder: Path, request: pytest.FixtureRequest):
     if command.words[:2] == ("jaxrl", "explain-config"):
         request.getfixturevalue("smollm2")
-    world.place_for(command, folder, *rule_of(command).more)
-    run(command, folder)
+    world.place_for(command, folder, *rule.more)
+    run(command, rule, folder)
     for name in written_by(command):
         assert (folder / name).exists(), name
 
 
-@pytest.mark.parametrize("command", some(lambda rule: rule.begins))
-def test_a_run_begins(command: Command, world: World, folder: Path):
-    """`World` trains on configs/chain_sum.yaml to the end; the others are built in all their parts."""
-    world.place_for(command, folder, *rule_of(command).more)
-    run(command, folder, asked())
-    for name in written_by(command):
-        assert (folder / name).exists(), name
+READ = [command for command, rule in FOUND if rule is None and command.words[0] == "jaxrl"]
 
 
-@pytest.mark.parametrize("command", some(lambda rule: rule.cannot or rule.slow))
-def test_a_command_that_does_not_run_by_default_is_read(command: Command, world: World, folder: Path):
+@pytest.mark.parametrize("command", READ, ids=lambda command: command.place)
+def test_the_arguments_and_the_configuration_of_the_others_are_known(command: Command, world: World, folder: Path):
     world.reading_place(folder)
-    rule = rule_of(command)
-    if rule.cannot or command.words[0] == "jaxrl":
-        rule.check(command, folder)
+    options = parse(*_parser(), command.words[1:])
+    if hasattr(options, "config"):
+        load(options.config, options.overrides)
 
 
 def test_every_rule_is_used():
-    used = [rule_of(command) for command in COMMANDS]
+    used = [rule for _, rule in FOUND]
     assert [rule.pattern for rule in RULES if rule not in used] == []
-
-
-def test_every_extra_that_a_page_names_is_there():
-    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
-    named = set(re.findall(r"(?:jaxrl|'\.)\[([\w-]+)\]", text))
-    assert {"cuda12", "hub", "ray"} <= named
-    assert named <= set(EXTRAS)
-
-
-def test_a_new_command_is_not_passed_over():
-    text = "```bash\nslurm-magic run.yaml  # new\nA=1 jaxrl train \\\n  --config run.yaml 'a=#1'\n```\n"
-    (block,) = read_blocks("page.md", text)
-    new, train = commands_of(block)
-    assert (new.place, new.words) == ("page.md:2", ("slurm-magic", "run.yaml"))
-    assert (train.place, train.variables) == ("page.md:3", (("A", "1"),))
-    assert train.words == ("jaxrl", "train", "--config", "run.yaml", "a=#1")
-    with pytest.raises(AssertionError, match=r"page\.md:2: no rule says how to run 'slurm-magic run\.yaml'"):
-        rule_of(new)

@@ -53,24 +53,6 @@ def test_a_batch_of_failed_rewards_warns_and_three_end_the_run(caplog: pytest.Lo
     )
 
 
-def test_batches_whose_groups_cannot_be_compared_end_the_run(caplog: pytest.LogCaptureFixture):
-    """Each reward was one before, and none is when its group could not be compared."""
-    alarms, batch = make_alarms(limit=2), make_batch()
-    failed, good = batch.samples[0], make_batch()
-    failed.failure = "no contest"
-    updates = {"actor": (1, 0)}
-    assert alarms.rewarded("ok", "") is None
-    assert alarms.updated(1, updates, {}, batch) is None
-    assert alarms.updated(2, updates, {}, good) is None
-    assert alarms.updated(3, updates, {}, batch) is None
-    assert heard(caplog) == [f"step {step}: no reward counts; the last failure: no contest" for step in (1, 3)]
-    assert alarms.updated(4, updates, {}, batch) == (
-        "step 4: no reward counts; the last failure: no contest (trainer.max_bad_steps=2)"
-    )
-    assert alarms.rewarded("error", "no contest") is None
-    assert alarms.updated(5, updates, {}, batch) is None, "verdicts are counted as they come"
-
-
 def test_one_reward_that_works_begins_the_count_anew(caplog: pytest.LogCaptureFixture):
     alarms = make_alarms(limit=1)
     for _ in range(5):
@@ -121,13 +103,6 @@ def test_a_quantised_rollout_that_is_another_policy_is_told_when_it_begins_and_d
     assert heard(caplog) == [f"step 1: rollout_corr/k3_kl is 0.011 {text}{stale}"]
     mismatched(make_alarms(), 0.5)
     assert heard(caplog) == [], "one that is not quantised has other reasons"
-
-
-def test_without_a_limit_it_only_warns(caplog: pytest.LogCaptureFixture):
-    alarms = make_alarms(limit=0)
-    assert [updated(alarms, step, 1, 1) for step in range(1, 30)] == [None] * 29
-    assert [alarms.rewarded("error", "why") for _ in range(40)] == [None] * 40
-    assert len(heard(caplog)) == 29 + 10
 
 
 def test_what_is_not_finite_is_named(caplog: pytest.LogCaptureFixture):

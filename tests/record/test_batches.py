@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from jaxrl.record.batches import BINS, FILE_NAME, BatchLog, read_batches
+from jaxrl.record.failures import reward_failures, summary_of
 from jaxrl.types import Group, Prompt, Sample, SampleKey
 
 
@@ -39,23 +40,6 @@ def test_lines_of_steps_that_run_again_are_dropped(tmp_path: Path):
     assert [each["step"] for each in read_batches(tmp_path)] == [1]
 
 
-def test_a_large_batch_keeps_some_of_its_groups(tmp_path: Path):
-    one = group(0, [0.5], [3])
-    log = BatchLog(tmp_path / FILE_NAME, -1, 8)
-    log.write(1, [one] * 9000)
-    log.close()
-    (found,) = read_batches(tmp_path)
-    assert len(found["groups"]) == 3000
-    assert sum(found["lengths"]) == 9000, "every response is counted"
-
-
-def test_rewards_that_are_not_finite_are_left_out(tmp_path: Path):
-    log = BatchLog(tmp_path / FILE_NAME, -1, 8)
-    log.write(1, [group(0, [float("nan")], [3]), group(1, [2.0], [3])])
-    log.close()
-    assert read_batches(tmp_path)[0]["groups"] == [2.0]
-
-
 def test_why_rewards_failed(tmp_path: Path):
     """The most frequent texts, and the newest at the end."""
     texts = [*"abc" * 3, *"de" * 2, "f", "", "a", "g" * 9_000]
@@ -71,12 +55,23 @@ def test_why_rewards_failed(tmp_path: Path):
     assert "errors" not in second
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [("[", "JSONDecodeError"), ('{"step": 1}', "KeyError: 'groups'"), ("[1]", "damaged")],
-)
-def test_a_damaged_line_is_left_out(tmp_path: Path, line: str, words: str):
-    (tmp_path / FILE_NAME).write_text(line + "\n")
-    notes: list[str] = []
-    assert read_batches(tmp_path, notes.append) == []
-    assert words in notes[0]
+OK = {"step": 1, "reward/num_scored": 8.0, "reward/errors": 0.0, "reward/timeouts": 0.0, "reward/crashes": 0.0}
+BAD = {"step": 2, "reward/num_scored": 8.0, "reward/errors": 3.0, "reward/timeouts": 1.0, "reward/code/errors": 9.0}
+
+
+def test_counts_are_of_the_whole_run_and_texts_of_its_batches():
+    batches = [{"errors": [["b", 2], ["a", 1]]}, {"step": 2}, {"errors": [["b", 1]]}, {"errors": [["a", 1]]}]
+    found = reward_failures([OK, BAD, {"step": 3, "reward/errors": float("nan")}], batches)
+    assert found is not None
+    assert (found.scored, found.failed, dict(found.kinds)) == (16, 4, {"errors": 3, "timeouts": 1})
+    assert (found.most, found.last, found.share) == ("b", "a", 0.25)
+    assert found.summary() == "4 of 16 failed, last: a"
+
+
+def write(folder: Path, *lines: dict[str, float]) -> None:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps({"time": 0.0} | line) + "\n" for line in lines))
+
+
+def test_the_first_and_the_last_evaluation(tmp_path: Path):
+    write(tmp_path, {"step": 0, "val/reward": 0.25}, {"step": 1}, {"step": 2, "val/reward": 0.3})
+    assert summary_of(tmp_path) == {"held-out": "reward 0.250 at step 0, 0.300 at step 2"}

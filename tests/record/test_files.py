@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import secrets
@@ -15,12 +14,8 @@ import pytest
 from jaxrl.record.files import (
     JsonLines,
     file_problem,
-    leftover_temporaries,
     read_lines,
-    refuse_folder,
-    temporary_path,
     write_whole,
-    writing_whole,
 )
 
 ENTRIES = [{"step": 1, "text": "é\n"}, {"step": 3, "x": 0.5}, {"note": "no step"}, {"step": 2}, {"step": 3}]
@@ -39,25 +34,6 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "some.jsonl"
 
 
-def test_each_entry_is_a_line(path: Path):
-    write(path, ENTRIES[:2])
-    assert path.read_bytes() == b'{"step": 1, "text": "\\u00e9\\n"}\n{"step": 3, "x": 0.5}\n'
-    write(path, ENTRIES[2:4], compact=True)
-    assert path.read_bytes().split(b"\n")[2:] == [b'{"note":"no step"}', b'{"step":2}', b""]
-    assert read_lines(path) == ENTRIES[:4]
-
-
-def test_the_file_is_there_from_the_first_line_or_when_it_is_asked_for(path: Path):
-    lines = JsonLines(path)
-    assert not path.exists()
-    assert read_lines(path) == []
-    lines.open()
-    assert path.read_bytes() == b""
-    lines.append({"step": 1})
-    assert read_lines(path) == [{"step": 1}], "no close: a line is on its way at once"
-    lines.close()
-
-
 def test_a_crash_at_any_byte_loses_the_line_that_was_being_written_and_no_other(path: Path):
     write(path, ENTRIES)
     content = path.read_bytes()
@@ -68,14 +44,6 @@ def test_a_crash_at_any_byte_loses_the_line_that_was_being_written_and_no_other(
         assert read_lines(path) == ENTRIES[:whole], "the reader does not wait for a writer"
         write(path, [{"step": 4}])
         assert path.read_bytes() == content[: ends[whole - 1] if whole else 0] + b'{"step": 4}\n'
-
-
-@pytest.mark.parametrize("tail", [b"", b'{"step": 1', b'{"step": 1}'])
-def test_lines_of_other_steps_are_dropped_wherever_they_stand(path: Path, tail: bytes):
-    write(path, ENTRIES)
-    path.write_bytes(path.read_bytes() + tail)
-    write(path, [], last_step=2)
-    assert path.read_bytes() == b"".join(json.dumps(ENTRIES[i]).encode() + b"\n" for i in (0, 2, 3))
 
 
 @pytest.mark.parametrize(
@@ -96,17 +64,6 @@ def test_a_damaged_line_is_noted_by_its_readers_and_stays(path: Path, line: byte
     assert path.read_bytes() == line + b'\n{"step": 1}\n', "someone may want to mend it"
 
 
-def test_a_file_is_read_and_not_written_before_it_is_begun(path: Path):
-    write(path, ENTRIES)
-    path.write_bytes(path.read_bytes() + b'{"st')
-    content = path.read_bytes()
-    lines = JsonLines(path, 2)
-    lines.close()
-    assert path.read_bytes() == content
-    lines.begin()
-    assert read_lines(path) == [ENTRIES[i] for i in (0, 2, 3)]
-
-
 def test_numbers_that_are_not_finite_are_text(path: Path):
     """NaN is no JSON: other readers stop at it."""
     nan, inf = float("nan"), np.float64("inf")
@@ -120,22 +77,7 @@ def test_numbers_that_are_not_finite_are_text(path: Path):
     }
 
 
-def test_a_file_is_not_written_again_for_nothing(path: Path, monkeypatch: pytest.MonkeyPatch):
-    write(path, ENTRIES)
-    monkeypatch.setattr(os, "replace", None)
-    write(path, [], last_step=3)
-    assert read_lines(path) == ENTRIES
-
-
 # ---------------------------------------------------------------- replaced as a whole
-
-
-def test_a_file_is_replaced_and_its_folder_made(tmp_path: Path):
-    path = tmp_path / "new" / "folder" / "a.json"
-    write_whole(path, "é")
-    write_whole(path, b"two")
-    assert path.read_bytes() == b"two"
-    assert [file.name for file in path.parent.iterdir()] == ["a.json"]
 
 
 @pytest.mark.parametrize("moment", ["open", "write", "replace"])
@@ -189,13 +131,6 @@ def test_what_must_be_on_the_disk_is_there_before_it_counts(path: Path, sync: bo
 # ---------------------------------------------------------------- what is not ours
 
 
-def test_a_temporary_file_of_another_program_is_left_alone(path: Path):
-    other = path.with_name(path.name + ".tmp")
-    other.write_text("mine")
-    write_whole(path, "new")
-    assert (path.read_text(), other.read_text()) == ("new", "mine")
-
-
 def test_a_link_is_followed_and_stays(path: Path, tmp_path: Path):
     target = tmp_path / "elsewhere" / "real"
     write_whole(target, "old")
@@ -216,66 +151,3 @@ def test_what_is_no_file_is_written_and_not_replaced(tmp_path: Path):
     os.close(reader)
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     assert file_problem(pipe) is None
-
-
-def test_an_error_inside_leaves_the_old_content_and_no_temporary_file(path: Path):
-    write_whole(path, "old")
-
-    def interrupted() -> None:
-        with writing_whole(path) as file:
-            file.write(b"half")
-            assert len(list(path.parent.iterdir())) == 2
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert [(file.name, file.read_text()) for file in path.parent.iterdir()] == [(path.name, "old")]
-
-
-def test_the_temporary_files_of_one_file_are_told_from_others(tmp_path: Path):
-    file = tmp_path / "a.json"
-    found = [temporary_path(file), temporary_path(file)]
-    others = [temporary_path(tmp_path / name) for name in ("b.json", "a.json-2")]
-    for each in (*found, *others, tmp_path / "a.tmp"):
-        each.write_text("")
-    temporary_path(file).mkdir()
-    assert sorted(leftover_temporaries(file)) == sorted(found)
-
-
-def test_an_error_names_the_file_and_not_its_temporary_one(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(FileExistsError) as caught:
-        write_whole(tmp_path / "file" / "a.json", "")
-    assert ".tmp" not in str(caught.value)
-    with pytest.raises(OSError, match="No space left") as caught, writing_whole(tmp_path / "a.json"):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    assert caught.value.filename == str(tmp_path / "a.json")
-
-
-def test_places_that_cannot_be_written(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    assert refuse_folder(tmp_path / "a" / "b", "x") == tmp_path / "a" / "b"
-    for given, words in {
-        tmp_path / "file": f"x: {tmp_path}/file is not a folder",
-        tmp_path / "file" / "a" / "b": f"x: {tmp_path}/file/a/b cannot be made: {tmp_path}/file is not a folder",
-        "/dev/null": "x: /dev/null is not a folder",
-    }.items():
-        with pytest.raises(ValueError, match="x: ") as caught:
-            refuse_folder(given, "x")
-        assert str(caught.value) == words
-    assert file_problem(tmp_path / "a" / "b") is None
-    assert file_problem(tmp_path) == f"({tmp_path}) is a folder: name a file in it"
-    inside = tmp_path / "file" / "a"
-    assert file_problem(inside) == f"({inside}) cannot be written: {tmp_path}/file is not a folder"
-    assert [file.name for file in tmp_path.iterdir()] == ["file"], "nothing was made"
-
-
-def test_where_the_system_makes_no_file_though_a_superuser_may_write(tmp_path: Path):
-    """As in /proc, of which root is told that it may write there. What is looked at stays as it was."""
-    assert file_problem("/proc/x") == "(/proc/x) cannot be written: no permission to write in /proc"
-    with pytest.raises(
-        ValueError, match=r"^--out: /proc/x/y cannot be written: /proc may not be changed by this user$"
-    ):
-        refuse_folder("/proc/x/y", "--out")
-    assert file_problem(tmp_path / "new" / "file") is None
-    assert list(tmp_path.iterdir()) == []

@@ -70,22 +70,6 @@ def test_lines_that_a_checkpoint_holds_are_dropped(journal_of: Open, tmp_path: P
     assert again.find(4, "verdict", KEY) is not None
 
 
-def test_a_line_cut_off_by_a_crash_counts_as_not_written(journal_of: Open, tmp_path: Path):
-    for cut in range(1, 40):
-        path = tmp_path / f"{cut}.jsonl"
-        journal = journal_of(path, 0)
-        journal.append(1, "verdict", KEY, {"status": "timeout"})
-        whole = path.read_bytes()
-        journal.append(1, "verdict", (1, 1), {"status": "timeout", "error": "a line of more than forty bytes"})
-        journal.close()
-        path.write_bytes(whole + path.read_bytes()[len(whole) :][:cut])  # the header is written after the line
-        again = journal_of(path, 0)
-        assert again.find(1, "verdict", KEY) is not None, cut
-        assert again.find(1, "verdict", (1, 1)) is None, cut
-        again.append(1, "verdict", (2, 2), {"status": "crash"})
-        assert [line.get("key") for line in lines(path)] == [None, list(KEY), [2, 2]], cut
-
-
 @pytest.fixture
 def written(journal_of: Open, tmp_path: Path) -> Path:
     """A journal of two decisions; the second one's line is on the disk, and the header does not know of it."""
@@ -96,14 +80,6 @@ def written(journal_of: Open, tmp_path: Path) -> Path:
     journal.append(2, "verdict", KEY, {"status": "crash"})
     path.write_bytes(header + b"\n" + path.read_bytes().partition(b"\n")[2])
     return path
-
-
-def test_a_line_that_the_header_does_not_know_counts(journal_of: Open, written: Path):
-    """The process was killed between the two writes."""
-    journal = journal_of(written, 0)
-    assert journal.find(1, "verdict", KEY) is not None
-    assert journal.find(2, "verdict", KEY) is not None
-    assert lines(written)[0]["bytes"] == len(written.read_bytes().partition(b"\n")[2]), "it does from here on"
 
 
 def test_every_flipped_bit_is_found(written: Path):
@@ -128,15 +104,3 @@ def test_every_cut_is_found_or_loses_a_line_that_was_being_written(written: Path
                 read_journal(written)
         else:
             assert [entry["step"] for entry in read_journal(written)[1:]] == [1]
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b'{"journal":1}\n', b'{"journal":2,"bytes":0,"crc32":0}\n', b"[1]\n", b"\xff\n", HEADER + b"hello\n"],
-)
-def test_other_files_are_refused_and_left_alone(tmp_path: Path, content: bytes):
-    path = tmp_path / "journal.jsonl"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"journal\.jsonl: (damaged|not valid JSON)"):
-        Journal(path, last_step=0)
-    assert path.read_bytes() == content

@@ -5,27 +5,19 @@ import math
 
 import numpy as np
 import pytest
+from fake_rollout import make_sample
 
 from jaxrl.commands.evaluate import figures
+from jaxrl.record import metrics
 from jaxrl.record.metrics import (
     MetricsWriter,
     evaluation_metrics,
     hidden_scoring,
     length_metrics,
     read_metrics,
-    spread,
 )
-from jaxrl.types import Group, Prompt, Sample, SampleKey
-
-
-def steps(folder):
-    return [row["step"] for row in read_metrics(folder)]
-
-
-def write(folder, numbers, **options):
-    with MetricsWriter(folder, **options) as writer:
-        for step in numbers:
-            writer.write(step, {"x": step * 0.5})
+from jaxrl.scheduling.rounds.batches import off_policy_share
+from jaxrl.types import Group, Prompt, Sample, SampleKey, TrainBatch
 
 
 def test_round_trip(tmp_path):
@@ -43,44 +35,6 @@ def test_round_trip(tmp_path):
     assert json.loads(text.splitlines()[0])["step"] == 0
 
 
-def test_nothing_yet(tmp_path):
-    assert read_metrics(tmp_path) == []
-    write(tmp_path, [])
-    assert read_metrics(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    ("resume_step", "kept"), [(None, [1, 2, 3, 4]), (9, [1, 2, 3, 4]), (2, [1, 2]), (0, []), (-1, [])]
-)
-def test_resume_removes_later_steps(tmp_path, resume_step, kept):
-    write(tmp_path, [1, 2, 3, 4])
-    write(tmp_path, [], resume_step=resume_step)
-    assert steps(tmp_path) == kept
-
-
-def test_what_is_refused(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
-        writer.write(3, {})
-        with pytest.raises(AssertionError, match="step 3 after step 3"):
-            writer.write(3, {})
-        with pytest.raises(AssertionError, match="belongs to the line itself"):
-            writer.write(4, {"time": 1.0})
-    assert steps(tmp_path) == [3]
-    with pytest.raises(ValueError, match="'comet' must be one of console, mlflow, tensorboard, trackio, wandb"):
-        MetricsWriter(tmp_path, ["comet"]).open_sinks()
-
-
-@pytest.mark.parametrize("line", ["nonsense", "[]", "{}", '{"step": 1, "x": "high"}', '{"step": 1, "x": null}'])
-def test_a_damaged_line_is_left_out_with_a_note(tmp_path, line):
-    write(tmp_path, [0])
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write(line + "\n")
-    notes = []
-    assert [row["step"] for row in read_metrics(tmp_path, notes.append)] == [0]
-    assert len(notes) == 1
-    assert "metrics.jsonl, line 2: damaged" in notes[0]
-
-
 def test_length_metrics():
     lengths = [*range(1, 20), 128]
     assert length_metrics(lengths, limit=128) == {
@@ -90,18 +44,6 @@ def test_length_metrics():
         "response_length/clip_ratio": 1 / 20,
         "response_length/p50": 10,
         "response_length/p95": 19,
-    }
-
-
-def test_helpers_of_nothing():
-    assert length_metrics([], limit=1) == spread("x", []) == {}
-
-
-def test_spread():
-    assert spread("critic/rewards", [1.0, 0.0, 0.5]) == {
-        "critic/rewards/mean": 0.5,
-        "critic/rewards/max": 1.0,
-        "critic/rewards/min": 0.0,
     }
 
 
@@ -127,3 +69,28 @@ def test_a_partly_right_response_has_a_reward_and_is_not_right():
     assert found["val/reward"] == by_eval["mean_reward"] == pytest.approx(3.25 / 6)
     assert found["val/accuracy"] == by_eval["pass@1"] == by_eval["avg@2"] == pytest.approx(2 / 6)
     assert found["val/best@2"] == pytest.approx((1.0 + 0.25 + 1.5) / 3)
+
+
+def group(*versions: list[int]) -> Group:
+    samples = [make_sample(SampleKey(0, 0, i), own, "stop") for i, own in enumerate(versions)]
+    for sample in samples:
+        sample.reward = float(sample.key.sample_index)
+    return Group(Prompt(0, 0, (1, 2), "", ""), samples)
+
+
+PLAIN, TURNS = group([3, 3, 4, 5], [5, 5]), group([3, -1, -1, 3, 4, -1, 5], [5, -1, 5])
+
+
+def test_what_an_environment_has_answered_is_in_no_figure_about_the_model():
+    plain, turns = (
+        metrics.off_policy_metrics([each], 6)
+        | metrics.batch_metrics([each], 10)
+        | metrics.evaluation_metrics([each], 10)
+        | {"share": off_policy_share(each.samples, 5)}
+        for each in (PLAIN, TURNS)
+    )
+    assert turns == plain
+    assert (turns["training/off_policy/max_staleness"], turns["share"]) == (2, pytest.approx(0.5))
+    line = {"timing_s/step": 2.0, "timing_s/gen": 1.0}
+    rates = metrics.throughput(TrainBatch.of([TURNS]), line, 1)
+    assert rates == {"perf/total_num_tokens": 14, "perf/throughput": 7, "perf/gen_throughput": 6}

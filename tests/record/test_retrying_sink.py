@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
@@ -31,14 +32,6 @@ def steps(sink: Sink) -> list[int]:
     return [step for step, _, _ in sink.got]
 
 
-def test_what_a_sink_has_is_not_sent_again():
-    sink = Sink(sent=range(3))
-    delivery = RetryingSink("x", sink)
-    for step in range(5):
-        delivery.send(step, {}, [])
-    assert steps(sink) == [3, 4]
-
-
 def test_a_sink_that_is_down_gets_its_steps_later(caplog: pytest.LogCaptureFixture):
     sink, now_s = Sink(), [0.0]
     delivery = RetryingSink("mlflow", sink, lambda: now_s[0])
@@ -56,30 +49,6 @@ def test_a_sink_that_is_down_gets_its_steps_later(caplog: pytest.LogCaptureFixtu
     delivery.send(6, {}, [])
     assert steps(sink) == [1, 2, 3, 4, 5, 6]
     assert sink.got[1] == (2, {"x": 2.0}, [])
-
-
-def test_what_is_left_at_the_end_is_said(caplog: pytest.LogCaptureFixture):
-    sink = Sink()
-    delivery = RetryingSink("mlflow", sink)
-    sink.is_down = True
-    delivery.send(1, {}, [])
-    delivery.send(2, {}, [])
-    with caplog.at_level(logging.WARNING):
-        delivery.close()
-    assert (
-        caplog.messages[-1] == "trainer.logger: mlflow lacks 2 of the steps, from step 1 on: a resumed run sends them"
-    )
-    assert sink.is_closed
-    sink.is_down = False
-    delivery = RetryingSink("mlflow", sink)
-    delivery.send(1, {}, [])
-    delivery.close()
-    assert steps(sink) == [1]
-
-
-def test_a_bug_is_no_failure_of_the_sink():
-    with pytest.raises(TypeError):
-        RetryingSink("x", Sink()).send(1, None, [])  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(("has", "sent"), [((), [1, 2, 3, 4]), ({1}, [2, 3, 4]), (range(4), [4])])
@@ -101,3 +70,10 @@ def test_a_run_that_goes_on_sends_what_is_missing(tmp_path, monkeypatch, has, se
         assert by_step[2] == ({"x": 1.0, "high": float("inf")}, rows[1:3])
     if 3 in by_step:
         assert by_step[3] == ({"x": 9.0}, [rows[3]])
+
+
+def test_a_missing_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    said = r"tensorboard needs the package tensorboardX.*pip install 'jaxrl\[tensorboard\]'"
+    with pytest.raises(ValueError, match=said):
+        MetricsWriter(tmp_path, ["tensorboard"]).open_sinks()

@@ -20,7 +20,6 @@ from jaxrl.record.run_dir import RunDir
 from jaxrl.record.run_record import RunRecord
 from jaxrl.record.samples import SampleLog
 from jaxrl.record.timeline import Timeline
-from jaxrl.record.watchdog import Watchdog
 from jaxrl.types import Group, Prompt, Sample, SampleKey
 
 IDS, ZEROS = np.asarray([5, 6], np.int32), np.zeros((2,), np.float32)
@@ -71,20 +70,6 @@ def test_an_evaluation_stands_in_the_line_of_its_step(
     assert "step 2\n" in said
 
 
-def test_the_files_of_a_real_run_and_of_a_simulated_one(tmp_path: Path):
-    found = {}
-    for simulated in (False, True):
-        run_dir = RunDir(tmp_path / str(simulated))
-        with RunRecord(make_config(logger=["console"]), run_dir, -1, simulated=simulated) as record:
-            assert [file.name for file in run_dir.path.iterdir()] == [".lock"], "nothing is written before it begins"
-            record.begin()
-            assert (record.journal is None, record.timeline is None) == (simulated,) * 2
-        found[simulated] = {file.name for file in run_dir.path.iterdir()} - {".lock"}
-        run_dir.close()
-    assert found[True] == {"metrics.jsonl", "samples.jsonl"}, "layouts.jsonl comes with its first line"
-    assert found[False] == found[True] | {"journal.jsonl", "timeline.json"}
-
-
 def write(record: RunRecord, steps: tuple[int, ...]) -> None:
     assert record.journal is not None
     for step in steps:
@@ -93,7 +78,7 @@ def write(record: RunRecord, steps: tuple[int, ...]) -> None:
         record.on_step(step, {"x": step}, GROUPS)
 
 
-@pytest.mark.parametrize(("resume_step", "kept"), [(2, [1, 2]), (0, []), (-1, [])])
+@pytest.mark.parametrize(("resume_step", "kept"), [(2, [1, 2]), (0, [])])
 def test_a_resumed_run_drops_what_later_steps_wrote(run_dir: RunDir, resume_step: int, kept: list[int]):
     with RunRecord(make_config(), run_dir, -1) as record:
         record.begin()
@@ -138,20 +123,3 @@ def test_all_is_closed_last_opened_first_whatever_ends_the_run(run_dir: RunDir, 
     with pytest.raises(KeyboardInterrupt):
         interrupt(run_dir)
     assert closed == [kind.__name__ for kind in reversed(PARTS)]
-
-
-def test_a_damaged_journal_leaves_nothing_open(run_dir: RunDir, closed: list[str]):
-    run_dir.file("journal.jsonl").write_text("nonsense\n")
-    with pytest.raises(ValueError, match=r"journal\.jsonl: damaged"):
-        interrupt(run_dir)
-    assert closed == []
-
-
-def test_the_watchdog_hears_of_progress(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch):
-    beats: list[str] = []
-    monkeypatch.setattr("jaxrl.record.watchdog.Watchdog.beat", lambda _: beats.append("beat"))
-    with RunRecord(make_config(), run_dir, -1, watchdog=Watchdog(0, beats.append)) as record:
-        record.on_phase(1, "gen")
-        record.on_progress(1, 2, 3, 4, 5)
-        record.beat()
-        assert len(beats) == 3

@@ -82,16 +82,6 @@ def test_a_sample_is_found_by_its_key(tmp_path: Path):
         read_sample(tmp_path / "other", "0-0-0")
 
 
-def test_overlong_reward_shaping_is_named(tmp_path: Path):
-    (group,) = make_groups(1, 1)
-    group.samples[0].reward_info = {"acc": 1.0, "overlong_reward": -0.5, "overlong": True}
-    with closing(SampleLog(tmp_path / "samples.jsonl", last_step=-1)) as log:
-        log.write(1, [group])
-    (line,) = read(tmp_path / "samples.jsonl")
-    assert (line["reward"], line["overlong_reward"]) == (0.5, -0.5)
-    assert line["info"] == {"acc": 1.0, "overlong": True}
-
-
 def test_what_a_scorer_said_is_kept_and_bounded(tmp_path: Path):
     (group,) = make_groups(1, 1)
     said = {"found": "é", "cases": [True, {"n": None}], "log": "x" * 100_000, "numbers": list(range(2_000))}

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import threading
 import time
 
 import pytest
@@ -21,23 +20,6 @@ def events(path, kind=None):
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "run" / "timeline.json"
-
-
-def test_a_trace_is_valid_before_and_after_its_end(path):
-    timeline = Timeline(path)
-    assert events(path, "X") == []
-    with timeline.span("engine", "drain", rows=3):
-        timeline.counter("rows", busy=2, idle=1)
-    timeline.flush()
-    (span,) = events(path, "X")
-    assert (span["name"], span["args"]) == ("drain", {"rows": 3})
-    assert span["dur"] >= 0
-    assert [e["args"] for e in events(path, "C")] == [{"busy": 2, "idle": 1}]
-    names = {e["args"]["name"]: e["tid"] for e in events(path, "M") if e["name"] == "thread_name"}
-    assert names == {"engine": span["tid"]}
-    timeline.close()
-    timeline.close()
-    assert len(events(path, "X")) == 1
 
 
 def test_a_closed_trace_is_json_and_an_open_one_is_loaded(path):
@@ -67,47 +49,6 @@ def test_a_closed_trace_is_json_and_an_open_one_is_loaded(path):
     assert [name.split(",")[0] for name in starts] == ["start 1", "start 2", "start 3"]
 
 
-@pytest.mark.parametrize("left", [1, 2, 20])
-def test_a_bracket_that_was_cut(path, left):
-    """A crash while the file was closed leaves a part of the last two lines."""
-    with Timeline(path) as timeline, timeline.span("engine", "first"):
-        pass
-    content = path.read_bytes()
-    path.write_bytes(content[:-left])
-    with Timeline(path) as timeline, timeline.span("engine", "again"):
-        pass
-    assert [e["name"] for e in json.loads(path.read_text()) if e["ph"] == "X"] == ["first", "again"]
-
-
-def test_rows_have_tracks_of_their_own(path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(timeline_module, "MAX_EVENTS", 3)
-    with Timeline(path) as timeline:
-        timeline.begin_step()
-        for i in range(4):
-            timeline.row(f"0.{i % 2}", i % 2, f"0.7.{i}", timeline.now_s, timeline.now_s, tokens=i)
-        for i in range(3):
-            with timeline.span("loop", f"mark {i}"):
-                pass
-        timeline.flush()
-    found = json.loads(path.read_text())
-    rows = [e for e in found if e.get("cat") == "row"]
-    assert [(e["args"]["row"], e["args"]["tokens"]) for e in rows] == [("0.0", 0), ("0.1", 1), ("0.0", 2)]
-    names = {e["args"]["name"]: e["tid"] for e in found if e["name"] == "thread_name"}
-    assert [e["tid"] for e in rows] == [names["row 0.0"], names["row 0.1"], names["row 0.0"]]
-    assert names["row 0.0"] > names["loop"]
-    assert len([e for e in found if e["name"].startswith("mark")]) == 3, "rows take no room from others"
-    assert [e["args"] for e in found if e["name"] == "left out"] == [{"events": 1}]
-
-
-def test_rows_of_an_evaluation_are_called_so(path):
-    with Timeline(path) as timeline:
-        for phase in ("gen", "testing", "gen"):
-            with timeline.phase(phase):
-                timeline.row("0.0", 0, "0.7.1", timeline.now_s, timeline.now_s)
-    rows = [e["name"] for e in json.loads(path.read_text()) if e.get("cat") == "row"]
-    assert rows == ["0.7.1", "val 0.7.1", "0.7.1"]
-
-
 def test_phases_add_up_from_the_spans(path):
     with Timeline(path) as timeline:
         with timeline.phase("step", step=1):
@@ -123,44 +64,6 @@ def test_phases_add_up_from_the_spans(path):
     drawn = [e["dur"] for e in events(path, "X") if e["name"] == "gen"]
     assert len(drawn) == 2
     assert sum(drawn) / 1e6 == pytest.approx(seconds["timing_s/gen"], abs=1e-6)
-
-
-def test_an_exception_ends_its_span(path):
-    with Timeline(path) as timeline:
-        with pytest.raises(KeyError), timeline.phase("gen"):
-            raise KeyError
-        assert timeline.open_spans() == []
-        assert "timing_s/gen" in timeline.take_phases()
-    assert [e["name"] for e in events(path, "X")] == ["gen"]
-
-
-def test_open_spans_name_what_hangs(path):
-    with Timeline(path) as timeline, timeline.phase("step"), timeline.span("rewards", "sandbox"):
-        (outer, inner) = timeline.open_spans()
-    assert outer[:2] == ("loop", "step")
-    assert inner[:2] == ("rewards", "sandbox")
-    assert outer[2] >= inner[2] >= 0
-
-
-@pytest.mark.parametrize("content", ["", "["])
-def test_a_file_without_a_whole_line_starts_anew(path, content):
-    path.parent.mkdir()
-    path.write_text(content)
-    with Timeline(path) as timeline, timeline.phase("gen"):
-        pass
-    assert [e["pid"] for e in events(path, "X")] == [1]
-
-
-def test_adjacent_short_spans_are_merged(path):
-    now = time.perf_counter()
-    with Timeline(path) as timeline:
-        for i in range(10):
-            timeline.complete("engine", "plan", now + i * 0.002, now + i * 0.002 + 0.0015, row=i)
-        timeline.complete("engine", "plan", now + 1, now + 2, row=10)  # long, and later
-    merged, alone = events(path, "X")
-    assert merged["args"] == {"count": 10}
-    assert merged["dur"] == pytest.approx(19_500, abs=1)
-    assert alone["args"] == {"row": 10}
 
 
 def test_what_a_step_may_draw_is_bounded(path, monkeypatch: pytest.MonkeyPatch):
@@ -190,47 +93,3 @@ def test_long_runs_draw_fewer_steps_and_time_all(path, monkeypatch: pytest.Monke
     assert seconds == 399
     assert len(events(path, "X")) < 250
     assert path.stat().st_size < 2000 * 10
-
-
-def test_counters_are_sampled(path):
-    with Timeline(path) as timeline:
-        for i in range(1000):
-            timeline.counter("rows", busy=i)
-    assert 1 <= len(events(path, "C")) <= 50
-
-
-def test_many_threads(path):
-    with Timeline(path) as timeline:
-
-        def work(i):
-            for _ in range(200):
-                with timeline.phase("reward", track=f"worker {i}"), timeline.span(f"worker {i}", "score"):
-                    pass
-
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert timeline.open_spans() == []
-    found = events(path, "X")
-    assert len([e for e in found if e["name"] == "reward"]) == 800
-    assert len({e["tid"] for e in found}) == 4
-
-
-def test_an_argument_that_json_does_not_know(path):
-    with Timeline(path) as timeline, timeline.span("engine", "drain", where=path):
-        pass
-    assert events(path, "X")[0]["args"] == {"where": str(path)}
-
-
-def test_a_clock_of_its_own(path):
-    now = [100.0]
-    with Timeline(path, clock=lambda: now[0]) as timeline:
-        with timeline.phase("gen"):
-            now[0] += 3600.0
-        timeline.complete("engine", "plan", 100.0, 101.5)
-        assert timeline.take_phases() == {"timing_s/gen": 3600.0}
-    spans = {event["name"]: event for event in events(path, "X")}
-    assert (spans["gen"]["ts"], spans["gen"]["dur"]) == (0.0, 3600e6)
-    assert (spans["plan"]["ts"], spans["plan"]["dur"]) == (0.0, 1.5e6)

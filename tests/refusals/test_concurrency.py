@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -96,21 +95,6 @@ def test_a_failed_export_leaves_nothing(tiny_model: Path, tmp_path: Path, monkey
     with pytest.raises(OSError, match="No space left"):
         export(f"random:{tiny_model}", str(tmp_path / "out"), "float32")
     assert contents(tmp_path) == {}
-
-
-def test_an_export_onto_a_mount_or_into_a_folder_that_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """As a container's empty volume: the folder beside it could not take its place. Nothing is loaded before."""
-    out = tmp_path / "out"
-    out.mkdir()
-    sentence = f"the folder to write: {out} is a mount point, which an export cannot replace: name a folder inside it"
-    with monkeypatch.context() as patch:
-        patch.setattr(os.path, "ismount", lambda path: Path(path) == out)
-        with pytest.raises(ValueError, match=f"^{sentence}$"):
-            export("nowhere", str(out), "float32")
-    monkeypatch.setattr("jaxrl.record.files.takes_files", lambda folder: folder != tmp_path)
-    with pytest.raises(ValueError, match=f"^the folder to write: {tmp_path} cannot be written: "):
-        export("nowhere", str(out), "float32")
-    assert contents(tmp_path) == {"out": "folder"}
 
 
 def test_two_writers_of_one_file(tmp_path: Path):

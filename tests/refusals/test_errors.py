@@ -11,28 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl.cli import main, one_line
+from jaxrl.cli import main
 from jaxrl.types import RunFailed
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        (b"", "generate: no prompt is given: add them as arguments, or as lines on standard input"),
+def test_prompts_on_standard_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    for content, sentence in (
         (b" \n\t\n", "generate: no prompt is given: add them as arguments, or as lines on standard input"),
         (b"good\ncaf\xe9\n", "standard input: not UTF-8 text (byte 8)"),
-        (b"\x1f\x8b\x08\x00", "standard input: not UTF-8 text (byte 1)"),
-    ],
-    ids=["nothing", "blank lines", "another encoding", "a compressed file"],
-)
-def test_prompts_on_standard_input(
-    content: bytes, sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
-    assert main(["generate", "--model", "nowhere"]) == 2
-    assert capsys.readouterr().err == f"jaxrl: {sentence}\n"
+    ):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8"))
+        assert main(["generate", "--model", "nowhere"]) == 2
+        assert capsys.readouterr().err == f"jaxrl: {sentence}\n"
 
 
 @pytest.mark.parametrize(
@@ -40,16 +32,10 @@ def test_prompts_on_standard_input(
     [
         (ValueError("file.jsonl, line 3:\n  not\tJSON"), "file.jsonl, line 3: not JSON", 2),
         (ValueError("the folder \x1b[31mred\x07"), "the folder ?[31mred?", 2),
-        (ValueError("x" * 10_000), "x" * 2000 + "…", 2),
         (FileNotFoundError(2, "No such file or directory", "a.bin"), "a.bin: no such file or directory", 2),
         (PermissionError(13, "Permission denied", b"b.bin"), "b.bin: permission denied", 2),
-        (OSError(36, "File name too long"), "file name too long", 2),
-        (OSError("a sentence of a library's"), "a sentence of a library's", 2),
         (OSError(28, "No space left on device", "run/x"), "run/x: no space left on the device", 1),
-        (OSError(122, "Disk quota exceeded"), "no space left on the device", 1),
-        (BrokenPipeError(32, "Broken pipe"), "broken pipe", 2),
         (RunFailed("every update was skipped"), "every update was skipped", 1),
-        (MemoryError(), "out of memory", 1),
         (MemoryError("Unable to allocate 7 TiB"), "out of memory (Unable to allocate 7 TiB)", 1),
         (KeyboardInterrupt(), "interrupted", 130),
     ],
@@ -75,10 +61,6 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch):
         main(["report", "run"])
 
 
-def test_a_sentence_is_one_line():
-    assert one_line("a\r\n b\u2028c\x00") == "a b c?"
-
-
 SHELL = """
 set -o pipefail
 $PYTHON -m jaxrl {command}
@@ -90,20 +72,16 @@ OPTIONS = "options"
     ("command", "err", "status"),
     [
         (f"{OPTIONS} | true", "", 0),
-        ("--help | true", "", 0),
-        (f"{OPTIONS} >&-", "", 0),
         (f"{OPTIONS} <&- >&- 2>&-", "", 0),
         (f"{OPTIONS} > /dev/full", "no space left on the device\n", 1),
-        ("options naïve 2>&1 | cat", "", 2),
     ],
-    ids=["reader-gone", "help-reader-gone", "closed", "all-closed", "full", "odd-characters"],
+    ids=["reader-gone", "all-closed", "full"],
 )
 def test_whatever_standard_output_is(command: str, err: str, status: int):
     """Buffered, or not: an error shows where the output is written, or where it is flushed."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     environment |= {"PYTHON": sys.executable, "PYTHONIOENCODING": "ascii", "JAX_PLATFORMS": "cpu"}
-    unbuffered = [{"PYTHONUNBUFFERED": "1"}] if command == f"{OPTIONS} | true" or err else []
-    for more in ({}, *unbuffered):
+    for more in ({}, {"PYTHONUNBUFFERED": "1"}) if err else ({},):
         done = subprocess.run(
             ["bash", "-c", SHELL.format(command=command)],
             capture_output=True,

@@ -40,96 +40,28 @@ class Wrong:
 
 FILES = [
     Wrong("no file", "reward.path: no such file: {path}", make=lambda path: None),
-    Wrong("folder", "reward.path must name a Python file (.py), found a folder: {path}", make=Path.mkdir),
     Wrong("named pipe", "reward.path must name a Python file (.py), found a device: {path}", make=os.mkfifo),
-    Wrong("other ending", "reward.path must name a Python file (.py), found {path}", file="reward.txt"),
     Wrong("Latin-1", "{path}: not UTF-8 text (byte 22)", b"import os\nimport re\n# \xe9t\xe9\n"),
-    Wrong(
-        "UTF-16",
-        "reward.path: {path} cannot be read as text: invalid or missing encoding declaration",
-        "a = 1".encode("utf-16"),
-    ),
-    Wrong(
-        "no such encoding",
-        "reward.path: {path} cannot be read as text: unknown encoding: utf-7000",
-        b"# -*- coding: utf-7000 -*-\n",
-    ),
-    Wrong("null bytes", "reward.path: {path} is no Python file: there is a null byte in it", "a = 1\0\n"),
-    Wrong(
-        "tabs",
-        f"{IMPORTING} in line 3 with TabError: inconsistent use of tabs and spaces in indentation",
-        "if 1:\n        a = 1\n\tb = 1\n",
-    ),
     Wrong(
         "missing package",
         f"{IMPORTING} in line 2 with ModuleNotFoundError: No module named 'no_such_package'",
         "import os\nimport no_such_package\n",
     ),
-    Wrong(
-        "in a function",
-        f"{IMPORTING} in line 2 with ZeroDivisionError: division by zero",
-        "def half(x):\n    return x / 0\nhalf(1)\n",
-    ),
-    Wrong(
-        "no end of calls",
-        f"{IMPORTING} in line 2 with RecursionError: maximum recursion depth exceeded",
-        "def f():\n    f()\nf()\n",
-    ),
-    Wrong("several lines", f"{IMPORTING} in line 1 with ValueError: one two", 'raise ValueError("one\\n  two")\n'),
     Wrong("exit", f"{IMPORTING} in line 1 with SystemExit: 2", "import sys; sys.exit(2)\n"),
-    Wrong("interrupt", f"{IMPORTING} with KeyboardInterrupt", "raise KeyboardInterrupt\n"),
-    Wrong("no function", "reward.name: {path} must define a function 'compute_score', found nothing", "a = 1\n"),
-    Wrong(
-        "other name",
-        "reward.name: {path} must define a function 'mine', found compute_score: reward.name=compute_score",
-        reward={"name": "mine"},
-    ),
     Wrong(
         "one function",
         "reward.name: {path} must define a function 'compute_score', found my_reward: reward.name=my_reward",
         "from math import gcd\ndef _part(): ...\ndef my_reward(): ...\n",
     ),
     Wrong(
-        "two functions",
-        "reward.name: {path} must define a function 'compute_score', found a, b (reward.name names one)",
-        "def a(): ...\ndef b(): ...\n",
-    ),
-    Wrong("number", "reward.name: {path} must define a function 'compute_score', found int", "compute_score = 3\n"),
-    Wrong(
         "arguments",
         f"{FUNCTION} must take {ARGUMENTS}, by these names; found (text, answer): missing a required argument: 'text'",
         "def compute_score(text, answer): ...\n",
     ),
     Wrong(
-        "one too few",
-        f"{FUNCTION} must take {ARGUMENTS}, by these names; found (data_source, solution_str, ground_truth): got an "
-        "unexpected keyword argument 'extra_info'",
-        "def compute_score(data_source, solution_str, ground_truth): ...\n",
-    ),
-    Wrong(
-        "no signature",
-        f"{FUNCTION} must take {ARGUMENTS}, by these names; found a function without a signature that can be read",
-        "compute_score = min\n",
-    ),
-    Wrong(
         "async",
         f"{FUNCTION} must be an ordinary function, found an async one: have an ordinary one call asyncio.run",
         "async def compute_score(**kwargs): ...\n",
-    ),
-    Wrong(
-        "async call",
-        f"{FUNCTION} must be an ordinary function, found an async one: have an ordinary one call asyncio.run",
-        "class Reward:\n    async def __call__(self, **kwargs): ...\n\n\ncompute_score = Reward()\n",
-    ),
-    Wrong(
-        "a class",
-        f"{FUNCTION} is a class: name an instance of it, as x in x = compute_score()",
-        "class compute_score:\n    def __call__(self, **kwargs): ...\n",
-    ),
-    Wrong(
-        "yields",
-        f"{FUNCTION} must be an ordinary function, found a generator",
-        "def compute_score(**kwargs): yield 1.0\n",
     ),
     Wrong(
         "unset variable", "reward.env: the environment has no variable 'NO_SUCH_KEY'", reward={"env": ["NO_SUCH_KEY"]}
@@ -138,24 +70,10 @@ FILES = [
 """What is found where the file is read and its function looked up, in whichever process."""
 
 IN_A_WORKER = [
-    Wrong("syntax", f"{IMPORTING} in line 2 with SyntaxError: '(' was never closed", "a = 1\ndef broken(\n"),
-    Wrong("standard input", f"{IMPORTING} in line 1 with EOFError: EOF when reading a line", "input()\n"),
     Wrong("a token", f"{IMPORTING} in line 1 with KeyError: 'SOME_TOKEN'", "import os; os.environ['SOME_TOKEN']\n"),
     Wrong("memory", f"{IMPORTING} in line 1 with MemoryError", "a = bytearray(3 << 30)\n", {"max_memory_gib": 1.0}),
-    Wrong("leave", f"{IMPORTING}: the scorer's process ended with exit code 0", "import os; os._exit(0)\n"),
     Wrong(
         "crash", f"{IMPORTING}: the scorer's process ended with exit code -11", "import ctypes; ctypes.string_at(0)\n"
-    ),
-    Wrong(
-        "closed",
-        f"{IMPORTING}: the scorer closed its process's connection to the pool",
-        "import os, time; os.closerange(3, 99); time.sleep(9)\n",
-    ),
-    Wrong(
-        "endless",
-        "reward.path: importing {path} did not end within reward.start_timeout_s (0.5 s)",
-        "while True: pass\n",
-        {"start_timeout_s": 0.5},
     ),
     Wrong(
         "endless in C",
@@ -235,10 +153,6 @@ class Command:
     def __reduce__(self):
         return os.system, ("touch " + FOLDER + "/ran_in_the_trainer",)
 
-class Unreadable(Exception):
-    def __str__(self):
-        raise RuntimeError("no text")
-
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     if solution_str.startswith("say "):
         return float(solution_str[4:])
@@ -270,12 +184,9 @@ TIMEOUT = "no score within reward.timeout_s (2 s)"
 ENDED = "the scorer's process ended with exit code "
 BAD = [
     Bad("raises", "raise KeyError('x')", "KeyError: 'x'" + AT),
-    Bad("no text", "raise Unreadable", "Unreadable: (its text cannot be read)" + AT),
     Bad("interrupts", "raise KeyboardInterrupt", "KeyboardInterrupt" + AT),
     Bad("exits", "sys.exit(1)", "SystemExit: 1" + AT),
     Bad("NaN", "result['value'] = float('nan')", MUST + ": nan (float)"),
-    Bad("beyond floats", "result['value'] = 10**400", MUST + f": {10**400!r:.200} (int)"),
-    Bad("text", "result['value'] = '1'", MUST + ": '1' (str)"),
     Bad("text as score", "result['score'] = '1.0'", MUST + " under 'score': '1.0' (str)"),
     Bad(
         "no score",
@@ -283,48 +194,18 @@ BAD = [
         "ValueError: {path}: compute_score returned a mapping without 'score'; its keys: 'reward', 'acc'",
     ),
     Bad(
-        "empty mapping",
-        "result['value'] = {}",
-        "ValueError: {path}: compute_score returned a mapping without 'score'; its keys: none",
-    ),
-    Bad(
         "large info",
         "result['text'] = 'x' * (50 << 20)",
         "the scorer's info takes 52428812 bytes as JSON, above the 1048576 that are recorded",
     ),
-    Bad(
-        "circle",
-        "result['self'] = result",
-        "ValueError: what a scorer returns must not be nested deeper than 64 levels",
-    ),
-    Bad(
-        "long number",
-        "result['n'] = 10**5000",
-        "the scorer's info cannot be written as JSON: ValueError: Exceeds the limit (4300 digits) for integer string "
-        "conversion; use sys.set_int_max_str_digits() to increase the limit",
-    ),
-    Bad("NaN in info", "result['n'] = float('nan')", status="ok", info={"n": "nan"}),
     Bad("half a pair", "result['t'] = 'a\\ud800b'", status="ok", info={"t": "a?b"}),
     Bad("memory", "result['b'] = bytearray(3 << 30)", "MemoryError (reward.max_memory_gib is 1)"),
     Bad("leaves", "os._exit(0)", ENDED + "0", "crash"),
     Bad("native crash", "ctypes.string_at(0)", ENDED + "-11", "crash"),
-    Bad("kills its group", "os.killpg(0, signal.SIGTERM); time.sleep(5)", ENDED + "-15", "crash"),
     Bad("sleeps", "time.sleep(99)", TIMEOUT, "timeout"),
     Bad("loops in C", "sum(iter(int, 1))", TIMEOUT, "timeout"),
-    Bad(
-        "ignores signals",
-        "[signal.signal(n, signal.SIG_IGN) for n in (15, 2, 1)]\nwhile True: pass",
-        TIMEOUT,
-        "timeout",
-    ),
     Bad("stops itself", "os.kill(os.getpid(), signal.SIGSTOP)", TIMEOUT, "timeout"),
     Bad("reads the terminal", "result['t'] = sys.stdin.read()", status="ok", info={"t": ""}),
-    Bad(
-        "closes everything",
-        "os.closerange(0, 99); time.sleep(9)",
-        "the scorer closed its process's connection to the pool",
-        "crash",
-    ),
     Bad(
         "a pickle",
         "data = pickle.dumps(Command()); " + FRAME + "; time.sleep(9)",
@@ -353,9 +234,7 @@ BAD = [
         status="ok",
         info={},
     ),
-    Bad("returns twice", "os.fork()", status="ok", info={}),
     Bad("prints", "print('x' * (30 << 20)); print('y' * 99, file=sys.stderr)", status="ok", info={}),
-    Bad("closed output", "sys.stdout.close(); os.close(1); os.close(2)", status="ok", info={}),
     Bad("leaves a child", "sleeper()", status="ok", info={}),
     Bad(
         "leaves fifty",
@@ -364,7 +243,6 @@ BAD = [
         info={},
     ),
     Bad("a child, then hangs", "sleeper(); time.sleep(99)", TIMEOUT, "timeout"),
-    Bad("a child, then dies", "sleeper(); os._exit(1)", ENDED + "1", "crash"),
     Bad(
         "a daemon",
         "if os.fork() == 0:\n    os.setsid()\n    os.fork() or (sleeper(), time.sleep(300))\n    os._exit(0)",

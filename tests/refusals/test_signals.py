@@ -12,122 +12,64 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 import yaml
 from quick_xla import flags
-from runs import PLAIN_REWARD, ROOT
+from runs import PLAIN_REWARD, ROOT, num_steps
 from runs import Runs as TinyRuns
-
-from jaxrl.record.state import load_state
 
 PATIENCE_S = 200.0
 pytestmark = pytest.mark.usefixtures("nothing_is_ignored")
 INT, TERM = signal.SIGINT, signal.SIGTERM
 WORDS = {INT: "jaxrl: interrupted\n", TERM: "jaxrl: terminated\n"}
-SLOW_IMPORT = "import time\nopen(__file__ + '.begun', 'w').close()\ntime.sleep(600)\n" + PLAIN_REWARD
+Process = subprocess.Popen[bytes]
 
 
-class Command:
-    """A command in a process of its own; its output goes to files, so that nothing waits for a reader."""
-
-    def __init__(self, folder: Path, *arguments: str, python: Sequence[str] = ("-m", "jaxrl")) -> None:
-        self._files = [folder / "stdout", folder / "stderr"]
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": flags(1),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "PYTHONPATH": str(ROOT),
-        }
-        with open(self._files[0], "wb") as out, open(self._files[1], "wb") as err:
-            self.process = subprocess.Popen(
-                [sys.executable, *python, *arguments],
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=err,
-                env=environment,
-                cwd=folder,
-                start_new_session=True,
-            )
-
-    @property
-    def err(self) -> str:
-        return self._files[1].read_text()
-
-    @property
-    def out(self) -> str:
-        return self._files[0].read_text()
-
-    def until(self, happened: Callable[[], bool]) -> None:
-        """Waits for something, or for the end of the process."""
-        ends = time.monotonic() + PATIENCE_S
-        while not happened() and self.process.poll() is None:
-            assert time.monotonic() < ends, self.err
-            time.sleep(0.002)
-
-    def send(self, *numbers: signal.Signals, between_s: float = 0.3) -> int:
-        """Sends signals; returns the exit status."""
-        for i, number in enumerate(numbers):
-            time.sleep(between_s if i else 0)
-            self.process.send_signal(number)
-        return self.process.wait(PATIENCE_S)
-
-    def __enter__(self) -> Command:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+@contextmanager
+def started(folder: Path, *arguments: str) -> Iterator[Process]:
+    """Python with these arguments, in a session of its own; its output goes to files, so nothing waits for a reader."""
+    folder.mkdir(exist_ok=True)
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": flags(1),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "PYTHONPATH": str(ROOT),
+    }
+    with open(folder / "stdout", "wb") as out, open(folder / "stderr", "wb") as err:
+        process = subprocess.Popen(
+            [sys.executable, *arguments], stdout=out, stderr=err, env=environment, cwd=folder, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
-class Runs:
-    """Tiny runs that share a model, data, and jax's compile cache."""
-
-    def __init__(self, folder: Path, model: Path) -> None:
-        self.folder = folder
-        made = TinyRuns(folder, model)
-        (folder / "reward.py").write_text(PLAIN_REWARD)
-        (folder / "slow.py").write_text(SLOW_IMPORT)
-        made.config["data"] |= {"max_prompt_length": 64, "max_response_length": 8, "train_batch_size": 2}
-        made.config["rollout"] = {"n": 2, "max_num_seqs": 4, "decode_steps": 4, "warmup": False}
-        made.config["actor"] = {"ppo_max_token_len_per_gpu": 128}
-        made.config["reward"]["num_workers"] = 1
-        cache = os.environ["JAX_COMPILATION_CACHE_DIR"]
-        made.config["trainer"] = {"total_training_steps": 400, "save_freq": 3, "compilation_cache_dir": cache}
-        (folder / "config.yaml").write_text(yaml.safe_dump(made.config))
-
-    def start(self, name: str, *overrides: str, command: str = "train") -> Command:
-        key = "trainer" if command == "train" else "simulate"
-        file = self.folder / "config.yaml"
-        return Command(self.place(name), command, "--config", str(file), f"{key}.run_dir=run", *overrides)
-
-    def place(self, name: str) -> Path:
-        (self.folder / name).mkdir(exist_ok=True)
-        return self.folder / name
-
-    def lines(self, name: str) -> int:
-        file = self.folder / name / "run" / "metrics.jsonl"
-        return file.read_bytes().count(b"\n") if file.exists() else 0
+def until(process: Process, happened: Callable[[], bool]) -> None:
+    """Waits for something, or for the end of the process."""
+    ends = time.monotonic() + PATIENCE_S
+    while not happened() and process.poll() is None:
+        assert time.monotonic() < ends
+        time.sleep(0.002)
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Runs:
-    return Runs(tmp_path_factory.mktemp("runs"), tiny_model)
+def send(process: Process, *numbers: signal.Signals) -> int:
+    """Sends signals one after another; returns the exit status."""
+    for i, number in enumerate(numbers):
+        time.sleep(0.3 if i else 0)
+        process.send_signal(number)
+    return process.wait(PATIENCE_S)
 
 
-def left_behind(folder: Path) -> list[str]:
-    return [str(path) for path in folder.rglob("*") if path.suffix in (".tmp", ".partial")]
-
-
-def check(command: Command, number: signal.Signals, status: int, *, saved: bool = False) -> None:
+def check(folder: Path, number: signal.Signals, status: int, *, saved: bool = False) -> None:
     """A run that has begun its loop may have saved; no other command may end with 0 unless it was done."""
-    err = command.err
+    err = (folder / "stderr").read_text()
     if "Traceback" in err and not re.search(r"jaxrl/\S*\.py", err):
         return  # Python's own start
     assert "Traceback" not in err
@@ -137,39 +79,55 @@ def check(command: Command, number: signal.Signals, status: int, *, saved: bool 
         assert err == ""
     elif status != -number:  # the signal's default, before Python took it over
         assert (err, status) == (WORDS[number], 128 + number)
-    assert left_behind(command._files[0].parent) == []
+    assert [path for path in folder.rglob("*") if path.suffix in (".tmp", ".partial")] == []
 
 
-def test_while_it_starts_imports_loads_and_compiles(runs: Runs):
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """A folder with the configuration of tiny runs that share jax's compile cache."""
+    folder = tmp_path_factory.mktemp("runs")
+    made = TinyRuns(folder, tiny_model)
+    (folder / "reward.py").write_text(PLAIN_REWARD)
+    made.config["data"] |= {"max_prompt_length": 64, "max_response_length": 8, "train_batch_size": 2}
+    made.config["rollout"] = {"n": 2, "max_num_seqs": 4, "decode_steps": 4, "warmup": False}
+    made.config["actor"] = {"ppo_max_token_len_per_gpu": 128}
+    made.config["reward"]["num_workers"] = 1
+    cache = os.environ["JAX_COMPILATION_CACHE_DIR"]
+    made.config["trainer"] = {"total_training_steps": 400, "save_freq": 3, "compilation_cache_dir": cache}
+    (folder / "config.yaml").write_text(yaml.safe_dump(made.config))
+    return folder
+
+
+def train(runs: Path, *overrides: str) -> tuple[str, ...]:
+    return ("-m", "jaxrl", "train", "--config", str(runs / "config.yaml"), "trainer.run_dir=run", *overrides)
+
+
+def test_while_it_starts_imports_and_loads(runs: Path):
     """`test_sixty_moments` has many more moments."""
-    for number, after_s in ((INT, 0.0), (TERM, 0.05), (INT, 0.1), (TERM, 0.2)):
-        name = f"start-{after_s}"
-        with runs.start(name) as command:
+    for number, after_s in ((INT, 0.1), (TERM, 0.2)):
+        folder = runs / f"start-{after_s}"
+        with started(folder, *train(runs)) as process:
             time.sleep(after_s)
-            check(command, number, command.send(number))
-        assert not (runs.folder / name / "run" / "config.yaml").exists()
-    with runs.start("load") as command:
-        command.until(lambda: (runs.folder / "load" / "run").exists())
-        check(command, INT, command.send(INT), saved=True)
+            check(folder, number, send(process, number))
+        assert not (folder / "run" / "config.yaml").exists()
+    with started(runs / "load", *train(runs)) as process:
+        until(process, (runs / "load" / "run").exists)
+        check(runs / "load", INT, send(process, INT), saved=True)
 
 
-def test_in_the_loop_it_saves_and_says_so(runs: Runs):
+def test_in_the_loop_it_saves_and_says_so(runs: Path):
     """That it goes on later is the business of `test_sixty_moments`, and of tests/faults."""
-    with runs.start("loop") as command:
-        command.until(lambda: runs.lines("loop") >= 2)
-        assert command.send(TERM) == 0
-        assert command.err == ""
-        said = "the run saves its state and ends; a second signal ends it at once"
-        assert f"{WORDS[TERM][7:-1]}: {said}\n" in command.out
-        assert "stopped; run again to go on" in command.out
-    assert (runs.folder / "loop" / "run" / "checkpoints" / str(runs.lines("loop")) / "manifest.json").exists()
-    assert left_behind(runs.folder / "loop") == []
-
-
-def test_while_a_reward_file_hangs_at_its_import(runs: Runs):
-    with runs.start("slow", f"reward.path={runs.folder / 'slow.py'}") as command:
-        command.until((runs.folder / "slow.py.begun").exists)
-        check(command, TERM, command.send(TERM))
+    folder = runs / "loop"
+    with started(folder, *train(runs)) as process:
+        until(process, lambda: num_steps(folder / "run") >= 2)
+        status = send(process, TERM)
+    check(folder, TERM, status, saved=True)
+    assert status == 0
+    said = "the run saves its state and ends; a second signal ends it at once"
+    out = (folder / "stdout").read_text()
+    assert f"{WORDS[TERM][7:-1]}: {said}\n" in out
+    assert "stopped; run again to go on" in out
+    assert (folder / "run" / "checkpoints" / str(num_steps(folder / "run")) / "manifest.json").exists()
 
 
 STUCK = """
@@ -193,48 +151,17 @@ SWALLOWS = """
             pass"""
 
 
-STUCKS = (
-    (NATIVE, (INT,)),
-    (SWALLOWS, (TERM,)),
-    (NATIVE, (TERM, INT)),
-    (SWALLOWS, (INT, TERM)),
-)
-
-
-def test_whatever_the_main_thread_does(tmp_path: Path):
-    with ExitStack() as started:
-        commands: list[Command] = []
-        for i, (hang, numbers) in enumerate(STUCKS):
-            (tmp_path / str(i)).mkdir()
-            in_loop = ["loop"] if len(numbers) == 2 else []
-            program = ("-c", STUCK.format(hang=hang))
-            commands.append(started.enter_context(Command(tmp_path / str(i), *in_loop, python=program)))
-        for command, (_, numbers) in zip(commands, STUCKS, strict=True):
-            command.until(lambda command=command: "stuck" in command.out)
-            began = time.monotonic()
-            status = command.send(*numbers)
-            assert time.monotonic() - began < 10
-            assert (command.err, status) == (WORDS[numbers[-1]], 128 + numbers[-1])
-            assert ("a second signal ends it at once" in command.out) == (len(numbers) == 2)
-
-
-ASKED = """
-import sys
-from jaxrl.__main__ import main
-class Stdin:
-    @property
-    def buffer(self):
-        print("asked", flush=True)
-        return sys.__stdin__.buffer
-sys.stdin = Stdin()
-sys.exit(main())
-"""
-
-
-def test_generate_that_waits_for_its_prompts(tmp_path: Path):
-    with Command(tmp_path, "generate", "--model", "nowhere", python=("-c", ASKED)) as command:
-        command.until(lambda: "asked" in command.out)
-        check(command, INT, command.send(INT))
+@pytest.mark.parametrize(("hang", "numbers"), [(SWALLOWS, (TERM,)), (NATIVE, (TERM, INT))])
+def test_whatever_the_main_thread_does(hang: str, numbers: Sequence[signal.Signals], tmp_path: Path):
+    in_loop = ["loop"] if len(numbers) == 2 else []
+    with started(tmp_path, "-c", STUCK.format(hang=hang), *in_loop) as process:
+        until(process, lambda: "stuck" in (tmp_path / "stdout").read_text())
+        began = time.monotonic()
+        status = send(process, *numbers)
+        assert time.monotonic() - began < 10
+    check(tmp_path, numbers[-1], status)
+    assert status == 128 + numbers[-1]
+    assert ("a second signal ends it at once" in (tmp_path / "stdout").read_text()) == (len(numbers) == 2)
 
 
 def running_in(session: int) -> list[int]:
@@ -250,48 +177,37 @@ def running_in(session: int) -> list[int]:
     return found
 
 
-def test_a_simulation_goes_on_where_it_was_and_control_c_reaches_tune_and_its_processes(runs: Runs):
-    steps = "trainer.total_training_steps"
-    lengths = (
-        "data.max_response_length=400",
-        "actor.ppo_max_token_len_per_gpu=1000",
-        "simulate.tasks.a.response.median=60",
-    )
-    with runs.start("simulated", f"{steps}=100000", *lengths, command="simulate") as command:
-        command.until(lambda: runs.lines("simulated") > 20)
-        check(command, TERM, command.send(TERM))
-    run = runs.folder / "simulated" / "run"
-    step = load_state((run / "state.json").read_text(), str(run / "state.json"))["step"]
-    with runs.start("simulated", f"{steps}={step + 2}", *lengths, command="simulate") as command:
-        assert command.process.wait(PATIENCE_S) == 0
-        assert f"after step {step}" in command.out
-    assert runs.lines("simulated") == step + 2
+def test_control_c_reaches_tune_and_its_processes(runs: Path):
+    simulated, folder = runs / "simulated", runs / "tune"
+    sizes = ("trainer.total_training_steps=100000", "data.max_response_length=400", "simulate.run_dir=run")
+    more = ("actor.ppo_max_token_len_per_gpu=1000", "simulate.tasks.a.response.median=60")
+    with started(simulated, "-m", "jaxrl", "simulate", "--config", str(runs / "config.yaml"), *sizes, *more) as process:
+        until(process, lambda: num_steps(simulated / "run") > 20)
+        check(simulated, TERM, send(process, TERM))
     long = ("--steps", "50000", "--seeds", "3", "--processes", "2", "--values", "1.5,2")
-    with Command(runs.place("tune"), "tune", "--run", str(run), *long) as command:
-        command.until(lambda: len(running_in(command.process.pid)) >= 4)  # the resource tracker is one of them
-        time.sleep(0.3)
-        os.killpg(command.process.pid, INT)
-        check(command, INT, command.process.wait(PATIENCE_S))
+    with started(folder, "-m", "jaxrl", "tune", "--run", str(simulated / "run"), *long) as process:
+        until(process, lambda: len(running_in(process.pid)) >= 4)  # the resource tracker is one of them
+        os.killpg(process.pid, INT)
+        check(folder, INT, process.wait(PATIENCE_S))
         ends = time.monotonic() + 20
-        while running_in(command.process.pid) and time.monotonic() < ends:
+        while running_in(process.pid) and time.monotonic() < ends:
             time.sleep(0.05)
-        assert running_in(command.process.pid) == []
+        assert running_in(process.pid) == []
 
 
 @pytest.mark.slow
-def test_sixty_moments(runs: Runs):
+def test_sixty_moments(runs: Path):
     """From the start of the process to the end of the report; every run that was stopped goes on."""
-    ends: dict[int, int] = {}
+    folder, statuses = runs / "sweep", set[int]()
     for i in range(60):
-        number = (INT, TERM)[i % 2]
-        with runs.start("sweep", f"trainer.total_training_steps={runs.lines('sweep') + 4}") as command:
+        number, steps = (INT, TERM)[i % 2], num_steps(folder / "run") + 4
+        with started(folder, *train(runs, f"trainer.total_training_steps={steps}")) as process:
             time.sleep(0.15 * i)
-            status = command.send(number)
-            check(command, number, status, saved=True)
-            ends[status] = ends.get(status, 0) + 1
-    print("statuses:", ends)
-    assert len(ends) >= 3
-    steps = runs.lines("sweep") + 2
-    with runs.start("sweep", f"trainer.total_training_steps={steps}") as command:
-        assert command.process.wait(PATIENCE_S) == 0, command.err
-    assert runs.lines("sweep") == steps
+            status = send(process, number)
+            check(folder, number, status, saved=True)
+            statuses.add(status)
+    assert len(statuses) >= 3
+    steps = num_steps(folder / "run") + 2
+    with started(folder, *train(runs, f"trainer.total_training_steps={steps}")) as process:
+        assert process.wait(PATIENCE_S) == 0
+    assert num_steps(folder / "run") == steps

@@ -4,10 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxrl.record.metrics import MetricsWriter, hidden_scoring_shares
+from jaxrl.record.metrics import MetricsWriter
 from jaxrl.report.page import write_report
-from jaxrl.report.rewards import domains, rewards_section
-from jaxrl.report.runs import RecordedRun
 
 
 def line(step: int) -> dict[str, float]:
@@ -61,41 +59,3 @@ def test_a_run_with_domains(tmp_path: Path):
     assert row == "<td>960</td><td>1.4 s</td><td>4.2 s</td><td>16.8 s</td><td>8</td><td>0</td><td>0</td>"
     assert "<p class=sub>scorer 1</p><p class=sub>format 0</p><p class=sub>length -0.25</p>" in text
     assert "no score within reward.domains.kodcode.timeout_<wbr>s (4 s)" in text
-
-
-def section(lines: list[dict[str, float]]) -> str:
-    return rewards_section(RecordedRun(Path(), lines, [], [], [], {}, []), None)
-
-
-def test_a_run_without_domains_has_what_it_recorded(tmp_path: Path):
-    plain = {
-        "step": 1.0,
-        "reward/num_scored": 4.0,
-        "reward/timeouts": 0.0,
-        "reward/hidden_s": 3.0,
-        "timing_s/reward": 1,
-    }
-    text = section([plain])
-    assert text.count("<figure>") == 1
-    assert "Scoring hidden under the rollout" in text
-    assert "<table>" not in text
-    assert section([{"step": 1.0, "reward/num_scored": 4.0}]) == ""
-    assert section([]) == ""
-
-
-def test_shares_of_scoring_that_was_hidden():
-    lines = [
-        {"step": 1, "reward/hidden_s": 3.0, "timing_s/reward": 1.0},
-        {"step": 2, "reward/hidden_s": 0.0, "timing_s/reward": 2.0},
-        {"step": 3, "reward/hidden_s": 0.0, "timing_s/reward": 0.0},
-        {"step": 4, "timing_s/reward": 2.0},
-    ]
-    assert hidden_scoring_shares(lines) == [(1, 0.75), (2, 0.0)]
-
-
-def test_domains_by_their_samples():
-    lines = [
-        {"reward/num_scored": 9.0, "reward/a/num_scored": 1.0, "reward/openai/gsm8k/num_scored": 2.0},
-        {"reward/a/num_scored": 4.0},
-    ]
-    assert domains(lines) == ["a", "openai/gsm8k"]

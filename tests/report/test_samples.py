@@ -40,12 +40,6 @@ def test_a_long_run_shows_the_best_and_the_worst_and_some_of_all_its_steps():
     assert max(b - a for a, b in itertools.pairwise(sorted(found))) <= 8
 
 
-def test_what_a_scorer_said_is_folded():
-    text = samples_section([sample(1, 0.5, info={"found": "<b>", "cases": [1, None]})])
-    assert "<details><summary>info</summary><pre tabindex=0>found: &lt;b&gt;\ncases: [1, null]</pre></details>" in text
-    assert "<summary>info" not in samples_section([sample(1, 0.5), sample(2, 1.0, info="odd")])
-
-
 CHATML = "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -64,18 +58,6 @@ def test_the_chat_template_is_folded(prompt: str, shown: str):
     first, _, folded = text.partition("<details>")
     assert f"<pre tabindex=0>{shown}</pre>" in first
     assert html.escape(prompt) in folded.partition("</details>")[0]
-
-
-def test_a_prompt_without_a_template_is_shown_as_it_is():
-    assert "<details>" not in samples_section([sample(1, 0.5) | {"prompt": "3 + 4 = <b>"}])
-
-
-def test_sources_can_be_chosen_where_there_are_several():
-    one = samples_section([sample(1, 0.5) | {"source": "gsm8k"}])
-    two = samples_section([sample(1, 0.5) | {"source": name} for name in ("gsm8k", 'a "b"')])
-    assert "any source" not in one
-    assert "<option>gsm8k</option>" in two
-    assert 'data-source="a &quot;b&quot;"' in two
 
 
 def test_a_conversation_is_shown_turn_by_turn():

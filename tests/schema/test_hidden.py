@@ -68,7 +68,7 @@ def test_other_text_stays():
     assert hider("sk-very-secret")(text) == hider("")(text) == text
 
 
-@pytest.mark.parametrize("text", ["\\", "://a:x", "sk", "c2sd", "%25", "http://a:"])
+@pytest.mark.parametrize("text", ["\\", "://a:x", "c2sd", "%25"])
 def test_the_time_grows_with_the_length(text: str):
     hide, took_s = hider("sk-very-secret"), []
     for count in (1 << 14, 1 << 17):

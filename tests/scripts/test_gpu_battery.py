@@ -46,14 +46,6 @@ def test_a_later_call_runs_what_is_left_and_then_what_failed(tmp_path: Path):
         later.waiting(["none"])
 
 
-def test_what_does_not_fit_is_left_and_what_is_cut_off_comes_again(tmp_path: Path):
-    parts = part("long", seconds=99), part("cut", "import time; time.sleep(60)", 1.9)
-    one = battery(tmp_path, *parts)
-    one.run(one.waiting(), 7.0)  # of which five are for the page
-    assert one.statuses() == {"cut": "cut off"}
-    assert [each.name for each in battery(tmp_path, *parts).waiting()] == ["long", "cut"]
-
-
 @pytest.mark.parametrize("is_trial", [False, True])
 def test_parts_are_commands_that_the_benchmarks_take(is_trial: bool):
     for each in gpu_battery.parts(is_trial):
@@ -61,37 +53,6 @@ def test_parts_are_commands_that_the_benchmarks_take(is_trial: bool):
         harness.parser(name, harness.load(name)).parse_args(words)
     texts = [(each["part"], each["text"]) for each in page.figures()]
     assert len(texts) == len({*texts}) > 80
-
-
-def record(part: str, **case: Any) -> dict[str, Any]:
-    device = {"platform": "gpu", "kind": "NVIDIA H200", "count": 1}
-    head = {"part": part, "bench": "sync", "device": device, "date": "d", "commit": "c", "dirty": False}
-    return head | {"versions": {}, "results": {"cases": [{"case": "weights"} | case], "ratios": []}}
-
-
-def test_the_page_has_figures_beside_what_was_expected_and_their_bars():
-    text = page.results([record("sync", over_copy=9.0), record("sync", seconds=0.0025, over_copy=1.6)])
-    lines = {" ".join(line.split()) for line in text.splitlines()}
-    assert "weights to the rollout 2.5 ms expected 2.47 ms" in lines
-    assert "the same over its bytes' time 1.6 expected 1.15 bar at most 1.5 MISSED" in lines
-    assert "bars MISSED: 1" in lines
-    nan = {"part": "x", "text": "t", "key": "k", "where": {}, "most": 1}
-    assert page.verdict(nan, float("nan"), True) == page.MISSED
-    assert page.verdict(nan, 2.0, False) == "", "a CPU has no bar on speed"
-
-
-def test_expectations_stand_on_their_page():
-    text = (ROOT / "docs" / "benchmarks" / "expected-gpu.md").read_text(encoding="utf-8")
-    for each in page.figures():
-        cells = [f"| {each['text']}", *each.get("expected", ["-", "-"]), page.bar(each)]
-        assert " | ".join(map(str, cells)).rstrip() in text.replace("|  |", "| "), each["text"]
-
-
-def test_results_of_another_device_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    line = {"bench": "part", "part": "sync", "status": "passed", "device": {"kind": "NVIDIA H200"}, "trial": False}
-    (tmp_path / "records.jsonl").write_text(json.dumps(line) + "\n")
-    monkeypatch.setattr(gpu_battery, "_device", lambda _: {"kind": "AMD EPYC", "platform": "cpu"})
-    assert gpu_battery.main(["--quick", "--out", str(tmp_path), "--only", "sync"]) == 2
 
 
 @pytest.mark.slow

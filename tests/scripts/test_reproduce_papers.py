@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
 import reproduce_papers
 import yaml
-from papers import calibration, closed_form, pages, pat_closed, problems, slime
+from papers import calibration, closed_form, pages, pat_closed, problems
 from papers.calibration import calibrate, residual, solve, write
 from papers.cases import EXPERIMENTS
 from papers.closed_form import drain, drained, rollout_s
 from papers.facts import FACTS, HERE, SETUPS, Fact
 from papers.problems import PROBLEMS
-from papers.runs import SingleFetch, read
+from papers.runs import read
 
 from jaxrl.models.shapes import named_shape
 from jaxrl.sim.cost_model import CostModel, causal_pairs
@@ -58,26 +55,6 @@ def test_a_quick_run_makes_a_result_and_a_page(paper: str, tmp_path: Path):
     assert "one seed" in text
 
 
-def test_what_a_row_and_a_verdict_say():
-    assert pages.shown([1.0, 1.5, 2.0]) == "1.50 ± 0.50"
-    assert pages.shown([1.5]) == "1.50 (one seed)", "which is no result"
-    cells = ["1.49 ± 0.13", "1.40 ± 0.00", "1.40", "+23% ± 32%", "+0% ± 0%", "yes"]
-    assert pages.beside(np.array([1.4, 1.58]), np.array([1.4, 1.4]), 1.4) == cells
-    assert pages.held(np.array([1.28]), 1.4) == ["1.40", "-30% (one seed)", "**no**"]
-
-
-def test_groups_are_fetched_once_in_a_round():
-    stream = Mock()
-    single = SingleFetch(stream, 3)
-    for _ in range(2):
-        single.open()
-        assert single.poll()
-        single.give(["a", "b", "c", "d"], 7)  # type: ignore[arg-type]
-        single.give(["e"], 7)  # type: ignore[arg-type]
-        assert not single.poll()
-    assert stream.give.call_args_list == [call(["a", "b", "c"], 7)] * 2
-
-
 # ---------------------------------------------------------------- facts and the calibration
 
 
@@ -92,22 +69,6 @@ def test_each_fact_has_a_problem_and_no_calibration_sees_what_the_papers_methods
     )
     readers = {file.name for file in HERE.glob("*.py") if 'HERE / "reported.yaml"' in file.read_text()}
     assert readers == {"pages.py"}
-
-
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_the_file_says_what_the_code_says(name: str):
-    """Priors, held constants, assumptions, and what the constants make of each fact: any change needs a new file."""
-    problem, entry = PROBLEMS[name], json.loads(FILE.read_text(encoding="utf-8"))["problems"][name]
-    known = calibration.read(FILE)
-    priors = {each: (c["prior"], c["prior_log_spread"]) for each, c in entry["constants"].items()}
-    assert priors == {c.name: (c.prior, c.spread) for c in problem.constants}
-    held = {each: found["value"] for each, found in problem.held(known).items()}
-    assert held == pytest.approx({each: found["value"] for each, found in entry["held"].items()}, rel=1e-5)
-    assert entry["assumptions"] == list(problem.assumptions)
-    predicted = {**problem.predict(known[name]), **problem.checks(known[name])}
-    assert [row["fact"] for row in entry["facts"]] == list(problem.facts)
-    for row in entry["facts"]:  # whole tokens: a constant's sixth digit may move a prediction a little
-        assert predicted[row["fact"]] == pytest.approx(row["predicted"], rel=1e-3), row["fact"]
 
 
 @pytest.mark.slow
@@ -172,22 +133,3 @@ def test_a_generation_that_switches_in_closed_form():
     moved_s = switch.weights_s + switch.fixed_s + switch.kv_s_per_token * (closed_form.PROMPT_TOKENS + done)
     rest = sum(cost.decode_step_s(2, 1, closed_form.PROMPT_TOKENS + step) for step in range(done, 500))
     assert pat_closed.generation_s(cost, setup, batch, reading) == pytest.approx(now + moved_s + rest, rel=1e-3)
-
-
-def test_aprils_rollouts_drop_groups_and_resume_them():
-    def found(rows: Mapping[int, list[int]], dropped: set[int], count: int, batch: int, submit: int, **more: bool):
-        groups = (slime.group_of(i, i in dropped, lengths) for i, lengths in rows.items())
-        plan = slime.Plan(COST, 1, num_engines=2, batch=batch, submit=submit, **more)
-        return list(slime.rollouts(plan, lambda: next(groups), count))
-
-    rows = {i: [length] for i, length in enumerate((10, 1000, 3000, 500, 3000, 3000))}
-    (kept,), (filtered,) = found(rows, set(), 1, 3, 3), found(rows, {0}, 1, 3, 3)
-    assert kept.tokens == 10 + 1000 + 3000
-    assert filtered.trained == 500 + 1000 + 3000, "groups 3 to 5 were launched when group 0 was dropped"
-    assert filtered.tokens > filtered.trained + 10 + 2 * 2900, "what was aborted counts"
-    rows = {i: [length] for i, length in enumerate((400, 1000, 300, 2000))}
-    first, second, third = found(rows, set(), 3, 1, 2, partial=True)
-    assert (first.trained, first.stale, first.resumed) == (400, 0, 0)
-    assert 380 <= second.resumed <= 420, "of the resumed request"
-    assert (third.trained, third.stale) == (1000, pytest.approx(700, abs=20)), "in two segments"
-    assert third.resumed == pytest.approx(300, abs=20), "the authors count the last one"

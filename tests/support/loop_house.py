@@ -1,4 +1,4 @@
-"""A loop with everything around it: a backend, a trainer, a critic and a stream that only note their calls."""
+"""A loop with everything around it: a backend, a trainer and a critic that only note their calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jaxrl.loop import Loop
 from jaxrl.mechanisms import batch_rule
 from jaxrl.mechanisms.one_step_off import OneStepOff
 from jaxrl.record.timeline import Timeline
-from jaxrl.scheduling.mechanism import Mechanism, Phase, RoundInfo
+from jaxrl.scheduling.mechanism import Mechanism, RoundInfo
 from jaxrl.scheduling.rounds.batches import RoundResult
 from jaxrl.scheduling.rounds.events import (
     Command,
@@ -30,7 +30,6 @@ from jaxrl.scheduling.rounds.events import (
     Score,
     Verdict,
 )
-from jaxrl.train import batch_preparation
 from jaxrl.train.training_step import Models
 from jaxrl.types import Group, Prompt, Sample, SamplingParams, TrainBatch
 
@@ -184,65 +183,6 @@ class FakeCritic:
         return {"critic/vf_loss": 1.0, "critic/skipped_updates": float(self.skips)}
 
 
-class FakeStream(Mechanism):
-    """Takes one of the certain groups after every second event; its sums are the trainer's when it closes."""
-
-    name = "stream"
-
-    def __init__(self, trainer: FakeTrainer, config: Config, log: list[Any]) -> None:
-        self.trainer, self.config, self.log = trainer, config, log
-        self.num_offers = 0
-        self.taken: list[TrainBatch] = []
-        self.fails_in = ""
-        self.expected: list[int | None] = []
-        self.info = RoundInfo(0)
-        self.share = 0.0
-        self.gradient_source = self
-
-    def round_begins(self, info: RoundInfo) -> None:
-        if info.is_training:
-            self.info = info
-            self.expected.append(None if info.certain is None else info.update)
-
-    def fail(self, call: str) -> None:
-        if call == self.fails_in:
-            raise Interrupted(f"no memory in {call}")
-
-    def look(self) -> None:
-        self.num_offers += 1
-        if self.taken:
-            self.fail("offer")
-        if self.info.certain is None:
-            return
-        step = self.info.update
-        known = {prompt.key for part in self.taken for prompt in part.prompts}
-        scored = [group for group in self.info.certain() if all(sample.reward is not None for sample in group.samples)]
-        new = [group for group in scored if group.prompt.key not in known]
-        if self.num_offers % 2 or not new:
-            return
-        batch = TrainBatch.of(new[:1])
-        needed = batch_preparation.needs_policy(self.config, batch, step)
-        current = [np.full((len(s),), -1.0, np.float32) for s in batch.samples] if needed else None
-        batch.old_logprobs = batch_preparation.old_logprobs(self.config, batch, step, current)
-        batch_preparation.set_advantages(self.config, new[:1], batch)
-        self.taken.append(batch)
-        self.log.append(("streamed", step, new[0].prompt.key))
-
-    def update_begins(self, groups: Sequence[Group], phase: Phase) -> list[TrainBatch]:
-        self.fail("close")
-        self.log.append("close")
-        taken, self.taken = self.taken, []
-        self.share = len(taken) / len(groups)
-        return taken
-
-    def update_ends(self) -> dict[str, float]:
-        return {"actor/streamed_share": self.share}
-
-    def abandon(self) -> None:
-        self.log.append("abandon")
-        self.taken = []
-
-
 class House:
     """A loop with everything around it; `saves` are the checkpoints."""
 
@@ -259,10 +199,9 @@ class House:
         self.backend = FakeBackend(self.log, self.clock)
         self.backend.stop = self.stop
         self.trainer = FakeTrainer(self.log, self.clock)
-        self.stream = FakeStream(self.trainer, self.config, self.log)
         self.critic = FakeCritic(self.log)
         self.timeline = Timeline(folder / "timeline.json", clock=lambda: self.clock.seconds)
-        mechanisms: list[Mechanism] = [self.stream] if more.pop("streams", False) else []
+        mechanisms: list[Mechanism] = []
         if self.config.trainer.one_step_off:
             mechanisms.append(OneStepOff(more.pop("together", None), self.timeline.phase))
         mechanisms += more.pop("mechanisms", ())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import re
@@ -13,7 +12,7 @@ from contextlib import chdir
 from pathlib import Path
 
 import yaml
-from pages import ROOT, Command, blocks
+from pages import ROOT, Command
 from tiny import write_tiny_model
 
 from jaxrl.cli import main
@@ -42,9 +41,6 @@ SMALL = {
 """Options that are added to a training configuration of the pages where the command does not give them itself."""
 
 PROBLEMS = [{"question": f"What is {i} + {i}?", "answer": f"It is {2 * i}. #### {2 * i}"} for i in range(12)]
-CONVERSATIONS = [{"prompt": f"{i} + {i}?", "completion": str(2 * i)} for i in range(4)]
-PAIRS = [{"prompt": f"{i} + {i}?", "chosen": str(2 * i), "rejected": str(i)} for i in range(4)]
-HUB_MODEL, HUB_DATA = "Qwen/Qwen2.5-0.5B-Instruct", "openai/gsm8k"
 
 
 class World:
@@ -57,24 +53,11 @@ class World:
             "bin": self._shims,
             "runs/a": self._run,
             "runs/b": self._other_run,
-            "runs/lora": self._run_of_adapters,
             "runs/c": self._other_run,
-            "runs/quarter-simulated": self._simulated_run,
             "out/model": lambda path: self._jaxrl("export", "runs/a", "out/model"),
             "out/tiny": lambda path: shutil.copytree(folder / "tiny", path),
-            "out/reward.py": _length_reward,
-            "my_reward.py": _reward,
             "run.yaml": self._config,
-            "profile.json": self._profile,
-            ".cache/jaxrl/profiles/smollm2-135m-cpu8.json": self._profile_of_eight,
             "answers.jsonl": lambda path: _write_rows(path, [{**row, "response": "#### 4"} for row in PROBLEMS]),
-            "path/to/HumanEval.jsonl.gz": _programs,
-            "hub": self._hub,
-            "runs/sft": self._run_of_sft,
-            "conversations.jsonl": lambda path: _write_rows(path, CONVERSATIONS),
-            "pairs.jsonl": lambda path: _write_rows(path, PAIRS),
-            **dict.fromkeys(("train.jsonl", "test.jsonl", "chain_sum.jsonl"), _problems),
-            **dict.fromkeys(("path/to/gsm8k_train.jsonl", "path/to/gsm8k_test.jsonl"), _problems),
         }
         write_tiny_model(folder / "tiny", max_position_embeddings=4096)  # as long as any page asks for
         _link_repository(folder)
@@ -119,38 +102,11 @@ class World:
         options = SMALL | {"trainer.total_training_steps": "6", "trainer.run_dir": "runs/a"}
         self._jaxrl("train", "--config", "configs/chain_sum.yaml", *(f"{k}={v}" for k, v in options.items()))
 
-    def _run_of_adapters(self, path: Path) -> None:
-        more = {"trainer.total_training_steps": "1", "trainer.run_dir": "runs/lora", "model.lora_rank": "2"}
-        self._jaxrl("train", "--config", "configs/chain_sum.yaml", *(f"{k}={v}" for k, v in (SMALL | more).items()))
-
-    def _run_of_sft(self, path: Path) -> None:
-        more = {"model.lora_rank": "0", "trainer.run_dir": "runs/sft", "data.train_files": "[conversations.jsonl]"}
-        more |= {"actor.optim.lr_warmup_steps": "0"}
-        self._jaxrl("sft", "--config", "configs/sft.yaml", *(f"{k}={v}" for k, v in (SMALL | more).items()))
-
     def _other_run(self, path: Path) -> None:
         self._make("runs/a")
         shutil.copytree(self.folder / "runs" / "a", path)
         config = (path / "config.yaml").read_text(encoding="utf-8")
         _write(path / "config.yaml", config.replace("lr: 2.0e-05", "lr: 3.0e-05"))
-
-    def _simulated_run(self, path: Path) -> None:
-        options = (
-            "trainer.run_dir=runs/quarter",
-            "trainer.total_training_steps=20",
-            "rollout.tail_batching.enable=false",
-        )
-        self._jaxrl("simulate", "--config", "configs/tail_batching.yaml", "simulate.num_devices=8", *options)
-
-    def _profile(self, path: Path) -> None:
-        sizes = ("--max-batch", "4", "--token-budget", "1024", "--repeats", "1", "trainer.num_devices=2")
-        self._jaxrl("profile", "--config", "run.yaml", *sizes, "--out", "profile.json")
-
-    def _profile_of_eight(self, path: Path) -> None:
-        options = SMALL | {"trainer.num_devices": "8"}
-        sizes = ("--max-batch", "4", "--token-budget", "1024", "--repeats", "1", "--out", str(path))
-        config = ("--config", "configs/adaptive_layout.yaml", *(f"{k}={v}" for k, v in options.items()))
-        self._jaxrl("profile", *config, *sizes)
 
     def _config(self, path: Path) -> None:
         """A reader's own configuration: the quickstart's, small, on all devices."""
@@ -162,17 +118,6 @@ class World:
                 node = node.setdefault(section, {})
             node[option] = yaml.safe_load(value) if value else ""
         _write(path, yaml.safe_dump(values))
-
-    def _hub(self, path: Path) -> None:
-        """The Hub's cache as a download leaves it."""
-        model = path / "hub" / f"models--{HUB_MODEL.replace('/', '--')}"
-        data = path / "hub" / f"datasets--{HUB_DATA.replace('/', '--')}"
-        for repository in (model, data):
-            _write(repository / "refs" / "main", "0" * 40)
-        with chdir(self.folder):
-            assert main(["export", "random:tiny", str(model / "snapshots" / ("0" * 40))]) == 0
-        for name in ("train", "test"):
-            _write_parquet(data / "snapshots" / ("0" * 40) / "main" / f"{name}-00000-of-00001.parquet")
 
     def _shims(self, path: Path) -> None:
         """`jaxrl` and `python` as a shell finds them."""
@@ -213,48 +158,8 @@ def _link_repository(folder: Path) -> None:
         (folder / name).symlink_to(ROOT / name)
 
 
-def _reward(path: Path) -> None:
-    """The function with which docs/your-reward.md begins."""
-    (block,) = [block for block in blocks("python") if block.page == "docs/your-reward.md"]
-    _write(path, block.text)
-
-
-def _length_reward(path: Path) -> None:
-    """Whose values differ for a random model's responses too."""
-    _write(path, "def compute_score(solution_str, **given):\n    return len(solution_str) / 99\n")
-
-
-def _problems(path: Path) -> None:
-    _write_rows(path, _held_out(path.name))
-
-
-def _held_out(name: str) -> list[dict[str, str]]:
-    """Of a test file other problems than of the others."""
-    return PROBLEMS[8:] if "test" in name else PROBLEMS[:8]
-
-
-def _programs(path: Path) -> None:
-    row = {
-        "task_id": "made-up/0",
-        "prompt": "def f(x):\n",
-        "entry_point": "f",
-        "canonical_solution": "    return x\n",
-        "test": "def check(candidate):\n    assert candidate(1) == 1\n",
-    }
-    with gzip.open(path, "wt", encoding="utf-8") as file:
-        file.writelines(json.dumps(row | {"task_id": f"made-up/{i}"}) + "\n" for i in range(6))
-
-
 def _write_rows(path: Path, rows: list[dict[str, str]]) -> None:
     _write(path, "".join(json.dumps(row) + "\n" for row in rows))
-
-
-def _write_parquet(path: Path) -> None:
-    import pyarrow
-    from pyarrow import parquet
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    parquet.write_table(pyarrow.Table.from_pylist(_held_out(path.name)), path)
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,0 +1,590 @@
+"""What is wrong with an input is one sentence, which names the option or the file, its place, the value and the rule.
+
+One case for each kind of mistake, not one for each sentence. Nothing of a large size is allocated, no code of a file is
+run, and nothing is written (`tests/support/refusals.py` checks that).
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pyarrow
+import pyarrow.parquet as parquet
+import pytest
+from damage import cut, flip, saved
+from refusals import Refusal, problems
+from tiny import CONFIG, write_tiny_model
+
+from jaxrl.models import decoder
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.safetensors import export_hf
+from jaxrl.train import manifest
+
+Prepare = Callable[[Path], object]
+LENGTHS = ("data.max_prompt_length=64", "data.max_response_length=16")
+
+
+def writes(content: str | bytes | Mapping[str, Any], name: str = "a.jsonl") -> Prepare:
+    """Writes one file; a mapping as JSON."""
+    text = json.dumps(content) if isinstance(content, Mapping) else content
+    return lambda folder: (folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
+
+
+def together(*steps: Prepare) -> Prepare:
+    return lambda folder: [step(folder) for step in steps]
+
+
+# ---------------------------------------------------------------- the command line
+
+COMMAND_LINE = {
+    "trian": "unknown command 'trian': did you mean train?",
+    "config.yaml": "'config.yaml' is not a command: did you mean train --config config.yaml?",
+    "train --confg x.yaml": "train: unknown option '--confg': did you mean --config?",
+    "train --rollout.n=4 trainer.seed=1": "train: unknown option '--rollout.n': write rollout.n=4",
+    "generate --model m --raw --system x hello": "generate: --system and --raw exclude each other",
+    "generate --m x hello": "generate: --m may mean --model, --max-tokens, --min-p",
+    "train --config": "train: --config needs a value",
+    "report": "report: RUN must be given",
+    "report one two": "one is not a run: it has none of metrics.jsonl, samples.jsonl, run.json",
+    "report run --out file.txt/x.html": (
+        "report: --out (file.txt/x.html) cannot be written: {tmp}/file.txt is not a folder"
+    ),
+    "export m out --dtype fp16": "export: --dtype must be one of float32, bfloat16, float16, found 'fp16'",
+    "generate --model m 'caf\udce9'": "generate: PROMPT must be UTF-8 text, found '\\udce9' in it",
+    "generate --model m hello --max-tokens 0": (
+        "generate: --max-tokens must be a whole number from 1 to 1048576, found 0"
+    ),
+    "generate --model m hello --temperature nan": "generate: --temperature must be a number from 0 to 1000, found nan",
+    "tune --run run --rule partial_rollout --prompt-factors 1.5": (
+        "--prompt-factors and --response-factors belong to --rule tail_batching, not partial_rollout"
+    ),
+    "train data.train_files=[*.jsonl]": (
+        "override 'data.train_files=[*.jsonl]': expected alphabetic or numeric character, but found '.' (to YAML * "
+        "begins an alias: put text with it in quotation marks; a pattern of files on this machine is not filled in, "
+        "each file is named: docs/your-data.md)"
+    ),
+    "train rollout.n": "override 'rollout.n' must have the form section.option=value",
+    "train --config none.yaml": "none.yaml: no such config file",
+    "export gone out": "gone: neither a run nor a model: there is no such file or folder",
+    "export file.txt file.txt": "the folder to write: {tmp}/file.txt is not a folder",
+    "score --responses a.jsonl --out a.jsonl": (
+        "--out (a.jsonl) would replace a.jsonl, which this command reads: name another file"
+    ),
+    "score --kind custom reward.path=reward.py --responses a.jsonl --out o.jsonl": (
+        "a.jsonl, line 2: 'response' must be text, found 1"
+    ),
+    "tune --run=gone": "gone is not a run directory: it holds no run.json",
+}
+
+
+def files_of_commands(folder: Path) -> None:
+    (folder / "file.txt").write_text("mine")
+    (folder / "reward.py").write_text("def compute_score(**kwargs): return 1.0\n")
+    (folder / "a.jsonl").write_text('{"answer": "1", "response": "1"}\n{"answer": "1", "response": 1}\n')
+
+
+# ---------------------------------------------------------------- options
+
+OPTIONS = {
+    "rollout.temperature=.nan": "rollout.temperature must be a finite number, found nan",
+    "rollout.temperature=1e-30": (
+        "rollout.temperature must be in [0.001, 100], or 0 for the likeliest token, found 1e-30"
+    ),
+    "rollout.n=1000000": (
+        "rollout.n must be at most 65536 (a prompt's samples are kept in memory until the last one is scored), found "
+        "1000000"
+    ),
+    "data.seed=1" + 300 * "0": (
+        "data.seed must be at most 4294967295 (the largest unsigned 32-bit integer), found a number of 997 bits"
+    ),
+    "rollout.n=four": "rollout.n must be a whole number, found 'four' (text)",
+    "rollout.tail_batching.enable=1": "rollout.tail_batching.enable must be true or false, found 1",
+    "rollout.layout.degrees=[1, two]": "rollout.layout.degrees[1] must be a whole number, found 'two' (text)",
+    "rollout.stop=[1]": "rollout.stop[0] must be text, found 1: put it in quotation marks",
+    "rollout.partial_rollout=true": (
+        "rollout.partial_rollout must be a section with options, found True: rollout.partial_rollout.enable is its "
+        "switch"
+    ),
+    "simulate.tasks={a: {weight: 0}}": "simulate.tasks.a.weight must be above 0, found 0",
+    "rollout.temprature=1": "unknown option rollout.temprature: did you mean rollout.temperature?",
+    "actor_rollout_ref.rollout.n=4": (
+        "unknown option actor_rollout_ref.rollout.n: it is rollout.n (there is no actor_rollout_ref here)"
+    ),
+    "algorithm.adv_estimator=gpro": (
+        "algorithm.adv_estimator must be one of grpo, dr_grpo, grpo_turns, rloo, reinforce_plus_plus, gae, gdpo, none, "
+        "found 'gpro'; did you mean grpo?"
+    ),
+    "trainer.run_dir=gs://bucket/run": "trainer.run_dir is a URL (gs://bucket/run): give one on this machine",
+    'trainer.run_dir="a\\0b"': "trainer.run_dir must be a path, found a NUL character in 'a\\x00b'",
+    "rollout.temperature=0": (
+        "rollout.temperature (0) makes all samples of a prompt equal, and algorithm.adv_estimator=grpo compares them "
+        "with each other: every advantage would be 0"
+    ),
+    "data.train_files=[a.jsonl] trainer.test_freq=5": (
+        "trainer.test_freq (5) needs held-out prompts: give data.val_files"
+    ),
+    "actor.ppo_max_token_len_per_gpu=100": (
+        "actor.ppo_max_token_len_per_gpu (100 tokens) must hold the longest sequence: data.max_prompt_length (256) + "
+        "data.max_response_length (128) = 384 tokens; actor.context_parallel_size parts it among devices"
+    ),
+    "trainer.num_devices=8 rollout.num_workers=3": (
+        "rollout.num_workers (3) must cut trainer.num_devices (8) along the major axes of their mesh, into one of 1, "
+        "2, 4, 8 workers"
+    ),
+    "rollout.num_blocks=2000000000": (
+        "rollout.num_blocks (2000000000) × rollout.block_size (16 tokens) must be at most 2147483647: a token's place "
+        "in the pool has 32 bits"
+    ),
+    "data.source_quotas={a: 3, b: 4}": "data.source_quotas must add up to data.train_batch_size (8 prompts), found 7",
+}
+"""Overrides, with spaces between them, and sentences without their place."""
+
+WITHOUT_A_PLACE = (
+    Refusal(
+        ("train",),
+        "model.path is missing: give a Hugging Face folder, a .gguf file or org/name of the Hugging Face Hub",
+    ),
+    Refusal(
+        ("train", "model.path={model}", "data.task=leg_counting"),
+        "trainer.run_dir is missing: give the folder that the run writes to and resumes from",
+    ),
+    Refusal(
+        (
+            *("simulate", "model.path=Qwen2.5-7B", "simulate.run_dir={tmp}/s", "data.task=leg_counting"),
+            *("rollout.tail_batching.enable=true", "rollout.partial_rollout.enable=true"),
+        ),
+        "tail batching and partial rollout exclude each other: each decides what becomes of unfinished responses",
+    ),
+    Refusal(
+        ("train", "model.path={model}", "data.task=leg_counting", "trainer.run_dir=run", "rollout.num_blocks=2"),
+        "rollout.num_blocks (2, one of them reserved) must hold one request of 384 tokens: at least 25 blocks of 16 "
+        "tokens",
+    ),
+)
+
+
+def of_options() -> Iterable[Refusal]:
+    yield from WITHOUT_A_PLACE
+    for line, sentence in OPTIONS.items():
+        overrides = re.split(r" (?=[\w.]+=)", line)
+        named = [each for each in overrides if each.partition("=")[0] in sentence]
+        named.sort(key=lambda each: sentence.index(each.partition("=")[0]))
+        # of 300 digits those that a line has room for are shown
+        place = " ".join(each if len(each) <= 100 else f"{each[:100]}..." for each in named or overrides)
+        yield Refusal(("train", "model.path={model}", *overrides), f"{sentence} (command line: {place})")
+
+
+# ---------------------------------------------------------------- configuration files
+
+MODEL = "model:\n  path: m\n"
+
+
+def laughs(first: str, line: str, use: str) -> str:
+    """Nine lines, each ten times the one before."""
+    return first + "".join(line.format(new, ", ".join([use + old] * 10)) for old, new in pairwise("abcdefghi"))
+
+
+def config_file(sentence: str, content: str | bytes | None, name: str = "run.yaml") -> Refusal:
+    prepare = (lambda folder: os.mkfifo(folder / name)) if content is None else writes(content, name)
+    return Refusal(("train", "--config", name), f"{name}{sentence}" if sentence[0] in ":," else sentence, prepare)
+
+
+CONFIG_FILES = (
+    config_file(
+        ": is larger than the 1 MiB that a config file may have: was another file meant, such as data?", "a" * 2_000_000
+    ),
+    config_file(": nested too deeply", "a: " + "[" * 50_000),
+    config_file(
+        ", line 5: more than 100000 values, each use of an alias counted: a config file may have no more",
+        laughs("a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n", "{0}: &{0} [{1}]\n", "*"),
+    ),
+    config_file(", line 1: an alias holds itself", "rollout: &r\n  stop: *r\n"),
+    config_file(", line 6: 'n' is given twice, first in line 4", MODEL + "rollout:\n  n: 4\n  top_p: 1\n  n: 8\n"),
+    config_file(": not UTF-8 text (byte 28)", b"trainer:\n  project_name: caf\xe9\n"),
+    config_file(
+        "rollout: a name must be text, found True (bool): put it in quotation marks (run.yaml, line 1)",
+        "rollout:\n  on: 4\n",
+    ),
+    config_file(
+        ", line 4: 010 would be read to base 8, as 8: leave out the leading 0", MODEL + "trainer:\n  seed: 010\n"
+    ),
+    config_file(
+        ", line 1: could not determine a constructor for the tag 'tag:yaml.org,2002:python/object/apply:os.system'",
+        "model: !!python/object/apply:os.system [ls]\n",
+    ),
+    config_file("rollout.n must be at least 1, found 0 (run.yaml, line 4)", MODEL + "rollout:\n  n: 0\n"),
+    config_file(
+        "actor.ppo_mini_batch_size (3 prompts) must divide data.train_batch_size (8 prompts) "
+        "(run.yaml, line 4; run.yaml, line 6)",
+        MODEL + "actor:\n  ppo_mini_batch_size: 3\ndata:\n  train_batch_size: 8\n",
+    ),
+    config_file(": cannot be read as a config file: it is a pipe or a socket", None),
+    config_file(": a config file must end in .yaml, .yml, .gin", "x = 1\n", "run.toml"),
+    config_file(
+        "rollout.n must be a whole number, found 1.5 (run.gin, line 2)",
+        "model.path = 'm'\nrollout.n = 1.5\n",
+        "run.gin",
+    ),
+    config_file(
+        ", line 1: 'true' is no value: text must be in quotation marks, and true is written True",
+        "data.shuffle = true\n",
+        "run.gin",
+    ),
+)
+
+# ---------------------------------------------------------------- data
+
+GOOD = {"question": "1 + 1", "answer": "2", "m": [{"role": "user", "content": "1 + 1"}]}
+LINE = json.dumps(GOOD)
+FILE = "{tmp}/a.jsonl"
+EVAL = ("eval", "model.path=random:{model}", *LENGTHS)
+TABLE = pyarrow.Table.from_pylist([{"question": f"{i} + {i}" * 20, "answer": str(2 * i)} for i in range(500)])
+
+
+def cut_table(folder: Path) -> None:
+    parquet.write_table(TABLE, folder / "a.parquet")
+    cut(folder / "a.parquet", 2000)
+
+
+def data(sentence: str, prepare: Prepare, *options: str, name: str = "a.jsonl") -> Refusal:
+    file = f"{{tmp}}/{name}"
+    said = file + sentence if sentence[0] in ":," else sentence
+    return Refusal((*EVAL, f"data.val_files=[{file}]", *options), said, prepare)
+
+
+def second_line(text: str, said: str, *options: str) -> Refusal:
+    return data(f", line 2{said}", writes(f"{LINE}\n{text}\n"), *options)
+
+
+def messages(said: str, value: Any) -> Refusal:
+    return second_line(json.dumps(GOOD | {"m": value}), f": {said}", "data.messages_key=m")
+
+
+DATA = (
+    data(": no such file; data.val_files must name existing files", lambda folder: None),
+    data(": a data file must end in .jsonl, .jsonl.gz or .parquet", writes("q,a\n", "a.csv"), name="a.csv"),
+    data(": holds no rows", writes("\n \n\r\n")),
+    data(
+        ", line 1: longer than 64 MiB; a line must hold one problem",
+        writes(gzip.compress(b" " * (65 * 2**20), 1, mtime=0), "a.jsonl.gz"),
+        name="a.jsonl.gz",
+    ),
+    second_line(LINE[:20], ": not valid JSON (Expecting ',' delimiter, column 21)"),
+    second_line('{"question": "q", "answer": NaN}', ": NaN is no number in JSON"),
+    second_line("[" * 100_000, ": nested too deeply"),
+    data(
+        ": not a Parquet file, or a damaged one (Parquet magic bytes not found in footer. Either the file is corrupted "
+        "or this is not a parquet file.)",
+        cut_table,
+        name="a.parquet",
+    ),
+    data(", line 1: no column 'question' (data.prompt_key): did you mean 'Question'?", writes({"Question": "q"})),
+    second_line('{"question": "q"}', ": no column 'answer' (data.answer_key): found 'question'"),
+    second_line(
+        json.dumps(GOOD | {"answer": ["2"]}), ": 'answer' (data.answer_key) must be text or a number, found ['2']"
+    ),
+    messages("'m' (data.messages_key) must be a list of messages with text in 'role' and 'content', found []", []),
+    messages(
+        "'m' (data.messages_key): the last message must be the user's, which is to be answered, found assistant",
+        [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}],
+    ),
+    data(
+        "no held-out prompts: all 1 are longer than data.max_prompt_length (4 tokens)",
+        writes(LINE),
+        "data.max_prompt_length=4",
+    ),
+    data(
+        f"{FILE}: all 1 problems of data.val_files are in the training set as well (data.train_files): keep some rows "
+        "out of it, in a file for data.val_files alone, or leave data.val_files empty",
+        writes(LINE),
+        f"data.train_files=[{FILE}]",
+    ),
+    Refusal(
+        (*EVAL, "data.task=chain_sum", "data.val_size=4", "data.task_config={terms: 2}"),
+        "data.task_config: chain_sum refuses {'terms': 2} (ChainSumConfig.__init__() got an unexpected keyword "
+        "argument 'terms')",
+    ),
+)
+
+# ---------------------------------------------------------------- tokenizers and chat templates
+
+TOKENS = "{tmp}/model"
+
+
+def tokenizer(sentence: str, change: Prepare, *options: str, **config: Any) -> Refusal:
+    prepare = together(writes(LINE), lambda folder: change(write_tiny_model(folder / "model", **config)))
+    return Refusal(("eval", "model.path=random:{tmp}/model", *LENGTHS, f"data.val_files=[{FILE}]", *options), sentence,
+                   prepare)  # fmt: skip
+
+
+TOKENIZERS = (
+    tokenizer(
+        f"{TOKENS}: holds no tokenizer.json, which is the one tokenizer format that is read (tokenizer.model: load it "
+        "with transformers' AutoTokenizer and save it)",
+        lambda folder: (folder / "tokenizer.json").rename(folder / "tokenizer.model"),
+    ),
+    tokenizer(
+        f"{TOKENS}/tokenizer_config.json: not valid JSON (Expecting property name enclosed in double quotes, column 2)",
+        writes("{'eos_token': 1}", "tokenizer_config.json"),
+    ),
+    tokenizer(
+        f"{TOKENS}/config.json: eos_token_id ([2, 260]) must be within the vocabulary: from 0 to 259",
+        lambda folder: None,
+        eos_token_id=[2, 260],
+    ),
+    tokenizer(
+        "data.max_prompt_length (64) + data.max_response_length (16) = 80 tokens, but {tmp}/model was made for at "
+        "most 79 (max_position_embeddings, with rope scaling where there is any): ask for less, or give the model's "
+        "config.json a rope scaling",
+        lambda folder: None,
+        max_position_embeddings=79,
+    ),
+    tokenizer(
+        f"{TOKENS}/chat_template.jinja: the chat template is no jinja template (line 1: No filter named 'joined'.)",
+        writes("{{ messages | joined }}", "chat_template.jinja"),
+    ),
+    tokenizer(
+        f"{FILE}, line 1: {TOKENS}/chat_template.jinja: the chat template fails with these messages: Range too big. "
+        "The sandbox blocks ranges larger than MAX_RANGE (100000).",
+        writes("{% for i in range(10 ** 9) %}{% endfor %}", "chat_template.jinja"),
+    ),
+)
+
+# ---------------------------------------------------------------- models
+
+UP, INDEX = "model.layers.1.mlp.up_proj.weight", "model.safetensors.index.json"
+KINDS = "a Hugging Face folder, a .gguf file, 'random:<folder>' or org/name of the Hugging Face Hub"
+LAYOUT = ("explain-layout", "--model", "{tmp}/m")  # reads the config alone
+EXPORT = ("export", "{tmp}/m", "{tmp}/out")  # reads the weights as well
+
+
+def model(*steps: Prepare, max_file_bytes: int = 10**9) -> Prepare:
+    """A tiny model with weights, to which something is done."""
+
+    def prepare(folder: Path) -> None:
+        config = ModelConfig.from_hf(CONFIG)
+        target = write_tiny_model(folder / "m")
+        params = decoder.init(config, jax.random.key(0))
+        export_hf(params, config, target, dtype=jnp.float32, max_file_bytes=max_file_bytes)
+        together(*steps)(target)
+
+    return prepare
+
+
+def in_config(sentence: str, **changes: Any) -> Refusal:
+    made = writes(CONFIG | changes, "config.json")
+    return Refusal(LAYOUT, f"{{tmp}}/m/config.json: {sentence}",
+                   lambda folder: made(write_tiny_model(folder / "m")))  # fmt: skip
+
+
+def placed(file: str) -> Prepare:
+    """A model in several files, whose index has a tensor in another one."""
+
+    def change(folder: Path) -> None:
+        content = json.loads((folder / INDEX).read_text())
+        content["weight_map"][UP] = file
+        (folder / INDEX).write_text(json.dumps(content))
+
+    return model(change, max_file_bytes=20_000)
+
+
+def a_run(folder: Path) -> None:
+    (folder / "first" / "checkpoints").mkdir(parents=True)
+    for name in ("run.json", "config.yaml"):
+        (folder / "first" / name).write_text("{}")
+
+
+MODELS = (
+    Refusal(
+        ("generate", "--model", "https://huggingface.co/Qwen/Qwen2.5-0.5B", "hi"),
+        "model.path: https://huggingface.co/Qwen/Qwen2.5-0.5B is a URL; give Qwen/Qwen2.5-0.5B for a model of the "
+        "Hugging Face Hub, or its folder or .gguf file on this machine",
+    ),
+    Refusal(LAYOUT, f"{{tmp}}/m: there is no such file or folder; model.path must be {KINDS}"),
+    Refusal(
+        ("generate", "--model", "first", "hi"),
+        "first: this is a run, not a model: `jaxrl export first FOLDER` writes its model",
+        a_run,
+    ),
+    in_config("num_hidden_layers (0) must be a whole number from 1 to 10000", num_hidden_layers=0),
+    in_config("num_heads (4) must be a multiple of num_kv_heads (3)", num_key_value_heads=3),
+    in_config(
+        "rope_type 'longrope' is not supported; supported are 'default', 'linear', 'llama3' and 'yarn'",
+        rope_scaling={"rope_type": "longrope"},
+    ),
+    Refusal(
+        LAYOUT,
+        "{tmp}/m/config.json: must be a file, found a pipe",
+        lambda folder: [(folder / "m").mkdir(), os.mkfifo(folder / "m" / "config.json")],
+    ),
+    Refusal(
+        EXPORT,
+        f"{{tmp}}/m: holds no model.safetensors and no {INDEX}; weights must be in safetensors files",
+        model(lambda folder: (folder / "model.safetensors").unlink()),
+    ),
+    Refusal(
+        EXPORT,
+        "{tmp}/m/model.safetensors: tensor model.embed_tokens.weight has shape (260, 32), but the config asks for "
+        "(16777216, 32)",
+        model(writes(CONFIG | {"vocab_size": 2**24}, "config.json")),
+    ),
+    Refusal(
+        EXPORT,
+        "{tmp}/m/model.safetensors: truncated or not a safetensors file (header too large)",
+        model(writes(b"version https://git-lfs.github.com/spec/", "model.safetensors")),
+    ),
+    Refusal(
+        EXPORT,
+        f"{{tmp}}/m/{INDEX}: weight_map places tensor {UP} in '../elsewhere'; it must name a file in this folder",
+        placed("../elsewhere"),
+    ),
+    Refusal(
+        ("explain-layout", "--model", "{tmp}/m.gguf"),
+        "{tmp}/m.gguf: truncated or not a GGUF file (GGUF magic invalid)",
+        writes(b"PK\3\4" + bytes(100), "m.gguf"),
+    ),
+)
+
+# ---------------------------------------------------------------- run directories and checkpoints
+
+TRAIN = (
+    *("train", "model.path=random:{model}", "data.train_batch_size=2", "trainer.total_training_steps=8", *LENGTHS),
+    *("data.train_files=[{tmp}/train.jsonl]", "data.shuffle=false", "trainer.compilation_cache_dir={tmp}/cache"),
+    "reward={kind: custom, path: {tmp}/reward.py}",  # its workers import little
+)
+RUN = (*TRAIN, "trainer.run_dir={tmp}/run")
+BRING_BACK = "bring back the file as it was, or move it away, and steps after the last checkpoint ask the clock again"
+
+
+def started(kind: str = "train", **files: str) -> Prepare:
+    """A run directory with what each start writes; a file's content by its name (`run_json`)."""
+
+    def prepare(folder: Path) -> None:
+        files_of_commands(folder)
+        problems(folder)
+        (folder / "run").mkdir()
+        devices = {"platform": "simulated" if kind == "simulate" else "cpu", "kind": "cpu", "count": 1}
+        told = {"kind": kind, "devices": devices, "starts": []}
+        for name, content in ({"run_json": json.dumps(told), "_lock": ""} | files).items():
+            (folder / "run" / name.replace("_", ".")).write_text(content)
+
+    return prepare
+
+
+def checkpoint(change: Prepare, *steps: int) -> Prepare:
+    """A run with checkpoints, of which the last is damaged."""
+
+    def prepare(folder: Path) -> None:
+        files_of_commands(folder)
+        problems(folder)
+        (folder / "run").mkdir()
+        saved(folder / "run" / "checkpoints", *(steps or (4,)))
+        change(folder / "run" / "checkpoints" / "4")
+
+    return prepare
+
+
+def damaged(fault: str, change: Prepare, *steps: int) -> Refusal:
+    place = "{tmp}/run/checkpoints holds no checkpoint that is whole"
+    return Refusal(RUN, f"{place} ({fault}): bring one back from a copy", checkpoint(change, *steps))
+
+
+def emptied(step: Path) -> None:
+    shutil.rmtree(step)
+    step.mkdir()
+
+
+def gone(step: Path) -> None:
+    """A run of three steps that saved one of them, and has no checkpoint any more."""
+    run = step.parents[1]
+    shutil.rmtree(step.parent)
+    (run / "metrics.jsonl").write_text("".join(f'{{"step": {i}}}\n' for i in range(1, 4)))
+    (run / "run.json").write_text(json.dumps({"devices": {"platform": "cpu"}, "starts": [], "checkpoint": 2}))
+
+
+RUNS = (
+    Refusal(
+        (*TRAIN, "trainer.run_dir={tmp}/file.txt"),
+        "trainer.run_dir: {tmp}/file.txt is not a folder",
+        together(files_of_commands, problems),
+    ),
+    Refusal(
+        RUN,
+        "{tmp}/run holds a run of `jaxrl simulate`, and this is `jaxrl train`: choose another trainer.run_dir",
+        started("simulate"),
+    ),
+    Refusal(RUN, "{tmp}/run/run.json: damaged: mend it, or move it away", started(run_json="[1]")),
+    Refusal(
+        RUN,
+        "{tmp}/run/config.yaml: empty, though it held the options of a run: bring it back, or move it away",
+        started(config_yaml=""),
+    ),
+    Refusal(
+        RUN,
+        f"{{tmp}}/run/journal.jsonl: damaged (not as it was written): {BRING_BACK}",
+        started(config_yaml="model: {path: gone}\n", journal_jsonl="Monday\n"),
+    ),
+    Refusal(
+        ("export", "{tmp}/run", "{tmp}/out"),
+        "{tmp}/run is a simulated run: it has no weights to export",
+        started("simulate", config_yaml="model: {path: gone}\n"),
+    ),
+    damaged("4: host/metadata has changed since it was written", lambda step: flip(step / "host" / "metadata")),
+    damaged("4: host/metadata has 9 bytes and must have 44", lambda step: cut(step / "host" / "metadata", 9)),
+    damaged("4: manifest.json is missing", lambda step: (step / "manifest.json").unlink()),
+    damaged(
+        "4: it is empty; 2: host/metadata is missing",
+        lambda step: [emptied(step), (step.parent / "2" / "host" / "metadata").unlink()],
+        *(2, 4),
+    ),
+    Refusal(
+        RUN,
+        "checkpoint {tmp}/run/checkpoints/4 has schema version 4; this jaxrl reads up to 3: update jaxrl",
+        checkpoint(lambda step: manifest.write(step, 4, 4)),
+    ),
+    Refusal(
+        RUN,
+        "checkpoint {tmp}/run/checkpoints/4 does not fit this model and optimizer: params/a is of shape (40,) there "
+        "and missing here",
+        checkpoint(lambda step: None),
+    ),
+    Refusal(
+        RUN,
+        "{tmp}/run/checkpoints holds no checkpoint, though step 2 was saved: bring the folder back, choose another "
+        "trainer.run_dir, or move {tmp}/run/metrics.jsonl away to start from step 1",
+        checkpoint(gone),
+    ),
+    Refusal(
+        (*TRAIN, "trainer.run_dir={tmp}/new", "trainer.init_from={tmp}/nowhere"),
+        "trainer.init_from: no checkpoint in {tmp}/nowhere: there is no such folder",
+        checkpoint(lambda step: None),
+    ),
+)
+
+CLASSES: dict[str, Iterable[Refusal]] = {
+    "the command line": [
+        Refusal(tuple(shlex.split(line)), said, files_of_commands) for line, said in COMMAND_LINE.items()
+    ],
+    "options": list(of_options()),
+    "config files": CONFIG_FILES,
+    "data": DATA,
+    "tokenizers": TOKENIZERS,
+    "models": MODELS,
+    "runs": RUNS,
+}
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_refused(kind: str, refused: Callable[[Iterable[Refusal]], None]):
+    refused(CLASSES[kind])
