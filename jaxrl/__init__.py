@@ -1,5 +1,6 @@
 """jaxrl: reinforcement-learning post-training of language models in JAX, without the wait for the longest response."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,8 +13,6 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("train", "sft", "dpo", "Run"):
-        from jaxrl import api  # which loads the configuration: other imports of the package do without
-
-        return getattr(api, name)
+    if name in ("train", "sft", "dpo", "Run"):  # they load the configuration: other imports of the package do without
+        return getattr(import_module("jaxrl.api"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -64,7 +64,7 @@ import sys
 import jaxrl.__main__
 from jaxrl.cli import main
 from jaxrl.runtime.stop import Stop
-for arguments in (["--help"], ["--version"], ["train", "--help"], ["generate", "--help"]):
+for arguments in (["--help"], ["train", "--help"], ["generate", "--help"]):
     print("asked for", arguments)
     try:
         main(arguments)

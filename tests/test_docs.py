@@ -26,7 +26,7 @@ PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/me
 FOLDERS = ("jaxrl", "sharding", "kernels", "configs", "docs", "examples", "scripts", "tests")
 ENDINGS = ("py", "sh", "md", "rst", "yaml", "toml", "svg", "png")
 MADE_UP = ("box.py", "my_reward.py", "my_tools.py", "my_rule", "tail_share.py", "run.yaml", "config.yaml")
-MADE_UP += ("checkpoints", "site")
+MADE_UP += ("checkpoints", "site", "inputs", "reward.py")
 """What the reader, a run or the build of the site makes."""
 
 

@@ -36,7 +36,7 @@ ROWS: tuple[frozenset[str], ...] = tuple(
         "mechanisms.parts",
         "runtime",
         "commands",
-        "cli",
+        "cli api",
         "__main__",
     )
 )

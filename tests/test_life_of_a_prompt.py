@@ -1,4 +1,4 @@
-"""README's life of a prompt is the real chain: a training run is followed from file to file."""
+"""docs/life-of-a-prompt.md is the real chain: a training run is followed from file to file."""
 
 from __future__ import annotations
 
@@ -74,12 +74,11 @@ ROOMS = ("data", "mechanisms", "rewards", "rollout", "runtime", "scheduling", "t
 
 
 def named() -> set[str]:
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    life = text.partition("## The life of a prompt")[2].partition("\n## ")[0]
-    return set(re.findall(r"\]\(jaxrl/([\w/]+\.py)\)", life))
+    text = (ROOT / "docs" / "life-of-a-prompt.md").read_text(encoding="utf-8")
+    return set(re.findall(r"\]\(\.\./jaxrl/([\w/]+\.py)\)", text))
 
 
-def test_a_plain_step_passes_the_files_that_the_readme_names_and_no_mechanism(tmp_path: Path):
+def test_a_plain_step_passes_the_files_that_the_page_names_and_no_mechanism(tmp_path: Path):
     write_tiny_model(str(tmp_path / "tiny"), num_hidden_layers=1)
     (tmp_path / "reward.py").write_text(REWARD)
     command = [sys.executable, "-c", FOLLOW, f"{ROOT}/", "found.json", "train"]

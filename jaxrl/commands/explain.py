@@ -312,9 +312,9 @@ def _seconds_lines(
     update_s = cost.train_step_s(load, num_devices - config.num_own_devices)
     yield (
         f"a step on {card.name}: about {_seconds(rolling_s + update_s)} (rollout {_seconds(rolling_s)}, update "
-        f"{_seconds(update_s)}) if responses have {length:,.0f} tokens each; by the cost model of `jaxrl simulate`, "
-        "which was 10 to 12 % too slow on one H200 (docs/benchmarks)"
+        f"{_seconds(update_s)}) if responses have {length:,.0f} tokens each,"
     )
+    yield "  by the cost model of `jaxrl simulate`, which was 10 to 12 % too slow on one H200"
 
 
 def _seconds(value: float) -> str:

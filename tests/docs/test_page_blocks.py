@@ -119,7 +119,7 @@ def test_a_configuration_loads_and_its_header_has_a_command(path: Path):
 
 
 def from_python(block: Block, folder: Path, world: World) -> None:
-    """The README's, with a tiny model."""
+    """With a tiny model."""
     assert block.text.count(README_MODEL) == 1
     printed: list[tuple[int, str, str, float]] = []
     own = {"print": lambda *values: printed.append(values)}
@@ -211,7 +211,7 @@ def invented_family(block: Block, folder: Path, world: World) -> None:
 
 
 PYTHON: dict[str, Callable[[Block, Path, World], None]] = {
-    "README.md: from jaxrl.text import TextEngine": from_python,
+    "docs/serving.md: from jaxrl.text import TextEngine": from_python,
     "docs/environments.md: import openai": agent,
     "docs/environments.md: def word_count": COUNTS,
     "docs/environments.md: class Box": BOX,

@@ -44,7 +44,7 @@ def test_one_plain_line_per_step():
     out = io.StringIO()
     with contextlib.closing(LiveView(10, out)) as view:
         view.phase("gen")
-        view.rollout(rows_busy=3, rows_total=32, tokens_per_s=900.0, finished=5, total=64)
+        view.rollout(rows_busy=3, rows_total=32, tokens=900, finished=5, total=64)
         view.step(3, METRICS)
         view.message("\x1b[31mevaluating\x1b[0m\r now\x07\ttab")
     assert out.getvalue().splitlines() == [
@@ -69,15 +69,15 @@ def test_a_log_says_what_a_silent_run_does():
             view._look()
         view.step(6, {})
         view.phase("gen")
-        view.rollout(8, 32, 900.0, 28, 70)
+        view.rollout(8, 32, 9, 28, 70)
         view.waiting(3, "prompt 5, sample 1 (search)", 62.0)
         clock.now = 90.0
         view._look()
     assert out.getvalue().splitlines() == [
         "step 6/10: compiling programs 1/9  31s",
         "step  6/10",
-        "step 7/10: gen  30s  finished 28/70  rows 8/32  900 tokens/s  3 wait for answers, longest prompt 5, sample 1 "
-        "(search): 28s",
+        "step 7/10: gen  30s  9 tokens, 9000/s  finished 28/70  rows 8/32  3 wait for answers, longest prompt 5, "
+            "sample 1 (search): 28s",
     ]
 
 
