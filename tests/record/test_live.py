@@ -77,7 +77,7 @@ def test_a_log_says_what_a_silent_run_does():
         "step 6/10: compiling programs 1/9  31s",
         "step  6/10",
         "step 7/10: gen  30s  9 tokens, 9000/s  finished 28/70  rows 8/32  3 wait for answers, longest prompt 5, "
-            "sample 1 (search): 28s",
+        "sample 1 (search): 28s",
     ]
 
 
