@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +13,6 @@ from replayed_backend import (
     PARAMS,
     PROMPTS,
     Bytes,
-    House,
     Pool,
     begin,
     finished,
@@ -28,7 +24,6 @@ from replayed_backend import (
 
 from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 from jaxrl.mechanisms.adaptive_layouts.control import Decision
-from jaxrl.record.timeline import Timeline
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import (
@@ -201,80 +196,22 @@ def test_kept_responses_are_whole_and_go_on_from_their_token_ids(houses: Any):
     backend.end()
 
 
-def spans_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """The spans of each track of a timeline."""
-    events = json.loads((folder / "timeline.json").read_text())
-    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    spans: dict[str, list[dict[str, Any]]] = {name: [] for name in names.values()}
-    for event in events:
-        if event["ph"] == "X":
-            spans[names[event["tid"]]].append(event)
-    return spans
-
-
-def test_plans_of_two_workers_are_drawn_side_by_side(tmp_path: Path):
-    """Each plan on its worker's track, in order and one after another; the two tracks at the same time. A plan takes
-    two seconds, and each look at the clock a hundredth."""
-    now = [0.0]
-
-    def clock() -> float:
-        now[0] += 0.01
-        return now[0]
-
-    house = House(tmp_path, {key(p): 30 for p in range(4)}, Pool(), num_workers=2)
-    house.timeline.close()
-    (tmp_path / "timeline.json").unlink()
-    for executor in house.worker.workers:
-        own = executor.collect
-        executor.collect = lambda ticket, own=own: (now.__setitem__(0, now[0] + 2), own(ticket))[1]
-    with Timeline(tmp_path / "timeline.json", clock=clock) as timeline:
-        house.backend = RolloutBackend(replace(house.run, timeline=timeline, journal=None))
-        house.backend.enter_rollout(0)
-        house.run_round(PROMPTS[:4], 1)
-        house.backend.end()
-        assert timeline.open_spans() == []
-    spans = spans_of(tmp_path)
-    assert set(spans) == {"engine 0", "engine 1"}
-    for worker, track in enumerate(("engine 0", "engine 1")):
-        drawn, plans = spans[track], house.engine.engines[worker].counters.plans
-        assert [span["args"]["index"] for span in drawn] == list(range(plans))
-        assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in itertools.pairwise(drawn))
-    assert sum(span["dur"] for own in spans.values() for span in own) > 1.7e6 * now[0], "both at nearly every moment"
-    house.close()
-
-
-def test_weights_that_no_round_has_used_are_not_brought_again(houses: Any):
-    """A run compiles its programs with the first ones, and then begins: they come once."""
+def test_weights_and_memory_come_and_go(houses: Any):
+    """Weights that no round has used are not brought again: a run compiles its programs with the first ones."""
     house = houses(LENGTHS, Pool())
     first = [("sync", "weights", 0), "allocate"]
-    assert house.worker.calls == first
     house.backend.enter_rollout(0)
     assert house.worker.calls == first
     house.run_round(PROMPTS, 2)
     house.backend.end()
     house.backend.enter_rollout(0)
     assert house.worker.calls == [*first, *first], "a round has begun with them"
-    house.backend.leave_rollout()
-    house.backend.enter_rollout(0)
-    assert house.worker.calls == [*first, *first, ("release", True), *first]
-
-
-def test_memory_phases(houses: Any):
-    house = houses(LENGTHS, Pool())
-    house.run_round(PROMPTS, 2)
-    house.backend.end()
+    house.worker.calls.clear()
     house.backend.leave_rollout()
     house.backend.leave_rollout()
     house.backend.enter_rollout(1)
     house.backend.enter_rollout(2)
-    assert house.worker.calls == [
-        ("sync", "weights", 0),
-        "allocate",
-        ("release", True),
-        ("sync", "weights", 1),
-        "allocate",
-        ("sync", "weights", 2),
-        "allocate",  # of what has no pool
-    ]
+    second = [("sync", "weights", 1), "allocate", ("sync", "weights", 2), "allocate"]
+    assert house.worker.calls == [("release", True), *second]
     round, _ = house.run_round(PROMPTS, 2, step=3)
     assert {v for g in round.groups() for s in g.samples for v in s.versions.tolist()} == {2}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 from checking import make_engine, make_request
 
 from jaxrl.runtime.plan_timeline import RowTracks
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
-from jaxrl.scheduling.tokens.progress import TraceEvent
 
 
 class Picture:
@@ -26,32 +24,6 @@ class Picture:
 
     def row(self, row: str, order: int, name: str, start_s: float, end_s: float, /, **args: Any) -> None:
         self.drawn.append({"row": row, "order": order, "name": name, "start": start_s, "stop": end_s, **args})
-
-
-def of_rows(drawn: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = {}
-    for each in drawn:
-        found.setdefault(each["row"], []).append(each)
-    return found
-
-
-def test_every_response_is_drawn_once_on_its_row():
-    requests = [make_request(i, prompt=i) for i in range(9)]
-    engine, _ = make_engine({r.key: 3 + 2 * i for i, r in enumerate(requests)})
-    picture = Picture()
-    tracks = RowTracks([engine], picture)
-    for request in requests:
-        engine.add(request)
-    while not engine.is_idle:
-        engine.step()
-        tracks.follow(0)
-    assert sorted(each["name"] for each in picture.drawn) == sorted(f"0.{i}.0" for i in range(9))
-    assert {each["name"]: each["tokens"] for each in picture.drawn} == {f"0.{i}.0": 3 + 2 * i for i in range(9)}
-    assert {each["end"] for each in picture.drawn} == {"stop"}
-    for row, stays in of_rows(picture.drawn).items():
-        assert len({each["order"] for each in stays}) == 1
-        assert all(a["stop"] <= b["start"] for a, b in itertools.pairwise(stays)), row
-        assert all(each["start"] < each["stop"] for each in stays)
 
 
 def test_preempted_requests_come_back():
@@ -90,24 +62,3 @@ def test_an_aborted_request_ends_when_it_is_looked_for_or_its_row_is_given_away(
     assert len(picture.drawn) == rows + 2
     tracks.follow(0)
     assert len(picture.drawn) == rows + 2
-
-
-def test_workers_have_rows_of_their_own():
-    engines = [make_engine({make_request(i).key: 5})[0] for i in range(2)]
-    picture = Picture()
-    tracks = RowTracks(engines, picture)
-    for i, engine in enumerate(engines):
-        engine.generate([make_request(i)])
-    tracks.follow(0)
-    assert [each["row"] for each in picture.drawn] == ["0.0.0", "1.0.0"]
-    assert picture.drawn[0]["order"] < picture.drawn[1]["order"]
-
-
-def test_an_engine_that_another_listens_to_is_left_alone():
-    heard: list[TraceEvent] = []
-    engine, _ = make_engine({make_request(0).key: 5}, trace=heard.append)
-    picture = Picture()
-    RowTracks([engine], picture).follow(0)
-    engine.generate([make_request(0)])
-    assert heard
-    assert not picture.drawn
