@@ -9,19 +9,9 @@ ASK = [{"role": "user", "content": "hi"}]
 SAID = "{{ messages[0].content }}"
 
 
-def test_a_template_is_rendered():
-    assert render("{{ bos_token }}{{ messages[0].content }}", "file", ASK, {"bos_token": "<s>"}) == "<s>hi"
-
-
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", r"is no jinja template \("),
-    ],
-)
-def test_a_template_that_cannot_be_used(source: str, words: str):
-    with pytest.raises(ValueError, match=f"^file: the chat template {words}") as caught:
-        render(source, "file", ASK, {})
+def test_a_template_that_cannot_be_used():
+    with pytest.raises(ValueError, match=r"^file: the chat template is no jinja template \(") as caught:
+        render("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "file", ASK, {})
     assert not isinstance(caught.value, RefusedMessages)
 
 

@@ -21,7 +21,6 @@ def read(path: Path) -> list[tuple[str, object]]:
 @pytest.mark.parametrize(
     "content",
     [
-        b'{"q": 1}\n\n{"q": 2}\n',
         b'\xef\xbb\xbf{"q": 1}\r\n\r\n{"q": 2}\r\n',
         b'  {"q": 1}\n \t\n{"q": 2}',
     ],
@@ -31,12 +30,6 @@ def test_marks_line_ends_and_empty_lines(tmp_path: Path, content: bytes):
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(content))
     for name in ("a.jsonl", "b.jsonl.gz"):
         assert read(tmp_path / name) == [("line 1", {"q": 1}), ("line 3", {"q": 2})]
-
-
-def test_a_long_line_is_read(tmp_path: Path):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"q": "x" * 20_000_000}))
-    ((where, row),) = rows(tmp_path / "a.jsonl")
-    assert (where, len(row["q"])) == (f"{tmp_path}/a.jsonl, line 1", 20_000_000)
 
 
 def test_the_longest_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -59,12 +52,6 @@ def test_a_parquet_file_that_breaks_off_says_where(tmp_path: Path):
     file.write_bytes(content)
     with pytest.raises(ValueError, match=r"a\.parquet: damaged after row 2048 \(Corrupt snappy compressed data"):
         read(file)
-
-
-def test_a_parquet_file_that_repeats_itself_is_read(tmp_path: Path):
-    table = pyarrow.table({"q": ["You are a helpful assistant. " * 100] * 20_000, "n": list(range(20_000))})
-    parquet.write_table(table, tmp_path / "a.parquet", compression="zstd")
-    assert sum(1 for _ in rows(tmp_path / "a.parquet")) == 20_000
 
 
 def test_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

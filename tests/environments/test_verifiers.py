@@ -84,10 +84,9 @@ def test_tools_and_rows(program: Callable[..., Program]):
     assert made.problem(3, 0)["answer"] == "6"
 
 
-@pytest.mark.parametrize("version", ["0.3.1", "0.5.0"])
-def test_another_version_is_refused(program: Callable[..., Program], version: str):
-    with pytest.raises(ValueError, match=rf"has verifiers {re.escape(version)}, and 0\.4 is supported"):
-        program(version)
+def test_another_version_is_refused(program: Callable[..., Program]):
+    with pytest.raises(ValueError, match=r"has verifiers 0\.5\.0, and 0\.4 is supported"):
+        program("0.5.0")
 
 
 def test_held_out_tasks_of_a_taskset(program: Callable[..., Program]):
@@ -125,7 +124,6 @@ def test_a_conversation_that_the_environment_opens(program: Callable[..., Progra
     [
         ("none", {}, "environment.id: none cannot be imported: No module named 'nothing'"),
         ("sums", {"agents": 1}, "environment.args: agents.0: there is no such option"),
-        ("sums", {"other": {}}, "has the agents agent, other to be the policy"),
         ("sums", {"taskset": {"count": 0}}, "the taskset sums has no tasks"),
         ("boxed", {}, "an episode fails before its first turn: ValueError: it needs a container"),
     ],

@@ -9,7 +9,7 @@ import pytest
 from jaxrl.config import from_mapping
 from jaxrl.config.domains import needs_workers
 from jaxrl.config.rewards import PartSection
-from jaxrl.rewards.domains import DomainScorer, RewardPart, Weighted, build_scorer
+from jaxrl.rewards.domains import DomainScorer, RewardPart, build_scorer
 from jaxrl.rewards.scorers import MathScorer, Scorer, ScoreRequest, score_safely
 
 SCORER = """
@@ -35,13 +35,7 @@ def score(scorer: Scorer, response: str, source: str = "a", tokens: int = 10) ->
     return scorer(ScoreRequest(source, response, "4", {}, num_tokens=tokens))
 
 
-def test_format():
-    part = RewardPart(PartSection(pattern=r"<think>.*</think>\s*<answer>.*</answer>"))
-    tagged = "<think>a\nb</think>\n<answer>4</answer>"
-    assert [part.value(ScoreRequest("a", text, None)) for text in (tagged, f"{tagged} more", "")] == [1.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize(("tokens", "value"), [(0, 0.0), (20, 0.0), (60, -0.5), (100, -1.0), (120, -1.0)])
+@pytest.mark.parametrize(("tokens", "value"), [(20, 0.0), (60, -0.5), (120, -1.0)])
 def test_length(tokens: int, value: float):
     part = RewardPart(PartSection(kind="length", free_tokens=20), max_tokens=100)
     found = part.value(ScoreRequest("a", "", None, num_tokens=tokens))
@@ -94,10 +88,3 @@ def test_only_the_parts_of_what_is_scored_elsewhere():
     config = from_mapping({"model": {"path": "x"}, "reward": {"kind": "judge", "judge": judge}})
     assert not needs_workers(config.reward)
     assert needs_workers(from_mapping({"model": {"path": "x"}}).reward)
-
-
-def test_what_loading_does():
-    scorer = built(domains={"a": {"extract": "boxed"}}, parts={"tags": {"pattern": "x"}})
-    assert scorer.preload == ("math_verify",)
-    assert scorer.loads.startswith("reward.kind: importing math_verify and reward.parts.tags")
-    assert isinstance(Weighted(None, 1.0).loads, str)
