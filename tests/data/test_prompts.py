@@ -210,17 +210,6 @@ def test_gsm8k(data_folder: Path):
     assert PromptSource(train, Characters(), c).num_prompts == 7473
 
 
-def test_deepmath(data_folder: Path):
-    files = [str(data_folder / "deepmath_1980.jsonl")]
-    by_messages = config(train_files=files, messages_key="messages", answer_key="ground_truth", source_key="tag")
-    (problem, *rest) = load_train(by_messages)
-    assert len(rest) == 1979
-    assert [m["role"] for m in problem.messages] == ["system", "user"]
-    assert (problem.answer, problem.source) == (r"\dfrac{11}{16}", "deepmath_103k")
-    by_text = config(train_files=files, prompt_key="prompt", answer_key="ground_truth")
-    assert [p.question for p in load_train(by_text)] == [p.question for p in (problem, *rest)]
-
-
 def test_a_prompt_is_found_again_by_its_key(tmp_path: Path):
     rows = [{"question": f"q{i}" + "x" * 50 * (i == 2), "answer": i} for i in range(6)]
     c = config(train_files=[write(tmp_path / "a.jsonl", rows)], max_prompt_length=30, seed=3)

@@ -44,25 +44,6 @@ def test_extract():
         assert extract_answer(text, how) == tuple(expected), text
 
 
-COMPARED = [
-    ("12", "12", True, "text"), ("$12$", "12", True, "text"), (r"\dfrac{11}{16}", r"\frac{11}{16}", True, "text"),
-    ("1,234", "1234", True, "text"), ("12.", "12", True, "text"), ("12", "12.0", True, "number"),
-    ("0.6875", r"\dfrac{11}{16}", True, "number"), ("1 1/2", "1.5", True, "number"),
-    ("0.333333", "1/3", True, "number"), ("0.33", "1/3", False, "number"), ("1000001", "1000000", False, "number"),
-    ("1/0", "1", False, "math_verify"), ("yes.", r"\text{Yes}", True, "words"),
-    ("sey", "Yes", False, "words"),  # e*s*y commutes
-    ("x=5", "5", True, "text"), ("[0,1)", "[0, 1)", True, "text"), ("(0,1)", "[0, 1)", False, "elements"),
-    (r"\frac{\sqrt2}{2}", r"$\frac{1}{\sqrt{2}}$", True, "math_verify"), ("1+x^2", "x^2+1", True, "math_verify"),
-    (r"50\%", "50", True, "number"), ("1,2", "12", False, "elements"), (r"\frac{", "12", False, "math_verify"),
-    ("9" * 5000, "9", False, "length"),
-]  # fmt: skip
-
-
-def test_equal():
-    found = {(answer, reference): equal(answer, reference) for answer, reference, *_ in COMPARED}
-    assert found == {(answer, reference): (correct, by) for answer, reference, correct, by in COMPARED}
-
-
 def test_works_outside_the_main_thread():
     """math-verify's own timeouts are signals, which only the main thread may set."""
     from concurrent.futures import ThreadPoolExecutor

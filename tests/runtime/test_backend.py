@@ -12,14 +12,11 @@ from replayed_backend import (
     LENGTHS,
     PARAMS,
     PROMPTS,
-    Bytes,
     Pool,
     begin,
-    finished,
     key,
     next_finished,
     opened,
-    scored,
 )
 
 from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
@@ -36,7 +33,6 @@ from jaxrl.scheduling.rounds.events import (
     Verdict,
 )
 from jaxrl.scheduling.rounds.round import Round
-from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.types import Sample
 
 
@@ -78,23 +74,6 @@ def test_layouts_know_an_evaluation_from_the_training_round_of_its_step(
         house.run_round(PROMPTS, 1, step, kind)
         house.backend.end()
     assert places == [(step, int(kind == "eval")) for step, kind in order for _ in range(num_workers)]
-
-
-def test_cancel_drops_everything_and_the_next_round_starts_clean(houses: Any):
-    house = houses(LENGTHS, Pool(hold=[key(0)], bad={key(2): "timeout"}))
-    round = Round(PROMPTS, 2)
-    house.backend.begin(RoundInfo(1), PARAMS)
-    while len(round.ledger.finished) < 4:
-        house.backend.apply(round.handle(house.backend.wait()))
-    house.backend.cancel()
-    assert house.engine.is_idle
-    house.pool.hold = []
-    submitted = len(house.pool.submitted)
-    round, events = house.run_round(PROMPTS, 2, step=1)
-    assert round.done
-    assert scored(events) == finished(events)
-    assert len(house.pool.submitted) - submitted >= len(LENGTHS) - 1, "a timeout heard before the stop is journalled"
-    house.backend.end()
 
 
 def test_a_stop_is_heard_while_no_event_comes(houses: Any):
@@ -168,32 +147,6 @@ def test_generation_is_over_when_the_last_response_has_been_told(houses: Any):
     assert backend.generating, "a verdict may make the round go on"
     backend.cancel()
     assert not backend.generating
-
-
-def test_kept_responses_are_whole_and_go_on_from_their_token_ids(houses: Any):
-    house = houses({key(0, 0): 2, key(0, 1): 7, key(0, 2): 30}, Pool())
-    keys = (key(0, 0), key(0, 1), key(0, 2))
-    backend = begin(house, keys)
-    assert next_finished(backend).key == keys[0]
-    backend.apply([Abort(keys[1:], keep=True)])
-    ended = next_finished(backend)
-    assert (ended.key, len(ended)) == (keys[1], 7), "it ended in the plan in flight, which was waited for"
-    begun = next_aborted(backend)
-    kept = 13 if isinstance(house.engine, LocalWorkers) else 9  # of several, each has two plans in flight
-    assert (begun.key, len(begun), begun.versions.tolist()) == (keys[2], kept, [0] * kept)
-    backend.end()
-
-    backend.leave_rollout()
-    backend.enter_rollout(1)
-    backend.begin(RoundInfo(2), PARAMS)
-    backend.wait()
-    backend.apply([Launch(PROMPTS[0], keys[2:], resumed=(begun,), finished=(ended,))])
-    whole = next_finished(backend)
-    assert (whole.key, len(whole)) == (keys[2], 30), "the finished one is not run again"
-    assert whole.versions.tolist() == [0] * kept + [1] * (30 - kept)
-    assert whole.token_ids.tolist()[:kept] == begun.token_ids.tolist()
-    assert whole.text == Bytes().decode(whole.token_ids.tolist())
-    backend.end()
 
 
 def test_weights_and_memory_come_and_go(houses: Any):

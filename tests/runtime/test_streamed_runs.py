@@ -134,27 +134,6 @@ def test_no_clock_decides(rule: str, straight: Callable[..., Run]):
             assert stream.min_done <= measured.get("rollout/scale_down/done_share", stream.min_done) <= stream.max_done
 
 
-def test_short_rounds_free_no_workers_unless_asked(straight: Callable[..., Run]):
-    found = {}
-    for name in ("tail batching", "short rounds too"):
-        run = straight(name)
-        found[name] = [
-            (measured["rollout/long_round"], measured["rollout/scale_down/freed"]) for measured in run.metrics.values()
-        ]
-    assert {freed for long, freed in found["tail batching"] if not long} == {0}
-    assert 1 in {freed for long, freed in found["tail batching"] if long}
-    assert 1 in {freed for long, freed in found["short rounds too"] if not long}
-
-
-def test_the_round_that_begins_the_pipeline_frees_no_worker(straight: Callable[..., Run]):
-    """With one step off nothing is offered in it; and the next round has all workers."""
-    run = straight("one step off")
-    assert run.metrics[1]["rollout/scale_down/freed"] == 0
-    assert sum(m["rollout/scale_down/freed"] for m in run.metrics.values()) > 0
-    whole_parts = [call for calls in run.streamed.values() for call in calls[:-1]]
-    assert all(len(call) == 2 for call in whole_parts), "the batch that waits is there from the start"
-
-
 def nth(call: str, number: int) -> Callable[[str], bool]:
     """True once, at the nth call of that name."""
     seen = 0
@@ -197,17 +176,6 @@ def test_a_failure_on_the_freed_devices_repeats_the_step(
     assert run.batches() == straight(rule).batches()
 
 
-def test_a_run_goes_on_without_the_stream_that_failed(straight: Callable[..., Run], tmp_path: Path):
-    run = Run(tmp_path, RULES["plain"], seed=3)
-    run.fails = nth("give", 3)
-    with pytest.raises(RunFailed):
-        run.go(1)
-    plain = straight("plain", streams=False)
-    run.config = plain.config
-    assert run.go(2)
-    assert run.batches() == plain.batches()
-
-
 @pytest.mark.parametrize(("rule", "worker", "number"), [("plain", 0, 6), ("one step off", 1, 14), ("plain", 1, 1)])
 def test_a_device_that_is_lost_in_the_rollout(rule: str, worker: int, number: int, tmp_path: Path):
     """With its worker freed or not: the error is what it is without streaming, and the step runs again."""
@@ -225,19 +193,3 @@ def test_a_device_that_is_lost_in_the_rollout(rule: str, worker: int, number: in
     assert run.go(2)
     run.check()
     assert replayed(tmp_path / "again", run, 1000).digest == run.digest
-
-
-def test_an_update_that_is_skipped_takes_its_streamed_sums_along(tmp_path: Path):
-    """The batch has left all the same, as without streaming, and the next step begins with nothing."""
-    run, seen = Run(tmp_path, {}, seed=3), []
-    run.skips = lambda parts: bool(seen.append(parts) or len(seen) == 3)
-    assert run.go(1)
-    run.check()
-    assert [m["actor/skipped_updates"] for m in run.metrics.values()] == [0, 0, 1, 0, 0]
-    plain, seen = Run(tmp_path / "plain", {"trainer.stream": {}}, seed=3), []
-    plain.journal_file.parent.mkdir()
-    plain.skips = lambda parts: bool(seen.append(parts) or len(seen) == 3)
-    assert plain.go(1)
-    assert [m["actor/skipped_updates"] for m in plain.metrics.values()] == [0, 0, 1, 0, 0]
-    assert plain.batches() == run.batches()
-    assert run.streamed[3], "of the update that was skipped something was streamed"

@@ -3,7 +3,6 @@ come."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from replayed_backend import (
 )
 
 from jaxrl.config import from_mapping
-from jaxrl.mechanisms.reward_timeouts import AdaptiveTimeouts, TimeoutRule
 from jaxrl.rewards.reward_metrics import RewardMetrics
 from jaxrl.runtime.verdicts import Verdicts
 from jaxrl.scheduling.mechanism import RoundInfo
@@ -151,35 +149,6 @@ def test_a_step_that_runs_again_hears_what_a_clock_or_something_outside_decided(
     third = houses(LENGTHS, Pool(), last_step=7, config=config)
     played(third, step=8)
     assert sorted(third.pool.submitted) == sorted(LENGTHS), "another step asks anew"
-
-
-def test_time_limits_are_given_and_learned_and_what_they_may_decide_is_journalled(houses: Any, tmp_path: Path):
-    def info(seconds: float, cut_off: int = 0) -> tuple[float, dict[str, Any]]:
-        correct = not cut_off
-        return float(correct), {"case_s": [seconds], "correct": correct, "cut_off": cut_off}
-
-    said = {key(0): info(0.5), key(1): info(10.0), key(2): info(30.0, 1), key(3): info(0.25)}
-    house = houses(LENGTHS, Pool(outside=said), mechanisms=[AdaptiveTimeouts(TimeoutRule())])
-    house.pool.is_outside = False  # only what the limits may have decided
-    house.run_round(PROMPTS, 2, step=7)
-    assert {house.pool.limits[one] for one in said} == {()}, "nothing was known of these prompts"
-    entries = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()[1:]]
-    journalled = {SampleKey(0, *entry["key"][2:]): entry["info"]["case_s"] for entry in entries}
-    assert journalled == {key(1): [10.0], key(2): [30.0]}, "what took less than a second passes under every limit"
-    counts = house.backend.end()
-    assert (counts["reward/code/cut_off"], counts["reward/code/anchor_s/max"]) == (1.0, 10.0)
-    house.run_round(PROMPTS, 2, step=8)
-    given = {one.prompt_index: limits for one, limits in house.pool.limits.items() if not one.sample_index}
-    assert given == {0: (2.0,), 1: (15.0,), 2: (), 3: (2.0,), 4: ()}
-    house.backend.end()
-    house.run_round(PROMPTS, 2, step=8, kind="eval")
-    assert set(house.pool.limits.values()) == {()}, "an evaluation does not depend on what training has seen"
-    assert "reward/code/cut_off" not in house.backend.end()
-    timeouts = AdaptiveTimeouts(TimeoutRule())
-    again = houses(LENGTHS, Pool(), last_step=6, mechanisms=[timeouts])
-    again.run_round(PROMPTS, 2, step=7)
-    assert not set(again.pool.submitted) & set(journalled)
-    assert again.backend.end()["reward/code/anchor_s/max"] == 10.0, "what is replayed teaches as well"
 
 
 def test_an_evaluation_does_not_hear_the_training_rounds_verdicts(houses: Any):
