@@ -147,16 +147,6 @@ def test_a_taxi_of_gymnasium_is_driven_by_words():
     assert played(episodes, row, ["drop off"]).reward == -10.0
 
 
-def test_what_names_no_action_is_told_which_there_are():
-    row = {"number": "1.0", "id": "CliffWalking-v1", "actions": ["up", "right", "down", "left"], "moves": 3}
-    answer = played(gym_game(), row, ["upwards, downright"])
-    assert answer.next_observation == "Answer with one of: up, right, down, left."
-    assert (answer.reward, answer.metrics) == (0.0, {"no_move": 1.0})
-    fallen = played(gym_game(), row, ["go right, not left"])
-    assert (fallen.reward, str(fallen.next_observation).splitlines()[-1][0]) == (-100.0, "x")
-    assert played(gym_game(), row, ["hm", "up", "up"]).episode_done, "of moves"
-
-
 def test_observations_without_a_drawing():
     row = {"number": "1.0", "id": "Blackjack-v1", "actions": ["stick", "hit"]}
     (message,) = gym_game().first_messages(row)

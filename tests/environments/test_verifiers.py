@@ -124,6 +124,7 @@ def test_a_conversation_that_the_environment_opens(program: Callable[..., Progra
     [
         ("none", {}, "environment.id: none cannot be imported: No module named 'nothing'"),
         ("sums", {"agents": 1}, "environment.args: agents.0: there is no such option"),
+        ("sums", {"other": {}}, "has the agents agent, other to be the policy"),
         ("sums", {"taskset": {"count": 0}}, "the taskset sums has no tasks"),
         ("boxed", {}, "an episode fails before its first turn: ValueError: it needs a container"),
     ],

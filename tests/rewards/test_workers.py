@@ -16,6 +16,7 @@ from ended import have_ended
 from reward_pools import Opened, collect, submit
 
 from jaxrl.processes.messages import BadMessage, read_json
+from jaxrl.processes.process_tree import descendants
 from jaxrl.rewards.pool_worker import read_scored
 from jaxrl.rewards.reward_pool import RewardPool
 from jaxrl.scheduling.rounds.events import Verdict
@@ -138,6 +139,7 @@ def test_what_the_reward_file_started_stays(tmp_path: Path):
     alive = "result['alive'] = HELPER.poll() is None; result['helper'] = HELPER.pid"
     verdicts = score(pool, alive, "subprocess.Popen(['sleep', '300'])", alive)
     assert [verdict.info["alive"] for verdict in verdicts[::2]] == [True, True]
+    assert verdicts[0].info["helper"] in descendants(os.getpid()), "far below this process"
     pool.close()
     assert have_ended([verdicts[0].info["helper"]])
 
