@@ -149,8 +149,8 @@ def test_a_program_that_hangs_on_every_case_has_a_limit(program: str, tests: Any
 
 
 def test_the_time_of_cases_that_pass_is_not_that_of_the_one_behind_them(share: CodeScorer):
-    slow = "import time\ndef add(a, b):\n    time.sleep(9 if a == 9 else 0.3)\n    return a + b\n"
-    made = replace(share, code=share.code.replace(max_timeout_s=0.8, max_failing_s=1.5))
+    slow = "import time\ndef add(a, b):\n    time.sleep(9 if a == 9 else 0.2)\n    return a + b\n"
+    made = replace(share, code=share.code.replace(max_timeout_s=0.8, max_failing_s=1.0))
     tests = [*["assert add(1, 2) == 3"] * 4, "assert add(9, 9) == 18", *["assert add(4, 4) == 8"] * 2]
     reward, info = made(ask(slow, {"test_list": tests}))
     assert (reward, len(info["case_s"]), info.get("timeouts")) == (6 / 7, 7, {"case_max": 1}), str(info)

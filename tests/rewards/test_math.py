@@ -6,25 +6,8 @@ import sys
 import time
 from pathlib import Path
 
-from jaxrl.rewards.answers import last_boxed, last_number
+from jaxrl.rewards.answers import last_boxed
 from jaxrl.rewards.math import equal, extract_answer, score
-
-NUMBERS = [
-    ("6 + 6 = 12, so the answer is 12.", "12"), ("1,234", "1234"), ("It costs $1,234.50.", "1234.50"), ("-4", "-4"),
-    ("x = -4", "-4"),
-    ("−4", "-4"),  # a typographic minus sign
-    ("10-3", "3"), ("x-4", "4"), ("5 - 4", "4"), ("$12", "12"), ("-$12", "-12"), ("$-12", "-12"), (r"\$42", "42"),
-    ("3.0", "3.0"), ("-.5", "-.5"), ("3.", "3"), ("3/4", "3/4"), ("1 3/4 cups", "1 3/4"), (r"-\frac{3}{4}", "-3/4"),
-    (r"\dfrac{-1}{2}", "-1/2"), ("one of 2, 3, 4", "4"), ("**42**", "42"), ("12kg", "12"), ("50%", "50"),
-    ("1e5", "1e5"), ("H2O", None), ("no number", None), ("", None),
-]  # fmt: skip
-
-
-def test_last_number():
-    for text, number in NUMBERS:
-        assert last_number(text.replace("−", "-")) == number, text
-        assert extract_answer(text, "last_number") == (number, "last_number"), text
-
 
 ANSWERS = [
     (r"\boxed{1} then \boxed{\frac{1}{2}} #### 3 <answer>4</answer> 5", "auto", r"\frac{1}{2}", "boxed"),

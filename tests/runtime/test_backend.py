@@ -28,7 +28,6 @@ from jaxrl.scheduling.rounds.events import (
     Interrupted,
     Launch,
     SampleAborted,
-    SampleFinished,
     Score,
     Verdict,
 )
@@ -115,19 +114,6 @@ def test_abort_is_told_once_for_each_also_for_those_whose_end_was_still_to_be_to
     assert verdict.key == keys[0]
     with pytest.raises(RuntimeError, match="nothing is running or being scored"):
         backend.wait()
-
-
-@pytest.mark.parametrize("keep", [False, True])
-def test_a_response_that_ended_untold_is_aborted_without_keep_and_told_with_it(houses: Any, keep: bool):
-    keys = (key(0, 0), key(0, 1))
-    backend = begin(houses(dict.fromkeys(keys, 3), Pool()), keys)
-    assert next_finished(backend).key == keys[0]
-    backend.apply([Abort(keys[1:], keep=keep)])
-    event = backend.wait()
-    assert isinstance(event, SampleFinished if keep else SampleAborted)
-    assert event.sample.key == keys[1]
-    assert set(backend._state.running.values()) == {0}, "each is counted out once"
-    backend.end()
 
 
 def test_generation_is_over_when_the_last_response_has_been_told(houses: Any):

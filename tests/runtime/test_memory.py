@@ -169,15 +169,6 @@ def test_drafts_that_no_memory_holds_are_refused_with_the_option():
     assert problem(20 << 30, rollout=few | {"speculation": {"enable": True, "verify_tokens": 65536}}) is not None
 
 
-def test_logits_that_no_memory_holds_are_refused():
-    """16384 rows of 49152 float32 numbers, twice: 6 GiB beside a small pool; two devices of a group have half each."""
-    sizes = {"num_blocks": 1000, "max_num_seqs": 16384}
-    text = refusal(6 << 30, rollout=sizes)
-    assert "and each of 1 has 6.0 GiB: lower rollout.max_num_seqs (16384 rows of up to 384 tokens" in text
-    c = config(rollout=sizes | {"tensor_model_parallel_size": 2})
-    assert memory_problem(c, SMOLLM2, memory_plan(c, SMOLLM2, 2, None, "cpu"), 2, 6 << 30) is None
-
-
 def test_an_update_that_no_memory_holds_is_refused_where_there_is_one():
     many = {"train_batch_size": 20_000}
     text = refusal(16 << 30, actor={"ppo_max_token_len_per_gpu": 10_000_000}, data=many)

@@ -13,11 +13,9 @@ from rounds import rule_sections
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.mechanisms import batch_rule, composition_problem
-from jaxrl.mechanisms.dynamic_sampling import DynamicSampling
 from jaxrl.mechanisms.partial_rollout import PartialRollout
 from jaxrl.mechanisms.speculation import draft_config
 from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, DraftWindow
-from jaxrl.mechanisms.tail_batching import TailBatching
 from jaxrl.runtime.rules import batcher_config
 from jaxrl.scheduling.rounds.batches import FreshBatches
 from jaxrl.scheduling.rounds.race import BatchSettings, RaceLimits
@@ -45,26 +43,6 @@ def test_plain_batches_are_the_default():
     batch = BatchSettings(4, 3, score_when="rollout", max_active_requests=9, max_response_length=LONGEST)
     assert limits == RaceLimits(batch, 3, 0)
     assert limits.batch.group_filter is None
-
-
-def test_tail_batching():
-    tail = {"enable": True, "prompt_factor": 1.5, "max_age_steps": 7, "at_end": "leave"}
-    rule = batch_rule(
-        config(
-            rollout__tail_batching=tail,
-            rollout__max_active_requests=20,
-            reward__score_when="group",
-            algorithm__filter_groups={"enable": True, "max_num_gen_batches": 3, "max_unscored_groups": 2},
-        )
-    )
-    assert isinstance(rule, TailBatching)
-    filtering = rule.batch.group_filter
-    assert isinstance(filtering, DynamicSampling)
-    assert filtering.options == DynamicSampling.Options(enable=True, max_num_gen_batches=3, max_unscored_groups=2)
-    assert rule.batch == BatchSettings(4, 3, "group", filtering, 20, max_response_length=LONGEST)
-    assert rule.options == TailBatching.Options(
-        enable=True, prompt_factor=1.5, response_factor=1.25, max_age_steps=7, at_end="leave"
-    )
 
 
 def test_a_buffer_filter_is_the_function_of_the_users_file(tmp_path: Path):

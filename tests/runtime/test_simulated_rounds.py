@@ -53,19 +53,6 @@ def test_a_tiny_round_by_hand():
     assert machine.executor.num_tokens == 16
 
 
-def test_two_reward_workers_score_side_by_side():
-    machine = Machine(TINY, workers=2)
-    verdicts = [each for each in told(play_round(machine)) if each[1] == "verdict"]
-    # the second worker is done at 13, and its verdict waits for the first one's; the third starts at 14 on it
-    assert [(at, of) for at, _, of in verdicts] == [
-        (15.0, key(0, 0)),
-        (13.0, key(1, 0)),
-        (18.0, key(0, 1)),
-        (17.0, key(1, 1)),
-    ]
-    assert machine.clock.now_s == 18.0
-
-
 def test_the_host_works_beside_the_devices():
     """With half a second of host work per plan everything begins half a second later, and no plan waits for it again:
     plan 1 is submitted at 1.0, while plan 0 runs from 0.5 to 12.5."""
