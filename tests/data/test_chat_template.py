@@ -2,7 +2,6 @@
 
 import pytest
 
-from jaxrl.data import chat_template
 from jaxrl.data.chat_template import RefusedMessages, render
 
 ASK = [{"role": "user", "content": "hi"}]
@@ -26,7 +25,3 @@ def test_a_template_that_cannot_be_used():
 def test_messages_that_a_template_does_not_take(source: str, words: str):
     with pytest.raises(RefusedMessages, match=f"^file: the chat template {words}"):
         render(source, "file", ASK, {})
-
-
-def test_the_variables_of_a_template():
-    assert chat_template.variables_of(SAID + "{% for i in range(n) %}{% endfor %}", "file") == {"messages", "n"}

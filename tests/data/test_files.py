@@ -62,13 +62,6 @@ def test_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert data_files(["~/[1].jsonl"], "data.train_files") == [tmp_path / "[1].jsonl"]
 
 
-def test_a_file_named_twice_counts_twice(tmp_path: Path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"question": "1 + 1", "answer": 2}\n')
-    assert data_files([str(path), str(path)], "data.train_files") == [path, path]
-    assert len(list(read_problems([str(path), str(path)], "data.train_files", DataSection()))) == 2
-
-
 def test_fields_of_messages_that_templates_show(tmp_path: Path):
     said = [
         {"role": "user", "content": "1 + 1", "name": "ann"},

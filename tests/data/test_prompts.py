@@ -257,12 +257,6 @@ def test_held_out_prompts_may_differ_in_the_system_message_alone(tmp_path: Path,
     assert [problem.question for problem in found] == ["Hello", "Other"][-len(kept) :]
 
 
-def test_models_are_given_text_alone(tmp_path: Path):
-    rows = [{"question": "q", "answer": "1", "images": []}, {"question": "q", "answer": "1", "images": ["a.png"]}]
-    with pytest.raises(ValueError, match=r"line 2: column 'images' holds .*, and models are given text alone"):
-        load_train(config(train_files=[write(tmp_path / "a.jsonl", rows)]))
-
-
 def test_a_question_that_spells_special_tokens(tmp_path: Path):
     """Its letters reach the model; people and rewards read it as it is written."""
     tokenizer = Tokenizer.from_path(write_tiny_model(tmp_path / "tiny"))

@@ -172,18 +172,6 @@ def test_what_templates_may_use():
         rendered("{{ messages.append(1) }}")
 
 
-THINKS = """
-{%- if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}
-{%- if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"""
-
-
-def test_variables_reach_the_template():
-    messages = [{"role": "user", "content": "hi"}]
-    assert rendered(THINKS, messages) == rendered(THINKS, messages, enable_thinking=True) == "hi"
-    assert rendered(THINKS, messages, enable_thinking=False) == "hi<think></think>"
-    assert rendered(THINKS, messages, tools=[{"name": "add"}]) == '[{"name": "add"}]hi'
-
-
 TEMPLATES = {
     "chatml": CHATML,
     "system": (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
@@ -98,35 +97,6 @@ def without_type(x) -> None:
     """
 
 
-def with_any_number(*x: int) -> None:
-    """Does it.
-
-    Args:
-      x: it.
-    """
-
-
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [
-        (without_type, "the parameter x has no type"),
-        (with_any_number, "the parameter x must be an ordinary one"),
-    ],
-)
-def test_functions_that_are_no_tools(function: Callable[..., Any], words: str):
-    with pytest.raises(ValueError, match=f"^{function.__name__}: ?{words}|^{function.__name__} {words}"):
-        tool_schema(function)
-
-
-def test_a_method():
-    class Game:
-        def guess(self, number: int) -> str:
-            """Says higher or lower.
-
-            Args:
-              number: the guess.
-            """
-            return ""
-
-    assert tool_schema(Game.guess, is_method=True) == tool_schema(Game().guess)
-    assert list(tool_schema(Game().guess)["function"]["parameters"]["properties"]) == ["number"]
+def test_a_parameter_without_a_type_is_refused():
+    with pytest.raises(ValueError, match=r"^without_type: the parameter x has no type"):
+        tool_schema(without_type)

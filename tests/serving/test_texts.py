@@ -43,11 +43,3 @@ def test_pieces_are_the_text_before_the_first_stop_string(
     whole = tokenizer.decode(ids)
     found = [whole.find(stop) for stop in stops if stop in whole]
     assert "".join(pieces) == text.text == whole[: min(found, default=None)]
-
-
-def test_half_a_character_waits_and_what_ends_in_one_is_told_at_the_end(of_bytes: Tokenizer):
-    ids = of_bytes.encode("aé")
-    assert len(ids) == 3
-    text = GrowingText(of_bytes)
-    assert [text.add([each], ends=False) for each in ids] == ["a", "", "é"]
-    assert text.add(ids[1:2], ends=True) == "\ufffd"
