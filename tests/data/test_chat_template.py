@@ -2,26 +2,15 @@
 
 import pytest
 
-from jaxrl.data import chat_template
 from jaxrl.data.chat_template import RefusedMessages, render
 
 ASK = [{"role": "user", "content": "hi"}]
 SAID = "{{ messages[0].content }}"
 
 
-def test_a_template_is_rendered():
-    assert render("{{ bos_token }}{{ messages[0].content }}", "file", ASK, {"bos_token": "<s>"}) == "<s>hi"
-
-
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", r"is no jinja template \("),
-    ],
-)
-def test_a_template_that_cannot_be_used(source: str, words: str):
-    with pytest.raises(ValueError, match=f"^file: the chat template {words}") as caught:
-        render(source, "file", ASK, {})
+def test_a_template_that_cannot_be_used():
+    with pytest.raises(ValueError, match=r"^file: the chat template is no jinja template \(") as caught:
+        render("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "file", ASK, {})
     assert not isinstance(caught.value, RefusedMessages)
 
 
@@ -36,7 +25,3 @@ def test_a_template_that_cannot_be_used(source: str, words: str):
 def test_messages_that_a_template_does_not_take(source: str, words: str):
     with pytest.raises(RefusedMessages, match=f"^file: the chat template {words}"):
         render(source, "file", ASK, {})
-
-
-def test_the_variables_of_a_template():
-    assert chat_template.variables_of(SAID + "{% for i in range(n) %}{% endfor %}", "file") == {"messages", "n"}

@@ -16,8 +16,7 @@ from pyarrow import parquet
 from tiny import write_tiny_model
 from turn_templates import TEMPLATES, renders
 
-from jaxrl.config import ConfigError
-from jaxrl.data.conversations import ConversationTokens, RowSource, read_demonstrations, read_pairs
+from jaxrl.data.conversations import ConversationTokens, RowSource, read_demonstrations
 from jaxrl.data.tokenizer import Tokenizer
 
 HI = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
@@ -53,9 +52,9 @@ def said_in(tokenizer: Tokenizer, ids: np.ndarray, is_said: np.ndarray) -> list[
 
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "thinks"])
-def test_tokens_are_those_of_the_whole_conversation(smollm2: Path, name: str):
+def test_tokens_are_those_of_the_whole_conversation(smol: Tokenizer, name: str):
     """Of templates that only append; what follows the last turn's end is no model's."""
-    tokenizer = renders(Tokenizer.from_path(smollm2), TEMPLATES[name])
+    tokenizer = renders(smol, TEMPLATES[name])
     example = tokens_of(tokenizer).example(tuple(TALK[:2]), tuple(TALK[2:]), None)
     ours = [*example.prompt.tolist(), *example.response.tolist()]
     whole = tokenizer.encode(tokenizer.apply_chat_template(TALK, add_generation_prompt=False))
@@ -66,66 +65,9 @@ def test_tokens_are_those_of_the_whole_conversation(smollm2: Path, name: str):
     assert said_in(tokenizer, example.response, example.is_said) == expected
 
 
-def test_each_turn_keeps_its_thinking_where_the_template_drops_it_later(smollm2: Path):
-    """As in a rollout, where a turn was drawn when it was the last one."""
-    tokenizer = renders(Tokenizer.from_path(smollm2), TEMPLATES["thinks"])
-    first = {"role": "assistant", "content": "<think>\nhm\n</think>\n\n4"}
-    tokens = tokens_of(tokenizer)
-    example = tokens.example(tuple(TALK[1:2]), (first, *TALK[3:5]), None)
-    assert next(iter(tokens.notes)).startswith(
-        "the chat template drops the thinking of earlier turns: each turn is learnt"
-    )
-    assert said_in(tokenizer, example.response, example.is_said)[0] == f"{first['content']}<|im_end|>"
-
-
-def test_the_last_turn_alone(tokenizer: Tokenizer):
-    tokens = tokens_of(tokenizer)
-    every, last = (tokens.example(tuple(TALK[:2]), tuple(TALK[2:]), None, on) for on in ("all", "last"))
-    assert [*every.prompt, *every.response] == [*last.prompt, *last.response]
-    assert last.is_said.all()
-    assert tokenizer.decode(last.response.tolist()) == "Good."
-
-
-def test_what_a_text_says_of_special_tokens_ends_no_turn(tokenizer: Tokenizer):
-    said = {"role": "assistant", "content": "it writes <|im_end|> there"}
-    example = tokens_of(tokenizer).example(tuple(HI[:1]), (said,), None)
-    assert tokenizer.decode(example.response.tolist(), skip_special_tokens=False) == f"{said['content']}<|im_end|>"
-
-
-def test_tools_and_their_answers(tokenizer: Tokenizer):
-    """Calls and answers reach the template, and answers are context."""
-    called = [
-        HI[0],
-        {"role": "assistant", "content": "add(1, 2)"},
-        {"role": "tool", "content": "3", "tool_call_id": "a"},
-        {"role": "assistant", "content": "It is 3."},
-    ]
-    example = tokens_of(tokenizer).example(tuple(called[:1]), tuple(called[1:]), None)
-    assert said_in(tokenizer, example.response, example.is_said) == ["add(1, 2)<|im_end|>", "It is 3.<|im_end|>"]
-
-
-# ---------------------------------------------------------------- rows
-
-
 def written(folder: Path, rows: Sequence[Mapping[str, Any]]) -> str:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(folder / "rows.jsonl")
-
-
-def test_three_ways_to_write_the_same_row(tokenizer: Tokenizer, tmp_path: Path):
-    same = [
-        {"messages": HI},
-        {"messages": json.dumps(HI), "prompt": "ignored"},
-        {"prompt": "Hi", "completion": "Ho"},
-        {"prompt": HI[:1], "completion": HI[1:]},
-    ]
-    config = config_of(data__system_prompt="Be kind.")
-    found = read_demonstrations([written(tmp_path, same)], "data.train_files", config, tokens_of(tokenizer))
-    first = found[0].examples[0]
-    assert "Be kind." in tokenizer.decode(first.prompt.tolist())
-    for i in range(1, len(same)):
-        (other,) = found[i].examples
-        assert (other.prompt.tolist(), other.response.tolist()) == (first.prompt.tolist(), first.response.tolist())
 
 
 def test_texts_without_a_template_end_with_the_end_of_text(tokenizer: Tokenizer, tmp_path: Path):
@@ -163,92 +105,22 @@ def test_fields_of_other_rows_do_not_come_into_a_call(tokenizer: Tokenizer, tmp_
     assert said == [calls[:1], [{"arguments": {"c": [{"d": "e"}, {"f": 2}]}}]]
 
 
-def test_pairs_in_the_forms_that_data_sets_have(tokenizer: Tokenizer, tmp_path: Path):
-    """Texts, messages, and whole conversations with the prompt at the beginning of both (UltraFeedback)."""
-    yes, no = ({"role": "assistant", "content": text} for text in ("yes", "no"))
-    same = [
-        {"prompt": "Hi", "chosen": "yes", "rejected": "no"},
-        {"prompt": HI[:1], "chosen": [yes], "rejected": [no]},
-        {"chosen": [HI[0], yes], "rejected": [HI[0], no]},
-        {"prompt": "Hi", "chosen": [HI[0], yes], "rejected": [HI[0], no]},
-        {"prompt": HI[:1], "chosen": [HI[0], yes], "rejected": [HI[0], no]},
-    ]
-    found = read_pairs([written(tmp_path, same)], "data.train_files", config_of(), tokens_of(tokenizer))
-    for i in range(len(same)):
-        chosen, rejected = found[i].examples
-        assert chosen.prompt.tolist() == rejected.prompt.tolist() == found[0].examples[0].prompt.tolist()
-        assert [tokenizer.decode(each.response.tolist()) for each in (chosen, rejected)] == ["yes", "no"]
-
-
-CALL = {"name": "add", "arguments": {"a": 1}}
-SFT_ROWS = {
-    "nothing": ({"text": "a"}, r"line 1: a row must have 'messages' \(sft.messages_key\), or 'prompt' .*'prompt' "),
-    "no completion": ({"prompt": "a"}, r"'completion' \(sft.completion_key\) is missing, found 'prompt'"),
-    "an empty one": ({"prompt": "a", "completion": ""}, r"'completion' \(sft.completion_key\) must hold some text"),
+REFUSED = {
+    "no completion": ({"prompt": "a"}, r"line 1: .*'completion' \(sft.completion_key\) is missing, found 'prompt'"),
     "the user last": ({"messages": HI[:1]}, r"the last message must be the assistant's, found none"),
-    "a user after": ({"messages": [*HI, HI[0]]}, r"the last message must be the assistant's, found user"),
-    "nobody asked": ({"messages": HI[1:]}, r"the conversation begins with the assistant"),
-    "twice": ({"messages": [*HI, HI[1]]}, r"two messages of the assistant follow each other"),
-    "a role": ({"messages": [{"role": "bot", "content": "a"}]}, r"of a role among system, user, .*message 1 is"),
     "no list": ({"messages": {"a": 1}}, r"'messages' \(sft.messages_key\) must be a list of messages"),
-    "no text": (
-        {"messages": [{"role": "user", "content": 3}, HI[1]]},
-        r"message 1 must have text in 'content', found 3",
-    ),
-    "a user to be said": ({"prompt": "a", "completion": HI}, r"the first message must be the assistant's, found user"),
-    "said before": ({"prompt": HI, "completion": "b"}, r"line 1: the prompt ends with a message of the assistant"),
-    "tools": ({"messages": HI, "tools": {"name": "add"}}, r"line 1: 'tools' must be a list of JSON objects, found {"),
-    "tools unread": ({"messages": HI, "tools": [CALL]}, r"line 1: .*the chat template reads no variable 'tools'"),
-    "calls": (
-        {"messages": [HI[0], {**HI[1], "tool_calls": "add"}]},
-        r"'tool_calls' of message 2 must be a list of JSON objects, found 'add'",
-    ),
-    "calls unread": (
-        {"messages": [HI[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}]},
-        r"line 1: the chat template leaves out the tool_calls of message 2",
-    ),
-    "null": ({"prompt": "a", "completion": None}, r"'completion' \(sft.completion_key\) is missing, found 'prompt'$"),
+    "tools unread": ({"messages": HI, "tools": [{"name": "add"}]}, r"the chat template reads no variable 'tools'"),
     "long": ({"prompt": "a" * 400, "completion": "b"}, r"line 1: 4\d\d tokens are more than data.max_prompt_length"),
 }
 
 
-@pytest.mark.parametrize("name", SFT_ROWS)
+@pytest.mark.parametrize("name", REFUSED)
 def test_rows_that_cannot_be_learnt_from(tokenizer: Tokenizer, tmp_path: Path, name: str):
-    row, pattern = SFT_ROWS[name]
+    """`tests/cases/conversations.jsonl` has more, and pairs."""
+    row, pattern = REFUSED[name]
     config = config_of(data__filter_overlong_prompts=False)
     with pytest.raises(ValueError, match=pattern):
         read_demonstrations([written(tmp_path, [row])], "data.train_files", config, tokens_of(tokenizer))
-
-
-PAIR_ROWS = {
-    "one": ({"prompt": "a", "chosen": "b"}, r"'rejected' \(dpo.rejected_key\) is missing, found 'prompt', 'chosen'"),
-    "no prompt": ({"chosen": "b", "rejected": "c"}, r"'prompt' \(dpo.prompt_key\) is missing, and 'chosen' and "),
-    "the user last": ({"prompt": "a", "chosen": HI[:1], "rejected": "c"}, r"must be the assistant's, found user"),
-    "two prompts": (
-        {"prompt": "a", "chosen": HI, "rejected": [{"role": "user", "content": "a"}, HI[1]]},
-        r"'chosen' \(dpo.chosen_key\): behind the prompt the first message must be the assistant's, found user",
-    ),
-    "another prompt": (
-        {"prompt": "a", "chosen": [HI[0], HI[1]], "rejected": [HI[0], {"role": "assistant", "content": "no"}]},
-        r"line 1: 'prompt' \(dpo.prompt_key\) contradicts the row's conversations, .*: 'a' is not in \[.*'Hi'",
-    ),
-    "a longer prompt": (
-        {"prompt": [*HI, HI[0]], "chosen": HI, "rejected": [HI[0], {"role": "assistant", "content": "no"}]},
-        r"line 1: 'prompt' \(dpo.prompt_key\) contradicts the row's conversations",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", PAIR_ROWS)
-def test_pairs_that_cannot_be_learnt_from(tokenizer: Tokenizer, tmp_path: Path, name: str):
-    row, pattern = PAIR_ROWS[name]
-    with pytest.raises(ValueError, match=pattern):
-        read_pairs([written(tmp_path, [row])], "data.train_files", config_of(), tokens_of(tokenizer))
-
-
-def test_a_pair_has_two_columns():
-    with pytest.raises(ConfigError, match=r"dpo.rejected_key must name two columns, found 'rejected' twice"):
-        config_of(dpo__chosen_key="rejected")
 
 
 def test_long_rows_are_left_out_and_counted(tokenizer: Tokenizer, tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Templates built as the families' own are: what they refuse, what ends a turn, and what is learnt and appended.
+"""Templates built as the families' own are: what ends a turn in them, and what is appended.
 
 The templates are ours, in the published ones' structure; the tokenizers have the families' special tokens, and a token
 for each byte.
@@ -13,22 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tiny import write_tiny_model
 from tokenizers import Tokenizer as FastTokenizer
 
 from jaxrl.config import from_mapping
-from jaxrl.data.chat_template import RefusedMessages
-from jaxrl.data.conversations import ConversationTokens
 from jaxrl.data.stops import stop_ids
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.data.tool_calls import call_id
 from jaxrl.data.turns import Between
 from jaxrl.mechanisms.turns.pool import EnvironmentPool
 from jaxrl.models.config import ModelConfig
-
-from .test_conversations import config_of
 
 ALTERNATING = """
 {%- for m in said %}{% if (m.role == 'user') != (loop.index0 is even) %}{{ raise_exception('roles must alternate') }}
@@ -109,12 +104,11 @@ class Family:
     eos_ids: tuple[str, ...] = ()
     special: tuple[str, ...] = ()
     bos: str = "<bos>"
-    system: bool = True
     tool: bool = True
 
 
 FAMILIES = {
-    "gemma 2": Family(GEMMA_2, "<eos>", "<end_of_turn>", (), ("<start_of_turn>",), system=False, tool=False),
+    "gemma 2": Family(GEMMA_2, "<eos>", "<end_of_turn>", (), ("<start_of_turn>",), tool=False),
     "gemma 3": Family(GEMMA_3, "<eos>", "<end_of_turn>", ("<eos>", "<end_of_turn>"), ("<start_of_turn>",), tool=False),
     "mistral": Family(MISTRAL, "</s>", "</s>", ("</s>",), ("[INST]", "[/INST]", "[TOOL_RESULTS]"), "<s>"),
     "smollm3": Family(SMOLLM_3, "<|im_end|>", "<|im_end|>", ("<|im_end|>",)),
@@ -131,7 +125,6 @@ TALK = [
     {"role": "user", "content": "Good."},
     {"role": "assistant", "content": "Yes."},
 ]
-SYSTEM = {"role": "system", "content": "Be brief."}
 
 
 def write(folder: Path, name: str, **config: Any) -> Path:
@@ -190,47 +183,6 @@ def test_appended_turns_are_those_of_the_whole(name, tokenizers):
 MOVED = "the chat template writes earlier turns otherwise than the last one"
 
 
-@pytest.mark.parametrize("with_system", [False, True])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_what_is_learnt_is_what_an_assistant_says_up_to_its_end(name, with_system, tokenizers):
-    tokenizer, family = tokenizers[name], FAMILIES[name]
-    tokens = ConversationTokens(tokenizer, tokenizer.stop_token_ids, config_of())
-    asked = (SYSTEM, TALK[0]) if with_system else (TALK[0],)
-    if with_system and not family.system:
-        with pytest.raises(RefusedMessages, match="no system role"):
-            tokens.example(asked, tuple(TALK[1:]), None)
-        return
-    example = tokens.example(asked, tuple(TALK[1:]), None)
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], example.is_said.astype(int), [0]]))).reshape(-1, 2)
-    said = [shown(tokenizer, example.response[start:stop]) for start, stop in edges]
-    last = family.eos if name == "olmo 3" else family.end  # whose last turn of all ends with the text
-    assert said == [f"It is 4.{family.end}", f"It is 5.{family.end}", f"Yes.{last}"]
-    ours = shown(tokenizer, [*example.prompt, *example.response])
-    if name != "mistral" or not with_system:  # which moves the system message to the last question
-        whole = tokenizer.apply_chat_template([*asked, *TALK[1:]], add_generation_prompt=False)
-        assert whole.startswith(ours)
-        assert whole[len(ours) :].strip() in ("", family.eos)
-
-
-def test_thinking_switched_off_is_written_before_each_turn(tokenizers):
-    """SmolLM3's way: the empty thought is part of what the model is given."""
-    tokenizer = tokenizers["smollm3"]
-    tokens = ConversationTokens(
-        tokenizer,
-        tokenizer.stop_token_ids,
-        config_of(data={"apply_chat_template_kwargs": {"enable_thinking": False}}),
-    )
-    example = tokens.example(tuple(TALK[:1]), tuple(TALK[1:4]), None)
-    assert shown(tokenizer, example.prompt).endswith("<|im_start|>assistant\n<think>\n\n</think>\n")
-    assert shown(tokenizer, example.response[example.is_said]) == "It is 4.<|im_end|>It is 5.<|im_end|>"
-
-
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if not family.tool])
-def test_a_family_without_tools_refuses_their_answers(name, tokenizers):
-    with pytest.raises(RefusedMessages, match="roles must alternate"):
-        Between(tokenizers[name]).answer([{"role": "tool", "content": "4"}])
-
-
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.tool])
 def test_answers_of_tools_are_appended(name, tokenizers):
     tokenizer, family = tokenizers[name], FAMILIES[name]
@@ -249,9 +201,3 @@ def test_a_run_with_tools_starts(name, tokenizers):
     with closing(EnvironmentPool(config)) as pool:
         found = pool.conversation(tokenizers[name])
         assert found.tokens_of([{"role": "user", "content": "and now?"}], []), "a second turn has tokens"
-
-
-@pytest.mark.parametrize("name", ["gemma 2", "gemma 3", "mistral"])
-def test_two_questions_in_a_row_are_refused_with_what_the_template_says(name, tokenizers):
-    with pytest.raises(RefusedMessages, match=r"chat template refuses these messages: roles must alternate"):
-        tokenizers[name].apply_chat_template([TALK[0], TALK[2]])

@@ -21,7 +21,6 @@ def read(path: Path) -> list[tuple[str, object]]:
 @pytest.mark.parametrize(
     "content",
     [
-        b'{"q": 1}\n\n{"q": 2}\n',
         b'\xef\xbb\xbf{"q": 1}\r\n\r\n{"q": 2}\r\n',
         b'  {"q": 1}\n \t\n{"q": 2}',
     ],
@@ -31,12 +30,6 @@ def test_marks_line_ends_and_empty_lines(tmp_path: Path, content: bytes):
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(content))
     for name in ("a.jsonl", "b.jsonl.gz"):
         assert read(tmp_path / name) == [("line 1", {"q": 1}), ("line 3", {"q": 2})]
-
-
-def test_a_long_line_is_read(tmp_path: Path):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"q": "x" * 20_000_000}))
-    ((where, row),) = rows(tmp_path / "a.jsonl")
-    assert (where, len(row["q"])) == (f"{tmp_path}/a.jsonl, line 1", 20_000_000)
 
 
 def test_the_longest_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -61,25 +54,12 @@ def test_a_parquet_file_that_breaks_off_says_where(tmp_path: Path):
         read(file)
 
 
-def test_a_parquet_file_that_repeats_itself_is_read(tmp_path: Path):
-    table = pyarrow.table({"q": ["You are a helpful assistant. " * 100] * 20_000, "n": list(range(20_000))})
-    parquet.write_table(table, tmp_path / "a.parquet", compression="zstd")
-    assert sum(1 for _ in rows(tmp_path / "a.parquet")) == 20_000
-
-
 def test_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "[1].jsonl").write_text("{}")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert data_files(["[1].jsonl"], "data.train_files") == [Path("[1].jsonl")]
     assert data_files(["~/[1].jsonl"], "data.train_files") == [tmp_path / "[1].jsonl"]
-
-
-def test_a_file_named_twice_counts_twice(tmp_path: Path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"question": "1 + 1", "answer": 2}\n')
-    assert data_files([str(path), str(path)], "data.train_files") == [path, path]
-    assert len(list(read_problems([str(path), str(path)], "data.train_files", DataSection()))) == 2
 
 
 def test_fields_of_messages_that_templates_show(tmp_path: Path):

@@ -1,9 +1,7 @@
 """Reading, rendering, order and cursor of prompts."""
 
 import json
-import re
 from dataclasses import replace
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import pytest
 from data_files import config, write
 from tiny import write_tiny_model
 
-from jaxrl.config import Config, ConfigError, DataSection
+from jaxrl.config import Config, DataSection
 from jaxrl.data.problems import reference_answer
 from jaxrl.data.prompts import PromptSource, load_train, load_validation, validation_prompts
 from jaxrl.data.tokenizer import Tokenizer
@@ -78,37 +76,6 @@ def test_seconds_of_a_right_program_stand_in_a_column(tmp_path: Path):
     assert len(load_validation(config(**keys, val_files=[held_out]))) == 1, "evaluations take no anchors"
 
 
-def test_a_decimal_of_parquet_is_a_number(tmp_path: Path):
-    pyarrow.parquet.write_table(pyarrow.table({"question": ["q"], "answer": [Decimal("1.50")]}), tmp_path / "a.parquet")
-    assert [problem.answer for problem in load_train(config(train_files=[str(tmp_path / "a.parquet")]))] == ["1.50"]
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({}, "no column 's' (data.reference_time_key)"),
-        ({"s": -0.5}, "'s' (data.reference_time_key) must be a number of seconds, 0 or more, found -0.5"),
-        ({"s": "2"}, "'s' (data.reference_time_key) must be a number of seconds, 0 or more, found '2'"),
-    ],
-)
-def test_bad_rows(tmp_path: Path, row: dict[str, Any], message: str):
-    """`tests/refusals/test_data.py` has the others."""
-    problem = {"question": "q", "answer": 1}
-    files = [write(tmp_path / "bad.jsonl", [problem | {"s": 1}, problem | row])]
-    with pytest.raises(ValueError, match=rf"bad\.jsonl, line 2: {re.escape(message)}"):
-        load_train(config(train_files=files, reference_time_key="s"))
-
-
-def test_no_files():
-    with pytest.raises(ConfigError, match=r"data\.train_files is missing"):
-        load_train(config())
-
-
-def test_no_answers_are_wanted(tmp_path: Path):
-    (problem,) = load_train(config(train_files=[write(tmp_path / "a.jsonl", [{"question": "q"}])], answer_key=""))
-    assert problem.answer is None
-
-
 def test_rendering(tmp_path: Path):
     files = [write(tmp_path / "a.jsonl", [{"question": "2+{x}?", "answer": 4}])]
     template = r"{question} Put it in \boxed{}."
@@ -171,7 +138,7 @@ def test_order(ten: str):
     assert indices == [*range(10), *range(10)]
 
 
-@pytest.mark.parametrize("cut", [0, 1, 3, 4, 7])
+@pytest.mark.parametrize("cut", [0, 4])
 def test_resume_equals_uninterrupted(ten: str, cut: int):
     whole, first, second = (source_of(config(train_files=[ten])) for _ in range(3))
     expected = [whole.next(3) for _ in range(9)]
@@ -186,18 +153,13 @@ def test_resume_on_other_data_is_refused(ten: str, tmp_path: Path):
     state = source_of(c).state()
     rows = [json.loads(line) for line in Path(ten).read_text().splitlines()]
     source_of(config(train_files=[ten], train_batch_size=2)).load_state(state)
-    for changed in ({"prompt_template": "{question}!"}, {"max_prompt_length": 1000, "system_prompt": "s"}):
-        with pytest.raises(ValueError, match=r"saved with 10 prompts .* found 10"):
-            source_of(config(train_files=[ten], **changed)).load_state(state)
-    with pytest.raises(ValueError, match=r"saved with 10 prompts .* found 9"):
-        source_of(config(train_files=[write(tmp_path / "nine.jsonl", rows[:9])])).load_state(state)
+    with pytest.raises(ValueError, match=r"saved with 10 prompts .* found 10"):
+        source_of(config(train_files=[ten], prompt_template="{question}!")).load_state(state)
     other = config(train_files=[write(tmp_path / "ten2.jsonl", [*rows[:9], {"question": "q9", "answer": 8}])])
     with pytest.raises(ValueError, match=r"saved with 10 prompts"):
         source_of(other).load_state(state)
     with pytest.raises(ValueError, match=r"data\.seed, data\.shuffle"):
         source_of(config(train_files=[ten], seed=1)).load_state(state)
-    with pytest.raises(ValueError, match=r"version 99"):
-        source_of(c).load_state({**state, "version": 99})
 
 
 def test_validation_files(ten: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -248,17 +210,6 @@ def test_gsm8k(data_folder: Path):
     assert PromptSource(train, Characters(), c).num_prompts == 7473
 
 
-def test_deepmath(data_folder: Path):
-    files = [str(data_folder / "deepmath_1980.jsonl")]
-    by_messages = config(train_files=files, messages_key="messages", answer_key="ground_truth", source_key="tag")
-    (problem, *rest) = load_train(by_messages)
-    assert len(rest) == 1979
-    assert [m["role"] for m in problem.messages] == ["system", "user"]
-    assert (problem.answer, problem.source) == (r"\dfrac{11}{16}", "deepmath_103k")
-    by_text = config(train_files=files, prompt_key="prompt", answer_key="ground_truth")
-    assert [p.question for p in load_train(by_text)] == [p.question for p in (problem, *rest)]
-
-
 def test_a_prompt_is_found_again_by_its_key(tmp_path: Path):
     rows = [{"question": f"q{i}" + "x" * 50 * (i == 2), "answer": i} for i in range(6)]
     c = config(train_files=[write(tmp_path / "a.jsonl", rows)], max_prompt_length=30, seed=3)
@@ -278,16 +229,12 @@ def test_a_prompt_is_found_again_by_its_key(tmp_path: Path):
     ("given", "read"),
     [
         ("48 + 24 = 72\n#### 72", "72"),
-        ("48 + 24 = 72 #### 72 ", "72"),
         ("#### Step 1\nadd\n#### -1,234.5\n", "-1,234.5"),
-        ("#### x = 5", "x = 5"),
         ("#####\n#...#\n#####", "#####\n#...#\n#####"),
-        ("#..#\n####", "#..#\n####"),
         ("#  ## #\n#### ##\n", "#  ## #\n#### ##"),
         ("# ####\n.. ####", "# ####\n.. ####"),
         ("#### Top\ntext\n#### End\nlast line", "#### Top\ntext\n#### End\nlast line"),
         ('{"inputs": ["a #### b"], "outputs": ["c"]}', '{"inputs": ["a #### b"], "outputs": ["c"]}'),
-        ('["2\\n####\\n#..#", " #### 1"]', '["2\\n####\\n#..#", " #### 1"]'),
         ("a####b", "a####b"),
         (72, "72"),
     ],
@@ -308,13 +255,6 @@ def test_held_out_prompts_may_differ_in_the_system_message_alone(tmp_path: Path,
     c = config(train_files=[train], val_files=[held], messages_key="messages", system_prompt=system_prompt)
     found = load_validation(c)
     assert [problem.question for problem in found] == ["Hello", "Other"][-len(kept) :]
-
-
-@pytest.mark.parametrize(("column", "value"), [("images", ["a.png"]), ("image", "a.png"), ("videos", [{"path": "b"}])])
-def test_models_are_given_text_alone(tmp_path: Path, column: str, value: Any):
-    rows = [{"question": "q", "answer": "1", column: []}, {"question": "<image>q", "answer": "1", column: value}]
-    with pytest.raises(ValueError, match=rf"line 2: column '{column}' holds .*, and models are given text alone"):
-        load_train(config(train_files=[write(tmp_path / "a.jsonl", rows)]))
 
 
 def test_a_question_that_spells_special_tokens(tmp_path: Path):

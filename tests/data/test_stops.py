@@ -35,8 +35,6 @@ def request_with(*stops: str) -> Request:
         ("abcdef", ("zz",), None),
         ("abcdef", ("f", "bc"), 3),
         ("abcabc", ("abc",), 3),
-        ("a", ("a",), 1),
-        ("abcdef", ("abcdef",), 6),
     ],
 )
 def test_stop_strings_keep_the_first_prefix_that_holds_one(text: str, stops: tuple[str, ...], kept: int | None):

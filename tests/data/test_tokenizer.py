@@ -1,7 +1,6 @@
 """Tokenizers of folders and GGUF files: ids, chat templates, stop tokens, and what transformers makes of our files."""
 
 import json
-import pickle
 from pathlib import Path
 
 import pytest
@@ -23,11 +22,6 @@ CHATML = (
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MERGES = ["h e", "l l", "Ġ w", "he ll"]
-
-
-@pytest.fixture(scope="module")
-def smol(smollm2):
-    return Tokenizer.from_path(smollm2)
 
 
 def write_gguf(file: Path, templates=None, **changes) -> Path:
@@ -97,12 +91,6 @@ def test_save_and_load_give_the_same_tokenizer(smol, tmp_path):
         assert getattr(again, name) == getattr(smol, name)
 
 
-def test_pickle(smol):
-    again = pickle.loads(pickle.dumps(smol))
-    assert again.encode("Hello, world!") == smol.encode("Hello, world!")
-    assert again.stop_token_ids == smol.stop_token_ids
-
-
 def test_gguf_and_folder_agree(tmp_path):
     gguf = Tokenizer.from_path(write_gguf(tmp_path / "t.gguf"))
     folder = Tokenizer.from_path(write_folder(tmp_path / "f"))
@@ -136,22 +124,8 @@ def test_pre_tokenizers(pre, pieces):
 def test_what_is_no_tokenizer_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"t.gguf: tokenizer.ggml.model 'llama' is not supported; supported is 'gpt2'"):
         Tokenizer.from_path(write_gguf(tmp_path / "t.gguf", model="llama"))
-    with pytest.raises(ValueError, match=r"tokenizer.ggml.pre 'deepseek-llm' is not supported; supported are smollm,"):
-        Tokenizer.from_path(write_gguf(tmp_path / "t.gguf", pre="deepseek-llm"))
     with pytest.raises(ValueError, match=r"a tokenizer must be a Hugging Face folder or a .gguf file"):
         Tokenizer.from_path(tmp_path / "nothing")
-
-
-def with_steps(folder: Path, **steps) -> Path:
-    file = write_folder(folder) / "tokenizer.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | steps))
-    return folder
-
-
-def test_folder_settings_do_not_truncate_or_pad(tmp_path):
-    tokenizer = Tokenizer.from_path(write_folder(tmp_path))
-    assert tokenizer.decode(tokenizer.encode("h" * 20)) == "h" * 20
-    assert len(tokenizer.encode("h")) == 1
 
 
 def test_eos_of_generation_config_and_pad(tmp_path):
@@ -196,24 +170,6 @@ def test_what_templates_may_use():
         rendered("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ValueError, match="refuses these messages"):
         rendered("{{ messages.append(1) }}")
-
-
-THINKS = """
-{%- if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}
-{%- if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"""
-
-
-def test_variables_reach_the_template():
-    messages = [{"role": "user", "content": "hi"}]
-    assert rendered(THINKS, messages) == rendered(THINKS, messages, enable_thinking=True) == "hi"
-    assert rendered(THINKS, messages, enable_thinking=False) == "hi<think></think>"
-    assert rendered(THINKS, messages, tools=[{"name": "add"}]) == '[{"name": "add"}]hi'
-
-
-def test_variables_that_no_template_reads():
-    for name, said in (("enable_thinkin", "'enable_thinkin', but 'enable_thinking'"), ("bos_token", "'bos_token'")):
-        with pytest.raises(ValueError, match=f"the chat template reads no variable {said}$"):
-            rendered(THINKS, **{name: False})
 
 
 TEMPLATES = {
@@ -265,7 +221,7 @@ def folder_with(folder: Path, special: list[str], eos: str, around: str = "$A", 
     return folder
 
 
-@pytest.mark.parametrize("around", ["<|im_start|> $A <|im_end|>", "$A <|im_end|>", "<|im_start|> $A", "$A"])
+@pytest.mark.parametrize("around", ["<|im_start|> $A <|im_end|>", "$A"])
 def test_no_prompt_ends_with_the_token_that_ends_it(around, tmp_path):
     tokenizer = Tokenizer.from_path(folder_with(tmp_path, SPECIAL, "<|im_end|>", around))
     begins = [1] if around.startswith("<") else []
@@ -278,9 +234,8 @@ def test_no_prompt_ends_with_the_token_that_ends_it(around, tmp_path):
 HARMONY = ["<|endoftext|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
 
 
-@pytest.mark.parametrize("ids", [[1, 0, 2], 1, None])
-def test_the_end_of_a_message_of_harmony_stops_nothing(ids, tmp_path):
-    tokenizer = Tokenizer.from_path(folder_with(tmp_path, HARMONY, "<|return|>", ids=ids))
+def test_the_end_of_a_message_of_harmony_stops_nothing(tmp_path):
+    tokenizer = Tokenizer.from_path(folder_with(tmp_path, HARMONY, "<|return|>", ids=1))
     assert sorted(tokenizer.stop_token_ids) == [0, 1, 2]
     called = [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]
     with pytest.raises(ValueError, match=r"gpt-oss's format \(harmony\) is read in plain chats, without tools"):
@@ -300,11 +255,10 @@ def test_marked_special_tokens_are_their_letters(tmp_path):
     assert tokenizer.as_text("plain <text>") == "plain <text>"
 
 
-@pytest.mark.parametrize("vocabulary", [{}, {token: i for i, token in enumerate(SPECIAL)}])
-def test_a_vocabulary_without_text_is_refused(vocabulary, tmp_path):
+def test_a_vocabulary_without_text_is_refused(tmp_path):
     file = folder_with(tmp_path, SPECIAL, "<|im_end|>") / "tokenizer.json"
     content = json.loads(file.read_text(encoding="utf-8"))
-    content["model"]["vocab"] = vocabulary
+    content["model"]["vocab"] = {token: i for i, token in enumerate(SPECIAL)}
     file.write_text(json.dumps(content), encoding="utf-8")
     with pytest.raises(ValueError, match=r"tokenizer.json: the vocabulary holds no tokens of text"):
         Tokenizer.from_path(tmp_path)
@@ -313,7 +267,7 @@ def test_a_vocabulary_without_text_is_refused(vocabulary, tmp_path):
 CALLING = "{{ messages[0].content }}{% for c in messages[1].tool_calls or [] %}ARGUMENTS;{% endfor %}"
 
 
-@pytest.mark.parametrize("given", [{"x": "ü"}, '{"x":"ü"}', ""])
+@pytest.mark.parametrize("given", [{"x": "ü"}, '{"x":"ü"}'])
 @pytest.mark.parametrize(
     "written", ["{{ c.function.arguments | tojson }}", "{{ c.function.arguments }}", "{{ '' + c.function.arguments }}"]
 )
@@ -322,4 +276,4 @@ def test_arguments_of_calls_are_written_once(given, written, tmp_path):
     tokenizer.chat_templates = {"default": ChatTemplate(CALLING.replace("ARGUMENTS", written), "test")}
     call = {"type": "function", "function": {"name": "f", "arguments": given}}
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call] * 2}]
-    assert tokenizer.apply_chat_template(messages) == "a" + 2 * ('{"x": "ü"};' if given else "{};")
+    assert tokenizer.apply_chat_template(messages) == "a" + 2 * '{"x": "ü"};'

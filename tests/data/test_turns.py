@@ -16,26 +16,12 @@ from jaxrl.data.chat_template import ChatTemplate, RefusedMessages
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.data.turns import Between
 
-WORDS = [
-    "Guess",
-    "42",
-    "it is",
-    "higher,",
-    "lower!",
-    "{'a': 1}",
-    "…",
-    "naïve",
-    "漢字",
-    "🙂",
-    "\n",
-    "1 + 2 =",
-    "```py\nx\n```",
-]
+WORDS = ["Guess", "42", "higher,", "lower!", "{'a': 1}", "…", "naïve", "漢字", "🙂", "\n", "1 + 2 =", "```py\nx\n```"]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(smollm2: Path) -> Tokenizer:
-    return Tokenizer.from_path(smollm2)
+@pytest.fixture
+def tokenizer(smol: Tokenizer) -> Tokenizer:
+    return smol
 
 
 def text(random: np.random.Generator) -> str:
@@ -72,12 +58,11 @@ def in_turns(
     return ids, drawn
 
 
-@pytest.mark.parametrize("count", [50, pytest.param(500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_appended_tokens_are_those_of_the_whole(tokenizer: Tokenizer, name: str, count: int):
-    """So many conversations for each template, token by token as they are rendered at once: 2,000 in all."""
+def test_appended_tokens_are_those_of_the_whole(tokenizer: Tokenizer, name: str):
+    """Of random conversations, token by token as they are rendered at once."""
     tokenizer = renders(tokenizer, TEMPLATES[name])
-    for seed in range(count):
+    for seed in range(50):
         random = np.random.default_rng(seed)
         messages = conversation(random, user_only=name == "chatml")
         ids, drawn = in_turns(tokenizer, messages)
@@ -97,13 +82,6 @@ def test_thinking_that_a_template_drops_stays_as_it_was_drawn(tokenizer: Tokeniz
     assert Between(tokenizer).rewritten() == "the chat template drops the thinking of earlier turns"
     with_tool = [*messages[:2], {"role": "tool", "content": "So 4"}]
     assert in_turns(tokenizer, with_tool)[0] == tokenizer.encode(tokenizer.apply_chat_template(with_tool))
-
-
-def test_what_a_template_does_to_the_past(tokenizer: Tokenizer):
-    for name in ("chatml", "tools together", "headers"):
-        assert Between(renders(tokenizer, TEMPLATES[name])).rewritten() == ""
-    numbered = CHATML.replace("m.content", "m.content ~ (messages | length)")
-    assert "otherwise than the last one" in Between(renders(tokenizer, numbered)).rewritten()
 
 
 def test_another_end_than_the_templates_is_kept(tokenizer: Tokenizer):
@@ -136,7 +114,7 @@ TOOLS_LAST = """
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
 
-@pytest.mark.parametrize("said", ["So 4", "So [END] 4", "So 4 "])
+@pytest.mark.parametrize("said", ["So [END] 4", "So 4 "])
 def test_an_end_of_several_tokens_is_written_once(tokenizer: Tokenizer, said: str):
     between, asked = Between(renders(tokenizer, BRACKETS)), [{"role": "user", "content": "So?"}]
     behind = "\n[user]So?[END]\n[assistant]"
@@ -147,6 +125,8 @@ def test_an_end_of_several_tokens_is_written_once(tokenizer: Tokenizer, said: st
 
 
 def test_what_templates_move_or_write_behind_the_last_turn_alone_is_said(tokenizer: Tokenizer):
+    for name in ("chatml", "tools together", "headers"):
+        assert Between(renders(tokenizer, TEMPLATES[name])).rewritten() == ""
     assert "ends the last turn otherwise" in Between(renders(tokenizer, LAST_EOS)).rewritten()
     moves = renders(tokenizer, TOOLS_LAST)
     assert Between(moves).rewritten() == ""

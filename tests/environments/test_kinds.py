@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
 import threading
@@ -127,9 +126,7 @@ def test_a_call_that_takes_too_long_leaves_the_others_their_answers(tools: Funct
     "text",
     [
         '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>',
-        "<tool_call>add(1)</tool_call>",
         '{"name": "subtract"}',
-        '<tool_call>{"name": "<|im_end|>", "arguments": {}}</tool_call>',
     ],
 )
 def test_a_call_that_cannot_be_read_is_answered_so(tools: FunctionTools, text: str):
@@ -138,23 +135,6 @@ def test_a_call_that_cannot_be_read_is_answered_so(tools: FunctionTools, text: s
     assert content.startswith("Error: this call cannot be read. Tools are: add, meet, ")
     assert result.metrics == {"tool_calls": 1, "tool_errors": 1}
     assert not Action.of(text, []).is_unread, "there is nothing to call"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '<tool_call>{"name": "subtract"}</tool_call><tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>',
-        '{"name": "subtract", "parameters": {}}; {"name": "add", "parameters": {"a": 1}}',
-        '[{"name": "subtract", "arguments": {}}, {"name": "add", "arguments": {"a": 1}}]',
-        'subtract{}add{"a": 1}',
-        "<function_calls>subtract()\nadd(a=1)</function_calls>",
-    ],
-)
-def test_a_tool_that_does_not_exist_leaves_the_one_beside_it_its_answer(tools: FunctionTools, text: str):
-    result, _ = tools.step({}, None, Action.of(text, tools.schemas))
-    assert contents(result) == ["Error: subtract is no tool of this conversation", "2"]
-    assert [message["name"] for message in result.messages] == ["subtract", "add"]
-    assert result.metrics == COUNTS | {"tool_calls": 2, "tool_errors": 1}
 
 
 def test_answers_have_the_ids_of_their_calls(tools: FunctionTools):
@@ -167,26 +147,12 @@ def test_answers_have_the_ids_of_their_calls(tools: FunctionTools):
     assert (own, made, of_unread) == ("a1B2c3D4e", "28cb03b06", "91d6039a0")
 
 
-def test_a_file_without_tools():
-    with pytest.raises(ValueError, match="there is no tool"):
-        FunctionTools(module_of("def _hidden(): ..."), "def _hidden(): ...")
-
-
 WRAPPED = '''
 import functools
-from operator import add  # imported: no tools
-from os.path import join
-from typing import List, NewType
+from operator import add  # imported: no tool
+from typing import NewType
 
-UserId, Names = NewType("UserId", int), List[str]
-
-def plain(s: str) -> str:
-    """Says it.
-
-    Args:
-      s: text.
-    """
-    return s
+UserId = NewType("UserId", int)
 
 @functools.lru_cache(maxsize=None)
 def cached(s: str) -> str:
@@ -227,18 +193,8 @@ class Search:
         """
         return f"{query} {top}"
 
-    def look(self, query: str) -> str:
-        """Looks.
-
-        Args:
-          query: what.
-        """
-        return query
-
 search = Search()
-look = search.look
 few = functools.partial(search, top=1)
-again = functools.lru_cache(plain)
 '''
 
 
@@ -246,17 +202,13 @@ def test_what_decorators_and_objects_make_is_a_tool():
     tools = FunctionTools(module_of(WRAPPED), WRAPPED)
     said = {each["function"]["name"]: each["function"] for each in tools.schemas}
     assert {name: [*each["parameters"]["properties"]] for name, each in said.items()} == {
-        **{"plain": ["s"], "cached": ["s"], "decorated": ["s"]},
-        **{"search": ["query", "top"], "look": ["query"], "few": ["query"], "again": ["s"]},
+        **{"cached": ["s"], "decorated": ["s"], "search": ["query", "top"], "few": ["query"]}
     }
-    assert [said[name]["description"] for name in ("cached", "few")] == ["Says it again.", "Looks it up."]
+    assert [said[name]["description"] for name in ("decorated", "few")] == ["Says it anew.", "Looks it up."]
     calls = (call("cached", s="a"), call("search", query="b"), call("few", query="c"), call("few", query="d", top=9))
-    result, _ = tools.step({}, None, Action("", (*calls, call("look", query="e"), call("decorated", s="f"))))
-    assert contents(result) == [
-        *("a", "b 3", "c 1"),
-        "Error: few cannot be called so: got an unexpected keyword argument 'top'",
-        *("e", "f"),
-    ]
+    result, _ = tools.step({}, None, Action("", (*calls, call("decorated", s="f"))))
+    wrong = "Error: few cannot be called so: got an unexpected keyword argument 'top'"
+    assert contents(result) == ["a", "b 3", "c 1", wrong, "f"]
 
 
 @pytest.mark.parametrize(
@@ -264,7 +216,7 @@ def test_what_decorators_and_objects_make_is_a_tool():
     [
         ("def f(): ...\nf = 3", "f is a int, which cannot be called: begin its name with _"),
         ("import functools\nf = functools.partial(print, end='')", "f: the parameter args must be an ordinary one"),
-        ("class F:\n  def __call__(self): ...\nf = F()", "f has no docstring"),
+        ("def _hidden(): ...", "there is no tool"),
     ],
 )
 def test_what_cannot_be_a_tool_is_refused(text: str, words: str):
@@ -291,43 +243,6 @@ class Counter:
         return self.count / self.limit
 
 
-class Kept(Counter):
-    @functools.lru_cache  # noqa: B019
-    def twice(self, by: int) -> str:
-        """Twice it.
-
-        Args:
-          by: how many.
-        """
-        return str(2 * by)
-
-    @staticmethod
-    def alone(by: int) -> str:
-        """It.
-
-        Args:
-          by: how many.
-        """
-        return str(by)
-
-    @classmethod
-    def named(cls, by: int) -> str:
-        """Names it.
-
-        Args:
-          by: how many.
-        """
-        return cls.__name__ * by
-
-
-def test_every_public_method_is_a_tool():
-    tools = MethodTools(Kept)
-    said = {each["function"]["name"]: [*each["function"]["parameters"]["properties"]] for each in tools.schemas}
-    assert said == {"alone": ["by"], "named": ["by"], "twice": ["by"], "up": ["by"]}
-    result, _ = tools.step({"limit": 1}, None, Action("", tuple(call(name, by=2) for name in said)))
-    assert contents(result) == ["2", "KeptKept", "4", "2 of 1"]
-
-
 def test_an_object_goes_on_from_its_bytes():
     counts, row = MethodTools(Counter), {"limit": 10}
     assert [each["function"]["name"] for each in counts.schemas] == ["up"]
@@ -338,11 +253,6 @@ def test_an_object_goes_on_from_its_bytes():
     assert contents(counts.step(row, state, Action("", (call("up", by=1),)))[0]) == ["6 of 10"], "bytes do not change"
     end, _ = counts.step(row, other, Action("done"))
     assert (end.reward, end.episode_done) == (0.9, True)
-
-
-def test_a_class_without_its_methods():
-    with pytest.raises(ValueError, match="Lock must have a method reset"):
-        MethodTools(type("Lock", (), {}))
 
 
 class Guess:
@@ -388,16 +298,12 @@ def test_a_native_environment():
         ("nothing", "an episode that is not over needs a next_observation"),
         ("nan", "Guess.step: reward must be a finite number .*, found nan"),
         ("system", "messages with the role user or tool"),
+        ("lock", "Guess cannot be pickled, as it is between two turns: cannot pickle"),
     ],
 )
 def test_answers_that_are_none(text: str, words: str):
     with pytest.raises(ValueError, match=words):
         NativeEpisodes(Guess, "Guess").step({"number": 5}, None, Action(text))  # pyright: ignore[reportArgumentType]
-
-
-def test_what_cannot_be_kept():
-    with pytest.raises(ValueError, match="Guess cannot be pickled, as it is between two turns: cannot pickle"):
-        NativeEpisodes(Guess, "Guess").step({"number": 5}, None, Action("lock"))  # pyright: ignore[reportArgumentType]
 
 
 def test_functions_of_a_program_share_a_loop():

@@ -84,10 +84,9 @@ def test_tools_and_rows(program: Callable[..., Program]):
     assert made.problem(3, 0)["answer"] == "6"
 
 
-@pytest.mark.parametrize("version", ["0.3.1", "0.5.0"])
-def test_another_version_is_refused(program: Callable[..., Program], version: str):
-    with pytest.raises(ValueError, match=rf"has verifiers {re.escape(version)}, and 0\.4 is supported"):
-        program(version)
+def test_another_version_is_refused(program: Callable[..., Program]):
+    with pytest.raises(ValueError, match=r"has verifiers 0\.5\.0, and 0\.4 is supported"):
+        program("0.5.0")
 
 
 def test_held_out_tasks_of_a_taskset(program: Callable[..., Program]):

@@ -131,8 +131,7 @@ def test_a_full_disk(rule: str, runs: Runs, tmp_path: Path):
     assert_same_end(tmp_path / "copy", whole)
 
 
-@pytest.mark.parametrize("loss", ["actor killed", "controller killed"])
-def test_a_reward_that_hangs(loss: str, runs: Runs):
+def test_a_reward_that_hangs(runs: Runs):
     """Its samples time out, which the journal repeats; nothing else is late."""
     (runs.folder / "hangs.py").write_text(
         "import time\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n"
@@ -140,18 +139,12 @@ def test_a_reward_that_hangs(loss: str, runs: Runs):
     )
     hanging = (f"reward.path={runs.folder}/hangs.py", "reward.timeout_s=1", "reward.num_workers=4")
     options = [*options_of(runs, "partial rollout"), *hanging]
-    whole, run_dir = runs.folder / "hanging", runs.folder / f"hanging {loss}"
-    if not whole.exists():
-        runs.finish(whole, *options)
+    whole, run_dir = runs.folder / "hanging", runs.folder / "hanging and killed"
+    runs.finish(whole, *options)
     with runs.start(run_dir, *options) as process:
         wait_for_steps(process, run_dir, 2)
-        if loss == "controller killed":
-            kill(process)
-        else:
-            os.kill(processes_named(process, "HostActor")[0], signal.SIGKILL)
-            end(process)
-    if loss == "controller killed":
-        runs.finish(run_dir, *options)
+        kill(process)
+    runs.finish(run_dir, *options)
     assert_same_end(run_dir, whole)
 
 

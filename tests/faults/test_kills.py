@@ -1,8 +1,4 @@
-"""86 SIGKILLs at random moments under eight sets of rules, saves among them: each run ends as an unbroken one.
-
-With the stream trainer, which parts of a batch are streamed, and in which order, follows from the rollout's plans: a
-killed run ends as any unbroken one, bit for bit; and, in float64, to 1e-9 as one without streaming, after updates each
-of which is equal to 1e-12 (tests/commands/test_stream_runs.py).
+"""76 SIGKILLs at random moments under seven sets of rules, saves among them: each run ends as an unbroken one.
 
 Verdicts that come out otherwise each time they are asked for (an endpoint's, or test cases that were cut off) are the
 journal's as well, and are shown in the same way: whatever a round has heard of one, a step that runs again hears again.
@@ -18,10 +14,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 import pytest
-from runs import PATIENCE_S, STOPS, WIDE, Runs, assert_same_end, end, kill, num_steps, state_of, wait_for_steps
+from runs import PATIENCE_S, STOPS, Runs, assert_same_end, end, kill, num_steps, state_of, wait_for_steps
 
 from jaxrl.record.journal import Journal
 from jaxrl.record.metrics import read_metrics
@@ -104,23 +98,12 @@ def test_killed_runs_end_with_the_same_bits(rule: str, tmp_path: Path, tiny_mode
     runs.finish(run_dir, *overrides, devices=devices)
     print(f"{rule}: {len(seen)} kills, {in_saves} with a save under way, after steps {seen}")
     assert_same_end(run_dir, whole)
-    if STREAM in overrides:
-        shares = [line["actor/streamed_share"] for line in read_metrics(run_dir)]
-        assert sum(shares) > 0
-        print(f"{rule}: {np.mean(shares):.2f} of all prompts streamed")
-    if rule == "speculation":
-        shares = [line["rollout/spec/drafted_share"] for line in read_metrics(run_dir)]
-        assert sum(shares) > 0
-        print(f"{rule}: {np.mean(shares):.2f} of all decoded tokens came from drafts")
+    for name, of_rule in {"actor/streamed_share": "streaming", "rollout/spec/drafted_share": "speculation"}.items():
+        assert rule != of_rule or sum(line[name] for line in read_metrics(run_dir)) > 0
     for killed, expected in zip(read_metrics(run_dir), read_metrics(whole), strict=True):
         assert killed["step"] == expected["step"]
         assert killed["critic/rewards/mean"] == expected["critic/rewards/mean"]
     assert not list((run_dir / "checkpoints").glob("*.tmp*"))
-
-
-# ---------------------------------------------------------------- what a journal has
-
-STREAMED_STEPS = 14
 
 
 class Told:
@@ -168,36 +151,6 @@ def finish_with(told: Told, runs: Runs, run_dir: Path, *overrides: str, devices:
     told.write(run_dir / "journal.jsonl")
     runs.finish(run_dir, *overrides, devices=devices)
 
-
-@pytest.mark.slow
-def test_a_killed_stream_ends_as_the_unbroken_one(tmp_path: Path, tiny_model: Path):
-    runs, run_dir, moments = Runs(tmp_path, tiny_model), tmp_path / "killed", random.Random(17)
-    overrides = (*WIDE, *HALVES, f"trainer.total_training_steps={STREAMED_STEPS}")
-    plain, whole = tmp_path / "plain", tmp_path / "whole"
-    runs.finish(plain, *overrides, devices=2)
-    overrides = (*overrides, STREAM)
-    runs.finish(whole, *overrides, devices=2)
-    seen: list[int] = []
-    for i in range(10):
-        with runs.start(run_dir, *overrides, devices=2) as process:
-            wait_for_steps(process, run_dir, num_steps(run_dir) + (i % 3 > 0))
-            time.sleep(moments.uniform(0, 0.8))
-            assert process.poll() is None, end(process)
-            kill(process)
-        seen.append(num_steps(run_dir))
-    runs.finish(run_dir, *overrides, devices=2)
-    shares = [line["actor/streamed_share"] for line in read_metrics(run_dir)]
-    assert shares == [line["actor/streamed_share"] for line in read_metrics(whole)]
-    assert sum(shares) > 0
-    print(f"10 kills after steps {seen}; {np.mean(shares):.2f} of all prompts streamed")
-    with jax.enable_x64(True):
-        assert_same_end(run_dir, whole)
-        (arrays, _), (others, _) = state_of(run_dir), state_of(plain)
-    for name in (name for name in others if "'params'" in name):
-        assert np.linalg.norm(arrays[name] - others[name]) <= 1e-9 * np.linalg.norm(others[name]), name
-
-
-# ---------------------------------------------------------------- verdicts that something outside the run decides
 
 ASKED = """
 import random

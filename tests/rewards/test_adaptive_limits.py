@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -42,14 +41,3 @@ def test_a_program_that_never_ends_is_cut_off_at_what_a_right_one_has_taught(lim
     counted = timeouts.take_metrics()
     assert counted["reward/code/cut_off"] == 1.0
     assert counted["reward/code/saved_s"] == pytest.approx(RULE.max_s - limits[1])
-
-
-@pytest.mark.parametrize("tests", [TESTS, {"inputs": [[1], [2]], "outputs": [1, 2], "fn_name": "f"}])
-def test_the_last_limit_is_that_of_all_cases_beyond(limited: CodeScorer, tests: dict[str, Any]):
-    """As with one anchor for a whole row, whose number of test cases nobody has counted."""
-    program = "import time\ndef f(x):\n    if x == 2:\n        time.sleep(1000)\n    return x"
-    request = ScoreRequest("test", ENDLESS if tests is TESTS else program, None, tests, (1.25,))
-    reward, info = limited(request)
-    assert (reward, info["cut_off"], info["timeouts"]) == (0.0, 1, {"case": 1})
-    assert 1.25 <= info["case_s"][1] < RULE.max_s
-    assert "longer than 1.25 s" in info["error"]

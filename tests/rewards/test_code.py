@@ -1,10 +1,12 @@
-"""Programs and tests of every shape: what is taken from a response, what from a prompt's columns, and how it scores."""
+"""What is taken from a response and from a prompt's columns, how it scores, and what limits it.
+
+`tests/cases/code.jsonl` has responses and rows of every shape.
+"""
 
 import ast
 import gzip
 import json
 import os
-import pickle
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,7 @@ from jaxrl.config.rewards import CodeSection
 from jaxrl.processes.process_tree import descendants
 from jaxrl.rewards.code import CodeScorer
 from jaxrl.rewards.domains import build_scorer
-from jaxrl.rewards.programs import Checks, checks_of, chosen_block, program_of, same_output
+from jaxrl.rewards.programs import Checks, chosen_block, program_of
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.rewards.reward_pool import build_pool
 from jaxrl.types import Prompt, Sample, SampleKey
@@ -33,9 +35,7 @@ ADD = {
 }
 MBPP = {"test_list": ["assert add(1, 2) == 3", "assert add(4, 4) == 8"], "test_setup_code": "import math"}
 CALLS = {"inputs": ["1\n2", "4\n4"], "outputs": ["3", "8"], "fn_name": "add"}
-LISTS = {"inputs": [[1, 2], [4, 4]], "outputs": [3, 8], "fn_name": "add"}
 STDIN = {"inputs": ["1 2\n", "4 4\n"], "outputs": ["3\n", "8\n"]}
-LIVE = {"public_test_cases": json.dumps([{"input": "1 2", "output": "3"}, {"input": "4 4", "output": "8"}])}
 KODCODE = {
     "test": "import pytest\nfrom solution import add\n\ndef test_one():\n    assert add(1, 2) == 3\n\n"
     "@pytest.mark.parametrize('a, b', [(4, 4), (5, 3)])\n"
@@ -56,7 +56,7 @@ def ask(response: str, extra: dict[str, Any], *limits_s: float, answer: str | No
     return ScoreRequest("test", response, answer, extra, limits_s)
 
 
-@pytest.mark.parametrize("tests", [ADD, MBPP, CALLS, LISTS, KODCODE], ids=["add", "mbpp", "calls", "lists", "kodcode"])
+@pytest.mark.parametrize("tests", [ADD, MBPP, CALLS, KODCODE], ids=["add", "mbpp", "calls", "kodcode"])
 def test_functions(tests: dict[str, Any], scorer: CodeScorer, share: CodeScorer):
     reward, info = scorer(ask(RIGHT, tests))
     assert (reward, info["passed"], info["cases"], info["correct"], info["cut_off"]) == (1.0, 2, 2, True, 0)
@@ -67,28 +67,23 @@ def test_functions(tests: dict[str, Any], scorer: CodeScorer, share: CodeScorer)
     assert scorer(ask(HALF, tests))[0] == 0.0
 
 
-@pytest.mark.parametrize("tests", [STDIN, LIVE, {"tests": json.dumps(STDIN)}], ids=["lists", "live", "text"])
-def test_scripts(tests: dict[str, Any], scorer: CodeScorer, share: CodeScorer):
-    with_key = {"tests_key": "tests"} if "tests" in tests else {}
-    scorer, share = (replace(each, code=each.code.replace(**with_key)) for each in (scorer, share))
-    assert scorer(ask(MAIN.format("a + b"), tests))[0] == 1.0
-    reward, info = share(ask(MAIN.format("3"), tests))
+def test_scripts(scorer: CodeScorer, share: CodeScorer):
+    assert scorer(ask(MAIN.format("a + b"), STDIN))[0] == 1.0
+    reward, info = share(ask(MAIN.format("3"), STDIN))
     assert (reward, info["passed"], info["cases"]) == (0.5, 1, 2)
     assert "it wrote '3" in info["error"]
-    assert scorer(ask(MAIN.format("a + b") + "raise SystemExit(1)", tests))[0] == 0.0
+    assert scorer(ask(MAIN.format("a + b") + "raise SystemExit(1)", STDIN))[0] == 0.0
+    leaves = "import os\ndef add(a, b):\n    if a == 1: os._exit(0)\n    return a + b\n"
+    assert share(ask(leaves, MBPP))[0] == 0.5, "a program that ends costs the cases after it nothing"
 
 
-def test_tests_in_a_nested_column(scorer: CodeScorer):
+def test_tests_in_a_nested_column_or_the_reference_answer(scorer: CodeScorer):
+    assert scorer(ask(RIGHT, {}, answer=json.dumps(CALLS)))[0] == 1.0
     nested = replace(scorer, code=scorer.code.replace(tests_key="info.tests"))
     for info in ({"tests": CALLS}, json.dumps({"tests": json.dumps(CALLS)})):
         assert [nested(ask(program, {"info": info}))[0] for program in (RIGHT, HALF)] == [1.0, 0.0]
-    for extra in ({"info": {"other": CALLS}}, {"info": "text"}, {"tests": CALLS}):
-        with pytest.raises(ValueError, match=r"the prompt has no column 'info\.tests'"):
-            nested(ask(RIGHT, extra))
-
-
-def test_tests_in_the_reference_answer(scorer: CodeScorer):
-    assert scorer(ask(RIGHT, {}, answer=json.dumps(CALLS)))[0] == 1.0
+    with pytest.raises(ValueError, match=r"the prompt has no column 'info\.tests'"):
+        nested(ask(RIGHT, {"info": {"other": CALLS}}))
 
 
 @pytest.mark.parametrize(
@@ -96,14 +91,8 @@ def test_tests_in_the_reference_answer(scorer: CodeScorer):
     [
         ({}, "the prompt has no tests"),
         ({"inputs": ["1"], "outputs": []}, "as many `inputs` as `outputs`"),
-        ({"test_list": [1]}, "tests are text, a list of assertions"),
         ({"test": "def (\nassert x"}, "the tests cannot be read"),
         ({"test": "42"}, "column 'test' asserts nothing, so that any program would pass: '42'"),
-        ({"test_list": ["add(1, 2)", "print(add(4, 4))"]}, "column 'test_list' asserts nothing"),
-        (
-            {"public_test_cases": [{"input": "1", "output": "1", "testtype": "functional"}]},
-            "tests of a function name it",
-        ),
         (
             {"public_test_cases": [{"input": [1], "output": [1], "type": "function_call"}]},
             "tests of a function name it",
@@ -135,11 +124,10 @@ def test_a_case_that_hangs_is_cut_off_and_the_others_count(share: CodeScorer):
 @pytest.mark.parametrize(
     ("program", "tests"),
     [
-        ("import time\ndef add(a, b):\n    if a > 2: time.sleep(9)\n    return a + b\n", MBPP["test_list"][0]),
         ("import time\na, b = map(int, input().split())\nif a > 2: time.sleep(9)\nprint(a + b)", ("1 2", "3")),
         ("import time\ndef add(a, b):\n    if a > 2: time.sleep(0.4)\n    return 3\n", MBPP["test_list"][0]),
     ],
-    ids=["function", "script", "wrong"],
+    ids=["script", "wrong"],
 )
 def test_a_program_that_hangs_on_every_case_has_a_limit(program: str, tests: Any, share: CodeScorer):
     """Whether each case is cut off or merely slow and wrong. What passes costs nothing of it."""
@@ -161,26 +149,12 @@ def test_a_program_that_hangs_on_every_case_has_a_limit(program: str, tests: Any
 
 
 def test_the_time_of_cases_that_pass_is_not_that_of_the_one_behind_them(share: CodeScorer):
-    slow = "import time\ndef add(a, b):\n    time.sleep(9 if a == 9 else 0.3)\n    return a + b\n"
-    made = replace(share, code=share.code.replace(max_timeout_s=0.8, max_failing_s=1.5))
+    slow = "import time\ndef add(a, b):\n    time.sleep(9 if a == 9 else 0.2)\n    return a + b\n"
+    made = replace(share, code=share.code.replace(max_timeout_s=0.8, max_failing_s=1.0))
     tests = [*["assert add(1, 2) == 3"] * 4, "assert add(9, 9) == 18", *["assert add(4, 4) == 8"] * 2]
     reward, info = made(ask(slow, {"test_list": tests}))
     assert (reward, len(info["case_s"]), info.get("timeouts")) == (6 / 7, 7, {"case_max": 1}), str(info)
     assert 0.8 <= info["case_s"][4] < 1.2
-
-
-def test_a_slow_program_that_passes_is_not_ended(share: CodeScorer):
-    slow = "import time\ndef add(a, b):\n    time.sleep(0.1)\n    return a + b\n"
-    for score in ("share", "all"):
-        made = replace(share, code=share.code.replace(max_failing_s=0.05, score=score))
-        reward, info = made(ask(slow, {"test_list": ["assert add(1, 2) == 3"] * 3}))
-        assert (reward, len(info["case_s"])) == (1.0, 3)
-        assert not info.keys() & {"outside", "timeouts"}
-
-
-def test_a_program_that_ends_costs_the_cases_after_it_nothing(share: CodeScorer):
-    leaves = "import os\ndef add(a, b):\n    if a == 1: os._exit(0)\n    return a + b\n"
-    assert share(ask(leaves, MBPP))[0] == 0.5
 
 
 CROSSES = [
@@ -229,48 +203,7 @@ def test_what_crosses_between_tests_and_program(scorer: CodeScorer):
 
 
 @pytest.mark.parametrize(
-    ("value", "wanted", "right"),
-    [("(1, 2)", "[1, 2]", True), ("True", "1", False), ("1", "true", False), ("0.1 + 0.2", "0.3", True),
-     ("{1: 2}", '{"1": 2}', True), ("'3'", "3", False), ("None", "null", True), ("2", "2.0", True)],
-)  # fmt: skip
-def test_calls_compare_as_json(value: str, wanted: str, right: bool, scorer: CodeScorer):
-    tests = {"inputs": ["0"], "outputs": [wanted], "fn_name": "f"}
-    assert scorer(ask(f"def f(x): return {value}", tests))[0] == float(right)
-
-
-@pytest.mark.parametrize(
-    ("response", "block"),
-    [
-        ("no fence", None),
-        ("a\n```python\nx = 1\n```\nb\n```py\ny = 2\n```\nend", "y = 2\n"),
-        ("```python\nx = 1\n```\n```text\noutput\n```", "x = 1\n"),
-        ("```cpp\nint x;\n```", "int x;\n"),
-        ("```\nx = 1\ny = 2", "x = 1\ny = 2"),
-    ],
-)
-def test_the_last_block(response: str, block: str | None):
-    assert chosen_block(response, Checks("tests")) == block
-
-
-def test_a_completion_continues_the_prompt(scorer: CodeScorer):
-    for response in (
-        "    return a + b\n\nprint(add(1, 2))\n",
-        "```python\n    return a + b\n```",
-        RIGHT,
-        "Here it is:\n```python\ndef add(a: List, b):\n    return a + b - twice(0)\n```",
-    ):
-        assert scorer(ask(response, ADD))[0] == 1.0, program_of(ask(response, ADD), checks_of(ask(response, ADD)))
-
-
-@pytest.mark.parametrize(
-    "signature",
-    [
-        "def add(a: int, b: int) -> int:\n",
-        "def add(a, b):",
-        "@lru_cache\ndef add(a, b):\n    # the sum\n",
-        "async def add_all():\n    return 0\n\ndef add(\n    a,\n    b,\n):\n",
-        'def add(a, b):\n\t"""The sum."""\n',
-    ],
+    "signature", ["def add(a, b):", "@lru_cache\ndef add(a, b):\n    # the sum\n", 'def add(a, b):\n\t"""The sum."""\n']
 )
 def test_a_prompt_that_ends_with_the_signature(signature: str, scorer: CodeScorer):
     helpers = "from functools import lru_cache\n\ndef twice(x):\n    return 2 * x\n\n"
@@ -308,15 +241,6 @@ def test_long_responses_are_read_in_linear_time():
     assert program_of(ask("\n" * 200_000 + "    return a + b", {}), begun).endswith("    return a + b\n")
 
 
-@pytest.mark.parametrize(
-    ("output", "wanted", "same"),
-    [("3\n", "3", True), ("3 \n4\n\n", "3\n4", True), ("3.0", "3", True), ("3 4", "3\n4", False), ("a", "A", False),
-     ("nan", "nan", True), ("1e400000000", "2", False)],
-)  # fmt: skip
-def test_same_output(output: str, wanted: str, same: bool):
-    assert same_output(output, wanted) == same
-
-
 def test_a_command_runs_the_program():
     with closing(CodeScorer(CodeSection(command=["sh", "{file}"], max_memory_mib=256))) as made:
         made.load()
@@ -326,14 +250,7 @@ def test_a_command_runs_the_program():
             made(ask(RIGHT, MBPP))
 
 
-def test_the_scorer_is_built_and_travels():
-    config = from_mapping({"model": {"path": "x"}, "data": {"train_files": ["a.jsonl"]}, "reward": {"kind": "code"}})
-    built = build_scorer(config)
-    assert isinstance(built, CodeScorer)
-    assert pickle.loads(pickle.dumps(built)) == built
-
-
-@pytest.mark.parametrize("where", ["process", "fresh_process", "ray"])
+@pytest.mark.parametrize("where", ["process", "fresh_process", pytest.param("ray", marks=pytest.mark.slow)])
 def test_in_a_pool(where: str):
     """The server is the worker's child, on ray as well: one for all samples, and gone with the pool."""
     if where == "ray":

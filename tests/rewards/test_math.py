@@ -6,25 +6,8 @@ import sys
 import time
 from pathlib import Path
 
-from jaxrl.rewards.answers import last_boxed, last_number
+from jaxrl.rewards.answers import last_boxed
 from jaxrl.rewards.math import equal, extract_answer, score
-
-NUMBERS = [
-    ("6 + 6 = 12, so the answer is 12.", "12"), ("1,234", "1234"), ("It costs $1,234.50.", "1234.50"), ("-4", "-4"),
-    ("x = -4", "-4"),
-    ("−4", "-4"),  # a typographic minus sign
-    ("10-3", "3"), ("x-4", "4"), ("5 - 4", "4"), ("$12", "12"), ("-$12", "-12"), ("$-12", "-12"), (r"\$42", "42"),
-    ("3.0", "3.0"), ("-.5", "-.5"), ("3.", "3"), ("3/4", "3/4"), ("1 3/4 cups", "1 3/4"), (r"-\frac{3}{4}", "-3/4"),
-    (r"\dfrac{-1}{2}", "-1/2"), ("one of 2, 3, 4", "4"), ("**42**", "42"), ("12kg", "12"), ("50%", "50"),
-    ("1e5", "1e5"), ("H2O", None), ("no number", None), ("", None),
-]  # fmt: skip
-
-
-def test_last_number():
-    for text, number in NUMBERS:
-        assert last_number(text.replace("−", "-")) == number, text
-        assert extract_answer(text, "last_number") == (number, "last_number"), text
-
 
 ANSWERS = [
     (r"\boxed{1} then \boxed{\frac{1}{2}} #### 3 <answer>4</answer> 5", "auto", r"\frac{1}{2}", "boxed"),
@@ -42,31 +25,6 @@ ANSWERS = [
 def test_extract():
     for text, how, *expected in ANSWERS:
         assert extract_answer(text, how) == tuple(expected), text
-
-
-COMPARED = [
-    ("12", "12", True, "text"), ("$12$", "12", True, "text"), (r"\dfrac{11}{16}", r"\frac{11}{16}", True, "text"),
-    ("1,234", "1234", True, "text"), ("12.", "12", True, "text"), ("12", "12.0", True, "number"),
-    ("0.6875", r"\dfrac{11}{16}", True, "number"), ("1 1/2", "1.5", True, "number"),
-    ("0.333333", "1/3", True, "number"), ("0.33", "1/3", False, "number"), ("1000001", "1000000", False, "number"),
-    ("1/0", "1", False, "math_verify"), ("yes.", r"\text{Yes}", True, "words"),
-    ("sey", "Yes", False, "words"),  # e*s*y commutes
-    ("x=5", "5", True, "text"), ("[0,1)", "[0, 1)", True, "text"), ("(0,1)", "[0, 1)", False, "elements"),
-    (r"\frac{\sqrt2}{2}", r"$\frac{1}{\sqrt{2}}$", True, "math_verify"), ("1+x^2", "x^2+1", True, "math_verify"),
-    (r"50\%", "50", True, "number"), ("1,2", "12", False, "elements"), (r"\frac{", "12", False, "math_verify"),
-    ("9" * 5000, "9", False, "length"),
-]  # fmt: skip
-
-
-def test_equal():
-    found = {(answer, reference): equal(answer, reference) for answer, reference, *_ in COMPARED}
-    assert found == {(answer, reference): (correct, by) for answer, reference, correct, by in COMPARED}
-
-
-def test_score_says_what_it_saw():
-    seen = {"extracted": "72", "extracted_by": "last_number", "compared_by": "text"}
-    assert score("So it is 72.", "72") == (1.0, seen)
-    assert score("I cannot tell.", "72") == (0.0, {"extracted": None, "extracted_by": "last_number"})
 
 
 def test_works_outside_the_main_thread():

@@ -9,16 +9,14 @@ import pytest
 from jaxrl.config import from_mapping
 from jaxrl.config.domains import needs_workers
 from jaxrl.config.rewards import PartSection
-from jaxrl.rewards.domains import DomainScorer, RewardPart, Weighted, build_scorer
-from jaxrl.rewards.scorers import MathScorer, Scorer, ScoreRequest, score_safely
+from jaxrl.rewards.domains import RewardPart, build_scorer
+from jaxrl.rewards.scorers import Scorer, ScoreRequest
 
 SCORER = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return {"score": len(solution_str), "words": 3}
 
 def shout(data_source, solution_str, ground_truth, extra_info):
-    if solution_str == "bad":
-        raise ValueError("no")
     return float(solution_str.isupper())
 """
 
@@ -35,22 +33,11 @@ def score(scorer: Scorer, response: str, source: str = "a", tokens: int = 10) ->
     return scorer(ScoreRequest(source, response, "4", {}, num_tokens=tokens))
 
 
-def test_format():
-    part = RewardPart(PartSection(pattern=r"<think>.*</think>\s*<answer>.*</answer>"))
-    tagged = "<think>a\nb</think>\n<answer>4</answer>"
-    assert [part.value(ScoreRequest("a", text, None)) for text in (tagged, f"{tagged} more", "")] == [1.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize(("tokens", "value"), [(0, 0.0), (20, 0.0), (60, -0.5), (100, -1.0), (120, -1.0)])
+@pytest.mark.parametrize(("tokens", "value"), [(20, 0.0), (60, -0.5), (120, -1.0)])
 def test_length(tokens: int, value: float):
     part = RewardPart(PartSection(kind="length", free_tokens=20), max_tokens=100)
     found = part.value(ScoreRequest("a", "", None, num_tokens=tokens))
     assert (found, str(found)) == (value, str(value))  # 0, not -0
-
-
-def test_nothing_around_a_scorer_that_is_alone():
-    assert built() == MathScorer()
-    assert built(domains={"a": {"extract": "boxed"}}) == DomainScorer({"": MathScorer(), "a": MathScorer("boxed")})
 
 
 @pytest.fixture
@@ -77,13 +64,6 @@ def test_a_weighted_sum(file: Path):
     assert score(scorer, "4", "other")[0] == 1.0, "other sources are scored as reward says"
 
 
-def test_a_part_that_fails_fails_its_sample(file: Path):
-    scorer = built(parts={"loud": {"kind": "custom", "path": str(file), "name": "shout"}})
-    request = pickle.dumps(ScoreRequest("a", "bad", "4"))
-    error = f"ValueError: no ({file}, line 7, in shout)"
-    assert score_safely(lambda: scorer, request)[:3] == ("error", 0.0, {"error": error})
-
-
 def test_only_the_parts_of_what_is_scored_elsewhere():
     judge = {"endpoint": "http://localhost:1/v1", "endpoint_model": "m"}
     scorer = built(
@@ -94,10 +74,3 @@ def test_only_the_parts_of_what_is_scored_elsewhere():
     config = from_mapping({"model": {"path": "x"}, "reward": {"kind": "judge", "judge": judge}})
     assert not needs_workers(config.reward)
     assert needs_workers(from_mapping({"model": {"path": "x"}}).reward)
-
-
-def test_what_loading_does():
-    scorer = built(domains={"a": {"extract": "boxed"}}, parts={"tags": {"pattern": "x"}})
-    assert scorer.preload == ("math_verify",)
-    assert scorer.loads.startswith("reward.kind: importing math_verify and reward.parts.tags")
-    assert isinstance(Weighted(None, 1.0).loads, str)

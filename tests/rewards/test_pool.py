@@ -1,6 +1,5 @@
 """Reward pools: whatever a scorer does costs its own sample, and nothing else."""
 
-import importlib.util
 import os
 import random
 import re
@@ -11,18 +10,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ended import have_ended
 from reward_pools import SCORER, TIMEOUT_S, Opened, collect, make, submit
 
 from jaxrl.rewards.reward_pool import RewardPool
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import RunFailed, SampleKey
 
+ON_RAY = pytest.param("ray", marks=pytest.mark.slow)
 
-@pytest.fixture(scope="module", params=["process", "ray"])
+
+@pytest.fixture(scope="module", params=["process", ON_RAY])
 def pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardPool]:
-    if request.param == "ray" and importlib.util.find_spec("ray") is None:
-        pytest.skip("ray is not installed")
+    if request.param == "ray":
+        pytest.importorskip("ray")
     pool = make(tmp_path_factory.mktemp("rewards"), request.param)
     pool.warm()
     yield pool
@@ -35,12 +35,6 @@ def fresh_counts(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("pool").take_metrics()
 
 
-def test_a_scorer_says_that_it_might_decide_otherwise(pool: RewardPool):
-    submit(pool, "asked", "cut 1", "cut 0", "say 1", "raise")
-    verdicts = collect(pool)
-    assert [verdicts[i].outside for i in range(5)] == [True, True, False, False, False]
-
-
 def test_many_at_once(pool: RewardPool):
     submit(pool, *(f"say {i}" for i in range(300)))
     verdicts = collect(pool)
@@ -51,6 +45,9 @@ def test_many_at_once(pool: RewardPool):
     assert metrics["reward/num_scored"] == 300
     assert metrics["reward/errors"] == metrics["reward/timeouts"] == metrics["reward/crashes"] == 0
     assert pool.take_metrics()["reward/num_scored"] == 0
+    submit(pool, "asked", "cut 1", "cut 0", "say 1", "raise")
+    verdicts = collect(pool)
+    assert [verdicts[i].outside for i in range(5)] == [True, True, False, False, False], "of what may be otherwise"
 
 
 def test_cancelled_samples_get_no_verdict(pool: RewardPool):
@@ -63,7 +60,9 @@ def test_cancelled_samples_get_no_verdict(pool: RewardPool):
     assert collect(pool)[0].reward == 5.0, "asked for again: the new answer, once"
 
 
-def test_each_failure_costs_its_own_sample(pool: RewardPool):
+@pytest.mark.parametrize("kind", ["process", "ray"])  # what is always tried on ray, which takes seconds to start
+def test_each_failure_costs_its_own_sample(opened: Opened, kind: str):
+    pool = opened(kind)
     bad = ["die", "spin", "raise", "nan", "segfault", "exit", "odd", "leave", "native"]
     submit(pool, *(r for i, b in enumerate(bad) for r in (b, f"say {i}")))
     verdicts = collect(pool)
@@ -97,9 +96,8 @@ def test_waiting_in_the_queue_costs_nothing(pool: RewardPool):
     assert all(0.5 < verdict.duration_s < TIMEOUT_S for verdict in verdicts.values())
 
 
-@pytest.mark.parametrize("kind", ["process", "ray"])
-def test_completion_order_and_polling(opened: Opened, tmp_path: Path, kind: str):
-    gate, pool = tmp_path / "gate", opened(kind, timeout_s=60.0)
+def test_completion_order_and_polling(opened: Opened, tmp_path: Path):
+    gate, pool = tmp_path / "gate", opened(timeout_s=60.0)
     assert pool.completed() == []
     assert pool.wait(0.5) == []  # nothing is pending: returns at once
     submit(pool, f"until {gate}", "say 1")  # returns before there is a verdict of the first
@@ -120,19 +118,6 @@ def test_workers_are_free_of_jax(pool: RewardPool):
     assert verdict.info["pid"] != os.getpid()
 
 
-def test_idle_worker_killed(opened: Opened):
-    """The out-of-memory killer may take a worker that does nothing."""
-    pool = opened(num_workers=1)
-    submit(pool, "modules")
-    pid = collect(pool)[0].info["pid"]
-    os.kill(pid, signal.SIGKILL)
-    assert have_ended([pid])
-    submit(pool, "say 3", "die", "say 4")
-    verdicts = collect(pool)
-    assert [verdicts[i].status for i in range(3)] == ["ok", "crash", "ok"]
-    assert pool.take_metrics()["reward/pool_restarts"] == 1
-
-
 def test_closing_waits_for_no_worker(tmp_path: Path):
     pool = make(tmp_path, num_workers=1, timeout_s=60.0)
     pool.warm()
@@ -143,23 +128,13 @@ def test_closing_waits_for_no_worker(tmp_path: Path):
     assert time.monotonic() - start < 20
 
 
-def test_a_death_costs_a_retry_and_no_more(pool: RewardPool, tmp_path: Path):
-    submit(pool, f"once {tmp_path / 'flag'}", "say 1", "die", "raise")
+def test_max_retries(opened: Opened, tmp_path: Path):
+    pool = opened(num_workers=1, max_retries=3)
+    submit(pool, "die", f"once {tmp_path / 'flag'}", "raise")
     verdicts = collect(pool)
-    expected = [("ok", 0.5), ("ok", 1.0), ("crash", 0.0), ("error", 0.0)]
-    assert [(verdicts[i].status, verdicts[i].reward) for i in range(4)] == expected
-    assert verdicts[2].info["error"] == "the scorer's process ended with exit code 3 (2 times in a row)"
-    assert pool.take_metrics()["reward/retries"] == 2
-
-
-@pytest.mark.parametrize("max_retries", [0, 3])
-def test_max_retries(opened: Opened, tmp_path: Path, max_retries: int):
-    pool = opened(num_workers=1, max_retries=max_retries)
-    submit(pool, "die", f"once {tmp_path / 'flag'}")
-    verdicts = collect(pool)
-    assert [verdicts[i].status for i in range(2)] == ["crash", "ok" if max_retries else "crash"]
-    assert ("4 times" in verdicts[0].info["error"]) == (max_retries == 3)
-    assert pool.take_metrics()["reward/retries"] == max_retries + bool(max_retries)
+    assert [verdicts[i].status for i in range(3)] == ["crash", "ok", "error"]
+    assert verdicts[0].info["error"] == "the scorer's process ended with exit code 3 (4 times in a row)"
+    assert pool.take_metrics()["reward/retries"] == 3 + 1
 
 
 def test_memory_that_earlier_samples_left_taken(opened: Opened):
@@ -173,7 +148,7 @@ def test_memory_that_earlier_samples_left_taken(opened: Opened):
     assert pool.take_metrics()["reward/retries"] == 3
 
 
-@pytest.mark.parametrize("kind", ["process", "ray"])
+@pytest.mark.parametrize("kind", ["process", ON_RAY])
 def test_a_cancelled_scoring_gives_its_worker_back(opened: Opened, tmp_path: Path, kind: str):
     began, pool = tmp_path / "began", opened(kind, num_workers=1, timeout_s=0.0)
     submit(pool, f"once {began}", "spin")  # without a time limit it would never end
@@ -184,12 +159,11 @@ def test_a_cancelled_scoring_gives_its_worker_back(opened: Opened, tmp_path: Pat
     assert [(verdict.reward, verdict.status) for verdict in collect(pool).values()] == [(5.0, "ok")]
 
 
-@pytest.mark.parametrize("kind", ["process", "ray"])
-def test_a_slow_domain_leaves_a_worker_to_a_fast_one(opened: Opened, tmp_path: Path, kind: str):
+def test_a_slow_domain_leaves_a_worker_to_a_fast_one(opened: Opened, tmp_path: Path):
     """No clock: the slow samples wait for a gate that is opened when the fast ones have their verdicts."""
     path, gate = tmp_path / "reward.py", tmp_path / "gate"
     own = {"kind": "custom", "path": str(path)}
-    pool = opened(kind, timeout_s=0.0, domains={"fast": {**own, "weight": 2.0}, "slow": own})
+    pool = opened(timeout_s=0.0, domains={"fast": {**own, "weight": 2.0}, "slow": own})
     submit(pool, "say 1", source="fast")
     assert collect(pool)[0].reward == 2.0
     submit(pool, *[f"until {gate}"] * 5, source="slow")
@@ -281,13 +255,4 @@ def test_nothing_of_the_users_runs_in_the_trainer(tmp_path: Path):
     submit(pool, "x")  # without `warm`, each sample reports it
     verdict = collect(pool)[0]
     assert (verdict.status, verdict.info) == ("error", {"error": error})
-    pool.close()
-
-
-def test_ray_is_optional(tmp_path: Path):
-    if importlib.util.find_spec("ray") is not None:
-        pytest.skip("ray is installed")
-    with pytest.raises(ValueError, match=r"reward\.pool=ray needs ray, .* pip install 'jaxrl\[ray\]'"):
-        make(tmp_path, "ray")
-    pool = make(tmp_path)
     pool.close()

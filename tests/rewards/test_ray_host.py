@@ -147,15 +147,6 @@ def test_an_actor_without_room_is_waited_for_while_another_works(ray: FakeRay, t
     assert ray.num_killed == 0
 
 
-def test_a_scorer_that_cannot_be_loaded_is_the_users(ray: FakeRay, trainer: Any):
-    ray.starts[:] = [("reward.path: importing a.py failed", True)] * 3
-    made = trainer()
-    error = "reward.path: importing a.py failed (in a ray actor)"
-    assert made.until("failed", 2)[0] == ("failed", error)
-    made.score(1)
-    assert made.until("ended")[0][2] == ("error", 0.0, {"error": error}, 0.0)
-
-
 def test_a_dropped_sample(ray: FakeRay, trainer: Any):
     ray.scores[:] = [None, None]
     made = trainer()

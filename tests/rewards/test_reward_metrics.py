@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from jaxrl.config import Config, from_mapping
-from jaxrl.report import rewards as report
 from jaxrl.rewards.reward_metrics import TIMEOUTS, PoolMetrics, RewardMetrics, timeouts_of
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import SampleKey
@@ -59,18 +58,12 @@ METRIC = "algorithm.filter_groups.metric (fmt): the scorer returned no such valu
     ("algorithm", "info", "failure"),
     [
         (GDPO, {"acc": 1.0, "fmt": 0.5}, ""),
-        (GDPO, {"acc": True, "fmt": 2, "error": ""}, ""),
         (GDPO, {"acc": 1.0, "parts": {"fmt": 0.5}, "error": "the user's own"}, ""),
-        (GDPO, {"acc": 1.0, "fmt": None}, KEYS + "acc"),
         (GDPO, {"acc": 1.0, "fmt": "nan", "text": "x"}, KEYS + "acc"),
-        ({**GDPO, "gdpo_reward_keys": ["acc", "score"]}, {"acc": 1.0}, KEYS.replace("fmt", "score") + "acc"),
         (GDPO, {"acc": 1.0}, KEYS + "acc"),
         ({"filter_groups": {"enable": True, "metric": "fmt"}}, {"fmt": None}, ""),
         ({"filter_groups": {"enable": True, "metric": "fmt"}}, {"acc": 1.0}, METRIC + "acc"),
-        ({"filter_groups": {"enable": True, "metric": "fmt"}}, {}, METRIC + "nothing besides the reward"),
         ({"filter_groups": {"enable": True, "metric": "score"}}, {}, ""),
-        ({"filter_groups": {"enable": False, "metric": "fmt"}}, {}, ""),
-        ({}, {}, ""),
     ],
 )
 def test_a_reward_without_a_value_that_training_asks_for_has_failed(
@@ -87,18 +80,6 @@ def test_a_reward_without_a_value_that_training_asks_for_has_failed(
     assert [record.getMessage() for record in caplog.records] == told
     late = verdict(0.0, "timeout", error="late")
     assert tally.add("math", late) is late
-
-
-def test_what_shaping_adds_need_not_be_returned():
-    made = {
-        "model": {"path": "x"},
-        "data": {"answer_key": "answer", "max_response_length": 64},
-        "reward": {"wrong_reward": -1.0},
-        "algorithm": {"filter_groups": {"enable": True, "metric": "acc"}},
-        "rollout": {"n": 2},
-    }
-    tally = RewardMetrics.configured(from_mapping(made))
-    assert tally.add("math", verdict()).status == "ok"
 
 
 def test_by_domain():
@@ -120,22 +101,12 @@ def test_by_domain():
     assert metrics["reward/default/num_scored"] == 1
     assert metrics["reward/math/num_scored"] == 0
     assert "reward/math/p50_s" not in metrics
-
-
-def test_what_the_journal_gives_counts_but_its_seconds_are_not_known():
-    tally = RewardMetrics.configured(config(**STAGED))
     tally.add("math", replace(verdict(status="timeout", seconds=0.0), is_replayed=True))
     tally.add("math", verdict(seconds=2.0))
-    metrics = tally.take({})
-    assert (metrics["reward/math/num_scored"], metrics["reward/math/timeouts"]) == (2, 1)
-    assert metrics["reward/math/p50_s"] == 2.0
-
-
-def test_a_round_that_is_dropped_counts_nothing():
-    tally = RewardMetrics.configured(config(**STAGED))
+    assert tally.take({})["reward/math/p50_s"] == 2.0, "the seconds of what the journal gives are not known"
     tally.add("math", verdict())
     tally.clear()
-    assert not any(tally.take({}).values())
+    assert not any(tally.take({}).values()), "a round that was dropped"
 
 
 @pytest.mark.parametrize(
@@ -143,16 +114,10 @@ def test_a_round_that_is_dropped_counts_nothing():
     [
         ("ok", {"case": 2, "case_max": 1}, {"case": 2, "case_max": 1}),
         ("timeout", None, {"sample": 1}),
-        ("timeout", {"endpoint": 3}, {"endpoint": 3}),
         ("crash", {"watchdog": 1}, {"watchdog": 1}),
         ("ok", {"case": "2", "sample": True, "endpoint": -1, "other": 1}, {}),
         ("ok", 7, {}),
-        ("ok", None, {}),
     ],
 )
 def test_kinds_of_limits(status: Any, said: Any, kinds: dict[str, int]):
     assert timeouts_of(verdict(0.0, status, timeouts=said)) == kinds
-
-
-def test_the_report_draws_every_kind():
-    assert [*report.TIMEOUTS] == list(TIMEOUTS)

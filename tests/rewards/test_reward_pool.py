@@ -84,60 +84,36 @@ def test_each_domain_is_scored_in_its_place():
     assert pool.num_pending == 1
 
 
-def test_a_pool_that_has_not_joined_is_no_one():
-    pool, *_ = make(judge={"model": "a/folder"})
-    with pytest.raises(AssertionError, match=r"nothing scores what reward\.domains\.judged\.kind=judge asks for"):
-        submit(pool, "judged")
-
-
 @pytest.mark.parametrize("first", ["workers", "endpoint"])
 def test_parts_of_what_an_endpoint_scores(first: Place):
     pool, workers, endpoint = make(parts=True)
     submit(pool, "judged")
     assert indices(workers.asked) == indices(endpoint.asked) == [0]
-    say = {"workers": lambda: workers.say(0, 0.1, parts={"tags": 1.0}), "endpoint": lambda: endpoint.say(0, 1.0)}
+    say = {
+        "workers": lambda: workers.say(0, 0.1, parts={"tags": 1.0}),
+        "endpoint": lambda: endpoint.say(0, 1.0, outside=True),
+    }
     say.pop(first)()
     assert pool.completed() == []
     assert pool.num_pending == 1
     next(iter(say.values()))()
     (verdict,) = pool.completed()
     assert verdict.reward == 0.6
-    assert verdict.info == {"acc": 1.0, "own_reward": 1.0, "parts": {"tags": 1.0}}
+    assert (verdict.outside, verdict.time_s) == (True, 4.0), "the later one"
+    assert verdict.info.items() >= {"acc": 1.0, "own_reward": 1.0, "parts": {"tags": 1.0}}.items()
 
 
-@pytest.mark.parametrize("failed", ["workers", "endpoint"])
-def test_half_a_verdict_is_none(failed: str):
-    pool, workers, endpoint = make(parts=True)
-    submit(pool, "judged")
-    for place, scoring in {"workers": workers, "endpoint": endpoint}.items():
-        if place == failed:
-            scoring.say(0, 0.0, "timeout", error="late")
-        else:
-            scoring.say(0, 1.0)
-    (verdict,) = pool.completed()
-    assert (verdict.status, verdict.reward, verdict.info["error"]) == ("timeout", 0.0, "late")
-    assert timeouts_of(verdict) == {"sample": 1}
-
-
-def test_the_limits_that_ended_both_halves():
+def test_half_a_verdict_is_none():
     pool, workers, endpoint = make(parts=True)
     submit(pool, "judged", "judged")
     endpoint.say(0, 1.0, timeouts={"endpoint": 2})
     workers.say(0, 0.0, "timeout", error="late")
-    endpoint.say(1, 1.0, timeouts={"endpoint": 1})
-    workers.say(1, 0.5)
+    workers.say(1, 1.0)
+    endpoint.say(1, 0.0, "timeout", error="late")
     first, second = pool.completed()
-    assert (first.status, timeouts_of(first)) == ("timeout", {"endpoint": 2, "sample": 1})
-    assert (second.status, timeouts_of(second)) == ("ok", {"endpoint": 1})
-
-
-def test_what_an_endpoint_says_is_from_outside():
-    pool, workers, endpoint = make(parts=True)
-    submit(pool, "judged")
-    workers.say(0, 0.0, parts={"tags": 0.0})
-    endpoint.say(0, outside=True)
-    (verdict,) = pool.completed()
-    assert (verdict.outside, verdict.time_s) == (True, 4.0), "the later one"
+    for verdict, limits in ((first, {"endpoint": 2, "sample": 1}), (second, {"sample": 1})):
+        assert (verdict.status, verdict.reward, verdict.info["error"]) == ("timeout", 0.0, "late")
+        assert timeouts_of(verdict) == limits
 
 
 def test_a_fault_of_the_infrastructure_is_asked_again():

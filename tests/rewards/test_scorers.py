@@ -66,9 +66,7 @@ def test_kinds():
     ("response", "reward"),
     [
         ("The answer is 7.", 1.0),
-        ("7.0", 1.0),
         (r"\boxed{7} and not 8", 1.0),
-        ("<answer>7</answer>", 1.0),
         ("7 or maybe 8", 0.0),  # reasoning-gym alone would pay 1/12 for this one
         (r"\boxed{17}", 0.5),  # reasoning-gym's own measure, of what was marked
         ("I do not know", 0.0),
@@ -76,12 +74,6 @@ def test_kinds():
 )
 def test_task_judges_the_extracted_answer(response: str, reward: float):
     assert TaskScorer("chain_sum")(task_request(response))[0] == reward
-
-
-def test_task_with_answers_in_words():
-    scorer = TaskScorer("propositional_logic")
-    request = ScoreRequest("letters", "abc", "abc", {"entry": {"question": "?", "answer": "abc", "metadata": {}}})
-    assert scorer._extract(request) == ("abc", "none")
 
 
 def test_every_task_scores_its_own_answer():
@@ -134,32 +126,19 @@ def test_refusals():
     """`tests/refusals/test_rewards.py` has those of reward files."""
     with pytest.raises(ValueError, match=r"data\.answer_key is empty"):
         build_scorer(config(data={"train_files": ["a.jsonl"], "answer_key": ""}))
-    with pytest.raises(ValueError, match=r"use reward\.kind=auto"):
-        build_scorer(config({"kind": "task"}, {"task": "chain_sum", "val_files": ["b.jsonl"]}))
-    with pytest.raises(ValueError, match=r"task_config\.a must be text, .* or a mapping, found \{1, 2\}$"):
-        build_scorer(config(data={"task": "chain_sum", "task_config": {"a": {1, 2}}}))
 
 
 @pytest.mark.parametrize(
     ("body", "status", "reward", "info"),
     [
-        ("return 1", "ok", 1.0, {}),
         ("return True", "ok", 1.0, {}),
-        ("import numpy as np; return np.float32(0.5)", "ok", 0.5, {}),
         (ODD, "ok", 2.0, {"a": [1, 2, {"3": "<class 'object'>"}]}),
         ("return float('nan')", "error", 0.0, {"error": MUST + "nan (float)"}),
-        ("return float('inf')", "error", 0.0, {"error": MUST + "inf (float)"}),
-        ("return 1e308", "error", 0.0, {"error": MUST + "1e+308 (float)"}),
         ("return 3.5e38", "error", 0.0, {"error": MUST + "3.5e+38 (float)"}),
-        ("return -3e38", "ok", -3e38, {}),
         ("import numpy as np; return np.array(0.5)", "ok", 0.5, {}),
-        ("import numpy as np; return np.ones(2)", "error", 0.0, {"error": MUST + "array([1., 1.]) (ndarray)"}),
         ("return {'score': 1, 'error': ''}", "ok", 1.0, {"error": ""}),
         ("return {'score': 1, 'parts': 3}", "error", 0.0, {"error": OURS.format("parts")}),
-        ("return {'score': 1, 'own_reward': 'x'}", "error", 0.0, {"error": OURS.format("own_reward")}),
-        ("return '1'", "error", 0.0, {"error": MUST + "'1' (str)"}),
         ("return None", "error", 0.0, {"error": MUST + "None (NoneType)"}),
-        ("raise KeyError('x')", "error", 0.0, {"error": "KeyError: 'x'" + AT}),
         ("raise SystemExit(3)", "error", 0.0, {"error": "SystemExit: 3" + AT}),
         ("import json; json.loads('{')", "error", 0.0, {"error": NO_JSON + AT}),  # the innermost line that is theirs
     ],
@@ -171,8 +150,3 @@ def test_score_safely(tmp_path: Path, body: str, status: str, reward: float, inf
     wanted = {n: v.format(path=tmp_path / "reward.py") if isinstance(v, str) else v for n, v in info.items()}
     assert got[:3] == (status, reward, wanted)
     assert got[3] >= 0
-
-
-def test_a_mapping_needs_a_score(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"compute_score returned a mapping without 'score'.*reward"):
-        custom(tmp_path, "def compute_score(**kwargs):\n    return {'reward': 1}\n")(ScoreRequest("s", "r", "a"))

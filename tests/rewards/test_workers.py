@@ -16,6 +16,7 @@ from ended import have_ended
 from reward_pools import Opened, collect, submit
 
 from jaxrl.processes.messages import BadMessage, read_json
+from jaxrl.processes.process_tree import descendants
 from jaxrl.rewards.pool_worker import read_scored
 from jaxrl.rewards.reward_pool import RewardPool
 from jaxrl.scheduling.rounds.events import Verdict
@@ -92,10 +93,9 @@ def test_environment_and_standard_streams(opened: Opened, tmp_path: Path, monkey
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("fresh_process", [False, True])
-def test_a_traceback_is_written_once_for_each_error(opened: Opened, tmp_path: Path, fresh_process: bool):
+def test_a_traceback_is_written_once_for_each_error(opened: Opened, tmp_path: Path):
     """Two workers, and forks of them: whichever comes first tells of it."""
-    pool = opened(log=tmp_path / "rewards.log", num_workers=2, fresh_process=fresh_process)
+    pool = opened(log=tmp_path / "rewards.log", num_workers=2, fresh_process=True)
     codes = ["1 / 0", "1 / 0", "time.sleep(0.3); 1 / 0", "{}['a']"]
     score(pool, "1 / 0")  # alone: two at the same moment may both be told
     score(pool, *codes * 3)
@@ -123,9 +123,8 @@ def test_samples_share_an_interpreter_unless_they_are_not_to(opened: Opened):
     assert verdicts[2].info["error"] == "the scorer's process ended with exit code 3 (2 times in a row)"
 
 
-@pytest.mark.parametrize("timeout_s", [0.0, 20.0])
-def test_a_worker_that_is_stopped_while_it_has_nothing_to_do(opened: Opened, timeout_s: float):
-    pool = opened(num_workers=1, timeout_s=timeout_s)
+def test_a_worker_that_is_stopped_while_it_has_nothing_to_do(opened: Opened):
+    pool = opened(num_workers=1, timeout_s=20.0)
     os.kill(score(pool, "")[0].info["pid"], signal.SIGSTOP)
     time.sleep(0.2)
     start = time.monotonic()
@@ -140,6 +139,7 @@ def test_what_the_reward_file_started_stays(tmp_path: Path):
     alive = "result['alive'] = HELPER.poll() is None; result['helper'] = HELPER.pid"
     verdicts = score(pool, alive, "subprocess.Popen(['sleep', '300'])", alive)
     assert [verdict.info["alive"] for verdict in verdicts[::2]] == [True, True]
+    assert verdicts[0].info["helper"] in descendants(os.getpid()), "far below this process"
     pool.close()
     assert have_ended([verdicts[0].info["helper"]])
 
@@ -209,15 +209,9 @@ def test_nothing_outlives_a_killed_trainer(tmp_path: Path):
     ("text", "problem"),
     [
         (b"\x80\x04", "no JSON"),
-        (b"[1]", "JSON of type list"),
-        (b'{"status": NaN}', "NaN is no JSON"),
         (b"[" * 100_000, "no JSON"),
         (b'{"status": "fine"}', "the status 'fine'"),
         (b'{"status": "ok", "reward": 1e999, "duration_s": 0}', "the reward inf"),
-        (b'{"status": "ok", "reward": true, "duration_s": 0}', "the reward True"),
-        (b'{"status": "ok", "reward": "1", "duration_s": 0}', "the reward '1'"),
-        (b'{"status": "ok", "reward": 1, "duration_s": -1}', "after -1 s"),
-        (b'{"status": "ok", "reward": 1, "duration_s": 0, "info": 3}', "info of type int"),
         (b'{"status": "ok", "reward": 1, "duration_s": 0, "info": {"a": 1e999}}', "cannot be recorded"),
         (b'{"status": "ok", "reward": 1, "duration_s": 0, "info": {"a": "\\ud800"}}', "cannot be recorded"),
     ],

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,20 +12,15 @@ from replayed_backend import (
     LENGTHS,
     PARAMS,
     PROMPTS,
-    Bytes,
-    House,
     Pool,
     begin,
-    finished,
     key,
     next_finished,
     opened,
-    scored,
 )
 
 from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 from jaxrl.mechanisms.adaptive_layouts.control import Decision
-from jaxrl.record.timeline import Timeline
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import (
@@ -36,12 +28,10 @@ from jaxrl.scheduling.rounds.events import (
     Interrupted,
     Launch,
     SampleAborted,
-    SampleFinished,
     Score,
     Verdict,
 )
 from jaxrl.scheduling.rounds.round import Round
-from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.types import Sample
 
 
@@ -85,23 +75,6 @@ def test_layouts_know_an_evaluation_from_the_training_round_of_its_step(
     assert places == [(step, int(kind == "eval")) for step, kind in order for _ in range(num_workers)]
 
 
-def test_cancel_drops_everything_and_the_next_round_starts_clean(houses: Any):
-    house = houses(LENGTHS, Pool(hold=[key(0)], bad={key(2): "timeout"}))
-    round = Round(PROMPTS, 2)
-    house.backend.begin(RoundInfo(1), PARAMS)
-    while len(round.ledger.finished) < 4:
-        house.backend.apply(round.handle(house.backend.wait()))
-    house.backend.cancel()
-    assert house.engine.is_idle
-    house.pool.hold = []
-    submitted = len(house.pool.submitted)
-    round, events = house.run_round(PROMPTS, 2, step=1)
-    assert round.done
-    assert scored(events) == finished(events)
-    assert len(house.pool.submitted) - submitted >= len(LENGTHS) - 1, "a timeout heard before the stop is journalled"
-    house.backend.end()
-
-
 def test_a_stop_is_heard_while_no_event_comes(houses: Any):
     """A response may take as long as all others together: a stop must not wait for its end."""
     house = houses({key(0): 40}, Pool())
@@ -143,19 +116,6 @@ def test_abort_is_told_once_for_each_also_for_those_whose_end_was_still_to_be_to
         backend.wait()
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_a_response_that_ended_untold_is_aborted_without_keep_and_told_with_it(houses: Any, keep: bool):
-    keys = (key(0, 0), key(0, 1))
-    backend = begin(houses(dict.fromkeys(keys, 3), Pool()), keys)
-    assert next_finished(backend).key == keys[0]
-    backend.apply([Abort(keys[1:], keep=keep)])
-    event = backend.wait()
-    assert isinstance(event, SampleFinished if keep else SampleAborted)
-    assert event.sample.key == keys[1]
-    assert set(backend._state.running.values()) == {0}, "each is counted out once"
-    backend.end()
-
-
 def test_generation_is_over_when_the_last_response_has_been_told(houses: Any):
     """A plan of rows that have all stopped is still in flight; it is no progress."""
     house = houses({key(0, 0): 3}, Pool(hold=[key(0, 0)]))
@@ -175,106 +135,22 @@ def test_generation_is_over_when_the_last_response_has_been_told(houses: Any):
     assert not backend.generating
 
 
-def test_kept_responses_are_whole_and_go_on_from_their_token_ids(houses: Any):
-    house = houses({key(0, 0): 2, key(0, 1): 7, key(0, 2): 30}, Pool())
-    keys = (key(0, 0), key(0, 1), key(0, 2))
-    backend = begin(house, keys)
-    assert next_finished(backend).key == keys[0]
-    backend.apply([Abort(keys[1:], keep=True)])
-    ended = next_finished(backend)
-    assert (ended.key, len(ended)) == (keys[1], 7), "it ended in the plan in flight, which was waited for"
-    begun = next_aborted(backend)
-    kept = 13 if isinstance(house.engine, LocalWorkers) else 9  # of several, each has two plans in flight
-    assert (begun.key, len(begun), begun.versions.tolist()) == (keys[2], kept, [0] * kept)
-    backend.end()
-
-    backend.leave_rollout()
-    backend.enter_rollout(1)
-    backend.begin(RoundInfo(2), PARAMS)
-    backend.wait()
-    backend.apply([Launch(PROMPTS[0], keys[2:], resumed=(begun,), finished=(ended,))])
-    whole = next_finished(backend)
-    assert (whole.key, len(whole)) == (keys[2], 30), "the finished one is not run again"
-    assert whole.versions.tolist() == [0] * kept + [1] * (30 - kept)
-    assert whole.token_ids.tolist()[:kept] == begun.token_ids.tolist()
-    assert whole.text == Bytes().decode(whole.token_ids.tolist())
-    backend.end()
-
-
-def spans_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """The spans of each track of a timeline."""
-    events = json.loads((folder / "timeline.json").read_text())
-    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    spans: dict[str, list[dict[str, Any]]] = {name: [] for name in names.values()}
-    for event in events:
-        if event["ph"] == "X":
-            spans[names[event["tid"]]].append(event)
-    return spans
-
-
-def test_plans_of_two_workers_are_drawn_side_by_side(tmp_path: Path):
-    """Each plan on its worker's track, in order and one after another; the two tracks at the same time. A plan takes
-    two seconds, and each look at the clock a hundredth."""
-    now = [0.0]
-
-    def clock() -> float:
-        now[0] += 0.01
-        return now[0]
-
-    house = House(tmp_path, {key(p): 30 for p in range(4)}, Pool(), num_workers=2)
-    house.timeline.close()
-    (tmp_path / "timeline.json").unlink()
-    for executor in house.worker.workers:
-        own = executor.collect
-        executor.collect = lambda ticket, own=own: (now.__setitem__(0, now[0] + 2), own(ticket))[1]
-    with Timeline(tmp_path / "timeline.json", clock=clock) as timeline:
-        house.backend = RolloutBackend(replace(house.run, timeline=timeline, journal=None))
-        house.backend.enter_rollout(0)
-        house.run_round(PROMPTS[:4], 1)
-        house.backend.end()
-        assert timeline.open_spans() == []
-    spans = spans_of(tmp_path)
-    assert set(spans) == {"engine 0", "engine 1"}
-    for worker, track in enumerate(("engine 0", "engine 1")):
-        drawn, plans = spans[track], house.engine.engines[worker].counters.plans
-        assert [span["args"]["index"] for span in drawn] == list(range(plans))
-        assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in itertools.pairwise(drawn))
-    assert sum(span["dur"] for own in spans.values() for span in own) > 1.7e6 * now[0], "both at nearly every moment"
-    house.close()
-
-
-def test_weights_that_no_round_has_used_are_not_brought_again(houses: Any):
-    """A run compiles its programs with the first ones, and then begins: they come once."""
+def test_weights_and_memory_come_and_go(houses: Any):
+    """Weights that no round has used are not brought again: a run compiles its programs with the first ones."""
     house = houses(LENGTHS, Pool())
     first = [("sync", "weights", 0), "allocate"]
-    assert house.worker.calls == first
     house.backend.enter_rollout(0)
     assert house.worker.calls == first
     house.run_round(PROMPTS, 2)
     house.backend.end()
     house.backend.enter_rollout(0)
     assert house.worker.calls == [*first, *first], "a round has begun with them"
-    house.backend.leave_rollout()
-    house.backend.enter_rollout(0)
-    assert house.worker.calls == [*first, *first, ("release", True), *first]
-
-
-def test_memory_phases(houses: Any):
-    house = houses(LENGTHS, Pool())
-    house.run_round(PROMPTS, 2)
-    house.backend.end()
+    house.worker.calls.clear()
     house.backend.leave_rollout()
     house.backend.leave_rollout()
     house.backend.enter_rollout(1)
     house.backend.enter_rollout(2)
-    assert house.worker.calls == [
-        ("sync", "weights", 0),
-        "allocate",
-        ("release", True),
-        ("sync", "weights", 1),
-        "allocate",
-        ("sync", "weights", 2),
-        "allocate",  # of what has no pool
-    ]
+    second = [("sync", "weights", 1), "allocate", ("sync", "weights", 2), "allocate"]
+    assert house.worker.calls == [("release", True), *second]
     round, _ = house.run_round(PROMPTS, 2, step=3)
     assert {v for g in round.groups() for s in g.samples for v in s.versions.tolist()} == {2}

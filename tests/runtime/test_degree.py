@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from tiny import write_tiny_model
 
-from jaxrl.commands.explain import explain_config
-from jaxrl.commands.profile import adaptive
 from jaxrl.config import Config, ConfigError, from_mapping, to_mapping
 from jaxrl.models.loading import config_of
 from jaxrl.models.shapes import named_shape
@@ -63,9 +61,7 @@ def test_the_fastest_degree_of_the_profile(tmp_path: Path):
     assert chosen.rollout.tp == 2
     # 128 steps of 8 + 0.1, 4 + 0.6, 2 + 2.8 ms; at tp 8 two waves of 1 + 5.6
     assert said.startswith("rollout.tensor_model_parallel_size: auto is 2 by ")
-    assert said.endswith(
-        "(a batch of 16 longest samples decodes in 1.037 s at tp 1, 0.5888 s at tp 2, 0.6144 s at tp 4, 1.69 s at tp 8)"
-    )
+    assert said.endswith("1.037 s at tp 1, 0.5888 s at tp 2, 0.6144 s at tp 4, 1.69 s at tp 8)")
     assert planned_degree(c.with_tp(4), MODEL, 8, None) == (c.with_tp(4), "")
 
 
@@ -108,10 +104,6 @@ def test_what_cannot_be_chosen_from(tmp_path: Path):
     message = r"profile is missing: rollout.tensor_model_parallel_size=auto needs a file of `jaxrl profile --config"
     with pytest.raises(ConfigError, match=message):
         planned_degree(config({"profile": ""}), MODEL, 8, None)
-    with pytest.raises(ConfigError, match=message):
-        with_degree(config({"profile": ""}), make_mesh())
-    with pytest.raises(ConfigError, match=r"p.json does not exist: make it with `jaxrl profile`"):
-        planned_degree(config({"profile": str(tmp_path / "p.json")}), MODEL, 8, None)
     c = config({"profile": write(tmp_path / "p.json", 1, 2, count=4)})
     with pytest.raises(ConfigError, match=r"is auto, and .* is of 4 devices: the rollout has 8"):
         planned_degree(c, MODEL, 8, None)
@@ -120,8 +112,6 @@ def test_what_cannot_be_chosen_from(tmp_path: Path):
         planned_degree(c, MODEL, 8, None)
     with pytest.raises(ConfigError, match=r"degrees \[2, 3\] must ascend .*tensor_model_parallel_size \(auto\) among"):
         config({"degrees": [2, 3]})
-    with pytest.raises(ValueError, match=r"tensor_model_parallel_size is auto, and must be a number here"):
-        _ = config().rollout.tp
 
 
 def test_a_real_run_checks_the_profile_and_says_what_it_chose(tmp_path: Path):
@@ -149,21 +139,3 @@ def test_a_run_keeps_the_degree_that_it_began_with():
     assert c.with_tp_of(config(tp=4), 2).is_tp_open, "not on devices that it does not divide"
     assert c.with_tp_of(None, 8).is_tp_open
     assert c.with_tp(2).with_tp_of(config(tp=4), 8).rollout.tp == 2, "a number is what was asked for"
-
-
-def test_explain_config_shows_it(tmp_path: Path):
-    path = write_tiny_model(tmp_path / "model")
-    values = to_mapping(config({"profile": write(tmp_path / "p.json")}))
-    values["model"]["path"] = str(path)
-    explained = explain_config(from_mapping(values), 8, 1 << 34)
-    assert "rollout dp 4 × tp 2" in explained.summary[0]
-    assert "note: rollout.tensor_model_parallel_size: auto is 2 by " in str(explained)
-
-
-def test_the_profiler_measures_every_degree_with_the_rows_of_a_run():
-    found = adaptive(config({"degrees": [2, 4]}))
-    assert (found.rollout.tp, found.rollout.layout.planner, found.rollout.layout.scale_rows) == (2, True, False)
-    assert adaptive(config()).rollout.tp == 1
-    known = adaptive(config(tp=4))
-    assert (known.rollout.tp, known.rollout.layout.scale_rows) == (4, True)
-    assert known.rollout.layout.replace(planner=False) == config(tp=4).rollout.layout

@@ -13,12 +13,10 @@ from rounds import rule_sections
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.mechanisms import batch_rule, composition_problem
-from jaxrl.mechanisms.dynamic_sampling import DynamicSampling
 from jaxrl.mechanisms.partial_rollout import PartialRollout
 from jaxrl.mechanisms.speculation import draft_config
 from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, DraftWindow
-from jaxrl.mechanisms.tail_batching import TailBatching
-from jaxrl.runtime.rules import batcher_config, carried
+from jaxrl.runtime.rules import batcher_config
 from jaxrl.scheduling.rounds.batches import FreshBatches
 from jaxrl.scheduling.rounds.race import BatchSettings, RaceLimits
 
@@ -35,54 +33,16 @@ def config(**options: Any) -> Config:
 
 
 def test_plain_batches_are_the_default():
-    rule = batch_rule(config(reward__score_when="rollout", rollout__max_active_requests=9))
+    off = {"prompt_factor": 1.5}
+    rule = batch_rule(
+        config(reward__score_when="rollout", rollout__max_active_requests=9, rollout__over_provisioning=off)
+    )
     assert isinstance(rule, FreshBatches)
     assert rule.name == "plain batches"
     limits = rule.limits
     batch = BatchSettings(4, 3, score_when="rollout", max_active_requests=9, max_response_length=LONGEST)
     assert limits == RaceLimits(batch, 3, 0)
     assert limits.batch.group_filter is None
-
-
-def test_over_provisioning():
-    rule = batch_rule(config(rollout__over_provisioning={"enable": True, "prompt_factor": 1.5, "response_factor": 2.0}))
-    assert isinstance(rule, FreshBatches)
-    assert (rule.name, rule.limits.num_spare, rule.limits.num_responses) == ("over-provisioning", 2, 6)
-    off = batch_rule(config(rollout__over_provisioning={"prompt_factor": 1.5}))
-    assert isinstance(off, FreshBatches)
-    assert not off.limits.num_spare, "factors count where the switch is on"
-
-
-def test_tail_batching():
-    tail = {"enable": True, "prompt_factor": 1.5, "max_age_steps": 7, "at_end": "leave"}
-    rule = batch_rule(
-        config(
-            rollout__tail_batching=tail,
-            rollout__max_active_requests=20,
-            reward__score_when="group",
-            algorithm__filter_groups={"enable": True, "max_num_gen_batches": 3, "max_unscored_groups": 2},
-        )
-    )
-    assert isinstance(rule, TailBatching)
-    filtering = rule.batch.group_filter
-    assert isinstance(filtering, DynamicSampling)
-    assert filtering.options == DynamicSampling.Options(enable=True, max_num_gen_batches=3, max_unscored_groups=2)
-    assert rule.batch == BatchSettings(4, 3, "group", filtering, 20, max_response_length=LONGEST)
-    assert rule.options == TailBatching.Options(
-        enable=True, prompt_factor=1.5, response_factor=1.25, max_age_steps=7, at_end="leave"
-    )
-
-
-@pytest.mark.parametrize(("one_step_off", "staleness"), [(False, -1), (False, 1), (True, 2)])
-def test_partial_rollout(one_step_off: bool, staleness: int):
-    partial = {"enable": True, "max_staleness": staleness, "max_restarts": 2, "at_end": "leave"}
-    rule = batch_rule(config(rollout__partial_rollout=partial, trainer__one_step_off=one_step_off))
-    assert isinstance(rule, PartialRollout)
-    lag = int(one_step_off)
-    assert rule.batch == BatchSettings(4, 3, score_when="group", version_lag=lag, max_response_length=LONGEST)
-    assert rule.options == PartialRollout.Options(
-        enable=True, over_provision=2.0, max_staleness=staleness, max_restarts=2, at_end="leave"
-    )
 
 
 def test_a_buffer_filter_is_the_function_of_the_users_file(tmp_path: Path):
@@ -93,13 +53,8 @@ def test_a_buffer_filter_is_the_function_of_the_users_file(tmp_path: Path):
     assert isinstance(rule, PartialRollout)
     assert rule.buffer_filter is not None
     assert rule.buffer_filter(groups=[], policy_version=0) == {}
-    for changed, message in (
-        ({"buffer_filter_name": "wrong"}, r"mine\.py: wrong must take \(groups, policy_version\), by these names"),
-        ({"buffer_filter_name": "none"}, r"rollout\.partial_rollout\.buffer_filter_name: .* must define a function"),
-        ({"buffer_filter_path": "no.py"}, r"rollout\.partial_rollout\.buffer_filter_path: no such file: .*no\.py"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            batch_rule(config(rollout__partial_rollout=partial | changed))
+    with pytest.raises(ConfigError, match=r"mine\.py: wrong must take \(groups, policy_version\), by these names"):
+        batch_rule(config(rollout__partial_rollout=partial | {"buffer_filter_name": "wrong"}))
 
 
 ON = {"enable": True}
@@ -147,27 +102,13 @@ def test_every_rule_excludes_every_other(one: str, other: str):
             {"rollout__partial_rollout": ON | {"max_staleness": 1}, "trainer__one_step_off": True},
             r"rollout\.partial_rollout\.max_staleness \(1 versions\) must be >= 2, or -1 for no cap: .* one-step-off",
         ),
-        ({"rollout__partial_rollout": ON, "reward__score_when": "rollout"}, r"reward\.score_when must be"),
-        (
-            {
-                "rollout__tail_batching": ON,
-                "reward__score_when": "rollout",
-                "algorithm__filter_groups": ON,
-            },
-            r"dynamic sampling with tail batching .* reward\.score_when must",
-        ),
         (
             {"rollout__n": 1, "algorithm__adv_estimator": "reinforce_plus_plus", "algorithm__filter_groups": ON},
             r"dynamic sampling needs rollout\.n >= 2, found 1",
         ),
-        ({"rollout__stale_tokens": "mask", "trainer__one_step_off": True}, r"mask excludes trainer\.one_step_off"),
         (
             {"rollout__tail_batching": ON, "rollout__max_active_requests": 3},
             r"rollout\.max_active_requests \(3 samples\) must hold one prompt's responses \(4 samples\)",
-        ),
-        (
-            {"rollout__tail_batching": ON | {"prompt_factor": 3.0, "max_age_steps": 1}},
-            r"rollout\.tail_batching\.max_age_steps \(1 steps\) must be >= 2",
         ),
     ],
 )
@@ -175,8 +116,3 @@ def test_what_is_refused(options: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message) as caught:
         batch_rule(config(**options))
     assert "\n" not in str(caught.value)
-
-
-def test_what_the_summary_says_of_carried_prompts():
-    assert carried("tail batching", 0) == {}
-    assert carried("tail batching", 3) == {"prompts begun and not trained on": "3 (tail batching)"}

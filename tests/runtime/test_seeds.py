@@ -2,22 +2,11 @@
 
 import jax
 import numpy as np
-import pytest
 
-from jaxrl.config import ConfigError
-from jaxrl.config.mapping import unchecked
 from jaxrl.rollout.sampling import request_key
 from jaxrl.schema.declared import MAX_SEED
 from jaxrl.sim.workload import uniform
 from jaxrl.types import SampleKey
-
-
-@pytest.mark.parametrize("name", ["trainer.seed", "data.seed"])
-def test_options_take_it(name: str):
-    section, _, option = name.partition(".")
-    assert getattr(unchecked({section: {option: MAX_SEED}}), section).seed == MAX_SEED
-    with pytest.raises(ConfigError, match=f"{name} must be at most {MAX_SEED}"):
-        unchecked({section: {option: MAX_SEED + 1}})
 
 
 def test_it_is_no_other_seed():

@@ -1,4 +1,4 @@
-"""Simulated runs with test cases: fixed limits are time-outs by another name, and anchors outlive a resume."""
+"""Simulated runs with test cases: adaptive limits save time, and anchors outlive a resume."""
 
 from __future__ import annotations
 
@@ -19,24 +19,6 @@ def total(house: House, name: str) -> float:
     return sum(measured[name] for measured in house.metrics.values())
 
 
-def test_a_fixed_limit_is_a_timeout_of_the_whole_sample():
-    workload = make_workload(3)
-    plain, code = whole(make_config({"trainer.test_freq": 3}), workload), whole(config("fixed"), workload)
-    for step, measured in plain.metrics.items():
-        own = dict(code.metrics[step])
-        assert own.pop("reward/code/cut_off") == measured["reward/timeouts"]
-        assert own.pop("reward/code/saved_s") == 0.0
-        others = {name: value for name, value in own.items() if not name.startswith("reward/code/")}
-        count = measured["reward/timeouts"]
-        assert (others["reward/timeouts/case_max"], measured["reward/timeouts/sample"]) == (count, count)
-        kinds = {"reward/timeouts/case_max": 0.0, "reward/timeouts/sample": count}
-        assert others | {"reward/timeouts": count} | kinds == measured
-    assert total(code, "reward/code/cut_off") > 0
-    assert [[s.reward for g in groups for s in g.samples] for groups in plain.groups.values()] == [
-        [s.reward for g in groups for s in g.samples] for groups in code.groups.values()
-    ]
-
-
 def test_adaptive_limits_save_what_they_say():
     workload = make_workload(3, pass_rate=0.95)
     fixed, adaptive = whole(config("fixed"), workload), whole(config("adaptive", min_timeout_s=0.1), workload)
@@ -45,11 +27,10 @@ def test_adaptive_limits_save_what_they_say():
     assert adaptive.metrics[7]["reward/code/anchor_s/max"] <= 1.0
 
 
-@pytest.mark.parametrize("at", [9, 40, 77])
-def test_a_killed_run_goes_on_with_the_anchors_that_it_had(at: int):
+def test_a_killed_run_goes_on_with_the_anchors_that_it_had():
     made, workload = config("adaptive", min_timeout_s=0.1), make_workload(5, pass_rate=0.9)
     unbroken, house = whole(made, workload), House(made, workload)
-    assert not house.run(("kill", at))
+    assert not house.run(("kill", 40))
     assert house.run()
     assert house.decided() == unbroken.decided()
     assert total(unbroken, "reward/code/saved_s") > 0

@@ -3,13 +3,11 @@ come."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from replay_worker import ReplayWorker
 from replayed_backend import (
     LENGTHS,
     PARAMS,
@@ -24,12 +22,9 @@ from replayed_backend import (
     opened,
     scored,
 )
-from run_parts import made_run
 
 from jaxrl.config import from_mapping
-from jaxrl.mechanisms.reward_timeouts import AdaptiveTimeouts, TimeoutRule
 from jaxrl.rewards.reward_metrics import RewardMetrics
-from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.runtime.verdicts import Verdicts
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import (
@@ -41,7 +36,6 @@ from jaxrl.scheduling.rounds.events import (
     Verdict,
 )
 from jaxrl.scheduling.rounds.round import Round
-from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.types import Episode, Prompt, Sample, SampleKey, Turn
 
@@ -109,14 +103,6 @@ def test_what_an_environment_has_failed_is_not_scored(tmp_path: Path, caplog: py
     assert not pool.num_pending
 
 
-def test_the_same_events_whatever_the_pool_does(houses: Any):
-    def told(hold: list[SampleKey]) -> tuple[list[SampleKey], list[SampleKey]]:
-        _, events = houses(LENGTHS, Pool(hold=hold)).run_round(PROMPTS, 2)
-        return finished(events), scored(events)
-
-    assert told([]) == told(list(LENGTHS)[::3]) == told(list(LENGTHS))
-
-
 def test_a_verdict_of_the_clock_is_on_the_disk_before_the_round_hears_of_it(houses: Any, tmp_path: Path):
     bad = {key(1): "timeout", key(3, 1): "crash", key(2): "error"}
     house = houses(LENGTHS, Pool(bad=bad))
@@ -135,89 +121,37 @@ def test_a_verdict_of_the_clock_is_on_the_disk_before_the_round_hears_of_it(hous
     assert len((tmp_path / "journal.jsonl").read_text().splitlines()) == 3, "an error is the scorer's own, no clock's"
 
 
-def test_after_a_crash_the_journal_is_heard_and_the_pool_not_asked(houses: Any):
+def test_a_step_that_runs_again_hears_what_a_clock_or_something_outside_decided(houses: Any):
+    """Verdicts, their counts by domain and of parts, and the order of all; the pool is not asked for them."""
+    reward = {"domains": {"test": {"kind": "math"}, "others": {"kind": "math"}}}
+    config = from_mapping({"model": {"path": "x"}, "data": {"answer_key": "answer"}, "reward": reward})
+    said = {"cut_off": 2, "case_s": [0.5, 2.0, 2.0], "judge": "good", "parts": {"tags": 1.0}, "long": "x" * 10_000}
     bad = {key(1): "timeout", key(3, 1): "crash"}
-    first, events = houses(LENGTHS, Pool(bad=bad)).run_round(PROMPTS, 2, step=7)
-    again = houses(LENGTHS, Pool(), last_step=6)  # a new process; this time nothing would time out
-    second, events_again = again.run_round(PROMPTS, 2, step=7)
-    assert not set(again.pool.submitted) & set(bad)
-    assert scored(events) == scored(events_again)
-    for a, b in zip(first.groups(), second.groups(), strict=True):
-        for x, y in zip(a.samples, b.samples, strict=True):
-            assert (x.key, x.reward, x.failure) == (y.key, y.reward, y.failure)
-    counts = again.backend.end()
-    assert counts["reward/num_scored"] == len(LENGTHS), "what the journal says counts as it did the first time"
-    assert (counts["reward/timeouts"], counts["reward/crashes"]) == (1, 1)
-    third = houses(LENGTHS, Pool(), last_step=7)
-    third.run_round(PROMPTS, 2, step=8)
+    outside = {key(2): (0.25, said), key(4, 1): (-1.5, {"outside": True})}
+
+    def played(house: House, step: int = 7) -> tuple[list[SampleKey], dict[SampleKey, Verdict], dict[str, float]]:
+        _, events = house.run_round(PROMPTS, 2, step)
+        counts = {n: v for n, v in house.backend.end().items() if n.startswith("reward/") and n[-2:] != "_s"}
+        return scored(events), {e.key: e for e in events if isinstance(e, Verdict)}, counts
+
+    order, verdicts, counts = played(houses(LENGTHS, Pool(bad=bad, outside=outside), config=config))
+    assert (counts["reward/test/timeouts"], counts["reward/test/crashes"]) == (1, 1)
+    assert (counts["reward/test/num_scored"], counts["reward/others/num_scored"]) == (len(LENGTHS), 0)
+    assert counts["reward/part/tags/mean"] == 1.0
+    again = houses(LENGTHS, Pool(), last_step=6, config=config)  # a new process, in which all would be otherwise
+    order_again, heard, counts_again = played(again)
+    assert (order_again, counts_again) == (order, counts)
+    assert set(LENGTHS) - set(again.pool.submitted) == {*bad, *outside}
+    assert all((heard[one].reward, heard[one].failure) == (v.reward, v.failure) for one, v in verdicts.items())
+    assert all(heard[one].reward == reward and heard[one].outside for one, (reward, _) in outside.items())
+    kept = {name: value for name, value in said.items() if name != "long"}
+    assert heard[key(2)].info == kept, "a value that is too long for the journal is not kept"
+    third = houses(LENGTHS, Pool(), last_step=7, config=config)
+    played(third, step=8)
     assert sorted(third.pool.submitted) == sorted(LENGTHS), "another step asks anew"
 
 
-def test_what_something_outside_decided_is_replayed_whole(houses: Any):
-    said = {"cut_off": 2, "case_s": [0.5, 2.0, 2.0], "judge": "good", "long": "x" * 10_000}
-    outside = {key(1): (0.25, said), key(3, 1): (-1.5, {"outside": True})}
-    houses(LENGTHS, Pool(outside=outside)).run_round(PROMPTS, 2, step=7)
-    again = houses(LENGTHS, Pool(), last_step=6)  # a new process, in which the scorer would say something else
-    _, events = again.run_round(PROMPTS, 2, step=7)
-    assert not set(again.pool.submitted) & set(outside)
-    heard = {event.key: event for event in events if isinstance(event, Verdict) and event.outside}
-    assert {one: verdict.reward for one, verdict in heard.items()} == {key(1): 0.25, key(3, 1): -1.5}
-    kept = {name: value for name, value in said.items() if name != "long"}
-    assert heard[key(1)].info == kept, "a value that is too long for the journal is not kept"
-    counts = again.backend.end()
-    assert counts["reward/num_scored"] == len(LENGTHS)
-    assert counts["reward/timeouts"] == 0
-
-
-def test_a_step_that_runs_again_has_the_same_counts_by_domain(houses: Any):
-    def counts(house: Any) -> dict[str, float]:
-        house.run_round(PROMPTS, 2, step=7)
-        found = house.backend.end()
-        return {name: value for name, value in found.items() if name.startswith("reward/") and name[-2:] != "_s"}
-
-    reward = {"domains": {"test": {"kind": "math"}, "others": {"kind": "math"}}}
-    config = from_mapping({"model": {"path": "x"}, "data": {"answer_key": "answer"}, "reward": reward})
-    bad, outside = {key(1): "timeout", key(3, 1): "crash"}, {key(2): (0.25, {"parts": {"tags": 1.0}})}
-    first = counts(houses(LENGTHS, Pool(bad=bad, outside=outside), config=config))
-    assert (first["reward/test/timeouts"], first["reward/test/crashes"]) == (1, 1)
-    assert (first["reward/test/num_scored"], first["reward/others/num_scored"]) == (len(LENGTHS), 0)
-    assert first["reward/part/tags/mean"] == 1.0
-    again = houses(LENGTHS, Pool(), last_step=6, config=config)
-    assert counts(again) == first
-    assert len(again.pool.submitted) == len(LENGTHS) - 3
-
-
-def test_time_limits_are_given_and_learned_and_what_they_may_decide_is_journalled(houses: Any, tmp_path: Path):
-    def info(seconds: float, cut_off: int = 0) -> tuple[float, dict[str, Any]]:
-        correct = not cut_off
-        return float(correct), {"case_s": [seconds], "correct": correct, "cut_off": cut_off}
-
-    said = {key(0): info(0.5), key(1): info(10.0), key(2): info(30.0, 1), key(3): info(0.25)}
-    house = houses(LENGTHS, Pool(outside=said), mechanisms=[AdaptiveTimeouts(TimeoutRule())])
-    house.pool.is_outside = False  # only what the limits may have decided
-    house.run_round(PROMPTS, 2, step=7)
-    assert {house.pool.limits[one] for one in said} == {()}, "nothing was known of these prompts"
-    entries = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()[1:]]
-    journalled = {SampleKey(0, *entry["key"][2:]): entry["info"]["case_s"] for entry in entries}
-    assert journalled == {key(1): [10.0], key(2): [30.0]}, "what took less than a second passes under every limit"
-    counts = house.backend.end()
-    assert (counts["reward/code/cut_off"], counts["reward/code/anchor_s/max"]) == (1.0, 10.0)
-    house.run_round(PROMPTS, 2, step=8)
-    given = {one.prompt_index: limits for one, limits in house.pool.limits.items() if not one.sample_index}
-    assert given == {0: (2.0,), 1: (15.0,), 2: (), 3: (2.0,), 4: ()}
-    house.backend.end()
-    house.run_round(PROMPTS, 2, step=8, kind="eval")
-    assert set(house.pool.limits.values()) == {()}, "an evaluation does not depend on what training has seen"
-    assert "reward/code/cut_off" not in house.backend.end()
-    timeouts = AdaptiveTimeouts(TimeoutRule())
-    again = houses(LENGTHS, Pool(), last_step=6, mechanisms=[timeouts])
-    again.run_round(PROMPTS, 2, step=7)
-    assert not set(again.pool.submitted) & set(journalled)
-    assert again.backend.end()["reward/code/anchor_s/max"] == 10.0, "what is replayed teaches as well"
-
-
-@pytest.mark.parametrize("between", [(), (8,)], ids=["in turn", "one-step-off"])
-def test_an_evaluation_does_not_hear_the_training_rounds_verdicts(houses: Any, between: tuple[int, ...]):
+def test_an_evaluation_does_not_hear_the_training_rounds_verdicts(houses: Any):
     """Held-out prompts are numbered from 0 in epoch 0, like those of the training set. With one-step-off the training
     round of the next step comes before a step's evaluation."""
 
@@ -229,8 +163,7 @@ def test_an_evaluation_does_not_hear_the_training_rounds_verdicts(houses: Any, b
     house = houses(LENGTHS, Pool(bad={key(1): "timeout"}))
     run(house, 7, "plain")
     house.pool.bad, house.pool.submitted = {}, []
-    for step in between:
-        run(house, step, "plain")
+    run(house, 8, "plain")
     house.pool.bad, house.pool.submitted = {key(2): "crash"}, []
     evaluation = run(house, 7, "eval")
     assert sorted(house.pool.submitted) == sorted(LENGTHS)
@@ -239,8 +172,7 @@ def test_an_evaluation_does_not_hear_the_training_rounds_verdicts(houses: Any, b
     again = houses(LENGTHS, Pool(), last_step=6)
     run(again, 7, "plain")
     assert set(LENGTHS) - set(again.pool.submitted) == {key(1)}
-    for step in between:
-        run(again, step, "plain")
+    run(again, 8, "plain")
     again.pool.submitted = []
     run(again, 7, "eval")
     assert set(LENGTHS) - set(again.pool.submitted) == {key(2)}
@@ -253,29 +185,6 @@ def test_a_pool_that_is_asked_for_a_slow_verdict_is_progress(houses: Any):
     house.run.beat = lambda _: beats.append(1)
     house.run_round([PROMPTS[0]], 1)
     assert len(beats) == 3
-
-
-def test_without_journal_and_timeline_nothing_is_kept_and_nothing_found():
-    """A time-out is heard; the same step run again asks anew. Events bear the time of the clock that is given."""
-    worker, pool = ReplayWorker(LENGTHS), Pool(bad={key(1): "timeout"})
-    times = iter(range(100, 1000))
-    engine = Engine(worker, BatcherConfig(decode_steps=4))
-    backend = RolloutBackend(made_run(engine, worker, pool, clock=lambda: next(times)))
-    for bad in ({key(1)}, set()):
-        backend.enter_rollout(0)
-        backend.begin(RoundInfo(7), PARAMS)
-        round, events = Round(PROMPTS, 2), []
-        while not round.done:
-            events.append(backend.wait())
-            backend.apply(round.handle(events[-1]))
-        backend.end()
-        stamps = [event.time_s for event in events if not isinstance(event, Verdict)]
-        assert min(stamps) >= 100
-        assert stamps == sorted(stamps)
-        assert len(set(stamps)) > 2
-        assert {e.key for e in events if isinstance(e, Verdict) and e.status == "timeout"} == bad
-        pool.bad = {}
-    assert sorted(pool.submitted) == sorted(2 * list(LENGTHS))
 
 
 @pytest.mark.parametrize("houses", [1], indirect=True)  # which plan brings what is that of one

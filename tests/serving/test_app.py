@@ -212,70 +212,19 @@ REFUSED = [
     ("/v1/completions", {"prompt": [400]}, 400, "token id 400 is not in the vocabulary"),
     ("/v1/completions", {"prompt": ""}, 400, "the prompt has no tokens"),
     ("/v1/completions", {"prompt": "x", "model": "y"}, 404, "model 'y' is not here"),
-    ("/v1/completions", {"prompt": "x", "stream_options": {}}, 400, "stream_options goes with stream=true"),
     ("/v1/completions", {"prompt": "x", "beam": 3}, 400, "beam: Extra inputs are not permitted"),
-    ("/v1/completions", {"prompt": "x", "n": 1000}, 400, "n: Input should be less than or equal to 128"),
-    ("/v1/completions", {"prompt": "x", "temperature": "NaN"}, 400, "temperature: "),
-    (
-        "/v1/completions",
-        {"prompt": "x", "temperature": 1e-37},
-        400,
-        "must be 0 (the likeliest token) or at least 0.0001",
-    ),
-    (
-        "/v1/completions",
-        {"prompt": ["x"] * 9, "n": 5},
-        400,
-        "45 responses are asked for at once, and this server takes",
-    ),
+    ("/v1/completions", {"prompt": "x", "temperature": 1e-37}, 400, "(the likeliest token) or at least 0.0001"),
+    ("/v1/completions", {"prompt": ["x"] * 9, "n": 5}, 400, "45 responses are asked for at once, and this server"),
     ("/v1/completions", {"prompt": "x" * 20_000}, 400, "20000 characters, which are more than 256 tokens"),
-    (
-        "/v1/completions",
-        {"prompt": "x", "max_tokens": 1, "stop_token_ids": [*range(9)]},
-        400,
-        "SamplingParams.stop_token_ids has",
-    ),
-    ("/v1/completions", [], 400, "Input should be an object"),
-    ("/v1/chat/completions", {"messages": []}, 400, "messages: List should have at least 1 item"),
-    (
-        "/v1/chat/completions",
-        {"messages": CHAT, "response_format": {"type": "json_object"}},
-        400,
-        "response_format.type",
-    ),
-    ("/v1/chat/completions", {"messages": CHAT, "top_logprobs": 2}, 400, "top_logprobs goes with logprobs=true"),
     ("/v1/chat/completions", {"messages": CHAT, "chat_template_kwargs": {"x": 1}}, 400, "reads no variable 'x'"),
-    (
-        "/v1/chat/completions",
-        {"messages": CHAT, "chat_template_kwargs": {"messages": []}},
-        400,
-        "'messages' is none of",
-    ),
-    ("/inference/v1/generate", {"token_ids": []}, 400, "token_ids: List should have at least 1 item"),
     ("/inference/v1/generate", {"token_ids": [-1]}, 400, "token_ids.0"),
     # what was sent decides which alternative of a union is spoken of
-    ("/v1/completions", {"prompt": [-1]}, 400, "prompt.0: Input should be greater than or equal to 0, found -1"),
     ("/v1/completions", {"prompt": [[1, 2], [3, -1]]}, 400, "prompt.1.1: Input should be greater than or equal to 0"),
-    ("/v1/completions", {"prompt": ["a", 5]}, 400, "prompt.1: Input should be a valid string, found 5"),
     ("/v1/completions", {"prompt": [5, "a"]}, 400, "prompt.1: Input should be a valid integer, found 'a'"),
-    ("/v1/completions", {"prompt": ["5", 5]}, 400, "prompt.1: Input should be a valid string, found 5"),
-    ("/v1/completions", {"prompt": []}, 400, "prompt: List should have at least 1 item"),
-    ("/v1/completions", {"prompt": ["x"] * 129}, 400, "prompt: List should have at most 128 items"),
-    ("/v1/completions", {"prompt": None}, 400, "prompt: Field required"),
-    ("/v1/completions", {"prompt": "x", "stop": ["y"] * 17}, 400, "stop: List should have at most 16 items"),
-    ("/v1/completions", {"prompt": "x", "stop": ["y", ""]}, 400, "stop.1: String should have at least 1 character"),
-    ("/v1/completions", {"prompt": "x", "stop": ["y", 3]}, 400, "stop.1: Input should be a valid string, found 3"),
     *(
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": parts}]}, 400, f"messages.0.content{said}")
         for parts, said in (
-            (
-                [{"type": "image_url", "image_url": {"url": "u"}}],
-                ".0.type: must be 'text': this server takes no images",
-            ),
-            ([{"type": "text", "text": "a"}, {"type": "input_audio"}], ".1.type: must be 'text': this server takes no"),
-            ([{"type": "text"}], ".0.text: Field required"),
-            ([{"type": "text", "text": 3}], ".0.text: Input should be a valid string, found 3"),
-            (["a"], ".0: Input should be"),
+            ([{"type": "image_url", "image_url": {}}], ".0.type: must be 'text': this server takes no images"),
             (3, ": Input should be a valid string, found 3"),
         )
     ),
@@ -291,7 +240,7 @@ REFUSED = [
             400,
             "messages.1.tool_calls.0.function.arguments: must be a JSON object, found ",
         )
-        for each in ("[1]", "[]", "3", '"{}"', "{", "x", '{"a": NaN}', "[" * 100_000, 3, True)
+        for each in ("[1]", '{"a": NaN}', "[" * 100_000, True)
     ),
     ("/nowhere", {}, 404, "POST /nowhere: Not Found"),
     ("/v1/models", {}, 405, "Method Not Allowed"),
@@ -345,16 +294,9 @@ def test_what_clients_leave_open(talk: Talk):
 
 
 NULLS = [
-    ("/v1/completions", {"prompt": "x", "beam": None, "suffix": None, "stream_options": None}),
     ("/v1/completions", {"prompt": "x", "stream": True, "stream_options": {"include_usage": None, "other": None}}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x", "audio": None, "refusal": None}]}),
-    (
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "more": None}]}]},
-    ),
-    ("/v1/chat/completions", {"messages": CHAT, "tools": None, "reasoning_effort": None, "function_call": None}),
-    ("/inference/v1/generate", {"token_ids": [5], "sampling_params": None, "features": None}),
-    ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"best_of": None}}),
+    ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"best_of": None}, "features": None}),
 ]
 
 
@@ -370,17 +312,11 @@ def test_null_asks_for_nothing_whatever_its_name(talk: Talk, path: str, body: di
 @pytest.mark.parametrize(
     "body",
     [
-        {"prompt": [-1] * 100_000},
         {"prompt": [["x"] * 100_000]},
-        {"prompt": [[]] * 100},
-        {"prompt": ["x"], "stop": [""] * 100_000},
         {"prompt": "x", "stop_token_ids": ["x"] * 100_000},
         {"prompt": "x", **dict.fromkeys(map(str, range(100_000)), 1)},
-        {"messages": [0] * 10_000},
         {"messages": [{"role": "user", "content": [0] * 100_000}]},
-        {"messages": [{"role": "assistant", "tool_calls": [0] * 100_000}]},
         {"messages": CHAT, "tools": [{**dict.fromkeys(map(str, range(100_000)), 1)}] * 100},
-        {"messages": CHAT, "modalities": [0] * 100_000},
     ],
     ids=lambda body: next(reversed(body)),
 )
@@ -429,17 +365,6 @@ def test_metrics_have_a_row_for_each_route_and_not_for_each_path(talk: Talk):
         assert 'jaxrl_requests_total{route="/v1/models/{name:path}",status="404"}' in before
 
     talk(conversation, "k")
-
-
-def test_an_empty_session_is_none(talk: Talk, engine: TextEngine):
-    async def conversation(client: Client) -> None:
-        before = engine.engine.counters.shared_tokens
-        for _ in range(2):
-            body = {"prompt": "the same for all of them", "max_tokens": 1}
-            await client.post("/v1/completions", json=body, headers={"X-Session-ID": ""})
-        assert engine.engine.counters.shared_tokens == before
-
-    talk(conversation)
 
 
 def test_a_stream_that_is_left_before_it_begins_frees_its_row(engine: TextEngine):
@@ -508,12 +433,7 @@ def test_more_than_fit_wait_and_more_than_may_wait_are_told_to_come_again(talk: 
 
 def test_the_key_is_asked_for(talk: Talk):
     async def conversation(client: Client) -> None:
-        for headers in (
-            {},
-            {"Authorization": "Bearer"},
-            {"Authorization": "Bearer secret2"},
-            {"Authorization": "Basic secret"},
-        ):
+        for headers in ({}, {"Authorization": "Bearer secret2"}, {"Authorization": "Basic secret"}):
             response = await client.get("/v1/models", headers=headers)
             assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
         found = await client.get("/v1/models", headers={"Authorization": "Bearer secret"})

@@ -65,7 +65,7 @@ def asked(draw: st.DrawFn) -> tuple[str, bytes]:
 NAMES = sorted({name for kind in openapi_document()["components"]["schemas"].values() for name in kind["properties"]})
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(asked(), min_size=1, max_size=4))
 def test_no_body_breaks_the_server(talk: Talk, tiny_model: Path, requests: list[tuple[str, bytes]]):
     async def conversation(client: Client) -> None:

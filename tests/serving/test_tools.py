@@ -15,11 +15,10 @@ from served import Client, Talk, talk_to
 from tiny import write_tiny_model
 from turn_templates import renders
 
-from jaxrl.data import chat_template
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.data.tool_calls import ToolCall
 from jaxrl.serving.answers import Chat
-from jaxrl.serving.bodies import ChatBody, Message
+from jaxrl.serving.bodies import ChatBody
 from jaxrl.serving.driver import Piece
 from jaxrl.serving.generation import Choice, Generation, GrowingText
 from jaxrl.serving.objects import tool_calls
@@ -57,14 +56,6 @@ def test_tools_calls_and_results_are_in_the_prompt(talk: Talk, tiny_model: Path)
             )
 
     talk(conversation)
-
-
-@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
-@pytest.mark.parametrize("read", ["reasoning_content", "reasoning", "thinking"])
-def test_thoughts_reach_the_template_by_the_name_that_it_reads(name: str, read: str):
-    body = {"role": "assistant", "content": "x", "reasoning_content": None, "reasoning": None, name: "WHY"}
-    template = "{% for m in messages %}{{ m.content }}{{ m." + read + " }}{% endfor %}"
-    assert chat_template.render(template, "t", [Message.model_validate(body).given], {}) == "xWHY"
 
 
 def test_an_answer_sent_back_has_ids_that_mistrals_templates_take(talk: Talk, tiny_model: Path):

@@ -49,16 +49,14 @@ class Pool:
         bad: dict[SampleKey, str] | None = None,
         outside: dict[SampleKey, tuple[float, dict[str, Any]]] | None = None,
     ) -> None:
-        self.hold, self.bad, self.outside, self.is_outside = list(hold), bad or {}, outside or {}, True
+        self.hold, self.bad, self.outside = list(hold), bad or {}, outside or {}
         self.submitted: list[SampleKey] = []
-        self.limits: dict[SampleKey, tuple[float, ...]] = {}
         self._queue: deque[SampleKey] = deque()
         self._held: list[SampleKey] = []
 
     def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> None:
         assert sample.text, "scorers get text"
         self.submitted.append(sample.key)
-        self.limits[sample.key] = limits_s
         (self._held if sample.key in self.hold else self._queue).append(sample.key)
 
     def cancel(self, keys: Collection[SampleKey]) -> None:
@@ -85,7 +83,7 @@ class Pool:
 
     def _verdict(self, one: SampleKey) -> Verdict:
         if one in self.outside:
-            return Verdict(1.0, one, *self.outside[one][:1], "ok", self.outside[one][1], 0.5, self.is_outside)
+            return Verdict(1.0, one, *self.outside[one][:1], "ok", self.outside[one][1], 0.5, True)
         status: Any = self.bad.get(one, "ok")
         if status != "ok":
             return Verdict(1.0, one, 0.0, status, {"error": f"{status} of {one.prompt_index}"})

@@ -136,7 +136,6 @@ class Sums:
         self.digest = 0
         self.parts: list[list[SampleKey]] = []  # of the minibatch
         self.streamed: list[list[PromptKey]] = []  # of the minibatch, by call
-        self.skips: Callable[[list[list[SampleKey]]], bool] = lambda parts: False
         self.last: list[list[SampleKey]] = []  # of the last update
         self.last_streamed: list[list[PromptKey]] = []
 
@@ -147,10 +146,8 @@ class Sums:
         self.parts.append([sample.key for sample in batch.samples])
         self.last, self.parts = self.parts, []
         self.last_streamed, self.streamed = self.streamed, []
-        skipped = self.skips(self.last)
-        if not skipped:
-            self.digest = hash((self.digest, *(tuple(part) for part in self.last if part)))
-        return {"actor/skipped_updates": float(skipped)}
+        self.digest = hash((self.digest, *(tuple(part) for part in self.last if part)))
+        return {"actor/skipped_updates": 0.0}
 
 
 class Lane:
@@ -269,7 +266,6 @@ class Run:
         self.streamed: dict[int, list[list[PromptKey]]] = {}
         self.told: dict[Any, Any] = {}
         self.fails: Callable[[str], bool] = lambda call: False
-        self.skips: Callable[[list[list[SampleKey]]], bool] = lambda parts: False
         self.spoils: Callable[[SampleKey], bool] = lambda key: False
         self.break_collect: Callable[[int], bool] = lambda worker: False
         self.digest = 0
@@ -338,7 +334,6 @@ class Run:
 
     def _machine(self, chance: random.Random) -> Machine:
         sums = Sums()
-        sums.skips = self.skips
         executors = [ReplayWorker(self.lengths, num_slots=12) for _ in range(self.config.rollout.num_workers)]
 
         def load(digest: int) -> None:
