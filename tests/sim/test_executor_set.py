@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from adaptive_runs import LARGE, WORKLOAD, config, requests, run
+from adaptive_runs import LARGE, config, requests, run
 from checked_blocks import check_blocks
 from checked_workers import run as run_all
 from known_samples import KnownSample, KnownWorkload
-from replay_executor import ReplayExecutor
 from run_parts import made_run
-from sim_machine import STOP, ConstantCost, drawn, key, play, prompt, sizes
+from sim_machine import STOP, ConstantCost, key, play, prompt, sizes
 from simulated_runs import samples_of
 
 from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
-from jaxrl.mechanisms.adaptive_layouts.report import layouts_section
-from jaxrl.record.layouts import LayoutLog, read_layouts
 from jaxrl.runtime.backend import RolloutBackend
-from jaxrl.runtime.plan_timeline import PlanTracks
-from jaxrl.runtime.simulation import build
 from jaxrl.scheduling.layouts.relayout import How
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import Event, SampleFinished
@@ -79,9 +71,8 @@ def walk(executors: Sequence[Any], seed: int, moves: bool) -> tuple[list[Any], L
     return [(s.key, s.token_ids.tolist(), s.finish_reason) for s in samples], workers
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_rows_that_move_keep_their_tokens(seed: int):
-    """Against no move, and against the executor that goes token by token."""
     lengths = requests(seed)[1]
 
     def simulated() -> list[SimulatedExecutor]:
@@ -89,13 +80,9 @@ def test_rows_that_move_keep_their_tokens(seed: int):
         return [SimulatedExecutor(SMALL, lambda of, _: lengths[of], ConstantCost(), clock) for _ in range(2)]
 
     still, _ = walk(simulated(), seed, moves=False)
-    replayed = [ReplayExecutor(lengths, 2, 6, 24, 4, 24) for _ in range(2)]
-    stepping, there = walk(replayed, seed, moves=True)
-    assert sorted(stepping) == sorted(still)
     moved, workers = walk(simulated(), seed, moves=True)
-    assert moved == stepping
-    assert workers.counters == there.counters
-    assert there.counters.admissions > 24, "some were computed again"
+    assert sorted(moved) == sorted(still)
+    assert workers.counters.admissions > 24, "some were computed again"
 
 
 def test_moved_kv_takes_what_the_cost_model_says():
@@ -219,36 +206,10 @@ def test_the_host_is_shared():
     assert late > 1.6 * idle, "four submissions take twice as long as a plan"
 
 
-def test_each_worker_has_a_track():
-    """Both have a plan that is drawn at any time, though the host waits for one of them."""
-    machine, lines = Machine({key(0): 30, key(1): 21}, 2), list[str]()
-
-    @contextmanager
-    def span(track: str, name: str, **args: Any) -> Iterator[None]:
-        lines.append(f"{track}, {name} {args['index']} begins")
-        yield
-        lines.append(f"{track}, {name} {args['index']} ends")
-
-    machine.backend._plan_tracks = PlanTracks(machine.backend.engine.engines, SimpleNamespace(span=span, counter=None))
-    machine.round(2, 1)
-    assert lines[:8] == [
-        "engine 0, plan 0 begins",
-        "engine 1, plan 0 begins",
-        "engine 0, plan 0 ends",
-        "engine 0, plan 1 begins",
-        "engine 1, plan 0 ends",
-        "engine 1, plan 1 begins",
-        "engine 0, plan 1 ends",
-        "engine 0, plan 2 begins",
-    ]
-    begun = [line.removesuffix(" begins") for line in lines if line.endswith("begins")]
-    assert sorted(begun) == sorted(line.removesuffix(" ends") for line in lines if line.endswith("ends"))
-
-
 # ---------------------------------------------------------------- runs
 
 
-@pytest.mark.parametrize("num_workers", [2, 4, 8])
+@pytest.mark.parametrize("num_workers", [2, 8])
 @pytest.mark.parametrize("deal", ["tokens", "prompts"])
 def test_a_run_of_several_workers_trains_the_same_in_about_the_same_time(num_workers: int, deal: str):
     """Eight groups of one device: whether they run in lockstep or by themselves, the longest response sets the time."""
@@ -266,9 +227,7 @@ def test_a_run_of_several_workers_trains_the_same_in_about_the_same_time(num_wor
         assert shared > sum(step["rollout/shared_tokens"] for step in spread.values()), "a prompt is prefilled once"
 
 
-@pytest.mark.parametrize(
-    "layout", [{"switch": True}, {"switch": True, "bound": "expected"}, {"planner": True}], ids=str
-)
+@pytest.mark.parametrize("layout", [{"switch": True}, {"planner": True}], ids=str)
 def test_each_worker_has_a_layout_of_its_own(layout: dict[str, Any]):
     """PAT's node by node: two workers of four devices switch by themselves, and a resumed run goes on the same."""
     made = with_workers(config(**layout), 2)
@@ -299,26 +258,3 @@ def test_workers_on_devices_of_the_rollouts_own():
     assert samples_of(samples) == samples_of(alone)
     for step, measured in two.items():
         assert measured["timing_s/step"] == pytest.approx(one[step]["timing_s/step"], rel=0.06)
-
-
-def test_the_log_names_the_worker(tmp_path: Path):
-    log = LayoutLog(tmp_path / "layouts.jsonl", 0)
-    made = with_workers(config(switch=True), 2)
-    timeline = tmp_path / "timeline.json"
-    simulation = build(made, CostModel(LARGE, H100), WORKLOAD, timeline=timeline, layout_log=log)
-    simulation.phases.begin()
-    assert simulation.loop.run()
-    simulation.phases.close()
-    log.close()
-    rounds = read_layouts(tmp_path)
-    assert [(each["step"], each["worker"]) for each in rounds] == [(step, i) for step in (1, 2, 3, 4) for i in (0, 1)]
-    page = layouts_section(rounds)
-    assert "Step 1, worker 0" in page
-    assert "<td>4, worker 1</td>" in page
-    plans: dict[str, list[tuple[float, float]]] = {}
-    for track, name, *span in drawn(tmp_path / "timeline.json"):
-        plans.setdefault(track, []).extend([tuple(span)] if name == "plan" else [])
-    left, right = plans["engine 0"], plans["engine 1"]
-    overlap = sum(max(min(a[1], b[1]) - max(a[0], b[0]), 0) for a in left for b in right)
-    assert overlap > 0.5 * min(sum(end - begin for begin, end in side) for side in (left, right)), "side by side"
-    assert {"layout 0", "layout 1"} <= plans.keys()

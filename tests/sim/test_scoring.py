@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 from known_samples import KnownSample, KnownWorkload
-from sim_machine import drawn, key, known, prompt
+from sim_machine import key, known, prompt
 
 from jaxrl.mechanisms.reward_timeouts import AdaptiveTimeouts, TimeoutRule
 from jaxrl.scheduling.rounds.events import Verdict
@@ -139,18 +139,6 @@ def test_rewards_and_times_are_those_of_the_step_of_the_first_token():
     scoring.submit(prompt(0), sample)
     (verdict,) = scoring.wait(0.5)
     assert (verdict.reward, verdict.time_s, verdict.duration_s) == (4.0, 40.0, 40.0)
-
-
-def test_scoring_is_drawn_on_a_track_per_worker(tmp_path: Path):
-    bench = Bench(num_workers=2, drawing=tmp_path / "timeline.json")
-    bench.phases.begin()
-    bench.submit(key(0), key(1), key(2))
-    bench.phases.close()
-    assert sorted(drawn(tmp_path / "timeline.json")) == [
-        ("reward worker 0", "score", 0.0, 5.0),
-        ("reward worker 1", "score", 0.0, 1.0),
-        ("reward worker 1", "score", 1.0, 3.0),
-    ]
 
 
 def mixed(own: dict[str, int], in_turn: tuple[str, ...], *keys: SampleKey) -> list[tuple[float, SampleKey]]:

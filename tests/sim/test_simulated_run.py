@@ -126,8 +126,8 @@ def test_several_rewards_and_a_teacher_are_left_out(algorithm: dict[str, Any]):
     assert [metrics[step]["timing_s/step"] for step in range(1, 7)] == [plain[s]["timing_s/step"] for s in range(1, 7)]
 
 
-@pytest.mark.parametrize("after", [1, 3, 5])
-def test_a_run_resumed_from_its_state_goes_on_as_if_never_stopped(after: int):
+def test_a_run_resumed_from_its_state_goes_on_as_if_never_stopped():
+    after = 3
     _, metrics, groups, saved = run_loop(config())
     _, metrics_again, groups_again, _ = run_loop(config(), state=saved[after])
     assert metrics_again == {step: values for step, values in metrics.items() if abs(step) > after}

@@ -142,7 +142,7 @@ def recorded(executor: Any) -> list[tuple[Plan, tuple]]:
 
     def recording(plan: Plan) -> Any:
         ticket = submit(plan)
-        result: PlanResult = ticket.result if hasattr(ticket, "result") else executor._results[-1]
+        result: PlanResult = ticket.result
         seats = plan.rows.request_ids.tolist(), plan.rows.seats.tolist(), plan.rows.max_new.tolist()
         plans.append((plan, (result.index, result.num_steps, result.policy_version, seats, gains_of(result))))
         return ticket

@@ -59,8 +59,8 @@ class World:
         self.events: list[TraceEvent] = []
         self.engine, self.executor = engine_in(initial, self.lengths, CAPACITIES, trace=self.events.append)
         inner = self.executor.inner
-        inner._cost = lambda plan, steps: slow * steps * step_s(inner.tp, fullest(plan)) if steps else 0.05
-        inner._switch_cost = lambda move: TimeTaken(0.003, 0.002, 0.001)
+        inner.cost = lambda plan, steps: slow * steps * step_s(inner.tp, fullest(plan)) if steps else 0.05
+        inner.switch_cost = lambda move: TimeTaken(0.003, 0.002, 0.001)
         self.predictor = predictor()
         section = AdaptiveLayouts.Options(min_gain=0.0, cooldown=1, state="migrate").replace(**options)
         self.control = LayoutControl(self.engine, section, DEGREES, initial, self.predictor if predicts else None)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import streamed_runs
 from keyword_options import with_options
-from live_arrays import bytes_on
 from small_models import TRAINED
 
 from jaxrl.config import Config
@@ -191,27 +190,18 @@ def test_rows_that_devices_share(x64, make_config, make_batch, make_trainer):
         TrainStream(few, Half(few.mesh, 0))
 
 
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_with_adapters_the_base_on_the_half_is_the_reference(x64, make_batch, whole: bool):
+def test_with_adapters_the_base_on_the_half_is_the_reference(x64):
     model = replace(TRAINED, lora=Lora(2, 4.0, ("q", "down")))
     params = jax.tree.map(np.asarray, decoder.init(model, jax.random.key(0), "float64"))
     for name in ("q_lora_b", "down_lora_b"):
         params["layers"][name] = np.random.default_rng(0).normal(size=params["layers"][name].shape)
     trainer = MeshTrainer(config_of(), model, params, make_mesh(jax.devices()[:2]))
-    stream, groups = stream_of(trainer), groups_of(make_batch())
-    if not whole:
-        stream.open()
-        assert stream._weights is not None
-        found, wanted = stream._weights.on_device("ref"), without_adapters(trainer.params)
-        assert jax.tree.structure(found) == jax.tree.structure(wanted)
-        assert distance(found, wanted) == 0
-        stream.abandon()
-        return
-    streamed(trainer, stream, [groups[:1], groups[1:2]], groups[2:])
-    found = trainer.gradients()
-    trainer.discard()
-    trainer.accumulate(prepared(trainer, groups))
-    assert distance(found, trainer.gradients()) <= 1e-12
+    stream = stream_of(trainer)
+    stream.open()
+    assert stream._weights is not None
+    found, wanted = stream._weights.on_device("ref"), without_adapters(trainer.params)
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    assert distance(found, wanted) == 0
 
 
 def test_other_losses_and_rejection(x64, make_config, make_batch, make_trainer):
@@ -229,29 +219,20 @@ def test_other_losses_and_rejection(x64, make_config, make_batch, make_trainer):
 
 
 def test_the_same_parts_in_the_same_order_are_the_same_bits(shared: Shared, make_batch):
-    """Twice with the same weights, and again from a checkpoint, up to the weights after the update; within the
-    tolerance of the whole batch."""
+    """And again from a checkpoint, up to the weights after the update."""
     trainer, stream = shared.trainer, shared.stream
     groups = groups_of(make_batch(24, same=True))
     calls, rest = dealt(groups, seed=3)
     outcomes = []
     for _ in range(2):
         shared.reset()
-        whole = prepared(trainer, groups)
-        trainer.accumulate(whole)
-        expected = trainer.gradients()
-        trainer.discard()
-        for _ in range(2):
-            trainer.discard()
-            streamed(trainer, stream, calls, rest)
-            outcomes.append(flat(trainer.gradients()))
-        assert np.linalg.norm(outcomes[-1] - flat(expected)) <= 1e-12 * np.linalg.norm(flat(expected))
+        streamed(trainer, stream, calls, rest)
+        outcomes.append(flat(trainer.gradients()))
         trainer.apply()
         outcomes.append(flat(trainer.params))
-    first, again, params = outcomes[:3]
-    np.testing.assert_array_equal(first, again)
-    np.testing.assert_array_equal(first, outcomes[3])
-    np.testing.assert_array_equal(params, outcomes[5])
+    first = outcomes[0]
+    np.testing.assert_array_equal(first, outcomes[2])
+    np.testing.assert_array_equal(outcomes[1], outcomes[3])
     # another order adds up otherwise
     shared.reset()
     streamed(trainer, stream, calls[::-1], rest)
@@ -311,38 +292,3 @@ def test_devices_that_fail_leave_the_trainer_as_it_was(shared: Shared, make_batc
             trainer.apply()
     streamed(trainer, stream, [groups[:2]], groups[2:])
     assert trainer.apply()["actor/skipped_updates"] == 0
-
-
-def test_memory_is_that_of_the_module(shared: Shared, make_batch):
-    """Weights and sums on the half; the reference's weights in turns with the actor's; nothing on the other half."""
-    trainer, stream = shared.trainer, shared.stream
-    groups = groups_of(make_batch(12, same=True))
-    own, other = (mesh.devices.ravel().tolist() for mesh in (stream.half.mesh, stream.half.other))
-    default = jax.devices()[0].default_memory().kind
-    stream.open()
-    stream.give(groups[:1], STEP)
-    stream.finish()
-    stream.abandon()  # all constants of programs are there
-    before = bytes_on(own, default), bytes_on(other, default)
-    stream.open()
-    programs = stream.programs
-    shares = [
-        sharding.shard_shape(x.shape)
-        for x, sharding in zip(jax.tree.leaves(trainer.params), jax.tree.leaves(programs.shardings), strict=True)
-    ]
-    weights = 2 * sum(8 * int(np.prod(shape)) for shape in shares)
-    assert bytes_on(own, default) - before[0] == weights
-    stream.give(groups[:2], STEP)
-    stream.finish()
-    sums = bytes_on(own, default) - before[0] - weights
-    assert weights <= sums <= weights + 4096  # the numbers beside the gradients are small
-    assert bytes_on(other, default) == before[1]
-    stream.close()
-    assert bytes_on(own, default) - before[0] < weights
-    trainer.discard()
-    assert (bytes_on(own, default), bytes_on(other, default)) == before
-
-
-def test_other_devices_are_refused(shared: Shared):
-    with pytest.raises(ValueError, match="needs a half of the trainer's 4 devices, found a half of 2 devices"):
-        TrainStream(shared.trainer, Half(make_mesh(jax.devices()[:2]), 0))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +13,20 @@ import pytest
 from adaptive_runs import LARGE, WORKLOAD
 from adaptive_runs import config as large_config
 from known_samples import KnownSample, KnownWorkload
-from sim_machine import ConstantCost, drawn, key
+from sim_machine import ConstantCost, key
 from simulated_runs import played, samples_of
 
 from jaxrl.config import Config, SimulatedScoring, TaskSection, from_mapping
 from jaxrl.mechanisms.stream_trainer import GradientStream, StreamTrainer
 from jaxrl.mechanisms.stream_trainer.simulated import Logprobs, SimulatedStream
+from jaxrl.record.journal import Journal
 from jaxrl.runtime.simulation import Simulation, build
 from jaxrl.sim.clock import SimulatedClock, nanoseconds
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.trainer import load_of
 from jaxrl.sim.workload import Workload
-from jaxrl.types import Group, Prompt, Sample, TrainBatch
+from jaxrl.types import Group, Prompt, RunFailed, Sample, StreamFailed, TrainBatch
 
 # ---------------------------------------------------------------- the stream alone
 
@@ -139,14 +142,7 @@ BY_HAND = KnownWorkload(
 )
 
 
-def test_a_step_without_a_stream_by_hand():
-    _, metrics, _, _ = simulated(by_hand(), ConstantCost(), BY_HAND)
-    assert metrics[1]["timing_s/gen"] == 10 + 30
-    assert metrics[1]["timing_s/step"] == 40 + 7 + 101 + 5
-
-
-@pytest.mark.parametrize("options", [{}, {"trigger": "fixed"}, {"min_done": 0.5}])
-def test_a_step_with_a_stream_by_hand(options: dict[str, Any]):
+def test_a_step_with_a_stream_by_hand():
     """All short responses end 12 s after the start, so half is done and worker 0 is freed: its two plans in flight end
     at 16 s, where its rows begin again on worker 1, with the 7 tokens that they have. That takes a prefill of 10 s,
     before the 26 steps that worker 1's own rows have left after its plan in flight: the rollout ends at 52 s. Weights
@@ -154,7 +150,7 @@ def test_a_step_with_a_stream_by_hand(options: dict[str, Any]):
     log-probabilities and 20 s of gradients, of which 3 s are left when the rollout ends. Then 3 s for the sums, 7 s of
     log-probabilities, 101 s of an update, 5 s of a sync.
     """
-    simulation, metrics, trained, _ = simulated(by_hand(enable=True, **options), ConstantCost(), BY_HAND)
+    simulation, metrics, trained, _ = simulated(by_hand(enable=True), ConstantCost(), BY_HAND)
     step = metrics[1]
     (decision,) = simulation.run.mechanism(StreamTrainer).decisions
     assert (decision.freed, decision.moved_requests, decision.num_done) == ((0,), 2, 4)
@@ -167,7 +163,9 @@ def test_a_step_with_a_stream_by_hand(options: dict[str, Any]):
     assert step["rollout/scale_down/moved_tokens"] == 2 * (4 + 3)
     assert step["rollout/scale_down/hidden_s"] == 52 - 28
     assert step["actor/streamed_share"] == 0.5
-    assert trained == simulated(by_hand(), ConstantCost(), BY_HAND)[2]
+    _, plain, same, _ = simulated(by_hand(), ConstantCost(), BY_HAND)
+    assert plain[1]["timing_s/step"] == 40 + 7 + 101 + 5
+    assert trained == same
 
 
 def test_a_step_with_a_stream_and_a_judge_by_hand():
@@ -217,23 +215,25 @@ COST = CostModel(LARGE, H100)
 
 
 class Listening:
-    """A stream, and what it is given."""
+    """A stream, and what each call gives it; one of its calls may fail."""
 
-    def __init__(self, stream: GradientStream, given: list[Group]) -> None:
-        self._stream, self._given = stream, given
+    def __init__(self, stream: GradientStream, given: list[list[Group]], fails_at: int = 0) -> None:
+        self._stream, self._given, self._fails_at = stream, given, fails_at
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def give(self, groups: Sequence[Group], step: int) -> None:
-        self._given.extend(groups)
+        self._given.append(list(groups))
+        if len(self._given) == self._fails_at:
+            raise StreamFailed("INTERNAL: a device is gone")
         self._stream.give(groups, step)
 
 
 @pytest.mark.parametrize("num_workers", [2, 4])
 def test_what_was_streamed_is_taken_off_the_update(num_workers: int):
     """The forward passes and gradients of each group are computed once, and no group differs."""
-    given: list[Group] = []
+    given: list[list[Group]] = []
     made = streaming(large_config(), num_workers)
     off = made.replace(trainer=made.trainer.replace(stream=large_config().trainer.stream))
     _, plain, trained, _ = simulated(off, COST, WORKLOAD)
@@ -241,7 +241,7 @@ def test_what_was_streamed_is_taken_off_the_update(num_workers: int):
     assert same == trained
     assert sum(step["rollout/scale_down/freed"] for step in metrics.values()) >= 2
     assert 0 < sum(step["actor/streamed_share"] for step in metrics.values()) < len(metrics)
-    load = load_of(TrainBatch.of(given))
+    load = load_of(TrainBatch.of([group for call in given for group in call]))
     saved_s = sum(
         plain[step][name] - metrics[step][name]
         for step in metrics
@@ -250,6 +250,52 @@ def test_what_was_streamed_is_taken_off_the_update(num_workers: int):
     assert saved_s == pytest.approx(COST.gradients_s(*load, 8) + COST.forward_s(*load, 8), abs=1e-6)
     assert COST.gradients_s(*load, 4) == pytest.approx(2 * COST.gradients_s(*load, 8))
     assert simulation.run.workers.num_open == num_workers
+
+
+def test_no_more_prompts_begin_together_than_may():
+    sizes = {}
+    for most in (0, 1):
+        given: list[list[Group]] = []
+        made = streaming(large_config(), max_prompts=most)
+        simulated(made, COST, WORKLOAD, feeding=partial(Listening, given=given))
+        sizes[most] = [len(call) for call in given]
+    assert {*sizes[1]} == {1}
+    assert max(sizes[0]) > 1
+
+
+def journalled(file: Path, made: Config, **more: Any) -> tuple[Simulation, dict[int, Any]]:
+    """A simulated run of one step with a journal, as a real one has; and what it trained on."""
+    groups: dict[int, list[Group]] = {}
+    made = made.replace(trainer=made.trainer.replace(total_training_steps=1))
+    simulation = build(made, COST, WORKLOAD, on_step=lambda step, _, batch: groups.__setitem__(step, batch), **more)
+    with closing(Journal(file, 0)) as journal:
+        simulation.run.mechanism(StreamTrainer)._journal = journal
+        assert simulation.loop.run()
+    return simulation, samples_of(groups)
+
+
+def test_a_step_that_runs_again_frees_as_the_journal_says(tmp_path: Path):
+    """The second run's rule would wait for more; where layouts switch by a clock, the order of ends may differ."""
+    file = tmp_path / "journal.jsonl"
+    first, trained = journalled(file, streaming(large_config()))
+    again, same = journalled(file, streaming(large_config(), min_done=0.5))
+    (decision,) = first.run.mechanism(StreamTrainer).decisions
+    assert decision.freed
+    assert decision.num_done < 0.5 * decision.num_all
+    assert again.run.mechanism(StreamTrainer).decisions == [decision]
+    assert len(file.read_text().splitlines()) == 2, "the header, and one decision"
+    assert same == trained
+
+
+def test_a_failure_of_the_stream_ends_the_run_and_what_it_was_given_counts_for_nothing():
+    given: list[list[Group]] = []
+    made = streaming(large_config())
+    sentence = (
+        r"have failed on the devices of workers \d \(INTERNAL: a device is gone\): run again, with trainer\.stream"
+    )
+    with pytest.raises(RunFailed, match=sentence):
+        simulated(made, COST, WORKLOAD, feeding=partial(Listening, given=given, fails_at=2))
+    assert given[0]
 
 
 def test_a_run_resumed_from_its_state_goes_on_the_same():
@@ -290,17 +336,3 @@ def test_kv_moves_where_that_is_predicted_cheaper():
         )
     assert found[0] == 0
     assert found[1] > 0
-
-
-def test_gradients_have_a_lane(tmp_path: Path):
-    simulation = build(streaming(large_config()), COST, WORKLOAD, timeline=tmp_path / "timeline.json")
-    simulation.phases.begin()
-    assert simulation.loop.run()
-    simulation.phases.close()
-    spans = drawn(tmp_path / "timeline.json")
-    parts = [span for span in spans if span[0].startswith("gradients ")]
-    plans = [span for span in spans if span[0].startswith("engine") and span[1] == "plan"]
-    assert parts
-    assert all(part[1].startswith("part ") for part in parts)
-    beside = [plan for plan in plans for part in parts if plan[2] < part[3] and part[2] < plan[3]]
-    assert beside, "plans run beside gradients"

@@ -130,7 +130,7 @@ def test_every_request_ends_once_and_whole_whatever_happens(
     # the same once more, on executors that answer the same and measure other times: same plans, same order
     again, others = build(requests, lengths, num_workers, deal, **sizes)
     for factor, executor in enumerate(others):
-        executor.inner._cost = lambda plan, steps, by=factor: by + plan.index % 3 + steps
+        executor.inner.cost = lambda plan, steps, by=factor: by + plan.index % 3 + steps
     repeated = play(again, requests, acts)
     for other, executor in zip(others, executors, strict=True):
         assert list(map(contents, other.plans)) == list(map(contents, executor.plans))
