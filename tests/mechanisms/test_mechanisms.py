@@ -11,7 +11,7 @@ from keyword_options import with_options
 from jaxrl.config import Config, from_mapping
 from jaxrl.config.checks import NEEDS_WHOLE_BATCH
 from jaxrl.config.options import AdvantageEstimator
-from jaxrl.mechanisms import MECHANISMS, composition_problem, enabled, is_timeless
+from jaxrl.mechanisms import composition_problem, enabled, is_timeless
 
 ON = {"enable": True}
 SWITCHES = (
@@ -26,12 +26,6 @@ def test_nothing_is_on_by_default_and_a_class_reads_its_own_switch():
     for option in SWITCHES:
         (only,) = enabled(with_options({"model": {"path": "m"}}, {option.replace(".", "__"): True}))
         assert option.removesuffix(".enable") in only.option
-
-
-def test_titles_and_parts_of_a_checkpoint_have_names_of_their_own():
-    assert len({each.title for each in MECHANISMS}) == len(MECHANISMS)
-    names = [each.name for each in MECHANISMS if each.name]
-    assert len(set(names)) == len(names)
 
 
 def config(
@@ -52,11 +46,8 @@ def config(
     ("rollout", "others", "sentence"),
     [
         ({"tail_batching": ON, "partial_rollout": ON}, {}, "exclude each other: each decides what becomes of"),
-        ({"tail_batching": ON, "over_provisioning": ON}, {}, "tail batching and over-provisioning exclude each other"),
-        ({"partial_rollout": ON, "over_provisioning": ON}, {}, "partial rollout and over-provisioning exclude each"),
         ({"partial_rollout": ON}, {"score_when": "rollout"}, "'sample' or 'group' (which mean the same there)"),
         ({"tail_batching": ON}, {"filtering": True, "score_when": "rollout"}, "dynamic sampling with tail batching"),
-        ({"over_provisioning": ON}, {"filtering": True, "score_when": "rollout"}, "sampling with over-provisioning"),
         ({"stale_tokens": "mask"}, {"off": True}, "rollout.stale_tokens=mask excludes trainer.one_step_off"),
         ({}, {"off": True, "level": "token"}, "needs rollout.stale_tokens=recompute, found recorded"),
     ],
@@ -84,12 +75,6 @@ def test_compositions_of_the_design_go_together(rule: Any):
         assert composition_problem(config(rule, off=off, filtering=filtering, score_when=score_when)) is None
 
 
-def test_scores_after_the_rollout_go_with_what_does_not_need_them_during_it():
-    assert composition_problem(config({}, filtering=True, score_when="rollout")) is None
-    assert composition_problem(config({"tail_batching": ON}, score_when="rollout")) is None
-    assert composition_problem(config({"stale_tokens": "mask", "partial_rollout": ON})) is None
-
-
 def streaming(**options: Any) -> Config:
     """The stream trainer with options as `section__option`."""
     rollout = {"num_workers": 2, "n": 4}
@@ -107,11 +92,8 @@ def streaming(**options: Any) -> Config:
             for name in sorted(NEEDS_WHOLE_BATCH)
         ),
         ({"reward__score_when": "rollout"}, "reward.score_when must be 'sample' or 'group', found 'rollout'"),
-        ({"actor__ppo_mini_batch_size": 4}, "(4 prompts) must be 0 or data.train_batch_size (8 prompts)"),
-        ({"rollout__num_devices": 4, "trainer__one_step_off": True}, "excludes rollout.num_devices (4): update and"),
         ({"rollout__max_active_requests": 16}, "excludes rollout.max_active_requests (16 samples): workers are freed"),
         ({"rollout__num_workers": 3}, "needs rollout.num_workers to be even, found 3: half of the rollout's workers"),
-        ({"rollout__num_workers": 1}, "rollout.num_workers to be even, found 1"),
         ({"rollout__num_workers": 6, "trainer__num_devices": 12}, "(trainer.num_devices) must be a power of two"),
     ],
 )
@@ -133,12 +115,6 @@ def test_what_the_stream_trainer_goes_with():
     assert composition_problem(streaming(actor__ppo_mini_batch_size=8, reward__score_when="group")) is None
 
 
-@pytest.mark.parametrize("stale_tokens", ["recorded", "recompute", "mask"])
-def test_weights_go_with_tokens_of_any_version_where_not_all_are_recorded(stale_tokens: str):
-    assert composition_problem(config({"stale_tokens": stale_tokens, "partial_rollout": ON}, level="token")) is None
-    assert composition_problem(config({"stale_tokens": "recompute"}, off=True, level="sequence")) is None
-
-
 def ranking(**options: Any) -> Config:
     """Ranking groups with options as `section__option`."""
     rollout = {"num_workers": 2, "num_devices": 2, "ranking_groups": ON}
@@ -148,15 +124,11 @@ def ranking(**options: Any) -> Config:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"trainer__one_step_off": False, "rollout__num_devices": 0}, "needs trainer.one_step_off: workers that are"),
         (
             {"trainer__one_step_off": False, "rollout__num_devices": 0, "rollout__num_workers": 1},
             "so the rollout needs devices of its own; and rollout.num_workers to be at least 2",  # all at once
         ),
-        ({"rollout__num_devices": 0}, "needs rollout.num_devices: workers take the next step's weights while"),
-        ({"rollout__num_workers": 1}, "needs rollout.num_workers to be at least 2, found 1"),
         ({"rollout__tail_batching": ON}, "excludes rollout.tail_batching: both decide which prompts share"),
-        ({"rollout__max_active_requests": 64}, "excludes rollout.max_active_requests (64 samples)"),
         ({"rollout__layout": {"planner": True}}, "excludes rollout.layout.planner and rollout.layout.switch"),
     ],
 )
