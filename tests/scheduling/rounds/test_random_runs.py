@@ -17,11 +17,10 @@ from fake_rollout import (
     run_with_crashes,
     tangled,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl.mechanisms.dynamic_sampling import DynamicSampling
-from jaxrl.mechanisms.over_provisioning import OverProvisioning
 from jaxrl.mechanisms.partial_rollout import PartialRollout
 from jaxrl.mechanisms.tail_batching import TailBatching
 from jaxrl.scheduling.rounds.events import Launch
@@ -113,7 +112,6 @@ def tail_batchings(draw: st.DrawFn) -> tuple[BatchSettings, TailBatching.Options
 
 
 @given(configuration=tail_batchings(), world=worlds, total=st.integers(1, 7), steps_per_version=st.integers(1, 3))
-@settings(max_examples=60, deadline=None)
 def test_random_runs_of_tail_batching_keep_the_book(
     configuration: tuple[BatchSettings, TailBatching.Options], world: World, total: int, steps_per_version: int
 ):
@@ -192,7 +190,6 @@ def partial_rollouts(draw: st.DrawFn) -> tuple[BatchSettings, PartialRollout.Opt
 
 
 @given(configuration=partial_rollouts(), world=worlds, total=st.integers(1, 8))
-@settings(max_examples=40, deadline=None)
 def test_random_runs_of_partial_rollout_keep_the_book(
     configuration: tuple[BatchSettings, PartialRollout.Options], world: World, total: int
 ):
@@ -258,52 +255,4 @@ def check_resumption(training: FakeTraining) -> None:
     assert places == sorted(places)
 
 
-@given(
-    num_groups=st.integers(1, 4),
-    over_provision=st.sampled_from([1.5, 2.0, 3.0, 3.5]),
-    slack=st.integers(0, 1),
-    max_restarts=st.integers(0, 2),
-    lag=st.integers(0, 1),
-    seed=st.integers(0, 1000),
-)
-@settings(max_examples=60, deadline=None)
-def test_no_sample_starts_again_too_often(
-    num_groups: int, over_provision: float, slack: int, max_restarts: int, lag: int, seed: int
-):
-    """A third of the prompts outlives any cap, so that many groups must be in batches at the same time."""
-    batch = BatchSettings(num_groups, 2, version_lag=lag)
-    options = PartialRollout.Options(enable=True, over_provision=over_provision, max_restarts=max_restarts)
-    options = options.replace(max_staleness=PartialRollout(batch, options).least_staleness + slack)
-    rule = PartialRollout(batch, options)
-    rollout = FakeRollout(lambda k: 200 if tangled(seed, k.prompt_index) % 3 == 0 else 2, num_slots=40, plan_tokens=2)
-    training = FakeTraining(rule, FakePrompts(1000), rollout, None, version_lag=lag)
-    for step in range(1, 13):
-        samples = [sample for group in training.run_step().groups for sample in group.samples]
-        carried = [sample for group in rule.queue for sample in group.samples]
-        assert max(sample.key.attempt for sample in (*samples, *carried)) <= max_restarts
-        assert all(step - 1 - sample.versions.min() <= options.max_staleness for sample in samples)
-    if max_restarts == 0:
-        assert all(result.metrics["rollout/thrown_tokens"] == 0 for result in training.results)
-
-
 # -- the baselines -----------------------------------------------------------------------------------------------------
-
-
-@given(
-    options=st.builds(OverProvisioning.Options, enable=st.just(True), prompt_factor=factors, response_factor=factors),
-    sampling=st.none() | st.builds(DynamicSampling, sampling_options),
-    world=worlds,
-    slow=st.integers(0, 4),
-)
-@settings(max_examples=20, deadline=None)
-def test_random_runs_of_the_baselines_keep_the_book(
-    options: OverProvisioning.Options, sampling: Any, world: World, slow: int
-):
-    def make(delay: int) -> FakeTraining:
-        rule = OverProvisioning(BatchSettings(3, 2, group_filter=sampling), options)
-        return FakeTraining(rule, FakePrompts(world.num_prompts), world.rollout(delay), None)
-
-    training, other = run_with_crashes(lambda: make(0), 5, world.crashes), make(slow)
-    for result in training.results:
-        assert [len(group.samples) for group in result.groups] == [2, 2, 2]
-        assert fingerprint(other.run_step()) == fingerprint(result)
