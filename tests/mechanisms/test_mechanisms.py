@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from keyword_options import with_options
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.config.checks import NEEDS_WHOLE_BATCH
-from jaxrl.config.options import AdvantageEstimator
-from jaxrl.mechanisms import composition_problem, enabled, is_timeless
+from jaxrl.mechanisms import composition_problem, is_timeless
 
 ON = {"enable": True}
-SWITCHES = (
-    *(f"rollout.{name}.enable" for name in ("tail_batching", "partial_rollout", "over_provisioning", "speculation")),
-    *("algorithm.filter_groups.enable", "trainer.one_step_off", "rollout.layout.planner"),
-)
-
-
-def test_nothing_is_on_by_default_and_a_class_reads_its_own_switch():
-    plain = from_mapping({"model": {"path": "m"}})
-    assert enabled(plain) == []
-    for option in SWITCHES:
-        (only,) = enabled(with_options({"model": {"path": "m"}}, {option.replace(".", "__"): True}))
-        assert option.removesuffix(".enable") in only.option
 
 
 def config(
@@ -99,20 +86,6 @@ def streaming(**options: Any) -> Config:
 )
 def test_what_the_stream_trainer_excludes(options: dict[str, Any], sentence: str):
     assert sentence in (composition_problem(streaming(**options)) or "")
-
-
-def test_what_the_stream_trainer_goes_with():
-    names = set(get_args(AdvantageEstimator))
-    for name in names - NEEDS_WHOLE_BATCH:
-        of_turns = {"kind": "tools", "path": "calculator"}  # which one of them needs
-        algorithm = {"adv_estimator": name, "teacher": {"path": "t"}}  # which another one needs
-        assert composition_problem(streaming(algorithm=algorithm, environment=of_turns)) is None
-    for rule in ("tail_batching", "partial_rollout", "over_provisioning"):
-        for off, filtering in product((False, True), (False, True)):
-            options = {f"rollout__{rule}": ON, "trainer__one_step_off": off}
-            assert composition_problem(streaming(**options, algorithm__filter_groups={"enable": filtering})) is None
-    assert composition_problem(streaming(rollout__num_workers=4, trainer__num_devices=8, actor__ppo_epochs=2)) is None
-    assert composition_problem(streaming(actor__ppo_mini_batch_size=8, reward__score_when="group")) is None
 
 
 def ranking(**options: Any) -> Config:

@@ -136,25 +136,6 @@ def test_decisions_survive_the_journal():
         Decision.from_json({**world.written[0].to_json(), "schema": 9})
 
 
-@pytest.mark.parametrize("crash", [3, 8, 12, 100])
-def test_a_round_that_runs_again_decides_the_same(crash: int):
-    """The second run's machine is eight times slower, which changes nothing up to the crash."""
-    first = World(LENGTHS)
-    first.run(plans=crash)
-    whole = World(LENGTHS)
-    whole.run()
-    whole.written.insert(1, Decision(whole.written[0].dispatch + 1, None))  # and one that stayed
-    for recorded in (first.written, whole.written):
-        again = World(LENGTHS, slow=8.0)
-        again.run(recorded)
-        again.check()
-        last = max((d.dispatch for d in recorded), default=-1)
-        assert all(decision.dispatch > last for decision in again.written), "what was written is not written twice"
-        switched = [e.decision for e in again.control.switches if e.decision.dispatch <= last]
-        assert switched == [d.switch for d in recorded if d.switch]
-    assert [e.decision for e in again.control.switches] == [d.switch for d in whole.written if d.switch]
-
-
 def fail_once(executor: Any, *, usable: bool) -> None:
     """The executor's next switch fails halfway."""
     switch = executor.switch

@@ -41,16 +41,6 @@ def write(folder: Path, last_step: int = -1, steps: tuple[int, ...] = (1, 2, 3),
     log.close()
 
 
-def test_lines_of_steps_that_run_again_are_dropped(tmp_path: Path):
-    write(tmp_path)
-    (tmp_path / FILE_NAME).write_bytes((tmp_path / FILE_NAME).read_bytes() + b'{"step": 4, "cut o')
-    assert [each["step"] for each in read_layouts(tmp_path)] == [1, 2, 3]
-    write(tmp_path, last_step=1, steps=(2,))
-    found = read_layouts(tmp_path)
-    assert [each["step"] for each in found] == [1, 2]
-    assert found[1]["switches"] == [SWITCH]
-
-
 def test_the_picture_has_the_rows_and_the_degrees(tmp_path: Path):
     write(tmp_path, steps=(1, 2, 3, 4, 5))
     page = layouts_section(read_layouts(tmp_path))

@@ -102,23 +102,6 @@ def test_expected_length_from_history():
     assert left == [1, 1, 2, 5000]
 
 
-def test_what_a_switch_says():
-    """Three rows in neighbouring groups, of 1000, 2000 and 3000 tokens with 1000, 900 and 100 steps left; tp 1 to 4."""
-    rule = LayoutSwitchRule(MOVE, DEGREES, SIMPLE)
-    rows = [[(1000, 1000)], [(2000, 900)], [(3000, 100)]]
-    switch = rule.decide(batch_state(1, rows, dispatch=7, capacities={4: ROOMY}))
-    assert switch is not None
-    # Staying: 1000 steps of 10 ms. At tp 4 the shortest goes to the other group: 100 steps of two rows, 9 ms, then 900
-    # of one, 5 ms. KV: 3000 tokens in the fullest group, 0.1 ms each.
-    assert (switch.dispatch, switch.from_tp, switch.to_tp, switch.num_live, switch.num_tokens) == (7, 1, 4, 3, 6000)
-    assert switch.stay_s == pytest.approx(10.0)
-    assert switch.remaining_s == pytest.approx(0.9 + 4.5)
-    assert (switch.weights_s, switch.state_s, switch.fixed_s) == pytest.approx((0.5, 0.3, 0.5))
-    assert switch.cost_s == pytest.approx(1.3)
-    assert switch.gain_s == pytest.approx(10.0 - 5.4 - 1.3)
-    assert (switch.step_before_s, switch.step_after_s) == pytest.approx((0.010, 0.009))
-
-
 # Several switches, and never back and forth
 
 

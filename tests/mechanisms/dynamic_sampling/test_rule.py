@@ -91,15 +91,6 @@ def test_launching_ahead_does_not_choose_by_length():
     assert abs(num_long / num_trained - 0.5) < 0.015, num_long / num_trained
 
 
-def test_where_nothing_is_filtered_nothing_is_launched_ahead():
-    rules = fresh_batches(16, 4, **filtering()), fresh_batches(16, 4)
-    trainings = [FakeTraining(rule, FakePrompts(1000), rollout(1, 0), None) for rule in rules]
-    for _ in range(3):
-        batches = [batch_keys(training.run_step().groups) for training in trainings]
-        assert batches[0] == batches[1]
-    assert trainings[0].rollout.num_drawn == trainings[1].rollout.num_drawn
-
-
 def test_the_share_follows_what_is_judged():
     sampling = DynamicSampling(DynamicSampling.Options(enable=True))
     assert sampling.share == 0

@@ -134,20 +134,6 @@ def test_verdicts_depend_on_keys_alone():
     assert len({each.reward for each in alone.values()}) == 3
 
 
-def test_a_sample_that_is_sent_again_gets_the_same_verdict():
-    judge = pool()
-    judge.submit(PROMPT, sample(1))
-    judge.turn(0, 4)
-    judge.cancel([sample(1).key])
-    assert judge.num_pending == 0
-    assert not judge.turn(0, 4), "nothing is left to judge"
-    judge.submit(PROMPT, sample(1))
-    again = verdicts(judge)[1]
-    other = pool()
-    other.submit(PROMPT, sample(1))
-    assert again.reward == verdicts(other)[1].reward
-
-
 def test_turns_and_what_they_count():
     judge = pool(share=0.5)
     judge.submit(PROMPT, sample(0, "abcdefghi"))

@@ -130,20 +130,6 @@ def test_rounds_wait_early_enough_for_more_groups_than_a_batch_takes():
         assert [result.metrics[f"rollout/{name}"] for result in results] == [0, 0, 0]
 
 
-def test_a_buffer_that_a_larger_cap_has_filled_keeps_to_the_smaller_one():
-    """More groups than one batch takes are at once over the new cap: it comes first, whatever `max_restarts` says."""
-    rule = partial_rollout(1, 1, over_provision=3.0, max_restarts=0)
-    training, _ = run_steps(rule, lambda k: 300 if k.prompt_index < 2 else 3, 4)
-    state = training.state()
-    smaller = partial_rollout(1, 1, over_provision=3.0, max_staleness=2, max_restarts=0)
-    training = FakeTraining(smaller, FakePrompts(50), training.rollout, None)
-    training.load(through_disk(state))
-    results = [training.run_step() for _ in range(4)]
-    assert results[0].metrics["rollout/restarted_samples"] == 2
-    for step, result in enumerate(results, 5):
-        assert step - 1 - result.groups[0].samples[0].versions.min() <= 2
-
-
 @pytest.mark.parametrize(("at_end", "carried", "drawn"), [("flush", 0, 8), ("leave", 2, 10)])
 def test_what_becomes_of_the_buffer_when_training_ends(at_end: Any, carried: int, drawn: int):
     rule = partial_rollout(2, 2, at_end=at_end)

@@ -24,15 +24,13 @@ from jaxrl.mechanisms.speculation import Speculation
 from jaxrl.mechanisms.speculation.index import DraftIndex
 from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, DraftWindow, StepCosts
 from jaxrl.mechanisms.speculation.simulated import SimulatedDrafts, acceptance_model, draft_acceptance
-from jaxrl.scheduling.layouts.latency import LatencyPredictor
-from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, VerifyMeasurement
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.scheduling.tokens.plan import TOKENS_PER_STEP, Plan, Request
 from jaxrl.scheduling.tokens.progress import Preempted, TraceEvent
 from jaxrl.sim.clock import SimulatedClock
-from jaxrl.sim.cost_model import CostModel, TableCost
+from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.executor import SimulatedExecutor, fillers
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.verification import Acceptance, verify
@@ -291,17 +289,3 @@ def test_a_step_that_verifies_reads_weights_and_kv_once_and_multiplies_by_tokens
             memory = weights + row_memory * queries + token_memory * tokens
             compute = row_compute * queries + token_compute * sum(tokens + rows * i for i in range(1 + width))
             assert found == pytest.approx(max(memory, compute) + cost._pass_s(2, queries), rel=1e-12)
-
-
-def test_a_table_has_what_was_measured_of_verification_or_scales_what_was_measured_of_decoding():
-    rest, rows, context = CostModel(SMALL, H100), np.array([2, 2]), np.array([100.0, 150.0])
-    decode = tuple(Measurement(1, 2, tokens, seconds) for tokens, seconds in ((50, 0.01), (100, 0.02)))
-    plain = Profile(ProfileIdentity("", "", "x", 1, "", ""), decode)
-    scaled = TableCost(SMALL, H100, predictor=LatencyPredictor(plain))
-    ratio = rest.verify_steps_s(1, rows, 4, context) / rest.decode_steps_s(1, rows, context)
-    assert scaled.verify_steps_s(1, rows, 4, context) == pytest.approx(np.array([0.01, 0.015]) * ratio)
-    assert (scaled.verify_steps_s(1, rows, 0, context) == scaled.decode_steps_s(1, rows, context)).all()
-    verify_too = tuple(VerifyMeasurement(1, 2, tokens, 4, seconds) for tokens, seconds in ((50, 0.03), (100, 0.05)))
-    with_drafts = LatencyPredictor(replace(plain, verify=verify_too))
-    measured = TableCost(SMALL, H100, predictor=with_drafts)
-    assert measured.verify_steps_s(1, rows, 4, context) == pytest.approx([0.03, 0.04])

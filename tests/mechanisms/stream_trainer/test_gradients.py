@@ -23,9 +23,8 @@ from jaxrl.models.lora import Lora, without_adapters
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.split_mesh import Half
 from jaxrl.train import batch_preparation
-from jaxrl.train.packing import BatchShape
 from jaxrl.train.trainer import MeshTrainer
-from jaxrl.types import Group, StreamFailed, TrainBatch
+from jaxrl.types import Group, TrainBatch
 
 SMALL: dict[str, Any] = {
     "model__path": "unused",
@@ -176,20 +175,6 @@ def test_every_mode_and_estimator(wide, mode, kl, make_config, make_batch, make_
             check_equal(trainer, groups_of(batch), 1e-12 if wide else 1e-5, (2 * seed, 2 * seed + 1), stream)
 
 
-@pytest.mark.slow
-def test_rows_that_devices_share(x64, make_config, make_batch, make_trainer):
-    """On the half as many share a row, of half as many groups; where it has fewer devices it is refused."""
-    config = make_config(**WIDE, **WITH_REF, actor__context_parallel_size=4)
-    trainer = make_trainer(config, 8, rows=(BatchShape(1, 128),))
-    stream = TrainStream(trainer, Half(trainer.mesh, 1))
-    stream.programs.microbatches = trainer.programs.microbatches
-    assert (trainer.programs.layout.dp, stream.programs.layout.dp) == (2, 1)
-    check_equal(trainer, groups_of(make_batch(24, same=True)), 1e-12, (0, 1), stream)
-    few = make_trainer(config, 4, rows=(BatchShape(1, 128),))
-    with pytest.raises(ValueError, match=r"context_parallel_size \(4\) must be one of 1, 2: products of"):
-        TrainStream(few, Half(few.mesh, 0))
-
-
 def test_with_adapters_the_base_on_the_half_is_the_reference(x64):
     model = replace(TRAINED, lora=Lora(2, 4.0, ("q", "down")))
     params = jax.tree.map(np.asarray, decoder.init(model, jax.random.key(0), "float64"))
@@ -268,27 +253,3 @@ def test_what_is_abandoned_leaves_nothing(shared: Shared, make_batch):
     trainer.discard()
     streamed(trainer, stream, [groups[1:2]], [groups[0], groups[2]])
     np.testing.assert_array_equal(flat(trainer.gradients()), first)
-
-
-def test_devices_that_fail_leave_the_trainer_as_it_was(shared: Shared, make_batch, monkeypatch: pytest.MonkeyPatch):
-    trainer, stream = shared.trainer, shared.stream
-    groups = groups_of(make_batch(12, same=True))
-
-    def full(*_: Any) -> Any:
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room for 4 GiB\nthe allocator's table")
-
-    def give() -> None:
-        stream.open()
-        stream.give(groups[:2], STEP)
-        stream.close()
-
-    for owner, name in ((stream.programs, "on_device"), (type(stream.half), "give_back"), (type(stream.half), "lend")):
-        with monkeypatch.context() as patched:
-            patched.setattr(owner, name, full)
-            with pytest.raises(StreamFailed, match=r"^RESOURCE_EXHAUSTED: no room for 4 GiB$"):
-                give()
-        stream.abandon()
-        with pytest.raises(ValueError, match=r"apply\(\) without accumulate"):
-            trainer.apply()
-    streamed(trainer, stream, [groups[:2]], groups[2:])
-    assert trainer.apply()["actor/skipped_updates"] == 0

@@ -201,16 +201,6 @@ def test_what_is_counted(counts: str, freed: float):
     assert simulation.run.mechanism(StreamTrainer).decisions[-1].counts == counts
 
 
-@pytest.mark.parametrize(("options", "refused"), [({"min_done": 0.2, "max_done": 0.4}, 0.0), ({"kv_margin": 0.5}, 1.0)])
-def test_a_step_in_which_no_worker_is_freed(options: dict[str, Any], refused: float):
-    _, plain, trained, _ = simulated(by_hand(), ConstantCost(), BY_HAND)
-    _, metrics, same, _ = simulated(by_hand(enable=True, **options), ConstantCost(), BY_HAND)
-    looks = {f"rollout/scale_down/{name}": 0.0 for name in ("freed", "refused_rows")}
-    looks["rollout/scale_down/refused_kv"] = refused
-    assert metrics[1] == plain[1] | looks | {"actor/streamed_share": 0.0, "timing_s/stream": 0.0}
-    assert same == trained
-
-
 COST = CostModel(LARGE, H100)
 
 

@@ -210,23 +210,15 @@ def test_a_row_names_another_class_and_its_tools(pool_of: Callable[..., Environm
     assert (found.done, found.status) == (True, "error")
     assert found.error.startswith("ValueError: the environment takes 10")
     assert pool.schemas({"tools": []}, "row 1") == []
-    assert pool.schemas({"environment": ""}, "row 1") == []
     with pytest.raises(ValueError, match="row 2: the column 'tools' names 'put', and there are take"):
         pool.schemas({"tools": ["put"]}, "row 2")
     with pytest.raises(ValueError, match=r"row 3: .*defines no class 'Bag'"):
         pool.schemas({"environment": "Bag"}, "row 3")
 
 
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ({"tools": "act"}, "row 1: the column 'tools' must be a list of names, found 'act'"),
-        ({"env_args": "{}"}, "row 1: the column 'env_args' must hold columns by name, found"),
-    ],
-)
-def test_columns_of_another_form(pool_of: Callable[..., EnvironmentPool], row: dict[str, Any], words: str):
-    with pytest.raises(ValueError, match=words):
-        pool_of().schemas(row, "row 1")
+def test_a_column_of_another_form(pool_of: Callable[..., EnvironmentPool]):
+    with pytest.raises(ValueError, match="row 1: the column 'tools' must be a list of names, found 'act'"):
+        pool_of().schemas({"tools": "act"}, "row 1")
 
 
 def test_a_native_environment_makes_its_rows(pool_of: Callable[..., EnvironmentPool]):
@@ -272,8 +264,6 @@ class Game:
                 os._exit(3)
             case "exits":
                 raise SystemExit(1)
-            case "tuple":
-                return "?", 1.0, True, {}
             case "dict":
                 return {"reward": 1.0, "next_observation": "?"}
             case "lambda":
@@ -283,26 +273,6 @@ class Game:
                 return StepResult(1.0, True, metrics={"m": float("nan")})
         return StepResult(eval(action.text), True)
 
-class Tool:
-    def reset(self, how="") -> None:
-        if how == "raises":
-            raise RuntimeError("no database")
-        self.how = how
-
-    def act(self, what: str) -> str:
-        '''Acts.
-
-        Args:
-            what: it is.
-        '''
-        if what == "lambda":
-            self.kept = lambda: 1
-        if what == "exits":
-            raise SystemExit(1)
-        return what
-
-    def get_reward(self):
-        return eval(self.how or "None")
 """
 MUST = "ValueError: Game.step: reward must be a finite number (at most 3.4e+38, the largest float32), found "
 
@@ -317,17 +287,13 @@ def test_environments_that_fail_say_so_and_no_reward_of_theirs_counts(
         "stays": ("timeout", "no answer within environment.timeout_s (1 s)"),
         "dies": ("crash", "the environment's process ended with exit code 3"),
         "exits": ("error", "SystemExit: 1 (environment.py, line 27, in step)"),
-        "tuple": ("error", "ValueError: Game.step must return a StepResult, found tuple"),
         "dict": ("error", "ValueError: Game.step must return a StepResult, found dict"),
         "lambda": ("error", "ValueError: Game cannot be pickled, as it is between two turns: "),
         "metric": ("error", "metrics must be finite numbers, found {'m': 'nan'}"),
         "None": ("error", f"{MUST}None"),
         "float('nan')": ("error", f"{MUST}nan"),
-        "np.float32('inf')": ("error", f"{MUST}np.float32(inf)"),
-        "'1'": ("error", f"{MUST}'1'"),
         "1e308": ("error", f"{MUST}1e+308"),
         "10**400": ("error", f"{MUST}1000"),
-        "np.ones(2)": ("error", f"{MUST}array([1., 1.])"),
     }
     rewards = {"1": 1.0, "True": 1.0, "np.float64(0.5)": 0.5, "np.array(0.5)": 0.5, "np.int64(2)": 2.0}
     rewards["-3e38"] = -3e38
@@ -355,18 +321,9 @@ def test_a_process_is_replaced_after_so_many_calls(pool_of: Callable[..., Enviro
     assert len({*pids(5)}) == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "options", "words"),
-    [
-        ("def f(x): ...", {}, "f has no docstring"),
-        (CLASSES, {"kind": "native", "name": "Nothing"}, "defines no class 'Nothing'"),
-    ],
-)
-def test_files_that_cannot_be_used(
-    pool_of: Callable[..., EnvironmentPool], text: str, options: dict[str, Any], words: str
-):
-    with pytest.raises(ValueError, match=words):
-        pool_of(text, **options).schemas({}, "row 1")
+def test_a_tool_without_a_docstring_is_refused(pool_of: Callable[..., EnvironmentPool]):
+    with pytest.raises(ValueError, match="f has no docstring"):
+        pool_of("def f(x): ...").schemas({}, "row 1")
 
 
 GROUPS = (

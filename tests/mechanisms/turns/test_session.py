@@ -324,16 +324,6 @@ def test_what_came_too_late_for_a_round_does_not_come_in_time_when_it_runs_again
     assert ended[1].token_ids.tolist() == ended[0].token_ids.tolist()
 
 
-def test_an_entry_of_another_course_is_asked_anew(parts: Any, x64: None, journal_at: Callable[[str], Journal]):
-    journal, answers = journal_at("journal.jsonl"), Answers(2)
-    for key in ((0, 0, 1, 0, 0, 0), (0, 0, 1, 1, 0, 7)):
-        entry = {"served": 1, "commands": 0, "crc32": 1, "done": True, "messages": [], "reward": 9.0, "state": None}
-        journal.append(1, "turn", key, entry | {"metrics": {}, "seconds": 0.0, "status": "ok", "error": ""})
-    backend, _ = backend_of(parts, answers, journal=journal)
-    plain, _ = backend_of(parts, Answers(0))
-    assert same(round_of(backend), round_of(plain))
-
-
 def test_a_trajectory_that_is_cut_off_goes_on_in_a_later_round(parts: Any, x64: None):
     """While it decodes, or while it waits for an answer; also out of a checkpoint."""
     plain, _ = backend_of(parts, Answers(0))
