@@ -112,14 +112,6 @@ def test_all_reduce_is_the_better_of_ring_and_doubling():
     assert COST.all_reduce_s(8, 4e6) > 9 * COST.all_reduce_s(4, 4e6)  # leaves the node of four
 
 
-def test_devices_reduce_in_one_shot_or_two():
-    linked = replace(COST, hardware=replace(SLOW, one_shot=True))
-    assert linked.all_reduce_s(4, 40) == pytest.approx(6e-7 + 3 * 40 / 1e8)  # one: all bytes of three others
-    assert linked.all_reduce_s(4, 200) == pytest.approx(2 * 6e-7 + 6 * 50 / 1e8)  # two: six quarters
-    assert linked.all_reduce_s(2, 4e6) == pytest.approx(4e-7 + 4e6 / 1e8)  # with one other, never more than one
-    assert linked.all_reduce_s(8, 40) == COST.all_reduce_s(8, 40), "not between nodes"
-
-
 H100_US = {
     1 << 14: (3.9, 3.7, 5.7),
     1 << 17: (4.5, 4.8, 7.8),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 from known_samples import KnownSample, KnownWorkload
 from sim_machine import key, known, prompt
@@ -24,11 +22,10 @@ class Bench:
         self,
         num_workers: int = 1,
         timeout_s: float = 0.0,
-        drawing: Path | None = None,
         timeouts: AdaptiveTimeouts | None = None,
     ) -> None:
         self.clock = SimulatedClock()
-        self.phases = SimulatedPhases(self.clock, drawing)
+        self.phases = SimulatedPhases(self.clock)
         workload = known(dict.fromkeys(SECONDS, 3), SECONDS)
         self.scoring = ScoringWorkers(workload, self.clock, self.phases, num_workers, timeout_s, timeouts=timeouts)
 
@@ -63,17 +60,6 @@ def test_each_worker_scores_one_response_at_a_time():
     assert bench.scoring.num_pending == 0
     assert bench.wait() == [], "nothing is pending: time stands still"
     assert bench.clock.now_s == 5.0
-
-
-def test_the_clock_goes_to_the_next_verdict_that_is_still_wanted():
-    bench = Bench(num_workers=3)
-    bench.submit(key(0), key(1), key(2))
-    bench.scoring.cancel({key(1)})
-    assert bench.scoring.num_pending == 2
-    assert bench.wait() == [(2.0, key(2))]
-    bench.scoring.cancel([key(0)])
-    assert bench.wait() == []
-    assert bench.clock.now_s == 2.0
 
 
 def test_a_cancelled_scoring_keeps_its_worker_and_may_be_asked_for_again():

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import math
-
 import pytest
 
 from jaxrl.commands.tune import SEARCHES
@@ -36,16 +32,6 @@ def test_options_of_a_value():
     ]
     assert "rollout.tail_batching.enable=false" in PARTIAL.alone((2.0,))
     assert "rollout.partial_rollout.at_end=leave" in PARTIAL.alone((2.0,)), "a flush would change the last steps"
-
-
-def test_what_a_value_launches():
-    assert TAIL.launched(PLAIN, 128, 8) == (128, 8)
-    assert TAIL.launched((1.25, 1.25), 128, 8) == (160, 10)
-    assert TAIL.launched((1.25, 1.0), 128, 8) == (160, 8)
-    assert PARTIAL.launched((2.5,), 128, 8) == (320, 8)
-    grid = TAIL.together(TAIL.of.values)
-    assert TAIL.distinct(grid, 128, 64) == grid
-    assert TAIL.distinct(grid, 8, 4) == TAIL.together([1.1, 1.15, 1.3, 1.4])  # 9 × 5, 10 × 5, 11 × 6, 12 × 6
 
 
 def test_enough_steps_for_the_longest_period_twice():
@@ -147,15 +133,3 @@ def test_the_best_at_an_end_of_the_grid_is_said(best: int, end: str):
     values[best] = tried(values[best].factors, 20, 20)
     said = Table(TAIL, tried(PLAIN, 40, 50), tuple(values)).verdict()[-1]
     assert (f"the {end} value tried" in said) == bool(end)
-
-
-def test_the_table_as_json():
-    table = Table(TAIL, tried(PLAIN, 40, 50), (tried((1.1, 1.1), 30, 41), tried((1.2, 1.3), 31, 40)))
-    record = json.loads(json.dumps(table.to_json()))
-    assert record["rule"] == "tail_batching"
-    assert record["best"] == {"prompt_factor": 1.1, "response_factor": 1.1}
-    assert record["as_good"] == [{"prompt_factor": 1.2, "response_factor": 1.3}]
-    assert record["beats_plain"]
-    assert record["tried"][1]["launched"] == [10, 6]
-    assert record["tried"][0]["trials"] == [dataclasses.asdict(one) for one in table.tried[0].trials]
-    assert record["tried"][0]["step_s"]["deviation"] == pytest.approx(11 / math.sqrt(2))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from contextlib import closing
 from pathlib import Path
@@ -124,18 +123,6 @@ def test_prompts_keep_their_kind_and_come_in_the_weights():
 # ---------------------------------------------------------------- rewards
 
 
-def test_five_per_cent_of_code_responses_hang():
-    code = SimulatedTask(
-        name="code", response=LENGTHS, scoring=SimulatedScoring(median_s=1.0, sigma=0.4, hang_share=0.05)
-    )
-    workload = ModelledWorkload(1, (code,), CAP, timeout_s=30)
-    seconds = np.array([workload.reward_s(key(p, s)) for p in range(2000) for s in range(4)])
-    assert (seconds == 30).mean() == pytest.approx(0.05, abs=0.01)
-    for share in (0.1, 0.9):  # of the others
-        expected = math.exp(0.4 * NormalDist().inv_cdf(share))
-        assert np.quantile(seconds[seconds < 30], share) == pytest.approx(expected, rel=0.03)
-
-
 def test_rewards_are_of_the_prompts_own_rate():
     certain = SimulatedTask(name="a", pass_rate=0.5, pass_spread=100.0)
     workload = ModelledWorkload(1, (certain,), CAP)
@@ -211,13 +198,6 @@ def test_runs_that_cannot_be_played(tmp_path: Path):
             RecordedWorkload.read(tmp_path, 0)
 
 
-def test_the_last_line_of_a_run_that_was_cut_off_is_left_out(tmp_path: Path):
-    write_run(tmp_path)
-    path = tmp_path / "samples.jsonl"
-    path.write_text(path.read_text() + json.dumps({"step": 9})[:-3])
-    assert len(RecordedWorkload.read(tmp_path, 0).prompts) == 2
-
-
 # ---------------------------------------------------------------- refusals
 
 
@@ -279,19 +259,6 @@ def test_by_rank_stays_within_a_source():
         for sample in range(4):
             assert (workload.length(key(prompt, sample)) > 100) == (workload.kind_name(prompt) == "long")
     assert workload.correlation > 0.8
-
-
-def test_a_record_resampled():
-    prompts = record_of(WORKLOAD, 50, 2)
-    recorded = RecordedWorkload(0, prompts, num_truncated=2)
-    one, again, other = recorded.resampled(1), recorded.resampled(1), recorded.resampled(2)
-    assert one.prompts == again.prompts != other.prompts
-    assert len(one.prompts) == 50
-    kept = {prompt.responses[0].length for prompt in one.prompts}
-    assert kept < {prompt.responses[0].length for prompt in prompts}
-    assert 0.5 < len(kept) / 50 < 0.76  # 1 - 1/e of them, drawn with replacement
-    assert {response.step for prompt in one.prompts for response in prompt.responses} == {0}
-    assert (one.seed, one.rule, one.num_truncated) == (1, "by_prompt", 2)
 
 
 def test_a_record_resampled_keeps_its_sources():
