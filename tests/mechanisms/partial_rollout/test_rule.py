@@ -228,19 +228,6 @@ def test_limits_that_cannot_be_are_refused(options: dict[str, Any], message: str
         partial_rollout(2, 2, **options)
 
 
-def test_samples_that_are_too_long_for_a_resumed_run_are_refused():
-    """A sample that ended may be as long as the limit, one that goes on must be shorter."""
-    rule = partial_rollout(2, 2)
-    run_steps(rule, lambda k: 3 + 4 * k.prompt_index, 1)
-    held = [(len(s), s.finish_reason) for group in rule.queue for s in group.samples]
-    assert held == [(8, "abort")] * 4
-    for limit in (0, 9):
-        partial_rollout(2, 2, shared={"max_response_length": limit}).load_state(rule.state(), FakePrompts(9))
-    message = r"data\.max_response_length \(8 tokens\) must be >= 9 to go on .*: 4 of 4 samples that partial rollout"
-    with pytest.raises(ValueError, match=message):
-        partial_rollout(2, 2, shared={"max_response_length": 8}).load_state(rule.state(), FakePrompts(9))
-
-
 def test_states_of_another_make_are_refused():
     rule = partial_rollout(2, 2)
     run_steps(rule, lambda k: 5 + 3 * k.prompt_index, 1)

@@ -126,18 +126,6 @@ def test_both_conditions_must_hold_and_none_is_named_twice():
     assert take() == list(LONG.keys[9:]), "of eleven the last two, rounded up; what has no history has no outliers"
 
 
-def test_the_factor_of_outliers_is_the_growth_of_the_last_epoch():
-    def limit(growths):
-        """The first length beyond the threshold."""
-        rule = Ranking(RankingGroups.Options(enable=True), 2, History({0: 100, 1: 100}, growths))
-        rule.begin([launch(0, 1), launch(1, 1)], 1)
-        return next(n for n in range(1000) if (books := rule.outliers()) and books.take(lambda _, n=n: n))
-
-    assert limit([]) == 111
-    assert limit([0.5, 1.0, 1.0]) == 111
-    assert limit([1.0, 1.0, 1.5, 3.0]) == 188  # P75: 1.875
-
-
 def test_what_was_measured_is_part_of_a_checkpoint_and_counts_only_where_it_may():
     options = RankingGroups.Options(enable=True, num_groups=2)
     history = History({0: 10, 1: 12, 2: 1000, 3: 1000})

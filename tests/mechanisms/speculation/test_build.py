@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from jaxrl.config import Config, ConfigError, from_mapping
-from jaxrl.mechanisms import enabled
 from jaxrl.mechanisms.speculation import Speculation, build_proposer, step_costs
 from jaxrl.mechanisms.speculation.index import DraftLengths
 from jaxrl.mechanisms.speculation.proposer import Drafting
@@ -49,15 +48,6 @@ def test_what_an_executor_is_built_for():
     each_row = Speculation.rollout_memory(config(enable=True), 1, "cpu", 0, is_timeless=True)
     assert each_row is not None
     assert each_row.total % 5 == 0, "one for each row"
-
-
-@pytest.mark.parametrize("profile_file", ["p.json", ""])
-@pytest.mark.parametrize("options", [{"enable": True}, {"enable": True, "max_batch": 4}])
-def test_a_profile_is_asked_where_nothing_else_decides_and_missed_there(profile_file: str, options: dict[str, Any]):
-    made, decides = config(profile_file, **options), options == {"enable": True}
-    notes = [each.note(made) or "" for each in enabled(made)]
-    assert Speculation.reads_profile(made) == (decides and bool(profile_file))
-    assert any("rollout.layout.profile" in note for note in notes) == (decides and not profile_file)
 
 
 def test_costs_are_those_of_the_layout_in_use():

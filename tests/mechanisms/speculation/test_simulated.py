@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 from checked_blocks import check_blocks
-from hypothesis import given
-from hypothesis import strategies as st
 from plan_rows import decode_rows
 from sim_machine import SMALL, STOP, ConstantCost, sizes
 from simulated_runs import House, make_config, make_workload, whole
@@ -23,7 +21,7 @@ from jaxrl.config import SimulatedHistory
 from jaxrl.mechanisms.speculation import Speculation
 from jaxrl.mechanisms.speculation.index import DraftIndex
 from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, DraftWindow, StepCosts
-from jaxrl.mechanisms.speculation.simulated import SimulatedDrafts, acceptance_model, draft_acceptance
+from jaxrl.mechanisms.speculation.simulated import SimulatedDrafts, acceptance_model
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
@@ -54,29 +52,6 @@ def runs_of(found: Acceptance) -> list[tuple[int, int]]:
     places = np.flatnonzero(found.right >= 0)
     ends, first = np.unique(places + found.right[places], return_index=True)
     return list(zip(places[first].tolist(), ends.tolist(), strict=True))
-
-
-OPTIONS = st.builds(
-    SimulatedHistory, stretch_median=st.floats(0.1, 50), stretch_sigma=st.floats(0, 3), gap_mean=st.floats(0, 5)
-)
-
-
-@given(options=OPTIONS, length=st.integers(1, 300), word=st.integers(0, 2**64 - 1))
-def test_stretches_and_gaps_cover_a_response(options: SimulatedHistory, length: int, word: int):
-    found = draft_acceptance(options, word, 1, length)
-    right, matched = found.right.astype(int), found.matched.astype(int)
-    assert len(right) == len(matched) == length
-    assert ((right >= 0) == (matched > 0)).all()
-    last = -1
-    for first, end in runs_of(found):
-        assert first > last, "stretches overlap"
-        last = end
-        inside = np.arange(first, min(end, length - 1) + 1)
-        assert (right[inside] == end - inside).all()
-        assert (matched[inside] == np.minimum(3 + inside - first, 7)).all()
-    whole = draft_acceptance(options, word, 1, 2 * length)
-    kept = np.where(whole.right >= 0, np.minimum(whole.right, length - np.arange(2 * length)), -1)[:length]
-    assert (kept == right).all(), "a longer response begins otherwise"
 
 
 def model_of(seed: int, history: SimulatedHistory) -> Callable[[SampleKey, int], Acceptance]:

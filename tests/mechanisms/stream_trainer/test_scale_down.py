@@ -104,18 +104,6 @@ def test_which_workers_are_freed_and_why_not(
     assert ScaleDownDecision.from_json(json.loads(json.dumps(decision.to_json()))) == decision
 
 
-def test_a_refusal_is_not_the_last_word():
-    rule = opened(StreamTrainer.Options(kv_margin=0.0))
-    tight, loose = [load(50, kv_tokens=100)] * 2, [load(50, kv_tokens=220)] * 2
-    assert rule.after_finish(20, 100, lambda: tight).refusal == "kv"  # pyright: ignore[reportOptionalMemberAccess]
-    assert rule.after_finish(24, 100, lambda: loose) is None
-    assert rule.after_finish(25, 100, lambda: loose).freed == (0,)  # pyright: ignore[reportOptionalMemberAccess]
-    assert rule.after_finish(30, 100, lambda: loose) is None
-    rule.end()
-    rule.begin()
-    assert rule.after_finish(20, 100, lambda: loose).freed == (0,)  # pyright: ignore[reportOptionalMemberAccess]
-
-
 def test_a_journalled_decision_is_followed():
     rule, loads = opened(), [load(20)] * 2
     rule.follow(ScaleDownDecision(20, 100, refusal="kv"))

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from adaptive_runs import LARGE, WORKLOAD
 from adaptive_runs import config as large_config
@@ -18,87 +17,13 @@ from simulated_runs import played, samples_of
 
 from jaxrl.config import Config, SimulatedScoring, TaskSection, from_mapping
 from jaxrl.mechanisms.stream_trainer import GradientStream, StreamTrainer
-from jaxrl.mechanisms.stream_trainer.simulated import Logprobs, SimulatedStream
 from jaxrl.record.journal import Journal
 from jaxrl.runtime.simulation import Simulation, build
-from jaxrl.sim.clock import SimulatedClock, nanoseconds
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.trainer import load_of
 from jaxrl.sim.workload import Workload
-from jaxrl.types import Group, Prompt, RunFailed, Sample, StreamFailed, TrainBatch
-
-# ---------------------------------------------------------------- the stream alone
-
-
-def sample(index: int, place: int, num_tokens: int) -> Sample:
-    whole, real = np.zeros(num_tokens, np.int32), np.zeros(num_tokens, np.float32)
-    return Sample(key(index, place), whole, real, real, whole, "stop")
-
-
-def group(index: int) -> Group:
-    return Group(Prompt(0, index, (0,) * 4, "", ""), [sample(index, 0, 3 + index), sample(index, 1, 5)])
-
-
-def prepared(groups: Sequence[Group], step: int, logprobs: Logprobs) -> TrainBatch:
-    batch = TrainBatch.of(list(groups))
-    batch.old_logprobs = logprobs(batch, "actor")
-    batch.ref_logprobs = logprobs(batch, "ref")
-    return batch
-
-
-def test_a_stream_by_hand():
-    """Weights take 3 s to come, a part 7 + 7 + 2 s for log-probabilities and 20 s for gradients; sums 3 s to go."""
-    clock = SimulatedClock()
-    stream = SimulatedStream(ConstantCost(), clock, 4, 2, prepared)
-    clock.advance(100)
-    stream.open()
-    assert not stream.poll()
-    clock.advance(10)
-    assert stream.poll()
-    stream.give([group(0)], 1)
-    assert clock.now_s == 110, "the rollout goes on"
-    clock.advance(35)
-    assert not stream.poll()
-    clock.advance(1)
-    assert stream.poll()
-    stream.give([group(1), group(2)], 1)
-    stream.finish()
-    assert clock.now_s == 146 + 36
-    batches = stream.close()
-    assert clock.now_s == 182 + 3
-    assert [[prompt.index for prompt in batch.prompts] for batch in batches] == [[0, 0], [1, 1, 2, 2]]
-    assert [len(each) for each in batches[1].ref_logprobs or []] == [4, 5, 5, 5]
-    stream.open()
-    assert stream.close() == [], "what was given before has gone"
-    assert clock.now_s == 185 + 3, "its weights came, and no sums go"
-    stream.open()
-    stream.give([group(0)], 1)
-    stream.abandon()
-    assert clock.now_s == 188
-    assert stream.poll(), "nothing is left of it"
-
-
-def test_verdicts_on_the_freed_devices_by_hand():
-    """A stream begins when its devices are done with verdicts, and each later one puts off what they have got."""
-    clock, before_s = SimulatedClock(), 4
-    stream = SimulatedStream(ConstantCost(), clock, 4, 2, prepared, lambda: nanoseconds(before_s))
-    stream.occupy(0, nanoseconds(50))  # before it is open the devices are the rollout's
-    stream.open()
-    stream.occupy(nanoseconds(1), nanoseconds(2))
-    clock.advance(8)
-    assert not stream.poll(), "4 s, and 3 s of weights, and 2 s"
-    clock.advance(1)
-    assert stream.poll()
-    stream.occupy(nanoseconds(9), nanoseconds(5))
-    stream.give([group(0)], 1)
-    clock.advance(20)
-    stream.occupy(nanoseconds(29), nanoseconds(6))
-    stream.finish()
-    assert clock.now_s == 9 + 5 + 36 + 6
-
-
-# ---------------------------------------------------------------- runs
+from jaxrl.types import Group, RunFailed, StreamFailed, TrainBatch
 
 
 def simulated(made: Config, cost: CostModel, workload: Workload, state: str | None = None, **more: Any) -> Any:
