@@ -176,6 +176,8 @@ def test_resampling_rules(tmp_path: Path):
     assert {pooled.length(key(0, s), 1) for s in range(200)} == {10, 12, 100, 120}  # a prompt has no length of its own
     assert {pooled.length(key(0, s), 5) for s in range(200)} == {20, 22, 200, 512}
     assert pooled.num_truncated == 1
+    timed = RecordedWorkload.read(tmp_path, 3, scoring=SimulatedScoring(median_s=0.5, per_token_s=1.0))
+    assert timed.reward_s(key(0), 1) == 0.5 + timed.length(key(0), 1)
 
 
 def test_recorded_rewards_are_without_overlong_shaping(tmp_path: Path):

@@ -24,7 +24,7 @@ from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.split_mesh import Half
 from jaxrl.train import batch_preparation
 from jaxrl.train.trainer import MeshTrainer
-from jaxrl.types import Group, TrainBatch
+from jaxrl.types import Group, StreamFailed, TrainBatch
 
 SMALL: dict[str, Any] = {
     "model__path": "unused",
@@ -254,3 +254,20 @@ def test_what_is_abandoned_leaves_nothing(shared: Shared, make_batch):
     trainer.discard()
     streamed(trainer, stream, [groups[1:2]], [groups[0], groups[2]])
     np.testing.assert_array_equal(flat(trainer.gradients()), first)
+
+
+def test_devices_that_fail_leave_the_trainer_as_it_was(shared: Shared, make_batch, monkeypatch: pytest.MonkeyPatch):
+    trainer, stream = shared.trainer, shared.stream
+    groups = groups_of(make_batch(12, same=True))
+
+    def full(*_: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room for 4 GiB\nthe allocator's table")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stream.programs, "on_device", full)
+        stream.open()
+        with pytest.raises(StreamFailed, match=r"^RESOURCE_EXHAUSTED: no room for 4 GiB$"):
+            stream.give(groups[:2], STEP)
+    stream.abandon()
+    streamed(trainer, stream, [groups[:2]], groups[2:])
+    assert trainer.apply()["actor/skipped_updates"] == 0

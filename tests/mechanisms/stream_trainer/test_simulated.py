@@ -130,13 +130,18 @@ COST = CostModel(LARGE, H100)
 
 
 class Listening:
-    """A stream, and what each call gives it; one of its calls may fail."""
+    """A stream, and what each call gives it; one of its calls may fail, or it may never have room."""
 
-    def __init__(self, stream: GradientStream, given: list[list[Group]], fails_at: int = 0) -> None:
-        self._stream, self._given, self._fails_at = stream, given, fails_at
+    def __init__(
+        self, stream: GradientStream, given: list[list[Group]], fails_at: int = 0, *, is_full: bool = False
+    ) -> None:
+        self._stream, self._given, self._fails_at, self._is_full = stream, given, fails_at, is_full
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+    def poll(self) -> bool:
+        return not self._is_full and self._stream.poll()
 
     def give(self, groups: Sequence[Group], step: int) -> None:
         self._given.append(list(groups))
@@ -178,6 +183,18 @@ def test_no_more_prompts_begin_together_than_may():
     assert max(sizes[0]) > 1
 
 
+def test_no_clock_decides_what_is_given_together():
+    """A stream that has no room until the round has ended gets the same parts."""
+    outcomes = []
+    for is_full in (False, True):
+        given: list[list[Group]] = []
+        _, _, trained, _ = simulated(
+            streaming(large_config()), COST, WORKLOAD, feeding=partial(Listening, given=given, is_full=is_full)
+        )
+        outcomes.append(([[group.prompt.key for group in call] for call in given], trained))
+    assert outcomes[0] == outcomes[1]
+
+
 def journalled(file: Path, made: Config, **more: Any) -> tuple[Simulation, dict[int, Any]]:
     """A simulated run of one step with a journal, as a real one has; and what it trained on."""
     groups: dict[int, list[Group]] = {}
@@ -213,11 +230,12 @@ def test_a_failure_of_the_stream_ends_the_run_and_what_it_was_given_counts_for_n
     assert given[0]
 
 
-def test_a_run_resumed_from_its_state_goes_on_the_same():
+def test_a_run_with_evaluations_that_is_resumed_goes_on_the_same():
     made = streaming(large_config())
+    made = made.replace(trainer=made.trainer.replace(test_freq=2))
     _, metrics, trained, saved = simulated(made, COST, WORKLOAD)
     _, again, same, _ = simulated(made, COST, WORKLOAD, saved[2])
-    assert again == {step: metrics[step] for step in (3, 4)}
+    assert again == {step: metrics[step] for step in (3, 4, -4)}
     assert same == {step: trained[step] for step in (3, 4)}
 
 
