@@ -47,21 +47,6 @@ def came(verdicts: list[Verdict]) -> list[tuple[float, SampleKey]]:
     return [(verdict.time_s, verdict.key) for verdict in verdicts]
 
 
-def test_each_worker_scores_one_response_at_a_time():
-    bench = Bench(num_workers=2)
-    bench.submit(key(0), key(1), key(2))
-    assert bench.scoring.num_pending == 3
-    assert bench.scoring.completed() == []
-    bench.clock.advance(4.0)
-    assert came(bench.scoring.completed()) == [(1.0, key(1)), (3.0, key(2))], "each with the time at which it came in"
-    assert bench.clock.now_s == 4.0, "looking takes no time"
-    assert bench.wait() == [(5.0, key(0))]
-    assert bench.clock.now_s == 5.0
-    assert bench.scoring.num_pending == 0
-    assert bench.wait() == [], "nothing is pending: time stands still"
-    assert bench.clock.now_s == 5.0
-
-
 def test_a_cancelled_scoring_keeps_its_worker_and_may_be_asked_for_again():
     bench = Bench()
     bench.submit(key(0))

@@ -120,16 +120,6 @@ def test_the_pipelines_lag_counts_against_the_same_cap():
         assert [step for step, count in enumerate(restarted, 1) if count] == steps_of_restarts
 
 
-def test_rounds_wait_early_enough_for_more_groups_than_a_batch_takes():
-    """N = 1 of 3, no restarts. Prompts 0 and 1 must be in a batch up to step 3, so step 2 waits for one of them."""
-    rule = partial_rollout(1, 1, over_provision=3.0, max_staleness=2, max_restarts=0)
-    _, results = run_steps(rule, lambda k: {0: 30, 1: 60}.get(k.prompt_index, 3), 3)
-    assert [result.groups[0].prompt.index for result in results] == [2, 0, 1]
-    assert [result.groups[0].samples[0].key.attempt for result in results] == [0, 0, 0]
-    for name in ("restarted_samples", "thrown_tokens"):
-        assert [result.metrics[f"rollout/{name}"] for result in results] == [0, 0, 0]
-
-
 @pytest.mark.parametrize(("at_end", "carried", "drawn"), [("flush", 0, 8), ("leave", 2, 10)])
 def test_what_becomes_of_the_buffer_when_training_ends(at_end: Any, carried: int, drawn: int):
     rule = partial_rollout(2, 2, at_end=at_end)

@@ -8,7 +8,6 @@ import pytest
 from fake_rollout import FakePrompts
 from rounds import (
     START,
-    Table,
     aborted,
     batch_keys,
     check_table,
@@ -137,45 +136,6 @@ def test_what_becomes_of_the_queue_when_training_ends(at_end: Any, carried: int)
     assert kinds == ["short"] * 4 + ["long", *last]
     assert training.prompts.position == 28 + carried
     assert all(len(result.groups) == 4 for result in results)
-
-
-def test_dynamic_sampling_replaces_what_it_filters_at_logical_times():
-    """P0 = 2 of 3 prompts under way: verdicts are asked for when they could end the round, and then nothing decodes."""
-    rule = tail_batching(2, 2, prompt_factor=1.5, response_factor=1.0, shared=filtering())
-    current = rule.plan(FakePrompts(10), RoundTime(1, 0))
-    table: Table = [
-        (START, [("launch", p, key(p, 0), key(p, 1)) for p in range(3)]),
-        (finish(key(0, 0)), [("score", key(0, 0))]),
-        (finish(key(0, 1)), [("score", key(0, 1))]),
-        (finish(key(1, 0)), [("score", key(1, 0))]),
-        (finish(key(1, 1)), [("score", key(1, 1)), ("await", key(0, 1))]),
-        (finish(key(2, 0)), []),  # it waits for the verdict, too
-        (verdict(key(0, 0), 1.0), []),
-        (verdict(key(0, 1), 1.0), [("await", key(1, 1))]),  # two have ended, and few others run
-        (verdict(key(1, 0), 0.0), []),
-        (
-            verdict(
-                key(1, 1), 1.0
-            ),  # one of two was filtered: one that is missing needs two under way, and one to spare
-            [*(("launch", p, key(p, 0), key(p, 1)) for p in (3, 4)), ("score", key(2, 0))],
-        ),
-        (finish(key(3, 0)), [("score", key(3, 0))]),
-        (finish(key(2, 1)), [("score", key(2, 1)), ("await", key(2, 1))]),
-        (verdict(key(2, 0), 0.0), []),
-        (verdict(key(3, 0), 0.0), []),
-        (verdict(key(2, 1), 1.0), [("abort", key(3, 1), key(4, 0), key(4, 1))]),
-        (aborted(key(3, 1), 9), []),
-        (aborted(key(4, 0), 0), []),
-        (aborted(key(4, 1), 0), []),
-    ]
-    check_table(current, table)
-    result = rule.settle(current)
-    assert result.left == {(0, 0): "filtered"}
-    assert [group.prompt.index for group in result.groups] == [1, 2]
-    assert [d.key for d in rule.queue] == [(0, 3), (0, 4)]
-    assert result.metrics["rollout/filtered_prompts"] == 1
-    assert result.metrics["rollout/filtered_tokens"] == 4
-    assert result.metrics["rollout/thrown_tokens"] == 2 + 9
 
 
 def test_an_age_bound_that_cannot_be_kept_is_refused():

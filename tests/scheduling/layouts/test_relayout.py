@@ -172,17 +172,6 @@ def test_switches_that_make_no_sense_are_refused():
         engine.switch(3)
 
 
-def test_ends_during_a_switch_are_told_afterwards():
-    request = make_request(0)
-    engine = started([request], 5, 1, layouts(), steps=1)
-    engine.switch(2)
-    assert not engine.unfinished()
-    assert not engine.is_idle, "its end has not been told"
-    (finished,) = engine.step()
-    assert_whole(finished.sample, request, 5)
-    assert_empty(engine)
-
-
 def fail_once(executor: Any, error: Exception) -> None:
     """The executor's next switch fails: before anything moves, or halfway."""
     switch = executor.switch
