@@ -105,19 +105,6 @@ def test_expected_length_from_history():
 # Several switches, and never back and forth
 
 
-def test_rows_are_looked_at_only_where_they_matter():
-    rule = LayoutSwitchRule(MOVE.replace(direction="up", cooldown=3), DEGREES, SIMPLE)
-    assert rule.considers(0, 4, num_live=1, num_waiting=0)
-    assert not rule.considers(0, 8, num_live=1, num_waiting=0)  # the largest
-    assert not rule.considers(0, 4, num_live=0, num_waiting=0)
-    assert not rule.considers(0, 4, num_live=1, num_waiting=1)
-    assert rule.decide(batch_state(1, [[(10, 10_000)]], dispatch=5, capacities={2: ROOMY})) is not None
-    assert [rule.considers(dispatch, 2, 1, 0) for dispatch in range(5, 9)] == [False, False, False, True]
-    back = LayoutSwitchRule(BOTH.replace(cooldown=1), DEGREES, SIMPLE)
-    assert back.decide(batch_state(1, [[(10, 10_000)]], capacities={8: ROOMY})) is not None
-    assert [back.considers(1, 8, num_live, 0) for num_live in (1, 2)] == [False, True]  # down: only if it has grown
-
-
 @dataclass
 class Noisy:
     """Answers at random, each time anew: the worst predictor there is."""

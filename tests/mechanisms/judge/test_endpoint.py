@@ -32,7 +32,7 @@ from jaxrl.mechanisms.judge.endpoint import EndpointJudge, join_endpoint, verdic
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.reward_pool import RewardPool, build_pool
 from jaxrl.scheduling.rounds.events import Verdict
-from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
+from jaxrl.types import Prompt, Sample, SampleKey
 
 KEY = "sk-very/secret=1"
 
@@ -178,12 +178,6 @@ def test_retry_after_holds_all_requests_back():
         assert held_back[-1] > 1.0
 
 
-def test_at_most_so_many_at_once():
-    with judge_at(max_requests=3) as (server, pool):
-        assert all(verdict.status == "ok" for verdict in verdicts(pool, 20))
-        assert 1 <= server.most_busy <= 3
-
-
 def test_several_verdicts_on_a_sample():
     """Each with a seed of its own; one that fails, or holds no score, is left out of the mean and counted."""
     behaviours = [says("Score: 2"), says("?"), status(400), says("Score: 4")]
@@ -240,14 +234,6 @@ def test_refused_at_the_start(behaviour: Behaviour, sentence: str, monkeypatch: 
             pool.warm()
         assert str(refused.value) == sentence.format(url=server.url)
         assert [each["key"] for each in server.seen] == [f"Bearer {KEY}"]
-
-
-def test_out_of_order_at_the_start():
-    loading = judge_at(default=status(503, "loading"))
-    with loading as (server, pool), pytest.raises(RunFailed, match="status 503: loading"):
-        pool.warm()
-    with pytest.raises(ValueError, match=r"reward\.judge\.endpoint \(http.*\): it cannot be reached: "):
-        pool_of(server).warm()  # nothing listens there any more
 
 
 def echoes(handler: Handler) -> None:

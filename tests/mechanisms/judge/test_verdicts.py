@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tiny import write_tiny_model
 
@@ -14,7 +13,6 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.mechanisms.judge import Judge, template_fields
 from jaxrl.mechanisms.judge.verdicts import MAX_KEPT_CHARS, JudgeText, Scalars, WrittenVerdicts
 from jaxrl.rewards.scorers import ScoreRequest
-from jaxrl.types import Sample, SampleKey
 
 REQUEST = ScoreRequest(
     "essays", "I say {answer} and {{question}} \\boxed{4}.", "4", {"question": "2+2?", "level": 3, "tags": ["a", "ü"]}
@@ -157,12 +155,6 @@ def test_a_cut_does_not_join_halves_of_a_special_token(tokenizer):
         assert ids.count(2) == 1, size
 
 
-def test_what_is_too_long_without_a_response_is_an_error(tokenizer):
-    reading = WrittenVerdicts(JUDGE.replace(max_prompt_tokens=20), tokenizer, ())
-    with pytest.raises(ValueError, match=r"reward\.judge\.max_prompt_tokens \(20\) must hold"):
-        reading.ids(asked("4"))
-
-
 def test_a_reward_model_reads_a_conversation_up_to_the_pad_tokens(tokenizer):
     reading = Scalars(JUDGE, tokenizer)
     text = text_of(reading.ids(asked("It is 4.")), tokenizer)
@@ -170,9 +162,3 @@ def test_a_reward_model_reads_a_conversation_up_to_the_pad_tokens(tokenizer):
     newline = reading.ids(asked("4"))[-1]
     padded = Scalars(JUDGE, tokenizer, pad_id=newline)
     assert padded.ids(asked("4")) == reading.ids(asked("4"))[:-1]
-
-
-def test_a_reward_models_number_is_the_reward(tokenizer):
-    sample = Sample.empty(SampleKey(0, 0, 0))
-    sample.sampled_logprobs = np.float32([-3.25])
-    assert Scalars(JUDGE, tokenizer).reward([sample]) == (-3.25, {})

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from jaxrl.config import from_mapping
 from jaxrl.config.rewards import CodeSection
@@ -59,17 +57,6 @@ def test_the_papers_formula(anchor_s: float | None, limit_s: float):
 )
 def test_correct_responses_alone_make_anchors(infos: list[dict[str, Any]], limits: tuple[float, ...]):
     assert taught(*infos).limits(prompt(0)) == pytest.approx(limits)
-
-
-@given(st.lists(st.tuples(st.booleans(), st.lists(st.floats(0, 40), min_size=3, max_size=3)), max_size=8))
-def test_more_verdicts_never_lower_a_limit(heard: list[tuple[bool, list[float]]]):
-    timeouts, before = AdaptiveTimeouts(TimeoutRule()), ()
-    for is_right, seconds in heard:
-        timeouts.learn(prompt(0), before, right(*seconds) if is_right else wrong(*seconds))
-        now = timeouts.limits(prompt(0))
-        assert not before or all(a <= b for a, b in zip(before, now, strict=True))
-        assert all(2.0 <= limit <= 30.0 for limit in now)
-        before = now
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.types import Episode, Prompt, Sample, SampleKey, SamplingParams
+from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
 PROMPTS = [Prompt(0, i, tuple(range(20 + i, 31 + 2 * i)), "", "game" if i else "plain") for i in range(3)]
 PARAMS = SamplingParams(max_tokens=60, stop_token_ids=tuple(range(0, TRAINED.vocab_size, TRAINED.vocab_size // 7)))
@@ -275,16 +275,6 @@ def test_an_environment_that_fails_costs_its_sample(parts: Any, x64: None, journ
                 assert unpack_samples(pack_samples([as_carried(each)]))[0].episode == each.episode
 
 
-def test_messages_that_the_template_refuses_are_a_failure(parts: Any, x64: None):
-    def refused(messages: Sequence[Mapping[str, Any]], last_token: int) -> list[int]:
-        raise ValueError("the chat template refuses it")
-
-    backend, _ = backend_of(parts, Answers(0), tokens=refused)
-    found = [each for each in round_of(backend).values() if each.episode is not None and each.episode.stop == "error"]
-    assert found
-    assert {each.failure for each in found} == {"the chat template refuses it"}
-
-
 class SlowFor(Answers):
     """Never answers one sample."""
 
@@ -365,23 +355,6 @@ def test_a_trajectory_that_is_cut_off_goes_on_in_a_later_round(parts: Any, x64: 
         check_spans(sample)
     assert len({(key, state) for key, _, state in answers.asked}) == len(answers.asked), "nothing was asked twice"
     assert waited, "none was cut off while it waited"
-
-
-def test_what_waits_for_an_answer_can_be_ended(parts: Any, x64: None):
-    backend, session = backend_of(parts, answers := Answers(10**6))
-    keys = (SampleKey(0, 1, 0), SampleKey(0, 1, 1))
-    backend.begin(RoundInfo(1), PARAMS)
-    backend.wait()
-    backend.apply([Launch(PROMPTS[1], keys)])
-    while len(answers.asked) < 2:
-        backend._serve()
-    assert session.has_pending
-    backend.apply([Abort(keys)])
-    ended = [backend.wait() for _ in keys]
-    assert all(isinstance(event, SampleAborted) and event.sample.finish_reason == "abort" for event in ended)
-    assert all(isinstance(event, SampleAborted) and event.sample.episode == Episode(awaits=True) for event in ended)
-    assert not session.has_pending
-    backend.cancel()
 
 
 def test_a_trajectory_that_takes_too_long_ends_between_two_turns(parts: Any, x64: None):

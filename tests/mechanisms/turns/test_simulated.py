@@ -48,11 +48,6 @@ def test_responses_are_cut_into_so_many_turns(turns: float):
         assert [model.end(key, 1, end - 1) for end in ends] == ends, "cut off within a turn, it ends where it would"
 
 
-def test_a_response_that_has_no_room_is_cut():
-    model = model_of(longest=90, turns=5.0, answer_tokens=10)
-    assert {max(ends_of(model, key)) for key in KEYS[:100]} == {90}
-
-
 def tools_of(num_workers: int = 1000, **tool: Any) -> tuple[SimulatedTools, SimulatedClock, list[int | None]]:
     clock, verdict = SimulatedClock(), [None]
     model = model_of(**tool)
