@@ -10,7 +10,6 @@ from typing import Any, get_args
 import jax
 import numpy as np
 import pytest
-import streamed_runs
 from keyword_options import with_options
 from small_models import TRAINED
 
@@ -84,7 +83,13 @@ def groups_of(batch: TrainBatch) -> list[Group]:
 
 def prepared(trainer: MeshTrainer, groups: Sequence[Group]) -> TrainBatch:
     """What the loop makes of a batch before its gradients."""
-    return streamed_runs.prepared(trainer.config, trainer, groups, STEP)
+    config, batch = trainer.config, TrainBatch.of(groups)
+    current = trainer.token_logprobs(batch, "actor") if batch_preparation.needs_policy(config, batch, STEP) else None
+    batch.old_logprobs = batch_preparation.old_logprobs(config, batch, STEP, current)
+    batch.ref_logprobs = trainer.token_logprobs(batch, "ref") if config.needs_ref else None
+    batch.loss_masks = batch_preparation.loss_masks(config, batch, STEP)
+    batch_preparation.set_advantages(config, groups, batch)
+    return batch
 
 
 def stream_of(trainer: MeshTrainer, index: int = 0) -> TrainStream:
@@ -242,7 +247,9 @@ def test_what_is_abandoned_leaves_nothing(shared: Shared, make_batch):
     trainer, stream = shared.trainer, shared.stream
     groups = groups_of(make_batch(12, same=True))
     stream.open()
-    stream.give(groups[:2], STEP)
+    stream.give(groups[:1], STEP)
+    stream.finish()
+    stream.give(groups[1:2], STEP)
     stream.abandon()
     assert stream.given == []
     stream.open()  # nothing is given
