@@ -191,6 +191,14 @@ def test_several_verdicts_on_a_sample():
         assert pool.take_metrics()["reward/judge/unparsed"] == 1
 
 
+def test_seeds_depend_on_keys():
+    key = SampleKey(1, 2, 3, 4)
+    others = [(0, key, 0), (1, key, 0), (0, key, 1), (0, replace(key, attempt=5), 0), (0, replace(key, epoch=0), 0)]
+    seeds = {verdict_seed(*each) for each in others}
+    assert len(seeds) == 5
+    assert all(0 <= seed < 2**31 for seed in seeds)
+
+
 def test_cancelled_samples_have_no_verdict():
     with judge_at([hangs], max_requests=1) as (server, pool):
         pool.submit(*sample(0))
