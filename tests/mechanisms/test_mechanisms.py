@@ -3,35 +3,16 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from keyword_options import with_options
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.config.checks import NEEDS_WHOLE_BATCH
-from jaxrl.config.options import AdvantageEstimator
-from jaxrl.mechanisms import MECHANISMS, composition_problem, enabled, is_timeless
+from jaxrl.mechanisms import composition_problem, is_timeless
 
 ON = {"enable": True}
-SWITCHES = (
-    *(f"rollout.{name}.enable" for name in ("tail_batching", "partial_rollout", "over_provisioning", "speculation")),
-    *("algorithm.filter_groups.enable", "trainer.one_step_off", "rollout.layout.planner"),
-)
-
-
-def test_nothing_is_on_by_default_and_a_class_reads_its_own_switch():
-    plain = from_mapping({"model": {"path": "m"}})
-    assert enabled(plain) == []
-    for option in SWITCHES:
-        (only,) = enabled(with_options({"model": {"path": "m"}}, {option.replace(".", "__"): True}))
-        assert option.removesuffix(".enable") in only.option
-
-
-def test_titles_and_parts_of_a_checkpoint_have_names_of_their_own():
-    assert len({each.title for each in MECHANISMS}) == len(MECHANISMS)
-    names = [each.name for each in MECHANISMS if each.name]
-    assert len(set(names)) == len(names)
 
 
 def config(
@@ -52,11 +33,8 @@ def config(
     ("rollout", "others", "sentence"),
     [
         ({"tail_batching": ON, "partial_rollout": ON}, {}, "exclude each other: each decides what becomes of"),
-        ({"tail_batching": ON, "over_provisioning": ON}, {}, "tail batching and over-provisioning exclude each other"),
-        ({"partial_rollout": ON, "over_provisioning": ON}, {}, "partial rollout and over-provisioning exclude each"),
         ({"partial_rollout": ON}, {"score_when": "rollout"}, "'sample' or 'group' (which mean the same there)"),
         ({"tail_batching": ON}, {"filtering": True, "score_when": "rollout"}, "dynamic sampling with tail batching"),
-        ({"over_provisioning": ON}, {"filtering": True, "score_when": "rollout"}, "sampling with over-provisioning"),
         ({"stale_tokens": "mask"}, {"off": True}, "rollout.stale_tokens=mask excludes trainer.one_step_off"),
         ({}, {"off": True, "level": "token"}, "needs rollout.stale_tokens=recompute, found recorded"),
     ],
@@ -84,12 +62,6 @@ def test_compositions_of_the_design_go_together(rule: Any):
         assert composition_problem(config(rule, off=off, filtering=filtering, score_when=score_when)) is None
 
 
-def test_scores_after_the_rollout_go_with_what_does_not_need_them_during_it():
-    assert composition_problem(config({}, filtering=True, score_when="rollout")) is None
-    assert composition_problem(config({"tail_batching": ON}, score_when="rollout")) is None
-    assert composition_problem(config({"stale_tokens": "mask", "partial_rollout": ON})) is None
-
-
 def streaming(**options: Any) -> Config:
     """The stream trainer with options as `section__option`."""
     rollout = {"num_workers": 2, "n": 4}
@@ -107,36 +79,13 @@ def streaming(**options: Any) -> Config:
             for name in sorted(NEEDS_WHOLE_BATCH)
         ),
         ({"reward__score_when": "rollout"}, "reward.score_when must be 'sample' or 'group', found 'rollout'"),
-        ({"actor__ppo_mini_batch_size": 4}, "(4 prompts) must be 0 or data.train_batch_size (8 prompts)"),
-        ({"rollout__num_devices": 4, "trainer__one_step_off": True}, "excludes rollout.num_devices (4): update and"),
         ({"rollout__max_active_requests": 16}, "excludes rollout.max_active_requests (16 samples): workers are freed"),
         ({"rollout__num_workers": 3}, "needs rollout.num_workers to be even, found 3: half of the rollout's workers"),
-        ({"rollout__num_workers": 1}, "rollout.num_workers to be even, found 1"),
         ({"rollout__num_workers": 6, "trainer__num_devices": 12}, "(trainer.num_devices) must be a power of two"),
     ],
 )
 def test_what_the_stream_trainer_excludes(options: dict[str, Any], sentence: str):
     assert sentence in (composition_problem(streaming(**options)) or "")
-
-
-def test_what_the_stream_trainer_goes_with():
-    names = set(get_args(AdvantageEstimator))
-    for name in names - NEEDS_WHOLE_BATCH:
-        of_turns = {"kind": "tools", "path": "calculator"}  # which one of them needs
-        algorithm = {"adv_estimator": name, "teacher": {"path": "t"}}  # which another one needs
-        assert composition_problem(streaming(algorithm=algorithm, environment=of_turns)) is None
-    for rule in ("tail_batching", "partial_rollout", "over_provisioning"):
-        for off, filtering in product((False, True), (False, True)):
-            options = {f"rollout__{rule}": ON, "trainer__one_step_off": off}
-            assert composition_problem(streaming(**options, algorithm__filter_groups={"enable": filtering})) is None
-    assert composition_problem(streaming(rollout__num_workers=4, trainer__num_devices=8, actor__ppo_epochs=2)) is None
-    assert composition_problem(streaming(actor__ppo_mini_batch_size=8, reward__score_when="group")) is None
-
-
-@pytest.mark.parametrize("stale_tokens", ["recorded", "recompute", "mask"])
-def test_weights_go_with_tokens_of_any_version_where_not_all_are_recorded(stale_tokens: str):
-    assert composition_problem(config({"stale_tokens": stale_tokens, "partial_rollout": ON}, level="token")) is None
-    assert composition_problem(config({"stale_tokens": "recompute"}, off=True, level="sequence")) is None
 
 
 def ranking(**options: Any) -> Config:
@@ -148,15 +97,11 @@ def ranking(**options: Any) -> Config:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"trainer__one_step_off": False, "rollout__num_devices": 0}, "needs trainer.one_step_off: workers that are"),
         (
             {"trainer__one_step_off": False, "rollout__num_devices": 0, "rollout__num_workers": 1},
             "so the rollout needs devices of its own; and rollout.num_workers to be at least 2",  # all at once
         ),
-        ({"rollout__num_devices": 0}, "needs rollout.num_devices: workers take the next step's weights while"),
-        ({"rollout__num_workers": 1}, "needs rollout.num_workers to be at least 2, found 1"),
         ({"rollout__tail_batching": ON}, "excludes rollout.tail_batching: both decide which prompts share"),
-        ({"rollout__max_active_requests": 64}, "excludes rollout.max_active_requests (64 samples)"),
         ({"rollout__layout": {"planner": True}}, "excludes rollout.layout.planner and rollout.layout.switch"),
     ],
 )

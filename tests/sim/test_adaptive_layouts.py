@@ -9,15 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adaptive_runs import LARGE, TASK, config, requests, run
+from adaptive_runs import LARGE, config, requests, run
 from checked_blocks import check_blocks
-from replay_executor import ReplayExecutor
 from sim_machine import STOP, ConstantCost, sizes
 from simulated_runs import samples_of
 
-from jaxrl.commands.simulate import simulate
-from jaxrl.config import ConfigError, TaskSection
-from jaxrl.record.layouts import read_layouts
+from jaxrl.config import ConfigError
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import SwitchCost
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
@@ -51,10 +48,9 @@ def generate(executor: Any, asked: list[Request], how: str | None, seed: int = 0
 
 
 @pytest.mark.parametrize("how", ["migrate", "recompute"])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_walk_changes_no_token_and_no_decision(seed: int, how: str):
-    """Against one layout, and against the executor that goes token by token. Pools run dry, so some rows were
-    preempted before and have another seat."""
+    """Pools run dry, so some rows were preempted before and have another seat."""
     asked, lengths = requests(seed)
 
     def simulated() -> SimulatedExecutor:
@@ -62,11 +58,7 @@ def test_a_walk_changes_no_token_and_no_decision(seed: int, how: str):
             LAYOUTS[1], lambda of, _: lengths[of], ConstantCost(), SimulatedClock(), layouts=LAYOUTS
         )
 
-    still = generate(simulated(), asked, None)
-    capacities = {tp: each.capacity for tp, each in LAYOUTS.items()}
-    stepping = ReplayExecutor(lengths, 4, 4, 16, 4, 24, layouts=capacities)
-    assert generate(stepping, asked, how, seed) == still
-    assert generate(simulated(), asked, how, seed) == still
+    assert generate(simulated(), asked, how, seed) == generate(simulated(), asked, None)
 
 
 class Charging(ConstantCost):
@@ -100,12 +92,6 @@ def test_a_switch_takes_what_the_cost_model_says(how: str):
     assert done.times.state_s == pytest.approx(0.1 * fullest)
     assert clock.now_s - before == pytest.approx(4.0 + 0.1 * fullest)
     assert (executor.tp, executor.num_groups, executor.num_slots) == (4, 1, 16)
-
-
-def test_layouts_that_were_not_given_are_refused():
-    executor = SimulatedExecutor(LAYOUTS[1], lambda *_: 1, ConstantCost(), SimulatedClock(), layouts=LAYOUTS)
-    with pytest.raises(ValueError, match=r"no layout with tp 8, only \[1, 2, 4\]"):
-        Engine(executor, BatcherConfig()).switch(8)
 
 
 def test_the_profile_of_modelled_devices_says_what_the_model_says():
@@ -170,18 +156,3 @@ def test_the_planner_chooses_where_rounds_start():
     assert rounds[0][1] == 1
     first = next(i for i in range(1, len(rounds)) if rounds[i][0] > rounds[i - 1][0])
     assert rounds[first + 1][1] == 2 * rounds[first][1]
-
-
-def test_a_simulated_run_directory_shows_its_switches(tmp_path: Path):
-    made = config(switch=True)
-    made = made.replace(
-        data=made.data.replace(task="none"),
-        simulate=made.simulate.replace(tasks={"t": TaskSection(**TASK.model_dump(exclude={"name"}))}),
-    )
-    trainer = made.trainer.replace(total_training_steps=2, run_dir=str(tmp_path / "run"))
-    outcome = simulate(made.replace(trainer=trainer), say=lambda _: None)
-    rounds = read_layouts(tmp_path / "run-simulated")
-    assert [(each["step"], each["source"]) for each in rounds] == [(1, "synthetic"), (2, "synthetic")]
-    assert all(each["switches"] for each in rounds)
-    page = outcome.report.read_text(encoding="utf-8")
-    assert "switches in 2 of 2 rounds" in page

@@ -13,7 +13,7 @@ import yaml
 from keyword_options import with_options
 from simulate_options import TRAINING, config
 
-from jaxrl.config import Config, ConfigError, from_mapping, to_mapping
+from jaxrl.config import Config, ConfigError
 from jaxrl.config.hosts import HostsSection
 from jaxrl.models.shapes import SHAPES
 from jaxrl.runtime.memory import kv_layers_of, plan_num_blocks
@@ -97,18 +97,6 @@ def test_a_pool_of_layers_with_windows_is_that_of_a_real_run():
     assert sizes.num_blocks == plan_num_blocks(c, model, 8, None), "there is room for all rows"
 
 
-def test_a_pool_that_training_state_leaves_too_little_for():
-    a40 = {"simulate": {"hardware": "A40", "num_devices": 8}}
-    long = {"data__max_response_length": 2_000_000, "actor__ppo_max_token_len_per_gpu": 4_000_000}
-    for made, match in (
-        (training(model__path="Qwen2.5-32B", **a40), r"rollout\.memory_fraction \(0\.85\) leaves 0 KV blocks"),
-        (training(model__path="Qwen2.5-7B", **a40, **long), r"2000064 tokens needs 125004 .* actor\.offload_optimizer"),
-    ):
-        cost, _ = cost_model(made)
-        with pytest.raises(ValueError, match=match):
-            machine_sizes(made, cost, model_sizes(made))
-
-
 def test_model_sizes_from_a_name_or_a_folder(tiny_model: Path):
     named = model_sizes(config(model="Qwen2.5-7B"))
     assert named == SHAPES["Qwen2.5-7B"]
@@ -129,15 +117,13 @@ def test_cost_models_and_their_sources(tmp_path: Path):
     assert source == "roofline of H800 data sheet peaks, default efficiency factors, with compute as configured"
     assert isinstance(cost, CostModel)
     assert cost.number_bytes == 2
-    wide, _ = cost_model(training(rollout__dtype="float32"))
-    assert isinstance(wide, CostModel)
-    assert (wide.number_bytes, wide.layer_bytes) == (4, 0)
-    narrow, _ = cost_model(training(rollout__quantization="fp8"))
-    assert isinstance(narrow, CostModel)
-    assert (narrow.number_bytes, narrow.layer_bytes, narrow.kv_head_bytes) == (2, 1, 2 * model.head_dim)
-    narrow, _ = cost_model(training(rollout__kv_cache_dtype="int8"))
-    assert isinstance(narrow, CostModel)
-    assert (narrow.number_bytes, narrow.layer_bytes, narrow.kv_head_bytes) == (2, 0, model.head_dim + 4)
+    for options, bytes_of in (
+        ({"rollout__dtype": "float32"}, (4, 0, 4 * model.head_dim)),
+        ({"rollout__quantization": "fp8"}, (2, 1, 2 * model.head_dim)),
+        ({"rollout__kv_cache_dtype": "int8"}, (2, 0, model.head_dim + 4)),
+    ):
+        found, _ = cost_model(training(**options))
+        assert (found.number_bytes, found.layer_bytes, found.kv_head_bytes) == bytes_of
 
     identity = ProfileIdentity("tiny", "f", "cpu", 2, "0", "bfloat16")
     points = tuple(Measurement(2, batch, context, batch * 1e-3) for batch in (1, 8) for context in (1, 800))
@@ -152,8 +138,6 @@ def test_cost_models_and_their_sources(tmp_path: Path):
     ("options", "match"),
     [
         ({"hardware": "TPUv9"}, r"simulate\.hardware: hardware 'TPUv9' must be one of A40"),
-        ({"efficiency": {"speed": 1}}, r"^simulate\.efficiency\.speed must be one of memory"),
-        ({"efficiency": {"mfu": "high"}}, r"^simulate\.efficiency\.mfu must be a number, found 'high' \(text\)$"),
         ({"efficiency": {"mfu": 2}}, r"simulate\.efficiency: Efficiency\.mfu \(2\.0\) must be a share"),
         ({"profile": "{file}"}, r"training\.yaml: not valid JSON \(Expecting value, line 2"),
     ],
@@ -164,13 +148,6 @@ def test_cost_models_that_cannot_be(options: dict[str, Any], match: str, tmp_pat
     options = {name: str(training) if value == "{file}" else value for name, value in options.items()}
     with pytest.raises(ValueError, match=match):
         cost_model(config(**options))
-
-
-def test_a_table_without_the_degree_is_refused(tmp_path: Path):
-    identity = ProfileIdentity("tiny", "f", "cpu", 2, "0", "bfloat16")
-    file = written(tmp_path, Profile(identity, (Measurement(1, 1, 1, 1e-3),)))
-    with pytest.raises(ConfigError, match=r"rollout\.tensor_model_parallel_size \(2\) must be a degree"):
-        cost_model(config(profile=file))
 
 
 def test_auto_takes_the_table_that_step_times_come_from(tmp_path: Path):
@@ -208,15 +185,6 @@ def test_a_modelled_workload_reads_its_options():
     [
         ({"recorded_run": "nowhere"}, r"nowhere.*no such file"),
         (
-            {"tasks": {"a": {"response": {"median": 0}}}},
-            r"simulate\.tasks\.a\.response\.median must be above 0, found 0",
-        ),
-        ({"tasks": {"a": {"prompt_sigma": -1}}}, r"simulate\.tasks\.a\.prompt_sigma must be at least 0, found -1"),
-        (
-            {"tasks": {"a": {"scoring": {"hang_share": 2}}}},
-            r"simulate\.tasks\.a\.scoring\.hang_share must be in \[0, 1\], found 2",
-        ),
-        (
             {"tasks": {"a": {}, "b": {"correlation": 2}}},
             r"simulate\.tasks\.b\.correlation must be in \[0, 1\], found 2",
         ),
@@ -224,7 +192,6 @@ def test_a_modelled_workload_reads_its_options():
             {"tasks": {"a": {"response": {"shortest": 97}}}},
             r"response\.shortest \(97\) .* data\.max_response_length \(96\)",
         ),
-        ({"tasks": {"a": {"scoring": {"sigma": -1}}}, "recorded_run": "nowhere"}, r"scoring\.sigma"),
     ],
 )
 def test_workloads_that_cannot_be(options: dict[str, Any], match: str):
@@ -238,17 +205,3 @@ def test_scoring_that_hangs_needs_a_limit():
     assert workload.reward_s(SampleKey(0, 0, 0)) == 3.0
     with pytest.raises(ConfigError, match=r"simulate\.tasks\.a: scoring\.hang_share \(1\.0\) needs reward\.timeout_s"):
         workload_of(training(simulate=hangs, reward__timeout_s=0.0))
-
-
-def test_the_section_is_part_of_the_configuration():
-    made = config(tasks={"x": {"response": {"median": 30}}}, efficiency={"mfu": 0.2})
-    assert from_mapping(to_mapping(made)) == made
-    assert made.simulate.tasks["x"].response.median == 30
-    for values, match in (
-        ({"hardwear": "H100"}, r"unknown option simulate\.hardwear: did you mean simulate\.hardware"),
-        ({"tasks": {"a": {"median": 3}}}, r"unknown option simulate\.tasks\.a\.median"),
-        ({"num_devices": -1}, r"simulate\.num_devices must be at least 0"),
-        ({"recorded_rule": "guess"}, r"simulate\.recorded_rule must be one of by_prompt, pooled, by_rank"),
-    ):
-        with pytest.raises(ConfigError, match=match):
-            config(**values)

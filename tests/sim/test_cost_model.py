@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl.models.config import ModelConfig
@@ -16,7 +15,7 @@ from jaxrl.models.shapes import named_shape
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
 from jaxrl.sim.cost_model import CostModel, Efficiency, ParameterCounts, TableCost, TrainLoad, causal_pairs
-from jaxrl.sim.hardware import A40, H800, HARDWARE, Hardware, hardware
+from jaxrl.sim.hardware import H800, HARDWARE, Hardware
 
 SMALL = ModelConfig("llama", 1000, 64, 128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16)
 LINKS = {"link_bytes_per_s": 1e8, "inter_node_bytes_per_s": 1e7, "host_bytes_per_s": 2e7, "node_size": 4}
@@ -26,11 +25,6 @@ SECONDS = {"launch_s": 1e-4, "step_s": 1e-3, "collective_s": 1e-6, "one_shot_s":
 WHOLE = Efficiency(**SHARES, **SECONDS, train_fixed_s=7, sync_fixed_s=3, switch_fixed_s=2)
 COST = CostModel(SMALL, SLOW, WHOLE)
 QWEN = CostModel(named_shape("Qwen2.5-14B"), H800)
-
-
-def bare(cost: CostModel) -> CostModel:
-    """Without fixed costs."""
-    return replace(cost, efficiency=replace(cost.efficiency, **dict.fromkeys(SECONDS, 0.0)))
 
 
 # ---------------------------------------------------------------- sizes
@@ -63,17 +57,6 @@ def test_kv_bytes_and_their_split():
     assert replace(COST, kv_head_bytes=16 + 4).kv_bytes_per_token(1) == 2 * 2 * 2 * 20, "codes and a scale"
 
 
-def test_copied_key_value_heads_take_memory_on_every_device():
-    kv, total = 2 * 2 * 64 * 32, COST.params.total  # two projections, two layers
-    assert COST.device_params(4, total) == (total - kv) / 4 + kv / 2
-
-
-def test_larger_numbers_take_more_memory():
-    wide = replace(COST, number_bytes=4)
-    assert bare(wide).decode_step_s(1, 1, 1000) > 1.9 * bare(COST).decode_step_s(1, 1, 1000)
-    assert wide.weight_sync_s(2, 2) - 3 == pytest.approx(2 * (COST.weight_sync_s(2, 2) - 3))
-
-
 def test_quantised_layers_take_fewer_bytes_and_nothing_else_does():
     narrow = replace(COST, layer_bytes=1)
     for tp in (1, 2):
@@ -96,12 +79,6 @@ def test_decode_by_hand():
     assert (weights, activations) == (276_096, 29_312)
     seconds = (276_096 + 29_312 + 100 * 256) / 1e9  # far above the FLOPs: 603,392 / 1e12
     assert COST.decode_step_s(1, 2, 100) == pytest.approx(seconds + 1e-3 + 2 * 1e-4, rel=1e-12)
-
-
-def test_decode_bound_by_compute_by_hand():
-    cost = replace(COST, hardware=replace(SLOW, flops_per_s=1e6))
-    flops = 2 * 138_048 * 2 + 4 * 2 * 4 * 16 * 100
-    assert cost.decode_step_s(1, 2, 100) == pytest.approx(flops / 1e6 + 1.2e-3, rel=1e-12)
 
 
 def test_layers_with_windows_read_what_they_see():
@@ -129,14 +106,6 @@ def test_all_reduce_is_the_better_of_ring_and_doubling():
     assert COST.all_reduce_s(8, 4e6) > 9 * COST.all_reduce_s(4, 4e6)  # leaves the node of four
 
 
-def test_devices_reduce_in_one_shot_or_two():
-    linked = replace(COST, hardware=replace(SLOW, one_shot=True))
-    assert linked.all_reduce_s(4, 40) == pytest.approx(6e-7 + 3 * 40 / 1e8)  # one: all bytes of three others
-    assert linked.all_reduce_s(4, 200) == pytest.approx(2 * 6e-7 + 6 * 50 / 1e8)  # two: six quarters
-    assert linked.all_reduce_s(2, 4e6) == pytest.approx(4e-7 + 4e6 / 1e8)  # with one other, never more than one
-    assert linked.all_reduce_s(8, 40) == COST.all_reduce_s(8, 40), "not between nodes"
-
-
 H100_US = {
     1 << 14: (3.9, 3.7, 5.7),
     1 << 17: (4.5, 4.8, 7.8),
@@ -153,18 +122,6 @@ def test_one_shot_against_what_was_measured_on_the_h100(num_bytes: int):
         assert cost.all_reduce_s(tp, num_bytes) * 1e6 == pytest.approx(measured_us, rel=0.25)
 
 
-def test_collectives_of_a_step_by_hand():
-    extra = COST.decode_step_s(2, 2, 0) - bare(COST).decode_step_s(2, 2, 0)
-    assert extra == pytest.approx(1e-3 + 2 * 1e-4 + 2 * 2 * 1e-6)  # two layers, two all-reduces each, one latency
-
-
-def test_prefill_by_hand():
-    cost = replace(COST, hardware=replace(SLOW, flops_per_s=1e6))
-    flops = 2 * (2 * 36_992) * 50 + 4 * 2 * 4 * 16 * causal_pairs(50)
-    assert cost.prefill_s(1, 50, causal_pairs(50)) == pytest.approx(flops / 1e6 + 1.2e-3, rel=1e-12)
-
-
-@settings(max_examples=40)
 @given(st.integers(0, 40), st.integers(1, 40))
 def test_causal_pairs_counts_them(start: int, tokens: int):
     assert causal_pairs(tokens, start) == sum(position + 1 for position in range(start, start + tokens))
@@ -195,11 +152,6 @@ def test_the_cost_of_a_switch_by_hand():
     assert 100 * down.kv_s_per_token == pytest.approx(50 * 128 / 1e8)  # 50 rows' other half of the heads
 
 
-def test_switching_past_the_key_value_heads_moves_copies():
-    # Two groups of two devices become one of four, with as many key/value heads on each as before.
-    assert COST.switch_cost(2, 4).kv_s_per_token == pytest.approx(128 / 1e8)
-
-
 def test_blocks_that_fit():
     weights = 202_048 * 2
     assert COST.num_kv_blocks(1, 16, 0.9) == math.floor((900_000 - weights) / (16 * 256))
@@ -223,41 +175,6 @@ def test_gradients_beside_the_rollout():
 
 
 # ---------------------------------------------------------------- shape
-
-
-@settings(max_examples=40)
-@given(
-    st.sampled_from([1, 2, 4, 8]),
-    st.integers(1, 512),
-    st.integers(0, 1_000_000),
-    st.integers(0, 64),
-    st.integers(0, 100_000),
-)
-def test_more_rows_or_tokens_are_never_faster(tp: int, batch: int, context: int, rows: int, tokens: int):
-    for cost in (QWEN, replace(QWEN, hardware=A40)):
-        assert cost.decode_step_s(tp, batch + rows, context + tokens) >= cost.decode_step_s(tp, batch, context)
-        assert cost.prefill_s(tp, batch + rows, context + tokens) >= cost.prefill_s(tp, batch, context)
-        more, less = TrainLoad(batch + rows, context + tokens), TrainLoad(batch, context)
-        assert cost.train_step_s(more, 8) >= cost.train_step_s(less, 8)
-        assert cost.decode_step_s(tp, batch, context) > 0
-
-
-@settings(max_examples=40)
-@given(st.integers(1, 64), st.integers(0, 1_000_000))
-def test_better_software_is_never_slower(batch: int, context: int):
-    better = replace(QWEN.efficiency, memory=0.9, kv=0.7, compute=0.6, link=0.8)
-    assert replace(QWEN, efficiency=better).decode_step_s(2, batch, context) <= QWEN.decode_step_s(2, batch, context)
-
-
-def test_tensor_parallelism_halves_the_memory_time():
-    cost = bare(replace(QWEN, hardware=replace(H800, link_bytes_per_s=1e30)))
-    for slower, faster in pairwise(cost.decode_step_s(tp, 1, 0) for tp in (1, 2, 4, 8)):
-        assert slower / faster == pytest.approx(2, rel=1e-3)  # the residual's activations are whole on each device
-
-
-def test_nothing_takes_no_time():
-    assert QWEN.decode_step_s(1, 0, 0) == 0
-    assert QWEN.prefill_s(1, 0) == 0
 
 
 # ---------------------------------------------------------------- tables
@@ -293,7 +210,7 @@ def test_a_table_answers_for_inference_and_leaves_the_rest():
         assert getattr(cost, name)(*arguments) == getattr(COST, name)(*arguments), name
 
 
-@pytest.mark.parametrize(("rows", "length"), [(1, 16), (1, 1024), (4, 16), (3, 100)])
+@pytest.mark.parametrize(("rows", "length"), [(1, 1024), (3, 100)])
 def test_prefill_of_equal_rows_is_looked_up_as_such(rows: int, length: int):
     seconds = table().prefill_s(1, rows * length, rows * causal_pairs(length))
     assert seconds == pytest.approx(PROFILE_PREFILL.prefill_s(1, rows, length))
@@ -302,25 +219,12 @@ def test_prefill_of_equal_rows_is_looked_up_as_such(rows: int, length: int):
 PROFILE_PREFILL = LatencyPredictor(PROFILE)
 
 
-def test_measured_switches_take_over():
-    assert table().switch_cost(1, 2) == PROFILE.switches[0]
-    with pytest.raises(ValueError, match="no costs for a switch from tp 2 to 1"):
-        table().switch_cost(2, 1)
-
-
 # ---------------------------------------------------------------- refusals
-
-
-def test_hardware_by_name():
-    assert hardware("h800") is H800
-    assert set(HARDWARE) == {"A40", "A100", "H100", "H800", "H200", "MI300X"}
-    with pytest.raises(ValueError, match="hardware 'T4' must be one of A40"):
-        hardware("T4")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"memory": 1.5}, r"memory \(1.5\)"), ({"mfu": 0}, r"mfu \(0\)"), ({"launch_s": -1}, r"launch_s \(-1\)")],
+    [({"memory": 1.5}, r"memory \(1.5\)"), ({"launch_s": -1}, r"launch_s \(-1\)")],
 )
 def test_efficiencies_are_shares_and_seconds(change: dict[str, float], message: str):
     with pytest.raises(ValueError, match=message):

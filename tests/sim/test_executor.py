@@ -6,21 +6,18 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from known_samples import KnownSample, KnownWorkload
 from papers.closed_form import drain
-from replay_executor import ReplayExecutor, filler
-from sim_machine import SMALL, STOP, ConstantCost, Machine, key, play, prompt, recorded, sizes
+from plan_rows import DecodeRow, scheduled
+from sim_machine import SMALL, STOP, ConstantCost, Machine, key, play, prompt, sizes
 
 from jaxrl.config import SimulatedLengths, SimulatedTask
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import Launch
 from jaxrl.scheduling.rounds.round import Round
-from jaxrl.scheduling.tokens.batcher import BatcherConfig
-from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.plan import Request
-from jaxrl.scheduling.tokens.progress import Preempted
+from jaxrl.scheduling.tokens.plan import Plan, PrefillChunk, Request
 from jaxrl.sim.clock import SimulatedClock
 from jaxrl.sim.cost_model import CostModel, TrainLoad
 from jaxrl.sim.executor import SimulatedExecutor, decode_s, fillers
@@ -30,54 +27,47 @@ from jaxrl.sim.trainer import SimulatedTrainer
 from jaxrl.sim.workload import ModelledWorkload
 from jaxrl.types import Sample, SampleKey, SamplingParams, TrainBatch
 
-# ---------------------------------------------------------------- oracles
+# ---------------------------------------------------------------- plans
 
 
-@pytest.mark.parametrize("stops", [(), (1,), (17, 18, 34), (30_010, 2, 99_999), (0, 16, 17)])
-@pytest.mark.parametrize("length", [1, 500, 61_000])
-def test_fillers_of_a_whole_response_are_those_of_its_positions(length: int, stops: tuple[int, ...]):
-    """Beyond 30,011 positions they come round again, and stop tokens are replaced wherever they would stand."""
+@pytest.mark.parametrize("stops", [(), (1,), (17, 18, 34), (30_010, 2, 99_999)])
+def test_a_stop_token_stands_only_at_the_end_of_a_response_that_stops(stops: tuple[int, ...]):
+    length = 61_000  # beyond 30,011 positions the tokens come round again
     for max_tokens in (length, length + 1):
         params = SamplingParams(max_tokens=max_tokens, stop_token_ids=stops)
-        request = Request(0, SampleKey(2, 4321, 7, attempt=1), (0,), params)
-        assert fillers(request, length).tolist() == [filler(request, i, length) for i in range(length)]
+        tokens = fillers(Request(0, SampleKey(2, 4321, 7, attempt=1), (0,), params), length)
+        assert not {*tokens[:-1].tolist()} & {*stops}
+        assert (tokens[-1] in stops) == (bool(stops) and length < max_tokens)
+        assert (tokens[1:] != tokens[:-1]).all()
 
 
-def requests(seed: int, count: int) -> list[Request]:
-    rng = random.Random(seed)
-    made = []
-    for i in range(count):
-        stops = (STOP, 17 * rng.randint(0, 20), 17 * 7919 % 30_011)
-        params = SamplingParams(max_tokens=rng.randint(3, 40), stop_token_ids=stops)
-        of = SampleKey(0, i // 3, i % 3, attempt=i % 2)
-        tokens = (0,) * (1 + 7 * (i // 3) % 23)
-        made.append(Request(i, of, tokens, params, share=(0, i // 3)))
-    return made
+@pytest.mark.parametrize(
+    ("lengths", "num_steps", "leave_after", "steps", "expected"),
+    [
+        ([9, 9], 4, 99, 4, {0: (5, False), 1: (5, False)}),
+        ([3, 9], 4, 1, 2, {0: (3, True), 1: (3, False)}),
+        ([3, 3, 9], 4, 1, 2, {0: (3, True), 1: (3, True), 2: (3, False)}),  # both stop in the step
+        ([2, 4, 9], 8, 2, 3, {0: (2, True), 1: (4, True), 2: (4, False)}),
+        ([1, 9], 4, 1, 0, {0: (1, True), 1: (1, False)}),  # the first token may end a row, and counts
+        ([2, 3], 9, 99, 2, {0: (2, True), 1: (3, True)}),  # no row is active any more
+    ],
+)
+def test_a_plan_is_left_once_so_many_rows_have_stopped(
+    lengths: list[int], num_steps: int, leave_after: int, steps: int, expected: dict[int, tuple[int, bool]]
+):
+    executor = SimulatedExecutor(
+        sizes(num_slots=8), lambda of, _: lengths[of.prompt_index], ConstantCost(), SimulatedClock()
+    )
+    params = SamplingParams(max_tokens=50, stop_token_ids=(STOP,))
+    chunks, started = [], range(len(lengths))
+    for i in started:
+        chunks.append(PrefillChunk(Request(i, key(i), (1, 2, 3), params), 0, i, (1, 2, 3), 0, (1,), True, 0))
+    rows = scheduled([DecodeRow(i, 0, i, (1, 2), 16) for i in started], 8, started)
+    result = executor.collect(executor.submit(Plan(0, tuple(chunks), rows, num_steps, leave_after)))
+    gained = {i: (int(result.counts[i]), bool(result.stopped[i])) for i in started}
+    assert (result.num_steps, gained) == (steps, expected)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("leave_after", [1, 3])
-def test_jumping_gives_what_stepping_gives(seed: int, leave_after: int):
-    """Rows, tokens, steps and stops of every plan are those of `ReplayExecutor`, preemptions included."""
-    wanted = requests(seed, 30)
-    rng = random.Random(100 + seed)
-    lengths = {request.key: rng.randint(1, 45) for request in wanted}
-    shape = sizes(num_devices=4, tp=2, num_slots=5, num_blocks=21, max_prefill_tokens=24)
-    jumping = SimulatedExecutor(shape, lambda of, _: lengths[of], ConstantCost(), SimulatedClock())
-    stepping = ReplayExecutor(lengths, 2, 5, 21, 4, 24)
-    outcomes = []
-    for executor in (jumping, stepping):
-        plans, trace = recorded(executor), []
-        engine = Engine(executor, BatcherConfig(decode_steps=4, leave_after=leave_after), trace=trace.append)
-        samples = engine.generate(wanted)
-        ends = [(s.key, s.token_ids.tolist(), s.finish_reason) for s in samples]
-        outcomes.append(([brought for _, brought in plans], trace, ends))
-    assert outcomes[0] == outcomes[1]
-    if leave_after == 1:
-        assert any(isinstance(event, Preempted) for event in outcomes[0][1]), "pools were to run dry"
-
-
-@settings(max_examples=40)
 @given(rows=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 500)), max_size=12), num_steps=st.integers(0, 50))
 def test_decode_is_charged_step_by_step(rows: list[tuple[int, int]], num_steps: int):
     cost = CostModel(SMALL, H100)
@@ -189,13 +179,3 @@ def test_prompts_come_once_per_epoch_and_resume():
     assert not {each.index for each in prompts.held_out(5)} & set(range(7))
     with pytest.raises(ValueError, match=r"simulate\.num_prompts, data\.seed"):
         SimulatedPrompts(workload, 8, 100, seed=4).load_state(state)
-
-
-def test_time_cannot_run_backwards():
-    clock = SimulatedClock()
-    clock.advance(1.5)
-    clock.reach(1_000_000_000)
-    assert (clock.now_ns, clock.now_s) == (1_500_000_000, 1.5)
-    for wrong in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="must be >= 0 and finite"):
-            clock.advance(wrong)

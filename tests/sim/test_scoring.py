@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 from known_samples import KnownSample, KnownWorkload
-from sim_machine import drawn, key, known, prompt
+from sim_machine import key, known, prompt
 
 from jaxrl.mechanisms.reward_timeouts import AdaptiveTimeouts, TimeoutRule
 from jaxrl.scheduling.rounds.events import Verdict
@@ -24,11 +22,10 @@ class Bench:
         self,
         num_workers: int = 1,
         timeout_s: float = 0.0,
-        drawing: Path | None = None,
         timeouts: AdaptiveTimeouts | None = None,
     ) -> None:
         self.clock = SimulatedClock()
-        self.phases = SimulatedPhases(self.clock, drawing)
+        self.phases = SimulatedPhases(self.clock)
         workload = known(dict.fromkeys(SECONDS, 3), SECONDS)
         self.scoring = ScoringWorkers(workload, self.clock, self.phases, num_workers, timeout_s, timeouts=timeouts)
 
@@ -48,32 +45,6 @@ def response(of: SampleKey, version: int = 0) -> Sample:
 
 def came(verdicts: list[Verdict]) -> list[tuple[float, SampleKey]]:
     return [(verdict.time_s, verdict.key) for verdict in verdicts]
-
-
-def test_each_worker_scores_one_response_at_a_time():
-    bench = Bench(num_workers=2)
-    bench.submit(key(0), key(1), key(2))
-    assert bench.scoring.num_pending == 3
-    assert bench.scoring.completed() == []
-    bench.clock.advance(4.0)
-    assert came(bench.scoring.completed()) == [(1.0, key(1)), (3.0, key(2))], "each with the time at which it came in"
-    assert bench.clock.now_s == 4.0, "looking takes no time"
-    assert bench.wait() == [(5.0, key(0))]
-    assert bench.clock.now_s == 5.0
-    assert bench.scoring.num_pending == 0
-    assert bench.wait() == [], "nothing is pending: time stands still"
-    assert bench.clock.now_s == 5.0
-
-
-def test_the_clock_goes_to_the_next_verdict_that_is_still_wanted():
-    bench = Bench(num_workers=3)
-    bench.submit(key(0), key(1), key(2))
-    bench.scoring.cancel({key(1)})
-    assert bench.scoring.num_pending == 2
-    assert bench.wait() == [(2.0, key(2))]
-    bench.scoring.cancel([key(0)])
-    assert bench.wait() == []
-    assert bench.clock.now_s == 2.0
 
 
 def test_a_cancelled_scoring_keeps_its_worker_and_may_be_asked_for_again():
@@ -139,18 +110,6 @@ def test_rewards_and_times_are_those_of_the_step_of_the_first_token():
     scoring.submit(prompt(0), sample)
     (verdict,) = scoring.wait(0.5)
     assert (verdict.reward, verdict.time_s, verdict.duration_s) == (4.0, 40.0, 40.0)
-
-
-def test_scoring_is_drawn_on_a_track_per_worker(tmp_path: Path):
-    bench = Bench(num_workers=2, drawing=tmp_path / "timeline.json")
-    bench.phases.begin()
-    bench.submit(key(0), key(1), key(2))
-    bench.phases.close()
-    assert sorted(drawn(tmp_path / "timeline.json")) == [
-        ("reward worker 0", "score", 0.0, 5.0),
-        ("reward worker 1", "score", 0.0, 1.0),
-        ("reward worker 1", "score", 1.0, 3.0),
-    ]
 
 
 def mixed(own: dict[str, int], in_turn: tuple[str, ...], *keys: SampleKey) -> list[tuple[float, SampleKey]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from contextlib import closing
 from pathlib import Path
@@ -10,7 +9,7 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl.config import SimulatedLengths, SimulatedScoring, SimulatedTask
@@ -23,8 +22,6 @@ from jaxrl.sim.workload import (
     check_task,
     exact_length,
     length_of_score,
-    normal,
-    scoring_s,
     uniform,
 )
 from jaxrl.types import Group, Prompt, Sample, SampleKey
@@ -74,14 +71,14 @@ def test_the_hash_is_uniform_and_its_streams_independent():
 # ---------------------------------------------------------------- distribution
 
 
-@pytest.mark.parametrize("share", [0.01, 0.25, 0.5, 0.75, 0.9, 0.99])
+@pytest.mark.parametrize("share", [0.01, 0.5, 0.9])
 def test_quantiles_of_the_lognormal(share: float):
     theory = 600 * math.exp(0.8 * NormalDist().inv_cdf(share))
     assert quantile(PLAIN, share) == round(theory)
     assert exact_length(PLAIN, NormalDist().inv_cdf(share)) == pytest.approx(theory)
 
 
-@pytest.mark.parametrize(("share", "excess"), [(0.95, 2), (0.99, 10), (0.999, 100)])
+@pytest.mark.parametrize(("share", "excess"), [(0.95, 2), (0.999, 100)])
 def test_quantiles_of_the_tail(share: float, excess: float):
     start = 600 * math.exp(0.8 * NormalDist().inv_cdf(0.9))
     theory = start * excess ** (1 / 1.9)
@@ -89,15 +86,6 @@ def test_quantiles_of_the_tail(share: float, excess: float):
     assert exact_length(LENGTHS, NormalDist().inv_cdf(share)) == pytest.approx(theory, rel=1e-9)
 
 
-def test_the_tail_joins_the_body_and_ends_at_the_cap():
-    z = NormalDist().inv_cdf(0.9)
-    assert length_of_score(LENGTHS, CAP, z + 1e-9) == pytest.approx(length_of_score(LENGTHS, CAP, z - 1e-9), abs=1)
-    assert length_of_score(LENGTHS, CAP, 6) == length_of_score(LENGTHS, CAP, 60) == CAP
-    assert length_of_score(LENGTHS, CAP, -60) == 1
-    assert exact_length(LENGTHS, 6) > CAP  # which is no part of it
-
-
-@settings(max_examples=40)
 @given(st.floats(-8, 8), st.floats(0, 4))
 def test_a_higher_score_is_never_shorter(z: float, more: float):
     assert length_of_score(LENGTHS, CAP, z) <= length_of_score(LENGTHS, CAP, z + more)
@@ -133,29 +121,6 @@ def test_prompts_keep_their_kind_and_come_in_the_weights():
 
 
 # ---------------------------------------------------------------- rewards
-
-
-def test_seconds_of_scoring():
-    never = math.inf
-    assert scoring_s(SimulatedScoring(median_s=0.5), never, 3.0, 0.9, 100) == 0.5
-    assert scoring_s(SimulatedScoring(median_s=2.0, sigma=0.5), never, 1.0, 0.9, 0) == pytest.approx(2 * math.exp(0.5))
-    assert scoring_s(SimulatedScoring(median_s=1.0, per_token_s=0.01), never, 0.0, 0.9, 300) == pytest.approx(4)
-    code = SimulatedScoring(median_s=1.0, hang_share=0.05)
-    assert scoring_s(code, 30, 0.0, 0.04, 10) == 30
-    assert scoring_s(code, 30, 9.0, 0.06, 10) == 1.0
-    assert scoring_s(SimulatedScoring(median_s=40.0), 30, 0.0, 0.9, 10) == 30
-
-
-def test_five_per_cent_of_code_responses_hang():
-    code = SimulatedTask(
-        name="code", response=LENGTHS, scoring=SimulatedScoring(median_s=1.0, sigma=0.4, hang_share=0.05)
-    )
-    workload = ModelledWorkload(1, (code,), CAP, timeout_s=30)
-    seconds = np.array([workload.reward_s(key(p, s)) for p in range(2000) for s in range(4)])
-    assert (seconds == 30).mean() == pytest.approx(0.05, abs=0.01)
-    for share in (0.1, 0.9):  # of the others
-        expected = math.exp(0.4 * NormalDist().inv_cdf(share))
-        assert np.quantile(seconds[seconds < 30], share) == pytest.approx(expected, rel=0.03)
 
 
 def test_rewards_are_of_the_prompts_own_rate():
@@ -211,6 +176,8 @@ def test_resampling_rules(tmp_path: Path):
     assert {pooled.length(key(0, s), 1) for s in range(200)} == {10, 12, 100, 120}  # a prompt has no length of its own
     assert {pooled.length(key(0, s), 5) for s in range(200)} == {20, 22, 200, 512}
     assert pooled.num_truncated == 1
+    timed = RecordedWorkload.read(tmp_path, 3, scoring=SimulatedScoring(median_s=0.5, per_token_s=1.0))
+    assert timed.reward_s(key(0), 1) == 0.5 + timed.length(key(0), 1)
 
 
 def test_recorded_rewards_are_without_overlong_shaping(tmp_path: Path):
@@ -222,33 +189,15 @@ def test_recorded_rewards_are_without_overlong_shaping(tmp_path: Path):
     assert RecordedWorkload.read(tmp_path, seed=3).reward(key(0, 0)) == 1.25
 
 
-def test_recorded_scoring_times(tmp_path: Path):
-    write_run(tmp_path)
-    assert RecordedWorkload.read(tmp_path, 3).reward_s(key(0)) == 0
-    timed = RecordedWorkload.read(tmp_path, 3, scoring=SimulatedScoring(median_s=0.5, per_token_s=1.0))
-    assert timed.reward_s(key(0), 1) == 0.5 + timed.length(key(0), 1)
-    assert RecordedWorkload.read(tmp_path, 3, scoring=SimulatedScoring(median_s=9.0), timeout_s=2).reward_s(key(0)) == 2
-
-
 def test_runs_that_cannot_be_played(tmp_path: Path):
     for text, message in (
         (None, "no such file; it is written by `jaxrl train`"),
-        ("", "holds no finished response"),
         ("{}\n", "line 1: step, prompt, response"),
-        ("[]\n", "line 1: step"),
-        ("no\n", "line 1: not valid JSON"),
     ):
         if text is not None:
             (tmp_path / "samples.jsonl").write_text(text)
         with pytest.raises(ValueError, match=message):
             RecordedWorkload.read(tmp_path, 0)
-
-
-def test_the_last_line_of_a_run_that_was_cut_off_is_left_out(tmp_path: Path):
-    write_run(tmp_path)
-    path = tmp_path / "samples.jsonl"
-    path.write_text(path.read_text() + json.dumps({"step": 9})[:-3])
-    assert len(RecordedWorkload.read(tmp_path, 0).prompts) == 2
 
 
 # ---------------------------------------------------------------- refusals
@@ -264,14 +213,6 @@ def test_tasks_that_do_not_go_with_the_run():
         check_task(MATH.replace(scoring=SimulatedScoring(hang_share=0.1)), CAP, math.inf)
 
 
-def test_workloads_that_cannot_be():
-    with pytest.raises(ValueError, match="at least one"):
-        ModelledWorkload(0, (), CAP)
-    with pytest.raises(ValueError, match=r"names \(\['math', 'math'\]\) must be at least one, and differ"):
-        ModelledWorkload(0, (MATH, MATH), CAP)
-    assert normal(1) == NormalDist().inv_cdf(uniform(1))
-
-
 # ---------------------------------------------------------------- lengths by rank
 
 
@@ -284,7 +225,7 @@ def record_of(workload: Workload, prompts: int, samples: int, source: str = "a")
     ]
 
 
-@pytest.mark.parametrize("correlation", [0.0, 0.3, 0.8, 1.0])
+@pytest.mark.parametrize("correlation", [0.0, 0.8])
 def test_by_rank_finds_how_much_a_prompt_decides(correlation: float):
     task = MATH.replace(correlation=correlation)
     prompts = record_of(ModelledWorkload(1, (task,), CAP), 1500, 2)
@@ -320,27 +261,6 @@ def test_by_rank_stays_within_a_source():
         for sample in range(4):
             assert (workload.length(key(prompt, sample)) > 100) == (workload.kind_name(prompt) == "long")
     assert workload.correlation > 0.8
-
-
-def test_by_rank_needs_two_responses_to_a_prompt():
-    lonely = [RecordedPrompt(3, "a", (RecordedResponse(0, 5 + i, 0.0),)) for i in range(9)]
-    with pytest.raises(ValueError, match="needs prompts with two recorded responses"):
-        RecordedWorkload(0, lonely, "by_rank")
-    equal = [RecordedPrompt(3, "a", (RecordedResponse(0, 5, 0.0), RecordedResponse(0, 5, 0.0)))]
-    assert RecordedWorkload(0, equal, "by_rank").length(key(0)) == 5
-
-
-def test_a_record_resampled():
-    prompts = record_of(WORKLOAD, 50, 2)
-    recorded = RecordedWorkload(0, prompts, num_truncated=2)
-    one, again, other = recorded.resampled(1), recorded.resampled(1), recorded.resampled(2)
-    assert one.prompts == again.prompts != other.prompts
-    assert len(one.prompts) == 50
-    kept = {prompt.responses[0].length for prompt in one.prompts}
-    assert kept < {prompt.responses[0].length for prompt in prompts}
-    assert 0.5 < len(kept) / 50 < 0.76  # 1 - 1/e of them, drawn with replacement
-    assert {response.step for prompt in one.prompts for response in prompt.responses} == {0}
-    assert (one.seed, one.rule, one.num_truncated) == (1, "by_prompt", 2)
 
 
 def test_a_record_resampled_keeps_its_sources():

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from checked_blocks import check_blocks
 from plan_rows import decode_rows
-from replay_executor import ReplayExecutor, filler
+from replay_executor import ReplayExecutor
 
 from jaxrl.scheduling.layouts.kv_plan import KvPlan
 from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, TimeTaken
@@ -28,6 +28,7 @@ from jaxrl.scheduling.tokens.plan import (
     Ticket,
 )
 from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks, most_ahead
+from jaxrl.sim.executor import fillers
 from jaxrl.types import Sample, SampleKey, SamplingParams
 
 STOP = 2
@@ -60,6 +61,7 @@ class CheckingExecutor:
         self._prefilling: dict[tuple[int, int], tuple[int, int]] = {}  # (group, slot) -> (request id, next start)
         # request id -> where a prefill that began in other executors may go on: each knows its own last stay
         self._arrived: dict[int, set[int]] = {}
+        self._responses: dict[tuple[SampleKey, int], list[int]] = {}
 
     def check(self, request: Request) -> None:
         self.inner.check(request)
@@ -91,11 +93,9 @@ class CheckingExecutor:
     def start_in(self, tp: int) -> None:
         """Chooses a layout while nothing is live."""
         assert not self._due
-        for executor in (self, self.inner):
-            offered = self.capacity(tp)
-            executor.num_groups, executor.num_slots = offered.num_groups, offered.num_slots
-            executor.num_blocks = offered.num_blocks
-        self.inner.tp = tp
+        offered = self.capacity(tp)
+        self.num_groups, self.num_slots, self.num_blocks = offered.num_groups, offered.num_slots, offered.num_blocks
+        self.inner.start_in(tp)
         self._cache, self._rows, self._prefilling = {}, {}, {}
 
     def switch(self, move: Relayout) -> TimeTaken:
@@ -253,7 +253,10 @@ class CheckingExecutor:
         num_prompt = len(request.prompt_ids)
         if position < num_prompt:
             return request.prompt_ids[position]
-        return filler(request, position - num_prompt, self._length(request))
+        length = self._length(request)
+        if (request.key, length) not in self._responses:
+            self._responses[request.key, length] = fillers(request, length).tolist()
+        return self._responses[request.key, length][position - num_prompt]
 
     def _write(self, group: int, table: tuple[int, ...], position: int, token: int) -> None:
         for stack in range(len(self.stacks)):
@@ -320,9 +323,9 @@ def engine_in(
 def assert_whole(sample: Sample, request: Request, length: int) -> None:
     """A sample has exactly the tokens that its identity says."""
     length = min(length, request.params.max_tokens)
-    assert sample.token_ids.tolist() == [filler(request, i, length) for i in range(length)]
+    assert sample.token_ids.tolist() == fillers(request, length).tolist()
     assert sample.finish_reason == ("stop" if length < request.params.max_tokens else "length")
-    assert len(sample.versions) == len(sample.rollout_logprobs) == len(sample.sampled_logprobs) == length
+    assert len(sample.versions) == length
 
 
 def assert_empty(engine: Engine) -> None:

@@ -85,16 +85,3 @@ def result_of(
         verified=counts,
         **more,
     )
-
-
-def gains_of(result: PlanResult) -> dict[int, tuple[int, bool, tuple[int, ...] | None]]:
-    """What each row gained that gained something: how many tokens, whether it stopped, and its `VerifyCounts`."""
-    return {
-        request_id: (
-            int(result.counts[row]),
-            bool(result.stopped[row]),
-            None if result.verified is None else tuple(result.verified[:, row].tolist()),
-        )
-        for row, request_id in enumerate(result.request_ids.tolist())
-        if result.counts[row]
-    }

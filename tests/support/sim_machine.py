@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from known_samples import KnownSample, KnownWorkload
-from plan_rows import gains_of
 from run_parts import made_run
 
 from jaxrl.models.config import ModelConfig
@@ -27,7 +24,6 @@ from jaxrl.scheduling.rounds.events import (
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.plan import Plan, PlanResult
 from jaxrl.scheduling.tokens.progress import TraceEvent
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
 from jaxrl.sim.cost_model import CostModel, TrainLoad
@@ -125,30 +121,6 @@ class Machine:
         self.backend.begin(RoundInfo(version + 1), SamplingParams(max_tokens=max_tokens, stop_token_ids=(STOP,)))
         assert isinstance(self.backend.wait(), RoundStarted)
         return self.backend
-
-
-def drawn(timeline: Path) -> list[tuple[str, str, float, float]]:
-    """(track, name, begin, end) of every span, in seconds."""
-    events = json.loads(timeline.read_text())
-    tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    spans = [e for e in events if e["ph"] == "X"]
-    return [(tracks[e["tid"]], e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in spans]
-
-
-def recorded(executor: Any) -> list[tuple[Plan, tuple]]:
-    """Plans and what each brought, as they come."""
-    plans: list[tuple[Plan, tuple]] = []
-    submit = executor.submit
-
-    def recording(plan: Plan) -> Any:
-        ticket = submit(plan)
-        result: PlanResult = ticket.result if hasattr(ticket, "result") else executor._results[-1]
-        seats = plan.rows.request_ids.tolist(), plan.rows.seats.tolist(), plan.rows.max_new.tolist()
-        plans.append((plan, (result.index, result.num_steps, result.policy_version, seats, gains_of(result))))
-        return ticket
-
-    executor.submit = recording
-    return plans
 
 
 def prompt(index: int, length: int = 4) -> Prompt:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
-from jaxrl.mechanisms.adaptive_layouts.control import MAX_TRACE, Decision, LayoutControl
-from jaxrl.mechanisms.adaptive_layouts.switch_rule import LayoutSwitchRule, Switch
+from jaxrl.mechanisms.adaptive_layouts.control import Decision, LayoutControl
+from jaxrl.mechanisms.adaptive_layouts.switch_rule import Switch
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
 from jaxrl.scheduling.layouts.relayout import Relayout, SwitchFailed, TimeTaken
@@ -59,8 +58,8 @@ class World:
         self.events: list[TraceEvent] = []
         self.engine, self.executor = engine_in(initial, self.lengths, CAPACITIES, trace=self.events.append)
         inner = self.executor.inner
-        inner._cost = lambda plan, steps: slow * steps * step_s(inner.tp, fullest(plan)) if steps else 0.05
-        inner._switch_cost = lambda move: TimeTaken(0.003, 0.002, 0.001)
+        inner.cost = lambda plan, steps: slow * steps * step_s(inner.tp, fullest(plan)) if steps else 0.05
+        inner.switch_cost = lambda move: TimeTaken(0.003, 0.002, 0.001)
         self.predictor = predictor()
         section = AdaptiveLayouts.Options(min_gain=0.0, cooldown=1, state="migrate").replace(**options)
         self.control = LayoutControl(self.engine, section, DEGREES, initial, self.predictor if predicts else None)
@@ -122,19 +121,10 @@ def test_a_draining_round_goes_up_and_the_next_one_starts_below():
         episode.decision for episode in world.control.switches
     ]
     picture = world.control.picture()
-    assert picture["points"][0][0] == 0
-    assert picture["points"][0][2] == 1
-    assert picture["points"][-1][2] == 4
+    assert (picture["points"][0][2], picture["points"][-1][2]) == (1, 4)
     assert [s["to_tp"] for s in picture["switches"]] == [to for _, to in ways]
     world.control.begin()
     assert world.control.tp == 1, "the way back, with no request live"
-
-
-def test_the_predictor_follows_the_machine():
-    world = World(LENGTHS, slow=1.5)
-    world.run()
-    assert 1.2 < world.predictor.ratio(1) < 1.5, "a tenth of the way with every plan"
-    assert 1 < world.control.end(0)["rollout/layout/step_correction"] < 1.5
 
 
 def test_decisions_survive_the_journal():
@@ -142,54 +132,8 @@ def test_decisions_survive_the_journal():
     world.run()
     for decision in [*world.written, Decision(3, None), Decision(4, world.written[0].switch, failed=True)]:
         assert Decision.from_json(decision.to_json() | {"step": 3, "kind": "layout", "key": [0, 1]}) == decision
-    for broken in ({"schema": 0}, {**world.written[0].to_json(), "schema": 9}):
-        with pytest.raises(ValueError, match="this version reads schema 1"):
-            Decision.from_json(broken)
-    switch = next(decision.switch for decision in world.written if decision.switch)
-    assert Switch.from_json(json.loads(json.dumps(switch.to_json() | {"step": 4, "key": [0, 1]}))) == switch
-    for broken in ({"schema": 1}, {**switch.to_json(), "schema": 9}):
-        with pytest.raises(ValueError, match=r"this version reads schema 1, with the fields dispatch, from_tp"):
-            Switch.from_json(broken)
-
-
-@pytest.mark.parametrize("crash", [3, 8, 12, 100])
-def test_a_round_that_runs_again_decides_the_same(crash: int):
-    """The second run's machine is eight times slower, which changes nothing up to the crash."""
-    first = World(LENGTHS)
-    first.run(plans=crash)
-    whole = World(LENGTHS)
-    whole.run()
-    whole.written.insert(1, Decision(whole.written[0].dispatch + 1, None))  # and one that stayed
-    for recorded in (first.written, whole.written):
-        again = World(LENGTHS, slow=8.0)
-        again.run(recorded)
-        again.check()
-        last = max((d.dispatch for d in recorded), default=-1)
-        assert all(decision.dispatch > last for decision in again.written), "what was written is not written twice"
-        switched = [e.decision for e in again.control.switches if e.decision.dispatch <= last]
-        assert switched == [d.switch for d in recorded if d.switch]
-    assert [e.decision for e in again.control.switches] == [d.switch for d in whole.written if d.switch]
-
-
-def test_expected_lengths_come_from_history(monkeypatch: pytest.MonkeyPatch):
-    world = World(LENGTHS, bound="expected")
-    history = world.control.history
-    assert history is not None
-    for length in (4, 6, 60):
-        history.add(length)
-    asked: list[float | None] = []
-    wants = LayoutSwitchRule.wants
-
-    def noted(rule: LayoutSwitchRule, now: Any) -> bool:
-        asked.extend(row.expected_remaining for rows in now.groups for row in rows)
-        return wants(rule, now)
-
-    monkeypatch.setattr(LayoutSwitchRule, "wants", noted)
-    world.run()
-    assert asked[0] == (4 + 6 + 60) / 3
-    assert any(value is not None and value != asked[0] for value in asked)
-    assert len(history._lengths) == 3 + len(LENGTHS)
-    world.check()
+    with pytest.raises(ValueError, match="this version reads schema 1"):
+        Decision.from_json({**world.written[0].to_json(), "schema": 9})
 
 
 def fail_once(executor: Any, *, usable: bool) -> None:
@@ -229,16 +173,6 @@ def test_a_switch_that_leaves_nothing_usable_ends_the_round():
         world.run()
 
 
-def test_long_rounds_keep_a_short_picture():
-    world = World([60, 60])
-    world.control.begin()
-    for i in range(5000):
-        world.control.after_plan(float(i))
-    points = world.control.picture()["points"]
-    assert len(points) <= MAX_TRACE + 1
-    assert points[-1][0] == 4999
-
-
 def first_switch() -> tuple[list[Decision], Switch]:
     """The decisions that a round writes up to its first switch, and that switch."""
     world = World(LENGTHS)
@@ -255,20 +189,6 @@ def test_a_run_that_leaves_its_journal_is_refused():
     match = rf"at dispatch {switch.dispatch} from tp 2: the run is at dispatch {switch.dispatch} with tp 1"
     with pytest.raises(ValueError, match=match):
         World(LENGTHS).run([*recorded[:-1], elsewhere])
-    world = World(LENGTHS)
-    world.control.begin("all", recorded[-1:])
-    world.engine.batcher.next_index += switch.dispatch + 1
-    with pytest.raises(ValueError, match=rf"the run is at dispatch {switch.dispatch + 1} with tp 1"):
-        world.control.before_plan()
-
-
-def test_the_journal_may_be_in_any_order():
-    first, again = World(CHAIN), World(CHAIN, slow=8.0)
-    first.run()
-    assert [decision.dispatch for decision in first.written if decision.switch] == [9, 13]
-    again.run(first.written[::-1])
-    assert [e.decision for e in again.control.switches] == [e.decision for e in first.control.switches]
-    assert again.completions == first.completions
 
 
 @pytest.mark.parametrize(("cooldown", "expected"), [(1, 11), (5, 14)])
@@ -278,15 +198,6 @@ def test_the_cooldown_counts_from_the_journals_last_switch(cooldown: int, expect
     assert [decision.dispatch for decision in first.written] == [9]
     again.run(first.written)
     assert [decision.dispatch for decision in again.written if decision.switch] == [expected]
-
-
-def test_a_journal_is_followed_without_a_rule_and_decides_nothing_more():
-    recorded, switch = first_switch()
-    world = World(LENGTHS, predicts=False)
-    world.run(recorded)
-    assert [episode.decision for episode in world.control.switches] == [switch]
-    assert world.written == []
-    world.check()
 
 
 def test_a_switch_that_lowers_tp_beside_a_planner_is_refused():
@@ -327,13 +238,7 @@ def test_a_round_starts_in_the_planners_degree_goes_up_and_returns():
     assert all(len(world.samples[key.prompt_index]) == length for key, length in world.lengths.items())
 
 
-def test_the_planner_alone():
-    world = World([], initial=2, predicts=False, planner=True)
-    assert run_round(world, preemptions=1) == ([2], 2)
-    assert run_round(world, preemptions=2) == ([2], 4)
-
-
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(st.lists(st.integers(0, 3), max_size=12), st.sampled_from([1, 2, 4]))
 def test_inside_a_round_tp_only_grows(preemptions: list[int], initial: int):
     world = World([], initial=initial, planner=True)
@@ -345,48 +250,12 @@ def test_inside_a_round_tp_only_grows(preemptions: list[int], initial: int):
         assert back == world.control.degree()
 
 
-def test_the_order_of_calls():
-    control = World([], initial=2, planner=True).control
-    with pytest.raises(AssertionError, match="no round has begun"):
-        control.before_plan()
-    with pytest.raises(AssertionError, match="no round has begun"):
-        control.end(0)
-    control.begin("short")
-    with pytest.raises(AssertionError, match=r"a 'long' round begins before the 'short' round has ended"):
-        control.begin("long")
-    control.end(5)
-    control.begin("long")
-    assert control.tp == 2
-
-
-def test_without_a_planner_every_round_starts_alike_and_may_go_down():
-    world = World([60] * 4, initial=4, direction="both")
-    for _ in range(2):
-        world.run(plans=3, kind="short")
-        assert [(e.decision.from_tp, e.decision.to_tp) for e in world.control.switches] == [(4, 1)]
-        world.engine.abort(world.engine.unfinished())
-        world.engine.drain()
-        world.control.cancel()
-        world.launch([60] * 4)
-    alone = World([], initial=2, predicts=False)
-    assert run_round(alone, 7) == ([2], 2)
-    assert alone.control.state_dict() == {"likely": "all", "lengths": []}
-
-
-def test_a_cancelled_round_teaches_the_planner_nothing():
-    world, other = World([], planner=True), World([], planner=True)
-    run_round(world, 1)
-    world.control.begin()
-    world.control.cancel()
-    other.control.load_state_dict(world.control.state_dict())
-    assert other.control.degree() == world.control.degree() == 1
-    assert run_round(other, 5)[1] == run_round(world, 5)[1] == 2
-
-
 def test_a_checkpoint_has_the_planner_the_lengths_and_the_correction():
     world, other = (World([], slow=1.5, planner=True, bound="expected") for _ in range(2))
     run_round(world, 3)
     run_round(world, 4)
+    world.control.begin()
+    world.control.cancel()  # which teaches the planner nothing
     other.control.load_state_dict(world.control.state_dict())
     assert other.control.degree() == world.control.degree() == 2
     assert other.predictor.ratio(1) == world.predictor.ratio(1) != 1

@@ -21,17 +21,11 @@ def make(degrees: tuple[int, ...] = DEGREES, initial: int = 2) -> TpPlanner:
         ([10], [2]),  # nothing to compare with
         ([100, 105], [2, 2]),  # 105 is 1.05 x 100, not more
         ([100, 106], [2, 4]),
-        ([100, 106, 110], [2, 4, 4]),  # 1.05 x 106 = 111.3
-        ([100, 106, 112], [2, 4, 8]),
         ([100, 106, 112, 118], [2, 4, 8, 8]),  # 118 > 117.6, and 8 is the largest
         ([100, 50, 53], [2, 2, 4]),  # against the round before, which had 50: 53 > 52.5
         ([0, 1], [2, 4]),  # from none to some
-        ([0, 0, 0, 0], [2, 2, 2, 1]),
-        ([0, 0, 0, 0, 0, 0, 0, 0], [2, 2, 2, 1, 1, 1, 1, 1]),  # 1 is the smallest
-        ([0, 0, 0, 1, 0, 0, 0], [2, 2, 2, 4, 4, 4, 4]),  # three quiet ones twice are not four in a row
         ([0, 0, 0, 1, 0, 0, 0, 0], [2, 2, 2, 4, 4, 4, 4, 2]),
         ([5, 6, 0, 0, 0, 0, 0, 0, 0, 0], [2, 4, 4, 4, 4, 2, 2, 2, 2, 1]),  # each halving takes four of its own
-        ([0, 0, 0, 0, 3], [2, 2, 2, 1, 2]),  # halved, and back
         ([7, 7, 7, 7, 7], [2, 2, 2, 2, 2]),
     ],
 )
@@ -49,11 +43,6 @@ def test_kinds_of_rounds_are_compared_with_their_like_by_the_papers_rule():
     assert [planner.observe(count, kind) for kind, count in rounds] == [2, 2, 2, 2, 4, 2]
     assert (planner.degree("short"), planner.degree("long"), planner.degree("other")) == (2, 4, 2)
     assert [mixed.observe(count) for _, count in rounds] == [2, 2, 2, 4, 4, 8]
-
-
-def test_tp_stays_on_allowed_degrees():
-    odd = make((1, 3, 6), 1)
-    assert [odd.observe(count) for count in (1, 2, 4, 0, 0, 0, 0)] == [1, 3, 6, 6, 6, 6, 3]
 
 
 @settings(deadline=None)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import html
-import json
 import re
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +41,6 @@ def write(folder: Path, last_step: int = -1, steps: tuple[int, ...] = (1, 2, 3),
     log.close()
 
 
-def test_lines_of_steps_that_run_again_are_dropped(tmp_path: Path):
-    write(tmp_path)
-    (tmp_path / FILE_NAME).write_bytes((tmp_path / FILE_NAME).read_bytes() + b'{"step": 4, "cut o')
-    assert [each["step"] for each in read_layouts(tmp_path)] == [1, 2, 3]
-    write(tmp_path, last_step=1, steps=(2,))
-    found = read_layouts(tmp_path)
-    assert [each["step"] for each in found] == [1, 2]
-    assert found[1]["switches"] == [SWITCH]
-
-
 def test_the_picture_has_the_rows_and_the_degrees(tmp_path: Path):
     write(tmp_path, steps=(1, 2, 3, 4, 5))
     page = layouts_section(read_layouts(tmp_path))
@@ -69,40 +57,6 @@ def test_the_picture_has_the_rows_and_the_degrees(tmp_path: Path):
     expected = ("4 switches in 4 of 5 rounds.", "tp 1", "tp 4", "16", "1 to 4", "migrated", "1,280", "21 ms", "34 ms")
     assert [words for words in (*expected, *COLUMNS) if words not in text] == []
     assert "synthetic" not in text
-
-
-def test_a_made_up_profile_is_called_so(tmp_path: Path):
-    write(tmp_path, steps=(3,), source="synthetic")
-    text = layouts_section(read_layouts(tmp_path))
-    assert "0 switches in 0 of 1 rounds." in text
-    assert "made up to try switches out, not measured" in text
-
-
-def test_a_switch_that_failed_says_so(tmp_path: Path):
-    log = LayoutLog(tmp_path / FILE_NAME, 0)
-    log.write(1, 0, "short", "measured", {"points": [], "switches": [SWITCH | {"failed": True, "step_s": None}]})
-    log.close()
-    text = layouts_section(read_layouts(tmp_path))
-    assert "failed, recomputed" in text
-    assert "no plan was run" in text
-    assert "Step 1, short" in text
-
-
-def test_the_page_of_a_run(tmp_path: Path):
-    (tmp_path / "run.json").write_text(json.dumps({"config": {}}))
-    assert "<h2>Layout</h2>" not in write_report(tmp_path, parts=page_parts()).read_text()
-    write(tmp_path)
-    assert "<h2>Layout</h2>" in write_report(tmp_path, parts=page_parts()).read_text()
-
-
-def test_a_number_that_is_not_finite_is_one_that_is_not_known(tmp_path: Path):
-    with closing(LayoutLog(tmp_path / FILE_NAME, 0)) as log:
-        switch = SWITCH | {"cost_s": float("nan"), "step_s": float("inf")}
-        log.write(1, 0, "short", "measured", {"points": POINTS, "switches": [switch]})
-    assert "NaN" not in (tmp_path / FILE_NAME).read_text()
-    (found,) = read_layouts(tmp_path)
-    assert found["switches"] == [switch | {"cost_s": None, "step_s": None}]
-    assert "–" in layouts_section([found])
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ checkpoint holds goes to each."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,16 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from adaptive_runs import LARGE, WORKLOAD, config
+from adaptive_runs import LARGE, WORKLOAD, config, run
 
 from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 from jaxrl.record.journal import Journal
 from jaxrl.runtime.simulation import build
-from jaxrl.scheduling.mechanism import RoundEnd
-from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import H100
-from jaxrl.types import Sample, SampleKey
 
 
 def switches(num_workers: int, journal: Journal, **layout: Any) -> list[list[Any]]:
@@ -63,12 +59,9 @@ def test_a_round_that_runs_again_switches_as_the_journal_says(num_workers: int, 
             assert switches(num_workers, found, min_gain=0.9) == expected
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4)])
-def test_decisions_of_another_number_of_workers_are_not_repeated(
-    before: int, after: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_decisions_of_another_number_of_workers_are_not_repeated(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     """Their rows are not those of this run. It decides anew, and says so once."""
-    path = tmp_path / "journal.jsonl"
+    path, before, after = tmp_path / "journal.jsonl", 2, 1
     with closing(Journal(path, 0)) as journal:
         assert any(switches(before, journal))
     with closing(Journal(path, 0)) as journal:
@@ -102,69 +95,17 @@ def test_no_worker_decides_before_the_last_known_decision_has_been_repeated():
     assert asked == [(0, False), (1, False), (0, True), (1, True)]
 
 
-class Control:
-    """Of a worker that has ended a round and has a state."""
+@pytest.mark.parametrize("after", [1, 4])
+def test_a_checkpoint_goes_to_as_many_workers_as_there_are(after: int):
+    made = config(planner=True)
 
-    def __init__(self, metrics: dict[str, float], state: dict[str, Any]) -> None:
-        self.metrics, self.state, self.heard = metrics, state, list[Any]()
-        self.switches, self.predictor = [], None
+    def planners(num_workers: int, state: str | None = None) -> Any:
+        rollout = made.rollout.replace(num_workers=num_workers, num_blocks=300, max_num_seqs=4)
+        simulation, metrics, _, saved = run(made.replace(rollout=rollout), state)
+        return simulation.run.mechanism(AdaptiveLayouts).controls, metrics, saved
 
-    def end(self, preemptions: int) -> dict[str, float]:
-        self.heard.append(preemptions)
-        return self.metrics
-
-    def finished(self, length: int) -> None:
-        self.heard.append(length)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.heard.append(state)
-
-
-def sessions_of(controls: Sequence[Control]) -> AdaptiveLayouts:
-    tracer: Any = None
-    found: list[Any] = list(controls)
-    return AdaptiveLayouts(found, lambda: 0.0, tracer, None, None)
-
-
-def ended(sessions: AdaptiveLayouts, *preemptions: int) -> dict[str, float]:
-    """The metrics of a round of these workers alone."""
-    return sessions.round_ends(RoundEnd([Counters(preemptions=count) for count in preemptions], None))
-
-
-def test_metrics_add_up_or_are_means():
-    controls = [
-        Control({"rollout/layout/switches": 2, "rollout/layout/final_tp": 4, "rollout/layout/cost_s": 1.5}, {}),
-        Control({"rollout/layout/switches": 0, "rollout/layout/final_tp": 1}, {}),
-    ]
-    assert ended(sessions_of(controls), 7, 9) == {
-        "rollout/layout/switches": 2,
-        "rollout/layout/final_tp": 2.5,
-        "rollout/layout/cost_s": 1.5,
-    }
-    assert [each.heard for each in controls] == [[7], [9]], "each planner hears of its own preemptions"
-    alone = Control({"rollout/layout/final_tp": 4}, {})
-    assert ended(sessions_of([alone]), 3) is alone.metrics
-
-
-def test_every_worker_hears_of_every_length():
-    controls = [Control({}, {}) for _ in range(3)]
-    zeros = np.zeros(55, np.int32)
-    sample = Sample(SampleKey(0, 0, 0), zeros, zeros, zeros, zeros, "stop")
-    sessions_of(controls).on_finished([sample], is_stopping=False)
-    assert [each.heard for each in controls] == [[55]] * 3
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "expected"),
-    [(1, 1, ["a"]), (2, 2, ["a", "b"]), (1, 3, ["a", "a", "a"]), (2, 3, ["a", "b", "a"]), (3, 1, ["a"])],
-)
-def test_a_checkpoint_goes_to_as_many_workers_as_there_are(before: int, after: int, expected: list[str]):
-    saved = sessions_of([Control({}, {"of": name}) for name in "abc"[:before]]).state_dict()
-    assert json.loads(json.dumps(saved)) == saved
-    assert (saved == {"of": "a"}) == (before == 1), "one worker's is as it was before there were several"
-    controls = [Control({}, {}) for _ in range(after)]
-    sessions_of(controls).load_state_dict(saved)
-    assert [each.heard for each in controls] == [[{"of": name}] for name in expected]
+    two, metrics, saved = planners(2)
+    assert metrics[4]["rollout/layout/final_tp"] == np.mean([control.tp for control in two])
+    degrees = [control.degree() for control in two]
+    resumed, _, _ = planners(after, saved[4])
+    assert [control.degree() for control in resumed] == [degrees[worker % 2] for worker in range(after)]

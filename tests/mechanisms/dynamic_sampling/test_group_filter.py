@@ -44,10 +44,7 @@ def by_metric(metric: str) -> BatchRule:
     ("metric", "first", "second", "expected"),
     [
         ("reward", (0.0, {}), (1.0, {}), True),
-        ("score", (0.5, {"score": 1}), (0.5, {"score": 2}), False),
-        ("seq_reward", (0.5, {}), (0.0, {}), True),
         ("acc", (0.1, {"acc": True}), (0.9, {"acc": True}), False),  # a length penalty alone teaches nothing here
-        ("acc", (0.5, {"acc": 0}), (0.5, {"acc": 1}), True),
         ("answer", (0.0, {"answer": "7"}), (0.0, {"answer": "8"}), True),
     ],
 )
@@ -85,16 +82,10 @@ def test_a_function_of_the_users_decides(tmp_path: Path):
     assert not kept(named, *verdicts)
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        (SEES + "return 1 / 0", r"filters\.py: keep_group failed on prompt \(0, 0\) with ZeroDivisionError"),
-        (SEES + "return None", r"filters\.py: keep_group must return True or False, found None"),
-    ],
-)
-def test_mistakes_in_the_function_stop_the_run_and_name_the_file(tmp_path: Path, source: str, message: str):
-    with pytest.raises(ValueError, match=message):
-        kept(own(tmp_path, source), said(key(0, 0), 0.0), said(key(0, 1), 1.0))
+def test_mistakes_in_the_function_stop_the_run_and_name_the_file(tmp_path: Path):
+    rule = own(tmp_path, SEES + "return 1 / 0")
+    with pytest.raises(ValueError, match=r"filters\.py: keep_group failed on prompt \(0, 0\) with ZeroDivisionError"):
+        kept(rule, said(key(0, 0), 0.0), said(key(0, 1), 1.0))
 
 
 def test_a_file_or_function_that_is_not_there_is_refused_before_the_run(tmp_path: Path):
@@ -103,10 +94,6 @@ def test_a_file_or_function_that_is_not_there_is_refused_before_the_run(tmp_path
     (tmp_path / "b").mkdir()
     with pytest.raises(ConfigError, match=r"must take \(data_source, rewards, infos, responses, extra_info\)"):
         own(tmp_path / "b", "def keep_group(rewards): return True")
-    with pytest.raises(ConfigError, match=r"algorithm\.filter_groups\.path: no such file"):
-        configured(path=str(tmp_path / "none.py"))
-    with pytest.raises(ConfigError, match=r"path and algorithm\.filter_groups\.metric \(acc\) exclude each other"):
-        own(tmp_path, SEES + "return True", metric="acc")
 
 
 def test_prompts_are_launched_by_the_generation_batch():

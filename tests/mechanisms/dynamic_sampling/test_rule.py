@@ -59,27 +59,13 @@ def run(rule: BatchRule, seed: int, percent: int, steps: int = 6) -> tuple[float
 
 def test_a_round_with_filtered_groups_takes_little_longer_and_generates_little_more():
     """Sixty percent are filtered: one replacement after the other took five times as long."""
-    filtered, launched, plain = [], [], []
-    for seed in range(5):
-        plain.append(run(fresh_batches(16, 8), seed, 60)[0])
-        ticks, prompts = run(fresh_batches(16, 8, **filtering()), seed, 60)
-        filtered.append(ticks)
-        launched.append(prompts)
-    assert fmean(filtered) <= 1.5 * fmean(plain)
-    assert fmean(launched) <= 1.3 * 16 / (1 - 0.6)
+    plain, _ = zip(*(run(fresh_batches(16, 8), seed, 60) for seed in range(2)), strict=True)
+    ticks, prompts = zip(*(run(fresh_batches(16, 8, **filtering()), seed, 60) for seed in range(2)), strict=True)
+    assert fmean(ticks) <= 1.5 * fmean(plain)
+    assert fmean(prompts) <= 1.3 * 16 / (1 - 0.6)
 
 
-def test_long_rounds_launch_ahead_as_well():
-    options = TailBatching.Options(enable=True, prompt_factor=1.25, response_factor=1.25)
-    plain, filtered = [], []
-    for seed in range(2):
-        plain.append(run(TailBatching(BatchSettings(16, 8), options), seed, 60, 8)[0])
-        filtered.append(run(TailBatching(BatchSettings(16, 8, **filtering()), options), seed, 60, 8)[0])
-    assert fmean(filtered) <= 2 * fmean(plain)
-
-
-@pytest.mark.parametrize("response_factor", [1.0, 1.5])
-def test_launching_ahead_does_not_choose_by_length(response_factor: float):
+def test_launching_ahead_does_not_choose_by_length():
     """Half of the prompts have long responses, and what is filtered does not depend on it. Neither may a prompt race,
     which nothing asked for, nor may short groups be judged more often than long ones."""
     num_long = num_trained = 0
@@ -96,23 +82,13 @@ def test_launching_ahead_does_not_choose_by_length(response_factor: float):
             plan_tokens=40,
             asks_certain=False,
         )
-        options = OverProvisioning.Options(enable=True, prompt_factor=1.0, response_factor=response_factor)
+        options = OverProvisioning.Options(enable=True, prompt_factor=1.0, response_factor=1.5)
         rule = OverProvisioning(BatchSettings(16, 2, **filtering()), options)
-        training = FakeTraining(rule, FakePrompts(10_000), played, 40)
-        for group in (group for _ in range(40) for group in training.run_step().groups):
+        training = FakeTraining(rule, FakePrompts(10_000), played, 25)
+        for group in (group for _ in range(25) for group in training.run_step().groups):
             num_long += len(group.samples[0]) > 100
             num_trained += 1
     assert abs(num_long / num_trained - 0.5) < 0.015, num_long / num_trained
-
-
-def test_where_nothing_is_filtered_nothing_is_launched_ahead():
-    for seed in range(3):
-        rules = fresh_batches(16, 4, **filtering()), fresh_batches(16, 4)
-        trainings = [FakeTraining(rule, FakePrompts(1000), rollout(seed, 0), None) for rule in rules]
-        for _ in range(3):
-            batches = [batch_keys(training.run_step().groups) for training in trainings]
-            assert batches[0] == batches[1]
-        assert trainings[0].rollout.num_drawn == trainings[1].rollout.num_drawn
 
 
 def test_the_share_follows_what_is_judged():

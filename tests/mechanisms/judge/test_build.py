@@ -23,7 +23,7 @@ from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import load_model
 from jaxrl.models.lora import Lora, adapters_alone, with_adapters
-from jaxrl.models.peft import CONFIG, export_adapter, merged_params
+from jaxrl.models.peft import export_adapter, merged_params
 from jaxrl.models.safetensors import export_hf
 from jaxrl.models.shapes import SHAPES
 from jaxrl.models.streaming import HOST
@@ -53,8 +53,7 @@ class MadeError(Exception):
     """With what a judge's executor is made of: no weights are read."""
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 8])
-@pytest.mark.parametrize("model", [SMOLLM2, QWEN], ids=["smollm2", "qwen"])
+@pytest.mark.parametrize(("model", "num_devices"), [(SMOLLM2, 1), (QWEN, 8)], ids=["smollm2", "qwen"])
 def test_planned_bytes_are_those_of_the_arrays(model: ModelConfig, num_devices: int, monkeypatch: pytest.MonkeyPatch):
     def stop(*of_executor: Any) -> None:
         raise MadeError(*of_executor)
@@ -76,50 +75,13 @@ def test_planned_bytes_are_those_of_the_arrays(model: ModelConfig, num_devices: 
     assert plan.parts["judge: buffers of two layers"] == 2 * plan.layer_bytes
 
 
-def test_layers_stay_as_memory_allows():
-    """More memory keeps more layers, longer inputs fewer, and a budget is kept."""
-    counts = [judge_memory(config(max_memory_gib=gib), QWEN, 1).resident_layers for gib in (4, 6, 8, 12, 20)]
-    assert counts == sorted(counts)
-    assert (counts[0], counts[-1]) == (2, 28)
-    longer = judge_memory(config(max_memory_gib=8, max_prompt_tokens=16000), QWEN, 1)
-    shorter = judge_memory(config(max_memory_gib=8), QWEN, 1)
-    assert longer.resident_layers < shorter.resident_layers
-    for plan in (longer, shorter):
-        assert sum(plan.parts.values()) - plan.parts["judge: logits"] <= 8 << 30
-
-
-def test_half_of_the_weights_without_a_budget():
-    plan = judge_memory(config(), QWEN, 1)
-    stays = plan.parts["judge: weights that stay"] + plan.parts["judge: buffers of two layers"]
-    assert plan.host_bytes / 2 - plan.layer_bytes < stays <= plan.host_bytes / 2
-    assert plan.num_blocks == 4 * 64 + 1
-
-
-def test_little_memory_makes_the_pool_small_before_it_is_refused():
-    whole = judge_memory(config(max_memory_gib=3), QWEN, 1)
-    assert whole.resident_layers == 0
-    with pytest.raises(ValueError, match=r"reward\.judge\.max_memory_gib \(2, .*must be at least \d+ bytes"):
-        judge_memory(config(max_memory_gib=2), QWEN, 1)
-    tight = judge_memory(config(max_memory_gib=3, max_num_seqs=4096), QWEN, 1)
-    assert 65 <= tight.num_blocks < 4096 * 64
-    with pytest.raises(ValueError, match=r"reward\.judge\.resident_layers \(29\) must be at most .*\(28\)"):
-        judge_memory(config(resident_layers=29), QWEN, 1)
-
-
-def test_a_reward_model_has_no_logits():
-    model = replace(SMOLLM2, scalar_head=True)
-    assert judge_memory(config(), model, 1).parts["judge: logits"] == 0
-
-
-@pytest.mark.parametrize("mixed", [False, True])
-def test_beside_gradients_on_a_freed_device(tmp_path: Path, mixed: bool):
-    """The judge goes on with all devices, so those that are freed hold it as well; domains of other kinds or not."""
+def test_beside_gradients_on_a_freed_device(tmp_path: Path):
+    """The judge goes on with all devices, so those that are freed hold it as well."""
     model = f"random:{write_tiny_model(tmp_path)}"
     stream = {"trainer": {"stream": {"enable": True}}, "rollout": {"num_workers": 2}}
     (plain,) = explain(sizes(**stream), SMOLLM2, 4).memory.freed
     judge = {"model": model, "max_prompt_tokens": 1000}
-    reward = {"domains": {"words": {"kind": "judge"}}} if mixed else {"kind": "judge"}
-    c = sizes(reward=reward | {"judge": judge}, **stream)
+    c = sizes(reward={"domains": {"words": {"kind": "judge"}}, "judge": judge}, **stream)
     e = explain(c, SMOLLM2, 4)
     plan = e.memory
     (judge_part,), (freed,) = plan.beside, plan.freed
@@ -164,9 +126,3 @@ def test_adapters_are_merged_before_the_type_is_the_judges(tmp_path: Path):
     assert len(found) == len(whole)
     assert all(np.array_equal(one, other) for one, other in zip(found, whole, strict=True))
     assert sum(not np.array_equal(one, other) for one, other in zip(found, plain, strict=True)) >= 2 * base.num_layers
-
-
-def test_a_folder_without_adapters_is_refused(tmp_path: Path):
-    folder = write_tiny_model(tmp_path / "base")
-    with pytest.raises(ValueError, match=f"{tmp_path}/none/{CONFIG}: no such file; a folder of adapters"):
-        weights_of(model=f"random:{folder}", lora_adapter_path=str(tmp_path / "none"))

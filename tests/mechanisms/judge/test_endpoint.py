@@ -18,25 +18,21 @@ from chat_server import (
     closes,
     hangs,
     huge,
-    no_http,
     raw,
     raw_status,
     says,
-    sends,
     status,
     trickles,
-    trickles_headers,
 )
 
-from jaxrl.config import ConfigError, from_mapping
+from jaxrl.config import from_mapping
 from jaxrl.config.domains import domains
 from jaxrl.mechanisms.judge import Judge
 from jaxrl.mechanisms.judge.endpoint import EndpointJudge, join_endpoint, verdict_seed
-from jaxrl.processes.endpoint_client import api_key
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.reward_pool import RewardPool, build_pool
 from jaxrl.scheduling.rounds.events import Verdict
-from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
+from jaxrl.types import Prompt, Sample, SampleKey
 
 KEY = "sk-very/secret=1"
 
@@ -118,15 +114,9 @@ def test_variables_of_the_servers_chat_template():
     ("behaviour", "counted"),
     [
         (status(500), None),
-        (status(503), None),
         (status(429), "throttled"),
         (closes, None),
-        (no_http, None),
-        (raw(b"<html>"), "garbled"),
-        (raw(b""), "garbled"),
         (raw(b"[" * 100_000), "garbled"),
-        (sends({"choices": []}), "garbled"),
-        (sends([1]), "garbled"),
         (says(None), "garbled"),
     ],
 )
@@ -146,14 +136,10 @@ def test_sent_again_until_it_answers(behaviour: Behaviour, counted: str | None):
     ("behaviour", "wanted", "error", "requests"),
     [
         (status(500, "down"), "crash", "status 500: down", 3),
-        (closes, "crash", "it broke the connection off: ", 3),
         (status(400, "too long"), "error", "status 400: too long", 1),
-        (status(404), "error", "status 404: no", 1),
         (status(302, Location="http://127.0.0.1:1/"), "error", "status 302", 1),
         (status(429, Retry_After="100000"), "crash", "asks to be left alone for 100000 s", 1),
         (raw(b"?"), "error", "its answer is not JSON", 3),
-        (sends({"choices": [{"text": "old"}]}), "error", "its answer has no choices[0].message.content", 3),
-        (says(None), "error", "(raise reward.judge.max_tokens; turn thinking off in", 3),
         (huge, "error", "its answer is larger than 4 MiB", 1),
         (says("no idea"), "error", "none of 1 verdicts of the judge holds a score", 1),
     ],
@@ -171,7 +157,7 @@ def test_what_a_failure_costs(behaviour: Behaviour, wanted: str, error: str, req
         assert pool.take_metrics()[f"reward/{ {'crash': 'crashes', 'error': 'errors'}[wanted] }"] == 2
 
 
-@pytest.mark.parametrize("behaviour", [hangs, trickles, trickles_headers])
+@pytest.mark.parametrize("behaviour", [hangs, trickles])
 def test_late(behaviour: Behaviour):
     with judge_at(default=behaviour, request_timeout_s=0.1, max_retries=1) as (_, pool):
         (verdict,) = verdicts(pool)
@@ -182,21 +168,6 @@ def test_late(behaviour: Behaviour):
         assert (measured["reward/judge/late"], measured["reward/timeouts"]) == (2, 1)
 
 
-def test_waiting_for_a_turn_is_no_part_of_a_verdicts_seconds():
-    def slow(handler: Any) -> None:
-        time.sleep(0.3)
-        says("Score: 7")(handler)
-
-    with judge_at(default=slow, max_requests=1) as (_, pool):
-        came = verdicts(pool, 4)
-        assert [verdict.status for verdict in came] == ["ok"] * 4
-        assert all(0.3 <= verdict.duration_s < 0.6 for verdict in came)
-        measured = pool.take_metrics()
-        assert measured["reward/judge/waited_s"] >= 0.3 + 0.6 + 0.9
-        assert 1.2 <= measured["reward/seconds"] < 2.4
-        assert pool.take_metrics()["reward/judge/waited_s"] == 0
-
-
 def test_retry_after_holds_all_requests_back():
     waits = list[float]()
     with judge_at([status(429, Retry_After="20")], waits=waits, max_requests=1) as (_, pool):
@@ -205,19 +176,6 @@ def test_retry_after_holds_all_requests_back():
         assert resent == 1.0
         assert all(0 < wait <= 20 for wait in held_back)
         assert held_back[-1] > 1.0
-
-
-def test_rate_limit():
-    waits = list[float]()
-    with judge_at(waits=waits, requests_per_minute=0.6) as (_, pool):
-        verdicts(pool, 4)
-        assert [round(wait / 100) for wait in waits] == [1, 2, 3]
-
-
-def test_at_most_so_many_at_once():
-    with judge_at(max_requests=3) as (server, pool):
-        assert all(verdict.status == "ok" for verdict in verdicts(pool, 20))
-        assert 1 <= server.most_busy <= 3
 
 
 def test_several_verdicts_on_a_sample():
@@ -235,10 +193,10 @@ def test_several_verdicts_on_a_sample():
 
 def test_seeds_depend_on_keys():
     key = SampleKey(1, 2, 3, 4)
-    assert verdict_seed(0, key, 0) == verdict_seed(0, SampleKey(1, 2, 3, 4), 0)
-    others = [(1, key, 0), (0, key, 1), (0, replace(key, attempt=5), 0), (0, replace(key, sample_index=0), 0)]
-    assert len({verdict_seed(*each) for each in [(0, key, 0), *others]}) == 5
-    assert all(0 <= verdict_seed(*each) < 2**31 for each in others)
+    others = [(0, key, 0), (1, key, 0), (0, key, 1), (0, replace(key, attempt=5), 0), (0, replace(key, epoch=0), 0)]
+    seeds = {verdict_seed(*each) for each in others}
+    assert len(seeds) == 5
+    assert all(0 <= seed < 2**31 for seed in seeds)
 
 
 def test_cancelled_samples_have_no_verdict():
@@ -274,10 +232,7 @@ def test_close_while_requests_hang():
             status(401, f"bad key {KEY}"),
             "reward.judge.api_key_env (JUDGE_KEY) is refused by {url}: status 401: bad key ***",
         ),
-        (status(403), "reward.judge.api_key_env (JUDGE_KEY) is refused by {url}: status 403: no"),
         (status(404), "reward.judge.endpoint ({url}): no chat completions there, or no model 'm': status 404: no"),
-        (status(400, "no!"), "reward.judge.endpoint ({url}): status 400: no!"),
-        (raw(b"<html>hello"), "reward.judge.endpoint ({url}): its answer is not JSON"),
     ],
 )
 def test_refused_at_the_start(behaviour: Behaviour, sentence: str, monkeypatch: pytest.MonkeyPatch):
@@ -289,34 +244,6 @@ def test_refused_at_the_start(behaviour: Behaviour, sentence: str, monkeypatch: 
         assert [each["key"] for each in server.seen] == [f"Bearer {KEY}"]
 
 
-def test_an_endpoint_without_v1_is_told_of_it():
-    with chat_server(default=status(404)) as server:
-        pool = pool_of(server, endpoint=server.url.removesuffix("/v1"))
-        with pytest.raises(ValueError, match=r"no chat completions there \(most servers have them under /v1\), or no"):
-            pool.warm()
-
-
-def test_out_of_order_at_the_start():
-    loading = judge_at(default=status(503, "loading"))
-    with loading as (server, pool), pytest.raises(RunFailed, match="status 503: loading"):
-        pool.warm()
-    with pytest.raises(ValueError, match=r"reward\.judge\.endpoint \(http.*\): it cannot be reached: "):
-        pool_of(server).warm()  # nothing listens there any more
-
-
-@pytest.mark.parametrize(
-    ("environment", "sentence"),
-    [
-        ({}, "the environment has no variable 'K'"),
-        ({"K": " "}, "the variable 'K' holds no key"),
-        ({"K": "a\nb"}, "the variable 'K' holds no key"),
-    ],
-)
-def test_keys_that_are_none(environment: dict[str, str], sentence: str):
-    with pytest.raises(ValueError, match=rf"reward\.judge\.api_key_env: {sentence}"):
-        api_key("reward.judge", "K", environment)
-
-
 def echoes(handler: Handler) -> None:
     """The request's headers, as the judge's words."""
     says(f"Score: 7. You sent {json.dumps(dict(handler.headers.items()))}")(handler)
@@ -326,24 +253,16 @@ def echoes_in_headers(handler: Handler) -> None:
     handler.reply(b'{"choices": [{"message": {"content": "7"}}]}', X_Sent=handler.headers["Authorization"])
 
 
-def echoes_as_reason(handler: Handler) -> None:
-    handler.send_response(500, handler.headers["Authorization"])
-    handler.send_header("Content-Length", "0")
-    handler.end_headers()
-
-
 @pytest.mark.parametrize(
     ("behaviour", "told"),
     [
         (status(400, f"I saw {KEY}"), "status 400: I saw ***"),
         (status(500, base64.b64encode(KEY.encode()).decode()), "status 500: ***"),
         (status(500, f"/v1?key={quote(KEY, safe='')}"), "status 500: /v1?key=***"),
-        (raw_status(500, " " * 4090 + KEY), "status 500: ***"),
         (raw_status(500, "{" + "".join(f"\\u{ord(each):04x}" for each in KEY)), "status 500: {***"),
         (status(500, "ask http://me:PASS@127.0.0.1/"), "status 500: ask http://***@127.0.0.1/"),
         (echoes, '"Authorization": "Bearer ***"'),
         (echoes_in_headers, ""),
-        (echoes_as_reason, "status 500"),
     ],
 )
 def test_the_key_is_never_recorded(
@@ -365,8 +284,6 @@ def test_the_key_is_never_recorded(
     ("endpoint", "by_proxy"),
     [
         ("http://127.0.0.1:{port}/v1", False),
-        ("http://localhost:{port}/v1", False),
-        ("http://0.0.0.0:{port}/v1", False),
         ("http://judge.invalid/v1", True),
     ],
 )
@@ -386,14 +303,11 @@ def test_a_proxy_hears_nothing_of_this_machine(endpoint: str, by_proxy: bool, mo
     assert (len(server.seen), len(proxy.seen)) == ((0, 1) if by_proxy else (1, 0))
 
 
-def test_a_field_that_no_prompt_has_is_refused_with_the_first_sample():
-    no_such = pytest.raises(ConfigError, match=r"the field \{rubric\} is no column of the data")
-    with judge_at(prompt="{response} {rubric}") as (_, pool), no_such:
-        pool.submit(*sample(0))
+def test_a_row_without_a_field_of_the_prompt_costs_itself_alone():
     with judge_at(prompt="{response} {answer}") as (_, pool):
         pool.submit(*sample(0))
         prompt, other = sample(1)
-        pool.submit(replace(prompt, answer=None), other)  # a row of its own making costs itself alone
+        pool.submit(replace(prompt, answer=None), other)
         found: dict[SampleKey, Verdict] = {}
         while pool.num_pending:
             found |= {verdict.key: verdict for verdict in pool.wait(1.0)}

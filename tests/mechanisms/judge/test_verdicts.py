@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tiny import write_tiny_model
 
@@ -14,7 +13,6 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.mechanisms.judge import Judge, template_fields
 from jaxrl.mechanisms.judge.verdicts import MAX_KEPT_CHARS, JudgeText, Scalars, WrittenVerdicts
 from jaxrl.rewards.scorers import ScoreRequest
-from jaxrl.types import Sample, SampleKey
 
 REQUEST = ScoreRequest(
     "essays", "I say {answer} and {{question}} \\boxed{4}.", "4", {"question": "2+2?", "level": 3, "tags": ["a", "ü"]}
@@ -40,20 +38,10 @@ def test_default_prompt_holds_question_answer_and_response():
         ("<{answer}> {source} {level} {tags}", '<4> essays 3 ["a", "ü"]'),
         (r"\boxed{} {} { answer } {'a': {'b': 1}} {0}", r"\boxed{} {} { answer } {'a': {'b': 1}} {0}"),
         ("{{answer}} is {answer}", "{answer} is 4"),
-        ("问题{question}。", "问题2+2?。"),
     ],
 )
 def test_template(template: str, content: str):
     assert text(prompt=template).ask(REQUEST) == [{"role": "user", "content": content}]
-
-
-def test_system_message_is_sent_as_it_is():
-    messages = text(prompt="{answer}", system_prompt="Be strict: {answer}").ask(REQUEST)
-    assert messages == [{"role": "system", "content": "Be strict: {answer}"}, {"role": "user", "content": "4"}]
-
-
-def test_question_is_the_whole_prompt_where_there_is_no_other():
-    assert text(prompt="{question}").ask(ScoreRequest("s", "r", None, {"prompt": "all"}))[0]["content"] == "all"
 
 
 def test_unknown_fields_are_refused():
@@ -70,11 +58,9 @@ def test_unknown_fields_are_refused():
         ("Fine.\nScore: 7", 0.7),
         ("Score: 2, no: **Score:** 8.5/10", 0.85),
         ("score:10.", 1.0),
-        ("Score: 11", None),
         ("Score: -1", None),
         ("Score: 3 ... Score: 30", None),  # the last one counts, and it is none
         ("I cannot tell.", None),
-        ("", None),
     ],
 )
 def test_score(verdict: str, score: float | None):
@@ -87,12 +73,6 @@ def test_score_by_a_pattern_of_ones_own():
         0.75,
         *[None] * 5,
     ]
-
-
-def test_mean_of_those_that_can_be_read():
-    reward, info = text().read(["Score: 4", "who knows", "Score: 10"])
-    assert reward == pytest.approx(0.7)
-    assert info == {"judge": ["Score: 4", "who knows", "Score: 10"], "scores": [0.4, None, 1.0], "unparsed": 1}
 
 
 def test_nothing_to_read_is_an_error():
@@ -111,15 +91,8 @@ def test_kept_text_is_bounded_and_keeps_its_end():
 @pytest.mark.parametrize(
     "verdict",
     [
-        *("Score:" * 20_000, "Score:" + " " * 100_000, "score:" + "*" * 100_000, "-1" * 50_000),
-        *("score (" * 20_000, 'score"' * 20_000, "score\n" * 20_000, "Score: [" * 20_000, "Score: " + "9" * 100_000),
-        *(
-            "Score: \\(" * 20_000,
-            "max score: 1" * 10_000,
-            "Score: 1" + "*" * 100_000 + "/5",
-            "Score: 1" + " " * 100_000 + "/ 5",
-        ),
-        *("Score: 8 to 9 " * 10_000, "Score: 8" + " " * 100_000 + "to 9"),
+        *("Score:" * 20_000, "Score:" + " " * 100_000, "score (" * 20_000, "Score: " + "9" * 100_000),
+        *("Score: \\(" * 20_000, "Score: 1" + " " * 100_000 + "/ 5", "Score: 8 to 9 " * 10_000),
     ],
 )
 def test_the_default_pattern_is_linear(verdict: str):
@@ -182,12 +155,6 @@ def test_a_cut_does_not_join_halves_of_a_special_token(tokenizer):
         assert ids.count(2) == 1, size
 
 
-def test_what_is_too_long_without_a_response_is_an_error(tokenizer):
-    reading = WrittenVerdicts(JUDGE.replace(max_prompt_tokens=20), tokenizer, ())
-    with pytest.raises(ValueError, match=r"reward\.judge\.max_prompt_tokens \(20\) must hold"):
-        reading.ids(asked("4"))
-
-
 def test_a_reward_model_reads_a_conversation_up_to_the_pad_tokens(tokenizer):
     reading = Scalars(JUDGE, tokenizer)
     text = text_of(reading.ids(asked("It is 4.")), tokenizer)
@@ -195,9 +162,3 @@ def test_a_reward_model_reads_a_conversation_up_to_the_pad_tokens(tokenizer):
     newline = reading.ids(asked("4"))[-1]
     padded = Scalars(JUDGE, tokenizer, pad_id=newline)
     assert padded.ids(asked("4")) == reading.ids(asked("4"))[:-1]
-
-
-def test_a_reward_models_number_is_the_reward(tokenizer):
-    sample = Sample.empty(SampleKey(0, 0, 0))
-    sample.sampled_logprobs = np.float32([-3.25])
-    assert Scalars(JUDGE, tokenizer).reward([sample]) == (-3.25, {})

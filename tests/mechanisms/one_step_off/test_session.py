@@ -19,10 +19,10 @@ BATCH: list[Group] = []
 class FakeStep:
     """A step of the loop that says what it is asked for, in that order."""
 
-    step = 3
+    step, is_last = 3, False
 
-    def __init__(self, *, is_last: bool = False, collect: Callable[[], Any] = lambda: "round") -> None:
-        self.is_last, self.asked, self._collect = is_last, [], collect
+    def __init__(self, collect: Callable[[], Any]) -> None:
+        self.asked, self._collect = list[Any](), collect
 
     def collect(self, waiting: Sequence[Group] | None = None) -> Any:
         self.asked.append(("collect", waiting))
@@ -37,15 +37,9 @@ class FakeStep:
 
 
 def test_in_turns_the_round_comes_first_and_its_memory_goes_to_the_update() -> None:
-    step = FakeStep()
+    step = FakeStep(lambda: "round")
     assert OneStepOff(None, lambda name: nullcontext()).update(step, BATCH) == ("round", "update")
     assert step.asked == [("collect", BATCH), ("leave",), ("learn", "loop")]
-
-
-def test_the_last_step_has_no_round_behind_it() -> None:
-    step = FakeStep(is_last=True)
-    assert OneStepOff(None, lambda name: nullcontext()).update(step, BATCH) == (None, "update")
-    assert step.asked == [("leave",), ("learn", "loop")]
 
 
 def test_beside_the_update_both_run_at_once_within_one_phase() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -87,10 +88,8 @@ def test_a_head_start_changes_no_number(plain: House, ranked: House):
 @pytest.mark.parametrize(
     "more",
     [
-        {"rollout.ranking_groups": {"enable": True, "num_groups": 2, "two_tier": False}},
-        {"rollout.ranking_groups": {"enable": True, "num_groups": 8, "move": "kv"}},
-        {**RANKED, "trainer.test_freq": 3},
-        {**RANKED, "reward.score_when": "rollout"},
+        {"rollout.ranking_groups": {"enable": True, "num_groups": 2, "two_tier": False, "move": "kv"}},
+        {**RANKED, "trainer.test_freq": 3, "reward.score_when": "rollout"},
     ],
 )
 def test_whatever_goes_with_it(plain: House, more: dict[str, Any]):
@@ -100,7 +99,12 @@ def test_whatever_goes_with_it(plain: House, more: dict[str, Any]):
 
 
 @pytest.mark.parametrize(
-    "more", [{"rollout.partial_rollout": {"enable": True}}, {"algorithm.filter_groups": {"enable": True}}]
+    "more",
+    [
+        {"rollout.partial_rollout": {"enable": True}},
+        {"algorithm.filter_groups": {"enable": True}},
+        {"trainer.test_freq": 1},  # an evaluation comes between
+    ],
 )
 def test_what_a_clock_may_not_decide_has_no_head_start(more: dict[str, Any]):
     house = whole(make_config(BASE, **RANKED, **more), Lengths(), COST)
@@ -135,22 +139,15 @@ def test_an_outlier_moves_once_to_the_longest_group_that_still_draws(monkeypatch
     assert summed(house, "moved_share") * num_launched <= len(moved)
 
 
-def test_no_head_start_where_an_evaluation_comes_between():
-    house = whole(make_config(BASE, **RANKED, **{"trainer.test_freq": 1}), Lengths(), COST)
-    assert summed(house, "groups") > 0
-    assert summed(house, "head_start_s") == 0
-
-
-@pytest.mark.parametrize("how", ["kill", "stop"])
-def test_a_run_that_goes_on_draws_the_same(plain: House, ranked: House, how: Any):
+def test_a_run_that_goes_on_draws_the_same(plain: House, ranked: House):
     """Ended anywhere, also while requests of the next round are running."""
     config, workload = make_config(BASE, **RANKED), Lengths()
-    num_begun = 0
-    for ends in range(40, ranked.num_asked, max(ranked.num_asked // 4, 1)):
+    num_begun, ends = 0, range(40, ranked.num_asked, max(ranked.num_asked // 4, 1))
+    for how, at in zip(cycle(("kill", "stop")), ends, strict=False):
         house = House(config, workload, COST)
         finished = False
         with suppress(RunFailed):  # a stop beside an update
-            finished = house.run((how, ends))
+            finished = house.run((how, at))
         assert not finished
         num_begun += house.state["rule"]["num_carried"] if house.saved else 0
         assert house.run()
@@ -162,8 +159,8 @@ def test_a_run_that_goes_on_draws_the_same(plain: House, ranked: House, how: Any
 # ---------------------------------------------------------------- two things at once
 
 
-def test_the_first_of_two_things_is_told_when_the_second_has_ended():
-    """On a simulated clock the second is over at its end, whoever ran first; on a real one, if it has ended well."""
+def test_the_first_of_two_things_is_told_when_the_second_has_ended_on_a_simulated_clock():
+    """It is over at its end, whoever ran first."""
     clock = SimulatedClock()
     seen: list[bool] = []
 
@@ -177,36 +174,29 @@ def test_the_first_of_two_things_is_told_when_the_second_has_ended():
     assert together(first, lambda: clock.advance(4.0)) == ("first", None)
     assert seen == [False, False, True]
     assert clock.now_s == 6.0
-    with closing(ConcurrentPhases()) as overlap:
-        begins, ended = threading.Event(), threading.Event()
 
-        def wait() -> None:
-            before = overlap.has_ended
-            begins.set()
-            ended.wait(60)
-            while overlap.busy and not overlap.has_ended:
-                time.sleep(0.001)
-            assert not before
 
-        def other() -> None:
-            begins.wait(60)
-            ended.set()
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_first_of_two_things_is_told_when_the_second_has_ended_well(fails: bool):
+    ended, seen = threading.Event(), list[bool]()
 
-        overlap(wait, other)
-        assert not overlap.has_ended, "nothing runs"
+    def first() -> None:
+        seen.append(together.has_ended)
+        ended.set()
+        while together.busy and not together.has_ended and not failed.is_set():
+            time.sleep(0.001)
+        time.sleep(0.05 * fails)
+        seen.append(together.has_ended)
 
-        def fails() -> None:
-            ended.set()
+    def second() -> None:
+        ended.wait(60)
+        if fails:
+            failed.set()
             raise ValueError("no")
 
-        ended.clear()
-        later: list[bool] = []
-
-        def look() -> None:
-            ended.wait(60)
-            time.sleep(0.05)
-            later.append(overlap.has_ended)
-
-        with pytest.raises(ValueError, match="no"):
-            overlap(look, fails)
-        assert later == [False], "it has failed"
+    failed = threading.Event()
+    with closing(ConcurrentPhases()) as together:
+        with pytest.raises(ValueError, match="no") if fails else nullcontext():
+            together(first, second)
+        assert seen == [False, not fails]
+        assert not together.has_ended, "nothing runs"

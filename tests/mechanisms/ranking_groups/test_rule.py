@@ -15,12 +15,11 @@ from jaxrl.mechanisms.ranking_groups.rule import (
     Outliers,
     RankedGroup,
     Ranking,
-    equal_groups,
     ranked,
     shares,
     worker_order,
 )
-from jaxrl.scheduling.rounds.events import AwaitVerdict, Launch
+from jaxrl.scheduling.rounds.events import Launch
 from jaxrl.types import Prompt, SampleKey
 
 
@@ -65,13 +64,6 @@ def test_prompts_are_ranked_by_the_median_and_ties_by_index():
     assert ranked(launches, History({})) is None
 
 
-@pytest.mark.parametrize(("count", "groups", "sizes"), [(8, 4, [2] * 4), (10, 4, [3, 3, 2, 2]), (3, 8, [1, 1, 1])])
-def test_equal_groups(count, groups, sizes):
-    cut = equal_groups(count, groups)
-    assert [len(each) for each in cut] == sizes
-    assert [place for each in cut for place in each] == list(range(count))
-
-
 def test_prompts_go_to_the_workers_of_a_group_in_snake_order_and_few_prompts_by_samples():
     launches = [launch(i, 1) for i in range(7)]
     assert [[key.prompt_index for key in keys] for keys in shares(launches, 3)] == [[0, 5, 6], [1, 4], [2, 3]]
@@ -90,22 +82,6 @@ def test_odd_steps_are_dealt_in_ascending_order_and_even_ones_in_descending():
     assert rule.now.ranks == {3: 0, 2: 1, 1: 2, 0: 3}
     assert rule.now.metrics() == {"rollout/ranking/groups": 4.0, "rollout/ranking/feasible": 0.0}
     assert worker_order(3, 1) == [0, 1, 2]
-
-
-def test_other_commands_later_launches_and_rounds_without_history_stay_as_they_are():
-    rule = Ranking(RankingGroups.Options(enable=True), 2, History({}))
-    commands = [launch(0), AwaitVerdict(SampleKey(1, 0, 0))]
-    assert rule.begin(commands, 1) == commands
-    assert rule.outliers() is None
-    rule = Ranking(RankingGroups.Options(enable=True), 2, History({0: 1}))
-    first, other = rule.begin(commands, 1)
-    assert isinstance(first, Launch)
-    assert len(first.workers) == 2
-    assert other == commands[1]
-    assert rule.now is not None
-    assert rule.now.placed(launch(5)) == launch(5)
-    rule.end()
-    assert rule.now is None
 
 
 def test_a_round_that_began_ahead_keeps_its_workers():
@@ -148,28 +124,6 @@ def test_both_conditions_must_hold_and_none_is_named_twice():
         books.ended(k)
     tokens |= {LONG.keys[9]: 10_000, LONG.keys[10]: 10_000, NEW.keys[0]: 10_000}
     assert take() == list(LONG.keys[9:]), "of eleven the last two, rounded up; what has no history has no outliers"
-
-
-def test_what_is_in_no_group_counts_for_nothing():
-    books = Outliers([SHORT], share=0.1, factor=1.0)
-    books.ended(key(7, 0))
-    for k in SHORT.keys:
-        books.ended(k)
-        books.ended(k)  # told twice: an aborted response that had ended
-    assert books.take(lambda k: 10**9) == []
-    assert books.rank(SHORT.keys[0]) == 0
-
-
-def test_the_factor_of_outliers_is_the_growth_of_the_last_epoch():
-    def limit(growths):
-        """The first length beyond the threshold."""
-        rule = Ranking(RankingGroups.Options(enable=True), 2, History({0: 100, 1: 100}, growths))
-        rule.begin([launch(0, 1), launch(1, 1)], 1)
-        return next(n for n in range(1000) if (books := rule.outliers()) and books.take(lambda _, n=n: n))
-
-    assert limit([]) == 111
-    assert limit([0.5, 1.0, 1.0]) == 111
-    assert limit([1.0, 1.0, 1.5, 3.0]) == 188  # P75: 1.875
 
 
 def test_what_was_measured_is_part_of_a_checkpoint_and_counts_only_where_it_may():

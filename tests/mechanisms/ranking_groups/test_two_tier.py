@@ -9,11 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.mechanisms.ranking_groups.two_tier import (
-    PRECISION_S,
-    Allotment,
     ExpectedLoad,
     allocate,
-    equal_shares,
     pair_s,
     rollout_s,
 )
@@ -24,10 +21,6 @@ def tau(loads):
     return rollout_s(loads, lambda rows, tokens: 0.010 + 0.001 * rows)
 
 
-def group_s(load, workers):
-    return tau([ExpectedLoad(load.length, load.responses / workers)])
-
-
 def each(loads):
     """Groups of one length."""
     return [[load] for load in loads]
@@ -35,19 +28,6 @@ def each(loads):
 
 def counts(allocation):
     return [part.num_workers for part in allocation.parts]
-
-
-@pytest.mark.parametrize(
-    ("groups", "workers", "expected"),
-    [
-        (4, 4, [(0, 0, 1), (1, 1, 1), (2, 2, 1), (3, 3, 1)]),
-        (3, 5, [(0, 0, 1), (1, 1, 2), (2, 2, 2)]),
-        (5, 2, [(0, 2, 1), (3, 4, 1)]),
-        (1, 3, [(0, 0, 3)]),
-    ],
-)
-def test_equal_shares(groups, workers, expected):
-    assert equal_shares(groups, workers) == tuple(Allotment(*part) for part in expected)
 
 
 def test_rollout_time_by_hand():
@@ -68,12 +48,6 @@ def test_long_groups_get_the_workers_that_short_ones_can_spare(train_s, expected
     assert allocation.is_feasible
     assert counts(allocation) == expected
 
-
-def test_the_update_sets_the_first_target():
-    """Where the update takes longer than any group on one worker, each needs one worker only; what is left over goes to
-    the group that takes longest."""
-    loads = [ExpectedLoad(100, 8), ExpectedLoad(200, 8), ExpectedLoad(300, 8)]
-    assert counts(allocate(each(loads), 6, tau, train_s=100.0)) == [1, 1, 4]
     # 200 and 300 tokens: 3.6 s and 5.4 s on one worker; the latter is 4.2 s on two, and 3.8 s on three
 
 
@@ -84,16 +58,6 @@ def test_nothing_feasible_gives_equal_shares():
     assert not allocation.is_feasible
     assert counts(allocation) == [1, 1, 1]
     assert allocate(each(loads), 3, None) == allocation, "as where nothing predicts times"
-
-
-def test_few_workers_serve_runs_of_neighbours():
-    """Two steps are shorter than with equal runs."""
-    loads = [ExpectedLoad(length, 8) for length in (100, 110, 120, 130, 140, 1000)]
-    allocation = allocate(each(loads), 3, tau)
-    assert allocation.is_feasible
-    runs = (allocation.parts, equal_shares(6, 3))
-    ours, equal = (pair_s([tau(loads[part.first : part.last + 1]) for part in parts], 0.0) for parts in runs)
-    assert ours < equal
 
 
 LENGTHS = st.lists(st.integers(1, 5000), min_size=1, max_size=6).map(sorted)
@@ -107,39 +71,6 @@ def test_every_group_is_served_and_no_worker_is_left_out(lengths, workers, respo
     assert [i for part in parts for i in range(part.first, part.last + 1)] == list(range(len(loads)))
     assert sum(part.num_workers for part in parts) == workers
     assert all(part.num_workers >= 1 for part in parts)
-
-
-def figure_12(loads, workers, train_s):
-    """The paper's own allocation, by a scan over d in place of a bisection; None where nothing is feasible."""
-    last, most = len(loads) - 1, workers - len(loads) + 1
-    t0 = max(group_s(loads[0], most), train_s)
-    high = max(group_s(loads[-1], 1) - t0, 0.0) / last
-    for d in np.linspace(0, high, 200):
-        ks = [
-            next((k for k in range(1, most + 1) if group_s(load, k) <= (t0 + i * d) * (1 + 1e-9)), workers + 1)
-            for i, load in enumerate(loads)
-        ]
-        if sum(ks) <= workers:
-            return ks
-    return None
-
-
-def pair_of(loads, shared, train_s):
-    return pair_s([group_s(load, k) for load, k in zip(loads, shared, strict=True) for _ in range(k)], train_s)
-
-
-@settings(max_examples=40)
-@given(LENGTHS.filter(lambda lengths: len(lengths) > 1), st.integers(0, 6), st.integers(1, 32), st.floats(0, 60))
-def test_two_steps_take_no_longer_than_by_the_paper_or_with_equal_shares(lengths, more, responses, train_s):
-    workers, loads = len(lengths) + more, [ExpectedLoad(length, responses) for length in lengths]
-    allocation = allocate(each(loads), workers, tau, train_s)
-    found = pair_of(loads, counts(allocation), train_s)
-    assert found <= pair_of(loads, [part.num_workers for part in equal_shares(len(loads), workers)], train_s)
-    paper = figure_12(loads, workers, train_s)
-    assert allocation.is_feasible or paper is None
-    if paper is not None:
-        paper[-1] += workers - sum(paper)
-        assert found <= pair_of(loads, paper, train_s) * 1.02 + 2 * PRECISION_S
 
 
 def drawn(rng):

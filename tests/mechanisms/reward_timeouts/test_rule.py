@@ -7,17 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from jaxrl.config import from_mapping
 from jaxrl.config.rewards import CodeSection
 from jaxrl.mechanisms.reward_timeouts import AdaptiveTimeouts, TimeoutRule
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, SampleKey
-
-SECONDS = st.floats(0, 1e6)
-RULES = st.builds(TimeoutRule, st.floats(0.01, 100), st.floats(0.01, 100), st.floats(1, 10))
 
 
 def prompt(index: int, epoch: int = 0, source: str = "code", text: str = "") -> Prompt:
@@ -42,34 +37,20 @@ def taught(*infos: dict[str, Any], **options: Any) -> AdaptiveTimeouts:
 
 @pytest.mark.parametrize(
     ("anchor_s", "limit_s"),
-    [(None, 30.0), (0.0, 2.0), (1.3, 2.0), (4 / 3, 2.0), (2.0, 3.0), (20.0, 30.0), (25.0, 30.0)],
+    [(None, 30.0), (1.3, 2.0), (2.0, 3.0), (25.0, 30.0)],
 )
 def test_the_papers_formula(anchor_s: float | None, limit_s: float):
     assert TimeoutRule.of(CodeSection()) == TimeoutRule()
     assert TimeoutRule().limit_s(anchor_s) == pytest.approx(limit_s)
 
 
-@given(RULES, SECONDS, SECONDS)
-def test_limits_keep_their_bounds_and_grow_with_the_anchor(rule: TimeoutRule, a: float, b: float):
-    low, high = sorted((a, b))
-    assert min(rule.min_s, rule.max_s) <= rule.limit_s(low) <= rule.limit_s(high) <= rule.limit_s(None) == rule.max_s
-
-
-def test_a_fixed_timeout_is_the_same_for_every_anchor():
-    rule = TimeoutRule.of(CodeSection(timeout="fixed", max_timeout_s=7.0))
-    assert {rule.limit_s(anchor) for anchor in (None, 0.0, 3.0, 100.0)} == {7.0}
-
-
 @pytest.mark.parametrize(
     ("infos", "limits"),
     [
-        ([], ()),
         ([wrong(0.1, 30.0, cut_off=1)], ()),
-        ([right(0.1, 4.0)], (2.0, 6.0)),
         ([right(0.1, 4.0), wrong(29.0, 29.0)], (2.0, 6.0)),
         ([right(0.1, 4.0), right(3.0, 0.5)], (4.5, 6.0)),
         ([right(0.1, 4.0), right(0.1)], (2.0,)),  # the tests of the prompt have changed
-        ([right(0.1, 4.0), {"correct": True}], (2.0, 6.0)),
         ([{"correct": True, "case_s": ["1", None]}, {"correct": 1, "case_s": [5.0]}], ()),
         ([{"correct": True, "case_s": [-1.0]}, {"correct": True, "case_s": float("nan")}], ()),
     ],
@@ -78,24 +59,10 @@ def test_correct_responses_alone_make_anchors(infos: list[dict[str, Any]], limit
     assert taught(*infos).limits(prompt(0)) == pytest.approx(limits)
 
 
-@given(st.lists(st.tuples(st.booleans(), st.lists(st.floats(0, 40), min_size=3, max_size=3)), max_size=8))
-def test_more_verdicts_never_lower_a_limit(heard: list[tuple[bool, list[float]]]):
-    timeouts, before = AdaptiveTimeouts(TimeoutRule()), ()
-    for is_right, seconds in heard:
-        timeouts.learn(prompt(0), before, right(*seconds) if is_right else wrong(*seconds))
-        now = timeouts.limits(prompt(0))
-        assert not before or all(a <= b for a, b in zip(before, now, strict=True))
-        assert all(2.0 <= limit <= 30.0 for limit in now)
-        before = now
-
-
 @pytest.mark.parametrize(
     ("reference_s", "infos", "limits"),
     [
         (None, [], ()),  # the row has an empty value
-        (0.2, [], (2.0,)),
-        (4.0, [], (6.0,)),
-        (25.0, [], (30.0,)),
         (4.0, [wrong(0.1, 30.0, cut_off=1)], (6.0,)),
         (4.0, [right(0.1, 8.0, 1.0)], (6.0, 12.0, 6.0)),  # a right response may be slower, and lowers none
     ],
@@ -111,12 +78,6 @@ def test_a_column_of_the_data_is_an_anchor_of_all_test_cases(
         timeouts.learn(row, timeouts.limits(row), info)
     assert timeouts.limits(row) == pytest.approx(limits)
     assert timeouts.limits(prompt(1)) == (), "of a prompt without the column nothing is known"
-
-
-def test_what_the_last_limit_saved_counts_for_all_cases_beyond():
-    timeouts = AdaptiveTimeouts(TimeoutRule(), reference_time_key="t")
-    timeouts.learn(prompt(0), (6.0,), wrong(0.1, 0.1, 6.0, cut_off=1))
-    assert timeouts.take_metrics() == {"reward/code/cut_off": 1.0, "reward/code/saved_s": 24.0}
 
 
 def test_anchors_are_of_a_problem_and_not_of_its_number():
@@ -200,9 +161,6 @@ def test_a_checkpoint_holds_the_anchors():
     [
         ({"schema": 2}, "schema 2; this version reads schema 1"),
         ({"seconds": np.ones(3)}, "must fit together"),
-        ({"prompts": np.ones((2, 3), np.int64)}, "must fit together"),
-        ({"prompts": np.asarray([[1, 4], [2, 0]])}, "must fit together"),
-        ({"seconds": np.asarray([1.0, 2.0, np.nan, 1.0])}, "an anchor is no number of seconds"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused(change: dict[str, Any], message: str):

@@ -1,20 +1,12 @@
-"""Earlier responses behind a backend: which index a request has, and what of it a round's metrics and a checkpoint say.
-
-Nothing here waits for a clock: where a build must not have ended, the test holds it back.
-"""
+"""Which index of earlier responses a request has, and what of it a round's metrics and a checkpoint say."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
-from plan_rows import decode_rows
-from replay_worker import ReplayWorker
-from run_parts import made_run
 
 from jaxrl.mechanisms.speculation import Speculation
 from jaxrl.mechanisms.speculation.index import (
@@ -25,14 +17,9 @@ from jaxrl.mechanisms.speculation.index import (
     history_store,
     index_bytes,
 )
-from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import RoundEnd, RoundInfo
 from jaxrl.scheduling.rounds.batches import RoundResult
-from jaxrl.scheduling.rounds.events import SampleFinished, Verdict
-from jaxrl.scheduling.rounds.round import Round
-from jaxrl.scheduling.tokens.batcher import BatcherConfig
-from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.plan import Plan, Request
+from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.types import Group, Prompt, Sample, SampleKey, SamplingParams
 
@@ -55,40 +42,12 @@ def group(index: int, epoch: int = 0, rewards: Sequence[float] = (1.0, 0.0)) -> 
     return Group(prompt(index, epoch), [sample(index, i, epoch, reward=reward) for i, reward in enumerate(rewards)])
 
 
-class Held:
-    """A drawing in which builds on the thread's track wait until they are let go; those done at once do not."""
-
-    def __init__(self) -> None:
-        self.begun, self.go_on = threading.Event(), threading.Event()
-        self.drawn: list[tuple[str, int]] = []
-
-    @contextmanager
-    def span(self, track: str, name: str, /, **args: Any) -> Iterator[None]:
-        if track == "history":
-            self.begun.set()
-            assert self.go_on.wait(60)
-        self.drawn.append((track, args["prompt"]))
-        yield
-
-
-class Ticks:
-    """A clock that counts how often it is read."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        self.now += 1.0
-        return self.now
-
-
 @pytest.fixture
 def sessions() -> Iterator[Any]:
     opened: list[IndexBuilder] = []
 
-    def build(options: Speculation.Options = ON, drawing: Held | None = None) -> Speculation:
-        timeline: Any = drawing
-        opened.append(IndexBuilder(options, timeline, Ticks()))
+    def build(options: Speculation.Options = ON) -> Speculation:
+        opened.append(IndexBuilder(options, None, lambda: 0.0))
         return Speculation(history_store(options), opened[-1])
 
     yield build
@@ -149,23 +108,6 @@ def test_evaluations_and_cancelled_rounds_leave_no_trace(sessions: Any):
     assert session.store.prompts() == [0]
 
 
-def test_a_request_waits_for_its_index_and_the_time_is_told(sessions: Any):
-    drawing = Held()
-    session = sessions(drawing=drawing)
-    play(session, group(0), group(1))
-    assert drawing.begun.wait(60)  # that of prompt 0 is being built; that of prompt 1 waits for its turn
-    session.round_begins(RoundInfo(1))
-    assert index_of(session, prompt(1)) is index_of(session, prompt(1)), "built here, once"
-    threading.Timer(0.05, drawing.go_on.set).start()
-    assert index_of(session, prompt(0)) is not None
-    assert sorted(drawing.drawn) == [("history", 0), ("history at once", 1)]
-    first = end(session)
-    assert first["rollout/spec/build_wait_s"] > 0
-    assert first["rollout/spec/build_s"] > 0
-    again = play(session)
-    assert (again["rollout/spec/build_wait_s"], again["rollout/spec/build_s"]) == (0, 0)
-
-
 def test_a_build_that_fails_ends_the_run(sessions: Any, monkeypatch: pytest.MonkeyPatch):
     """Also where no request asks for its index."""
 
@@ -206,83 +148,3 @@ def test_what_is_evicted_has_no_index(sessions: Any):
     assert [index_of(session, prompt(i)) is None for i in range(3)] == [True, False, False]
     after = end(session)["rollout/spec/index_bytes"]
     assert after == 2 * (12 * 4 + 2 * 12 + build_index(session.store.history(1), options).num_bytes) < 2 * room
-
-
-class Recording(Engine):
-    """Notes requests as they are added, and which of its plans' rows have a history."""
-
-    def __init__(self, executor: Any) -> None:
-        super().__init__(executor, BatcherConfig(decode_steps=2))
-        self.requests: list[Request] = []
-        self.drafting: list[set[int]] = []
-        submit = executor.submit
-
-        def noted(plan: Plan) -> Any:
-            self.drafting.append({row.request_id for row in decode_rows(plan) if row.history is not None})
-            return submit(plan)
-
-        executor.submit = noted
-
-    def add(self, request: Request) -> None:
-        self.requests.append(request)
-        super().add(request)
-
-
-class Pool:
-    """Every sample's reward is its index, at once."""
-
-    def __init__(self) -> None:
-        self.sent: list[Sample] = []
-
-    num_pending = 0
-
-    def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> None:
-        self.sent.append(sample)
-
-    def cancel(self, keys: Any) -> None: ...
-
-    def completed(self) -> list[Verdict]:
-        sent, self.sent = self.sent, []
-        return [Verdict(0.0, one.key, float(one.key.sample_index)) for one in sent]
-
-    def wait(self, timeout_s: float) -> list[Verdict]:
-        return self.completed()
-
-    def take_metrics(self) -> dict[str, float]:
-        return {}
-
-
-def run_round(backend: RolloutBackend, prompts: list[Prompt], kind: str = "plain") -> dict[str, float]:
-    current = Round(prompts, 2)
-    backend.begin(EVALUATION if kind == "eval" else RoundInfo(1, kind=kind), SamplingParams(max_tokens=40))
-    while not current.done:
-        event = backend.wait()
-        if isinstance(event, SampleFinished):
-            assert event.sample.reward is None
-        backend.apply(current.handle(event))
-    return backend.end(None if kind == "eval" else RoundResult("plain", current.groups(), {}, {}, [], []))
-
-
-def test_a_backend_gives_its_requests_what_they_draft_from(sessions: Any):
-    session = sessions()
-    keys = [SampleKey(epoch, index, i) for epoch in (0, 1) for index in (0, 1) for i in (0, 1)]
-    executor = ReplayWorker({key: 12 if key.sample_index else 4 for key in keys}, num_slots=4)
-    engine = Recording(executor)
-    backend = RolloutBackend(made_run(engine, executor, Pool(), mechanisms=[session]))
-    backend.enter_rollout(0)
-    measured = run_round(backend, [prompt(0)])
-    assert [request.history for request in engine.requests] == [None, None]
-    assert {frozenset(ids) for ids in engine.drafting} == {frozenset()}
-    assert measured["rollout/spec/plans_share"] == 0
-    assert measured["rollout/spec/tokens_per_step"] == 1
-    engine.requests.clear()
-    run_round(backend, [prompt(0, epoch=1), prompt(1, epoch=1)])
-    first, second, *others = [request.history for request in engine.requests]
-    assert first is second is not None
-    assert others == [None, None]
-    history = session.store.history(0)
-    assert history.rollouts[0].epoch == 1, "and it has been learnt from"
-    assert history.rollouts[0].rewards.tolist() == [0, 1]
-    engine.requests.clear()
-    assert not [name for name in run_round(backend, [prompt(0)], "eval") if "/spec/" in name]
-    assert [request.history for request in engine.requests] == [None, None]

@@ -12,32 +12,30 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from plan_rows import DecodeRow, scheduled
-from replay_executor import ReplayExecutor
-from sim_machine import SMALL, STOP, ConstantCost, recorded, sizes
+from checked_blocks import check_blocks
+from plan_rows import decode_rows
+from sim_machine import SMALL, STOP, ConstantCost, sizes
 from simulated_runs import House, make_config, make_workload, whole
 
 from jaxrl.config import SimulatedHistory
 from jaxrl.mechanisms.speculation import Speculation
 from jaxrl.mechanisms.speculation.index import DraftIndex
 from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, DraftWindow, StepCosts
-from jaxrl.mechanisms.speculation.simulated import SimulatedDrafts, acceptance_model, draft_acceptance
-from jaxrl.scheduling.layouts.latency import LatencyPredictor
-from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, VerifyMeasurement
+from jaxrl.mechanisms.speculation.simulated import SimulatedDrafts, acceptance_model
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.plan import Plan, PrefillChunk, Request
-from jaxrl.scheduling.tokens.progress import Preempted
+from jaxrl.scheduling.tokens.local_workers import LocalWorkers
+from jaxrl.scheduling.tokens.plan import TOKENS_PER_STEP, Plan, Request
+from jaxrl.scheduling.tokens.progress import Preempted, TraceEvent
 from jaxrl.sim.clock import SimulatedClock
-from jaxrl.sim.cost_model import CostModel, TableCost
-from jaxrl.sim.executor import SimulatedExecutor
+from jaxrl.sim.cost_model import CostModel
+from jaxrl.sim.executor import SimulatedExecutor, fillers
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.verification import Acceptance, verify
 from jaxrl.types import SampleKey, SamplingParams
 
 HISTORY = DraftIndex.build([], [])
+STEPS = 4
 WINDOW = DraftWindow(2, 2, 8)
 
 
@@ -54,30 +52,6 @@ def runs_of(found: Acceptance) -> list[tuple[int, int]]:
     places = np.flatnonzero(found.right >= 0)
     ends, first = np.unique(places + found.right[places], return_index=True)
     return list(zip(places[first].tolist(), ends.tolist(), strict=True))
-
-
-OPTIONS = st.builds(
-    SimulatedHistory, stretch_median=st.floats(0.1, 50), stretch_sigma=st.floats(0, 3), gap_mean=st.floats(0, 5)
-)
-
-
-@settings(max_examples=40)
-@given(options=OPTIONS, length=st.integers(1, 300), word=st.integers(0, 2**64 - 1))
-def test_stretches_and_gaps_cover_a_response(options: SimulatedHistory, length: int, word: int):
-    found = draft_acceptance(options, word, 1, length)
-    right, matched = found.right.astype(int), found.matched.astype(int)
-    assert len(right) == len(matched) == length
-    assert ((right >= 0) == (matched > 0)).all()
-    last = -1
-    for first, end in runs_of(found):
-        assert first > last, "stretches overlap"
-        last = end
-        inside = np.arange(first, min(end, length - 1) + 1)
-        assert (right[inside] == end - inside).all()
-        assert (matched[inside] == np.minimum(3 + inside - first, 7)).all()
-    whole = draft_acceptance(options, word, 1, 2 * length)
-    kept = np.where(whole.right >= 0, np.minimum(whole.right, length - np.arange(2 * length)), -1)[:length]
-    assert (kept == right).all(), "a longer response begins otherwise"
 
 
 def model_of(seed: int, history: SimulatedHistory) -> Callable[[SampleKey, int], Acceptance]:
@@ -143,106 +117,102 @@ def test_a_rows_steps_by_hand(right: list[int], limits: dict[str, int], counts: 
 # ---------------------------------------------------------------- plans
 
 
-def requests(seed: int, count: int) -> list[Request]:
-    rng = random.Random(seed)
-    made = []
-    for i in range(count):
-        params = SamplingParams(max_tokens=rng.randint(3, 70), stop_token_ids=(STOP,))
-        tokens = (0,) * (1 + 7 * (i // 3) % 23)
-        history = HISTORY if rng.random() < 0.8 else None
-        made.append(Request(i, SampleKey(1, i // 3, i % 3), tokens, params, share=(0, i // 3), history=history))
-    return made
-
-
 def drafting(verify_tokens: int) -> SimulatedDrafts:
     options = SimulatedHistory(stretch_median=4.0, stretch_sigma=1.5, gap_mean=0.5)
     return SimulatedDrafts(model_of(1, options), DraftConfig(WINDOW, verify_tokens))
 
 
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("leave_after", [1, 3])
-def test_all_rows_at_once_gain_what_each_alone_does(seed: int, leave_after: int):
-    """Tokens, steps, stops and counts of every plan are those of `ReplayExecutor`, which goes row by row; preemptions
-    included, and plans that do not speculate between those that do."""
-    wanted = requests(seed, 30)
-    rng = random.Random(100 + seed)
-    lengths = {request.key: rng.randint(1, 75) for request in wanted}
-    shape = sizes(num_devices=4, tp=2, num_slots=5, num_blocks=31, max_prefill_tokens=24)
-    costs = StepCosts(lambda rows, _: 1.0, lambda rows, _: 1.2 + rows / 3)
-    config = BatcherConfig(
-        decode_steps=4, leave_after=leave_after, verify_rule=partial(DraftRule, DraftConfig(WINDOW, 24, costs=costs))
-    )
-    outcomes, speculate = [], set()
-    for executor in (
-        SimulatedExecutor(shape, lambda of, _: lengths[of], ConstantCost(), SimulatedClock(), proposals=drafting(24)),
-        ReplayExecutor(lengths, 2, 5, 31, 4, 24, proposals=drafting(24)),
-    ):
-        plans, trace = recorded(executor), []
-        engine = Engine(executor, config, trace=trace.append)
-        samples = engine.generate(wanted)
-        speculate |= {plan.verifies for plan, _ in plans if plan.num_decoding}
-        ends = [(s.key, s.token_ids.tolist(), s.finish_reason) for s in samples]
-        outcomes.append(([brought for _, brought in plans], trace, ends, engine.counters))
-    assert outcomes[0] == outcomes[1]
-    assert speculate == {True, False}
-    assert outcomes[0][3].accepted_tokens > 0
-    if leave_after == 1:
-        assert any(isinstance(event, Preempted) for event in outcomes[0][1]), "pools were to run dry"
+class Watched:
+    """An engine over simulated devices whose plans verify drafts, and its plans. Checks of each that a row may write no
+    further than it has blocks of its own."""
 
-
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_drafts_change_no_token(share: float):
-    """Whether all rows have a history, some, or none."""
-    outcomes = []
-    on = partial(DraftRule, DraftConfig(WINDOW, 64))
-    for drafts in (on, None):
-        rng = random.Random(1)
-        histories = [HISTORY if rng.random() < share else None for _ in range(12)]
-        params = SamplingParams(max_tokens=90)
-        wanted = [Request(i, SampleKey(1, i, 0), (0,) * 5, params, history=each) for i, each in enumerate(histories)]
-        shape = sizes(num_slots=8, num_blocks=400)
-        clock = SimulatedClock()
-        executor = SimulatedExecutor(
-            shape, lambda of, _: 20 + 5 * of.prompt_index, ConstantCost(), clock, proposals=drafting(64)
+    def __init__(self, num_slots: int, num_blocks: int, costs: StepCosts | None = None, width: int = 16) -> None:
+        self.plans: list[Plan] = []
+        self.trace: list[TraceEvent] = []
+        self._written: dict[int, int] = {}  # positions of each request that have their KV
+        shape = sizes(num_devices=2, num_slots=num_slots, num_blocks=num_blocks, max_prefill_tokens=16)
+        executor: Any = SimulatedExecutor(
+            shape, lambda of, _: of.prompt_index, ConstantCost(), SimulatedClock(), proposals=drafting(width)
         )
-        engine = Engine(executor, BatcherConfig(decode_steps=4, verify_rule=drafts))
-        samples = [(s.key, s.token_ids.tolist()) for s in engine.generate(wanted)]
-        outcomes.append((samples, clock.now_ns))
-    assert outcomes[0][0] == outcomes[1][0]
-    assert share != 1 or outcomes[0][1] < outcomes[1][1], "drafts save time"
+        submit = executor.submit
+
+        def checked(plan: Plan) -> Any:
+            self.plans.append(plan)
+            for chunk in plan.prefill:
+                self._written[chunk.request.request_id] = chunk.start + len(chunk.tokens)
+            ticket = submit(plan)
+            gained = dict(zip(plan.rows.request_ids.tolist(), ticket.result.counts.tolist(), strict=True))
+            owners: dict[tuple[int, int], int] = {}
+            for row in decode_rows(plan):
+                new = row.request_id in {chunk.request.request_id for chunk in plan.prefill}
+                self._written[row.request_id] += max(gained[row.request_id] - new, 0)
+                assert self._written[row.request_id] <= len(row.block_table) * shape.block_size
+                assert row.max_new == STEPS or (plan.verifies and row.max_new == TOKENS_PER_STEP * STEPS)
+                for block in row.block_table:
+                    assert owners.setdefault((row.dp_group, block), row.request_id) == row.request_id
+            return ticket
+
+        executor.submit = checked
+        rule = partial(DraftRule, DraftConfig(WINDOW, width, costs=costs))
+        self.engine = Engine(executor, BatcherConfig(decode_steps=STEPS, verify_rule=rule), trace=self.trace.append)
 
 
-def test_a_plan_that_speculates_is_charged_step_by_step():
-    """At the width of the fullest group's rows, with the rows that are active in each step; the slowest group's."""
-    cost = CostModel(SMALL, H100)
-    told = [known([*range(19, 0, -1)]), known([0] * 12), known([-1] * 30)]
-    tell = SimulatedDrafts(lambda key, _: told[key.prompt_index], DraftConfig(WINDOW, 12))
-    executor = SimulatedExecutor(
-        sizes(num_devices=2, num_slots=2),
-        lambda of, _: len(told[of.prompt_index].right),
-        cost,
-        SimulatedClock(),
-        proposals=tell,
-    )
-    made = [
-        Request(i, SampleKey(1, i, 0), (0,) * (3 + i), SamplingParams(max_tokens=40), history=HISTORY) for i in range(3)
-    ]
-    at = [(0, 0), (0, 1), (1, 0)]
-    chunks = [PrefillChunk(r, g, s, r.prompt_ids, 0, (1,), True, 0) for r, (g, s) in zip(made, at, strict=True)]
-    new = scheduled([DecodeRow(i, g, s, (1, 2), 0) for i, (g, s) in enumerate(at)], 2, range(3))
-    executor.collect(executor.submit(Plan(0, tuple(chunks), new)))
-    rows = scheduled([DecodeRow(i, g, s, (1, 2), 40, HISTORY) for i, (g, s) in enumerate(at)], 2)
-    result = executor.collect(executor.submit(Plan(1, (), rows, 6, verifies=True)))
-    # 18 tokens are left of the first: 3, 5 and 7, then 3 at once; the second has one a step
-    assert result.counts.tolist() == [18, 6, 6]
-    contexts = [[3 + 1 + n for n in (0, 3, 8, 15)], [4 + 1 + n for n in range(6)], [5 + 1 + n for n in range(6)]]
-    groups = [[[*contexts[0][s : s + 1], contexts[1][s]] for s in range(6)], [[each] for each in contexts[2]]]
+def request(request_id: int, length: int, prompt: int = 1, history: DraftIndex | None = HISTORY) -> Request:
+    """It takes its length from the number of its prompt."""
+    params = SamplingParams(max_tokens=length, stop_token_ids=(STOP,))
+    return Request(request_id, SampleKey(1, length, request_id), (0,) * prompt, params, history=history)
 
-    def step_s(context: list[int]) -> float:
-        return float(cost.verify_steps_s(1, np.array([len(context)]), 6, np.array([sum(context)]))[0])
 
-    seconds = [sum(step_s(each) for each in steps) for steps in groups]
-    assert result.duration_s == pytest.approx(max(seconds), rel=1e-12)
+@pytest.mark.parametrize(("num_slots", "num_blocks"), [(4, 200), (3, 16)], ids=["room", "preempting"])
+def test_a_row_never_gets_more_than_its_plan_has_blocks_for(num_slots: int, num_blocks: int):
+    """Whether all rows have a history or some, and plans that do not speculate between those that do."""
+    costs = StepCosts(lambda rows, _: 1.0, lambda rows, _: 1.2 + rows / 3)
+    for seed in range(3):
+        chance, watched = random.Random(seed), Watched(num_slots, num_blocks, costs)
+        asked = [
+            request(i, chance.randint(1, 40), chance.randint(1, 12), HISTORY if chance.random() < 0.7 else None)
+            for i in range(20)
+        ]
+        samples = watched.engine.generate(asked)
+        for one, sample in zip(asked, samples, strict=True):
+            assert sample.token_ids.tolist() == fillers(one, one.params.max_tokens).tolist()
+        check_blocks(watched.engine.batcher.blocks)
+        assert {plan.verifies for plan in watched.plans if plan.num_decoding} == {True, False}
+        assert not any(plan.verifies for plan in watched.plans if not plan.num_decoding)
+        assert any(isinstance(event, Preempted) for event in watched.trace) == (num_blocks == 16)
+        counters = watched.engine.counters
+        num_first = sum(chunk.is_last for plan in watched.plans for chunk in plan.prefill)  # each with a prefill
+        assert 0 < counters.accepted_tokens < counters.proposed_tokens
+        assert counters.accepted_tokens + counters.busy_row_steps + num_first == sum(map(len, samples))
+
+
+def test_without_blocks_to_spare_rows_get_what_decoding_needs_and_nothing_else():
+    """A row's room for drafts never takes what another may want in the next plan."""
+    watched = Watched(2, 9)
+    watched.engine.generate([request(i, 30) for i in range(2)])
+    given = {row.max_new for plan in watched.plans for row in decode_rows(plan)}
+    assert given == {STEPS, TOKENS_PER_STEP * STEPS}
+    assert watched.engine.counters.preemptions == 0
+
+
+def test_without_history_no_plan_speculates():
+    watched = Watched(4, 200)
+    watched.engine.generate([request(0, 40, history=None)])
+    assert not any(plan.verifies for plan in watched.plans)
+
+
+def test_what_was_accepted_before_decides_nothing_once_all_have_ended():
+    """So a run that is resumed at a boundary plans as one that went on."""
+    watched = Watched(4, 200, StepCosts(lambda rows, context: 1.0, lambda rows, context: 3.0))
+    workers, found = LocalWorkers([watched.engine]), []
+    for _ in range(2):
+        workers.add(request(0, 80))
+        watched.plans.clear()
+        while not workers.is_idle:
+            workers.step()
+        found.append([plan.verifies for plan in watched.plans])
+    assert found[0] == found[1]
+    assert {*found[0]} == {True, False}, "3 tokens a step are not reached"
 
 
 # ---------------------------------------------------------------- whole runs
@@ -294,17 +264,3 @@ def test_a_step_that_verifies_reads_weights_and_kv_once_and_multiplies_by_tokens
             memory = weights + row_memory * queries + token_memory * tokens
             compute = row_compute * queries + token_compute * sum(tokens + rows * i for i in range(1 + width))
             assert found == pytest.approx(max(memory, compute) + cost._pass_s(2, queries), rel=1e-12)
-
-
-def test_a_table_has_what_was_measured_of_verification_or_scales_what_was_measured_of_decoding():
-    rest, rows, context = CostModel(SMALL, H100), np.array([2, 2]), np.array([100.0, 150.0])
-    decode = tuple(Measurement(1, 2, tokens, seconds) for tokens, seconds in ((50, 0.01), (100, 0.02)))
-    plain = Profile(ProfileIdentity("", "", "x", 1, "", ""), decode)
-    scaled = TableCost(SMALL, H100, predictor=LatencyPredictor(plain))
-    ratio = rest.verify_steps_s(1, rows, 4, context) / rest.decode_steps_s(1, rows, context)
-    assert scaled.verify_steps_s(1, rows, 4, context) == pytest.approx(np.array([0.01, 0.015]) * ratio)
-    assert (scaled.verify_steps_s(1, rows, 0, context) == scaled.decode_steps_s(1, rows, context)).all()
-    verify_too = tuple(VerifyMeasurement(1, 2, tokens, 4, seconds) for tokens, seconds in ((50, 0.03), (100, 0.05)))
-    with_drafts = LatencyPredictor(replace(plain, verify=verify_too))
-    measured = TableCost(SMALL, H100, predictor=with_drafts)
-    assert measured.verify_steps_s(1, rows, 4, context) == pytest.approx([0.03, 0.04])

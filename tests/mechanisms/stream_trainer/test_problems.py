@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from jaxrl.config import from_mapping
 from jaxrl.mechanisms.stream_trainer import StreamTrainer
 
 
-@pytest.mark.parametrize(
-    ("count", "sentence"),
-    [
-        (1, r"the number of devices \(trainer\.num_devices\) must be a power of two, found 1$"),
-        (6, r"the number of devices \(trainer\.num_devices\) must be a power of two, found 6$"),
-        (2, None),
-        (8, None),
-    ],
-)
-def test_devices_without_a_stream(count: int, sentence: str | None):
-    problem = StreamTrainer.devices_problem(count)
-    assert problem is None if sentence is None else re.search(sentence, problem or "")
+def test_devices_without_a_stream():
+    sentence = "the number of devices (trainer.num_devices) must be a power of two, found 6"
+    assert (StreamTrainer.devices_problem(6) or "").endswith(sentence)
+    assert StreamTrainer.devices_problem(8) is None
 
 
 @pytest.mark.parametrize(("actor", "refused"), [({"use_kl_loss": True}, True), ({}, False)])

@@ -3,99 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from adaptive_runs import LARGE, WORKLOAD
 from adaptive_runs import config as large_config
 from known_samples import KnownSample, KnownWorkload
-from sim_machine import ConstantCost, drawn, key
+from sim_machine import ConstantCost, key
 from simulated_runs import played, samples_of
 
 from jaxrl.config import Config, SimulatedScoring, TaskSection, from_mapping
 from jaxrl.mechanisms.stream_trainer import GradientStream, StreamTrainer
-from jaxrl.mechanisms.stream_trainer.simulated import Logprobs, SimulatedStream
+from jaxrl.record.journal import Journal
 from jaxrl.runtime.simulation import Simulation, build
-from jaxrl.sim.clock import SimulatedClock, nanoseconds
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.trainer import load_of
 from jaxrl.sim.workload import Workload
-from jaxrl.types import Group, Prompt, Sample, TrainBatch
-
-# ---------------------------------------------------------------- the stream alone
-
-
-def sample(index: int, place: int, num_tokens: int) -> Sample:
-    whole, real = np.zeros(num_tokens, np.int32), np.zeros(num_tokens, np.float32)
-    return Sample(key(index, place), whole, real, real, whole, "stop")
-
-
-def group(index: int) -> Group:
-    return Group(Prompt(0, index, (0,) * 4, "", ""), [sample(index, 0, 3 + index), sample(index, 1, 5)])
-
-
-def prepared(groups: Sequence[Group], step: int, logprobs: Logprobs) -> TrainBatch:
-    batch = TrainBatch.of(list(groups))
-    batch.old_logprobs = logprobs(batch, "actor")
-    batch.ref_logprobs = logprobs(batch, "ref")
-    return batch
-
-
-def test_a_stream_by_hand():
-    """Weights take 3 s to come, a part 7 + 7 + 2 s for log-probabilities and 20 s for gradients; sums 3 s to go."""
-    clock = SimulatedClock()
-    stream = SimulatedStream(ConstantCost(), clock, 4, 2, prepared)
-    clock.advance(100)
-    stream.open()
-    assert not stream.poll()
-    clock.advance(10)
-    assert stream.poll()
-    stream.give([group(0)], 1)
-    assert clock.now_s == 110, "the rollout goes on"
-    clock.advance(35)
-    assert not stream.poll()
-    clock.advance(1)
-    assert stream.poll()
-    stream.give([group(1), group(2)], 1)
-    stream.finish()
-    assert clock.now_s == 146 + 36
-    batches = stream.close()
-    assert clock.now_s == 182 + 3
-    assert [[prompt.index for prompt in batch.prompts] for batch in batches] == [[0, 0], [1, 1, 2, 2]]
-    assert [len(each) for each in batches[1].ref_logprobs or []] == [4, 5, 5, 5]
-    stream.open()
-    assert stream.close() == [], "what was given before has gone"
-    assert clock.now_s == 185 + 3, "its weights came, and no sums go"
-    stream.open()
-    stream.give([group(0)], 1)
-    stream.abandon()
-    assert clock.now_s == 188
-    assert stream.poll(), "nothing is left of it"
-
-
-def test_verdicts_on_the_freed_devices_by_hand():
-    """A stream begins when its devices are done with verdicts, and each later one puts off what they have got."""
-    clock, before_s = SimulatedClock(), 4
-    stream = SimulatedStream(ConstantCost(), clock, 4, 2, prepared, lambda: nanoseconds(before_s))
-    stream.occupy(0, nanoseconds(50))  # before it is open the devices are the rollout's
-    stream.open()
-    stream.occupy(nanoseconds(1), nanoseconds(2))
-    clock.advance(8)
-    assert not stream.poll(), "4 s, and 3 s of weights, and 2 s"
-    clock.advance(1)
-    assert stream.poll()
-    stream.occupy(nanoseconds(9), nanoseconds(5))
-    stream.give([group(0)], 1)
-    clock.advance(20)
-    stream.occupy(nanoseconds(29), nanoseconds(6))
-    stream.finish()
-    assert clock.now_s == 9 + 5 + 36 + 6
-
-
-# ---------------------------------------------------------------- runs
+from jaxrl.types import Group, RunFailed, StreamFailed, TrainBatch
 
 
 def simulated(made: Config, cost: CostModel, workload: Workload, state: str | None = None, **more: Any) -> Any:
@@ -139,14 +67,7 @@ BY_HAND = KnownWorkload(
 )
 
 
-def test_a_step_without_a_stream_by_hand():
-    _, metrics, _, _ = simulated(by_hand(), ConstantCost(), BY_HAND)
-    assert metrics[1]["timing_s/gen"] == 10 + 30
-    assert metrics[1]["timing_s/step"] == 40 + 7 + 101 + 5
-
-
-@pytest.mark.parametrize("options", [{}, {"trigger": "fixed"}, {"min_done": 0.5}])
-def test_a_step_with_a_stream_by_hand(options: dict[str, Any]):
+def test_a_step_with_a_stream_by_hand():
     """All short responses end 12 s after the start, so half is done and worker 0 is freed: its two plans in flight end
     at 16 s, where its rows begin again on worker 1, with the 7 tokens that they have. That takes a prefill of 10 s,
     before the 26 steps that worker 1's own rows have left after its plan in flight: the rollout ends at 52 s. Weights
@@ -154,7 +75,7 @@ def test_a_step_with_a_stream_by_hand(options: dict[str, Any]):
     log-probabilities and 20 s of gradients, of which 3 s are left when the rollout ends. Then 3 s for the sums, 7 s of
     log-probabilities, 101 s of an update, 5 s of a sync.
     """
-    simulation, metrics, trained, _ = simulated(by_hand(enable=True, **options), ConstantCost(), BY_HAND)
+    simulation, metrics, trained, _ = simulated(by_hand(enable=True), ConstantCost(), BY_HAND)
     step = metrics[1]
     (decision,) = simulation.run.mechanism(StreamTrainer).decisions
     assert (decision.freed, decision.moved_requests, decision.num_done) == ((0,), 2, 4)
@@ -167,7 +88,9 @@ def test_a_step_with_a_stream_by_hand(options: dict[str, Any]):
     assert step["rollout/scale_down/moved_tokens"] == 2 * (4 + 3)
     assert step["rollout/scale_down/hidden_s"] == 52 - 28
     assert step["actor/streamed_share"] == 0.5
-    assert trained == simulated(by_hand(), ConstantCost(), BY_HAND)[2]
+    _, plain, same, _ = simulated(by_hand(), ConstantCost(), BY_HAND)
+    assert plain[1]["timing_s/step"] == 40 + 7 + 101 + 5
+    assert trained == same
 
 
 def test_a_step_with_a_stream_and_a_judge_by_hand():
@@ -203,37 +126,34 @@ def test_what_is_counted(counts: str, freed: float):
     assert simulation.run.mechanism(StreamTrainer).decisions[-1].counts == counts
 
 
-@pytest.mark.parametrize(("options", "refused"), [({"min_done": 0.2, "max_done": 0.4}, 0.0), ({"kv_margin": 0.5}, 1.0)])
-def test_a_step_in_which_no_worker_is_freed(options: dict[str, Any], refused: float):
-    _, plain, trained, _ = simulated(by_hand(), ConstantCost(), BY_HAND)
-    _, metrics, same, _ = simulated(by_hand(enable=True, **options), ConstantCost(), BY_HAND)
-    looks = {f"rollout/scale_down/{name}": 0.0 for name in ("freed", "refused_rows")}
-    looks["rollout/scale_down/refused_kv"] = refused
-    assert metrics[1] == plain[1] | looks | {"actor/streamed_share": 0.0, "timing_s/stream": 0.0}
-    assert same == trained
-
-
 COST = CostModel(LARGE, H100)
 
 
 class Listening:
-    """A stream, and what it is given."""
+    """A stream, and what each call gives it; one of its calls may fail, or it may never have room."""
 
-    def __init__(self, stream: GradientStream, given: list[Group]) -> None:
-        self._stream, self._given = stream, given
+    def __init__(
+        self, stream: GradientStream, given: list[list[Group]], fails_at: int = 0, *, is_full: bool = False
+    ) -> None:
+        self._stream, self._given, self._fails_at, self._is_full = stream, given, fails_at, is_full
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
+    def poll(self) -> bool:
+        return not self._is_full and self._stream.poll()
+
     def give(self, groups: Sequence[Group], step: int) -> None:
-        self._given.extend(groups)
+        self._given.append(list(groups))
+        if len(self._given) == self._fails_at:
+            raise StreamFailed("INTERNAL: a device is gone")
         self._stream.give(groups, step)
 
 
 @pytest.mark.parametrize("num_workers", [2, 4])
 def test_what_was_streamed_is_taken_off_the_update(num_workers: int):
     """The forward passes and gradients of each group are computed once, and no group differs."""
-    given: list[Group] = []
+    given: list[list[Group]] = []
     made = streaming(large_config(), num_workers)
     off = made.replace(trainer=made.trainer.replace(stream=large_config().trainer.stream))
     _, plain, trained, _ = simulated(off, COST, WORKLOAD)
@@ -241,7 +161,7 @@ def test_what_was_streamed_is_taken_off_the_update(num_workers: int):
     assert same == trained
     assert sum(step["rollout/scale_down/freed"] for step in metrics.values()) >= 2
     assert 0 < sum(step["actor/streamed_share"] for step in metrics.values()) < len(metrics)
-    load = load_of(TrainBatch.of(given))
+    load = load_of(TrainBatch.of([group for call in given for group in call]))
     saved_s = sum(
         plain[step][name] - metrics[step][name]
         for step in metrics
@@ -252,11 +172,70 @@ def test_what_was_streamed_is_taken_off_the_update(num_workers: int):
     assert simulation.run.workers.num_open == num_workers
 
 
-def test_a_run_resumed_from_its_state_goes_on_the_same():
+def test_no_more_prompts_begin_together_than_may():
+    sizes = {}
+    for most in (0, 1):
+        given: list[list[Group]] = []
+        made = streaming(large_config(), max_prompts=most)
+        simulated(made, COST, WORKLOAD, feeding=partial(Listening, given=given))
+        sizes[most] = [len(call) for call in given]
+    assert {*sizes[1]} == {1}
+    assert max(sizes[0]) > 1
+
+
+def test_no_clock_decides_what_is_given_together():
+    """A stream that has no room until the round has ended gets the same parts."""
+    outcomes = []
+    for is_full in (False, True):
+        given: list[list[Group]] = []
+        _, _, trained, _ = simulated(
+            streaming(large_config()), COST, WORKLOAD, feeding=partial(Listening, given=given, is_full=is_full)
+        )
+        outcomes.append(([[group.prompt.key for group in call] for call in given], trained))
+    assert outcomes[0] == outcomes[1]
+
+
+def journalled(file: Path, made: Config, **more: Any) -> tuple[Simulation, dict[int, Any]]:
+    """A simulated run of one step with a journal, as a real one has; and what it trained on."""
+    groups: dict[int, list[Group]] = {}
+    made = made.replace(trainer=made.trainer.replace(total_training_steps=1))
+    simulation = build(made, COST, WORKLOAD, on_step=lambda step, _, batch: groups.__setitem__(step, batch), **more)
+    with closing(Journal(file, 0)) as journal:
+        simulation.run.mechanism(StreamTrainer)._journal = journal
+        assert simulation.loop.run()
+    return simulation, samples_of(groups)
+
+
+def test_a_step_that_runs_again_frees_as_the_journal_says(tmp_path: Path):
+    """The second run's rule would wait for more; where layouts switch by a clock, the order of ends may differ."""
+    file = tmp_path / "journal.jsonl"
+    first, trained = journalled(file, streaming(large_config()))
+    again, same = journalled(file, streaming(large_config(), min_done=0.5))
+    (decision,) = first.run.mechanism(StreamTrainer).decisions
+    assert decision.freed
+    assert decision.num_done < 0.5 * decision.num_all
+    assert again.run.mechanism(StreamTrainer).decisions == [decision]
+    assert len(file.read_text().splitlines()) == 2, "the header, and one decision"
+    assert same == trained
+
+
+def test_a_failure_of_the_stream_ends_the_run_and_what_it_was_given_counts_for_nothing():
+    given: list[list[Group]] = []
     made = streaming(large_config())
+    sentence = (
+        r"have failed on the devices of workers \d \(INTERNAL: a device is gone\): run again, with trainer\.stream"
+    )
+    with pytest.raises(RunFailed, match=sentence):
+        simulated(made, COST, WORKLOAD, feeding=partial(Listening, given=given, fails_at=2))
+    assert given[0]
+
+
+def test_a_run_with_evaluations_that_is_resumed_goes_on_the_same():
+    made = streaming(large_config())
+    made = made.replace(trainer=made.trainer.replace(test_freq=2))
     _, metrics, trained, saved = simulated(made, COST, WORKLOAD)
     _, again, same, _ = simulated(made, COST, WORKLOAD, saved[2])
-    assert again == {step: metrics[step] for step in (3, 4)}
+    assert again == {step: metrics[step] for step in (3, 4, -4)}
     assert same == {step: trained[step] for step in (3, 4)}
 
 
@@ -290,17 +269,3 @@ def test_kv_moves_where_that_is_predicted_cheaper():
         )
     assert found[0] == 0
     assert found[1] > 0
-
-
-def test_gradients_have_a_lane(tmp_path: Path):
-    simulation = build(streaming(large_config()), COST, WORKLOAD, timeline=tmp_path / "timeline.json")
-    simulation.phases.begin()
-    assert simulation.loop.run()
-    simulation.phases.close()
-    spans = drawn(tmp_path / "timeline.json")
-    parts = [span for span in spans if span[0].startswith("gradients ")]
-    plans = [span for span in spans if span[0].startswith("engine") and span[1] == "plan"]
-    assert parts
-    assert all(part[1].startswith("part ") for part in parts)
-    beside = [plan for plan in plans for part in parts if plan[2] < part[3] and part[2] < plan[3]]
-    assert beside, "plans run beside gradients"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from fake_rollout import FakePrompts
 from rounds import (
     START,
-    Table,
     aborted,
     batch_keys,
     check_table,
@@ -17,7 +15,6 @@ from rounds import (
     finish,
     key,
     long_every_fifth,
-    names,
     run_steps,
     verdict,
 )
@@ -31,9 +28,6 @@ def tail_batching(num_prompts: int, group_size: int, *, shared: Any = None, **op
     """The rule with options `rollout.tail_batching`; `shared` is what else all rules are given."""
     batch = BatchSettings(num_prompts, group_size, **(shared or {}))
     return TailBatching(batch, TailBatching.Options(enable=True, **options))
-
-
-# -- tables ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_short_round_keeps_the_first_responses_of_the_first_prompts():
@@ -121,11 +115,6 @@ def test_factors_scale_prompts_and_responses_apart():
     assert tail_batching(50, 4, prompt_factor=1.1).num_spare == 5
 
 
-def test_without_prompt_speculation_the_queue_stays_empty():
-    _, results = run_steps(tail_batching(4, 4, prompt_factor=1.0), long_every_fifth, 5)
-    assert all(result.kind == "short" and result.metrics["rollout/queue_length"] == 0 for result in results)
-
-
 def test_the_age_bound_brings_the_long_round_forward():
     rule = tail_batching(4, 4, max_age_steps=2)
     _, results = run_steps(rule, long_every_fifth, 6)
@@ -149,110 +138,9 @@ def test_what_becomes_of_the_queue_when_training_ends(at_end: Any, carried: int)
     assert all(len(result.groups) == 4 for result in results)
 
 
-def test_dynamic_sampling_replaces_what_it_filters_at_logical_times():
-    """P0 = 2 of 3 prompts under way: verdicts are asked for when they could end the round, and then nothing decodes."""
-    rule = tail_batching(2, 2, prompt_factor=1.5, response_factor=1.0, shared=filtering())
-    current = rule.plan(FakePrompts(10), RoundTime(1, 0))
-    table: Table = [
-        (START, [("launch", p, key(p, 0), key(p, 1)) for p in range(3)]),
-        (finish(key(0, 0)), [("score", key(0, 0))]),
-        (finish(key(0, 1)), [("score", key(0, 1))]),
-        (finish(key(1, 0)), [("score", key(1, 0))]),
-        (finish(key(1, 1)), [("score", key(1, 1)), ("await", key(0, 1))]),
-        (finish(key(2, 0)), []),  # it waits for the verdict, too
-        (verdict(key(0, 0), 1.0), []),
-        (verdict(key(0, 1), 1.0), [("await", key(1, 1))]),  # two have ended, and few others run
-        (verdict(key(1, 0), 0.0), []),
-        (
-            verdict(
-                key(1, 1), 1.0
-            ),  # one of two was filtered: one that is missing needs two under way, and one to spare
-            [*(("launch", p, key(p, 0), key(p, 1)) for p in (3, 4)), ("score", key(2, 0))],
-        ),
-        (finish(key(3, 0)), [("score", key(3, 0))]),
-        (finish(key(2, 1)), [("score", key(2, 1)), ("await", key(2, 1))]),
-        (verdict(key(2, 0), 0.0), []),
-        (verdict(key(3, 0), 0.0), []),
-        (verdict(key(2, 1), 1.0), [("abort", key(3, 1), key(4, 0), key(4, 1))]),
-        (aborted(key(3, 1), 9), []),
-        (aborted(key(4, 0), 0), []),
-        (aborted(key(4, 1), 0), []),
-    ]
-    check_table(current, table)
-    result = rule.settle(current)
-    assert result.left == {(0, 0): "filtered"}
-    assert [group.prompt.index for group in result.groups] == [1, 2]
-    assert [d.key for d in rule.queue] == [(0, 3), (0, 4)]
-    assert result.metrics["rollout/filtered_prompts"] == 1
-    assert result.metrics["rollout/filtered_tokens"] == 4
-    assert result.metrics["rollout/thrown_tokens"] == 2 + 9
-
-
-@pytest.mark.parametrize("is_told", [True, False])
-def test_what_ends_while_the_last_verdict_is_awaited_counts_as_aborted(is_told: bool):
-    """The clock decides whether its end is told before the verdict comes, so nothing may depend on that."""
-    rule = tail_batching(1, 2, prompt_factor=2.0, response_factor=1.0, shared=filtering())
-    current = rule.plan(FakePrompts(10), RoundTime(1, 0))
-    commands: list[tuple] = []
-    for event in (START, finish(key(0, 0)), finish(key(1, 1)), finish(key(0, 1))):
-        commands = names(current.handle(event))
-    assert commands == [("score", key(0, 1)), ("await", key(0, 1))]
-    if is_told:
-        assert current.handle(finish(key(1, 0))) == []
-    current.handle(verdict(key(0, 0)))
-    current.handle(verdict(key(1, 1)))
-    commands = names(current.handle(verdict(key(0, 1))))
-    assert commands == ([] if is_told else [("abort", key(1, 0))])
-    if not is_told:
-        current.handle(aborted(key(1, 0), 2))
-    result = rule.settle(current)
-    assert [deferred.key for deferred in rule.queue] == [(0, 1)]
-    assert result.metrics["rollout/aborted_samples"] == 1
-    assert result.metrics["rollout/thrown_tokens"] == 4
-
-
-def test_few_verdicts_may_be_due_while_generation_goes_on():
-    rule = tail_batching(4, 2, prompt_factor=1.25, response_factor=1.0, shared=filtering(max_unscored_groups=1))
-    current = rule.plan(FakePrompts(10), RoundTime(1, 0))
-    events = [START, *(finish(key(p, i)) for p in (0, 1) for i in (0, 1))]
-    assert [names(current.handle(event))[-1] for event in events][-1] == ("await", key(0, 1))
-
-
-def test_the_cap_on_active_requests_lets_prompts_in_as_others_end():
-    rule = tail_batching(2, 2, prompt_factor=1.5, response_factor=1.0, shared={"max_active_requests": 4})
-    current = rule.plan(FakePrompts(10), RoundTime(1, 0))
-    assert names(current.handle(START)) == [("launch", p, key(p, 0), key(p, 1)) for p in (0, 1)]
-    assert names(current.handle(finish(key(0, 0)))) == [("score", key(0, 0))]
-    assert names(current.handle(finish(key(1, 0)))) == [("score", key(1, 0)), ("launch", 2, key(2, 0), key(2, 1))]
-
-
-# -- what is refused ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: tail_batching(4, 4, response_factor=float("nan")), "response_factor"),
-        (lambda: tail_batching(4, 4, prompt_factor=3.0, max_age_steps=1), "max_age_steps .1 steps. must be >= 2"),
-        (
-            lambda: tail_batching(4, 4, shared={"max_active_requests": 4}),
-            "must hold one prompt's responses .5 samples.",
-        ),
-    ],
-)
-def test_limits_that_cannot_be_are_refused(make: Callable[[], Any], message: str):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-# -- state -------------------------------------------------------------------------------------------------------------
-
-
-def test_states_of_another_make_are_refused():
-    rule = tail_batching(4, 4)
-    state = rule.state()
-    with pytest.raises(ValueError, match="tail batching: state of schema 9"):
-        rule.load_state({**state, "schema": 9}, FakePrompts(4))
+def test_an_age_bound_that_cannot_be_kept_is_refused():
+    with pytest.raises(ValueError, match=r"max_age_steps \(1 steps\) must be >= 2"):
+        tail_batching(4, 4, prompt_factor=3.0, max_age_steps=1)
 
 
 def test_what_dynamic_sampling_learnt_delays_no_long_round_without_it():

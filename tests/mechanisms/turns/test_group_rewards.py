@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from jaxrl.environments.env import Trajectory
 from jaxrl.mechanisms.turns.group_rewards import GroupRewards
@@ -56,13 +55,6 @@ def rewards_of(found: Sequence[Group]) -> list[list[float | None]]:
     return [[each.reward for each in group.samples] for group in found]
 
 
-def test_a_comparison_that_fails_is_told(caplog: pytest.LogCaptureFixture):
-    GroupRewards(Contests())(groups(), RoundInfo(1))
-    assert [each.getMessage() for each in caplog.records] == [
-        "environment.group: 1 of 2 comparisons failed: no contest"
-    ]
-
-
 def test_what_has_failed_before_is_not_compared():
     contests, (found, *_) = Contests(), groups()
     found.samples[0].failure, found.samples[0].reward = "the simulator is down", 0.0
@@ -100,9 +92,3 @@ def test_what_was_compared_is_not_compared_again(tmp_path: Path):
         assert rewards_of(found) == [[0.25, 1.5], [1.0], [0.0, 0.0]]
         asked.append([index for index, _ in contests.asked])
     assert asked == [[3, 9], [], [3, 9], [3], [3, 9]]
-
-
-def test_rounds_without_turns():
-    contests = Contests()
-    assert GroupRewards(contests)(groups()[1:2], RoundInfo(1)) == {}
-    assert contests.asked == []

@@ -10,36 +10,24 @@ import pytest
 from jaxrl.config import ConfigError, from_mapping
 
 TOOLS = {"kind": "tools", "path": "tools.py"}
-VERIFIERS = {"kind": "verifiers", "id": "a", "python": "python3"}
 
 
 @pytest.mark.parametrize(
     ("environment", "others", "words"),
     [
         ({"kind": "tools"}, {}, "environment.path is missing: environment.kind is tools, which needs a Python file"),
-        ({"kind": "verifiers"}, {}, "environment.kind=verifiers needs environment.id"),
-        (VERIFIERS, {"data": {"system_prompt": "x"}}, "exclude environment.kind=verifiers"),
         (TOOLS | {"python": "python3"}, {}, "environment.python (python3) needs environment.kind openai or verifiers"),
-        (TOOLS, {"data": {"apply_chat_template": False}}, "environment.kind needs data.apply_chat_template"),
-        (TOOLS, {"data": {"apply_chat_template_kwargs": {"tools": []}}}, "tools excludes environment.kind"),
         (
             TOOLS | {"max_trajectory_tokens": 65},
             {"data": {"max_response_length": 64}},
             "environment.max_trajectory_tokens (65 tokens) must be at most data.max_response_length (64 tokens)",
         ),
-        (TOOLS | {"reward": "last"}, {"algorithm": {"adv_estimator": "grpo_turns"}}, "grpo_turns excludes"),
         ({}, {"algorithm": {"adv_estimator": "grpo_turns"}}, "grpo_turns needs environment.kind"),
         (TOOLS, {"rollout": {"stop": ["x"]}}, "rollout.stop excludes environment.kind"),
-        (VERIFIERS | {"group": "G"}, {}, "environment.group (G) needs environment.kind tools, class or native"),
         (
             TOOLS | {"group": "G"},
             {"algorithm": {"filter_groups": {"enable": True}}},
             "environment.group excludes algorithm.filter_groups.enable",
-        ),
-        (
-            TOOLS | {"group": "G"},
-            {"trainer": {"stream": {"enable": True}}, "rollout": {"num_workers": 2}},
-            "environment.group excludes trainer.stream.enable",
         ),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
@@ -162,14 +161,6 @@ def test_whatever_a_tool_does_the_others_have_their_answers(pool_of: Callable[..
     assert {found[0].status, *(each.status for each in found)} == {"ok"}
 
 
-def test_a_tool_that_is_quick_has_two_seconds(pool_of: Callable[..., EnvironmentPool]):
-    pool = pool_of(timeout="adaptive", timeout_s=30.0)
-    (first,) = asked(pool, (call("act", what="say", value="here"), None))
-    assert content(first) == "here"
-    (late,) = asked(pool, (call("act", what="stay"), None))
-    assert content(late) == "Error: no answer within 2 s"
-
-
 def test_how_long_calls_may_take():
     times, one, other = CallTimes(adapts=True, most_s=9.0), "a", "b"
     assert times.limit_s([one]) == 9.0, "nothing is known"
@@ -182,12 +173,6 @@ def test_how_long_calls_may_take():
     times.learn([other], 8.0)
     assert times.limit_s([other]) == 9.0
     assert CallTimes(adapts=False, most_s=9.0).limit_s([one]) == 9.0
-
-
-def test_calls_of_many_samples_run_side_by_side(pool_of: Callable[..., EnvironmentPool]):
-    found = asked(pool_of(), (call("act", what="pid"), None), (call("act", what="pid"), None))
-    pids = {int(content(each)) for each in found}
-    assert os.getpid() not in pids
 
 
 def test_what_is_cancelled_has_no_answer(pool_of: Callable[..., EnvironmentPool], tmp_path: Path):
@@ -225,25 +210,15 @@ def test_a_row_names_another_class_and_its_tools(pool_of: Callable[..., Environm
     assert (found.done, found.status) == (True, "error")
     assert found.error.startswith("ValueError: the environment takes 10")
     assert pool.schemas({"tools": []}, "row 1") == []
-    assert pool.schemas({"environment": ""}, "row 1") == []
     with pytest.raises(ValueError, match="row 2: the column 'tools' names 'put', and there are take"):
         pool.schemas({"tools": ["put"]}, "row 2")
     with pytest.raises(ValueError, match=r"row 3: .*defines no class 'Bag'"):
         pool.schemas({"environment": "Bag"}, "row 3")
 
 
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ({"tools": [{"type": "function"}]}, "row 1: the column 'tools' must be a list of names, found"),
-        ({"tools": "act"}, "row 1: the column 'tools' must be a list of names, found 'act'"),
-        ({"environment": ["a"]}, "row 1: the column 'environment' must name a class, found"),
-        ({"env_args": "{}"}, "row 1: the column 'env_args' must hold columns by name, found"),
-    ],
-)
-def test_columns_of_another_form(pool_of: Callable[..., EnvironmentPool], row: dict[str, Any], words: str):
-    with pytest.raises(ValueError, match=words):
-        pool_of().schemas(row, "row 1")
+def test_a_column_of_another_form(pool_of: Callable[..., EnvironmentPool]):
+    with pytest.raises(ValueError, match="row 1: the column 'tools' must be a list of names, found 'act'"):
+        pool_of().schemas({"tools": "act"}, "row 1")
 
 
 def test_a_native_environment_makes_its_rows(pool_of: Callable[..., EnvironmentPool]):
@@ -289,8 +264,6 @@ class Game:
                 os._exit(3)
             case "exits":
                 raise SystemExit(1)
-            case "tuple":
-                return "?", 1.0, True, {}
             case "dict":
                 return {"reward": 1.0, "next_observation": "?"}
             case "lambda":
@@ -300,26 +273,6 @@ class Game:
                 return StepResult(1.0, True, metrics={"m": float("nan")})
         return StepResult(eval(action.text), True)
 
-class Tool:
-    def reset(self, how="") -> None:
-        if how == "raises":
-            raise RuntimeError("no database")
-        self.how = how
-
-    def act(self, what: str) -> str:
-        '''Acts.
-
-        Args:
-            what: it is.
-        '''
-        if what == "lambda":
-            self.kept = lambda: 1
-        if what == "exits":
-            raise SystemExit(1)
-        return what
-
-    def get_reward(self):
-        return eval(self.how or "None")
 """
 MUST = "ValueError: Game.step: reward must be a finite number (at most 3.4e+38, the largest float32), found "
 
@@ -334,17 +287,13 @@ def test_environments_that_fail_say_so_and_no_reward_of_theirs_counts(
         "stays": ("timeout", "no answer within environment.timeout_s (1 s)"),
         "dies": ("crash", "the environment's process ended with exit code 3"),
         "exits": ("error", "SystemExit: 1 (environment.py, line 27, in step)"),
-        "tuple": ("error", "ValueError: Game.step must return a StepResult, found tuple"),
         "dict": ("error", "ValueError: Game.step must return a StepResult, found dict"),
         "lambda": ("error", "ValueError: Game cannot be pickled, as it is between two turns: "),
         "metric": ("error", "metrics must be finite numbers, found {'m': 'nan'}"),
         "None": ("error", f"{MUST}None"),
         "float('nan')": ("error", f"{MUST}nan"),
-        "np.float32('inf')": ("error", f"{MUST}np.float32(inf)"),
-        "'1'": ("error", f"{MUST}'1'"),
         "1e308": ("error", f"{MUST}1e+308"),
         "10**400": ("error", f"{MUST}1000"),
-        "np.ones(2)": ("error", f"{MUST}array([1., 1.])"),
     }
     rewards = {"1": 1.0, "True": 1.0, "np.float64(0.5)": 0.5, "np.array(0.5)": 0.5, "np.int64(2)": 2.0}
     rewards["-3e38"] = -3e38
@@ -360,26 +309,6 @@ def test_environments_that_fail_say_so_and_no_reward_of_theirs_counts(
     assert unmade[0].error == f"RuntimeError: no database ({tmp_path}/environment.py, line 9, in __init__)"
 
 
-def test_a_class_fails_as_a_game_does(pool_of: Callable[..., EnvironmentPool], tmp_path: Path):
-    """What a tool does itself stays an answer."""
-    pool = pool_of(GAMES, kind="class", name="Tool")
-    (exits,) = asked(pool, (call("act", what="exits"), None), row={})
-    assert (content(exits), exits.status, exits.done) == ("Error: SystemExit: 1", "ok", False)
-    (kept,) = asked(pool, (call("act", what="lambda"), None), row={})
-    assert (kept.status, kept.done) == ("error", True)
-    assert kept.error.startswith("ValueError: Tool cannot be pickled, as it is between two turns: ")
-    for text in (call("act", what="x"), "It is done."):
-        (unmade,) = asked(pool, (text, None), row={"how": "raises"})
-        assert (unmade.status, unmade.done) == ("error", True)
-        assert unmade.error == f"RuntimeError: no database ({tmp_path}/environment.py, line 42, in reset)"
-    must = "ValueError: Tool.get_reward must return a finite number (at most 3.4e+38, the largest float32), found "
-    for how, found in (("None", "None"), ("'1'", "'1'"), ("1e39", "1e+39")):
-        (answer,) = asked(pool, ("It is done.", None), row={"how": how})
-        assert (answer.status, answer.error) == ("error", must + found)
-    (good,) = asked(pool, ("It is done.", None), row={"how": "__import__('numpy').float32(0.5)"})
-    assert (good.status, good.reward) == ("ok", 0.5)
-
-
 def test_a_process_is_replaced_after_so_many_calls(pool_of: Callable[..., EnvironmentPool]):
     """What a tool leaves behind in its process is gone then, and no answer is lost."""
 
@@ -392,23 +321,9 @@ def test_a_process_is_replaced_after_so_many_calls(pool_of: Callable[..., Enviro
     assert len({*pids(5)}) == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "options", "words"),
-    [
-        (
-            "import nothing_of_the_kind",
-            {},
-            r"environment\.path: importing .* failed in line 1 with ModuleNotFoundError",
-        ),
-        ("def f(x): ...", {}, "f has no docstring"),
-        (CLASSES, {"kind": "native", "name": "Nothing"}, "defines no class 'Nothing'"),
-    ],
-)
-def test_files_that_cannot_be_used(
-    pool_of: Callable[..., EnvironmentPool], text: str, options: dict[str, Any], words: str
-):
-    with pytest.raises(ValueError, match=words):
-        pool_of(text, **options).schemas({}, "row 1")
+def test_a_tool_without_a_docstring_is_refused(pool_of: Callable[..., EnvironmentPool]):
+    with pytest.raises(ValueError, match="f has no docstring"):
+        pool_of("def f(x): ...").schemas({}, "row 1")
 
 
 GROUPS = (
@@ -454,27 +369,12 @@ def test_trajectories_are_compared(pool_of: Callable[..., EnvironmentPool]):
     assert content(answers[0]) == "1 left"
 
 
-def test_a_class_that_compares_nothing(pool_of: Callable[..., EnvironmentPool]):
-    with pytest.raises(
-        ValueError, match=r"environment\.group: .* defines no class 'Box' with a method compute_group_rew"
-    ):
-        pool_of(GROUPS, kind="class", name="Box", group="Box").schemas({}, "row 1")
-
-
-def test_a_file_without_rows(pool_of: Callable[..., EnvironmentPool]):
-    with pytest.raises(ValueError, match=r"defines no function problem\(index, seed\)"):
-        list(pool_of().problems(0, 1, 0))
-
-
 @pytest.mark.parametrize(
     "info",
     [
         {},
         {"done": 1, "messages": [], "state": "", "metrics": {}},
-        {"done": False, "messages": [], "state": "", "metrics": {}},
         {"done": True, "messages": [{"role": "assistant", "content": "x"}], "state": "", "metrics": {}},
-        {"done": True, "messages": [], "state": None, "metrics": {}},
-        {"done": True, "messages": [], "state": "", "metrics": {"x": "1"}},
         {"done": True, "messages": [], "state": "", "metrics": {"x": 10**400}},
     ],
 )

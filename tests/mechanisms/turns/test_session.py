@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from small_models import TRAINED
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.mechanisms.turns import Turns
-from jaxrl.mechanisms.turns.rule import STOPS, CallTimes, Conversation, Observed, trajectory_metrics
+from jaxrl.mechanisms.turns.rule import CallTimes, Conversation, Observed
 from jaxrl.models.decoder import init
 from jaxrl.record.journal import Journal
 from jaxrl.rollout.executor import MeshExecutor
@@ -33,7 +31,7 @@ from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.types import Episode, Prompt, Sample, SampleKey, SamplingParams
+from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
 PROMPTS = [Prompt(0, i, tuple(range(20 + i, 31 + 2 * i)), "", "game" if i else "plain") for i in range(3)]
 PARAMS = SamplingParams(max_tokens=60, stop_token_ids=tuple(range(0, TRAINED.vocab_size, TRAINED.vocab_size // 7)))
@@ -193,8 +191,12 @@ def test_tokens_do_not_depend_on_when_answers_come(parts: Any, x64: None):
         answers = Answers(patience)
         backend, _ = backend_of(parts, answers)
         found.append(round_of(backend))
-        counters = backend.engine.counters
-        assert counters.prefill_tokens < sum(map(len, found[-1].values())), "a turn runs what is new"
+        # of each turn behind the first what is new: the answer, and the newest token of the turn before
+        answered = sum(len(sample) - sample.num_drawn for sample in found[-1].values())
+        behind = sum(len(turns_of(sample)) - 1 for sample in found[-1].values() if sample.episode)
+        sizes = [len(prompt.token_ids) for prompt in PROMPTS]
+        once = sum(size + (size - (size - 1) // 4 * 4) for size in sizes)  # a second sample runs what is no whole block
+        assert backend.engine.counters.prefill_tokens == once + answered + behind
         for key, sample in found[-1].items():
             if key.prompt_index == 0:
                 assert sample.drawn.all(), "a prompt without an environment"
@@ -212,13 +214,12 @@ def test_tokens_do_not_depend_on_when_answers_come(parts: Any, x64: None):
     assert {sample.episode.stop for sample in found[0].values() if sample.episode} == {"done", "max_trajectory_tokens"}
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
 def test_a_step_that_runs_again_asks_only_what_the_journal_does_not_have(
-    parts: Any, x64: None, seed: int, journal_at: Callable[[str], Journal], tmp_path: Path
+    parts: Any, x64: None, journal_at: Callable[[str], Journal], tmp_path: Path
 ):
     """Whatever of the journal is there when a step begins anew: what was answered is not asked, and takes effect where
     it did, so that batches are the same and so, in every type, the bits."""
-    journal, answers = journal_at("journal.jsonl"), Answers(6, seed)
+    journal, answers = journal_at("journal.jsonl"), Answers(6)
     backend, _ = backend_of(parts, answers, journal=journal)
     whole, admitted = round_of(backend), backend.engine.counters
     entries = journal.entries(1, "turn")
@@ -230,7 +231,7 @@ def test_a_step_that_runs_again_asks_only_what_the_journal_does_not_have(
         for entry in entries[:num_kept]:
             said = {name: value for name, value in entry.items() if name not in ("step", "kind", "key")}
             begun.append(1, "turn", (*entry["key"],), said)
-        others = Answers(6, seed + 100)
+        others = Answers(6, 100)
         backend, _ = backend_of(parts, others, journal=journal_at(again.name))
         assert same(round_of(backend), whole)
         known = {(*entry["key"],) for entry in entries[:num_kept]}
@@ -274,16 +275,6 @@ def test_an_environment_that_fails_costs_its_sample(parts: Any, x64: None, journ
                 assert unpack_samples(pack_samples([as_carried(each)]))[0].episode == each.episode
 
 
-def test_messages_that_the_template_refuses_are_a_failure(parts: Any, x64: None):
-    def refused(messages: Sequence[Mapping[str, Any]], last_token: int) -> list[int]:
-        raise ValueError("the chat template refuses it")
-
-    backend, _ = backend_of(parts, Answers(0), tokens=refused)
-    found = [each for each in round_of(backend).values() if each.episode is not None and each.episode.stop == "error"]
-    assert found
-    assert {each.failure for each in found} == {"the chat template refuses it"}
-
-
 class SlowFor(Answers):
     """Never answers one sample."""
 
@@ -321,16 +312,6 @@ def test_what_came_too_late_for_a_round_does_not_come_in_time_when_it_runs_again
         backend.end()
     assert ended[1].episode == ended[0].episode
     assert ended[1].token_ids.tolist() == ended[0].token_ids.tolist()
-
-
-def test_an_entry_of_another_course_is_asked_anew(parts: Any, x64: None, journal_at: Callable[[str], Journal]):
-    journal, answers = journal_at("journal.jsonl"), Answers(2)
-    for key in ((0, 0, 1, 0, 0, 0), (0, 0, 1, 1, 0, 7)):
-        entry = {"served": 1, "commands": 0, "crc32": 1, "done": True, "messages": [], "reward": 9.0, "state": None}
-        journal.append(1, "turn", key, entry | {"metrics": {}, "seconds": 0.0, "status": "ok", "error": ""})
-    backend, _ = backend_of(parts, answers, journal=journal)
-    plain, _ = backend_of(parts, Answers(0))
-    assert same(round_of(backend), round_of(plain))
 
 
 def test_a_trajectory_that_is_cut_off_goes_on_in_a_later_round(parts: Any, x64: None):
@@ -376,75 +357,9 @@ def test_a_trajectory_that_is_cut_off_goes_on_in_a_later_round(parts: Any, x64: 
     assert waited, "none was cut off while it waited"
 
 
-def test_what_waits_for_an_answer_can_be_ended(parts: Any, x64: None):
-    backend, session = backend_of(parts, answers := Answers(10**6))
-    keys = (SampleKey(0, 1, 0), SampleKey(0, 1, 1))
-    backend.begin(RoundInfo(1), PARAMS)
-    backend.wait()
-    backend.apply([Launch(PROMPTS[1], keys)])
-    while len(answers.asked) < 2:
-        backend._serve()
-    assert session.has_pending
-    backend.apply([Abort(keys)])
-    ended = [backend.wait() for _ in keys]
-    assert all(isinstance(event, SampleAborted) and event.sample.finish_reason == "abort" for event in ended)
-    assert all(isinstance(event, SampleAborted) and event.sample.episode == Episode(awaits=True) for event in ended)
-    assert not session.has_pending
-    backend.cancel()
-
-
-@pytest.mark.parametrize(
-    ("limits", "stop", "turns"),
-    [
-        ({"max_turns": 2}, "max_turns", 2),
-    ],
-)
-def test_limits(parts: Any, x64: None, limits: dict[str, int], stop: str, turns: int):
-    backend, _ = backend_of(parts, Answers(2), **limits)
-    stops = []
-    for sample in round_of(backend).values():
-        if sample.episode is None:
-            continue
-        stops.append(sample.episode.stop)
-        if sample.episode.stop == stop:
-            assert len(sample.episode.turns) == turns
-        check_spans(sample)
-    assert stop in stops
-
-
 def test_a_trajectory_that_takes_too_long_ends_between_two_turns(parts: Any, x64: None):
     backend, _ = backend_of(parts, Answers(10**9), rollout_timeout_s=0.05)
     found = [sample for sample in round_of(backend).values() if sample.episode is not None]
     assert "rollout_timeout" in {sample.episode.stop for sample in found if sample.episode}
     for sample in found:
         check_spans(sample)
-
-
-def test_twenty_turns_prefill_every_token_once(parts: Any, x64: None, monkeypatch: pytest.MonkeyPatch):
-    """Prompt and answers; and for each turn behind the first its newest token, of which there is no KV yet."""
-    monkeypatch.setattr(sys.modules[__name__], "TURNS", 20)
-    monkeypatch.setattr(sys.modules[__name__], "PROMPTS", PROMPTS[1:2])
-    executor, params = parts
-    longer = MeshExecutor(TRAINED, executor.layout, replace(executor.config, max_length=512, num_blocks=1000))
-    found = {}
-    for patience in (0, 5):
-        backend, _ = backend_of((longer, params), Answers(patience), max_trajectory_tokens=450)
-        found[patience] = round_of(backend)
-        counters = backend.engine.counters
-        samples = found[patience].values()
-        assert {len(turns_of(sample)) for sample in samples} == {20}
-        answered = sum(len(sample) - sample.num_drawn for sample in samples)
-        behind = sum(len(turns_of(sample)) - 1 for sample in samples)
-        prompt = len(PROMPTS[0].token_ids) + 4  # the second sample runs the block of its last token
-        assert counters.prefill_tokens == prompt + answered + behind
-    assert same(found[0], found[5])
-
-
-def test_what_a_round_measures(parts: Any, x64: None):
-    backend, _ = backend_of(parts, Answers(1))
-    found = round_of(backend)
-    measured = trajectory_metrics(found.values())
-    assert sum(measured[f"stop/{name}"] for name in STOPS) == pytest.approx(1)
-    with_turns = [sample.episode for sample in found.values() if sample.episode]
-    assert measured["environment/num_turns/mean"] == np.mean([len(each.turns) for each in with_turns])
-    assert trajectory_metrics(sample for sample in found.values() if sample.episode is None) == {}

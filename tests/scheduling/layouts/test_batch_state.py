@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from made_up import SIMPLE, batch_state
 
@@ -13,7 +13,6 @@ from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 30)), max_size=5), min_size=1, max_size=4))
 def test_load_at(rows: list[list[tuple[int, int]]]):
     groups = batch_state(1, rows, num_devices=len(rows)).groups
@@ -29,7 +28,6 @@ def test_load_at(rows: list[list[tuple[int, int]]]):
     assert remaining_s(SIMPLE, 1, ()) == 0.0
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 3000), st.integers(2000, 9000)), min_size=1, max_size=6))
 def test_long_sums_are_close(rows: list[tuple[int, int]]):
     """Beyond 2048 steps a part of them stands for all."""

@@ -50,11 +50,3 @@ def test_rows_that_have_no_room_come_in_waves(model: LatencyPredictor):
     one, three = GroupCapacity(100_000, 1), GroupCapacity(3 * 110 + 109, 100)
     for room, expected in ((one, 1.6), (three, 3.6 + 0.4)):
         assert fastest_degree(model, {4: room}, 4, 10, 100).predicted_s == pytest.approx({4: expected})
-
-
-def test_of_equals_the_smallest():
-    points = tuple(Measurement(tp, 1, 8, 0.01) for tp in (1, 2, 4))
-    flat = LatencyPredictor(Profile(ProfileIdentity("m", "", "", 4, "", ""), points))
-    choice = fastest_degree(flat, AMPLE, 1, 10, 100)
-    assert len(set(choice.predicted_s.values())) == 1
-    assert choice.degree == 1

@@ -37,11 +37,9 @@ def engine(tp: int, lengths: dict) -> Engine:
 @pytest.mark.parametrize(
     ("worker", "steps", "prefill", "batch", "context", "seconds"),
     [
-        (0, 16, 0, 1, 100.0, 16 * 0.010),
         (1, 16, 0, 1, 100.0, 16 * 0.005),
         (1, 10, 0, 4, 600.0, 10 * 0.025 / 2),  # halfway between 400 and 800 tokens
         (0, 0, 400, 4, 0.0, 0.10),  # a row of 100 tokens in each of four groups
-        (1, 0, 100, 4, 0.0, 0.02),  # a row of 50 in each of two
         (0, 8, 200, 1, 100.0, 0.04 + 8 * 0.010),
         (0, 0, 0, 0, 0.0, 0.0),  # all rows had stopped
     ],
@@ -95,7 +93,6 @@ def test_what_is_predicted_to_be_cheaper_is_done(kv_s_per_token: float, expected
     [
         # a token costs 1 ms where each device sends half of all its KV, and 0.5 ms where it sends half of a half: 2 ms
         # for a whole one over a link
-        (1, 1, 100 * 0.002),
         (2, 2, 100 * 0.001),
         (1, 2, 100 * (0.002 + 0.001)),  # and the change of degree where it lands
         (2, 1, 100 * (0.001 + 0.0005)),
@@ -104,13 +101,6 @@ def test_what_is_predicted_to_be_cheaper_is_done(kv_s_per_token: float, expected
 def test_what_kv_takes_between_workers(from_tp: int, to_tp: int, seconds: float):
     assert across_s(LatencyPredictor(profile()), from_tp, to_tp, 100) == pytest.approx(seconds)
     assert across_s(LatencyPredictor(profile()), from_tp, to_tp, 0) == 0
-
-
-def test_requests_without_kv_take_their_tokens_alone():
-    requests = [make_request(0)]
-    source, target = engine(1, {requests[0].key: 9}), engine(1, {})
-    source.add(requests[0])
-    assert cheaper_move(LatencyPredictor(profile()), source, target, [0]) == "recompute"
 
 
 def test_a_step_of_a_worker_spreads_rows_over_its_groups_and_lets_too_many_take_turns():

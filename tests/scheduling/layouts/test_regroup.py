@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.scheduling.layouts.batch_state import LiveRow, Rows, num_tokens
+from jaxrl.scheduling.layouts.batch_state import LiveRow, Rows
 from jaxrl.scheduling.layouts.regroup import regroup
 
 DEGREES = st.sampled_from((1, 2, 4, 8))
@@ -39,17 +39,12 @@ def far(groups: Sequence[Rows], now: Sequence[Rows]) -> int:
 @pytest.mark.parametrize(
     ("before", "dp", "after"),
     [
-        ([[9, 4], [8, 5]], 1, [[9, 8, 5, 4]]),
         ([[9, 5], [8, 4]], 2, [[9, 5], [8, 4]]),  # as many as before: nothing moves
         ([[4, 9, 5, 8]], 2, [[9, 4], [8, 5]]),  # in their order, 4 and 9 against 5 and 8 would be as even in rows
         ([[6], [7], [], []], 2, [[7], [6]]),  # the shorter one leaves
-        ([[6], [7], [9], []], 2, [[7, 6], [9]]),  # balanced to within one: nothing has to move
-        ([[6, 5], [7], [], []], 2, [[7, 6], [5]]),
         ([[6, 5], [7, 3], [8], []], 2, [[7, 6, 5], [8, 3]]),  # 3 and 2, not 4 and 1
         ([[9, 8, 7], []], 4, [[9], [8], [7], []]),  # a split, over both homes
-        ([[9, 8], [1, 1, 1, 1, 1, 1]], 4, [[9, 1], [8, 1], [1, 1], [1, 1]]),
         ([[9, 1], [8, 7], [], []], 4, [[9], [8], [7], [1]]),  # of those that leave, the longest first
-        ([[], []], 1, [[]]),
     ],
 )
 def test_table(before: list[list[int]], dp: int, after: list[list[int]]):
@@ -62,7 +57,6 @@ def test_tokens_that_are_there_count_among_groups_with_as_many_rows():
     assert lengths_of(regroup(rows_of([5]), 2, held)) == [[], [5]]
 
 
-@settings(deadline=None, max_examples=100)
 @given(DEGREES, DEGREES, st.lists(st.tuples(st.integers(0, 7), st.integers(1, 60)), max_size=40))
 def test_balanced_and_none_lost(before: int, after: int, rows: list[tuple[int, int]]):
     groups = rows_of(*([n for g, n in rows if g % before == i] for i in range(before)))
@@ -74,7 +68,6 @@ def test_balanced_and_none_lost(before: int, after: int, rows: list[tuple[int, i
     assert now == regroup(groups, after)
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     st.sampled_from([(1, 2), (2, 1), (2, 2), (4, 2), (2, 4), (4, 4)]),
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=6),
@@ -95,14 +88,3 @@ def test_no_balanced_outcome_moves_fewer_tokens(sizes: tuple[int, int], rows: li
     now = regroup(groups, after, held)
     counts = sorted((len(each) + len(there) for each, there in zip(now, held, strict=True)), reverse=True)
     assert (counts, far(groups, now)) == best
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=24), DEGREES)
-def test_tokens_are_spread_within_a_home(lengths: list[int], dp: int):
-    """Groups with as many rows differ by no more than the longest row."""
-    now = regroup(rows_of(lengths), dp)
-    for rows in now:
-        for others in now:
-            if len(rows) == len(others):
-                assert abs(num_tokens(rows) - num_tokens(others)) <= max(lengths)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from checked_blocks import check_blocks
 from checking import assert_empty, assert_whole, engine_in, make_request, stacks_of
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.scheduling.layouts.relayout import Relayout, SwitchFailed, plan_relayout, recompute, rows_of, start_in
+from jaxrl.scheduling.layouts.relayout import Relayout, SwitchFailed, plan_relayout, rows_of, start_in
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Capacity, Request
 from jaxrl.types import Sample, SampleKey
@@ -74,7 +74,7 @@ def some_requests(count: int, samples: int = 3) -> list[Request]:
 
 
 @pytest.mark.parametrize("how", ["migrate", "recompute"])
-@pytest.mark.parametrize(("start", "target"), [(a, b) for a in (1, 2, 4, 8) for b in (1, 2, 4, 8) if a != b])
+@pytest.mark.parametrize(("start", "target"), [(1, 8), (8, 2), (2, 4)])
 def test_every_pair_of_degrees(start: int, target: int, how: str):
     requests = some_requests(12)
     lengths = {request.key: 3 + request.request_id for request in requests}
@@ -85,20 +85,6 @@ def test_every_pair_of_degrees(start: int, target: int, how: str):
     assert_empty(engine)
     assert engine.executor.num_groups == DEVICES // target
     assert (engine.counters.admissions > len(requests)) == (how == "recompute")
-
-
-@pytest.mark.parametrize(("start", "target"), [(2, 4), (4, 2)])
-def test_what_is_left_of_a_batch_is_dealt_evenly(start: int, target: int):
-    """Of sixteen requests those of one half of the dp groups live on: after a switch all groups have some of them."""
-    requests = [
-        make_request(i, num_prompt=5, max_tokens=40, prompt=i // 2, sample=i % 2, share=True) for i in range(16)
-    ]
-    engine = started(requests, 30, start, layouts())
-    rows = rows_of(engine.batcher)
-    engine.abort([row.request_id for group in rows[len(rows) // 2 :] for row in group])
-    assert engine.switch(target).num_live == 8
-    counts = [len(group) for group in rows_of(engine.batcher)]
-    assert counts == [8 // len(counts)] * len(counts)
 
 
 def test_a_request_that_was_preempted_and_sits_elsewhere_moves_with_its_own_kv():
@@ -116,7 +102,6 @@ def test_a_request_that_was_preempted_and_sits_elsewhere_moves_with_its_own_kv()
         assert_whole(samples[request.request_id], request, lengths[request.key])
 
 
-@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_any_switches_at_any_time(data: st.DataObject):
     """Long prompts (prefills are cut), small pools (rows are evicted), several switches; with windows and without."""
@@ -183,24 +168,8 @@ def test_switches_that_make_no_sense_are_refused():
     engine = engine_of({}, 2, layouts())
     with pytest.raises(ValueError, match="switch to tp 2: that is the layout in use"):
         engine.switch(2)
-    with pytest.raises(ValueError, match=r"by='teleport' must be one of migrate, recompute"):
-        engine.switch(4, "teleport")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="no layout with tp 3"):
         engine.switch(3)
-    engine.executor = object()  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(ValueError, match="object cannot change its layout"):
-        engine.switch(4)
-
-
-def test_ends_during_a_switch_are_told_afterwards():
-    request = make_request(0)
-    engine = started([request], 5, 1, layouts(), steps=1)
-    engine.switch(2)
-    assert not engine.unfinished()
-    assert not engine.is_idle, "its end has not been told"
-    (finished,) = engine.step()
-    assert_whole(finished.sample, request, 5)
-    assert_empty(engine)
 
 
 def fail_once(executor: Any, error: Exception) -> None:
@@ -243,16 +212,3 @@ def test_an_idle_engine_starts_in_any_layout_and_a_busy_one_refuses():
         start_in(engine, 2)
     samples = run(engine, requests[1:], {})
     assert {i: len(sample) for i, sample in samples.items()} == {i: 5 + i for i in range(6)}
-
-
-def test_all_kv_can_be_given_up():
-    requests = some_requests(6)
-    engine = started(requests, 12, 2, layouts(), steps=2)
-    assert engine.batcher.num_running == 6
-    recompute(engine)
-    assert (engine.batcher.num_running, engine.batcher.num_waiting) == (0, 6)
-    samples = run(engine, [], {})
-    for request in requests:
-        assert_whole(samples[request.request_id], request, 12)
-    assert engine.counters.admissions == 12
-    assert_empty(engine)

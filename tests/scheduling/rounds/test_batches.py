@@ -29,10 +29,8 @@ def test_over_provisioning_discards_those_that_lose():
     ("at_end", "steps_left", "num_waiting", "room"),
     [
         ("leave", 1, 9, None),
-        ("flush", None, 9, None),
         ("flush", 3, 0, 8),  # eight can be trained on in the two steps after this one
         ("flush", 2, 3, 1),
-        ("flush", 1, 0, 0),
         ("flush", 2, 6, -2),  # this round must take two of the six
     ],
 )
@@ -90,10 +88,3 @@ def test_what_depends_on_which_responses_end_first_is_not_drawn_ahead(rule: Any)
     prompts = FakePrompts(100)
     assert list(rule.ahead(prompts, RoundTime(2, 0))) == []
     assert prompts.position == rule.num_carried == 0
-
-
-def test_states_of_another_make_are_refused():
-    fresh = fresh_batches(4, 4)
-    fresh.load_state(through_disk(fresh.state()), FakePrompts(4))
-    with pytest.raises(ValueError, match="schema 9"):
-        fresh.load_state({"schema": 9}, FakePrompts(4))

@@ -82,32 +82,6 @@ def test_a_group_is_certain_before_its_verdicts():
     assert seen == [[], [], [[(key(1, 0), None), (key(1, 1), None)]], [[(key(1, 0), None), (key(1, 1), 0.5)]]]
 
 
-def test_rewards_after_the_rollout_make_nothing_certain_before():
-    check(
-        plain("rollout"),
-        [
-            *((event, []) for event in (START, *(finish(key(p, i)) for p in (1, 0) for i in (0, 1)))),
-            (verdict(key(1, 0)), []),
-            (verdict(key(1, 1)), [1]),
-            (verdict(key(0, 0)), [1]),
-            (verdict(key(0, 1)), [0, 1]),
-        ],
-    )
-
-
-def test_the_synchronous_rule():
-    check(
-        Round(FakePrompts(10).next(2), 1),
-        [
-            (START, []),
-            (finish(key(1, 0)), []),
-            (verdict(key(1, 0)), [1]),
-            (finish(key(0, 0)), [1]),
-            (verdict(key(0, 0)), [0, 1]),
-        ],
-    )
-
-
 def test_in_a_race_of_prompts_the_first_that_are_complete():
     check(
         race(num_spare=2),
@@ -119,21 +93,6 @@ def test_in_a_race_of_prompts_the_first_that_are_complete():
             (aborted(key(0, 0)), [3]),
             (aborted(key(2, 0)), [3]),
             (verdict(key(1, 0)), [1, 3]),
-        ],
-    )
-
-
-def test_in_a_race_of_responses_the_first_of_a_prompt():
-    check(
-        race(num_responses=2),
-        [
-            (START, []),
-            (finish(key(1, 1)), []),
-            (verdict(key(1, 1)), [1]),
-            (aborted(key(1, 0)), [1]),
-            (finish(key(0, 0)), [1]),
-            (aborted(key(0, 1)), [1]),
-            (verdict(key(0, 0)), [0, 1]),
         ],
     )
 

@@ -7,7 +7,6 @@ from fake_rollout import FakePrompts, FakeRollout, FakeTraining
 from rounds import START, Table, aborted, check_table, filtering, finish, fresh_batches, key, names, verdict
 
 from jaxrl.scheduling.rounds.batches import RoundTime
-from jaxrl.scheduling.rounds.race import BatchSettings, RaceLimits
 
 
 def test_where_nothing_races_replacements_come_at_a_logical_time_as_well():
@@ -75,10 +74,3 @@ def test_rewards_after_the_rollout():
         (verdict(key(1, 1)), [("cancel", key(2, 0), key(2, 1))]),
     ]
     check_table(current, table)
-
-
-@pytest.mark.parametrize(("max_active", "samples"), [(0, 30), (12, 12), (99, 30)])
-def test_the_most_under_way(max_active: int, samples: int):
-    """4 + 2 prompts of 5 samples, and the cap on active requests counts samples."""
-    limits = RaceLimits(BatchSettings(4, 3, max_active_requests=max_active), 5, 2)
-    assert limits.max_under_way == (6, samples)

@@ -12,7 +12,7 @@ from plan_rows import decode_rows, result_of
 
 from jaxrl.scheduling.tokens.batcher import UNLIMITED, Batcher, BatcherConfig
 from jaxrl.scheduling.tokens.plan import TOKENS_PER_STEP, Capacity, Plan, Request, resume
-from jaxrl.scheduling.tokens.progress import Admitted, Completed, Counters, Finished, Preempted, TraceEvent
+from jaxrl.scheduling.tokens.progress import Admitted, Finished, Preempted, TraceEvent
 from jaxrl.scheduling.tokens.stacks import KvStacks, most_ahead
 from jaxrl.types import ENVIRONMENT, Sample, SampleKey, SamplingParams
 
@@ -106,14 +106,6 @@ def test_a_row_that_reaches_its_limit_in_flight_is_in_no_further_plan():
     assert batcher.schedule() is None
 
 
-def test_a_plan_that_may_be_left_early_takes_no_row_to_its_limit_for_sure():
-    batcher, _ = make_batcher(num_slots=1)
-    for i in range(2):
-        batcher.add(make_request(i, max_tokens=5))
-    assert plan_of(batcher).leave_after == 1
-    assert decoding(plan_of(batcher)) == [0]
-
-
 def test_groups_with_most_room_come_first_and_a_prompt_stays_together():
     batcher, _ = make_batcher(num_groups=2, num_slots=3, max_prefill_tokens=64)
     for i, share in enumerate(["a", "a", "a", "b", "b"]):
@@ -122,24 +114,6 @@ def test_groups_with_most_room_come_first_and_a_prompt_stays_together():
     assert starts(plan) == [(0, 0, 0), (1, 0, 1), (2, 0, 2), (3, 1, 0), (4, 1, 1)]
     assert [chunk.start for chunk in plan.prefill] == [0, 8, 8, 0, 8]
     assert batcher.counters.shared_tokens == 24
-
-
-def test_samples_of_a_prompt_are_spread_where_that_is_wanted():
-    batcher, _ = make_batcher(num_groups=2, num_slots=3, max_prefill_tokens=64, spread_samples=True)
-    for i, share in enumerate(["a", "a", "a", "b", "b"]):
-        batcher.add(make_request(i, num_prompt=9, share=share))
-    plan = plan_of(batcher)
-    assert sorted((request, group) for request, group, _ in starts(plan)) == [(0, 0), (1, 1), (2, 0), (3, 1), (4, 0)]
-    assert batcher.counters.shared_tokens == 8, "where two of a prompt meet, its blocks are shared"
-
-
-def test_a_prompt_whose_group_is_full_spills_into_another():
-    batcher, _ = make_batcher(num_groups=2, num_slots=2, max_prefill_tokens=64)
-    for i in range(3):
-        batcher.add(make_request(i, num_prompt=9, share="a"))
-    plan = plan_of(batcher)
-    assert starts(plan) == [(0, 0, 0), (1, 0, 1), (2, 1, 0)]
-    assert plan.prefill[2].start == 0
 
 
 def test_a_prompt_whose_group_has_no_budget_waits_for_it_and_others_pass():
@@ -201,37 +175,6 @@ def _next_turn(request: Request, sample: Sample, answered: int) -> Request:
     return replace(resume(request, both), request_id=request.request_id + 10)
 
 
-def test_a_turn_goes_where_the_one_before_it_was():
-    """Also where the prompt has blocks that could be shared, and another group has as much room."""
-    batcher, _ = make_batcher(num_groups=2)
-    first = replace(make_request(1, num_prompt=9), session="talk")
-    batcher.add(make_request(0))
-    batcher.add(first)
-    plan_of(batcher)
-    answer(batcher, 0, {0: [5], 1: [STOP]}, {1})
-    batcher.add(make_request(2))
-    assert starts(plan_of(batcher)) == [(2, 1, 0)]
-    batcher.add(replace(make_request(3), session="talk", prompt_ids=(*first.prompt_ids, STOP, 40)))
-    (chunk,) = plan_of(batcher).prefill
-    assert (chunk.dp_group, chunk.start) == (1, 9)
-
-
-def test_an_aborted_turn_leaves_nothing():
-    batcher, _ = make_batcher()
-    batcher.add(replace(make_request(1), session="talk"))
-    plan_of(batcher)
-    batcher.abort([1])
-    assert batcher.blocks.parked_in("talk") is None
-    assert batcher.blocks.num_free(0) == batcher.blocks.capacity
-
-
-def test_prompts_too_short_to_share_are_spread():
-    batcher, _ = make_batcher(num_groups=2)
-    for i in range(2):
-        batcher.add(make_request(i, num_prompt=4, share="a"))
-    assert starts(plan_of(batcher)) == [(0, 0, 0), (1, 1, 0)]
-
-
 def test_blocks_cover_the_plan_in_flight_and_never_pass_the_limit():
     batcher, _ = make_batcher(decode_steps=4, block_size=1)
     batcher.add(make_request(0, num_prompt=4, max_tokens=10))
@@ -284,16 +227,6 @@ def test_the_youngest_is_preempted_and_comes_back_first_with_its_tokens():
     assert batcher.progress(1).sample("abort").versions.tolist() == [0] * 5 + [1] * 4
 
 
-def test_a_preempted_request_may_turn_out_finished():
-    batcher, trace = crowd()
-    plan_of(batcher)
-    (ended,) = answer(batcher, 1, {0: [5] * 4, 1: [6, 6, STOP]}, stopped={1})
-    assert (ended.request_id, ended.sample.finish_reason, ended.slot) == (1, "stop", 1)
-    assert trace[-1] == Completed(1, SampleKey(0, 1, 0), 0, 1, 8, "stop")
-    assert batcher.live() == (0, 2)
-    assert batcher.num_waiting == 1
-
-
 def test_tokens_of_an_aborted_request_are_dropped_and_it_returns_when_none_are_in_flight():
     batcher, _ = make_batcher(num_slots=4)
     request = make_request(0)
@@ -307,82 +240,6 @@ def test_tokens_of_an_aborted_request_are_dropped_and_it_returns_when_none_are_i
     assert batcher.counters.dropped_tokens == 5
     chunk = plan_of(batcher).prefill[0]
     assert (chunk.slot, chunk.num_generated, batcher.progress(0).tokens) == (0, 0, [])
-
-
-def test_a_freed_slot_is_reused_in_the_next_plan():
-    batcher, _ = make_batcher(num_slots=1)
-    for i in range(2):
-        batcher.add(make_request(i))
-    plan_of(batcher)
-    plan_of(batcher)
-    answer(batcher, 0, {0: [STOP]}, stopped={0})
-    plan = plan_of(batcher)
-    assert (starts(plan), decoding(plan)) == ([(1, 0, 0)], [1])
-    answer(batcher, 1, {0: []})
-    assert batcher.live() == (1,), "the old row's empty result means nothing to the new one"
-
-
-def test_counters_of_a_plan():
-    batcher, _ = make_batcher(num_slots=4)
-    for i in range(2):
-        batcher.add(make_request(i))
-    plan_of(batcher)
-    answer(batcher, 0, {0: [5, 5, STOP], 1: [5] * 5}, stopped={0})
-    counters = batcher.counters
-    assert (counters.plans, counters.steps, counters.admissions, counters.prefill_tokens) == (1, 4, 2, 8)
-    assert (counters.busy_row_steps, counters.offered_row_steps) == (2 + 4, 4 * 4)
-    assert counters.bubble_ratio == 1 - 6 / 16
-    before = replace(counters)
-    assert before.since(before) == Counters()
-    plan_of(batcher)
-    answer(batcher, 1, {1: [5] * 4})
-    assert counters.since(before) == Counters(plans=1, steps=4, busy_row_steps=4, offered_row_steps=16)
-    assert counters.since(before).bubble_ratio == 1 - 4 / 16
-
-
-def test_results_must_come_in_order():
-    batcher, _ = make_batcher()
-    batcher.add(make_request(0))
-    plan_of(batcher)
-    with pytest.raises(AssertionError, match="plan 0 is due"):
-        answer(batcher, 1, {})
-
-
-@pytest.mark.parametrize(
-    "options", [{"decode_steps": 0}, {"leave_after": 0}, {"num_slots": 0}, {"max_prefill_tokens": 0}]
-)
-def test_impossible_options_are_refused(options: dict[str, int]):
-    with pytest.raises(ValueError, match=f"{next(iter(options))} .0."):
-        make_batcher(**options)
-
-
-class Asked:
-    """A `VerifyRule` that notes what it is asked, and lets no plan verify."""
-
-    def __init__(self) -> None:
-        self.found: list[tuple[int, int]] = []
-
-    def decides(self, rows: int, context: int) -> bool:
-        self.found.append((rows, context))
-        return False
-
-    def saw(self, counts: object) -> None:
-        raise AssertionError("no plan has verified")
-
-
-def test_a_rule_is_asked_with_the_rows_and_tokens_of_the_fullest_group():
-    rule = Asked()
-    config = BatcherConfig(4, 1, verify_rule=lambda: rule)
-    batcher = Batcher(config, Capacity(2, 2, 33, 4, 64))
-    for request_id, num_prompt in enumerate((4, 9, 6)):  # groups 0, 1, 0
-        request = make_request(request_id, num_prompt)
-        batcher.add(replace(request, history=np.arange(5, dtype=np.int32)))
-    first = plan_of(batcher)
-    assert [chunk.dp_group for chunk in first.prefill] == [0, 1, 0]
-    answer(batcher, first.index, {0: [5, 5, 5, 5], 1: [5, 5, 5, 5], 2: [5, STOP]}, stopped={2})
-    second = plan_of(batcher)
-    assert sorted(decoding(second)) == [0, 1]
-    assert rule.found == [(2, 4 + 6), (1, 9 + 4)]
 
 
 def test_what_is_only_parked_keeps_no_request_out_where_one_fits():
