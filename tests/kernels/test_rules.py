@@ -54,7 +54,7 @@ def seen_in_rows(rows, window):
 
 @pytest.mark.parametrize(
     ("how", "window", "cap"),
-    [(None, 3, 0.0), (Tiling(0, 8), 5, 0.7), (Tiling(0, 16, together=True), 2, 0.0), (Tiling(64, 8), 7, 1.5)],
+    [(None, 3, 0.0), (Tiling(0, 8), 5, 0.7), (Tiling(0, 16, together=True), 2, 0.0)],
 )
 def test_packed_rows(x64, how, window, cap):
     """Windows of one to three tiles; a window reaches over a segment's beginning into its prefix."""
@@ -123,15 +123,16 @@ def naive_paged(q, k, v, tables, positions, rule):
     return np.asarray(dense(q, in_order(k, tables), in_order(v, tables), seen, cap=rule.softcap))
 
 
-@pytest.mark.parametrize("rule", [Rule(1), Rule(5), Rule(40), Rule(0, 0.5), Rule(17, 2.0)])
+@pytest.mark.parametrize("rule", [Rule(5), Rule(17, 2.0)])
 def test_paged(rule):
     arrays = paged_case(6, 2, 16, 16, 4)
     out = jax.jit(reference.paged_attention, static_argnums=5)(*arrays, rule)
     np.testing.assert_allclose(out, naive_paged(*arrays, rule), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [1, 5, 40, 200])
-@pytest.mark.parametrize("tiles", [PagedTileSizes(16, 16, 1024, 4, 2), PagedTileSizes(32, 32, 32, 4, 2)])
+@pytest.mark.parametrize(
+    ("window", "tiles"), [(1, PagedTileSizes(16, 16, 1024, 4, 2)), (40, PagedTileSizes(32, 32, 32, 4, 2))]
+)
 def test_paged_kernel(window, tiles):
     q, k, v, tables, positions = paged_case(6, 2, 16, 16, 4, rows=4)
     positions[3, 1] = -1
@@ -153,7 +154,7 @@ def test_the_kernel_reads_nothing_before_a_window():
     np.testing.assert_array_equal(clean, poisoned)
 
 
-@pytest.mark.parametrize(("window", "piece"), [(1, 64), (7, 64), (30, 32)])
+@pytest.mark.parametrize(("window", "piece"), [(1, 64), (30, 32)])
 def test_decode_kernel(window, piece):
     arguments = case(6, 2, norms=False)
     out = decode(arguments, piece, window)[0]
@@ -187,7 +188,7 @@ def steps_of(pools, fresh, window, tiles, tables, start, q, k, v, positions, at,
     return pools, fresh, several, one
 
 
-@pytest.mark.parametrize("rule", [Rule(1), Rule(3), Rule(9), Rule(0, 0.5), Rule(6, 1.5)])
+@pytest.mark.parametrize("rule", [Rule(3), Rule(6, 1.5)])
 def test_gathered(x64, rule):
     rows, kv_heads, heads, dim, queries = 3, 3, 9, 8, 2
     rng = np.random.default_rng(2)
