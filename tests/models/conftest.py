@@ -26,6 +26,8 @@ SCALINGS = {
     "yarn": RopeScaling("yarn", 4.0, 32, attention_factor=1.1386294361119891),
 }
 FAMILIES = ("llama", "qwen2", "qwen3")
+RECORDED = [*zip(FAMILIES, ("none", "llama3", "yarn"), strict=True), ("llama", "linear")]
+"""Of which there are recorded logits."""
 TOKENS = np.random.default_rng(1).integers(0, 97, (2, 40))
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -21,7 +21,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from beside import without_our_folder  # noqa: E402
-from conftest import FAMILIES, ROPE, SCALINGS, lively, rope_config, tiny_config  # noqa: E402
+from conftest import RECORDED, ROPE, lively, rope_config, tiny_config  # noqa: E402
 
 from jaxrl.models.safetensors import export_hf  # noqa: E402
 
@@ -96,7 +96,6 @@ def smollm2() -> None:
 if __name__ == "__main__":
     DATA.mkdir(exist_ok=True)
     rope()
-    for family in FAMILIES:
-        for scaling in SCALINGS:
-            tiny(family, scaling)
+    for family, scaling in RECORDED:
+        tiny(family, scaling)
     smollm2()
