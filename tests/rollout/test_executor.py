@@ -23,7 +23,7 @@ from jaxrl.kernels import reference
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout.executor import MeshExecutor
-from jaxrl.rollout.layout_programs import ExecutorConfig, bucket, buckets
+from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.rollout.programs import MAX_STOP_IDS, Generated
 from jaxrl.rollout.sampling import SamplingState, request_key, sample
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
@@ -231,7 +231,6 @@ def test_tokens_and_logprobs_are_those_of_the_naive_loop(num_devices: int, tp: i
         (4, False, False, False),
         (2, False, True, False),
         pytest.param(4, True, False, False, marks=pytest.mark.slow),
-        pytest.param(4, False, False, True, marks=pytest.mark.slow),
         pytest.param(2, False, True, True, marks=pytest.mark.slow),
     ],
 )
@@ -251,8 +250,8 @@ def test_every_form_of_the_programs_draws_the_same_tokens(
     assert engine.counters.preemptions > 0, "the pool was to be too small"
 
 
-@pytest.mark.parametrize(("num_devices", "tp", "heads"), WORLDS)
-def test_an_abort_and_a_new_start_change_no_token(num_devices: int, tp: int, heads: tuple[int, int]):
+def test_an_abort_and_a_new_start_change_no_token():
+    num_devices, tp, heads = WORLDS[1]
     engine, _ = start(num_devices, tp, heads)
     asked = requests()
     finished: dict[SampleKey, Sample] = {}
@@ -271,8 +270,8 @@ def test_an_abort_and_a_new_start_change_no_token(num_devices: int, tp: int, hea
     check(heads, asked, [finished[request.key] for request in asked])
 
 
-@pytest.mark.parametrize(("num_devices", "tp", "heads"), WORLDS)
-def test_every_token_carries_the_version_of_its_weights(num_devices: int, tp: int, heads: tuple[int, int]):
+def test_every_token_carries_the_version_of_its_weights():
+    num_devices, tp, heads = WORLDS[2]
     engine, recorder = start(num_devices, tp, heads)
     asked = requests()
     for request in asked:
@@ -322,9 +321,7 @@ def test_nothing_is_compiled_after_warm_up():
     assert executor.recompiles > 0
 
 
-@pytest.mark.parametrize(
-    ("max_length", "block_size", "tiles"), [(64, 16, (1, 4)), (192, 16, (2, 6)), (576, 16, (5, 8)), (600, 256, (3, 1))]
-)
+@pytest.mark.parametrize(("max_length", "block_size", "tiles"), [(192, 16, (2, 6)), (600, 256, (3, 1))])
 def test_tiles_cut_the_longest_row_evenly(max_length: int, block_size: int, tiles: tuple[int, int]):
     sizes = ExecutorConfig(num_slots=8, num_blocks=9, block_size=block_size, max_length=max_length)
     programs = MeshExecutor(model_of((8, 4)), Layout(make_mesh(jax.devices()[:1]), 1), sizes)._now
@@ -380,18 +377,10 @@ def test_requests_that_cannot_run_are_refused_before_they_wait():
             engine.add(replace(request, params=replace(request.params, **changes)))
         assert engine.is_idle
 
-    refused("need an engine built with truncate=True", top_k=5)
     refused("need an engine built with truncate=True", top_p=0.5)
-    refused("need an engine built with truncate=True", min_p=0.5)
     refused(f"has {MAX_STOP_IDS + 1} ids; a row holds {MAX_STOP_IDS}", stop_token_ids=tuple(range(MAX_STOP_IDS + 1)))
     refused(r"must be at most max_length \(40\)", max_tokens=30)
     engine.add(request)
-
-
-@pytest.mark.parametrize(("most", "factor", "least", "sizes"), [(32, 4, 8, (8, 32)), (10, 2, 1, (1, 2, 3, 5, 10))])
-def test_buckets(most: int, factor: int, least: int, sizes: tuple[int, ...]):
-    assert buckets(most, factor, least) == sizes
-    assert [bucket(value, sizes) for value in (1, sizes[0] + 1, most)] == [sizes[0], sizes[1], most]
 
 
 class _Value:
@@ -400,18 +389,15 @@ class _Value:
     def copy_to_host_async(self) -> None: ...
 
 
-@pytest.mark.parametrize("num_groups_and_tp", [(1, 1), (4, 2)])
 @pytest.mark.parametrize(
-    "sizes",
+    ("groups", "tp", "sizes"),
     [
-        {"num_slots": 32, "num_blocks": 200, "block_size": 16, "max_length": 384, "max_prefill_tokens": 512},
-        {"num_slots": 5, "num_blocks": 23, "block_size": 4, "max_length": 70, "max_prefill_tokens": 24},
-        {"num_slots": 128, "num_blocks": 900, "block_size": 32, "max_length": 2048, "max_prefill_tokens": 300},
+        (4, 2, {"num_slots": 5, "num_blocks": 23, "block_size": 4, "max_length": 70, "max_prefill_tokens": 24}),
+        (1, 1, {"num_slots": 32, "num_blocks": 200, "block_size": 16, "max_length": 384, "max_prefill_tokens": 512}),
     ],
 )
-def test_no_plan_needs_a_shape_that_warm_up_leaves_out(sizes: dict[str, int], num_groups_and_tp: tuple[int, int]):
+def test_no_plan_needs_a_shape_that_warm_up_leaves_out(groups: int, tp: int, sizes: dict[str, int]):
     """Real plans, with fillers for tokens: only the shapes of the programs are looked at, nothing is compiled."""
-    groups, tp = num_groups_and_tp
     layout = Layout(make_mesh(jax.devices()[: groups * tp]), tp)
     mesh = MeshExecutor(model_of((8, 4)), layout, ExecutorConfig(**sizes, decode_steps=8, max_tp=tp))
     asked_for: set[tuple] = set()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -97,10 +96,3 @@ def test_remote_executors_draw_what_local_ones_draw(executors: list[MeshExecutor
     for executor in executors:
         executor.allocate()
     assert run([remote(each) for each in executors]) == local
-
-
-def test_a_request_is_refused_before_it_is_sent(executors: list[MeshExecutor]):
-    (request, *_) = requests()
-    long = replace(request, params=replace(request.params, max_tokens=1000))
-    with pytest.raises(ValueError, match=r"must be at most max_length \(96\)"):
-        remote(executors[0]).check(long)

@@ -26,7 +26,8 @@ def places(told: dict[str, Any]) -> dict[tuple[str, int], list[int]]:
     return found
 
 
-@pytest.mark.parametrize("program", ["decode", pytest.param("prefill", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["decode", "prefill"])
 def test_a_layers_copy_runs_under_the_layer_before_it(program):
     told = streamed(program)
     at = places(told)
@@ -40,15 +41,6 @@ def test_a_layers_copy_runs_under_the_layer_before_it(program):
 
 
 @pytest.mark.slow
-def test_unpipelined_copies_begin_at_their_turn():
-    """What the pipelined form is measured against."""
-    told = streamed("decode", "--serial")
-    at = places(told)
-    for layer in range(STREAMED - 1):
-        last = max(place for n in range(MATRICES) for place in at["product", MATRICES * layer + n])
-        assert at["begin", MATRICES * (layer + 1)][0] > last
-
-
 def test_memory_is_as_planned():
     told = streamed("decode")
     memory, plan = told["memory"], told["plan"]

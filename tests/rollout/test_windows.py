@@ -2,7 +2,7 @@
 every block kept: the same tokens, and the log-probabilities of training (`test_families.py`).
 
 `HYBRID` is a drawn Gemma 3, of which one layer sees everything and three have a window; `UNIFORM` a drawn Mistral,
-whose layers all have one. Changes of layout run in processes of their own, as in `test_switch.py`.
+whose layers all have one.
 """
 
 from __future__ import annotations
@@ -116,10 +116,9 @@ def test_what_is_behind_a_window_is_freed_and_no_token_changes(x64: None, name: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [HYBRID, UNIFORM])
-def test_rows_that_draft_free_what_is_behind_a_window(x64: None, name: str):
+def test_rows_that_draft_free_what_is_behind_a_window(x64: None):
     """In a pool in which not all rows have room for drafts."""
-    asked = requests(3, 2, 40)
+    name, asked = HYBRID, requests(3, 2, 40)
     engine, executor = engine_of(name, drafts=True)
     expected = engine.generate(asked)
     engine, executor = engine_of(name, drafts=True, num_blocks=2 * fewest_blocks(engine))
@@ -129,10 +128,9 @@ def test_rows_that_draft_free_what_is_behind_a_window(x64: None, name: str):
     compare(name, asked, drafted, executor)
 
 
-@pytest.mark.parametrize("name", [HYBRID, UNIFORM])
-def test_a_conversation_goes_on_where_its_window_is_left(x64: None, name: str):
+def test_a_conversation_goes_on_where_its_window_is_left(x64: None):
     """A turn finds the KV of all tokens before it; one that takes back more than is kept runs its tokens again."""
-    prompt = tuple(np.random.default_rng(3).integers(1, VOCABULARY, 9).tolist())
+    name, prompt = HYBRID, tuple(np.random.default_rng(3).integers(1, VOCABULARY, 9).tolist())
     engine, executor = engine_of(name)
     tokens, ran = prompt, []
     for turn, dropped in enumerate((0, 0, 1, 24)):
@@ -148,23 +146,16 @@ def test_a_conversation_goes_on_where_its_window_is_left(x64: None, name: str):
     assert ran[3] == len(prompt) + 3 * 14 - 1 - 24 + 1, "the window of its first new token is gone"
 
 
-# ---------------------------------------------------------------- changes of layout: `test_switch.py`
-
-
 @pytest.mark.slow
-def test_blocks_move_between_layouts():
-    alone(test_switch.__file__, f"walk({HYBRID!r}, 'migrate', 'float64', {test_switch.CHAIN})")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["migrate", "recompute"])
-@pytest.mark.parametrize("name", [HYBRID, UNIFORM])
-def test_every_pair_of_degrees(name: str, how: str):
-    alone(test_switch.__file__, f"walk({name!r}, {how!r}, 'float64', {test_switch.EVERY_PAIR})")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "left", "right"), [(HYBRID, 1, 4), (UNIFORM, 2, 2)])
-@pytest.mark.parametrize("drafting", [None, "DRAFTING"])
-def test_rows_move_between_submeshes(name: str, left: int, right: int, drafting: str | None):
-    alone(test_switch.__file__, f"across({name!r}, 'float64', {left}, {right}, {drafting})")
+@pytest.mark.parametrize(
+    "call",
+    [
+        f"walk({HYBRID!r}, 'migrate', 'float64', {test_switch.EVERY_PAIR})",
+        f"walk({UNIFORM!r}, 'recompute', 'float64', {test_switch.CHAIN})",
+        f"across({HYBRID!r}, 'float64', 1, 4, DRAFTING)",
+        f"across({UNIFORM!r}, 'float64', 2, 2)",
+    ],
+)
+def test_blocks_move_between_layouts(call: str):
+    """As in `test_switch.py`."""
+    alone(test_switch.__file__, call)
