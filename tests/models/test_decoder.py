@@ -1,6 +1,7 @@
-"""The decoder against recorded logits of transformers, and against itself in its two forms."""
+"""The decoder's parts: rope as transformers reads it, what the backward pass keeps, narrow products, first weights.
 
-import dataclasses
+`test_families.py` has logits and gradients of transformers; `tests/rollout/test_families.py` the rollout's form."""
+
 import json
 from functools import partial
 from pathlib import Path
@@ -11,40 +12,24 @@ import numpy as np
 import pytest
 from lowering import lowered_for_cuda
 
-from jaxrl.kernels import attention, packed
+from jaxrl.kernels import attention
 from jaxrl.kernels.reference import MaskInputs
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import load_model
 from jaxrl.models.safetensors import export_hf
 from jaxrl.models.weights import Weight
-from jaxrl.sharding import rules
-from jaxrl.sharding.layout import Layout
-from jaxrl.sharding.mesh import make_mesh
 
 from .conftest import (
-    RECORDED,
     ROPE,
     TOKENS,
-    causal,
     lively,
-    positions_of,
     rope_config,
     scan_logits,
     tiny_config,
-    unstack,
 )
 
 DATA = Path(__file__).parent / "data"
-
-
-@pytest.mark.parametrize(("family", "scaling"), RECORDED)
-def test_logits_equal_recorded_reference(family, scaling):
-    """Cases written by record_reference.py from transformers and torch."""
-    recorded = np.load(DATA / f"logits-{family}-{scaling}.npz")
-    config = ModelConfig.from_hf(json.loads(str(recorded["config"])))
-    actual = np.asarray(scan_logits(lively(config), recorded["tokens"], config))[:, ::8]
-    np.testing.assert_allclose(actual, recorded["logits"], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ROPE)
@@ -66,37 +51,6 @@ def test_logits_with_rope_added_to_our_own_export(tmp_path, torch_logits):
     )
 
 
-@pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen3", False)])
-def test_every_form_gives_the_same(family, tied, x64):
-    """Scanned layers, unrolled ones, and unrolled ones with features first."""
-    config = dataclasses.replace(tiny_config(family), tie_word_embeddings=tied)
-    params = lively(config, np.float64)
-    scanned = scan_logits(params, TOKENS, config, jnp.float64)
-    assert scanned.dtype == jnp.float64
-    layout = Layout(make_mesh(jax.devices()[:1]), 1)
-    shardings = rules.train_shardings(config, layout.mesh)
-    turned = rules.to_rollout(jax.device_put(params, shardings), config, layout, jnp.float64, features_first=True)
-    for first, own in ((False, unstack(params)), (True, turned)):
-        shapes = []
-
-        def attends(index, q, k, v, shapes=shapes):
-            shapes.append(q.shape)
-            return causal(q, k, v), index
-
-        @jax.jit
-        def logits(params, tokens, first=first, attends=attends):
-            hidden, seen = decoder.forward_layers(
-                params, tokens, positions_of(tokens), attends, config, dtype=jnp.float64, features_first=first
-            )
-            assert hidden.shape.index(config.hidden_size) == (0 if first else tokens.ndim)
-            return decoder.logits(params, hidden, config, features_first=first), seen
-
-        unrolled, seen = logits(own, TOKENS)
-        np.testing.assert_allclose(unrolled, scanned, rtol=0, atol=1e-12)
-        assert [int(index) for index in seen] == [0, 1], "what `attends` gives beside its result comes out in order"
-        assert shapes == [(*TOKENS.shape, config.num_heads, config.head_dim)] * 2
-
-
 def test_remat_changes_no_gradient(x64):
     config = tiny_config("qwen3")
     params = lively(config, np.float64)
@@ -107,28 +61,6 @@ def test_remat_changes_no_gradient(x64):
     none, *others = (jax.jit(jax.grad(loss), static_argnums=1)(params, remat) for remat in ("none", "full", "dots"))
     for other in others:
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-10), none, other)
-
-
-def test_remat_dots_runs_attention_and_products_once_each_way():
-    config = tiny_config()
-    params = jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
-    ids, positions = jnp.ones((1, 128), jnp.int32), jnp.arange(128)[None]
-    how = packed.Tiling(longest_plain=32, block=32)
-    mask = MaskInputs(ids, positions, ids)
-    tiles = packed.visible_pairs(mask, how)
-
-    def loss(params, remat):
-        def attend(q, k, v):
-            return packed.attention(q, k, v, mask, tiles, how)
-
-        return jnp.sum(decoder.forward_scan(params, ids, ids, attend, config, dtype=jnp.float32, remat=remat))
-
-    def counts(remat):
-        text = str(jax.make_jaxpr(jax.grad(loss), static_argnums=1)(params, remat))
-        return text.count("while["), text.count("dot_general[")
-
-    assert counts("dots") == counts("none")
-    assert all(again > once for again, once in zip(counts("full"), counts("none"), strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -166,16 +98,6 @@ def test_widened_products_are_exact_and_stay_narrow():
     for a, b in zip(narrow, wide, strict=True):
         assert a.dtype == jnp.bfloat16
         np.testing.assert_array_equal(a, np.asarray(b).astype(jnp.bfloat16))
-
-
-def test_padded_vocabulary_has_minus_infinity():
-    config = tiny_config()
-    params = lively(config)
-    params["lm_head"] = np.pad(params["lm_head"], ((0, 0), (0, 7)))
-    out = np.asarray(scan_logits(params, TOKENS, config))
-    assert out.shape[-1] == 104
-    assert np.all(np.isneginf(out[..., 97:]))
-    assert np.all(np.isfinite(out[..., :97]))
 
 
 def test_init_has_the_declared_shapes_and_scale():

@@ -16,7 +16,7 @@ from small_models import TRAINED
 
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.lora import ALL_LINEAR, Lora, adapters_alone, chosen, with_adapters, without_adapters
+from jaxrl.models.lora import ALL_LINEAR, Lora, adapters_alone, chosen, with_adapters
 from jaxrl.models.peft import CONFIG, TENSORS, export_adapter, load_adapter, merged_params, read_lora
 from jaxrl.models.safetensors import export_hf
 from jaxrl.sharding.mesh import make_mesh
@@ -68,40 +68,6 @@ def test_logits_and_gradients_are_pefts(family: str, x64: None):
         np.testing.assert_allclose(found, expected, rtol=1e-10, atol=1e-10 * np.abs(expected).max())
 
 
-def test_full_rank_is_full_fine_tuning(x64: None):
-    """With as many ranks as inputs, A the identity and B any update over the factor: the function is that of the
-    updated matrices, the gradient of B is the factor times theirs, and so is a step with lr over the factor squared."""
-    base = lora_config("llama").base
-    inputs = {name: weight.hf_shape[1] for name, weight in base.weights()["layers"].items() if weight.transpose}
-    lora = Lora(max(inputs.values()), 40.0, tuple(inputs))
-    model, scale, lr = dataclasses.replace(base, lora=lora), lora.scale, 1e-3
-    params = jax.tree.map(lambda x: x.astype(np.float64), lively(model))
-    random, full = np.random.default_rng(3), jax.tree.map(np.copy, without_adapters(params))
-    for name, count in inputs.items():
-        a, b = (params["layers"][f"{name}_lora_{part}"] for part in "ab")
-        a[:] = np.eye(count, lora.rank).reshape(a.shape[1:])
-        b[:] = 0
-        update = random.normal(scale=0.1, size=full["layers"][name].shape)
-        b[:, :count] = update.reshape(-1, count, *b.shape[2:]) / scale
-        full["layers"][name] += update
-
-    def total(params, config):
-        return jnp.sum(scan_logits(params, TOKENS, config, np.float64) ** 2) / 100
-
-    for _ in range(2):
-        own, theirs = (scan_logits(p, TOKENS, c, np.float64) for p, c in ((params, model), (full, base)))
-        np.testing.assert_allclose(own, theirs, rtol=1e-10, atol=1e-10)
-        found = jax.jit(jax.grad(total), static_argnums=1)(params, model)["layers"]
-        wanted = jax.jit(jax.grad(total), static_argnums=1)(full, base)["layers"]
-        for name, count in inputs.items():
-            b = np.asarray(found[f"{name}_lora_b"])[:, :count].reshape(wanted[name].shape)
-            np.testing.assert_allclose(b, scale * wanted[name], rtol=1e-9, atol=1e-9)
-            params["layers"][f"{name}_lora_b"] = params["layers"][f"{name}_lora_b"] - lr / scale**2 * np.asarray(
-                found[f"{name}_lora_b"]
-            )
-            full["layers"][name] = full["layers"][name] - lr * np.asarray(wanted[name])
-
-
 def test_dropout_is_pefts():
     """An adapter has an input divided by what is kept, or not at all; each row and matrix has its own draw."""
     config = dataclasses.replace(lora_config("llama"), lora=Lora(3, 6.0, ("q", "o", "gate"), dropout=0.25))
@@ -123,33 +89,9 @@ def test_dropout_is_pefts():
     np.testing.assert_array_equal(weights.product(x, "k"), plain.product(x, "k"), "it has no adapter")
 
 
-def test_a_folder_of_pefts(tmp_path: Path):
-    """Each adapter under the name and in the shape that peft gives it: B A is what is added to a matrix in files."""
-    model = dataclasses.replace(TRAINED, lora=Lora(3, 6.0, ("q", "o", "down")))
-    params = decoder.init(model, jax.random.key(0))
-    random = np.random.default_rng(0)
-    for name in ("q", "o", "down"):
-        b = params["layers"][f"{name}_lora_b"]
-        params["layers"][f"{name}_lora_b"] = random.normal(size=b.shape).astype(np.float32)
-    export_adapter(params, model, tmp_path, np.float32, "base")
-    tensors = load_file(tmp_path / TENSORS)
-    assert len(tensors) == 2 * 3 * model.num_layers
-    for name, module in (("q", "self_attn.q_proj"), ("o", "self_attn.o_proj"), ("down", "mlp.down_proj")):
-        place = f"base_model.model.model.layers.1.{module}."
-        a, b = tensors[place + "lora_A.weight"], tensors[place + "lora_B.weight"]
-        weight = model.weights()["layers"][name]
-        in_files = 2 * b @ a
-        assert in_files.shape == weight.hf_shape
-        layer = {each: np.asarray(x[1]) for each, x in params["layers"].items()}
-        added = model.merged(name, layer) - layer[name]
-        np.testing.assert_allclose(weight.to_file(added), in_files, atol=1e-5)
-    content = json.loads((tmp_path / CONFIG).read_text())
-    assert (content["r"], content["lora_alpha"], content["base_model_name_or_path"]) == (3, 6.0, "base")
-    assert content["target_modules"] == ["q_proj", "o_proj", "down_proj"]
-
-
-def test_adapters_that_peft_has_made(x64: None):
-    """Recorded by record_peft.py: matrices chosen by a regular expression, another factor, and a folder of peft's."""
+def test_adapters_that_peft_has_made(x64: None, tmp_path: Path):
+    """Recorded by record_peft.py: matrices chosen by a regular expression, another factor, and a folder of peft's; what
+    we write of them is what it had written."""
     base = lora_config("llama").base
     lora = read_lora(OF_PEFT, base)
     assert lora == Lora(3, 5.0, ("q", "o", "gate", "down"), use_rslora=True)
@@ -158,6 +100,12 @@ def test_adapters_that_peft_has_made(x64: None):
     logits = scan_logits(params, TOKENS, model, np.float64)
     with np.load(OF_PEFT / "logits.npz") as file:
         np.testing.assert_allclose(logits[:, ::8], file["logits"], rtol=1e-10, atol=1e-10)
+    export_adapter(params, model, tmp_path, np.float32, "base")
+    assert read_lora(tmp_path, base) == lora
+    ours, theirs = (load_file(folder / TENSORS) for folder in (tmp_path, OF_PEFT))
+    assert ours.keys() == theirs.keys()
+    assert all(np.array_equal(ours[name], x) for name, x in theirs.items())
+    assert json.loads((tmp_path / CONFIG).read_text())["base_model_name_or_path"] == "base"
 
 
 def write_fused(folder: Path, config: ModelConfig, **changes: object) -> dict[str, np.ndarray]:

@@ -50,7 +50,8 @@ SIZES = ExecutorConfig(
     truncate=True,
 )
 
-WORLDS = [(1, 1, (8, 4)), (8, 2, (9, 3)), (4, 4, (14, 2))]
+SLOW = pytest.mark.slow
+WORLDS = [(1, 1, (8, 4)), (8, 2, (9, 3))]
 
 
 # ---------------------------------------------------------------- the naive side
@@ -210,7 +211,7 @@ def check(heads: tuple[int, int], asked: Sequence[Request], samples: Sequence[Sa
 # ---------------------------------------------------------------- tests
 
 
-@pytest.mark.parametrize(("num_devices", "tp", "heads"), WORLDS)
+@pytest.mark.parametrize(("num_devices", "tp", "heads"), [*WORLDS, pytest.param(4, 4, (14, 2), marks=SLOW)])
 def test_tokens_and_logprobs_are_those_of_the_naive_loop(num_devices: int, tp: int, heads: tuple[int, int]):
     engine, recorder = start(num_devices, tp, heads)
     asked = requests(6 * max(1, num_devices // tp // 2))
@@ -229,9 +230,8 @@ def test_tokens_and_logprobs_are_those_of_the_naive_loop(num_devices: int, tp: i
     ("tp", "features_first", "fused_projections", "gathered"),
     [
         (4, False, False, False),
-        (2, False, True, False),
-        pytest.param(4, True, False, False, marks=pytest.mark.slow),
-        pytest.param(2, False, True, True, marks=pytest.mark.slow),
+        pytest.param(4, True, False, False, marks=SLOW),
+        pytest.param(2, False, True, True, marks=SLOW),
     ],
 )
 def test_every_form_of_the_programs_draws_the_same_tokens(
@@ -271,7 +271,7 @@ def test_an_abort_and_a_new_start_change_no_token():
 
 
 def test_every_token_carries_the_version_of_its_weights():
-    num_devices, tp, heads = WORLDS[2]
+    num_devices, tp, heads = WORLDS[0]
     engine, recorder = start(num_devices, tp, heads)
     asked = requests()
     for request in asked:

@@ -120,8 +120,6 @@ def test_it_reads_and_writes_codes_as_a_cpu_does(kind):
             near = np.abs(a.rollout_logprobs - b.rollout_logprobs)
             assert np.median(near) < 1e-4
             assert near.max() < 0.05
-    whole, _ = generate("qwen3", 2)
-    assert any(not np.array_equal(a.token_ids, b.token_ids) for a, b in zip(plain, whole, strict=True))
 
 
 @pytest.mark.parametrize(

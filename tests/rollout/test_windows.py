@@ -77,7 +77,7 @@ def decided(event: TraceEvent) -> TraceEvent:
     return replace(event, finish_reason="length") if isinstance(event, Completed) else event
 
 
-@pytest.mark.parametrize(("name", "form"), [(HYBRID, "on CPU"), (UNIFORM, "paged")])
+@pytest.mark.parametrize(("name", "form"), [(HYBRID, "on CPU"), pytest.param(UNIFORM, "paged", marks=pytest.mark.slow)])
 def test_what_is_behind_a_window_is_freed_and_no_token_changes(x64: None, name: str, form: str):
     """Samples that share prompts, in a pool with room for everything, and in one in which rows are preempted; of the
     latter, a replay of the lengths decides the same."""

@@ -5,7 +5,9 @@ What moves or switches in the middle of a batch runs in a process of its own.
 
 from __future__ import annotations
 
+import pickle
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,6 +24,7 @@ from small_models import model_of, requests, weights_of
 from jaxrl.rollout import worker_set as module
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
+from jaxrl.rollout.remote import ExecutorFacts, LayoutFacts, RemoteExecutor
 from jaxrl.rollout.worker_set import WorkerSet
 from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.layouts.relayout import How
@@ -270,13 +273,75 @@ def moved(name: str, degrees: tuple[int, ...], how: How) -> None:
 
 
 def test_two_single_devices_draw_what_one_draws(x64: None):
-    """Also where rows are preempted: the longest of four have 8 blocks each."""
-    asked, samples = requests(4, 3, 40), []
-    for degrees in ((1,), (1, 1)):
-        workers = started(*worker_set("llama", degrees, slice(2), slice(2), num_blocks=15))
-        samples.append(run(workers, asked))
-        assert workers.counters.preemptions > 0
+    asked = requests(4, 3, 40)
+    one, two = (worker_set("llama", degrees, slice(2), slice(2)) for degrees in ((1,), (1, 1)))
+    samples = [run(started(*each), asked) for each in (one, two)]
     assert_equal(*samples)
+
+
+# ---------------------------------------------------------------- executors behind a channel
+
+
+class Wire:
+    """A channel to a host in this process: every call and answer is pickled, and a call runs once it is waited for."""
+
+    def __init__(self, executor: MeshExecutor) -> None:
+        self._executor, self._tickets, self._calls = executor, deque[Any](), deque[tuple[int, bytes]]()
+        self._answers: dict[int, bytes] = {}
+        self._number = 0
+
+    def send(self, method: str, *arguments: Any) -> int:
+        self._number += 1
+        self._calls.append((self._number, pickle.dumps((method, arguments))))
+        return self._number
+
+    def receive(self, sent: int) -> Any:
+        while sent not in self._answers:
+            number, call = self._calls.popleft()
+            method, (_, *rest) = pickle.loads(call)
+            self._answers[number] = pickle.dumps(self._run(method, rest))
+        return pickle.loads(self._answers.pop(sent))
+
+    def _run(self, method: str, rest: list[Any]) -> Any:
+        if method == "submit":
+            self._tickets.append(self._executor.submit(*rest))
+            return None
+        if method == "collect":
+            return self._executor.collect(self._tickets.popleft())
+        return getattr(self._executor, rest[0])(*rest[1:])
+
+
+def remote(executor: MeshExecutor) -> RemoteExecutor:
+    layout = LayoutFacts(executor.capacity(1), executor.row_sizes(1), executor.verify_widths(1))
+    facts = ExecutorFacts(executor.config, executor.max_prefill_tokens, executor.stacks, 1, {1: layout})
+    return RemoteExecutor(Wire(executor), 0, facts, executor.platform)
+
+
+def ended(executors: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """What ends, in its order: with tokens, versions and log-probabilities; five requests are aborted on the way."""
+    workers = LocalWorkers([Engine(executor, BatcherConfig(decode_steps=SIZES.decode_steps)) for executor in executors])
+    found, aborted = list[tuple[Any, ...]](), list[Sample]()
+    for request in requests(6, 3, 40):
+        workers.add(request)
+    while not workers.is_idle:
+        for one in workers.step():
+            sample = one.sample
+            arrays = (sample.token_ids, sample.versions, sample.rollout_logprobs, sample.sampled_logprobs)
+            found.append((sample.key, one.dispatch, one.slot, *(array.tobytes() for array in arrays)))
+        if len(found) >= 5 and not aborted:
+            aborted = workers.abort(workers.unfinished()[-5:])
+    assert len(aborted) == 5
+    return found
+
+
+def test_remote_executors_draw_what_local_ones_draw(x64: None):
+    """Plans and results go through bytes, and nothing of what is drawn changes."""
+    workers, params = worker_set("llama", (1, 1), slice(2), slice(2))
+    started(workers, params)
+    local = ended(workers.executors)
+    workers.release()
+    workers.allocate()
+    assert ended([remote(each) for each in workers.executors]) == local
 
 
 @pytest.mark.slow

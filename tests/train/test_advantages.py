@@ -107,13 +107,6 @@ def test_reinforce_plus_plus_with_one_token_or_none_to_learn_from():
         np.testing.assert_array_equal(found, np.zeros((2, 2)))
 
 
-def test_what_is_missing():
-    with pytest.raises(ValueError, match="has no reward"):
-        advantages.compute([group([1, None])], AlgorithmSection())
-    with pytest.raises(ValueError, match="use_kl_in_reward needs"):
-        advantages.compute([group([1, 0])], AlgorithmSection(use_kl_in_reward=True))
-
-
 def scored(infos, lengths, index=0):
     whole = group([0.0] * len(infos), lengths, index)
     for sample, info in zip(whole.samples, infos, strict=True):
@@ -152,33 +145,17 @@ def test_gdpo():
     np.testing.assert_allclose(found, [[np.sqrt(0.5)], [-np.sqrt(0.5)]], rtol=1e-5)
 
 
-# ---------------------------------------------------------------- KL estimates
-
-BY_HAND = {
-    "kl": [0.5, -1, 30],
-    "abs": [0.5, 1, 30],
-    "mse": [0.125, 0.5, 450],
-    "low_var_kl": [np.exp(-0.5) - 0.5, np.e - 2, 10],
-}
+# ---------------------------------------------------------------- KL estimates: `test_verl.py` has their values
 
 
-@pytest.mark.parametrize("library", [np, jnp])
-@pytest.mark.parametrize("kind", BY_HAND)
-def test_kl_estimates_are_the_same_for_numpy_and_jax(kind, library):
-    new, ref = library.asarray([0.5, 0.0, 0.0]), library.asarray([0.0, 1.0, -30.0])
-    found = kl_estimate(new, ref, kind)
-    assert isinstance(found, np.ndarray if library is np else jax.Array)
-    assert found.dtype == new.dtype
-    np.testing.assert_allclose(found[:2], BY_HAND[kind][:2], rtol=1e-6)
-    assert abs(found[2]) <= BY_HAND[kind][2]
+def test_an_estimate_far_off_is_bounded_in_numpy_and_in_jax():
+    for library in (np, jnp):
+        found = kl_estimate(library.asarray([0.0, 0.5]), library.asarray([-30.0, 0.0]), "low_var_kl")
+        assert isinstance(found, np.ndarray if library is np else jax.Array)
+        np.testing.assert_allclose(found, [10, np.exp(-0.5) - 0.5], rtol=1e-6)
 
 
 def test_gradient_of_the_low_variance_estimate():
     """d k3 / d logprob = 1 - exp(ref - logprob)."""
     gradient = jax.jit(jax.grad(lambda x: kl_estimate(x, jnp.float32(-1.0), "low_var_kl")))(jnp.float32(-1.5))
     np.testing.assert_allclose(gradient, 1 - np.exp(0.5), rtol=1e-6)
-
-
-def test_an_unknown_kl_estimate_is_refused():
-    with pytest.raises(ValueError, match=r"actor\.kl_loss_type and algorithm\.kl_penalty must be .*found 'k4'"):
-        kl_estimate(np.zeros(1), np.zeros(1), "k4")
