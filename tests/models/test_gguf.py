@@ -13,15 +13,13 @@ from gguf import GGUFWriter, get_tensor_name_map
 from gguf.constants import MODEL_ARCH_NAMES
 from gguf.quants import dequantize, quantize
 
-from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import load_model
 from jaxrl.models.rope import RopeScaling
-from jaxrl.models.safetensors import export_hf
 from jaxrl.models.weights import Weight, leaves
 
-from .conftest import causal, lively, positions_of, scan_logits, tiny_config
+from .conftest import lively, scan_logits, tiny_config
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "smollm2.json").read_text(encoding="utf-8"))
 
@@ -297,21 +295,6 @@ def test_unsupported_files_are_refused(tmp_path):
         load_model(tmp_path / "short.gguf")
 
 
-def greedy(params, config, ids, count):
-    """Greedy continuation, one full forward pass a token (compiled once: the row is padded)."""
-    row = np.zeros((1, len(ids) + count), np.int32)
-    row[0, : len(ids)] = ids
-
-    @jax.jit
-    def following(params, row, last):
-        hidden = decoder.forward_scan(params, row, positions_of(row), causal, config, dtype=jnp.float32)
-        return jnp.argmax(decoder.logits(params, hidden[:, last], config), axis=-1)[0]
-
-    for end in range(len(ids), len(ids) + count):
-        row[0, end] = following(params, jnp.asarray(row), end - 1)
-    return row[0, len(ids) :].tolist()
-
-
 def test_smollm2_first_logits_are_the_recorded_ones(smollm2):
     config, params = load_model(smollm2)
     assert config.num_params() == 134_515_008
@@ -320,22 +303,3 @@ def test_smollm2_first_logits_are_the_recorded_ones(smollm2):
     np.testing.assert_allclose(logits[0, :16], RECORDED["logits_first"], atol=2e-3)
     np.testing.assert_allclose(logits[-1, :16], RECORDED["logits_last"], atol=2e-3)
     assert int(jnp.argmax(logits[-1])) == RECORDED["greedy_ids"][0]
-
-
-@pytest.mark.slow
-def test_smollm2_exported_runs_the_same_in_transformers(smollm2, tmp_path, torch_logits, transformers):
-    import torch
-
-    config, params = load_model(smollm2)
-    tokenizer = Tokenizer.from_path(smollm2)
-    export_hf(params, config, tmp_path, tokenizer_files=tokenizer.save(tmp_path / "tokenizer"), dtype=jnp.float32)
-    tokens = np.asarray([RECORDED["token_ids"]])
-    expected = torch_logits(tmp_path, tokens)
-    np.testing.assert_allclose(scan_logits(params, tokens, config), expected, atol=2e-3)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    asked = [{"role": "user", "content": RECORDED["question"]}]
-    prompt = theirs.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    out = reference.generate(**prompt, max_new_tokens=32, do_sample=False)[0, prompt["input_ids"].shape[1] :].tolist()
-    assert theirs.decode(out, skip_special_tokens=True) == RECORDED["greedy_text"]
-    assert greedy(params, config, RECORDED["token_ids"], 32) == out

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -16,24 +15,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from recorder import Recorder
-from small_models import model_of, requests, weights_of
+from small_models import engine_over, model_of, ready, requests, weights_of, with_drafts
 
 from jaxrl.kernels import reference
-from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.families import FAMILIES
-from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
-from jaxrl.scheduling.tokens.batcher import BatcherConfig
-from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.sharding.rules import train_shardings
 from jaxrl.types import Sample
 
-from .test_switch import DRAFTING, with_drafts
+from .test_switch import DRAFTING
 
 LENGTH = 64
 SIZES = ExecutorConfig(
@@ -67,14 +61,9 @@ def forward(name: str) -> Any:
 
 
 def check(name: str, tp: int, form: str) -> None:
-    model, mesh = model_of(name), make_mesh(jax.devices()[:tp])
     sizes = replace(SIZES, max_tp=tp, proposer=DRAFTING, **FORMS[form])
-    executor = Recorder(MeshExecutor(model, Layout(mesh, tp), sizes))
-    executor.sync_weights(jax.device_put(weights_of(name, "float64"), train_shardings(model, mesh)), 0)
-    executor.allocate()
-    asked = requests(4, 2, 36)
-    rule = partial(DraftRule, DraftConfig(DRAFTING.window, DRAFTING.verify_tokens))
-    engine = Engine(executor, BatcherConfig(decode_steps=SIZES.decode_steps, verify_rule=rule))
+    executor = Recorder(ready(name, Layout(make_mesh(jax.devices()[:tp]), tp), sizes))
+    asked, engine = requests(4, 2, 36), engine_over(executor)
     samples = engine.generate(asked)
     assert sum(map(len, samples)) > 60
     compare(name, asked, samples, executor)

@@ -185,18 +185,6 @@ def test_a_slot_that_has_no_more_to_say_is_not_valid(make, tiny_model, limited_b
     assert rows[-1][2] == expected
 
 
-def test_what_the_interface_declares(make, tiny_model):
-    engine = make(4, 2, samples_per_slot=2)
-    assert (engine.max_concurrent_decodes, engine.samples_per_slot, engine.max_prefill_length) == (4, 2, 64)
-    tokenizer = engine.build_tokenizer(engine.get_tokenizer())
-    ids, length = tokenizer.encode("hello", max_prefill_length=64, jax_padding=False)
-    assert (ids.shape, length) == ((16,), 5)
-    assert tokenizer.decode(ids[:length].tolist()) == "hello"
-    assert set(tokenizer.stop_tokens) == {0, 2}
-    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (1, 2, 3)
-    assert tokenizer.encode("x" * 100, max_prefill_length=64, jax_padding=False)[0].shape == (64,)
-
-
 def test_what_cannot_be(make):
     for options, message in (
         ({"max_length": 64}, r"max_length \(64\) must be above max_prefill_length \(64\)"),

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -21,25 +20,21 @@ from checked_blocks import check_blocks
 from own_process import alone
 from recorder import Recorder
 from replay_executor import ReplayExecutor
-from small_models import VOCABULARY, model_of, requests, weights_of
+from small_models import VOCABULARY, engine_over, ready, requests, with_drafts
 
-from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule
 from jaxrl.models.kv_layers import whole
 from jaxrl.rollout import executor as executors
 from jaxrl.rollout import layout_programs
-from jaxrl.rollout.executor import MeshExecutor
-from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.scheduling.tokens.progress import Completed, TraceEvent
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.sharding.rules import train_shardings
 from jaxrl.types import Sample, SampleKey, SamplingParams
 
 from . import test_switch
 from .test_families import FORMS, LENGTH, SIZES, compare
-from .test_switch import DRAFTING, with_drafts
+from .test_switch import DRAFTING
 
 HYBRID, UNIFORM = "gemma3_text:4", "mistral:5"
 
@@ -56,15 +51,10 @@ def every_block_kept() -> Iterator[None]:
 def engine_of(
     name: str, form: str = "on CPU", drafts: bool = False, trace: Any = None, **sizes: Any
 ) -> tuple[Engine, Recorder]:
-    model, mesh = model_of(name), make_mesh(jax.devices()[:1])
     more = FORMS[form] | {"block_size": 4, "max_prefill_tokens": 12, "decode_steps": 2} | sizes
-    proposer = DRAFTING if drafts else None
-    executor = Recorder(MeshExecutor(model, Layout(mesh, 1), replace(SIZES, proposer=proposer, **more)))
-    executor.sync_weights(jax.device_put(weights_of(name, "float64"), train_shardings(model, mesh)), 0)
-    executor.allocate()
-    rule = partial(DraftRule, DraftConfig(DRAFTING.window, DRAFTING.verify_tokens)) if drafts else None
-    config = BatcherConfig(decode_steps=more["decode_steps"], verify_rule=rule)
-    return Engine(executor, config, trace=trace), executor
+    whole = replace(SIZES, proposer=DRAFTING if drafts else None, **more)
+    executor = Recorder(ready(name, Layout(make_mesh(jax.devices()[:1]), 1), whole))
+    return engine_over(executor, trace=trace), executor
 
 
 def fewest_blocks(engine: Engine) -> int:
@@ -150,12 +140,12 @@ def test_a_conversation_goes_on_where_its_window_is_left(x64: None):
 @pytest.mark.parametrize(
     "call",
     [
-        f"walk({HYBRID!r}, 'migrate', 'float64', {test_switch.EVERY_PAIR})",
-        f"walk({UNIFORM!r}, 'recompute', 'float64', {test_switch.CHAIN})",
-        f"across({HYBRID!r}, 'float64', 1, 4, DRAFTING)",
-        f"across({UNIFORM!r}, 'float64', 2, 2)",
+        f"walk({HYBRID!r}, 'migrate', {test_switch.EVERY_PAIR})",
+        f"walk({UNIFORM!r}, 'recompute', {test_switch.CHAIN})",
+        f"across({HYBRID!r}, 1, 4, DRAFTING)",
+        f"across({UNIFORM!r}, 2, 2)",
     ],
 )
 def test_blocks_move_between_layouts(call: str):
     """As in `test_switch.py`."""
-    alone(test_switch.__file__, call)
+    alone(test_switch.__file__, f"{call} # float64")

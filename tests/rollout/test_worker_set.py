@@ -21,7 +21,6 @@ from own_process import alone, call
 from run_parts import made_run
 from small_models import model_of, requests, weights_of
 
-from jaxrl.rollout import worker_set as module
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.rollout.remote import ExecutorFacts, LayoutFacts, RemoteExecutor
@@ -32,7 +31,6 @@ from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.scheduling.tokens.plan import Request
-from jaxrl.sharding.compiled import CompiledPrograms
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh, submeshes
 from jaxrl.sharding.rules import train_shardings
@@ -183,36 +181,6 @@ def test_a_worker_that_was_freed_has_a_pool_in_the_next_rollout(x64: None):
     assert len(run(engines, requests(4, 2, 20))) == 8
     assert freed.has_pool
     assert all(engine.counters.plans for engine in engines.engines), "both draw"
-
-
-def test_layouts_in_use_are_compiled_before_the_others(x64: None, monkeypatch: pytest.MonkeyPatch):
-    asked: list[list[Any]] = []
-
-    class Recorded:
-        def __init__(self, every: Sequence[Any], num_threads: int | None = None) -> None:
-            asked.append(every if num_threads is None else [num_threads, *every])
-
-        def wait(self, progress: Any) -> int:
-            return len(asked[-1])
-
-        def close(self) -> None: ...
-
-    monkeypatch.setattr(module, "CompileAhead", Recorded)
-    workers, _ = worker_set("llama", (1, 2), max_tp=4)
-    update = CompiledPrograms()
-    assert workers.warm_up(first=[update]) == 3
-    assert asked[-1][0] is update
-    assert [(p.layout.mesh, p.layout.tp) for p in asked[-1][1:]] == [
-        (executor.layout.mesh, tp) for executor, tp in zip(workers.executors, (1, 2), strict=True)
-    ]
-    assert workers.compile_ahead((1, 2), [update]) is not None
-    threads, first, *others = asked[-1]
-    assert threads >= 1
-    assert first is update
-    left, right = (executor.layout.mesh for executor in workers.executors)
-    assert [(p.layout.mesh, p.layout.tp) for p in others] == [(right, 1), (left, 2)]
-    alike, _ = worker_set("llama", (2, 2))
-    assert alike.compile_ahead((2,)) is None, "nothing is left"
 
 
 # ---------------------------------------------------------------- what runs in a process of its own

@@ -16,7 +16,6 @@ from trainer_fixtures import weights_of
 from jaxrl.config import from_mapping
 from jaxrl.kernels.attention import Heads, choose_packed
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.lora import Lora
 from jaxrl.models.shapes import named_shape
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.train.checkpoint import Checkpointer, HostState
@@ -62,10 +61,6 @@ ROW = (
     BatchShape(1, 128),
 )  # one shape: each is a program. Of eight devices each has 16 tokens, where samples have up to 48
 EIGHT = 8
-
-
-def adapted(model):
-    return dataclasses.replace(model, lora=Lora(rank=2, alpha=2.0, targets=("q", "k", "o", "down")))
 
 
 def of_family(name):
@@ -135,18 +130,6 @@ def test_families(name, sharing, both, make_batch):
 
 
 @SLOW
-def test_adapters(both, make_batch):
-    alone, shared = both(EXACT, 4, adapted(ODD))
-    batch = make_batch()
-    # matrices B are zeros as a run begins, and A has no gradient then
-    for trainer in (alone, shared):
-        for _ in range(2):
-            trainer.accumulate(batch)
-            trainer.apply()
-    assert_same(shared.state()["params"], alone.state()["params"], 1e-9)
-
-
-@SLOW
 def test_a_critic(x64, make_config, make_batch):
     batch, found, random = make_batch(turns=True), [], np.random.default_rng(3)
     batch.values, batch.returns = (
@@ -189,20 +172,6 @@ def test_a_teachers_likeliest_tokens(x64, make_config, make_batch):
     jax.tree.map(np.testing.assert_array_equal, ids, their_ids)
     assert_same(logprobs, their_logprobs, 1e-6)
     assert_same(gradients, expected)
-
-
-@SLOW
-def test_the_kernels(make_config, make_batch, make_trainer):
-    """In float32, as plain JAX; a row of 128 tokens has two tiles of keys for each one of a device's queries."""
-    model = dataclasses.replace(TRAINED, head_dim=16)
-    options = {"actor__use_kl_loss": True, "actor__attention": "pallas", "actor__remat": "dots"}
-    found, batch = [], make_batch(same=True)
-    for devices, sharing in ((1, 1), (2, 2)):
-        config = make_config(**options, actor__context_parallel_size=sharing)
-        trainer = make_trainer(config, devices, model, ROW, interpret=True)
-        trainer.accumulate(batch)
-        found.append(jax.tree.map(np.asarray, trainer.gradients()))
-    assert_same(found[1], found[0], 2e-5)
 
 
 def test_a_run_goes_on_with_another_number(tmp_path, both, make_batch):

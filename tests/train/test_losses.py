@@ -131,16 +131,6 @@ def test_truncated_importance_sampling(batch, mode, level, num_high, of):
     np.testing.assert_allclose(terms.maxima["rollout_corr/rollout_is_max"], largest, rtol=1e-5)
 
 
-def test_kl_and_entropy_have_no_weight(batch):
-    actor = {"use_kl_loss": True, "kl_loss_coef": 0.3, "entropy_coeff": 0.2}
-    plain, weighted = (
-        losses.compute(NEW, ENTROPY, batch, config_of(actor, corrected(level, 0.5))) for level in ("none", "token")
-    )
-    moved = weighted.means["actor/pg_loss"].total - plain.means["actor/pg_loss"].total
-    assert abs(moved) > 0.1
-    np.testing.assert_allclose(weighted.total - plain.total, moved, rtol=1e-5)
-
-
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_untruncated_weights_give_the_gradient_of_importance_sampling(batch, level, x64):
     """With an infinite threshold, and ratios that nothing clips, the gradient is Σ w A ∇π/π_old = Σ (π/π_rollout) A
