@@ -224,24 +224,12 @@ def test_tokens_and_logprobs_are_those_of_the_naive_loop(num_devices: int, tp: i
     assert {one.finish_reason for one in samples} == {"stop", "length"}
 
 
-@pytest.mark.parametrize(
-    ("tp", "features_first", "fused_projections", "gathered"),
-    [
-        (4, False, False, False),
-        pytest.param(4, True, False, False, marks=SLOW),
-        pytest.param(2, False, True, True, marks=SLOW),
-    ],
-)
-def test_every_form_of_the_programs_draws_the_same_tokens(
-    tp: int, features_first: bool, fused_projections: bool, gathered: bool
-):
+def test_the_form_of_the_programs_on_other_devices_draws_the_same_tokens():
     """The other tests run what a CPU runs: features first, decode over gathered windows."""
     heads = (14, 2)
-    engine, recorder = start(
-        4, tp, heads, features_first=features_first, fused_projections=fused_projections, gathered=gathered
-    )
+    engine, recorder = start(4, 4, heads, features_first=False, fused_projections=False, gathered=False)
     programs = recorder.inner._now.programs
-    assert (programs.features_first, programs.fused_projections) == (features_first, fused_projections)
+    assert (programs.features_first, programs.fused_projections) == (False, False)
     asked = requests()
     samples = engine.generate(asked)
     check(heads, asked, samples)
@@ -317,16 +305,6 @@ def test_nothing_is_compiled_after_warm_up():
             executor._now._compiled.pop(shape)
     engine.generate(requests(1, 1))
     assert executor.recompiles > 0
-
-
-@pytest.mark.parametrize(("max_length", "block_size", "tiles"), [(192, 16, (2, 6)), (600, 256, (3, 1))])
-def test_tiles_cut_the_longest_row_evenly(max_length: int, block_size: int, tiles: tuple[int, int]):
-    sizes = ExecutorConfig(num_slots=8, num_blocks=9, block_size=block_size, max_length=max_length)
-    programs = MeshExecutor(model_of((8, 4)), Layout(make_mesh(jax.devices()[:1]), 1), sizes)._now
-    per_row, width = tiles
-    assert programs.tile_width == width
-    table = range(-(-max_length // block_size))
-    assert programs.decode_shape([[table] * 8]) == ("decode", 8, 8 * per_row, len(table))
 
 
 def test_memory_phases():

@@ -101,26 +101,6 @@ def test_a_replay_admits_preempts_and_completes_in_the_same_plans(executor: Mesh
     assert [(s.key, len(s), s.finish_reason) for s in fillers] == [(s.key, len(s), s.finish_reason) for s in samples]
 
 
-def test_a_second_round_of_an_engine_runs_like_the_first_of_a_new_one(executor: MeshExecutor):
-    """A resumed run needs this: earlier rounds influence neither a schedule nor a token."""
-
-    def one_round(engine: Engine, trace: list[TraceEvent]) -> tuple[list, list[Sample]]:
-        trace.clear()
-        first = engine.counters.plans
-        samples = engine.generate(make_requests())
-        return [(type(e), e.plan_index - first, e.key, e.dp_group, e.slot) for e in trace], samples
-
-    trace: list[TraceEvent] = []
-    used = Engine(executor, BATCHER, trace=trace.append)
-    used.generate(make_requests()[5:27])
-    old_trace, old = one_round(used, trace)
-    new_trace, new = one_round(Engine(executor, BATCHER, trace=trace.append), trace)
-    assert old_trace == new_trace
-    for a, b in zip(old, new, strict=True):
-        assert a.token_ids.tolist() == b.token_ids.tolist()
-        assert a.rollout_logprobs.tobytes() == b.rollout_logprobs.tobytes(), "to the last bit"
-
-
 # ---------------------------------------------------------------- rounds with a rule across them
 
 

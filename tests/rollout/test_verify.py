@@ -273,7 +273,7 @@ def test_a_step_that_verifies_talks_between_devices_as_a_decode_step_does(x64: N
 
 def test_an_abort_and_a_new_start_go_on_with_drafts(x64: None):
     executor = executor_in(FAST)
-    asked = mixed(6, 3)
+    asked = mixed(4, 3)
     plain = engine_over(executor, drafts=False).generate(asked)
     engine, drafted = engine_over(executor), with_history(asked, plain)
     finished: dict[SampleKey, Sample] = {}

@@ -9,7 +9,6 @@ and attends, through `kv_cache.attend`; a plain computation over all that it eve
 from __future__ import annotations
 
 import itertools
-import re
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -190,24 +189,6 @@ def walk(degrees: tuple[int, ...], model: str, dtype: str) -> None:
         assert {move[:2] for move in moves if move[2]} == {(1, 2), (2, 4), (4, 2)}, moves
 
 
-def programs(model: str) -> None:
-    """One all-to-all per array where heads are split further or less, one all-gather where they are replicated, and one
-    all-to-all more where blocks change their home."""
-    heads, mesh = pad_heads(*MODELS[model], 8)[1], make_mesh()
-    for before, after in itertools.permutations((1, 2, 4, 8), 2):
-        layouts = Layout(mesh, before), Layout(mesh, after)
-        num_homes = min(layout.dp for layout in layouts)
-        for guests in (0, 8) if num_homes > 1 else (0,):
-            places = 8 + guests * num_homes
-            shape = kv_migration._Sizes(heads, 20, 30, BLOCK, HEAD_DIM, jnp.dtype("float32"), places, guests, False)
-            text = kv_migration._move(shape, *layouts, 2).as_text()
-            found = re.findall(r"= .*?(all-gather|all-to-all|all-reduce|collective-permute)(?:-start)?\(", text)
-            split, rest = (len(layout.kv_axes(heads)) for layout in layouts), max(before, after) > heads
-            changes = (len(set(split)) == 2) + (guests > 0)
-            expected = ["all-to-all"] * (2 * changes) + ["all-gather"] * (2 * (rest and after > before))
-            assert sorted(found, reverse=True) == expected, (before, after, guests, found)
-
-
 def across(tp_before: int, tp_after: int, model: str, dtype: str) -> None:
     """Half of the devices hands its requests to the other half, which keeps its own; and to an empty half, and back."""
     heads = pad_heads(*MODELS[model], 4)
@@ -264,11 +245,6 @@ def test_a_chain_up_and_down_and_between_submeshes():
 def test_every_transition(model, dtype):
     pairs = itertools.permutations((1, 2, 4, 8), 2)
     alone(__file__, "; ".join(f"walk({pair}, {model!r}, {dtype!r})" for pair in (*pairs, CHAIN)))
-
-
-@pytest.mark.slow
-def test_programs():
-    alone(__file__, "; ".join(f"programs({model!r})" for model in MODELS))
 
 
 @pytest.mark.slow

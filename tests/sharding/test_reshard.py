@@ -166,24 +166,6 @@ def test_crossing_bytes():
     assert across == 8 * 7 * sixty_fourth
 
 
-def test_training_state_by_layout_and_dims(x64):
-    mesh = make_mesh()
-    state = {
-        "m": on(mesh, 8, "tp", None, dtype=jnp.float64),
-        "v": on(mesh, 8, "tp", None),
-        "count": jax.device_put(np.int32(3), NamedSharding(mesh, P())),
-    }
-    dims = {"m": (None, "tp"), "v": ("dp", "tp"), "count": ()}
-    moved, report = reshard(state, {name: Layout(mesh, 2).sharding(*own) for name, own in dims.items()})
-    assert moved["m"].sharding.spec == P(None, ("x0",))
-    assert moved["v"].sharding.spec == P(("x2", "x1"), ("x0",))
-    assert moved["count"] is state["count"]
-    assert report.num_aliased == 1
-    np.testing.assert_array_equal(moved["v"], np.arange(512).reshape(16, 32))
-    both, _ = reshard([moved["m"], moved["v"]], Layout(mesh, 4).sharding("tp", None))
-    assert {array.sharding.spec for array in both} == {P(("x0", "x1"), None)}
-
-
 def test_other_numbers_of_devices():
     for count in (1, 3, 6):
         mesh = make_mesh(jax.devices()[:count])

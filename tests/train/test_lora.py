@@ -26,7 +26,7 @@ from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import to_rollout, train_shardings
 from jaxrl.train.packing import BatchShape, TokenBatch, row_length
 from jaxrl.train.trainer import MeshTrainer, build_critic
-from jaxrl.train.update_memory import resident_parts, trained_numbers
+from jaxrl.train.update_memory import resident_parts, trained_numbers, update_phases
 from jaxrl.types import Prompt, SampleKey, SamplingParams, TrainBatch
 
 ALL = ("q", "k", "v", "o", "gate", "up", "down")
@@ -283,3 +283,17 @@ def test_memory_of_a_quantised_base(make_config):
     batch = sum(x.nbytes for x in jax.tree.leaves(TokenBatch.zeros(rows, tokens)))
     assert held + rest <= analysis.argument_size_in_bytes <= held + rest + batch, "nothing reads some of the batch"
     assert all(map(is_adapter, trainer.state()["params"]["layers"]))
+
+
+def test_memory(make_config):
+    """Of what an update needs beside activations, all but the frozen weights is as small as the adapters."""
+    config = make_config(actor__dtype="float32", actor__use_kl_loss=True)
+    full, own = resident_parts(config, MODEL.base, 1), resident_parts(config, MODEL, 1)
+    trained = trained_numbers(MODEL, 1)
+    assert own["master weights"] == full["master weights"] + 4 * trained
+    assert own["optimizer (adam m, v)"] == 8 * trained
+    assert "reference weights" in full
+    assert "reference weights" not in own
+    phases = update_phases(config, MODEL, 1, "gpu", "dots", 16)
+    assert all(parts.get("gradients") == 4 * trained for parts in phases.values())
+    assert phases["embedding"]["the embedding's gradient"] == 0

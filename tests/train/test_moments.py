@@ -1,4 +1,5 @@
-"""Moments in fewer bytes: what a code stands for, Adam in float64, any number of devices, the plan of the memory."""
+"""Moments in fewer bytes: what a code stands for, Adam in float64, any number of devices, the plan of the memory; and
+state in the host's memory, where an update has the same bits."""
 
 from __future__ import annotations
 
@@ -10,13 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from trainer_fixtures import programs_of
-from weightwise_runs import LONG, WIDE, read, trainer_of, update
+from small_models import TRAINED
+from trainer_fixtures import programs_of, weights_of
 
 from jaxrl.models.lora import Lora
 from jaxrl.models.shapes import named_shape
+from jaxrl.models.streaming import HOST
 from jaxrl.train.checkpoint import Checkpointer
 from jaxrl.train.moments import Block, block_of, decoded, encoded, kept_as
+from jaxrl.train.packing import BatchShape, row_length
+from jaxrl.train.trainer import MeshTrainer
 from jaxrl.train.update_memory import resident_parts
 
 STEP = 2 ** (1 / 8) - 1  # between two codes
@@ -108,6 +112,37 @@ def test_which_weights_have_blocks_and_along_what():
     assert block_of(named_shape("Qwen2.5-7B").weights()["embed"]) == Block(1, 256)
 
 
+# ---------------------------------------------------------------- trainers, whose updates are of random gradients
+
+
+LONG = (BatchShape(1, row_length(96)),)
+WIDE = dataclasses.replace(TRAINED, hidden_size=96, head_dim=16, intermediate_size=64)
+"""Most of its matrices have moments of enough numbers for int8."""
+
+
+def trainer_of(config: Any, model: Any, devices: int) -> MeshTrainer:
+    programs = programs_of(config, model, devices, LONG)
+    return MeshTrainer(config, model, weights_of(model, "float32"), programs.mesh, programs=programs)
+
+
+def update(trainer: MeshTrainer, seed: int, scale: float = 1.0) -> dict[str, float]:
+    """One update; gradients of `scale` infinity are not finite."""
+    zeros, random = trainer.programs.to_run(("zeros", 0, 0))(), np.random.default_rng(seed)
+
+    def drawn(x: jax.Array) -> jax.Array:
+        return jax.device_put((scale * random.normal(size=x.shape)).astype(x.dtype), x.sharding)
+
+    gradients = jax.tree.map(drawn, zeros.gradients)
+    denominator = jax.device_put(np.asarray(7, zeros.denominator.dtype), zeros.denominator.sharding)
+    trainer._sums = dataclasses.replace(zeros, gradients=gradients, denominator=denominator)
+    return trainer.apply()
+
+
+def read(tree: Any) -> Any:
+    """A copy, as numpy."""
+    return jax.tree.map(lambda x: np.array(x, copy=True), tree)
+
+
 @pytest.mark.parametrize(("name", "dtype"), [("adamw", "int8"), ("muon", "bfloat16")])
 def test_memory_is_as_planned(make_config, dtype, name):
     """And scales are split as the weights are."""
@@ -151,3 +186,41 @@ def test_a_checkpoint_of_another_type(make_config, tmp_path):
             np.testing.assert_allclose(np.asarray(found[name], np.float32), x, rtol=2**-8)
         with pytest.raises(ValueError, match=r"does not fit .* as optim\.name and optim\.state_dtype"):
             checkpoints.restore(codes.abstract_state())
+
+
+MODELS = {
+    "untied": dataclasses.replace(TRAINED, tie_word_embeddings=False, qkv_bias=True, family="qwen2"),
+    "adapters": dataclasses.replace(TRAINED, lora=Lora(rank=3, alpha=6.0, targets=("q", "o"))),
+    "wide": WIDE,
+}
+OPTIM = {"lr": 1e-2, "weight_decay": 0.1, "lr_warmup_steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "name", "dtype"),
+    [
+        ("wide", 8, "adamw", "int8"),
+        pytest.param("untied", 8, "muon", "float32", marks=pytest.mark.slow),
+        pytest.param("adapters", 2, "muon", "bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_bits_are_those_of_a_state_on_the_devices(make_config, model, devices, name, dtype):
+    """Weights and state, whichever optimizer, with frozen weights and on several devices; a skipped update, too. And a
+    state goes on wherever it lies: what one has saved the other loads."""
+    options = {"actor__optim": OPTIM | {"name": name, "state_dtype": dtype}}
+    here, away = (
+        trainer_of(make_config(**options, actor__offload_optimizer=offload), MODELS[model], devices)
+        for offload in (False, True)
+    )
+    for seed, scale in enumerate((1.0, 30.0, np.inf, 0.1)):
+        if seed == 3:
+            here_state = read(here.state())
+            here.load_state(read(away.state()))
+            away.load_state(here_state)
+        metrics = [update(each, seed, scale) for each in (here, away)]
+        assert repr(metrics[0]) == repr(metrics[1])  # NaN is itself there
+        assert metrics[0]["actor/skipped_updates"] == (scale == np.inf)
+        jax.tree.map(np.testing.assert_array_equal, read(here.state()), read(away.state()))
+    state = away.state()["optimizer"]
+    assert {x.sharding.memory_kind for x in state.values() if x.ndim > 1} == {HOST}
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(away.params)} == {"device"}

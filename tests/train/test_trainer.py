@@ -245,13 +245,6 @@ def test_attention_is_what_the_option_says(option, make_config, make_batch, make
     assert distance(*moved) <= 5e-5
 
 
-def test_the_kernels_are_refused_where_they_cannot_run(make_config, make_trainer):
-    with pytest.raises(ValueError, match=r"actor\.attention \(pallas\) must be auto or reference on cpu"):
-        make_trainer(make_config(actor__attention="pallas"))
-    with pytest.raises(ValueError, match=r"head_dim \(8\) must be one of"):
-        make_trainer(make_config(actor__attention="pallas"), interpret=True)
-
-
 def test_rows_stay_on_their_devices(x64, make_config, make_trainer):
     """Only weights and their gradients cross devices, and of the rows what the embedding exchanges: tokens, and the
     gradients of what was found for them."""
