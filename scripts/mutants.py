@@ -26,7 +26,7 @@ AREAS = {
     "rounds": (["jaxrl/scheduling/rounds"], "tests/scheduling/rounds"),
     "tokens": (["jaxrl/scheduling/tokens"], "tests/scheduling/tokens"),
     "losses": (["jaxrl/train/losses.py"], f"{TRAIN}losses.py {TRAIN}verl.py"),
-    "advantages": (["jaxrl/train/advantages.py"], f"{TRAIN}advantages.py {TRAIN}gae.py {TRAIN}verl.py"),
+    "advantages": (["jaxrl/train/advantages.py"], f"{TRAIN}advantages.py {TRAIN}verl.py"),
     "packing": (["jaxrl/train/packing.py"], f"{TRAIN}packing.py"),
     "checkpoint": (
         ["jaxrl/train/checkpoint.py", "jaxrl/train/manifest.py", "jaxrl/train/steps.py"],

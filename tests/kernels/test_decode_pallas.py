@@ -109,14 +109,10 @@ def run(arguments, piece=64, window=0):
     ("heads", "kv_heads", "dim", "dtype", "bias", "norms", "piece"),
     [
         (6, 2, 32, "float32", True, True, 64),
-        (6, 2, 32, "float32", True, True, 32),
         (14, 2, 16, "bfloat16", True, False, 32),
-        (9, 3, 64, "float32", False, False, 64),
-        *(
-            pytest.param(*heads, 128, *each, marks=pytest.mark.slow)
-            for heads in ((12, 2), (28, 4), (16, 8), (32, 8))
-            for each in (("float32", True, False, 64), ("bfloat16", False, True, 32))
-        ),
+        pytest.param(9, 3, 64, "float32", False, False, 64, marks=pytest.mark.slow),
+        pytest.param(28, 4, 128, "float32", True, False, 64, marks=pytest.mark.slow),
+        pytest.param(32, 8, 128, "bfloat16", False, True, 32, marks=pytest.mark.slow),
     ],
 )
 def test_the_kernel_is_the_separate_operations(heads, kv_heads, dim, dtype, bias, norms, piece):
@@ -161,10 +157,9 @@ def test_codes_are_read_and_written(kind, dtype, piece):
     assert np.abs(out - expected).mean() < atol / 50
 
 
-@pytest.mark.parametrize("piece", [64, 32])
-def test_what_a_row_must_not_read_changes_nothing(piece):
+def test_what_a_row_must_not_read_changes_nothing():
     """nan in every slot but those of positions before a row's own: the new one included, which it writes."""
-    arguments = case(6, 2)
+    arguments, piece = case(6, 2), 32
     own = np.zeros(arguments["k_KNPD"].shape[1:3], bool)
     for row, position in zip(arguments["tables_RW"], arguments["positions_R"], strict=True):
         for at in range(max(position, 0)):
@@ -188,13 +183,6 @@ def test_a_row_does_not_depend_on_the_others():
     np.testing.assert_array_equal(run(arguments | {"positions_R": elsewhere}, 32)[0][[1, 3]], out[[1, 3]])
 
 
-def test_the_tiles_that_it_chooses_and_one_share():
-    arguments = case(6, 2, shares=1)
-    out = decode_attention(**arguments, eps=EPS, interpret=True)[0]
-    active = arguments["positions_R"] >= 0
-    np.testing.assert_allclose(out[active], separate(**arguments)[0][active], rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize(("rows", "features", "shares", "dtype"), [(1, 48, 1, "float32"), (3, 128, 4, "bfloat16")])
 def test_add_and_norm(rows, features, shares, dtype):
     rng = np.random.default_rng(0)
@@ -213,13 +201,8 @@ def test_add_and_norm(rows, features, shares, dtype):
 
 def test_what_the_kernel_refuses():
     assert decode_refusal(12, 2, 128, "bfloat16") is None
-    for changed, message in (
-        ({"dim": 24}, r"head_dim \(24\) must be one of"),
-        ({"heads": 80}, r"queries per key/value head \(40\) must be at most 32"),
-    ):
-        sizes = {"heads": 4, "kv_heads": 2, "dim": 32} | changed
-        with pytest.raises(ValueError, match=f"decode's Pallas kernel: {message}"):
-            run(case(**sizes))
+    with pytest.raises(ValueError, match=r"decode's Pallas kernel: queries per key/value head \(40\) must be at most"):
+        run(case(80, 2, 32))
 
 
 @pytest.mark.parametrize(
@@ -233,17 +216,13 @@ def test_the_devices_platform_decides(implementation, platform, interpret, decod
     assert not how.decodes(12, 2, 24, "bfloat16")
 
 
-def test_pallas_on_other_devices():
-    with pytest.raises(ValueError, match=r"rollout.attention \(pallas\) must be auto or reference on cpu"):
-        choose_paged("pallas", "cpu")
-
-
 # ---------------------------------------------------------------- lowering for CUDA, without a GPU
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("heads", "kv_heads", "norms"), [(12, 2, False), (28, 4, False), (16, 8, True)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "norms", "dtype"), [(28, 4, False, "float32"), (16, 8, True, "bfloat16")]
+)
 def test_lowers_for_cuda(heads, kv_heads, norms, dtype):
     arguments = case(heads, kv_heads, 128, dtype, norms=norms, bias=not norms)
     tiles = PagedTileSizes(16, 32, 32, 4, 5)

@@ -1,5 +1,5 @@
 """`actor.numerics=invariant` compiled for an H100, on a machine without one: the same pieces in all programs, and
-kernels whose sums have one order."""
+kernels whose sums have one order. None of them by default: each takes several programs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from for_gpu import compile_for_gpu
 from loop_bodies import bodies
 
-SLOW = pytest.mark.slow
+pytestmark = pytest.mark.slow
 SMALL, LARGE, MIXTURE = "Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen3-30B-A3B"
 MOST_KERNELS_A_LAYER = 26
 ROLLOUT = ("--layers", "1", "--rows", "64", "--context", "1024")
@@ -38,12 +38,10 @@ more kernels."""
 @pytest.mark.parametrize(
     ("shape", "dtype", "one", "others"),
     [
-        (SMALL, "bfloat16", "logprobs", ("decode",)),
-        *(
-            pytest.param(shape, dtype, *programs, marks=SLOW)
-            for shape, dtype in ((SMALL, "bfloat16"), (SMALL, "float32"), (LARGE, "bfloat16"))
-            for programs in (("logprobs", ("gradients", "decode")), ("verify", ("prefill", "decode")))
-        ),
+        (SMALL, "bfloat16", "logprobs", ("gradients", "decode")),
+        (SMALL, "float32", "verify", ("prefill", "decode")),
+        (LARGE, "bfloat16", "logprobs", ("decode",)),
+        (LARGE, "bfloat16", "verify", ("prefill", "decode")),
     ],
 )
 def test_all_programs_have_the_same_pieces(shape: str, dtype: str, one: str, others: tuple[str, ...]):
@@ -56,7 +54,6 @@ def test_all_programs_have_the_same_pieces(shape: str, dtype: str, one: str, oth
         assert not [tile for tile in tiles if not any(tile <= body for body in found)], program
 
 
-@SLOW
 @pytest.mark.parametrize("others", [("decode", "--tp", "2"), ("verify", "--tp", "4")])
 def test_all_degrees_of_tensor_parallelism_have_the_same_pieces(others: tuple[str, ...]):
     """Of parts, whichever device has them. A kernel reads its part in another array, and multiplies alike."""
@@ -79,8 +76,7 @@ def test_all_degrees_of_tensor_parallelism_have_the_same_pieces(others: tuple[st
 NAMES = ("_packed_kernel", "_paged_kernel", "_paged_kernel")
 
 
-@SLOW
-@pytest.mark.parametrize("split", [(), ("--numerics-tp", "2"), ("--tp", "2")])
+@pytest.mark.parametrize("split", [(), ("--tp", "2")])
 def test_experts_are_the_same_arithmetic_in_rollout_and_training(split: tuple[str, ...]):
     """All tokens are two kernels', which no piece has; pieces are what is around them. `split`: of the rollout."""
     trained = compiled("logprobs", MIXTURE, "bfloat16", *(("--numerics-tp", "2") if split else ()))
@@ -112,7 +108,7 @@ ORDERLESS = ("fma", "mad", "atom", "red")
 """What rounds once where others round twice, and what adds in the order of chance."""
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=SLOW)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_attention_is_the_same_arithmetic_in_rollout_and_training(dtype: str):
     """The same products of the same size, and all else rounded one by one."""
     paged = kernel(compiled("decode", SMALL, dtype), "_paged_kernel")
@@ -129,15 +125,6 @@ def alike(counts: Mapping[str, int]) -> dict[str, int]:
     return {word: count for word, count in counts.items() if not word.startswith("mul")}
 
 
-@SLOW
-def test_parts_are_added_by_a_kernel_of_their_own():
-    long = compiled("decode", SMALL, "bfloat16", "--context", "8192")
-    assert (long["kernels"]["_paged_kernel"], long["kernels"]["_merge_kernel"]) == (1, 1)
-    for name in ("_paged_kernel", "_merge_kernel"):
-        assert not [word for word in kernel(long, name) if word.startswith(ORDERLESS)]
-
-
-@SLOW
 def test_a_plan_is_one_graph_and_products_are_kernels():
     three, told = (compiled("decode", SMALL, "bfloat16", "--layers", layers) for layers in ("3", "1"))
     assert (three["graphs"], three["host_loops"], three["copies"]) == (1, [], [])
@@ -149,17 +136,3 @@ def test_a_plan_is_one_graph_and_products_are_kernels():
     assert sums
     for words in sums:
         assert all(word.startswith("wgmma") for word in words)
-
-
-@SLOW
-def test_adapters_are_added_to_their_matrices_in_one_order():
-    """Each product of A and B is a kernel, and rounded before it is added."""
-    plain, adapted = (compiled("logprobs", SMALL, "bfloat16", "--lora", rank) for rank in ("0", "16"))
-    products = [
-        sum(count for name, count in told["kernels"].items() if name.startswith("_product_kernel"))
-        for told in (plain, adapted)
-    ]
-    assert products[1] - products[0] == 7
-    adds = [words for name, words in adapted["arithmetic"].items() if name not in plain["arithmetic"]]
-    assert adds
-    assert not [words for words in adds if any(word.startswith(("fma", "mad")) for word in words)]

@@ -42,12 +42,6 @@ def test_segments_do_not_see_each_other(x64):
         np.testing.assert_allclose(out[row, part], expected, rtol=1e-12, atol=1e-14)
 
 
-def test_narrow_input_keeps_its_dtype():
-    x = np.ones((1, 3, 2, 4), jnp.bfloat16)
-    out = jax.eval_shape(packed_attention, x, x[:, :, :1], x[:, :, :1], np.ones((1, 3)), np.arange(3)[None])
-    assert out.dtype == jnp.bfloat16
-
-
 def test_a_shared_prefix_stands_before_each_sample(x64):
     random = np.random.default_rng(0)
     q = random.normal(size=(1, 9, 2, 4))
@@ -126,7 +120,7 @@ def dense(q, k, v):
 
 @pytest.mark.parametrize(
     ("how", "dtype"),
-    [(APART, "float64"), (APART, "bfloat16"), (TOGETHER, "float32"), (WIDE, "bfloat16"), (PLAIN, "float64")],
+    [(APART, "float64"), (TOGETHER, "float32"), (WIDE, "bfloat16"), (PLAIN, "float64")],
 )
 def test_tiles_equal_the_oracle(x64, how, dtype):
     arrays = inputs(5, 44, dtype)
@@ -154,7 +148,7 @@ def in_slices(rows, attend, parts=3):
     return sliced
 
 
-@pytest.mark.parametrize("how", [None, APART, TOGETHER, PLAIN])
+@pytest.mark.parametrize("how", [None, APART, TOGETHER])
 def test_queries_of_some_tokens_and_keys_of_all_in_any_order(x64, how):
     def attend(q, k, v, rows, keys):
         if how is None:
@@ -182,9 +176,8 @@ def test_tiles_are_only_those_needed():
     assert packed.visible_pairs(MaskInputs(*ROWS), Tiling(64, 8)) is None
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_tiles_in_scan_checkpoint_and_mesh(x64, together):
-    how = Tiling(0, 8, together)
+def test_tiles_in_scan_checkpoint_and_mesh(x64):
+    how = Tiling(0, 8)
     rows = random_rows(16, 40)
     arrays = inputs(16, 40, "float64")
     mesh = make_mesh(jax.devices()[:8])

@@ -76,18 +76,11 @@ def refused(change: Any = lambda *arrays: arrays, size: int = 16, rule: Rule = P
     return str(caught.value)
 
 
-def of_type(dtype: Any, *arrays: Any) -> tuple[Any, ...]:
-    return tuple(jax.ShapeDtypeStruct(x.shape, dtype) for x in arrays)
-
-
 def test_what_the_kernel_refuses():
     assert "scores are capped (30)" in refused(rule=Rule(0, 30.0))
-    assert "must be all bfloat16" in refused(lambda q, k, v, *rest: (*of_type(jnp.float32, q, k, v), *rest))
     assert "rollout.block_size (12) must be a multiple of 8" in refused(size=12)
     narrow = shapes(2, 1, 4, 2, 32, 16, 4, jnp.bfloat16)
     assert "head_dim (32) must be one of (64, 128)" in refused(lambda *_: narrow)
-    odd = shapes(2, 1, 3, 2, 64, 16, 4, jnp.bfloat16)
-    assert "key/value heads (2) must divide query heads (3)" in refused(lambda *_: odd)
 
 
 def test_which_platforms_and_models_may_ask_for_it():
@@ -129,8 +122,7 @@ def test_a_jax_without_triton(monkeypatch):
 
 @pytest.mark.parametrize(
     ("rows", "queries", "heads", "kv_heads", "dim", "size", "context", "window", "expected"),
-    [(1, 1, 12, 2, 128, 16, 1024, 0, 1), (256, 1, 28, 4, 128, 16, 2048, 0, 2), (8, 9, 32, 8, 128, 32, 2048, 512, 2),
-     (64, 256, 9, 3, 64, 16, 2048, 0, 1)],
+    [(8, 9, 32, 8, 128, 32, 2048, 512, 2), (64, 256, 9, 3, 64, 16, 2048, 0, 1)],
 )  # fmt: skip
 def test_lowers_for_cuda(rows, queries, heads, kv_heads, dim, size, context, window, expected):
     """Attention, and the merge of pieces where rows may have several; prefill of 64 x 256 tokens has none."""
@@ -141,20 +133,12 @@ def test_lowers_for_cuda(rows, queries, heads, kv_heads, dim, size, context, win
     assert "gather" not in text, "the cache is never gathered"
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
-def test_codes_lower_for_cuda(dtype):
+def test_codes_lower_for_cuda():
     """Scales alone are gathered, four bytes a position and head."""
     q, pool, _, *rows = shapes(64, 1, 28, 4, 128, 16, 128, jnp.bfloat16)
-    cached = Codes(*of_type(dtype, pool), jax.ShapeDtypeStruct((*pool.shape[:-1], 1), jnp.float32))
+    cached = Codes(jax.ShapeDtypeStruct(pool.shape, jnp.int8), jax.ShapeDtypeStruct((*pool.shape[:-1], 1), jnp.float32))
     text, kernels = lowered_for_cuda(MOSAIC.attend, q, cached, cached, *rows)
     assert kernels == 2
     gathered = [line for line in text.splitlines() if '"stablehlo.gather"' in line]
     assert len(gathered) == 2
     assert all("x128x16xf32>" in line.rsplit("->", 1)[1] for line in gathered)
-
-
-def test_auto_leaves_to_jnp_what_the_kernel_refuses(monkeypatch):
-    monkeypatch.setattr(attention, "has_triton", lambda: False)
-    for dim, kernels in ((64, 1), (32, 0)):
-        arrays = shapes(4, 1, 4, 2, dim, 16, 4, jnp.bfloat16)
-        assert lowered_for_cuda(attention.choose_paged("auto", "gpu").attend, *arrays)[1] == kernels

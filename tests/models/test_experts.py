@@ -45,8 +45,10 @@ def routing_of(random: np.random.Generator, tokens: int, kind: str) -> experts.R
     return experts.Routing(jnp.asarray(chosen, jnp.int32), jnp.asarray(random.uniform(size=chosen.shape)), None)
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("tokens", "kind"), [(40, "any"), (40, "all to one"), (7, "some get none"), (1, "any")])
+@pytest.mark.parametrize(
+    ("tokens", "kind", "biased"),
+    [(40, "any", True), (40, "all to one", False), (7, "some get none", True), (1, "any", False)],
+)
 def test_blocks_are_the_plain_sum_with_its_gradients(x64, tokens, kind, biased):
     random = np.random.default_rng(tokens)
     x, routing = jnp.asarray(random.normal(size=(tokens, E))), routing_of(random, tokens, kind)
@@ -65,8 +67,7 @@ def test_blocks_are_the_plain_sum_with_its_gradients(x64, tokens, kind, biased):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12), found, expected)
 
 
-@pytest.mark.parametrize("tokens", [1, 40])
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("tokens", "biased"), [(1, True), (40, False)])
 def test_batched_experts_are_the_plain_sum(x64, tokens, biased):
     random = np.random.default_rng(tokens)
     x, weights = jnp.asarray(random.normal(size=(tokens, E))), weights_of(random, biased=biased)
@@ -88,9 +89,9 @@ def test_a_tokens_numbers_do_not_depend_on_its_company():
     np.testing.assert_array_equal(np.asarray(shuffled), np.asarray(together)[order])
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("split", [("x0", "x1", "x2"), ("x0",), ()])
-@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize(
+    ("split", "gathered", "biased"), [(("x0", "x1", "x2"), True, False), (("x0",), True, True), ((), False, True)]
+)
 def test_experts_of_several_devices_are_those_of_one(x64, split, gathered, biased):
     """Experts over some axes and their columns over the others; tokens everywhere the same, or each device's own."""
     mesh, random = make_mesh(jax.devices()[:8]), np.random.default_rng(5)

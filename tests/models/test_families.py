@@ -42,7 +42,7 @@ def test_logits_are_those_of_transformers(family, x64):
     ("family", "seed"),
     [
         ("gemma3_text", 1),
-        *(pytest.param(family, seed, marks=pytest.mark.slow) for family in FAMILIES for seed in (0, 1)),
+        *(pytest.param(family, i % 2, marks=pytest.mark.slow) for i, family in enumerate(FAMILIES)),
     ],
 )
 def test_gradients_are_those_of_transformers(family, seed, x64):
@@ -68,7 +68,7 @@ def test_layers_may_differ_in_windows_and_have_no_rope_at_all(x64):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drawn_models_are_written_and_read(family, tmp_path):
     """config.json and weights, in several files; `compare_drawn.py` has transformers read them."""
-    for seed in range(12):
+    for seed in range(6):
         content = draw(family, seed)
         config = ModelConfig.from_hf(content)
         assert ModelConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
@@ -77,29 +77,3 @@ def test_drawn_models_are_written_and_read(family, tmp_path):
     again, loaded = load_model(tmp_path)
     assert again == config
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
-
-
-def test_draws_turn_every_switch_on():
-    """In some of the models of a family that has it, and in some it is off."""
-    drawn = {family: [ModelConfig.from_hf(draw(family, seed)) for seed in range(40)] for family in FAMILIES}
-    for family, row in FAMILIES.items():
-        models = drawn[family]
-        switches = {name: {getattr(each, name) for each in models} for name in row.keys}
-        switches |= {"tie_word_embeddings": {each.tie_word_embeddings for each in models}}
-        switches |= {"hidden_act": {each.hidden_act for each in models}}
-        switches |= {"o_bias": {each.o_bias for each in models}} if "attention_bias" in row.biases else {}
-        switches |= {"mlp_bias": {each.mlp_bias for each in models}} if "mlp_bias" in row.biases else {}
-        assert all(len(values) > 1 for values in switches.values()), (family, switches)
-        assert len({each.rope for each in models}) > 2
-        assert len({each.num_heads // each.num_kv_heads for each in models}) > 2
-    windowed = {family for family, models in drawn.items() if any(each.sliding_window for each in models)}
-    uniform = {"mistral", "phi3", "qwen3_moe", "mixtral"}
-    assert windowed == uniform | {
-        *("qwen2", "qwen3", "olmo3", "smollm3", "ministral", "gemma2", "gemma3_text", "gpt_oss")
-    }
-    experts = {family: {each.num_experts for each in drawn[family]} for family, row in FAMILIES.items() if row.experts}
-    assert experts
-    assert all(len(numbers) > 3 for numbers in experts.values())
-    assert all({each.norm_topk_prob for each in drawn[family]} == {True, False} for family in ("qwen3_moe", "olmoe"))
-    mixed = {family for family, models in drawn.items() if any(len(each.kinds) > 1 for each in models)}
-    assert mixed == windowed - uniform

@@ -1,37 +1,22 @@
 """Whether tokenizer, model and lengths belong together."""
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
 from jaxrl.models.fit import check_length, check_vocabulary
 
-
-@dataclass
-class Tokens:
-    last_token: tuple[str, int] = ("z", 99)
-
-
-@dataclass
-class Model:
-    vocab_size: int = 100
-    max_positions: int = 50
-    num_experts: int = 0
-    lora: object | None = None
-
-
-def test_what_fits():
-    check_vocabulary(Tokens(), Model(), "path")
-    check_vocabulary(Tokens(), Model(vocab_size=128), "path")  # padded
-    check_length(Model(), 50, "asked", "path")
+MODEL = SimpleNamespace(vocab_size=100, max_positions=50, num_experts=0, lora=None)
 
 
 def test_a_tokenizer_of_another_model():
+    check_vocabulary(SimpleNamespace(last_token=("z", 99)), MODEL, "path")
     words = "^path: the tokenizer's 'z' has the id 100, but the model's vocabulary has 100 "
     with pytest.raises(ValueError, match=words):
-        check_vocabulary(Tokens(("z", 100)), Model(), "path")
+        check_vocabulary(SimpleNamespace(last_token=("z", 100)), MODEL, "path")
 
 
 def test_lengths():
+    check_length(MODEL, 50, "asked", "path")
     with pytest.raises(ValueError, match=r"^32 \+ 19 = 51 tokens, but path was made for at most 50 "):
-        check_length(Model(), 51, "32 + 19 = 51 tokens", "path")
+        check_length(MODEL, 51, "32 + 19 = 51 tokens", "path")

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxrl.models import fp8
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import load_layerwise, load_model
 from jaxrl.models.safetensors import SINGLE, export_hf
@@ -110,9 +109,7 @@ def test_every_number_is_a_code_times_its_scale(form, tmp_path):
     assert "quantization_config" not in json.loads((tmp_path / "bf16" / "config.json").read_text())
 
 
-@pytest.mark.parametrize(
-    ("form", "family"), [("blocks", "llama"), ("channel", "qwen3"), ("block", "phi3"), ("blocks", "qwen3_moe")]
-)
+@pytest.mark.parametrize(("form", "family"), [("channel", "qwen3"), ("block", "phi3"), ("blocks", "qwen3_moe")])
 def test_each_device_has_its_part_of_the_same_numbers(form, family, tmp_path):
     """Cuts of blocks included, and of tensors that hold several matrices; and layer by layer."""
     sizes: dict[str, Any] = {"hidden_size": 64, "num_heads": 8, "num_kv_heads": 4}
@@ -155,31 +152,13 @@ IN_BLOCKS = f"{UP}.weight_scale_inv"
             lambda x: x.pop(IN_BLOCKS),
             f"tensor {UP}.weight is in float8: it must be a matrix with {UP}.weight_scale_inv or weight_scale",
         ),
-        (lambda x: x.update({f"{UP}.weight_scale": x[IN_BLOCKS]}), f"tensor {UP}.weight is in float8: it must be"),
-        (
-            lambda x: x.update({IN_BLOCKS: x[IN_BLOCKS].astype(ml_dtypes.float8_e4m3fn)}),
-            f"tensor {UP}.weight is in float8: it must be",
-        ),
-        (
-            lambda x: x.update({"model.norm.weight": x["model.norm.weight"].astype(ml_dtypes.float8_e4m3fn)}),
-            "tensor model.norm.weight is in float8: it must be a matrix",
-        ),
         (
             lambda x: x.update({IN_BLOCKS: x[IN_BLOCKS][:1]}),
             f"tensor {UP}.weight of shape (80, 48) has scales of shape (1, 2), which is not what quantization_config",
         ),
-        (lambda x: x.update({IN_BLOCKS: np.ones(1, np.float32)}), "has scales of shape (1,), which is not what"),
-        (
-            lambda x: x.update({f"{UP}.weight": x[f"{UP}.weight"].astype(np.float32)}),
-            f"tensor {IN_BLOCKS} of shape (5, 2) has no place in a model of this config",
-        ),
         (
             lambda x: x.update({f"{UP}.weight_zero_point": np.zeros((5, 2), np.float32)}),
             f"tensor {UP}.weight_zero_point of shape (5, 2) has no place in a model of this config",
-        ),
-        (
-            lambda x: x.update({f"{UP}.weight": x[f"{UP}.weight"].astype(ml_dtypes.float8_e5m2)}),
-            f"tensor {UP}.weight has dtype F8_E5M2, which is not supported",
         ),
     ],
 )
@@ -196,30 +175,13 @@ OF_WEIGHTS = HERE + "config_groups.group_0.weights: "
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([], "quantization_config ([]) must be an object"),
         (
             {"quant_method": "awq"},
             HERE + "quant_method 'awq' is not supported; it must be 'fp8', 'mxfp4' or 'compressed-tensors'",
         ),
-        ({"bits": 4}, HERE + "quant_method None is not supported"),
-        (BLOCKS | {"fmt": "e5m2"}, HERE + "fmt 'e5m2' is not supported; it must be 'e4m3'"),
         (BLOCKS | {"weight_block_size": [128]}, HERE + "weight_block_size ([128]) must be two whole numbers above 0"),
-        (BLOCKS | {"weight_block_size": [0, 128]}, HERE + "weight_block_size ([0, 128]) must be"),
-        (BLOCKS | {"weight_block_size": [True, 128]}, HERE + "weight_block_size ([True, 128]) must be"),
-        (BLOCKS | {"weight_block_size": "128"}, HERE + "weight_block_size ('128') must be"),
-        (compressed(), HERE + "config_groups ({}) must be an object with a group"),
-        (
-            compressed(group("tensor"), quantization_status="frozen"),
-            HERE + "quantization_status 'frozen' is not supported",
-        ),
         (compressed(group("tensor"), sparsity_config={"format": "sparse-24-bitmask"}), HERE + "sparsity_config is not"),
-        (compressed(group("tensor"), transform_config={"config_groups": {"R1": {}}}), HERE + "transform_config is not"),
-        (compressed({"targets": ["Linear"]}), HERE + "config_groups.group_0: weights must be an object, found None"),
         (compressed(group("tensor", num_bits=4)), OF_WEIGHTS + "num_bits 4 is not supported"),
-        (compressed(group("tensor", type="int")), OF_WEIGHTS + "type 'int' is not supported; it must be 'float'"),
-        (compressed(group("tensor", symmetric=False)), OF_WEIGHTS + "symmetric False is not supported; it must be"),
-        (compressed(group("group")), OF_WEIGHTS + "strategy 'group' is not supported; it must be 'tensor', 'channel'"),
-        (compressed(group("block")), OF_WEIGHTS + "block_structure is missing; it must be two whole numbers above 0"),
         (compressed(group("tensor"), group("group")), HERE + "config_groups.group_1.weights: strategy 'group'"),
     ],
 )
@@ -227,14 +189,6 @@ def test_other_quantisation_is_refused_by_name(content, message):
     written = tiny_config("llama").to_hf()
     with pytest.raises(ValueError, match=re.escape(f"config: {message}")):
         ModelConfig.from_hf(written | {"quantization_config": content})
-
-
-def test_dense_and_empty_extras_of_compressed_tensors_are_read():
-    content = compressed(
-        group("tensor"), sparsity_config={"format": "dense"}, transform_config={}, kv_cache_scheme=None
-    )
-    config = tiny_config("llama")
-    assert ModelConfig.from_hf(config.to_hf() | {"quantization_config": content}) == config
 
 
 def test_a_float64_number_is_rounded_to_bfloat16_once(tmp_path):
@@ -250,12 +204,3 @@ def test_a_float64_number_is_rounded_to_bfloat16_once(tmp_path):
     assert np.array_equal(found[:9], list(map(narrow, norm[:9])))
     assert found[0] == 1 + 2**-7
     assert found[1] == 1
-
-
-def test_scales_that_fit_several_forms_mean_the_same():
-    """A matrix with one output: one scale is that of the matrix, and that of the output."""
-    codes = np.arange(1, 9, dtype=np.float32).astype(ml_dtypes.float8_e4m3fn).reshape(1, 8)
-    for blocks in (((None, None),), ((1, None),), ((None, None), (1, None))):
-        read = fp8._reader(codes, np.full((1, 1), 0.5, np.float32), blocks)
-        assert read is not None
-        assert np.array_equal(read(slice(0, 1), slice(2, 4)), [[1.5, 2.0]])

@@ -1,7 +1,7 @@
 """Damaged model files: whatever is wrong, a load ends at once, with a whole model or with a sentence that names a file.
 
 Random damage from a seed: bits turned, bytes cut off, taken out or doubled, values of JSON and of headers swapped for
-wrong ones. `--slow` tries ten times as many.
+wrong ones. `--slow` tries many more.
 """
 
 from __future__ import annotations
@@ -149,11 +149,11 @@ def try_damage(kind: str, originals: dict[str, Path], folder: Path, seeds: range
 
 @pytest.mark.parametrize("kind", ["single", "indexed", "gguf"])
 def test_damaged_files_are_refused_by_name_or_load(kind, originals, tmp_path):
-    outcomes = try_damage(kind, originals, tmp_path / "model", range(100))
-    assert len(set(outcomes)) > 30, "the damage is of many kinds"
+    outcomes = try_damage(kind, originals, tmp_path / "model", range(50))
+    assert len(set(outcomes)) > 15, "the damage is of many kinds"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["single", "indexed", "gguf"])
-def test_ten_times_as_many(kind, originals, tmp_path):
+def test_many_more(kind, originals, tmp_path):
     try_damage(kind, originals, tmp_path / "model", range(1000, 2500))

@@ -13,16 +13,13 @@ from gguf import GGUFWriter, get_tensor_name_map
 from gguf.constants import MODEL_ARCH_NAMES
 from gguf.quants import dequantize, quantize
 
-from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.gguf import unpermute
 from jaxrl.models.loading import load_model
 from jaxrl.models.rope import RopeScaling
-from jaxrl.models.safetensors import export_hf
 from jaxrl.models.weights import Weight, leaves
 
-from .conftest import causal, lively, positions_of, scan_logits, tiny_config
+from .conftest import lively, scan_logits, tiny_config
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "smollm2.json").read_text(encoding="utf-8"))
 
@@ -150,9 +147,9 @@ OTHERS = {
 """What config.json has beside `SIZES`, and what llama.cpp's converter writes for it."""
 
 
-@pytest.mark.parametrize("family", OTHERS)
-def test_other_families(family, tmp_path):
-    content, metadata = OTHERS[family]
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", *OTHERS])
+def test_a_round_trip(family, tmp_path):
+    content, metadata = OTHERS.get(family, ({}, {}))
     config = ModelConfig.from_hf(SIZES | {"model_type": family} | content)
     params = lively(config)
     write(tmp_path / "m.gguf", config, params, metadata=metadata)
@@ -212,18 +209,7 @@ def model(family="llama", **changes):
     return config, lively(config)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_float32_round_trip(family, tmp_path):
-    config, params = model(family)
-    write(tmp_path / "m.gguf", config, params)
-    loaded_config, loaded = load_model(tmp_path / "m.gguf")
-    assert loaded_config == config
-    assert_same(loaded, params, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("kind", "error"), [(Kind.F16, 1e-3), (Kind.BF16, 8e-3), (Kind.Q8_0, 0.02), (Kind.Q4_0, 0.25), (Kind.Q4_1, 0.25)]
-)
+@pytest.mark.parametrize(("kind", "error"), [(Kind.F16, 1e-3), (Kind.Q8_0, 0.02), (Kind.Q4_0, 0.25)])
 def test_types_that_can_be_written(kind, error, tmp_path):
     """The loaded weights are what the gguf package makes of each tensor, and near the original."""
     config, params = model("qwen2")
@@ -275,12 +261,6 @@ def rewrite_tensor(source, target, name, blocks, kind):
     writer.close()
 
 
-def test_unpermute_undoes_the_converter():
-    tensor = np.arange(2 * 8 * 3).reshape(16, 3)
-    assert permute(tensor, 2)[1, 0] == tensor[4, 0]
-    np.testing.assert_array_equal(unpermute(permute(tensor, 2), 2), tensor)
-
-
 def test_rope_scaling_metadata(tmp_path):
     config, params = model("qwen2")
     for scaling in (RopeScaling("linear", 2.0), RopeScaling("yarn", 4.0, 128, attention_factor=0.1 * np.log(4.0) + 1)):
@@ -304,37 +284,15 @@ def test_llama3_scaling_is_recovered_from_the_divisors(tmp_path):
 
 def test_unsupported_files_are_refused(tmp_path):
     config, params = model("qwen2")
-    write(tmp_path / "rope.gguf", config, params, metadata={"rope.scaling.type": "longrope"})
-    with pytest.raises(ValueError, match=r"rope.scaling.type 'longrope' is not supported"):
-        load_model(tmp_path / "rope.gguf")
     write(tmp_path / "type.gguf", config, params, Kind.Q5_0)
     with pytest.raises(ValueError, match=r"has type Q5_0, which is not supported; supported are F32, F16"):
         load_model(tmp_path / "type.gguf")
     write(tmp_path / "surplus.gguf", config, params, tensors={"blk.0.extra.weight": np.zeros((3,), np.float32)})
     with pytest.raises(ValueError, match=r"surplus.gguf: tensor blk.0.extra.weight of shape \(3,\) has no place"):
         load_model(tmp_path / "surplus.gguf")
-
-
-def test_a_truncated_file_is_refused(smollm2, tmp_path):
-    with smollm2.open("rb") as stream:
-        (tmp_path / "short.gguf").write_bytes(stream.read(10_000_000))
+    (tmp_path / "short.gguf").write_bytes((tmp_path / "surplus.gguf").read_bytes()[:-5000])
     with pytest.raises(ValueError, match=r"short\.gguf: truncated or not a GGUF file \(cannot reshape array"):
         load_model(tmp_path / "short.gguf")
-
-
-def greedy(params, config, ids, count):
-    """Greedy continuation, one full forward pass a token (compiled once: the row is padded)."""
-    row = np.zeros((1, len(ids) + count), np.int32)
-    row[0, : len(ids)] = ids
-
-    @jax.jit
-    def following(params, row, last):
-        hidden = decoder.forward_scan(params, row, positions_of(row), causal, config, dtype=jnp.float32)
-        return jnp.argmax(decoder.logits(params, hidden[:, last], config), axis=-1)[0]
-
-    for end in range(len(ids), len(ids) + count):
-        row[0, end] = following(params, jnp.asarray(row), end - 1)
-    return row[0, len(ids) :].tolist()
 
 
 def test_smollm2_first_logits_are_the_recorded_ones(smollm2):
@@ -345,30 +303,3 @@ def test_smollm2_first_logits_are_the_recorded_ones(smollm2):
     np.testing.assert_allclose(logits[0, :16], RECORDED["logits_first"], atol=2e-3)
     np.testing.assert_allclose(logits[-1, :16], RECORDED["logits_last"], atol=2e-3)
     assert int(jnp.argmax(logits[-1])) == RECORDED["greedy_ids"][0]
-
-
-@pytest.mark.slow
-def test_smollm2_greedy_text_is_the_recorded_one(smollm2):
-    config, params = load_model(smollm2)
-    ids = greedy(params, config, RECORDED["token_ids"], len(RECORDED["greedy_ids"]))
-    assert ids == RECORDED["greedy_ids"]
-    assert Tokenizer.from_path(smollm2).decode(ids) == RECORDED["greedy_text"]
-
-
-@pytest.mark.slow
-def test_smollm2_exported_runs_the_same_in_transformers(smollm2, tmp_path, torch_logits, transformers):
-    import torch
-
-    config, params = load_model(smollm2)
-    tokenizer = Tokenizer.from_path(smollm2)
-    export_hf(params, config, tmp_path, tokenizer_files=tokenizer.save(tmp_path / "tokenizer"), dtype=jnp.float32)
-    tokens = np.asarray([RECORDED["token_ids"]])
-    expected = torch_logits(tmp_path, tokens)
-    np.testing.assert_allclose(scan_logits(params, tokens, config), expected, atol=2e-3)
-    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    asked = [{"role": "user", "content": RECORDED["question"]}]
-    prompt = theirs.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    out = reference.generate(**prompt, max_new_tokens=32, do_sample=False)[0, prompt["input_ids"].shape[1] :].tolist()
-    assert theirs.decode(out, skip_special_tokens=True) == RECORDED["greedy_text"]
-    assert greedy(params, config, RECORDED["token_ids"], 32) == out

@@ -11,7 +11,6 @@ import pytest
 
 from jaxrl.models.lora import Lora
 from jaxrl.models.quantized import ABSMAX, NF4, dequantize, quantize, quantized_layer
-from jaxrl.models.weights import leaves
 
 from .conftest import lively, tiny_config
 
@@ -63,4 +62,3 @@ def test_inputs_that_are_no_whole_blocks():
     model = dataclasses.replace(tiny_config(), lora=Lora(2, 4.0, ("q",)), quantization="nf4")
     with pytest.raises(ValueError, match=r"nf4 has blocks of 64 inputs, and self_attn.q_proj has 48: use int8"):
         model.weights()
-    assert leaves(dataclasses.replace(model, quantization="int8").weights())

@@ -16,7 +16,7 @@ from jaxrl.models.loading import load_model
 from jaxrl.models.safetensors import INDEX, SINGLE, export_hf, read_header
 from jaxrl.sharding.mesh import make_mesh
 
-from .conftest import FAMILIES, TOKENS, lively, scan_logits, tiny_config
+from .conftest import TOKENS, lively, scan_logits, tiny_config
 
 
 def model(family="llama", scaling="none", **changes):
@@ -28,15 +28,6 @@ def assert_same(a, b):
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_array_equal(x, y)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_round_trip(family, tmp_path):
-    config, params = model(family, "yarn")
-    export_hf(params, config, tmp_path, dtype=jnp.float32)
-    loaded_config, loaded = load_model(tmp_path)
-    assert loaded_config == config
-    assert_same(loaded, params)
 
 
 def test_several_files_with_an_index(tmp_path):
@@ -73,20 +64,10 @@ def test_loads_onto_train_shardings(tmp_path):
     assert (tmp_path / "again" / SINGLE).read_bytes() == (tmp_path / SINGLE).read_bytes()
 
 
-def test_the_safetensors_package_reads_our_file(tmp_path):
-    config, params = model()
-    export_hf(params, config, tmp_path, dtype=jnp.float32)
-    tensors = load_file(tmp_path / SINGLE)
-    np.testing.assert_array_equal(tensors["model.layers.1.mlp.up_proj.weight"], params["layers"]["up"][1].T)
-    q = np.asarray(params["layers"]["q"][0]).reshape(48, 48).T
-    np.testing.assert_array_equal(tensors["model.layers.0.self_attn.q_proj.weight"], q)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_loads_and_writes_back_the_same_tensors(family, tmp_path, transformers):
+def test_transformers_loads_and_writes_back_the_same_tensors(tmp_path, transformers):
     import torch
 
-    config, params = model(family, "llama3")
+    config, params = model("qwen2", "llama3")
     export_hf(params, config, tmp_path / "ours", dtype=jnp.float32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -100,15 +81,13 @@ def test_transformers_loads_and_writes_back_the_same_tensors(family, tmp_path, t
     assert_same(loaded, params)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_written_by_transformers_loads(family, tmp_path, transformers, torch_logits):
+def test_a_model_written_by_transformers_loads(tmp_path, transformers, torch_logits):
     """The common way: random weights that transformers made and wrote, read by us."""
-    kind = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[family]
-    config = getattr(transformers, f"{kind}Config")(
+    config = transformers.Qwen3Config(
         vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6,
         num_key_value_heads=2, initializer_range=0.3,
     )  # fmt: skip
-    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(tmp_path)
+    transformers.Qwen3ForCausalLM(config).save_pretrained(tmp_path)
     ours, params = load_model(tmp_path)
     np.testing.assert_allclose(scan_logits(params, TOKENS, ours), torch_logits(tmp_path, TOKENS), atol=1e-4, rtol=1e-4)
 
@@ -122,8 +101,6 @@ def test_damaged_files_are_named(tmp_path):
     for damaged, message in (
         (content[:-100], r"model.safetensors: truncated or .* \(incomplete metadata, file not fully covered\)"),
         (content[:500], r"not a safetensors file \(invalid header length\)"),
-        (content[:4], r"not a safetensors file \(header too small\)"),
-        (b"\x10" + bytes(7) + b"this is no json!", r"not a safetensors file \(invalid JSON in header: "),
         (content.replace(b'"F32"', b'"I32"', 1), "has dtype I32, which is not supported; use F64, F32, F16, BF16"),
     ):
         file.write_bytes(damaged)
@@ -148,16 +125,6 @@ def test_a_head_beside_a_tied_embedding(tmp_path):
     write(params["embed"], params["embed"] + np.float32(1e-6) * (np.arange(48) == 7))
     with pytest.raises(ValueError, match=r"lm_head.weight differs from model.embed_tokens.weight, though config.json"):
         load_model(tmp_path)
-
-
-def test_one_file_counts_before_an_index(tmp_path):
-    """As transformers has it; a folder has both where an export was written over another."""
-    config, params = model()
-    export_hf(jax.tree.map(np.zeros_like, params), config, tmp_path, max_file_bytes=30_000)
-    index = (tmp_path / INDEX).read_bytes()
-    export_hf(params, config, tmp_path, dtype=jnp.float32)
-    (tmp_path / INDEX).write_bytes(index)
-    assert_same(load_model(tmp_path)[1], params)
 
 
 def test_export_refuses_padded_parameters_and_odd_dtypes(tmp_path):

@@ -22,8 +22,8 @@ def compiled(program: str, chip: str, tp: int, shape: str, *more: str) -> dict[s
     ("chip", "tp", "shape", "rows", "context"),
     [
         ("v5e", 1, "Qwen2.5-1.5B", 16, 1024),
-        *(pytest.param("v5e", tp, "Qwen2.5-7B", 64, 1024, marks=SLOW) for tp in (1, 2, 4, 8)),
-        *(pytest.param("v5p", tp, "Qwen2.5-7B", 64, 1024, marks=SLOW) for tp in (1, 8)),
+        pytest.param("v5e", 8, "Qwen2.5-7B", 64, 1024, marks=SLOW),
+        pytest.param("v5p", 2, "Qwen2.5-7B", 64, 1024, marks=SLOW),
         pytest.param("v5e", 1, "Qwen2.5-1.5B", 256, 16384, marks=SLOW),  # more blocks than scalar memory holds
     ],
 )

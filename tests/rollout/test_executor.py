@@ -7,7 +7,6 @@ an abort and a new start, nor on the mesh. In float64 that is exact, so tokens a
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,13 +22,12 @@ from jaxrl.kernels import reference
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout.executor import MeshExecutor
-from jaxrl.rollout.layout_programs import ExecutorConfig, bucket, buckets
+from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.rollout.programs import MAX_STOP_IDS, Generated
 from jaxrl.rollout.sampling import SamplingState, request_key, sample
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request, resume
-from jaxrl.scheduling.tokens.progress import PlanTimes
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import train_shardings
@@ -50,7 +48,8 @@ SIZES = ExecutorConfig(
     truncate=True,
 )
 
-WORLDS = [(1, 1, (8, 4)), (8, 2, (9, 3)), (4, 4, (14, 2))]
+SLOW = pytest.mark.slow
+WORLDS = [(1, 1, (8, 4)), (8, 2, (9, 3))]
 
 
 # ---------------------------------------------------------------- the naive side
@@ -210,7 +209,7 @@ def check(heads: tuple[int, int], asked: Sequence[Request], samples: Sequence[Sa
 # ---------------------------------------------------------------- tests
 
 
-@pytest.mark.parametrize(("num_devices", "tp", "heads"), WORLDS)
+@pytest.mark.parametrize(("num_devices", "tp", "heads"), [*WORLDS, pytest.param(4, 4, (14, 2), marks=SLOW)])
 def test_tokens_and_logprobs_are_those_of_the_naive_loop(num_devices: int, tp: int, heads: tuple[int, int]):
     engine, recorder = start(num_devices, tp, heads)
     asked = requests(6 * max(1, num_devices // tp // 2))
@@ -225,34 +224,20 @@ def test_tokens_and_logprobs_are_those_of_the_naive_loop(num_devices: int, tp: i
     assert {one.finish_reason for one in samples} == {"stop", "length"}
 
 
-@pytest.mark.parametrize(
-    ("tp", "features_first", "fused_projections", "gathered"),
-    [
-        (4, False, False, False),
-        (2, False, True, False),
-        pytest.param(4, True, False, False, marks=pytest.mark.slow),
-        pytest.param(4, False, False, True, marks=pytest.mark.slow),
-        pytest.param(2, False, True, True, marks=pytest.mark.slow),
-    ],
-)
-def test_every_form_of_the_programs_draws_the_same_tokens(
-    tp: int, features_first: bool, fused_projections: bool, gathered: bool
-):
+def test_the_form_of_the_programs_on_other_devices_draws_the_same_tokens():
     """The other tests run what a CPU runs: features first, decode over gathered windows."""
     heads = (14, 2)
-    engine, recorder = start(
-        4, tp, heads, features_first=features_first, fused_projections=fused_projections, gathered=gathered
-    )
+    engine, recorder = start(4, 4, heads, features_first=False, fused_projections=False, gathered=False)
     programs = recorder.inner._now.programs
-    assert (programs.features_first, programs.fused_projections) == (features_first, fused_projections)
+    assert (programs.features_first, programs.fused_projections) == (False, False)
     asked = requests()
     samples = engine.generate(asked)
     check(heads, asked, samples)
     assert engine.counters.preemptions > 0, "the pool was to be too small"
 
 
-@pytest.mark.parametrize(("num_devices", "tp", "heads"), WORLDS)
-def test_an_abort_and_a_new_start_change_no_token(num_devices: int, tp: int, heads: tuple[int, int]):
+def test_an_abort_and_a_new_start_change_no_token():
+    num_devices, tp, heads = WORLDS[1]
     engine, _ = start(num_devices, tp, heads)
     asked = requests()
     finished: dict[SampleKey, Sample] = {}
@@ -271,8 +256,8 @@ def test_an_abort_and_a_new_start_change_no_token(num_devices: int, tp: int, hea
     check(heads, asked, [finished[request.key] for request in asked])
 
 
-@pytest.mark.parametrize(("num_devices", "tp", "heads"), WORLDS)
-def test_every_token_carries_the_version_of_its_weights(num_devices: int, tp: int, heads: tuple[int, int]):
+def test_every_token_carries_the_version_of_its_weights():
+    num_devices, tp, heads = WORLDS[0]
     engine, recorder = start(num_devices, tp, heads)
     asked = requests()
     for request in asked:
@@ -322,18 +307,6 @@ def test_nothing_is_compiled_after_warm_up():
     assert executor.recompiles > 0
 
 
-@pytest.mark.parametrize(
-    ("max_length", "block_size", "tiles"), [(64, 16, (1, 4)), (192, 16, (2, 6)), (576, 16, (5, 8)), (600, 256, (3, 1))]
-)
-def test_tiles_cut_the_longest_row_evenly(max_length: int, block_size: int, tiles: tuple[int, int]):
-    sizes = ExecutorConfig(num_slots=8, num_blocks=9, block_size=block_size, max_length=max_length)
-    programs = MeshExecutor(model_of((8, 4)), Layout(make_mesh(jax.devices()[:1]), 1), sizes)._now
-    per_row, width = tiles
-    assert programs.tile_width == width
-    table = range(-(-max_length // block_size))
-    assert programs.decode_shape([[table] * 8]) == ("decode", 8, 8 * per_row, len(table))
-
-
 def test_memory_phases():
     heads = (8, 4)
     engine, recorder = start(1, 1, heads)
@@ -350,26 +323,6 @@ def test_memory_phases():
     check(heads, asked, engine.generate(asked))
 
 
-def test_what_the_devices_do_behind_a_plan_is_none_of_its_time():
-    engine, _ = start(1, 1, (8, 4))
-    executor: Any = engine.executor
-    engine.generate(requests(2, 2))  # compiles
-    times: list[PlanTimes] = []
-    engine.watchers.append(times.append)
-    for request in requests(2, 2):
-        engine.add(request)
-    engine.step()
-    engine.step()
-    executor.wait_quiet()
-    time.sleep(1.0)  # a judge's turn
-    engine.paused()
-    executor.wait_quiet()
-    engine.step()
-    engine.drain()
-    assert [each.was_queued for each in times[:3]] == [False, True, False]
-    assert max(each.duration_s for each in times[:3]) < 0.9
-
-
 def test_requests_that_cannot_run_are_refused_before_they_wait():
     executor = MeshExecutor(model_of((8, 4)), Layout(make_mesh(jax.devices()[:1]), 1), replace(SIZES, truncate=False))
     engine = Engine(executor, BatcherConfig(decode_steps=4))
@@ -380,18 +333,10 @@ def test_requests_that_cannot_run_are_refused_before_they_wait():
             engine.add(replace(request, params=replace(request.params, **changes)))
         assert engine.is_idle
 
-    refused("need an engine built with truncate=True", top_k=5)
     refused("need an engine built with truncate=True", top_p=0.5)
-    refused("need an engine built with truncate=True", min_p=0.5)
     refused(f"has {MAX_STOP_IDS + 1} ids; a row holds {MAX_STOP_IDS}", stop_token_ids=tuple(range(MAX_STOP_IDS + 1)))
     refused(r"must be at most max_length \(40\)", max_tokens=30)
     engine.add(request)
-
-
-@pytest.mark.parametrize(("most", "factor", "least", "sizes"), [(32, 4, 8, (8, 32)), (10, 2, 1, (1, 2, 3, 5, 10))])
-def test_buckets(most: int, factor: int, least: int, sizes: tuple[int, ...]):
-    assert buckets(most, factor, least) == sizes
-    assert [bucket(value, sizes) for value in (1, sizes[0] + 1, most)] == [sizes[0], sizes[1], most]
 
 
 class _Value:
@@ -400,18 +345,15 @@ class _Value:
     def copy_to_host_async(self) -> None: ...
 
 
-@pytest.mark.parametrize("num_groups_and_tp", [(1, 1), (4, 2)])
 @pytest.mark.parametrize(
-    "sizes",
+    ("groups", "tp", "sizes"),
     [
-        {"num_slots": 32, "num_blocks": 200, "block_size": 16, "max_length": 384, "max_prefill_tokens": 512},
-        {"num_slots": 5, "num_blocks": 23, "block_size": 4, "max_length": 70, "max_prefill_tokens": 24},
-        {"num_slots": 128, "num_blocks": 900, "block_size": 32, "max_length": 2048, "max_prefill_tokens": 300},
+        (4, 2, {"num_slots": 5, "num_blocks": 23, "block_size": 4, "max_length": 70, "max_prefill_tokens": 24}),
+        (1, 1, {"num_slots": 32, "num_blocks": 200, "block_size": 16, "max_length": 384, "max_prefill_tokens": 512}),
     ],
 )
-def test_no_plan_needs_a_shape_that_warm_up_leaves_out(sizes: dict[str, int], num_groups_and_tp: tuple[int, int]):
+def test_no_plan_needs_a_shape_that_warm_up_leaves_out(groups: int, tp: int, sizes: dict[str, int]):
     """Real plans, with fillers for tokens: only the shapes of the programs are looked at, nothing is compiled."""
-    groups, tp = num_groups_and_tp
     layout = Layout(make_mesh(jax.devices()[: groups * tp]), tp)
     mesh = MeshExecutor(model_of((8, 4)), layout, ExecutorConfig(**sizes, decode_steps=8, max_tp=tp))
     asked_for: set[tuple] = set()

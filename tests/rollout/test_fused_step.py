@@ -88,7 +88,7 @@ def requests() -> list[Request]:
 
 # the last: more devices than key/value heads
 @pytest.mark.parametrize(
-    ("family", "tp"), [("qwen3", 2), *(pytest.param("qwen2", tp, marks=pytest.mark.slow) for tp in (1, 4, 8))]
+    ("family", "tp"), [("qwen3", 2), *(pytest.param("qwen2", tp, marks=pytest.mark.slow) for tp in (1, 8))]
 )
 def test_it_draws_the_tokens_that_a_cpu_draws(family, tp):
     whole_groups = tp <= model_of(family).num_kv_heads
@@ -120,13 +120,11 @@ def test_it_reads_and_writes_codes_as_a_cpu_does(kind):
             near = np.abs(a.rollout_logprobs - b.rollout_logprobs)
             assert np.median(near) < 1e-4
             assert near.max() < 0.05
-    whole, _ = generate("qwen3", 2)
-    assert any(not np.array_equal(a.token_ids, b.token_ids) for a, b in zip(plain, whole, strict=True))
 
 
 @pytest.mark.parametrize(
     ("options", "fused"),
-    [({}, True), ({"attention": "reference"}, False), ({"gathered": True}, False), ({"dtype": "float16"}, False)],
+    [({}, True), ({"attention": "reference"}, False), ({"dtype": "float16"}, False)],
 )
 def test_what_a_step_needs(options, fused):
     """Merged weights, the kernels, and shapes and dtypes that they take; everything else goes by single operations."""
@@ -136,9 +134,8 @@ def test_what_a_step_needs(options, fused):
     assert not executor._now.programs.features_first
 
 
-@pytest.mark.parametrize("rows", [2, 64, 256])
 @pytest.mark.parametrize(
-    ("inner", "outer"), [(1536, 2048), (1536, 1536), (8960, 1536), (3584, 4608), (18944, 3584), (40, 40), (1536, 99999)]
+    ("rows", "inner", "outer"), [(64, 1536, 2048), (2, 18944, 3584), (256, 40, 40), (64, 1536, 99999)]
 )
 def test_shares_of_a_product(rows, inner, outer):
     shares = num_shares(rows, inner, outer)

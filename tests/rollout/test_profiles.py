@@ -25,29 +25,12 @@ def config(layout: dict[str, Any] | None = None, **rollout: Any) -> Config:
     return from_mapping({"model": {"path": "models/tiny"}, "rollout": rollout}).with_types("cpu")
 
 
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
-        ({"switch": True, "profile": "p", "direction": "both"}, r"direction must be up where .*planner is on"),
-        ({"degrees": [2, 4]}, r"degrees \[2, 4\] must ascend .*tensor_model_parallel_size \(1\) among"),
-        ({"degrees": [1, 2, 3]}, r"each dividing the next"),
-        ({"degrees": [1, 4, 2]}, r"must ascend from at least 1"),
-    ],
-)
-def test_options_that_cannot_be(layout: dict[str, Any], message: str):
-    """Bounds are those of every option: `tests/config/test_options.py`."""
-    with pytest.raises(ConfigError, match=message):
-        config(layout)
-
-
 def test_degrees():
-    assert layout_degrees(config(), 8) == (1, 2, 4, 8)
     assert layout_degrees(config(), 12) == (1, 2, 4, 12)
     assert layout_degrees(config({"devices_per_host": 4}), 8) == (1, 2, 4)
     assert layout_degrees(config({"degrees": [1, 4]}), 8) == (1, 4)
     assert layout_degrees(config({"planner": False}), 8) == (1,)
     assert layout_degrees(config(num_workers=2), 8) == (1, 2, 4), "of a worker's four devices"
-    assert layout_degrees(config(num_workers=3), 12) == (1, 2, 4)
     with pytest.raises(ValueError, match=r"tp 8 must be .* at most the 4 devices of a host"):
         layout_degrees(config({"degrees": [1, 8], "devices_per_host": 4}), 8)
 
@@ -70,13 +53,11 @@ def test_profiles_of_something_else_are_refused(tmp_path: Path):
     c = config({"switch": True, "profile": str(file)})
     with pytest.raises(ConfigError, match=r"profile.json does not exist: make it with `jaxrl profile`"):
         load_profile(file)
-    file.write_text("{")
-    with pytest.raises(ConfigError, match=r"profile.json cannot be used: Expecting"):
-        load_profile(file)
     file.write_text(json.dumps({"schema": 99}))
     with pytest.raises(ConfigError, match=r"cannot be used: latency profile of schema 99: this version reads 3"):
         load_profile(file)
     identity = identity_of(c, MODEL, mesh)
+    assert identity_of(c, named_shape("Qwen2.5-1.5B"), mesh).fingerprint != identity.fingerprint
     assert (identity.model, identity.device_count, identity.jax_version) == ("tiny", 8, jax.__version__)
     good = Profile(identity, (Measurement(1, 1, 8, 0.1),))
     file.write_text(json.dumps(good.to_json()))
@@ -94,10 +75,3 @@ def test_profiles_of_something_else_are_refused(tmp_path: Path):
     assert identity_of(cut, MODEL, submeshes(mesh, 2)[1]) == replace(identity, device_count=4)
     willing = config({"switch": True, "profile": str(file), "allow_synthetic": True})
     assert checked_profile(willing, MODEL, mesh).source == "synthetic"
-
-
-def test_the_fingerprint_is_of_the_shape():
-    mesh = make_mesh()
-    one, other = (identity_of(config(), named_shape(name), mesh) for name in ("SmolLM2-135M", "Qwen2.5-1.5B"))
-    assert one.fingerprint != other.fingerprint
-    assert identity_of(config(), named_shape("SmolLM2-135M"), mesh) == one

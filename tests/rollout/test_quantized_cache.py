@@ -10,21 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_models import VOCABULARY, model_of, requests, weights_of
+from small_models import engine_over, ready, requests, with_drafts
 
 from jaxrl.kernels.attention import choose_paged
 from jaxrl.kernels.reference import Codes, numbers, packed_attention
-from jaxrl.mechanisms.speculation.index import DraftIndex
 from jaxrl.mechanisms.speculation.proposer import Drafting
-from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule
 from jaxrl.rollout import kv_cache
-from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
-from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.sharding.rules import train_shardings
+from jaxrl.types import Sample
 
 SIZES = ExecutorConfig(
     num_slots=6, num_blocks=60, block_size=8, max_length=64, max_prefill_tokens=32, decode_steps=4, dtype=jnp.float64
@@ -34,66 +31,45 @@ DRAFTING = Drafting(num_responses=1, num_tokens=64, verify_tokens=18)
 ASKED = requests(4, 2, 30)
 
 
-def drawn(asked: Any = ASKED, name: str = "llama", **options: Any) -> tuple[list[list[int]], Engine]:
-    layout = Layout(make_mesh(jax.devices()[:1]), 1)
-    params = jax.device_put(weights_of(name, "float64"), train_shardings(model_of(name), layout.mesh))
-    sizes = replace(SIZES, **options)
-    executor = MeshExecutor(model_of(name), layout, sizes)
-    executor.sync_weights(params, 0)
-    executor.allocate()
-    rule = None
-    if sizes.proposer is not None:
-        rule = partial(DraftRule, DraftConfig(sizes.proposer.window, sizes.proposer.verify_tokens))
-    engine = Engine(executor, BatcherConfig(decode_steps=sizes.decode_steps, verify_rule=rule))
-    return [sample.token_ids.tolist() for sample in engine.generate(asked)], engine
+def drawn(asked: list[Request] = ASKED, name: str = "llama", **options: Any) -> tuple[list[Sample], Engine]:
+    engine = engine_over(ready(name, Layout(make_mesh(jax.devices()[:1]), 1), replace(SIZES, **options)))
+    return engine.generate(asked), engine
 
 
-def drafts(responses: list[list[int]]) -> list[Any]:
-    """The requests with their responses as history, every fifth token another one."""
-    made = []
-    for request, response in zip(ASKED, responses, strict=True):
-        text = np.array(response)
-        text[2::5] = (text[2::5] + 1) % VOCABULARY
-        made.append(replace(request, history=DraftIndex.build([text], [1.0])))
-    return made
+def tokens(samples: list[Sample]) -> list[list[int]]:
+    return [sample.token_ids.tolist() for sample in samples]
 
 
 def test_windows_hold_what_blocks_do(x64):
-    few = ASKED[:2]
-    coded, _ = drawn(few, kv_codes="int8")
-    assert drawn(few, kv_codes="int8", **PAGED)[0] == coded
+    windows, blocks = (drawn(ASKED[:2], kv_codes="int8", **form)[0] for form in ({}, PAGED))
+    assert tokens(windows) == tokens(blocks)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_no_path_changes_a_token(kind, x64):
+def test_no_path_changes_a_token(x64):
     """Windows and blocks, chunks of prompts, preemption, drafts: in float64 the tokens are the same."""
     plain, _ = drawn()
-    coded, _ = drawn(kv_codes=kind)
-    assert coded != plain, "in so few bits"
+    coded, _ = drawn(kv_codes="int8")
+    assert tokens(coded) != tokens(plain), "in so few bits"
     paths: dict[str, dict[str, Any]] = {
-        "blocks": PAGED,
-        "chunks": {"max_prefill_tokens": 16},
-        "one step": {"decode_steps": 1},
+        "blocks and chunks": PAGED | {"max_prefill_tokens": 16},
         "preempted": {"num_blocks": 17},
     }
     for path, options in paths.items():
-        found, engine = drawn(kv_codes=kind, **options)
-        assert found == coded, path
+        found, engine = drawn(kv_codes="int8", **options)
+        assert tokens(found) == tokens(coded), path
         assert (engine.counters.preemptions > 0) == (path == "preempted")
-    for options in ({}, PAGED):
-        found, engine = drawn(drafts(coded), kv_codes=kind, proposer=DRAFTING, **options)
-        assert found == coded
-        counters = engine.counters
-        assert 0 < counters.accepted_tokens < counters.proposed_tokens
+    found, engine = drawn(with_drafts(ASKED, coded), kv_codes="int8", proposer=DRAFTING)
+    assert tokens(found) == tokens(coded)
+    assert 0 < engine.counters.accepted_tokens < engine.counters.proposed_tokens
 
 
 @pytest.mark.slow
 def test_windows_of_layers_and_quantised_weights_go_with_it(x64):
     """Gemma 2: stacks of layers share the arrays, and blocks behind windows are freed."""
     both = {"kv_codes": "int8", "quantization": "int8"}
-    once, _ = drawn(name="gemma2:1", **both)
-    assert drawn(name="gemma2:1", **both, **PAGED)[0] == once
+    windows, blocks = (drawn(name="gemma2:1", **both, **form)[0] for form in ({}, PAGED))
+    assert tokens(windows) == tokens(blocks)
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])

@@ -5,10 +5,8 @@ So a simulated schedule is that of the mesh, and a round on the machine equals o
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +27,11 @@ from jaxrl.runtime.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.batches import BatchRule, RoundTime
 from jaxrl.scheduling.rounds.events import (
-    Command,
     Event,
-    Launch,
-    RoundStarted,
     SampleAborted,
-    SampleFinished,
-    Score,
     Verdict,
 )
 from jaxrl.scheduling.rounds.race import BatchSettings
-from jaxrl.scheduling.rounds.round import Round
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
@@ -53,9 +45,9 @@ SIZES = ExecutorConfig(num_slots=6, num_blocks=10, block_size=8, max_length=64, 
 BATCHER = BatcherConfig(decode_steps=4, max_model_len=64)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one group", "two groups"])
-def executor(request: pytest.FixtureRequest, tiny_model: Path) -> MeshExecutor:
-    mesh = make_mesh(jax.devices()[: request.param])
+@pytest.fixture(scope="module")
+def executor(tiny_model: Path) -> MeshExecutor:
+    mesh = make_mesh(jax.devices()[:2])
     model, params = load_model(f"random:{tiny_model}", mesh)
     executor = MeshExecutor(model, Layout(mesh, 1), SIZES)
     executor.sync_weights(params, 0)
@@ -109,27 +101,7 @@ def test_a_replay_admits_preempts_and_completes_in_the_same_plans(executor: Mesh
     assert [(s.key, len(s), s.finish_reason) for s in fillers] == [(s.key, len(s), s.finish_reason) for s in samples]
 
 
-def test_a_second_round_of_an_engine_runs_like_the_first_of_a_new_one(executor: MeshExecutor):
-    """A resumed run needs this: earlier rounds influence neither a schedule nor a token."""
-
-    def one_round(engine: Engine, trace: list[TraceEvent]) -> tuple[list, list[Sample]]:
-        trace.clear()
-        first = engine.counters.plans
-        samples = engine.generate(make_requests())
-        return [(type(e), e.plan_index - first, e.key, e.dp_group, e.slot) for e in trace], samples
-
-    trace: list[TraceEvent] = []
-    used = Engine(executor, BATCHER, trace=trace.append)
-    used.generate(make_requests()[5:27])
-    old_trace, old = one_round(used, trace)
-    new_trace, new = one_round(Engine(executor, BATCHER, trace=trace.append), trace)
-    assert old_trace == new_trace
-    for a, b in zip(old, new, strict=True):
-        assert a.token_ids.tolist() == b.token_ids.tolist()
-        assert a.rollout_logprobs.tobytes() == b.rollout_logprobs.tobytes(), "to the last bit"
-
-
-# ---------------------------------------------------------------- the round
+# ---------------------------------------------------------------- rounds with a rule across them
 
 
 class Words:
@@ -168,87 +140,11 @@ class SlowPool:
         return {}
 
 
-@dataclass
-class Recording:
-    """The events that a round received and the commands that it gave."""
-
-    events: list[Event] = field(default_factory=list)
-    commands: list[list[Command]] = field(default_factory=list)
-
-    def run(self, round: Round, backend: RolloutBackend) -> Recording:
-        while not round.done:
-            self.events.append(backend.wait())
-            self.commands.append(round.handle(self.events[-1]))
-            backend.apply(self.commands[-1])
-        return self
-
-
-def identities(commands: list[list[Command]]) -> list[list[tuple]]:
-    def one(command: Command) -> tuple:
-        match command:
-            case Launch(prompt=prompt, keys=keys):
-                return ("launch", prompt.key, keys)
-            case Score(sample=sample):
-                return ("score", sample.key)
-            case _:
-                return ("abort", command.keys)
-
-    return [[one(command) for command in some] for some in commands]
-
-
-def backend_over(executor: MeshExecutor | ReplayWorker) -> RolloutBackend:
+def backend_over(executor: MeshExecutor) -> RolloutBackend:
     parts = Engine(executor, BATCHER), executor, SlowPool()
     backend = RolloutBackend(made_run(*parts, text_of=text_by(Words())))
     backend._ready = True  # weights and pool are there already
     return backend
-
-
-def record(executor: MeshExecutor | ReplayWorker) -> tuple[Recording, Round]:
-    backend = backend_over(executor)
-    backend.begin(RoundInfo(1), SamplingParams(max_tokens=30, stop_token_ids=STOPS))
-    round = Round(make_prompts(), 3)
-    recording = Recording().run(round, backend)
-    backend.end()
-    return recording, round
-
-
-def test_a_round_replayed_gives_the_same_commands(executor: MeshExecutor):
-    real, round = record(executor)
-    lengths = {sample.key: len(sample) for group in round.groups() for sample in group.samples}
-    simulated, _ = record(replay_of(executor, lengths))
-    assert identities(simulated.commands) == identities(real.commands)
-    assert [_dispatch(event) for event in simulated.events] == [_dispatch(event) for event in real.events]
-
-
-def test_recorded_events_with_their_durations_give_the_same_commands(executor: MeshExecutor):
-    """A heap of events ordered by time, as a simulation pops them: verdicts late, and in the order of completion."""
-    real, first = record(executor)
-    finished = {e.sample.key: e for e in real.events if isinstance(e, SampleFinished)}
-    durations = {e.key: e.duration_s for e in real.events if isinstance(e, Verdict)}
-    rewards = {e.key: e.reward for e in real.events if isinstance(e, Verdict)}
-    again = Round(make_prompts(), 3)
-    answered = [again.handle(RoundStarted(0.0))]
-    waiting = deque(sorted(finished.values(), key=lambda e: e.dispatch))  # stable: (dispatch, dp group, slot)
-    due: deque[tuple[float, SampleKey]] = deque()
-    now = 0.0
-    while not again.done:
-        if due and (not waiting or due[0][0] <= waiting[0].dispatch):
-            ready_s, key = due.popleft()
-            now = max(now, ready_s)
-            answered.append(again.handle(Verdict(now, key, rewards[key], "ok", {}, durations[key])))
-        else:
-            event = waiting.popleft()
-            answered.append(again.handle(event))
-            due.append((event.dispatch + durations[event.sample.key], event.sample.key))
-
-    one, other = ([*chain.from_iterable(identities(commands))] for commands in (answered, real.commands))
-    assert one == other, "whatever came together"
-    assert again.groups() is not None
-    for a, b in zip(first.groups(), again.groups(), strict=True):
-        assert [(s.key, s.reward) for s in a.samples] == [(s.key, s.reward) for s in b.samples]
-
-
-# ---------------------------------------------------------------- rounds with a rule across them
 
 
 class Cycle:
@@ -283,15 +179,18 @@ class Played:
         for step in range(1, num_rounds + 1):
             current = rule.plan(prompts, RoundTime(step, 0, num_rounds - step + 1))
             backend.begin(RoundInfo(step), PARAMS)
-            recording = Recording().run(current, backend)
+            events: list[Event] = []
+            while not current.done:
+                events.append(backend.wait())
+                backend.apply(current.handle(events[-1]))
             backend.end()
             result = rule.settle(current)
             self.kinds.append(result.kind)
             self.kept.append([(s.key, len(s), s.reward) for g in result.groups for s in g.samples])
-            self.aborted.append(sorted(e.sample.key for e in recording.events if isinstance(e, SampleAborted)))
+            self.aborted.append(sorted(e.sample.key for e in events if isinstance(e, SampleAborted)))
             self.left.append(result.left)
             self.launched |= current.ledger.launched
-            for event in recording.events:
+            for event in events:
                 if isinstance(event, Verdict):
                     self.durations[event.key], self.rewards[event.key] = event.duration_s, event.reward
         return self
@@ -329,13 +228,3 @@ def test_recorded_rounds_of_tail_batching_are_decided_alike_in_the_simulator(
     simulated = Played().play(TailBatching(batch, TAIL), machine.backend, num_rounds=6)
     for name in ("kinds", "kept", "aborted", "left"):
         assert getattr(simulated, name) == getattr(played, name), name
-
-
-def _dispatch(event: Event) -> tuple:
-    match event:
-        case SampleFinished(sample=sample, dispatch=dispatch):
-            return ("finished", sample.key, len(sample), dispatch)
-        case Verdict(key=key, reward=reward, duration_s=duration_s):
-            return ("verdict", key, reward, duration_s)
-        case RoundStarted():
-            return ("started",)

@@ -11,8 +11,7 @@ import pytest
 from small_models import model_of, weights_of
 
 from jaxrl.models import decoder
-from jaxrl.models.config import ModelConfig
-from jaxrl.models.loading import config_of, load_layerwise, load_model
+from jaxrl.models.loading import load_layerwise, load_model
 from jaxrl.models.safetensors import export_hf
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.host_weights import HostWeights
@@ -77,10 +76,3 @@ def test_its_number_is_that_of_the_last_token(folder):
     numbers = [float(sample.sampled_logprobs[0]) for sample in samples]
     assert numbers == pytest.approx(expected(folder), rel=1e-6)
     assert {shape[0] for shape in executor.shapes()} == {"prefill"}, "nothing is decoded"
-
-
-def test_what_its_config_says(folder):
-    config = config_of(folder)
-    assert (config.scalar_head, config.pad_token_id) == (True, 0)
-    assert ModelConfig.from_hf(config.to_hf()) == config
-    assert "lm_head" not in config.weights()

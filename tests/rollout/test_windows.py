@@ -2,7 +2,7 @@
 every block kept: the same tokens, and the log-probabilities of training (`test_families.py`).
 
 `HYBRID` is a drawn Gemma 3, of which one layer sees everything and three have a window; `UNIFORM` a drawn Mistral,
-whose layers all have one. Changes of layout run in processes of their own, as in `test_switch.py`.
+whose layers all have one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -21,25 +20,21 @@ from checked_blocks import check_blocks
 from own_process import alone
 from recorder import Recorder
 from replay_executor import ReplayExecutor
-from small_models import VOCABULARY, model_of, requests, weights_of
+from small_models import VOCABULARY, engine_over, ready, requests, with_drafts
 
-from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule
 from jaxrl.models.kv_layers import whole
 from jaxrl.rollout import executor as executors
 from jaxrl.rollout import layout_programs
-from jaxrl.rollout.executor import MeshExecutor
-from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.scheduling.tokens.progress import Completed, TraceEvent
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.sharding.rules import train_shardings
 from jaxrl.types import Sample, SampleKey, SamplingParams
 
 from . import test_switch
 from .test_families import FORMS, LENGTH, SIZES, compare
-from .test_switch import DRAFTING, with_drafts
+from .test_switch import DRAFTING
 
 HYBRID, UNIFORM = "gemma3_text:4", "mistral:5"
 
@@ -56,15 +51,10 @@ def every_block_kept() -> Iterator[None]:
 def engine_of(
     name: str, form: str = "on CPU", drafts: bool = False, trace: Any = None, **sizes: Any
 ) -> tuple[Engine, Recorder]:
-    model, mesh = model_of(name), make_mesh(jax.devices()[:1])
     more = FORMS[form] | {"block_size": 4, "max_prefill_tokens": 12, "decode_steps": 2} | sizes
-    proposer = DRAFTING if drafts else None
-    executor = Recorder(MeshExecutor(model, Layout(mesh, 1), replace(SIZES, proposer=proposer, **more)))
-    executor.sync_weights(jax.device_put(weights_of(name, "float64"), train_shardings(model, mesh)), 0)
-    executor.allocate()
-    rule = partial(DraftRule, DraftConfig(DRAFTING.window, DRAFTING.verify_tokens)) if drafts else None
-    config = BatcherConfig(decode_steps=more["decode_steps"], verify_rule=rule)
-    return Engine(executor, config, trace=trace), executor
+    whole = replace(SIZES, proposer=DRAFTING if drafts else None, **more)
+    executor = Recorder(ready(name, Layout(make_mesh(jax.devices()[:1]), 1), whole))
+    return engine_over(executor, trace=trace), executor
 
 
 def fewest_blocks(engine: Engine) -> int:
@@ -77,7 +67,7 @@ def decided(event: TraceEvent) -> TraceEvent:
     return replace(event, finish_reason="length") if isinstance(event, Completed) else event
 
 
-@pytest.mark.parametrize(("name", "form"), [(HYBRID, "on CPU"), (UNIFORM, "paged")])
+@pytest.mark.parametrize(("name", "form"), [(HYBRID, "on CPU"), pytest.param(UNIFORM, "paged", marks=pytest.mark.slow)])
 def test_what_is_behind_a_window_is_freed_and_no_token_changes(x64: None, name: str, form: str):
     """Samples that share prompts, in a pool with room for everything, and in one in which rows are preempted; of the
     latter, a replay of the lengths decides the same."""
@@ -116,10 +106,9 @@ def test_what_is_behind_a_window_is_freed_and_no_token_changes(x64: None, name: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [HYBRID, UNIFORM])
-def test_rows_that_draft_free_what_is_behind_a_window(x64: None, name: str):
+def test_rows_that_draft_free_what_is_behind_a_window(x64: None):
     """In a pool in which not all rows have room for drafts."""
-    asked = requests(3, 2, 40)
+    name, asked = HYBRID, requests(3, 2, 40)
     engine, executor = engine_of(name, drafts=True)
     expected = engine.generate(asked)
     engine, executor = engine_of(name, drafts=True, num_blocks=2 * fewest_blocks(engine))
@@ -129,10 +118,9 @@ def test_rows_that_draft_free_what_is_behind_a_window(x64: None, name: str):
     compare(name, asked, drafted, executor)
 
 
-@pytest.mark.parametrize("name", [HYBRID, UNIFORM])
-def test_a_conversation_goes_on_where_its_window_is_left(x64: None, name: str):
+def test_a_conversation_goes_on_where_its_window_is_left(x64: None):
     """A turn finds the KV of all tokens before it; one that takes back more than is kept runs its tokens again."""
-    prompt = tuple(np.random.default_rng(3).integers(1, VOCABULARY, 9).tolist())
+    name, prompt = HYBRID, tuple(np.random.default_rng(3).integers(1, VOCABULARY, 9).tolist())
     engine, executor = engine_of(name)
     tokens, ran = prompt, []
     for turn, dropped in enumerate((0, 0, 1, 24)):
@@ -148,23 +136,16 @@ def test_a_conversation_goes_on_where_its_window_is_left(x64: None, name: str):
     assert ran[3] == len(prompt) + 3 * 14 - 1 - 24 + 1, "the window of its first new token is gone"
 
 
-# ---------------------------------------------------------------- changes of layout: `test_switch.py`
-
-
 @pytest.mark.slow
-def test_blocks_move_between_layouts():
-    alone(test_switch.__file__, f"walk({HYBRID!r}, 'migrate', 'float64', {test_switch.CHAIN})")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["migrate", "recompute"])
-@pytest.mark.parametrize("name", [HYBRID, UNIFORM])
-def test_every_pair_of_degrees(name: str, how: str):
-    alone(test_switch.__file__, f"walk({name!r}, {how!r}, 'float64', {test_switch.EVERY_PAIR})")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "left", "right"), [(HYBRID, 1, 4), (UNIFORM, 2, 2)])
-@pytest.mark.parametrize("drafting", [None, "DRAFTING"])
-def test_rows_move_between_submeshes(name: str, left: int, right: int, drafting: str | None):
-    alone(test_switch.__file__, f"across({name!r}, 'float64', {left}, {right}, {drafting})")
+@pytest.mark.parametrize(
+    "call",
+    [
+        f"walk({HYBRID!r}, 'migrate', {test_switch.EVERY_PAIR})",
+        f"walk({UNIFORM!r}, 'recompute', {test_switch.CHAIN})",
+        f"across({HYBRID!r}, 1, 4, DRAFTING)",
+        f"across({UNIFORM!r}, 2, 2)",
+    ],
+)
+def test_blocks_move_between_layouts(call: str):
+    """As in `test_switch.py`."""
+    alone(test_switch.__file__, f"{call} # float64")

@@ -5,12 +5,12 @@ What moves or switches in the middle of a batch runs in a process of its own.
 
 from __future__ import annotations
 
+import pickle
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -21,28 +21,24 @@ from own_process import alone, call
 from run_parts import made_run
 from small_models import model_of, requests, weights_of
 
-from jaxrl.rollout import worker_set as module
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
+from jaxrl.rollout.remote import ExecutorFacts, LayoutFacts, RemoteExecutor
 from jaxrl.rollout.worker_set import WorkerSet
 from jaxrl.runtime.backend import RolloutBackend
-from jaxrl.scheduling.layouts.relayout import How, SwitchFailed
+from jaxrl.scheduling.layouts.relayout import How
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
-from jaxrl.scheduling.tokens.plan import Request, resume
-from jaxrl.sharding import kv_migration
-from jaxrl.sharding.compiled import CompiledPrograms
+from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh, submeshes
 from jaxrl.sharding.rules import train_shardings
 from jaxrl.types import Sample
 
-ROOT = Path(__file__).resolve().parents[2]
 SIZES = ExecutorConfig(
     num_slots=4, num_blocks=60, block_size=8, max_length=96, max_prefill_tokens=16, decode_steps=2, dtype=jnp.float64
 )
-TIGHT = {"num_blocks": 15}  # the longest of four rows have 12 blocks each
 
 
 def worker_set(
@@ -80,11 +76,9 @@ def pointers(tree: Any) -> list[tuple[int, int]]:
 
 
 SYNCS = {  # model, degrees, the trainer's devices, the rollout's
-    "in turns with training": ("smollm2", (2, 2), slice(None), slice(None)),
     "single devices": ("llama", (1,) * 4, slice(4), slice(4)),
     "other degrees": ("qwen2", (4, 1), slice(None), slice(None)),
     "a trainer on other devices": ("smollm2", (1, 2), slice(4), slice(4, None)),
-    "one alone": ("llama", (2,), slice(4), slice(4)),
 }
 
 
@@ -169,10 +163,9 @@ def test_pools_are_allocated_where_there_is_none_and_all_are_freed(x64: None):
     assert workers.recompiles == 0
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["in turns with training", "a trainer on other devices"])
-def test_a_worker_that_was_freed_has_a_pool_in_the_next_rollout(x64: None, own: bool):
+def test_a_worker_that_was_freed_has_a_pool_in_the_next_rollout(x64: None):
     """Also where nothing was released in between; the other worker's pool stays as it is."""
-    workers, params = worker_set("llama", (1, 1), slice(2), slice(2, 4) if own else slice(2))
+    workers, params = worker_set("llama", (1, 1), slice(2), slice(2, 4))
     engines = LocalWorkers([Engine(executor, BatcherConfig(decode_steps=2)) for executor in workers.executors])
     pool: Any = None
     backend = RolloutBackend(made_run(engines, workers, pool, weights=lambda: params))
@@ -188,36 +181,6 @@ def test_a_worker_that_was_freed_has_a_pool_in_the_next_rollout(x64: None, own: 
     assert len(run(engines, requests(4, 2, 20))) == 8
     assert freed.has_pool
     assert all(engine.counters.plans for engine in engines.engines), "both draw"
-
-
-def test_layouts_in_use_are_compiled_before_the_others(x64: None, monkeypatch: pytest.MonkeyPatch):
-    asked: list[list[Any]] = []
-
-    class Recorded:
-        def __init__(self, every: Sequence[Any], num_threads: int | None = None) -> None:
-            asked.append(every if num_threads is None else [num_threads, *every])
-
-        def wait(self, progress: Any) -> int:
-            return len(asked[-1])
-
-        def close(self) -> None: ...
-
-    monkeypatch.setattr(module, "CompileAhead", Recorded)
-    workers, _ = worker_set("llama", (1, 2), max_tp=4)
-    update = CompiledPrograms()
-    assert workers.warm_up(first=[update]) == 3
-    assert asked[-1][0] is update
-    assert [(p.layout.mesh, p.layout.tp) for p in asked[-1][1:]] == [
-        (executor.layout.mesh, tp) for executor, tp in zip(workers.executors, (1, 2), strict=True)
-    ]
-    assert workers.compile_ahead((1, 2), [update]) is not None
-    threads, first, *others = asked[-1]
-    assert threads >= 1
-    assert first is update
-    left, right = (executor.layout.mesh for executor in workers.executors)
-    assert [(p.layout.mesh, p.layout.tp) for p in others] == [(right, 1), (left, 2)]
-    alike, _ = worker_set("llama", (2, 2))
-    assert alike.compile_ahead((2,)) is None, "nothing is left"
 
 
 # ---------------------------------------------------------------- what runs in a process of its own
@@ -247,76 +210,6 @@ def assert_equal(found: Sequence[Sample], expected: Sequence[Sample]) -> None:
         np.testing.assert_allclose(a.sampled_logprobs, b.sampled_logprobs, atol=1e-9)
 
 
-def plain(name: str, *all_degrees: tuple[int, ...], **sizes: Any) -> None:
-    """The first workers' samples are those of all others."""
-    asked, expected = requests(), None
-    for degrees in all_degrees:
-        workers, executors = house(name, degrees, **sizes)
-        if len(degrees) == 2:
-            executors.warm_up()
-        found = run(workers, asked)
-        assert executors.recompiles == 0
-        preempted = workers.counters.preemptions
-        assert (preempted > 0) == bool(sizes), f"{preempted} preemptions with {degrees}"
-        if len(degrees) > 1:
-            assert all(engine.counters.plans > 3 for engine in workers.engines), "all worked"
-        expected = found if expected is None else expected
-        assert_equal(found, expected)
-        print(name, degrees, preempted, "preemptions,", workers.counters.plans, "plans")
-
-
-def aborted(name: str, degrees: tuple[int, ...]) -> None:
-    """Requests that end early and go on later, with other workers' devices under them: the same tokens."""
-    asked = requests()
-    expected = run(house(name, (1,))[0], asked)
-    workers, _ = house(name, degrees)
-    ids = {request.request_id: i for i, request in enumerate(asked)}
-    kept: dict[int, Sample] = {}
-
-    def at(plan: int) -> None:
-        if plan == 9:
-            # those of one worker only: then the others have more to do, and what goes on is dealt anew
-            live = workers.engines[0].unfinished()[::2]
-            told.update((one.request_id, one.sample) for one in workers.drain())
-            live = [i for i in live if i in workers.unfinished()]
-            kept.update(zip(live, workers.abort(live), strict=True))
-            assert any(len(sample) for sample in kept.values())
-        if plan == 14:
-            for i, sample in kept.items():
-                request = replace(asked[ids[i]], request_id=1000 + i)
-                workers.add(resume(request, sample) if len(sample) else request)
-
-    told: dict[int, Sample] = {}
-    for request in asked:
-        workers.add(request)
-    plan = 0
-    while not workers.is_idle or plan <= 14:
-        at(plan)
-        told.update((one.request_id, one.sample) for one in workers.step())
-        plan += 1
-    assert_equal([told[i if i in told else 1000 + i] for i in ids], expected)
-
-
-def switched(name: str, degrees: tuple[int, ...], how: How) -> None:
-    """Every worker changes its layout at a time of its own; the others are not disturbed."""
-    asked = requests(12, 3)
-    expected = run(house(name, (1,), max_tp=4)[0], asked)
-    workers, executors = house(name, degrees, max_tp=4, num_slots=12, num_blocks=150)
-    done = []
-
-    def at(plan: int) -> None:
-        for worker, engine in enumerate(workers.engines):
-            if plan == 8 + 7 * worker:
-                tp = 4 if executors.executors[worker].tp < 4 else 1
-                assert engine.batcher.num_running > 1
-                done.append(engine.switch(tp, how))
-                assert executors.executors[worker].tp == tp
-
-    assert_equal(run(workers, asked, at), expected)
-    assert len(done) == len(degrees)
-    assert all((each.num_moved > 0) == (how == "migrate") for each in done)
-
-
 def moved(name: str, degrees: tuple[int, ...], how: How) -> None:
     """Requests go from the first worker to the last and back, and a worker is closed and opened again."""
     asked = requests(12, 3)
@@ -344,35 +237,6 @@ def moved(name: str, degrees: tuple[int, ...], how: How) -> None:
     assert all((each.num_moved > 0) == (how == "migrate") for each in moves)
 
 
-def failures(name: str) -> None:
-    """A switch that fails halfway goes back to the weights of another worker; without one, nothing is left."""
-    asked = requests(8, 2)
-    expected = run(house(name, (1,), max_tp=4)[0], asked)
-    workers, executors = house(name, (2, 2), max_tp=4)
-    left = workers.engines[0]
-    broken = mock.patch.object(kv_migration, "migrate", side_effect=MemoryError("no room"))
-
-    def at(plan: int) -> None:
-        if plan == 8:
-            with broken, pytest.raises(SwitchFailed, match="its requests will be recomputed") as raised:
-                left.switch(4)
-            assert raised.value.is_usable
-            assert executors.executors[0].tp == 2
-
-    assert_equal(run(workers, asked, at), expected)
-    for request in asked:
-        workers.add(request)
-    for _ in range(6):
-        workers.step()
-    workers.settle()
-    executors.executors[1].drop_weights()
-    words = r"so did the way back .*no other worker has the weights of version 3"
-    with broken, pytest.raises(SwitchFailed, match=words) as raised:
-        left.switch(4)
-    assert not raised.value.is_usable
-    assert executors.executors[1].tp == 2
-
-
 # ---------------------------------------------------------------- tests
 
 
@@ -383,41 +247,77 @@ def test_two_single_devices_draw_what_one_draws(x64: None):
     assert_equal(*samples)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "tp"), [("llama", 1), ("smollm2", 2), ("qwen2", 2)])
-def test_two_and_four_workers_draw_what_one_draws(name: str, tp: int):
-    alone(__file__, f"plain({name!r}, ({tp},), ({tp},) * 2, ({tp},) * 4) # float64")
+# ---------------------------------------------------------------- executors behind a channel
+
+
+class Wire:
+    """A channel to a host in this process: every call and answer is pickled, and a call runs once it is waited for."""
+
+    def __init__(self, executor: MeshExecutor) -> None:
+        self._executor, self._tickets, self._calls = executor, deque[Any](), deque[tuple[int, bytes]]()
+        self._answers: dict[int, bytes] = {}
+        self._number = 0
+
+    def send(self, method: str, *arguments: Any) -> int:
+        self._number += 1
+        self._calls.append((self._number, pickle.dumps((method, arguments))))
+        return self._number
+
+    def receive(self, sent: int) -> Any:
+        while sent not in self._answers:
+            number, call = self._calls.popleft()
+            method, (_, *rest) = pickle.loads(call)
+            self._answers[number] = pickle.dumps(self._run(method, rest))
+        return pickle.loads(self._answers.pop(sent))
+
+    def _run(self, method: str, rest: list[Any]) -> Any:
+        if method == "submit":
+            self._tickets.append(self._executor.submit(*rest))
+            return None
+        if method == "collect":
+            return self._executor.collect(self._tickets.popleft())
+        return getattr(self._executor, rest[0])(*rest[1:])
+
+
+def remote(executor: MeshExecutor) -> RemoteExecutor:
+    layout = LayoutFacts(executor.capacity(1), executor.row_sizes(1), executor.verify_widths(1))
+    facts = ExecutorFacts(executor.config, executor.max_prefill_tokens, executor.stacks, 1, {1: layout})
+    return RemoteExecutor(Wire(executor), 0, facts, executor.platform)
+
+
+def ended(executors: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """What ends, in its order: with tokens, versions and log-probabilities; five requests are aborted on the way."""
+    workers = LocalWorkers([Engine(executor, BatcherConfig(decode_steps=SIZES.decode_steps)) for executor in executors])
+    found, aborted = list[tuple[Any, ...]](), list[Sample]()
+    for request in requests(6, 3, 40):
+        workers.add(request)
+    while not workers.is_idle:
+        for one in workers.step():
+            sample = one.sample
+            arrays = (sample.token_ids, sample.versions, sample.rollout_logprobs, sample.sampled_logprobs)
+            found.append((sample.key, one.dispatch, one.slot, *(array.tobytes() for array in arrays)))
+        if len(found) >= 5 and not aborted:
+            aborted = workers.abort(workers.unfinished()[-5:])
+    assert len(aborted) == 5
+    return found
+
+
+def test_remote_executors_draw_what_local_ones_draw(x64: None):
+    """Plans and results go through bytes, and nothing of what is drawn changes."""
+    workers, params = worker_set("llama", (1, 1), slice(2), slice(2))
+    started(workers, params)
+    local = ended(workers.executors)
+    workers.release()
+    workers.allocate()
+    assert ended([remote(each) for each in workers.executors]) == local
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tp", [1, 2])
-def test_under_preemption(tp: int):
-    alone(__file__, f"plain('smollm2', ({tp},), ({tp},) * 2, ({tp},) * 4, **TIGHT) # float64")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("degrees", [(1, 1), (2, 1, 1, 2)])
-def test_with_requests_that_end_early_and_go_on(degrees: tuple[int, ...]):
-    alone(__file__, f"aborted('llama', {degrees}) # float64")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["migrate", "recompute"])
-@pytest.mark.parametrize("degrees", [(1, 1), (2, 4)])
-def test_with_layouts_that_change(degrees: tuple[int, ...], how: str):
-    alone(__file__, f"switched('smollm2', {degrees}, {how!r}) # float64")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["migrate", "recompute"])
-@pytest.mark.parametrize(("name", "degrees"), [("llama", (2, 2)), ("smollm2", (1, 4)), ("llama", (1, 1, 2, 2))])
+@pytest.mark.parametrize(
+    ("name", "degrees", "how"), [("smollm2", (1, 4), "migrate"), ("llama", (1, 1, 2, 2), "recompute")]
+)
 def test_with_requests_that_move(name: str, degrees: tuple[int, ...], how: str):
     alone(__file__, f"moved({name!r}, {degrees}, {how!r}) # float64")
-
-
-@pytest.mark.slow
-def test_with_a_switch_that_fails():
-    alone(__file__, "failures('llama') # float64")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrl.sharding import compiled
 from jaxrl.sharding.compiled import CompileAhead, CompiledPrograms
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,12 +74,6 @@ def test_what_compiling_raises_is_raised_and_tried_again():
     assert not programs.is_warm
     with pytest.raises(ValueError, match="no vector has a negative size"):
         programs.program(("sum", -1))
-
-
-def test_as_many_threads_as_cores_up_to_eight(monkeypatch: pytest.MonkeyPatch):
-    for cores, threads in ((1, 1), (2, 2), (64, 8)):
-        monkeypatch.setattr(compiled.os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)), raising=False)
-        assert compiled.compile_threads() == threads
 
 
 PROCESS = """

@@ -64,7 +64,7 @@ def test_the_forward_pass_gives_the_same(config, tp, x64):
     np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 2), (2, 1)])
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 2)])
 def test_they_move_between_layouts(before, after, x64):
     config, mesh = MODELS[1], make_mesh(jax.devices()[:4])
     fresh = {tp: converted(config, Layout(mesh, tp), fused_projections=True) for tp in (before, after)}

@@ -41,15 +41,8 @@ def equal(actual, expected):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize(
-    ("model", "dtype", "features_first"),
-    [
-        ((9, 3, "llama"), "float64", True),
-        pytest.param((14, 2, "qwen2"), "float32", False, marks=pytest.mark.slow),
-    ],
-)
-def test_every_pair_of_layouts_equals_a_fresh_conversion(model, dtype, features_first, x64):
-    config, mesh = uneven(*model), make_mesh()
+def test_every_pair_of_layouts_equals_a_fresh_conversion(x64):
+    config, mesh, dtype, features_first = uneven(), make_mesh(), "float64", True
     params = train_params(config, mesh, dtype)
     fresh = {
         tp: rules.to_rollout(params, config, Layout(mesh, tp), dtype, 8, features_first=features_first)
@@ -96,27 +89,6 @@ def test_what_is_there_survives_a_move_of_its_alias():
         reshard({"a": moved["head"], "b": moved["head"]}, {"a": here, "b": there})
 
 
-def test_keep_leaves_the_source_alive():
-    mesh = make_mesh()
-    array = on(mesh, 8, "tp")
-    moved, _ = reshard(array, Layout(mesh, 2).sharding("tp"), keep=True)
-    np.testing.assert_array_equal(moved, array)
-    moved.delete()
-    np.testing.assert_array_equal(array, np.arange(512).reshape(16, 32))
-
-
-def test_the_second_move_compiles_and_plans_nothing():
-    config, mesh = uneven(), make_mesh()
-    layouts = [Layout(mesh, tp) for tp in (1, 4, 2, 8, 1)]
-    params = rules.to_rollout(train_params(config, mesh, jnp.float32), config, layouts[0], jnp.float32, 8)
-    misses = []
-    for _ in range(2):
-        for before, after in itertools.pairwise(layouts):
-            params, _ = rollout_to_rollout(params, config, before, after, 8)
-        misses.append((module.program_of.cache_info().misses, module.make_plan.cache_info().misses))
-    assert misses[0] == misses[1]
-
-
 def test_precompiling_from_shapes_leaves_nothing_to_compile():
     mesh = make_mesh()
     spec = Layout(mesh, 8).sharding("tp", None)
@@ -131,7 +103,7 @@ def test_precompiling_from_shapes_leaves_nothing_to_compile():
     assert spec != target["w"]
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 8), (8, 1), (2, 4), (4, 1)])
+@pytest.mark.parametrize(("before", "after"), [(1, 8), (4, 1)])
 def test_memory_stays_within_the_bound(before, after, monkeypatch):
     """Live buffers are counted when each chunk has been dispatched and nothing of it deleted yet: the worst moment."""
     mesh = make_mesh()
@@ -154,13 +126,6 @@ def test_memory_stays_within_the_bound(before, after, monkeypatch):
     np.testing.assert_array_equal(moved[5]["in"], np.arange(64 * 128).reshape(64, 128))
 
 
-def test_a_leaf_beyond_the_bound_goes_alone():
-    mesh = make_mesh()
-    tree = {"large": on(mesh, 8, None, "tp", shape=(64, 128)), "small": on(mesh, 8, None, "tp")}
-    _, report = reshard(tree, Layout(mesh, 1).sharding(), max_extra_bytes=4096)
-    assert report.num_chunks == 2
-
-
 def test_programs_grow_with_kinds_of_leaves_and_not_with_layers():
     mesh = make_mesh()
     counts = []
@@ -173,7 +138,7 @@ def test_programs_grow_with_kinds_of_leaves_and_not_with_layers():
     assert max(counts) <= 4
 
 
-@pytest.mark.parametrize(("before", "after"), PAIRS)
+@pytest.mark.parametrize(("before", "after"), [(1, 8), (2, 4), (8, 2)])
 def test_compiled_programs(before, after):
     """Slices only when tp grows; one all-gather per array when it falls; nothing else."""
     mesh = make_mesh()
@@ -199,24 +164,6 @@ def test_crossing_bytes():
     sixty_fourth = size // 64
     across = crossing_bytes((16, 32), 4, Layout(mesh, 8).sharding("tp"), Layout(mesh, 8).sharding(None, "tp"))
     assert across == 8 * 7 * sixty_fourth
-
-
-def test_training_state_by_layout_and_dims(x64):
-    mesh = make_mesh()
-    state = {
-        "m": on(mesh, 8, "tp", None, dtype=jnp.float64),
-        "v": on(mesh, 8, "tp", None),
-        "count": jax.device_put(np.int32(3), NamedSharding(mesh, P())),
-    }
-    dims = {"m": (None, "tp"), "v": ("dp", "tp"), "count": ()}
-    moved, report = reshard(state, {name: Layout(mesh, 2).sharding(*own) for name, own in dims.items()})
-    assert moved["m"].sharding.spec == P(None, ("x0",))
-    assert moved["v"].sharding.spec == P(("x2", "x1"), ("x0",))
-    assert moved["count"] is state["count"]
-    assert report.num_aliased == 1
-    np.testing.assert_array_equal(moved["v"], np.arange(512).reshape(16, 32))
-    both, _ = reshard([moved["m"], moved["v"]], Layout(mesh, 4).sharding("tp", None))
-    assert {array.sharding.spec for array in both} == {P(("x0", "x1"), None)}
 
 
 def test_other_numbers_of_devices():
@@ -251,16 +198,7 @@ def test_disjoint_devices(before, after):
     np.testing.assert_array_equal(back[0], array)
 
 
-def test_a_way_through_the_host_would_be_seen():
-    """What the tests around this one look for: `device_put` within one set of devices leaves a host copy behind."""
-    array = on(make_mesh(), 8, "tp")
-    jax.block_until_ready(jax.device_put(array, Layout(make_mesh(), 8).sharding(None, "tp")))
-    assert array._npy_value is not None
-
-
-@pytest.mark.parametrize(
-    ("sizes", "tp"), [((4, 2), 2), ((2, 4), 2), ((4, 1), 1), ((4, 2), 1), ((1, 4), 4), ((3, 1), 1)]
-)
+@pytest.mark.parametrize(("sizes", "tp"), [((4, 2), 2), ((1, 4), 4), ((3, 1), 1)])
 def test_disjoint_devices_of_unequal_number(sizes, tp):
     """An axis of size 1 splits nothing, whatever the other mesh calls its axes."""
     meshes = [make_mesh(jax.devices()[: sizes[0]]), make_mesh(jax.devices()[8 - sizes[1] :])]
@@ -306,27 +244,17 @@ def test_sets_that_overlap_are_refused():
     assert not array.is_deleted()
 
 
-def test_meshes_without_a_common_spec_are_refused():
-    left, right = make_mesh(jax.devices()[:3]), make_mesh(jax.devices()[4:8])
-    array = jax.device_put(np.zeros((12, 12), np.float32), Layout(left, 3).sharding("tp"))
-    with pytest.raises(ValueError, match=r"neither has all axes, of the same size"):
-        reshard(array, Layout(right, 4).sharding("tp"))
-
-
 def test_what_is_no_array_or_no_sharding_is_refused():
     mesh = make_mesh()
     layout, array = Layout(mesh, 2), on(mesh, 8, "tp")
     single, whole = jax.device_put(np.zeros((8, 8), np.float32), jax.devices()[0]), layout.sharding()
-    for tree, target, options, words in (
-        ({"a": np.zeros(8)}, whole, {}, r"\['a'\] is ndarray, not an array on devices"),
-        ({"a": array}, {"a": 3}, {}, r"must be made of NamedSharding, found 3"),
-        ({"a": array}, {"b": whole}, {}, r"the target must be a tree of shardings like the tree of arrays"),
-        (array, layout, {}, r"must be made of NamedSharding, found Layout"),
-        (array, whole, {"max_extra_bytes": 0}, r"max_extra_bytes \(0\) must be at least 1"),
-        (single, layout.sharding("tp"), {}, r"only named shardings can be moved between"),
+    for tree, target, words in (
+        ({"a": np.zeros(8)}, whole, r"\['a'\] is ndarray, not an array on devices"),
+        ({"a": array}, {"b": whole}, r"the target must be a tree of shardings like the tree of arrays"),
+        (single, layout.sharding("tp"), r"only named shardings can be moved between"),
     ):
         with pytest.raises(ValueError, match=words):
-            reshard(tree, target, **options)
+            reshard(tree, target)
 
 
 def test_weights_of_another_layout_are_refused():

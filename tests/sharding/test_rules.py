@@ -60,7 +60,7 @@ def rollout_logits(params, config, layout):
     return jax.jit(forward)(params, jax.device_put(TOKENS, layout.sharding("dp")))
 
 
-@pytest.mark.parametrize("tp", [1, 2, 3, 4, 6, 8, 12, 16])
+@pytest.mark.parametrize("tp", [1, 6, 8, 12])
 def test_padded_heads_shard_at_every_degree_on_the_way(tp):
     """Brute force over the rule itself, and over every cheaper pair."""
 
@@ -127,11 +127,9 @@ def test_padding_is_for_the_largest_degree_and_none_at_one():
 
 
 LAYOUTS = [  # query heads, key/value heads, family, devices, tp
-    (9, 3, "llama", 8, 8),
     (9, 3, "qwen2", 8, 4),
-    (9, 3, "qwen3", 8, 2),
     (5, 5, "llama", 8, 8),
-    (9, 3, "llama", 6, 6),
+    (9, 3, "qwen3", 6, 6),
 ]
 
 

@@ -23,7 +23,7 @@ def mesh_of(count: int) -> Mesh:
     return make_mesh(jax.devices()[:count])
 
 
-@pytest.mark.parametrize(("count", "index"), [(2, 1), (4, 0), (8, 0), (8, 1)])
+@pytest.mark.parametrize(("count", "index"), [(2, 1), (8, 0)])
 def test_weights_go_to_a_half_and_come_back(count: int, index: int):
     half = Half(mesh_of(count), index)
     here, there = train_shardings(MODEL, half.whole), train_shardings(MODEL, half.mesh, half.whole)
@@ -45,14 +45,6 @@ def test_weights_go_to_a_half_and_come_back(count: int, index: int):
     jax.tree.map(np.testing.assert_array_equal, returned, before)
 
 
-def test_scalars_and_arrays_that_nothing_splits():
-    half = Half(mesh_of(8), 1)
-    whole, own = (NamedSharding(mesh, PartitionSpec()) for mesh in (half.whole, half.mesh))
-    lent = half.lend({"a": jax.device_put(np.float32(3.5), whole)}, {"a": own})
-    assert float(lent["a"]) == 3.5
-    assert float(half.give_back(lent, {"a": whole})["a"]) == 3.5
-
-
 def test_the_other_half_holds_nothing_more():
     half = Half(mesh_of(8), 0)
     here, there = train_shardings(MODEL, half.whole), train_shardings(MODEL, half.mesh, half.whole)
@@ -67,14 +59,9 @@ def test_the_other_half_holds_nothing_more():
     assert (bytes_on(other), bytes_on(own)) == (before[0] + size // 2, before[1] + size // 2)
 
 
-@pytest.mark.parametrize("count", [1, 3, 6, 12])
-def test_a_mesh_without_halves(count: int):
-    if count > len(jax.devices()):
-        mesh = Mesh(np.asarray(jax.devices()[:6]).reshape(3, 2), ("x1", "x0"))
-    else:
-        mesh = mesh_of(count)
+def test_a_mesh_without_halves():
     with pytest.raises(ValueError, match=r"has no halves that are meshes like it: 2\^k devices have"):
-        Half(mesh, 0)
+        Half(mesh_of(6), 0)
 
 
 def test_what_shards_do_not_make_up():
@@ -105,7 +92,7 @@ def buffers(tree) -> dict[tuple[str, int], int]:
     }
 
 
-@pytest.mark.parametrize(("num_workers", "tied"), [(1, False), (2, True), (4, False), (8, True)])
+@pytest.mark.parametrize(("num_workers", "tied"), [(2, True), (8, False)])
 def test_each_worker_has_its_shards_of_one_program(num_workers, tied):
     config, mesh = uneven(tie_word_embeddings=tied), make_mesh()
     params = placed(normal_params(config, np.float32), config, mesh)
@@ -142,15 +129,6 @@ def test_an_array_that_stands_twice_is_made_once():
     assert own["embed"] is own["head"]
     assert array.sharding == submesh_arrays(array, array.sharding).sharding
     assert submesh_arrays(array, array.sharding) is array
-
-
-def test_deleting_one_of_two_arrays_with_the_same_buffers_kills_the_other():
-    mesh = make_mesh()
-    array = jax.device_put(np.arange(8.0), Layout(mesh, 2).sharding("tp"))
-    own = submesh_arrays(array, Layout(submeshes(mesh, 2)[0], 2).sharding("tp"))
-    own.delete()
-    with pytest.raises(RuntimeError, match="deleted"):
-        np.asarray(array)
 
 
 def test_what_would_have_to_move_is_refused():

@@ -1,9 +1,10 @@
-"""Small random models of three families and requests to them, for tests that compare tokens bit for bit; and the one
-that is trained."""
+"""Small random models of three families, engines over them and requests to them, for tests that compare tokens bit for
+bit; and the one that is trained."""
 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,10 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 from drawn_models import draw
 
+from jaxrl.mechanisms.speculation.index import DraftIndex
+from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
+from jaxrl.rollout.executor import MeshExecutor
+from jaxrl.rollout.layout_programs import ExecutorConfig
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
-from jaxrl.types import SampleKey, SamplingParams
+from jaxrl.sharding.layout import Layout
+from jaxrl.sharding.rules import train_shardings
+from jaxrl.types import Sample, SampleKey, SamplingParams
 
 VOCABULARY = 300
 TRAINED = ModelConfig("llama", 64, 32, 48, 2, 4, 2, 8, tie_word_embeddings=True)
@@ -71,4 +80,32 @@ def requests(num_prompts: int = 9, n: int = 3, longest: int = 64, first_id: int 
             params = SamplingParams(max_tokens=limit, temperature=(1.0, 0.7, 0.0)[s % 3], stop_token_ids=(7,) * bool(s))
             key = SampleKey(0, first_id + p, s)
             made.append(Request(first_id + len(made), key, prompt, params, share=first_id + p))
+    return made
+
+
+def ready(name: str, layout: Layout, sizes: ExecutorConfig) -> MeshExecutor:
+    """An executor of one of the models, with its weights in the type of `sizes`, and with a pool."""
+    weights = weights_of(name, jnp.dtype(sizes.dtype).name)
+    params = jax.device_put(weights, train_shardings(model_of(name), layout.mesh))
+    executor = MeshExecutor(model_of(name), layout, sizes, weights=lambda: params)
+    executor.sync_weights(params, 0)
+    executor.allocate()
+    return executor
+
+
+def engine_over(executor: Any, drafts: bool = True, **more: Any) -> Engine:
+    """Where the executor has a proposer, and unless there are to be no drafts, plans with a history verify."""
+    proposer, rule = executor.config.proposer, None
+    if drafts and proposer is not None:
+        rule = functools.partial(DraftRule, DraftConfig(proposer.window, proposer.verify_tokens))
+    return Engine(executor, BatcherConfig(decode_steps=executor.config.decode_steps, verify_rule=rule), **more)
+
+
+def with_drafts(asked: list[Request], drawn: list[Sample]) -> list[Request]:
+    """The requests with the very responses as history, but one token in ten: drafts are long, and rejected at times."""
+    random, made = np.random.default_rng(5), []
+    for request, response in zip(asked, drawn, strict=True):
+        other = random.integers(0, VOCABULARY, len(response))
+        text = np.where(random.random(len(response)) < 0.1, other, response.token_ids)
+        made.append(replace(request, history=DraftIndex.build([text], [1.0])))
     return made

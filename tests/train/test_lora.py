@@ -53,10 +53,7 @@ def trainer_of(config: Any, model: Any, devices: int = 1, params: Any = None) ->
     return MeshTrainer(config, model, given, programs.mesh, programs=programs)
 
 
-@pytest.mark.parametrize(
-    ("model", "devices"),
-    [(MODEL, 1), pytest.param(SOME, 1, marks=pytest.mark.slow), pytest.param(MODEL, 8, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("model", "devices"), [(MODEL, 1), pytest.param(SOME, 8, marks=pytest.mark.slow)])
 def test_gradients_are_those_of_the_merged_matrix(x64, model, devices, make_config, make_batch):
     """With W + s A B in place of W, and G the gradient for it, those of A and B are s G B^T and s A^T G."""
     config, batch = make_config(**WIDE), make_batch()
@@ -79,7 +76,7 @@ def test_gradients_are_those_of_the_merged_matrix(x64, model, devices, make_conf
             np.testing.assert_allclose(own, expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, 4])
 def test_the_rollout_has_the_merged_weights(x64, tp):
     layout = Layout(make_mesh(jax.devices()[:4]), tp)
     params = weights_of(MODEL, "float64")
@@ -116,7 +113,7 @@ def test_training_moves_adapters_alone(make_config, make_batch):
 
 
 def test_a_checkpoint_has_adapters_alone(make_config, make_batch):
-    config, batch = make_config(), make_batch()
+    config, batch = make_config(actor__use_kl_loss=True), make_batch()
     trainer = trainer_of(config, MODEL)
     trainer.accumulate(batch)
     trainer.apply()
@@ -133,16 +130,6 @@ def test_a_checkpoint_has_adapters_alone(make_config, make_batch):
         each.apply()
     same = jax.tree.map(lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes(), trainer.params, other.params)
     assert jax.tree.all(same)
-
-
-def test_new_adapters_change_nothing():
-    params = decoder.init(MODEL, jax.random.key(3))
-    merged = merged_params(MODEL, params)
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool(jnp.all(a == b)), merged, without_adapters(params)))
-    a = params["layers"]["down_lora_a"]
-    bound = MODEL.intermediate_size**-0.5
-    assert 0.9 * bound < float(jnp.abs(a).max()) <= bound
-    assert float(jnp.abs(params["layers"]["down_lora_b"]).max()) == 0
 
 
 def test_what_is_frozen_is_in_the_type_of_the_products(make_config, make_batch):
@@ -178,12 +165,11 @@ def test_actor_and_critic_have_one_base(make_config):
     assert parts["critic: master weights"] == own + critic.params["score"].nbytes
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
-def test_dropout_is_in_gradients_alone(devices, make_config, make_batch):
+def test_dropout_is_in_gradients_alone(make_config, make_batch):
     """The same for the same weights and rows, another after an update; log-probabilities know nothing of it."""
-    config, batch = make_config(), make_batch()
+    config, batch = make_config(actor__use_kl_loss=True), make_batch()
     model = dataclasses.replace(MODEL, lora=dataclasses.replace(LORA, dropout=0.3))
-    plain, trainer = trainer_of(config, MODEL, devices), trainer_of(config, model, devices)
+    plain, trainer = trainer_of(config, MODEL), trainer_of(config, model)
     found, wanted = trainer.token_logprobs(batch), plain.token_logprobs(batch)
     assert [x.tobytes() for x in found] == [x.tobytes() for x in wanted]
     gradients = []
@@ -194,7 +180,7 @@ def test_dropout_is_in_gradients_alone(devices, make_config, make_batch):
     whole, first, second = gradients
     assert first.tobytes() == second.tobytes()
     assert 0.1 < np.linalg.norm(first - whole) / np.linalg.norm(whole) < 2
-    programs, zeros = trainer.programs, TokenBatch.zeros(devices, 16)
+    programs, zeros = trainer.programs, TokenBatch.zeros(1, 16)
     before = programs._dropout_keys(programs.partition(trainer.params)[0], zeros)
     trainer.accumulate(batch)
     trainer.apply()
@@ -221,21 +207,13 @@ def in_few_bits(kind: Any, dtype: str) -> tuple[Any, Any, Any]:
     return model, *(with_adapters(base | {"layers": layers}, adapters) for layers in (own, whole))
 
 
-@pytest.mark.parametrize(
-    ("kind", "devices", "is_slow"),
-    [
-        ("nf4", 1, False),
-        *(pytest.param(*case, True, marks=pytest.mark.slow) for case in (("nf4", 1), ("int8", 1), ("nf4", 8))),
-    ],
-)
-def test_a_quantised_base_is_the_matrices_that_codes_stand_for(x64, kind, devices, is_slow, make_config, make_batch):
-    """Gradients of adapters; and, where the test is slow, log-probabilities. By default the test of syncs compares
-    those with the rollout's, whose matrices are compared with the codes' below."""
+@pytest.mark.parametrize(("kind", "devices"), [("nf4", 1), pytest.param("int8", 8, marks=pytest.mark.slow)])
+def test_a_quantised_base_is_the_matrices_that_codes_stand_for(x64, kind, devices, make_config, make_batch):
+    """Gradients of adapters. The test of syncs compares log-probabilities with the rollout's, whose matrices are
+    compared with the codes' below."""
     config, batch = make_config(**WIDE), make_batch()
     model, own, whole = in_few_bits(kind, "float64")
     trainer, plain = trainer_of(config, model, devices, own), trainer_of(config, QUANTIZED, devices, whole)
-    for a, b in zip(trainer.token_logprobs(batch), plain.token_logprobs(batch), strict=True) if is_slow else ():
-        np.testing.assert_allclose(a, b, rtol=0 if devices == 1 else 1e-6)
     for each in (trainer, plain):
         each.accumulate(batch)
     found, wanted = jax.tree.leaves(trainer.gradients()), jax.tree.leaves(plain.gradients())
@@ -258,10 +236,7 @@ def test_the_rollout_has_the_quantised_base_with_adapters(x64, kind, tp):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), merged, plain)
 
 
-@pytest.mark.parametrize(
-    ("kind", "syncs"),
-    [("nf4", 5), *(pytest.param(kind, 50, marks=pytest.mark.slow) for kind in ("none", "nf4", "int8"))],
-)
+@pytest.mark.parametrize(("kind", "syncs"), [("nf4", 3), pytest.param("int8", 50, marks=pytest.mark.slow)])
 def test_after_each_sync_rollout_and_trainer_are_one_model(x64, kind, syncs, make_config):
     """What the rollout records of the tokens that it draws is what the trainer says of them before the next update."""
     config = make_config(**WIDE, data__max_prompt_length=4, data__max_response_length=8)
@@ -292,11 +267,11 @@ def test_after_each_sync_rollout_and_trainer_are_one_model(x64, kind, syncs, mak
     assert len(set(moved)) == syncs + 1
 
 
-@pytest.mark.parametrize("kind", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
-def test_memory_of_a_quantised_base(kind, make_config):
+@pytest.mark.slow
+def test_memory_of_a_quantised_base(make_config):
     """The plan is what the program's arguments take; a checkpoint has nothing of it."""
     config = make_config(actor__dtype="bfloat16", actor__use_kl_loss=True)
-    model, own, _ = in_few_bits(kind, "float32")
+    model, own, _ = in_few_bits("nf4", "float32")
     trainer = trainer_of(config, model, params=own)
     held = sum(x.nbytes for x in jax.tree.leaves(trainer.params))
     parts = resident_parts(config, model, 1)

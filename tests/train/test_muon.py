@@ -25,16 +25,8 @@ from jaxrl.train.update_memory import resident_parts, update_phases
 BIASED = dataclasses.replace(TRAINED, qkv_bias=True, family="qwen2", tie_word_embeddings=False)
 WIDE = {"actor__dtype": "float64", "actor__param_dtype": "float64", "actor__optim": {"name": "muon", "lr": 1e-2}}
 LONG = (BatchShape(1, row_length(96)),)
-MATRICES = {
-    "q": 1,
-    "k": 1,
-    "v": 1,
-    "o": 2,
-    "router": 1,
-    "gate": 1,
-    "up": 1,
-    "down": 1,
-}  # by how many dims a product sums over
+# by how many dims a product sums over
+MATRICES = {"q": 1, "k": 1, "v": 1, "o": 2, "router": 1, "gate": 1, "up": 1, "down": 1}
 
 
 def orthogonalised(matrix: np.ndarray) -> np.ndarray:
@@ -47,10 +39,10 @@ def orthogonalised(matrix: np.ndarray) -> np.ndarray:
     return x if wide else x.T
 
 
-MIXTURES = [ModelConfig.from_hf(draw(family, 2) | {"vocab_size": 64}) for family in ("gpt_oss", "qwen3_moe")]
+MIXTURE = ModelConfig.from_hf(draw("gpt_oss", 2) | {"vocab_size": 64})
 
 
-@pytest.mark.parametrize("model", [BIASED, *MIXTURES], ids=lambda model: model.family)
+@pytest.mark.parametrize("model", [BIASED, MIXTURE], ids=lambda model: model.family)
 def test_muon_by_hand(model, x64):
     """Every matrix of a layer, or of an expert, is orthogonalised for itself, over all its inputs and outputs; biases,
     norms, embedding and head have AdamW."""
@@ -102,7 +94,7 @@ def trainer_of(config: Any, devices: int, model: Any = TRAINED) -> MeshTrainer:
     return MeshTrainer(config, model, weights, make_mesh(jax.devices()[:devices]), programs=programs)
 
 
-@pytest.mark.parametrize("model", [BIASED, MIXTURES[0], dataclasses.replace(TRAINED, lora=Lora(3, 6.0, ("q", "o")))])
+@pytest.mark.parametrize("model", [MIXTURE, dataclasses.replace(TRAINED, lora=Lora(3, 6.0, ("q", "o")))])
 def test_what_is_kept(make_config, model):
     """Of a matrix the momentum alone, split as its weight is; as many numbers as the plan of the memory says."""
     config = make_config(actor__optim={"name": "muon"}).with_types("cpu")
@@ -135,18 +127,3 @@ def test_eight_devices_equal_one_and_go_on_from_a_checkpoint(x64, make_config, m
             assert each.apply()["actor/skipped_updates"] == 0
     assert distance(many.params, one.params) < 1e-7
     jax.tree.map(np.testing.assert_array_equal, resumed.state(), many.state())
-
-
-@pytest.mark.slow
-def test_adapters_are_matrices(x64, make_config, make_batch):
-    """Both parts of an adapter are; nothing is kept of what is frozen."""
-    model = dataclasses.replace(TRAINED, lora=Lora(rank=3, alpha=6.0, targets=("q", "o")))
-    trainer = trainer_of(make_config(**WIDE), 2, model)
-    before = jax.tree.map(np.array, trainer.params)
-    trainer.accumulate(make_batch())
-    trainer.apply()
-    names = {name.rpartition(".")[2] for name in trainer.state()["optimizer"] if ".layers." in name}
-    assert names == {"q_lora_a", "q_lora_b", "o_lora_a", "o_lora_b"}
-    step = (np.asarray(trainer.params["layers"]["o_lora_b"]) - before["layers"]["o_lora_b"])[0]
-    values = np.linalg.svd(step / (1e-2 * 0.2 * np.sqrt(max(step.shape))), compute_uv=False)
-    assert np.all((values > 0.5) & (values < 1.5))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from keyword_options import with_options
 from preference_rows import CONVERSATIONS, LOSSES, PAIRS, moved, written_model
 
 from jaxrl.config import Config
-from jaxrl.config.commands import as_read
 from jaxrl.config.supervised import DpoSection
 from jaxrl.data.conversations import ConversationTokens, Example, ExampleRow
 from jaxrl.data.tokenizer import Tokenizer
@@ -52,10 +50,10 @@ def trainer_of(config: Config, method: Method, model: ModelConfig, params: Any, 
     return MeshTrainer(trained, model, params, mesh, programs=programs)
 
 
-def demonstrations(path: Path, conversations: Sequence[Any] = CONVERSATIONS) -> list[tuple[int, ExampleRow]]:
+def demonstrations(path: Path) -> list[tuple[int, ExampleRow]]:
     tokens = tokens_of(path)
     rows = []
-    for number, messages in enumerate(conversations):
+    for number, messages in enumerate(CONVERSATIONS):
         first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
         example = tokens.example(tuple(messages[:first]), tuple(messages[first:]), None)
         rows.append((number, ExampleRow(f"row {number}", (example,))))
@@ -93,10 +91,9 @@ def test_tokens_and_masks_are_those_of_assistant_only_loss(written: Any):
         assert (FOUND["sft/labels"][i][len(ids) :] == -100).all()
 
 
-@pytest.mark.parametrize("devices", [1, 4])
-def test_sft_has_trls_loss_and_gradient_packed_or_not(written: Any, devices: int):
+def test_sft_has_trls_loss_and_gradient_packed_or_not(written: Any):
     path, model, params = written
-    trainer = trainer_of(config_of(), method := Demonstrations(config_of()), model, params, devices)
+    trainer = trainer_of(config_of(), method := Demonstrations(config_of()), model, params, devices=4)
     batch = batch_of(demonstrations(path))
     batch.advantages = [np.ones(len(sample), np.float32) for sample in batch.samples]
     trainer.accumulate(batch)
@@ -109,24 +106,7 @@ def test_sft_has_trls_loss_and_gradient_packed_or_not(written: Any, devices: int
     assert method.train_step(trainer, batch)["train/loss"] == pytest.approx(FOUND["packed/loss"].item(), rel=1e-5)
 
 
-def test_what_is_no_assistants_is_not_learnt_from(written: Any):
-    """Other tokens of the last answer leave no bit of the loss of what came before."""
-    path, model, params = written
-    trainer = trainer_of(config_of(), Demonstrations(config_of()), model, params)
-    rows = demonstrations(path, CONVERSATIONS[:1])
-    (example,) = rows[0][1].examples
-    ends = np.flatnonzero(~example.is_said)[-1] + 1
-    cut = replace(example, response=example.response[:ends], is_said=example.is_said[:ends])
-    other = replace(cut, response=np.where(cut.is_said | (np.arange(ends) < ends - 3), cut.response, 70))
-    losses = [
-        Demonstrations(config_of()).evaluate(trainer, batch_of([(0, ExampleRow("", (each,)))]))[0]["loss"]
-        for each in (cut, other)
-    ]
-    assert losses[0] == losses[1]
-
-
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize(("name", "devices"), [*zip(LOSSES, (4, 1, 4), strict=True)])
 def test_dpo_has_trls_loss_metrics_and_gradient(written: Any, name: str, devices: int):
     """On TRL's own tokens: it also learns the line break that the template writes after a turn."""
     _, model, params = written
@@ -174,8 +154,7 @@ def test_weights_are_the_derivative_of_the_loss():
     random = np.random.default_rng(0)
     pairs = Pairs(random.normal(size=(5, 2)) * 9, random.normal(size=(5, 2)) * 9, random.integers(1, 9, (5, 2)))
     for options in (
-        DpoSection(beta=0.3, label_smoothing=0.2),
-        DpoSection(loss_type="robust", beta=0.3, label_smoothing=0.2),
+        DpoSection(beta=0.3, label_smoothing=0.2),  # the authors' conservative DPO, which TRL's cases do not have
         DpoSection(loss_type="ipo", beta=0.4),
     ):
         _, weights = preference_losses(pairs, options)
@@ -189,40 +168,10 @@ def test_weights_are_the_derivative_of_the_loss():
             assert -weights[i, j] == pytest.approx((up - down) / 2e-5, rel=1e-5, abs=1e-8)
 
 
-def test_label_smoothing_takes_some_pairs_the_other_way_round():
-    """-(1 - e) log sigmoid(h) - e log sigmoid(-h), of the authors' conservative DPO; h far from 0 overflows nothing."""
-    pairs = Pairs(np.array([[2.0, -1.0], [1e4, -1e4]]), np.zeros((2, 2)), np.ones((2, 2)))
-    losses, weights = preference_losses(pairs, DpoSection(beta=0.5, label_smoothing=0.1))
-    h = 1.5
-    assert losses[0] == pytest.approx(-0.9 * np.log(1 / (1 + np.exp(-h))) - 0.1 * np.log(1 / (1 + np.exp(h))))
-    assert losses[1] == pytest.approx(0.1 * 1e4)
-    assert np.isfinite(weights).all()
-
-
-RL = {
-    "algorithm__adv_estimator": "gae",
-    "algorithm__use_kl_in_reward": True,
-    "algorithm__teacher__path": "unused",
-    "actor__entropy_coeff": 0.1,
-    "actor__old_logprobs": "rollout",
-    "rollout__temperature": 0.5,
-}
-
-
-@pytest.mark.parametrize("method", [Demonstrations, Preferences])
-def test_what_rl_alone_reads_has_no_part_in_it(method: Any):
-    """No critic, no teacher, no other distribution than the model's own; a reference only of pairs."""
-    given = as_read(config_of(**RL), "sft" if method is Demonstrations else "dpo")
-    config = method(given).trained(given)
-    assert not config.has_critic
-    assert not config.has_teacher
-    assert config.needs_ref == (method is Preferences)
-    assert (config.actor.old_logprobs, config.actor.entropy_coeff, config.rollout.temperature) == ("recompute", 0, 1)
-
-
 @pytest.mark.parametrize(("rank", "which"), [(0, "actor"), (4, "ref")])
 def test_the_reference_that_is_known_before_is_the_one_that_is_kept(rank: int, which: str):
-    """With adapters the base, also where the run begins with adapters that have learnt something."""
+    """With adapters the base, also where the run begins with adapters that have learnt something. Nothing else of what
+    RL reads has a part in it."""
     given = config_of(dpo__precompute_ref_log_probs=True, model__lora_rank=rank)
     method, asked = Preferences(given), []
 
@@ -235,4 +184,5 @@ def test_the_reference_that_is_known_before_is_the_one_that_is_kept(rank: int, w
     example = Example(np.array([1], np.int32), np.array([2, 3], np.int32), np.array([False, True]))
     assert method.reference(trainer, batch_of([(0, ExampleRow("", (example, example)))])).tolist() == [[-1, -1]]
     assert asked == [which]
-    assert method.trained(given).needs_ref == bool(rank)
+    trained = method.trained(given)
+    assert (trained.needs_ref, trained.has_critic, trained.has_teacher) == (bool(rank), False, False)

@@ -17,7 +17,7 @@ from small_models import TRAINED
 from tiny import write_tiny_model
 from trainer_fixtures import group_of, padded, weights_of, whole_hidden
 
-from jaxrl.config import AlgorithmSection, Config, ConfigError, from_mapping
+from jaxrl.config import Config, ConfigError, from_mapping
 from jaxrl.data.problems import Problem
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models import decoder
@@ -72,13 +72,12 @@ def teacher_of(config: Config, devices: int, model: ModelConfig = MODEL) -> Mesh
     return MeshTeacher(programs, offloaded(programs, params, each))
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
-def test_log_probabilities(x64, devices, make_config, make_batch):
-    """Those of a model of other sizes, whose vocabulary is padded further; streamed layer by layer they are the same
-    to the bit."""
+def test_log_probabilities(x64, make_config, make_batch):
+    """Those of a model of other sizes, whose vocabulary is padded further; streamed layer by layer on one device, or
+    resident on eight."""
     section = {"path": "unused", "dtype": "float64", "offload": True}
     config = make_config(algorithm__teacher=section, rollout__temperature=TEMPERATURE)
-    teacher, batch = teacher_of(config, devices), make_batch()
+    teacher, batch = teacher_of(config, 1), make_batch()
     params = jax.tree.map(np.asarray, weights_of(MODEL, "float64"))
     expected = np.asarray(jax.jit(partial(whole_logprobs, model=MODEL))(params, padded(batch)))
     found = said(teacher, batch)
@@ -91,12 +90,12 @@ def test_log_probabilities(x64, devices, make_config, make_batch):
     assert host == STREAMED & kinds.keys()
     assert {kind for kind, *_ in teacher.programs.shapes()} == {"ref_logprobs"}
     config = make_config(algorithm__teacher=section | {"offload": False}, rollout__temperature=TEMPERATURE)
-    resident = teacher_of(config, devices)
+    resident = teacher_of(config, 8)
     assert {x.sharding.memory_kind for x in jax.tree.leaves(resident.params)} == {
         jax.devices()[0].default_memory().kind
     }
     for ours, theirs in zip(found, said(resident, batch), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
 
 
 def trl_jsd(student: jax.Array, teacher: jax.Array, beta: float) -> jax.Array:
@@ -117,12 +116,9 @@ def trl_jsd(student: jax.Array, teacher: jax.Array, beta: float) -> jax.Array:
 @pytest.mark.parametrize(
     ("top_k", "beta", "devices"),
     [
-        (64, 0.3, 1),
-        pytest.param(64, 0.0, 1, marks=pytest.mark.slow),
-        pytest.param(64, 1.0, 1, marks=pytest.mark.slow),
-        (5, 0.5, 1),
-        (5, 1.0, 8),
+        (5, 0.5, 8),
         pytest.param(5, 0.0, 1, marks=pytest.mark.slow),
+        pytest.param(64, 1.0, 1, marks=pytest.mark.slow),
     ],
 )
 def test_the_distillation_loss(x64, top_k, beta, devices, make_config, make_batch, make_trainer):
@@ -222,23 +218,13 @@ def test_what_a_teacher_is_told(tmp_path: Path):
         return tokenizer.decode(found.token_ids, skip_special_tokens=False)
 
     assert told(config_of()) == "<|im_start|>user\n1+1? {question} ({question}): 1+1<|im_end|>\n"
-    with pytest.raises(
-        ValueError, match=r"prompt 3 \(sums\): the teacher's prompt has \d+ tokens, more than .* \(41\)"
-    ):
+    with pytest.raises(ValueError, match=r"prompt 3 \(sums\): the teacher's prompt has \d+ tokens, more than .* \(41"):
         told(config_of(max_context_length=1), "123456789")
     with pytest.raises(ValueError, match="its question does not stand in the prompt as it is"):
         with_context(Prompt(0, 3, (1,), "rewritten", "sums", question="1+1"), config_of(), tokenizer)
-    plain = from_mapping({"model": {"path": "x"}})
-    prompt = Prompt(0, 0, (1,), "1+1", "sums")
-    assert with_context(prompt, plain, tokenizer) is prompt
     row = Problem(0, "train.jsonl, line 1", (), None, "sums", {"solution": 3})
-    refuse_context(plain, [row])
     with pytest.raises(ValueError, match=r"train.jsonl, line 1: .* names the column 'solution', which must hold text"):
         refuse_context(config_of(), [row])
-    with pytest.raises(ConfigError, match=r"context_template must contain \{context\}, found 'tell'"):
-        config_of(context_template="tell")
-    with pytest.raises(ConfigError, match=r"ppo_max_token_len_per_gpu \(2048 tokens\) must hold the teacher's longest"):
-        config_of(max_context_length=4000)
 
 
 def distilled(batch: TrainBatch, estimator: str, coef: float) -> TrainBatch:
@@ -255,8 +241,7 @@ def distilled(batch: TrainBatch, estimator: str, coef: float) -> TrainBatch:
     return batch
 
 
-@pytest.mark.parametrize("estimator", ["none", "grpo"])
-@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize(("estimator", "recomputed"), [("none", True), ("grpo", False)])
 def test_advantages_lose_the_kl(estimator, recomputed):
     """log π_old - log π_teacher of each token, times the coefficient; nothing where an environment has answered."""
     random, samples = np.random.default_rng(0), group_of([4, 2, 3], [1.0, 0.0, 0.5]).samples
@@ -278,17 +263,6 @@ def test_advantages_lose_the_kl(estimator, recomputed):
     np.testing.assert_allclose(teacher_metrics(batch)["actor/teacher_kl"], learnt.mean(), rtol=1e-6)
 
 
-def test_without_a_teacher_nothing_is_there():
-    batch = TrainBatch([], [], [])
-    assert teacher_metrics(batch) == {}
-    own = {"adv_estimator": "none", "use_kl_in_reward": True, "teacher": {"path": "t"}}
-    with pytest.raises(ConfigError, match=r"use_kl_in_reward and algorithm\.adv_estimator=none exclude each other"):
-        from_mapping({"model": {"path": "x"}, "algorithm": own})
-    with pytest.raises(ConfigError, match=r"adv_estimator=none needs algorithm\.teacher\.path"):
-        from_mapping({"model": {"path": "x"}, "algorithm": {"adv_estimator": "none"}})
-    assert AlgorithmSection().teacher.path == ""
-
-
 def test_memory(tmp_path: Path, make_config):
     """The plan has its weights, without the layers' matrices where they are in the host's memory; and its pass."""
     folder = write_tiny_model(tmp_path / "teacher", hidden_size=64, num_attention_heads=8)
@@ -304,7 +278,7 @@ def test_memory(tmp_path: Path, make_config):
     assert "teacher: weights" not in resident_parts(make_config(actor__dtype="float32"), TRAINED, 2)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_the_base_of_adapters_teaches_without_a_copy(dtype, tmp_path: Path, make_config, make_batch):
     """The arrays are the policy's, and what they say has the bits of what files would say that are read again."""
     place, mesh = write_tiny_model(tmp_path / "model"), make_mesh(jax.devices()[:1])
@@ -337,61 +311,29 @@ def test_the_base_of_adapters_teaches_without_a_copy(dtype, tmp_path: Path, make
     assert not shares_base(config_with("copied"))
     for ours, theirs in zip(*found, strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    other = {"float32": "bfloat16", "bfloat16": "float32"}[dtype]
-    changes: tuple[dict[str, Any], ...] = (
-        {"actor__dtype": other},
-        {"model__base_quantization": "nf4"},
-        {"model__random_init": True},
-        {"model__lora_rank": 0},
-        {"algorithm__teacher__offload": True},
-    )
-    for options in changes:
+    for options in ({"model__base_quantization": "nf4"}, {"model__random_init": True}, {"model__lora_rank": 0}):
         assert not shares_base(config_with(**options)), options
 
 
 def test_what_is_refused(tmp_path: Path):
     policy = write_tiny_model(tmp_path / "policy")
 
-    def read(name: str, **overrides: Any) -> ModelConfig | None:
-        folder = write_tiny_model(tmp_path / name, **overrides)
-        return asked(folder)
-
-    def asked(folder: Path, **data: Any) -> ModelConfig | None:
+    def read(folder: Path) -> ModelConfig | None:
         config = from_mapping(
-            {
-                "model": {"path": f"random:{policy}"},
-                "data": data,
-                "algorithm": {"teacher": {"path": f"random:{folder}"}},
-            }
+            {"model": {"path": f"random:{policy}"}, "algorithm": {"teacher": {"path": f"random:{folder}"}}}
         )
         return read_teacher(config, *read_tokenizer_and_model(config))
 
-    found = read("good", vocab_size=300, num_hidden_layers=3)
-    assert found is not None
-    assert found.num_layers == 3
-    with pytest.raises(ConfigError, match="is a reward model, which has no opinion on a token"):
-        read("reward", architectures=["LlamaForSequenceClassification"], num_labels=1)
-    with pytest.raises(ValueError, match=r"reads prompts and responses of up to 384 tokens, but .* at most 300"):
-        read("short", max_position_embeddings=300)
-    larger = write_tiny_model(tmp_path / "larger", vocab_size=272)
-    config = from_mapping(
-        {"model": {"path": f"random:{larger}"}, "algorithm": {"teacher": {"path": f"random:{policy}"}}}
-    )
-    with pytest.raises(ConfigError, match=r"a vocabulary of 260 tokens, padding included, and model\.path one of 272"):
-        read_teacher(config, *read_tokenizer_and_model(config))
+    assert read(write_tiny_model(tmp_path / "good", vocab_size=300, num_hidden_layers=3))
+    for words, overrides in (
+        ("is a reward model", {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}),
+        (r"prompts and responses of up to 384 tokens, but .* at most 300", {"max_position_embeddings": 300}),
+    ):
+        with pytest.raises(ValueError, match=words):
+            read(write_tiny_model(tmp_path / "wrong", **overrides))
     other = write_tiny_model(tmp_path / "other")
     text = (other / "tokenizer.json").read_text()
-    assert '"!": 4' in text
-    assert '"\\"": 5' in text
     (other / "tokenizer.json").write_text(text.replace('"!": 4', '"!": 5').replace('"\\"": 5', '"\\"": 4'))
-    assert Tokenizer.from_path(other).vocabulary["!"] == 5
-    with pytest.raises(
-        ConfigError,
-        match=r"another tokenizer than model\.path: of the policy's 260 tokens 2 are others there, the first is '!' "
-        r"with the id 4, which has the id 5 there",
-    ):
-        asked(other)
-    with pytest.raises(ConfigError, match=r"algorithm\.teacher\.offload and hosts\.num \(2\) exclude each other"):
-        from_mapping(
-            {"model": {"path": "x"}, "hosts": {"num": 2}, "algorithm": {"teacher": {"path": "t", "offload": True}}}
-        )
+    words = r"another tokenizer than model\.path: of the policy's 260 tokens 2 are others there, the first is '!' "
+    with pytest.raises(ConfigError, match=words):
+        read(other)

@@ -29,7 +29,7 @@ def asks(make_config: Any, url: str, **options: Any) -> tuple[Config, EndpointTe
     return config, EndpointTeacher(config, TRIAL, TRAINED.vocab_size, lambda prompt: prompt, lambda: None)
 
 
-@pytest.mark.parametrize("top_k", [0, 5, TRAINED.vocab_size])
+@pytest.mark.parametrize("top_k", [0, 5])
 def test_it_says_what_the_model_says_on_the_devices(top_k, make_config, make_batch):
     weights, batch, other = dict(weights_of(TRAINED, "float32")), make_batch(size=5), make_batch(size=5)
     weights["embed"] = weights["embed"] * 20  # no two tokens are as likely as each other
@@ -71,9 +71,7 @@ def right(ids: list[int]) -> list[Any]:
     ("entries", "options", "sentence"),
     [
         (lambda ids: right(ids)[1:], {}, r"prompt_logprobs has \d+ entries, and \d+ token ids were sent"),
-        (lambda ids: [None, *({"999": {"logprob": -1.0}} for _ in ids[1:])], {}, r"no log-probability of the token id"),
         (lambda ids: [None for _ in ids], {}, r"\[\d+\] is not an object from token ids to finite log-prob"),
-        (right, {"top_k": 3}, r"\[\d+\] has 1 tokens, and top_k is 3"),
         (
             lambda ids: [None, *({str(i): {"logprob": -1.0}, "999": {"logprob": -0.1}} for i in ids[1:])],
             {"top_k": 1},
@@ -92,24 +90,8 @@ def test_refused_at_the_start(make_config):
     with chat_server(default=sends({"choices": [{"text": "a"}]})) as server:
         with pytest.raises(ConfigError, match=r"teacher\.endpoint \(http.*\): its answer has no choices\[0\]\.prompt"):
             asks(make_config, server.url)
-        server.default = status(404)
-        with pytest.raises(ConfigError, match=r"\): no completions there, or no model 'm': status 404"):
-            asks(make_config, server.url)
         server.default = status(400, "prompt_logprobs: at most 20")
         with pytest.raises(ConfigError, match=r"\): status 400: prompt_logprobs: at most 20"):
             asks(make_config, server.url, top_k=21)
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"algorithm__teacher__path": "t"}, r"teacher\.path \(t\) and algorithm\.teacher\.endpoint exclude each other"),
-        ({"rollout__temperature": 0.9}, r"teacher\.endpoint needs rollout\.temperature=1, found 0\.9"),
-        ({"algorithm__teacher__endpoint_model": ""}, r"algorithm\.teacher\.endpoint_model is missing"),
-        ({"algorithm__teacher__endpoint": "ftp://x/v1"}, r"algorithm\.teacher\.endpoint must be a URL such as"),
-    ],
-)
-def test_options(options, sentence, make_config):
-    given = {"algorithm__teacher__endpoint": "http://127.0.0.1:1/v1", "algorithm__teacher__endpoint_model": "m"}
-    with pytest.raises(ConfigError, match=sentence):
-        make_config(**given | options)
+    with pytest.raises(ConfigError, match=r"teacher\.endpoint needs rollout\.temperature=1, found 0\.9"):
+        make_config(algorithm__teacher={"endpoint": server.url, "endpoint_model": "m"}, rollout__temperature=0.9)
