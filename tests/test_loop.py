@@ -249,9 +249,6 @@ def test_failing_rewards_of_an_evaluation_end_the_run_too(build: Build):
     assert house.evaluations == []
 
 
-# ---------------------------------------------------------------- times
-
-
 # ---------------------------------------------------------------- progress
 
 

@@ -1,13 +1,14 @@
-"""The loop with every batch rule on a simulated machine: killed, stopped and resumed anywhere, nothing is lost.
+"""The loop with every batch rule on a simulated machine: what a resume may change, rewards that are shaped, and what
+is learnt from tokens of earlier versions.
 
-The real backend carries out the same commands (tests/runtime/test_simulated_rounds.py shows that its events are the
-same), and tests/commands/test_train.py kills whole real runs.
+`test_compositions.py` has runs that are killed and stopped anywhere. The real backend carries out the same commands
+(tests/runtime/test_simulated_rounds.py shows that its events are the same).
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,35 +33,6 @@ def plain_run(rule: str, seed: int, **more: Any) -> House:
     """An unbroken run with a rule, which tests only read; `more`: options, with __ for the point."""
     options = {path.replace("__", "."): value for path, value in more.items()}
     return whole(make_config(RULES[rule], **options), make_workload(seed))
-
-
-@pytest.mark.parametrize("one_step_off", [False, True])
-@pytest.mark.parametrize("rule", RULES)
-def test_a_run_with_each_rule(rule: str, one_step_off: bool):
-    house = plain_run(rule, 1, trainer__one_step_off=one_step_off)
-    check(house)
-    first = house.metrics[1]
-    assert first["rollout/launched_prompts"] == {"plain": 3, "partial rollout": 6}.get(rule, 5)
-    assert first["rollout/kept_prompts"] == 3
-    long_rounds = [values["rollout/long_round"] for values in house.metrics.values()]
-    assert (1.0 in long_rounds) == (rule == "tail batching")
-    thrown = sum(values["rollout/thrown_tokens"] for values in house.metrics.values())
-    assert (thrown > 0) == (rule in ("over-provisioning", "tail batching"))
-    if rule == "partial rollout":
-        assert max(values["training/off_policy/spans/max"] for values in house.metrics.values()) > 1
-        assert max(values["training/off_policy/max_staleness"] for values in house.metrics.values()) > one_step_off
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("how", ["kill", "stop"])
-def test_a_run_ended_anywhere_goes_on_as_if_it_had_not_been(rule: str, how: Literal["kill", "stop"]):
-    unbroken = plain_run(rule, 2, trainer__save_freq=2)
-    for at in (23, 40):
-        house = House(unbroken.config, unbroken.workload)
-        house.run((how, at))
-        assert house.run()
-        check(house)
-        assert house.decided() == unbroken.decided(), at
 
 
 # ---------------------------------------------------------------- checkpoints

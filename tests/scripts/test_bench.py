@@ -19,9 +19,6 @@ from jaxrl.models.shapes import named_shape
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# ---------------------------------------------------------------- statistics
-
-
 # ---------------------------------------------------------------- a benchmark from end to end
 
 
