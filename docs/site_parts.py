@@ -1,9 +1,9 @@
 """What the site shows that is written nowhere else: the API of each room, and the options.
 
-Two directives. `.. room:: jaxrl.train` documents every module of a package, found by looking, so that a module that is
-added or renamed needs no edit here. `.. options::` lists every option of the configuration. Besides, links are mended:
-a link to one of our Python files leads to its module's part of the API pages, and links of an included README count
-from where the README stands.
+Two directives. `.. room:: jaxrl.training` documents every module of a package, found by looking, so that a module
+that is added or renamed needs no edit here. `.. options::` lists every option of the configuration. Besides, links are
+mended: a link to one of our Python files leads to its module's part of the API pages, and links of an included page
+count from where that page stands.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def modules_of(package: str) -> list[str]:
 
 
 class Room(SphinxDirective):
-    """`.. room:: jaxrl.train`: a section for each module, with its docstring and all that is public in it."""
+    """`.. room:: jaxrl.training`: a section for each module, with its docstring and all that is public in it."""
 
     required_arguments = 1
 

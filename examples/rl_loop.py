@@ -27,7 +27,7 @@ from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.text import TextEngine
-from jaxrl.train.trainer import MeshTrainer
+from jaxrl.training.trainer import MeshTrainer
 from jaxrl.types import Group, SamplingParams, TrainBatch
 
 

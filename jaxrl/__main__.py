@@ -11,7 +11,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command of `arguments`, by default those of `sys.argv`; returns the exit status."""
     try:
         _complete_streams()
-        from jaxrl.runtime.stop import Stop
+        from jaxrl.run.stop import Stop
 
         stop = Stop()
         stop.watch()

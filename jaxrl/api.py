@@ -33,7 +33,7 @@ from jaxrl.config.files import checked, put, read
 from jaxrl.config.inputs import Options
 from jaxrl.record.run_dir import CONFIG_FILE, recorded_config, remove_empty
 from jaxrl.report.runs import read_run
-from jaxrl.train.steps import steps_of
+from jaxrl.training.steps import steps_of
 from jaxrl.types import Sample, SamplingParams
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ Every command ends in one of these ways, and never with more than one line on st
 - 1: it could not continue, though its input is right (no space on the disk, no memory, a run that has gone wrong, no
   progress); or a bug, with its traceback.
 - 2: its input is wrong: an argument, an option, a file. One sentence names the place and the rule.
-- 130, 143: ended by SIGINT or SIGTERM (`jaxrl.runtime.stop`).
+- 130, 143: ended by SIGINT or SIGTERM (`jaxrl.run.stop`).
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from jaxrl.commands.arguments import (
     written,
 )
 from jaxrl.record.progress import ProgressCounter
-from jaxrl.runtime.answer import answer, one_line
-from jaxrl.runtime.stop import Stop
+from jaxrl.run.answer import answer, one_line
+from jaxrl.run.stop import Stop
 
 if TYPE_CHECKING:
     from jaxrl.config import Config

@@ -1,6 +1,6 @@
 """THE loop: collect and score -> log-probabilities -> advantages -> update -> sync weights -> save.
 
-One file for every run, real or simulated; `jaxrl.runtime.run.Run` has what it is made of. It imports no jax. What a
+One file for every run, real or simulated; `jaxrl.run.run.Run` has what it is made of. It imports no jax. What a
 round launches, which groups it yields, and what becomes of the others is the batch rule's decision
 (`jaxrl.scheduling.rounds.batches`).
 
@@ -40,12 +40,12 @@ from jaxrl.scheduling.rounds.carried import check_lengths, pack_groups, unpack_g
 from jaxrl.scheduling.rounds.events import Interrupted, Launch, Verdict
 from jaxrl.scheduling.rounds.round import Departures, Round
 from jaxrl.scheduling.rounds.shaping import RewardShaping
-from jaxrl.train.training_step import training_step
+from jaxrl.training.training_step import training_step
 from jaxrl.types import Group, RunFailed, SamplingParams, TrainBatch
 
 if TYPE_CHECKING:
-    from jaxrl.runtime.backend import RolloutBackend
-    from jaxrl.runtime.run import Run
+    from jaxrl.run.backend import RolloutBackend
+    from jaxrl.run.run import Run
 
 STATE_SCHEMA = 5
 _OWN_STATE = ("schema", "step", "seed", "data", "departures", "rule", "ahead")  # names in a checkpoint

@@ -1,7 +1,7 @@
 """The data that flows through a run: Prompt -> Sample -> Group -> TrainBatch.
 
 Everything here is plain Python and numpy, so scheduling, rewards and the simulator can use it without jax or an
-accelerator. Arrays of a sample are ragged by nature; padding and packing happen only in `jaxrl.train.packing`.
+accelerator. Arrays of a sample are ragged by nature; padding and packing happen only in `jaxrl.training.packing`.
 """
 
 from __future__ import annotations

@@ -43,11 +43,11 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.shapes import named_shape
 from jaxrl.models.streaming import HOST
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms
-from jaxrl.runtime.weights import adapted
+from jaxrl.run.weights import adapted
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.train.programs import TrainPrograms
-from jaxrl.train.update_memory import plan_chunk, update_phases
+from jaxrl.training.programs import TrainPrograms
+from jaxrl.training.update_memory import plan_chunk, update_phases
 
 _PRODUCT = re.compile(r"precision_config\":(\{[^}]*\})| dot\([^)]*\)([^\n]*)")
 

@@ -21,16 +21,16 @@ from pathlib import Path
 
 from sabotage import copy_tree, variables
 
-TRAIN = "tests/train/test_"
+TRAIN = "tests/training/test_"
 AREAS = {
     "rounds": (["jaxrl/scheduling/rounds"], "tests/scheduling/rounds"),
     "tokens": (["jaxrl/scheduling/tokens"], "tests/scheduling/tokens"),
-    "losses": (["jaxrl/train/losses.py"], f"{TRAIN}losses.py {TRAIN}verl.py"),
-    "advantages": (["jaxrl/train/advantages.py"], f"{TRAIN}advantages.py {TRAIN}verl.py"),
-    "packing": (["jaxrl/train/packing.py"], f"{TRAIN}packing.py"),
+    "losses": (["jaxrl/training/losses.py"], f"{TRAIN}losses.py {TRAIN}verl.py"),
+    "advantages": (["jaxrl/training/advantages.py"], f"{TRAIN}advantages.py {TRAIN}verl.py"),
+    "packing": (["jaxrl/training/packing.py"], f"{TRAIN}packing.py"),
     "checkpoint": (
-        ["jaxrl/train/checkpoint.py", "jaxrl/train/manifest.py", "jaxrl/train/steps.py"],
-        f"{TRAIN}checkpoint.py {TRAIN}damage.py tests/refusals/test_refused.py tests/runtime/test_beginnings.py",
+        ["jaxrl/training/checkpoint.py", "jaxrl/training/manifest.py", "jaxrl/training/steps.py"],
+        f"{TRAIN}checkpoint.py {TRAIN}damage.py tests/refusals/test_refused.py tests/run/test_beginnings.py",
     ),
 }
 """Names, what is changed, and the tests that must notice."""

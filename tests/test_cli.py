@@ -63,7 +63,7 @@ def test_neither_help_nor_the_main_module_loads_jax():
 import sys
 import jaxrl.__main__
 from jaxrl.cli import main
-from jaxrl.runtime.stop import Stop
+from jaxrl.run.stop import Stop
 for arguments in (["--help"], ["train", "--help"], ["generate", "--help"]):
     print("asked for", arguments)
     try:

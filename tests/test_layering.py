@@ -30,11 +30,11 @@ ROWS: tuple[frozenset[str], ...] = tuple(
         "config",
         "data record",
         "models processes",
-        "rollout train rewards sim",
+        "rollout training rewards sim",
         "environments",
         "loop report serving text",
         "mechanisms.parts",
-        "runtime",
+        "run",
         "commands",
         "cli api",
         "__main__",
@@ -67,9 +67,9 @@ WITHOUT_JAX = {
     "jaxrl.report.comparison",
     "jaxrl.report.page",
     "jaxrl.rewards.reward_pool",
-    "jaxrl.runtime.backend",
-    "jaxrl.runtime.rules",
-    "jaxrl.runtime.simulation",
+    "jaxrl.run.backend",
+    "jaxrl.run.rules",
+    "jaxrl.run.simulation",
     "jaxrl.mechanisms",
 }
 EXTRAS = {
@@ -219,7 +219,7 @@ def ray_violations(sources: Mapping[str, str]) -> list[str]:
     return [
         f"{module} imports {name}"
         for module in sources
-        if module not in ("jaxrl.rewards.ray_host", "jaxrl.runtime.cluster", "jaxrl.runtime.host_actor")
+        if module not in ("jaxrl.rewards.ray_host", "jaxrl.run.cluster", "jaxrl.run.host_actor")
         for name in imported(sources, module)
         if name.split(".")[0] == "ray"
     ]
@@ -255,13 +255,13 @@ def test_the_house_keeps_its_rules(rule: Rule):
 
 BROKEN: list[tuple[Rule, dict[str, str]]] = [
     (layer_violations, {"jaxrl.types": "", "jaxrl.cli": "", "jaxrl.data.a": "def f():\n  import jaxrl.cli"}),
-    (layer_violations, {"jaxrl.train.a": "", "jaxrl.rollout.b": "from jaxrl.train.a import x"}),
+    (layer_violations, {"jaxrl.training.a": "", "jaxrl.rollout.b": "from jaxrl.training.a import x"}),
     (
         mechanism_violations,
         {"jaxrl.mechanisms.a": "def f():\n  from jaxrl.mechanisms.b.rule import X", "jaxrl.mechanisms.b.rule": ""},
     ),
     (scheduling_violations, {"jaxrl.mechanisms.a.rule": "import random"}),
-    (ray_violations, {"jaxrl.runtime.backend": "def f():\n  import ray.util"}),
+    (ray_violations, {"jaxrl.run.backend": "def f():\n  import ray.util"}),
     (circles, {"jaxrl.a": "def f():\n  import jaxrl.b", "jaxrl.b": "from jaxrl.a import x"}),
 ]
 

@@ -65,12 +65,12 @@ BESIDE = {
     "scheduling/mechanism.py",
     *("rewards/reward_metrics.py", "scheduling/rounds/busy_time.py"),  # what is counted
     "scheduling/tokens/progress.py",
-    *("runtime/plan_timeline.py", "runtime/training.py", "runtime/stop.py"),
-    "runtime/host.py",  # asked for the weights alone
+    *("run/plan_timeline.py", "run/training.py", "run/stop.py"),
+    "run/host.py",  # asked for the weights alone
     "rollout/kv_cache.py",
 }
 """Of the rooms below, what a reader need not open: protocols, pictures, counts."""
-ROOMS = ("data", "mechanisms", "rewards", "rollout", "runtime", "scheduling", "train")
+ROOMS = ("data", "mechanisms", "rewards", "rollout", "run", "scheduling", "training")
 
 
 def named() -> set[str]:

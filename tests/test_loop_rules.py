@@ -2,7 +2,7 @@
 is learnt from tokens of earlier versions.
 
 `test_compositions.py` has runs that are killed and stopped anywhere. The real backend carries out the same commands
-(tests/runtime/test_simulated_rounds.py shows that its events are the same).
+(tests/run/test_simulated_rounds.py shows that its events are the same).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from sim_machine import SMALL
 from simulated_runs import House, check, make_config, make_workload, whole
 
-from jaxrl.runtime.simulation import build
+from jaxrl.run.simulation import build
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import H100
 

@@ -13,7 +13,7 @@ from shared_programs import key_of
 from small_models import TRAINED
 
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.train.programs import TrainPrograms
+from jaxrl.training.programs import TrainPrograms
 
 SHAPE = ("accumulate", 1, 16)
 

@@ -33,11 +33,11 @@ from jaxrl.record.files import to_json
 from jaxrl.record.progress import StartupProgress
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.sampling import Draw, Forced, sample
-from jaxrl.runtime.build import build_executor, refuse_too_large, use_compilation_cache
-from jaxrl.runtime.devices import prepare_jax
-from jaxrl.runtime.memory import kv_layers_of
-from jaxrl.runtime.rules import batcher_config
-from jaxrl.runtime.weights import adapted, load_weights
+from jaxrl.run.build import build_executor, refuse_too_large, use_compilation_cache
+from jaxrl.run.devices import prepare_jax
+from jaxrl.run.memory import kv_layers_of
+from jaxrl.run.rules import batcher_config
+from jaxrl.run.weights import adapted, load_weights
 from jaxrl.scheduling.layouts.relayout import How
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import PlanResult, Request, resume
@@ -47,7 +47,7 @@ from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.memory import memory_of
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import train_shardings
-from jaxrl.train.trainer import MeshTrainer
+from jaxrl.training.trainer import MeshTrainer
 from jaxrl.types import Prompt, RunFailed, Sample, SampleKey, SamplingParams, TrainBatch
 
 GROUP = 4  # responses to a prompt

@@ -28,14 +28,14 @@ from jaxrl.record.run_dir import inputs_of, refuse_overwriting
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.reward_pool import build_pool
 from jaxrl.rollout.worker_set import WorkerSet
-from jaxrl.runtime.build import LoneWorker, share_notes, use_compilation_cache
-from jaxrl.runtime.mesh_machine import MeshMachine
-from jaxrl.runtime.run import Run
+from jaxrl.run.build import LoneWorker, share_notes, use_compilation_cache
+from jaxrl.run.mesh_machine import MeshMachine
+from jaxrl.run.run import Run
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
-from jaxrl.train.steps import find_step, whole_step
+from jaxrl.training.steps import find_step, whole_step
 from jaxrl.types import Group, Prompt, RunFailed, SamplingParams
 
 

@@ -1,7 +1,7 @@
 """`jaxrl explain-config`: counts, steps, and the memory of each phase, before anything is allocated.
 
 `jaxrl sft` and `jaxrl dpo` have no rollout, so their page has the update alone. The bytes are those of
-`jaxrl.runtime.memory`.
+`jaxrl.run.memory`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.models.shapes import SHAPES
 from jaxrl.rewards.explained import part_lines, reward_rows
-from jaxrl.runtime.build import refuse_sharing, share_notes, with_planned_update
-from jaxrl.runtime.degree import planned_degree
-from jaxrl.runtime.devices import prepare_jax, with_types
-from jaxrl.runtime.memory import MemoryPlan, memory_plan, memory_problem, smaller_state, update_problem
-from jaxrl.runtime.weights import adapted
+from jaxrl.run.build import refuse_sharing, share_notes, with_planned_update
+from jaxrl.run.degree import planned_degree
+from jaxrl.run.devices import prepare_jax, with_types
+from jaxrl.run.memory import MemoryPlan, memory_plan, memory_problem, smaller_state, update_problem
+from jaxrl.run.weights import adapted
 from jaxrl.schema.limits import BYTES
 from jaxrl.sharding.explain import step_traffic
 from jaxrl.sharding.memory import (
@@ -37,7 +37,7 @@ from jaxrl.sharding.memory import (
 )
 from jaxrl.sharding.mesh import platform_of
 from jaxrl.sharding.rules import padded_config
-from jaxrl.train.update_memory import full_microbatch, host_parts, resident_parts, trained_numbers, update_parts
+from jaxrl.training.update_memory import full_microbatch, host_parts, resident_parts, trained_numbers, update_parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,10 @@ from jaxrl.models.peft import export_adapter, merged_params
 from jaxrl.models.safetensors import export_hf
 from jaxrl.record.files import refuse_folder, system_error, temporary_path
 from jaxrl.record.run_dir import CONFIG_FILE, SIMULATED, recorded_config, recorded_start
-from jaxrl.runtime.stop import Stop
-from jaxrl.runtime.weights import adapted, load_weights, trained_weights
+from jaxrl.run.stop import Stop
+from jaxrl.run.weights import adapted, load_weights, trained_weights
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.train.steps import whole_step
+from jaxrl.training.steps import whole_step
 
 
 def export(

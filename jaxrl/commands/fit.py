@@ -14,8 +14,8 @@ from jaxrl.config.files import load
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.models.shapes import SHAPES
-from jaxrl.runtime.memory import memory_plan, memory_problem
-from jaxrl.runtime.weights import adapted
+from jaxrl.run.memory import memory_plan, memory_problem
+from jaxrl.run.weights import adapted
 
 SHARE = 0.92
 """Of a GPU's memory, given to JAX: the rest is for the CUDA context, graphs and libraries."""

@@ -23,15 +23,15 @@ from jaxrl.record.run_dir import inputs_of, refuse_overwriting
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.profiler import Profiler
 from jaxrl.rollout.profiles import identity_of, load_profile
-from jaxrl.runtime.build import (
+from jaxrl.run.build import (
     build_executor,
     read_tokenizer_and_model,
     refuse_too_large,
     use_compilation_cache,
 )
-from jaxrl.runtime.devices import prepare_jax, with_types
-from jaxrl.runtime.memory import layout_degrees
-from jaxrl.runtime.weights import load_weights
+from jaxrl.run.devices import prepare_jax, with_types
+from jaxrl.run.memory import layout_degrees
+from jaxrl.run.weights import load_weights
 from jaxrl.scheduling.layouts.latency_profile import (
     Profile,
     ProfilePoint,

@@ -19,9 +19,9 @@ from jaxrl.config.files import load_recorded
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.record.run_dir import CONFIG_FILE
 from jaxrl.record.samples import RecordedSample, read_sample
-from jaxrl.runtime.build import LoneWorker, use_compilation_cache
+from jaxrl.run.build import LoneWorker, use_compilation_cache
 from jaxrl.scheduling.tokens.plan import Request
-from jaxrl.train.steps import whole_step
+from jaxrl.training.steps import whole_step
 from jaxrl.types import ENVIRONMENT, RunFailed, Sample, SamplingParams
 
 

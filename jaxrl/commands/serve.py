@@ -23,10 +23,10 @@ from jaxrl.config.inputs import reading
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.record.progress import StartupProgress
 from jaxrl.record.run_dir import CONFIG_FILE
-from jaxrl.runtime.build import LoneWorker, use_compilation_cache
-from jaxrl.runtime.stop import Stop
+from jaxrl.run.build import LoneWorker, use_compilation_cache
+from jaxrl.run.stop import Stop
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.train.steps import whole_step
+from jaxrl.training.steps import whole_step
 
 DEFAULT_LENGTH = 4096
 DECODE_STEPS = 4

@@ -1,7 +1,7 @@
 """`jaxrl simulate`: the loop, engine, batcher and rules of a real run on modelled devices.
 
 The training YAML says what is run; its section `simulate` names the machine and the lengths. The run directory has the
-form of a real run's. Never imports jax. Departures from a real run: `jaxrl.runtime.simulation`; besides, the state at a
+form of a real run's. Never imports jax. Departures from a real run: `jaxrl.run.simulation`; besides, the state at a
 step boundary is one JSON file.
 """
 
@@ -22,9 +22,9 @@ from jaxrl.record.files import read_lines, write_whole
 from jaxrl.record.run_dir import SIMULATED, RunDir, recorded_config
 from jaxrl.record.run_record import RunOutcome, RunRecord
 from jaxrl.record.state import dump_state, load_state
-from jaxrl.runtime.rules import carried
-from jaxrl.runtime.simulation import build, rare_collections
-from jaxrl.runtime.stop import Stop
+from jaxrl.run.rules import carried
+from jaxrl.run.simulation import build, rare_collections
+from jaxrl.run.stop import Stop
 from jaxrl.sim.configured import (
     cost_model,
     machine,

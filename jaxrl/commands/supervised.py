@@ -1,7 +1,7 @@
 """`jaxrl sft` and `jaxrl dpo`: a run that learns from files, without a rollout.
 
 It has the trainer, the checkpoints and the record of `jaxrl train`; what it does with its rows is in
-`jaxrl.train.supervised`. A step is one optimizer update on `data.train_batch_size` rows.
+`jaxrl.training.supervised`. A step is one optimizer update on `data.train_batch_size` rows.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from jaxrl.data.stops import stop_ids
 from jaxrl.record import metrics as numbers
 from jaxrl.record.alarms import Alarms
 from jaxrl.record.run_record import RunOutcome
-from jaxrl.runtime.build import read_tokenizer_and_model, with_planned_update
-from jaxrl.runtime.host import LoadRequest
-from jaxrl.runtime.memory import update_problem
-from jaxrl.runtime.stop import Stop
-from jaxrl.runtime.training import Training, run_training
-from jaxrl.train.supervised import Demonstrations, Method, Preferences, batch_of
+from jaxrl.run.build import read_tokenizer_and_model, with_planned_update
+from jaxrl.run.host import LoadRequest
+from jaxrl.run.memory import update_problem
+from jaxrl.run.stop import Stop
+from jaxrl.run.training import Training, run_training
+from jaxrl.training.supervised import Demonstrations, Method, Preferences, batch_of
 from jaxrl.types import RunFailed
 
 

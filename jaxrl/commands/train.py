@@ -1,7 +1,7 @@
 """`jaxrl train`: from a configuration to the loop, in the order in which a run is put together.
 
 What can be refused at once comes first, before jax is loaded, and nothing is written before all is known to fit. What a
-run has in common with one that learns from files is in `jaxrl.runtime.training`.
+run has in common with one that learns from files is in `jaxrl.run.training`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from jaxrl.record.run_record import RunOutcome
 from jaxrl.rewards.domains import build_scorer, refuse_tests
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.rewards.reward_pool import RewardPool, build_pool
-from jaxrl.runtime.arrival import ArrivalOrder
-from jaxrl.runtime.rules import carried
-from jaxrl.runtime.run import Run
-from jaxrl.runtime.stop import Stop
-from jaxrl.runtime.training import Training, run_training
-from jaxrl.train.training_step import Models
+from jaxrl.run.arrival import ArrivalOrder
+from jaxrl.run.rules import carried
+from jaxrl.run.run import Run
+from jaxrl.run.stop import Stop
+from jaxrl.run.training import Training, run_training
+from jaxrl.training.training_step import Models
 from jaxrl.types import Group, Prompt, Sample, SampleKey
 
 if TYPE_CHECKING:
     from jaxrl.loop import Loop
     from jaxrl.mechanisms.turns.pool import EnvironmentPool
-    from jaxrl.runtime.mesh_machine import MeshMachine
-    from jaxrl.runtime.teacher_endpoint import EndpointTeacher
+    from jaxrl.run.mesh_machine import MeshMachine
+    from jaxrl.run.teacher_endpoint import EndpointTeacher
     from jaxrl.scheduling.layouts.latency_profile import Profile
     from jaxrl.sharding.compiled import CompiledPrograms
 
@@ -56,8 +56,8 @@ def train(
 
 
 def _start(start: Training) -> RunOutcome:
-    from jaxrl.runtime.build import read_tokenizer_and_model, refuse_too_large, with_planned_update
-    from jaxrl.runtime.memory import layout_sizes
+    from jaxrl.run.build import read_tokenizer_and_model, refuse_too_large, with_planned_update
+    from jaxrl.run.memory import layout_sizes
 
     environments = _environments(start)
     problems, held_out = _problems(start, environments)
@@ -73,7 +73,7 @@ def _start(start: Training) -> RunOutcome:
     host.read_model(start.model)
     teacher = None
     if config.algorithm.teacher.path:
-        from jaxrl.runtime.teacher import read_teacher
+        from jaxrl.run.teacher import read_teacher
 
         teacher = read_teacher(config, start.tokenizer, start.model)
     refuse_too_large(config, start.model, count, memory)
@@ -169,11 +169,11 @@ def _prompts(
     start: Training, problems: Sequence[Problem], held_out: Sequence[Problem], environments: EnvironmentPool | None
 ) -> tuple[PromptSource, list[Prompt]]:
     """Prompts to train on, and held-out ones; sets `total_steps`."""
-    from jaxrl.runtime.beginnings import refuse_other_data
+    from jaxrl.run.beginnings import refuse_other_data
 
     config = start.config
     if config.has_teacher:
-        from jaxrl.runtime.teacher import refuse_context
+        from jaxrl.run.teacher import refuse_context
 
         refuse_context(config, problems)
     prompts = PromptSource(problems, start.tokenizer, config, environments)
@@ -184,12 +184,12 @@ def _prompts(
 
 
 def _load(start: Training, trained: Config, teacher: Any) -> EndpointTeacher | None:
-    from jaxrl.runtime.host import LoadRequest
+    from jaxrl.run.host import LoadRequest
 
     config, steps, asked = start.config, start.total_steps, None
     start.beat("loading the weights")
     if config.algorithm.teacher.endpoint:
-        from jaxrl.runtime.teacher import endpoint_teacher
+        from jaxrl.run.teacher import endpoint_teacher
 
         asked = endpoint_teacher(config, start.model, start.tokenizer, start.beat)
     updates = (steps - config.critic_warmup) * config.updates_per_step
@@ -233,8 +233,8 @@ def _train(
 def _open_rollout(
     start: Training, run: Run, profile: Profile | None, asked: EndpointTeacher | None, stack: ExitStack
 ) -> MeshMachine:
-    from jaxrl.runtime.build import build_engines
-    from jaxrl.runtime.mesh_machine import MeshMachine
+    from jaxrl.run.build import build_engines
+    from jaxrl.run.mesh_machine import MeshMachine
 
     config, host, record = run.config, start.host, start.record
     assert record.journal is not None, "only a simulated run goes without"
@@ -280,7 +280,7 @@ def _warm_up(
     rollout beside it would disturb what is measured. On a CPU nothing is measured, and the first rollout does not wait.
     The programs of other layouts, which may be many and may never run, are compiled beside it everywhere.
     """
-    from jaxrl.runtime.memory import layout_degrees
+    from jaxrl.run.memory import layout_degrees
 
     record, executors, began = start.record, start.host.workers, time.monotonic()
     programs, rolling = [each.programs for each in start.host.models], machine.rollout_programs

@@ -27,8 +27,8 @@ from jaxrl.mechanisms import MECHANISMS, batch_rule, enabled
 from jaxrl.record.files import Removing, to_json, write_whole
 from jaxrl.record.metrics import read_metrics
 from jaxrl.record.run_dir import CONFIG_FILE, RUN_FILE, SIMULATED, recorded_start, refuse_overwriting
-from jaxrl.runtime.simulation import build, rare_collections
-from jaxrl.runtime.stop import end_with_parent, ignored_by_children
+from jaxrl.run.simulation import build, rare_collections
+from jaxrl.run.stop import end_with_parent, ignored_by_children
 from jaxrl.scheduling.mechanism import UNFINISHED
 from jaxrl.sim.configured import (
     cost_model,

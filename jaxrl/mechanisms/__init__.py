@@ -28,7 +28,7 @@ from jaxrl.scheduling.rounds.race import BatchSettings
 if TYPE_CHECKING:
     from jaxrl.config import Config
     from jaxrl.report.curves import PagePart
-    from jaxrl.runtime.run import Run
+    from jaxrl.run.run import Run
 
 MECHANISMS: tuple[type[Mechanism], ...] = (
     TailBatching,

@@ -21,7 +21,7 @@ from jaxrl.types import Group, RunFailed
 
 if TYPE_CHECKING:
     from jaxrl.config import Config
-    from jaxrl.runtime.run import Run
+    from jaxrl.run.run import Run
     from jaxrl.sim.clock import SimulatedConcurrently
 
 _STOP = "a stop was asked for"

@@ -38,7 +38,7 @@ from jaxrl.types import Prompt
 if TYPE_CHECKING:
     from jaxrl.config import Config
     from jaxrl.config.rewards import CodeSection
-    from jaxrl.runtime.run import Run
+    from jaxrl.run.run import Run
 
 SCHEMA = 1
 MAX_ANCHORS = 1 << 20

@@ -28,7 +28,7 @@ from jaxrl.config.inputs import reading
 T = TypeVar("T")
 
 Removing = Callable[[Path], AbstractContextManager[object]]
-"""Inside it, a signal that ends the process removes a temporary file first (`jaxrl.runtime.stop.Stop.removing`)."""
+"""Inside it, a signal that ends the process removes a temporary file first (`jaxrl.run.stop.Stop.removing`)."""
 _NUMBER = re.compile(r"os_error_code='(\d+)'|\bOS error (\d+)\b", re.IGNORECASE)
 _log = logging.getLogger(__name__)
 

@@ -93,7 +93,7 @@ Draw = Callable[..., SampledToken]
 
 def drawn_by_rows(draw: Draw, by_rows: ByRows) -> Draw:
     """The same, with numbers that do not depend on the other rows, and the `rollout_logprob` of
-    `jaxrl.train.logprobs`."""
+    `jaxrl.training.logprobs`."""
 
     def drawn(logits: jax.Array, positions: jax.Array, state: SamplingState, /, *, truncate: bool) -> SampledToken:
         def one(_: tuple[()], logits: jax.Array, positions: jax.Array, state: SamplingState) -> SampledToken:
@@ -112,8 +112,9 @@ def sample(
 ) -> SampledToken:
     """Draws one token per row, in prefill, decode and verification alike.
 
-    Training computes `rollout_logprob` again from the same logits and temperature (`jaxrl.train.objectives`). Whoever
-    changes the distribution here changes it there as well, or changes both at once in `jaxrl.models.decoder.logits`.
+    Training computes `rollout_logprob` again from the same logits and temperature (`jaxrl.training.objectives`).
+    Whoever changes the distribution here changes it there as well, or changes both at once in
+    `jaxrl.models.decoder.logits`.
 
     Args:
       logits: float32 or float64 [..., V]; -inf marks padded vocabulary.

@@ -1,7 +1,7 @@
 """A mechanism: one class with its options, what it composes with, and the hooks that a run calls.
 
 Purpose: a mechanism (a switch of the README) is a subclass of `Mechanism`. `jaxrl.mechanisms.MECHANISMS` lists them.
-The loop (`jaxrl.loop`) and the backend (`jaxrl.runtime.backend`) call the hooks of those that a run has built, in the
+The loop (`jaxrl.loop`) and the backend (`jaxrl.run.backend`) call the hooks of those that a run has built, in the
 order of that list, and know none by name. Without any they train synchronously, on one batch after another.
 
 Every hook does nothing here, so a mechanism defines only those that it needs. What one mechanism alone needs is no
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from jaxrl.config import Config
     from jaxrl.models.config import ModelConfig
     from jaxrl.report.curves import PagePart
-    from jaxrl.runtime.run import Run
+    from jaxrl.run.run import Run
     from jaxrl.scheduling.tokens.engine import Finished
     from jaxrl.scheduling.tokens.local_workers import LocalWorkers
     from jaxrl.scheduling.tokens.plan import Request
@@ -365,7 +365,7 @@ class Mechanism:
         cls, config: Config, model: ModelConfig, num_devices: int, platform: str, remat: str, chunk: int
     ) -> FreedMemory | None:
         """What it needs on devices that leave the rollout early; arguments as in
-        `jaxrl.train.update_memory.update_phases`."""
+        `jaxrl.training.update_memory.update_phases`."""
         return None
 
     @classmethod

@@ -223,7 +223,7 @@ def _option(place: str, make: Callable[..., Any], *values: Any, **options: Any) 
 
 
 def machine_sizes(config: Config, cost: CostModel, model: ModelConfig | None = None) -> MachineSizes:
-    """The sizes of a worker's executor; the KV pool as `jaxrl.runtime.memory.plan_num_blocks` sizes a real one.
+    """The sizes of a worker's executor; the KV pool as `jaxrl.run.memory.plan_num_blocks` sizes a real one.
     `model`: for the training state that lies beside the pool; None: only what `cost` counts."""
     rollout = config.rollout
     kv = kv_layers(cost.model, config.max_model_length, rollout.max_num_batched_tokens, rollout.decode_steps)
@@ -257,7 +257,7 @@ def machine_sizes(config: Config, cost: CostModel, model: ModelConfig | None = N
 
 def layout_sizes(config: Config, cost: CostModel, model: ModelConfig | None = None) -> dict[int, MachineSizes]:
     """`machine_sizes` by TP degree, of the layouts that `rollout.layout` may use; rows and blocks as
-    `jaxrl.runtime.memory.layout_sizes` scales them."""
+    `jaxrl.run.memory.layout_sizes` scales them."""
     rollout, num_devices, tp = config.rollout, worker_devices_of(config), config.rollout.tp
     found: dict[int, MachineSizes] = {}
     degrees = _option("", rollout.layout.degrees_on, tp, num_devices)

@@ -58,7 +58,7 @@ class _Queued:
 
 
 class ScoringWorkers:
-    """Implements `jaxrl.runtime.verdicts.Scoring`.
+    """Implements `jaxrl.run.verdicts.Scoring`.
 
     Args:
       timeout_s: when scoring is cut off; 0: never.

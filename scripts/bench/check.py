@@ -45,7 +45,7 @@ from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.train.trainer import MeshTrainer
+from jaxrl.training.trainer import MeshTrainer
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams, TrainBatch
 
 LONGEST_PROMPT, LONGEST_RESPONSE = 72, 120

@@ -20,7 +20,7 @@ from typing import Any
 from bench.harness import Bench, Case, Values, say
 from jaxrl.config import Config, ConfigError
 from jaxrl.config import files as config_files
-from jaxrl.runtime.simulation import build, rare_collections
+from jaxrl.run.simulation import build, rare_collections
 from jaxrl.sim.configured import cost_model, machine_sizes, model_sizes, workload_of
 
 

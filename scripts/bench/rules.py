@@ -39,8 +39,8 @@ from jaxrl.record.journal import Journal
 from jaxrl.record.timeline import Timeline
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.profiler import Profiler
-from jaxrl.runtime.backend import RolloutBackend
-from jaxrl.runtime.run import Run
+from jaxrl.run.backend import RolloutBackend
+from jaxrl.run.run import Run
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile, ProfileIdentity, RowSizes, prefill_points, profile_points
 from jaxrl.scheduling.mechanism import RoundInfo
@@ -179,7 +179,7 @@ class ForcedLengths(Engine):
 
 
 class InstantScoring:
-    """Verdicts at once (`jaxrl.runtime.backend.Scoring`): the bench is about rollouts."""
+    """Verdicts at once (`jaxrl.run.backend.Scoring`): the bench is about rollouts."""
 
     def __init__(self) -> None:
         self._done: list[Verdict] = []

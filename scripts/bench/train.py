@@ -129,9 +129,9 @@ def update(spec: tuple[argparse.Namespace, str], ask: Ask) -> None:
     import jax
 
     from bench.engines import build_params
-    from jaxrl.runtime.memory import memory_plan
+    from jaxrl.run.memory import memory_plan
     from jaxrl.sharding.mesh import make_mesh
-    from jaxrl.train.trainer import MeshTrainer
+    from jaxrl.training.trainer import MeshTrainer
 
     options, dtype = spec
     devices = prepare_devices(options.devices)

@@ -1,7 +1,7 @@
 """The experiments' runs (cases.yaml), as configurations of `jaxrl simulate` with constants of a calibration.
 
 Purpose: `Case` is one run: a set-up of facts.yaml, a rule with its factors, a seed. `cases_of` lists those of an
-experiment; `configuration` and `models` turn one into what `jaxrl.runtime.simulation.build` takes.
+experiment; `configuration` and `models` turn one into what `jaxrl.run.simulation.build` takes.
 
 Source: RollPacker §2.2, §6 (set-ups, uniform mix of three tasks), §6.3 (factors); APRIL §3.1 and A.2; PAT §5.1;
 RhymeRL §7.

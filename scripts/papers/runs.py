@@ -1,7 +1,7 @@
 """Runs of `papers.cases.Case`, their measurements, and results as dated files.
 
 Purpose: `run_together` simulates cases with jaxrl's own loop, engine, batcher, block manager and rules
-(`jaxrl.runtime.simulation.build`) and keeps a few numbers of each step. Pure but for the wall clock it took.
+(`jaxrl.run.simulation.build`) and keeps a few numbers of each step. Pure but for the wall clock it took.
 
 A stream trainer changes no group, and does nothing in short rounds. So a case without it runs once, and of the same
 with it all other rounds, each from the state that the first had left; what the rule has learned of lengths is kept from
@@ -26,7 +26,7 @@ from jaxrl.config import Config
 from jaxrl.mechanisms.stream_trainer import GradientStream, StreamTrainer
 from jaxrl.record import run_dir
 from jaxrl.record.state import dump_state, load_state
-from jaxrl.runtime.simulation import Simulation, build
+from jaxrl.run.simulation import Simulation, build
 from jaxrl.types import Group
 from papers.calibration import Calibration
 from papers.cases import Case, configuration, models

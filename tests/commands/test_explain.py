@@ -12,7 +12,7 @@ from jaxrl.commands.explain import explain, explain_config
 from jaxrl.config import from_mapping
 from jaxrl.config.options import total_steps
 from jaxrl.models.decoder import init
-from jaxrl.runtime.memory import plan_num_blocks
+from jaxrl.run.memory import plan_num_blocks
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import train_shardings
 

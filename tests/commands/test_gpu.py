@@ -17,7 +17,7 @@ from tiny import write_tiny_model
 from jaxrl.cli import main
 from jaxrl.commands import check_numerics as command
 from jaxrl.models import decoder
-from jaxrl.runtime import build
+from jaxrl.run import build
 
 SOME = ("1 row at once", "prompts in chunks of 24 tokens", "drafts verified", "trainer, packed rows", "tp 2")
 EXPERTS = {

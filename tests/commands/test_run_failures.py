@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxrl.runtime.training import Training
+from jaxrl.run.training import Training
 from jaxrl.types import RunFailed
 
 LAST = "the last good checkpoint is step 4"

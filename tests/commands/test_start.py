@@ -19,7 +19,7 @@ from tiny import write_tiny_model
 
 from jaxrl.cli import main
 from jaxrl.record.metrics import read_metrics
-from jaxrl.runtime.stop import Stop
+from jaxrl.run.stop import Stop
 
 OPTIONS = (
     *("data.max_prompt_length=64", "data.max_response_length=8", "data.train_batch_size=2", "rollout.n=2"),
@@ -92,8 +92,8 @@ def test_nothing_is_written(name: str, place: Path, capsys: pytest.CaptureFixtur
     ],
 )
 def test_a_mistake_is_told_before_a_checkpoint_is_read(mistake: str, place: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("jaxrl.train.manifest.check", lambda *_: pytest.fail("minutes for a large checkpoint"))
-    monkeypatch.setattr("jaxrl.runtime.host.load_weights", lambda *_: pytest.fail("a minute for a model"))
+    monkeypatch.setattr("jaxrl.training.manifest.check", lambda *_: pytest.fail("minutes for a large checkpoint"))
+    monkeypatch.setattr("jaxrl.run.host.load_weights", lambda *_: pytest.fail("a minute for a model"))
     assert start(place, mistake.replace("{}", str(place))) == 2
 
 
@@ -120,7 +120,7 @@ def test_a_run_that_is_over_loads_nothing(
     (folder / "run" / "report.html").unlink()
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "train.parquet")
-    monkeypatch.setattr("jaxrl.runtime.host.load_weights", lambda *_: pytest.fail("a minute for a model"))
+    monkeypatch.setattr("jaxrl.run.host.load_weights", lambda *_: pytest.fail("a minute for a model"))
     before = contents(folder / "run")
     assert start(folder, f"data.train_files={folder / 'train.parquet'}") == 0
     said = f"{folder / 'run'}: already at step 1 of 1: raise trainer.total_training_steps to go on"

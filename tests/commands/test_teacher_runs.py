@@ -45,7 +45,7 @@ def teacher_kl(run_dir: Path) -> list[float]:
     return [line["actor/teacher_kl"] for line in read_metrics(run_dir)]
 
 
-@pytest.mark.slow  # tests/train/test_teacher.py has what a teacher says, and what is made of it
+@pytest.mark.slow  # tests/training/test_teacher.py has what a teacher says, and what is made of it
 def test_the_policy_learns_distributions_and_a_killed_run_ends_with_the_same_bits(runs: Runs):
     """By a loss with a gradient, of the teacher's likeliest tokens: advantages have nothing of it."""
     whole, killed = runs.folder / "jsd-whole", runs.folder / "jsd-killed"

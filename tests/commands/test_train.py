@@ -22,7 +22,7 @@ from runs import Runs, asked, assert_same_end, copied_after, state_of
 from jaxrl.config import from_mapping
 from jaxrl.record.metrics import read_metrics
 from jaxrl.record.run_dir import versions
-from jaxrl.train import manifest
+from jaxrl.training import manifest
 
 LOST = re.compile(r"\.jsonl is gone")  # what a start says of decisions that it cannot repeat
 STEPS = 4

@@ -15,7 +15,7 @@ from jaxrl.config.files import load
 from jaxrl.mechanisms.dynamic_sampling import DynamicSampling
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.rounds.shaping import RewardShaping
-from jaxrl.train import advantages
+from jaxrl.training import advantages
 from jaxrl.types import SampleKey
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "algorithms"

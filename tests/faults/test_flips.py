@@ -2,7 +2,7 @@
 As many in the journal beside them: each is refused.
 
 Most are done to the checkpoints of a real run, and read back in this process; some runs then go on in processes of
-their own, and end as if nothing had happened. A quick one is in tests/train/test_damage.py.
+their own, and end as if nothing had happened. A quick one is in tests/training/test_damage.py.
 """
 
 import random
@@ -15,7 +15,7 @@ from damage import harm, harm_file
 from runs import Runs, assert_same_end, end, state_of
 
 from jaxrl.record.journal import read_journal
-from jaxrl.train.steps import choose
+from jaxrl.training.steps import choose
 
 pytestmark = pytest.mark.slow
 NUM_READ, NUM_BOTH, NUM_RUNS, NUM_LINES = 180, 10, 10, 50

@@ -10,7 +10,7 @@ from typing import Any
 
 from sim_machine import Machine, key, known, prompt, sizes
 
-from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.run.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.schema.section import walk

@@ -78,7 +78,7 @@ def test_the_phase_that_hangs_is_named_once_and_then_the_run_ends(tmp_path: Path
 HANG = """
 import ctypes, sys, time
 from jaxrl.record.watchdog import Watchdog
-from jaxrl.runtime.stop import end
+from jaxrl.run.stop import end
 watchdog = Watchdog(1.0, lambda sentence: end(sentence, 1))
 watchdog.beat("the update")
 def stuck_here():
@@ -94,7 +94,7 @@ HANGS = {
 MOVES = """
 import os, time
 from jaxrl.record.watchdog import Watchdog
-from jaxrl.runtime.stop import end
+from jaxrl.run.stop import end
 watchdog = Watchdog(4.0, lambda sentence: end(sentence, 1))
 print("up", flush=True)
 for _ in range(15):

@@ -45,7 +45,7 @@ def jaxrl(*words: str) -> str:
 SAVE = """
 import logging, sys
 from damage import state_at
-from jaxrl.train.checkpoint import Checkpointer
+from jaxrl.training.checkpoint import Checkpointer
 from jaxrl.types import RunFailed
 logging.disable(logging.ERROR)  # Orbax's own words, as on the command line
 try:

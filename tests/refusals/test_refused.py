@@ -29,7 +29,7 @@ from tiny import CONFIG, write_tiny_model
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.safetensors import export_hf
-from jaxrl.train import manifest
+from jaxrl.training import manifest
 
 Prepare = Callable[[Path], object]
 LENGTHS = ("data.max_prompt_length=64", "data.max_response_length=16")

@@ -132,7 +132,7 @@ def test_in_the_loop_it_saves_and_says_so(runs: Path):
 
 STUCK = """
 import hashlib, sys, time
-from jaxrl.runtime.stop import Stop
+from jaxrl.run.stop import Stop
 stop = Stop()
 stop.watch()
 if "loop" in sys.argv:

@@ -25,7 +25,7 @@ from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.narrow_weights import inputs, narrowed
-from jaxrl.train.trainer import MeshTrainer
+from jaxrl.training.trainer import MeshTrainer
 from jaxrl.types import Prompt, SampleKey, SamplingParams, TrainBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings(DEPRECATED)]

@@ -23,7 +23,7 @@ from jaxrl.mechanisms.tail_batching import TailBatching
 from jaxrl.models.loading import load_model
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
-from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.run.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.batches import BatchRule, RoundTime
 from jaxrl.scheduling.rounds.events import (

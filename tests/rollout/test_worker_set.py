@@ -25,7 +25,7 @@ from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.rollout.remote import ExecutorFacts, LayoutFacts, RemoteExecutor
 from jaxrl.rollout.worker_set import WorkerSet
-from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.run.backend import RolloutBackend
 from jaxrl.scheduling.layouts.relayout import How
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine

@@ -86,11 +86,11 @@ from jaxrl.config import from_mapping
 from jaxrl.models import decoder
 from jaxrl.models.shapes import SHAPES
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms
-from jaxrl.runtime.build import use_compilation_cache
+from jaxrl.run.build import use_compilation_cache
 from jaxrl.sharding.compiled import CompileAhead
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.train.programs import TrainPrograms
+from jaxrl.training.programs import TrainPrograms
 
 events = Counter()
 jax.monitoring.register_event_listener(lambda event, **_: events.update([event.rpartition("/")[2]]))

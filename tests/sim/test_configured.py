@@ -16,7 +16,7 @@ from simulate_options import TRAINING, config
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.hosts import HostsSection
 from jaxrl.models.shapes import SHAPES
-from jaxrl.runtime.memory import kv_layers_of, plan_num_blocks
+from jaxrl.run.memory import kv_layers_of, plan_num_blocks
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
 from jaxrl.sim.configured import (
     cost_model,

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxrl.train.checkpoint import Checkpointer, HostState
+from jaxrl.training.checkpoint import Checkpointer, HostState
 
 ABSTRACT = {"params": {"a": jax.ShapeDtypeStruct((40,), np.float64)}, "count": jax.ShapeDtypeStruct((), np.int32)}
 

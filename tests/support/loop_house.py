@@ -30,7 +30,7 @@ from jaxrl.scheduling.rounds.events import (
     Score,
     Verdict,
 )
-from jaxrl.train.training_step import Models
+from jaxrl.training.training_step import Models
 from jaxrl.types import Group, Prompt, Sample, SamplingParams, TrainBatch
 
 Build = Callable[..., "House"]

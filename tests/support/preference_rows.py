@@ -1,4 +1,4 @@
-"""Conversations and pairs that TRL and jaxrl both read, and the model that both train (tests/train/record_trl.py)."""
+"""Conversations and pairs that TRL and jaxrl both read, and the model that train (tests/training/record_trl.py)."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from run_parts import made_run, text_by
 from jaxrl.config import Config
 from jaxrl.record.journal import Journal
 from jaxrl.record.timeline import Timeline
-from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.run.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import Mechanism, RoundInfo
 from jaxrl.scheduling.rounds.events import (
     Event,

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from jaxrl.config import Config, from_mapping
-from jaxrl.runtime.run import Run
+from jaxrl.run.run import Run
 from jaxrl.scheduling.mechanism import Mechanism
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
@@ -15,7 +15,7 @@ from jaxrl.types import Sample
 
 
 class Machine:
-    """Implements `jaxrl.runtime.run.Machine` for mechanisms that compute on no devices. It builds nothing."""
+    """Implements `jaxrl.run.run.Machine` for mechanisms that compute on no devices. It builds nothing."""
 
     mesh = None
     platform = "cpu"

@@ -24,9 +24,9 @@ from quick_xla import flags
 
 from jaxrl.cli import main
 from jaxrl.record.run_record import RunRecord
-from jaxrl.runtime.stop import Stop
-from jaxrl.runtime.training import Training
-from jaxrl.train.checkpoint import Checkpointer, _stored
+from jaxrl.run.stop import Stop
+from jaxrl.run.training import Training
+from jaxrl.training.checkpoint import Checkpointer, _stored
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6

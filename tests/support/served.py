@@ -14,7 +14,7 @@ import httpx2
 from checked_blocks import check_blocks
 
 from jaxrl.commands.serve import Address, serve
-from jaxrl.runtime.stop import Stop
+from jaxrl.run.stop import Stop
 from jaxrl.serving.app import Routes
 from jaxrl.serving.driver import Driver
 from jaxrl.serving.generation import ServedModel

@@ -15,7 +15,7 @@ import jax
 
 from jaxrl.rollout.layout_programs import LayoutPrograms
 from jaxrl.sharding.compiled import _CARRIED, CompiledPrograms
-from jaxrl.train.programs import TrainPrograms
+from jaxrl.training.programs import TrainPrograms
 
 MOST = 400  # the oldest go: each holds some megabytes
 MOST_MAPS = 30_000

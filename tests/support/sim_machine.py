@@ -11,7 +11,7 @@ from run_parts import made_run
 
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.shapes import SHAPES
-from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.run.backend import RolloutBackend
 from jaxrl.scheduling.layouts.latency_profile import SwitchCost
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import (

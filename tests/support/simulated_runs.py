@@ -11,7 +11,7 @@ from sim_machine import SMALL
 from jaxrl.config import Config, SimulatedLengths, SimulatedScoring, SimulatedTask, from_mapping
 from jaxrl.mechanisms.dynamic_sampling import MOST_PER_MISSING
 from jaxrl.record.state import dump_state, load_state
-from jaxrl.runtime.simulation import Simulation, build
+from jaxrl.run.simulation import Simulation, build
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.carried import unpack_samples
 from jaxrl.scheduling.rounds.events import Command, Event, Launch, SampleAborted, SampleFinished

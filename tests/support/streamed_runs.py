@@ -26,14 +26,14 @@ from jaxrl.mechanisms.stream_trainer import FREED, StreamTrainer
 from jaxrl.mechanisms.stream_trainer.scale_down import halves
 from jaxrl.record.journal import Journal
 from jaxrl.record.state import dump_state, load_state
-from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.run.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import Mechanism
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
-from jaxrl.train import batch_preparation
-from jaxrl.train.training_step import Models
+from jaxrl.training import batch_preparation
+from jaxrl.training.training_step import Models
 from jaxrl.types import Group, Prompt, Sample, SampleKey, StreamFailed, TrainBatch
 
 PromptKey = tuple[int, int]

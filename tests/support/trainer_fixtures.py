@@ -19,9 +19,9 @@ from jaxrl.kernels.reference import packed_attention
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.train.packing import BatchShape, TokenBatch, microbatch_shapes
-from jaxrl.train.programs import TrainPrograms
-from jaxrl.train.trainer import MeshTrainer
+from jaxrl.training.packing import BatchShape, TokenBatch, microbatch_shapes
+from jaxrl.training.programs import TrainPrograms
+from jaxrl.training.trainer import MeshTrainer
 from jaxrl.types import ENVIRONMENT, Group, Prompt, Sample, SampleKey, TrainBatch
 
 

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from jaxrl.record.layouts import LayoutLog
     from jaxrl.report.curves import PagePart
     from jaxrl.report.runs import RecordedRun
-    from jaxrl.runtime.plan_timeline import PlanTimeline
-    from jaxrl.runtime.run import Run
+    from jaxrl.run.plan_timeline import PlanTimeline
+    from jaxrl.run.run import Run
 
 _log = logging.getLogger(__name__)
 KIND = "layout"

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from jaxrl.config import Config
     from jaxrl.config.rewards import RewardSection
     from jaxrl.mechanisms.judge.device import DeviceJudge
-    from jaxrl.runtime.run import Run
+    from jaxrl.run.run import Run
 
 _OF_DEVICES = frozenset(
     [

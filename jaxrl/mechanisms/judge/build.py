@@ -1,7 +1,7 @@
 """The judge of a real run from its configuration: sizes, model, tokenizer, weights in the host's memory, engine, pool.
 
 `judge_memory` decides how many of a judge's layers stay resident and how large its KV pool is, from `reward.judge` and
-the judge's shapes alone, before anything is allocated. `jaxrl.runtime.memory` counts its parts with the rollout's, so
+the judge's shapes alone, before anything is allocated. `jaxrl.run.memory` counts its parts with the rollout's, so
 the actor's KV pool takes what the judge leaves, and with those of gradients on freed devices.
 
 Source: RollPacker §4.3: the number of offloaded layers follows from memory and input lengths.
@@ -45,10 +45,10 @@ from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.memory import host_bytes, in_bytes
 from jaxrl.sharding.mesh import platform_of
 from jaxrl.sharding.rules import TENSOR_DIMS, padded_config
-from jaxrl.train.update_memory import splits
+from jaxrl.training.update_memory import splits
 
 if TYPE_CHECKING:
-    from jaxrl.runtime.run import Run
+    from jaxrl.run.run import Run
 
 _LOGITS_COPIES = 2  # float32 arrays of [rows, vocabulary] while a step samples
 _BUFFERS = 2  # streamed layers that are on the devices at a time: one computes while the other's copy is under way

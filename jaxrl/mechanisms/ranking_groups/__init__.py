@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from jaxrl.report.charts import Chart
     from jaxrl.report.curves import PagePart
     from jaxrl.report.runs import RecordedRun
-    from jaxrl.runtime.run import Run
+    from jaxrl.run.run import Run
     from jaxrl.scheduling.tokens.local_workers import By
 
 

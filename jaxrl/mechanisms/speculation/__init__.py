@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from jaxrl.report.runs import RecordedRun
     from jaxrl.rollout.executor import MeshExecutor
     from jaxrl.rollout.remote import RemoteExecutor
-    from jaxrl.runtime.run import Run
+    from jaxrl.run.run import Run
     from jaxrl.scheduling.layouts.latency_profile import Profile
     from jaxrl.scheduling.rounds.history import HistoryStore
     from jaxrl.scheduling.tokens.plan import Request

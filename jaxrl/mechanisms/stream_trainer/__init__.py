@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from jaxrl.mechanisms.stream_trainer.scale_down import ScaleDownDecision, StreamPace
     from jaxrl.models.config import ModelConfig
     from jaxrl.record.journal import Journal
-    from jaxrl.runtime.plan_timeline import PlanTimeline
-    from jaxrl.runtime.run import Run
+    from jaxrl.run.plan_timeline import PlanTimeline
+    from jaxrl.run.run import Run
     from jaxrl.scheduling.tokens.local_workers import By, LocalWorkers
 
 R = TypeVar("R")
@@ -206,8 +206,8 @@ class StreamTrainer(Mechanism):
         """Half of the devices have a share of the weights that is twice the trainer's, and what an update there would
         add, but for the optimizer. The reference's weights, and a teacher's, come in turns with the others."""
         from jaxrl.schema.limits import BYTES
-        from jaxrl.train.teacher import teacher_model
-        from jaxrl.train.update_memory import device_bytes, device_numbers, update_phases
+        from jaxrl.training.teacher import teacher_model
+        from jaxrl.training.update_memory import device_bytes, device_numbers, update_phases
 
         if not config.trainer.stream.enable:
             return None

@@ -33,10 +33,10 @@ import numpy as np
 
 from jaxrl.models.lora import without_adapters
 from jaxrl.sharding.split_mesh import Half
-from jaxrl.train import batch_preparation
-from jaxrl.train.programs import Accumulator, TrainPrograms
-from jaxrl.train.teacher import MeshTeacher, shares_base
-from jaxrl.train.trainer import MeshTrainer
+from jaxrl.training import batch_preparation
+from jaxrl.training.programs import Accumulator, TrainPrograms
+from jaxrl.training.teacher import MeshTeacher, shares_base
+from jaxrl.training.trainer import MeshTrainer
 from jaxrl.types import Group, StreamFailed, TrainBatch
 
 Tree = Any

@@ -31,7 +31,7 @@ from jaxrl.types import ENVIRONMENT, Episode, Prompt, Sample, SampleKey, Turn
 
 if TYPE_CHECKING:
     from jaxrl.config import Config
-    from jaxrl.runtime.run import Run
+    from jaxrl.run.run import Run
     from jaxrl.scheduling.tokens.engine import Finished
     from jaxrl.scheduling.tokens.plan import Request
 

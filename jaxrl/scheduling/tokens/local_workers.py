@@ -1,6 +1,6 @@
 """Several workers that look like one: requests are dealt to engines, and what ends comes in one logical order.
 
-Purpose: `LocalWorkers` is what `jaxrl.runtime.backend.RolloutBackend` drives. Each engine has an executor on devices of
+Purpose: `LocalWorkers` is what `jaxrl.run.backend.RolloutBackend` drives. Each engine has an executor on devices of
 its own, here or on another host, with its own pool, layout and pace (docs/architecture.md). Requests are dealt when
 they are added, and may move later; a worker may be closed, so that its devices do something else, and opened again.
 

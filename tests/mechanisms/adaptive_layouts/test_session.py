@@ -15,7 +15,7 @@ from adaptive_runs import LARGE, WORKLOAD, config, run
 
 from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 from jaxrl.record.journal import Journal
-from jaxrl.runtime.simulation import build
+from jaxrl.run.simulation import build
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import H100
 

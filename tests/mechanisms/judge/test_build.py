@@ -30,7 +30,7 @@ from jaxrl.models.streaming import HOST
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.reward_pool import build_pool
 from jaxrl.rollout.layout_programs import LayoutPrograms
-from jaxrl.runtime.memory import memory_problem
+from jaxrl.run.memory import memory_problem
 from jaxrl.sharding.memory import in_bytes
 from jaxrl.sharding.mesh import make_mesh
 

@@ -19,7 +19,7 @@ from jaxrl.mechanisms.judge import Judge
 from jaxrl.mechanisms.judge.device import DeviceJudge
 from jaxrl.rewards.reward_pool import RewardPool
 from jaxrl.rollout.executor import PlanTimer
-from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.run.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.rounds.round import Round

@@ -2,7 +2,7 @@
 
 from known_sizes import SMOLLM2, config
 
-from jaxrl.runtime.memory import memory_plan, memory_problem
+from jaxrl.run.memory import memory_plan, memory_problem
 
 NAME = "rollout weights of the next round"
 

@@ -21,8 +21,8 @@ from jaxrl.models import decoder
 from jaxrl.models.lora import Lora, without_adapters
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.split_mesh import Half
-from jaxrl.train import batch_preparation
-from jaxrl.train.trainer import MeshTrainer
+from jaxrl.training import batch_preparation
+from jaxrl.training.trainer import MeshTrainer
 from jaxrl.types import Group, StreamFailed, TrainBatch
 
 SMALL: dict[str, Any] = {

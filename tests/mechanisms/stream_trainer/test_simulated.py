@@ -18,7 +18,7 @@ from simulated_runs import played, samples_of
 from jaxrl.config import Config, SimulatedScoring, TaskSection, from_mapping
 from jaxrl.mechanisms.stream_trainer import GradientStream, StreamTrainer
 from jaxrl.record.journal import Journal
-from jaxrl.runtime.simulation import Simulation, build
+from jaxrl.run.simulation import Simulation, build
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.trainer import load_of

@@ -22,7 +22,7 @@ from jaxrl.models.decoder import init
 from jaxrl.record.journal import Journal
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
-from jaxrl.runtime.backend import RolloutBackend
+from jaxrl.run.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.carried import as_carried, pack_samples, unpack_samples
 from jaxrl.scheduling.rounds.events import Abort, Launch, SampleAborted, SampleFinished

@@ -1,0 +1,156 @@
+"""The backend over replayed lengths and a pool that answers when it is told to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from replayed_backend import (
+    LENGTHS,
+    PARAMS,
+    PROMPTS,
+    Pool,
+    begin,
+    key,
+    next_finished,
+    opened,
+)
+
+from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
+from jaxrl.mechanisms.adaptive_layouts.control import Decision
+from jaxrl.run.backend import RolloutBackend
+from jaxrl.scheduling.mechanism import RoundInfo
+from jaxrl.scheduling.rounds.events import (
+    Abort,
+    Interrupted,
+    Launch,
+    SampleAborted,
+    Score,
+    Verdict,
+)
+from jaxrl.scheduling.rounds.round import Round
+from jaxrl.types import Sample
+
+
+@pytest.fixture(params=[1, 2], ids=["one worker", "two workers"])
+def num_workers(request: Any) -> int:
+    return request.param
+
+
+@pytest.fixture
+def houses(tmp_path: Path, num_workers: int) -> Iterator[Any]:
+    with opened(tmp_path, num_workers) as build:
+        yield build
+
+
+@pytest.mark.parametrize("order", [[(7, "short"), (7, "eval")], [(7, "short"), (8, "long"), (7, "eval"), (8, "eval")]])
+def test_layouts_know_an_evaluation_from_the_training_round_of_its_step(
+    houses: Any, num_workers: int, order: list[tuple[int, str]]
+):
+    """The place of a layout's decisions in the journal: the step, and 0 for training or 1 for evaluation."""
+    places: list[Any] = []
+    journal: Any = SimpleNamespace(
+        entries=lambda step, kind: (), append=lambda step, kind, key, entry: places.append((step, key[0]))
+    )
+    control: Any = SimpleNamespace(
+        follows=False,
+        tp=1,
+        switches=[],
+        enter=lambda: None,
+        begin=lambda kind, recorded, write: write(Decision(0, None)),
+        before_plan=lambda decides: None,
+        after_plan=lambda now_s: None,
+        finished=lambda length: None,
+        end=lambda preemptions: {},
+    )
+    drawing: Any = SimpleNamespace(counter=lambda *_, **values: None)
+    layouts = AdaptiveLayouts([control] * num_workers, lambda: 0.0, drawing, None, journal)
+    house = houses(LENGTHS, Pool(), mechanisms=[layouts])
+    for step, kind in order:
+        house.run_round(PROMPTS, 1, step, kind)
+        house.backend.end()
+    assert places == [(step, int(kind == "eval")) for step, kind in order for _ in range(num_workers)]
+
+
+def test_a_stop_is_heard_while_no_event_comes(houses: Any):
+    """A response may take as long as all others together: a stop must not wait for its end."""
+    house = houses({key(0): 40}, Pool())
+    house.run.stop = lambda: len(house.progress) >= 3
+    round = Round([PROMPTS[0]], 1)
+    house.backend.begin(RoundInfo(1), PARAMS)
+    house.backend.apply(round.handle(house.backend.wait()))
+    with pytest.raises(Interrupted):
+        house.backend.wait()
+    assert len(house.progress) == 3, "it ran on after the stop"
+    house.backend.cancel()
+    assert house.engine.is_idle
+
+
+def next_aborted(backend: RolloutBackend) -> Sample:
+    event = backend.wait()
+    assert isinstance(event, SampleAborted)
+    return event.sample
+
+
+@pytest.mark.parametrize("num_workers", [1], indirect=True)  # which plan brings what is that of one
+def test_abort_is_told_once_for_each_also_for_those_whose_end_was_still_to_be_told(houses: Any):
+    house = houses({key(0, 0): 2, key(0, 1): 2, key(0, 2): 30}, Pool())
+    keys = (key(0, 0), key(0, 1), key(0, 2))
+    backend = begin(house, keys)
+    first = next_finished(backend)
+    assert first.key == keys[0]
+    backend.apply([Abort(keys[1:])])  # the first of them has finished in the same plan
+    untold, running = next_aborted(backend), next_aborted(backend)
+    assert [(s.key, s.finish_reason) for s in (untold, running)] == [(k, "abort") for k in keys[1:]]
+    assert (len(untold), len(running)) == (2, 5), "the tokens of the plan in flight are not waited for"
+    house.engine.drain()
+    assert house.engine.is_idle
+    backend.apply([Score(PROMPTS[0], first)])
+    verdict = backend.wait()
+    assert isinstance(verdict, Verdict)
+    assert verdict.key == keys[0]
+    with pytest.raises(RuntimeError, match="nothing is running or being scored"):
+        backend.wait()
+
+
+def test_generation_is_over_when_the_last_response_has_been_told(houses: Any):
+    """A plan of rows that have all stopped is still in flight; it is no progress."""
+    house = houses({key(0, 0): 3}, Pool(hold=[key(0, 0)]))
+    backend = begin(house, [key(0, 0)])
+    assert backend.generating
+    sample = next_finished(backend)
+    assert not backend.generating
+    assert not house.engine.is_idle
+    num_told = len(house.progress)
+    backend.apply([Score(PROMPTS[0], sample)])
+    assert isinstance(backend.wait(), Verdict)
+    assert house.engine.is_idle
+    assert len(house.progress) == num_told
+    backend.apply([Launch(PROMPTS[0], (key(0, 1),))])
+    assert backend.generating, "a verdict may make the round go on"
+    backend.cancel()
+    assert not backend.generating
+
+
+def test_weights_and_memory_come_and_go(houses: Any):
+    """Weights that no round has used are not brought again: a run compiles its programs with the first ones."""
+    house = houses(LENGTHS, Pool())
+    first = [("sync", "weights", 0), "allocate"]
+    house.backend.enter_rollout(0)
+    assert house.worker.calls == first
+    house.run_round(PROMPTS, 2)
+    house.backend.end()
+    house.backend.enter_rollout(0)
+    assert house.worker.calls == [*first, *first], "a round has begun with them"
+    house.worker.calls.clear()
+    house.backend.leave_rollout()
+    house.backend.leave_rollout()
+    house.backend.enter_rollout(1)
+    house.backend.enter_rollout(2)
+    second = [("sync", "weights", 1), "allocate", ("sync", "weights", 2), "allocate"]
+    assert house.worker.calls == [("release", True), *second]
+    round, _ = house.run_round(PROMPTS, 2, step=3)
+    assert {v for g in round.groups() for s in g.samples for v in s.versions.tolist()} == {2}

@@ -1,0 +1,112 @@
+"""What is said of a GPU's memory and of the compilation cache, with devices that are none."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from jaxrl.config import Config, ConfigError, from_mapping
+from jaxrl.run import build
+from jaxrl.run.build import retuning_note, share_notes, use_compilation_cache
+from jaxrl.run.cache_folder import with_cache_folder
+from jaxrl.sharding.memory import memory_share
+
+CONFIG = from_mapping({"model": {"path": "SmolLM2-135M"}})
+VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+CLIENT = SimpleNamespace(platform_version="cuda 13000")
+H100 = SimpleNamespace(
+    platform="gpu", client=CLIENT, memory_stats=lambda: {"bytes_limit": 60 << 30}, device_kind="H100"
+)
+
+
+def configured(**trainer: str) -> Config:
+    return from_mapping({"model": {"path": "m"}, "trainer": trainer})
+
+
+@pytest.fixture(autouse=True)
+def unset(monkeypatch: pytest.MonkeyPatch):
+    for name in (VARIABLE, "XLA_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("variables", "share"),
+    [({}, 0.75), ({VARIABLE: ".92"}, 0.92), ({"XLA_CLIENT_MEM_FRACTION": "0.8"}, 0.8), ({VARIABLE: ""}, 0.75)],
+)
+def test_the_share_is_what_jax_was_told(variables: dict[str, str], share: float, monkeypatch: pytest.MonkeyPatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert memory_share("gpu") == share
+    assert memory_share("cpu") is None
+
+
+@pytest.mark.parametrize("option", ["quantization", "kv_cache_dtype"])
+def test_float8_is_refused_where_a_gpu_has_none(option: str):
+    config = from_mapping({"model": {"path": "m"}, "rollout": {option: "fp8"}})
+    for capability in ("8.9", None):
+        build.refuse_float8(config, SimpleNamespace(compute_capability=capability, device_kind="L4"))
+    with pytest.raises(ConfigError, match=rf"^rollout.{option}=fp8: float8 needs a GPU of .* 8.9 or more, and A100"):
+        build.refuse_float8(config, SimpleNamespace(compute_capability="8.0", device_kind="A100"))
+
+
+def test_a_small_share_is_said_with_what_to_set(monkeypatch: pytest.MonkeyPatch):
+    (note,) = share_notes(CONFIG, [H100])
+    assert note == (
+        "JAX was given 0.75 of each GPU's memory (60.0 GiB of about 80.0 GiB), and rollout.memory_fraction (0.85) is "
+        f"of that: for a larger KV pool, set {VARIABLE}=0.92 in the environment"
+    )
+    monkeypatch.setenv(VARIABLE, "0.9")
+    assert share_notes(CONFIG, [H100]) == []
+    monkeypatch.setenv(VARIABLE, "0.5")
+    assert share_notes(CONFIG, [SimpleNamespace(platform="cpu", memory_stats=lambda: None)]) == []
+
+
+def test_a_resume_without_the_cache_of_before_says_so_on_gpus():
+    assert retuning_note("a", "a", "gpu") is None
+    assert retuning_note(None, "a", "gpu") is None, "not known"
+    assert "is not there any more, or another folder" in (retuning_note("a", "b", "gpu") or "")
+    assert "is switched off now" in (retuning_note("a", "", "gpu") or "")
+    assert "was switched off" in (retuning_note("", "b", "cuda") or "")
+    assert retuning_note("a", "b", "cpu") is None
+
+
+def test_a_cache_is_known_again_until_its_folder_is_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(build, "reset_cache", lambda: None)
+    monkeypatch.setattr(build.jax.config, "update", lambda *_: None)
+    folder = tmp_path / "cache"
+    config = configured(compilation_cache_dir=str(folder))
+    name = use_compilation_cache(config)
+    assert name
+    assert use_compilation_cache(config) == name
+    assert len(list(folder.iterdir())) == 1, "the name, and no temporary file of it"
+    for file in folder.iterdir():
+        file.unlink()
+    assert use_compilation_cache(config) not in ("", name)
+    assert use_compilation_cache(configured(compilation_cache_dir="")) == ""
+
+
+def test_a_cache_that_cannot_be_written_stops_no_run_unless_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    with caplog.at_level(logging.WARNING):
+        found = with_cache_folder(configured())
+    assert found == configured(compilation_cache_dir="")
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        f"trainer.compilation_cache_dir: {tmp_path}/file/.cache/jaxrl/xla cannot be made"
+    )
+    with pytest.raises(ValueError, match=r"^trainer\.compilation_cache_dir: .* is not a folder$"):
+        with_cache_folder(configured(compilation_cache_dir=str(tmp_path / "file" / "xla")))
+
+
+def test_nothing_is_changed_where_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for config in (configured(), configured(compilation_cache_dir=""), configured(compilation_cache_dir=str(tmp_path))):
+        assert with_cache_folder(config) is config
+    assert not caplog.records
+    assert list(tmp_path.iterdir()) == [], "a look writes nothing"

@@ -1,0 +1,118 @@
+"""From a configuration to its batch rule, and what is refused."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import combinations, takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from keyword_options import with_options
+from rounds import rule_sections
+
+from jaxrl.config import Config, ConfigError
+from jaxrl.mechanisms import batch_rule, composition_problem
+from jaxrl.mechanisms.partial_rollout import PartialRollout
+from jaxrl.mechanisms.speculation import draft_config
+from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, DraftWindow
+from jaxrl.run.rules import batcher_config
+from jaxrl.scheduling.rounds.batches import FreshBatches
+from jaxrl.scheduling.rounds.race import BatchSettings, RaceLimits
+
+LONGEST = 77  # tokens of a response
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+RULES_PAGE = DOCS / "rollout-rules.md"
+
+
+def config(**options: Any) -> Config:
+    """`rollout__tail_batching__enable=True` and the like, on top of 4 prompts × 3 samples."""
+    data = {"train_batch_size": 4, "max_response_length": LONGEST}
+    values: dict[str, Any] = {"model": {"path": "m"}, "data": data, "rollout": {"n": 3}}
+    return with_options(values, options)
+
+
+def test_plain_batches_are_the_default():
+    off = {"prompt_factor": 1.5}
+    rule = batch_rule(
+        config(reward__score_when="rollout", rollout__max_active_requests=9, rollout__over_provisioning=off)
+    )
+    assert isinstance(rule, FreshBatches)
+    assert rule.name == "plain batches"
+    limits = rule.limits
+    batch = BatchSettings(4, 3, score_when="rollout", max_active_requests=9, max_response_length=LONGEST)
+    assert limits == RaceLimits(batch, 3, 0)
+    assert limits.batch.group_filter is None
+
+
+def test_a_buffer_filter_is_the_function_of_the_users_file(tmp_path: Path):
+    file = tmp_path / "mine.py"
+    file.write_text("def hold(groups, policy_version):\n    return {}\ndef wrong(buffer):\n    return buffer\n")
+    partial = {"enable": True, "buffer_filter_path": str(file), "buffer_filter_name": "hold"}
+    rule = batch_rule(config(rollout__partial_rollout=partial))
+    assert isinstance(rule, PartialRollout)
+    assert rule.buffer_filter is not None
+    assert rule.buffer_filter(groups=[], policy_version=0) == {}
+    with pytest.raises(ConfigError, match=r"mine\.py: wrong must take \(groups, policy_version\), by these names"):
+        batch_rule(config(rollout__partial_rollout=partial | {"buffer_filter_name": "wrong"}))
+
+
+ON = {"enable": True}
+
+
+@pytest.mark.parametrize(("platform", "verified"), [("cpu", 16), ("gpu", 256), ("rocm", 256)])
+def test_when_plans_verify_drafts(platform: str, verified: int):
+    assert draft_config(config(), platform) is None
+    assert draft_config(config(rollout__speculation=ON), platform) == DraftConfig(DraftWindow(), verified)
+    chosen = {"verify_tokens": 7, "max_batch": 3, "max_window": 9}
+    drafts = draft_config(config(rollout__speculation=ON | chosen), platform)
+    assert drafts == DraftConfig(DraftWindow(2, 2, 9), 7, 3)
+    assert drafts is not None
+    rule = partial(DraftRule, drafts)
+    assert batcher_config(config(), rule).verify_rule is rule
+
+
+@pytest.mark.parametrize("section", rule_sections())
+def test_every_rule_is_made_and_has_its_page(section: str):
+    rule = batch_rule(config(**{f"rollout__{section}": ON}))
+    assert rule.name != "plain batches", f"jaxrl/mechanisms/__init__.py makes no rule of rollout.{section}"
+    page = DOCS / "mechanisms" / f"{section}.md"
+    title = page.read_text(encoding="utf-8").splitlines()[0]
+    assert f"`rollout.{section}`" in title, f"{page.name} needs `rollout.{section}` in its title"
+    lines = RULES_PAGE.read_text(encoding="utf-8").splitlines()
+    table = takewhile(lambda line: line.startswith("|"), lines[lines.index("## What composes with what") + 2 :])
+    header, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table)
+    assert rule.name in header, f"{RULES_PAGE.name}: no column {rule.name!r} in what composes with what"
+    assert rule.name in [row[0] for row in rows], f"{RULES_PAGE.name}: no row {rule.name!r} in what composes with what"
+    assert all(len(row) == len(header) for row in rows)
+
+
+@pytest.mark.parametrize(("one", "other"), list(combinations(rule_sections(), 2)))
+def test_every_rule_excludes_every_other(one: str, other: str):
+    problem = composition_problem(config(**{f"rollout__{one}": ON, f"rollout__{other}": ON}))
+    names = [batch_rule(config(**{f"rollout__{section}": ON})).name for section in (one, other)]
+    assert problem is not None, f"{names[0]} and {names[1]} must exclude each other: `decides` of both"
+    assert all(name in problem for name in names)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"rollout__partial_rollout": ON | {"max_staleness": 1}, "trainer__one_step_off": True},
+            r"rollout\.partial_rollout\.max_staleness \(1 versions\) must be >= 2, or -1 for no cap: .* one-step-off",
+        ),
+        (
+            {"rollout__n": 1, "algorithm__adv_estimator": "reinforce_plus_plus", "algorithm__filter_groups": ON},
+            r"dynamic sampling needs rollout\.n >= 2, found 1",
+        ),
+        (
+            {"rollout__tail_batching": ON, "rollout__max_active_requests": 3},
+            r"rollout\.max_active_requests \(3 samples\) must hold one prompt's responses \(4 samples\)",
+        ),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message) as caught:
+        batch_rule(config(**options))
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,216 @@
+"""Losses against numpy loops that follow the equations token by token: terms, gradients and metrics that
+`test_verl.py` does not have."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.config import Config, from_mapping
+from jaxrl.training import losses
+from jaxrl.training.packing import TokenBatch
+
+# one row: a sequence of 2 prompt + 3 response tokens, one of 1 + 2, two of padding
+MASK = np.array([[0, 0, 1, 1, 1, 0, 1, 1, 0, 0]], np.float32)
+SEGMENTS = np.array([[1, 1, 1, 1, 1, 2, 2, 2, 0, 0]], np.int32)
+SEQUENCES = [[2, 3, 4], [6, 7]]
+NEW = np.array([[9, 9, -1.0, -0.5, -2.0, 9, -0.2, -3.0, 9, 9]], np.float32)
+OLD = np.array([[7, 7, -1.5, -0.4, -2.0, 7, -0.9, -2.0, 7, 7]], np.float32)
+REF = np.array([[5, 5, -1.1, -0.9, -1.5, 5, -0.2, -2.5, 5, 5]], np.float32)
+ROLLOUT = np.array([[3, 3, -1.4, -0.4, -2.2, 3, -0.8, -2.0, 3, 3]], np.float32)
+ENTROPY = np.array([[4, 4, 1.0, 2.0, 0.5, 4, 1.5, 0.1, 4, 4]], np.float32)
+ADVANTAGES = np.array([[8, 8, 1.0, 1.0, 1.0, 8, -2.0, -2.0, 8, 8]], np.float32)
+
+
+@pytest.fixture
+def batch() -> TokenBatch:
+    return dataclasses.replace(
+        TokenBatch.zeros(1, 10),
+        segment_ids=SEGMENTS,
+        loss_mask=MASK,
+        advantages=ADVANTAGES,
+        rollout_logprobs=ROLLOUT,
+        old_logprobs=OLD,
+        ref_logprobs=REF,
+        sequence_length=np.array([[3] * 5 + [2] * 3 + [0] * 2], np.int32),
+        num_sequences=np.array([2], np.int32),
+    )
+
+
+def config_of(actor=None, algorithm=None) -> Config:
+    return from_mapping({"model": {"path": "x"}, "actor": actor or {}, "algorithm": algorithm or {}})
+
+
+def by_hand(per_token, mode):
+    """(sum, denominator) of {column: value}."""
+    if mode == "token-mean":
+        return sum(per_token.values()), len(per_token)
+    sums = [sum(per_token[t] for t in s) / (len(s) if mode == "seq-mean-token-mean" else 1) for s in SEQUENCES]
+    return sum(sums), len(sums)
+
+
+def surrogate(ratio, advantage, low, high, c=None):
+    loss = max(-advantage * ratio, -advantage * min(max(ratio, 1 - low), 1 + high))
+    return min(loss, -advantage * c) if c and advantage < 0 else loss
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum"])
+def test_kl_and_entropy_terms(batch, mode):
+    actor = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "mse", "entropy_coeff": 0.2}
+    plain = losses.compute(NEW, ENTROPY, batch, config_of({}, {"loss_agg_mode": mode}))
+    terms = losses.compute(NEW, ENTROPY, batch, config_of(actor, {"loss_agg_mode": mode}))
+    columns = [t for s in SEQUENCES for t in s]
+    kl, _ = by_hand({t: 0.5 * (NEW[0, t] - REF[0, t]) ** 2 for t in columns}, mode)
+    entropy, _ = by_hand({t: ENTROPY[0, t] for t in columns}, mode)
+    np.testing.assert_allclose(terms.total, plain.total + 0.3 * kl - 0.2 * entropy, rtol=1e-5)
+    np.testing.assert_allclose(terms.means["actor/kl_loss"].total, kl, rtol=1e-5)
+    np.testing.assert_allclose(terms.means["actor/entropy"].total, ENTROPY[MASK > 0].sum(), rtol=1e-6)
+
+
+def test_gspo_gradient(batch, x64):
+    """With one advantage per sequence, the gradient is that of s(θ)·A with s differentiated as a whole."""
+    batch = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, batch)
+    actor = {"ratio_level": "sequence", "clip_ratio_low": 0.9, "clip_ratio_high": 9.0}
+    config = config_of(actor, {"loss_agg_mode": "seq-mean-token-mean"})
+
+    def direct(new):
+        ratios = [jnp.exp(jnp.mean(new[0, jnp.array(s)] - OLD.astype(float)[0, s])) for s in SEQUENCES]
+        return sum(-ADVANTAGES[0, s[0]] * ratio for s, ratio in zip(SEQUENCES, ratios, strict=True))
+
+    new = jnp.asarray(NEW, jnp.float64)
+    found = jax.jit(jax.grad(lambda new: losses.compute(new, jnp.asarray(ENTROPY), batch, config).total))(new)
+    np.testing.assert_allclose(found, jax.jit(jax.grad(direct))(new), rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("old", ["recompute", "rollout"])
+def test_rollout_mismatch(batch, old):
+    terms = losses.compute(NEW, ENTROPY, batch, config_of({"old_logprobs": old}))
+    gap = (ROLLOUT - (OLD if old == "recompute" else NEW))[0]
+    columns = [t for s in SEQUENCES for t in s]
+    np.testing.assert_allclose(terms.means["rollout_corr/kl"].total, gap[columns].sum(), rtol=1e-5)
+    ppl = sum(abs(gap[s].mean()) for s in SEQUENCES)
+    np.testing.assert_allclose(terms.means["rollout_corr/log_ppl_abs_diff"].total, ppl, rtol=1e-5)
+    assert terms.means["rollout_corr/log_ppl_abs_diff"].denominator == 2
+    k3 = sum(np.exp(-gap[t]) - 1 + gap[t] for t in columns)
+    np.testing.assert_allclose(terms.means["rollout_corr/k3_kl"].total, k3, rtol=1e-4)
+    np.testing.assert_allclose(terms.maxima["rollout_corr/logprob_abs_diff_max"], abs(gap[columns]).max(), rtol=1e-5)
+
+
+def corrected(level, threshold=2.0):
+    return {"rollout_correction": {"rollout_is": level, "rollout_is_threshold": threshold}}
+
+
+# old - rollout is -0.1, 0, 0.2 in one sequence and -0.1, 0 in the other: weights of e^0.2 and e^0.1 are over 1.05
+@pytest.mark.parametrize(
+    ("mode", "level", "num_high", "of"),
+    [("token-mean", "token", 1, 5), ("seq-mean-token-sum", "sequence", 1, 2), ("seq-mean-token-mean", "token", 1, 5)],
+)
+def test_truncated_importance_sampling(batch, mode, level, num_high, of):
+    options = {"loss_agg_mode": mode, **corrected(level, 1.05)}
+    terms = losses.compute(NEW, ENTROPY, batch, config_of({"clip_ratio_c": 1.5}, options))
+    per_token, weights = {}, {}
+    for sequence in SEQUENCES:
+        log_weights = {t: float(OLD[0, t]) - float(ROLLOUT[0, t]) for t in sequence}
+        if level == "sequence":
+            log_weights = dict.fromkeys(sequence, sum(log_weights.values()))
+        for t in sequence:
+            weights[t] = min(np.exp(log_weights[t]), 1.05)
+            per_token[t] = weights[t] * surrogate(np.exp(NEW[0, t] - OLD[0, t]), ADVANTAGES[0, t], 0.2, 0.2, 1.5)
+    expected, denominator = by_hand(per_token, mode)
+    np.testing.assert_allclose(terms.total, expected, rtol=1e-5)
+    assert terms.denominator == denominator
+    np.testing.assert_allclose(terms.means["actor/pg_loss"].total, expected, rtol=1e-5)
+    mean = terms.means["rollout_corr/rollout_is_mean"]
+    np.testing.assert_allclose(mean.total, sum(weights.values()), rtol=1e-6)
+    assert mean.denominator == 5
+    high = terms.means["rollout_corr/rollout_is_ratio_fraction_high"]
+    np.testing.assert_allclose(high, (num_high, of), rtol=1e-6)
+    largest = np.exp(0.2 if level == "token" else 0.1)
+    np.testing.assert_allclose(terms.maxima["rollout_corr/rollout_is_max"], largest, rtol=1e-5)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_untruncated_weights_give_the_gradient_of_importance_sampling(batch, level, x64):
+    """With an infinite threshold, and ratios that nothing clips, the gradient is Σ w A ∇π/π_old = Σ (π/π_rollout) A
+    ∇log π per token; per sequence, w is the product over it."""
+    batch = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, batch)
+    config = config_of({"clip_ratio_low": 0.99, "clip_ratio_high": 99.0}, corrected(level, float("inf")))
+    gradient = jax.jit(jax.grad(lambda new: losses.compute(new, jnp.asarray(ENTROPY), batch, config).total))
+    found = gradient(np.asarray(NEW, float))
+    expected = np.zeros((1, 10))
+    new, old, rollout = (np.asarray(x, np.float64)[0] for x in (NEW, OLD, ROLLOUT))
+    for sequence in SEQUENCES:
+        for t in sequence:
+            gap = old[t] - rollout[t] if level == "token" else sum(old[s] - rollout[s] for s in sequence)
+            expected[0, t] = -ADVANTAGES[0, t] * np.exp(gap + new[t] - old[t])
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["vanilla", "cispo", "reinforce"])
+def test_gradients_of_the_losses(batch, mode, x64):
+    """Per token: A·r where the clip is not active, A·clip(r), and A."""
+    batch = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, batch)
+    config = config_of({"loss_mode": mode, "clip_ratio_low": 0.3, "clip_ratio_high": 0.4})
+    found = jax.jit(jax.grad(lambda new: losses.compute(new, jnp.asarray(ENTROPY), batch, config).total))(
+        np.asarray(NEW, float)
+    )
+    expected = np.zeros((1, 10))
+    clipped = 0
+    for t in (t for sequence in SEQUENCES for t in sequence):
+        advantage, ratio = float(ADVANTAGES[0, t]), np.exp(float(NEW[0, t]) - float(OLD[0, t]))
+        within = min(max(ratio, 0.7), 1.4)
+        clipped += ratio != within
+        beyond = ratio > 1.4 if advantage > 0 else ratio < 0.7
+        weight = {"vanilla": 0.0 if beyond else ratio, "cispo": within, "reinforce": 1.0}[mode]
+        expected[0, t] = -advantage * weight
+    assert clipped == 3, "of both signs"
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+# log(π_old / π_rollout) is -0.1, 0, 0.2 in one sequence and -0.1, 0 in the other
+@pytest.mark.parametrize(
+    ("mode", "criteria", "thresholds", "kept"),
+    [
+        # the ratio π_rollout / π_old: e^-0.2 is below 0.9
+        ("token-mean", ["token_k1"], ["0.9_1.2"], [[2, 3], [6, 7]]),
+        # e^-0.1 and e^0.1: outside 1/1.05 to 1.05
+        ("seq-mean-token-sum", ["seq_sum_k1"], ["1.05"], [[], []]),
+        ("seq-mean-token-mean", ["seq_max_k3"], ["0.01"], [[], [6, 7]]),
+        ("seq-mean-token-mean", ["token_k3", "seq_mean_k1"], ["0.01", "0.96_1.04"], [[2, 3], []]),
+    ],
+)
+def test_what_is_rejected_counts_nowhere(batch, mode, criteria, thresholds, kept):
+    """Losses, denominators and metrics are those of a batch in which the rejected tokens have the mask 0."""
+    options = {"rollout_rs": criteria, "rollout_rs_threshold": thresholds}
+    actor = {"use_kl_loss": True, "kl_loss_coef": 0.3, "entropy_coeff": 0.2}
+    terms = losses.compute(
+        NEW, ENTROPY, batch, config_of(actor, {"loss_agg_mode": mode, "rollout_correction": options})
+    )
+    mask, length = np.zeros_like(MASK), np.zeros_like(batch.sequence_length)
+    for sequence, left in zip(SEQUENCES, kept, strict=True):
+        mask[0, left] = 1
+        length[batch.segment_ids == batch.segment_ids[0, sequence[0]]] = len(left)
+    left = dataclasses.replace(
+        batch, loss_mask=mask, sequence_length=length, num_sequences=np.array([sum(map(bool, kept))])
+    )
+    alone = losses.compute(NEW, ENTROPY, left, config_of(actor, {"loss_agg_mode": mode}))
+    np.testing.assert_allclose((terms.total, terms.denominator), (alone.total, alone.denominator), rtol=1e-6)
+    for name in ("actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/pg_clipfrac", "actor/ppo_kl"):
+        np.testing.assert_allclose(terms.means[name], alone.means[name], rtol=1e-6, err_msg=name)
+    share = terms.means["rollout_corr/rollout_rs_masked_fraction"]
+    np.testing.assert_allclose(share, (5 - mask.sum(), 5))
+    share = terms.means["rollout_corr/rollout_rs_seq_masked_fraction"]
+    partly = sum(len(s) != len(k) for s, k in zip(SEQUENCES, kept, strict=True))
+    np.testing.assert_allclose(share, (partly, 2), rtol=1e-6)
+
+
+def test_weights_are_those_of_the_whole_sequence(batch):
+    """A product over a sample's tokens has those in it that are rejected."""
+    both = corrected("sequence", 9.0)["rollout_correction"] | {"rollout_rs": "token_k2", "rollout_rs_threshold": "0.01"}
+    terms = losses.compute(NEW, ENTROPY, batch, config_of({}, {"rollout_correction": both}))
+    weights = {t: np.exp(0.1) for t in (2, 3)} | {t: np.exp(-0.1) for t in (6, 7)}
+    per_token = [weights[t] * surrogate(np.exp(NEW[0, t] - OLD[0, t]), ADVANTAGES[0, t], 0.2, 0.2) for t in weights]
+    np.testing.assert_allclose(terms.total, sum(per_token), rtol=1e-5)
+    assert terms.denominator == 4

@@ -1,0 +1,129 @@
+"""Muon: each matrix of each layer against a loop in NumPy; sharded, resumed, with adapters."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from drawn_models import draw
+from small_models import TRAINED
+from trainer_fixtures import programs_of
+
+from jaxrl.config import OptimSection
+from jaxrl.models import decoder
+from jaxrl.models.config import ModelConfig
+from jaxrl.models.lora import Lora
+from jaxrl.sharding.mesh import make_mesh
+from jaxrl.training import optimizer as optimizers
+from jaxrl.training.packing import BatchShape, row_length
+from jaxrl.training.trainer import MeshTrainer
+from jaxrl.training.update_memory import resident_parts, update_phases
+
+BIASED = dataclasses.replace(TRAINED, qkv_bias=True, family="qwen2", tie_word_embeddings=False)
+WIDE = {"actor__dtype": "float64", "actor__param_dtype": "float64", "actor__optim": {"name": "muon", "lr": 1e-2}}
+LONG = (BatchShape(1, row_length(96)),)
+# by how many dims a product sums over
+MATRICES = {"q": 1, "k": 1, "v": 1, "o": 2, "router": 1, "gate": 1, "up": 1, "down": 1}
+
+
+def orthogonalised(matrix: np.ndarray) -> np.ndarray:
+    """Five steps of Newton and Schulz, of a matrix divided by its norm (Jordan et al. 2024)."""
+    x = matrix / (np.linalg.norm(matrix) + 1e-8)
+    x, wide = (x, True) if x.shape[0] <= x.shape[1] else (x.T, False)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x if wide else x.T
+
+
+MIXTURE = ModelConfig.from_hf(draw("gpt_oss", 2) | {"vocab_size": 64})
+
+
+@pytest.mark.parametrize("model", [BIASED, MIXTURE], ids=lambda model: model.family)
+def test_muon_by_hand(model, x64):
+    """Every matrix of a layer, or of an expert, is orthogonalised for itself, over all its inputs and outputs; biases,
+    norms, embedding and head have AdamW."""
+    optim = OptimSection(name="muon", lr=0.1, weight_decay=0.02, momentum=0.9, beta1=0.8, beta2=0.99)
+    optimizer = optimizers.build(optim, 0.0, weights=model.weights())
+    params = jax.tree.map(np.asarray, decoder.init(model, jax.random.key(0), "float64"))
+    state, random = optimizer.init(params), np.random.default_rng(0)
+    paths = {optimizers.path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
+    expected = {name: x.copy() for name, x in paths.items()}
+    first, second = ({name: np.zeros_like(x) for name, x in paths.items()} for _ in range(2))
+    seen = set()
+    for t in (1, 2, 3):
+        gradients = jax.tree.map(lambda x: random.normal(size=x.shape), params)
+        params, state, _ = jax.jit(optimizer.update)(gradients, state, params)
+        assert optimizers.update_count(state) == t
+        for path, g in jax.tree_util.tree_leaves_with_path(gradients):
+            name = optimizers.path_name(path)
+            inputs = MATRICES.get(name.removeprefix("layers/")) if name.startswith("layers/") else None
+            if inputs is None:
+                first[name] = 0.8 * first[name] + 0.2 * g
+                second[name] = 0.99 * second[name] + 0.01 * g**2
+                step = first[name] / (1 - 0.8**t) / (np.sqrt(second[name] / (1 - 0.99**t)) + 1e-8)
+            else:
+                seen.add(name)
+                first[name] = 0.9 * first[name] + 0.1 * g
+                ahead = 0.9 * first[name] / (1 - 0.9 ** (t + 1)) + 0.1 * g / (1 - 0.9**t)
+                step = np.zeros_like(g)
+                lead = 1 + (model.num_experts > 0 and name in ("layers/gate", "layers/up", "layers/down"))
+                for at in np.ndindex(ahead.shape[:lead]):
+                    matrix = ahead[at]
+                    rows = int(np.prod(matrix.shape[:inputs]))
+                    flat = orthogonalised(matrix.reshape(rows, -1))
+                    step[at] = (0.2 * np.sqrt(max(flat.shape)) * flat).reshape(matrix.shape)
+            expected[name] = expected[name] - 0.1 * (step + 0.02 * expected[name])
+    assert seen == {f"layers/{name}" for name in MATRICES if name != "router" or model.num_experts}
+    for path, found in jax.tree_util.tree_leaves_with_path(params):
+        # optax keeps the coefficients of the steps as they were at the start, in float32 or better
+        np.testing.assert_allclose(found, expected[optimizers.path_name(path)], rtol=1e-9, atol=1e-12)
+
+
+def distance(a: Any, b: Any) -> float:
+    flat = [np.concatenate([np.asarray(x).ravel() for x in jax.tree.leaves(tree)]) for tree in (a, b)]
+    return float(np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[1]))
+
+
+def trainer_of(config: Any, devices: int, model: Any = TRAINED) -> MeshTrainer:
+    weights = jax.tree.map(np.asarray, decoder.init(model, jax.random.key(0), config.actor.param_dtype))
+    programs = programs_of(config, model, devices, LONG)
+    return MeshTrainer(config, model, weights, make_mesh(jax.devices()[:devices]), programs=programs)
+
+
+@pytest.mark.parametrize("model", [MIXTURE, dataclasses.replace(TRAINED, lora=Lora(3, 6.0, ("q", "o")))])
+def test_what_is_kept(make_config, model):
+    """Of a matrix the momentum alone, split as its weight is; as many numbers as the plan of the memory says."""
+    config = make_config(actor__optim={"name": "muon"}).with_types("cpu")
+    programs = programs_of(config, model, 8, LONG)
+    kept: dict[str, list[Any]] = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(programs.state):
+        if (name := jax.tree_util.keystr(path, simple=True, separator=".")).split(".")[-1] in model.weights()["layers"]:
+            kept.setdefault(name.rpartition(".")[2], []).append(x)
+    weights = {name: x for name, x in programs.trainable["layers"].items() if x is not None}
+    two = {name for name, weight in model.weights()["layers"].items() if not weight.is_matrix}
+    assert {name: len(found) for name, found in kept.items()} == {name: 1 + (name in two) for name in weights}
+    for name, found in kept.items():
+        assert all(x.sharding == weights[name].sharding for x in found), name
+    part = resident_parts(config, model, 8)["optimizer (muon m, adam m, v)"]
+    shares = [x.dtype.itemsize * np.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(programs.state)]
+    assert 0 <= sum(shares) - part < 64  # counts and coefficients
+    assert "orthogonalised matrices (estimate)" in update_phases(config, model, 8, "cpu", "dots", 16)["optimizer"]
+
+
+@pytest.mark.slow
+def test_eight_devices_equal_one_and_go_on_from_a_checkpoint(x64, make_config, make_batch):
+    """To the bit on the same devices."""
+    config = make_config(**WIDE)
+    one, many, resumed = (trainer_of(config, devices) for devices in (1, 8, 8))
+    for seed in range(3):
+        if seed == 2:
+            resumed.load_state(jax.tree.map(np.array, many.state()))
+        for each in (one, many, *([resumed] if seed == 2 else [])):
+            each.accumulate(make_batch(seed=seed))
+            assert each.apply()["actor/skipped_updates"] == 0
+    assert distance(many.params, one.params) < 1e-7
+    jax.tree.map(np.testing.assert_array_equal, resumed.state(), many.state())
