@@ -269,6 +269,7 @@ class Run:
             raise ValueError(f"{self.path} is not a run: it has no {CONFIG_FILE}")
         self.config: Config = found
         self._built: TextEngine | None = None
+        self._length = 0  # that it has room for
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, {len(self.metrics['step'])} steps)"
@@ -319,7 +320,7 @@ class Run:
 
     def _engine(self, max_length: int) -> TextEngine:
         """One that has room for so many tokens of a prompt and a response; kept for the next call."""
-        if self._built is None or self._built.engine.config.max_model_len < max_length:
+        if self._built is None or self._length < max_length:
             from jaxrl.commands.export import read_source
             from jaxrl.data.tokenizer import Tokenizer
             from jaxrl.rollout.programs import ExecutorConfig
@@ -332,5 +333,6 @@ class Run:
             sizes = ExecutorConfig(rollout.max_num_seqs, max_length=max_length, dtype=rollout.dtype, truncate=True)
             tokenizer = Tokenizer.from_path(path.removeprefix("random:"))
             self._built = TextEngine.from_model(model, params, tokenizer, Layout(make_mesh(), 1), sizes)
+            self._length = max_length
             self._built.chat_template_kwargs = data.apply_chat_template_kwargs
         return self._built

@@ -458,7 +458,8 @@ def _explain(options: argparse.Namespace) -> None:
 
         if not options.shape:
             raise ValueError("explain-config --fit: name the model with --shape (Qwen2.5-7B), as model.path")
-        print(fit(options.shape, *options.fit, options.length), end="")
+        count, gib = options.fit
+        print(fit(options.shape, count, gib, options.length), end="")
         return
     file = Path(options.config or "")
     recorded = recorded_start(file.parent) if file.name == CONFIG_FILE else None

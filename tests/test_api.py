@@ -113,5 +113,6 @@ def test_a_run(tiny_model: Path, tmp_path: Path) -> None:
     assert {"prompt", "response", "reward"} <= set(run.samples[0])
     ((first, second),) = run.generate(["one?"], n=2, max_tokens=4)
     assert max(len(first.token_ids), len(second.token_ids)) <= 4
+    assert len(run.generate(["two?"], max_tokens=6)) == 1
     assert "<iframe" in run.report()._repr_html_()
     assert jaxrl.Run(tmp_path / "run").config == run.config
