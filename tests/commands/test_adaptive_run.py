@@ -88,7 +88,11 @@ def test_steps_that_verify_drafts_are_measured_and_plans_ask_them(runs: Runs):
     table = Profile.from_json(json.loads(profile.read_text()))
     # 16 drafted tokens a step on a CPU, shared by the rows of a dp group: two at tp 4, four at tp 8
     assert (table.verify_widths(4), table.verify_widths(8)) == ({2: 8}, {4: 4})
-    steps = ("data.train_batch_size=7", "trainer.total_training_steps=2")  # seven problems: two epochs
+    steps = (
+        "data.train_batch_size=7",
+        "actor.ppo_mini_batch_size=0",
+        "trainer.total_training_steps=2",
+    )  # seven problems: two epochs
     run(runs, "train", f"trainer.run_dir={runs.folder / 'run'}", *steps, *options)
     assert "rollout/spec/plans_share" in read_metrics(runs.folder / "run")[1]
     other = ("rollout.speculation.verify_tokens=8", f"trainer.run_dir={runs.folder / 'other'}")
