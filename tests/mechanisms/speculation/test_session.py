@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -47,7 +48,7 @@ def sessions() -> Iterator[Any]:
     opened: list[IndexBuilder] = []
 
     def build(options: Speculation.Options = ON) -> Speculation:
-        opened.append(IndexBuilder(options, None, lambda: 0.0))
+        opened.append(IndexBuilder(options, None, map(float, itertools.count()).__next__))
         return Speculation(history_store(options), opened[-1])
 
     yield build
@@ -106,6 +107,18 @@ def test_evaluations_and_cancelled_rounds_leave_no_trace(sessions: Any):
     assert index_of(session, prompt(0, epoch=1)) is not None
     session.round_cancelled()
     assert session.store.prompts() == [0]
+
+
+def test_the_time_of_builds_and_of_waits_is_told(sessions: Any):
+    """By a clock that goes on with every look."""
+    session = sessions()
+    play(session, group(0), group(1))
+    session.round_begins(RoundInfo(1))
+    for index in (1, 0):
+        assert index_of(session, prompt(index)) is not None
+    first, again = end(session), play(session)
+    assert first["rollout/spec/build_wait_s"] + first["rollout/spec/build_s"] > 0
+    assert (again["rollout/spec/build_wait_s"], again["rollout/spec/build_s"]) == (0, 0)
 
 
 def test_a_build_that_fails_ends_the_run(sessions: Any, monkeypatch: pytest.MonkeyPatch):

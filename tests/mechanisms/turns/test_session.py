@@ -17,7 +17,7 @@ from small_models import TRAINED
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.mechanisms.turns import Turns
-from jaxrl.mechanisms.turns.rule import CallTimes, Conversation, Observed
+from jaxrl.mechanisms.turns.rule import STOPS, CallTimes, Conversation, Observed, trajectory_metrics
 from jaxrl.models.decoder import init
 from jaxrl.record.journal import Journal
 from jaxrl.rollout.executor import MeshExecutor
@@ -363,3 +363,13 @@ def test_a_trajectory_that_takes_too_long_ends_between_two_turns(parts: Any, x64
     assert "rollout_timeout" in {sample.episode.stop for sample in found if sample.episode}
     for sample in found:
         check_spans(sample)
+
+
+def test_what_a_round_measures(parts: Any, x64: None):
+    backend, _ = backend_of(parts, Answers(1))
+    found = round_of(backend)
+    measured = trajectory_metrics(found.values())
+    assert sum(measured[f"stop/{name}"] for name in STOPS) == pytest.approx(1)
+    with_turns = [sample.episode for sample in found.values() if sample.episode]
+    assert measured["environment/num_turns/mean"] == np.mean([len(each.turns) for each in with_turns])
+    assert trajectory_metrics(sample for sample in found.values() if sample.episode is None) == {}

@@ -240,6 +240,7 @@ def test_a_foreign_table_is_refused():
         ({"decode": [{"tp": 1, "batch": 1, "context": 8, "seconds": 0.0}]}, r"must be > 0, and finite"),
         ({"switches": [asdict(SWITCHES[0])] * 2}, r"more than once"),
         ({"row_sizes": [{"tp": 2, "sizes": [8, 4]}]}, r"sizes must be >= 1 and ascend"),
+        ({"verify": [asdict(VERIFY[0]), asdict(replace(VERIFY[1], width=4))]}, r"verify entries must differ"),
         ({"source": "guessed"}, r"source 'guessed' must be one of measured, synthetic"),
     ],
 )
