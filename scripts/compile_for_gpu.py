@@ -81,7 +81,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--offload", action="store_true", help="init, update: actor.offload_optimizer, on one device")
     made.add_argument("--width", type=int, default=4, help="verify: drafted tokens of a row in a step (4)")
     made.add_argument("--resident", type=int, help="layers on the device, while the others are streamed from the host")
-    made.add_argument("--serial", action="store_true", help="with --resident: a layer's copy begins at its turn")
     made.add_argument("--json", action="store_true", help="print it on one line")
     made.add_argument("--lowered", action="store_true", help="compile nothing: what products say before XLA reads them")
     made.add_argument("--hlo", default="", metavar="FILE", help="write the optimised HLO there")
@@ -178,7 +177,6 @@ def _streamed(options: argparse.Namespace, config: ModelConfig) -> Made:
         fused_projections=True,
         gathered=False,
         resident_layers=options.resident,
-        ahead=not options.serial,
     )
     here, there = (
         LayoutPrograms(config, Layout(make_mesh(devices), 1), sizes) for devices in (jax.devices(), compiled.devices())

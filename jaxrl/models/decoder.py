@@ -680,7 +680,6 @@ def forward_layers(
     *,
     dtype: Any,
     features_first: bool = False,
-    ahead: bool = True,
     mix: Mix | None = None,
     widen: bool = False,
     by_rows: ByRows = at_once,
@@ -695,7 +694,7 @@ def forward_layers(
     how = {"features_first": features_first, "mix": mix, "widen": widen, "by_rows": by_rows}
     if features_first:
         x = jnp.moveaxis(x, -1, 0)
-    caches, feed = [], LayerFeed(params["layers"], ahead)
+    caches, feed = [], LayerFeed(params["layers"])
     for i in range(len(params["layers"])):
         attend = partial(attends, i)
         x, lp = feed.take(i, x)

@@ -40,12 +40,11 @@ def on_host(shardings: Sequence[Mapping[str, Any]], num_resident: int) -> list[d
 
 
 class LayerFeed:
-    """The weights of a forward pass, layer by layer, while it is traced; those in the host's memory are streamed.
-    `ahead`: a streamed layer's copy begins while the streamed layer before it computes; else on its own turn."""
+    """The weights of a forward pass, layer by layer, while it is traced; those in the host's memory are streamed: a
+    layer's copy begins while the streamed layer before it computes."""
 
-    def __init__(self, layers: Sequence[Mapping[str, Any]], ahead: bool = True) -> None:
+    def __init__(self, layers: Sequence[Mapping[str, Any]]) -> None:
         self._layers = layers
-        self._ahead = ahead
         self._streamed = [i for i, layer in enumerate(layers) if any(map(is_on_host, layer.values()))]
         self._fetched: dict[int, dict[str, Any]] = {}
 
@@ -53,13 +52,11 @@ class LayerFeed:
         """(x, the layer's weights on the devices). Layers are taken in order; x is the layer's input."""
         if not self._streamed:
             return x, self._layers[index]
-        if self._ahead and index == 0:
+        if index == 0:
             x = self._begin(self._streamed[0], x)
         if index not in self._streamed:
             return x, self._layers[index]
-        if not self._ahead:
-            x = self._begin(index, x)
-        elif later := [i for i in self._streamed if i > index]:
+        if later := [i for i in self._streamed if i > index]:
             x = self._begin(later[0], x)
         return x, self._fetched.pop(index)
 

@@ -161,7 +161,7 @@ class ExecutorConfig:
       interpret: run the GPU kernels as plain JAX, on any device (slow; for tests).
       proposer: of tokens to verify, for requests with a history (`jaxrl.rollout.verify`).
       resident_layers: how many layers' matrices are on the devices; the others are streamed from the host's memory
-        (`jaxrl.models.streaming`); None: all. ahead: whether a streamed layer's copy begins before its turn.
+        (`jaxrl.models.streaming`); None: all.
       top_logprobs: the most of the likeliest tokens that a request may ask for. Programs that return them are compiled
         when the first such request comes.
       layouts: sizes of single degrees; any other degree that divides `max_tp` has `num_slots` and `num_blocks`.
@@ -187,7 +187,6 @@ class ExecutorConfig:
     interpret: bool = False
     proposer: Drafting | None = None
     resident_layers: int | None = None
-    ahead: bool = True
     draw: Draw = sample
     top_logprobs: int = 0
     layouts: tuple[LayoutSizes, ...] = ()
@@ -294,7 +293,7 @@ class Programs:
         return self.layers(params, tokens, positions, attend)[0], arrays
 
     def layers(self, params: Any, tokens: jax.Array, positions: jax.Array, attends: Any) -> tuple[jax.Array, Any]:
-        how = {"dtype": self.dtype, "features_first": self.features_first, "ahead": self.config.ahead, "mix": self.mix}
+        how = {"dtype": self.dtype, "features_first": self.features_first, "mix": self.mix}
         how |= {"widen": self._widen, "by_rows": self.by_rows}
         return decoder.forward_layers(params, tokens, positions, attends, self.model, **how)
 
