@@ -10,8 +10,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from jaxrl.config import from_mapping
 from jaxrl.data.responses import read_responses
 from jaxrl.rewards.domains import build_scorer, refuse_tests
@@ -24,17 +22,8 @@ ROWS: list[dict[str, Any]] = [
 NOT_COLUMNS = ("id", "expect", "why", "options")
 
 
-@pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """By the row's name, its reward, or why it has none."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for row in ROWS:
-        groups.setdefault(json.dumps(row.get("options", {})), []).append(row)
-    folder = tmp_path_factory.mktemp("rows")
-    return {name: what for options, rows in groups.items() for name, what in rewards(json.loads(options), rows, folder)}
-
-
 def rewards(options: dict[str, str], rows: list[dict[str, Any]], folder: Path) -> Iterable[tuple[str, str]]:
+    """By the row's name, its reward, or why it has none."""
     nested: dict[str, Any] = {"model": {"path": "x"}, "data": {"train_files": ["a.jsonl"]}, "reward": {"kind": "code"}}
     nested["reward"]["code"] = {"max_timeout_s": 20.0}
     for key, value in options.items():
@@ -58,6 +47,12 @@ def rewards(options: dict[str, str], rows: list[dict[str, Any]], folder: Path) -
                 yield rows[verdict.key.prompt_index]["id"], f"{verdict.reward:g}{error}"
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["id"])
-def test_reward(row: dict[str, Any], said: dict[str, str]):
-    assert said[row["id"]] == str(row["expect"]), row.get("why", "")
+def test_rewards(tmp_path: Path):
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in ROWS:
+        groups.setdefault(json.dumps(row.get("options", {})), []).append(row)
+    said = {
+        name: what for options, rows in groups.items() for name, what in rewards(json.loads(options), rows, tmp_path)
+    }
+    wrong = {row["id"]: (said[row["id"]], row.get("why", "")) for row in ROWS if said[row["id"]] != str(row["expect"])}
+    assert wrong == {}
