@@ -14,7 +14,6 @@ from jaxrl.cli import main
 from jaxrl.record.samples import FILE_NAME
 from jaxrl.types import ENVIRONMENT
 
-
 pytestmark = pytest.mark.slow  # test_lora_runs.py draws a sample again, quicker
 
 
