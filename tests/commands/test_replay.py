@@ -14,6 +14,8 @@ from jaxrl.cli import main
 from jaxrl.record.samples import FILE_NAME
 from jaxrl.types import ENVIRONMENT
 
+pytestmark = pytest.mark.slow  # test_lora_runs.py draws a sample again, quicker
+
 
 def samples_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / FILE_NAME).read_text().splitlines()]

@@ -6,6 +6,7 @@ import check_math
 import pytest
 
 
+@pytest.mark.slow  # tests/rewards/test_math_pairs.py has them for our reward alone
 def test_pairs_are_judged_rightly(capsys: pytest.CaptureFixture[str]):
     assert check_math.main(["--pairs"]) == 0
     (last,) = (line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("in all"))

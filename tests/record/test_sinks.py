@@ -1,0 +1,87 @@
+"""What each logger's package is told, in a run of the logger that a resumed run continues.
+
+`tests/commands/test_logged_runs.py` has the packages themselves, where they are installed.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock, call
+
+import pytest
+
+from jaxrl.record.metrics import MetricsWriter
+from jaxrl.record.sinks import PACKAGES
+
+ROWS = [{"prompt": "1 | 2<br>\n*x*", "reward": 0.5}, {"prompt": "b", "parts": {"a": 1}}]
+COLUMNS, DATA = ["prompt", "reward", "parts"], [["1 | 2<br>\n*x*", 0.5, None], ["b", None, '{"a": 1}']]
+
+
+def started(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, resume_step: int | None, *steps: int) -> Any:
+    """The package, as a mock, after a start that reports these steps."""
+    package = MagicMock()
+    package.Settings.model_fields = {"x_transaction_log_flush_interval": 0}
+    package.Error = package.exceptions.MlflowException = OSError
+    package.init.return_value.id = package.start_run.return_value.info.run_id = "abc"
+    package.MlflowClient.return_value.get_metric_history.return_value = [MagicMock(step=1)]
+    package.sqlite_storage.SQLiteStorage.get_logs.return_value = [{"step": 1}] if resume_step else []
+    monkeypatch.setitem(sys.modules, PACKAGES[name], package)
+    options = {"project": "p", "experiment": "e", "config": {"rollout": {"n": 4}}}
+    with MetricsWriter(folder, [name], resume_step=resume_step, **options) as writer:
+        for step in steps:
+            writer.write(step, {"val/best@4": step / 2}, ROWS)
+    return package
+
+
+def begun(name: str, package: Any) -> tuple[Any, Any]:
+    """Which run of the logger was begun, and the steps that were sent to it."""
+    if name == "wandb":
+        options = package.init.call_args.kwargs
+        return options["id"], [each.kwargs["step"] for each in package.init.return_value.log.call_args_list]
+    if name == "trackio":
+        return package.init.call_args.kwargs["name"], [
+            each.kwargs["step"] for each in package.init().log.call_args_list
+        ]
+    if name == "mlflow":
+        sent = [each.kwargs["step"] for each in package.log_metrics.call_args_list]
+        return package.start_run.call_args.kwargs["run_id"], sent
+    writer = package.SummaryWriter
+    return writer.call_args.args, [each.kwargs["global_step"] for each in writer.return_value.add_scalar.call_args_list]
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_resumed_run_goes_on_in_the_same_run_and_sends_no_step_twice(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    first, sent = begun(name, started(name, tmp_path, monkeypatch, None, 1))
+    assert sent == [1]
+    (tmp_path / "tensorboard").mkdir()
+    again, sent = begun(name, started(name, tmp_path, monkeypatch, 1, 2))
+    if name == "tensorboard":  # what is sent from the first step on takes the place of what is there
+        assert (again, sent) == ((str(tmp_path / "tensorboard"),), [1, 2])
+    else:
+        assert sent == [2]
+        assert again == (first if name == "trackio" else "abc")
+
+
+def test_numbers_and_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    wandb = started("wandb", tmp_path / "w", monkeypatch, None, 3)
+    values = {"val/best@4": 1.5, "step": 3, "samples": wandb.Table.return_value}
+    assert wandb.init.return_value.log.call_args == call(values, step=3, commit=True)
+    assert wandb.Table.call_args == call(columns=COLUMNS, data=DATA)
+    trackio = started("trackio", tmp_path / "t", monkeypatch, None, 3)
+    assert trackio.init.call_args.kwargs["config"] == {"rollout.n": 4}
+    mlflow = started("mlflow", tmp_path / "m", monkeypatch, None, 3)
+    table = {"columns": COLUMNS, "data": DATA}
+    assert mlflow.log_dict.call_args == call(table, "samples/step_000003.json", run_id="abc")
+    assert mlflow.log_metrics.call_args.args == ({"val/best_at_4": 1.5, "step": 3},)
+    board = started("tensorboard", tmp_path / "b", monkeypatch, None, 3).SummaryWriter.return_value
+    text = (
+        "| prompt | reward | parts |\n| --- | --- | --- |\n"
+        '| 1 \\| 2&lt;br&gt;<br>\\*x\\* | 0.5 |  |\n| b |  | \\{"a": 1\\} |'
+    )
+    assert board.add_text.call_args == call("samples", text, global_step=3)
+    for closed in (wandb.init().finish, trackio.init().finish, mlflow.end_run, board.close):
+        assert closed.called
