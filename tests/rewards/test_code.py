@@ -19,7 +19,7 @@ from jaxrl.config.rewards import CodeSection
 from jaxrl.processes.process_tree import descendants
 from jaxrl.rewards.code import CodeScorer
 from jaxrl.rewards.domains import build_scorer
-from jaxrl.rewards.programs import Checks, chosen_block, program_of
+from jaxrl.rewards.programs import Checks, checks_of, chosen_block, program_of, same_output
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.rewards.reward_pool import build_pool
 from jaxrl.types import Prompt, Sample, SampleKey
@@ -202,6 +202,16 @@ def test_what_crosses_between_tests_and_program(scorer: CodeScorer):
     assert {case: info for case, (right, (reward, info)) in said.items() if reward != float(right)} == {}
 
 
+def test_a_completion_continues_the_prompt(scorer: CodeScorer):
+    for response in (
+        "    return a + b\n\nprint(add(1, 2))\n",
+        "```python\n    return a + b\n```",
+        RIGHT,
+        "Here it is:\n```python\ndef add(a: List, b):\n    return a + b - twice(0)\n```",
+    ):
+        assert scorer(ask(response, ADD))[0] == 1.0, program_of(ask(response, ADD), checks_of(ask(response, ADD)))
+
+
 @pytest.mark.parametrize(
     "signature", ["def add(a, b):", "@lru_cache\ndef add(a, b):\n    # the sum\n", 'def add(a, b):\n\t"""The sum."""\n']
 )
@@ -239,6 +249,15 @@ def test_long_responses_are_read_in_linear_time():
         assert chosen_block(response, Checks("stdin")) is not None
     begun = Checks("tests", entry_point="add", prompt="def add(a, b):\n")
     assert program_of(ask("\n" * 200_000 + "    return a + b", {}), begun).endswith("    return a + b\n")
+
+
+@pytest.mark.parametrize(
+    ("output", "wanted", "same"),
+    [("3\n", "3", True), ("3 \n4\n\n", "3\n4", True), ("3.0", "3", True), ("3 4", "3\n4", False), ("a", "A", False),
+     ("nan", "nan", True), ("1e400000000", "2", False)],
+)  # fmt: skip
+def test_same_output(output: str, wanted: str, same: bool):
+    assert same_output(output, wanted) == same
 
 
 def test_a_command_runs_the_program():
