@@ -439,5 +439,9 @@ def test_the_key_is_asked_for(talk: Talk):
         found = await client.get("/v1/models", headers={"Authorization": "Bearer secret"})
         assert found.json()["data"][0]["max_model_len"] == LENGTH
         assert (await client.get("/health")).status_code == 200
+        page = await client.get("/")  # it asks for the key itself
+        assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        assert "http://" not in page.text
+        assert "https://" not in page.text
 
     talk(conversation, "secret")
