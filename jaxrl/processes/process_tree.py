@@ -55,7 +55,7 @@ def descendants(pid: int, apart_from: Collection[int] = ()) -> list[int]:
     found: list[int] = []
     pending = [pid]
     while pending:
-        for child in _children(pending.pop()):
+        for child in children(pending.pop()):
             if child not in apart_from:
                 pending.append(child)
                 if not _is_zombie(child):
@@ -63,7 +63,8 @@ def descendants(pid: int, apart_from: Collection[int] = ()) -> list[int]:
     return found
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
+    """Those of all its threads, also those that have ended and that nobody has waited for."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -100,7 +101,7 @@ def kill_once(apart_from: Collection[int]) -> bool:
     found = descendants(os.getpid(), apart_from)
     for pid in found:
         kill(pid)
-    for pid in _children(os.getpid()):  # also those that had ended before: nobody else waits for orphans
+    for pid in children(os.getpid()):  # also those that had ended before: nobody else waits for orphans
         if pid not in apart_from:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)

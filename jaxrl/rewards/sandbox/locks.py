@@ -25,9 +25,10 @@ import struct
 import sys
 from pathlib import Path
 
+from jaxrl.processes.process_tree import die_with_parent
 from jaxrl.rewards.sandbox.landlock import SIGNALS_ABI, restrict_files
 from jaxrl.rewards.sandbox.orders import Means, Order
-from jaxrl.rewards.sandbox.processes import NEW_MOUNTS, die_with_parent, libc, prctl, unshare
+from jaxrl.rewards.sandbox.processes import NEW_MOUNTS, libc, prctl, unshare
 from jaxrl.rewards.sandbox.seccomp import Filter
 
 MIB = 1 << 20

@@ -12,8 +12,9 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+from jaxrl.processes.process_tree import children, die_with_parent
+
 NEW_MOUNTS, NEW_USERS, NEW_PROCESSES = 0x00020000, 0x10000000, 0x20000000
-_DEATH_SIGNAL = 1
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -28,13 +29,6 @@ def libc(name: str, *arguments: object) -> int:
 
 def prctl(option: int, value: int) -> None:
     libc("prctl", option, value, 0, 0, 0)
-
-
-def die_with_parent(parent: int) -> None:
-    """The kernel kills this process when `parent` ends; 0: one outside of this process's namespace."""
-    prctl(_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def unshare(namespaces: int) -> None:
@@ -86,10 +80,7 @@ def descendants(pid: int) -> list[int]:
     """Processes below `pid`, also those that have ended and that nobody has waited for."""
     found = [pid]
     for parent in found:
-        with contextlib.suppress(OSError):
-            for thread in os.listdir(f"/proc/{parent}/task"):
-                with open(f"/proc/{parent}/task/{thread}/children", "rb") as file:
-                    found += map(int, file.read().split())
+        found += children(parent)
     return found[1:]
 
 
