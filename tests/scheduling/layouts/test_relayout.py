@@ -11,7 +11,7 @@ from checking import assert_empty, assert_whole, engine_in, make_request, stacks
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.scheduling.layouts.relayout import Relayout, SwitchFailed, plan_relayout, rows_of, start_in
+from jaxrl.scheduling.layouts.relayout import Relayout, SwitchFailed, plan_relayout, recompute, rows_of, start_in
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Capacity, Request
 from jaxrl.types import Sample, SampleKey
@@ -212,3 +212,16 @@ def test_an_idle_engine_starts_in_any_layout_and_a_busy_one_refuses():
         start_in(engine, 2)
     samples = run(engine, requests[1:], {})
     assert {i: len(sample) for i, sample in samples.items()} == {i: 5 + i for i in range(6)}
+
+
+def test_all_kv_can_be_given_up():
+    requests = some_requests(6)
+    engine = started(requests, 12, 2, layouts(), steps=2)
+    assert engine.batcher.num_running == 6
+    recompute(engine)
+    assert (engine.batcher.num_running, engine.batcher.num_waiting) == (0, 6)
+    samples = run(engine, [], {})
+    for request in requests:
+        assert_whole(samples[request.request_id], request, 12)
+    assert engine.counters.admissions == 12
+    assert_empty(engine)

@@ -20,6 +20,12 @@ def config(**options: object) -> Config:
     return from_mapping({"model": {"path": "m"}, "data": data, "actor": actor, "reward": reward})
 
 
+def test_it_is_what_the_options_say():
+    assert RewardShaping.configured(config(len=20, penalty_factor=2.0)) is None
+    assert RewardShaping.configured(config(enable=True, len=20, penalty_factor=2.0)) == RewardShaping(100, 20, 2.0)
+    assert RewardShaping.configured(config(wrong_reward=-1.0, len=20)) == RewardShaping(100, 0, 1.0, -1.0)
+
+
 @pytest.mark.parametrize(("length", "expected"), [(0, 0.0), (80, 0.0), (81, -0.1), (100, -2.0)])
 def test_equation_13(length: int, expected: float):
     """With L_max 100 and L_cache 20, ((L_max - L_cache) - y) / L_cache behind token 80; times the factor of 2."""
