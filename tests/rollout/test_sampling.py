@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.rollout.sampling import SampledToken, SamplingState, exponential_noise, request_key, sample
+from jaxrl.rollout.sampling import Forced, SampledToken, SamplingState, exponential_noise, request_key, sample
 from jaxrl.types import SampleKey
 
 CHI_SQUARE_63 = 119.0  # quantile at 0.9999 of 63 degrees of freedom
@@ -160,3 +160,41 @@ def test_rows_that_cut_nothing_off_sort_nothing_and_draw_as_ever(x64):
     names = [each.primitive.name for each in traced.eqns]
     assert "cond" in names
     assert "sort" not in names
+
+
+# ---------------------------------------------------------------- tokens that are given
+
+FEW, VOCABULARY, SEED = 5, 300, 3
+KEYS = [SampleKey(0, row, 1) for row in range(FEW)]
+
+
+def mixed() -> SamplingState:
+    keys = jnp.asarray(np.stack([request_key(SEED, key) for key in KEYS]))
+    temperature = jnp.asarray([1.0, 0.7, 0.0, 1.0, 1.3], jnp.float32)
+    return SamplingState(keys, temperature, jnp.zeros(FEW, jnp.int32), jnp.ones(FEW), jnp.zeros(FEW))
+
+
+def test_a_given_token_has_the_log_probability_that_it_would_have_drawn():
+    logits = jax.random.normal(jax.random.key(0), (FEW, VOCABULARY)) * 4
+    positions = jnp.arange(10, 10 + FEW)
+    drawn = sample(logits, positions, mixed(), truncate=True)
+    # rows in another order than the responses, and each at a place of its own
+    responses = [(KEYS[row], 10 + row, [int(drawn.token[row])]) for row in reversed(range(FEW))]
+    found = Forced(SEED, responses)(logits, positions, mixed(), truncate=True)
+    assert found.token.tolist() == drawn.token.tolist() == found.sampled_logprob.astype(int).tolist()
+    assert np.asarray(found.rollout_logprob).tobytes() == np.asarray(drawn.rollout_logprob).tobytes()
+
+
+def test_another_token_than_the_one_that_would_be_drawn():
+    logits = jax.random.normal(jax.random.key(1), (FEW, VOCABULARY)) * 4
+    positions = jnp.full(FEW, 7)
+    drawn = sample(logits, positions, mixed(), truncate=False)
+    given = (np.asarray(drawn.token) + 100) % VOCABULARY
+    responses = [(key, 5, [0, 0, int(token)]) for key, token in zip(KEYS, given, strict=True)]
+    found = Forced(SEED, responses)(logits, positions, mixed(), truncate=False)
+    assert found.token.tolist() == given.tolist()
+    assert found.sampled_logprob.astype(int).tolist() == drawn.token.tolist()
+    temperature = np.asarray(mixed().temperature)
+    scaled = np.asarray(logits, np.float64) / np.where(temperature == 0, 1, temperature)[:, None]
+    expected = scaled[np.arange(FEW), given] - np.log(np.exp(scaled).sum(-1))
+    np.testing.assert_allclose(found.rollout_logprob, expected, atol=1e-5)
