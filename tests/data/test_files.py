@@ -54,6 +54,12 @@ def test_a_parquet_file_that_breaks_off_says_where(tmp_path: Path):
         read(file)
 
 
+def test_a_parquet_file_that_repeats_itself_is_read(tmp_path: Path):
+    table = pyarrow.table({"q": ["You are a helpful assistant. " * 100] * 20_000, "n": list(range(20_000))})
+    parquet.write_table(table, tmp_path / "a.parquet", compression="zstd")
+    assert sum(1 for _ in rows(tmp_path / "a.parquet")) == 20_000
+
+
 def test_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "[1].jsonl").write_text("{}")
     monkeypatch.chdir(tmp_path)

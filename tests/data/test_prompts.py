@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,16 @@ def test_seconds_of_a_right_program_stand_in_a_column(tmp_path: Path):
     assert [problem.extra["of.s"] for problem in load_train(config(**keys))] == [2.0, 0.25, None, None]
     held_out = write(tmp_path / "b.jsonl", [{"question": "another", "answer": 1}])
     assert len(load_validation(config(**keys, val_files=[held_out]))) == 1, "evaluations take no anchors"
+
+
+def test_a_decimal_of_parquet_is_a_number(tmp_path: Path):
+    pyarrow.parquet.write_table(pyarrow.table({"question": ["q"], "answer": [Decimal("1.50")]}), tmp_path / "a.parquet")
+    assert [problem.answer for problem in load_train(config(train_files=[str(tmp_path / "a.parquet")]))] == ["1.50"]
+
+
+def test_no_answers_are_wanted(tmp_path: Path):
+    (problem,) = load_train(config(train_files=[write(tmp_path / "a.jsonl", [{"question": "q"}])], answer_key=""))
+    assert problem.answer is None
 
 
 def test_rendering(tmp_path: Path):

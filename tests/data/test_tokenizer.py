@@ -128,6 +128,12 @@ def test_what_is_no_tokenizer_is_refused(tmp_path):
         Tokenizer.from_path(tmp_path / "nothing")
 
 
+def test_folder_settings_do_not_truncate_or_pad(tmp_path):
+    tokenizer = Tokenizer.from_path(write_folder(tmp_path))
+    assert tokenizer.decode(tokenizer.encode("h" * 20)) == "h" * 20
+    assert len(tokenizer.encode("h")) == 1
+
+
 def test_eos_of_generation_config_and_pad(tmp_path):
     folder = write_folder(tmp_path, pad_token={"content": "<|endoftext|>", "special": True})
     (folder / "config.json").write_text(json.dumps({"eos_token_id": 7}))

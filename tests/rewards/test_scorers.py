@@ -38,6 +38,7 @@ MUST = (
     "mapping with one under 'score'; found: "
 )
 ODD = "import numpy as np; return {'score': np.zeros(())+2, 'a': (1, np.int8(2), {3: object})}"
+NO_SCORE = "ValueError: {path}: compute_score returned a mapping without 'score'; its keys: 'reward'"
 NO_JSON = "JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
 
 
@@ -138,6 +139,12 @@ def test_refusals():
         ("import numpy as np; return np.array(0.5)", "ok", 0.5, {}),
         ("return {'score': 1, 'error': ''}", "ok", 1.0, {"error": ""}),
         ("return {'score': 1, 'parts': 3}", "error", 0.0, {"error": OURS.format("parts")}),
+        (
+            "return {'reward': 1}",
+            "error",
+            0.0,
+            {"error": NO_SCORE},
+        ),
         ("return None", "error", 0.0, {"error": MUST + "None (NoneType)"}),
         ("raise SystemExit(3)", "error", 0.0, {"error": "SystemExit: 3" + AT}),
         ("import json; json.loads('{')", "error", 0.0, {"error": NO_JSON + AT}),  # the innermost line that is theirs

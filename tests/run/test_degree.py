@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tiny import write_tiny_model
 
+from jaxrl.commands.profile import adaptive
 from jaxrl.config import Config, ConfigError, from_mapping, to_mapping
 from jaxrl.models.loading import config_of
 from jaxrl.models.shapes import named_shape
@@ -139,3 +140,12 @@ def test_a_run_keeps_the_degree_that_it_began_with():
     assert c.with_tp_of(config(tp=4), 2).is_tp_open, "not on devices that it does not divide"
     assert c.with_tp_of(None, 8).is_tp_open
     assert c.with_tp(2).with_tp_of(config(tp=4), 8).rollout.tp == 2, "a number is what was asked for"
+
+
+def test_the_profiler_measures_every_degree_with_the_rows_of_a_run():
+    found = adaptive(config({"degrees": [2, 4]}))
+    assert (found.rollout.tp, found.rollout.layout.planner, found.rollout.layout.scale_rows) == (2, True, False)
+    assert adaptive(config()).rollout.tp == 1
+    known = adaptive(config(tp=4))
+    assert (known.rollout.tp, known.rollout.layout.scale_rows) == (4, True)
+    assert known.rollout.layout.replace(planner=False) == config(tp=4).rollout.layout

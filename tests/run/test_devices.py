@@ -78,6 +78,14 @@ def test_a_group_of_hosts_has_the_minor_axes_of_all(hosts: int, per_host: int, e
         assert all(mesh.shape[name] == whole.shape[name] for name in names)
 
 
+def test_the_least_memory_counts():
+    def told(memory: DeviceMemory, reported: int | None) -> DeviceMemory:
+        return ProcessDevices(0, 2, (), (), memory).with_least(reported).memory
+
+    assert told(DeviceMemory("gpu", 80, 80), 79) == DeviceMemory("gpu", 79, 79)
+    assert told(DeviceMemory("cpu", None, 9), None) == DeviceMemory("cpu", None, 9)
+
+
 def test_workers_stay_inside_their_hosts():
     def problem(num_devices: int, **rollout: int) -> str | None:
         config = from_mapping({"model": {"path": "m"}, "rollout": rollout, "hosts": {"num": 2}})

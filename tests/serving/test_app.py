@@ -367,6 +367,17 @@ def test_metrics_have_a_row_for_each_route_and_not_for_each_path(talk: Talk):
     talk(conversation, "k")
 
 
+def test_an_empty_session_is_none(talk: Talk, engine: TextEngine):
+    async def conversation(client: Client) -> None:
+        before = engine.engine.counters.shared_tokens
+        for _ in range(2):
+            body = {"prompt": "the same for all of them", "max_tokens": 1}
+            await client.post("/v1/completions", json=body, headers={"X-Session-ID": ""})
+        assert engine.engine.counters.shared_tokens == before
+
+    talk(conversation)
+
+
 def test_a_stream_that_is_left_before_it_begins_frees_its_row(engine: TextEngine):
     """The connection is lost as the first bytes go out."""
 
