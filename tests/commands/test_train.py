@@ -132,6 +132,20 @@ def test_a_run_may_start_from_another_ones_parameters(runs: Runs, whole: Path):
     assert int(arrays["['counters']['updates']"]) == 0, "a new optimizer"
 
 
+def test_a_step_with_a_critic_a_reference_and_a_teacher_compiles_nothing_late(runs: Runs, tiny_model: Path):
+    run_dir, teacher = runs.folder / "models", f"algorithm.teacher={{path: 'random:{tiny_model}'}}"
+    said = runs.here(
+        run_dir,
+        *("algorithm.adv_estimator=gae", teacher, "actor.use_kl_loss=true", "rollout.warmup=true"),
+        "trainer.total_training_steps=1",
+    )
+    assert re.search(r"\d+ programs ready in \d+ s", said)
+    (line,) = read_metrics(run_dir)
+    assert line["rollout/recompiles"] == 0
+    assert {"critic/vf_loss", "actor/kl_loss", "actor/teacher_kl", "actor/pg_loss"} <= set(line)
+    assert line["actor/grad_norm"] > 0 < line["critic/grad_norm"]
+
+
 def test_rollout_on_devices_of_its_own_gives_the_same_bits(runs: Runs):
     """One-step-off in turns on one device, and at the same time on two."""
     turns, beside, short = runs.folder / "turns", runs.folder / "beside", "trainer.total_training_steps=3"
