@@ -175,7 +175,7 @@ class Environment:
         return await self._env.run_episode(task, vf.ModelContext(model="policy", client=client))
 
 
-class Conversation(vf.Harness[vf.HarnessConfig]):
+class ConversationHarness(vf.Harness[vf.HarnessConfig]):
     """A harness that is no program of its own: it asks, calls what tools are named, and asks again."""
 
     APPENDS_SYSTEM_PROMPT = SUPPORTS_MCP = SUPPORTS_RESUME = True
@@ -217,7 +217,7 @@ class Conversation(vf.Harness[vf.HarnessConfig]):
 
 # verifiers imports a harness by the name of its module
 sys.modules[HARNESS] = types.ModuleType(HARNESS)
-sys.modules[HARNESS].__dict__.update(Conversation=Conversation, __all__=["Conversation"])
+sys.modules[HARNESS].__dict__.update(ConversationHarness=ConversationHarness, __all__=["ConversationHarness"])
 
 
 def first_messages(system, prompt):

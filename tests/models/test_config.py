@@ -102,7 +102,7 @@ def test_mistral_with_layer_types_is_ministral(types, windows):
     ],
 )
 def test_refusals_name_file_and_value(changes, message, tmp_path):
-    """`tests/refusals/test_models.py` has the others."""
+    """`tests/refusals/test_refused.py` has the others."""
     (tmp_path / "config.json").write_text(json.dumps(raw(**changes)))
     with pytest.raises(ValueError, match=r"config.json: " + message):
         ModelConfig.from_hf(tmp_path)

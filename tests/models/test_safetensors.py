@@ -93,7 +93,7 @@ def test_a_model_written_by_transformers_loads(tmp_path, transformers, torch_log
 
 
 def test_damaged_files_are_named(tmp_path):
-    """`tests/refusals/test_models.py` has the others."""
+    """`tests/refusals/test_refused.py` has the others."""
     config, params = model()
     export_hf(params, config, tmp_path, dtype=jnp.float32)
     file = tmp_path / SINGLE

@@ -124,7 +124,7 @@ def test_custom_gets_verls_arguments(tmp_path: Path):
 
 
 def test_refusals():
-    """`tests/refusals/test_rewards.py` has those of reward files."""
+    """`tests/refusals/test_refused.py` has those of reward files."""
     with pytest.raises(ValueError, match=r"data\.answer_key is empty"):
         build_scorer(config(data={"train_files": ["a.jsonl"], "answer_key": ""}))
 

@@ -2,7 +2,7 @@
 that runs again adds up the same in the same order.
 
 The whole loop over replayed devices (tests/support/streamed_runs.py); the same on real ones is in
-tests/commands/test_stream_runs.py and tests/faults/test_kills.py.
+tests/commands/test_equal_runs.py and tests/faults/test_kills.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Damaged checkpoints are found before anything is taken from them; the newest whole one is used, the others kept.
 
-`tests/refusals/test_checkpoints.py` has what is said of each kind of damage.
+`tests/refusals/test_refused.py` has what is said of each kind of damage.
 """
 
 import errno
