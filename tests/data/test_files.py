@@ -1,4 +1,4 @@
-"""Rows of data files: what is read though it looks unusual. What is refused stands in tests/refusals/test_refused.py."""
+"""Rows of data files: what is read though it looks unusual. Refusals: tests/refusals/test_refused.py."""
 
 import gzip
 import json
