@@ -16,7 +16,7 @@ from pyarrow import parquet
 from tiny import write_tiny_model
 from turn_templates import TEMPLATES, renders
 
-from jaxrl.data.conversations import ConversationTokens, RowSource, read_demonstrations
+from jaxrl.data.conversations import ConversationTokens, RowSource, read_demonstrations, read_pairs
 from jaxrl.data.tokenizer import Tokenizer
 
 HI = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
@@ -70,6 +70,22 @@ def written(folder: Path, rows: Sequence[Mapping[str, Any]]) -> str:
     return str(folder / "rows.jsonl")
 
 
+def test_three_ways_to_write_the_same_row(tokenizer: Tokenizer, tmp_path: Path):
+    same = [
+        {"messages": HI},
+        {"messages": json.dumps(HI), "prompt": "ignored"},
+        {"prompt": "Hi", "completion": "Ho"},
+        {"prompt": HI[:1], "completion": HI[1:]},
+    ]
+    config = config_of(data__system_prompt="Be kind.")
+    found = read_demonstrations([written(tmp_path, same)], "data.train_files", config, tokens_of(tokenizer))
+    first = found[0].examples[0]
+    assert "Be kind." in tokenizer.decode(first.prompt.tolist())
+    for i in range(1, len(same)):
+        (other,) = found[i].examples
+        assert (other.prompt.tolist(), other.response.tolist()) == (first.prompt.tolist(), first.response.tolist())
+
+
 def test_texts_without_a_template_end_with_the_end_of_text(tokenizer: Tokenizer, tmp_path: Path):
     config = config_of(data__apply_chat_template=False)
     rows = [{"prompt": "ab", "completion": "cd"}]
@@ -107,6 +123,8 @@ def test_fields_of_other_rows_do_not_come_into_a_call(tokenizer: Tokenizer, tmp_
 
 REFUSED = {
     "no completion": ({"prompt": "a"}, r"line 1: .*'completion' \(sft.completion_key\) is missing, found 'prompt'"),
+    "nobody asked": ({"messages": HI[1:]}, r"the conversation begins with the assistant"),
+    "twice": ({"messages": [*HI, HI[1]]}, r"two messages of the assistant follow each other"),
     "the user last": ({"messages": HI[:1]}, r"the last message must be the assistant's, found none"),
     "no list": ({"messages": {"a": 1}}, r"'messages' \(sft.messages_key\) must be a list of messages"),
     "tools unread": ({"messages": HI, "tools": [{"name": "add"}]}, r"the chat template reads no variable 'tools'"),
@@ -121,6 +139,13 @@ def test_rows_that_cannot_be_learnt_from(tokenizer: Tokenizer, tmp_path: Path, n
     config = config_of(data__filter_overlong_prompts=False)
     with pytest.raises(ValueError, match=pattern):
         read_demonstrations([written(tmp_path, [row])], "data.train_files", config, tokens_of(tokenizer))
+
+
+def test_a_pair_whose_prompt_is_another_is_refused(tokenizer: Tokenizer, tmp_path: Path):
+    no = {"role": "assistant", "content": "no"}
+    rows = [{"prompt": "a", "chosen": HI, "rejected": [HI[0], no]}]
+    with pytest.raises(ValueError, match=r"line 1: 'prompt' \(dpo.prompt_key\) contradicts .*: 'a' is not in \[.*'Hi'"):
+        read_pairs([written(tmp_path, rows)], "data.train_files", config_of(), tokens_of(tokenizer))
 
 
 def test_long_rows_are_left_out_and_counted(tokenizer: Tokenizer, tmp_path: Path):

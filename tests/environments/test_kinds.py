@@ -217,6 +217,7 @@ def test_what_decorators_and_objects_make_is_a_tool():
         ("def f(): ...\nf = 3", "f is a int, which cannot be called: begin its name with _"),
         ("import functools\nf = functools.partial(print, end='')", "f: the parameter args must be an ordinary one"),
         ("def _hidden(): ...", "there is no tool"),
+        ("def f(): ...", "f has no docstring"),
     ],
 )
 def test_what_cannot_be_a_tool_is_refused(text: str, words: str):

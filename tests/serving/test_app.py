@@ -216,6 +216,7 @@ REFUSED = [
     ("/v1/completions", {"prompt": "x", "temperature": 1e-37}, 400, "(the likeliest token) or at least 0.0001"),
     ("/v1/completions", {"prompt": ["x"] * 9, "n": 5}, 400, "45 responses are asked for at once, and this server"),
     ("/v1/completions", {"prompt": "x" * 20_000}, 400, "20000 characters, which are more than 256 tokens"),
+    ("/v1/completions", {"prompt": "x", "stop_token_ids": [*range(9)]}, 400, "SamplingParams.stop_token_ids has"),
     ("/v1/chat/completions", {"messages": CHAT, "chat_template_kwargs": {"x": 1}}, 400, "reads no variable 'x'"),
     ("/inference/v1/generate", {"token_ids": [-1]}, 400, "token_ids.0"),
     # what was sent decides which alternative of a union is spoken of
