@@ -3,6 +3,9 @@
 import sys
 from pathlib import Path
 
+from pygments.lexers.configs import IniLexer
+from sphinx.highlighting import lexers
+
 FOLDER = Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]  # `site_parts`, and the working tree's jaxrl rather than another's
 
@@ -39,3 +42,4 @@ html_show_sphinx = False
 html_copy_source = False
 pygments_style = "friendly"
 pygments_dark_style = "native"
+lexers["gin"] = IniLexer()  # Pygments has none of gin's own
