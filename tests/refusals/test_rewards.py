@@ -23,7 +23,6 @@ from jaxrl.types import Prompt, Sample, SampleKey
 GOOD = "def compute_score(**kwargs):\n    return 1.0\n"
 IMPORTING = "reward.path: importing {path} failed"
 FUNCTION = "reward.name: {path}: compute_score"
-ARGUMENTS = "(data_source, solution_str, ground_truth, extra_info)"
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ FILES = [
     ),
     Wrong(
         "arguments",
-        f"{FUNCTION} must take {ARGUMENTS}, by these names; found (text, answer): missing a required argument: 'text'",
+        f"{FUNCTION} must take one of response, solution_str, completions; found (text, answer)",
         "def compute_score(text, answer): ...\n",
     ),
     Wrong(
