@@ -151,7 +151,7 @@ def _value(text: str) -> Any:
 
 
 def _words(script: str) -> Iterator[str]:
-    """The words of a shell script, with the values of its own variables in them."""
+    """The words of a shell script, with its own variables expanded."""
     variables = {"HOME": "~"}
     pending = ""
     for line in script.replace("\\\n", " ").splitlines():

@@ -1,6 +1,6 @@
 """`jaxrl serve`: a model, or a run's last checkpoint, behind OpenAI's routes, until SIGTERM or Ctrl-C.
 
-The engine is the rollout's, `jaxrl.serving` stands before it, and HTTP is uvicorn's.
+The engine is the rollout's, `jaxrl.serving` handles the requests, and uvicorn speaks HTTP.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reading what a user gives: whatever is wrong with a file, the error names it.
+"""Reads users' files; every error names the file.
 
 Every reader of such a file works inside `with reading(path):`.
 """
@@ -156,11 +156,11 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def strict_json(text: str) -> Any:
-    """A JSON value; inside `reading`, which names the file in whatever is wrong with it.
+    """A JSON value. Call it inside `reading`, which adds the file's name to errors.
 
     Raises:
-      NotStrict: NaN or Infinity, a key that stands twice in one object, a whole number of over `MAX_DIGITS` digits,
-        half of a surrogate pair, nesting of over `MAX_DEPTH` levels.
+      NotStrict: NaN or Infinity, a duplicate key in one object, an integer of over `MAX_DIGITS` digits, half of a
+        surrogate pair, nesting of over `MAX_DEPTH` levels.
       json.JSONDecodeError: no JSON at all.
     """
     value = json.loads(

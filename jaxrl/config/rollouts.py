@@ -49,8 +49,8 @@ class RolloutSection(Section):
         int,
         Ge(1),
         MAX_DEVICES,
-        "Workers that the rollout's devices are cut into, all of one size: each has an engine, a KV pool and a layout "
-        "of its own.",
+        "Workers that the rollout's devices are cut into, all of one size: each has its own engine, KV pool and "
+        "layout.",
     ] = 1
     hosts_per_worker: Annotated[
         int,

@@ -37,7 +37,7 @@ _UNSUPPORTED = ("tool_calls", "tool_call_id", "tool_responses", "function_call")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem as it stands in the file or comes from the task, before templates."""
+    """One problem from the file or the task, before templates."""
 
     index: int  # in the data set
     where: str  # file and line (or row), or task and number

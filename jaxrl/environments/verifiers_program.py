@@ -176,7 +176,7 @@ class Environment:
 
 
 class ConversationHarness(vf.Harness[vf.HarnessConfig]):
-    """A harness that is no program of its own: it asks, calls what tools are named, and asks again."""
+    """A harness that is not a separate program: it asks the model, calls the tools that it names, and asks again."""
 
     APPENDS_SYSTEM_PROMPT = SUPPORTS_MCP = SUPPORTS_RESUME = True
     EXECUTES_CODE = NEEDS_CONTAINER = False

@@ -1,10 +1,10 @@
 """A worker's layout, round by round and plan by plan: how RollPacker's per-step planner and PAT's switches compose.
 
-A round starts in the planner's degree for its kind; without a planner, in the configured one. Before each plan, if the
-switch rule wants to switch, the plans in flight are collected, the rule decides again on what is then known, the
-decision is written to the journal, and the engine changes its layout. When the round has ended, the planner observes
-all its preemptions, and the worker returns to the degree that the next round starts in. So with a planner tp never
-falls while rows are live, and the planner compares rounds that began in its own degrees.
+A round starts in the planner's degree for its kind; without a planner, in the configured one. Before each plan the
+switch rule may want to switch. Then the plans in flight are collected, and the rule decides again on what is then
+known. Its decision is written to the journal, and the engine changes its layout. At the end of the round the planner
+observes all its preemptions, and the worker returns to the next round's first degree. So with a planner tp never falls
+while rows are live, and the planner compares rounds that began in its own degrees.
 
 Source: RollPacker §4.2 (the planner); PAT §4.2, Algorithm 1, lines 15 and 23-25 (switches); docs/architecture.md (what
 a clock decides is journalled before it takes effect).

@@ -4,8 +4,8 @@ On the devices it has an engine like the actor's and takes turns with it. A turn
 take one follows from counts and never from clocks (`reward.judge.when`): a plan of the actor and one of the judge
 alternate at the most, so neither starves. Once only verdicts are awaited it has the devices to itself.
 
-A template is text with `{name}` where the value of a field goes; `{{name}}` stands for `{name}` itself. All other
-braces stay as they are, so that JSON and `\\boxed{}` can be written as they are.
+A template is text with `{name}` where the value of a field goes; `{{name}}` is `{name}` itself. All other braces stay
+as they are, so that JSON and `\\boxed{}` can be written as they are.
 
 Source: RollPacker §4.3, which runs judge and actor at once and lets the GPU share itself out (MPS).
 

@@ -89,8 +89,8 @@ def judge_length(config: Config) -> int:
 
 
 def judge_memory(config: Config, model: ModelConfig, num_devices: int) -> JudgeMemory:
-    """The judge's sizes on each of so many devices. Raises ValueError where reward.judge.max_memory_gib is too small
-    for one verdict, or for the resident layers asked for."""
+    """The judge's sizes on each of `num_devices` devices. Raises ValueError if reward.judge.max_memory_gib is too small
+    for one verdict, or for the requested resident layers."""
     judge, size = config.reward.judge, BYTES[config.reward.judge.dtype]
     padded = padded_config(model, num_devices)
     layers = padded.weights()["layers"]

@@ -1,8 +1,8 @@
 """Ranking groups: prompts ranked by the lengths of their last responses; workers get long and short ones in turn.
 
-Source: RhymeRL §6. Departures (§6.3): an outlier goes to the worker with the longest ranking group that still decodes
-in this round (of several the one with the fewest responses), so that it prolongs no round. Each response moves once at
-the most.
+Source: RhymeRL §6. Departures (§6.3): an outlier moves to the worker with the longest ranking group that still decodes
+in this round, so that it prolongs no round. Of several such workers it takes the one with the fewest responses. Each
+response moves at most once.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RankingGroups(Mechanism):
         enable: Annotated[bool, "Switch ranking groups on."] = False
         num_groups: Annotated[int, Interval(ge=2, le=65536), "Groups that a step's ranked prompts are cut into."] = 8
         outlier_share: Annotated[
-            float, Interval(ge=0, le=1), "A response may move if it is among the last so many of its group, as a share."
+            float, Interval(ge=0, le=1), "Share of a group's responses, the last to end, that may move."
         ] = 0.1
         move: Annotated[
             Literal["auto", "recompute", "kv"],
@@ -82,7 +82,7 @@ class RankingGroups(Mechanism):
         needs = []
         if not config.trainer.one_step_off:
             needs.append(
-                "trainer.one_step_off: workers that are done with a step's rollout go on with the next one's, while "
+                "trainer.one_step_off: workers that are done with a step's rollout begin the next one's, while "
                 "the update runs"
             )
         if not rollout.num_devices:

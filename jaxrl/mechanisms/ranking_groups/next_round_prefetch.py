@@ -109,7 +109,7 @@ class NextRoundPrefetches:
     # -- between rounds ----------------------------------------------------------------------------------------------
 
     def enter(self, policy_version: int) -> None:
-        """All workers go on with the buffered weights."""
+        """All workers continue with the buffered weights."""
         assert self._version == policy_version, f"weights {self._version} are buffered, not {policy_version}"
         for worker in sorted(self._behind):
             self._switch(worker)

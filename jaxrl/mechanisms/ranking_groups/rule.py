@@ -1,13 +1,13 @@
-"""Prompts ranked by the lengths of their last responses, and dealt to workers in turn from the short and the long end;
-and which responses leave their worker.
+"""Ranks prompts by the lengths of their last responses, and deals them to workers in turn from the short and the long
+end. Also decides which responses leave their worker.
 
 Source: RhymeRL §6.2 (HistoPipe). The prompts of a step are ranked by the median length of their last responses and cut
-into N equal groups. Odd steps deal the groups to the workers in ascending order, even steps in descending order, so
-that two steps together load all workers alike, if an idle worker may begin with the next step (`next_round_prefetch`).
+into N equal groups. Odd steps deal the groups to the workers in ascending order, even steps in descending order. So two
+steps together load all workers alike, if an idle worker may begin with the next step (`next_round_prefetch`).
 `two_tier` decides how many workers a group gets (§6.4).
 
 A response is an outlier (§6.3) if it is among the last alpha = 10 % of its group's responses *and* longer than beta
-times the largest historical length of the group's prompts, beta = max(1.1, the 75th percentile of the growth of
+times the largest historical length of the group's prompts. Here beta = max(1.1, the 75th percentile of the growth of
 response lengths over the last epoch). A prompt's historical length is the median of its last responses (§6.2).
 
 Departures:
@@ -20,7 +20,7 @@ Departures:
 - In a group with several workers, prompts go to them in snake order (1 2 3 3 2 1), so that each has short and long
   ones; with fewer prompts than workers their samples go in equal shares, neighbours together.
 - Only what a round launches at its start is ranked, not prompts that dynamic sampling brings in later.
-- t_train is that of the last step whose metrics are written, the step before the paper's if the update has just ended.
+- t_train comes from the last step whose metrics are written, the step before the paper's if the update has just ended.
   A batch that depends on which responses end first has none, since a clock may not decide what is in a batch.
 - The paper does not say how many "the last 10 %" are of a small group: here the share is rounded up, so that the last
   response of any group can be an outlier. "Short" groups, whose outliers stay in the step, are those with a longer one

@@ -58,7 +58,7 @@ class Speculation(Mechanism):
             int,
             Ge(1),
             Cap(64, "every response of them is kept in memory"),
-            "Draft from a prompt's last so many rollouts.",
+            "The number of a prompt's last rollouts to draft from.",
         ] = 1
         max_prefix: Annotated[
             int, Interval(ge=1, le=64), "The last tokens of a response that are looked for in its prompt's history."

@@ -1,9 +1,9 @@
 """Gradients of groups that are complete, on half of the trainer's devices, while the others still decode.
 
 Source: RollPacker §4.4 ("Overlapped Stream Execution", "Preserving On-Policy Semantics") and §5 (gradients without
-optimizer states). The weights are those of the trainer, which does not move meanwhile; sums are unnormalised and stand
-beside their denominator, so the update is that of the whole batch, whichever groups went this way and in whatever
-parts. With the same parts in the same order it is the same bit for bit.
+optimizer states). The weights are the trainer's, which does not update meanwhile. Sums are unnormalised and kept with
+their denominator, so the update is the complete batch's, for any choice of streamed groups and any cut into parts. With
+the same parts in the same order it is the same bit for bit.
 
 Departures:
 
@@ -41,7 +41,7 @@ from jaxrl.types import Group, StreamFailed, TrainBatch
 
 Tree = Any
 Work = Generator[jax.Array, None, None]
-"""Yields what was handed to the devices."""
+"""Yields what was dispatched to the devices."""
 
 AHEAD = 2
 """Microbatches of gradients that the devices have at once, so that they need not wait for the host."""

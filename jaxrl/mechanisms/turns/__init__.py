@@ -61,7 +61,7 @@ class Turns(Mechanism):
     """The mechanism. Samples are parked while their environments work (`jaxrl.scheduling.mechanism.Parking`)."""
 
     class Options(Section):
-        """Tools and games: what a model says is answered, and it goes on, over several turns."""
+        """Tools and games: an environment answers what the model says, over several turns."""
 
         kind: Annotated[
             Literal["none", "tools", "class", "native", "openai", "verifiers"],
@@ -146,7 +146,7 @@ class Turns(Mechanism):
                 if not self.id or not self.python:
                     yield (
                         "environment.kind=verifiers needs environment.id, the environment's name, and "
-                        "environment.python, the Python of an environment of its own with verifiers in it"
+                        "environment.python, the Python of a separate environment with verifiers in it"
                     )
                 data = config.data
                 if data.system_prompt or data.prompt_template != "{question}":
@@ -173,7 +173,7 @@ class Turns(Mechanism):
                     if is_on:
                         yield (
                             f"environment.group excludes {option}, which needs a sample's whole reward before its "
-                            "round is over: only then are trajectories compared"
+                            "round has ended: only then are trajectories compared"
                         )
             if not config.data.apply_chat_template:
                 yield "environment.kind needs data.apply_chat_template: turns are written in the model's chat template"

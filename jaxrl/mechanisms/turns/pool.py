@@ -1,7 +1,7 @@
 """The worker processes of environments, from the trainer's side: turns in, answers out.
 
-Nothing of the user's runs in the trainer: what comes back is JSON, whose values are checked here. No turn is handed out
-a second time, because what it did outside may not be undone: a process that dies with one has failed it.
+Nothing of the user's runs in the trainer: what comes back is JSON, whose values are checked here. No turn is dispatched
+twice, because its effects outside may not be undone: a process that dies with a turn has failed it.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def read_answer(key: SampleKey, reward: float, info: Mapping[str, Any]) -> Obser
 
 
 def read_rewards(scored: Scored, count: int, timeout_s: float) -> list[float] | str:
-    """What a process has made of so many trajectories, every value checked; what went wrong where it is nothing."""
+    """The rewards of `count` trajectories that a process sent, every value checked; or what went wrong."""
     status, _, info, _ = scored
     if status == "timeout":
         return f"no answer within {_TIMEOUT} ({timeout_s:g} s)"

@@ -1,4 +1,4 @@
-"""When a trajectory is over, what its environment has said, and what it comes to.
+"""When a trajectory ends, what its environment has said, and its reward.
 
 Source: names of limits as in tinker-cookbook's rollouts.
 """

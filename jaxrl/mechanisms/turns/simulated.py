@@ -51,7 +51,7 @@ class TurnModel:
         return 1 + count
 
     def end(self, key: SampleKey, step: int, kept: int) -> int:
-        """The tokens of a response, answers with them, at the end of the turn that follows so many of them."""
+        """The tokens of a response, answers included, at the end of the turn that begins after `kept` of them."""
         count = self.num_turns(key)
         answered = (count - 1) * self.tool.answer_tokens if self.counts_answers else 0
         tokens = max(self.length(key, step) - answered, count)
@@ -124,8 +124,8 @@ def conversation(
 
 
 def turn_model(config: Config, workload: Workload) -> TurnModel:
-    """Of the tools that `simulate.tool` describes, or those of the recorded run that lengths come from. Raises
-    ValueError where that had none."""
+    """Models the tools that `simulate.tool` describes, or those recorded by the run that lengths come from. Raises
+    ValueError if that run had none."""
     simulated, longest = config.simulate, TurnLimits.configured(config).max_trajectory_tokens
     is_recorded = bool(simulated.recorded_run)
     tool = simulated.tool
