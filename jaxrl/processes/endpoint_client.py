@@ -4,8 +4,8 @@ Waits between attempts double from `FIRST_WAIT_S`, without chance; a `Retry-Afte
 The key is in the request's header and nowhere else: every text of an endpoint passes `Client.hide`.
 
 `httpx2` does HTTP: it comes with tokenizers (by way of huggingface_hub), pools connections, and knows TLS and proxies.
-Its timeouts are for single reads, so one over the whole request stands around it. What this machine itself serves is
-asked without a proxy. Its log repeats headers and reasons of an endpoint, so it is kept to warnings.
+Its timeouts are for single reads, so another one limits the complete request. What this machine itself serves is asked
+without a proxy. Its log repeats headers and reasons of an endpoint, so it is kept to warnings.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 MAX_RETRY_AFTER_S = 300.0
 """An endpoint that asks for a longer pause is not there for this run."""
 MAX_BODY_BYTES = 4 << 20
-"""Of an answer, unless a client is told another limit."""
+"""The default limit of an answer's size."""
 T = TypeVar("T")
 _MAX_SAID = 300  # characters of an endpoint's own words that an error repeats
 _AGAIN = frozenset({408, 409, 425, 429})  # and 5xx

@@ -108,7 +108,7 @@ def read_lines(
 
 
 def to_json(value: Any, **options: Any) -> str:
-    """`json.dumps` that writes JSON whatever the numbers are: one that is not finite becomes its text."""
+    """`json.dumps` that always writes valid JSON: a number that is not finite becomes its text."""
     try:
         return json.dumps(value, allow_nan=False, **options)
     except ValueError:

@@ -1,9 +1,9 @@
-"""Drawings that are no curves over steps: lengths as a histogram, groups' rewards as a heat map, rows over time. Each
-is empty where its file was not written.
+"""Drawings that are not curves over steps: lengths as a histogram, groups' rewards as a heat map, rows over time. Each
+is empty if its file was not written.
 
 The heat map has a column for each step, or for several where there are many, in which groups are sorted by their mean
-reward: the darker, the higher. So a band in the middle is what still teaches. The rows are those of the last round that
-the timeline has; only the end of that file is read, because it may be large.
+reward: the darker, the higher. So a band in the middle is what still teaches. The rows come from the last round in the
+timeline; only the end of that file is read, because it may be large.
 """
 
 from __future__ import annotations

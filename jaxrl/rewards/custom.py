@@ -25,8 +25,8 @@ _SHOWN_KEYS = 10
 
 @dataclass(frozen=True, slots=True)
 class CustomScorer:
-    """Calls the function, which returns a number, or a mapping with the number under "score" and whatever else is to be
-    recorded. One that takes lists returns a list of one."""
+    """Calls the function, which returns a number, or a mapping with the number under "score" and anything else to
+    record. A function that takes lists returns a list of one."""
 
     file: UserFile
     name: str = "compute_score"

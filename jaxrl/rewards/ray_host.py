@@ -1,11 +1,11 @@
 """The host of a pool whose workers are anywhere in a Ray cluster (`pip install jaxrl[ray]`).
 
-It is a process of its own because Ray ends the process that uses it when it has lost the cluster's head for a minute
-("The program will terminate"), and installs handlers of signals. In the trainer that would be the end of a run, without
-a word. Nothing of the user's runs here, nor in an actor: each actor has a pool of one worker on its machine.
+It is a separate process because Ray installs signal handlers, and ends the process that uses it after losing the
+cluster's head for a minute ("The program will terminate"). In the trainer that would end the run without a word.
+Nothing of the user's runs here, nor in an actor: each actor has a pool of one worker on its machine.
 
-An actor that dies was not ended by a scorer, so its sample is scored again elsewhere. Actors that the cluster has no
-room for are waited for while others work; where none works, the run ends.
+No scorer ends an actor, so the sample of an actor that dies is scored again elsewhere. The host waits for actors that
+the cluster has no room for while others work; if none works, the run ends.
 
 Source: ray 2.60, of which a killed head was tried; https://github.com/ray-project/ray/issues/45570.
 """

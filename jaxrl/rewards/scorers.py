@@ -61,8 +61,8 @@ class Scorer(Protocol):
         ...
 
     def load(self) -> None:
-        """Imports whatever scoring needs, so that the first score is not charged for imports. A ValueError's sentence
-        is for the user as it stands."""
+        """Imports everything that scoring needs, so that the first score is not charged for imports. A ValueError's
+        sentence is shown to the user unchanged."""
         ...
 
     def __call__(self, request: ScoreRequest) -> tuple[Any, dict[str, Any]]: ...
@@ -199,8 +199,8 @@ def scorer_of(config: Config, domain: Domain) -> Scorer:
 def score_safely(
     scorer: Callable[[], Scorer], request: bytes, on_error: Callable[[BaseException], object] = lambda error: None
 ) -> Scored:
-    """Scores one pickled request; returns plain values only, which leave this process as JSON, whatever the scorer does
-    (unless it ends the process). `on_error` gets an error that the scorer has raised."""
+    """Scores one pickled request; returns plain values only, which leave this process as JSON, unless the scorer ends
+    the process. `on_error` gets an error that the scorer has raised."""
     start = time.perf_counter()
     try:
         reward, info = scorer()(pickle.loads(request))

@@ -50,10 +50,10 @@ MAX_STOP_IDS = 8
 class RowState(NamedTuple):
     """What the device knows about a row; every field [G, S, ...] (or [G, R, ...] inside a program).
 
-    token: the last token drawn, its KV not in the cache yet; position: where it stands in the sequence; limit: the
-    sequence length at which it stops; stop_ids: [..., MAX_STOP_IDS], -1 for none. Only where proposals are verified:
-    recent: the last tokens of the response, [..., num_recent], `Drafting.blank` where it has fewer; window: the most
-    tokens of its next proposal.
+    token: the last token drawn, its KV not in the cache yet; position: its place in the sequence; limit: the sequence
+    length at which it stops; stop_ids: [..., MAX_STOP_IDS], -1 for none. Only where proposals are verified: recent: the
+    last tokens of the response, [..., num_recent], `Drafting.blank` where it has fewer; window: the most tokens of its
+    next proposal.
     """
 
     token: jax.Array

@@ -1,8 +1,8 @@
-"""What a run goes on or begins from must fit it: told before the model is loaded and a checkpoint is compared with its
-checksums, which reads all of it and takes minutes for a large one.
+"""Checks that a run fits the checkpoint that it resumes or begins from. It does so before the model is loaded and the
+checkpoint is compared with its checksums, which reads all of it and takes minutes for a large one.
 
-Other options alone are no reason to refuse: equal problems in another file go on. Whatever cannot be read here is
-reported where the checkpoint is compared.
+Different options alone are no reason to refuse: a run resumes with equal problems in another file. What cannot be read
+here is reported where the checkpoint is compared.
 """
 
 from __future__ import annotations

@@ -159,8 +159,8 @@ def read_tokenizer_and_model(config: Config) -> tuple[Tokenizer, ModelConfig]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoneWorker:
-    """One worker on all devices of this host, to draw with a model that is not trained. `config`: with one worker,
-    whatever the run has, and without drafts."""
+    """One worker on all devices of this host, to draw with a model that is not trained. `config`: the run's, but with
+    one worker and without drafts."""
 
     config: Config
     mesh: Mesh

@@ -1,8 +1,8 @@
-"""What a run has on one host: devices, models in training, executors of workers, and its part of the checkpoints.
+"""A run's state on one host: devices, models in training, executors of workers, and its part of the checkpoints.
 
 `Host` is everything of a training run that touches devices. A run on one host has one. On several hosts each actor has
-one (`jaxrl.run.cluster`), and all of them get the same calls in the same order, because the programs of training
-run on the devices of all hosts. So arguments and results are plain data.
+one (`jaxrl.run.cluster`). All of them get the same calls in the same order, because training programs run on the
+devices of all hosts. So arguments and results are plain data.
 
 Source: docs/architecture.md (a run on several hosts).
 """

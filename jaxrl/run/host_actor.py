@@ -1,8 +1,8 @@
 """A host's process in a run on several hosts: the actor that Ray starts there, and how it joins the others.
 
 `HostActor` holds the host's `jaxrl.run.host.Host` and carries out the controller's calls, one after another, in the
-order in which they were sent. What answers while a call runs has a thread of its own (`HEALTH`), and so have the calls
-of training (`LEARNING`): with devices of the rollout's own, an update runs beside a round.
+order in which they were sent. Calls that must answer while another runs have a separate thread (`HEALTH`), and so have
+training calls (`LEARNING`): if the rollout has its own devices, an update runs beside a round.
 
 Source: docs/architecture.md (a run on several hosts); Ray's actors and concurrency groups.
 """
@@ -141,7 +141,7 @@ class HostActor:
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def call(self, path: str, *arguments: Any, **named: Any) -> Any:
-        """Calls a method of the host, or of what it has (`trainer.apply`)."""
+        """Calls a method of the host, or of one of its attributes (`trainer.apply`)."""
         self._beat(path.replace(".", " ").replace("_", " "))
         return self.get(path)(*arguments, **named)
 
@@ -193,8 +193,8 @@ class HostActor:
         self.host.workers.take_buffered(worker)
 
     def warm_up(self) -> int:
-        """Compiles the programs of the rollout, and for other devices than CPUs those of the update with them; returns
-        how many there are."""
+        """Compiles the rollout's programs, and together with them the update's, except on CPUs. Returns their
+        number."""
         on_cpu = self.host.place.devices[0].platform == "cpu"
         update = [] if on_cpu else [each.programs for each in self.host.models]
         return self.host.workers.warm_up(lambda done, total: self._beat(f"compiling programs {done}/{total}"), update)

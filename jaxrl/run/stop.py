@@ -71,7 +71,7 @@ class Stop:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """A signal inside ends the process when the block is over, and not between two files that belong together."""
+        """A signal inside ends the process after the block, and not between two files that belong together."""
         with self._lock:
             self._held += 1
         try:
@@ -161,7 +161,7 @@ def end_with_parent() -> None:
 
 
 def end(sentence: str, status: int) -> None:
-    """Ends this process and its children at once, whatever any thread is doing; says why on stderr."""
+    """Ends this process and its children at once, in any state of its threads; says why on stderr."""
     try:
         flush = threading.Thread(target=_flush, daemon=True)
         if _start(flush):

@@ -106,9 +106,9 @@ def _context(config: Config, row: Problem | Prompt) -> Any:
 
 
 def with_context(prompt: Prompt, config: Config, tokenizer: Tokenizer) -> Prompt:
-    """A prompt as the teacher reads it: the question, where it stands last, with what the row has in
-    `algorithm.teacher.context_key`. Raises ValueError where the question does not stand in the prompt, or the result is
-    too long."""
+    """A prompt as the teacher reads it: the last occurrence of the question, with the row's text in
+    `algorithm.teacher.context_key`. Raises ValueError if the prompt does not contain the question, or the result is too
+    long."""
     teacher = config.algorithm.teacher
     if not teacher.context_key:
         return prompt
@@ -124,6 +124,6 @@ def with_context(prompt: Prompt, config: Config, tokenizer: Tokenizer) -> Prompt
     if len(ids) > most:
         raise ValueError(
             f"{where}: the teacher's prompt has {len(ids)} tokens, more than data.max_prompt_length + "
-            f"algorithm.teacher.max_context_length ({most}): raise the latter, or shorten what the teacher is told"
+            f"algorithm.teacher.max_context_length ({most}): raise the latter, or shorten the teacher's context"
         )
     return dataclasses.replace(prompt, token_ids=tuple(ids))

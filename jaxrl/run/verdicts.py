@@ -113,8 +113,8 @@ class Verdicts:
         self._busy = BusyTime()
 
     def end(self) -> dict[str, float]:
-        """The round is over; what the scoring itself has counted in it. `reward/busy_s`: the seconds in which anything
-        was being scored."""
+        """Ends the round and returns the scoring's own counts. `reward/busy_s`: the seconds in which anything was being
+        scored."""
         measured = {**self._scoring.take_metrics(), "reward/busy_s": self._busy.take()}
         return {name: float(value) for name, value in measured.items()}
 

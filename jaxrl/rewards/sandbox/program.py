@@ -37,7 +37,7 @@ def read_job() -> str:
 
 
 def fresh_streams() -> None:
-    """Standard streams over descriptors 0 to 2, in place of those of the fork server."""
+    """Standard streams over descriptors 0 to 2, in place of the fork server's."""
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     sys.stderr = sys.__stderr__ = open(2, "w", 1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115

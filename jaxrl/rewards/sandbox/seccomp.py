@@ -2,8 +2,8 @@
 
 Source: seccomp(2), https://github.com/seccomp/libseccomp. What is not allowed fails with EPERM. A filter cannot see
 behind pointers, so calls that hide there what matters are refused (`clone3`, `openat2`). So is shared memory without a
-file, none of which would count as a process's. Signals go to the process itself alone, unless Landlock or a user of its
-own keeps them from others.
+file, none of which would count as a process's. Signals go to the process itself alone, unless Landlock or a dedicated
+user keeps them from others.
 """
 
 from __future__ import annotations
