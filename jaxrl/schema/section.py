@@ -121,7 +121,7 @@ def walk(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldI
 
 
 def mark(field: FieldInfo, kind: type[_Mark]) -> _Mark | None:
-    """What stands of a kind in an option's annotation, as its `Cap`."""
+    """The mark of a kind in an option's annotation, as its `Cap`."""
     return next((each for each in _marks(field) if isinstance(each, kind)), None)
 
 

@@ -1,8 +1,8 @@
 """The routes: a body is checked, and answered at once or piece by piece.
 
-Errors are OpenAI's objects, with the status that its clients expect: 400 for a body that is wrong, 401 without the key,
-404 for another model or path, 413 for a body that is too large, 503 with `Retry-After` where too many wait. An answer
-has no traceback and no path of this machine in it.
+Errors are OpenAI's objects, with the status that its clients expect. That is 400 for a wrong body, 401 without the key,
+404 for another model or path, 413 for a body that is too large, and 503 with `Retry-After` where too many requests
+wait. An answer has no traceback and no path of this machine in it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 and the OpenAPI 3.1 document of the routes (`GET /openapi.json`), which follows from them.
 
 A name that is not listed is refused, and so is a value that would change what is sampled and that this server does not
-know. What changes nothing here (`user`, `metadata`) is ignored, and null asks for nothing, whatever its name.
+know. What changes nothing here (`user`, `metadata`) is ignored, and so is null under any name.
 
 A body with a million mistakes costs no more than one with a single mistake: lists end at their first wrong item.
 

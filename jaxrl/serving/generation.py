@@ -1,9 +1,9 @@
-"""From a checked body to responses that grow: requests for the driver, the text of each response so far, and what a
-monitor reads of it all (`GET /metrics`).
+"""From a checked body to responses that grow: requests for the driver, the text of each response so far, and the
+metrics for a monitor (`GET /metrics`).
 
-Source: the way in which vLLM and text-generation-inference detokenize: the text of a token depends on a few before it
-(a word's blank, the bytes of one character), so a window is decoded with and without the new tokens, and the difference
-is new. A window that ends in half a character waits for the rest.
+Source: vLLM and text-generation-inference detokenize in this way. The text of a token depends on a few before it (a
+word's blank, the bytes of one character). So a window is decoded with and without the new tokens, and the difference is
+new. A window that ends in half a character waits for the rest.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class SimulatedExecutorSet:
         return self._buffered is not None and self._clock.now_ns >= self._buffered[1]
 
     def take_buffered(self, worker: int) -> None:
-        """A worker goes on with them; waits until they are there."""
+        """A worker switches to the buffered weights; waits until they are there."""
         assert self._buffered is not None, "no weights are buffered"
         version, at_ns = self._buffered
         self._clock.reach(at_ns)

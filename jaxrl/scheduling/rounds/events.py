@@ -1,7 +1,7 @@
-"""What happened and what to do: the round-level seam (docs/architecture.md).
+"""Events and commands: the round-level interface (docs/architecture.md).
 
 A round receives events and answers with commands; time is a field of the event, in seconds on the backend's own clock.
-What enters a batch depends on logical time only, so an event that ends a sample carries its dispatch number, and
+What enters a batch depends on logical time only. So an event that ends a sample carries its dispatch number, and
 verdicts reach the round in the order in which their samples completed.
 """
 

@@ -252,9 +252,9 @@ class Race:
         return [key for prompt_key in self.batch for key in self.groups[prompt_key].kept]
 
     def certain(self) -> list[PromptKey]:
-        """Accepted groups that will be in the batch whatever happens from now on; what was certain stays so. Before one
-        there may come the due ones, and besides, where the order of launch counts, those launched before it and not
-        filtered, else those accepted before it."""
+        """Accepted groups that no later event can remove from the batch; a certain group stays certain. Due groups may
+        precede one in the batch. So may groups launched before it and not filtered, if the order of launch counts, or
+        else groups accepted before it."""
         if self._stopped:
             return list(self.batch)
         due = {key for key in self._due if key not in self.filtered}
