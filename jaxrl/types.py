@@ -59,7 +59,7 @@ class Prompt:
       text: the rendered prompt, as shown to people.
       source: the data set's or task's name; a reward may depend on it.
       answer: the reference answer, if there is one.
-      extra: whatever else the reward needs (a reasoning-gym entry, test cases). Must survive pickling.
+      extra: other data that the reward needs (a reasoning-gym entry, test cases). Must survive pickling.
       question: the last user message before templates, as a model that scores reads it; empty: there is only `text`.
     """
 

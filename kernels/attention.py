@@ -6,8 +6,8 @@ the layer's product and writes the new keys and values (`decode_pallas`). `rollo
 over the cache, and `actor.attention` that on packed rows:
 
 - `"reference"`: plain jnp (`jaxrl.kernels.reference`), on any platform; the oracle of all tests;
-- `"pallas"`: our GPU kernels (`paged_pallas`, `decode_pallas`, `packed_pallas`), and over the cache on TPUs JAX's own,
-  for one query a row (`paged_tpu`; the reference for several); a ValueError for shapes or dtypes that they refuse;
+- `"pallas"`: our GPU kernels (`paged_pallas`, `decode_pallas`, `packed_pallas`). Over the cache on TPUs it is JAX's
+  own, for one query a row (`paged_tpu`; the reference for several). A ValueError for unsupported shapes or dtypes;
 - `"mosaic_gpu"`, over the cache: a second kernel for GPUs (`paged_mosaic_gpu`), which needs no Triton;
 - `"auto"`, over the cache: the kernels where the platform has some that take the shapes and dtypes, else the reference.
   On packed rows: the kernels on GPUs where they take the model's heads and dtype, else jnp in tiles (`packed`). Where

@@ -5,16 +5,16 @@ prompt chunk and cached positions, and rollout and trainer differ in their last 
 computed in pieces of one shape: rows in tiles, context in blocks that begin at multiples of their size and are merged
 in order. Padding of a tile is never mixed into a row, and blocks that a query does not see are added as zeros.
 
-On CPUs a piece is the body of a loop whose length the compiler does not know, so it is compiled by itself, and programs
-of other shapes only run it more or less often. On GPUs it stands between two barriers, over which the compiler moves
-and fuses nothing; products and attention are kernels (`jaxrl.kernels.invariant_pallas`).
+On CPUs a piece is the body of a loop of a length unknown to the compiler. So it is compiled by itself, and programs of
+other shapes only run it more or less often. On GPUs it is enclosed by two barriers, over which the compiler moves and
+fuses nothing; products and attention are kernels (`jaxrl.kernels.invariant_pallas`).
 
 Source: batch-invariant kernels (He et al. 2025, "Defeating Nondeterminism in LLM Inference"). Departure: norms and
 softmaxes are not rewritten, and on CPUs nothing is. The fixed piece is a long stretch of a layer, inside which the
 compiler is free. `jaxrl check-numerics` measures whether two programs compile it to the same code; for GPUs a test
 compares the compiled programs.
 
-Gradients are those of the plain computation at the same inputs. They need not be invariant: only one side has them.
+Gradients come from the plain computation at the same inputs. They need not be invariant: only one side has them.
 
 Dims: N rows, Q queries of a tile, S positions of a block, H query heads, K key/value heads, G = H / K, D head dim,
 R rows of tokens, T tokens of a row, W blocks per table, P positions per block of the cache.
@@ -91,8 +91,8 @@ class InTiles(NamedTuple):
 
     def for_platform(self, platform: str, *, interpret: bool = False) -> InTiles:
         """The same for devices of a platform (`cpu`, `gpu`, `tpu`). On GPUs products are kernels: nothing fixes which
-        of its own a compiler takes, or that all rows of a tile have their sums in one order. `interpret`: as on a GPU,
-        with kernels as plain JAX, on any device (slow; for tests).
+        kernel a compiler chooses, or that all rows of a tile are summed in one order. `interpret`: as on a GPU, with
+        kernels as plain JAX, on any device (slow; for tests).
         """
         if platform != "gpu" and not interpret:
             return self
@@ -272,7 +272,7 @@ def _attention(
     softcap: float,
     sinks_H: jax.Array | None,
 ) -> jax.Array:
-    """[N, H, D]: each query sees the positions `first` .. `last` of its own sequence.
+    """[N, H, D]: each query sees the positions `first` .. `last` of its sequence.
 
     Args:
       where: of each query [N, ...], what `context` needs to find its sequence.

@@ -5,17 +5,17 @@ key/value head, a tile of that head's C * G queries (all of them, unless they ex
 row's context, which it walks in steps of some positions with a running softmax in float32. Queries of a group thus
 share each key and value that is read, so decoding reads every cached byte once.
 
-Pieces begin at multiples of their size, counted from the sequence's beginning, and each is summed separately. Those of
-all rows are one list, of which every program takes an equal share, whatever the rows' lengths: the grid follows from
-shapes alone, the list is made on the device (`list_work`). A second kernel adds up the pieces of rows that have
+Pieces begin at multiples of their size, counted from the sequence's beginning, and each is summed separately. The
+pieces of all rows are one list, of which every program takes an equal share, for any lengths of rows: the grid follows
+from shapes alone, and the device makes the list (`list_work`). A second kernel adds up the pieces of rows that have
 several, in their order. So a row's result depends neither on other rows nor on which program took which piece. Where
 tables have room for one piece there is no list, and no second kernel.
 
 Sources: running softmax and tiling from FlashAttention-2 (Dao 2023, arXiv:2307.08691, section 3.1); the split over the
 context from Flash-Decoding (Dao, Haziza, Massa, Sizov 2023); its fixed size instead of a fixed number of parts from He
 et al. 2025, "Defeating Nondeterminism in LLM Inference"; block tables from PagedAttention (Kwon et al. 2023,
-arXiv:2309.06180, section 4). Departures: queries of one group and of several positions stand side by side as the rows
-of one matrix; a step looks up the block of every position by itself, so its size need not be a multiple of the block's.
+arXiv:2309.06180, section 4). Departures: queries of one group and of several positions are the rows of one matrix; a
+step looks up the block of every position by itself, so its size need not be a multiple of the block's.
 
 Backend: Pallas on Triton, which JAX deprecates from 0.11 on but which both supported versions run; docs/kernels.md
 weighs it against Mosaic GPU and cuDNN.
@@ -434,7 +434,7 @@ def dot(a: jax.Array, b: jax.Array, over_a: int, over_b: int) -> jax.Array:
 
     Tensor cores round float32 to TF32 (10 bits of fraction), and exact float32 products would run without them and
     spill. So float32 is cut into two TF32 numbers and three products are added: an error of about 2^-21 of the terms,
-    whatever `jax_default_matmul_precision` says.
+    for any `jax_default_matmul_precision`.
     """
 
     def product(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -191,7 +191,7 @@ def _device_table(shares: list[DeviceShare]) -> list[str]:
 def _kv_sentence(padded: Model, layout: Layout) -> str:
     kv_heads = padded.num_kv_heads
     if layout.tp == 1:
-        return f"KV: {layout.dp} pools, one per dp group; each device holds all {kv_heads} key/value heads of its own"
+        return f"KV: {layout.dp} pools, one per dp group; each device holds all {kv_heads} key/value heads of its pool"
     pools = f"{layout.dp} pools, one per dp group" if layout.dp > 1 else "one pool"
     replicas = layout.tp // axes_size(layout.mesh, layout.kv_axes(kv_heads))
     if replicas == 1:

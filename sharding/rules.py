@@ -50,8 +50,8 @@ class Form(TypedDict, total=False):
 def pad_heads(num_heads: int, num_kv_heads: int, tp: int) -> tuple[int, int]:
     """The fewest (query, key/value) heads with which attention shards at `tp` and every smaller degree.
 
-    Either each shard has whole groups (`K' % tp == 0`), or K' is itself a degree on the way to `tp`, each shard has one
-    key/value head, and a group's query heads divide over the shards that share it. Groups only grow: G' >= G.
+    Either each shard has complete groups (`K' % tp == 0`), or K' is itself a degree on the way to `tp`. Then each shard
+    has one key/value head, and a group's query heads divide over the shards that share it. Groups only grow: G' >= G.
     """
     group = num_heads // num_kv_heads
     candidates = [(group * kv, kv) for kv in [-(-num_kv_heads // tp) * tp]]

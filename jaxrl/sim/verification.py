@@ -35,7 +35,7 @@ class Proposals(Protocol):
     def first_window(self) -> int: ...
 
     def acceptance(self, key: SampleKey, length: int) -> Acceptance:
-        """How many proposed tokens are accepted for a response of `length` tokens."""
+        """How many tokens of a proposal are right, by position of a response of `length` tokens."""
         ...
 
     def width(self, rows: int) -> int:
