@@ -16,8 +16,8 @@ over the cache, and `actor.attention` that on packed rows:
 
 docs/kernels.md explains the kernels and has measurements.
 
-Dims: R rows, C queries per row, H query heads, K key/value heads, D head dim, N blocks, P positions per block,
-W blocks per table, T tokens of a packed row. All of it is local to one device: callers run it inside `shard_map`.
+Dims: R rows, C queries per row, H query heads, K key/value heads, D head dim; N blocks, P positions per block, W blocks
+per table, T tokens of a packed row. All of it is local to one device: callers run it inside `shard_map`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A decode step's Pallas kernels for NVIDIA GPUs: `decode_attention`, and the residual add with a norm (`add_norm`).
 
 **Attention.** Between the product of a token's queries, key and value and the product of attention's output, XLA runs
-four kernels. They are bias and rotary embedding of the queries, the scatter of the new key, that of the new value, and
+four kernels: the queries' bias and rotary embedding, the scatter of the new key, the scatter of the new value, and
 attention. Here a program takes one key/value head and its share of the pieces of all rows' contexts. For each it adds
 up the product's partial sums for the row's G queries, key and value. It adds the bias, applies the norms of queries and
 keys (Qwen3) and the rotary embedding, and attends. With a row's first piece it writes the new key and value into the
@@ -16,7 +16,7 @@ into the pool, and gets zeros.
 Backend: Pallas on Triton (docs/kernels.md).
 
 Dims: R rows, E features, K key/value heads, G queries a key/value head, X = G + 2 (its queries, then its key, its
-value), D head dim, N blocks, P positions per block, W blocks per table, S partial sums of a product, M queries of a
+value), D head dim; N blocks, P positions per block, W blocks per table, S partial sums of a product, M queries of a
 tile.
 """
 

@@ -2,9 +2,9 @@
 
 A paged gather in every step moves each key and value three times (read, write, read again). So where no kernel reads a
 block table in place (XLA on CPU), a decode program copies its rows' blocks into a *window* before its first step. It
-keeps the tokens of its own steps in a small *fresh* buffer, and writes that back to the pool after its last. All rows
-advance in lockstep, so a step's keys and values go to one index of the fresh buffer: a slice update in place, where the
-pool needs a scatter. With drafts, each row fills its part of the buffer at its own pace (`put_several`).
+keeps its steps' tokens in a small *fresh* buffer, and writes that back to the pool after its last. All rows advance in
+lockstep, so a step's keys and values go to one index of the fresh buffer: a slice update in place, where the pool needs
+a scatter. With drafts, each row fills its part of the buffer at its own pace (`put_several`).
 
 The window is a list of *tiles*, each a few blocks of one row, so a program's cost follows the cached tokens, not the
 number of rows times the longest. Each tile's scores have their own maximum and sum, and a row's tiles are joined as in

@@ -16,8 +16,8 @@ compares the compiled programs.
 
 Gradients come from the plain computation at the same inputs. They need not be invariant: only one side has them.
 
-Dims: N rows, Q queries of a tile, S positions of a block, H query heads, K key/value heads, G = H / K, D head dim,
-R rows of tokens, T tokens of a row, W blocks per table, P positions per block of the cache.
+Dims: N rows, Q queries of a tile, S positions of a block, H query heads, K key/value heads, G = H / K, D head dim; R
+rows of tokens, T tokens of a row, W blocks per table, P positions per block of the cache.
 """
 
 from __future__ import annotations

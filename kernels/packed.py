@@ -55,7 +55,7 @@ def tiling(platform: str) -> Tiling:
 
     Measured on CPU only: 2 cores with AVX2, 2048 tokens in all, 9 and 3 heads of 64, rows filled by groups of four,
     forward and backward. Speed-ups over the plain path with tiles of 32 / 64 / 128: rows of 64 tokens 1.4 / 1.2, of 128
-    2.6 / 2.2, of 256 3.2 / 2.4 / 1.5, of 512 4.8 / 4.3 / 2.3, of 1024 7.7 / 12 / 6.9.
+    2.6 / 2.2; of 256 3.2 / 2.4 / 1.5, of 512 4.8 / 4.3 / 2.3, of 1024 7.7 / 12 / 6.9.
     """
     if platform == "cpu":
         return Tiling(widen=True)

@@ -7,8 +7,8 @@ sees every key, so that no mask is needed: masks in all tiles take twice the tim
 Sources: FlashAttention-2 (Dao 2023, arXiv:2307.08691, sections 3.1 and 3.2) for the running softmax and the backward
 pass from the saved log-sum-exp; the lists of tiles to visit follow FlexAttention's block masks (Dong et al. 2024,
 arXiv:2412.05496, section 4.2). Departures: lists come from ranges, not from every pair of tokens, so a tile may be
-visited in vain but is never missed. Gradients of keys and values are summed over a group's query heads inside one
-program, in a fixed order and without atomics, so a result does not change from run to run.
+visited in vain but is never missed. One program sums gradients of keys and values over a group's query heads, in a
+fixed order and without atomics, so a result does not change from run to run.
 
 The backend and the terms are those of `paged_pallas`. Dims: R rows, T tokens of a row, H query heads, K key/value
 heads, G = H / K, D head dim; inside a kernel M queries and B keys of a tile; I query tiles, J key tiles. Keys may be

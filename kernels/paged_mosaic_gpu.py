@@ -11,8 +11,8 @@ Sources: as `paged_pallas`. Departures from it: a step copies complete blocks or
 reaches beyond what its queries see, it copies a visible part once more. So numbers behind a row's last position in its
 block are multiplied by zero: they must be finite, as a pool's are.
 
-Dims: R rows, C queries per row, H query heads, K key/value heads, D head dim, N blocks, P positions per block, W blocks
-per table, F queries of a row and key/value head, padding included, T tiles of them, M queries of a tile, B positions of
+Dims: R rows, C queries per row, H query heads, K key/value heads, D head dim; N blocks, P positions per block, W blocks
+per table; F queries of a row and key/value head, padding included, T tiles of them, M queries of a tile, B positions of
 a step, S pieces in the list.
 """
 

@@ -1,9 +1,9 @@
 """Attention over a paged KV cache as a Pallas kernel for NVIDIA GPUs: decode, verification and prefill.
 
 One kernel serves all three, because they differ only in the number of queries C per row. It takes one row, one
-key/value head, a tile of that head's C * G queries (all of them, unless they exceed the tile) and one piece of the
-row's context, which it walks in steps of some positions with a running softmax in float32. Queries of a group thus
-share each key and value that is read, so decoding reads every cached byte once.
+key/value head, and a tile of that head's C * G queries (all of them, unless they exceed the tile). It walks one piece
+of the row's context in steps of some positions, with a running softmax in float32. Queries of a group thus share each
+key and value that is read, so decoding reads every cached byte once.
 
 Pieces begin at multiples of their size, counted from the sequence's beginning, and each is summed separately. The
 pieces of all rows are one list, of which every program takes an equal share, for any lengths of rows: the grid follows
@@ -20,7 +20,7 @@ step looks up the block of every position by itself, so its size need not be a m
 Backend: Pallas on Triton, which JAX deprecates from 0.11 on but which both supported versions run; docs/kernels.md
 weighs it against Mosaic GPU and cuDNN.
 
-Dims: R rows, C queries per row, H query heads, K key/value heads, G = H / K, D head dim, N blocks, P positions per
+Dims: R rows, C queries per row, H query heads, K key/value heads, G = H / K, D head dim; N blocks, P positions per
 block, W blocks per table, F = C * H queries of a row, S pieces in the list. Inside a kernel M queries of a tile and B
 positions of a step.
 """

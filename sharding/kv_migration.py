@@ -14,7 +14,7 @@ layout that has fewer of them. Blocks that change their home (guests) take the l
 each home. One more all-to-all, over the axes of dp that both layouts have, moves them to the lane of the same place in
 the other home. Then they are exchanged with the others.
 
-Dims: dp groups, l lanes of a device, K key/value heads (K' of a device), N blocks of a pool, P positions per block, D
+Dims: dp groups, l lanes of a device, K key/value heads (K' of a device); N blocks of a pool, P positions per block, D
 head dim, M places of a lane.
 """
 

@@ -195,13 +195,13 @@ def _name(source: str) -> str:
 
 
 def _adapter(source: str, adapters: Sequence[str]) -> tuple[str, list[str]]:
-    """What clients call the model, and the options that `--adapter` stands for."""
+    """The model's name for clients, and the options that `--adapter` sets."""
     if not adapters:
         return _name(source), []
     if len(adapters) > 1:
         raise ValueError(
             f"serve --adapter: one can be served, found {len(adapters)}: adapters are merged into the weights, and a "
-            "second model would need an engine and a KV pool of its own; start a server for each"
+            "second model would need its own engine and KV pool; start a server for each"
         )
     if (Path(source) / CONFIG_FILE).is_file():
         raise ValueError(

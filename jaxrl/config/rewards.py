@@ -167,8 +167,8 @@ class RewardSection(Section):
         int,
         Ge(0),
         Cap(100, "a scorer that fails so often is broken"),
-        "Times that a sample is scored again after its scorer's process died or ran out of memory that earlier samples "
-        "had left taken, its node was lost, or its endpoint could not be reached. A wrong answer, an error of the "
+        "Retries of a sample after its scorer's process died or ran out of memory because of earlier "
+        "samples, its node was lost, or its endpoint was out of reach. A wrong answer, an error of the "
         "scorer's own and a time limit are never tried again.",
     ] = 1
     domains: Annotated[

@@ -86,8 +86,8 @@ class ActorSection(Section):
         int,
         Ge(1),
         MAX_DEVICES,
-        "The tensor parallelism up to which invariant numbers are the same bits: products are cut into as many parts, "
-        "whatever tp is. Each tp of the rollout must divide it.",
+        "The tensor parallelism up to which invariant numbers are the same bits: products are cut into as many parts "
+        "at any tp. Each tp of the rollout must divide it.",
     ] = 1
     ppo_mini_batch_size: Annotated[int, Ge(0), "Prompts per optimizer update; 0: the whole batch."] = 0
     ppo_epochs: Annotated[

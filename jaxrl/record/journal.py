@@ -1,8 +1,8 @@
 """The event journal: a write-ahead log of decisions that a clock took, so that a resumed run decides the same.
 
-A run is a function of its config and seeds, except for a few decisions that depend on a clock or the machine (a scorer
-timed out, measured latencies chose a new layout). Each is written here before it takes effect. A step that runs again
-after a crash replays its lines (docs/architecture.md).
+A run is a function of its config and seeds, except for a few decisions that depend on a clock or the machine. Examples
+are a scorer that times out, or a new layout chosen by measured latencies. Each is written here before it takes effect.
+A step that runs again after a crash replays its lines (docs/architecture.md).
 
 The file is JSONL: a header `{"journal": 2, "bytes": .., "crc32": ..}`, then per decision `{"step": .., "kind": ..,
 "key": [..], ...}`. Lines of steps that a checkpoint holds are dropped. The header has the length and the CRC-32 of the

@@ -26,7 +26,7 @@ Departures:
 `orchestrator.Driver` throws away an inserted prefix by `jax.tree_map`, which jax no longer has; the process then dies
 (SIGKILL). `drive` makes a Driver that lives.
 
-Dims: G dp groups (sharded), S slots per group, n samples per slot, R = S * n rows per group, K key/value heads, N
+Dims: G dp groups (sharded), S slots per group, n samples per slot, R = S * n rows per group; K key/value heads, N
 blocks, P positions per block, W blocks per table, D head dim, C positions of a prefill.
 """
 

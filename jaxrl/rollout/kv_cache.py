@@ -3,11 +3,11 @@
 Where no layer has a window all layers are one stack. Else several stacks share the arrays (`jaxrl.models.kv_layers`),
 each with its own tables.
 
-A pool array is [dp, K, N, P, D] (dp groups, key/value heads, blocks, positions per block, head dim), dp split over the
-layout's dp axes and K over those of `Layout.kv_axes`. A pool of codes (`rollout.kv_cache_dtype`) is a pair: the codes,
-and a scale for each position and head, [dp, K, N, P, 1]. Both follow from that position's key or value alone. Heads
-come before blocks because a gather of blocks then yields [K, R, S, D], the order in which XLA:CPU decodes fastest.
-Block numbers are local to a pool.
+A pool array is [dp, K, N, P, D] (dp groups, key/value heads, blocks, positions per block, head dim). dp is split over
+the layout's dp axes, and K over `Layout.kv_axes`. A pool of codes (`rollout.kv_cache_dtype`) is a pair: the codes, and
+a scale for each position and head, [dp, K, N, P, 1]. Both follow from that position's key or value alone. Heads come
+before blocks because a gather of blocks then yields [K, R, S, D], the order in which XLA:CPU decodes fastest. Block
+numbers are local to a pool.
 """
 
 from __future__ import annotations

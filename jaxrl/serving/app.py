@@ -1,8 +1,8 @@
 """The routes: a body is checked, and answered at once or piece by piece.
 
-Errors are OpenAI's objects, with the status that its clients expect. That is 400 for a wrong body, 401 without the key,
-404 for another model or path, 413 for a body that is too large, and 503 with `Retry-After` where too many requests
-wait. An answer has no traceback and no path of this machine in it.
+Errors are OpenAI's objects, with the status that its clients expect. A wrong body gets 400, a request without the key
+401, another model or path 404, a body that is too large 413. Where too many requests wait, the answer is 503 with
+`Retry-After`. An answer has no traceback and no path of this machine in it.
 """
 
 from __future__ import annotations

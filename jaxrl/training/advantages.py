@@ -19,7 +19,7 @@ without a partner in its group gets advantage 0 (verl: its raw score), because t
 REINFORCE++ a token before a masked one keeps the return of what follows (verl starts again behind each masked token,
 which is meant for padding). An environment's tokens have no KL penalty.
 
-All estimators except those in `config.checks.NEEDS_WHOLE_BATCH` use one group at a time, so a group's advantages are
+All estimators except those in `config.checks.NEEDS_WHOLE_BATCH` use one group at a time. So a group's advantages are
 known as soon as its last reward is, and its gradient can be streamed.
 """
 

@@ -6,9 +6,10 @@ into N equal groups. Odd steps deal the groups to the workers in ascending order
 steps together load all workers alike, if an idle worker may begin with the next step (`next_round_prefetch`).
 `two_tier` decides how many workers a group gets (§6.4).
 
-A response is an outlier (§6.3) if it is among the last alpha = 10 % of its group's responses *and* longer than beta
-times the largest historical length of the group's prompts. Here beta = max(1.1, the 75th percentile of the growth of
-response lengths over the last epoch). A prompt's historical length is the median of its last responses (§6.2).
+A response is an outlier (§6.3) on two conditions. It is among the last alpha = 10 % of its group's responses, *and* it
+is longer than beta times the largest historical length of the group's prompts. Here beta = max(1.1, the 75th percentile
+of the growth of response lengths over the last epoch). A prompt's historical length is the median of its last responses
+(§6.2).
 
 Departures:
 

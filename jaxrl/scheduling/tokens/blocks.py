@@ -14,9 +14,9 @@ The blocks of a conversation are *parked* between two of its turns: those that n
 request takes over the blocks in front of the first token that differs. Nobody shares the last of them, so its remainder
 may be overwritten. When a pool runs dry, the blocks parked longest ago are freed.
 
-A block becomes shareable when it is *published*, that is, when the chunk that writes it has been put into a plan.
-Plans run in order, and one plan writes the prefill KV of a layer before any of its rows reads that layer, so a
-published block may be named in the same plan without waiting for the device.
+A block becomes shareable when it is *published*, that is, when the chunk that writes it has been put into a plan. Plans
+run in order, and one plan writes the prefill KV of a layer before any of its rows reads that layer. So the same plan
+may use a published block without waiting for the device.
 
 Where layers have windows (`jaxrl.scheduling.tokens.stacks`), a request that needs blocks first frees those behind the
 window of every future query. Its table has the trash block in their places. So has the published prompt, once all
