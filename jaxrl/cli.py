@@ -318,7 +318,7 @@ def _config(options: argparse.Namespace, command: str = "") -> Config:
 
 
 def _removing(options: argparse.Namespace) -> Removing:
-    """What keeps a signal from leaving a command's temporary file behind."""
+    """The context that removes a command's temporary file when a signal ends the command."""
     return nullcontext if options.signals is None else options.signals.removing
 
 

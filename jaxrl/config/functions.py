@@ -119,7 +119,7 @@ def user_module(option: str, file: UserFile) -> ModuleType:
 
 
 def _functions(module: ModuleType, option: str) -> str:
-    """What a file defines instead of the function that was looked for, as the end of an error."""
+    """The names that a file defines instead of a missing function, as the end of an error."""
     names = [
         name
         for name, value in vars(module).items()

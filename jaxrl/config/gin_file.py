@@ -188,7 +188,7 @@ def _located(value: Any, place: str) -> Any:
 
 
 def _sentence(message: str | None) -> str:
-    """What gin's parser says, without the names of Python's own objects."""
+    """The message of gin's parser, without the names of Python objects."""
     token = re.search(r"malformed node or string.*Failed to parse token '(.*)'", message or "", re.DOTALL)
     if token is not None:
         case = ", and true is written True" if token[1] in ("true", "false") else ""

@@ -21,11 +21,11 @@ from typing import Any, NoReturn
 import yaml
 
 MAX_JSON_BYTES = 100_000_000
-"""Of a JSON file and of a tensor file's header: the limit that the safetensors format sets."""
+"""The largest JSON file and header of a tensor file: the limit of the safetensors format."""
 MAX_DIGITS = 400
-"""Of a whole number in JSON: as many as the largest float has, and some. Python itself refuses 4301 of them."""
+"""The most digits of an integer in JSON: somewhat more than the largest float has. Python itself refuses 4301."""
 MAX_DEPTH = 100
-"""Of lists and objects in each other: what takes a value on (copies, pickles, writes it) is recursive."""
+"""The deepest nesting of lists and objects: code that copies, pickles or writes a value is recursive."""
 MAX_CONFIG_BYTES = 1 << 20
 MAX_VALUES = 100_000
 """Values in a config file, each use of an alias or a macro counted: ten lines of them can stand for billions."""

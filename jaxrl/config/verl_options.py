@@ -171,8 +171,8 @@ _LAST_NAMES = frozenset(path.rpartition(".")[2] for path in _OURS)
 
 
 def advice(path: str, value: Any = None) -> tuple[str, str] | None:
-    """Of an unknown option, or of a section with options as its value: the option's path, and what to do about it.
-    None if no option of verl with that name is known here."""
+    """For an unknown option, or a section with options as its value: the option's path, and what to do about it. None
+    if no option of verl with that name is known here."""
     for option in _leaves(path, value):
         if (found := _advice(option)) is not None:
             return option, found

@@ -25,7 +25,7 @@ _WANTED = (f'"cat":"{ROW}"'.encode(), b'"name":"step"')
 _APART = 0.06  # between bars, in percent of the width
 _COLUMNS, _RANKS, _LEVELS = 90, 24, 8
 MOST_ROWS = 64
-"""Of a round that are drawn; of more, every second, third and so on."""
+"""The most rows of a round that are drawn; of more, every second, third and so on."""
 _ENDS = {  # of a request in a row: label and colour
     "stop": ("ended", "c1"),
     "length": ("cut at the limit", "c2"),
@@ -36,7 +36,7 @@ _ENDS = {  # of a request in a row: label and colour
 
 Batches = Sequence[Mapping[str, Any]]
 Event = Mapping[str, Any]
-"""Of the timeline."""
+"""An event of the timeline."""
 
 
 def histogram_card(batches: Batches) -> str:

@@ -1,4 +1,4 @@
-"""What is compared between runs: a few figures of each, from its metrics."""
+"""Figures that are compared between runs, from their metrics."""
 
 from __future__ import annotations
 

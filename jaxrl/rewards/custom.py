@@ -19,7 +19,7 @@ from jaxrl.rewards.request import A_REWARD, ScoreRequest, as_reward
 from jaxrl.rewards.tracebacks import shown_path
 
 RESPONSE = ("response", "solution_str", "completions")
-"""Of these names the function must take one."""
+"""The function must take one of these arguments."""
 _SHOWN_KEYS = 10
 
 

@@ -129,8 +129,8 @@ class LocalWorker:
 
 
 class Log:
-    """What workers print and where they failed: appended to a file until that has `MAX_LOG_BYTES`; without a file it is
-    dropped. Each traceback is written once. `sink`: the descriptor for what workers print."""
+    """The log of what workers print and where they failed: appended to a file until that has `MAX_LOG_BYTES`; without a
+    file it is dropped. Each traceback is written once. `sink`: the descriptor for what workers print."""
 
     def __init__(self, path: str) -> None:
         self._path, self._seen = path, set[str]()

@@ -352,7 +352,7 @@ def _agree_where_real(ours: list[Any], theirs: list[Any], agree: Callable[[list[
 
 
 def _constant(parsed: list[Any]) -> Quantity | None:
-    """What a real number without letters is worth, to forty digits."""
+    """The value of a real number without letters, to forty digits."""
     from sympy import Expr, Float, Rational
 
     value = parsed[0].evalf(40) if parsed and isinstance(parsed[0], Expr) and parsed[0].is_number else None

@@ -34,7 +34,7 @@ from jaxrl.schema.declared import MAX_FLOAT
 
 GIB = 1 << 30
 NUMBER_BYTES = 8
-"""Of a task, in front of its request."""
+"""The bytes of a task's number, in front of its request."""
 MAX_ANSWER_BYTES = 1 << 20
 """The longest answer, as JSON text: it may hold a scorer's long text, and no data."""
 MAX_MESSAGE_BYTES = MAX_ANSWER_BYTES + (64 << 10)
@@ -73,7 +73,7 @@ class PoolSettings:
 
     @property
     def name(self) -> str:
-        """What errors call what runs in a worker."""
+        """The name in errors of what runs in a worker."""
         return "the scorer" if self.section == "reward" else f"the {self.section}"
 
     @property
@@ -82,8 +82,8 @@ class PoolSettings:
 
 
 def become_worker(host: int, sock: socket.socket, output: int, settings: PoolSettings) -> NoReturn:
-    """What a fork of the host does: loads the scorer, reports that, and scores until it is killed or its socket closes.
-    `output`: the descriptor for what it prints."""
+    """The main function of the host's fork: loads the scorer, reports that, and scores until it is killed or its socket
+    closes. `output`: the descriptor for what it prints."""
     try:
         asyncio._set_running_loop(None)  # the host's
         os.setsid()

@@ -33,7 +33,7 @@ SLACK_S = 60.0
 
 
 class RayActor:
-    """What one Ray actor does; two calls at a time, of which one may be `drop`."""
+    """One Ray actor; it runs two calls at a time, one of which may be `drop`."""
 
     def __init__(self, settings: bytes) -> None:
         self._pool = Pool(pickle.loads(settings))
@@ -41,7 +41,7 @@ class RayActor:
         self._dropped: set[int] = set()
 
     def start(self) -> tuple[str, bool]:
-        """What is wrong, and whether it is the user's to mend; empty: the worker is ready."""
+        """The error, and whether the user has to mend it; empty: the worker is ready."""
         try:
             self._pool.wait_ready()
         except (ValueError, RunFailed) as error:

@@ -305,7 +305,7 @@ def _worker_settings(config: Config, scorer: Scorer, log: Path | None) -> PoolSe
 
 
 def _address_in_use() -> str | None:
-    """Of the Ray cluster that this process uses itself; None where it uses none."""
+    """The address of the Ray cluster that this process itself uses; None if it uses none."""
     ray = sys.modules.get("ray")
     return ray.get_runtime_context().gcs_address if ray is not None and ray.is_initialized() else None
 

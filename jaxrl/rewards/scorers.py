@@ -52,7 +52,7 @@ class Scorer(Protocol):
 
     @property
     def loads(self) -> str:
-        """What `load` does, as errors begin that say it failed: `reward.path: importing /home/me/reward.py`."""
+        """Describes `load` at the beginning of an error: `reward.path: importing /home/me/reward.py`."""
         ...
 
     @property

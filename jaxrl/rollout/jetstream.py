@@ -73,7 +73,7 @@ except ImportError as error:
     ) from error
 
 PREFILL_LENGTHS = tuple(16 << i for i in range(12))
-"""What JetStream pads prompts to (`token_utils.pad_tokens`); `max_prefill_length` must be one of them."""
+"""The lengths that JetStream pads prompts to (`token_utils.pad_tokens`); `max_prefill_length` must be one of them."""
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1 << 24)
 """The default: the likeliest token, for as long as the driver asks or the slot has room."""

@@ -30,7 +30,7 @@ from jaxrl.sharding.narrow_weights import dtype_of, narrowed
 
 Pool = list[tuple[Cached, Cached]]
 Tables = tuple[jax.Array, ...]
-"""Of each stack, the rows' blocks, int32 [dp, R, W]."""
+"""For each stack, the rows' blocks, int32 [dp, R, W]."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     from jaxrl.mechanisms.speculation.proposer import Drafting
 
 Tiles = tuple[WindowTiles, ...]
-"""Of each stack of layers, the tiles of the rows' windows."""
+"""For each stack of layers, the tiles of the rows' windows."""
 
 MAX_STOP_IDS = 8
 """Stop token ids that a row can have."""
 
 
 class RowState(NamedTuple):
-    """What the device knows about a row; every field [G, S, ...] (or [G, R, ...] inside a program).
+    """The device's state of a row; every field [G, S, ...] (or [G, R, ...] inside a program).
 
     token: the last token drawn, its KV not in the cache yet; position: its place in the sequence; limit: the sequence
     length at which it stops; stop_ids: [..., MAX_STOP_IDS], -1 for none. Only where proposals are verified: recent: the

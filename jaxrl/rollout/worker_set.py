@@ -105,7 +105,7 @@ class WorkerSet:
             self._buffered = None
 
     def _layouts(self) -> list[Layout]:
-        """Of each worker, at the largest degree in use, or of several hosts at the largest that there may be."""
+        """Each worker's layout at the largest degree in use; with several hosts, at the largest possible degree."""
         tp = max(executor.tp for executor in self.executors)
         if self._is_global:
             tp = self.executors[0].config.max_tp

@@ -106,7 +106,7 @@ def is_section(kind: Any) -> typing.TypeGuard[type[Section]]:
 
 
 def named_section(field: FieldInfo) -> type[Section] | None:
-    """Of a mapping from names of the user's to sections: the class of those."""
+    """The sections' class, for a mapping from user-chosen names to sections."""
     of_values = typing.get_args(field.annotation)[1:]
     return of_values[0] if of_values and is_section(of_values[0]) else None
 

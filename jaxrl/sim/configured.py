@@ -34,7 +34,7 @@ from jaxrl.sim.workload import ModelledWorkload, Workload, check_scoring, check_
 _NODE = 8  # devices, if no option says how many
 
 PLATFORM = "gpu"
-"""Of simulated devices, where an option's default goes by the platform."""
+"""The platform of simulated devices, for options with a default by platform."""
 
 
 def with_simulated_hosts(config: Config) -> Config:

@@ -95,7 +95,7 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True)
 class TrainLoad:
-    """What one training step computes."""
+    """The work of one training step."""
 
     tokens: float  # prompt and response tokens of the batch
     pairs: float = 0.0  # (query, key) pairs of its attention; see `causal_pairs`
@@ -421,7 +421,7 @@ class TableCost(CostModel):
 def modelled_profile(
     cost: CostModel, name: str, degrees: Sequence[int], num_devices: int, max_batch: int, max_context: int
 ) -> Profile:
-    """What `jaxrl profile` would measure on modelled devices (PAT §4.2), labelled as synthetic.
+    """The profile that `jaxrl profile` would measure on modelled devices (PAT §4.2), labelled as synthetic.
 
     So a simulated run chooses its layouts from a table of points, as a real run does, and not from the cost model that
     charges its time.

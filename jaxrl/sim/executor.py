@@ -231,7 +231,7 @@ class SimulatedExecutor:
         return self.sizes.tp
 
     def capacity(self, tp: int) -> Capacity:
-        """What a layout offers. Raises ValueError for one that was not given."""
+        """A layout's sizes. Raises ValueError for an unknown layout."""
         if tp not in self._layouts:
             raise ValueError(f"simulated devices: no layout with tp {tp}, only {sorted(self._layouts)}")
         return self._layouts[tp].capacity

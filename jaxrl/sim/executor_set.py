@@ -61,7 +61,7 @@ class SimulatedExecutorSet:
     def share(self, kind: type) -> None: ...
 
     def first_done(self, tickets: Mapping[int, Ticket]) -> int:
-        """Of plans in flight, by worker, the worker whose result is there first."""
+        """Called with the plan in flight of each worker: the worker whose result is there first."""
         ends = {worker: ticket.end_ns for worker, ticket in tickets.items() if isinstance(ticket, SimulatedTicket)}
         return min(ends, key=lambda worker: (ends[worker], worker))
 

@@ -194,7 +194,7 @@ class ScoringWorkers:
 
 
 def _one_case(duration_s: float, reward: float, cut_off_at_s: float, max_s: float) -> dict[str, Any]:
-    """What the code scorer says of a response with one test case."""
+    """The code scorer's info about a response with one test case."""
     passed = int(reward > 0)
     counts = {"passed": passed, "cases": 1, "cut_off": int(cut_off_at_s > 0)}
     timeouts = {"timeouts": {"case_max" if cut_off_at_s >= max_s else "case": 1}} if cut_off_at_s else {}

@@ -29,7 +29,7 @@ class Acceptance:
 
 
 class Proposals(Protocol):
-    """What is proposed on simulated devices (`jaxrl.mechanisms.speculation.proposer.Drafting`)."""
+    """The proposals on simulated devices (`jaxrl.mechanisms.speculation.proposer.Drafting`)."""
 
     @property
     def first_window(self) -> int: ...
@@ -49,7 +49,7 @@ class Proposals(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verified:
-    """What a plan's steps brought, by row.
+    """The outcome of a plan's steps, by row.
 
     Attributes:
       gained, windows: tokens, and the windows afterwards, int64 [R].

@@ -362,7 +362,7 @@ def restore_params(place: Path, abstract_params: Tree) -> Tree:
 
 
 def _stored(item: Path) -> Tree:
-    """What is stored of an item: nested dicts; leaves have `shape`."""
+    """The stored structure of an item: nested dicts; leaves have `shape`."""
     handler: Any = ocp.PyTreeCheckpointHandler()  # its annotation asks for a class of another package
     return handler.metadata(item).tree
 
@@ -385,7 +385,7 @@ def _shapes(tree: Tree) -> dict[str, tuple[int, ...]]:
 
 
 def _restore_args(abstract: Tree) -> Any:
-    """What Orbax needs to restore the leaves of `abstract`; others may be stored beside them."""
+    """Orbax's arguments to restore the leaves of `abstract`; others may be stored beside them."""
 
     def one(leaf: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:
         if leaf.sharding is None:

@@ -50,7 +50,7 @@ class Fraction(NamedTuple):
 
 
 class LossTerms(NamedTuple):
-    """What one microbatch contributes.
+    """One microbatch's contribution.
 
     Attributes:
       total: the objective's unnormalised sum; its gradient is what accumulates.
@@ -191,7 +191,7 @@ def aggregate_sum(values: jax.Array, batch: TokenBatch, mode: str) -> jax.Array:
 
 
 def aggregate_denominator(batch: TokenBatch, mode: str) -> jax.Array:
-    """What the minibatch's numerators are divided by: tokens for `token-mean`, else sequences. Scalar float."""
+    """The denominator of the minibatch: tokens for `token-mean`, else sequences. Scalar float."""
     if mode == "token-mean":
         return _num_tokens(batch)
     return jnp.sum(batch.num_sequences).astype(jnp.float32)

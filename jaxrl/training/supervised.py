@@ -1,4 +1,4 @@
-"""What a step of `jaxrl sft` and of `jaxrl dpo` does with its rows. numpy only, no jax.
+"""The training steps of `jaxrl sft` and `jaxrl dpo`. numpy only, no jax.
 
 A `Method` turns rows into a minibatch for a trainer with the likelihood objective (`jaxrl.training.objectives`). Both
 methods have

@@ -33,7 +33,7 @@ from jaxrl.rewards.sandbox.seccomp import Filter
 
 MIB = 1 << 20
 TOOLS = ("/bin", "/sbin", "/usr", "/opt", "/etc/alternatives", "/etc/ld.so.conf", "/etc/ld.so.conf.d")
-"""What a command may read and run besides."""
+"""Further folders that a command may read and run from."""
 _SCRATCH = ("/tmp", "/var/tmp", "/mnt", "/media", "/srv")
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo")
 _FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/random")

@@ -1,4 +1,4 @@
-"""What this machine can lock programs in with, found out by doing it in a fork that ends at once; and bubblewrap.
+"""Finds the means to lock programs in on this machine, by trying them in a fork that ends at once; and bubblewrap.
 
 The fork server looks, not the scorer's process: that may have threads, which do not survive a fork.
 """
@@ -29,7 +29,7 @@ UNUSED_IDS = ((2_001_000_000, 2_147_483_646), (50_000, 59_999))
 
 
 def find_means() -> Means:
-    """What there is here."""
+    """The means on this machine."""
     if sys.platform != "linux":
         return Means()
     ids = UNUSED_IDS if os.geteuid() == 0 else ()

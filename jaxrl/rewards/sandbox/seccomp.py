@@ -67,7 +67,8 @@ def _library() -> ctypes.CDLL:
 
 
 class Filter:
-    """What a process and all that it starts may call. One that is made before a fork costs the fork nothing.
+    """The system calls that a process and all its children may make. A filter made before a fork costs the fork
+    nothing.
 
     Args:
       files: whether it may open files, which Landlock decides.

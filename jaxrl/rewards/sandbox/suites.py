@@ -58,7 +58,7 @@ class Link(Peer):
         self.is_gone = False
 
     def named(self, name: str) -> Any:
-        """What the program calls by this name. Raises NameError."""
+        """The program's object of this name. Raises NameError."""
         return self.ask("name", -1, [name], {})
 
     def ask(self, what: str, number: int, arguments: Sequence[Any], named: dict[str, Any]) -> Any:
@@ -307,7 +307,7 @@ def _helper(name: str) -> Any:
 
 
 def _uses(tree: ast.Module) -> tuple[dict[str, set[str]], set[str]]:
-    """What tests use and do not define: by name, the attributes that they ask of it; and the names that stand alone."""
+    """The names that tests use and do not define: by name, the attributes that they use; and the names used alone."""
     nodes = list(ast.walk(tree))
     names = [node for node in nodes if isinstance(node, ast.Name)]
     owners = {node.value: node.attr for node in nodes if isinstance(node, ast.Attribute)}
@@ -322,7 +322,7 @@ def _uses(tree: ast.Module) -> tuple[dict[str, set[str]], set[str]]:
 
 
 def _solution(link: Link) -> types.ModuleType:
-    """What `import solution` gives: the program's names, and none that steers an import."""
+    """The module of `import solution`: the program's names, and none that steers an import."""
 
     def named(name: str) -> Any:
         try:

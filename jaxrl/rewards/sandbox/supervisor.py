@@ -175,7 +175,7 @@ class Supervisor:
         return bool(data)
 
     def _hear(self, message: dict[str, Any]) -> None:
-        """What the checker says: of a case, that it begins or how it ended; of all, an attribute of the execution."""
+        """A message of the checker: a case begins or has ended, or an attribute of the execution."""
         if "result" in message:
             self._execution.running = None
             self._execution.results.append(tuple(message["result"]))

@@ -44,7 +44,7 @@ _KINDS: dict[str, tuple[type, Callable[[Any], Any], Callable[[list[Any]], Any]]]
 
 
 class WireError(Exception):
-    """What came is no line of JSON, or no value."""
+    """The message is no line of JSON, or no value."""
 
 
 class Stopped(Exception):

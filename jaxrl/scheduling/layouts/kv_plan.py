@@ -30,7 +30,7 @@ from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks
 
 @dataclass(frozen=True, slots=True)
 class LiveBlocks:
-    """What a live request holds.
+    """A live request's row and blocks.
 
     Attributes:
       table: its blocks in dp group `group`, in the order of its positions (`jaxrl.scheduling.tokens.stacks`).

@@ -54,8 +54,8 @@ class RoundTime:
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """What a rule decides about its next round. `num_kept`: prompts at the end of the queue that it leaves there;
-    `due`: as in `Race`."""
+    """A rule's decision about its next round. `num_kept`: prompts at the end of the queue that it leaves there; `due`:
+    as in `Race`."""
 
     limits: RaceLimits
     kind: RoundKind = "plain"

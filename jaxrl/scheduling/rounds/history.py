@@ -124,7 +124,7 @@ class HistoryStore:
         self.num_bytes = 0
 
     def prompts(self) -> list[int]:
-        """Those whose responses are kept, the one whose last rollout is longest ago first."""
+        """The prompts whose responses are kept, in the order of their last rollouts, the oldest first."""
         return list(self._kept)
 
     def history(self, index: int) -> PromptHistory | None:

@@ -117,7 +117,7 @@ class PlannedGroup:
 
 @dataclass(frozen=True, slots=True)
 class RaceLimits:
-    """What a round needs and may spend.
+    """The limits of a round.
 
     Attributes:
       num_responses: started per new prompt, at least `group_size`; the most a prompt may have under way.

@@ -202,7 +202,7 @@ class Batcher:
         return ended
 
     def forget_verified(self) -> None:
-        """What verification brought so far decides nothing from here on."""
+        """Resets the verification's statistics, so that they do not affect later decisions."""
         self.verify_rule = None if self.config.verify_rule is None else self.config.verify_rule()
 
     # Planning

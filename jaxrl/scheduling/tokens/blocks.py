@@ -39,7 +39,7 @@ from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks, is_there
 
 @dataclass(slots=True)
 class _Holding:
-    """What one request holds. `row`: of `BlockManager.tables`."""
+    """The blocks of one request. `row`: its row of `BlockManager.tables`."""
 
     group: int
     row: int
@@ -110,11 +110,11 @@ class BlockManager:
         return self.num_blocks - 1
 
     def num_free(self, group: int) -> int:
-        """Those that a request may get: parked ones are given up for it."""
+        """The blocks that a request may get, including parked ones, which are freed for it."""
         return self._num_free[group] + self._num_parked[group]
 
     def num_parked(self, group: int) -> int:
-        """Those that parked conversations hold, and nobody else."""
+        """The blocks that only parked conversations hold."""
         return self._num_parked[group]
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -263,7 +263,7 @@ class BlockManager:
             self._forget_freed(holding.group, holding.share)
 
     def _not_behind(self, places: np.ndarray, behind: Sequence[int]) -> np.ndarray:
-        """Those of these places of a table that are not among the leading ones that `behind` counts."""
+        """The places of a table without the leading ones that `behind` counts."""
         if not any(behind):
             return places
         return places[places // len(behind) >= np.asarray(behind)[places % len(behind)]]
@@ -421,7 +421,7 @@ class BlockManager:
             self.forget(session)
 
     def _unpark(self, session: object) -> _Parked | None:
-        """What is parked of a conversation, which is now the caller's."""
+        """The parked blocks of a conversation, which the caller now owns."""
         parked = self._parked.pop(session, None)
         if parked is not None:
             self._num_parked[parked.group] -= self._count_parked(parked.group, parked.blocks)

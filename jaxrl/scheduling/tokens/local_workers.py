@@ -44,7 +44,7 @@ Deal = Literal["tokens", "prompts"]
 one of the prompt's first request, which is chosen so."""
 
 Arrival = Callable[[Mapping[int, Ticket]], int]
-"""Of the oldest plans in flight, by worker, the worker whose plan is done; waits for one."""
+"""Called with the oldest plan in flight of each worker: waits for one plan and returns its worker."""
 
 Ticks = Callable[[int, PlanTimes], int]
 """(worker, a plan's load) -> what the plan costs. It may not look at `duration_s`, which a clock measured."""
@@ -474,7 +474,7 @@ class LocalWorkers:
         self._expected[worker] = 0 if times is None else self._ticks_of(worker, times)
 
     def _deliver(self, low_watermark: int | None) -> list[Finished]:
-        """What ended up to a tick, or all of it, in logical order."""
+        """The responses that ended up to a tick, or all of them, in logical order."""
         found: list[Finished] = []
         while self._held and (low_watermark is None or self._held[0][0][0] <= low_watermark):
             (tick, *_), finished = heapq.heappop(self._held)

@@ -117,7 +117,7 @@ class Response:
 
     @property
     def num_tokens(self) -> int:
-        """Of the response so far."""
+        """The tokens of the response so far."""
         return self.num_kept if self._rows is None else int(self._rows.lengths[self.seat]) - self.num_prompt
 
     @property

@@ -46,11 +46,11 @@ class KvStacks:
         return self.windows == (0,)
 
     def behind(self, first: int, block_size: int) -> tuple[int, ...]:
-        """Of each stack, how many leading blocks no query at position `first` or beyond sees."""
+        """For each stack, the number of leading blocks that no query at position `first` or beyond sees."""
         return tuple(max(first - window + 1, 0) // block_size if window else 0 for window in self.windows)
 
     def limits(self, block_size: int) -> tuple[int, ...]:
-        """Of each stack with a window, the most blocks that a request holds in it at a time; 0 for the others.
+        """For each stack with a window, the most blocks that a request holds in it at a time; 0 for the others.
 
         One for a window that begins, and one for plans that end, in the middle of a block."""
         return tuple(-(-(window - 1 + self.ahead) // block_size) + 2 if window else 0 for window in self.windows)
