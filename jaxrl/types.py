@@ -249,7 +249,7 @@ class Group:
 
 @dataclass(slots=True)
 class TrainBatch:
-    """What one training step learns from: groups flattened to samples, in an order that no clock decides. Lists are per
+    """The data of one training step: groups flattened to samples, in an order that no clock decides. Lists are per
     sample, and float32 [T_i] where nothing else is said; None where a run has no such thing.
 
     Attributes:

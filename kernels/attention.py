@@ -130,7 +130,7 @@ def choose_paged(
     invariant_parts: int = 0,
     capability: str = HOPPER,
 ) -> PagedAttention:
-    """What `rollout.attention` means on devices of a platform (`cpu`, `gpu`, `tpu`).
+    """Resolves `rollout.attention` on devices of a platform (`cpu`, `gpu`, `tpu`).
 
     Args:
       invariant_parts: `PagedAttention.parts` where `actor.numerics` is invariant; else 0.
@@ -290,7 +290,7 @@ def choose_packed(
     interpret: bool = False,
     invariant_parts: int = 0,
 ) -> PackedAttention:
-    """What `actor.attention` means on a platform (`cpu`, `gpu`, `tpu`) for a model's heads.
+    """Resolves `actor.attention` on a platform (`cpu`, `gpu`, `tpu`) for a model's heads.
 
     `invariant_parts`: `PackedAttention.parts` where `actor.numerics` is invariant; else 0.
 

@@ -46,7 +46,7 @@ GRAPH_TILES = 8
 """The most tiles of a step of decoding, whose loops are in a CUDA graph with all that is inside."""
 
 GPU_COMPILER_OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-"""Of XLA, for all programs on GPUs. It would try how a piece runs fastest, each process and each program for itself.
+"""XLA's options for all programs on GPUs. By default XLA autotunes each piece, separately in each process and program.
 What products are left, those of gradients, are cuBLAS's: untried, tilings of XLA's own are poor."""
 
 QUERIES, CONTEXT = 32, 32

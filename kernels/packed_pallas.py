@@ -72,7 +72,7 @@ def choose_tiles(dtype: Any) -> Tiles:
 
 
 Tiles = tuple[PackedTileSizes, PackedTileSizes, PackedTileSizes]
-"""Of the forward pass, and of the gradients of queries, and of keys and values."""
+"""Tile sizes of the forward pass, of the gradients of queries, and of the gradients of keys and values."""
 
 
 class TileList(NamedTuple):

@@ -47,7 +47,8 @@ OF_POSITION = plgpu.Layout.WGMMA.reduce(0)  # of one for each of its columns
 INDEX = ((),) if inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty else ()
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]
-"""Of a running softmax in base 2: the weighted sum of values [M, D], the largest score [M], the sum of weights [M]."""
+"""The state of a running softmax in base 2: the weighted sum of values [M, D], the largest score [M], the sum of
+weights [M]."""
 
 
 def refusal(q: Any, k: Any, v: Any, kv_heads: int, softcap: float = 0.0) -> str | None:

@@ -52,7 +52,8 @@ MERGE_QUERIES, MERGE_PIECES = 4, 8  # of a merging program, and of its steps: fe
 NEVER = -1e30  # a score of weight zero; finite, because infinities subtract to nan
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]
-"""Of a running softmax in base 2: the weighted sum of values [M, D], the largest score [M], the sum of weights [M]."""
+"""The state of a running softmax in base 2: the weighted sum of values [M, D], the largest score [M], the sum of
+weights [M]."""
 Load = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 """(positions [B], which of them to read [B]) -> keys and values [B, D]."""
 

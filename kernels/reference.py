@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 
 class Rule(NamedTuple):
-    """What a layer's attention does beyond a causal mask. Hashable.
+    """A layer's attention beyond a causal mask. Hashable.
 
     Attributes:
       window: positions that a query sees, its own included; 0: all.
@@ -47,7 +47,7 @@ class MaskInputs(NamedTuple):
 
     @property
     def all_keys(self) -> Keys:
-        """Those of the queries by default."""
+        """The keys' segments and positions; by default the queries'."""
         return self.keys or Keys(self.segment_ids, self.positions)
 
 

@@ -38,10 +38,10 @@ from jaxrl.sharding.reshard import DEFAULT_MAX_EXTRA_BYTES
 
 MIN_LANE_BLOCKS = 8
 Pool = list[tuple[Any, Any]]
-"""Of each layer keys and values: arrays, or trees of arrays, all with the dims of a pool."""
+"""Each layer's keys and values: arrays, or trees of arrays, all with the dims of a pool."""
 Lanes = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""What `KvPlan.lanes` gives. Blocks in the old and the new pool, int32 [lanes, M], -1 for none; and those that change
-their home, [lanes, homes, G], by the home that they go to and by the one that they come from."""
+"""The result of `KvPlan.lanes`. Blocks in the old and the new pool, int32 [lanes, M], -1 for none; and those that
+change their home, [lanes, homes, G], by the home that they go to and by the one that they come from."""
 
 
 @dataclass(frozen=True, slots=True)

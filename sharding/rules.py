@@ -352,8 +352,8 @@ def rollout_calls(
     layers_per_call: int = 4,
     **form: Unpack[Form],
 ) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """What `to_rollout` with the same arguments runs: each program with its arguments, first the one for what is
-    outside the layers, then some layers each."""
+    """The programs that `to_rollout` with the same arguments runs: each program with its arguments, first the one for
+    what is outside the layers, then some layers each."""
 
     def programs(count: int) -> tuple[Any, Any]:
         return _compiled(config, layout, jnp.dtype(dtype), _checked(layout, max_tp), count, **form)

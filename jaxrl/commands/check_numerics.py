@@ -346,7 +346,7 @@ def reference(bench: Bench) -> None:
 
 
 def measured(bench: Bench, path: Path) -> list[Row]:
-    """What a path computes for the responses. The first time, for the reference, the tokens are those drawn."""
+    """A path's results for the responses. The first time, for the reference, the tokens are those drawn."""
     config = bench.configured(*path.options)
     if path.drive is None:
         mesh = make_mesh(bench.devices[:1])

@@ -108,8 +108,8 @@ def read_source(source: str, say: Callable[[str], None] = print, *, merge: bool)
 
 
 def _base_of(source: str, path: str, say: Callable[[str], None]) -> str:
-    """What peft is to load the adapters' base from: a name of the Hub as it was given, or a folder; empty: nothing that
-    it could load."""
+    """The source from which peft loads the adapters' base: a name of the Hub as it was given, or a folder; empty:
+    nothing that it could load."""
     config = _config_of_run(source)
     given = "" if config is None else config.model.path.removeprefix(RANDOM)
     if path.endswith(".gguf") or ":" in given:

@@ -30,9 +30,9 @@ from jaxrl.training.steps import whole_step
 
 DEFAULT_LENGTH = 4096
 DECODE_STEPS = 4
-"""Of a plan, unless an option says otherwise: a stream gets a piece after each."""
+"""The default steps of a plan: a stream gets a piece after each plan."""
 MAX_BODY_BYTES = 16 * 2**20
-"""Of a request, which is held in memory."""
+"""The largest request, which is held in memory."""
 _POLL_S = 0.1  # until a signal is noticed
 
 
@@ -188,7 +188,7 @@ def _bound_socket(address: Address) -> socket.socket:
 
 
 def _name(source: str) -> str:
-    """What clients call the model: the last part of its path, or its name on the Hub."""
+    """The model's name for clients: the last part of its path, or its name on the Hub."""
     before, colon, behind = source.partition(":")  # random:..., package:file
     place = behind if colon else before
     return Path(place).resolve().name if colon or os.path.lexists(place) else place

@@ -24,7 +24,7 @@ from jaxrl.data.hub import data_set_name
 from jaxrl.schema.declared import shown
 
 ROLES = ("system", "user", "assistant")
-"""What the author of a message may be."""
+"""The possible authors of a message."""
 
 _PASSED_ON = ("name", *THINKING)
 """Text of a message beside its role and content that goes to the chat template, which may show it."""

@@ -148,7 +148,7 @@ Episodes = FunctionTools | MethodTools | NativeEpisodes
 
 
 def calls_of(module: ModuleType) -> Callable[[str, Row], Any]:
-    """What calls functions of a file in this process; a function that is missing gives None."""
+    """A callable that calls a file's functions in this process; a missing function returns None."""
     loop = asyncio.Runner()  # one for all: what is kept between calls, such as connections, may belong to it
 
     def call(name: str, given: Row) -> Any:

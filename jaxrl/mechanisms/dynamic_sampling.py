@@ -42,7 +42,7 @@ THE_REWARD = ("reward", "score", "seq_reward")
 """Names of the reward itself: `score` and `seq_reward` are verl's."""
 
 FILTER_ARGUMENTS = ("data_source", "rewards", "infos", "responses", "extra_info")
-"""What a function of the user's is called with, by these names."""
+"""The arguments of a user's function, by name."""
 
 
 def value_of(metric: str, verdict: Verdict) -> Any:

@@ -56,7 +56,7 @@ class TimeoutRule:
 
     @classmethod
     def of(cls, options: CodeSection) -> TimeoutRule:
-        """What `reward.code` asks for: with a fixed time-out the same limit for every anchor."""
+        """The limits of `reward.code`: with a fixed time-out the same limit for every anchor."""
         least = options.min_timeout_s if options.timeout == "adaptive" else options.max_timeout_s
         return cls(least, options.max_timeout_s, options.timeout_factor)
 
@@ -105,7 +105,7 @@ class AdaptiveTimeouts(Mechanism):
 
     @classmethod
     def configured(cls, config: Config) -> Self | None:
-        """Those of `reward.code`, without anchors; None where no prompt has test cases."""
+        """The time-outs of `reward.code`, without anchors; None where no prompt has test cases."""
         from jaxrl.config.domains import domains
 
         is_code = {source: domain.kind == "code" for source, domain in domains(config.reward).items()}

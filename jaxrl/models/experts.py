@@ -47,7 +47,7 @@ class Routing(NamedTuple):
 
 
 class ExpertSettings(NamedTuple):
-    """What experts compute, and how. Hashable."""
+    """The experts' computation and its form. Hashable."""
 
     activation: Any  # (gate, up) -> the input of the last matrix
     widen: bool = False  # multiply narrow operands as float32 (exactly)

@@ -1,4 +1,4 @@
-"""What each step's batch was like, for the report: `batches.jsonl` in the run directory.
+"""Statistics of each step's batch, for the report: `batches.jsonl` in the run directory.
 
 One line per step: `{"step", "groups", "limit", "lengths"}`. `groups` are the groups' mean rewards, `lengths` a
 histogram of the responses' tokens in `BINS` equal bins from 0 to `limit`, the longest possible response. Where rewards

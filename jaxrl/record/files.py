@@ -93,7 +93,7 @@ class JsonLines:
 def read_lines(
     path: Path, parse: Callable[[bytes], T] = json.loads, note: Callable[[str], None] = _log.warning
 ) -> list[T]:
-    """What `parse` makes of each complete line, in order. `note` hears of lines that it cannot parse."""
+    """Yields `parse` of each complete line, in order. `note` is called for lines that it cannot parse."""
     found: list[T] = []
     if not os.path.lexists(path):
         return found

@@ -192,7 +192,7 @@ def recorded_config(folder: str | Path) -> Config | None:
 
 
 def recorded_start(folder: str | Path) -> Mapping[str, Any] | None:
-    """What run.json says of the last start in a folder, and of all `starts`. Raises ValueError if it is damaged."""
+    """The content of run.json: the last start in a folder, and all `starts`. Raises ValueError if it is damaged."""
     file = Path(folder).expanduser() / RUN_FILE
     if not os.path.lexists(file):
         return None

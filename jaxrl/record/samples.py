@@ -32,7 +32,7 @@ _OF_REWARD = ("overlong_reward", "wrong_reward", "own_reward", "parts")
 MAX_VALUE, MAX_INFO = 2_000, 8_000
 """Characters of one value of a sample's info, and of all of them."""
 MAX_TOKENS = 1_000
-"""Of a turn."""
+"""The most tokens of a turn that are kept."""
 PiecesOf = Callable[[Sequence[int]], Sequence[str]]
 
 

@@ -37,7 +37,7 @@ _TAIL_BYTES = 1 << 16
 MAX_BYTES = 32 << 20
 """After which the share of drawn steps halves."""
 MAX_EVENTS = 4000
-"""Of a step; rows have as many."""
+"""The most events of a step; rows have as many."""
 END = "jaxrl_end"
 """The last event of a file that was closed; it has no comma."""
 ROW = "row"

@@ -71,7 +71,7 @@ def _may_matter(option: str, config: Config) -> bool:
 
 
 def _cursor(checkpoints: Path) -> dict[str, Any] | None:
-    """What the newest checkpoint says of the prompts; None: there is none, or its file is not as it was written."""
+    """The newest checkpoint's state of the prompts; None: there is none, or its file has changed."""
     try:
         steps = steps_of(checkpoints)
         if not steps:

@@ -54,7 +54,7 @@ class ProcessDevices:
 
 
 def devices_by_process(devices: Sequence[Any], num_processes: int, per_process: int = 0) -> tuple[tuple[Any, ...], ...]:
-    """Of all devices those that a run uses of each process, in order: `per_process` at most; 0: all."""
+    """The devices of each process that a run uses, in order: at most `per_process`; 0: all."""
     found: list[list[Any]] = [[] for _ in range(num_processes)]
     for device in devices:
         found[device.process_index].append(device)

@@ -132,8 +132,8 @@ class HostActor:
         return len(found)
 
     def facts(self, config: Config, mark: str) -> tuple[dict[str, str], str]:
-        """What must be the same on all hosts, and what is wrong with the run directory here, where the controller has
-        written the file `mark`; empty: nothing."""
+        """The facts that must be equal on all hosts, and the problem with the run directory here, where the controller
+        has written the file `mark`; empty: nothing."""
         hosts = self._hosts
         own = devices_by_process(jax.devices(), hosts.num, hosts.devices_per_host)[self._process]
         return facts(config, own), folder_problem(config.trainer.run_dir, mark)
@@ -216,7 +216,7 @@ class HostActor:
         self.host.workers.release(weights=weights)
 
     def annotate(self, batch: TrainBatch) -> tuple[Any, Any, Any]:
-        """What the teacher thinks of a batch's tokens, as `MeshTeacher.annotate` writes it into the batch."""
+        """The teacher's log-probabilities of a batch's tokens, as `MeshTeacher.annotate` writes them into the batch."""
         batch = replace(batch)
         assert self.host.teacher is not None, "there is a teacher"
         self.host.teacher.annotate(batch)

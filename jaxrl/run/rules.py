@@ -10,7 +10,7 @@ from jaxrl.scheduling.tokens.plan import VerifyRule
 
 
 def batcher_config(config: Config, verify_rule: Callable[[], VerifyRule] | None = None) -> BatcherConfig:
-    """What continuous batching takes from section `rollout`; `verify_rule`: as in `BatcherConfig`."""
+    """The options of continuous batching from section `rollout`; `verify_rule`: as in `BatcherConfig`."""
     return BatcherConfig(
         decode_steps=config.rollout.decode_steps,
         max_model_len=config.max_model_length,

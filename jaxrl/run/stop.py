@@ -21,14 +21,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
-"""What the last line on stderr calls the end by a signal. The exit status is 128 plus its number: 130 or 143."""
+"""The name of an end by a signal in the last line on stderr. The exit status is 128 plus its number: 130 or 143."""
 
 _FLUSH_S = 1.0  # a reader of our output that has stopped reading does not hold the end up
 _SHOW_CURSOR = b"\x1b[?25h"  # the live view hides it
 
 
 class Stop:
-    """What the two signals do once `watch` has taken them over; without that it is simply never asked.
+    """Handles the two signals once `watch` has taken them over; without that it never requests a stop.
 
     Args:
       end: ends the process, with a sentence and a status.

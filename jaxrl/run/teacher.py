@@ -80,7 +80,7 @@ def build_teacher(
 def endpoint_teacher(
     config: Config, model: ModelConfig, tokenizer: Tokenizer, on_progress: Callable[[], None]
 ) -> EndpointTeacher:
-    """What asks `algorithm.teacher.endpoint`, which has answered once."""
+    """The client of `algorithm.teacher.endpoint`, which has answered once."""
     from jaxrl.run.teacher_endpoint import EndpointTeacher
 
     prompt_of = partial(with_context, config=config, tokenizer=tokenizer)
@@ -100,7 +100,7 @@ def refuse_context(config: Config, problems: Sequence[Problem]) -> None:
 
 
 def _context(config: Config, row: Problem | Prompt) -> Any:
-    """What a row has in the column; that of the reference answer is not among the others."""
+    """A row's value in the context column; the reference answer's column is not among the extra ones."""
     key = config.algorithm.teacher.context_key
     return row.answer if key == config.data.answer_key else row.extra.get(key)
 

@@ -98,7 +98,7 @@ class EndpointTeacher:
     async def _one(
         self, client: Client[list[Any]], prompt: tuple[int, ...], response: list[int]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of a response: float32 [T], float32 [T, K + 1], int32 [T, K]."""
+        """For a response: float32 [T], float32 [T, K + 1], int32 [T, K]."""
         k = self._options.top_k
         own, tops, ids = np.empty(len(response), np.float32), [], []
         if response:

@@ -43,8 +43,8 @@ class _Scored:
 
 
 class Verdicts:
-    """What of a round is being scored. `clock`: stamps verdicts that the journal gives; `limits`: gives the samples of
-    training prompts time limits, and learns from their verdicts."""
+    """The samples of a round that are being scored. `clock`: stamps verdicts that the journal gives; `limits`: gives
+    the samples of training prompts time limits, and learns from their verdicts."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class Verdicts:
 
 
 def recorded(verdict: Verdict) -> dict[str, Any]:
-    """What the journal keeps of a verdict: `status`, `reward` and the short values of `info`."""
+    """The part of a verdict that the journal keeps: `status`, `reward` and the short values of `info`."""
     info: dict[str, Any] = {}
     left = MAX_INFO_CHARS
     for name, value in verdict.info.items():

@@ -350,7 +350,7 @@ class Mechanism:
 
     @classmethod
     def note(cls, config: Config) -> str | None:
-        """The messages about it at the start of a run."""
+        """A message about it at the start of a run."""
         return None
 
     @classmethod

@@ -43,7 +43,7 @@ from jaxrl.serving.objects import error_object
 SESSION = "x-session-id"
 MAX_SESSION = 200
 DEFAULT_TOKENS = 16
-"""Of a completion; a message of a chat may fill what is left, as OpenAI's API has both."""
+"""The default limit of a completion; a chat message may fill the remaining context, as in OpenAI's API."""
 Body = TypeVar("Body", bound=StrictBody)
 Handler = Callable[[Request], Awaitable[Response]]
 _log = logging.getLogger(__name__)

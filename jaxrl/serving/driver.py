@@ -50,7 +50,7 @@ class Failed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a response gained in one plan: int32 [T], float32 [T], why it ended, and the likeliest tokens, if asked
+    """A response's new tokens of one plan: int32 [T], float32 [T], why it ended, and the likeliest tokens, if asked
     for."""
 
     token_ids: np.ndarray

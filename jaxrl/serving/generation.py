@@ -55,7 +55,7 @@ class GrowingText:
         self._longest = max(map(len, self._stops), default=0)
 
     def add(self, token_ids: Sequence[int], *, ends: bool) -> str:
-        """What these tokens add to the text; `ends`: they are the last."""
+        """The text that these tokens add; `ends`: they are the last."""
         self._ids.extend(token_ids)
         self._held += self._decoded(ends)
         found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]

@@ -54,7 +54,7 @@ class Decision:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Decision:
-        """What `to_json` wrote. Raises ValueError for another schema."""
+        """Reads the output of `to_json`. Raises ValueError for another schema."""
         if entry.get("schema") != SCHEMA:
             raise ValueError(f"journalled layout decision {dict(entry)!r}: this version reads schema {SCHEMA}")
         switch = None if entry["switch"] is None else Switch.from_json(entry["switch"])

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 REVERSAL_FACTOR = 2.0
-"""By which the live rows must change before a switch back."""
+"""Factor by which the live rows must change before a switch back."""
 HEADROOM_TOKENS = 32
-"""By which every live row must be able to grow in a new layout."""
+"""Tokens by which every live row must be able to grow in a new layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Switch:
 
     @property
     def gain_s(self) -> float:
-        """What the switch saves, less its cost."""
+        """The seconds that the switch saves, less its cost."""
         return self.stay_s - self.remaining_s - self.cost_s
 
     def to_json(self) -> dict[str, Any]:

@@ -47,7 +47,7 @@ SCORE = (  # a tag, a heading or a label; marks around the number; what makes it
     r"[\s*_`\"'“<(\[{$]*+(?:\\(?:(?:boxed|textbf)\{|[(\[])\s*+){0,2}((?>-?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?))"
     r"(?![a-z\d%]|,\d|\s*+(?:%|percent|(?:to|or|[-–—])\s*+\d))(?:[\s*_]*+(?:/|out of)[\s*_]*+(?P<of>\d+(?:\.\d+)?))?"
 )
-"""What reads a score where `score_pattern` is empty; `of`: the highest one, where the judge says it."""
+"""Reads a score where `score_pattern` is empty; `of`: the highest score, if the judge names it."""
 _FIELD = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
 
 
@@ -137,7 +137,7 @@ class Judge(Mechanism):
             return "endpoint" if kind == "judge" and self.endpoint else "devices"
 
         def explained(self, kind: str) -> tuple[str, str, str]:
-            """What scores one of its kinds, its time limit, and how much it does at once."""
+            """The scorer of one of its kinds, its time limit, and how many samples it scores at once."""
             if self.place(kind) == "devices":
                 adapters = f" with {self.lora_adapter_path}" if self.lora_adapter_path else ""
                 return f"{kind}: {self.model}{adapters}", "none", f"{self.max_num_seqs} verdicts, {self.when}"

@@ -68,7 +68,7 @@ class JudgeMemory:
 
 
 def rollout_memory(config: Config, num_devices: int) -> RolloutMemory:
-    """Of the model that `reward.judge.model` names, of which the config is read. Raises as `judge_memory`."""
+    """The memory of the model that `reward.judge.model` names; reads its config. Raises as `judge_memory`."""
     judge, option = config.reward.judge, "reward.judge.model"
     sizes = judge_memory(config, config_of(resolve_path(judge.model, option), option), num_devices)
     return RolloutMemory(
@@ -143,7 +143,7 @@ def judge_memory(config: Config, model: ModelConfig, num_devices: int) -> JudgeM
 
 
 def _bytes(weight: Weight, num_devices: int, size: int) -> int:
-    """Of one device's part of a weight in rollout form; norms have at least float32."""
+    """The bytes of one device's part of a weight in rollout form; norms have at least float32."""
     dims = zip(weight.dims, weight.shape, strict=True)
     shards = [splits(length, num_devices) for dim, length in dims if dim in TENSOR_DIMS]
     return math.prod(weight.shape) // math.prod(shards) * (max(size, 4) if weight.is_norm else size)

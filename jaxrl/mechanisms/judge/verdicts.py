@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jaxrl.data.tokenizer import Tokenizer
 
 MAX_KEPT_CHARS = 8000
-"""Of a sample's verdicts, all together, that are kept in its info."""
+"""The most characters of all of a sample's verdicts that are kept in its info."""
 _MAX_READ_CHARS = 1_000_000  # of one verdict: the user's pattern must not meet a text without bounds
 
 
@@ -121,7 +121,7 @@ _SEED = 0x6A75646765
 
 
 class Reading:
-    """What one kind of judge reads of a sample, and how its responses become a reward.
+    """How one kind of judge reads a sample, and how its responses become a reward.
 
     Attributes:
       num_samples: responses of the judge to each sample. params: how they are drawn.

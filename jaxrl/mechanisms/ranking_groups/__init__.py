@@ -173,7 +173,7 @@ class RankingGroups(Mechanism):
             self.ahead.expect(None if info.next_launches is None else partial(self._next_round, info))
 
     def _next_round(self, info: RoundInfo) -> NextRoundPrefetch | None:
-        """What the next round launches, with the version of its weights; None while these are not there."""
+        """The launches of the next round, with the version of its weights; None until these are there."""
         assert info.next_launches is not None
         launches = info.next_launches()
         if launches is None:
@@ -248,7 +248,7 @@ class RankingGroups(Mechanism):
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _num_tokens(self, request_id: int | None) -> int:
-        """Of a response so far; 0 where it has ended, and its event has not reached the round."""
+        """The tokens of a response so far; 0 if it has ended and its event has not reached the round."""
         worker = None if request_id is None else self._engines.worker_of(request_id)
         if request_id is None or worker is None:
             return 0

@@ -71,7 +71,7 @@ class RankedGroup:
 
 
 class Outliers:
-    """Of one round, whose ranking groups are given; `share`: alpha, `factor`: beta."""
+    """The outliers of one round with the given ranking groups; `share`: alpha, `factor`: beta."""
 
     def __init__(self, groups: Iterable[RankedGroup], share: float, factor: float) -> None:
         groups = list(groups)

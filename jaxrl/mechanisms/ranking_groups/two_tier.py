@@ -52,7 +52,7 @@ class ExpectedLoad:
 
 Group = Sequence[ExpectedLoad]
 Tau = Callable[[Sequence[ExpectedLoad]], float]
-"""What one worker has -> the seconds until the last of it has ended; never less for more responses or longer ones."""
+"""One worker's responses -> seconds until the last has ended; never less for more responses or longer ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ def _climbed(split: _Spread | _Runs, parts: tuple[Allotment, ...], train_s: floa
 
 
 def _lines(split: _Spread | _Runs, t0: float) -> Iterator[tuple[Allotment, ...]]:
-    """What meets the targets from `t0` on with smaller and smaller d, down to the smallest that is feasible, to
+    """Allocations that meet the targets from `t0` on with smaller and smaller d, down to the smallest feasible d, to
     `PRECISION_S`; nothing where none is."""
     low, high = 0.0, max(split.most_s - t0, 0.0) / max(split.num_targets - 1, 1)
     if (found := split.meeting(t0, high)) is None:

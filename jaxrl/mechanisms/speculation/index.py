@@ -195,7 +195,7 @@ def _heaviest(
 def _heavier(
     starts: np.ndarray, best: np.ndarray, is_first: np.ndarray, goes_on: np.ndarray, weight: np.ndarray
 ) -> np.ndarray:
-    """Of sibling classes, the best of the one that is followed; `is_first` marks each first sibling."""
+    """The best place of the sibling class that is followed; `is_first` marks each first sibling."""
     parent = np.cumsum(is_first) - 1
     sizes = np.diff(starts, append=len(weight))
     siblings = np.flatnonzero(np.bincount(parent)[parent] > 1)

@@ -145,7 +145,7 @@ class TrainStream:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _learn_from(self, groups: list[Group], step: int, weights: _Weights) -> Work:
-        """What the loop does with a whole batch (`jaxrl.loop`), of these groups alone."""
+        """The loop's training on a batch (`jaxrl.loop`), for these groups alone."""
         config, batch = self._trainer.config, TrainBatch.of(groups)
         self._ahead = 1  # log-probabilities come back to the host, which must not wait for them
         current = None
@@ -208,7 +208,7 @@ class _Weights:
             self._in_host["actor"] = self._to_host(self._on_device, shardings, keep=True)
 
     def on_device(self, which: str) -> Tree:
-        """Those weights, in place of the others."""
+        """Moves these weights to the devices, in place of the others."""
         if which not in self._shardings:
             return without_adapters(self.on_device("actor"))
         if which != self._resident:
@@ -233,7 +233,7 @@ class _Weights:
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """What jax says of devices that fail, in its first line."""
+    """The first line of jax's message about devices that fail."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

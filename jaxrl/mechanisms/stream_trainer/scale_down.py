@@ -71,7 +71,7 @@ class LeftRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Of its context: what moves."""
+        """The tokens of its context, which move."""
         return self.num_prompt + self.num_response
 
 
@@ -106,7 +106,7 @@ def load_of(engine: Engine) -> WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class ScaleDownDecision:
-    """What was decided at a milestone, and from which numbers."""
+    """The decision at a milestone, and its numbers."""
 
     num_done: int  # of the round's requests, or prompts (`counts`)
     num_all: int
@@ -125,7 +125,7 @@ class ScaleDownDecision:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> ScaleDownDecision:
-        """What `to_json` wrote. Raises ValueError for another schema."""
+        """Reads the output of `to_json`. Raises ValueError for another schema."""
         if entry.get("schema") != SCHEMA:
             raise ValueError(f"journalled scale-down {dict(entry)!r}: this version reads schema {SCHEMA}")
         fields: dict[str, Any] = {name: value for name, value in entry.items() if name != "schema"}
@@ -197,7 +197,7 @@ class ScaleDown:
     def after_finish(
         self, num_done: int, num_all: int, workers: Callable[[], Sequence[WorkerLoad]]
     ) -> ScaleDownDecision | None:
-        """What to do when a request has ended: None unless this is a milestone. `num_done`, `num_all`: of the round's
+        """The decision when a request has ended: None unless this is a milestone. `num_done`, `num_all`: of the round's
         requests, or prompts (`trainer.stream.counts`); `workers`: gives the state of each, asked at milestones only."""
         assert self._kind is not None, "no round has begun"
         # shares are quotients, correctly rounded: they compare with an option as the decimal numbers would

@@ -437,7 +437,7 @@ class Turns(Mechanism):
         return key if self._info.is_training else replace(key, epoch=-1 - key.epoch)
 
     def _overdue(self) -> list[Observed]:
-        """What becomes of trajectories that take too long."""
+        """Ends trajectories that take too long."""
         limit_s, now_s = self._limits.rollout_timeout_s, self._round.clock()
         late = [self._named(key) for key in self._unanswered if limit_s and now_s - self._begun_s[key] > limit_s]
         self._acting.cancel(late)

@@ -226,8 +226,8 @@ def _outcome(session: Session, scored: Scored) -> Observed:
 
 
 def _completion(text: str, names: frozenset[str], number: int) -> dict[str, Any]:
-    """What a client of OpenAI's chat completions gets. Ids of calls reach the prompt, so they follow from the number of
-    the request in its conversation, and not from chance."""
+    """A response to a client of OpenAI's chat completions. Ids of calls reach the prompt, so they follow from the
+    number of the request in its conversation, and not from chance."""
     answer_id = secrets.token_hex(12)
     said, calls = calls_in(text, names) if names else (text, [])
     message: dict[str, Any] = {"role": "assistant", "content": said if said or not calls else None}

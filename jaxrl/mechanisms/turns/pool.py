@@ -115,8 +115,8 @@ class EnvironmentPool:
     # -- at the start ------------------------------------------------------------------------------------------------
 
     def schemas(self, row: Mapping[str, Any], where: str) -> list[Schema]:
-        """What the chat template is to describe in a row. Raises ValueError where the environment cannot be made, or
-        the row asks for what is not there."""
+        """The tools that the chat template describes in a row. Raises ValueError where the environment cannot be made,
+        or the row asks for what is not there."""
         if not has_turns(row):
             return []
         _check_columns(row, where)
@@ -231,8 +231,8 @@ def has_turns(row: Mapping[str, Any]) -> bool:
 
 
 def read_answer(key: SampleKey, reward: float, info: Mapping[str, Any]) -> Observed:
-    """What a process has answered to a turn, every value checked: it runs foreign code. Raises ValueError for what is
-    no answer."""
+    """A process's answer to a turn, every value checked: it runs foreign code. Raises ValueError for what is no
+    answer."""
     done, messages, state, metrics = (info.get(name) for name in ("done", "messages", "state", "metrics"))
     if not isinstance(done, bool) or not isinstance(messages, list) or not all(map(is_answer, messages)):
         raise ValueError(f"what its process has sent is no answer: {info!r:.200}")

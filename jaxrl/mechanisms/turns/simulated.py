@@ -141,7 +141,7 @@ def turn_model(config: Config, workload: Workload) -> TurnModel:
 def measured(
     turns: Sequence[Sequence[Mapping[str, Any]]], lengths: Sequence[int], tool: SimulatedTool
 ) -> SimulatedTool:
-    """What recorded trajectories say of tools, in place of what is given. `turns`: of each trajectory, as
+    """The tools measured from recorded trajectories, in place of the given ones. `turns`: of each trajectory, as
     `samples.jsonl` has them; `lengths`: of these, in tokens."""
     answered = [turn for of in turns for turn in of if turn["answer"]]
     seconds = np.log([max(turn["seconds"], 1e-4) for turn in answered]) if answered else np.zeros(1)
