@@ -175,7 +175,7 @@ class Episode:
 
     @property
     def was_answered(self) -> bool:
-        """A response that was cut in its first turn shows nothing of its environment."""
+        """A response that was cut in its first turn shows no sign of its environment."""
         return any(turn.seconds for turn in self.turns)
 
 

@@ -58,7 +58,7 @@ class Cut(NamedTuple):
 
     Attributes:
       dim: the split dim. axes: of the mesh, over which it is split.
-      is_matrix: whether only products read it, so that a kernel may take a part of it where it lies.
+      is_matrix: whether only products read it, so that a kernel may read a part of it in place.
     """
 
     dim: int
@@ -222,7 +222,7 @@ class InTiles(NamedTuple):
         for factor in reversed(here):
             parts = _in_order(jnp.moveaxis(parts.reshape(-1, factor, *parts.shape[1:]), 1, 0))
         (total,) = parts
-        for axis in reversed(across):  # not a reduction of the mesh's own: that would have an order of its own
+        for axis in reversed(across):  # not a reduction of the mesh's own: that would have its own order
             total = _in_order(lax.all_gather(total, axis))
         return total
 

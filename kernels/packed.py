@@ -7,8 +7,8 @@ a loop of that length runs over them instead of over a triangle. The backward pa
 logsumexp.
 
 `jaxrl.kernels.reference.packed_attention` is the oracle, and the path for the shortest rows. Tokens may lie in any
-order; the fewest pairs are visited where a segment lies in one piece, beside its prefix, as `jaxrl.training.packing`
-lays them out. Keys may be of other tokens than queries.
+order; the fewest pairs are visited where a segment is in one piece, beside its prefix, as `jaxrl.training.packing` lays
+them out. Keys may be of other tokens than queries.
 
 Dims: R rows, T tokens of a row, H query heads, K key/value heads, G = H / K, D head dim; B tokens of a tile, S rows
 that a tile spans, N tiles; M = B * G.

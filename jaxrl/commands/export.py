@@ -79,7 +79,7 @@ def export(
         if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             raise ValueError(_taken(target)) from None
         cause = system_error(error)
-        if cause is not None and not isinstance(error, OSError):  # safetensors has an error of its own
+        if cause is not None and not isinstance(error, OSError):  # safetensors has its own error
             raise OSError(cause.errno, cause.strerror, str(target)) from error
         raise
     return sorted(target.iterdir())

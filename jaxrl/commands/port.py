@@ -569,7 +569,7 @@ _SILENT = re.compile(
     r"remove_unused|disable_dropout|trackio|report_to|num_compl|trust_remote|processing_class|args|train_dataset|"
     r"eval_dataset|model_init|steps_per_gen|quantization_c|epsilon_high|callbacks"
 )
-"""Options that say nothing of what is learnt, or that another option's conversion reads."""
+"""Options that do not affect training, or that another option's conversion reads."""
 
 
 def _port_trl(kind: str, options: Given, of_trainer: Given, devices: int, ported: Ported) -> None:

@@ -54,7 +54,7 @@ def serve(
     *,
     adapters: Sequence[str] = (),
 ) -> None:
-    """Serves until a stop is asked for.
+    """Serves until a stop is requested.
 
     Args:
       source: a run's directory, whose last checkpoint and configuration are taken, or what `model.path` takes.

@@ -1,5 +1,5 @@
-"""The whole configuration, typed. Every option is declared once: here, in `updates`, `rollouts`, `rewards`, `hosts` or
-`simulation`, or as `Options` of a mechanism.
+"""The complete configuration, typed. Every option is declared once: here, in `updates`, `rollouts`, `rewards`, `hosts`
+or `simulation`, or as `Options` of a mechanism.
 
 A declaration is `name: Annotated[type, bounds, "what it is, with its unit"] = default`. Constraints between options are
 in `checks`, or with a section (`Section.problems`). Options follow verl's names where verl has one. An option that

@@ -68,7 +68,7 @@ class RolloutCorrectionSection(Section):
     def criteria(self) -> dict[str, tuple[float, float]]:
         """The ranges that `rollout_rs` keeps, by name: the least and the largest value; of k1 logarithms of ratios.
 
-        Raises ValueError for thresholds that say nothing of the kind.
+        Raises ValueError for names given twice, or thresholds that do not fit them.
         """
         names, given = self.rollout_rs, self.rollout_rs_threshold
         if len(set(names)) < len(names):

@@ -1,4 +1,4 @@
-"""What options of verl, and the best known of TRL's, are called here, or in one sentence why there is none.
+"""The names here of verl's options and of TRL's best known ones, or one sentence why there is no such option.
 
 `advice(path)` completes the refusal of an unknown option. Most names of verl are the same and stand in no table.
 

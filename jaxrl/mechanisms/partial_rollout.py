@@ -1,8 +1,8 @@
 """Active partial rollout: stop when enough groups are complete, and resume the others in the next round.
 
-A round has N' > N groups under way: first complete groups that the last round did not need, then unfinished groups
-from the buffer, oldest first, then new prompts. It stops at the N-th complete group. Unfinished samples stay in the
-buffer with their tokens, both log-probabilities and the version of each; they resume under the same key.
+A round has N' > N groups in flight: first complete groups that the last round did not need, then unfinished groups from
+the buffer, oldest first, then new prompts. It stops at the N-th complete group. Unfinished samples stay in the buffer
+with their tokens, both log-probabilities and the version of each; they resume under the same key.
 
 Source: APRIL §2.2 (over-provision, stop early, buffer, resume first), §3.1 (N' = 2N), §3.2.3 (a group is complete when
 all its samples are; finished samples wait in the buffer and are scored together), A.4.3.
@@ -24,7 +24,7 @@ Departures:
 - `at_end="flush"`: the last rounds launch no more new prompts than the run can still train on.
 - A function of the user's may order the buffer, hold groups back, and restart them (`BufferFilter`, after slime's
   `--buffer-filter-path`). It takes nothing out, so that no prompt is lost; it sees numbers, not samples; and it must be
-  deterministic, because a resumed run asks again. Groups that it holds back count as under way, so that the bounds
+  deterministic, because a resumed run asks again. Groups that it holds back count as in flight, so that the bounds
   above hold; the cap, `max_restarts` and the flush take precedence.
 
 A sample is carried without its verdict and scored when its group is complete: a clock would decide whether a verdict
@@ -120,7 +120,7 @@ class PartialRollout(BatchRule, Mechanism):
 
     Attributes:
       num_spare: N' - N.
-      least_staleness: the smallest cap in versions under which all groups under way find room in batches.
+      least_staleness: the smallest cap in versions under which all groups in flight fit into batches.
     """
 
     class Options(Section):

@@ -131,7 +131,7 @@ class AdaptiveTimeouts(Mechanism):
         return tuple(map(self.rule.limit_s, anchors))
 
     def learn(self, prompt: Prompt, limits_s: Sequence[float], info: Mapping[str, Any]) -> None:
-        """Takes in what the scorer said of a response that was sent with these limits: `case_s`, `correct` and
+        """Learns from the scorer's info on a response that was sent with these limits: `case_s`, `correct` and
         `cut_off`."""
         if not self.has_tests(prompt.source):
             return

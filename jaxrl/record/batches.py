@@ -57,7 +57,7 @@ def _errors(groups: Sequence[Group]) -> list[tuple[str, int]]:
 
 
 def read_batches(folder: str | Path, note: Callable[[str], None] = _log.warning) -> list[dict[str, Any]]:
-    """The steps of a run, in order; `note` hears of damaged lines."""
+    """The steps of a run, in order; `note` is called for damaged lines."""
     return read_lines(Path(folder) / FILE_NAME, _parse, note)
 
 

@@ -196,7 +196,7 @@ class MetricsWriter:
 
 
 def read_metrics(run_dir: str | Path, note: Callable[[str], None] = _log.warning) -> list[dict[str, float]]:
-    """The steps of a run in order, each with "step", "time" and its metrics. `note` hears of damaged lines."""
+    """The steps of a run in order, each with "step", "time" and its metrics. `note` is called for damaged lines."""
     return read_lines(Path(run_dir) / FILE_NAME, _parse, note)
 
 

@@ -1,4 +1,4 @@
-"""A run's directory: where its files are, and what `run.json` says of the run.
+"""A run's directory: the places of its files, and `run.json`.
 
 docs/architecture.md, "The run directory", says what each file holds. A lock (`.lock`) keeps a second run out; the
 operating system drops it when the process ends, however it ends.

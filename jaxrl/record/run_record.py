@@ -38,7 +38,7 @@ class RunRecord:
     Args:
       resume_step: the last step that counts, a checkpoint's; -1 where there is none.
       total_steps: for the time left; 0: it is not shown.
-      watchdog: hears of the run's progress, and sees the open spans of its timeline.
+      watchdog: receives the run's progress, and sees the open spans of its timeline.
       pieces_of: as in `SampleLog`.
 
     Attributes:

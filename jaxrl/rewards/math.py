@@ -325,7 +325,7 @@ def _same_value(answer: str, reference: str) -> bool:
     if agree(ours, theirs) or (r"\sqrt" in answer + reference and _agree_where_real(ours, theirs, agree)):
         return True
     if _IMAGINARY.search(answer + reference):
-        with suppress(TypeError, ValueError):  # sympy's: i stands where only real numbers can, as in i < 2
+        with suppress(TypeError, ValueError):  # sympy's: i is where only real numbers can be, as in i < 2
             return agree(with_i(ours), with_i(theirs))
     return False
 

@@ -182,7 +182,7 @@ class _Worker:
                 die_with_parent(self._pid)
                 ours.close()
                 self._sock.close()
-                self._pid, self._sock = os.getpid(), theirs  # a fork of its own closes that
+                self._pid, self._sock = os.getpid(), theirs  # its own forks close that
                 send_message(theirs, self._score(scorer, number, request))
                 sys.stdout.flush()
             finally:

@@ -49,7 +49,7 @@ class Checks:
     count: int | None = None  # of cases; None where only the checker can tell
     entry_point: str = ""  # the function that a completion continues (HumanEval)
     prompt: str = ""  # the text that it continues; empty: a response is the whole program
-    before: str = ""  # what stands in that text before the function: imports and helpers
+    before: str = ""  # the part of that text before the function: imports and helpers
     # what the tests call and do not define, one of which the program defines; empty of stdin
     names: frozenset[str] = frozenset()
 

@@ -46,8 +46,8 @@ from jaxrl.types import Prompt, Sample, SampleKey
 
 
 class ScoringPlace(Protocol):
-    """Where samples are scored. It knows nothing of domains, weights and parts: a result has the scorer's own reward.
-    One with the status `crash` says that nothing was learnt of the response."""
+    """Where samples are scored. It does not know domains, weights and parts: a result has the scorer's own reward. One
+    with the status `crash` says that nothing was learnt of the response."""
 
     def warm(self) -> None:
         """Waits until it can score. Raises ValueError where it never will, with a sentence that names the option, and

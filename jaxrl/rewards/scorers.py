@@ -205,7 +205,7 @@ def score_safely(
     try:
         reward, info = scorer()(pickle.loads(request))
         return "ok", as_reward(reward), _plain(info), time.perf_counter() - start
-    except MemoryError as error:  # numpy's has a name of its own
+    except MemoryError as error:  # numpy's has another name
         text = f"{OUT_OF_MEMORY}: {error}" if str(error) else OUT_OF_MEMORY
         return "error", 0.0, {"error": text[:1000]}, time.perf_counter() - start
     except BaseException as error:  # sys.exit() and KeyboardInterrupt of a scorer's own making, too

@@ -334,7 +334,7 @@ class Programs:
         else:
             ends = jnp.take_along_axis(hidden, last[..., None], axis=2)[:, :, 0]
         position = start + length
-        if self.model.scalar_head:  # nothing is drawn: its number stands where a token's log-probability does
+        if self.model.scalar_head:  # nothing is drawn: its number takes the place of a token's log-probability
             number = decoder.score(params, ends, features_first=self.features_first)
             drawn, top = SampledToken(jnp.zeros(number.shape, jnp.int32), number, number), ()
         else:

@@ -24,7 +24,7 @@ from jaxrl.training.steps import HOST, STATE, find_step, steps_of
 _FILE = f"{HOST}/metadata"
 _ORDER = ("data.seed", "data.shuffle", "data.source_quotas")
 _NEITHER = ("train_batch_size", "gen_batch_size", "max_response_length", "val_files", "val_size")
-"""Options of `data` that say nothing of the training prompts."""
+"""Options of `data` that do not affect the training prompts."""
 
 
 def refuse_other_data(run_dir: RunDir, prompts: PromptSource, config: Config) -> None:

@@ -71,7 +71,7 @@ def use_compilation_cache(config: Config) -> str:
         name = uuid.uuid4().hex
         own = folder / f"{_CACHE_NAME}.{name}"
         own.write_text(name, encoding="utf-8")
-        own.replace(file)  # never half a name, whatever ends this process
+        own.replace(file)  # never half a name, even if this process is killed
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     reset_cache()  # jax looks at the option once, when it compiles for the first time

@@ -182,10 +182,10 @@ def open_cluster(
       before: what an actor took of its node before one was lost; None: the run starts.
 
     Raises:
-      ConfigError: Ray is not installed, or its cluster has not the hosts that are asked for.
+      ConfigError: Ray is not installed, or its cluster lacks the requested hosts.
       RunFailed: it has them no more, since one was lost.
     """
-    software()  # before an actor starts: the source may change while a run goes on
+    software()  # before an actor starts: the source may change during a run
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")  # it is said here, in a sentence
     try:
         import ray  # pyright: ignore[reportMissingImports]  (an optional extra)
@@ -354,7 +354,7 @@ class RemoteHost:
 
     params = None  # they are on the hosts
     rollout_mesh = None
-    models = ()  # whose programs are compiled beside those of the rollout: hosts see to theirs
+    models = ()  # whose programs are compiled beside the rollout's: hosts compile theirs
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster

@@ -217,7 +217,7 @@ class Host:
 
     def build_workers(self) -> WorkerSet:
         config = self.config
-        # with devices of the rollout's own an update may be under way: its weights are not those of the round
+        # if the rollout has its own devices, an update may be running: its weights are not the round's
         weights = None if config.rollout.num_devices else lambda: self.params
         place = replace(self.place, devices=tuple(self.mesh.devices.flat))
         self.workers = build_workers(config, self.model, self.rollout_mesh, weights, place, self._group.meet)

@@ -44,7 +44,7 @@ _PATIENCE_MS = 7 * 24 * 3600 * 1000
 
 class HostGroup(NoGroup):
     """The other hosts, by the key-value store that `jax.distributed` keeps in the first one. Its client is a private
-    part of jax (the calls are those of jax 0.10 and 0.11). What fails here ends the run: the controller hears of it as
+    part of jax (the calls are those of jax 0.10 and 0.11). A failure here ends the run: the controller receives it as
     of any error on a host."""
 
     def __init__(self, on_machine: int = 1) -> None:

@@ -20,5 +20,5 @@ def batcher_config(config: Config, verify_rule: Callable[[], VerifyRule] | None 
 
 
 def carried(name: str, num_prompts: int) -> dict[str, str]:
-    """The summary's entry about prompts that were begun and not trained on; empty if there are none."""
+    """The summary's entry about prompts that were begun and not trained on; empty without any."""
     return {"prompts begun and not trained on": f"{num_prompts} ({name})"} if num_prompts else {}

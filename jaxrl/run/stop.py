@@ -104,7 +104,7 @@ class Stop:
             if self._say is not None and not self.asked:
                 self.asked, self.number = True, number
                 text = f"{WORDS[number]}: the run saves its state and ends; a second signal ends it at once"
-                # in a thread of its own: the view may be busy, and the second signal must be heard
+                # in a separate thread: the view may be busy, and the second signal must take effect
                 if not _start(threading.Thread(target=self._say, args=(text,), daemon=True)):
                     _tell(text)
                 return

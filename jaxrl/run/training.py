@@ -212,7 +212,7 @@ class Training:
         """Opens the record, trains, and writes the summary; a complete run gets only its page anew. Raises RunFailed
         where the system refused a file or memory, with how to continue.
 
-        `train` trains up to `total_steps`, or until a stop is asked for, and sets `step`. It calls `begin` once nothing
+        `train` trains up to `total_steps`, or until a stop is requested, and sets `step`. It calls `begin` once nothing
         can refuse the start any more, and returns lines for the summary. What it enters is closed.
         """
         with self._failures():

@@ -55,7 +55,7 @@ class Verdicts:
     ) -> None:
         self._scoring, self._clock, self._journal, self._limits = scoring, clock, journal, limits
         self._step, self._round = -1, 0
-        self._sent: dict[SampleKey, _Scored] = {}  # not handed over, in the order in which the samples completed
+        self._sent: dict[SampleKey, _Scored] = {}  # not delivered, in the order in which the samples completed
         self._known: list[Verdict] = []  # from the journal, or without a scorer
         self._failed = PoolMetrics()  # of what no pool has scored
         self._busy = BusyTime()
@@ -141,7 +141,7 @@ class Verdicts:
         return ready
 
     def _note(self, verdict: Verdict) -> None:
-        """A verdict has come; mechanisms take in what the scorer has said of a training sample."""
+        """A verdict has arrived; mechanisms learn from the scorer's info on a training sample."""
         scored = self._sent[verdict.key]
         scored.verdict = verdict
         if self._limits is not None and not self._round:

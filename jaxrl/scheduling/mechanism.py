@@ -345,7 +345,7 @@ class Mechanism:
 
     @classmethod
     def drops_slowest(cls, config: Config) -> bool:
-        """Whether it ends the slowest responses of a prompt for good."""
+        """Whether it discards the slowest responses of a prompt."""
         return False
 
     @classmethod

@@ -26,7 +26,7 @@ _Mark = TypeVar("_Mark")
 
 
 class Section(BaseModel):
-    """Options, and the rules of their own; `config` is the whole configuration (`jaxrl.config.Config`) around them."""
+    """Options with their rules; `config` is the complete configuration (`jaxrl.config.Config`) around them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
 
@@ -45,7 +45,7 @@ class Section(BaseModel):
         yield from ()
 
     def excludes_hosts(self, config: Any) -> tuple[str, str] | None:
-        """An option that excludes several hosts, and why; None if there is none."""
+        """An option that excludes several hosts, with the reason, or None."""
         return None
 
     def unread(self, config: Any) -> Iterator[tuple[frozenset[str], str]]:

@@ -371,7 +371,7 @@ class CostModel:
 
         Args:
           memory_fraction: of a device's memory, for weights and KV together (`rollout.memory_fraction`).
-          reserved_bytes: what else lies on each device during rollout.
+          reserved_bytes: other memory in use on each device during rollout.
           num_layers: of a block (`jaxrl.models.kv_layers`); None means all.
         """
         weights = self.device_bytes(tp, self.params.total)

@@ -36,7 +36,7 @@ from jaxrl.types import SampleKey
 
 VOCABULARY = 30_011  # a prime: fillers of neighbouring positions and samples differ
 _SEQUENCE = np.tile((np.arange(VOCABULARY) * 17 % VOCABULARY).astype(np.int32), 4)  # for all but very long responses
-_PLACE_OF_ONE = pow(17, -1, VOCABULARY)  # a token t stands at t * _PLACE_OF_ONE, modulo VOCABULARY
+_PLACE_OF_ONE = pow(17, -1, VOCABULARY)  # a token t is at t * _PLACE_OF_ONE, modulo VOCABULARY
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """Simulated scoring: workers that take as long as the workload says, and verdicts that come at their simulated time.
 
 Each of `num_workers` processes scores one response at a time, in the order of submission; verdicts still to come lie in
-a heap. A verdict carries the time at which it came in, even if it is asked for later. Tasks may have workers of their
-own, beside one another or in turn: then a task's scoring begins when that of the tasks before it has ended. A task may
-be scored on the rollout's devices (`DeviceScoring`), between two plans. A task of code has one test case for each
+a heap. A verdict carries the time at which it came in, even if it is read later. Tasks may have workers of their own,
+beside one another or in turn: then a task's scoring begins when that of the tasks before it has ended. A task may be
+scored on the rollout's devices (`DeviceScoring`), between two plans. A task of code has one test case for each
 response, which takes all of its scoring's seconds; its limit comes with the response.
 
 Source: rewards beside the rollout and adaptive limits, RollPacker §4.3; tasks in turn, as its authors' code waits for a

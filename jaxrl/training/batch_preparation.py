@@ -118,7 +118,7 @@ def prepared(
 
 
 def minibatches(groups: Sequence[Group], batch: TrainBatch, num_prompts: int) -> Iterator[TrainBatch]:
-    """The samples of `num_prompts` whole groups at a time, of a batch of `groups`."""
+    """The samples of `num_prompts` complete groups at a time, of a batch of `groups`."""
     ends = [0, *itertools.accumulate(len(group.samples) for group in groups)]
     for first in range(0, len(groups), num_prompts):
         last = min(first + num_prompts, len(groups))

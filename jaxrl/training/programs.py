@@ -168,7 +168,7 @@ class TrainPrograms(CompiledPrograms):
         shapes = jax.eval_shape(chain.init, self.trainable)
         shardings = optax.tree_utils.tree_map_params(
             chain,
-            # without leaves stands what another part of the optimizer has of a weight, and with two what is in codes
+            # no leaves: another part of the optimizer has the weight; two leaves: it is in codes
             lambda x, own: jax.tree.map(lambda x: _fitting(own.sharding, x, actor.offload_optimizer), x),
             shapes,
             self.trainable,

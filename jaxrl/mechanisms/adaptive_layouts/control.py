@@ -227,7 +227,7 @@ class LayoutControl:
         return metrics
 
     def cancel(self) -> None:
-        """The round is dropped: the planner observes nothing of it."""
+        """Drops the round: the planner does not observe it."""
         self._kind = None
 
     def picture(self) -> dict[str, Any]:

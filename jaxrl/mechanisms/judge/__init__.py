@@ -162,7 +162,7 @@ class Judge(Mechanism):
         def problem(self, option_of: Mapping[str, str], *, has_answers: bool) -> str | None:
             """Why it cannot score, as a sentence. `option_of`: the kinds of rewards that are asked for, each with the
             section that asks for it; `has_answers`: whether prompts have reference answers."""
-            if "@" in self.endpoint:  # whatever scores: config.yaml would keep it
+            if "@" in self.endpoint:  # for any scorer: config.yaml would keep it
                 return endpoint_problem("reward.judge", self)
             if self.kinds <= option_of.keys():
                 return (

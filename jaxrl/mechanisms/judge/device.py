@@ -53,7 +53,7 @@ class JudgeMachine:
 
     @property
     def runs_alone(self) -> bool:
-        """Whether nothing of the actor's may be running when the judge's programs begin, or its weights come."""
+        """Whether the actor must be idle when the judge's programs begin, or its weights arrive."""
         return self._alone or not self._executor.has_weights
 
     def enter(self) -> None:

@@ -1,4 +1,4 @@
-"""A judge at an OpenAI-compatible endpoint: a server is asked for verdicts.
+"""A judge at an OpenAI-compatible endpoint: it requests verdicts from a server.
 
 Source: RollPacker §4.3: a judge among the rewards. One thread sends the requests, at most `max_requests` at once and
 `requests_per_minute` in a minute (`jaxrl.processes.endpoint_client`), while the trainer computes.

@@ -221,5 +221,5 @@ class Scalars(Reading):
         return ids
 
     def reward(self, samples: Sequence[Sample]) -> tuple[float, dict[str, Any]]:
-        (sample,) = samples  # a reward model's number stands where a token's log-probability does
+        (sample,) = samples  # a reward model's number takes the place of a token's log-probability
         return float(sample.sampled_logprobs[0]), {}

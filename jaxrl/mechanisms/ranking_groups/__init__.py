@@ -271,7 +271,7 @@ class RankingGroups(Mechanism):
 
 
 def _moves(run: Run) -> By:
-    """How outliers move. A profile of one degree alone says nothing of moving KV."""
+    """How outliers move. A profile of one degree alone has no costs of moving KV."""
     from jaxrl.scheduling.layouts.plan_cost import cheaper_move
 
     move, predictor = run.config.rollout.ranking_groups.move, run.machine.predictor()

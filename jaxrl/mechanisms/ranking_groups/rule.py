@@ -199,7 +199,7 @@ class Ranking:
         return [now.placed(c) if now is not None and isinstance(c, Launch) else c for c in commands]
 
     def ahead(self, launches: Sequence[Launch], step: int) -> list[Launch]:
-        """All launches of the round after the one under way, with their workers; none where they are not ranked."""
+        """All launches of the round after the current one, with their workers; none where they are not ranked."""
         self._next = self._ranked(launches, step)
         return [] if self._next is None else [self._next.placed(launch) for launch in launches]
 
@@ -207,7 +207,7 @@ class Ranking:
         self.now = None
 
     def outliers(self) -> Outliers | None:
-        """Watches for outliers of the round under way; None where it is not ranked."""
+        """Watches for outliers of the current round; None where it is not ranked."""
         if self.now is None:
             return None
         growths = self._history.growths()

@@ -187,7 +187,7 @@ class Speculation(Mechanism):
         if not self._is_training:
             return {}
         self._is_training = False
-        if self._builder is not None:  # those of the round before: there since an update ago
+        if self._builder is not None:  # the indexes of the round before: there since an update ago
             for index in self.store.unsettled():
                 self.store.settle(index, self._builder.take(self._indexes[index]).num_bytes)
         changed = self.store.add(end.scored)

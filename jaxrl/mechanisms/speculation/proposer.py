@@ -151,8 +151,8 @@ class Drafting:
 
 
 class DeviceIndexes:
-    """Which index lies in which place of each dp group. `arrays`: the places, on the devices, blank at first;
-    `uploads`: indexes uploaded so far; `unplaced`: rows of plans whose index found no place."""
+    """Which index is in which place of each dp group. `arrays`: the places, on the devices, blank at first; `uploads`:
+    indexes uploaded so far; `unplaced`: rows of plans whose index found no place."""
 
     def __init__(self, drafting: Drafting, arrays: IndexArrays) -> None:
         self.drafting, self.arrays = drafting, arrays

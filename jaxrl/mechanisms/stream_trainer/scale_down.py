@@ -1,7 +1,7 @@
 """Decides when half of the rollout's workers are freed to compute gradients while the others decode. `StreamPace`
 decides which prompts' gradients begin when.
 
-`ScaleDown` is asked on every finish of a round and says, at most once per round, which workers to free; or why not.
+`ScaleDown` decides on every finish of a round, and returns, at most once per round, the workers to free; or why not.
 
 Source: RollPacker §4.4 and Algorithm 1, lines 13 to 21. `min_done`, `max_done` and `DONE_STEP` are its 0.2, 0.5 and
 0.05: the first finish with a share done of at least `min_done` is a milestone, and then each that is `DONE_STEP` beyond

@@ -387,7 +387,7 @@ class Turns(Mechanism):
         self._forget(key)
 
     def _ask(self, waiting: _Waiting, state: bytes | None) -> None:
-        """Has a turn answered, unless that is under way since an earlier round."""
+        """Requests the answer to a turn, unless an earlier round has done so."""
         key = waiting.sample.key
         crc32, answer = self._kept.pop(key, (None, None)) if self._info.is_training else (None, None)
         if crc32 != tokens_crc32(waiting.sample):
@@ -398,7 +398,7 @@ class Turns(Mechanism):
     # -- answers -----------------------------------------------------------------------------------------------------
 
     def _look(self, *, is_idle: bool) -> None:
-        """Has answers take effect, up to the first that the round has to hear of."""
+        """Applies answers, up to the first one that the round must receive."""
         while not self._round.awaited and (answer := self._next(is_idle=is_idle)) is not None:
             if self._answered(self._unanswered.pop(answer.key), answer):
                 return
@@ -451,7 +451,7 @@ class Turns(Mechanism):
             self._journal.append(self._info.step, _KIND, waiting.place, place | _entry(answer))
 
     def _answered(self, waiting: _Waiting, answer: Observed) -> bool:
-        """An answer takes effect; returns whether the round has to hear of that first."""
+        """Applies an answer; returns whether the round must receive it first."""
         key, sample = answer.key, waiting.sample
         episode = sample.episode or Episode()
         stop = answer.status if answer.status != "ok" else "done" if answer.done else ""

@@ -23,7 +23,7 @@ class GroupRewards:
     """Compares the trajectories of each group of a finished round by a class of the user's: what one is worth may
     depend on the others of its prompt (`jaxrl.scheduling.mechanism.GroupRewards`).
 
-    A process of the user's is asked, so what it says is written to the journal before it takes effect: a step that runs
+    A user's process computes the rewards, so they are written to the journal before they take effect: a step that runs
     again compares nothing anew.
 
     Source: tinker-cookbook's `EnvGroupBuilder.compute_group_rewards`. Departure: none of its metrics.

@@ -39,7 +39,7 @@ from jaxrl.types import Prompt, SampleKey
 SHIPPED = Path(worker.__file__).parent / "shipped"
 """Files that `environment.path` names without a path."""
 VERIFIERS = Path(worker.__file__).with_name("verifiers_program.py")
-_SLACK_S = 3.0  # beyond environment.timeout_s: a call that does not end is told so by the process itself
+_SLACK_S = 3.0  # beyond environment.timeout_s: the process itself reports a call that does not end
 _ROWS = 50  # of the environment's own, asked for at once: an answer has a mebibyte at the most
 _TIMEOUT = "environment.timeout_s"
 _PLURAL = {"timeout": "timeouts", "crash": "crashes"}
@@ -93,8 +93,8 @@ class EnvironmentPool:
         self._agents: AgentPool | None = None
 
     def conversation(self, tokenizer: Tokenizer, notes: list[str] | None = None) -> Conversation:
-        """`notes` gets what a start says of a chat template that does not only append. Raises ConfigError where the
-        model's chat template cannot write a second turn."""
+        """`notes` gets the start's message about a chat template that does not only append. Raises ConfigError where
+        the model's chat template cannot write a second turn."""
         between = Between(tokenizer, self._template_kwargs)
         try:
             role = "tool" if self._kind != "native" else "user"

@@ -57,7 +57,7 @@ class Observed:
     """The answer to a turn."""
 
     key: SampleKey
-    done: bool  # the episode is over
+    done: bool  # the episode has ended
     messages: tuple[Mapping[str, Any], ...] = ()  # empty where it is
     reward: float = 0.0  # of the turn
     state: bytes | None = b""  # of the environment after it

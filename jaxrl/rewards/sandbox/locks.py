@@ -67,7 +67,7 @@ def scratch_folder() -> str:
 
 
 def environment() -> dict[str, str]:
-    """All that a program has for an environment: nothing of the run's."""
+    """The complete environment of a program, without the run's variables."""
     scratch, threads = scratch_folder(), {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     names = {"HOME": scratch, "TMPDIR": scratch, "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
     return {**names, **threads, "PYTHONHASHSEED": "0"}

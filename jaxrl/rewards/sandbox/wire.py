@@ -238,7 +238,7 @@ def _does(what: str, kind: type | None = None) -> Callable[..., Any]:
 
 
 class Remote:
-    """An object of the other side. It equals only itself, since what a program says of equality is no evidence."""
+    """An object of the other side. It equals only itself, since a program's own equality is no evidence."""
 
     __slots__ = ("_number", "_peer")
 

@@ -35,8 +35,8 @@ class LiveBlocks:
     Attributes:
       table: its blocks in dp group `group`, in the order of its positions (`jaxrl.scheduling.tokens.stacks`).
       num_written: how many of its leading positions have their KV in the pool.
-      num_tokens: positions that its new table must cover: those written, all of a prefill under way (where no layer has
-        a window), and a reserve.
+      num_tokens: positions that its new table must cover: those written, all of a prefill in progress (where no layer
+        has a window), and a reserve.
       share, prompt_len: as in `BlockManager.allocate`.
     """
 

@@ -49,7 +49,7 @@ class ProfilePoint:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The time of a `ProfilePoint`: `seconds` for one decode step, or for a whole prefill."""
+    """The time of a `ProfilePoint`: `seconds` for one decode step, or for a complete prefill."""
 
     tp: int
     batch: int

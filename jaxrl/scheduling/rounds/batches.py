@@ -243,7 +243,8 @@ class FreshBatches(BatchRule):
     Source: the baselines of RollPacker §6.1 and §3.
 
     Args:
-      limits: None: a batch, and nothing beyond it. Prompts that lose a race leave the system as `filtered`, for good.
+      limits: None: a batch, and nothing beyond it. Prompts that lose a race leave the system as `filtered` and do not
+        return.
     """
 
     name = "plain batches"

@@ -125,7 +125,7 @@ class _Flight:
     most: np.ndarray  # tokens that it can bring each row
     num_most: int  # their sum
     has_new: bool  # chunks end the prefill of some rows, perhaps
-    filling: set[int]  # request ids with a chunk after which their prefill goes on
+    filling: set[int]  # request ids with a chunk after which their prefill continues
     is_whole: bool  # all of its tokens will be made
     left: dict[int, Response] = field(default_factory=dict)  # by request id, those that have left their row since
 
