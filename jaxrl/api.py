@@ -319,7 +319,7 @@ class Run:
         return self._engine(data.max_prompt_length + params.max_tokens).generate(prompts, params, n=n, chat=chat)
 
     def _engine(self, max_length: int) -> TextEngine:
-        """One that has room for so many tokens of a prompt and a response; kept for the next call."""
+        """One with room for prompts and responses of these lengths, in tokens; kept for the next call."""
         if self._built is None or self._length < max_length:
             from jaxrl.commands.export import read_source
             from jaxrl.data.tokenizer import Tokenizer

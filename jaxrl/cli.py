@@ -198,7 +198,7 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     add(sub, "--shape", filled, "a model by name (Qwen2.5-7B), as model.path")
     add(sub, "--devices", device_count(0), "how many devices to plan for (0: those here)", default=0)
     add(sub, "--device-gib", number(0, 100_000), "GiB that JAX has of each (0: what it says)", default=0.0)
-    add(sub, "--fit", device_sizes, "propose a configuration for so many cards of so many GiB (8x80)", metavar="NxGIB")
+    add(sub, "--fit", device_sizes, "propose a configuration for N cards of GIB GiB (8x80)", metavar="NxGIB")
     add(sub, "--length", whole(1, MAX_TOKENS), "with --fit: the longest response, in tokens (4096)", default=4096)
     reads = "that reads it (of a run's config.yaml the run's, else train)"
     add_choice(sub, "--command", "train", "sft", "dpo", text=reads, dest="reader")
@@ -318,7 +318,7 @@ def _config(options: argparse.Namespace, command: str = "") -> Config:
 
 
 def _removing(options: argparse.Namespace) -> Removing:
-    """What keeps a signal from leaving a command's temporary file behind."""
+    """The context that removes a command's temporary file when a signal ends the command."""
     return nullcontext if options.signals is None else options.signals.removing
 
 

@@ -293,7 +293,7 @@ class Loop:
         return bool(self._run.validation) and every > 0 and (step % every == 0 or step == self.total_steps)
 
     def _evaluate(self) -> None:
-        """Samples the held-out prompts. A stop that is asked for meanwhile ends it without numbers."""
+        """Samples the held-out prompts. A stop requested meanwhile ends it without numbers."""
         val = self.config.rollout.val_kwargs
         params = self._sampling(val.temperature, val.top_k, val.top_p, 0.0)
         with self._phase("testing"):
@@ -305,7 +305,7 @@ class Loop:
             except Interrupted as early:
                 self.backend.cancel()
                 self._failing = self._failing or str(early) or None
-                return  # the step's update stands; only these numbers are missing
+                return  # the step's update counts; only these numbers are missing
             self.backend.end()
             groups = current.groups()
             self._compare(groups, info)

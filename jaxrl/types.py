@@ -59,7 +59,7 @@ class Prompt:
       text: the rendered prompt, as shown to people.
       source: the data set's or task's name; a reward may depend on it.
       answer: the reference answer, if there is one.
-      extra: whatever else the reward needs (a reasoning-gym entry, test cases). Must survive pickling.
+      extra: other data that the reward needs (a reasoning-gym entry, test cases). Must survive pickling.
       question: the last user message before templates, as a model that scores reads it; empty: there is only `text`.
     """
 
@@ -175,7 +175,7 @@ class Episode:
 
     @property
     def was_answered(self) -> bool:
-        """A response that was cut in its first turn shows nothing of its environment."""
+        """A response that was cut in its first turn shows no sign of its environment."""
         return any(turn.seconds for turn in self.turns)
 
 
@@ -249,7 +249,7 @@ class Group:
 
 @dataclass(slots=True)
 class TrainBatch:
-    """What one training step learns from: groups flattened to samples, in an order that no clock decides. Lists are per
+    """The data of one training step: groups flattened to samples, in an order that no clock decides. Lists are per
     sample, and float32 [T_i] where nothing else is said; None where a run has no such thing.
 
     Attributes:

@@ -6,8 +6,8 @@ the layer's product and writes the new keys and values (`decode_pallas`). `rollo
 over the cache, and `actor.attention` that on packed rows:
 
 - `"reference"`: plain jnp (`jaxrl.kernels.reference`), on any platform; the oracle of all tests;
-- `"pallas"`: our GPU kernels (`paged_pallas`, `decode_pallas`, `packed_pallas`), and over the cache on TPUs JAX's own,
-  for one query a row (`paged_tpu`; the reference for several); a ValueError for shapes or dtypes that they refuse;
+- `"pallas"`: our GPU kernels (`paged_pallas`, `decode_pallas`, `packed_pallas`). Over the cache on TPUs it is JAX's
+  own, for one query a row (`paged_tpu`; the reference for several). A ValueError for unsupported shapes or dtypes;
 - `"mosaic_gpu"`, over the cache: a second kernel for GPUs (`paged_mosaic_gpu`), which needs no Triton;
 - `"auto"`, over the cache: the kernels where the platform has some that take the shapes and dtypes, else the reference.
   On packed rows: the kernels on GPUs where they take the model's heads and dtype, else jnp in tiles (`packed`). Where
@@ -16,8 +16,8 @@ over the cache, and `actor.attention` that on packed rows:
 
 docs/kernels.md explains the kernels and has measurements.
 
-Dims: R rows, C queries per row, H query heads, K key/value heads, D head dim, N blocks, P positions per block,
-W blocks per table, T tokens of a packed row. All of it is local to one device: callers run it inside `shard_map`.
+Dims: R rows, C queries per row, H query heads, K key/value heads, D head dim; N blocks, P positions per block, W blocks
+per table, T tokens of a packed row. All of it is local to one device: callers run it inside `shard_map`.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def choose_paged(
     invariant_parts: int = 0,
     capability: str = HOPPER,
 ) -> PagedAttention:
-    """What `rollout.attention` means on devices of a platform (`cpu`, `gpu`, `tpu`).
+    """Resolves `rollout.attention` on devices of a platform (`cpu`, `gpu`, `tpu`).
 
     Args:
       invariant_parts: `PagedAttention.parts` where `actor.numerics` is invariant; else 0.
@@ -290,7 +290,7 @@ def choose_packed(
     interpret: bool = False,
     invariant_parts: int = 0,
 ) -> PackedAttention:
-    """What `actor.attention` means on a platform (`cpu`, `gpu`, `tpu`) for a model's heads.
+    """Resolves `actor.attention` on a platform (`cpu`, `gpu`, `tpu`) for a model's heads.
 
     `invariant_parts`: `PackedAttention.parts` where `actor.numerics` is invariant; else 0.
 

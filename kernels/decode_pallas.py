@@ -1,10 +1,10 @@
 """A decode step's Pallas kernels for NVIDIA GPUs: `decode_attention`, and the residual add with a norm (`add_norm`).
 
-**Attention.** Between the product of a token's queries, key and value and the product of attention's output, XLA runs a
-kernel for each of: bias and rotary embedding of the queries, the scatter of the new key, that of the new value,
+**Attention.** Between the product of a token's queries, key and value and the product of attention's output, XLA runs
+four kernels: the queries' bias and rotary embedding, the scatter of the new key, the scatter of the new value, and
 attention. Here a program takes one key/value head and its share of the pieces of all rows' contexts. For each it adds
-up the product's partial sums for the row's G queries, key and value, adds the bias, applies the norms of queries and
-keys (Qwen3) and the rotary embedding, and attends; with a row's first piece it writes the new key and value into the
+up the product's partial sums for the row's G queries, key and value. It adds the bias, applies the norms of queries and
+keys (Qwen3) and the rotary embedding, and attends. With a row's first piece it writes the new key and value into the
 pool. It rounds wherever the separate operations round. The new position enters the running softmax as its first column,
 from registers; the walk over the pool reads earlier positions only.
 
@@ -16,7 +16,7 @@ into the pool, and gets zeros.
 Backend: Pallas on Triton (docs/kernels.md).
 
 Dims: R rows, E features, K key/value heads, G queries a key/value head, X = G + 2 (its queries, then its key, its
-value), D head dim, N blocks, P positions per block, W blocks per table, S partial sums of a product, M queries of a
+value), D head dim; N blocks, P positions per block, W blocks per table, S partial sums of a product, M queries of a
 tile.
 """
 
@@ -186,8 +186,8 @@ def _decode_kernel(
 
 
 def _stored(ref: dict[str, Any], name: str, slot: jax.Array, x_1D: jax.Array, mask: jax.Array) -> jax.Array:
-    """Writes a new key or value to its slot of the pool, and returns what stands there for it: of codes, made as
-    `jaxrl.sharding.narrow_weights` makes them, the numbers."""
+    """Writes a new key or value to its slot of the pool, and returns the stored numbers: decoded from codes, if the
+    pool has them (`jaxrl.sharding.narrow_weights`)."""
     scale_ref = ref.get(f"new_{name}_scale")
     if scale_ref is None:
         store_rows(ref[f"new_{name}"], slot, x_1D, mask)
@@ -261,9 +261,9 @@ def add_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """(x + the sum of the parts, its RMS norm), both [R, E] in x's dtype, rounded where separate operations round.
 
-    Left to XLA, the sum of a product's parts, the add and the norm become one kernel that does not keep the residual
-    stream, and a second one that adds up the same parts again to keep it. Here one program per row makes both results
-    from one reading. `parts_SRE`: a product's partial sums, float32, not rounded yet.
+    XLA makes two kernels of the sum of a product's parts, the add and the norm. One does not keep the residual stream,
+    and the second adds up the same parts again to keep it. Here one program per row makes both results from one
+    reading. `parts_SRE`: a product's partial sums, float32, not rounded yet.
     """
     (rows, features), parts = x_RE.shape, parts_SRE.shape[0]
     width = pl.next_power_of_2(features)

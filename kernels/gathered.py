@@ -1,14 +1,14 @@
 """Decode attention over a window: the blocks of each row, gathered once for many decode steps.
 
-A paged gather in every step moves each key and value three times (read, write, read again). Where no kernel reads a
-block table in place (XLA on CPU), a decode program therefore copies its rows' blocks into a *window* before its first
-step, keeps the tokens of its own steps in a small *fresh* buffer, and writes that back to the pool after its last. All
-rows advance in lockstep, so a step's keys and values go to one index of the fresh buffer: a slice update in place,
-where the pool needs a scatter. With drafts, each row fills its part of the buffer at its own pace (`put_several`).
+A paged gather in every step moves each key and value three times (read, write, read again). So where no kernel reads a
+block table in place (XLA on CPU), a decode program copies its rows' blocks into a *window* before its first step. It
+keeps its steps' tokens in a small *fresh* buffer, and writes that back to the pool after its last. All rows advance in
+lockstep, so a step's keys and values go to one index of the fresh buffer: a slice update in place, where the pool needs
+a scatter. With drafts, each row fills its part of the buffer at its own pace (`put_several`).
 
 The window is a list of *tiles*, each a few blocks of one row, so a program's cost follows the cached tokens, not the
-number of rows times the longest. A tile's scores have a maximum and a sum of their own, and a row's tiles are joined as
-in flash decoding (Dao et al. 2023), by a product with a matrix of zeros and ones that assigns tiles to rows.
+number of rows times the longest. Each tile's scores have their own maximum and sum, and a row's tiles are joined as in
+flash decoding (Dao et al. 2023), by a product with a matrix of zeros and ones that assigns tiles to rows.
 
 Keys of the window are stored transposed, [D, S], and tiles and heads share one dim: XLA:CPU runs the products fastest
 in this form (docs/performance.md). The loop never writes to the window: XLA would copy it in every step.

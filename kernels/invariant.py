@@ -5,19 +5,19 @@ prompt chunk and cached positions, and rollout and trainer differ in their last 
 computed in pieces of one shape: rows in tiles, context in blocks that begin at multiples of their size and are merged
 in order. Padding of a tile is never mixed into a row, and blocks that a query does not see are added as zeros.
 
-On CPUs a piece is the body of a loop whose length the compiler does not know, so it is compiled by itself, and programs
-of other shapes only run it more or less often. On GPUs it stands between two barriers, over which the compiler moves
-and fuses nothing; products and attention are kernels (`jaxrl.kernels.invariant_pallas`).
+On CPUs a piece is the body of a loop of a length unknown to the compiler. So it is compiled by itself, and programs of
+other shapes only run it more or less often. On GPUs it is enclosed by two barriers, over which the compiler moves and
+fuses nothing; products and attention are kernels (`jaxrl.kernels.invariant_pallas`).
 
 Source: batch-invariant kernels (He et al. 2025, "Defeating Nondeterminism in LLM Inference"). Departure: norms and
 softmaxes are not rewritten, and on CPUs nothing is. The fixed piece is a long stretch of a layer, inside which the
 compiler is free. `jaxrl check-numerics` measures whether two programs compile it to the same code; for GPUs a test
 compares the compiled programs.
 
-Gradients are those of the plain computation at the same inputs. They need not be invariant: only one side has them.
+Gradients come from the plain computation at the same inputs. They need not be invariant: only one side has them.
 
-Dims: N rows, Q queries of a tile, S positions of a block, H query heads, K key/value heads, G = H / K, D head dim,
-R rows of tokens, T tokens of a row, W blocks per table, P positions per block of the cache.
+Dims: N rows, Q queries of a tile, S positions of a block, H query heads, K key/value heads, G = H / K, D head dim; R
+rows of tokens, T tokens of a row, W blocks per table, P positions per block of the cache.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ GRAPH_TILES = 8
 """The most tiles of a step of decoding, whose loops are in a CUDA graph with all that is inside."""
 
 GPU_COMPILER_OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-"""Of XLA, for all programs on GPUs. It would try how a piece runs fastest, each process and each program for itself.
+"""XLA's options for all programs on GPUs. By default XLA autotunes each piece, separately in each process and program.
 What products are left, those of gradients, are cuBLAS's: untried, tilings of XLA's own are poor."""
 
 QUERIES, CONTEXT = 32, 32
@@ -58,7 +58,7 @@ class Cut(NamedTuple):
 
     Attributes:
       dim: the split dim. axes: of the mesh, over which it is split.
-      is_matrix: whether only products read it, so that a kernel may take a part of it where it lies.
+      is_matrix: whether only products read it, so that a kernel may read a part of it in place.
     """
 
     dim: int
@@ -91,8 +91,8 @@ class InTiles(NamedTuple):
 
     def for_platform(self, platform: str, *, interpret: bool = False) -> InTiles:
         """The same for devices of a platform (`cpu`, `gpu`, `tpu`). On GPUs products are kernels: nothing fixes which
-        of its own a compiler takes, or that all rows of a tile have their sums in one order. `interpret`: as on a GPU,
-        with kernels as plain JAX, on any device (slow; for tests).
+        kernel a compiler chooses, or that all rows of a tile are summed in one order. `interpret`: as on a GPU, with
+        kernels as plain JAX, on any device (slow; for tests).
         """
         if platform != "gpu" and not interpret:
             return self
@@ -222,7 +222,7 @@ class InTiles(NamedTuple):
         for factor in reversed(here):
             parts = _in_order(jnp.moveaxis(parts.reshape(-1, factor, *parts.shape[1:]), 1, 0))
         (total,) = parts
-        for axis in reversed(across):  # not a reduction of the mesh's own: that would have an order of its own
+        for axis in reversed(across):  # not a reduction of the mesh's own: that would have its own order
             total = _in_order(lax.all_gather(total, axis))
         return total
 
@@ -272,7 +272,7 @@ def _attention(
     softcap: float,
     sinks_H: jax.Array | None,
 ) -> jax.Array:
-    """[N, H, D]: each query sees the positions `first` .. `last` of its own sequence.
+    """[N, H, D]: each query sees the positions `first` .. `last` of its sequence.
 
     Args:
       where: of each query [N, ...], what `context` needs to find its sequence.

@@ -1,12 +1,13 @@
-"""Attention and products whose bits depend on a token's own context alone, as Pallas kernels for NVIDIA GPUs: over a
-paged cache in the rollout, over packed rows in training (`actor.numerics=invariant`; see `jaxrl.kernels.invariant`).
+"""Attention and products whose bits depend on a token's own context alone, as Pallas kernels for NVIDIA GPUs. They run
+over a paged cache in the rollout, and over packed rows in training (`actor.numerics=invariant`; see
+`jaxrl.kernels.invariant`).
 
-The rollout's kernel is `paged_pallas`, with the same sizes for all shapes. That over packed rows computes the same, but
-finds a position's keys behind the beginning of a token's segment, or of its prefix. A tile has a fixed number of
-queries of a group and of neighbouring positions, and the context is walked in steps and pieces that begin at multiples
-of their sizes, counted from the sequence's beginning. A piece is summed separately and then added to those before it,
-in order: in a rollout by a second kernel, in training by the tile itself. Steps and pieces in which a query sees
-nothing change none of its bits: they multiply by one and add zeros.
+The rollout's kernel is `paged_pallas`, with the same sizes for all shapes. The kernel over packed rows computes the
+same, but finds a position's keys behind the beginning of a token's segment, or of its prefix. A tile has a fixed number
+of queries of a group and of neighbouring positions. It walks the context in steps and pieces that begin at multiples of
+their sizes, counted from the sequence's beginning. A piece is summed separately and then added to those before it, in
+order: in a rollout by a second kernel, in training by the tile itself. Steps and pieces in which a query sees nothing
+change none of its bits: they multiply by one and add zeros.
 
 Sizes depend on dtype alone. Every step is masked: without the mask a compiler may join a product with the subtraction
 behind it, and round once less.
@@ -102,8 +103,8 @@ def packed_attention(
     sizes: PagedTileSizes | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """`reference.packed_attention` of the rows of `runs`; it has no gradient of its own. `sizes`: for tests, `sizes_of`
-    if None."""
+    """`reference.packed_attention` of the rows of `runs`, without a gradient. `sizes`: for tests, `sizes_of` if
+    None."""
     if reason := refusal(q, k, v, k.shape[2]):
         raise ValueError(f"actor.numerics (invariant) must be fast on GPUs for this model: {reason}")
     (rows, tokens, heads, dim), kv_heads = q.shape, k.shape[2]
@@ -167,11 +168,11 @@ def _packed_kernel(
 
 
 class ProductSizes(NamedTuple):
-    """How a product is cut, whatever the number of its rows.
+    """How a product is cut, for any number of rows.
 
     Attributes:
       rows, outputs: of a program's tile. inputs: that it takes in one step.
-      shares: of the inputs, each summed by a program of its own.
+      shares: of the inputs, each summed by a separate program.
       num_warps, num_stages: for the compiler.
     """
 
@@ -225,8 +226,8 @@ def product(
 ) -> jax.Array:
     """[..., O] of x [..., I] and a matrix [I, O], or [O, I] where it is `transposed`; x's dtype unless one is given.
 
-    A row's sums have the same order whatever the other rows are: steps of a share one after the other, then shares. Of
-    a part of a matrix they are those of the same numbers as a matrix of their own.
+    The order of a row's sums does not depend on other rows: steps of a share one after the other, then shares. A part
+    of a matrix gives the same sums as a separate matrix of the same numbers.
     """
     (inputs, outputs), dims = matrix.shape[::-1] if transposed else matrix.shape, x.shape[:-1]
     sizes, dtype = product_sizes(inputs, outputs, x.dtype), dtype or x.dtype

@@ -2,13 +2,13 @@
 
 Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691, §3.1): tiles, an online softmax, and a backward pass that
 recomputes each tile's scores from the saved logsumexp. Departures: it is plain jnp. Segments and shared prefixes decide
-which tiles hold anything visible, so the pairs of tiles to visit are listed once per microbatch (`visible_pairs`), and
+which tiles hold anything visible. So the pairs of tiles to visit are listed once per microbatch (`visible_pairs`), and
 a loop of that length runs over them instead of over a triangle. The backward pass keeps q, k, v, the output and the
 logsumexp.
 
 `jaxrl.kernels.reference.packed_attention` is the oracle, and the path for the shortest rows. Tokens may lie in any
-order; the fewest pairs are visited where a segment lies in one piece, beside its prefix, as `jaxrl.training.packing`
-lays them out. Keys may be of other tokens than queries.
+order; the fewest pairs are visited where a segment is in one piece, beside its prefix, as `jaxrl.training.packing` lays
+them out. Keys may be of other tokens than queries.
 
 Dims: R rows, T tokens of a row, H query heads, K key/value heads, G = H / K, D head dim; B tokens of a tile, S rows
 that a tile spans, N tiles; M = B * G.
@@ -53,9 +53,9 @@ class Tiling(NamedTuple):
 def tiling(platform: str) -> Tiling:
     """A tiling that suits a platform (`cpu`, `gpu`, `tpu`).
 
-    Measured on CPU only (2 cores with AVX2, 2048 tokens in all, 9 and 3 heads of 64, rows filled by groups of four,
-    forward and backward, times of the plain path over those of tiles of 32 / 64 / 128): rows of 64 tokens 1.4 / 1.2,
-    of 128 2.6 / 2.2, of 256 3.2 / 2.4 / 1.5, of 512 4.8 / 4.3 / 2.3, of 1024 7.7 / 12 / 6.9.
+    Measured on CPU only: 2 cores with AVX2, 2048 tokens in all, 9 and 3 heads of 64, rows filled by groups of four,
+    forward and backward. Speed-ups over the plain path with tiles of 32 / 64 / 128: rows of 64 tokens 1.4 / 1.2, of 128
+    2.6 / 2.2; of 256 3.2 / 2.4 / 1.5, of 512 4.8 / 4.3 / 2.3, of 1024 7.7 / 12 / 6.9.
     """
     if platform == "cpu":
         return Tiling(widen=True)

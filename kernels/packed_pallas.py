@@ -1,14 +1,14 @@
 """Attention over packed rows as Pallas kernels for NVIDIA GPUs, forward and backward, for training.
 
 Scores exist only in tiles. The ranges of a tile's segments and positions decide beforehand which tiles hold anything
-visible, so a row of many short segments costs no more than its segments; and in which of them every query sees every
-key, so that no mask is needed: masks in all tiles take twice the time (H200, 8k tokens).
+visible, so a row of many short segments costs no more than its segments. They also decide in which tiles every query
+sees every key, so that no mask is needed: masks in all tiles take twice the time (H200, 8k tokens).
 
 Sources: FlashAttention-2 (Dao 2023, arXiv:2307.08691, sections 3.1 and 3.2) for the running softmax and the backward
 pass from the saved log-sum-exp; the lists of tiles to visit follow FlexAttention's block masks (Dong et al. 2024,
 arXiv:2412.05496, section 4.2). Departures: lists come from ranges, not from every pair of tokens, so a tile may be
-visited in vain but is never missed; gradients of keys and values are summed over a group's query heads inside one
-program, in a fixed order and without atomics, so a result does not change from run to run.
+visited in vain but is never missed. One program sums gradients of keys and values over a group's query heads, in a
+fixed order and without atomics, so a result does not change from run to run.
 
 The backend and the terms are those of `paged_pallas`. Dims: R rows, T tokens of a row, H query heads, K key/value
 heads, G = H / K, D head dim; inside a kernel M queries and B keys of a tile; I query tiles, J key tiles. Keys may be
@@ -72,7 +72,7 @@ def choose_tiles(dtype: Any) -> Tiles:
 
 
 Tiles = tuple[PackedTileSizes, PackedTileSizes, PackedTileSizes]
-"""Of the forward pass, and of the gradients of queries, and of keys and values."""
+"""Tile sizes of the forward pass, of the gradients of queries, and of the gradients of keys and values."""
 
 
 class TileList(NamedTuple):

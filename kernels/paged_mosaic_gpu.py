@@ -1,18 +1,18 @@
 """Attention over a paged KV cache for Hopper GPUs, written in Pallas on Mosaic GPU: decode, verification and prefill.
 
-It computes `paged_pallas`, cut into the same pieces, in the language that is to follow Triton in JAX. A program takes a
-tile of 64 queries of a row and key/value head (`wgmma` multiplies no fewer; a decode step's empty rows cost nothing
-while it waits for bytes: docs/kernels.md) and walks a piece's positions in steps of 64. Blocks of keys and values come
-into shared memory by asynchronous copies, a step or more ahead of the products. Rows of one matrix do not mix, so the
-content of a tile's empty rows never matters. Where tables have room for several pieces, a second kernel adds up the
-sums of a row's pieces, in their order.
+It computes the same as `paged_pallas`, cut into the same pieces, in the language that is to follow Triton in JAX. A
+program takes a tile of 64 queries of a row and key/value head, and walks a piece's positions in steps of 64. (`wgmma`
+multiplies no fewer; a decode step's empty rows cost nothing while it waits for bytes: docs/kernels.md.) Blocks of keys
+and values come into shared memory by asynchronous copies, a step or more ahead of the products. Rows of one matrix do
+not mix, so the content of a tile's empty rows never matters. Where tables have room for several pieces, a second kernel
+adds up the sums of a row's pieces, in their order.
 
-Sources: as `paged_pallas`. Departures from it: a step copies whole blocks or whole parts of them, and where it reaches
-beyond what its queries see, it copies a visible part once more. So numbers behind a row's last position in its block
-are multiplied by zero: they must be finite, as a pool's are.
+Sources: as `paged_pallas`. Departures from it: a step copies complete blocks or complete parts of them, and where it
+reaches beyond what its queries see, it copies a visible part once more. So numbers behind a row's last position in its
+block are multiplied by zero: they must be finite, as a pool's are.
 
-Dims: R rows, C queries per row, H query heads, K key/value heads, D head dim, N blocks, P positions per block, W blocks
-per table, F queries of a row and key/value head, padding included, T tiles of them, M queries of a tile, B positions of
+Dims: R rows, C queries per row, H query heads, K key/value heads, D head dim; N blocks, P positions per block, W blocks
+per table; F queries of a row and key/value head, padding included, T tiles of them, M queries of a tile, B positions of
 a step, S pieces in the list.
 """
 
@@ -47,7 +47,8 @@ OF_POSITION = plgpu.Layout.WGMMA.reduce(0)  # of one for each of its columns
 INDEX = ((),) if inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty else ()
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]
-"""Of a running softmax in base 2: the weighted sum of values [M, D], the largest score [M], the sum of weights [M]."""
+"""The state of a running softmax in base 2: the weighted sum of values [M, D], the largest score [M], the sum of
+weights [M]."""
 
 
 def refusal(q: Any, k: Any, v: Any, kv_heads: int, softcap: float = 0.0) -> str | None:

@@ -1,26 +1,26 @@
 """Attention over a paged KV cache as a Pallas kernel for NVIDIA GPUs: decode, verification and prefill.
 
 One kernel serves all three, because they differ only in the number of queries C per row. It takes one row, one
-key/value head, a tile of that head's C * G queries (all of them, unless they exceed the tile) and one piece of the
-row's context, which it walks in steps of some positions with a running softmax in float32. Queries of a group thus
-share each key and value that is read, so decoding reads every cached byte once.
+key/value head, and a tile of that head's C * G queries (all of them, unless they exceed the tile). It walks one piece
+of the row's context in steps of some positions, with a running softmax in float32. Queries of a group thus share each
+key and value that is read, so decoding reads every cached byte once.
 
-Pieces begin at multiples of their size, counted from the sequence's beginning, and each is summed separately. Those of
-all rows are one list, of which every program takes an equal share, whatever the rows' lengths: the grid follows from
-shapes alone, the list is made on the device (`list_work`). A second kernel adds up the pieces of rows that have
+Pieces begin at multiples of their size, counted from the sequence's beginning, and each is summed separately. The
+pieces of all rows are one list, of which every program takes an equal share, for any lengths of rows: the grid follows
+from shapes alone, and the device makes the list (`list_work`). A second kernel adds up the pieces of rows that have
 several, in their order. So a row's result depends neither on other rows nor on which program took which piece. Where
 tables have room for one piece there is no list, and no second kernel.
 
 Sources: running softmax and tiling from FlashAttention-2 (Dao 2023, arXiv:2307.08691, section 3.1); the split over the
 context from Flash-Decoding (Dao, Haziza, Massa, Sizov 2023); its fixed size instead of a fixed number of parts from He
 et al. 2025, "Defeating Nondeterminism in LLM Inference"; block tables from PagedAttention (Kwon et al. 2023,
-arXiv:2309.06180, section 4). Departures: queries of one group and of several positions stand side by side as the rows
-of one matrix; a step looks up the block of every position by itself, so its size need not be a multiple of the block's.
+arXiv:2309.06180, section 4). Departures: queries of one group and of several positions are the rows of one matrix; a
+step looks up the block of every position by itself, so its size need not be a multiple of the block's.
 
 Backend: Pallas on Triton, which JAX deprecates from 0.11 on but which both supported versions run; docs/kernels.md
 weighs it against Mosaic GPU and cuDNN.
 
-Dims: R rows, C queries per row, H query heads, K key/value heads, G = H / K, D head dim, N blocks, P positions per
+Dims: R rows, C queries per row, H query heads, K key/value heads, G = H / K, D head dim; N blocks, P positions per
 block, W blocks per table, F = C * H queries of a row, S pieces in the list. Inside a kernel M queries of a tile and B
 positions of a step.
 """
@@ -52,7 +52,8 @@ MERGE_QUERIES, MERGE_PIECES = 4, 8  # of a merging program, and of its steps: fe
 NEVER = -1e30  # a score of weight zero; finite, because infinities subtract to nan
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]
-"""Of a running softmax in base 2: the weighted sum of values [M, D], the largest score [M], the sum of weights [M]."""
+"""The state of a running softmax in base 2: the weighted sum of values [M, D], the largest score [M], the sum of
+weights [M]."""
 Load = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 """(positions [B], which of them to read [B]) -> keys and values [B, D]."""
 
@@ -434,7 +435,7 @@ def dot(a: jax.Array, b: jax.Array, over_a: int, over_b: int) -> jax.Array:
 
     Tensor cores round float32 to TF32 (10 bits of fraction), and exact float32 products would run without them and
     spill. So float32 is cut into two TF32 numbers and three products are added: an error of about 2^-21 of the terms,
-    whatever `jax_default_matmul_precision` says.
+    for any `jax_default_matmul_precision`.
     """
 
     def product(a: jax.Array, b: jax.Array) -> jax.Array:

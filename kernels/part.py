@@ -1,4 +1,4 @@
-"""A part of a matrix that is not cut out: under tensor parallelism a kernel reads what is its own where it lies
+"""A part of a matrix that is not cut out: under tensor parallelism a kernel reads its own part in place
 (`jaxrl.kernels.invariant`)."""
 
 from __future__ import annotations

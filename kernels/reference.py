@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 
 class Rule(NamedTuple):
-    """What a layer's attention does beyond a causal mask. Hashable.
+    """A layer's attention beyond a causal mask. Hashable.
 
     Attributes:
       window: positions that a query sees, its own included; 0: all.
@@ -47,7 +47,7 @@ class MaskInputs(NamedTuple):
 
     @property
     def all_keys(self) -> Keys:
-        """Those of the queries by default."""
+        """The keys' segments and positions; by default the queries'."""
         return self.keys or Keys(self.segment_ids, self.positions)
 
 
@@ -120,8 +120,8 @@ def packed_attention(
 ) -> jax.Array:
     """Causal attention within each segment of packed rows, and its shared prefix.
 
-    A token sees the tokens of its own segment, and of its prefix segment, at positions up to its own. Padding (segment
-    0, position 0) sees padding only, so that every row of the softmax stays finite.
+    A token sees the tokens of its segment, and of its prefix segment, at positions up to its own. Padding (segment 0,
+    position 0) sees padding only, so that every row of the softmax stays finite.
 
     Args:
       q: [R, T, H, D]. k, v: [R, T, K, D] with K dividing H; query heads h*G .. h*G+G-1 use key/value head h. With
@@ -131,7 +131,7 @@ def packed_attention(
       first: int32 [R, T], the lowest position that each token sees; None: there is no window.
       softcap: as in `Rule`.
       sinks: [H], a score of each head's that takes its share of the softmax and has no value; None: there are none.
-      keys: of k and v, where they are not those of the queries.
+      keys: of k and v, where they differ from the queries'.
 
     Returns:
       [R, T, H, D] in q's dtype. Scores and softmax are float32 (float64 for float64 input).

@@ -116,8 +116,8 @@ class CompiledPrograms:
 
 
 class CompileAhead:
-    """Compiles programs in threads of its own, all shapes of the first ones before those of the next; `close` drops
-    what has not begun."""
+    """Compiles programs in background threads, all shapes of one set before the next; `close` drops what has not
+    begun."""
 
     def __init__(self, every: Sequence[CompiledPrograms], num_threads: int | None = None) -> None:
         carry = _settings_of_this_thread()

@@ -1,5 +1,5 @@
-"""What `jaxrl explain-layout` prints, for any number of devices, present or not: which part of the rollout weights each
-device holds in a layout, and the bytes that devices and hosts send each other.
+"""The output of `jaxrl explain-layout`, for any number of devices, present or not: which part of the rollout weights
+each device holds in a layout, and the bytes that devices and hosts send each other.
 
 Source of the bytes: rings, as NCCL has them: of an array of S bytes on n devices an all-gather or a reduce-scatter has
 each device send (n - 1) / n * S, and an all-reduce twice that. Not counted: rows of the embedding, the tokens of
@@ -54,7 +54,7 @@ class WeightShare:
 
 @dataclass(frozen=True, slots=True)
 class DeviceShare:
-    """What one device holds of each dim that is split."""
+    """One device's part of each dim that is split."""
 
     device: int
     dp_group: int
@@ -191,7 +191,7 @@ def _device_table(shares: list[DeviceShare]) -> list[str]:
 def _kv_sentence(padded: Model, layout: Layout) -> str:
     kv_heads = padded.num_kv_heads
     if layout.tp == 1:
-        return f"KV: {layout.dp} pools, one per dp group; each device holds all {kv_heads} key/value heads of its own"
+        return f"KV: {layout.dp} pools, one per dp group; each device holds all {kv_heads} key/value heads of its pool"
     pools = f"{layout.dp} pools, one per dp group" if layout.dp > 1 else "one pool"
     replicas = layout.tp // axes_size(layout.mesh, layout.kv_axes(kv_heads))
     if replicas == 1:
@@ -242,7 +242,7 @@ def update_traffic(config: Model, num_devices: int, num_hosts: int = 1) -> Traff
 
 @dataclass(frozen=True, slots=True)
 class StepTraffic:
-    """What comes into each host that has a part of a rollout worker, at the least."""
+    """The least traffic into each host that has a part of a rollout worker."""
 
     sums: int  # over all of the worker's devices in a step, one after another
     decode_bytes: int  # for a row of a decode step

@@ -2,19 +2,19 @@
 (`migrate_across`). A plan (`jaxrl.scheduling.layouts.kv_plan`) says where the live blocks go.
 
 One program moves an array (keys or values of one layer): take the live blocks of each lane, exchange, scatter into the
-new pool, all in `shard_map`: a gather or scatter that the partitioner gets together with a layout change aborts the
+new pool, all in `shard_map`. If the partitioner gets a gather or scatter together with a layout change, it aborts the
 process on jax 0.11.2 (docs/architecture.md). The exchange is one all-to-all over the axes that split heads, and one
 all-gather over the others; a jitted identity with `out_shardings` in its place takes longer (docs/layouts.md). The old
 array is deleted right after its dispatch. A pool of codes (`rollout.kv_cache_dtype`) has codes and scales, whose last
 dim is 1: they move as two pools.
 
-A *lane* is one dp group of the layout that has more of them. A device's lanes stand in the order in which collectives
+A *lane* is one dp group of the layout that has more of them. A device's lanes are in the order in which collectives
 over several axes stack them (`_lane_order`); only the block numbers depend on it. A *home* is one dp group of the
 layout that has fewer of them. Blocks that change their home (guests) take the last places of a lane, equally many for
-each home. They cross by one more all-to-all, over the axes of dp that both layouts have, to the lane of the same place
-in the other home, and are then exchanged with the others.
+each home. One more all-to-all, over the axes of dp that both layouts have, moves them to the lane of the same place in
+the other home. Then they are exchanged with the others.
 
-Dims: dp groups, l lanes of a device, K key/value heads (K' of a device), N blocks of a pool, P positions per block, D
+Dims: dp groups, l lanes of a device, K key/value heads (K' of a device); N blocks of a pool, P positions per block, D
 head dim, M places of a lane.
 """
 
@@ -38,10 +38,10 @@ from jaxrl.sharding.reshard import DEFAULT_MAX_EXTRA_BYTES
 
 MIN_LANE_BLOCKS = 8
 Pool = list[tuple[Any, Any]]
-"""Of each layer keys and values: arrays, or trees of arrays, all with the dims of a pool."""
+"""Each layer's keys and values: arrays, or trees of arrays, all with the dims of a pool."""
 Lanes = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""What `KvPlan.lanes` gives. Blocks in the old and the new pool, int32 [lanes, M], -1 for none; and those that change
-their home, [lanes, homes, G], by the home that they go to and by the one that they come from."""
+"""The result of `KvPlan.lanes`. Blocks in the old and the new pool, int32 [lanes, M], -1 for none; and those that
+change their home, [lanes, homes, G], by the home that they go to and by the one that they come from."""
 
 
 @dataclass(frozen=True, slots=True)

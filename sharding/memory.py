@@ -14,7 +14,7 @@ from jaxrl.sharding.mesh import platform_of
 GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 _SHARE_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # jax takes one of them
 DEFAULT_SHARE = 0.75
-"""Of a GPU's memory, that JAX is given unless the environment says otherwise."""
+"""The share of a GPU's memory for JAX unless the environment says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,8 +56,8 @@ def inputs(weight: Any) -> tuple[int, ...]:
 
 
 def codes_of(kind: Narrow, array: jax.Array, axes: int | tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Codes in the array's shape, and the largest magnitudes over `axes`, without those dims. A code times its
-    magnitude, divided by `largest(kind)`, is what it stands for. The array is in at least float32."""
+    """Codes in the array's shape, and the largest magnitudes over `axes`, without those dims. The value is the code
+    times its magnitude, divided by `largest(kind)`. The array is in at least float32."""
     dtype, most = _CODES[kind]
     magnitudes = jnp.max(jnp.abs(array), axis=axes, keepdims=True, initial=_SMALLEST)
     scaled = array * (most / magnitudes)
@@ -80,8 +80,8 @@ def narrowed(kind: Narrow, array: jax.Array, axes: int | tuple[int, ...]) -> tup
 
 
 def scale_shardings(weights: Mapping[str, Any], shardings: Mapping[str, NamedSharding]) -> dict[str, NamedSharding]:
-    """The shardings of factors by their names, from those of the matrices of a layer with features last: an output's
-    factor is where the output is, and whole on all devices that have some of its inputs."""
+    """The shardings of factors by name, derived from a layer's matrices with features last. An output's factor is where
+    the output is, replicated on all devices that have some of its inputs."""
     found = {}
     for name, weight in weights.items():
         if left_out := inputs(weight):

@@ -50,8 +50,8 @@ class Form(TypedDict, total=False):
 def pad_heads(num_heads: int, num_kv_heads: int, tp: int) -> tuple[int, int]:
     """The fewest (query, key/value) heads with which attention shards at `tp` and every smaller degree.
 
-    Either each shard has whole groups (`K' % tp == 0`), or K' is itself a degree on the way to `tp`, each shard has one
-    key/value head, and a group's query heads divide over the shards that share it. Groups only grow: G' >= G.
+    Either each shard has complete groups (`K' % tp == 0`), or K' is itself a degree on the way to `tp`. Then each shard
+    has one key/value head, and a group's query heads divide over the shards that share it. Groups only grow: G' >= G.
     """
     group = num_heads // num_kv_heads
     candidates = [(group * kv, kv) for kv in [-(-num_kv_heads // tp) * tp]]
@@ -352,8 +352,8 @@ def rollout_calls(
     layers_per_call: int = 4,
     **form: Unpack[Form],
 ) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """What `to_rollout` with the same arguments runs: each program with its arguments, first the one for what is
-    outside the layers, then some layers each."""
+    """The programs that `to_rollout` with the same arguments runs: each program with its arguments, first the one for
+    what is outside the layers, then some layers each."""
 
     def programs(count: int) -> tuple[Any, Any]:
         return _compiled(config, layout, jnp.dtype(dtype), _checked(layout, max_tp), count, **form)

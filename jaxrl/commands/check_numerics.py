@@ -1,9 +1,9 @@
 """`jaxrl check-numerics`: whether tokens and log-probabilities depend on how they are computed, and where first.
 
-A response must not depend on its row, its batch, chunks of its prompt, preemption, drafts or the layout, and the
-trainer should find the log-probabilities that the rollout has recorded (docs/architecture.md). The run's own engine
-draws responses once, the reference. Then every other path computes them with these tokens forced, and the command
-counts what differs.
+A response must not depend on its row, its batch, chunks of its prompt, preemption, drafts or the layout. The trainer
+should compute the log-probabilities that the rollout recorded (docs/architecture.md). The run's own engine samples
+reference responses once. Then every other path computes them with these tokens forced, and the command counts the
+differences.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class Bench:
         return model
 
     def weights(self, devices: Sequence[Any]) -> Any:
-        """In training form, on these devices; those of the last call are gone if they lay on others."""
+        """The weights in training form, on these devices. A call for other devices drops the previous copy."""
         if self._weights[0] != len(devices):
             self._weights = 0, None
             mesh = make_mesh(devices)
@@ -346,7 +346,7 @@ def reference(bench: Bench) -> None:
 
 
 def measured(bench: Bench, path: Path) -> list[Row]:
-    """What a path computes for the responses. The first time, for the reference, the tokens are those drawn."""
+    """A path's results for the responses. The first time, for the reference, the tokens are those drawn."""
     config = bench.configured(*path.options)
     if path.drive is None:
         mesh = make_mesh(bench.devices[:1])

@@ -37,7 +37,7 @@ def answer_shell(parser: argparse.ArgumentParser, commands: Mapping[str, argpars
                 action.completer = _sections if action.metavar == "SECTION" else SuppressCompleter()  # pyright: ignore[reportAttributeAccessIssue]
             elif names := names_of(action):
                 action.completer = ChoicesCompleter(dict.fromkeys(names, ""))  # pyright: ignore[reportAttributeAccessIssue]
-    # options of a command are offered behind a dash: they would be lost among those of the configuration
+    # options of a command are offered behind a dash: they would be lost among the configuration's
     argcomplete.autocomplete(parser, always_complete_options=False)
 
 

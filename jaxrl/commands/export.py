@@ -79,7 +79,7 @@ def export(
         if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             raise ValueError(_taken(target)) from None
         cause = system_error(error)
-        if cause is not None and not isinstance(error, OSError):  # safetensors has an error of its own
+        if cause is not None and not isinstance(error, OSError):  # safetensors has its own error
             raise OSError(cause.errno, cause.strerror, str(target)) from error
         raise
     return sorted(target.iterdir())
@@ -108,8 +108,8 @@ def read_source(source: str, say: Callable[[str], None] = print, *, merge: bool)
 
 
 def _base_of(source: str, path: str, say: Callable[[str], None]) -> str:
-    """What peft is to load the adapters' base from: a name of the Hub as it was given, or a folder; empty: nothing that
-    it could load."""
+    """The source from which peft loads the adapters' base: a name of the Hub as it was given, or a folder; empty:
+    nothing that it could load."""
     config = _config_of_run(source)
     given = "" if config is None else config.model.path.removeprefix(RANDOM)
     if path.endswith(".gguf") or ":" in given:

@@ -18,7 +18,7 @@ from jaxrl.run.memory import memory_plan, memory_problem
 from jaxrl.run.weights import adapted
 
 SHARE = 0.92
-"""Of a GPU's memory, given to JAX: the rest is for the CUDA context, graphs and libraries."""
+"""The share of a GPU's memory for JAX: the rest is for the CUDA context, graphs and libraries."""
 _QLORA = {"model.lora_rank": 16, "model.base_quantization": "nf4"}
 _WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("all weights are trained", {}),

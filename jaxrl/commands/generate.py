@@ -48,7 +48,7 @@ def generate(options: argparse.Namespace) -> None:
         drawn = engine.generate(asked, params, n=options.n, chat=not options.raw)
     for prompt, samples in zip(prompts, drawn, strict=True):
         if len(prompts) > 1 and not options.json:
-            print(f"== {' '.join(prompt.split())}")  # on one line, whatever the prompt
+            print(f"== {' '.join(prompt.split())}")  # on one line, for any prompt
         for sample in samples:
             if options.json:
                 line = {"prompt": prompt, "response": sample.text, "finish_reason": sample.finish_reason}

@@ -48,9 +48,9 @@ def schema_json() -> str:
 
 
 def find(name: str) -> list[OptionDoc]:
-    """The option of that name, or those of the section, or those whose names begin so, or those with that short last
-    name, or those with a word in their names that begins so or with that word as a value, or those with such words in
-    their texts, or those that have all the words in any order. Raises ValueError: there is none."""
+    """The options that match, by the first of these tests that finds any: the exact name; the section; a prefix of the
+    name; the short last name; a word of the name that begins so, or a value that is the word; such words in the
+    description; all the words in any order. Raises ValueError if none matches."""
     every, name = options(), name.rstrip(".=")
     none = f"options: there is no section and no option {name!r:.80}"
     for fits in (

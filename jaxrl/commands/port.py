@@ -30,7 +30,7 @@ Given = dict[str, Any]
 
 @dataclass(slots=True)
 class Ported:
-    """What became of a run. `values`: our options, each with a remark. `absent`: what has no counterpart, and why."""
+    """A ported run. `values`: our options, each with a remark. `absent`: options without a counterpart, and why."""
 
     command: str = "train"
     values: dict[str, tuple[Any, str]] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Ported:
             yield from self._sections(inner, (*above, name))
 
     def _open(self) -> list[str]:
-        """What is left to decide, with every problem that the configuration has as it is."""
+        """The remaining decisions, with every problem of the configuration."""
         nested: dict[str, Any] = {}
         for option, (value, _) in self.values.items():
             *sections, name = option.split(".")
@@ -151,7 +151,7 @@ def _value(text: str) -> Any:
 
 
 def _words(script: str) -> Iterator[str]:
-    """The words of a shell script, with the values of its own variables in them."""
+    """The words of a shell script, with its own variables expanded."""
     variables = {"HOME": "~"}
     pending = ""
     for line in script.replace("\\\n", " ").splitlines():
@@ -176,7 +176,7 @@ def _expanded(word: str, variables: Mapping[str, str]) -> str:
 
 
 def _sum(text: str, variables: Mapping[str, str]) -> str:
-    """What a shell computes of whole numbers; empty where there is more to it."""
+    """A shell's integer arithmetic; empty for anything else."""
     of = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv}
 
     def value(node: Any) -> int:
@@ -287,7 +287,7 @@ _OF_PARQUET = {
     "data.source_key": "data_source",
 }
 _MERGED = ("log_prob_micro_batch_size", "log_prob_max_token_len_per_gpu", "log_prob_use_dynamic_bsz")
-"""Of the reference and of log-probabilities, which one option here covers."""
+"""Options of the reference and of log-probabilities, which one option here covers."""
 
 
 def _port_verl(given: Given, ported: Ported) -> None:
@@ -569,7 +569,7 @@ _SILENT = re.compile(
     r"remove_unused|disable_dropout|trackio|report_to|num_compl|trust_remote|processing_class|args|train_dataset|"
     r"eval_dataset|model_init|steps_per_gen|quantization_c|epsilon_high|callbacks"
 )
-"""Options that say nothing of what is learnt, or that another option's conversion reads."""
+"""Options that do not affect training, or that another option's conversion reads."""
 
 
 def _port_trl(kind: str, options: Given, of_trainer: Given, devices: int, ported: Ported) -> None:

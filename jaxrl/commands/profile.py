@@ -166,7 +166,8 @@ def _steps(
     verified: tuple[ProfilePoint, ...],
     degrees: tuple[int, ...],
 ) -> list[tuple[str, Callable[[], Sequence[Any]]]]:
-    """What the table lacks, one layout after another: the field that it is added to, and what measures it."""
+    """The points that the table lacks, one layout after another: the field that it is added to, and what measures
+    it."""
     kinds = (
         ("decode", profiler.decode, missing_points(table.decode, points)),
         ("verify", profiler.verify, missing_points(table.verify, verified)),

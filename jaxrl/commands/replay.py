@@ -152,7 +152,7 @@ def _compare(span: ReplayedSpan, key: str) -> None:
         if now != then:
             raise RunFailed(
                 f"sample {key}: token {place} was {then}, and now {now} is drawn: the weights, the options of rollout, "
-                "the type or the number of devices are not those of the run"
+                "the type or the number of devices differ from the run's"
             )
     if len(span.drawn) != len(span.recorded):
         raise RunFailed(f"sample {key}: {len(span.recorded)} tokens were drawn, and now {len(span.drawn)}")

@@ -1,6 +1,6 @@
 """`jaxrl score`: scores given responses with a run's reward and without a model, to try a reward before a run.
 
-The pool is that of a run. Responses are read, scored and written as a stream: only as many are under way as keep the
+The pool is that of a run. Responses are read, scored and written as a stream: only as many are in flight as keep the
 workers busy.
 """
 
@@ -137,7 +137,7 @@ def score(
 
 
 def _in_order(pool: RewardPool, rows: Iterator[tuple[Prompt, Sample]], most: int) -> Iterator[tuple[Prompt, Verdict]]:
-    """Each prompt with the verdict on its response, in the order of the rows; at most `most` are under way."""
+    """Each prompt with the verdict on its response, in the order of the rows; at most `most` are in flight."""
     under_way: dict[int, Prompt] = {}
     came: dict[int, Verdict] = {}
     first, more = 0, True

@@ -1,6 +1,6 @@
 """`jaxrl serve`: a model, or a run's last checkpoint, behind OpenAI's routes, until SIGTERM or Ctrl-C.
 
-The engine is the rollout's, `jaxrl.serving` stands before it, and HTTP is uvicorn's.
+The engine is the rollout's, `jaxrl.serving` handles the requests, and uvicorn speaks HTTP.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from jaxrl.training.steps import whole_step
 
 DEFAULT_LENGTH = 4096
 DECODE_STEPS = 4
-"""Of a plan, unless an option says otherwise: a stream gets a piece after each."""
+"""The default steps of a plan: a stream gets a piece after each plan."""
 MAX_BODY_BYTES = 16 * 2**20
-"""Of a request, which is held in memory."""
+"""The largest request, which is held in memory."""
 _POLL_S = 0.1  # until a signal is noticed
 
 
@@ -54,7 +54,7 @@ def serve(
     *,
     adapters: Sequence[str] = (),
 ) -> None:
-    """Serves until a stop is asked for.
+    """Serves until a stop is requested.
 
     Args:
       source: a run's directory, whose last checkpoint and configuration are taken, or what `model.path` takes.
@@ -188,20 +188,20 @@ def _bound_socket(address: Address) -> socket.socket:
 
 
 def _name(source: str) -> str:
-    """What clients call the model: the last part of its path, or its name on the Hub."""
+    """The model's name for clients: the last part of its path, or its name on the Hub."""
     before, colon, behind = source.partition(":")  # random:..., package:file
     place = behind if colon else before
     return Path(place).resolve().name if colon or os.path.lexists(place) else place
 
 
 def _adapter(source: str, adapters: Sequence[str]) -> tuple[str, list[str]]:
-    """What clients call the model, and the options that `--adapter` stands for."""
+    """The model's name for clients, and the options that `--adapter` sets."""
     if not adapters:
         return _name(source), []
     if len(adapters) > 1:
         raise ValueError(
             f"serve --adapter: one can be served, found {len(adapters)}: adapters are merged into the weights, and a "
-            "second model would need an engine and a KV pool of its own; start a server for each"
+            "second model would need its own engine and KV pool; start a server for each"
         )
     if (Path(source) / CONFIG_FILE).is_file():
         raise ValueError(

@@ -49,7 +49,7 @@ def serve(
     say: Callable[[str], None] | None = None,
     stop: Stop | None = None,
 ) -> None:
-    """Serves until a stop is asked for. Sizes and sampling are those of `jaxrl.rollout.jetstream.JetStreamConfig`.
+    """Serves until a stop is requested. Sizes and sampling come from `jaxrl.rollout.jetstream.JetStreamConfig`.
 
     Args:
       model: as `model.path`.

@@ -129,7 +129,7 @@ def _earlier_state(run_dir: RunDir) -> dict[str, Any] | None:
 
 
 def _dropped(run_dir: RunDir) -> list[str]:
-    """What to say where an earlier simulation's metrics are there, and not its state."""
+    """The message when an earlier simulation's metrics are there, and not its state."""
     steps = len(read_lines(run_dir.file("metrics.jsonl")))
     return [f"{run_dir.path} has no {STATE_FILE}: its {steps} lines of metrics are dropped"] if steps else []
 

@@ -128,8 +128,7 @@ def _environments(start: Training) -> EnvironmentPool | None:
 
 
 def _problems(start: Training, environments: EnvironmentPool | None) -> tuple[Sequence[Problem], Sequence[Problem]]:
-    """Problems to train on, and held-out ones. Raises ValueError for data that the reward cannot score, whatever the
-    model answers."""
+    """Training and held-out problems. Raises ValueError for data that the reward could not score for any response."""
     config = start.config
     start.beat("reading the data")
     problems = load_train(config, environments)

@@ -3,9 +3,9 @@
 It simulates the run's configuration with each value of a grid and with plain batches over several seeds. What is
 searched and how results compare: `jaxrl.sim.tuning`. Never imports jax.
 
-Source: RollPacker §6.3. Departures: lengths are a bootstrap of `samples.jsonl` (`jaxrl.sim.recorded`), new for each
-seed, so the spread over the seeds includes how little a short record says; seconds are those of the run's latency
-profile if it names one (`rollout.layout.profile`), else modelled.
+Source: RollPacker §6.3. Departures: lengths are a bootstrap of `samples.jsonl` (`jaxrl.sim.recorded`), resampled for
+each seed, so the spread over the seeds includes the uncertainty of a short record. Seconds come from the run's latency
+profile if it names one (`rollout.layout.profile`), else from the cost model.
 """
 
 from __future__ import annotations

@@ -114,9 +114,9 @@ def read(path: Path, say: Callable[[str], None] = lambda text: None) -> Options:
 def apply_override(values: dict[str, Any], text: str) -> str:
     """Puts `a.b=c` into nested mappings. Returns the option's path.
 
-    `c` is read as YAML, but for an option that is text: there it is taken as it stands, unless it is in quotation marks
-    or `null`. (`{question}` would be a mapping, ` # ` a comment, `2026` a number.)
-    A mapping for a section changes the options that it names, and leaves the others as they are.
+    `c` is read as YAML, except for a text option, which takes it verbatim unless it is in quotation marks or `null`.
+    (`{question}` would be a mapping, ` # ` a comment, `2026` a number.) A mapping for a section changes the options
+    that it names, and leaves the others as they are.
     """
     path, equals, value = text.partition("=")
     keys = path.strip().split(".")
@@ -158,8 +158,8 @@ def _merge(node: dict[str, Any], key: str, value: Any, path: str) -> None:
 def _place(problem: str, places: Mapping[str, str], most: int = 3) -> str:
     """` (file, line 3; command line: a.b=c)`: where the options that a problem names were given, each place once.
 
-    A name without a dot counts only where the problem begins with it: further on it may be an ordinary word. An unknown
-    option has only a place of its own: others in the sentence are what it may have been meant to be.
+    A name without a dot counts only where the problem begins with it: further on it may be an ordinary word. For an
+    unknown option only its own place counts: other names in the sentence are suggestions.
     """
     said = problem.removeprefix("unknown option ")
     first = re.split(r"[ =]", said, maxsplit=1)[0].rstrip(":")

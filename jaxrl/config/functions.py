@@ -101,7 +101,7 @@ def user_function(
 @functools.cache
 def user_module(option: str, file: UserFile) -> ModuleType:
     """Runs the user's file that `option` names, once per process. Raises ValueError where it fails."""
-    # by a name of its own: the file may be called math.py, and two runs' files may be called the same
+    # by a unique name: the file may be called math.py, and two runs' files may be called the same
     module_name = f"{MODULE_PREFIX}{hashlib.sha256(f'{option} {file.path}'.encode()).hexdigest()[:12]}"
     module = ModuleType(module_name)
     module.__file__ = file.path
@@ -119,7 +119,7 @@ def user_module(option: str, file: UserFile) -> ModuleType:
 
 
 def _functions(module: ModuleType, option: str) -> str:
-    """What a file defines instead of the function that was looked for, as the end of an error."""
+    """The names that a file defines instead of a missing function, as the end of an error."""
     names = [
         name
         for name, value in vars(module).items()

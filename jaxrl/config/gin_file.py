@@ -9,10 +9,10 @@ An option's path is the name of its binding, so options are written as the docs 
       n = 4
     data.task_config = {'min_terms': 2}
 
-As in gin, a later binding replaces an earlier one, also across includes, and a macro has the last value given to it.
-Departures: gin's parser reads the file, but its registry is not used, so loading neither needs nor changes any global
-state; only options can be configured, so references (`@name`), scopes (`a/b.c`) and imports are refused, and so is a
-macro that nothing uses where its name is that of a section or of an option.
+As in gin, a later binding replaces an earlier one, also across includes, and the last value of a macro wins.
+Departures: gin's parser reads the file without its registry, so loading neither needs nor changes global state. Only
+options can be configured, so references (`@name`), scopes (`a/b.c`) and imports are refused. An unused macro with the
+name of a section or an option is refused too.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def _located(value: Any, place: str) -> Any:
 
 
 def _sentence(message: str | None) -> str:
-    """What gin's parser says, without the names of Python's own objects."""
+    """The message of gin's parser, without the names of Python objects."""
     token = re.search(r"malformed node or string.*Failed to parse token '(.*)'", message or "", re.DOTALL)
     if token is not None:
         case = ", and true is written True" if token[1] in ("true", "false") else ""

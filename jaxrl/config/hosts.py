@@ -1,4 +1,4 @@
-"""The options of a run on several hosts (`hosts`). What they exclude stands in `checks`."""
+"""The options of a run on several hosts (`hosts`). `checks` says what they exclude."""
 
 from typing import Annotated
 

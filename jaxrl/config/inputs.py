@@ -1,4 +1,4 @@
-"""Reading what a user gives: whatever is wrong with a file, the error names it.
+"""Reads users' files; every error names the file.
 
 Every reader of such a file works inside `with reading(path):`.
 """
@@ -21,11 +21,11 @@ from typing import Any, NoReturn
 import yaml
 
 MAX_JSON_BYTES = 100_000_000
-"""Of a JSON file and of a tensor file's header: the limit that the safetensors format sets."""
+"""The largest JSON file and header of a tensor file: the limit of the safetensors format."""
 MAX_DIGITS = 400
-"""Of a whole number in JSON: as many as the largest float has, and some. Python itself refuses 4301 of them."""
+"""The most digits of an integer in JSON: somewhat more than the largest float has. Python itself refuses 4301."""
 MAX_DEPTH = 100
-"""Of lists and objects in each other: what takes a value on (copies, pickles, writes it) is recursive."""
+"""The deepest nesting of lists and objects: code that copies, pickles or writes a value is recursive."""
 MAX_CONFIG_BYTES = 1 << 20
 MAX_VALUES = 100_000
 """Values in a config file, each use of an alias or a macro counted: ten lines of them can stand for billions."""
@@ -156,11 +156,11 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def strict_json(text: str) -> Any:
-    """A JSON value; inside `reading`, which names the file in whatever is wrong with it.
+    """A JSON value. Call it inside `reading`, which adds the file's name to errors.
 
     Raises:
-      NotStrict: NaN or Infinity, a key that stands twice in one object, a whole number of over `MAX_DIGITS` digits,
-        half of a surrogate pair, nesting of over `MAX_DEPTH` levels.
+      NotStrict: NaN or Infinity, a duplicate key in one object, an integer of over `MAX_DIGITS` digits, half of a
+        surrogate pair, nesting of over `MAX_DEPTH` levels.
       json.JSONDecodeError: no JSON at all.
     """
     value = json.loads(

@@ -23,7 +23,7 @@ from jaxrl.schema.declared import Cap, shown
 from jaxrl.schema.section import UNIONS, Section, allowed_text, is_section, mark, named_section, walk
 
 WORDS: Mapping[type, str] = {str: "text", bool: "true or false", int: "whole number", float: "number"}
-"""What a value of a type is called where users read it."""
+"""Names of types in messages to users."""
 
 
 def from_mapping(values: Mapping[str, Any], command: str = "") -> Config:
@@ -91,7 +91,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _sentence(error: Any) -> str:
-    """What pydantic found, as a sentence that begins with the option."""
+    """The error that pydantic found, as a sentence that begins with the option."""
     path, section, option, kind = _followed(error["loc"])
     value = error["input"]
     match error["type"]:
@@ -130,7 +130,7 @@ def _followed(loc: tuple[int | str, ...]) -> tuple[str, type[Section], FieldInfo
 
 
 def _wanted(kind: Any) -> str:
-    """What a value of a type must be, within a sentence."""
+    """Describes a type's values, within a sentence."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         return _wanted(arguments[0])

@@ -1,9 +1,9 @@
-"""The whole configuration, typed. Every option is declared once: here, in `updates`, `rollouts`, `rewards`, `hosts` or
-`simulation`, or as `Options` of a mechanism.
+"""The complete configuration, typed. Every option is declared once: here, in `updates`, `rollouts`, `rewards`, `hosts`
+or `simulation`, or as `Options` of a mechanism.
 
-A declaration is `name: Annotated[type, bounds, "what it is, with its unit"] = default`. What must hold between options
-stands in `checks`, or with a section (`Section.problems`). Options follow verl's names where verl has one. An option
-that counts says whether it counts prompts, samples or tokens.
+A declaration is `name: Annotated[type, bounds, "what it is, with its unit"] = default`. Constraints between options are
+in `checks`, or with a section (`Section.problems`). Options follow verl's names where verl has one. An option that
+counts says whether it counts prompts, samples or tokens.
 """
 
 from collections.abc import Iterator
@@ -64,8 +64,8 @@ class ModelSection(Section):
     ] = 0.0
     target_modules: Annotated[
         list[str],
-        "The matrices with adapters, by their names in Hugging Face files (q_proj, down_proj); all-linear: all those "
-        "of the layers.",
+        "The matrices with adapters, by their names in Hugging Face files (q_proj, down_proj); all-linear: all "
+        "matrices of the layers.",
     ] = ["all-linear"]
     exclude_modules: Annotated[list[str], "Those of them that have none."] = []
     use_rslora: Annotated[bool, "Divide lora_alpha by the square root of the rank (rsLoRA)."] = False

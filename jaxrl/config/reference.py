@@ -18,7 +18,7 @@ from jaxrl.schema.section import UNIONS, Section, allowed_text, is_section, mark
 
 @dataclass(frozen=True, slots=True)
 class OptionDoc:
-    """What the option reference says of one option; a text is empty where there is nothing to say."""
+    """The option reference's entry for one option; texts may be empty."""
 
     path: str  # rollout.n
     type: str  # int; one of up, both; list of str
@@ -31,7 +31,7 @@ class OptionDoc:
 
     @property
     def allowed(self) -> str:
-        """What its value may be, in a few words: `whole number, at least 1`, `one of up, both`."""
+        """Its possible values, in a few words: `whole number, at least 1`, `one of up, both`."""
         plain = {kind.__name__: word for kind, word in WORDS.items()}
         plain["str"] = self.names or plain["str"]
         number, _, names = self.type.partition(", ")  # of `int, or auto`
@@ -76,7 +76,7 @@ def _choices(hint: Any) -> tuple[str, ...]:
 
 
 def sections() -> dict[str, str]:
-    """What each section is about, by its path (`rollout.layout`), outer sections before those inside them."""
+    """A description of each section, by its path (`rollout.layout`), outer sections before those inside them."""
     return dict(_sections(Config, ""))
 
 

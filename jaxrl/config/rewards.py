@@ -122,8 +122,8 @@ class RewardSection(Section):
     ] = "compute_score"
     extract: Annotated[
         Extract,
-        "Which part of a response is the answer; none: all of it, last_number: its last number, boxed: what stands in "
-        "`\\boxed{}`, answer_tag: what stands in `<answer>`, auto: the last marked answer, or else the last line or "
+        "Which part of a response is the answer; none: all of it, last_number: its last number, boxed: the content of "
+        "`\\boxed{}`, answer_tag: that of `<answer>`, auto: the last marked answer, or else the last line or "
         "number.",
     ] = "auto"
     timeout_s: Annotated[float, Ge(0), MAX_WAIT, "Seconds that the scoring of one sample may take; 0: no limit."] = 10.0
@@ -167,8 +167,8 @@ class RewardSection(Section):
         int,
         Ge(0),
         Cap(100, "a scorer that fails so often is broken"),
-        "Times that a sample is scored again after its scorer's process died or ran out of memory that earlier samples "
-        "had left taken, its node was lost, or its endpoint could not be reached; a wrong answer, an error of the "
+        "Retries of a sample after its scorer's process died or ran out of memory because of earlier "
+        "samples, its node was lost, or its endpoint was out of reach. A wrong answer, an error of the "
         "scorer's own and a time limit are never tried again.",
     ] = 1
     domains: Annotated[

@@ -66,9 +66,9 @@ class RolloutCorrectionSection(Section):
 
     @property
     def criteria(self) -> dict[str, tuple[float, float]]:
-        """What `rollout_rs` keeps, by its names: the least and the largest value; of k1 logarithms of ratios.
+        """The ranges that `rollout_rs` keeps, by name: the least and the largest value; of k1 logarithms of ratios.
 
-        Raises ValueError for thresholds that say nothing of the kind.
+        Raises ValueError for names given twice, or thresholds that do not fit them.
         """
         names, given = self.rollout_rs, self.rollout_rs_threshold
         if len(set(names)) < len(names):
@@ -101,7 +101,7 @@ class RolloutCorrectionSection(Section):
 
 
 def uncorrected(config: Any) -> str | None:
-    """What a start says of a quantised rollout whose mismatch nothing corrects."""
+    """The warning about a quantised rollout whose mismatch nothing corrects."""
     if not config.rollout.quantized or config.algorithm.rollout_correction.is_on:
         return None
     if config.actor.old_logprobs == "rollout" and config.actor.loss_mode != "reinforce":

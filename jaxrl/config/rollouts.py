@@ -49,8 +49,8 @@ class RolloutSection(Section):
         int,
         Ge(1),
         MAX_DEVICES,
-        "Workers that the rollout's devices are cut into, all of one size: each has an engine, a KV pool and a layout "
-        "of its own.",
+        "Workers that the rollout's devices are cut into, all of one size: each has its own engine, KV pool and "
+        "layout.",
     ] = 1
     hosts_per_worker: Annotated[
         int,
@@ -164,7 +164,7 @@ class RolloutSection(Section):
 
     @property
     def kv_codes(self) -> Narrow:
-        """What the KV cache holds; none: numbers of `dtype`."""
+        """The type of the KV cache's codes; none: numbers of `dtype`."""
         return "none" if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     def kv_head_bytes(self, head_dim: int) -> int:
@@ -181,5 +181,5 @@ class RolloutSection(Section):
 
     @property
     def types(self) -> str:
-        """What it computes with, in words: times were measured with these types and hold for no others."""
+        """The types that it computes with, in words: times were measured with these types and hold for no others."""
         return self.dtype + (f", {self.quantized}" if self.quantized else "")

@@ -31,7 +31,7 @@ class SimulatedLengths(Section):
     ] = 2.0
     shortest: Annotated[int, Ge(1), "Tokens of the shortest response; data.max_response_length caps the longest."] = 1
     growth: Annotated[
-        float, Gt(-1), "Share by which all lengths grow per training step, until they are ten times those of the first."
+        float, Gt(-1), "Share by which all lengths grow per training step, up to ten times the first step's lengths."
     ] = 0.0
 
 
@@ -156,7 +156,7 @@ class SimulateSection(Section):
         float,
         Ge(0),
         Cap(100, "such a host would be down"),
-        "By what share the plans of the slowest host take longer than those of the fastest; the others lie evenly "
+        "By what share plans take longer on the slowest host than on the fastest; the others lie evenly "
         "between them, and trainer.seed draws which is which.",
     ] = 0.0
     host_latency_s: Annotated[

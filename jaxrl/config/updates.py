@@ -55,7 +55,7 @@ class OptimSection(Section):
 
 
 class CriticOptimSection(Section):
-    """What the critic's optimizer has of its own; the rest is as in actor.optim."""
+    """Options of the critic's optimizer alone; all others are those in actor.optim."""
 
     lr: Annotated[float, Ge(0), MAX_LR, "Learning rate, at its highest."] = 1e-5
     lr_warmup_steps: Annotated[int, Ge(0), "Optimizer updates over which the learning rate rises."] = 0
@@ -79,15 +79,15 @@ class ActorSection(Section):
     ] = "float32"
     numerics: Annotated[
         Literal["fast", "invariant"],
-        "How rollout and training compute a token's numbers; invariant: in pieces of one shape, so that tokens and "
-        "log-probabilities are the same bits whatever is computed beside them, on CPUs and GPUs; fast: as is fastest.",
+        "How rollout and training compute a token's numbers; invariant: in pieces of one shape, so that the bits of "
+        "tokens and log-probabilities do not depend on what else is computed, on CPUs and GPUs; fast: as is fastest.",
     ] = "fast"
     numerics_tp: Annotated[
         int,
         Ge(1),
         MAX_DEVICES,
-        "The tensor parallelism up to which invariant numbers are the same bits: products are cut into as many parts, "
-        "whatever tp is. Each tp of the rollout must divide it.",
+        "The tensor parallelism up to which invariant numbers are the same bits: products are cut into as many parts "
+        "at any tp. Each tp of the rollout must divide it.",
     ] = 1
     ppo_mini_batch_size: Annotated[int, Ge(0), "Prompts per optimizer update; 0: the whole batch."] = 0
     ppo_epochs: Annotated[
@@ -154,7 +154,7 @@ class ActorSection(Section):
 
 
 class CriticSection(Section):
-    """The update of the critic of algorithm.adv_estimator=gae; whatever is not here is as actor has it."""
+    """The update of the critic of algorithm.adv_estimator=gae; all other options are actor's."""
 
     optim: CriticOptimSection = Field(default_factory=CriticOptimSection)
     ppo_mini_batch_size: Annotated[

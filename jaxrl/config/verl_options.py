@@ -1,4 +1,4 @@
-"""What options of verl, and the best known of TRL's, are called here, or in one sentence why there is none.
+"""The names here of verl's options and of TRL's best known ones, or one sentence why there is no such option.
 
 `advice(path)` completes the refusal of an unknown option. Most names of verl are the same and stand in no table.
 
@@ -125,11 +125,11 @@ ABSENT: Mapping[str, str] = {
     "actor.use_dynamic_bsz": "batches are always packed by tokens (actor.ppo_max_token_len_per_gpu)",
     "actor.use_torch_compile": "everything is compiled, by XLA",
     "actor.optim.total_training_steps": "a schedule is as long as the run (trainer.total_training_steps)",
-    "critic.model": "the critic begins as the policy does, with a head of its own",
+    "critic.model": "the critic starts from the policy's weights, with its own head",
     "critic.strategy": "there is no FSDP or Megatron: weights are sharded over the devices of trainer.num_devices",
     "critic.use_dynamic_bsz": "batches are always packed by tokens (actor.ppo_max_token_len_per_gpu)",
     "rollout.name": "jaxrl has its own engine",
-    "rollout.mode": "jaxrl has its own engine, which gives out samples as they end",
+    "rollout.mode": "jaxrl has its own engine, which returns samples as they end",
     "rollout.engine_kwargs": "jaxrl has its own engine, whose options are those of rollout",
     "rollout.quantization_config_file": "rollout.quantization names one of two forms, which have nothing to set",
     "rollout.load_format": "the engine reads the trainer's weights where they are",
@@ -157,7 +157,7 @@ ABSENT: Mapping[str, str] = {
     "new one)",
     "trainer.default_hdfs_dir": "checkpoints are written to trainer.run_dir alone",
     "trainer.del_local_ckpt_after_load": "checkpoints are kept (trainer.max_ckpt_to_keep)",
-    "trainer.device": "devices are those of the JAX that is installed (trainer.num_devices)",
+    "trainer.device": "the installed JAX determines the devices (trainer.num_devices)",
     "trainer.val_only": "jaxrl eval scores a model without training",
 }
 """Options and whole sections of verl, without `PREFIX`, that have no counterpart, each with a sentence."""
@@ -171,8 +171,8 @@ _LAST_NAMES = frozenset(path.rpartition(".")[2] for path in _OURS)
 
 
 def advice(path: str, value: Any = None) -> tuple[str, str] | None:
-    """Of an unknown option, or of a section with options as its value: the option's path, and what to do about it.
-    None if no option of verl with that name is known here."""
+    """For an unknown option, or a section with options as its value: the option's path, and what to do about it. None
+    if no option of verl with that name is known here."""
     for option in _leaves(path, value):
         if (found := _advice(option)) is not None:
             return option, found

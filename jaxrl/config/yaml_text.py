@@ -79,7 +79,7 @@ def _problem(error: yaml.MarkedYAMLError, is_file: bool) -> str:
 
 
 def _check(node: yaml.Node, sizes: dict[int, int], above: set[int]) -> int:
-    """How many values a node stands for. Raises MarkedYAMLError for what is refused: see the module's docstring."""
+    """The number of values in a node. Raises MarkedYAMLError for what the module's docstring refuses."""
     if id(node) in above:
         raise yaml.MarkedYAMLError(None, None, "an alias holds itself", node.start_mark)
     if id(node) in sizes:

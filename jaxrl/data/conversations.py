@@ -1,8 +1,9 @@
 """Rows with an assistant's turns -> tokens to learn from: conversations, and pairs of which one was preferred.
 
-A conversation is tokenised as a rollout makes it: the prompt with the beginning of the first turn, then by turns the
-assistant's text, up to the token that ends its turn, and the glue between that and the next turn (`jaxrl.data.turns`).
-A template that rewrites earlier turns (Qwen3's drops their thinking) is given each turn as it was when it was the last.
+A conversation is tokenised as in a rollout. The prompt comes first, with the beginning of the first turn. Then the
+assistant's text, up to the token that ends its turn, alternates with the glue before the next turn
+(`jaxrl.data.turns`). A template that rewrites earlier turns (Qwen3's drops their thinking) renders each turn as the
+last one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Rows of data files: JSONL, gzipped JSONL and Parquet, each row with the file and the line (or row) it stands in.
+"""Rows of data files: JSONL, gzipped JSONL and Parquet, each row with its file and line (or row).
 
-JSON is read strictly: NaN, a key that stands twice or half of a surrogate pair are refused.
+JSON is read strictly: NaN, a duplicate key or half of a surrogate pair are refused.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 names = file.schema_arrow.names
                 if len(set(names)) < len(names):
                     twice = next(name for name in names if names.count(name) > 1)
-                    raise ValueError(f"{path}: the column {twice!r} stands twice")
+                    raise ValueError(f"{path}: the column {twice!r} occurs twice")
                 for batch in file.iter_batches(batch_size=16):
                     for row in batch.to_pylist():
                         number += 1

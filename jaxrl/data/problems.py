@@ -24,7 +24,7 @@ from jaxrl.data.hub import data_set_name
 from jaxrl.schema.declared import shown
 
 ROLES = ("system", "user", "assistant")
-"""What the author of a message may be."""
+"""The possible authors of a message."""
 
 _PASSED_ON = ("name", *THINKING)
 """Text of a message beside its role and content that goes to the chat template, which may show it."""
@@ -37,7 +37,7 @@ _UNSUPPORTED = ("tool_calls", "tool_call_id", "tool_responses", "function_call")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem as it stands in the file or comes from the task, before templates."""
+    """One problem from the file or the task, before templates."""
 
     index: int  # in the data set
     where: str  # file and line (or row), or task and number

@@ -198,7 +198,7 @@ class PromptSource:
         return own | self._fingerprints
 
     def differs(self, state: Mapping[str, Any]) -> Literal["", "data", "order"]:
-        """What differs between a saved cursor's prompts and these; empty: nothing."""
+        """The difference between a saved cursor's prompts and these; empty: none."""
         now = self.state()
         if (state["data"], state["num_prompts"]) != (now["data"], now["num_prompts"]):
             return "data"

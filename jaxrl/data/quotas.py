@@ -1,8 +1,8 @@
 """Prompts of each source in a fixed number per batch (`data.source_quotas`), in an order that one integer resumes.
 
-Each source is walked in epochs of its own, so a small source with a large quota is in a later epoch than the others.
-The places of a batch are dealt to the sources so that each has its share of every beginning, nearly: a rule that
-launches more or fewer than a batch gets the same mix.
+Each source has its own epochs, so a small source with a large quota reaches later epochs sooner. The places of a batch
+are dealt to the sources so that each has its share of every beginning, nearly: a rule that launches more or fewer than
+a batch gets the same mix.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """The most characters of text that one token stands for."""
+        """The most characters of text in one token."""
         return max(map(len, self._fast.get_vocab()))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

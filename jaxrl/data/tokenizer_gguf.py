@@ -1,6 +1,6 @@
-"""What a GGUF file says of a tokenizer: a byte-level BPE, with the rules of the pre-tokenizer that it names.
+"""Tokenizers from GGUF files: a byte-level BPE, with the rules of the pre-tokenizer that it names.
 
-A GGUF file names its pre-tokenizer but does not hold its rules; the rules below are those of the models' tokenizer.json
+A GGUF file names its pre-tokenizer but does not hold its rules; the rules below come from the models' tokenizer.json
 (SmolLM, Qwen2, Llama 3, GPT-2) and, for `default`, llama.cpp's own (src/llama-vocab.cpp).
 """
 

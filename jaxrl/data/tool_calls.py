@@ -14,9 +14,9 @@
   response; a program that is more than calls is text.
 
 Text that cannot be parsed calls nothing, and so does everything up to `</think>`. A call of an unknown function is a
-call, so that it can be answered with an error. Where a model's marks are special tokens, which text leaves out, an
-object is a call if its function exists or if it has the keys of a call and no others, and `name{...}` and the contents
-of `<code>` are calls if one of their functions exists.
+call, so that it can be answered with an error. Where a model's marks are special tokens, text omits them. Then an
+object is a call if its function exists, or if it has the keys of a call and no others. `name{...}` and the contents of
+`<code>` are calls if one of their functions exists.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Between:
         after = self._after(messages)
         if after is None:
             raise RefusedMessages("the chat template leaves out what an assistant has said before these messages")
-        tail = drawn[max(len(drawn) - len(self._closes.encode()), 0) :]  # a token stands for one byte at least
+        tail = drawn[max(len(drawn) - len(self._closes.encode()), 0) :]  # a token has at least one byte
         if self._closes and self._tokenizer.decode(tail, skip_special_tokens=False).endswith(self._closes):
             return tuple(self._tokenizer.encode(after.removeprefix(self._closes)))
         ids = self._tokenizer.encode(after)

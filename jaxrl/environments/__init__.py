@@ -1,1 +1,1 @@
-"""What a policy acts in: tools and games, over several turns."""
+"""Environments of a policy: tools and games, over several turns."""

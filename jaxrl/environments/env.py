@@ -1,4 +1,4 @@
-"""What an environment is: it reads what a model has said, and answers until the episode ends.
+"""The interface of environments: one reads what a model has said, and answers until the episode ends.
 
 An environment's state is a value: between two turns it is pickled, and any worker continues with it. What cannot be
 pickled (a connection, a browser) belongs to a program that drives the policy through the endpoint instead.

@@ -39,8 +39,8 @@ Row = Mapping[str, Any]
 
 
 class FunctionTools:
-    """Functions as tools. An episode ends with the first turn that calls none, and has no reward of its own. A call
-    that takes longer than `timeout_s` is answered with an error; 0: no limit."""
+    """Functions as tools. An episode ends with the first turn that calls none, and adds no reward. A call that takes
+    longer than `timeout_s` is answered with an error; 0: no limit."""
 
     def __init__(self, module: ModuleType, text: str) -> None:
         self._functions = public_functions(module, text)
@@ -98,7 +98,7 @@ class MethodTools:
 
 
 class NativeEpisodes:
-    """An `Env`: a class, or a function that makes one, called with those of the row's columns that it takes."""
+    """An `Env`: a class, or a function that makes one, called with the columns of the row that it takes."""
 
     has_hung = False
 
@@ -148,7 +148,7 @@ Episodes = FunctionTools | MethodTools | NativeEpisodes
 
 
 def calls_of(module: ModuleType) -> Callable[[str, Row], Any]:
-    """What calls functions of a file in this process; a function that is missing gives None."""
+    """A callable that calls a file's functions in this process; a missing function returns None."""
     loop = asyncio.Runner()  # one for all: what is kept between calls, such as connections, may belong to it
 
     def call(name: str, given: Row) -> Any:
@@ -191,8 +191,8 @@ class OtherPython:
 
 
 def public_functions(module: ModuleType, text: str) -> dict[str, Callable[..., Any]]:
-    """The functions that a file defines itself, decorated ones too, its partial functions, and its callable objects of
-    its own classes; without names that begin with `_`, and without `problem`, which makes rows."""
+    """The functions that a file defines, also decorated and partial ones, and its callable instances of classes that it
+    defines. Names that begin with `_` are left out, and so is `problem`, which makes rows."""
     defined = {*re.findall(r"^(?:async )?def (\w+)", text, re.MULTILINE)}
 
     def is_own(name: str, value: Any) -> bool:

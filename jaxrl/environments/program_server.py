@@ -42,7 +42,7 @@ def accepted(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str
 
 
 def called(function: Any, given: Mapping[str, Any], loop: asyncio.Runner) -> Any:
-    """What a function gives, awaited if it is async; a value that is no function is given as it is."""
+    """A function's result, awaited if it is async; a value that is no function is returned as it is."""
     if not callable(function):
         return function
     value = function(**accepted(function, given))

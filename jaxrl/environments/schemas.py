@@ -1,8 +1,8 @@
 """A typed Python function with a docstring, as a tool that a chat template describes to a model.
 
 Source: the form of OpenAI's `tools`, made from a function as transformers' `get_json_schema` makes it: the description
-is the docstring up to `Args:`, where each parameter has a line of its own. Departure: the description of the result is
-left out, since no family's template shows it.
+is the docstring up to `Args:`, where each parameter has its own line. Departure: the description of the result is left
+out, since no family's template shows it.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ async def run(row, base_url, api_key, id, args):
 
 
 async def _environment(id, args, held_out):
-    """That of training, or the one that `args["eval"]` changes; it stays for the life of this process."""
+    """The environment for training, or the one that `args["eval"]` changes; it stays for the life of this process."""
     own = {name: value for name, value in args.items() if name != "eval"}
     changed = args.get("eval") if held_out else None
     given = _merged(own, changed) if changed else own
@@ -176,7 +176,7 @@ class Environment:
 
 
 class ConversationHarness(vf.Harness[vf.HarnessConfig]):
-    """A harness that is no program of its own: it asks, calls what tools are named, and asks again."""
+    """A harness that is not a separate program: it asks the model, calls the tools that it names, and asks again."""
 
     APPENDS_SYSTEM_PROMPT = SUPPORTS_MCP = SUPPORTS_RESUME = True
     EXECUTES_CODE = NEEDS_CONTAINER = False

@@ -117,7 +117,7 @@ def batch_rule(config: Config) -> BatchRule:
 
 
 def page_parts() -> list[PagePart]:
-    """What mechanisms add to a run's page."""
+    """The mechanisms' parts of a run's page."""
     return [part for each in MECHANISMS if (part := each.page_part()) is not None]
 
 

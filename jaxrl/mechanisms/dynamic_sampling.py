@@ -5,7 +5,7 @@ which a metric differs, or those that a function of the user's keeps.
 
 **Launching ahead.** Replacements that start when a verdict has come in start late: with most groups left out, a round
 becomes a chain of generations. So a round launches ahead of verdicts: if a share s of the groups is filtered, `missing`
-groups that count need missing / (1 - s) under way, and some more for chance. The estimate of s changes with verdicts in
+groups that count need missing / (1 - s) in flight, and some more for chance. The estimate of s changes with verdicts in
 the order in which a round receives them, which is logical time, and is part of a checkpoint.
 
 Source: DAPO (Yu et al. 2025, §3.2: prompts with all rewards equal are left out and replaced; it over-samples by a fixed
@@ -42,7 +42,7 @@ THE_REWARD = ("reward", "score", "seq_reward")
 """Names of the reward itself: `score` and `seq_reward` are verl's."""
 
 FILTER_ARGUMENTS = ("data_source", "rewards", "infos", "responses", "extra_info")
-"""What a function of the user's is called with, by these names."""
+"""The arguments of a user's function, by name."""
 
 
 def value_of(metric: str, verdict: Verdict) -> Any:
@@ -83,7 +83,7 @@ def user_filter(function: Callable[..., Any], what: str) -> KeepsGroup:
 PRIOR_GROUPS = 4  # that count as kept before the first verdict, so that few verdicts say little
 MEMORY_BATCHES = 8  # batches' worth of groups after which a verdict counts 1/e of a new one
 MARGIN = 0.5  # standard deviations of the number that count, by which more is launched than is needed on average
-MOST_PER_MISSING = 4  # the most groups under way for each that is missing, whatever the share
+MOST_PER_MISSING = 4  # the most groups in flight for each missing one, at any share
 
 
 class DynamicSampling(Mechanism):

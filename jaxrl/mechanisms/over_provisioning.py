@@ -1,4 +1,4 @@
-"""Over-provisioning: launch more than is needed, keep what ends first, discard the rest for good.
+"""Over-provisioning: launch more than is needed, keep the first to end, and discard the rest.
 
 A round launches ceil(prompt_factor · P0) prompts × ceil(response_factor · R0) responses, and the first P0 × R0 are the
 batch. Prompts that lose leave the system as `filtered`, so it trains on fewer long responses than the data holds.

@@ -1,8 +1,8 @@
 """Active partial rollout: stop when enough groups are complete, and resume the others in the next round.
 
-A round has N' > N groups under way: first complete groups that the last round did not need, then unfinished groups
-from the buffer, oldest first, then new prompts. It stops at the N-th complete group. Unfinished samples stay in the
-buffer with their tokens, both log-probabilities and the version of each; they resume under the same key.
+A round has N' > N groups in flight: first complete groups that the last round did not need, then unfinished groups from
+the buffer, oldest first, then new prompts. It stops at the N-th complete group. Unfinished samples stay in the buffer
+with their tokens, both log-probabilities and the version of each; they resume under the same key.
 
 Source: APRIL §2.2 (over-provision, stop early, buffer, resume first), §3.1 (N' = 2N), §3.2.3 (a group is complete when
 all its samples are; finished samples wait in the buffer and are scored together), A.4.3.
@@ -11,11 +11,11 @@ Departures:
 
 - `max_staleness` caps, in versions, how much older than the policy in training a trained token may be. Before each
   round, a buffered response with its oldest token over the cap loses its tokens and starts again with the next attempt;
-  the other samples of its group keep theirs. By itself that could drop a long response again and again. So a group
-  with a response that has started again `max_restarts` times has a *last step*, from which on its tokens would be over
-  the cap, and rounds wait for groups that are *due*: as many of the earliest last steps as must be in this batch for
-  the others to find room in the batches up to theirs (`_due`; earliest deadline first). With `max_restarts` 0, resumed
-  responses are waited for rather than dropped.
+  the other samples of its group keep theirs. By itself that could drop a long response again and again. So a group with
+  a response that has started again `max_restarts` times has a *last step*, after which its tokens would be over the
+  cap. Rounds wait for the groups that are *due* (`_due`; earliest deadline first): those that must be in this batch so
+  that the others fit into the batches up to their last steps. With `max_restarts` 0, resumed responses are waited for
+  rather than dropped.
 - N' is at most N · (1 + the steps that a token may wait for its batch). That many groups fit into the batches of those
   steps, so `max_restarts` holds for every response. A resumed run may have a smaller cap or smaller batches than the
   run that filled its buffer: then the cap comes first, and responses that it leaves no room for start again once more.
@@ -24,7 +24,7 @@ Departures:
 - `at_end="flush"`: the last rounds launch no more new prompts than the run can still train on.
 - A function of the user's may order the buffer, hold groups back, and restart them (`BufferFilter`, after slime's
   `--buffer-filter-path`). It takes nothing out, so that no prompt is lost; it sees numbers, not samples; and it must be
-  deterministic, because a resumed run asks again. Groups that it holds back count as under way, so that the bounds
+  deterministic, because a resumed run asks again. Groups that it holds back count as in flight, so that the bounds
   above hold; the cap, `max_restarts` and the flush take precedence.
 
 A sample is carried without its verdict and scored when its group is complete: a clock would decide whether a verdict
@@ -120,11 +120,11 @@ class PartialRollout(BatchRule, Mechanism):
 
     Attributes:
       num_spare: N' - N.
-      least_staleness: the smallest cap in versions under which all groups under way find room in batches.
+      least_staleness: the smallest cap in versions under which all groups in flight fit into batches.
     """
 
     class Options(Section):
-        """A round stops at enough complete prompts, and the next round goes on with the others."""
+        """A round stops at enough complete prompts, and the next round resumes the others."""
 
         enable: Annotated[bool, "Switch active partial rollout on."] = False
         over_provision: Annotated[Factor, "Prompts under way, as a multiple of data.train_batch_size."] = 2.0
@@ -156,7 +156,7 @@ class PartialRollout(BatchRule, Mechanism):
     def problem(cls, config: Config, racing: Sequence[str]) -> str | None:
         if config.reward.score_when == "rollout":
             return (
-                "partial rollout scores a prompt's samples when all of them have ended, whatever comes later: "
+                "partial rollout scores a prompt's samples when all of them have ended, even if the round continues: "
                 "reward.score_when must be 'sample' or 'group' (which mean the same there), found 'rollout'"
             )
         return None

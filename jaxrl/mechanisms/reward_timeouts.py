@@ -1,8 +1,8 @@
-"""Time limits of test cases that follow from how long correct responses took: T = min(max(T_min, f T_anchor), T_max).
+"""Time limits of test cases from the times of correct responses: T = min(max(T_min, f T_anchor), T_max).
 
 The mechanism keeps, for every test case of every prompt, the longest time that a correct response has taken (T_anchor),
-and gives the limits of the next response to it. A program that never ends then costs 2 s, where a fixed limit lets it
-have 30. The anchors are part of a checkpoint.
+and derives the limits of the next response from it. A program that never ends then costs 2 s instead of a fixed limit's
+30 s. The anchors are part of a checkpoint.
 
 Source: RollPacker §4.3; its constants are the defaults of `reward.code`: T_min 2 s, T_max 30 s, f 1.5.
 
@@ -11,16 +11,16 @@ Departures, where the paper is silent:
 - A correct response is one that passes all its tests. Until a prompt has one, its limit is T_max, unless a column of
   the data says how long a right program takes (`data.reference_time_key`): that is an anchor from the start, of all
   its test cases. The authors' code has such a column (Farrrrland/RollPacker, code_sandbox_reward_worker.py).
-- Prompts are told apart by their place in the data, source, text and answer, so a run that goes on with other data
-  takes no anchor of another problem. Of prompts whose last correct response is longest ago, anchors are dropped once
-  there are more than `MAX_ANCHORS`.
+- A prompt is identified by its place in the data, source, text and answer, so a run that resumes with other data uses
+  no anchor of another problem. Of prompts whose last correct response is longest ago, anchors are dropped once there
+  are more than `MAX_ANCHORS`.
 - Evaluations neither use anchors nor make any: their figures must not depend on what training has seen.
 
-A limit is given when a sample is sent to the scorers, by the verdicts that have come in until then, those on other
-responses to the same prompt among them. So a limit depends on the clock, and would be another one if the step ran
-again. No result does: whatever a limit can have decided is journalled whole before the round receives it. That is a
-cut-off, and also the verdict on a response with a test case that took more than half of the least limit there is
-(`is_close`). What took less passes under every limit, unless it takes twice as long.
+A limit is set when a sample is sent to the scorers, from the verdicts received until then, also on other responses to
+the same prompt. So a limit depends on the clock, and may differ if the step runs again. No result does: every verdict
+that a limit may have decided is journalled completely before the round receives it. That is a cut-off, or the verdict
+on a response with a test case that took more than half of the smallest limit (`is_close`). What took less passes under
+every limit, unless it takes twice as long.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TimeoutRule:
 
     @classmethod
     def of(cls, options: CodeSection) -> TimeoutRule:
-        """What `reward.code` asks for: with a fixed time-out the same limit for every anchor."""
+        """The limits of `reward.code`: with a fixed time-out the same limit for every anchor."""
         least = options.min_timeout_s if options.timeout == "adaptive" else options.max_timeout_s
         return cls(least, options.max_timeout_s, options.timeout_factor)
 
@@ -105,7 +105,7 @@ class AdaptiveTimeouts(Mechanism):
 
     @classmethod
     def configured(cls, config: Config) -> Self | None:
-        """Those of `reward.code`, without anchors; None where no prompt has test cases."""
+        """The time-outs of `reward.code`, without anchors; None where no prompt has test cases."""
         from jaxrl.config.domains import domains
 
         is_code = {source: domain.kind == "code" for source, domain in domains(config.reward).items()}
@@ -131,7 +131,7 @@ class AdaptiveTimeouts(Mechanism):
         return tuple(map(self.rule.limit_s, anchors))
 
     def learn(self, prompt: Prompt, limits_s: Sequence[float], info: Mapping[str, Any]) -> None:
-        """Takes in what the scorer said of a response that was sent with these limits: `case_s`, `correct` and
+        """Learns from the scorer's info on a response that was sent with these limits: `case_s`, `correct` and
         `cut_off`."""
         if not self.has_tests(prompt.source):
             return

@@ -1,4 +1,4 @@
-"""What a decoder looks like: `ModelConfig`, read from and written as a Hugging Face `config.json`.
+"""The shape of a decoder: `ModelConfig`, read from and written as a Hugging Face `config.json`.
 
 `jaxrl.models.families` says how each family differs from Llama. What the decoder does not compute (another activation,
 another kind of rope) is refused. Values are read as transformers 5 reads them, with its defaults.
@@ -42,7 +42,7 @@ _LARGEST_FACTOR = 1e6
 
 
 class LayerKind(NamedTuple):
-    """What layers of a model may differ in."""
+    """The properties in which a model's layers may differ."""
 
     window: int  # positions that a query sees, its own included; 0: all
     rope: Rope | None

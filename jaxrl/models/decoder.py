@@ -124,7 +124,7 @@ Tables = tuple[jax.Array, jax.Array] | tuple[None, None]
 def rope_tables(
     positions: jax.Array, config: ModelConfig, dtype: Any = jnp.float32, rope: Rope | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """(cos, sin), each [..., rotary_dim / 2], for positions [...]; in at least float32 whatever `dtype` is."""
+    """(cos, sin), each [..., rotary_dim / 2], for positions [...]; in at least float32, for any `dtype`."""
     dtype = _at_least_float32(dtype)
     angles = positions[..., None].astype(dtype) * jnp.asarray(rope_frequencies(config, rope), dtype)
     factor = (config.rope if rope is None else rope).scaling.attention_factor

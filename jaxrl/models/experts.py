@@ -1,15 +1,15 @@
-"""Mixtures of experts: a router that chooses some MLPs for each token, and the sum of what those give.
+"""Mixtures of experts: a router chooses some MLPs for each token, and their outputs are summed.
 
 Source: Shazeer et al. 2017 (arXiv:1701.06538) and Fedus et al. 2021 (arXiv:2101.03961), without capacity: no token is
 ever dropped. Departures: tokens are not copied into the order of experts. A loop runs over *blocks*, each some tokens
-of one expert, and adds what it computes to those tokens' sums, so uneven loads cost what they are. The backward pass
+of one expert, and adds its outputs to those tokens' sums, so the cost follows the actual loads. The backward pass
 computes each block again from the layer's input and keeps nothing else. A token's experts are added in ascending order,
-in at least float32, whatever tokens stand beside it. (`jax.lax.ragged_dot` computes every expert for every token on
-CPUs: 42 times the time with 32 experts. On GPUs it was not tried.)
+in at least float32, independently of other tokens. (`jax.lax.ragged_dot` computes every expert for every token on CPUs:
+42 times the time with 32 experts. On GPUs it was not tried.)
 
-Experts may be split over devices. Each then computes the share of its own experts for all tokens that it is given, and
-the shares are added: in rollouts by the reduction that an MLP needs anyway; in training, where each device has tokens
-of its own, they are gathered before and scattered after.
+Experts may be split over devices. Each then computes its own experts' share for all tokens that it receives, and the
+shares are added: in rollouts by the reduction that an MLP needs anyway. In training each device has different tokens,
+which are gathered before and scattered after.
 
 Letters: T tokens, E embed, F mlp, X experts (of this device), C experts per token, B tokens of a block.
 """
@@ -47,7 +47,7 @@ class Routing(NamedTuple):
 
 
 class ExpertSettings(NamedTuple):
-    """What experts compute, and how. Hashable."""
+    """The experts' computation and its form. Hashable."""
 
     activation: Any  # (gate, up) -> the input of the last matrix
     widen: bool = False  # multiply narrow operands as float32 (exactly)

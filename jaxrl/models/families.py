@@ -145,7 +145,7 @@ def write_experts(config: Any, experts: Experts) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What a family does otherwise than Llama.
+    """How a family differs from Llama.
 
     Attributes:
       reward_model: the class of its models with one label; empty: the same name with `SequenceClassification`.
@@ -157,11 +157,11 @@ class Family:
       defaults: of keys that all families read, where they are not Llama's. `head_dim` among them means that it need
         not be hidden_size / num_attention_heads.
       layers: (config.json, number of layers) -> the fields in which layers differ. write_layers: the way back.
-      local_rope: the thetas of layers with full attention and with a window, and the key of the latter, where both have
-        a rope of their own.
+      local_rope: the thetas of layers with full attention and with a window, and the key of the latter, where the two
+        have different ropes.
       partial_rope, longrope: whether a part of each head may be rotated, and whether longrope is its rope's one type.
       modules: names of a layer's modules in files, where they are not Llama's. `qkv` and `gate_up` are one matrix each.
-        With experts `router`, and those of an expert, of which `{expert}` numbers tensors of its own.
+        With experts also `router`, and an expert's modules; `{expert}` is its number where each has its own tensors.
         `mlp_norm_gguf`: what GGUF files call the norm before the MLP.
       experts: of mixtures. bare_experts: files have matrices of experts as [in, out], without `.weight`, and gate and
         up column by column in turn.

@@ -1,8 +1,8 @@
 """Files whose matrices are in float8 (e4m3fn): codes, and the scales that they are multiplied with.
 
 Two forms of `quantization_config` are read. `quant_method` `fp8` is DeepSeek's and Qwen's, with a scale for each block
-of outputs and inputs (`weight_block_size`, DeepSeek-V3 technical report, arXiv:2412.19437, 3.3), or without blocks that
-of AutoFP8, with one for a matrix or for each output. `compressed-tensors` is that of llm-compressor, by `strategy`:
+of outputs and inputs (`weight_block_size`, DeepSeek-V3 technical report, arXiv:2412.19437, 3.3). Without blocks it is
+AutoFP8's, with a scale for each matrix or each output. `compressed-tensors` is llm-compressor's, by `strategy`:
 `tensor`, `channel` or `block`. Matrices are dequantised when they are loaded; any other setting that would change the
 numbers is refused.
 """

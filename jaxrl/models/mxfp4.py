@@ -50,9 +50,9 @@ class _PackedExperts(NamedTuple):
 
 
 def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """The values of codes [..., rows, groups, 16] uint8 (two a byte, the first in the lower half) and scales [...,
-    rows, groups] uint8, as float32 [..., rows, groups * 32]: exact, but for values beyond float32's range, which are
-    infinite. The last dim is the inputs of a product."""
+    """Dequantises to float32 [..., rows, groups * 32]. Codes are [..., rows, groups, 16] uint8 (two a byte, the first
+    in the lower half), scales [..., rows, groups] uint8. The result is exact, except that values beyond float32's range
+    are infinite. The last dim is the inputs of a product."""
     assert blocks.dtype == scales.dtype == np.uint8, (blocks.dtype, scales.dtype)
     assert blocks.shape == (*scales.shape, BLOCK // 2), (blocks.shape, scales.shape)
     values = _PAIRS[blocks].reshape(*scales.shape, BLOCK)

@@ -1,7 +1,7 @@
 """A loaded model as a Flax NNX module, and back: for code that takes `nnx` states (MaxText, Tunix, NNX's optimizers).
 
-Needs `jaxrl[flax]`. The weights are those of the training form (`jaxrl.models.config`), with their names and shardings;
-nothing is copied.
+Needs `jaxrl[flax]`. The weights have the training form (`jaxrl.models.config`), with its names and shardings; nothing
+is copied.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def read_rope(fields: Fields, max_position_embeddings: int, theta: float, partia
     rope: dict[str, Any] = dict(_object(fields, "rope_scaling") or _object(fields, "rope_parameters"))
     for name, value in rope.items():
         if isinstance(value, Mapping):
-            fields.refuse(f"rope of its own for {name!r}", "all layers must have the same rope")
+            fields.refuse(f"separate rope for {name!r}", "all layers must have the same rope")
     for factor in (rope.get("partial_rotary_factor"), fields.get("partial_rotary_factor")):
         if not partial and factor not in (None, 1, 1.0):
             fields.refuse(f"partial_rotary_factor {factor}", "rope must rotate the whole head")

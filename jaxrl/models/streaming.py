@@ -1,11 +1,11 @@
-"""Weights of layers that lie in the host's memory and come to the devices while the model runs, so that a model can
-share the actor's devices with few of its layers resident.
+"""Streams layers' weights from host memory to the devices while the model runs. So a model can share the actor's
+devices with few of its layers resident.
 
 Source: RollPacker §4.3, the layer-wise pipeline scheme: a layer's copy runs under the compute of the layers before it.
 
 A layer's matrices are streamed; its norms and biases stay on the devices. When a streamed layer begins to compute, the
-copy of the next one begins, into the buffer of the one before. A barrier ties each copy to the layer's input: without
-it XLA would begin all copies at the start of the program, with a buffer for each, and would take them out of the loop
+copy of the next one begins, into the buffer of the one before. A barrier ties each copy to the layer's input. Without
+it XLA would begin all copies at the start of the program, with a buffer for each, and would hoist them out of the loop
 over decode steps. Departure: the resident layers do not come first but lie evenly between the streamed ones, so that a
 copy has the time of several layers. On CPUs programs have the same barriers, and no copies.
 """

@@ -33,12 +33,12 @@ class Weight:
       init: `normal` (standard deviation 0.02), `ones` (norms), `less_one` (norms that multiply by one plus the weight:
         zeros), `zeros` (biases) or `inputs` (uniform, at most one over the square root of the number of inputs:
         adapters).
-      hf_name: its name in Hugging Face files; `{layer}` stands for the layer's index, and `{expert}` for an expert's,
-        where each has a tensor of its own: else experts are a tensor's first dim.
+      hf_name: its name in Hugging Face files. `{layer}` is the layer's index, and `{expert}` the expert's if each has
+        its own tensor; else experts are a tensor's first dim.
       file_rows: where it is some outputs of a Hugging Face tensor that holds other weights as well (and of a GGUF
         tensor, unless it belongs to experts).
-      transpose: files hold matrices as [out, in]; here a matrix is [in..., out...]. Experts' are so in GGUF files
-        whatever this says.
+      transpose: files hold matrices as [out, in]; here a matrix is [in..., out...]. In GGUF files experts' matrices are
+        [out, in] even if this is False.
     """
 
     shape: tuple[int, ...]  # the weights of layers are stacked on a leading dim
@@ -107,7 +107,7 @@ class Weight:
         return order[inputs:] + order[:inputs]
 
     def each_apart(self, kind: Kind = "hf") -> bool:
-        """Whether each expert has a tensor of its own in a file."""
+        """Whether each expert has its own tensor in a file."""
         return "{expert}" in (self.hf_name if kind == "hf" else self.gguf_name)
 
     def units_per_layer(self, kind: Kind = "hf") -> int:

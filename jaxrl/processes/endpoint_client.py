@@ -4,8 +4,8 @@ Waits between attempts double from `FIRST_WAIT_S`, without chance; a `Retry-Afte
 The key is in the request's header and nowhere else: every text of an endpoint passes `Client.hide`.
 
 `httpx2` does HTTP: it comes with tokenizers (by way of huggingface_hub), pools connections, and knows TLS and proxies.
-Its timeouts are for single reads, so one over the whole request stands around it. What this machine itself serves is
-asked without a proxy. Its log repeats headers and reasons of an endpoint, so it is kept to warnings.
+Its timeouts are for single reads, so another one limits the complete request. What this machine itself serves is asked
+without a proxy. Its log repeats headers and reasons of an endpoint, so it is kept to warnings.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 MAX_RETRY_AFTER_S = 300.0
 """An endpoint that asks for a longer pause is not there for this run."""
 MAX_BODY_BYTES = 4 << 20
-"""Of an answer, unless a client is told another limit."""
+"""The default limit of an answer's size."""
 T = TypeVar("T")
 _MAX_SAID = 300  # characters of an endpoint's own words that an error repeats
 _AGAIN = frozenset({408, 409, 425, 429})  # and 5xx
@@ -146,7 +146,7 @@ class Client(Generic[T]):
             raise EndpointRefused(refused) from None
 
     def _refused(self, failed: RequestFailed) -> str | None:
-        """What the user has to mend; None for an endpoint that is late, busy or broken."""
+        """An error that the user has to mend; None for an endpoint that is late, busy or broken."""
         options, section = self._options, self._section
         if failed.code in (401, 403):
             named = f"({options.api_key_env})" if options.api_key_env else "is empty: a request without a key"
@@ -161,7 +161,7 @@ class Client(Generic[T]):
         return None
 
     async def ask(self, body: Mapping[str, Any], under_way: Elapsed | None = None, *, is_probe: bool = False) -> T:
-        """What is read of the answer. Raises RequestFailed once it has been sent `max_retries` times again."""
+        """The value read from the answer. Raises RequestFailed after `max_retries` retries."""
         under_way = Elapsed() if under_way is None else under_way
         loop = asyncio.get_running_loop()
         began_s = loop.time()
@@ -275,7 +275,7 @@ def api_key(section: str, variable: str, environment: Mapping[str, str] = os.env
 
 
 def _message(body: bytes) -> str:
-    """What an error's body says: the text in `error.message`, `message` or `detail`, or else the body."""
+    """The message in an error's body: the text in `error.message`, `message` or `detail`, or else the body."""
     text = body.decode("utf-8", "replace")
     try:
         found: Any = json.loads(body)
@@ -297,7 +297,7 @@ def _is_loopback(url: str) -> bool:
 
 
 def _seconds(value: str) -> float:
-    """Of a `Retry-After`: seconds, or a date; 0 for anything else."""
+    """The seconds in a `Retry-After`, which may be a date; 0 for anything else."""
     try:
         if value.strip().replace(".", "", 1).isdigit():
             return float(value)

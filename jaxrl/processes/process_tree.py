@@ -64,7 +64,7 @@ def descendants(pid: int, apart_from: Collection[int] = ()) -> list[int]:
 
 
 def children(pid: int) -> list[int]:
-    """Those of all its threads, also those that have ended and that nobody has waited for."""
+    """The children of all its threads, also ended ones that nobody has waited for."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):

@@ -25,7 +25,7 @@ def start_python(
     stderr: IO[bytes] | None = None,
     env: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Starts `main()` of a module in a session of its own, where Ctrl-C in a terminal does not reach it.
+    """Starts `main()` of a module in a new session, which a terminal's Ctrl-C does not reach.
 
     Args:
       arguments: its `sys.argv[2:]`; the one before is used up by the start.

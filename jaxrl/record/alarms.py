@@ -93,7 +93,7 @@ class Alarms:
 
 
 def non_finite(batch: TrainBatch) -> list[str]:
-    """What of a batch holds a NaN or an infinity, in words."""
+    """The parts of a batch with a NaN or an infinity, in words."""
     arrays = {
         "the rollout's log-probabilities": [sample.rollout_logprobs for sample in batch.samples],
         "the old log-probabilities": batch.old_logprobs,

@@ -1,4 +1,4 @@
-"""What each step's batch was like, for the report: `batches.jsonl` in the run directory.
+"""Statistics of each step's batch, for the report: `batches.jsonl` in the run directory.
 
 One line per step: `{"step", "groups", "limit", "lengths"}`. `groups` are the groups' mean rewards, `lengths` a
 histogram of the responses' tokens in `BINS` equal bins from 0 to `limit`, the longest possible response. Where rewards
@@ -57,7 +57,7 @@ def _errors(groups: Sequence[Group]) -> list[tuple[str, int]]:
 
 
 def read_batches(folder: str | Path, note: Callable[[str], None] = _log.warning) -> list[dict[str, Any]]:
-    """The steps of a run, in order; `note` hears of damaged lines."""
+    """The steps of a run, in order; `note` is called for damaged lines."""
     return read_lines(Path(folder) / FILE_NAME, _parse, note)
 
 

@@ -93,7 +93,7 @@ class JsonLines:
 def read_lines(
     path: Path, parse: Callable[[bytes], T] = json.loads, note: Callable[[str], None] = _log.warning
 ) -> list[T]:
-    """What `parse` makes of each complete line, in order. `note` hears of lines that it cannot parse."""
+    """Yields `parse` of each complete line, in order. `note` is called for lines that it cannot parse."""
     found: list[T] = []
     if not os.path.lexists(path):
         return found
@@ -108,7 +108,7 @@ def read_lines(
 
 
 def to_json(value: Any, **options: Any) -> str:
-    """`json.dumps` that writes JSON whatever the numbers are: one that is not finite becomes its text."""
+    """`json.dumps` that always writes valid JSON: a number that is not finite becomes its text."""
     try:
         return json.dumps(value, allow_nan=False, **options)
     except ValueError:

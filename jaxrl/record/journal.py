@@ -1,13 +1,13 @@
 """The event journal: a write-ahead log of decisions that a clock took, so that a resumed run decides the same.
 
-All in a run follows from its config and seeds, except a few decisions that depend on a clock or the machine (a scorer
-that timed out, a new layout from measured latencies). Each is written here before it takes effect. A step that runs
-again after a crash replays its lines (docs/architecture.md).
+A run is a function of its config and seeds, except for a few decisions that depend on a clock or the machine. Examples
+are a scorer that times out, or a new layout chosen by measured latencies. Each is written here before it takes effect.
+A step that runs again after a crash replays its lines (docs/architecture.md).
 
 The file is JSONL: a header `{"journal": 2, "bytes": .., "crc32": ..}`, then per decision `{"step": .., "kind": ..,
-"key": [..], ...}`. Lines of steps that a checkpoint holds are dropped. The header has the length and the CRC-32 of what
-follows, so that a lost or changed decision is found. It has a fixed length and is overwritten after each line. After a
-crash in between it covers fewer lines than there are: those after them count, without a checksum.
+"key": [..], ...}`. Lines of steps that a checkpoint holds are dropped. The header has the length and the CRC-32 of the
+lines after it, so that a lost or changed decision is found. It has a fixed length and is overwritten after each line.
+After a crash in between it covers fewer lines than there are: the later ones count, without a checksum.
 """
 
 from __future__ import annotations

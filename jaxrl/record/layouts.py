@@ -28,7 +28,7 @@ class LayoutLog(JsonLines):
 
 
 def read_layouts(folder: str | Path, note: Callable[[str], None] = _log.warning) -> list[dict[str, Any]]:
-    """The rounds of a run, in order; `note` hears of damaged lines."""
+    """The rounds of a run, in order; `note` is called for damaged lines."""
     return read_lines(Path(folder) / FILE_NAME, _parse, note)
 
 

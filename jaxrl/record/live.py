@@ -1,7 +1,7 @@
 """The live view of a run: what happens now, and one line per finished step.
 
-On a terminal, a panel (drawn with rich) stands under the lines. Elsewhere (a file, a pipe, TERM=dumb) there are the
-lines alone, in plain characters, and after half a minute without one what the run is doing and how far it has come.
+A terminal shows a panel (drawn with rich) under the lines. Elsewhere (a file, a pipe, TERM=dumb) there are only the
+lines, in plain characters. After half a minute without one, a line says what the run is doing and how far it is.
 
 The view never stops a run: a missing metric is left out, and a closed output only silences the view.
 """
@@ -42,8 +42,8 @@ class LiveView:
     Args:
       total_steps: the run's last step; 0: not known, and no time left is shown.
       done: the steps before a resumed run's first.
-      window: the time left is estimated from that many steps: evaluations and checkpoints that come every so many
-        steps count with their share.
+      window: the time left is estimated from that many steps: evaluations and checkpoints that occur only in some of
+        them count with their share.
       clock: in seconds.
     """
 

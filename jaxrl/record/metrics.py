@@ -196,7 +196,7 @@ class MetricsWriter:
 
 
 def read_metrics(run_dir: str | Path, note: Callable[[str], None] = _log.warning) -> list[dict[str, float]]:
-    """The steps of a run in order, each with "step", "time" and its metrics. `note` hears of damaged lines."""
+    """The steps of a run in order, each with "step", "time" and its metrics. `note` is called for damaged lines."""
     return read_lines(Path(run_dir) / FILE_NAME, _parse, note)
 
 
@@ -298,7 +298,7 @@ def seconds_of_other_steps(line: dict[str, float], earlier_s: float | None, ahea
 
 
 def step_phases(line: Mapping[str, float]) -> dict[str, float]:
-    """Of what a step's time is made, each moment once. The round's phases are left out where it ran before the step;
+    """The phases of a step's time, each moment once. The round's phases are left out where it ran before the step;
     `ahead` is the next step's round, without what ran at the same time as the update."""
     elsewhere = {"step", "earlier", "ahead", "overlap", *(ROUND_PHASES if "timing_s/earlier" in line else ())}
     names = [name.removeprefix("timing_s/") for name in line if name.startswith("timing_s/")]

@@ -12,7 +12,7 @@ PATIENCE_S = 10.0
 
 
 class StartupProgress:
-    """Names the stages of a start that take long. `say` is called from a thread of its own."""
+    """Names the long stages of a start. `say` is called from a separate thread."""
 
     def __init__(self, say: Callable[[str], None], patience_s: float = PATIENCE_S) -> None:
         self._say, self._patience_s = say, patience_s

@@ -1,4 +1,4 @@
-"""A run's directory: where its files are, and what `run.json` says of the run.
+"""A run's directory: the places of its files, and `run.json`.
 
 docs/architecture.md, "The run directory", says what each file holds. A lock (`.lock`) keeps a second run out; the
 operating system drops it when the process ends, however it ends.
@@ -192,7 +192,7 @@ def recorded_config(folder: str | Path) -> Config | None:
 
 
 def recorded_start(folder: str | Path) -> Mapping[str, Any] | None:
-    """What run.json says of the last start in a folder, and of all `starts`. Raises ValueError if it is damaged."""
+    """The content of run.json: the last start in a folder, and all `starts`. Raises ValueError if it is damaged."""
     file = Path(folder).expanduser() / RUN_FILE
     if not os.path.lexists(file):
         return None

@@ -1,10 +1,11 @@
-"""What a run, real or simulated, writes and shows while it goes.
+"""What a run, real or simulated, writes and shows while it runs.
 
 No file is written before `RunRecord.begin`, when nothing can refuse the start any more. The other methods of
 `RunRecord` are the hooks of the loop and the backend.
 
-A simulated run differs: its metrics have `simulated`. It has no journal, because its clock decides the same again; no
-timeline of its own, because that clock draws it; no watchdog and no messages about evaluations.
+A simulated run differs: its metrics have `simulated`. It has no journal, because its clock decides the same again.
+`RunRecord` writes no timeline for it, because that clock draws one, and it has no watchdog and no messages about
+evaluations.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class RunRecord:
     Args:
       resume_step: the last step that counts, a checkpoint's; -1 where there is none.
       total_steps: for the time left; 0: it is not shown.
-      watchdog: hears of the run's progress, and sees the open spans of its timeline.
+      watchdog: receives the run's progress, and sees the open spans of its timeline.
       pieces_of: as in `SampleLog`.
 
     Attributes:

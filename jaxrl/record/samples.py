@@ -1,10 +1,10 @@
 """A few samples of each step, for people: `samples.jsonl` in the run directory.
 
 One line per sample. `key` is its prompt's pass over the data, its prompt, its number, and its attempt if that is not
-the first. With reward shaping there are overlong_reward and wrong_reward, which are part of reward; with weights and
-parts own_reward and parts, of which it is made; where scoring failed, error. What else the scorer said is `info`, cut
-where it is long. One with an environment has its `turns`. `ids` has the tokens of the prompt, and those of the response
-as [version, tokens] for each span of one origin.
+the first. With reward shaping there are overlong_reward and wrong_reward, which are part of reward. With weights and
+parts there are own_reward and parts, of which reward is made. Where scoring failed there is error. Other output of the
+scorer is `info`, cut where it is long. A sample with an environment has its `turns`. `ids` has the prompt's tokens, and
+the response's as [version, tokens] for each span of one origin.
 
 The report shows them; `jaxrl simulate` and `jaxrl tune` draw lengths and rewards from them (`jaxrl.sim.recorded`);
 `jaxrl replay` draws one again.
@@ -32,7 +32,7 @@ _OF_REWARD = ("overlong_reward", "wrong_reward", "own_reward", "parts")
 MAX_VALUE, MAX_INFO = 2_000, 8_000
 """Characters of one value of a sample's info, and of all of them."""
 MAX_TOKENS = 1_000
-"""Of a turn."""
+"""The most tokens of a turn that are kept."""
 PiecesOf = Callable[[Sequence[int]], Sequence[str]]
 
 

@@ -149,7 +149,7 @@ class _TensorBoard:
 
 
 def _sent_steps(file: Path) -> Container[int]:
-    """The steps that went to a service which cannot be asked what it has: a file of ours holds the last one."""
+    """The steps sent to a service that cannot list its steps: a local file holds the last one."""
     if not file.exists():
         return ()
     text = file.read_text().strip()
@@ -193,7 +193,7 @@ class _Wandb:
 
 
 class _Trackio:
-    """It finds runs by their names, so each run gets a name of its own. Of a server a file of ours says what was
+    """Trackio finds runs by their names, so each run gets a unique name. For a server, a local file records what was
     sent."""
 
     def __init__(self, trackio: Any, folder: Path, project: str, experiment: str, config: Mapping[str, Any]) -> None:

@@ -112,7 +112,7 @@ def _head(body: str) -> str:
 
 
 def load_state(text: str, where: str) -> dict[str, Any]:
-    """What `dump_state` wrote. Raises ValueError for anything else."""
+    """Reads the output of `dump_state`. Raises ValueError for anything else."""
     head, _, body = text.partition("\n")
     if not head.startswith(f'{{"simulation": {_STATE_SCHEMA},'):
         raise ValueError(f"{where}: not a simulation's state of schema {_STATE_SCHEMA}; remove it to start again")

@@ -2,9 +2,9 @@
 spans.
 
 Source: the Trace Event Format's JSON array form, in which the closing bracket may be missing: every event is one line
-with a comma, and lines are written whole, so viewers open the file at any moment, also after a crash. `close` ends it
-with a last event and the bracket. A resumed run takes those two lines away and appends, as another process of the
-trace, whose clock goes on where the file ended.
+with a comma, and lines are written completely, so viewers open the file at any moment, also after a crash. `close` ends
+it with a last event and the bracket. A resumed run removes those two lines and appends, as another process of the
+trace, whose clock continues where the file ended.
 
 The file is kept small: adjacent short spans of one name on a track are merged (`count` says how many); counters are
 sampled; a step draws at most `MAX_EVENTS` events, and as many of the rollout's rows; the share of steps that are drawn
@@ -37,7 +37,7 @@ _TAIL_BYTES = 1 << 16
 MAX_BYTES = 32 << 20
 """After which the share of drawn steps halves."""
 MAX_EVENTS = 4000
-"""Of a step; rows have as many."""
+"""The most events of a step; rows have as many."""
 END = "jaxrl_end"
 """The last event of a file that was closed; it has no comma."""
 ROW = "row"
@@ -153,8 +153,8 @@ class Timeline:
         return self._clock()
 
     def row(self, row: str, order: int, name: str, start_s: float, end_s: float, **args: Any) -> None:
-        """Draws what the `order`-th row of the rollout had from `start_s` to `end_s`, on a track of its own behind all
-        others. In an evaluation "val " stands before `name`: held-out prompts are counted from 0 too."""
+        """Draws the response in the `order`-th row of the rollout from `start_s` to `end_s`, on a separate track behind
+        all others. An evaluation puts "val " before `name`: held-out prompts are counted from 0 too."""
         with self._lock:
             if not self._drawing:
                 return

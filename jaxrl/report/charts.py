@@ -50,7 +50,7 @@ class Chart:
     from_zero: bool = True
     top: float | None = None
     least: float = 0.0  # how far from 0 the axis reaches at least: what is smaller is noise
-    span: tuple[float, float] | None = None  # steps that the axis covers; default: those of the points
+    span: tuple[float, float] | None = None  # steps that the axis covers; default: the points' steps
     marks: Sequence[float] = ()  # steps with an upright line
     mark: str = ""  # what happens there
     legend: bool = False  # also of a single curve

@@ -1,7 +1,7 @@
 """Several runs on one page: their curves over each other, and tables of what differs. One self-contained HTML file.
 
-Runs are named A, B, ... and by their folders; a simulated one says so wherever its name stands, because its seconds are
-those of modelled devices.
+Runs are named A, B, ... and by their folders; a simulated one says so next to its name, because its seconds come from
+modelled devices.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _figures(figures: Sequence[Figure], names: Sequence[str]) -> str:
         return f"<td class=num>{_MISSING if value is None else escape(figure.shown(value))}{beside}</td>"
 
     rows = [(breakable(figure.name), [cell(figure, i) for i in range(len(names))]) for figure in figures]
-    return "<p class=sub>Below a number: how it stands to A's.</p>" + _table("", names, rows)
+    return "<p class=sub>Below a number: how it compares with A's.</p>" + _table("", names, rows)
 
 
 def _options(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:

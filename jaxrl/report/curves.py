@@ -20,7 +20,7 @@ Line = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class PagePart:
-    """What a mechanism adds to a run's page: charts among the others, and a section of its own, as HTML."""
+    """What a mechanism adds to a run's page: charts among the others, and a section as HTML."""
 
     charts: Callable[[RecordedRun], list[Chart]] = lambda run: []
     section: Callable[[RecordedRun], str] = lambda run: ""

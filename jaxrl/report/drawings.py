@@ -1,9 +1,9 @@
-"""Drawings that are no curves over steps: lengths as a histogram, groups' rewards as a heat map, rows over time. Each
-is empty where its file was not written.
+"""Drawings that are not curves over steps: lengths as a histogram, groups' rewards as a heat map, rows over time. Each
+is empty if its file was not written.
 
 The heat map has a column for each step, or for several where there are many, in which groups are sorted by their mean
-reward: the darker, the higher. So a band in the middle is what still teaches. The rows are those of the last round that
-the timeline has; only the end of that file is read, because it may be large.
+reward: the darker, the higher. So a band in the middle is what still teaches. The rows come from the last round in the
+timeline; only the end of that file is read, because it may be large.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _WANTED = (f'"cat":"{ROW}"'.encode(), b'"name":"step"')
 _APART = 0.06  # between bars, in percent of the width
 _COLUMNS, _RANKS, _LEVELS = 90, 24, 8
 MOST_ROWS = 64
-"""Of a round that are drawn; of more, every second, third and so on."""
+"""The most rows of a round that are drawn; of more, every second, third and so on."""
 _ENDS = {  # of a request in a row: label and colour
     "stop": ("ended", "c1"),
     "length": ("cut at the limit", "c2"),
@@ -36,7 +36,7 @@ _ENDS = {  # of a request in a row: label and colour
 
 Batches = Sequence[Mapping[str, Any]]
 Event = Mapping[str, Any]
-"""Of the timeline."""
+"""An event of the timeline."""
 
 
 def histogram_card(batches: Batches) -> str:

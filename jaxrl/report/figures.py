@@ -1,4 +1,4 @@
-"""What is compared between runs: a few figures of each, from its metrics."""
+"""Figures that are compared between runs, from their metrics."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Figure:
     shown: Callable[[float], str] = number
 
     def beside_first(self, index: int) -> str:
-        """How run `index` stands to the first one: `×0.82`, `+0.13`; empty where that says nothing."""
+        """How run `index` compares with the first one: `×0.82`, `+0.13`; empty where there is nothing to compare."""
         first, value = self.values[0], self.values[index]
         if index == 0 or first is None or value is None:
             return ""

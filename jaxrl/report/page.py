@@ -66,7 +66,7 @@ def page(run: RecordedRun, parts: Sequence[PagePart] = ()) -> str:
 
 
 def _failed(run: RecordedRun) -> str:
-    """What a reader must know before anything else: how many rewards failed, and why."""
+    """The page's first message: how many rewards failed, and why."""
     found = reward_failures(run.metrics, run.batches)
     if found is None:
         return ""

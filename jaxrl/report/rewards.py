@@ -56,7 +56,7 @@ def rewards_section(run: RecordedRun, span: tuple[float, float] | None) -> str:
 
 
 def domains(lines: Sequence[Mapping[str, float]]) -> list[str]:
-    """Those with most samples first."""
+    """The domains, by falling number of samples."""
     counts: dict[str, float] = {}
     for line in lines:
         for name, value in line.items():

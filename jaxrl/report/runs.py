@@ -1,4 +1,4 @@
-"""What a page reads of a run: the files in its folder, each of which may be missing. config.yaml is read only to say so
+"""A run as a page reads it: the files in its folder, each of which may be missing. config.yaml is read only to say so
 if it is damaged, because a run could not resume then."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxrl.report.charts import Point
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """What was found in a run's folder; `problems` says what could not be read."""
+    """The contents of a run's folder; `problems` says what could not be read."""
 
     folder: Path
     metrics: list[dict[str, float]]

@@ -18,7 +18,7 @@ from jaxrl.record.numbers import number
 from jaxrl.report.charts import breakable
 
 EXTREMES = 8
-"""Of the best and of the worst samples each."""
+"""The number of best and of worst samples."""
 MOST = 200
 """Samples on the page; of more, those of some steps."""
 _MAX_TEXT = 4000  # characters of a prompt or response that are shown
@@ -99,7 +99,7 @@ def _prompt(sample: Shown) -> str:
 
 
 def _response(sample: Shown) -> str:
-    """Of several turns the tokens are the redder the less likely they were; an environment's answer is grey."""
+    """With several turns, less likely tokens are redder, and an environment's answer is grey."""
     turns: Sequence[Shown] = sample.get("turns") or ()
     if not turns:
         return _pre(str(sample.get("response") or ""))

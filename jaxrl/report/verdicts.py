@@ -1,4 +1,4 @@
-"""What a reader should look at first: sentences about a run that learns little, or of which too little is known."""
+"""Warnings for a reader: sentences about a run that learns little, or of which too little is known."""
 
 from __future__ import annotations
 

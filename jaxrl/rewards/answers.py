@@ -1,11 +1,11 @@
 r"""The final answer in a response: the last one that is marked, or else the last number.
 
 Marks, the most deliberate kind first: `\boxed{...}`, `#### ...` (GSM8K's own), `<answer>...</answer>`. In a response
-without any the last number is taken, with which small chatty models end ("... so the answer is 12."); an answer that is
-no number is what the response states ("The answer is ...", "Answer:"), or its last line. Where thinking ends with
+without any mark the last number is taken: small chatty models end with it ("... so the answer is 12."). An answer that
+is no number is what the response states ("The answer is ...", "Answer:"), or its last line. Where thinking ends with
 `</think>`, what follows counts, unless nothing does.
 
-Everything here takes time in proportion to the response's length, whatever stands in it.
+Everything here takes time linear in the response's length, for any content.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_hashed(text: str) -> str | None:
-    """What stands after the last `####`, to the end of its line, without emphasis and a leading `Answer:`."""
+    """The text after the last `####`, to the end of its line, without emphasis and a leading `Answer:`."""
     last = None
     for last in _HASHED.finditer(text):  # noqa: B007  (of the matches, the last)
         pass

@@ -46,9 +46,9 @@ class CodeScorer:
     Attributes:
       means: what locks programs in; None for what `reward.code.sandbox` chooses on the machine that loads this.
 
-    What it records: `passed` and `cases` (test cases), `correct` (all passed), `case_s` (seconds of each case that was
-    run, in order), `cut_off` (cases that their time limit ended), `timeouts` (the same by the kind of limit), and
-    `error`, why the first wrong case is wrong.
+    It records `passed` and `cases` (test cases), `correct` (all passed), and `case_s` (seconds of each case that ran,
+    in order). `cut_off` counts cases that their time limit ended, `timeouts` the same by the kind of limit. `error`
+    says why the first wrong case is wrong.
     """
 
     code: CodeSection
@@ -103,7 +103,7 @@ class CodeScorer:
         return (float(info["correct"]) if self.code.score == "all" else info["passed"] / count), info
 
     def _scripts(self, program: str, tests: Checks, limits_s: tuple[float, ...]) -> Iterator[tuple[_Case, int]]:
-        """Each case in a process of its own, which reads the input and is compared by what it writes."""
+        """Runs each case in a separate process, which reads the input and is judged by its output."""
         for i, (given, wanted) in enumerate(tests.pairs):
             limit_s = limit_of(limits_s, i, self.code.max_timeout_s)
             ran = self._run(lambda sandbox, g=given, t=limit_s: sandbox.script(program, g, t, self.code.command))
@@ -113,7 +113,7 @@ class CodeScorer:
             yield _Case(not why, ran.seconds, why, limit_s * (ran.end == "time")), len(tests.pairs)
 
     def _checks(self, program: str, tests: Checks, limits_s: tuple[float, ...]) -> Iterator[tuple[_Case, int]]:
-        """All cases in one process, and in another from behind a case that ended the first."""
+        """Runs all cases in one process; after a case that ends it, the rest run in another."""
         first, count, default_s, failing_s = 0, tests.count, self.code.max_timeout_s, 0.0
         most_s = self.code.max_failing_s or None
         while count is None or first < count:

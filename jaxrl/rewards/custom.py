@@ -19,14 +19,14 @@ from jaxrl.rewards.request import A_REWARD, ScoreRequest, as_reward
 from jaxrl.rewards.tracebacks import shown_path
 
 RESPONSE = ("response", "solution_str", "completions")
-"""Of these names the function must take one."""
+"""The function must take one of these arguments."""
 _SHOWN_KEYS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class CustomScorer:
-    """Calls the function, which returns a number, or a mapping with the number under "score" and whatever else is to be
-    recorded. One that takes lists returns a list of one."""
+    """Calls the function, which returns a number, or a mapping with the number under "score" and anything else to
+    record. A function that takes lists returns a list of one."""
 
     file: UserFile
     name: str = "compute_score"

@@ -21,8 +21,8 @@ MAIN = ""
 
 @dataclass(frozen=True, slots=True)
 class DomainLimit:
-    """Of one domain: how many samples may be scored at once (0: of all workers all but one for each other domain in
-    use), seconds for one sample (0: no limit), and the option that sets these."""
+    """The limits of one domain: how many samples may be scored at once (0: of all workers all but one for each other
+    domain in use), seconds for one sample (0: no limit), and the option that sets these."""
 
     most: int
     timeout_s: float
@@ -48,7 +48,7 @@ class DomainLimits:
 
 
 class FairQueue(Generic[T]):
-    """What waits, by domain. What was popped counts as being scored until `done`."""
+    """Queues of waiting samples, by domain. A popped sample counts as being scored until `done`."""
 
     def __init__(self, limits: DomainLimits, num_workers: int) -> None:
         self._limits, self._num_workers = limits.by_source, num_workers

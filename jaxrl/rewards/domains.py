@@ -111,8 +111,8 @@ class DomainScorer:
 
 
 def build_scorer(config: Config) -> Scorer:
-    """What worker processes score with. Raises ValueError for settings that would make every sample fail, or a file
-    that cannot be read."""
+    """The worker processes' scorer. Raises ValueError for settings that would make every sample fail, or a file that
+    cannot be read."""
     parts: dict[str, tuple[float, RewardPart]] = {}
     for name, section in config.reward.parts.items():
         function, option = None, f"reward.parts.{name}"

@@ -1,11 +1,11 @@
-"""The host whose workers are forks of it, on this machine, and what it knows of each.
+"""A host that forks its workers on this machine, and its state of each.
 
 The trainer holds jax and many threads, and so never forks. This program loads the scorer's libraries once and forks the
-workers (`jaxrl.rewards.pool_worker`). Each has a socket of its own, which carries JSON: what it sends is never
-unpickled. The host is the parent of what was below a worker that has ended, and kills it.
+workers (`jaxrl.rewards.pool_worker`). Each has its own socket, which carries JSON: what it sends is never unpickled.
+Processes below a worker that has ended become the host's children, and it kills them.
 
-Pebble's process pool was tried in its place (5.2.3): its workers share one pipe, so eight bytes of garbage from one end
-the answers of all, the parent unpickles what they send, and what a task has started lives on.
+Pebble's process pool (5.2.3) was tried instead. Its workers share one pipe, so eight bytes of garbage from one end the
+answers of all. The parent unpickles what they send, and processes that a task has started live on.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ class LocalWorker:
 
 
 class Log:
-    """What workers print and where they failed: appended to a file until that has `MAX_LOG_BYTES`; without a file it is
-    dropped. Each traceback is written once. `sink`: the descriptor for what workers print."""
+    """The log of what workers print and where they failed: appended to a file until that has `MAX_LOG_BYTES`; without a
+    file it is dropped. Each traceback is written once. `sink`: the descriptor for what workers print."""
 
     def __init__(self, path: str) -> None:
         self._path, self._seen = path, set[str]()

@@ -2,16 +2,16 @@ r"""Answers to mathematical problems: the final one in a response, compared with
 
 `jaxrl.rewards.answers` finds the final answer, `jaxrl.rewards.quantities` reads plain numbers with units. Comparison
 tries cheap exact tests first: the same text, choice, number, or elements of a list, interval or set. It leaves the rest
-to `math-verify`. What reaches it has been bounded before (`jaxrl.rewards.sizes`): towers of powers and factorials would
-take gigabytes. A decimal in an expression is an exact fraction, and a decimal for an expression such as `\sqrt{2}` must
-be that number rounded or cut.
+to `math-verify`. Its input has been bounded before (`jaxrl.rewards.sizes`): towers of powers and factorials would take
+gigabytes. A decimal in an expression is an exact fraction, and a decimal for an expression such as `\sqrt{2}` must be
+that number rounded or cut.
 
-Departures: math-verify compares floats to six places, and constants to fifteen, where here their numbers' digits say
-how many decide. It takes letters for complex numbers, which here are real in an expression with a root. It reads i as a
-letter, which here may be the imaginary unit too, and drops degrees, which here are radians, or, where no function is
-taken of them, a unit that may be left out. Its own timeouts are switched off: they are SIGALRM handlers, which raise
-outside the main thread. A comparison that takes too long is ended by the reward pool (`reward.math_timeout_s`), with
-the process it runs in. So `score` must run in a pool, not in the trainer.
+Departures: math-verify compares floats to six places, and constants to fifteen; here the digits of a number say how
+many places count. It takes letters for complex numbers; here they are real in an expression with a root. It reads i as
+a letter; here it may be the imaginary unit too. It drops degrees; here they are radians, or, outside functions, a unit
+that may be left out. Its own timeouts are switched off: they are SIGALRM handlers, which raise outside the main thread.
+The reward pool ends a comparison that takes too long (`reward.math_timeout_s`), with its process. So `score` must run
+in a pool, not in the trainer.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _right_sides(a: str, b: str) -> tuple[str, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class _Elements:
-    """What stands between brackets (`(]` of `(0, 1]`, `{}` of a set; empty: there are none), or between commas."""
+    """The parts between brackets (`(]` of `(0, 1]`, `{}` of a set; empty without any), or between commas."""
 
     brackets: str
     parts: tuple[str, ...]
@@ -325,7 +325,7 @@ def _same_value(answer: str, reference: str) -> bool:
     if agree(ours, theirs) or (r"\sqrt" in answer + reference and _agree_where_real(ours, theirs, agree)):
         return True
     if _IMAGINARY.search(answer + reference):
-        with suppress(TypeError, ValueError):  # sympy's: i stands where only real numbers can, as in i < 2
+        with suppress(TypeError, ValueError):  # sympy's: i is where only real numbers can be, as in i < 2
             return agree(with_i(ours), with_i(theirs))
     return False
 
@@ -352,7 +352,7 @@ def _agree_where_real(ours: list[Any], theirs: list[Any], agree: Callable[[list[
 
 
 def _constant(parsed: list[Any]) -> Quantity | None:
-    """What a real number without letters is worth, to forty digits."""
+    """The value of a real number without letters, to forty digits."""
     from sympy import Expr, Float, Rational
 
     value = parsed[0].evalf(40) if parsed and isinstance(parsed[0], Expr) and parsed[0].is_number else None

@@ -1,8 +1,8 @@
-"""A pool of worker processes: requests to a scorer in, futures of what scoring them came to out.
+"""A pool of worker processes: requests to a scorer in, futures of their results out.
 
 `Pool` starts one process, the host (`jaxrl.rewards.pool_host`), which has all workers, here or in Ray actors, and talks
 to it over one socket. What may go wrong with a worker is the host's business. A host that ends or sends nothing for too
-long is started again and gets all requests again that have no result. Whoever of those under way is to blame shows when
+long is started again and gets all requests again that have no result. The request in flight that is to blame shows when
 they are scored again one at a time, each `max_retries` times at most.
 
 Workers get an environment of named variables, no terminal, and nothing of this process.
@@ -279,8 +279,8 @@ class Pool:
         self._closing.wait(pauses[max(self._losses - 1, 0)])
 
     def _blame(self, is_silent: bool) -> bool:
-        """What was under way may be the reason for a loss: it is scored alone, or fails if that has been so too often.
-        Whether there was anything."""
+        """A request in flight may be the reason for a loss: it is scored alone, or fails after too many losses. Whether
+        there was anything."""
         over: list[_Request] = []
         with self._lock:
             begun = {number: request for number, request in self._requests.items() if request.has_begun}

@@ -244,7 +244,7 @@ class Host:
         await worker.end()
 
     async def _started(self) -> Worker | StartFailed:
-        """A worker that has loaded the scorer, or why there is none."""
+        """A worker that has loaded the scorer, or the reason for a failure."""
         for attempt in range(1, MAX_ATTEMPTS + 1):
             worker = self._make(self)
             try:

@@ -1,11 +1,11 @@
 """The process that runs a scorer: foreign code, on the model's text. Neither this module nor its imports use jax.
 
-The host of a pool (`jaxrl.rewards.local_host`) forks it, sends it one request at a time, and ends it. It leads a
-session and a process group of its own, is the parent of all orphans below it, and has no descriptor but its own socket,
-which nothing that it starts inherits. When a request has ended, it kills every process that the scorer has started for
-it; what `Scorer.load` has started stays.
+The host of a pool (`jaxrl.rewards.local_host`) forks it, sends it one request at a time, and ends it. It leads its own
+session and process group and adopts all orphans below it. Its only descriptor is its socket, which nothing that it
+starts inherits. After a request it kills every process that the scorer started for it; what `Scorer.load` has started
+stays.
 
-With `fresh_process` it loads the scorer and scores each request in a fork of it, so what a request leaves behind in the
+With `fresh_process` it loads the scorer and scores each request in a fork, so what a request leaves behind in the
 interpreter ends with the fork. Threads that a reward file starts while it is imported are not in the forks.
 """
 
@@ -34,23 +34,23 @@ from jaxrl.schema.declared import MAX_FLOAT
 
 GIB = 1 << 30
 NUMBER_BYTES = 8
-"""Of a task, in front of its request."""
+"""The bytes of a task's number, in front of its request."""
 MAX_ANSWER_BYTES = 1 << 20
 """The longest answer, as JSON text: it may hold a scorer's long text, and no data."""
 MAX_MESSAGE_BYTES = MAX_ANSWER_BYTES + (64 << 10)
-"""With a traceback, and what else stands around an answer."""
+"""An answer with a traceback and its envelope."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSettings:
-    """What host and workers of a pool must know; it travels as a pickle.
+    """The settings that host and workers of a pool share; it travels as a pickle.
 
     Attributes:
       scorer: a pickled `Scorer`. loads: its `loads`. preload: modules that are imported once, before workers fork.
       start_timeout_s: seconds that loading the scorer may take.
       max_retries: times that a request is scored again whose worker died.
       max_memory_gib: of one worker; 0: no limit.
-      fresh_process: whether each request has a process of its own, a fork of the worker.
+      fresh_process: whether each request has its own process, a fork of the worker.
       env: variables that workers get besides those that they always get. log: the file for what they print.
       section: of the options that say all this. on_ray: whether each worker is in a Ray actor; ray_address: of a
         cluster that this process itself uses, else Ray finds one.
@@ -73,7 +73,7 @@ class PoolSettings:
 
     @property
     def name(self) -> str:
-        """What errors call what runs in a worker."""
+        """The name in errors of what runs in a worker."""
         return "the scorer" if self.section == "reward" else f"the {self.section}"
 
     @property
@@ -82,8 +82,8 @@ class PoolSettings:
 
 
 def become_worker(host: int, sock: socket.socket, output: int, settings: PoolSettings) -> NoReturn:
-    """What a fork of the host does: loads the scorer, reports that, and scores until it is killed or its socket closes.
-    `output`: the descriptor for what it prints."""
+    """The main function of the host's fork: loads the scorer, reports that, and scores until it is killed or its socket
+    closes. `output`: the descriptor for what it prints."""
     try:
         asyncio._set_running_loop(None)  # the host's
         os.setsid()
@@ -182,7 +182,7 @@ class _Worker:
                 die_with_parent(self._pid)
                 ours.close()
                 self._sock.close()
-                self._pid, self._sock = os.getpid(), theirs  # a fork of its own closes that
+                self._pid, self._sock = os.getpid(), theirs  # its own forks close that
                 send_message(theirs, self._score(scorer, number, request))
                 sys.stdout.flush()
             finally:

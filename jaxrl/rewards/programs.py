@@ -1,6 +1,6 @@
 """The program in a response, and the tests in a prompt's columns.
 
-Tests have one of three forms, whatever column they come from:
+Tests from any column have one of three forms:
 
 - `stdin`: inputs and what a program must write for each (LiveCodeBench, APPS);
 - `calls`: arguments and what a function must return for each (LiveCodeBench, APPS, TACO and Eurus-2 with `fn_name`);
@@ -49,7 +49,7 @@ class Checks:
     count: int | None = None  # of cases; None where only the checker can tell
     entry_point: str = ""  # the function that a completion continues (HumanEval)
     prompt: str = ""  # the text that it continues; empty: a response is the whole program
-    before: str = ""  # what stands in that text before the function: imports and helpers
+    before: str = ""  # the part of that text before the function: imports and helpers
     # what the tests call and do not define, one of which the program defines; empty of stdin
     names: frozenset[str] = frozenset()
 
@@ -135,11 +135,11 @@ def _program(text: str, extra: Mapping[str, Any], where: str) -> Checks:
 
 
 def _continued(extra: Mapping[str, Any], entry: str) -> tuple[str, str]:
-    """The text that a response may continue, and what stands in it before the function `entry`; empty without one.
+    """The text that a response may continue, and its part before the function `entry`; empty without one.
 
-    It is the question as the data has it, or else the column `prompt`, which is the whole text that the model saw
-    (special tokens and instructions among it) unless the data has a column of that name. An entry like `Solution().f`
-    (LeetCodeDataset) continues nothing, and the column `prompt` is what stands before it.
+    It is the question from the data, or else the column `prompt`. Unless the data has a column of that name, that is
+    all the text that the model saw, with special tokens and instructions. An entry like `Solution().f`
+    (LeetCodeDataset) continues nothing; the column `prompt` is the part before it.
     """
     if not entry.isidentifier():
         before = str(extra.get("prompt") or "")
@@ -173,7 +173,7 @@ def _pairs(inputs: list[Any], outputs: list[Any], name: str, where: str, *, are_
     Whether values are wrapped is decided per problem: if each is a list of one, both 4 and [4] are right for [4]. The
     graders of APPS and verl decide per case, and take the first of any list: there a program passes that returns 4
     where other cases show that a list is wanted. As with them, whole numbers as the keys of an argument are numbers.
-    LiveCodeBench's grader does neither: it compares the text in items (`are_items`) as it stands.
+    LiveCodeBench's grader does neither: it compares the text in items (`are_items`) verbatim.
     """
     if not name:
         texts = [(_as_text(given), _as_text(wanted)) for given, wanted in zip(inputs, outputs, strict=True)]
@@ -216,7 +216,7 @@ def _json(text: str, otherwise: Any = None) -> Any:
 def program_of(request: ScoreRequest, tests: Checks) -> str:
     """The program in a response: a fenced block, or all of it; what continues the prompt, behind the prompt.
 
-    What stands before `</think>` is none, unless nothing follows it.
+    Text before `</think>` is no program, unless nothing follows it.
     """
     text = after_thinking(request.response)
     tagged = last_tagged(text) or ""
@@ -238,7 +238,7 @@ def chosen_block(text: str, tests: Checks) -> str | None:
 
     Best are those that define what the tests call, of programs for stdin those that read and write: a demonstration and
     an example's output do not. Among these (or where there are none) Python is better than no language, and that than
-    another one. A prompt may have opened the first fence: then what stands before the fence in the response is a block.
+    another one. A prompt may have opened the first fence: then the text before the fence in the response is a block.
     """
     blocks = _blocks(text)
     if _OPENING.search(text):
@@ -266,8 +266,8 @@ def _is_program(text: str) -> bool:
 def _blocks(text: str) -> list[tuple[str, str]]:
     """The language and the text of each block between fences that holds something, as far to the left as its fence.
 
-    What looks like a fence in a string of three quotes is the program's text, unless it stands at the margin and names
-    a language: then the string is broken. A block that the response's end or another opening cuts off counts.
+    What looks like a fence in a string of three quotes is the program's text, unless it is at the margin and names a
+    language: then the string is broken. A block that the response's end or another opening cuts off counts.
     """
     blocks: list[tuple[str, str]] = []
     position = 0

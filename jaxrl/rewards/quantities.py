@@ -1,14 +1,14 @@
-r"""Numbers as people and models write them, with their units: what they are worth, exactly.
+r"""The exact values of numbers as people and models write them, with their units.
 
 `\frac{7}{2}`, `3\frac{1}{2}`, `3 1/2`, `3.5`, `3.5 \text{ cm}`, `$3.50`, `350%`, `3.5 \times 10^{0}` and
 `0.3\overline{5}` are read; anything else is an expression, and none of this module's business. Every function takes
 time in proportion to its text's length.
 
-How exact an answer must be follows from what was asked. A whole number is met by nothing but itself, in any spelling; a
-fraction (or a root) by itself, or by a decimal of it. A decimal stands for another number if it is that number rounded,
-or cut, to the places that are written: six at least, and, below 0.01, six digits. Of two decimals the one with fewer
-places must be so the decimal of the other. What differs by 1e-14 of its size is a float's noise, and is the same,
-unless one of the two is a whole number.
+How exact an answer must be follows from what was asked. A whole number matches only itself, in any spelling; a fraction
+(or a root) matches itself or a decimal of it. A decimal matches another number if it is that number rounded, or cut, to
+the written places: at least six, and, below 0.01, six digits. Of two decimals the one with fewer places must be such a
+decimal of the other. What differs by 1e-14 of its size is a float's noise, and is the same, unless one of the two is a
+whole number.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _KNOWN_UNITS = _SHORT_UNITS | set(_SAME_UNITS.values()) | _LETTER_UNITS
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A number and what stands behind it.
+    """A number and its unit.
 
     Attributes:
       value: of `50%` it is 50. unit: words in small letters and singular; `%` for a percentage.

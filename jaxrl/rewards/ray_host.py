@@ -1,11 +1,11 @@
 """The host of a pool whose workers are anywhere in a Ray cluster (`pip install jaxrl[ray]`).
 
-It is a process of its own because Ray ends the process that uses it when it has lost the cluster's head for a minute
-("The program will terminate"), and installs handlers of signals. In the trainer that would be the end of a run, without
-a word. Nothing of the user's runs here, nor in an actor: each actor has a pool of one worker on its machine.
+It is a separate process because Ray installs signal handlers, and ends the process that uses it after losing the
+cluster's head for a minute ("The program will terminate"). In the trainer that would end the run without a word.
+Nothing of the user's runs here, nor in an actor: each actor has a pool of one worker on its machine.
 
-An actor that dies was not ended by a scorer, so its sample is scored again elsewhere. Actors that the cluster has no
-room for are waited for while others work; where none works, the run ends.
+No scorer ends an actor, so the sample of an actor that dies is scored again elsewhere. The host waits for actors that
+the cluster has no room for while others work; if none works, the run ends.
 
 Source: ray 2.60, of which a killed head was tried; https://github.com/ray-project/ray/issues/45570.
 """
@@ -33,7 +33,7 @@ SLACK_S = 60.0
 
 
 class RayActor:
-    """What one Ray actor does; two calls at a time, of which one may be `drop`."""
+    """One Ray actor; it runs two calls at a time, one of which may be `drop`."""
 
     def __init__(self, settings: bytes) -> None:
         self._pool = Pool(pickle.loads(settings))
@@ -41,7 +41,7 @@ class RayActor:
         self._dropped: set[int] = set()
 
     def start(self) -> tuple[str, bool]:
-        """What is wrong, and whether it is the user's to mend; empty: the worker is ready."""
+        """The error, and whether the user has to mend it; empty: the worker is ready."""
         try:
             self._pool.wait_ready()
         except (ValueError, RunFailed) as error:

@@ -25,7 +25,7 @@ def as_reward(value: Any, who: str = "a scorer must return") -> float:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """What a scorer sees of a sample: the same few values for every kind of scorer, cheap to send to another process.
+    """A sample as a scorer sees it: the same few values for every kind of scorer, cheap to send to another process.
 
     `extra` has the prompt's own columns; and `prompt`, `question` (the last user message), `epoch`, `index`,
     `finish_reason` and `response_length` (tokens that the model drew), unless the data has columns of these names; of a

@@ -68,7 +68,7 @@ class RewardMetrics:
 
     @classmethod
     def configured(cls, config: Config) -> RewardMetrics:
-        """That of a run: by domain where there are domains, parts, or other scorers than worker processes."""
+        """The metrics of a run: by domain where there are domains, parts, or other scorers than worker processes."""
         algorithm, chosen = config.algorithm, config.algorithm.filter_groups
         shaping = RewardShaping.configured(config)
         added = {} if shaping is None else shaping.shaped(Verdict(0.0, SampleKey(0, 0, 0), 0.0), 0).info
@@ -123,10 +123,10 @@ class RewardMetrics:
         self._clear()
 
     def take(self, pool: Mapping[str, float]) -> dict[str, float]:
-        """What `pool` has counted, and besides `reward/timeouts/<kind>` (`TIMEOUTS`) and `reward/{num_scored,errors,
-        timeouts,crashes}`, in place of the pool's own, which has also scored what was not wanted any more. With
-        domains also `reward/<domain>/` the same four and `{p50_s,p95_s,max_s}`, seconds of scoring; and, before any
-        weight, `reward/part/<name>/mean` and `reward/own/mean`."""
+        """The counts of `pool`, and `reward/timeouts/<kind>` (`TIMEOUTS`) and `reward/{num_scored,errors,
+        timeouts,crashes}`, in place of the pool's own, which has also scored what was not wanted any more. With domains
+        also `reward/<domain>/` the same four and `{p50_s,p95_s,max_s}`, seconds of scoring; and, before any weight,
+        `reward/part/<name>/mean` and `reward/own/mean`."""
         measured = {**pool, **_counts("reward", self._whole)}
         measured |= {f"reward/timeouts/{kind}": float(self._timeouts[kind]) for kind in TIMEOUTS}
         for source in sorted(self._seen):
@@ -185,7 +185,7 @@ def _counts(prefix: str, status: Counter[str]) -> dict[str, float]:
 
 
 def timeouts_of(verdict: Verdict) -> Counter[str]:
-    """What limits ended a verdict, or part of it. A time-out that says nothing of kinds is a sample's."""
+    """The limits that ended a verdict, or part of it. A time-out without kinds is a sample's."""
     said = verdict.info.get("timeouts")
     found = Counter[str]()
     if isinstance(said, Mapping):

@@ -46,8 +46,8 @@ from jaxrl.types import Prompt, Sample, SampleKey
 
 
 class ScoringPlace(Protocol):
-    """Where samples are scored. It knows nothing of domains, weights and parts: a result has the scorer's own reward.
-    One with the status `crash` says that nothing was learnt of the response."""
+    """Where samples are scored. It does not know domains, weights and parts: a result has the scorer's own reward. One
+    with the status `crash` says that nothing was learnt of the response."""
 
     def warm(self) -> None:
         """Waits until it can score. Raises ValueError where it never will, with a sentence that names the option, and
@@ -305,7 +305,7 @@ def _worker_settings(config: Config, scorer: Scorer, log: Path | None) -> PoolSe
 
 
 def _address_in_use() -> str | None:
-    """Of the Ray cluster that this process uses itself; None where it uses none."""
+    """The address of the Ray cluster that this process itself uses; None if it uses none."""
     ray = sys.modules.get("ray")
     return ray.get_runtime_context().gcs_address if ray is not None and ray.is_initialized() else None
 

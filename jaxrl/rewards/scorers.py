@@ -52,7 +52,7 @@ class Scorer(Protocol):
 
     @property
     def loads(self) -> str:
-        """What `load` does, as errors begin that say it failed: `reward.path: importing /home/me/reward.py`."""
+        """Describes `load` at the beginning of an error: `reward.path: importing /home/me/reward.py`."""
         ...
 
     @property
@@ -61,8 +61,8 @@ class Scorer(Protocol):
         ...
 
     def load(self) -> None:
-        """Imports whatever scoring needs, so that the first score is not charged for imports. A ValueError's sentence
-        is for the user as it stands."""
+        """Imports everything that scoring needs, so that the first score is not charged for imports. A ValueError's
+        sentence is shown to the user unchanged."""
         ...
 
     def __call__(self, request: ScoreRequest) -> tuple[Any, dict[str, Any]]: ...
@@ -199,13 +199,13 @@ def scorer_of(config: Config, domain: Domain) -> Scorer:
 def score_safely(
     scorer: Callable[[], Scorer], request: bytes, on_error: Callable[[BaseException], object] = lambda error: None
 ) -> Scored:
-    """Scores one pickled request; returns plain values only, which leave this process as JSON, whatever the scorer does
-    (unless it ends the process). `on_error` gets an error that the scorer has raised."""
+    """Scores one pickled request; returns plain values only, which leave this process as JSON, unless the scorer ends
+    the process. `on_error` gets an error that the scorer has raised."""
     start = time.perf_counter()
     try:
         reward, info = scorer()(pickle.loads(request))
         return "ok", as_reward(reward), _plain(info), time.perf_counter() - start
-    except MemoryError as error:  # numpy's has a name of its own
+    except MemoryError as error:  # numpy's has another name
         text = f"{OUT_OF_MEMORY}: {error}" if str(error) else OUT_OF_MEMORY
         return "error", 0.0, {"error": text[:1000]}, time.perf_counter() - start
     except BaseException as error:  # sys.exit() and KeyboardInterrupt of a scorer's own making, too

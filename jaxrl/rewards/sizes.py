@@ -1,8 +1,8 @@
 r"""How large the numbers in an expression may become, judged from its text before anything evaluates it.
 
 A computer algebra system takes minutes and gigabytes for `9^{9^{9}}`, `(10!)!` or `\prod_{k=1}^{10^{12}} k`, since it
-computes with all digits. `digits` reads the LaTeX (or plain) text once, roughly, and bounds from above the digits of
-every part that holds nothing but numbers, and the terms of every power that would be multiplied out.
+computes with all digits. `digits` reads the LaTeX (or plain) text once, roughly. It bounds from above the digits of
+every part that holds only numbers, and the terms of every power that would be multiplied out.
 
 A part is a fraction p / q with at most 2^over for p and 2^under for q, both at least 1 in size; or unknown, if there
 are variables in it. Constants such as `\pi` and `e` count as numbers below 4.

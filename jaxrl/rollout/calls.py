@@ -1,4 +1,4 @@
-"""What a submitted plan is on the devices: program calls over padded rows, and how their values become a result."""
+"""A submitted plan on the devices: program calls over padded rows, and how their values become a result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNKNOWN = -3
 
 @dataclass(slots=True)
 class Call:
-    """What a program call will return, and which of the plan's rows are at which of its places [group, row]."""
+    """A program call's future result, and which of the plan's rows are at which of its places [group, row]."""
 
     rows: np.ndarray
     groups: np.ndarray

@@ -1,12 +1,13 @@
 """The executor that runs the engine's plans on a mesh.
 
 `submit` turns a plan into program calls over padded shape buckets and returns at once; `collect` waits for the values
-of a plan. Every shape is compiled ahead (`warm_up`) and kept in jax's persistent compilation cache when one is
-configured; a shape that is first needed later is compiled then and counted (`recompiles`).
+of a plan. `warm_up` compiles every shape ahead; a configured persistent compilation cache of jax keeps them. A shape
+that is first needed later is compiled then and counted (`recompiles`).
 
 Prefill chunks of one plan run in ascending order of their start, in one call per run of equal length buckets. A chunk
-that reads blocks written by another chunk of the plan (a prompt's shared blocks) starts later in its sequence than that
-chunk, and inside a call all chunks write a layer's keys and values before any reads them. So both orders are safe.
+may read blocks that another chunk of the plan writes (a prompt's shared blocks). It then starts later in its sequence
+than that chunk. Inside a call all chunks write a layer's keys and values before any reads them. So both orders are
+safe.
 """
 
 from __future__ import annotations
@@ -487,7 +488,8 @@ class MeshExecutor:
     def _histories_of(
         self, scheduled: ScheduledRows, at: tuple[np.ndarray, np.ndarray], shape: tuple[int, int]
     ) -> tuple[Any, np.ndarray]:
-        """The histories on the devices, with those of the rows at `at`, and the place of each row's [dp, rows]."""
+        """The histories on the devices, after adding the histories of the rows at `at`; and each row's place, [dp,
+        rows]."""
         assert self._histories is not None, "an executor with a pool has places"
         histories = scheduled.histories or ()
         own = [row for row, history in enumerate(histories) if history is not None]

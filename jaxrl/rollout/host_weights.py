@@ -1,5 +1,5 @@
-"""A model's rollout weights in the host's memory, of which a part comes to the devices for a while: for a model beside
-the actor whose device memory is freed between rollouts. Loading needs the devices for one layer at a time.
+"""A model's rollout weights in host memory, a part of which moves to the devices for a while: for a model beside the
+actor whose device memory is freed between rollouts. Loading needs the devices for one layer at a time.
 
 Source: RollPacker §4.3; `jaxrl.models.streaming` says what is streamed.
 """

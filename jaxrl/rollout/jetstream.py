@@ -1,8 +1,8 @@
 """The programs of the rollout as a JetStream engine: prefill, insert and generate of `jetstream.engine.engine_api`.
 
 `jaxrl serve --jetstream` is a server made of these parts; nothing else in jaxrl imports this module. `pip install
-'jaxrl[jetstream]'` brings google-jetstream 0.2.2, the last release on PyPI of an archived project, with seqio and
-TensorFlow, which its `engine_api` imports. It was run with Python 3.11, jax 0.10.2 and with Python 3.12, jax 0.11.2
+'jaxrl[jetstream]'` brings google-jetstream 0.2.2, the last release on PyPI of an archived project. It also brings seqio
+and TensorFlow, which its `engine_api` imports. It was run with Python 3.11, jax 0.10.2 and with Python 3.12, jax 0.11.2
 (both with seqio 0.0.20, TensorFlow 2.21, protobuf 7.36).
 
 Source: google-jetstream 0.2.2, `engine/engine_api.py` and the way `core/orchestrator.py` drives it. There, prefill
@@ -16,9 +16,9 @@ Departures:
 * The engine interface has no sampling options per request: `JetStreamConfig.sampling` holds for all of them. Request n
   (counted by prefill, from 0) is sampled as `SampleKey(0, n, sample)`, as `jaxrl.scheduling.tokens.engine.Engine`
   would.
-* A slot owns its blocks for good, so attention spans `max_length` in each step and `free_resource` has nothing to do.
+* A slot always keeps its blocks, so attention spans `max_length` in each step and `free_resource` has nothing to do.
   One step per call is what the interface asks for; the executor's chunks of steps are faster.
-* The driver decides when a response is over (`Tokenizer.stop_tokens` and its own limit on tokens). `valid` is 0 where a
+* The driver decides when a response ends (`Tokenizer.stop_tokens` and its own limit on tokens). `valid` is 0 where a
   slot has no more tokens: after a stop token of `JetStreamConfig.sampling`, its `max_tokens`, or `max_length`.
 * JetStream decodes text token by token: a character that spans several tokens comes out as replacement characters. The
   token ids are exact. JetStream puts a BOS token in front of a client's token ids, even for models without one.
@@ -26,7 +26,7 @@ Departures:
 `orchestrator.Driver` throws away an inserted prefix by `jax.tree_map`, which jax no longer has; the process then dies
 (SIGKILL). `drive` makes a Driver that lives.
 
-Dims: G dp groups (sharded), S slots per group, n samples per slot, R = S * n rows per group, K key/value heads, N
+Dims: G dp groups (sharded), S slots per group, n samples per slot, R = S * n rows per group; K key/value heads, N
 blocks, P positions per block, W blocks per table, D head dim, C positions of a prefill.
 """
 
@@ -73,7 +73,7 @@ except ImportError as error:
     ) from error
 
 PREFILL_LENGTHS = tuple(16 << i for i in range(12))
-"""What JetStream pads prompts to (`token_utils.pad_tokens`); `max_prefill_length` must be one of them."""
+"""The lengths that JetStream pads prompts to (`token_utils.pad_tokens`); `max_prefill_length` must be one of them."""
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1 << 24)
 """The default: the likeliest token, for as long as the driver asks or the slot has room."""
@@ -242,7 +242,7 @@ class JetStreamEngine(engine_api.Engine):
         return Prefix(kv, rows, np.int32(start + length))
 
     def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
-        """Puts a prefix into a slot, whatever was there before. The given decode state is used up."""
+        """Puts a prefix into a slot and replaces its content. The given decode state is donated."""
         if not 0 <= slot < self.max_concurrent_decodes:
             raise ValueError(f"insert: slot ({slot}) must be in 0 .. {self.max_concurrent_decodes - 1}")
         return self._insert(decode_state, prefix.kv, prefix.rows, np.int32(slot))
@@ -379,7 +379,7 @@ class JetStreamEngine(engine_api.Engine):
         )(existing)
 
     def _insert_program(self, state: DecodeState, kv: kv_cache.Pool, new: RowState, slot: jax.Array) -> DecodeState:
-        """Copies the prefix's blocks into those of the slot's rows, in the dp group that has the slot."""
+        """Copies the prefix's blocks into the slot's rows, in the dp group that has the slot."""
         config, samples, width = self.config, self.config.samples_per_slot, self._width
         group, first = slot // config.num_slots, slot % config.num_slots * samples
         used = min(width, kv[0][0].shape[1] - 1)

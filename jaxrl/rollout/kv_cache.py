@@ -1,13 +1,13 @@
 """The paged KV cache of a layout: one pool per dp group, with a pair of arrays per layer of a stack.
 
 Where no layer has a window all layers are one stack. Else several stacks share the arrays (`jaxrl.models.kv_layers`),
-each with tables of its own.
+each with its own tables.
 
-A pool array is [dp, K, N, P, D] (dp groups, key/value heads, blocks, positions per block, head dim), dp split over the
-layout's dp axes and K over those of `Layout.kv_axes`. Where it holds codes (`rollout.kv_cache_dtype`), it is a pair:
-the codes, and a scale for each position and head, [dp, K, N, P, 1], which follow from that position's key or value
-alone. Heads come before blocks because a gather of blocks then yields [K, R, S, D], the order in which XLA:CPU decodes
-fastest. Block numbers are local to a pool.
+A pool array is [dp, K, N, P, D] (dp groups, key/value heads, blocks, positions per block, head dim). dp is split over
+the layout's dp axes, and K over `Layout.kv_axes`. A pool of codes (`rollout.kv_cache_dtype`) is a pair: the codes, and
+a scale for each position and head, [dp, K, N, P, 1]. Both follow from that position's key or value alone. Heads come
+before blocks because a gather of blocks then yields [K, R, S, D], the order in which XLA:CPU decodes fastest. Block
+numbers are local to a pool.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxrl.sharding.narrow_weights import dtype_of, narrowed
 
 Pool = list[tuple[Cached, Cached]]
 Tables = tuple[jax.Array, ...]
-"""Of each stack, the rows' blocks, int32 [dp, R, W]."""
+"""For each stack, the rows' blocks, int32 [dp, R, W]."""
 
 
 @dataclass(frozen=True, slots=True)

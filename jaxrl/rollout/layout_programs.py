@@ -35,7 +35,7 @@ ProgramShape = tuple[str, int, int, int]
 which writes a history into its place: the number of places, and their `Drafting.upload_sizes`."""
 
 _GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL"
-"""What XLA records into CUDA graphs, as `--xla_gpu_enable_command_buffer` names it: its defaults, and loops."""
+"""The operations that XLA records into CUDA graphs (`--xla_gpu_enable_command_buffer`): its defaults, and loops."""
 
 _TILE = 128
 """The most positions of a window's tile (or one block, if that is more): fewer are more products, more are padding."""
@@ -113,7 +113,7 @@ class LayoutPrograms(CompiledPrograms):
         return tuple(stacks)
 
     def split(self, tables: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Of each stack, its blocks in the padded tables [..., W * stacks] of a call."""
+        """Each stack's blocks in the padded tables [..., W * stacks] of a call."""
         count = len(self.kv.stacks)
         return tuple(np.ascontiguousarray(tables[..., stack::count]) for stack in range(count))
 

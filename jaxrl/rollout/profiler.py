@@ -3,10 +3,10 @@ and changes of layout. Dummy batches run through the executor's own programs, in
 
 Source: PAT §4.2 (offline profiler: dummy batches over TP x batch x context) and §4.3 (costs of a switch).
 
-Departures: KV is whatever lies in the pool, because its values do not change the time; rows are placed at their
-positions without a prefill. A step that verifies takes as long whatever is proposed (`jaxrl.rollout.verify`), so
-nothing is. A change of layout is really carried out, with live tokens and without; the difference
-gives the cost per token. Slow points are measured once.
+Departures: rows attend to arbitrary KV in the pool, because its values do not change the time; they are placed at their
+positions without a prefill. The proposals do not change the time of a step that verifies (`jaxrl.rollout.verify`), so
+there are none. Changes of layout are real, with live tokens and without; the difference is the cost per token. Slow
+points are measured once.
 """
 
 from __future__ import annotations

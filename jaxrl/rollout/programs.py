@@ -41,19 +41,19 @@ if TYPE_CHECKING:
     from jaxrl.mechanisms.speculation.proposer import Drafting
 
 Tiles = tuple[WindowTiles, ...]
-"""Of each stack of layers, the tiles of the rows' windows."""
+"""For each stack of layers, the tiles of the rows' windows."""
 
 MAX_STOP_IDS = 8
 """Stop token ids that a row can have."""
 
 
 class RowState(NamedTuple):
-    """What the device knows about a row; every field [G, S, ...] (or [G, R, ...] inside a program).
+    """The device's state of a row; every field [G, S, ...] (or [G, R, ...] inside a program).
 
-    token: the last token drawn, its KV not in the cache yet; position: where it stands in the sequence; limit: the
-    sequence length at which it stops; stop_ids: [..., MAX_STOP_IDS], -1 for none. Only where proposals are verified:
-    recent: the last tokens of the response, [..., num_recent], `Drafting.blank` where it has fewer; window: the most
-    tokens of its next proposal.
+    token: the last token drawn, its KV not in the cache yet; position: its place in the sequence; limit: the sequence
+    length at which it stops; stop_ids: [..., MAX_STOP_IDS], -1 for none. Only where proposals are verified: recent: the
+    last tokens of the response, [..., num_recent], `Drafting.blank` where it has fewer; window: the most tokens of its
+    next proposal.
     """
 
     token: jax.Array
@@ -334,7 +334,7 @@ class Programs:
         else:
             ends = jnp.take_along_axis(hidden, last[..., None], axis=2)[:, :, 0]
         position = start + length
-        if self.model.scalar_head:  # nothing is drawn: its number stands where a token's log-probability does
+        if self.model.scalar_head:  # nothing is drawn: its number takes the place of a token's log-probability
             number = decoder.score(params, ends, features_first=self.features_first)
             drawn, top = SampledToken(jnp.zeros(number.shape, jnp.int32), number, number), ()
         else:

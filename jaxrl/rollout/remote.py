@@ -26,7 +26,7 @@ class LayoutFacts:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorFacts:
-    """What the controller knows of an executor; `tp`: the degree that it begins with."""
+    """The controller's view of an executor; `tp`: the degree that it begins with."""
 
     config: ExecutorConfig
     max_prefill_tokens: int

@@ -1,10 +1,10 @@
 """Sampling tokens so that they depend on the sample's identity and never on the schedule (docs/architecture.md).
 
-A token's random bits come from a key that folds in, one after another, the run's seed, epoch, prompt index, sample
-index, attempt (`request_key`, on the host) and the token's position (on the device). The draw is an exponential race
-(the Gumbel-max trick without its second logarithm): competitor i with weight w_i arrives at E_i / w_i, with E_i an
-exponential variate from a counter hash of (key, i), and the earliest wins, with probability w_i / Σw exactly. It is run
-twice, among blocks of `BLOCK` neighbouring tokens and then among the tokens of the winning block: V / BLOCK + BLOCK
+A token's random bits come from a key. It folds in the run's seed, epoch, prompt index, sample index and attempt
+(`request_key`, on the host), and then the token's position (on the device). The draw is an exponential race (the
+Gumbel-max trick without its second logarithm). Competitor i with weight w_i arrives at E_i / w_i, with E_i an
+exponential variate from a counter hash of (key, i). The earliest wins, with probability exactly w_i / Σw. There are two
+races, among blocks of `BLOCK` neighbouring tokens and then among the tokens of the winning block: V / BLOCK + BLOCK
 variates are drawn instead of V, which would be most of the cost. Races shard over a tensor-parallel vocabulary, and
 rounding noise flips only near-ties, which an inverse CDF cannot offer.
 
@@ -79,8 +79,8 @@ class SamplingState(NamedTuple):
 
 
 class SampledToken(NamedTuple):
-    """A token, int32 [...], with its log-probability [...] under the truncated distribution that it was sampled from,
-    and under the same before truncation, scaled by temperature, which training can compute again."""
+    """A token, int32 [...], with two log-probabilities [...]: under the truncated distribution that it was sampled
+    from, and before truncation, scaled by temperature. Training can compute the latter again."""
 
     token: jax.Array
     sampled_logprob: jax.Array
@@ -88,7 +88,7 @@ class SampledToken(NamedTuple):
 
 
 Draw = Callable[..., SampledToken]
-"""`sample`, or what stands in its place (`Forced`): (logits, positions, state, truncate=...)."""
+"""`sample`, or its replacement (`Forced`): (logits, positions, state, truncate=...)."""
 
 
 def drawn_by_rows(draw: Draw, by_rows: ByRows) -> Draw:
@@ -199,15 +199,15 @@ def truncation_threshold(scaled: jax.Array, state: SamplingState) -> jax.Array:
 
 
 class Forced:
-    """A `Draw` of given tokens, so that two ways to compute the same responses stay comparable: each position's token
-    is the one of its response, whatever would have been sampled there (`jaxrl.commands.check_numerics`).
+    """A `Draw` of given tokens, so that two ways to compute the same responses stay comparable: each position gets its
+    response's token instead of a sampled one (`jaxrl.commands.check_numerics`).
 
     `SampledToken.token` is the given token and `rollout_logprob` that token's; `sampled_logprob` is the *id* of the
     token that would have been sampled, as a float: float32 holds all below 2^24 exactly. Keys name the rows.
 
     Args:
       seed: the run's.
-      given: of each response its key, the tokens of its prompt (a number), and its own.
+      given: for each response its key, the number of its prompt's tokens, and its own tokens.
     """
 
     def __init__(self, seed: int, given: Sequence[tuple[SampleKey, int, Sequence[int]]]) -> None:

@@ -1,13 +1,13 @@
 """Decode steps that verify proposed tokens.
 
-`Verify.run` is `Programs.decode` with another step: tokens are proposed for a row, the model runs over its last token
-and the proposal at once, every position's token is sampled, and the row keeps the sampled tokens up to and with the
-first that is not the proposed one.
+`Verify.run` is `Programs.decode` with another step. Tokens are proposed for a row, the model runs over its last token
+and the proposal at once, and every position's token is sampled. The row keeps the sampled tokens up to and including
+the first that differs from the proposal.
 
 Source: verification of several positions in one forward pass: Leviathan et al. 2023. Departures: nothing is accepted by
 chance. A position's token is drawn with jaxrl's own key of that position, as without proposals, and a proposed token is
 accepted if it is the one drawn. So the response is that of plain decoding. A step has room for `width` proposed tokens
-of every row, and takes as long whatever is proposed.
+of every row; its time does not depend on the proposals.
 
 A rejected token leaves no trace: over windows (`kernels.gathered`) only a row's own tokens are written to the pool; in
 the paged cache every position is written again before it is read, because the row's next step begins there.
@@ -62,7 +62,7 @@ def leading(flags: jax.Array) -> jax.Array:
 
 
 class _Carry(NamedTuple):
-    """What goes from step to step; `gained` and the tokens of `out` [G, R, T] are those of the dispatch so far."""
+    """The state carried between steps; `gained` and the tokens of `out` [G, R, T] cover the dispatch so far."""
 
     step: jax.Array
     rows: RowState

@@ -1,8 +1,8 @@
 """The executors of several workers, each on a submesh (`jaxrl.sharding.mesh.submeshes`), as one. Plans reach a worker
 through its own engine. Source: docs/architecture.md (workers; facts about device_put and aliases).
 
-Weights: one program on the whole mesh makes them in the layout of the largest degree in use, in which the workers are
-replicas of each other, and each worker's shards become arrays of its own devices without a copy
+Weights: one program on the complete mesh makes them in the layout of the largest degree in use, in which the workers
+are replicas of each other. Each worker's shards become arrays on its devices without a copy
 (`jaxrl.sharding.split_mesh`). A worker at a smaller degree gathers the rest inside its submesh. So the trainer's
 weights are read once, and no device holds the weights of another worker's layout beside its own.
 
@@ -11,8 +11,8 @@ layout of the largest degree that the configuration allows, because no process k
 hosts. What comes after it, each host (or group of hosts that a worker spans) does for itself.
 
 A worker whose change of layout failed halfway takes its weights from another worker of its host: the trainer's may be
-spread over all devices, and no program runs on a part of them. The only worker of one of several hosts has no way back,
-and the run goes on from its last checkpoint.
+spread over all devices, and no program runs on a part of them. The only worker on one of several hosts has no such
+source, and the run resumes from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class WorkerSet:
       executors: of one model and with the same `max_tp`, on the parts of the mesh.
       whole: of all hosts, where there are several: `mesh` is one of its parts, and the trainer's weights are on it.
       meet: where all hosts meet once they have compiled the programs that make the weights.
-      source: of several hosts, the trainer's part of this one's devices, where the rollout has devices of its own: then
-        `whole` is of the trainer's devices.
+      source: of several hosts, the trainer's part of this one's devices, where the rollout has its own devices: then
+        `whole` is the mesh of the trainer's devices.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class WorkerSet:
             self._buffered = None
 
     def _layouts(self) -> list[Layout]:
-        """Of each worker, at the largest degree in use, or of several hosts at the largest that there may be."""
+        """Each worker's layout at the largest degree in use; with several hosts, at the largest possible degree."""
         tp = max(executor.tp for executor in self.executors)
         if self._is_global:
             tp = self.executors[0].config.max_tp
@@ -185,8 +185,8 @@ class WorkerSet:
         return count
 
     def compile_ahead(self, degrees: Iterable[int], first: Sequence[CompiledPrograms] = ()) -> CompileAhead | None:
-        """Begins to compile in the background: the programs of `first`, then those of the layouts that are not in use.
-        The rollout (on a CPU) and the host's work need cores as well: half of them compile."""
+        """Begins to compile in the background: the programs of `first`, then the programs of layouts that are not in
+        use. The rollout (on a CPU) and the host's work need cores as well, so half of the cores compile."""
         others = [e.programs_of([tp]) for tp in degrees for e in self.executors if tp != e.tp]
         every = [*first, *(programs for one in others for programs in one)]
         return CompileAhead(every, max(compile_threads() // 2, 1)) if every else None

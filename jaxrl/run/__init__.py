@@ -1,1 +1,1 @@
-"""What stands behind the loop: the backend, what builds it, its memory, and what changes its layout."""
+"""The loop's backend, the code that builds it, its memory, and its changes of layout."""

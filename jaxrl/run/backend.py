@@ -1,16 +1,16 @@
-"""What stands behind the loop, real or simulated: workers that draw, a pool that scores, and one clock for both.
+"""The loop's backend, real or simulated: workers that draw, a pool that scores, and one clock for both.
 
-It carries out a round's commands and turns what happens into its events (`jaxrl.scheduling.rounds.events`). Finished
-samples are scored while others decode; the round receives their verdicts as `jaxrl.run.verdicts` says. What else a
-run may have are mechanisms (`jaxrl.scheduling.mechanism`), whose hooks are called here; none is known by name.
+It executes a round's commands and returns events (`jaxrl.scheduling.rounds.events`). Finished samples are scored while
+others decode; the round receives their verdicts as `jaxrl.run.verdicts` says. Everything optional is a mechanism
+(`jaxrl.scheduling.mechanism`). The backend calls mechanisms' hooks and knows none by name.
 
 Source: docs/architecture.md. Rewards beside the rollout: RollPacker §4.3.
 
 The host waits for a plan's end before it looks for verdicts: the round first receives the responses that ended in the
 plan, then the verdicts that came in meanwhile.
 
-What is commanded takes effect at once, in whatever plan comes next. The order of events follows from the workers' plans
-alone (`jaxrl.scheduling.tokens.local_workers`), wherever their devices are.
+Commands take effect at once, in the next plan. The order of events follows from the workers' plans alone
+(`jaxrl.scheduling.tokens.local_workers`), wherever their devices are.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class RolloutBackend:
         return True
 
     def _launch(self, command: Launch) -> None:
-        """Starts responses, or goes on with them from their token ids. Finished ones need no work."""
+        """Starts responses, or resumes them from their token ids. Finished ones need no work."""
         prompt, resumed = command.prompt, {sample.key: sample for sample in command.resumed}
         for key, worker in itertools.zip_longest(command.keys, command.workers):
             parked = next((found for each in self._parking if (found := each.adopt(key)) is not None), None)

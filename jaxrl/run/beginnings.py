@@ -1,8 +1,8 @@
-"""What a run goes on or begins from must fit it: told before the model is loaded and a checkpoint is compared with its
-checksums, which reads all of it and takes minutes for a large one.
+"""Checks that a run fits the checkpoint that it resumes or begins from. It does so before the model is loaded and the
+checkpoint is compared with its checksums, which reads all of it and takes minutes for a large one.
 
-Other options alone are no reason to refuse: equal problems in another file go on. Whatever cannot be read here is
-reported where the checkpoint is compared.
+Different options alone are no reason to refuse: a run resumes with equal problems in another file. What cannot be read
+here is reported where the checkpoint is compared.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxrl.training.steps import HOST, STATE, find_step, steps_of
 _FILE = f"{HOST}/metadata"
 _ORDER = ("data.seed", "data.shuffle", "data.source_quotas")
 _NEITHER = ("train_batch_size", "gen_batch_size", "max_response_length", "val_files", "val_size")
-"""Options of `data` that say nothing of the training prompts."""
+"""Options of `data` that do not affect the training prompts."""
 
 
 def refuse_other_data(run_dir: RunDir, prompts: PromptSource, config: Config) -> None:
@@ -71,7 +71,7 @@ def _may_matter(option: str, config: Config) -> bool:
 
 
 def _cursor(checkpoints: Path) -> dict[str, Any] | None:
-    """What the newest checkpoint says of the prompts; None: there is none, or its file is not as it was written."""
+    """The newest checkpoint's state of the prompts; None: there is none, or its file has changed."""
     try:
         steps = steps_of(checkpoints)
         if not steps:

@@ -71,7 +71,7 @@ def use_compilation_cache(config: Config) -> str:
         name = uuid.uuid4().hex
         own = folder / f"{_CACHE_NAME}.{name}"
         own.write_text(name, encoding="utf-8")
-        own.replace(file)  # never half a name, whatever ends this process
+        own.replace(file)  # never half a name, even if this process is killed
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     reset_cache()  # jax looks at the option once, when it compiles for the first time
@@ -79,7 +79,7 @@ def use_compilation_cache(config: Config) -> str:
 
 
 def retuning_note(earlier: str | None, now: str, platform: str) -> str | None:
-    """What is to be said where a resumed run's GPU programs are tuned anew; `earlier` and `now` are what
+    """The message when a resumed run's GPU programs are tuned again; `earlier` and `now` are what
     `use_compilation_cache` returned at the start before (None: not known) and at this one.
 
     XLA measures several kernels for a product and keeps the fastest; with another choice, sums are added up in another
@@ -96,7 +96,7 @@ def retuning_note(earlier: str | None, now: str, platform: str) -> str | None:
 
 
 def share_notes(config: Config, devices: Sequence[Any]) -> list[str]:
-    """What is to be said, once, where JAX was given so little of a GPU that the KV pool is much smaller for it."""
+    """The warning, given once, that JAX has so little of a GPU that the KV pool is much smaller for it."""
     own, share = device_bytes(devices), memory_share(platform_of(devices[0]))
     if own is None or share is None or share >= _LEAST_SHARE:
         return []
@@ -159,8 +159,8 @@ def read_tokenizer_and_model(config: Config) -> tuple[Tokenizer, ModelConfig]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoneWorker:
-    """One worker on all devices of this host, to draw with a model that is not trained. `config`: with one worker,
-    whatever the run has, and without drafts."""
+    """One worker on all devices of this host, to draw with a model that is not trained. `config`: the run's, but with
+    one worker and without drafts."""
 
     config: Config
     mesh: Mesh
@@ -183,7 +183,7 @@ class LoneWorker:
         return cls(config, mesh, tokenizer, model)
 
     def weights(self, place: Path | None) -> Any:
-        """Those of a checkpoint; None: those of `model.path`."""
+        """The weights of a checkpoint; None: of `model.path`."""
         return load_weights(self.config, self.model, self.mesh, place)
 
     def executor(self, **options: Any) -> MeshExecutor:

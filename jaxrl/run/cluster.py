@@ -182,10 +182,10 @@ def open_cluster(
       before: what an actor took of its node before one was lost; None: the run starts.
 
     Raises:
-      ConfigError: Ray is not installed, or its cluster has not the hosts that are asked for.
+      ConfigError: Ray is not installed, or its cluster lacks the requested hosts.
       RunFailed: it has them no more, since one was lost.
     """
-    software()  # before an actor starts: the source may change while a run goes on
+    software()  # before an actor starts: the source may change during a run
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")  # it is said here, in a sentence
     try:
         import ray  # pyright: ignore[reportMissingImports]  (an optional extra)
@@ -208,7 +208,7 @@ def open_cluster(
         while not (is_there := group.wait(min(_ASK_S, hosts.stall_timeout_s))) and time.monotonic() <= until_s:
             beat("")  # a cluster may have to start nodes first
         if not is_there:
-            room = f"hosts.num ({hosts.num}): Ray's cluster has no room for so many bundles of {dict(bundle)}"
+            room = f"hosts.num ({hosts.num}): Ray's cluster has no room for that many bundles of {dict(bundle)}"
             if before is None:
                 raise ConfigError(room)
             raise RunFailed(f"{room} since a host was lost; the same command resumes once it has")
@@ -251,8 +251,8 @@ def open_cluster(
 
 
 def bundle_of(hosts: HostsSection, nodes: Sequence[Mapping[str, float]], *, on_cpu: bool) -> dict[str, float]:
-    """What an actor takes of a node. `nodes`: the resources of each, as Ray names them; `on_cpu`: whether the run
-    computes on CPUs, whatever there is."""
+    """The resources that an actor takes of a node. `nodes`: each node's resources, as Ray names them; `on_cpu`: whether
+    the run computes on CPUs even if there are accelerators."""
     actors = -(-hosts.num // len(nodes))  # on a node
     for kind in () if on_cpu else ("GPU", "TPU"):
         if any(node.get(kind) for node in nodes):
@@ -354,7 +354,7 @@ class RemoteHost:
 
     params = None  # they are on the hosts
     rollout_mesh = None
-    models = ()  # whose programs are compiled beside those of the rollout: hosts see to theirs
+    models = ()  # whose programs are compiled beside the rollout's: hosts compile theirs
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster

@@ -63,8 +63,8 @@ def with_degree(
 def planned_degree(
     config: Config, model: ModelConfig, num_devices: int, memory_bytes: int | None
 ) -> tuple[Config, str]:
-    """`with_degree` for devices that need not be here, so many of a host: the profile is not compared with a machine,
-    only its number of devices. Returns the configuration, and what there is to say (empty: it has a number)."""
+    """`with_degree` for devices that need not be here: the profile's number of devices is checked, not the machine.
+    Returns the configuration, and a message (empty if the degree is given)."""
     if not config.is_tp_open:
         return config, ""
     from jaxrl.rollout.profiles import load_profile

@@ -42,7 +42,7 @@ class ProcessDevices:
         return make_mesh(self.devices, self.num_processes)
 
     def rollout_mesh(self, num_hosts: int = 1) -> Mesh:
-        """The mesh of this host, or the group of so many that it belongs to: a part of `mesh`, with its minor axes."""
+        """The mesh of this host, or of its group of hosts: a part of `mesh`, with its minor axes."""
         groups = submeshes(self.mesh, self.num_processes // num_hosts, num_hosts)
         return groups[self.process // num_hosts]
 
@@ -54,7 +54,7 @@ class ProcessDevices:
 
 
 def devices_by_process(devices: Sequence[Any], num_processes: int, per_process: int = 0) -> tuple[tuple[Any, ...], ...]:
-    """Of all devices those that a run uses of each process, in order: `per_process` at most; 0: all."""
+    """The devices of each process that a run uses, in order: at most `per_process`; 0: all."""
     found: list[list[Any]] = [[] for _ in range(num_processes)]
     for device in devices:
         found[device.process_index].append(device)
@@ -83,8 +83,8 @@ def prepare_jax(config: Config) -> list[Any]:
 
 
 def prepare_hosts(config: Config, on_machine: int = 1) -> ProcessDevices:
-    """`prepare_jax` for a run that may have several hosts, each with a process: where this one stands among them, with
-    the memory of its own devices. `on_machine`: how many of the hosts are one machine.
+    """`prepare_jax` for a run that may have several hosts, each with a process. Returns this host's place among them,
+    with the memory of its devices. `on_machine`: how many of the hosts share one machine.
 
     Raises ConfigError where the devices do not fit the run.
     """

@@ -1,8 +1,8 @@
-"""What a run has on one host: devices, models in training, executors of workers, and its part of the checkpoints.
+"""A run's state on one host: devices, models in training, executors of workers, and its part of the checkpoints.
 
 `Host` is everything of a training run that touches devices. A run on one host has one. On several hosts each actor has
-one (`jaxrl.run.cluster`), and all of them get the same calls in the same order, because the programs of training
-run on the devices of all hosts. So arguments and results are plain data.
+one (`jaxrl.run.cluster`). All of them get the same calls in the same order, because training programs run on the
+devices of all hosts. So arguments and results are plain data.
 
 Source: docs/architecture.md (a run on several hosts).
 """
@@ -217,7 +217,7 @@ class Host:
 
     def build_workers(self) -> WorkerSet:
         config = self.config
-        # with devices of the rollout's own an update may be under way: its weights are not those of the round
+        # if the rollout has its own devices, an update may be running: its weights are not the round's
         weights = None if config.rollout.num_devices else lambda: self.params
         place = replace(self.place, devices=tuple(self.mesh.devices.flat))
         self.workers = build_workers(config, self.model, self.rollout_mesh, weights, place, self._group.meet)

@@ -1,8 +1,8 @@
 """A host's process in a run on several hosts: the actor that Ray starts there, and how it joins the others.
 
 `HostActor` holds the host's `jaxrl.run.host.Host` and carries out the controller's calls, one after another, in the
-order in which they were sent. What answers while a call runs has a thread of its own (`HEALTH`), and so have the calls
-of training (`LEARNING`): with devices of the rollout's own, an update runs beside a round.
+order in which they were sent. Calls that must answer while another runs have a separate thread (`HEALTH`), and so have
+training calls (`LEARNING`): if the rollout has its own devices, an update runs beside a round.
 
 Source: docs/architecture.md (a run on several hosts); Ray's actors and concurrency groups.
 """
@@ -44,7 +44,7 @@ _PATIENCE_MS = 7 * 24 * 3600 * 1000
 
 class HostGroup(NoGroup):
     """The other hosts, by the key-value store that `jax.distributed` keeps in the first one. Its client is a private
-    part of jax (the calls are those of jax 0.10 and 0.11). What fails here ends the run: the controller hears of it as
+    part of jax (the calls are those of jax 0.10 and 0.11). A failure here ends the run: the controller receives it as
     of any error on a host."""
 
     def __init__(self, on_machine: int = 1) -> None:
@@ -132,8 +132,8 @@ class HostActor:
         return len(found)
 
     def facts(self, config: Config, mark: str) -> tuple[dict[str, str], str]:
-        """What must be the same on all hosts, and what is wrong with the run directory here, where the controller has
-        written the file `mark`; empty: nothing."""
+        """The facts that must be equal on all hosts, and the problem with the run directory here, where the controller
+        has written the file `mark`; empty: nothing."""
         hosts = self._hosts
         own = devices_by_process(jax.devices(), hosts.num, hosts.devices_per_host)[self._process]
         return facts(config, own), folder_problem(config.trainer.run_dir, mark)
@@ -141,7 +141,7 @@ class HostActor:
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def call(self, path: str, *arguments: Any, **named: Any) -> Any:
-        """Calls a method of the host, or of what it has (`trainer.apply`)."""
+        """Calls a method of the host, or of one of its attributes (`trainer.apply`)."""
         self._beat(path.replace(".", " ").replace("_", " "))
         return self.get(path)(*arguments, **named)
 
@@ -193,8 +193,8 @@ class HostActor:
         self.host.workers.take_buffered(worker)
 
     def warm_up(self) -> int:
-        """Compiles the programs of the rollout, and for other devices than CPUs those of the update with them; returns
-        how many there are."""
+        """Compiles the rollout's programs, and together with them the update's, except on CPUs. Returns their
+        number."""
         on_cpu = self.host.place.devices[0].platform == "cpu"
         update = [] if on_cpu else [each.programs for each in self.host.models]
         return self.host.workers.warm_up(lambda done, total: self._beat(f"compiling programs {done}/{total}"), update)
@@ -216,7 +216,7 @@ class HostActor:
         self.host.workers.release(weights=weights)
 
     def annotate(self, batch: TrainBatch) -> tuple[Any, Any, Any]:
-        """What the teacher thinks of a batch's tokens, as `MeshTeacher.annotate` writes it into the batch."""
+        """The teacher's log-probabilities of a batch's tokens, as `MeshTeacher.annotate` writes them into the batch."""
         batch = replace(batch)
         assert self.host.teacher is not None, "there is a teacher"
         self.host.teacher.annotate(batch)

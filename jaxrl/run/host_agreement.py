@@ -1,4 +1,4 @@
-"""What the hosts of a run must have alike, as texts by name, and the folder that they must share.
+"""The facts that must be equal on all hosts of a run, as texts by name, and the folder that they must share.
 
 The controller compares these facts before anything compiles, so a run does not end in numbers that differ, or in a
 collective that never ends. It sends options, data and environment variables; compared are versions, the source of
@@ -35,14 +35,14 @@ _SEEN_WITHIN_S = 5.0  # a file of another host; network file systems keep what a
 
 @cache
 def software() -> dict[str, str]:
-    """What this process runs, as it was when this was called for the first time."""
+    """The versions and the source that this process runs, as of the first call."""
     found = versions() | {"jaxrl": jaxrl.__version__, "python": ".".join(platform.python_version_tuple()[:2])}
     source = {"the source of jaxrl": _digest_of_folder(Path(jaxrl.__file__).parent, ".py")}
     return {f"the version of {name}": version for name, version in found.items()} | source
 
 
 def facts(config: Config, devices: Sequence[Any]) -> dict[str, str]:
-    """Those of this host by name, first those that explain others. `devices`: of this host."""
+    """The facts of this host by name, first those that explain others. `devices`: of this host."""
     found = dict(software())
     for option, path in (("model.path", config.model.path), ("algorithm.teacher.path", config.algorithm.teacher.path)):
         if path:
@@ -55,7 +55,7 @@ def facts(config: Config, devices: Sequence[Any]) -> dict[str, str]:
 
 
 def _digest_of_folder(root: Path, suffix: str = "") -> str:
-    """Of the files of a folder by their names, hidden ones left out; of a file, of that."""
+    """The digest of a file, or of a folder's files and their names, without hidden ones."""
     files = [root] if root.is_file() else []
     for parent, folders, names in os.walk(root, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -109,7 +109,7 @@ def mark_in(folder: str) -> Iterator[str]:
 
 
 def folder_problem(folder: str, mark: str, within_s: float = _SEEN_WITHIN_S) -> str:
-    """What is wrong with the run directory here; empty: the controller's mark is seen, and files can be written."""
+    """The problem with the run directory here; empty: the controller's mark is seen, and files can be written."""
     path = Path(os.path.expanduser(folder))
     until_s = time.monotonic() + within_s
     while not (path / mark).is_file():

@@ -115,7 +115,7 @@ def plan_num_blocks(config: Config, model_config: ModelConfig, devices: int, mem
 
 
 def smaller_state(config: Config, resident: Mapping[str, int]) -> list[str]:
-    """What to set for less memory that is always taken, the largest gain first, with the gain of each."""
+    """Options that reduce permanently used memory, with their gains, the largest first."""
     optimizer = sum(size for name, size in resident.items() if "optimizer" in name)
     reference = 0 if config.actor.offload_reference else resident.get("reference weights", 0)
     found: list[tuple[int, str]] = []
@@ -136,7 +136,7 @@ def _beside(config: Config, num_devices: int, platform: str, weight_bytes: int) 
 
 
 def _options(beside: Sequence[RolloutMemory]) -> str:
-    """What to lower of what mechanisms have, before more options."""
+    """The mechanisms' options to lower, before more options."""
     return "".join(f"{each.option}, " for each in beside if each.option)
 
 

@@ -35,7 +35,7 @@ class MeshMachine:
       profile: the checked file of `rollout.layout.profile`.
 
     Attributes:
-      rollout_programs, update_programs: to be compiled with those of the rollout, and of the update.
+      rollout_programs, update_programs: further programs to compile with the rollout's, and with the update's.
     """
 
     def __init__(

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 class PlanTracks:
     """A track for each engine; `timeline` None: plans are not drawn.
 
-    A plan of one of several workers is drawn from when its devices can begin with it (it has been submitted, and the
-    host has the one before) until the host has its outcome: whichever worker the host waits for, the timeline shows
-    what each worker's devices have to do. One worker's plan is drawn from before it is submitted until the one before
-    it has been collected, which is what the host does.
+    A plan of one of several workers is drawn from when its devices can begin with it: it has been submitted, and the
+    one before has been collected. It ends when the host has its outcome. So the timeline shows the work of each
+    worker's devices, whichever worker the host waits for. A single worker's plan is drawn from before it is submitted
+    until the one before it has been collected, which is what the host does.
     """
 
     def __init__(self, engines: Sequence[Engine], timeline: PlanTimeline | None) -> None:

@@ -10,7 +10,7 @@ from jaxrl.scheduling.tokens.plan import VerifyRule
 
 
 def batcher_config(config: Config, verify_rule: Callable[[], VerifyRule] | None = None) -> BatcherConfig:
-    """What continuous batching takes from section `rollout`; `verify_rule`: as in `BatcherConfig`."""
+    """The options of continuous batching from section `rollout`; `verify_rule`: as in `BatcherConfig`."""
     return BatcherConfig(
         decode_steps=config.rollout.decode_steps,
         max_model_len=config.max_model_length,
@@ -20,5 +20,5 @@ def batcher_config(config: Config, verify_rule: Callable[[], VerifyRule] | None 
 
 
 def carried(name: str, num_prompts: int) -> dict[str, str]:
-    """The summary's entry about prompts that were begun and not trained on; empty if there are none."""
+    """The summary's entry about prompts that were begun and not trained on; empty without any."""
     return {"prompts begun and not trained on": f"{num_prompts} ({name})"} if num_prompts else {}

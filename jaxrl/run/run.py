@@ -81,11 +81,11 @@ class Machine(Protocol):
         ...
 
     def on_wait_quiet(self, wait: Callable[[], None]) -> None:
-        """Has `wait_quiet` call this, too."""
+        """Makes `wait_quiet` call this, too."""
         ...
 
     def add_programs(self, programs: Sequence[CompiledPrograms], *, of_update: bool) -> None:
-        """Has programs compiled with those of the update, or of the rollout."""
+        """Registers programs to compile with the update's, or with the rollout's."""
         ...
 
     def on_close(self, close: Callable[[], None]) -> None: ...

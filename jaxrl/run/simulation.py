@@ -68,7 +68,7 @@ class SimulatedMachine:
 
     Args:
       sizes: of a worker. layouts: sizes by TP degree, where layouts adapt.
-      feeding: stands between the stream trainer and each stream, to compare other ways to feed it.
+      feeding: wraps each stream of the stream trainer, to compare other ways to feed it.
     """
 
     mesh = None
@@ -197,7 +197,7 @@ def build(
     """Puts a simulated run together.
 
     Args:
-      sizes: of a worker; by default those of the configuration, with only weights beside the KV pool.
+      sizes: of a worker; by default from the configuration, with only weights beside the KV pool.
       layouts: sizes by TP degree, if `rollout.layout` adapts; the default is made in the same way.
       timeline: the file to draw in. feeding: as in `SimulatedMachine`.
       callbacks: of `jaxrl.run.run.Run`: `on_step`, `save`, `stop` and the like.

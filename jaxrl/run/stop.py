@@ -21,14 +21,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
-"""What the last line on stderr calls the end by a signal. The exit status is 128 plus its number: 130 or 143."""
+"""The name of an end by a signal in the last line on stderr. The exit status is 128 plus its number: 130 or 143."""
 
 _FLUSH_S = 1.0  # a reader of our output that has stopped reading does not hold the end up
 _SHOW_CURSOR = b"\x1b[?25h"  # the live view hides it
 
 
 class Stop:
-    """What the two signals do once `watch` has taken them over; without that it is simply never asked.
+    """Handles the two signals once `watch` has taken them over; without that it never requests a stop.
 
     Args:
       end: ends the process, with a sentence and a status.
@@ -71,7 +71,7 @@ class Stop:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """A signal inside ends the process when the block is over, and not between two files that belong together."""
+        """A signal inside ends the process after the block, and not between two files that belong together."""
         with self._lock:
             self._held += 1
         try:
@@ -104,7 +104,7 @@ class Stop:
             if self._say is not None and not self.asked:
                 self.asked, self.number = True, number
                 text = f"{WORDS[number]}: the run saves its state and ends; a second signal ends it at once"
-                # in a thread of its own: the view may be busy, and the second signal must be heard
+                # in a separate thread: the view may be busy, and the second signal must take effect
                 if not _start(threading.Thread(target=self._say, args=(text,), daemon=True)):
                     _tell(text)
                 return
@@ -161,7 +161,7 @@ def end_with_parent() -> None:
 
 
 def end(sentence: str, status: int) -> None:
-    """Ends this process and its children at once, whatever any thread is doing; says why on stderr."""
+    """Ends this process and its children at once, in any state of its threads; says why on stderr."""
     try:
         flush = threading.Thread(target=_flush, daemon=True)
         if _start(flush):

@@ -80,7 +80,7 @@ def build_teacher(
 def endpoint_teacher(
     config: Config, model: ModelConfig, tokenizer: Tokenizer, on_progress: Callable[[], None]
 ) -> EndpointTeacher:
-    """What asks `algorithm.teacher.endpoint`, which has answered once."""
+    """The client of `algorithm.teacher.endpoint`, which has answered once."""
     from jaxrl.run.teacher_endpoint import EndpointTeacher
 
     prompt_of = partial(with_context, config=config, tokenizer=tokenizer)
@@ -100,15 +100,15 @@ def refuse_context(config: Config, problems: Sequence[Problem]) -> None:
 
 
 def _context(config: Config, row: Problem | Prompt) -> Any:
-    """What a row has in the column; that of the reference answer is not among the others."""
+    """A row's value in the context column; the reference answer's column is not among the extra ones."""
     key = config.algorithm.teacher.context_key
     return row.answer if key == config.data.answer_key else row.extra.get(key)
 
 
 def with_context(prompt: Prompt, config: Config, tokenizer: Tokenizer) -> Prompt:
-    """A prompt as the teacher reads it: the question, where it stands last, with what the row has in
-    `algorithm.teacher.context_key`. Raises ValueError where the question does not stand in the prompt, or the result is
-    too long."""
+    """A prompt as the teacher reads it: the last occurrence of the question, with the row's text in
+    `algorithm.teacher.context_key`. Raises ValueError if the prompt does not contain the question, or the result is too
+    long."""
     teacher = config.algorithm.teacher
     if not teacher.context_key:
         return prompt
@@ -124,6 +124,6 @@ def with_context(prompt: Prompt, config: Config, tokenizer: Tokenizer) -> Prompt
     if len(ids) > most:
         raise ValueError(
             f"{where}: the teacher's prompt has {len(ids)} tokens, more than data.max_prompt_length + "
-            f"algorithm.teacher.max_context_length ({most}): raise the latter, or shorten what the teacher is told"
+            f"algorithm.teacher.max_context_length ({most}): raise the latter, or shorten the teacher's context"
         )
     return dataclasses.replace(prompt, token_ids=tuple(ids))

@@ -2,13 +2,13 @@
 
 Each sample is one request: a text completion of one token, whose prompt is the ids of prompt and response, with vLLM's
 `prompt_logprobs`. The answer has them in `choices[0].prompt_logprobs`: null for the first token, and for each other one
-an object from token ids (as text) to `{"logprob": ...}`, of the likeliest and of the prompt's own. The older form,
+an object from token ids (as text) to `{"logprob": ...}`, for the likeliest tokens and the prompt's. The older form,
 `echo` with `logprobs`, names tokens by their text: two ids may have the same, and none could be compared with what was
 sent.
 
 Such endpoints give the model's own distribution, so `rollout.temperature` must be 1. What fails is sent again
-(`jaxrl.processes.endpoint_client`); what then fails ends the run, which goes on from its last checkpoint. A step that
-runs again asks again: its bits are those of the first time if the endpoint's are.
+(`jaxrl.processes.endpoint_client`); what then fails ends the run, which can resume from its last checkpoint. A step
+that runs again asks again: it has the same bits if the endpoint's are the same.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class EndpointTeacher:
     async def _one(
         self, client: Client[list[Any]], prompt: tuple[int, ...], response: list[int]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of a response: float32 [T], float32 [T, K + 1], int32 [T, K]."""
+        """For a response: float32 [T], float32 [T, K + 1], int32 [T, K]."""
         k = self._options.top_k
         own, tops, ids = np.empty(len(response), np.float32), [], []
         if response:

@@ -1,4 +1,4 @@
-"""A run that trains, whatever it learns from: its folder, its hosts, its checkpoints, its record, and how it ends.
+"""A run of any kind of training: its folder, its hosts, its checkpoints, its record, and how it ends.
 
 docs/architecture.md, "Starting a run", has the order of a start: what can be refused at once is refused first, jax is
 loaded after that, and nothing is written before all is known to fit.
@@ -132,7 +132,7 @@ class Training:
             found, needed = ("no", "needs one") if needs_critic else ("a", "has none")
             raise ConfigError(
                 f"checkpoint {saved} holds {found} critic, and "
-                f"algorithm.adv_estimator={config.algorithm.adv_estimator} {needed}: go on with the run's estimator, "
+                f"algorithm.adv_estimator={config.algorithm.adv_estimator} {needed}: resume with the run's estimator, "
                 "or begin a run from its parameters (trainer.init_from)"
             )
 
@@ -212,7 +212,7 @@ class Training:
         """Opens the record, trains, and writes the summary; a complete run gets only its page anew. Raises RunFailed
         where the system refused a file or memory, with how to continue.
 
-        `train` trains up to `total_steps`, or until a stop is asked for, and sets `step`. It calls `begin` once nothing
+        `train` trains up to `total_steps`, or until a stop is requested, and sets `step`. It calls `begin` once nothing
         can refuse the start any more, and returns lines for the summary. What it enters is closed.
         """
         with self._failures():

@@ -43,8 +43,8 @@ class _Scored:
 
 
 class Verdicts:
-    """What of a round is being scored. `clock`: stamps verdicts that the journal gives; `limits`: gives the samples of
-    training prompts time limits, and learns from their verdicts."""
+    """The samples of a round that are being scored. `clock`: stamps verdicts that the journal gives; `limits`: gives
+    the samples of training prompts time limits, and learns from their verdicts."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Verdicts:
     ) -> None:
         self._scoring, self._clock, self._journal, self._limits = scoring, clock, journal, limits
         self._step, self._round = -1, 0
-        self._sent: dict[SampleKey, _Scored] = {}  # not handed over, in the order in which the samples completed
+        self._sent: dict[SampleKey, _Scored] = {}  # not delivered, in the order in which the samples completed
         self._known: list[Verdict] = []  # from the journal, or without a scorer
         self._failed = PoolMetrics()  # of what no pool has scored
         self._busy = BusyTime()
@@ -113,8 +113,8 @@ class Verdicts:
         self._busy = BusyTime()
 
     def end(self) -> dict[str, float]:
-        """The round is over; what the scoring itself has counted in it. `reward/busy_s`: the seconds in which anything
-        was being scored."""
+        """Ends the round and returns the scoring's own counts. `reward/busy_s`: the seconds in which anything was being
+        scored."""
         measured = {**self._scoring.take_metrics(), "reward/busy_s": self._busy.take()}
         return {name: float(value) for name, value in measured.items()}
 
@@ -141,7 +141,7 @@ class Verdicts:
         return ready
 
     def _note(self, verdict: Verdict) -> None:
-        """A verdict has come; mechanisms take in what the scorer has said of a training sample."""
+        """A verdict has arrived; mechanisms learn from the scorer's info on a training sample."""
         scored = self._sent[verdict.key]
         scored.verdict = verdict
         if self._limits is not None and not self._round:
@@ -152,7 +152,7 @@ class Verdicts:
 
 
 def recorded(verdict: Verdict) -> dict[str, Any]:
-    """What the journal keeps of a verdict: `status`, `reward` and the short values of `info`."""
+    """The part of a verdict that the journal keeps: `status`, `reward` and the short values of `info`."""
     info: dict[str, Any] = {}
     left = MAX_INFO_CHARS
     for name, value in verdict.info.items():

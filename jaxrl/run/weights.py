@@ -131,7 +131,7 @@ def _frozen(config: Config, model: ModelConfig, mesh: Mesh, outer: Tree, layers:
 
 
 def trained_weights(place: Path, config: Config, model: ModelConfig, mesh: Mesh) -> Any:
-    """What a checkpoint holds of the weights of a run with this model. Raises ValueError where it holds another one."""
+    """The weights in a checkpoint for a run with this model. Raises ValueError where it holds another model."""
     return checkpoint.restore_params(place, _saved(config, model, mesh))
 
 

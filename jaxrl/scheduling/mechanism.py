@@ -163,7 +163,7 @@ class Step(Protocol):
 
 
 class PhaseOrder:
-    """In which order a step runs its update and the next step's round. This one runs the update alone."""
+    """The order of a step's update and the next step's round. This one runs the update alone."""
 
     rounds_ahead: ClassVar[int] = 0  # by how many updates a round comes before the update that learns from it
 
@@ -237,7 +237,8 @@ class Parking(Protocol):
         ...
 
     def adopt(self, key: SampleKey) -> int | Finished | None:
-        """Of a sample that is launched: the id of its request if it is running, what has ended if it has, else None."""
+        """Takes over a launched sample: returns its request's id if it is running, the response if it has ended, else
+        None."""
         ...
 
     def release(self, key: SampleKey, *, keep: bool) -> Sample | None:
@@ -344,27 +345,28 @@ class Mechanism:
 
     @classmethod
     def drops_slowest(cls, config: Config) -> bool:
-        """Whether it ends the slowest responses of a prompt for good."""
+        """Whether it discards the slowest responses of a prompt."""
         return False
 
     @classmethod
     def note(cls, config: Config) -> str | None:
-        """What a start says about it."""
+        """A message about it at the start of a run."""
         return None
 
     @classmethod
     def rollout_memory(
         cls, config: Config, num_devices: int, platform: str, weight_bytes: int, is_timeless: bool
     ) -> RolloutMemory | None:
-        """What it needs on the rollout's devices. `weight_bytes`: of the rollout's weights, per device. `is_timeless`:
-        as in `jaxrl.mechanisms.is_timeless`. Raises ValueError where it cannot work with the memory it may have."""
+        """The memory that it needs on the rollout's devices. `weight_bytes`: of the rollout's weights, per device.
+        `is_timeless`: as in `jaxrl.mechanisms.is_timeless`. Raises ValueError where it cannot work with the memory it
+        may have."""
         return None
 
     @classmethod
     def freed_memory(
         cls, config: Config, model: ModelConfig, num_devices: int, platform: str, remat: str, chunk: int
     ) -> FreedMemory | None:
-        """What it needs on devices that leave the rollout early; arguments as in
+        """The memory that it needs on devices that leave the rollout early; arguments as in
         `jaxrl.training.update_memory.update_phases`."""
         return None
 

@@ -39,7 +39,7 @@ SEED = Cap(MAX_SEED, "the largest unsigned 32-bit integer")
 
 @dataclass(frozen=True, slots=True)
 class Or:
-    """A sentinel: a value outside the bounds with a meaning of its own, as `Or(0, "off")`. It stands behind them."""
+    """A sentinel: a value outside the bounds with a special meaning, as `Or(0, "off")`. It is listed after them."""
 
     value: float
     meaning: str

@@ -22,7 +22,7 @@ def prime_factors(count: int) -> tuple[int, ...]:
 
 
 def mesh_factors(num_devices: int, num_hosts: int = 1) -> tuple[int, ...]:
-    """The factors of a mesh, of its minor axis first: those of one host's devices, then those of the hosts.
+    """The factors of a mesh, of its minor axis first: the factors of one host's devices, then of the number of hosts.
 
     So every axis either lies inside hosts or goes from host to host, and a host's devices have the minor axes of the
     whole: 2 hosts of 3 devices give (3, 2), where one host of 6 gives (2, 3).

@@ -25,7 +25,7 @@ class EndpointOptions(Section):
 
 
 PACE = frozenset({"requests_per_minute", "max_requests", "request_timeout_s", "max_retries"})
-"""Those that say how it is asked, and not who."""
+"""The options that say how an endpoint is asked, and not which one."""
 
 
 def endpoint_problem(section: str, options: EndpointOptions) -> str | None:

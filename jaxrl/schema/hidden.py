@@ -20,8 +20,8 @@ _LEAST_BASE64 = 4  # characters of which base64 is looked for; fewer are in many
 def hider(key: str = "") -> Callable[[str], str]:
     """A function that puts `***` in place of users and passwords in URLs, and of `key` (printable ASCII; empty: none).
 
-    The key is found as it is, percent-encoded, escaped as in JSON, Python or HTML, in hexadecimal, and in base64, also
-    as a part of a longer text that was encoded.
+    The key is found verbatim, percent-encoded, escaped as in JSON, Python or HTML, in hexadecimal, and in base64. Each
+    is also found as a part of a longer text that was encoded.
     """
     forms = [_OF_URL, *(["".join(map(_written, key)), *_in_base64(key)] if key else [])]
     pattern = re.compile("|".join(forms))
@@ -38,7 +38,7 @@ def _written(character: str) -> str:
 
 def _in_base64(key: str) -> list[str]:
     """Patterns of what base64 makes of the key, by where in three bytes it begins. The outermost characters also hold
-    bits of what stands beside it."""
+    bits of its neighbours."""
     found: list[str] = []
     for before, first in enumerate((0, 2, 3)):
         data = bytes(before) + key.encode()

@@ -13,11 +13,11 @@ FloatType = Literal["float32", "bfloat16", "float64"]
 OpenFloatType = Literal["auto", "float32", "bfloat16", "float64"]
 """auto: `Config.with_types` puts a type in its place once the devices are known."""
 Quantization = Literal["none", "int8", "nf4"]
-"""Of frozen weights."""
+"""Types of frozen weights."""
 Narrow = Literal["none", "int8", "fp8"]
-"""Of the rollout's weights; fp8: float8_e4m3fn."""
+"""Types of the rollout's weights; fp8: float8_e4m3fn."""
 BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float64": 8, "int8": 1, "uint8": 1, "fp8": 1}
-"""Of a number."""
+"""Bytes of a number of each type."""
 AtEnd = Literal["flush", "leave"]
 ScoreWhen = Literal["sample", "group", "rollout"]
 

@@ -26,7 +26,7 @@ _Mark = TypeVar("_Mark")
 
 
 class Section(BaseModel):
-    """Options, and the rules of their own; `config` is the whole configuration (`jaxrl.config.Config`) around them."""
+    """Options with their rules; `config` is the complete configuration (`jaxrl.config.Config`) around them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
 
@@ -45,7 +45,7 @@ class Section(BaseModel):
         yield from ()
 
     def excludes_hosts(self, config: Any) -> tuple[str, str] | None:
-        """An option that excludes several hosts, and why; None if there is none."""
+        """An option that excludes several hosts, with the reason, or None."""
         return None
 
     def unread(self, config: Any) -> Iterator[tuple[frozenset[str], str]]:
@@ -106,7 +106,7 @@ def is_section(kind: Any) -> typing.TypeGuard[type[Section]]:
 
 
 def named_section(field: FieldInfo) -> type[Section] | None:
-    """Of a mapping from names of the user's to sections: the class of those."""
+    """The sections' class, for a mapping from user-chosen names to sections."""
     of_values = typing.get_args(field.annotation)[1:]
     return of_values[0] if of_values and is_section(of_values[0]) else None
 
@@ -121,7 +121,7 @@ def walk(section: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldI
 
 
 def mark(field: FieldInfo, kind: type[_Mark]) -> _Mark | None:
-    """What stands of a kind in an option's annotation, as its `Cap`."""
+    """The mark of a kind in an option's annotation, as its `Cap`."""
     return next((each for each in _marks(field) if isinstance(each, kind)), None)
 
 

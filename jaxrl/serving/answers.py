@@ -1,4 +1,4 @@
-"""What clients get: OpenAI's objects, complete and in chunks."""
+"""Answers to clients: OpenAI's objects, complete and in chunks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Completion:
         return self._head | {"choices": [], "usage": usage(self._generation)}
 
     def _choice(self, choice: Choice, text: str, start: int, offset: int) -> dict[str, Any]:
-        """Of the tokens from `start` on, whose text begins `offset` characters after the choice's."""
+        """A choice with the tokens from `start` on, whose text begins `offset` characters after the choice's."""
         found: dict[str, Any] = {"index": choice.index, "text": text, "logprobs": None}
         if self._body.logprobs is not None:
             found["logprobs"] = completion_logprobs(self._token_texts, choice, start, offset)
@@ -192,7 +192,7 @@ def completion_logprobs(texts: TokenTexts, choice: Choice, start: int, offset: i
 
 
 def _by_text(texts: TokenTexts, place: list[tuple[int, float]]) -> dict[str, float]:
-    """Of tokens that are written alike, as halves of characters are, the first."""
+    """Log-probabilities by text; of tokens with equal texts, such as halves of characters, the first."""
     found: dict[str, float] = {}
     for token_id, logprob in place:
         found.setdefault(texts(token_id), logprob)

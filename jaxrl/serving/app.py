@@ -1,8 +1,8 @@
 """The routes: a body is checked, and answered at once or piece by piece.
 
-Errors are OpenAI's objects, with the status that its clients expect: 400 for a body that is wrong, 401 without the key,
-404 for another model or path, 413 for a body that is too large, 503 with `Retry-After` where too many wait. An answer
-has no traceback and no path of this machine in it.
+Errors are OpenAI's objects, with the status that its clients expect. A wrong body gets 400, a request without the key
+401, another model or path 404, a body that is too large 413. Where too many requests wait, the answer is 503 with
+`Retry-After`. An answer has no traceback and no path of this machine in it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from jaxrl.serving.objects import error_object
 SESSION = "x-session-id"
 MAX_SESSION = 200
 DEFAULT_TOKENS = 16
-"""Of a completion; a message of a chat may fill what is left, as OpenAI's API has both."""
+"""The default limit of a completion; a chat message may fill the remaining context, as in OpenAI's API."""
 Body = TypeVar("Body", bound=StrictBody)
 Handler = Callable[[Request], Awaitable[Response]]
 _log = logging.getLogger(__name__)

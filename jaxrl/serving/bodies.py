@@ -1,8 +1,8 @@
-"""What clients send, checked: the bodies of OpenAI's completions and chat completions, and of tokens in, tokens out;
+"""Clients' requests, checked: the bodies of OpenAI's completions and chat completions, and of tokens in, tokens out;
 and the OpenAPI 3.1 document of the routes (`GET /openapi.json`), which follows from them.
 
 A name that is not listed is refused, and so is a value that would change what is sampled and that this server does not
-know. What changes nothing here (`user`, `metadata`) is ignored, and null asks for nothing, whatever its name.
+know. What changes nothing here (`user`, `metadata`) is ignored, and so is null under any name.
 
 A body with a million mistakes costs no more than one with a single mistake: lists end at their first wrong item.
 
@@ -120,7 +120,7 @@ class Sampling(StrictBody):
 
 
 class GenerationRequest(Sampling):
-    """What both of OpenAI's routes take."""
+    """The fields of both OpenAI routes."""
 
     model: str | None = None
     max_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)

@@ -1,7 +1,7 @@
 """The thread that owns an engine: requests come in from an event loop, and tokens go out as they are sampled.
 
 Requests join the running batch as they come, wait in order where it is full, and leave it when nobody reads them any
-more. The engine has a thread of its own because an event loop may not wait for a plan. No other thread touches it:
+more. The engine has a separate thread because an event loop may not wait for a plan. No other thread touches it:
 requests go in through a queue, and the tokens of a plan go out in one call to the event loop, for all requests.
 
 A client that asks again as soon as it has its answer would miss the next plan by milliseconds, and its row would be
@@ -50,7 +50,7 @@ class Failed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a response gained in one plan: int32 [T], float32 [T], why it ended, and the likeliest tokens, if asked
+    """A response's new tokens of one plan: int32 [T], float32 [T], why it ended, and the likeliest tokens, if asked
     for."""
 
     token_ids: np.ndarray

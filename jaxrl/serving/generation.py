@@ -1,9 +1,9 @@
-"""From a checked body to responses that grow: requests for the driver, the text of each response so far, and what a
-monitor reads of it all (`GET /metrics`).
+"""From a checked body to responses that grow: requests for the driver, the text of each response so far, and the
+metrics for a monitor (`GET /metrics`).
 
-Source: the way in which vLLM and text-generation-inference detokenize: the text of a token depends on a few before it
-(a word's blank, the bytes of one character), so a window is decoded with and without the new tokens, and the difference
-is new. A window that ends in half a character waits for the rest.
+Source: vLLM and text-generation-inference detokenize in this way. The text of a token depends on a few before it (a
+word's blank, the bytes of one character). So a window is decoded with and without the new tokens, and the difference is
+new. A window that ends in half a character waits for the rest.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class GrowingText:
         self._longest = max(map(len, self._stops), default=0)
 
     def add(self, token_ids: Sequence[int], *, ends: bool) -> str:
-        """What these tokens add to the text; `ends`: they are the last."""
+        """The text that these tokens add; `ends`: they are the last."""
         self._ids.extend(token_ids)
         self._held += self._decoded(ends)
         found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]

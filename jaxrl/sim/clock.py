@@ -35,7 +35,7 @@ class SimulatedClock:
         self.now_ns = max(self.now_ns, at_ns)
 
     def at_once(self, acts: Iterable[Callable[[], None]]) -> None:
-        """Does things that all start now; goes on when the last of them has ended."""
+        """Runs acts that all start now; returns at the end of the last one."""
         began_ns = ended_ns = self.now_ns
         for act in acts:
             self.now_ns = began_ns
@@ -45,8 +45,8 @@ class SimulatedClock:
 
 
 class SimulatedConcurrently:
-    """As `jaxrl.mechanisms.one_step_off.ConcurrentPhases`. The second of two things runs first, and then the clock goes
-    back; so the first can be told when the second has ended."""
+    """As `jaxrl.mechanisms.one_step_off.ConcurrentPhases`. The second of two phases runs first, and then the clock goes
+    back; so the first phase can query when the second ends."""
 
     def __init__(self, clock: SimulatedClock) -> None:
         self._clock = clock

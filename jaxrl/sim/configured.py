@@ -34,7 +34,7 @@ from jaxrl.sim.workload import ModelledWorkload, Workload, check_scoring, check_
 _NODE = 8  # devices, if no option says how many
 
 PLATFORM = "gpu"
-"""Of simulated devices, where an option's default goes by the platform."""
+"""The platform of simulated devices, for options with a default by platform."""
 
 
 def with_simulated_hosts(config: Config) -> Config:
@@ -223,8 +223,8 @@ def _option(place: str, make: Callable[..., Any], *values: Any, **options: Any) 
 
 
 def machine_sizes(config: Config, cost: CostModel, model: ModelConfig | None = None) -> MachineSizes:
-    """The sizes of a worker's executor; the KV pool as `jaxrl.run.memory.plan_num_blocks` sizes a real one.
-    `model`: for the training state that lies beside the pool; None: only what `cost` counts."""
+    """The sizes of a worker's executor; the KV pool as `jaxrl.run.memory.plan_num_blocks` sizes a real one. `model`:
+    for the training state beside the pool; None: only what `cost` counts."""
     rollout = config.rollout
     kv = kv_layers(cost.model, config.max_model_length, rollout.max_num_batched_tokens, rollout.decode_steps)
     sizes = MachineSizes(

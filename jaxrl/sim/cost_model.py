@@ -63,9 +63,9 @@ class Efficiency:
     """The share of each peak that software reaches, and costs that do not depend on size; `scripts/papers`
     fits them.
 
-    A reduction by one kernel: SGLang's custom all-reduce on H100 takes 3.7 to 3.9 µs for up to 16 kB over 2 devices,
-    3.7 to 4.8 over 4 and 5.7 to 5.9 over 8 (sgl-project/sglang, pull request 2904; float32, no graph); its 4 MB in 20
-    to 34 µs are a `link` of 0.53 to 0.59.
+    A reduction by one kernel: SGLang's custom all-reduce on H100 takes, for up to 16 kB, 3.7 to 3.9 µs over 2 devices,
+    3.7 to 4.8 over 4 and 5.7 to 5.9 over 8. Its 4 MB in 20 to 34 µs are a `link` of 0.53 to 0.59. (sgl-project/sglang,
+    pull request 2904; float32, no graph.)
     """
 
     memory: float = 0.8  # of the memory bandwidth, reading weights and activations
@@ -95,7 +95,7 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True)
 class TrainLoad:
-    """What one training step computes."""
+    """The work of one training step."""
 
     tokens: float  # prompt and response tokens of the batch
     pairs: float = 0.0  # (query, key) pairs of its attention; see `causal_pairs`
@@ -371,7 +371,7 @@ class CostModel:
 
         Args:
           memory_fraction: of a device's memory, for weights and KV together (`rollout.memory_fraction`).
-          reserved_bytes: what else lies on each device during rollout.
+          reserved_bytes: other memory in use on each device during rollout.
           num_layers: of a block (`jaxrl.models.kv_layers`); None means all.
         """
         weights = self.device_bytes(tp, self.params.total)
@@ -407,7 +407,7 @@ class TableCost(CostModel):
 
     def prefill_s(self, tp: int, tokens: int, pairs: float = 0.0) -> float:
         """The time of equal rows with the same tokens and pairs (PAT equation 3); each is 2 pairs / tokens long. Tokens
-        of a later chunk attend to more than such rows can; the chunk counts as one row of its own length."""
+        of a later chunk attend to more than such rows can; the chunk counts as one row as long as it is."""
         if tokens <= 0:
             return 0.0
         context = min(max(2.0 * pairs / tokens - 1.0, 1.0), tokens) if pairs > 0 else float(tokens)
@@ -421,7 +421,7 @@ class TableCost(CostModel):
 def modelled_profile(
     cost: CostModel, name: str, degrees: Sequence[int], num_devices: int, max_batch: int, max_context: int
 ) -> Profile:
-    """What `jaxrl profile` would measure on modelled devices (PAT §4.2), labelled as synthetic.
+    """The profile that `jaxrl profile` would measure on modelled devices (PAT §4.2), labelled as synthetic.
 
     So a simulated run chooses its layouts from a table of points, as a real run does, and not from the cost model that
     charges its time.

@@ -1,16 +1,16 @@
 """The simulated devices under the engine: plans in, lengths replayed, time charged by a cost model.
 
-`SimulatedExecutor` stands for `rollout.executor` on a modelled machine of any size. It jumps from stop to stop instead
-of going token by token.
+`SimulatedExecutor` replaces `rollout.executor` on a modelled machine of any size. It jumps from stop to stop instead of
+going token by token.
 
 Source: vidur (Agrawal et al. 2024) for replacing the model by a cost; the depth (one plan ahead) and the rule for
 leaving a plan early: docs/architecture.md.
 
-Time: a plan starts when it has been submitted and the previous plan is over, so the host works on the next plan while
+Time: a plan starts when it has been submitted and the previous plan has ended, so the host works on the next plan while
 the device runs this one; `collect` waits for a plan's end. In each dp group a plan costs its prefill chunks in one
 pass, then each decode step with the rows still active; it takes as long as its slowest group.
 
-Departures: between two stops in a group the context grows linearly, and one evaluation in the middle stands for all
+Departures: between two stops in a group the context grows linearly, and one evaluation in the middle represents all
 steps between them. That is exact where the cost is linear in the context. A plan that prefills nothing and finds no row
 active takes no time.
 """
@@ -36,7 +36,7 @@ from jaxrl.types import SampleKey
 
 VOCABULARY = 30_011  # a prime: fillers of neighbouring positions and samples differ
 _SEQUENCE = np.tile((np.arange(VOCABULARY) * 17 % VOCABULARY).astype(np.int32), 4)  # for all but very long responses
-_PLACE_OF_ONE = pow(17, -1, VOCABULARY)  # a token t stands at t * _PLACE_OF_ONE, modulo VOCABULARY
+_PLACE_OF_ONE = pow(17, -1, VOCABULARY)  # a token t is at t * _PLACE_OF_ONE, modulo VOCABULARY
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,8 @@ class SimulatedTicket:
 
 
 class _Rows:
-    """The state that the devices would hold of their rows: arrays by seat, which is dp group * num_slots + slot. A row
-    that comes to a seat has a window of `first_window` tokens."""
+    """The state that devices would hold of their rows: arrays by seat, which is dp group * num_slots + slot. A new row
+    in a seat has a window of `first_window` tokens."""
 
     def __init__(self, num_seats: int, first_window: int = 0) -> None:
         self.first_window = first_window
@@ -122,7 +122,7 @@ class SimulatedExecutor:
       proposals: that plans verify; None: none do.
       turn_end: of responses over several turns, in place of `length_of`: (a response, its step, the tokens that it has)
         -> its tokens at the end of the next turn.
-      slowness: plans take so many times as long as the cost model says.
+      slowness: factor by which plans take longer than the cost model says.
       call_s, latency_s: where the devices are on another host, seconds for which a call holds the controller up, and
         until a call is there or its answer is back.
 
@@ -231,7 +231,7 @@ class SimulatedExecutor:
         return self.sizes.tp
 
     def capacity(self, tp: int) -> Capacity:
-        """What a layout offers. Raises ValueError for one that was not given."""
+        """A layout's sizes. Raises ValueError for an unknown layout."""
         if tp not in self._layouts:
             raise ValueError(f"simulated devices: no layout with tp {tp}, only {sorted(self._layouts)}")
         return self._layouts[tp].capacity
@@ -264,7 +264,7 @@ class SimulatedExecutor:
 
     def accept_migration(self, source: SimulatedExecutor, kv: KvPlan, rows: Sequence[ResidentRow]) -> None:
         """Takes rows and their KV from another worker (`jaxrl.scheduling.layouts.request_migration`), in the time that
-        the cost model gives; `rows` are all of its own then."""
+        the cost model gives; `rows` are then all rows of this worker."""
         assert not [*self._tickets, *source._tickets], "rows move while plans are in flight"
         old, sent = self._rows, Counter(copy.source_group for copy in kv.copies)
         self._take_sizes(self.sizes)
@@ -407,7 +407,7 @@ def decode_s(cost: CostModel, tp: int, rows: Iterable[tuple[int, int]], num_step
 
 
 def _num_steps(most: int, num_stops: int, left: np.ndarray) -> int:
-    """Decode steps until so many rows have stopped, or all."""
+    """Decode steps until `num_stops` rows have stopped, or all."""
     if not len(left) or num_stops <= 0:
         return 0
     if num_stops > len(left):

@@ -52,7 +52,7 @@ class SimulatedExecutorSet:
         return self._buffered is not None and self._clock.now_ns >= self._buffered[1]
 
     def take_buffered(self, worker: int) -> None:
-        """A worker goes on with them; waits until they are there."""
+        """A worker switches to the buffered weights; waits until they are there."""
         assert self._buffered is not None, "no weights are buffered"
         version, at_ns = self._buffered
         self._clock.reach(at_ns)
@@ -61,7 +61,7 @@ class SimulatedExecutorSet:
     def share(self, kind: type) -> None: ...
 
     def first_done(self, tickets: Mapping[int, Ticket]) -> int:
-        """Of plans in flight, by worker, the worker whose result is there first."""
+        """Called with the plan in flight of each worker: the worker whose result is there first."""
         ends = {worker: ticket.end_ns for worker, ticket in tickets.items() if isinstance(ticket, SimulatedTicket)}
         return min(ends, key=lambda worker: (ends[worker], worker))
 

@@ -91,7 +91,7 @@ H800 = Hardware(
     host_bytes_per_s=64e9,
 )
 """NVIDIA H800 SXM: the H100 SXM's data sheet but for NVLink, 400 GB/s (both directions; server makers' H800 product
-briefs: NVIDIA publishes no data sheet of its own). Network: as for the H100."""
+briefs: NVIDIA publishes no data sheet for it). Network: as for the H100."""
 
 H200 = Hardware(
     name="H200",

@@ -6,8 +6,8 @@ of the recorded scores within a prompt.
 
 Departures: `samples.jsonl` holds a few samples of each step, and a prompt is identified by its text. Responses that
 reached the run's own token limit are replayed as recorded, and `num_truncated` counts them. Two responses to each
-prompt show half of the variance within prompts on average, so rounds that drop the slowest responses of a prompt gain
-too little under `by_prompt` (docs/rollout-rules.md has figures), and too much under `pooled`; under `by_rank` they gain
+prompt show half of the variance within prompts on average. So rounds that drop the slowest responses of a prompt gain
+too little under `by_prompt` (docs/rollout-rules.md has figures), and too much under `pooled`. Under `by_rank` they gain
 about as much as with the distribution itself.
 """
 

@@ -1,9 +1,9 @@
 """Simulated scoring: workers that take as long as the workload says, and verdicts that come at their simulated time.
 
 Each of `num_workers` processes scores one response at a time, in the order of submission; verdicts still to come lie in
-a heap. A verdict carries the time at which it came in, even if it is asked for later. Tasks may have workers of their
-own, beside one another or in turn: then a task's scoring begins when that of the tasks before it has ended. A task may
-be scored on the rollout's devices (`DeviceScoring`), between two plans. A task of code has one test case for each
+a heap. A verdict carries the time at which it came in, even if it is read later. Tasks may have workers of their own,
+beside one another or in turn: then a task's scoring begins when that of the tasks before it has ended. A task may be
+scored on the rollout's devices (`DeviceScoring`), between two plans. A task of code has one test case for each
 response, which takes all of its scoring's seconds; its limit comes with the response.
 
 Source: rewards beside the rollout and adaptive limits, RollPacker §4.3; tasks in turn, as its authors' code waits for a
@@ -194,7 +194,7 @@ class ScoringWorkers:
 
 
 def _one_case(duration_s: float, reward: float, cut_off_at_s: float, max_s: float) -> dict[str, Any]:
-    """What the code scorer says of a response with one test case."""
+    """The code scorer's info about a response with one test case."""
     passed = int(reward > 0)
     counts = {"passed": passed, "cases": 1, "cut_off": int(cut_off_at_s > 0)}
     timeouts = {"timeouts": {"case_max" if cut_off_at_s >= max_s else "case": 1}} if cut_off_at_s else {}

@@ -78,7 +78,8 @@ class RuleSearch:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What one simulated run shows. Its seconds have a share of a long round for the prompts that wait at the end."""
+    """The result of one simulated run. Its seconds have a share of a long round for the prompts that wait at the
+    end."""
 
     step_s: float
     gen_s: float  # of a step's rollout
@@ -90,7 +91,7 @@ class Trial:
 
 
 def trial(steps: Sequence[Mapping[str, float]], num_prompts: int, warm_up: int = 0) -> Trial:
-    """What the metrics of a run's steps show, the first `warm_up` of them left out.
+    """The result from the metrics of a run's steps, without the first `warm_up`.
 
     Raises ValueError if prompts wait for a long round at the end and no long round has shown what it costs.
     """

@@ -29,13 +29,13 @@ class Acceptance:
 
 
 class Proposals(Protocol):
-    """What is proposed on simulated devices (`jaxrl.mechanisms.speculation.proposer.Drafting`)."""
+    """The proposals on simulated devices (`jaxrl.mechanisms.speculation.proposer.Drafting`)."""
 
     @property
     def first_window(self) -> int: ...
 
     def acceptance(self, key: SampleKey, length: int) -> Acceptance:
-        """How much is right of what is proposed for a response of so many tokens."""
+        """How many tokens of a proposal are right, by position of a response of `length` tokens."""
         ...
 
     def width(self, rows: int) -> int:
@@ -43,13 +43,13 @@ class Proposals(Protocol):
         ...
 
     def next_window(self, window: Any, proposed: Any, accepted: Any) -> Any:
-        """The most tokens of the next proposals, after a step that verified so many and accepted so many."""
+        """The most tokens of the next proposals, after a step with `proposed` and `accepted` tokens."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Verified:
-    """What a plan's steps brought, by row.
+    """The outcome of a plan's steps, by row.
 
     Attributes:
       gained, windows: tokens, and the windows afterwards, int64 [R].
@@ -83,7 +83,7 @@ def verify(
       acceptance: of each row; None: it has no history.
       generated, left, max_new: of each row, tokens that it has, tokens until it stops, and the most that it may gain;
         int64 [R].
-      num_stops: the loop is left once so many rows have stopped.
+      num_stops: rows that must stop before the loop is left.
     """
     count = len(generated)
     room = np.minimum(left, max_new)

@@ -6,10 +6,10 @@ Source: RollPacker §2.2 and Fig. 2 (long-tailed lengths, by kind of task), §4.
 RhymeRL §3.1 (lengths grow over training) and §6.1 (a prompt's rank by length is stable over epochs); APRIL §3.2.3
 (lengths vary less within a prompt than between prompts).
 
-Model: a response has a standard normal *score* z = sqrt(c) a + sqrt(1 - c) b, in which a belongs to the prompt (in
-every epoch and attempt) and b to the response. Its length is the quantile of Phi(z) in the distribution that
-`SimulatedLengths` describes, so the lengths of all responses have exactly that distribution, and `correlation` c says
-how much of the length the prompt decides.
+Model: a response has a standard normal *score* z = sqrt(c) a + sqrt(1 - c) b. Here a belongs to the prompt (in every
+epoch and attempt) and b to the response. Its length is the quantile of Phi(z) in the distribution that
+`SimulatedLengths` describes, so the lengths of all responses have exactly that distribution. `correlation` c says how
+much of the length the prompt decides.
 
 Departures: the papers' traces are not public, so shapes come from their published quantiles (`scripts/papers`). Scores
 come from a 64-bit counter hash (the finaliser of splitmix64, Steele et al. 2014), not from a generator with state.
@@ -145,12 +145,12 @@ class Workload(Protocol):
 @dataclass(frozen=True, slots=True)
 class ModelledWorkload:
     """`Workload` from distributions. A prompt keeps its task, its length and its part of the score for ever; each
-    response of each epoch and attempt draws a part of its own.
+    response of each epoch and attempt draws its own part.
 
     Attributes:
       tasks: what prompts there are; a prompt's task is drawn by its index with the tasks' weights.
       max_response_length, max_prompt_length: tokens at which lengths are cut.
-      timeout_s: when scoring is cut off, of the task that waits longest.
+      timeout_s: the longest time limit of scoring among the tasks.
     """
 
     seed: int

@@ -13,13 +13,13 @@ Sources:
 - A teacher: see `jaxrl.training.teacher`.
 - KL in the reward: Ouyang et al. 2022, eq. 2. Its estimates: Schulman 2020, "Approximating KL Divergence".
 
-Constants and conventions follow verl (unbiased standard deviation, ε = 1e-6
-after the root; whitening with ε = 1e-8 under it, over the tokens with loss mask 1: `masked_whiten`). Departures:
-statistics are taken in float64; a sample without a partner in its group gets advantage 0 (verl: its raw score), because
-there is nothing to compare it with; in REINFORCE++ a token before a masked one keeps the return of what follows (verl
-starts again behind each masked token, which is meant for padding). An environment's tokens have no KL penalty.
+Constants and conventions follow verl (unbiased standard deviation, ε = 1e-6 after the root; whitening with ε = 1e-8
+under it, over the tokens with loss mask 1: `masked_whiten`). Departures: statistics are taken in float64. A sample
+without a partner in its group gets advantage 0 (verl: its raw score), because there is nothing to compare it with. In
+REINFORCE++ a token before a masked one keeps the return of what follows (verl starts again behind each masked token,
+which is meant for padding). An environment's tokens have no KL penalty.
 
-All estimators except those in `config.checks.NEEDS_WHOLE_BATCH` use one group at a time, so a group's advantages are
+All estimators except those in `config.checks.NEEDS_WHOLE_BATCH` use one group at a time. So a group's advantages are
 known as soon as its last reward is, and its gradient can be streamed.
 """
 

@@ -45,8 +45,8 @@ def old_logprobs(
 
 
 def loss_masks(config: Config, batch: TrainBatch, step: int) -> list[np.ndarray] | None:
-    """Per sample float32 [T], 1 at the policy's own tokens (where `rollout.stale_tokens` is mask, only those of the
-    newest version), 0 at the others; None: 1 everywhere."""
+    """Per sample float32 [T], 1 at the policy's own tokens, 0 at the others; None: 1 everywhere. With
+    `rollout.stale_tokens` mask, tokens of older versions are 0, too."""
     if config.rollout.stale_tokens == "mask":
         return [on_policy_mask(sample.versions, step - 1).astype(np.float32) for sample in batch.samples]
     drawn = [sample.drawn for sample in batch.samples]
@@ -118,7 +118,7 @@ def prepared(
 
 
 def minibatches(groups: Sequence[Group], batch: TrainBatch, num_prompts: int) -> Iterator[TrainBatch]:
-    """The samples of `num_prompts` whole groups at a time, of a batch of `groups`."""
+    """The samples of `num_prompts` complete groups at a time, of a batch of `groups`."""
     ends = [0, *itertools.accumulate(len(group.samples) for group in groups)]
     for first in range(0, len(groups), num_prompts):
         last = min(first + num_prompts, len(groups))

@@ -2,13 +2,13 @@
 
 A step holds three items: `state` (arrays, restored straight onto the target's shardings), `host` (JSON), and `arrays`
 (named numpy arrays, such as the queues of batch rules, as flat integers with offsets). The last may be gigabytes: they
-are written without Orbax, which would copy them before a save returns, and compressed
+are compressed and written without Orbax, which would copy them before a save returns
 (`jaxrl.record.state.write_arrays`).
 
 Orbax writes a temporary folder, `<step>.tmp`, in the background. Then the manifest of SHA-256 checksums is added
 (`jaxrl.training.manifest`), everything is synced to the disk, and the folder is renamed to `<step>`: a folder with a
 step's name is complete. A step is checked against its manifest before anything is restored from it, and the newest step
-that passes is used. `Choice` lists newer ones that failed and why; they are kept as `<step>.damaged`.
+that passes is used. `Choice` lists newer steps that failed, with the reasons; they are kept as `<step>.damaged`.
 
 Several processes save and restore together, on a shared file system: each writes and reads its own devices' shards.
 Process 0 does the rest: the host's part of a step, its manifest and its name, comparing before a restore, retention,
@@ -17,9 +17,9 @@ its name.
 
 Source: Orbax. Departures from its defaults: nothing is restored without a target, which would bring arrays back onto
 the devices that wrote them. Folders are made before a save returns: where one cannot be made, Orbax's threads would
-wait for five minutes. Its `CheckpointManager` (0.12.8) is not used: it renames a step before a manifest could list all
-of its files (`AtomicRenameTemporaryPath.finalize`); it deletes old steps file by file under their names, so that a kill
-leaves part of a step, and a file that cannot be deleted makes it forget the step that it has just saved.
+wait for five minutes. Its `CheckpointManager` (0.12.8) is not used. It renames a step before a manifest could list all
+of its files (`AtomicRenameTemporaryPath.finalize`). It deletes old steps file by file under their names, so that a kill
+leaves part of a step. A file that cannot be deleted makes it forget the step that it has just saved.
 """
 
 from __future__ import annotations
@@ -113,12 +113,12 @@ class Checkpointer:
         progress: Callable[[], None] = lambda: None,
         first: Callable[[str, Callable[[], str]], str] = lambda name, make: make(),
     ) -> None:
-        """Looks for the newest step that is whole (`choose`, with its errors).
+        """Looks for the newest complete step (`choose`, with its errors).
 
         Args:
           max_to_keep: newest steps kept; None keeps all.
-          on_commit: called with each complete step, in the background thread. An OSError of its own ends the run, but
-            the step stays.
+          on_commit: called with each complete step, in the background thread. An OSError that it raises ends the run,
+            but the step stays.
           progress: called while files are compared or hashed.
           first: (name, make): returns process 0's `make()` in every process.
         """
@@ -187,7 +187,7 @@ class Checkpointer:
             self._pending = step, self._thread.submit(self._commit, step, host.arrays)
 
     def restore(self, abstract_state: Tree, step: int | None = None) -> tuple[Tree, HostState]:
-        """(train_state, host_state) of a step, on whatever mesh `abstract_state` names.
+        """(train_state, host_state) of a step, on the mesh of `abstract_state`.
 
         Args:
           abstract_state: a tree like the saved one of `jax.ShapeDtypeStruct` with shardings
@@ -362,7 +362,7 @@ def restore_params(place: Path, abstract_params: Tree) -> Tree:
 
 
 def _stored(item: Path) -> Tree:
-    """What is stored of an item: nested dicts; leaves have `shape`."""
+    """The stored structure of an item: nested dicts; leaves have `shape`."""
     handler: Any = ocp.PyTreeCheckpointHandler()  # its annotation asks for a class of another package
     return handler.metadata(item).tree
 
@@ -385,7 +385,7 @@ def _shapes(tree: Tree) -> dict[str, tuple[int, ...]]:
 
 
 def _restore_args(abstract: Tree) -> Any:
-    """What Orbax needs to restore the leaves of `abstract`; others may be stored beside them."""
+    """Orbax's arguments to restore the leaves of `abstract`; others may be stored beside them."""
 
     def one(leaf: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:
         if leaf.sharding is None:

@@ -105,9 +105,9 @@ def top_logprobs(
     top_k: int,
     vocab_size: int,
 ) -> jax.Array:
-    """[R, T, 2 K + 2] where `token_logprobs` has [R, T]: the log-probability of the target, those of the K = `top_k`
-    likeliest of the first `vocab_size` tokens and of all others together (`LEAST` or more), and the ids of those K, for
-    which float32 has room up to 2^24. Without a gradient."""
+    """[R, T, 2 K + 2] where `token_logprobs` has [R, T]. First comes the log-probability of the target, then of each of
+    the K = `top_k` likeliest of the first `vocab_size` tokens, then of all others together (`LEAST` or more). The ids
+    of the K tokens follow; float32 is exact for ids up to 2^24. Without a gradient."""
     compute = partial(_tops, top_k=top_k, vocab_size=vocab_size)
     return _by_rows(options, compute, head, hidden, targets, mask, mesh, None)
 

@@ -14,7 +14,7 @@ before.
 Source of the routers' loss: Fedus et al. 2021 (arXiv:2101.03961, §2.2), the number of experts times Σ (share of tokens
 that chose an expert · its mean probability), on transformers' scale: an even load gives the number of experts per
 token. Departures: means are over a microbatch's tokens, so the cut of a batch has a small influence; each layer has a
-loss of its own, where transformers multiplies means over all layers, in which uneven layers can cancel.
+separate loss, where transformers multiplies means over all layers, in which uneven layers can cancel.
 
 Source of the distillation loss: Agarwal et al. 2023 (arXiv:2306.13649), eq. 1, with the conventions of TRL's
 GKDTrainer.
@@ -50,7 +50,7 @@ class Fraction(NamedTuple):
 
 
 class LossTerms(NamedTuple):
-    """What one microbatch contributes.
+    """One microbatch's contribution.
 
     Attributes:
       total: the objective's unnormalised sum; its gradient is what accumulates.
@@ -191,7 +191,7 @@ def aggregate_sum(values: jax.Array, batch: TokenBatch, mode: str) -> jax.Array:
 
 
 def aggregate_denominator(batch: TokenBatch, mode: str) -> jax.Array:
-    """What the minibatch's numerators are divided by: tokens for `token-mean`, else sequences. Scalar float."""
+    """The denominator of the minibatch: tokens for `token-mean`, else sequences. Scalar float."""
     if mode == "token-mean":
         return _num_tokens(batch)
     return jnp.sum(batch.num_sequences).astype(jnp.float32)
@@ -204,8 +204,7 @@ def rollout_weights(
     docs/your-algorithm.md).
 
     π_rollout sampled the token, so the weight also corrects for an earlier version where `old_logprobs` were
-    recomputed. Where they are the recorded ones, `ours` are those of the policy in training. Neither carries a
-    gradient.
+    recomputed. Where they are the recorded ones, `ours` come from the policy in training. Neither carries a gradient.
 
     `rollout_is_mean`: the mean over tokens of the weights. `rollout_is_max`: the largest before truncation, at most
     e^20. `rollout_is_ratio_fraction_high`: the share of tokens, or of sequences, with a truncated weight.

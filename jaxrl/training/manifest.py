@@ -2,9 +2,9 @@
 
 `write` writes it last, before a checkpoint gets its name; `read` and `check` compare a folder with it.
 
-The manifest also holds the digest of its own content, and must equal byte for byte what `write` makes of that content.
-So every changed, cut, missing or renamed file is found, and every added file that a reader would take as part of an
-item. Other added files are allowed: notes beside the items, and hidden files (`.DS_Store`, `.nfs...`).
+The manifest also holds a digest of its content, and must equal byte for byte what `write` makes of that content. So
+every changed, cut, missing or renamed file is found, and every added file that a reader would take as part of an item.
+Other added files are allowed: notes beside the items, and hidden files (`.DS_Store`, `.nfs...`).
 
 A missing or unreadable file is damage. Transient errors of the system (a server that does not answer, no memory, too
 many open files) say nothing about the checkpoint: they are raised, and another try may succeed.

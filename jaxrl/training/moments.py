@@ -1,12 +1,13 @@
 """An optimizer's moments in fewer bytes: in bfloat16, or in one byte a number with a magnitude for each block.
 
 Source: Dettmers et al. 2022 (arXiv:2110.02861) for 8 bits, blocks, and the small weights that keep their type;
-stochastic rounding as in Gupta et al. 2015 (arXiv:1502.02551). Departures: codes are logarithmic, eight to an octave
-below the block's largest magnitude (first moments down to 2^-15.75 of it, with a sign, second moments to 2^-31.75), in
-place of the paper's dynamic tree. So each number has the same relative error, which counts where one moment is divided
-by the root of the other. A linear code would round small second moments to 0, and the update would have no bound; here
-only 0 itself has code 0 among them. Rounding is stochastic: a second moment moves by a thousandth per update, and would
-not move if it were rounded to the nearest code. It is unbiased, except for second moments below the range.
+stochastic rounding as in Gupta et al. 2015 (arXiv:1502.02551). Departures: codes are logarithmic, in place of the
+paper's dynamic tree. There are eight to an octave below the block's largest magnitude: first moments, with a sign,
+reach down to 2^-15.75 of it, second moments to 2^-31.75. So each number has the same relative error, which matters
+because one moment is divided by the root of the other. A linear code would round small second moments to 0, and the
+update would have no bound; here only a second moment of 0 has code 0. Rounding is stochastic: a second moment moves by
+a thousandth per update, and would not move if it were rounded to the nearest code. It is unbiased, except for second
+moments below the range.
 
 Random bits depend only on the number of updates, the weight, its layer and the number's position, and blocks only on
 the weight (`block_of`). So numbers and checkpoints do not depend on the number of devices.

@@ -1,4 +1,4 @@
-"""What a model is trained for: RL's policy loss, the likelihood of SFT and DPO, or a critic's values.
+"""The objective of a model: RL's policy loss, the likelihood of SFT and DPO, or a critic's values.
 
 An objective says what is computed per token from the final hidden states of a microbatch, and the loss of that. The
 decoder, packing, sharding, accumulation and the optimizer are the same for all (`jaxrl.training.programs`). All have

@@ -118,7 +118,7 @@ class Optimizer(NamedTuple):
 
         Args:
           sums: gradients, not yet divided by `denominator`.
-          state: in host memory it comes to the devices a layer at a time; the bits are the same.
+          state: if in host memory, it is copied to the devices a layer at a time; the bits are the same.
         """
 
         def mean(g: jax.Array) -> jax.Array:

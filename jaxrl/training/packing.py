@@ -1,6 +1,6 @@
 """TrainBatch -> microbatches of packed rows, and per-token results back to samples.
 
-Several samples share a row, told apart by segment ids, and the samples of a prompt share its tokens. Source: sequence
+Several samples share a row, separated by segment ids, and the samples of a prompt share its tokens. Source: sequence
 packing as in Krell et al. 2021 (arXiv:2107.02027), by best-fit decreasing. Departures: groups of samples are packed,
 not single samples; and they are dealt evenly where that fits (longest first, to the row with most room), so that all
 rows, hence all devices, attend to similar numbers of tokens.
@@ -8,21 +8,21 @@ rows, hence all devices, attend to similar numbers of tokens.
 **Shared prompts.** Samples of a prompt in the same row follow one copy of it: a segment with the prompt except for its
 last token (the shared prefix), then per sample a segment with the prompt's last token and the response. The last token
 is repeated because each sample's first log-probability is read from its hidden state. A token sees its own segment and,
-by `prefix_ids`, the prefix, as if the prompt stood before each sample. A group that does not fit is split over rows,
-each with a copy of the prefix; a single sample is one segment, prompt included.
+by `prefix_ids`, the prefix, as if the prompt preceded each sample. A group that does not fit is split over rows, each
+with a copy of the prefix; a single sample is one segment, prompt included.
 
-**Alignment.** A response token's data stands where the model predicts the token, one column before it: `targets[r, t]`
-is `tokens[r, t + 1]`, and `logprobs[r, t]` its log-probability. `loss_mask` is 1 at such columns only. They are in the
+**Alignment.** A response token's data is where the model predicts the token, one column before it: `targets[r, t]` is
+`tokens[r, t + 1]`, and `logprobs[r, t]` its log-probability. `loss_mask` is 1 at such columns only. They are in the
 token's own segment, because a prompt has at least one token. So no column needs its neighbour, and a row may be cut
 anywhere.
 
 **Rows of several devices** (`actor.context_parallel_size`). A row is cut into twice as many pieces as devices share it,
-and each device has one from the beginning and one from the end (`dealt`): under a causal mask all then attend to as
-much, as in Llama 3 (Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2). Rows in this file are uncut.
+and each device has one from the beginning and one from the end (`dealt`). Under a causal mask all devices then have
+equal work, as in Llama 3 (Grattafiori et al. 2024, arXiv:2407.21783, section 3.3.2). Rows in this file are uncut.
 
 **Shapes.** A run has at most four microbatch shapes (`microbatch_shapes`): a full one, and three quarters, half and a
 quarter of it. They follow from the options, the model and the mesh alone, so all programs can be compiled before there
-is a batch. Rows are as long as attention allows: it skips other segments, so a row of the whole token budget costs no
+is a batch. Rows are as long as attention allows: it skips other segments, so a row of the full token budget costs no
 more per token than a short one. With the quickstart's lengths (6 groups of 4), 87 % of the columns hold a token; with
 rows of the longest sample, doubled or not, in any power of two (7 shapes), it was 84 %.
 """

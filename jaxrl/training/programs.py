@@ -168,7 +168,7 @@ class TrainPrograms(CompiledPrograms):
         shapes = jax.eval_shape(chain.init, self.trainable)
         shardings = optax.tree_utils.tree_map_params(
             chain,
-            # without leaves stands what another part of the optimizer has of a weight, and with two what is in codes
+            # no leaves: another part of the optimizer has the weight; two leaves: it is in codes
             lambda x, own: jax.tree.map(lambda x: _fitting(own.sharding, x, actor.offload_optimizer), x),
             shapes,
             self.trainable,
@@ -318,7 +318,7 @@ class TrainPrograms(CompiledPrograms):
         return self.layout.sharding(*("dp", "tp")[:ndim])
 
     def parted(self, batch: TokenBatch) -> TokenBatch:
-        """The same with each device's parts of rows as rows of its own, [R * C, T / C] where C devices share rows.
+        """The same batch with each device's parts of rows as separate rows, [R * C, T / C] where C devices share rows.
         Everything but attention and losses is computed so: a token needs no other token there."""
         return self._as(lambda x: self.rows(x.ndim).spec, lambda _: self._parts.spec, batch)
 
@@ -507,9 +507,9 @@ _whole_rows.defvjp(lambda *arguments: (_whole_rows(*arguments), None), _whole_ro
 def _held_back(batch: TokenBatch, found: jax.Array) -> TokenBatch:
     """The same batch, changed so that XLA cannot compute its sums before the log-probabilities (or values) exist.
 
-    Sums over the batch alone are collectives that depend on nothing. XLA:CPU runs them beside those of the loop over
-    layers; with as many threads as (virtual) devices, they may then deadlock. XLA removes an optimization barrier
-    before threads are assigned, but not a comparison of data. `_one_after` does the same for the backward loop.
+    Sums over the batch alone are collectives that depend on nothing. XLA:CPU runs them beside the collectives of the
+    loop over layers; with as many threads as (virtual) devices, they may then deadlock. XLA removes an optimization
+    barrier before threads are assigned, but not a comparison of data. `_one_after` does the same for the backward loop.
     """
     never = _never(found)
     return dataclasses.replace(
@@ -553,7 +553,7 @@ def _shardings(tree: Tree) -> Tree:
 
 
 def _mix(config: ModelConfig, mesh: Mesh, shardings: Tree, rows: PartitionSpec) -> decoder.Mix:
-    """The experts' computation as training splits them: over all devices, each with tokens of its own."""
+    """The experts' computation as training splits it: over all devices, each with different tokens."""
     own = {name: shardings["layers"][name].spec[1:] for name in experts.WEIGHTS if name in shardings["layers"]}
     specs = {name: PartitionSpec(*spec) for name, spec in own.items()}
     return experts.over_devices(mesh, specs, rows, batched=False, gathered=True)

@@ -1,4 +1,4 @@
-"""The steps in a folder of checkpoints, which of them are whole (match their manifest), and which one to restore."""
+"""The steps in a folder of checkpoints, which of them are complete (match their manifest), and which one to restore."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATE, HOST, ARRAYS = "state", "host", "arrays"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The newest whole checkpoint of a folder, and the faults of newer ones by step."""
+    """The newest complete checkpoint of a folder, and the faults of newer ones by step."""
 
     step: int
     faults: Mapping[int, str] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class Choice:
 
 
 def choose(folder: str | Path, progress: Callable[[], None] = lambda: None) -> Choice | None:
-    """The newest whole step of a folder of checkpoints; None if it has no step.
+    """The newest complete step of a folder of checkpoints; None if it has no step.
 
     Raises:
       ValueError: each step is damaged, or one was written by a later version.
@@ -57,11 +57,11 @@ def whole_step(
     say: Callable[[str], None] = lambda line: None,
     progress: Callable[[], None] = lambda: None,
 ) -> Path:
-    """The folder of a whole step.
+    """The folder of a complete step.
 
     Args:
       path: a folder of checkpoints, a run directory with a folder `checkpoints`, or one step's folder.
-      step: default: the newest whole one; not with one step's folder.
+      step: default: the newest complete one; not with one step's folder.
       say: receives the step that is used, and notes about it and newer ones.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a step of `jaxrl sft` and of `jaxrl dpo` does with its rows. numpy only, no jax.
+"""The training steps of `jaxrl sft` and `jaxrl dpo`. numpy only, no jax.
 
 A `Method` turns rows into a minibatch for a trainer with the likelihood objective (`jaxrl.training.objectives`). Both
 methods have
@@ -74,7 +74,7 @@ class Demonstrations:
     def evaluate(
         self, trainer: Trainer, batch: TrainBatch, known: np.ndarray | None = None
     ) -> tuple[dict[str, float], float]:
-        """The mean over tokens, whatever `algorithm.loss_agg_mode` is."""
+        """The mean over tokens, for every `algorithm.loss_agg_mode`."""
         logps, lengths = _sequence_logps(trainer.token_logprobs(batch, "actor"), batch)
         return {"loss": float(-logps.sum() / lengths.sum())}, float(lengths.sum())
 

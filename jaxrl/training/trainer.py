@@ -4,14 +4,14 @@ Policy and critic are both a `MeshTrainer`. They differ in the objective of thei
 (`jaxrl.training.objectives`), as do RL, SFT and DPO, and in the batches that they get.
 
 Source: docs/architecture.md; gradients that add up in any order are RollPacker §4.4. Master weights, optimizer state
-and the accumulator are split over all devices as `sharding.rules.train_spec` says (nested, so that a rollout layout is
-a prefix). Rows of a microbatch are split over the same devices, each possibly over several
-(`actor.context_parallel_size`), and each layer's weights are gathered inside the scan, as in FSDP (Zhao et al. 2023).
-Departure: the accumulator holds the unnormalised sum of gradients next to its denominator and is divided once, so a
+and the accumulator are split over all devices by `sharding.rules.train_spec` (nested, so that a rollout layout is a
+prefix). Rows of a microbatch are split over the same devices, each possibly over several
+(`actor.context_parallel_size`). Each layer's weights are gathered inside the scan, as in FSDP (Zhao et al. 2023).
+Departure: the accumulator holds the unnormalised sum of gradients and its denominator, and is divided once. So a
 minibatch may be cut into microbatches and parts of any size and order.
 
-Memory: master weights and optimizer state always (with `actor.offload_optimizer` the latter lies in host memory and
-comes to the devices a layer at a time); the reference's weights where an option needs them; the accumulator from the
+Memory: master weights and optimizer state always (with `actor.offload_optimizer` the latter is in host memory and
+copied to the devices a layer at a time); the reference's weights if an option needs them; the accumulator from the
 first `accumulate` to `apply`; activations as `actor.remat` says; logits of `actor.logprob_chunk_tokens` tokens per
 device. For the backward pass, attention (`actor.attention`, `kernels.attention.PackedAttention`) keeps q, k, v, the
 output and one number per query and head. Scores exist for a few tiles at a time, except with `reference` and in short
@@ -282,10 +282,10 @@ def build_critic(
     """The critic of `algorithm.adv_estimator=gae`: a second model, as large as the policy, whose head is one number per
     token. Arguments as in `MeshTrainer`: the model and the weights are the policy's.
 
-    Its layers begin as the policy's, and its head as zeros: before the first update it expects nothing, and advantages
-    are returns.
+    Its layers are initialised from the policy's, and its head with zeros: before the first update it predicts 0, and
+    advantages are returns.
 
-    Source: Schulman et al. 2017 (arXiv:1707.06347), with weights of its own as in verl. Departures from verl: the head
+    Source: Schulman et al. 2017 (arXiv:1707.06347), with separate weights as in verl. Departures from verl: the head
     starts at 0 and not at random; computing type, attention and packing are those of section `actor`.
     """
     model = critic_config(model_config)

@@ -2,8 +2,7 @@
 
 `training_step` is the training half of a step of the loop (`jaxrl.loop`), over a trainer that is real, remote or
 simulated. `jaxrl.training.batch_preparation` computes what gradients need. With a critic its values come before the
-advantages, and its updates, towards the returns, before those of the policy; neither reads what the other's updates
-write.
+advantages, and its updates, towards the returns, before the policy's. Neither reads what the other's updates write.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ def training_step(
     phase: Callable[[str], AbstractContextManager[None]],
     beat: Callable[[], None],
 ) -> UpdateResult:
-    """Update `step`: `ppo_epochs` passes of minibatches of whole groups, those of the critic first.
+    """Update `step`: `ppo_epochs` passes of minibatches of complete groups, the critic's first.
 
     Args:
       models: the critic is trained alone for the first `trainer.critic_warmup` steps.

@@ -157,7 +157,7 @@ def add_in_order(ids: jax.Array, rows: jax.Array, size: int) -> jax.Array:
         reach *= 2
     is_last = jnp.append(own[1:] != own[:-1], True)
     at = jnp.where(is_last, own, size + jnp.arange(count))  # the others lie outside, each elsewhere: dropped
-    # the zeros wait for the sums: XLA would make them with those of the head's gradient, before the backward pass
+    # the zeros wait for the sums: XLA would make them with the zeros of the head's gradient, before the backward pass
     zero, sums = lax.optimization_barrier((jnp.zeros((), rows.dtype), sums))
     return jnp.full((size, sums.shape[-1]), zero).at[at].set(sums, mode="drop", unique_indices=True)
 

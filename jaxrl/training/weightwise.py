@@ -1,11 +1,11 @@
-"""An optimizer's step, one weight after another, and where that saves memory one layer after another.
+"""An optimizer's step, weight by weight, and layer by layer where that saves memory.
 
 Source: ZeRO-Offload (Ren et al. 2021, arXiv:2101.06840) for a state in the host's memory. Departure: the devices
 compute the step, not the host; the state crosses once in each direction.
 
-By layer, the step is a loop that updates weights and state in place (a scan's results would be copies of them), so that
-the devices hold no more than one layer's state, or its decoded moments. The weights outside the layers follow, each
-tied to the one before: XLA would begin all their copies at once.
+By layer, the step is a loop that updates weights and state in place (a scan's results would be copies of them). So the
+devices hold at most one layer's state, or its decoded moments. The weights outside the layers follow, each tied to the
+one before: XLA would begin all their copies at once.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def weightwise(
 ) -> Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]:
     """`step`, called with each weight separately.
 
-    Each call stands between barriers, so XLA's fusions, and hence its rounding, do not depend on where the state lies,
+    Each call is enclosed by barriers. So XLA's fusions, and hence its rounding, do not depend on where the state is,
     nor (except for products of matrices) on `by_layer`.
 
     Args:

@@ -1,4 +1,4 @@
-"""A game: FrozenLake of gymnasium, on a lake of its own in each row.
+"""A game: FrozenLake of gymnasium, with its own lake for each row.
 
 `environment.kind=native environment.path=frozen_lake environment.name=FrozenLake`; columns, or `environment.args`:
 `size` (of the square, 4 by default), `moves` (their number, 12) and `slippery` (whether moves may go astray).

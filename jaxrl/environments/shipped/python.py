@@ -1,7 +1,7 @@
 """A tool: Python programs in the sandbox of `reward.kind=code`. `environment.kind=tools environment.path=python`.
 
-Each program has a process of its own, without network and files, which ends with its call. `environment.timeout_s`
-limits the turn, and `SECONDS` a program.
+Each program has its own process, without network and files, which ends with its call. `environment.timeout_s` limits
+the turn, and `SECONDS` a program.
 """
 
 import threading

@@ -2,8 +2,8 @@
 
 `environment.kind=class environment.path=search environment.name=Search environment.args={corpus: documents.jsonl}`: a
 line for each document, an object with its text under `text` and perhaps its title under `title`; the arguments `text`
-and `title` name other columns. An index is built once in each process. There is no reward of its own (`get_reward` is
-0): `reward.kind=math` or a function scores the answer.
+and `title` name other columns. An index is built once in each process. The tool gives no reward (`get_reward` is 0):
+`reward.kind=math` or a function scores the answer.
 """
 
 import functools

@@ -111,8 +111,8 @@ class AdaptiveLayouts(Mechanism):
                 if degree not in possible or degree > host or degree not in degrees:
                     raise ValueError(
                         f"rollout.layout.degrees: tp {degree} must be one of {', '.join(map(str, possible))} (which "
-                        f"the {num_devices} devices can be factored into), at most the {host} devices of a host, and "
-                        f"the first tp ({', '.join(map(str, chosen)) or 'auto'}) one of the degrees {degrees}"
+                        f"the {num_devices} devices can be factored into) and at most the {host} devices of a host; "
+                        f"the first tp ({', '.join(map(str, chosen)) or 'auto'}) must be one of the degrees {degrees}"
                     )
             return degrees
 

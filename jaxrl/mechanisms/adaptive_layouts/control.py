@@ -1,10 +1,10 @@
 """A worker's layout, round by round and plan by plan: how RollPacker's per-step planner and PAT's switches compose.
 
-A round starts in the planner's degree for its kind; without a planner, in the configured one. Before each plan, if the
-switch rule wants to switch, the plans in flight are collected, the rule decides again on what is then known, the
-decision is written to the journal, and the engine changes its layout. When the round has ended, the planner observes
-all its preemptions, and the worker returns to the degree that the next round starts in. So with a planner tp never
-falls while rows are live, and the planner compares rounds that began in its own degrees.
+A round starts in the planner's degree for its kind; without a planner, in the configured one. Before each plan the
+switch rule may want to switch. Then the plans in flight are collected, and the rule decides again on what is then
+known. Its decision is written to the journal, and the engine changes its layout. At the end of the round the planner
+observes all its preemptions, and the worker returns to the next round's first degree. So with a planner tp never falls
+while rows are live, and the planner compares rounds that began in its own degrees.
 
 Source: RollPacker §4.2 (the planner); PAT §4.2, Algorithm 1, lines 15 and 23-25 (switches); docs/architecture.md (what
 a clock decides is journalled before it takes effect).
@@ -54,7 +54,7 @@ class Decision:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Decision:
-        """What `to_json` wrote. Raises ValueError for another schema."""
+        """Reads the output of `to_json`. Raises ValueError for another schema."""
         if entry.get("schema") != SCHEMA:
             raise ValueError(f"journalled layout decision {dict(entry)!r}: this version reads schema {SCHEMA}")
         switch = None if entry["switch"] is None else Switch.from_json(entry["switch"])
@@ -227,7 +227,7 @@ class LayoutControl:
         return metrics
 
     def cancel(self) -> None:
-        """The round is dropped: the planner observes nothing of it."""
+        """Drops the round: the planner does not observe it."""
         self._kind = None
 
     def picture(self) -> dict[str, Any]:

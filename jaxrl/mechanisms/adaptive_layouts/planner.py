@@ -1,16 +1,16 @@
 """The tensor-parallel degree that a rollout round starts with, from how often requests were preempted before.
 
-`TpPlanner` doubles the degree when preemptions rise (a larger tp splits the weights further, which leaves more memory
-for KV) and halves it after quiet rounds (a smaller one communicates less).
+`TpPlanner` doubles the degree when preemptions rise: a larger tp splits the weights further, which leaves more memory
+for KV. It halves the degree after quiet rounds: a smaller one communicates less.
 
-Source: RollPacker §4.2: a rise of preemptions above x1.05 doubles TP, four steps in a row without any halve it, TP
+Source: RollPacker §4.2. A rise of preemptions above x1.05 doubles TP; four steps in a row without any halve it. TP
 groups stay inside one host, and the first degree is the profile's best.
 
 Departures:
 
-- The paper does not say what a rise is measured against. Here it is the previous round of the same kind, whatever its
-  degree was. Short rounds have up to 1.79 times the preemptions of long ones (§4.2), so across kinds every short round
-  after a long one would be a rise. So each kind has a degree, a count and a quiet streak of its own.
+- The paper does not say what a rise is measured against. Here it is the previous round of the same kind, at any degree.
+  Short rounds have up to 1.79 times the preemptions of long ones (§4.2), so across kinds every short round after a long
+  one would be a rise. So the planner keeps a degree, a count and a quiet streak for each kind.
 - The first round of a kind is never a rise. From no preemptions to some is a rise.
 - "Doubling" and "halving" are steps to the next allowed degree, which is the same for powers of two.
 

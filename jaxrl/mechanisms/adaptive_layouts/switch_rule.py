@@ -15,7 +15,7 @@ Departures:
 - Hysteresis (the paper has none): a gain has to exceed `min_gain`, a share of the time left; `cooldown` plans lie
   between switches; and a switch in the direction opposite to the last one needs a batch `REVERSAL_FACTOR` times smaller
   (to raise tp) or larger (to lower it) than at that last switch. So a batch that only drains turns at most once, from
-  falling to rising tp, whatever the predictor says. With `direction="up"`, the default, tp only rises.
+  falling to rising tp, for any predictor. With `direction="up"`, the default, tp only rises.
 - While requests wait for a row, the batch is not draining and the rule does not switch.
 
 Going back when a generation has ended costs nothing: no KV is left, and the next weights come from training anyway.
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 REVERSAL_FACTOR = 2.0
-"""By which the live rows must change before a switch back."""
+"""Factor by which the live rows must change before a switch back."""
 HEADROOM_TOKENS = 32
-"""By which every live row must be able to grow in a new layout."""
+"""Tokens by which every live row must be able to grow in a new layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Switch:
 
     @property
     def gain_s(self) -> float:
-        """What the switch saves, less its cost."""
+        """The seconds that the switch saves, less its cost."""
         return self.stay_s - self.remaining_s - self.cost_s
 
     def to_json(self) -> dict[str, Any]:
@@ -167,7 +167,7 @@ class LayoutSwitchRule:
         return self._find(now) is not None
 
     def considers(self, dispatch: int, tp: int, num_live: int, num_waiting: int) -> bool:
-        """Whether `wants` depends on the rows: False if it says no whatever they are. Costs next to nothing."""
+        """Whether `wants` depends on the rows; False if it is False for all rows. Costs next to nothing."""
         if not num_live or num_waiting:
             return False
         if self._last is not None and dispatch - self._last.dispatch < self.options.cooldown:

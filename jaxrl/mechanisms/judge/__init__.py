@@ -4,8 +4,8 @@ On the devices it has an engine like the actor's and takes turns with it. A turn
 take one follows from counts and never from clocks (`reward.judge.when`): a plan of the actor and one of the judge
 alternate at the most, so neither starves. Once only verdicts are awaited it has the devices to itself.
 
-A template is text with `{name}` where the value of a field goes; `{{name}}` stands for `{name}` itself. All other
-braces stay as they are, so that JSON and `\\boxed{}` can be written as they are.
+A template is text with `{name}` where the value of a field goes; `{{name}}` is `{name}` itself. All other braces stay
+as they are, so that JSON and `\\boxed{}` can be written as they are.
 
 Source: RollPacker §4.3, which runs judge and actor at once and lets the GPU share itself out (MPS).
 
@@ -47,7 +47,7 @@ SCORE = (  # a tag, a heading or a label; marks around the number; what makes it
     r"[\s*_`\"'“<(\[{$]*+(?:\\(?:(?:boxed|textbf)\{|[(\[])\s*+){0,2}((?>-?(?:\d+(?:\.\d*)?|\.\d+)(?:e[-+]?\d+)?))"
     r"(?![a-z\d%]|,\d|\s*+(?:%|percent|(?:to|or|[-–—])\s*+\d))(?:[\s*_]*+(?:/|out of)[\s*_]*+(?P<of>\d+(?:\.\d+)?))?"
 )
-"""What reads a score where `score_pattern` is empty; `of`: the highest one, where the judge says it."""
+"""Reads a score where `score_pattern` is empty; `of`: the highest score, if the judge names it."""
 _FIELD = re.compile(r"\{\{([A-Za-z_]\w*)\}\}|\{([A-Za-z_]\w*)\}")
 
 
@@ -137,7 +137,7 @@ class Judge(Mechanism):
             return "endpoint" if kind == "judge" and self.endpoint else "devices"
 
         def explained(self, kind: str) -> tuple[str, str, str]:
-            """What scores one of its kinds, its time limit, and how much it does at once."""
+            """The scorer of one of its kinds, its time limit, and how many samples it scores at once."""
             if self.place(kind) == "devices":
                 adapters = f" with {self.lora_adapter_path}" if self.lora_adapter_path else ""
                 return f"{kind}: {self.model}{adapters}", "none", f"{self.max_num_seqs} verdicts, {self.when}"
@@ -162,7 +162,7 @@ class Judge(Mechanism):
         def problem(self, option_of: Mapping[str, str], *, has_answers: bool) -> str | None:
             """Why it cannot score, as a sentence. `option_of`: the kinds of rewards that are asked for, each with the
             section that asks for it; `has_answers`: whether prompts have reference answers."""
-            if "@" in self.endpoint:  # whatever scores: config.yaml would keep it
+            if "@" in self.endpoint:  # for any scorer: config.yaml would keep it
                 return endpoint_problem("reward.judge", self)
             if self.kinds <= option_of.keys():
                 return (

@@ -68,7 +68,7 @@ class JudgeMemory:
 
 
 def rollout_memory(config: Config, num_devices: int) -> RolloutMemory:
-    """Of the model that `reward.judge.model` names, of which the config is read. Raises as `judge_memory`."""
+    """The memory of the model that `reward.judge.model` names; reads its config. Raises as `judge_memory`."""
     judge, option = config.reward.judge, "reward.judge.model"
     sizes = judge_memory(config, config_of(resolve_path(judge.model, option), option), num_devices)
     return RolloutMemory(
@@ -76,7 +76,7 @@ def rollout_memory(config: Config, num_devices: int) -> RolloutMemory:
         sizes.parts,
         "reward.judge.max_memory_gib",
         f"reward.judge.max_memory_gib ({judge.max_memory_gib:g}), max_num_seqs or max_prompt_tokens",
-        stays=True,  # it goes on with all devices
+        stays=True,  # it continues with all devices
         line=f"judge: {sizes.resident_layers} of {sizes.num_layers} layers stay, the others are streamed; "
         f"{in_bytes(sizes.host_bytes)} of the host's memory per device",
     )
@@ -89,8 +89,8 @@ def judge_length(config: Config) -> int:
 
 
 def judge_memory(config: Config, model: ModelConfig, num_devices: int) -> JudgeMemory:
-    """The judge's sizes on each of so many devices. Raises ValueError where reward.judge.max_memory_gib is too small
-    for one verdict, or for the resident layers asked for."""
+    """The judge's sizes on each of `num_devices` devices. Raises ValueError if reward.judge.max_memory_gib is too small
+    for one verdict, or for the requested resident layers."""
     judge, size = config.reward.judge, BYTES[config.reward.judge.dtype]
     padded = padded_config(model, num_devices)
     layers = padded.weights()["layers"]
@@ -143,7 +143,7 @@ def judge_memory(config: Config, model: ModelConfig, num_devices: int) -> JudgeM
 
 
 def _bytes(weight: Weight, num_devices: int, size: int) -> int:
-    """Of one device's part of a weight in rollout form; norms have at least float32."""
+    """The bytes of one device's part of a weight in rollout form; norms have at least float32."""
     dims = zip(weight.dims, weight.shape, strict=True)
     shards = [splits(length, num_devices) for dim, length in dims if dim in TENSOR_DIMS]
     return math.prod(weight.shape) // math.prod(shards) * (max(size, 4) if weight.is_norm else size)

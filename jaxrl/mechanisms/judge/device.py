@@ -5,10 +5,10 @@ the backend gives it a turn, or where nothing else is left to do.
 
 Source: RollPacker §4.3 (a judge beside the actor on the same devices, layers streamed from the host).
 
-A turn is one plan, waited for: nothing of the judge is in flight when the actor makes its next plan, and the actor's
-plan before it is seen to end, so that neither's seconds count as the other's (layouts learn from the actor's). Nothing
-it does depends on a clock: its tokens depend on keys, and what it holds on the devices comes with the first turn of a
-rollout and goes before the update.
+A turn is one plan, which the host waits for, so no plan of the judge is in flight when the actor makes its next one.
+The host also sees the end of the actor's plan before the turn. So neither's seconds count as the other's (layouts learn
+from the actor's). The judge depends on no clock. Keys decide its tokens; its memory on the devices is allocated at the
+first turn of a rollout and freed before the update.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class JudgeMachine:
 
     @property
     def runs_alone(self) -> bool:
-        """Whether nothing of the actor's may be running when the judge's programs begin, or its weights come."""
+        """Whether the actor must be idle when the judge's programs begin, or its weights arrive."""
         return self._alone or not self._executor.has_weights
 
     def enter(self) -> None:

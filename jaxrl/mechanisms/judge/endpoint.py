@@ -1,4 +1,4 @@
-"""A judge at an OpenAI-compatible endpoint: a server is asked for verdicts.
+"""A judge at an OpenAI-compatible endpoint: it requests verdicts from a server.
 
 Source: RollPacker §4.3: a judge among the rewards. One thread sends the requests, at most `max_requests` at once and
 `requests_per_minute` in a minute (`jaxrl.processes.endpoint_client`), while the trainer computes.
@@ -87,9 +87,9 @@ class EndpointJudge:
         return False
 
     def take_metrics(self) -> dict[str, float]:
-        """`reward/judge/{requests,sent_again,throttled,late,garbled,waited_s,unparsed}`: requests to the endpoint,
-        those that were sent again, answers 429, requests that no answer came to in time, answers that were no chat
-        completions, the seconds in which requests waited for their turn, and verdicts without a score."""
+        """`reward/judge/{requests,sent_again,throttled,late,garbled,waited_s,unparsed}`. In this order: requests to the
+        endpoint; retries; answers 429; requests that timed out; answers that were no chat completions; seconds in which
+        requests waited for their turn; verdicts without a score."""
         measured = {f"reward/judge/{name}": count for name, count in self._client.take().items()}
         measured["reward/judge/unparsed"] = float(self._unparsed)
         self._unparsed = 0
@@ -133,8 +133,8 @@ class EndpointJudge:
             return "error", 0.0, {"error": self._client.hide(describe(error)), "outside": True}, 0.0
 
     async def _verdicts(self, key: SampleKey, messages: list[dict[str, str]]) -> Scored:
-        """What a sample's requests come to, all of them under way at once. Its seconds are those of the one that the
-        endpoint had longest: what they waited for their turns says nothing of it."""
+        """The verdict on a sample, whose requests are all in flight at once. Its seconds are the longest that the
+        endpoint took for one of them, without the wait for the requests' turns."""
         judge = self._judge
         body = request_body(judge, messages, judge.max_tokens) | {"temperature": judge.temperature}
         seeds = [verdict_seed(self._seed, key, i) if judge.temperature else None for i in range(judge.num_samples)]

@@ -1,9 +1,9 @@
-"""What a judge is asked about a sample, and what its responses come to.
+"""The questions to a judge about a sample, and the verdict that its responses give.
 
 `JudgeText` is the text side, the same on the run's devices and at an endpoint. On the devices there are two kinds of
 judge: a model that writes verdicts (`WrittenVerdicts`), and a reward model with a scalar head (`Scalars`).
 
-A response stands in a message as it is. A response that speaks to the judge ("give this a 10") can therefore only
+A response is put into a message unchanged. A response that speaks to the judge ("give this a 10") can therefore only
 persuade it, never change what is asked or how the verdict is read. Special tokens that it spells out stay text.
 
 Source: RollPacker §4.3 (LLM-as-a-judge among the rewards). The scalar is read as transformers'
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jaxrl.data.tokenizer import Tokenizer
 
 MAX_KEPT_CHARS = 8000
-"""Of a sample's verdicts, all together, that are kept in its info."""
+"""The most characters of all of a sample's verdicts that are kept in its info."""
 _MAX_READ_CHARS = 1_000_000  # of one verdict: the user's pattern must not meet a text without bounds
 
 
@@ -121,7 +121,7 @@ _SEED = 0x6A75646765
 
 
 class Reading:
-    """What one kind of judge reads of a sample, and how its responses become a reward.
+    """How one kind of judge reads a sample, and how its responses become a reward.
 
     Attributes:
       num_samples: responses of the judge to each sample. params: how they are drawn.
@@ -221,5 +221,5 @@ class Scalars(Reading):
         return ids
 
     def reward(self, samples: Sequence[Sample]) -> tuple[float, dict[str, Any]]:
-        (sample,) = samples  # a reward model's number stands where a token's log-probability does
+        (sample,) = samples  # a reward model's number takes the place of a token's log-probability
         return float(sample.sampled_logprobs[0]), {}

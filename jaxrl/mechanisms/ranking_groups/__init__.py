@@ -1,8 +1,8 @@
 """Ranking groups: prompts ranked by the lengths of their last responses; workers get long and short ones in turn.
 
-Source: RhymeRL §6. Departures (§6.3): an outlier goes to the worker with the longest ranking group that still decodes
-in this round (of several the one with the fewest responses), so that it prolongs no round. Each response moves once at
-the most.
+Source: RhymeRL §6. Departures (§6.3): an outlier moves to the worker with the longest ranking group that still decodes
+in this round, so that it prolongs no round. Of several such workers it takes the one with the fewest responses. Each
+response moves at most once.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RankingGroups(Mechanism):
         enable: Annotated[bool, "Switch ranking groups on."] = False
         num_groups: Annotated[int, Interval(ge=2, le=65536), "Groups that a step's ranked prompts are cut into."] = 8
         outlier_share: Annotated[
-            float, Interval(ge=0, le=1), "A response may move if it is among the last so many of its group, as a share."
+            float, Interval(ge=0, le=1), "Share of a group's responses, the last to end, that may move."
         ] = 0.1
         move: Annotated[
             Literal["auto", "recompute", "kv"],
@@ -82,7 +82,7 @@ class RankingGroups(Mechanism):
         needs = []
         if not config.trainer.one_step_off:
             needs.append(
-                "trainer.one_step_off: workers that are done with a step's rollout go on with the next one's, while "
+                "trainer.one_step_off: workers that are done with a step's rollout begin the next one's, while "
                 "the update runs"
             )
         if not rollout.num_devices:
@@ -173,7 +173,7 @@ class RankingGroups(Mechanism):
             self.ahead.expect(None if info.next_launches is None else partial(self._next_round, info))
 
     def _next_round(self, info: RoundInfo) -> NextRoundPrefetch | None:
-        """What the next round launches, with the version of its weights; None while these are not there."""
+        """The launches of the next round, with the version of its weights; None until these are there."""
         assert info.next_launches is not None
         launches = info.next_launches()
         if launches is None:
@@ -248,7 +248,7 @@ class RankingGroups(Mechanism):
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _num_tokens(self, request_id: int | None) -> int:
-        """Of a response so far; 0 where it has ended, and its event has not reached the round."""
+        """The tokens of a response so far; 0 if it has ended and its event has not reached the round."""
         worker = None if request_id is None else self._engines.worker_of(request_id)
         if request_id is None or worker is None:
             return 0
@@ -271,7 +271,7 @@ class RankingGroups(Mechanism):
 
 
 def _moves(run: Run) -> By:
-    """How outliers move. A profile of one degree alone says nothing of moving KV."""
+    """How outliers move. A profile of one degree alone has no costs of moving KV."""
     from jaxrl.scheduling.layouts.plan_cost import cheaper_move
 
     move, predictor = run.config.rollout.ranking_groups.move, run.machine.predictor()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     WeightBuffer = WorkerSet | RemoteWorkers | SimulatedExecutorSet  # with a second copy of the weights
 
 Offer = Callable[[], NextRoundPrefetch | None]
-"""What the next round launches; None while its weights are not there."""
+"""The launches of the next round; None until its weights are there."""
 
 
 class NextRoundPrefetches:
@@ -109,7 +109,7 @@ class NextRoundPrefetches:
     # -- between rounds ----------------------------------------------------------------------------------------------
 
     def enter(self, policy_version: int) -> None:
-        """All workers go on with the buffered weights."""
+        """All workers continue with the buffered weights."""
         assert self._version == policy_version, f"weights {self._version} are buffered, not {policy_version}"
         for worker in sorted(self._behind):
             self._switch(worker)
@@ -120,7 +120,8 @@ class NextRoundPrefetches:
         """Samples of the present round are not parked here."""
 
     def adopt(self, key: SampleKey) -> int | Finished | None:
-        """Of a response that the round launches: its request if it runs already, its end if it has ended, else None."""
+        """Takes over a response that the round launches: its request if it runs already, its end if it has ended, else
+        None."""
         return self._running.pop(key) if key in self._running else self._ended.pop(key, None)
 
     def cancel(self) -> None:

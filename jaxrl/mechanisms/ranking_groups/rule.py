@@ -1,14 +1,15 @@
-"""Prompts ranked by the lengths of their last responses, and dealt to workers in turn from the short and the long end;
-and which responses leave their worker.
+"""Ranks prompts by the lengths of their last responses, and deals them to workers in turn from the short and the long
+end. Also decides which responses leave their worker.
 
 Source: RhymeRL §6.2 (HistoPipe). The prompts of a step are ranked by the median length of their last responses and cut
-into N equal groups. Odd steps deal the groups to the workers in ascending order, even steps in descending order, so
-that two steps together load all workers alike, if an idle worker may begin with the next step (`next_round_prefetch`).
+into N equal groups. Odd steps deal the groups to the workers in ascending order, even steps in descending order. So two
+steps together load all workers alike, if an idle worker may begin with the next step (`next_round_prefetch`).
 `two_tier` decides how many workers a group gets (§6.4).
 
-A response is an outlier (§6.3) if it is among the last alpha = 10 % of its group's responses *and* longer than beta
-times the largest historical length of the group's prompts, beta = max(1.1, the 75th percentile of the growth of
-response lengths over the last epoch). A prompt's historical length is the median of its last responses (§6.2).
+A response is an outlier (§6.3) on two conditions. It is among the last alpha = 10 % of its group's responses, *and* it
+is longer than beta times the largest historical length of the group's prompts. Here beta = max(1.1, the 75th percentile
+of the growth of response lengths over the last epoch). A prompt's historical length is the median of its last responses
+(§6.2).
 
 Departures:
 
@@ -20,7 +21,7 @@ Departures:
 - In a group with several workers, prompts go to them in snake order (1 2 3 3 2 1), so that each has short and long
   ones; with fewer prompts than workers their samples go in equal shares, neighbours together.
 - Only what a round launches at its start is ranked, not prompts that dynamic sampling brings in later.
-- t_train is that of the last step whose metrics are written, the step before the paper's if the update has just ended.
+- t_train comes from the last step whose metrics are written, the step before the paper's if the update has just ended.
   A batch that depends on which responses end first has none, since a clock may not decide what is in a batch.
 - The paper does not say how many "the last 10 %" are of a small group: here the share is rounded up, so that the last
   response of any group can be an outlier. "Short" groups, whose outliers stay in the step, are those with a longer one
@@ -70,7 +71,7 @@ class RankedGroup:
 
 
 class Outliers:
-    """Of one round, whose ranking groups are given; `share`: alpha, `factor`: beta."""
+    """The outliers of one round with the given ranking groups; `share`: alpha, `factor`: beta."""
 
     def __init__(self, groups: Iterable[RankedGroup], share: float, factor: float) -> None:
         groups = list(groups)
@@ -198,7 +199,7 @@ class Ranking:
         return [now.placed(c) if now is not None and isinstance(c, Launch) else c for c in commands]
 
     def ahead(self, launches: Sequence[Launch], step: int) -> list[Launch]:
-        """All launches of the round after the one under way, with their workers; none where they are not ranked."""
+        """All launches of the round after the current one, with their workers; none where they are not ranked."""
         self._next = self._ranked(launches, step)
         return [] if self._next is None else [self._next.placed(launch) for launch in launches]
 
@@ -206,7 +207,7 @@ class Ranking:
         self.now = None
 
     def outliers(self) -> Outliers | None:
-        """Watches for outliers of the round under way; None where it is not ranked."""
+        """Watches for outliers of the current round; None where it is not ranked."""
         if self.now is None:
             return None
         growths = self._history.growths()

@@ -1,21 +1,21 @@
 """How many workers each ranking group gets, so that the groups' times lie on a line.
 
-Source: RhymeRL §6.4, Fig. 12. With l the mean historical length of a group and tau(l, k) the time of a group on k
-workers, group i has the target t0 + i·d, where t0 = max(tau(l0, MAX), t_train). d is bisected in
-[0, (tau(l_{N-1}, MIN) - t0) / (N - 1)]; each group takes the fewest workers that meet its target, and a d is feasible
-if all of them together are there. MIN is 1 worker, MAX what is left if every other group
-has one.
+Source: RhymeRL §6.4, Fig. 12. l is the mean historical length of a group, and tau(l, k) the time of a group on k
+workers. Group i has the target t0 + i·d, where t0 = max(tau(l0, MAX), t_train). The bisection for d searches [0,
+(tau(l_{N-1}, MIN) - t0) / (N - 1)]. Each group takes the fewest workers that meet its target; d is feasible if there
+are enough workers for all groups. MIN is 1 worker, MAX what is left if every other group has one.
 
 Departures:
 
 - With tau(l0, MAX) as t0 the shortest group takes all spare workers, unless t_train is longer than it needs. Here
   t0 = max(tau(l0, k), t_train) is tried for every k.
 - Groups on a line balance two steps if each has as many workers as its counterpart from the other end. With more for
-  the long ones some workers of the longest group have had a middling one before. So of all that is found on the way to
-  the smallest d (and of equal shares) the one is taken with which two steps take least (`pair_s`). From there workers
-  move from one group to another, any number at once, while two steps get shorter (`_climbed`): two steps do not get
-  shorter with every smaller d, and the best shares need not lie on a line. Of 2,000 random cases, in which the best
-  shares are known, 95 % are then within 0.1 % of them, and within 32 % without (`tests/mechanisms/ranking_groups`).
+  the long ones some workers of the longest group have had a middling one before. The search for the smallest d finds
+  several allocations. Of these, and of equal shares, the one with the shortest two steps is taken (`pair_s`). From
+  there workers move from one group to another, any number at once, while two steps get shorter (`_climbed`): two steps
+  do not get shorter with every smaller d, and the best shares need not lie on a line. Of 2,000 random cases, in which
+  the best shares are known, 95 % are then within 0.1 % of them, and within 32 % without
+  (`tests/mechanisms/ranking_groups`).
 - The paper leaves the unit of its precision open: here tau is in seconds, and d is known to `PRECISION_S`.
 - Fig. 12 never tries the upper end of the interval, nor an empty interval: both are tried here.
 - Where nothing is feasible (the figure leaves it open), the groups get equal shares, the longest the remainder.
@@ -52,7 +52,7 @@ class ExpectedLoad:
 
 Group = Sequence[ExpectedLoad]
 Tau = Callable[[Sequence[ExpectedLoad]], float]
-"""What one worker has -> the seconds until the last of it has ended; never less for more responses or longer ones."""
+"""One worker's responses -> seconds until the last has ended; never less for more responses or longer ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ def _climbed(split: _Spread | _Runs, parts: tuple[Allotment, ...], train_s: floa
 
 
 def _lines(split: _Spread | _Runs, t0: float) -> Iterator[tuple[Allotment, ...]]:
-    """What meets the targets from `t0` on with smaller and smaller d, down to the smallest that is feasible, to
+    """Allocations that meet the targets from `t0` on with smaller and smaller d, down to the smallest feasible d, to
     `PRECISION_S`; nothing where none is."""
     low, high = 0.0, max(split.most_s - t0, 0.0) / max(split.num_targets - 1, 1)
     if (found := split.meeting(t0, high)) is None:
@@ -162,10 +162,10 @@ def _met(seconds: float, target_s: float) -> bool:
 
 
 class _Spread:
-    """At least as many workers as groups: each group has workers of its own.
+    """At least as many workers as groups: no worker serves two groups.
 
-    Here and in `_Runs` are `starts` what t0 can be, `times` those of the workers in the order of the parts, and
-    `parts` those of given sizes. `meeting` returns parts that meet targets; None: there are none.
+    Here and in `_Runs`, `starts` are the possible values of t0, `times` the workers' times in the order of the parts,
+    and `parts` the parts of given sizes. `meeting` returns parts that meet the targets, or None.
     """
 
     def __init__(self, groups: Sequence[Group], num_workers: int, tau: Tau) -> None:

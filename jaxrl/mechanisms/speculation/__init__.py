@@ -58,7 +58,7 @@ class Speculation(Mechanism):
             int,
             Ge(1),
             Cap(64, "every response of them is kept in memory"),
-            "Draft from a prompt's last so many rollouts.",
+            "The number of a prompt's last rollouts to draft from.",
         ] = 1
         max_prefix: Annotated[
             int, Interval(ge=1, le=64), "The last tokens of a response that are looked for in its prompt's history."
@@ -187,7 +187,7 @@ class Speculation(Mechanism):
         if not self._is_training:
             return {}
         self._is_training = False
-        if self._builder is not None:  # those of the round before: there since an update ago
+        if self._builder is not None:  # the indexes of the round before: there since an update ago
             for index in self.store.unsettled():
                 self.store.settle(index, self._builder.take(self._indexes[index]).num_bytes)
         changed = self.store.add(end.scored)
@@ -233,7 +233,7 @@ class Speculation(Mechanism):
 
 
 def spec_metrics(counts: Counters) -> dict[str, float]:
-    """Of a round: `plans_share`, plans that verified drafts; `accept_rate`, drafted tokens that were accepted;
+    """A round's metrics: `plans_share`, plans that verified drafts; `accept_rate`, drafted tokens that were accepted;
     `drafted_share`, decoded tokens that came from drafts; `tokens_per_step`, the gain of a row in a step of a plan that
     verifies (1 where none did); `match_length`, tokens of the context by which a draft was found."""
     steps, accepted = counts.verifying_row_steps, counts.accepted_tokens
@@ -259,7 +259,7 @@ def draft_config(config: Config, platform: str, costs: StepCosts | None = None) 
 
 
 def build_proposer(config: Config, platform: str) -> Drafting | None:
-    """What an executor that verifies drafts is built for; None where `rollout.speculation` is off."""
+    """The drafting that an executor is built for; None where `rollout.speculation` is off."""
     drafts, spec = draft_config(config, platform), config.rollout.speculation
     if drafts is None:
         return None
@@ -299,9 +299,9 @@ def verify_rule(
 def step_costs(
     config: Config, profile: Profile, executor: MeshExecutor | RemoteExecutor, row_sizes: Mapping[int, Sequence[int]]
 ) -> StepCosts:
-    """What the steps of an executor take, in the layout that it has when it is asked. `profile`: nothing that is
-    measured in the run changes what it says, so plans do not depend on a clock; `row_sizes`: row counts of programs, by
-    degree. Raises ConfigError where the profile has no steps that verify drafts, or of other widths."""
+    """The times of an executor's steps, in its layout at the time of the call. `profile`: nothing that is measured in
+    the run changes what it says, so plans do not depend on a clock; `row_sizes`: row counts of programs, by degree.
+    Raises ConfigError where the profile has no steps that verify drafts, or of other widths."""
     from jaxrl.config import ConfigError
     from jaxrl.mechanisms.speculation.rule import StepCosts
     from jaxrl.scheduling.layouts.latency import LatencyPredictor
@@ -323,7 +323,7 @@ def step_costs(
 
 
 def _charts(run: RecordedRun) -> list[Chart]:
-    """What speculation brought, with the steps at which an epoch begins; none where it is off."""
+    """Charts of speculation, with the steps at which an epoch begins; none where it is off."""
     from jaxrl.report.charts import Chart, Curve
     from jaxrl.report.curves import with_epochs
 

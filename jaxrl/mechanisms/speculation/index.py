@@ -12,8 +12,8 @@ Departures:
 
 - The tree is flattened. A draft follows the heaviest path below the context, and that path is a piece of the text. So
   for every context of `min_prefix` .. `max_prefix` tokens the index holds one place in the text, right behind the
-  context on its heaviest path, in a hash table: a look-up of m tokens takes O(m), whatever the size of the text.
-  Paths are told apart for `max_draft` tokens behind the longest context; no draft is longer.
+  context on its heaviest path, in a hash table: a look-up of m tokens takes O(m), for a text of any size. Paths are
+  distinguished for `max_draft` tokens behind the longest context; no draft is longer.
 - Building sorts all places by the tokens that follow, by doubling, and goes through the tree depth by depth, all with
   numpy: O(n) memory, and log2(max_prefix + max_draft) sorts. docs/performance.md has figures.
 - A response is preceded by `START` markers, which count as tokens of a context: the first tokens of a response can be
@@ -195,7 +195,7 @@ def _heaviest(
 def _heavier(
     starts: np.ndarray, best: np.ndarray, is_first: np.ndarray, goes_on: np.ndarray, weight: np.ndarray
 ) -> np.ndarray:
-    """Of sibling classes, the best of the one that is followed; `is_first` marks each first sibling."""
+    """The best place of the sibling class that is followed; `is_first` marks each first sibling."""
     parent = np.cumsum(is_first) - 1
     sizes = np.diff(starts, append=len(weight))
     siblings = np.flatnonzero(np.bincount(parent)[parent] > 1)
@@ -260,7 +260,7 @@ def draft_lengths(options: Speculation.Options) -> DraftLengths:
 
 
 def index_bytes(lengths: DraftLengths, num_responses: int, num_tokens: int) -> int:
-    """The most that an index over so many responses with so many tokens together takes."""
+    """The largest size of an index over `num_responses` responses of `num_tokens` tokens in total."""
     places = lengths.num_places(num_tokens)
     return 4 * (lengths.text_size(num_responses, num_tokens) + places + num_buckets(places) + 1)
 

@@ -96,7 +96,7 @@ class Drafting:
     def refusal(self, history: DraftIndex) -> str | None:
         arrays = (history.text, history.first, history.places)
         if history.lengths != self.lengths:
-            return f"its lengths ({history.lengths}) must be those of the programs ({self.lengths})"
+            return f"its lengths ({history.lengths}) must be the programs' lengths ({self.lengths})"
         if any(len(array) > size for array, size in zip(arrays, self.sizes, strict=True)):
             return (
                 f"it has {history.num_tokens} tokens, and there is room for {self.num_responses} responses of "
@@ -151,8 +151,8 @@ class Drafting:
 
 
 class DeviceIndexes:
-    """Which index lies in which place of each dp group. `arrays`: the places, on the devices, blank at first;
-    `uploads`: indexes uploaded so far; `unplaced`: rows of plans whose index found no place."""
+    """Which index is in which place of each dp group. `arrays`: the places, on the devices, blank at first; `uploads`:
+    indexes uploaded so far; `unplaced`: rows of plans whose index found no place."""
 
     def __init__(self, drafting: Drafting, arrays: IndexArrays) -> None:
         self.drafting, self.arrays = drafting, arrays

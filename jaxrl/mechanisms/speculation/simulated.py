@@ -85,7 +85,7 @@ class SimulatedDrafts:
 
 
 def proposals(config: Config, workload: Workload) -> SimulatedDrafts | None:
-    """What simulated devices draft; None where `rollout.speculation` is off."""
+    """The drafts of simulated devices; None where `rollout.speculation` is off."""
     drafts = draft_config(config, PLATFORM)
     return drafts and SimulatedDrafts(
         acceptance_model(config.trainer.seed, workload, config.rollout.speculation), drafts

@@ -16,7 +16,7 @@ In order: `on_finished` closes workers, whose requests move to the others; their
 takes the trainer's weights. `look` learns which groups are certain, `before_plan` decides which of them are the next
 parts. `update_begins` gives what is left, waits, gives the sums to the trainer, and opens the workers again.
 
-What fails on the freed devices ends the run at the boundary before the step: nothing of it has reached the trainer.
+A failure on the freed devices ends the run at the boundary before the step: nothing from it has reached the trainer.
 """
 
 from __future__ import annotations
@@ -498,7 +498,7 @@ class StreamTrainer(Mechanism):
         self._draw()
 
     def _draw(self) -> None:
-        """The call that was under way has ended; seen between two plans, so up to a plan late."""
+        """The running call has ended; seen between two plans, so up to a plan late."""
         if self._began_s is None:
             return
         ended_s = self._clock()
@@ -511,7 +511,7 @@ class StreamTrainer(Mechanism):
 
 def _moves(run: Run) -> By:
     """How requests move from a worker that is freed: where layouts switch as `rollout.layout.state` says of a switch,
-    else their KV is computed again. A profile of one degree alone says nothing of moving KV."""
+    else their KV is computed again. A profile of one degree alone has no costs of moving KV."""
     from jaxrl.scheduling.layouts.plan_cost import cheaper_move
 
     options = run.config.rollout.layout

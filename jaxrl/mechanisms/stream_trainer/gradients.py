@@ -1,9 +1,9 @@
 """Gradients of groups that are complete, on half of the trainer's devices, while the others still decode.
 
 Source: RollPacker §4.4 ("Overlapped Stream Execution", "Preserving On-Policy Semantics") and §5 (gradients without
-optimizer states). The weights are those of the trainer, which does not move meanwhile; sums are unnormalised and stand
-beside their denominator, so the update is that of the whole batch, whichever groups went this way and in whatever
-parts. With the same parts in the same order it is the same bit for bit.
+optimizer states). The weights are the trainer's, which does not update meanwhile. Sums are unnormalised and kept with
+their denominator, so the update is the complete batch's, for any choice of streamed groups and any cut into parts. With
+the same parts in the same order it is the same bit for bit.
 
 Departures:
 
@@ -41,7 +41,7 @@ from jaxrl.types import Group, StreamFailed, TrainBatch
 
 Tree = Any
 Work = Generator[jax.Array, None, None]
-"""Yields what was handed to the devices."""
+"""Yields what was dispatched to the devices."""
 
 AHEAD = 2
 """Microbatches of gradients that the devices have at once, so that they need not wait for the host."""
@@ -145,7 +145,7 @@ class TrainStream:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _learn_from(self, groups: list[Group], step: int, weights: _Weights) -> Work:
-        """What the loop does with a whole batch (`jaxrl.loop`), of these groups alone."""
+        """The loop's training on a batch (`jaxrl.loop`), for these groups alone."""
         config, batch = self._trainer.config, TrainBatch.of(groups)
         self._ahead = 1  # log-probabilities come back to the host, which must not wait for them
         current = None
@@ -208,7 +208,7 @@ class _Weights:
             self._in_host["actor"] = self._to_host(self._on_device, shardings, keep=True)
 
     def on_device(self, which: str) -> Tree:
-        """Those weights, in place of the others."""
+        """Moves these weights to the devices, in place of the others."""
         if which not in self._shardings:
             return without_adapters(self.on_device("actor"))
         if which != self._resident:
@@ -233,7 +233,7 @@ class _Weights:
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """What jax says of devices that fail, in its first line."""
+    """The first line of jax's message about devices that fail."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

@@ -1,24 +1,23 @@
-"""When half of the rollout's workers are freed, so that gradients are computed there while the others decode, and which
-prompts' gradients begin when (`StreamPace`).
+"""Decides when half of the rollout's workers are freed to compute gradients while the others decode. `StreamPace`
+decides which prompts' gradients begin when.
 
-`ScaleDown` is asked on every finish of a round and says, at most once per round, which workers to free; or why not.
+`ScaleDown` decides on every finish of a round, and returns, at most once per round, the workers to free; or why not.
 
 Source: RollPacker §4.4 and Algorithm 1, lines 13 to 21. `min_done`, `max_done` and `DONE_STEP` are its 0.2, 0.5 and
 0.05: the first finish with a share done of at least `min_done` is a milestone, and then each that is `DONE_STEP` beyond
 the one before, up to `max_done`. The two criteria are line 17's: whole TP groups and replicas are freed, half of all,
 or none; and the projected peak of KV must fit what stays.
 
-The projection (`projected_kv`): all requests that are left decode side by side, a token each per step. The share of
-them that is still there after t more steps is that of the earlier responses that were longer than what it has by t,
-among those that were longer than what it has now. The expected KV is the sum over requests of that share times
-(context + t). `DEVIATIONS` times its standard deviation is added, up to what all of them would hold; the largest value
-over t is what must fit.
+The projection (`projected_kv`): all requests that are left decode side by side, a token each per step. A request of n
+tokens is still there after t more steps with a probability from earlier responses: of those longer than n, the share
+longer than n + t. The expected KV is the sum over requests of that share times (context + t). `DEVIATIONS` times its
+standard deviation is added, up to the KV of all requests together. The largest value over t must fit.
 
 Departures:
 
-- The paper names no formula for the projection, and no margin. Of the expected KV alone the real peak, with the default
-  margin free, is above in up to 29 % of the looks; with the deviations it is in 1 %. Responses to a prompt are taken to
-  go on together or not at all, the worst that they can do: if they were taken for independent it would be up to 15 %
+- The paper names no formula for the projection, and no margin. With the default margin free, the real peak exceeds the
+  expected KV alone in up to 29 % of the checks, and in 1 % with the deviations. Responses to a prompt are taken to
+  continue all together or not at all, the worst case: taken as independent they would give up to 15 %
   (docs/mechanisms/stream_trainer.md).
 - `kv_margin` is kept free for what the projection does not see: blocks that are filled in part, and pools that are not
   filled alike.
@@ -26,7 +25,7 @@ Departures:
   lengths say little of a long round. A round's own lengths count from the next round on: in the middle of a round those
   that have ended are the short ones. A response that is longer than all earlier ones is expected to reach its limit.
 - The paper frees GPUs "without splitting communication groups" and leaves open which. Here it is the half of the mesh
-  with fewer tokens to move, the first of equal ones: a half of the mesh is a factored mesh itself, to which weights
+  with fewer tokens to move, or the first of equal halves. Half of the mesh is a factored mesh itself, to which weights
   pass by slices, and programs are compiled for two sets of devices, not for all.
 - What stays must also have a row for each request that is left, so that none waits for others to end.
 - The paper writes of requests (Algorithm 1) and of prompts (§6.6), and its authors' code counts prompts
@@ -72,7 +71,7 @@ class LeftRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Of its context: what moves."""
+        """The tokens of its context, which move."""
         return self.num_prompt + self.num_response
 
 
@@ -107,7 +106,7 @@ def load_of(engine: Engine) -> WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class ScaleDownDecision:
-    """What was decided at a milestone, and from which numbers."""
+    """The decision at a milestone, and its numbers."""
 
     num_done: int  # of the round's requests, or prompts (`counts`)
     num_all: int
@@ -126,7 +125,7 @@ class ScaleDownDecision:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> ScaleDownDecision:
-        """What `to_json` wrote. Raises ValueError for another schema."""
+        """Reads the output of `to_json`. Raises ValueError for another schema."""
         if entry.get("schema") != SCHEMA:
             raise ValueError(f"journalled scale-down {dict(entry)!r}: this version reads schema {SCHEMA}")
         fields: dict[str, Any] = {name: value for name, value in entry.items() if name != "schema"}
@@ -144,9 +143,8 @@ def halves(num_workers: int) -> tuple[tuple[int, ...], ...]:
 
 
 def projected_kv(requests: Sequence[LeftRequest], history: LengthHistory, stacks: KvStacks = WHOLE) -> int:
-    """The largest number of tokens in KV that is projected while these requests go on (see the module): between two
-    points in time the shares are those of the first, the contexts those of the second. Tokens count once for each of
-    the stacks that still holds them."""
+    """The largest projected number of tokens in KV while these requests decode (see the module). Between two points in
+    time the first gives the shares, the second the contexts. Tokens count once for each stack that still holds them."""
     if not requests:
         return 0
     ordered = sorted(requests, key=lambda request: request.prompt_index)
@@ -199,7 +197,7 @@ class ScaleDown:
     def after_finish(
         self, num_done: int, num_all: int, workers: Callable[[], Sequence[WorkerLoad]]
     ) -> ScaleDownDecision | None:
-        """What to do when a request has ended: None unless this is a milestone. `num_done`, `num_all`: of the round's
+        """The decision when a request has ended: None unless this is a milestone. `num_done`, `num_all`: of the round's
         requests, or prompts (`trainer.stream.counts`); `workers`: gives the state of each, asked at milestones only."""
         assert self._kind is not None, "no round has begun"
         # shares are quotients, correctly rounded: they compare with an option as the decimal numbers would
@@ -267,18 +265,18 @@ class ScaleDown:
 
 
 DEFAULT_PACE = {"cpu": 4.0}  # else 16
-"""A decode step of one copy of the weights waits for them to be read, 2 P bytes for P parameters, and the gradient of a
-token takes 6 P operations on the same devices, 12 P with the passes for log-probabilities and recomputation. At 990e12
-FLOP/s and 3.35e12 bytes/s (H100), a quarter to a third of the one and all of the other reached, these are 12 to 33
-tokens per step and copy; what begins too late is lost to the stream, what begins too early holds up the update: 16. A
-CPU reads no faster than it computes; 4 is what it did in docs/performance.md."""
+"""A decode step of one copy of the weights waits for them to be read, 2 P bytes for P parameters. The gradient of a
+token takes 6 P operations on the same devices, 12 P with the passes for log-probabilities and recomputation. An H100
+has 990e12 FLOP/s and 3.35e12 bytes/s. With a quarter to a third of the former reached and all of the latter, that is 12
+to 33 tokens per step and copy. A late start is lost to the stream, and an early one delays the update: 16. A CPU reads
+no faster than it computes; 4 is what it did in docs/performance.md."""
 
 
 class StreamPace:
     """Which prompts' gradients begin beside a round, and which of them together: by logical time, never by a clock.
 
-    It knows what has ended, and takes the freed devices to compute so many tokens per decode step of the others. How
-    fast they really are, and when verdicts come, decides only when the parts are computed.
+    It knows what has ended, and assumes a pace of the freed devices, in tokens per decode step of the others. How fast
+    they really are, and when verdicts come, decides only when the parts are computed.
 
     Source: RollPacker §4.4. Departure: its trainer takes what is there whenever it has room, so that a clock decides in
     which parts gradients add up, and two runs differ in their last bits.

@@ -1,16 +1,15 @@
 """The simulated stream trainer: gradients beside the rollout take time on the freed devices, and are made nowhere.
 
-The freed devices have a time of their own, beside the clock's: what they are given begins when they are free, and the
-rollout does not wait for it. Another model on all devices takes its time from them as from the others (`occupy`).
+The freed devices keep their own time, beside the clock's: a dispatch begins when they are free, and the rollout does
+not wait for it. Another model on all devices takes its time from them as from the others (`occupy`).
 
 Source: RollPacker §4.4 and §5. Charged are: the weights' way to the freed devices, and the sums' way back before the
 update; a forward pass for each set of log-probabilities that training asks for, with the swap of the reference's
 weights; and gradients, on the freed devices' share of what training reaches. The update that follows is charged for
-what is left alone (`SimulatedTrainer`), because its batch holds nothing of what was streamed.
+what is left alone (`SimulatedTrainer`), because its batch does not contain the streamed groups.
 
-Departures: what a training step costs whatever its size is charged to the update, and none of it to the stream; a part
-of a batch is taken to reach the same share of the peak as a whole one; a verdict does not wait for the microbatch that
-is under way.
+Departures: the fixed cost of a training step is charged to the update, and none of it to the stream; a part of a batch
+is taken to reach the same share of the peak as a complete one; a verdict does not wait for the current microbatch.
 """
 
 from __future__ import annotations

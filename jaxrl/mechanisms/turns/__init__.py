@@ -61,7 +61,7 @@ class Turns(Mechanism):
     """The mechanism. Samples are parked while their environments work (`jaxrl.scheduling.mechanism.Parking`)."""
 
     class Options(Section):
-        """Tools and games: what a model says is answered, and it goes on, over several turns."""
+        """Tools and games: an environment answers what the model says, over several turns."""
 
         kind: Annotated[
             Literal["none", "tools", "class", "native", "openai", "verifiers"],
@@ -146,7 +146,7 @@ class Turns(Mechanism):
                 if not self.id or not self.python:
                     yield (
                         "environment.kind=verifiers needs environment.id, the environment's name, and "
-                        "environment.python, the Python of an environment of its own with verifiers in it"
+                        "environment.python, the Python of a separate environment with verifiers in it"
                     )
                 data = config.data
                 if data.system_prompt or data.prompt_template != "{question}":
@@ -173,7 +173,7 @@ class Turns(Mechanism):
                     if is_on:
                         yield (
                             f"environment.group excludes {option}, which needs a sample's whole reward before its "
-                            "round is over: only then are trajectories compared"
+                            "round has ended: only then are trajectories compared"
                         )
             if not config.data.apply_chat_template:
                 yield "environment.kind needs data.apply_chat_template: turns are written in the model's chat template"
@@ -387,7 +387,7 @@ class Turns(Mechanism):
         self._forget(key)
 
     def _ask(self, waiting: _Waiting, state: bytes | None) -> None:
-        """Has a turn answered, unless that is under way since an earlier round."""
+        """Requests the answer to a turn, unless an earlier round has done so."""
         key = waiting.sample.key
         crc32, answer = self._kept.pop(key, (None, None)) if self._info.is_training else (None, None)
         if crc32 != tokens_crc32(waiting.sample):
@@ -398,7 +398,7 @@ class Turns(Mechanism):
     # -- answers -----------------------------------------------------------------------------------------------------
 
     def _look(self, *, is_idle: bool) -> None:
-        """Has answers take effect, up to the first that the round has to hear of."""
+        """Applies answers, up to the first one that the round must receive."""
         while not self._round.awaited and (answer := self._next(is_idle=is_idle)) is not None:
             if self._answered(self._unanswered.pop(answer.key), answer):
                 return
@@ -437,7 +437,7 @@ class Turns(Mechanism):
         return key if self._info.is_training else replace(key, epoch=-1 - key.epoch)
 
     def _overdue(self) -> list[Observed]:
-        """What becomes of trajectories that take too long."""
+        """Ends trajectories that take too long."""
         limit_s, now_s = self._limits.rollout_timeout_s, self._round.clock()
         late = [self._named(key) for key in self._unanswered if limit_s and now_s - self._begun_s[key] > limit_s]
         self._acting.cancel(late)
@@ -451,7 +451,7 @@ class Turns(Mechanism):
             self._journal.append(self._info.step, _KIND, waiting.place, place | _entry(answer))
 
     def _answered(self, waiting: _Waiting, answer: Observed) -> bool:
-        """An answer takes effect; returns whether the round has to hear of that first."""
+        """Applies an answer; returns whether the round must receive it first."""
         key, sample = answer.key, waiting.sample
         episode = sample.episode or Episode()
         stop = answer.status if answer.status != "ok" else "done" if answer.done else ""

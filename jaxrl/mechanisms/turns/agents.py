@@ -5,10 +5,10 @@
 other environment: what the model says answers the program's request, and the next request holds the environment's
 answer. A conversation continues behind what was said before, so nothing is retokenised.
 
-Each trajectory has a key of its own, the program's `api_key`, by which its requests are known. They come one at a time,
-begin with the row's messages, and each is the one before it with what was answered and something new behind; anything
-else is answered with status 400 and the rule. A program's state is its own: after a resume, or where its process has
-died, it is run again from its beginning, and given what the model had said, turn by turn.
+Each trajectory has its own key, the program's `api_key`, which identifies its requests. They come one at a time and
+begin with the row's messages. Each is the one before it, followed by the answer and something new; anything else is
+answered with status 400 and the rule. A program's state is its own: after a resume, or where its process has died, it
+is run again from its beginning, and given what the model had said, turn by turn.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class AgentPool:
     # -- in the threads of requests ----------------------------------------------------------------------------------
 
     def answer(self, secret: str, body: Mapping[str, Any]) -> dict[str, Any] | None:
-        """A chat completion; None: the trajectory is over. Waits for what the model says. Raises Refused."""
+        """Waits for the model and returns a chat completion; None if the trajectory has ended. Raises Refused."""
         session = self._by_secret.get(secret)
         if session is None:
             return None
@@ -226,8 +226,8 @@ def _outcome(session: Session, scored: Scored) -> Observed:
 
 
 def _completion(text: str, names: frozenset[str], number: int) -> dict[str, Any]:
-    """What a client of OpenAI's chat completions gets. Ids of calls reach the prompt, so they follow from the number of
-    the request in its conversation, and not from chance."""
+    """A response to a client of OpenAI's chat completions. Ids of calls reach the prompt, so they follow from the
+    number of the request in its conversation, and not from chance."""
     answer_id = secrets.token_hex(12)
     said, calls = calls_in(text, names) if names else (text, [])
     message: dict[str, Any] = {"role": "assistant", "content": said if said or not calls else None}
@@ -265,7 +265,7 @@ class _Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says nothing of a program that has gone; of all else as usual."""
+        """Ignores the error of a program that has gone; reports all others as usual."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 
@@ -294,7 +294,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._say(HTTPStatus.BAD_REQUEST, error_object(str(error), "invalid_request_error"))
             return
         if answer is None:
-            self._say(HTTPStatus.UNAUTHORIZED, error_object("no trajectory has this key, or it is over", "gone"))
+            self._say(HTTPStatus.UNAUTHORIZED, error_object("no trajectory has this key, or it has ended", "gone"))
         elif body.get("stream"):
             self._stream(answer)
         else:

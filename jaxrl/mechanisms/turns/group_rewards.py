@@ -23,7 +23,7 @@ class GroupRewards:
     """Compares the trajectories of each group of a finished round by a class of the user's: what one is worth may
     depend on the others of its prompt (`jaxrl.scheduling.mechanism.GroupRewards`).
 
-    A process of the user's is asked, so what it says is written to the journal before it takes effect: a step that runs
+    A user's process computes the rewards, so they are written to the journal before they take effect: a step that runs
     again compares nothing anew.
 
     Source: tinker-cookbook's `EnvGroupBuilder.compute_group_rewards`. Departure: none of its metrics.
@@ -66,7 +66,7 @@ class GroupRewards:
         }
 
     def _recorded(self, info: RoundInfo, prompt: Prompt, samples: Sequence[Sample]) -> list[float] | str | None:
-        """What the journal says of these trajectories; None: nothing."""
+        """The journal's rewards of these trajectories; None if it has none."""
         if self._journal is None:
             return None
         entry = self._journal.find(info.step, _KIND, (info.index, *prompt.key))
@@ -79,7 +79,7 @@ class GroupRewards:
 
 
 def _with_turns(group: Group) -> list[Sample]:
-    """Those that can be compared: what has failed before is none of them."""
+    """The samples that can be compared, without those that have failed before."""
     return [each for each in group.samples if each.episode is not None and each.episode.turns and not each.failure]
 
 
@@ -89,5 +89,5 @@ def _trajectory(prompt: Prompt, sample: Sample) -> Trajectory:
 
 
 def _crc32(samples: Sequence[Sample]) -> list[Any]:
-    """Of what was compared: tokens, and rewards before."""
+    """Checksums of what was compared: tokens, and rewards before."""
     return [[tokens_crc32(sample), sample.reward] for sample in samples]

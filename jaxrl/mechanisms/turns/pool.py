@@ -1,7 +1,7 @@
 """The worker processes of environments, from the trainer's side: turns in, answers out.
 
-Nothing of the user's runs in the trainer: what comes back is JSON, whose values are checked here. No turn is handed out
-a second time, because what it did outside may not be undone: a process that dies with one has failed it.
+Nothing of the user's runs in the trainer: what comes back is JSON, whose values are checked here. No turn is dispatched
+twice, because its effects outside may not be undone: a process that dies with a turn has failed it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from jaxrl.types import Prompt, SampleKey
 SHIPPED = Path(worker.__file__).parent / "shipped"
 """Files that `environment.path` names without a path."""
 VERIFIERS = Path(worker.__file__).with_name("verifiers_program.py")
-_SLACK_S = 3.0  # beyond environment.timeout_s: a call that does not end is told so by the process itself
+_SLACK_S = 3.0  # beyond environment.timeout_s: the process itself reports a call that does not end
 _ROWS = 50  # of the environment's own, asked for at once: an answer has a mebibyte at the most
 _TIMEOUT = "environment.timeout_s"
 _PLURAL = {"timeout": "timeouts", "crash": "crashes"}
@@ -93,8 +93,8 @@ class EnvironmentPool:
         self._agents: AgentPool | None = None
 
     def conversation(self, tokenizer: Tokenizer, notes: list[str] | None = None) -> Conversation:
-        """`notes` gets what a start says of a chat template that does not only append. Raises ConfigError where the
-        model's chat template cannot write a second turn."""
+        """`notes` gets the start's message about a chat template that does not only append. Raises ConfigError where
+        the model's chat template cannot write a second turn."""
         between = Between(tokenizer, self._template_kwargs)
         try:
             role = "tool" if self._kind != "native" else "user"
@@ -115,8 +115,8 @@ class EnvironmentPool:
     # -- at the start ------------------------------------------------------------------------------------------------
 
     def schemas(self, row: Mapping[str, Any], where: str) -> list[Schema]:
-        """What the chat template is to describe in a row. Raises ValueError where the environment cannot be made, or
-        the row asks for what is not there."""
+        """The tools that the chat template describes in a row. Raises ValueError where the environment cannot be made,
+        or the row asks for what is not there."""
         if not has_turns(row):
             return []
         _check_columns(row, where)
@@ -231,8 +231,8 @@ def has_turns(row: Mapping[str, Any]) -> bool:
 
 
 def read_answer(key: SampleKey, reward: float, info: Mapping[str, Any]) -> Observed:
-    """What a process has answered to a turn, every value checked: it runs foreign code. Raises ValueError for what is
-    no answer."""
+    """A process's answer to a turn, every value checked: it runs foreign code. Raises ValueError for what is no
+    answer."""
     done, messages, state, metrics = (info.get(name) for name in ("done", "messages", "state", "metrics"))
     if not isinstance(done, bool) or not isinstance(messages, list) or not all(map(is_answer, messages)):
         raise ValueError(f"what its process has sent is no answer: {info!r:.200}")
@@ -245,7 +245,7 @@ def read_answer(key: SampleKey, reward: float, info: Mapping[str, Any]) -> Obser
 
 
 def read_rewards(scored: Scored, count: int, timeout_s: float) -> list[float] | str:
-    """What a process has made of so many trajectories, every value checked; what went wrong where it is nothing."""
+    """The rewards of `count` trajectories that a process sent, every value checked; or what went wrong."""
     status, _, info, _ = scored
     if status == "timeout":
         return f"no answer within {_TIMEOUT} ({timeout_s:g} s)"

@@ -1,4 +1,4 @@
-"""When a trajectory is over, what its environment has said, and what it comes to.
+"""When a trajectory ends, what its environment has said, and its reward.
 
 Source: names of limits as in tinker-cookbook's rollouts.
 """
@@ -28,7 +28,7 @@ observation has no room."""
 
 @dataclass(frozen=True, slots=True)
 class TurnLimits:
-    """Of one trajectory, as in `environment`; 0: none."""
+    """Limits of one trajectory, as in `environment`; 0: none."""
 
     max_turns: int = 0
     max_trajectory_tokens: int = 0
@@ -57,7 +57,7 @@ class Observed:
     """The answer to a turn."""
 
     key: SampleKey
-    done: bool  # the episode is over
+    done: bool  # the episode has ended
     messages: tuple[Mapping[str, Any], ...] = ()  # empty where it is
     reward: float = 0.0  # of the turn
     state: bytes | None = b""  # of the environment after it
@@ -78,7 +78,7 @@ class CallTimes:
         self.longest_s: dict[str, float] = {}  # by the names of tools
 
     def limit_s(self, tools: Sequence[str]) -> float:
-        """Of a turn that calls these, side by side."""
+        """The time limit of a turn that calls these tools concurrently."""
         known = [self.longest_s.get(name) for name in tools]
         longest_s = max((each for each in known if each is not None), default=None)
         if not self.adapts or longest_s is None or None in known:
@@ -140,8 +140,8 @@ def total(episode: Episode, name: str) -> float:
 
 
 def trajectory_metrics(samples: Iterable[Sample]) -> dict[str, float]:
-    """Of samples with turns: `stop/<reason>`, the share of them that ended so; turns, seconds of answers, and what
-    environments measure, as means over trajectories. Nothing where there are none."""
+    """Metrics of samples with turns: `stop/<reason>`, the share of them that ended so; turns, seconds of answers, and
+    what environments measure, as means over trajectories. Nothing where there are none."""
     there = [sample for sample in samples if sample.episode is not None and sample.episode.turns]
     episodes = [sample.episode for sample in there if sample.episode is not None]
     if not episodes:
@@ -165,7 +165,7 @@ def trajectory_metrics(samples: Iterable[Sample]) -> dict[str, float]:
 
 
 def tokens_crc32(sample: Sample) -> int:
-    """What is in the journal about a sample is about these tokens."""
+    """The CRC-32 of a sample's tokens, which a journal entry about the sample holds."""
     import numpy as np
 
     return zlib.crc32(np.ascontiguousarray(sample.token_ids, np.int32).tobytes())

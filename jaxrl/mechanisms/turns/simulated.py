@@ -51,7 +51,7 @@ class TurnModel:
         return 1 + count
 
     def end(self, key: SampleKey, step: int, kept: int) -> int:
-        """The tokens of a response, answers with them, at the end of the turn that follows so many of them."""
+        """The tokens of a response, answers included, at the end of the turn that begins after `kept` of them."""
         count = self.num_turns(key)
         answered = (count - 1) * self.tool.answer_tokens if self.counts_answers else 0
         tokens = max(self.length(key, step) - answered, count)
@@ -124,8 +124,8 @@ def conversation(
 
 
 def turn_model(config: Config, workload: Workload) -> TurnModel:
-    """Of the tools that `simulate.tool` describes, or those of the recorded run that lengths come from. Raises
-    ValueError where that had none."""
+    """Models the tools that `simulate.tool` describes, or those recorded by the run that lengths come from. Raises
+    ValueError if that run had none."""
     simulated, longest = config.simulate, TurnLimits.configured(config).max_trajectory_tokens
     is_recorded = bool(simulated.recorded_run)
     tool = simulated.tool
@@ -141,7 +141,7 @@ def turn_model(config: Config, workload: Workload) -> TurnModel:
 def measured(
     turns: Sequence[Sequence[Mapping[str, Any]]], lengths: Sequence[int], tool: SimulatedTool
 ) -> SimulatedTool:
-    """What recorded trajectories say of tools, in place of what is given. `turns`: of each trajectory, as
+    """The tools measured from recorded trajectories, in place of the given ones. `turns`: of each trajectory, as
     `samples.jsonl` has them; `lengths`: of these, in tokens."""
     answered = [turn for of in turns for turn in of if turn["answer"]]
     seconds = np.log([max(turn["seconds"], 1e-4) for turn in answered]) if answered else np.zeros(1)

@@ -5,7 +5,7 @@ the program (`program`), and for tests written in Python a second process that r
 keeps their time and memory, and ends them (`supervisor`). Both are locked in before they see any text (`locks`).
 
 No verdict can be forged, because the program's process never holds expected outputs or assertions. It gets inputs, and
-what comes back is taken for plain values (`wire`) by a process that it cannot reach.
+a process that it cannot reach reads its answers as plain values (`wire`).
 
 Nothing here imports more than the standard library, but for pytest where tests do: the server starts in milliseconds,
 and holds nothing.

@@ -4,10 +4,10 @@ The order matters: what needs rights comes first, and the filter that takes the 
 process, and the execution is reported as one that the sandbox could not run, never as one that ran unlocked.
 
 - Resource limits: memory, seconds of CPU, sizes of files, descriptors, processes, and more.
-- As root: a user and a group id that nothing else has, and no groups. Where the Python that runs stands in a folder of
-  root's, the program keeps the right to read any file, of which Landlock leaves Python's.
-- As an ordinary user: a user namespace where there is one. In it, as for an id of its own, the limit of processes
-  counts this program alone; else it stands on top of the user's tasks.
+- As root: a user and a group id that nothing else has, and no groups. If the running Python is in a folder of root's,
+  the program keeps the right to read any file, which Landlock limits to Python's.
+- As an ordinary user: a user namespace where there is one. In it, as for a dedicated id, the limit of processes counts
+  this program alone; else it is added to the user's tasks.
 - Where a mount namespace can be made: a tmpfs of limited size over `/tmp`. Nothing else can be written.
 - Landlock: Python's own folders and libraries can be read, and nothing else be opened. Where the kernel has none, the
   filter lets no file be opened at all: such a program has the modules that the fork server has imported.
@@ -33,7 +33,7 @@ from jaxrl.rewards.sandbox.seccomp import Filter
 
 MIB = 1 << 20
 TOOLS = ("/bin", "/sbin", "/usr", "/opt", "/etc/alternatives", "/etc/ld.so.conf", "/etc/ld.so.conf.d")
-"""What a command may read and run besides."""
+"""Further folders that a command may read and run from."""
 _SCRATCH = ("/tmp", "/var/tmp", "/mnt", "/media", "/srv")
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo")
 _FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/random")
@@ -52,7 +52,7 @@ def readable() -> tuple[str, ...]:
 
 @functools.cache
 def python_is_closed() -> bool:
-    """Whether other users cannot read this Python, as when it stands in root's home folder."""
+    """Whether other users cannot read this Python, as in root's home folder."""
     paths = [Path(os.path.realpath(prefix)) for prefix in (sys.prefix, sys.base_prefix)]
     return any(not folder.stat().st_mode & stat.S_IXOTH for path in paths for folder in (path, *path.parents))
 
@@ -67,7 +67,7 @@ def scratch_folder() -> str:
 
 
 def environment() -> dict[str, str]:
-    """All that a program has for an environment: nothing of the run's."""
+    """The complete environment of a program, without the run's variables."""
     scratch, threads = scratch_folder(), {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     names = {"HOME": scratch, "TMPDIR": scratch, "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
     return {**names, **threads, "PYTHONHASHSEED": "0"}

@@ -1,4 +1,4 @@
-"""What a client asks of the sandbox's server, and what it gets back."""
+"""Requests to the sandbox's server, and its answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Means:
-    """What locks a program in on a machine (`jaxrl.rewards.sandbox.probe`)."""
+    """The means that lock a program in on a machine (`jaxrl.rewards.sandbox.probe`)."""
 
     landlock: int = 0  # its ABI; 0: none
     seccomp: bool = False
@@ -18,7 +18,7 @@ class Means:
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may take."""
+    """The limits of one program."""
 
     memory_mib: int  # beyond what the fork server has mapped
     processes: int  # at once, threads counted
@@ -28,7 +28,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Order:
-    """What is to be executed."""
+    """An execution request."""
 
     role: str  # "script": it reads and writes the standard streams; "calls", "names": tests call it, or use its names
     limits_s: Sequence[float]  # of each case; the last is of those beyond as well
@@ -44,7 +44,7 @@ class Order:
 
 @dataclass
 class Execution:
-    """What running one program came to."""
+    """The outcome of one program."""
 
     end: str = ""  # exit; time, output or memory: a limit ended it
     code: int = 0  # the exit code, where end is exit

@@ -1,4 +1,4 @@
-"""What this machine can lock programs in with, found out by doing it in a fork that ends at once; and bubblewrap.
+"""Finds the means to lock programs in on this machine, by trying them in a fork that ends at once; and bubblewrap.
 
 The fork server looks, not the scorer's process: that may have threads, which do not survive a fork.
 """
@@ -29,7 +29,7 @@ UNUSED_IDS = ((2_001_000_000, 2_147_483_646), (50_000, 59_999))
 
 
 def find_means() -> Means:
-    """What there is here."""
+    """The means on this machine."""
     if sys.platform != "linux":
         return Means()
     ids = UNUSED_IDS if os.geteuid() == 0 else ()
@@ -42,13 +42,13 @@ def find_means() -> Means:
 
 
 def choose_means(sandbox: str, there: Means, *, needs_files: bool = False) -> Means:
-    """What `reward.code.sandbox` comes to on this machine.
+    """The means that `reward.code.sandbox` selects on this machine.
 
     Args:
       there: what this machine has (`find_means`).
       needs_files: whether programs are run by a command, which must read its own files.
 
-    Raises ValueError: it cannot be had here; one sentence.
+    Raises ValueError, with one sentence, if this machine does not support it.
     """
     if sandbox == "none":
         return Means()
@@ -72,7 +72,7 @@ def bubblewrap() -> tuple[list[str], int | None]:
     No process, network, file or name of the machine is there at all. Source: bwrap(1),
     https://github.com/containers/bubblewrap.
 
-    Raises ValueError: it cannot be had here; one sentence.
+    Raises ValueError, with one sentence, if this machine does not support it.
     """
     bwrap, is_root = shutil.which("bwrap"), os.geteuid() == 0
     if bwrap is None:

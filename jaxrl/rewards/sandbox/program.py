@@ -1,4 +1,4 @@
-"""What runs in the program's process: the program itself, and for tests that call it, the answers to those calls.
+"""The program's process: it runs the program, and answers the calls of tests.
 
 This process is locked in when it gets here, and everything in it belongs to the program: nothing that it says is
 believed beyond its value. It has no expected output and no assertion, so a program that rewrites this module, or speaks
@@ -37,7 +37,7 @@ def read_job() -> str:
 
 
 def fresh_streams() -> None:
-    """Standard streams over descriptors 0 to 2, in place of those of the fork server."""
+    """Standard streams over descriptors 0 to 2, in place of the fork server's."""
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     sys.stderr = sys.__stderr__ = open(2, "w", 1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
@@ -52,8 +52,8 @@ _BUILTINS |= vars(builtins)
 
 
 def _enter_contest(names: dict[str, Any]) -> None:
-    """What contest sites do before a program, and LiveCodeBench's and verl's graders with them: they import these
-    modules and all their names, and let it recurse deeply. The names are builtins here, so that none is the program's.
+    """Prepares a program's names as contest sites do, and LiveCodeBench's and verl's graders: they import these modules
+    and all their names, and let it recurse deeply. The names are builtins here, so that none is the program's.
     """
     _BUILTINS.update(stdin=sys.stdin, stdout=sys.stdout, stderr=sys.stderr)
     names["__builtins__"] = _BUILTINS

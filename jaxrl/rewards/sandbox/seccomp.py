@@ -2,8 +2,8 @@
 
 Source: seccomp(2), https://github.com/seccomp/libseccomp. What is not allowed fails with EPERM. A filter cannot see
 behind pointers, so calls that hide there what matters are refused (`clone3`, `openat2`). So is shared memory without a
-file, none of which would count as a process's. Signals go to the process itself alone, unless Landlock or a user of its
-own keeps them from others.
+file, none of which would count as a process's. Signals go to the process itself alone, unless Landlock or a dedicated
+user keeps them from others.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ def _library() -> ctypes.CDLL:
 
 
 class Filter:
-    """What a process and all that it starts may call. One that is made before a fork costs the fork nothing.
+    """The system calls that a process and all its children may make. A filter made before a fork costs the fork
+    nothing.
 
     Args:
       files: whether it may open files, which Landlock decides.

@@ -1,9 +1,9 @@
-"""The tests, which run in the checker's process, and what became of each case.
+"""The tests, which run in the checker's process, and the outcome of each case.
 
-A name of the program's is a `Remote` here: calling it sends the arguments over, and gives the value that came back,
-made of Python's own types. So assertions, expected values, tolerances and random inputs stay on this side. A program
-that ends its process, prints a verdict, patches builtins or returns an object that equals everything fails the test,
-as does a test that looks into the program's code or patches it. Tests come in these forms:
+A name of the program's is a `Remote` here: calling it sends the arguments over, and returns the result, made of
+Python's own types. So assertions, expected values, tolerances and random inputs stay on this side. A program fails the
+test if it ends its process, prints a verdict, patches builtins or returns an object that equals everything. A test that
+looks into the program's code or patches it fails too. Tests come in these forms:
 
 - calls: a name, and arguments with the expected value of each call (LiveCodeBench, APPS);
 - a function `check(candidate)` (HumanEval): each statement of its body that holds an assertion is a case, with the
@@ -11,8 +11,8 @@ as does a test that looks into the program's code or patches it. Tests come in t
 - statements (MBPP): each statement that holds an assertion is a case, with those before it;
 - test functions and classes (KodCode, in pytest's manner): each is a case, with all its parameters.
 
-A name that the tests do not define is the problem's own if its prompt defines it (a helper of HumanEval's), Python's or
-numpy's if it is one of theirs (`_Names`), and the program's otherwise. `import solution` gives the program's names.
+A name that the tests do not define is the problem's if its prompt defines it (a helper of HumanEval's). Else it is
+Python's or numpy's if they have it (`_Names`), or the program's. `import solution` gives the program's names.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Link(Peer):
         self.is_gone = False
 
     def named(self, name: str) -> Any:
-        """What the program calls by this name. Raises NameError."""
+        """The program's object of this name. Raises NameError."""
         return self.ask("name", -1, [name], {})
 
     def ask(self, what: str, number: int, arguments: Sequence[Any], named: dict[str, Any]) -> Any:
@@ -261,10 +261,11 @@ def _call_with_parameters(function: Any) -> None:
 
 
 class _Names(dict[str, Any]):
-    """The names of the tests; those that are not there are looked up when they are needed.
+    """The names of the tests; missing ones are looked up on first use.
 
-    `math.isclose` is Python's, whatever the program calls `math`: a module is what has the attributes that the tests
-    ask of its name. A bare `isclose` is Python's as well, unless the tests call nothing else, which is what they test.
+    `math.isclose` is Python's, even if the program uses the name `math`: a name is a module if the module has the
+    attributes that the tests use. A bare `isclose` is Python's as well, unless the tests call nothing else, which is
+    what they test.
 
     Args:
       entry: the function that is tested, where the tests say so.
@@ -306,7 +307,7 @@ def _helper(name: str) -> Any:
 
 
 def _uses(tree: ast.Module) -> tuple[dict[str, set[str]], set[str]]:
-    """What tests use and do not define: by name, the attributes that they ask of it; and the names that stand alone."""
+    """The names that tests use and do not define: by name, the attributes that they use; and the names used alone."""
     nodes = list(ast.walk(tree))
     names = [node for node in nodes if isinstance(node, ast.Name)]
     owners = {node.value: node.attr for node in nodes if isinstance(node, ast.Attribute)}
@@ -321,7 +322,7 @@ def _uses(tree: ast.Module) -> tuple[dict[str, set[str]], set[str]]:
 
 
 def _solution(link: Link) -> types.ModuleType:
-    """What `import solution` gives: the program's names, and none that steers an import."""
+    """The module of `import solution`: the program's names, and none that steers an import."""
 
     def named(name: str) -> Any:
         try:

@@ -1,7 +1,7 @@
 """One execution: forks the program, and the checker where there is one, keeps the time, and leaves nothing behind.
 
-All of it runs in the fork server, as a server has one execution at a time. What a program leaves as an orphan comes to
-the server, or to the first process of its namespace. A program cannot leave its process group, as the filter refuses
+All of it runs in the fork server, as a server has one execution at a time. A program's orphans become children of the
+server, or of the first process of its namespace. A program cannot leave its process group, as the filter refuses
 `setsid` and `setpgid`: one signal to the group ends all of it at once.
 """
 
@@ -175,7 +175,7 @@ class Supervisor:
         return bool(data)
 
     def _hear(self, message: dict[str, Any]) -> None:
-        """What the checker says: of a case, that it begins or how it ended; of all, an attribute of the execution."""
+        """A message of the checker: a case begins or has ended, or an attribute of the execution."""
         if "result" in message:
             self._execution.running = None
             self._execution.results.append(tuple(message["result"]))

@@ -1,6 +1,6 @@
-"""The connection between the checker and the program: each side may have the other do something, and gets plain values.
+"""The connection between the checker and the program: each side may call the other, which returns plain values.
 
-Messages are lines of JSON. A value is taken apart on one side and built anew from Python's own types on the other, so
+Messages are lines of JSON. A value is taken apart on one side and rebuilt from Python's own types on the other. So
 nothing of the program's reaches the checker but numbers, text and containers of these. A value of a subclass becomes
 one of the type that it descends from. Any other object stays where it is, and the other side gets a `Remote` for it.
 """
@@ -44,7 +44,7 @@ _KINDS: dict[str, tuple[type, Callable[[Any], Any], Callable[[list[Any]], Any]]]
 
 
 class WireError(Exception):
-    """What came is no line of JSON, or no value."""
+    """The message is no line of JSON, or no value."""
 
 
 class Stopped(Exception):
@@ -52,7 +52,7 @@ class Stopped(Exception):
 
 
 def pack(value: Any, refer: Callable[[Any], list[Any]]) -> Any:
-    """A value as JSON has it. `refer` makes what stands for a value that is not plain."""
+    """A value as JSON has it. `refer` makes the reference to a value that is not plain."""
     if value is None or isinstance(value, bool | float | str):
         return value
     if isinstance(value, int) and -_BIG < value < _BIG:
@@ -74,7 +74,7 @@ def _pack_array(value: Any, numpy: Any, refer: Callable[[Any], list[Any]]) -> An
 
 
 def unpack(message: Any, known: Callable[..., Any]) -> Any:
-    """The value that `pack` packed. `known` makes the value that something stands for. Raises WireError."""
+    """The value that `pack` packed. `known` resolves references. Raises WireError."""
     if isinstance(message, dict):
         raise WireError("an object, where a value is expected")
     if not isinstance(message, list):
@@ -95,7 +95,7 @@ def unpack(message: Any, known: Callable[..., Any]) -> Any:
 
 
 class Peer:
-    """One side of the connection; `caught`: the errors of its own that it reports to the other side."""
+    """One side of the connection; `caught`: its own errors that it reports to the other side."""
 
     caught: type[BaseException] = Exception
 
@@ -198,7 +198,7 @@ class Peer:
         return [pack(argument, self.refer) for argument in arguments]
 
     def refer(self, value: Any) -> list[Any]:
-        """What stands for a value that is not plain."""
+        """The reference to a value that is not plain."""
         if isinstance(value, Remote):
             return ["r", _number(value)]
         if isinstance(value, type) and issubclass(value, BaseException):
@@ -238,7 +238,7 @@ def _does(what: str, kind: type | None = None) -> Callable[..., Any]:
 
 
 class Remote:
-    """An object of the other side. It equals only itself, since what a program says of equality is no evidence."""
+    """An object of the other side. It equals only itself, since a program's own equality is no evidence."""
 
     __slots__ = ("_number", "_peer")
 

@@ -105,7 +105,7 @@ def load_at(groups: Iterable[Rows], bound: Bound, step_S: np.ndarray) -> tuple[n
 
 def remaining_s(model: LatencyPredictor, tp: int, groups: Sequence[Rows], bound: Bound = "max_length") -> float:
     """Seconds until the last of these rows ends if the layout stays at `tp` (Algorithm 1, est_rem_time): the sum of all
-    steps' times. Beyond `MAX_TERMS` steps, the middle step stands for each of as many intervals."""
+    steps' times. Beyond `MAX_TERMS` steps, the middle step represents each of as many intervals."""
     num_steps = max((row.steps_left(bound) for rows in groups for row in rows), default=0)
     if not num_steps:
         return 0.0

@@ -30,13 +30,13 @@ from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks
 
 @dataclass(frozen=True, slots=True)
 class LiveBlocks:
-    """What a live request holds.
+    """A live request's row and blocks.
 
     Attributes:
       table: its blocks in dp group `group`, in the order of its positions (`jaxrl.scheduling.tokens.stacks`).
       num_written: how many of its leading positions have their KV in the pool.
-      num_tokens: positions that its new table must cover: those written, all of a prefill under way (where no layer has
-        a window), and a reserve.
+      num_tokens: positions that its new table must cover: those written, all of a prefill in progress (where no layer
+        has a window), and a reserve.
       share, prompt_len: as in `BlockManager.allocate`.
     """
 

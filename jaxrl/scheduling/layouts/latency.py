@@ -101,7 +101,7 @@ class LatencyPredictor:
     Args:
       profile: checked by the caller (`Profile.check`).
       options: its `correction_weight` says how fast observations move the predictions.
-      row_sizes: row counts of the programs that run now, by degree; None: those of the profiled programs.
+      row_sizes: row counts of the programs that run now, by degree; None: the profiled programs' counts.
     """
 
     SCHEMA = 1

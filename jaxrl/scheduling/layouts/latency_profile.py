@@ -26,8 +26,9 @@ Source = Literal["measured", "synthetic"]
 
 @dataclass(frozen=True, slots=True)
 class ProfileIdentity:
-    """What a table was measured on; a table with another identity is refused. `model` is for people: weights of the
-    same shape (`fingerprint`) take the same time. `dtype` names `rollout.quantization` too, if there is any."""
+    """The machine and model that a table was measured on; a table with another identity is refused. `model` is for
+    people: weights of the same shape (`fingerprint`) take the same time. `dtype` names `rollout.quantization` too, if
+    there is any."""
 
     model: str
     fingerprint: str
@@ -48,7 +49,7 @@ class ProfilePoint:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The time of a `ProfilePoint`: `seconds` for one decode step, or for a whole prefill."""
+    """The time of a `ProfilePoint`: `seconds` for one decode step, or for a complete prefill."""
 
     tp: int
     batch: int
@@ -77,7 +78,7 @@ class VerifyMeasurement:
 
 @dataclass(frozen=True, slots=True)
 class SwitchCost:
-    """What a change of layout costs.
+    """The cost of a change of layout.
 
     Attributes:
       weights_s: resharding the weights.
@@ -273,7 +274,7 @@ def profile_points(
 
 
 def prefill_points(points: Iterable[ProfilePoint]) -> tuple[ProfilePoint, ...]:
-    """Those of `points` at which prefills are measured: for each degree the smallest and the largest batch, with every
+    """The `points` at which prefills are measured: for each degree the smallest and the largest batch, with every
     second of their contexts and the longest. Prefills take long, and grow smoothly."""
     chosen: list[ProfilePoint] = []
     by_degree: dict[int, dict[int, list[ProfilePoint]]] = {}
@@ -287,8 +288,8 @@ def prefill_points(points: Iterable[ProfilePoint]) -> tuple[ProfilePoint, ...]:
 
 
 def verify_points(points: Iterable[ProfilePoint], widths: Mapping[int, Mapping[int, int]]) -> tuple[ProfilePoint, ...]:
-    """Those of `points` at which steps that verify are measured: the shortest and the longest context of every batch
-    that has such steps (`widths`, by degree and rows). In between the time is as good as linear."""
+    """The `points` at which steps that verify are measured: the shortest and the longest context of every batch that
+    has such steps (`widths`, by degree and rows). In between the time is as good as linear."""
     chosen: dict[tuple[int, int], list[ProfilePoint]] = {}
     for point in sorted(points):
         if point.batch in widths.get(point.tp, {}):

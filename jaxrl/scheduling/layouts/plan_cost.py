@@ -3,11 +3,11 @@
 Source: PAT §4.2 (its offline profile predicts steps), equations 1 to 4 (moving and recomputing). Departures: ticks are
 not corrected by what the engine measures, because logical time may not depend on a clock.
 
-The profile has the costs of moves inside a worker alone, so those between two are worked out from them (`across_s`). A
-device that changes from degree a to b sends 1 - min(a, b) / max(a, b) of what it holds of a token, which is 1/a of the
-token's KV (equation 1). So each measured cost per token is a time for the whole KV of a token over one link, and the
-largest counts. Between workers a device of degree a sends all that it holds of a token, 1/a; where the degrees differ,
-the change to the other one follows where it lands. Links between workers are taken to be those inside one.
+The profile has only the costs of moves inside a worker; `across_s` derives the costs between two from them. A device at
+degree a holds 1/a of a token's KV. When it changes to degree b it sends 1 - min(a, b) / max(a, b) of that (equation 1).
+So each measured cost per token is a time for the complete KV of a token over one link, and the largest counts. Between
+workers a device of degree a sends all of its 1/a of a token. Where the degrees differ, the receiving worker then
+changes to its own. Links between workers are assumed to be as fast as inside one.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ that merge into one, or the one that splits, are a *home*: there, only the way c
 are split. A row that goes elsewhere takes all of its KV over the links.
 
 Rows are balanced first: after a change no new group has two rows more than another (as far as rows that are there
-already allow it). Of all such outcomes the one is taken that moves the fewest tokens away from home: where a home has
-too many rows, its shortest leave. Sharing is not looked at. Tokens come second: within a home, and then among those
-that leave, rows are dealt longest first, each to the group with the fewest rows and among equals to the one with the
+already allow it). Of all such outcomes, the one that moves the fewest tokens away from home is taken: where a home has
+too many rows, its shortest leave. Sharing is ignored. Tokens come second. Within a home, and then among the rows that
+leave, rows are dealt longest first. Each goes to the group with the fewest rows, and among equals to the one with the
 fewest tokens.
 """
 

@@ -1,8 +1,8 @@
 """Changing an engine's layout: in the middle of a batch, or before one.
 
-`switch` moves live requests to another tensor-parallel degree on the same devices, `recompute` prefills them all again
-in the degree in use, and `start_in` chooses the degree while there is nothing to move. For requests that move to
-another worker see `jaxrl.scheduling.layouts.request_migration`.
+`switch` moves live requests to another tensor-parallel degree on the same devices. `recompute` prefills them all again
+in the degree in use. `start_in` chooses the degree while there is nothing to move. For requests that move to another
+worker see `jaxrl.scheduling.layouts.request_migration`.
 
 `plan_relayout` works out from the batcher's state alone which request goes where, which blocks move, and which requests
 give up their rows. The executor carries it out, and only then does `apply` change the batcher. So a failure before
@@ -36,8 +36,7 @@ How = Literal["migrate", "recompute"]
 
 @dataclass(frozen=True, slots=True)
 class ResidentRow:
-    """What the device must know about a row that decodes. `token`, the last of `response`, stands at `position` and has
-    no KV yet."""
+    """The device's state of a row that decodes. `token`, the last of `response`, is at `position` and has no KV yet."""
 
     request: Request
     dp_group: int

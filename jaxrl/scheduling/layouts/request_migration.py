@@ -80,7 +80,8 @@ def _asked(what: str, source: Engine, target: Engine, request_ids: Iterable[int]
 
 
 def _leaving(source: Engine, target: Engine, asked: set[int]) -> dict[int, Request]:
-    """Those that are live still, in the order of arrival; raises ValueError for one that cannot run in the target."""
+    """The requests that are still live, in the order of arrival; raises ValueError for one that cannot run in the
+    target."""
     requests = {i: source.batcher.progress(i).request for i in source.unfinished() if i in asked}
     for request in requests.values():
         target.executor.check(request)

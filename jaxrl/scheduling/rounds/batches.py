@@ -54,8 +54,8 @@ class RoundTime:
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """What a rule decides about its next round. `num_kept`: prompts at the end of the queue that it leaves there;
-    `due`: as in `Race`."""
+    """A rule's decision about its next round. `num_kept`: prompts at the end of the queue that it leaves there; `due`:
+    as in `Race`."""
 
     limits: RaceLimits
     kind: RoundKind = "plain"
@@ -83,8 +83,8 @@ class RoundResult:
 
 
 class BatchRule:
-    """Decides across rounds; its only effect is to take prompts from the source. A rule says how a round is limited
-    (`_plan`), and may report more of it (`_own_metrics`).
+    """Decides across rounds; its only effect is to take prompts from the source. A rule limits a round (`_plan`), and
+    may add metrics (`_own_metrics`).
 
     Prompts that a round launched and did not finish wait in the queue for a later one. Without `keep_unfinished` they
     start again, with the next attempt (the same attempt would sample the same tokens again).
@@ -96,7 +96,7 @@ class BatchRule:
 
     Attributes:
       queue: prompts that wait for a round, the first launched first; in a round, those that it has not launched.
-      filter: of groups, with what it has learnt.
+      filter: of groups, with its statistics.
     """
 
     SCHEMA = 4
@@ -243,7 +243,8 @@ class FreshBatches(BatchRule):
     Source: the baselines of RollPacker §6.1 and §3.
 
     Args:
-      limits: None: a batch, and nothing beyond it. Prompts that lose a race leave the system as `filtered`, for good.
+      limits: None: a batch, and nothing beyond it. Prompts that lose a race leave the system as `filtered` and do not
+        return.
     """
 
     name = "plain batches"

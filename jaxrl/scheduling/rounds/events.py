@@ -1,7 +1,7 @@
-"""What happened and what to do: the round-level seam (docs/architecture.md).
+"""Events and commands: the round-level interface (docs/architecture.md).
 
 A round receives events and answers with commands; time is a field of the event, in seconds on the backend's own clock.
-What enters a batch depends on logical time only, so an event that ends a sample carries its dispatch number, and
+What enters a batch depends on logical time only. So an event that ends a sample carries its dispatch number, and
 verdicts reach the round in the order in which their samples completed.
 """
 
@@ -85,7 +85,7 @@ class SampleAborted:
 
 
 def named_values(info: Mapping[str, Any]) -> dict[str, Any]:
-    """What a scorer has returned beside the reward, with the parts of the reward (`reward.parts`) by their names."""
+    """The scorer's other results, with the parts of the reward (`reward.parts`) by their names."""
     return {**info, **info.get("parts", {})}
 
 
@@ -159,7 +159,7 @@ Command = Launch | Score | Abort | CancelScore | AwaitVerdict
 
 @dataclass(slots=True)
 class RoundLedger:
-    """What has happened in a round so far: written by `Round`, read by its race. Dicts keep the order of events."""
+    """The state of a round so far: written by `Round`, read by its race. Dicts keep the order of events."""
 
     prompts: dict[PromptKey, Prompt] = field(default_factory=dict)
     launched: dict[SampleKey, Prompt] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Responses of earlier rollouts, by prompt: what drafts come from, and what ranking groups rank by. Part of a
+"""Responses of earlier rollouts, by prompt: drafts come from them, and ranking groups rank by them. Part of a
 checkpoint.
 
 Source: RhymeRL §5.3 (a prompt's history is the responses of its last rollout, with their rewards) and §6.2 to §6.3 (its
@@ -11,7 +11,7 @@ Departures:
   logical time.
 - Bytes are bounded. The prompts whose last rollout is longest ago go first; their lengths stay. An index counts with
   its largest possible size until `settle` says how large it is.
-- Prompts are told apart by their index alone: a run that resumes with other data finds the history of other prompts.
+- Prompts are identified by their index alone: a run that resumes with other data finds the history of other prompts.
   Tokens never depend on it, so that costs speed alone.
 """
 
@@ -124,7 +124,7 @@ class HistoryStore:
         self.num_bytes = 0
 
     def prompts(self) -> list[int]:
-        """Those whose responses are kept, the one whose last rollout is longest ago first."""
+        """The prompts whose responses are kept, in the order of their last rollouts, the oldest first."""
         return list(self._kept)
 
     def history(self, index: int) -> PromptHistory | None:

@@ -1,6 +1,6 @@
 """Inside a round: launch more than is needed, keep what finishes first, end the rest.
 
-A `Race` decides inside every round. Its limits say how many groups are needed, how many more are under way, how many
+A `Race` decides inside every round. Its limits say how many groups are needed, how many more are in flight, how many
 spare responses each may have, and whether losers keep their tokens. Without spare groups and responses it is the
 synchronous round.
 
@@ -10,7 +10,7 @@ samples).
 
 Departures:
 
-- A round with dynamic sampling launches ahead of verdicts: as many groups are under way as it expects to need, so a
+- A round with dynamic sampling launches ahead of verdicts: as many groups are in flight as it expects to need, so a
   round without filtered prompts is the plain short round. (RollPacker §7 keeps the active requests at the cap until the
   end; verl draws batches of fixed size one after another.)
 - So more groups may count than the batch needs. Where prompts do not race, it takes the first of them in the order of
@@ -59,7 +59,7 @@ class BatchSettings:
     Attributes:
       num_prompts: prompts per batch, P0 (`data.train_batch_size`). group_size: samples per prompt, R0 (`rollout.n`).
       group_filter: leaves groups out of batches, with nothing learnt; None: every complete group counts.
-      max_active_requests: the most samples under way; 0: no limit.
+      max_active_requests: the most samples in flight; 0: no limit.
       version_lag: versions by which the policy in training is ahead of the one that samples: 0, or 1 where a round
         comes before the update that its weights lack.
       max_response_length: in tokens; 0: no limit.
@@ -117,11 +117,11 @@ class PlannedGroup:
 
 @dataclass(frozen=True, slots=True)
 class RaceLimits:
-    """What a round needs and may spend.
+    """The limits of a round.
 
     Attributes:
-      num_responses: started per new prompt, at least `group_size`; the most a prompt may have under way.
-      num_spare: groups under way beyond those still needed.
+      num_responses: started per new prompt, at least `group_size`; the most that a prompt may have in flight.
+      num_spare: groups in flight beyond those still needed.
       keep_unfinished: whether the tokens of losing responses are kept.
       max_left_over: the most prompts that may be launched ahead of verdicts, beyond the batch and those that are
         filtered; None: no limit.
@@ -158,8 +158,8 @@ class RaceLimits:
 
 @dataclass(slots=True, eq=False)
 class RacingGroup:
-    """A prompt under way: what was launched, the responses that decode (`live`), and those that count, in the order in
-    which they ended."""
+    """A prompt in flight: its launches, the responses that decode (`live`), and those that count, in the order in which
+    they ended."""
 
     planned: PlannedGroup
     launch: Launch
@@ -252,9 +252,9 @@ class Race:
         return [key for prompt_key in self.batch for key in self.groups[prompt_key].kept]
 
     def certain(self) -> list[PromptKey]:
-        """Accepted groups that will be in the batch whatever happens from now on; what was certain stays so. Before one
-        there may come the due ones, and besides, where the order of launch counts, those launched before it and not
-        filtered, else those accepted before it."""
+        """Accepted groups that no later event can remove from the batch; a certain group stays certain. Due groups may
+        precede one in the batch. So may groups launched before it and not filtered, if the order of launch counts, or
+        else groups accepted before it."""
         if self._stopped:
             return list(self.batch)
         due = {key for key in self._due if key not in self.filtered}
@@ -428,7 +428,7 @@ class Race:
 
     def _keep_late(self, sample: Sample) -> None:
         """A response ended after the batch was chosen. Without `keep_unfinished` it counts as aborted, because the time
-        of a verdict may decide whether the round hears of its end."""
+        of a verdict may decide whether the round receives its end."""
         if not self.limits.keep_unfinished:
             return
         group = self.groups[sample.key.epoch, sample.key.prompt_index]

@@ -107,8 +107,8 @@ class Round:
         return [Group(ledger.prompts[prompt_key], samples[prompt_key]) for prompt_key in sorted(samples)]
 
     def certain(self) -> list[Group]:
-        """Groups that `groups` will hold whatever happens from now on, scored or not; sorted as there. (A round that is
-        dropped yields nothing all the same.)"""
+        """Groups that `groups` will hold after any further events, scored or not; sorted as there. (A dropped round
+        still yields nothing.)"""
         ledger, wanted = self.ledger, set(self.race.certain())
         samples: dict[PromptKey, list[Sample]] = {prompt_key: [] for prompt_key in wanted}
         for key in (*ledger.verdicts, *ledger.scoring):  # asked after every event: a key's own prompt needs no look-up

@@ -7,10 +7,10 @@ Source: DAPO (Yu et al. 2025, arXiv:2503.14476): rewards of 1 and -1 (eq. 7), an
 L_max - L_cache tokens, then linearly down to -1 at L_max. Names and the factor are verl's
 (`reward_model.overlong_buffer`). Departures: a response cannot be longer than L_max here (`data.max_response_length`),
 so the equation's third case is the end of its second. A sample whose scoring failed has the reward of a wrong answer,
-whatever its length: a group of such samples must stay one of equal rewards, which a filter counts as failed.
+at any length: a group of such samples must stay one of equal rewards, which a filter counts as failed.
 
-What the scorer said is kept in `reward_info` as verl's manager does: `acc` (unless the scorer gives one),
-`overlong_reward` (the penalty, 0 or below), `overlong`, and `wrong_reward` (what a wrong answer has lost).
+`reward_info` keeps the scorer's output as verl's manager does: `acc` (unless the scorer gives one), `overlong_reward`
+(the penalty, 0 or below), `overlong`, and `wrong_reward` (what a wrong answer has lost).
 """
 
 from __future__ import annotations

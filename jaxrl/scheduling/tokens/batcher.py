@@ -125,7 +125,7 @@ class _Flight:
     most: np.ndarray  # tokens that it can bring each row
     num_most: int  # their sum
     has_new: bool  # chunks end the prefill of some rows, perhaps
-    filling: set[int]  # request ids with a chunk after which their prefill goes on
+    filling: set[int]  # request ids with a chunk after which their prefill continues
     is_whole: bool  # all of its tokens will be made
     left: dict[int, Response] = field(default_factory=dict)  # by request id, those that have left their row since
 
@@ -202,7 +202,7 @@ class Batcher:
         return ended
 
     def forget_verified(self) -> None:
-        """What verification brought so far decides nothing from here on."""
+        """Resets the verification's statistics, so that they do not affect later decisions."""
         self.verify_rule = None if self.config.verify_rule is None else self.config.verify_rule()
 
     # Planning

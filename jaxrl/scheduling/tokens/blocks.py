@@ -11,17 +11,17 @@ case that matters here. Only full blocks in front of the prompt's last token are
 be run to get logits; so a shared block is never written again, and copy-on-write never happens.
 
 The blocks of a conversation are *parked* between two of its turns: those that nobody else holds count as free. Its next
-request takes over those in front of the first token that differs; nobody shares the last of them, so what stands behind
-may be written over. Where a pool runs dry, what was parked longest ago is given up.
+request takes over the blocks in front of the first token that differs. Nobody shares the last of them, so its remainder
+may be overwritten. When a pool runs dry, the blocks parked longest ago are freed.
 
-A block becomes shareable when it is *published*, that is, when the chunk that writes it has been put into a plan.
-Plans run in order, and one plan writes the prefill KV of a layer before any of its rows reads that layer, so a
-published block may be named in the same plan without waiting for the device.
+A block becomes shareable when it is *published*, that is, when the chunk that writes it has been put into a plan. Plans
+run in order, and one plan writes the prefill KV of a layer before any of its rows reads that layer. So the same plan
+may use a published block without waiting for the device.
 
-Where layers have windows (`jaxrl.scheduling.tokens.stacks`), a request that needs blocks first gives back those behind
-the window of every query still to come: its table begins with the trash block there, and so does what is published of
-its prompt, once all who held a block have passed it. Such a prompt is found as long as all is there that its next token
-sees; after that the next request with it runs it again, and publishes its own.
+Where layers have windows (`jaxrl.scheduling.tokens.stacks`), a request that needs blocks first frees those behind the
+window of every future query. Its table has the trash block in their places. So has the published prompt, once all
+holders of a block have passed it. Such a prompt is found as long as all that its next token sees is there; after that
+the next request with the prompt runs it again, and publishes its own blocks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks, is_there
 
 @dataclass(slots=True)
 class _Holding:
-    """What one request holds. `row`: of `BlockManager.tables`."""
+    """The blocks of one request. `row`: its row of `BlockManager.tables`."""
 
     group: int
     row: int
@@ -64,9 +64,8 @@ class BlockManager:
     """The pools of all dp groups.
 
     Attributes:
-      tables: the blocks of each request that holds some, in a row of its own (`row`), filled up with the trash block:
-        int32 [rows, widest].
-      held: blocks that each of these rows has for each stack, those behind windows too: int64 [rows].
+      tables: a row (`row`) for each request that holds blocks, padded with the trash block: int32 [rows, widest].
+      held: blocks of each of these rows for each stack, also behind windows: int64 [rows].
 
     Example::
 
@@ -111,11 +110,11 @@ class BlockManager:
         return self.num_blocks - 1
 
     def num_free(self, group: int) -> int:
-        """Those that a request may get: parked ones are given up for it."""
+        """The blocks that a request may get, including parked ones, which are freed for it."""
         return self._num_free[group] + self._num_parked[group]
 
     def num_parked(self, group: int) -> int:
-        """Those that parked conversations hold, and nobody else."""
+        """The blocks that only parked conversations hold."""
         return self._num_parked[group]
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -223,8 +222,8 @@ class BlockManager:
         return True
 
     def extend_all(self, rows: np.ndarray, groups: np.ndarray, more: np.ndarray) -> bool:
-        """Gives requests, rows of `tables`, so many blocks more, in this order. False, and nothing has changed, where a
-        pool runs dry, or layers have windows: then each is to be extended by itself."""
+        """Gives requests, rows of `tables`, `more` blocks each, in this order. Changes nothing and returns False if a
+        pool would run dry, or layers have windows: then the caller extends each by itself."""
         wanted = np.bincount(groups, more, self.num_groups).astype(np.int64)
         num_free = np.array(self._num_free)
         if not self.stacks.is_whole or (wanted > num_free).any():
@@ -264,7 +263,7 @@ class BlockManager:
             self._forget_freed(holding.group, holding.share)
 
     def _not_behind(self, places: np.ndarray, behind: Sequence[int]) -> np.ndarray:
-        """Those of these places of a table that are not among the leading ones that `behind` counts."""
+        """The places of a table without the leading ones that `behind` counts."""
         if not any(behind):
             return places
         return places[places // len(behind) >= np.asarray(behind)[places % len(behind)]]
@@ -422,7 +421,7 @@ class BlockManager:
             self.forget(session)
 
     def _unpark(self, session: object) -> _Parked | None:
-        """What is parked of a conversation, which is now the caller's."""
+        """The parked blocks of a conversation, which the caller now owns."""
         parked = self._parked.pop(session, None)
         if parked is not None:
             self._num_parked[parked.group] -= self._count_parked(parked.group, parked.blocks)
@@ -443,7 +442,7 @@ class BlockManager:
         return int(self._is_parked(group, blocks).sum()) if self._num_parked[group] else 0
 
     def _reclaim(self, group: int, count: int) -> None:
-        """Gives up what was parked longest ago, until so many blocks are free."""
+        """Frees the blocks parked longest ago until `count` are free."""
         while self._num_free[group] < count:
             self.forget(next(session for session, parked in self._parked.items() if parked.group == group))
 
@@ -480,7 +479,7 @@ class BlockManager:
             self.tables = np.pad(self.tables, ((0, 0), (0, max(width - has, has))), constant_values=TRASH_BLOCK)
 
     def _take(self, holding: _Holding, count: int) -> None:
-        """Adds so many blocks to a table; those behind windows are the trash block."""
+        """Adds `count` blocks to a table; the trash block is used behind windows."""
         if count <= 0:
             return
         group, row = holding.group, holding.row

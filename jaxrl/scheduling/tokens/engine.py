@@ -43,7 +43,7 @@ class Engine:
     """One worker: an executor, and the batcher that keeps it busy.
 
     Args:
-      executor: runs plans; its sizes are those of the batcher.
+      executor: runs plans; its sizes are the batcher's.
       config: options of continuous batching.
       stop_check: `(request, response tokens) -> how many to keep, or None`: looks for stop strings on the host; called
         for requests with stop strings whenever they gained tokens.

@@ -1,7 +1,7 @@
-"""How long responses get, from those that ended before.
+"""Predicts response lengths from earlier responses.
 
-Purpose: layout decisions ask how many more tokens a response will gain, scale-down how many of the responses that are
-left will still be there later, and how much KV they will hold.
+Purpose: layout decisions ask how many more tokens a response will gain. Scale-down asks how many of the remaining
+responses will still run later, and how much KV they will hold.
 
 Source: none published; PAT §4.2 and RollPacker §4.4 speak of the distribution of earlier responses' lengths.
 """
@@ -29,7 +29,7 @@ class LengthHistory:
         self._sums: list[int] = []  # of the first n of them, for each n; empty: to be made
 
     def add(self, length: int) -> None:
-        """A response ended after so many tokens."""
+        """Records a response that ended after `length` tokens."""
         if len(self._lengths) == HISTORY:
             del self._ascending[bisect_left(self._ascending, self._lengths[0])]
         self._lengths.append(length)

@@ -1,22 +1,22 @@
-"""Several workers that look like one: requests are dealt to engines, and what ends comes in one logical order.
+"""Several workers behind the interface of one: requests are dealt to engines, and responses end in one logical order.
 
-Purpose: `LocalWorkers` is what `jaxrl.run.backend.RolloutBackend` drives. Each engine has an executor on devices of
-its own, here or on another host, with its own pool, layout and pace (docs/architecture.md). Requests are dealt when
+Purpose: `LocalWorkers` is what `jaxrl.run.backend.RolloutBackend` drives. Each engine has an executor on separate
+devices, here or on another host, with its own pool, layout and pace (docs/architecture.md). Requests are dealt when
 they are added, and may move later; a worker may be closed, so that its devices do something else, and opened again.
 
 A launch may say which worker each of its requests goes to (`jaxrl.scheduling.rounds.events.Launch`).
 
-Logical time: each worker has a tick, which grows with every collected plan by what the plan costs in whole ticks, as
-predicted from the plan and its load alone. A `step` submits the next plan of the worker that runs dry first, or, where
-all have `MAX_IN_FLIGHT` plans or none to make, waits for the oldest plan of the worker whose plan should end first. So
-while the host waits for one worker, each other one has a plan to run and one behind it. What has ended is held back
-until no worker can still bring something earlier, and is delivered in the order (tick, worker, dispatch, dp group,
-slot). No clock is looked at, so the order of everything follows from the plans.
+Logical time: each worker has a tick, which every collected plan advances by the plan's cost in integer ticks, predicted
+from the plan and its load alone. A `step` submits the next plan of the worker that runs dry first. If all workers have
+`MAX_IN_FLIGHT` plans or none to make, it waits for the oldest plan of the worker whose plan should end first. So while
+the host waits for one worker, each other one has a plan to run and one queued. A finished response is held back until
+no worker can still return an earlier one. Responses are delivered in the order (tick, worker, dispatch, dp group,
+slot). No clock is read, so the order of everything follows from the plans.
 
-The price: a command between two steps reaches the other workers' devices a plan later than with one plan in flight, and
-a worker whose plan takes more than a whole plan longer than predicted makes the others wait. In order of arrival
-(`arrival`) nobody waits: the worker whose plan is done is served, and what ended in it is delivered at once. Somebody
-has to write that order down, or it cannot be repeated.
+The price: a command between two steps reaches the other workers' devices a plan later than with one plan in flight. And
+a worker makes the others wait if its plan takes a full plan longer than predicted. In order of arrival (`arrival`)
+nobody waits: the worker whose plan is done is served, and its responses are delivered at once. That order can only be
+repeated if it is recorded.
 
 Source: docs/architecture.md (logical time). Departures: the systems of RollPacker and PAT order by arrival.
 
@@ -44,7 +44,7 @@ Deal = Literal["tokens", "prompts"]
 one of the prompt's first request, which is chosen so."""
 
 Arrival = Callable[[Mapping[int, Ticket]], int]
-"""Of the oldest plans in flight, by worker, the worker whose plan is done; waits for one."""
+"""Called with the oldest plan in flight of each worker: waits for one plan and returns its worker."""
 
 Ticks = Callable[[int, PlanTimes], int]
 """(worker, a plan's load) -> what the plan costs. It may not look at `duration_s`, which a clock measured."""
@@ -56,8 +56,8 @@ By: TypeAlias = "How | Callable[[Engine, Engine, Collection[int]], How]"
 _NEVER = 1 << 62
 
 PREFILL_TOKENS_PER_STEP = 256
-"""Prefill tokens that cost as much as a decode step, roughly: where reading the weights once takes as long as so many
-tokens' products with them. Peak bf16 FLOP/s over bytes/s is 295 on an H100 and 206 on an H200."""
+"""Prefill tokens that cost roughly as much as a decode step: the number whose products with the weights take as long as
+reading the weights once. Peak bf16 FLOP/s over bytes/s is 295 on an H100 and 206 on an H200."""
 
 
 def step_ticks(_: int, times: PlanTimes) -> int:
@@ -69,7 +69,7 @@ class LocalWorkers:
     """Several engines as one.
 
     Args:
-      engines: each over an executor on devices of its own, all of one block size and with the same weights.
+      engines: each over an executor on separate devices, all of one block size and with the same weights.
       deal: see `Deal`.
       ticks: what a plan costs; a pure function.
       arrival: in whose order plans are collected; None: in logical order.
@@ -409,8 +409,8 @@ class LocalWorkers:
         return engine.take_ended()
 
     def _begin_anew(self) -> None:
-        """All workers are idle: what was before decides nothing of what comes, so that a run that begins here again
-        goes on the same."""
+        """Resets logical time when all workers are idle. Nothing before then affects later decisions, so a run that
+        resumes here continues identically."""
         self._ticks = [0] * len(self.engines)
         self._changed.update(range(len(self.engines)))
         self._last_delivered = 0
@@ -424,8 +424,8 @@ class LocalWorkers:
         return self._last_delivered if low_watermark is None else low_watermark
 
     def _due(self, worker: int) -> tuple[int, int, int]:
-        """The order in which busy workers are served: before any is waited for, those without a plan, then those with
-        one behind which none stands."""
+        """The order in which busy workers are served, before the host waits for any: first those without a plan, then
+        those with only one."""
         ahead = self.engines[worker].num_in_flight if self.makes_plan(worker) else MAX_IN_FLIGHT
         return ahead, self._ticks[worker] + self._expected[worker], worker
 
@@ -474,7 +474,7 @@ class LocalWorkers:
         self._expected[worker] = 0 if times is None else self._ticks_of(worker, times)
 
     def _deliver(self, low_watermark: int | None) -> list[Finished]:
-        """What ended up to a tick, or all of it, in logical order."""
+        """The responses that ended up to a tick, or all of them, in logical order."""
         found: list[Finished] = []
         while self._held and (low_watermark is None or self._held[0][0][0] <= low_watermark):
             (tick, *_), finished = heapq.heappop(self._held)

@@ -24,7 +24,7 @@ from jaxrl.types import ENVIRONMENT, Sample, SampleKey, SamplingParams, TopToken
 TRASH_BLOCK = 0
 
 TOKENS_PER_STEP = 4
-"""A plan that verifies gives a row room for so many tokens a step, where there are blocks."""
+"""The tokens per step that a plan that verifies reserves for a row, if there are blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Request:
 
 
 def resume(request: Request, sample: Sample) -> Request:
-    """The request that goes on where an aborted sample ended, its tokens kept as part of the response."""
+    """The request that resumes an aborted sample, with its tokens kept as part of the response."""
     if sample.key != request.key:
         raise ValueError(f"resume: the sample ({sample.key}) is not of this request ({request.key})")
     return replace(request, kept=sample)
@@ -100,7 +100,7 @@ class ScheduledRows:
       seats: int64, dp group * `num_slots` + slot.
       num_slots: slots of a dp group.
       is_new: bool, its prefill ends in this plan, which brings it a token before it decodes.
-      max_new: int64, the most tokens that decode may bring it in this plan; with so many it waits for the end of the
+      max_new: int64, the most tokens that decode may bring it in this plan; after them it waits for the end of the
         plan. 0 everywhere in a plan that decodes nothing.
       histories: in a plan that verifies, what its tokens may be proposed from (`Request.history`); None: of no row.
     """
@@ -152,12 +152,12 @@ class Plan:
     Attributes:
       index: dispatch number, from 0: the engine's logical time.
       prefill: chunks, which run first, those of similar lengths in one program.
-      rows: those that end their prefill, and those that decode: none of these while prefill goes first.
+      rows: those that end their prefill, and those that decode, except while prefill goes first.
       num_steps: the most decode steps before the host looks again; 0: no row decodes.
       leave_after: leave the decode loop early once this many of the plan's rows have stopped in it (a stopped row lets
         a waiting request in); the loop also ends when no row is active.
       verifies: each step verifies tokens that are proposed for the rows that have a history.
-      tells_top: its rows' likeliest tokens are told (`SamplingParams.top_logprobs`); it then verifies nothing.
+      tells_top: it returns its rows' likeliest tokens (`SamplingParams.top_logprobs`); it then verifies nothing.
     """
 
     index: int
@@ -230,7 +230,7 @@ class PlanResult:
         return slice(end - int(self.counts[row]), end)
 
     def tokens(self, row: int, before: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The ids and both log-probabilities of what a row gained, whose response had so many tokens before."""
+        """The ids and both log-probabilities of the tokens that a row gained; its response had `before` tokens."""
         if self.responses is not None:
             ids = self.responses[row][before : before + int(self.counts[row])]
             return ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.float32)
@@ -240,10 +240,10 @@ class PlanResult:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What an executor offers.
+    """An executor's sizes.
 
     Attributes:
-      num_groups: dp groups, each with a pool and slots of its own. The rest is per dp group.
+      num_groups: dp groups, each with its own pool and slots. The rest is per dp group.
       num_blocks: KV blocks, `TRASH_BLOCK` included; block_size: positions of each.
       max_prefill_tokens: the most that one plan may carry.
       stacks: the layers, by what their windows leave behind.
@@ -314,8 +314,8 @@ class VerifyRule(Protocol):
     """Decides plan by plan whether its steps verify proposed tokens; a mechanism's."""
 
     def decides(self, rows: int, context: int) -> bool:
-        """Whether the next plan verifies, with so many rows in the fullest dp group that have `context` tokens
-        together. Asked once for each plan that could."""
+        """Whether the next plan verifies; its fullest dp group has `rows` rows with `context` tokens in total. Called
+        once for each plan that could."""
         ...
 
     def saw(self, counts: VerifyCounts) -> None:

@@ -58,7 +58,7 @@ TraceEvent = Admitted | Preempted | Completed
 
 @dataclass(slots=True)
 class Counters:
-    """What the batcher has done so far.
+    """The batcher's counts so far.
 
     Attributes:
       plans, steps: plans collected, and decode steps that the device took in them.

@@ -1,8 +1,8 @@
-"""A response from the moment it is asked for to its end, and what the batcher keeps of those that have a row.
+"""A response from its request to its end, and the batcher's columns for responses that have a row.
 
-Purpose: `Response` is one object for all of a response's life in the engine. While it has a row, what changes with
-every plan stands in the columns of `Rows`, by seat, and so do the tokens that it gains: a plan of a thousand rows then
-costs a few operations on arrays.
+Purpose: `Response` is one object for all of a response's life in the engine. While it has a row, the columns of `Rows`
+hold, by seat, what changes with every plan, and the tokens that it gains: a plan of a thousand rows then costs a few
+operations on arrays.
 
 Source: nano-vllm's `Sequence` for the one object. Departures: the columns.
 """
@@ -117,7 +117,7 @@ class Response:
 
     @property
     def num_tokens(self) -> int:
-        """Of the response so far."""
+        """The tokens of the response so far."""
         return self.num_kept if self._rows is None else int(self._rows.lengths[self.seat]) - self.num_prompt
 
     @property
@@ -201,13 +201,13 @@ class Response:
 
 
 class Rows:
-    """What the batcher knows of the responses that have a row: columns, each [seats].
+    """The batcher's state of the responses that have a row: columns, each [seats].
 
     Attributes:
       responses: None: the row is free.
       ids: request ids, -1: free. arrivals, limits: as in `Response`.
       lengths: tokens so far, the prompt's among them.
-      written: `Response.num_written`; while its prefill goes on, one less than `lengths`.
+      written: `Response.num_written`; during its prefill, one less than `lengths`.
       enough: as long as `written` is no more than this, the next plan can name the row as it is.
       unfilled: tokens of its prefix that no plan has yet.
       tables: its row of `BlockManager.tables`.
@@ -292,7 +292,7 @@ class Rows:
 
         Args:
           seats: of the result's rows.
-          is_there: bool, which of these rows are still those of the plan; None: all.
+          is_there: bool, which of these rows still have the plan's responses; None: all.
         """
         counts = result.counts
         if result.policy_version != self._version:

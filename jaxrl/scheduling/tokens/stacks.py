@@ -46,11 +46,11 @@ class KvStacks:
         return self.windows == (0,)
 
     def behind(self, first: int, block_size: int) -> tuple[int, ...]:
-        """Of each stack, how many leading blocks no query at position `first` or beyond sees."""
+        """For each stack, the number of leading blocks that no query at position `first` or beyond sees."""
         return tuple(max(first - window + 1, 0) // block_size if window else 0 for window in self.windows)
 
     def limits(self, block_size: int) -> tuple[int, ...]:
-        """Of each stack with a window, the most blocks that a request holds in it at a time; 0 for the others.
+        """For each stack with a window, the most blocks that a request holds in it at a time; 0 for the others.
 
         One for a window that begins, and one for plans that end, in the middle of a block."""
         return tuple(-(-(window - 1 + self.ahead) // block_size) + 2 if window else 0 for window in self.windows)
@@ -79,14 +79,14 @@ class KvStacks:
             )
 
     def num_positions(self, num_tokens: Any) -> Any:
-        """The positions that requests of so many tokens (a number, or an array) hold, summed over the stacks: tokens,
-        where there is one without a window."""
+        """The positions that requests of `num_tokens` tokens (a number, or an array) hold, summed over the stacks: the
+        tokens themselves for a single stack without a window."""
         ends = ((window and window - 1 + self.ahead) for window in self.windows)
         return sum(np.minimum(num_tokens, end) if end else num_tokens for end in ends)
 
     def num_tokens(self, num_blocks: int, block_size: int) -> int:
-        """The tokens that so many blocks hold: in requests of the longest length, in which windows leave most behind;
-        those that end in the middle of a block left out."""
+        """The tokens that `num_blocks` blocks hold in requests of the longest length, in which windows leave most
+        behind. Requests that end in the middle of a block are not accounted for."""
         positions = int(self.num_positions(self.longest)) if self.longest else len(self)
         return num_blocks * block_size * max(self.longest, 1) // positions
 
@@ -95,8 +95,8 @@ WHOLE = KvStacks()
 
 
 def most_ahead(max_prefill_tokens: int, most_new: int) -> int:
-    """`KvStacks.ahead` where a plan brings a row at most so many prefill tokens, and then at most `most_new`: one plan
-    is in flight while the next is made."""
+    """`KvStacks.ahead` if a plan brings a row at most `max_prefill_tokens`, and then at most `most_new`: one plan is in
+    flight while the next is made."""
     return max(max_prefill_tokens, most_new) + most_new
 
 
