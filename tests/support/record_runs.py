@@ -209,7 +209,7 @@ def recorded(run_dir: Path, said: str, spec: Spec, simulated: bool) -> Iterator[
         names.append(name)
         if any(fnmatch(name, each) for each in spec.clocked):
             continue
-        if spec.killed_after and name == "timeline.json":  # what the killed start had drawn by then is chance
+        if spec.killed_after and name in ("timeline.json", "run.json"):  # how far the killed start came is chance
             continue
         text = masked(name, path.read_text(encoding="utf-8"), simulated, spec.clocked)
         if spec.keeps is None or name in spec.keeps:
