@@ -136,4 +136,4 @@ def test_what_a_tool_does_to_one_prompt_changes_no_bit_of_another(tmp_path: Path
     assert [tokens for _, tokens in good[2:]] == [tokens for _, tokens in spoilt[2:]]
     assert len(good) == 4
     assert {line["info"]["stop"] for line, _ in good} <= {"done", "max_trajectory_tokens"}
-    assert {line["info"]["stop"] for line, _ in spoilt[:2]} & {"timeout", "crash", "error"}
+    assert any("error" in line for line, _ in spoilt[:2])
