@@ -54,7 +54,8 @@ def test_kernels_of_a_layer(shape: str, most: int):
     for told in (three, one):
         assert (told["graphs"], told["host_loops"], told["copies"]) == (1, [], [])
     assert (sum(three["kernels"].values()) - sum(one["kernels"].values())) / 2 <= most
-    assert three["kernels"]["_decode_kernel"] == 3, "attention writes the new keys and values"
+    if shape == SMALL:  # the families of the others have no fused write
+        assert three["kernels"]["_decode_kernel"] == 3, "attention writes the new keys and values"
 
 
 @SLOW
