@@ -100,7 +100,7 @@ def test_functions_are_called_side_by_side_and_answered_in_order(tools: Function
     result, state = tools.step({}, None, Action("", calls))
     assert contents(result) == ["a", "b", "2", "42"]
     assert (result.episode_done, state, result.metrics) == (False, b"", COUNTS | {"tool_calls": 4})
-    assert tools.step({}, b"", Action("it is 42")) == (StepResult(episode_done=True), b"")
+    assert tools.step({}, b"", Action("it is 42")) == (StepResult(episode_done=True, metrics={"tool_calls": 0}), b"")
 
 
 def test_a_call_that_fails_is_answered_with_what_went_wrong(tools: FunctionTools):
@@ -216,7 +216,7 @@ def test_what_decorators_and_objects_make_is_a_tool():
     [
         ("def f(): ...\nf = 3", "f is a int, which cannot be called: begin its name with _"),
         ("import functools\nf = functools.partial(print, end='')", "f: the parameter args must be an ordinary one"),
-        ("def _hidden(): ...", "there is no tool"),
+        ("class Box: ...", "must define a function .* environment.kind=class, environment.name=Box"),
         ("def f(): ...", "f has no docstring"),
     ],
 )

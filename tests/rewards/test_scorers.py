@@ -1,6 +1,7 @@
 """Scorers: the score of each kind for a response, and settings that are refused before anything runs."""
 
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,24 @@ def test_custom_gets_verls_arguments(tmp_path: Path):
     again = pickle.loads(pickle.dumps(scorer))
     reward, info = again(ScoreRequest("sums", "4", "5", {"level": 3}))
     assert (reward, info["seen"].all) == (0.5, ("sums", "4", "5", 3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "refused"),
+    [
+        ("response, word", ""),
+        ("response, wrod", "takes 'wrod', which is no column of the data; it may take answer, data_source, epoch, "),
+        ("response, wrod=1, **others", ""),
+        ("completions, word, answer", ""),
+        ("completions, ground_truth", "takes 'ground_truth'"),
+    ],
+)
+def test_a_function_takes_what_a_row_has(tmp_path: Path, arguments: str, refused: str):
+    path = tmp_path / "reward.py"
+    path.write_text(f"def compute_score({arguments}):\n    return 1.0\n")
+    scorer = build_scorer(config({"kind": "custom", "path": str(path)}), [{"word": 1}, {}])
+    with pytest.raises(ValueError, match=f"^reward.path: .*{refused}") if refused else nullcontext():
+        scorer.load()
 
 
 def test_refusals():
