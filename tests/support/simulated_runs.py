@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
+import pytest
 from sim_machine import SMALL
 
 from jaxrl.config import Config, SimulatedLengths, SimulatedScoring, SimulatedTask, from_mapping
@@ -15,6 +17,7 @@ from jaxrl.run.simulation import Simulation, build
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.carried import unpack_samples
 from jaxrl.scheduling.rounds.events import Command, Event, Launch, SampleAborted, SampleFinished
+from jaxrl.scheduling.rounds.round import Round
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.workload import ModelledWorkload, Workload
@@ -141,6 +144,23 @@ class Counting:
             self._tokens[self._step] += tokens
 
 
+@contextmanager
+def certain_is_checked() -> Iterator[None]:
+    """After each event: a group that is certain to be in the batch stays so, and is what the round yields."""
+    handle = Round.handle
+
+    def checked(self: Round, event: Event) -> list[Command]:
+        before = {group.prompt.key for group in self.certain()}
+        commands = handle(self, event)
+        assert before <= {group.prompt.key for group in self.certain()}
+        assert not self.done or self.certain() == self.groups()
+        return commands
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Round, "handle", checked)
+        yield
+
+
 class House:
     """A run through any number of processes; `metrics` and `groups` are those of the steps that count, `tokens` those
     drawn in the round of each."""
@@ -167,7 +187,8 @@ class House:
         if self.saved:
             simulation.loop.load_host_state(load_state(self.saved[max(self.saved)], "test"))
         try:
-            return simulation.loop.run()
+            with certain_is_checked():
+                return simulation.loop.run()
         except Killed:
             last = max(self.saved, default=0)
             self.metrics = {step: values for step, values in self.metrics.items() if step <= last}

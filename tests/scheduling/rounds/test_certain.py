@@ -1,15 +1,14 @@
 """Which groups are certain to be in the batch, before the round has ended.
 
-That what is certain stays so, and is what the round yields in the end, is checked after each event of every round that
-`tests/support/fake_rollout.py` plays, for all rules at random.
+That what is certain stays so, and is what the round yields in the end, is checked after each event of every simulated
+run (`tests/support/simulated_runs.py`), for all rules at random.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
-from fake_rollout import FakePrompts, FakeRollout
+from fake_rollout import FakePrompts
 from rounds import START, aborted, filtering, finish, fresh_batches, key, verdict
 
 from jaxrl.scheduling.rounds.batches import RoundTime
@@ -142,12 +141,3 @@ def test_with_dynamic_sampling_the_first_in_the_order_of_launch():
     follow(current, told)
     assert {k.prompt_index for k in current.ledger.launched} >= {0, 1, 2, 3}
     check(current, scored(1, 1.0, [2], [2, 3]), aborts_rest=True)  # filtered
-
-
-@pytest.mark.parametrize("eager", [False, True])
-def test_most_of_a_batch_is_certain_early(eager: bool):
-    """A long response holds the round up: all else is certain long before."""
-    rollout = FakeRollout(lambda k: 60 if k.prompt_index == 3 else 3 + k.sample_index, num_slots=64, eager=eager)
-    rollout.play(fresh_batches(8, 4).plan(FakePrompts(20), RoundTime(1, 0)), 0)
-    assert [(0, index) for index in range(8) if index != 3] in rollout.certain[:-8]
-    assert rollout.certain[-1] == [(0, index) for index in range(8)]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from fake_rollout import make_sample
-from rounds import filtering, fresh_batches, key, run_steps
+from rounds import Steps, filtering, fresh_batches, key
 
 from jaxrl.scheduling.rounds.history import HistoryStore
 from jaxrl.types import Group, Prompt, Sample, SampleKey
@@ -193,9 +193,8 @@ def test_a_damaged_state_is_refused():
 def test_what_dynamic_sampling_leaves_out_is_told():
     """Prompts whose samples all have one reward are filtered; their groups are scored all the same."""
     rule = fresh_batches(2, 2, **filtering(metric="seq_reward"))
-    _, (result,) = run_steps(
-        rule, lambda k: 3, 1, reward=lambda k: (float(k.sample_index if k.prompt_index > 1 else 1), "ok")
-    )
+    steps = Steps(rule, lambda k: 3, lambda k: float(k.sample_index if k.prompt_index > 1 else 1))
+    (result,) = steps.run()
     assert [each.prompt.index for each in result.filtered] == [0, 1]
     assert [[sample.reward for sample in each.samples] for each in result.filtered] == [[1, 1], [1, 1]]
     assert [each.prompt.index for each in result.groups] == [2, 3]
