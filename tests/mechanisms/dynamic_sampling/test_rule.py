@@ -55,15 +55,15 @@ def test_launching_ahead_does_not_choose_by_length():
     """Half of the prompts have long responses, and which ones are filtered does not depend on it. Neither may a prompt
     race, which nothing asked for, nor may short groups be judged more often than long ones."""
     found: list[bool] = []
-    for seed in range(3):
+    for seed in (2, 3):
         rule = OverProvisioning(
             BatchSettings(16, 2, **filtering()),
             OverProvisioning.Options(enable=True, prompt_factor=1.0, response_factor=1.5),
         )
         steps = Steps(
             rule,
-            lambda k: 3 + 60 * (tangled(seed, k.epoch, k.prompt_index) % 2),  # noqa: B023 - used within the turn
+            lambda k: 3 + 12 * (tangled(seed, k.epoch, k.prompt_index) % 2),  # noqa: B023 - used within the turn
             lambda k: float(k.sample_index % 2) * (tangled(seed, 7, k.epoch, k.prompt_index, k.attempt) % 10 < 4),  # noqa: B023
         )
-        found += [len(group.samples[0]) > 50 for result in steps.run(25) for group in result.groups]
-    assert abs(sum(found) / len(found) - 0.5) < 0.02
+        found += [len(group.samples[0]) > 9 for result in steps.run(25) for group in result.groups]
+    assert abs(sum(found) / len(found) - 0.5) < 0.01

@@ -55,23 +55,6 @@ def plain(score_when: Any) -> Round:
     return fresh_batches(2, 2, score_when=score_when).plan(FakePrompts(10), RoundTime(1, 0))
 
 
-def test_without_a_race_each_group_that_is_scored():
-    check(
-        plain("sample"),
-        [
-            (START, []),
-            (finish(key(1, 0)), []),
-            (verdict(key(1, 0)), []),  # its other sample goes on
-            (finish(key(1, 1)), []),  # complete, and without its verdict
-            (verdict(key(1, 1)), [1]),
-            (finish(key(0, 0)), [1]),
-            (finish(key(0, 1)), [1]),
-            (verdict(key(0, 0)), [1]),
-            (verdict(key(0, 1)), [0, 1]),
-        ],
-    )
-
-
 def test_a_group_is_certain_before_its_verdicts():
     """What needs no reward of it can begin; the reward is there once its verdict is."""
     current, seen = plain("sample"), []

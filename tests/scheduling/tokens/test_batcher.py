@@ -66,17 +66,6 @@ def decoding(plan: Plan) -> list[int]:
     return [row.request_id for row in decode_rows(plan)]
 
 
-def test_first_come_first_served_and_lowest_slot_first():
-    batcher, _ = make_batcher()
-    assert batcher.schedule() is None
-    for i in range(3):
-        batcher.add(make_request(i))
-    plan = plan_of(batcher)
-    assert starts(plan) == [(0, 0, 0), (1, 0, 1)]
-    assert (plan.index, plan.num_steps, decoding(plan)) == (0, 4, [0, 1])
-    assert (batcher.num_running, batcher.num_waiting) == (2, 1)
-
-
 @pytest.mark.parametrize(
     ("num_requests", "max_prefill_tokens", "num_blocks", "leave_after"),
     [
@@ -93,17 +82,6 @@ def test_plans_are_left_early_only_if_a_request_could_come_in(
     for i in range(num_requests):
         batcher.add(make_request(i))
     assert plan_of(batcher).leave_after == leave_after
-
-
-def test_a_row_that_reaches_its_limit_in_flight_is_in_no_further_plan():
-    batcher, _ = make_batcher(num_slots=2)
-    for i, max_tokens in enumerate((5, 9)):
-        batcher.add(make_request(i, max_tokens=max_tokens))
-    assert decoding(plan_of(batcher)) == [0, 1]  # a token from the prefill, and four steps
-    assert decoding(plan_of(batcher)) == [1]
-    assert batcher.schedule() is None
-    assert [ended.request_id for ended in answer(batcher, 0, {0: [5] * 5, 1: [5] * 5}, {0})] == [0]
-    assert batcher.schedule() is None
 
 
 def test_groups_with_most_room_come_first_and_a_prompt_stays_together():
@@ -225,21 +203,6 @@ def test_the_youngest_is_preempted_and_comes_back_first_with_its_tokens():
     assert chunk.tokens == (100, 101, *[6] * 9), "tokens that arrived late are kept"
     assert trace[-1] == Admitted(4, SampleKey(0, 1, 0), 0, 0, 0)
     assert batcher.progress(1).sample("abort").versions.tolist() == [0] * 5 + [1] * 4
-
-
-def test_tokens_of_an_aborted_request_are_dropped_and_it_returns_when_none_are_in_flight():
-    batcher, _ = make_batcher(num_slots=4)
-    request = make_request(0)
-    batcher.add(request)
-    plan_of(batcher)
-    (progress,) = batcher.abort([0])
-    assert progress.tokens == []
-    batcher.add(request)
-    assert batcher.schedule() is None, "plan 0 is in flight and names it"
-    assert answer(batcher, 0, {0: [5] * 5}) == []
-    assert batcher.counters.dropped_tokens == 5
-    chunk = plan_of(batcher).prefill[0]
-    assert (chunk.slot, chunk.num_generated, batcher.progress(0).tokens) == (0, 0, [])
 
 
 def test_what_is_only_parked_keeps_no_request_out_where_one_fits():

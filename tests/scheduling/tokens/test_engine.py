@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine, Finished
 from jaxrl.scheduling.tokens.plan import Request, resume
-from jaxrl.scheduling.tokens.progress import Admitted, Completed, Preempted, TraceEvent
+from jaxrl.scheduling.tokens.progress import Completed, TraceEvent
 from jaxrl.types import Sample, SampleKey, SamplingParams
 
 
@@ -50,39 +50,6 @@ def test_the_device_is_one_plan_ahead():
     assert engine.counters.busy_row_steps == 5
     assert engine.counters.offered_row_steps == 20
     assert engine.counters.bubble_ratio == 0.75
-
-
-def test_samples_of_a_prompt_share_its_blocks():
-    requests = [make_request(i, num_prompt=10, sample=i, share=True) for i in range(4)]
-    engine, executor = make_engine(dict.fromkeys((r.key for r in requests), 4))
-    engine.generate(requests)
-    assert [c.start for c in executor.plans[0].prefill] == [0, 8, 8, 8], "all in one plan"
-    assert engine.counters.shared_tokens == 24
-    assert_empty(engine)
-
-
-def test_a_long_prompt_is_prefilled_in_chunks_before_anybody_decodes():
-    short, long = make_request(0, num_prompt=3, prompt=0), make_request(1, num_prompt=20, prompt=1)
-    engine, executor = make_engine({short.key: 20, long.key: 3}, max_prefill_tokens=8)
-    samples = engine.generate([short, long])
-    assert_whole(samples[1], long, 3)
-    chunks = [[(c.request.request_id, c.start, len(c.tokens), c.is_last) for c in p.prefill] for p in executor.plans]
-    assert chunks[:4] == [[(0, 0, 3, True), (1, 0, 5, False)], [(1, 5, 8, False)], [(1, 13, 7, True)], []]
-    assert [p.num_decoding for p in executor.plans[:3]] == [0, 0, 2]
-
-
-def test_preempted_requests_keep_their_tokens():
-    requests = [make_request(i, prompt=i, max_tokens=12) for i in range(3)]
-    trace: list[TraceEvent] = []
-    engine, _ = make_engine(
-        dict.fromkeys((r.key for r in requests), 12), BatcherConfig(decode_steps=2), num_blocks=7, trace=trace.append
-    )
-    for request, sample in zip(requests, engine.generate(requests), strict=True):  # in the order of requests
-        assert_whole(sample, request, 12)
-    assert engine.counters.preemptions == sum(isinstance(e, Preempted) for e in trace) > 0
-    assert engine.counters.admissions == sum(isinstance(e, Admitted) for e in trace)
-    assert all(e.key.prompt_index > 0 for e in trace if isinstance(e, Preempted)), "the oldest is never preempted"
-    assert_empty(engine)
 
 
 def test_abort_and_resume():

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from checked_blocks import check_blocks
 from checked_workers import SMALL, build, requests_of, run
-from checking import assert_empty, assert_whole, make_engine
+from checking import assert_empty, assert_whole
 from hypothesis import example, given
 from hypothesis import strategies as st
 from plan_rows import contents
@@ -136,21 +136,3 @@ def test_every_request_ends_once_and_whole_whatever_happens(
     assert [(one.request_id, one.dispatch) for one in repeated.delivered] == [
         (one.request_id, one.dispatch) for one in done.delivered
     ]
-
-
-@given(REQUESTS, ACTS)
-def test_one_worker_is_its_engine(drawn: list[tuple[int, int, int]], acts: list[Act]):
-    requests, lengths = requests_of(drawn)
-    of = {request.key: length for request, length in zip(requests, lengths, strict=True)}
-    bare, executor = make_engine(of, **SMALL)
-    alone, same = make_engine(of, **SMALL)
-    first, second = play(bare, requests, acts), play(LocalWorkers([alone]), requests, acts)
-    assert list(map(contents, executor.plans)) == list(map(contents, same.plans))
-    assert [_plain(one) for one in first.delivered] == [_plain(one) for one in second.delivered]
-    assert list(first.aborted) == list(second.aborted)
-    assert bare.counters == alone.counters
-
-
-def _plain(one: Finished) -> tuple[Any, ...]:
-    sample = one.sample
-    return one.request_id, one.dispatch, one.dp_group, one.slot, sample.token_ids.tolist(), sample.finish_reason
