@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections import deque
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 

@@ -44,7 +44,7 @@ def make_config(values: dict[str, Any], **more: Any) -> Config:
     }
     for path, value in {**values, **more}.items():
         section, option = path.split(".", 1)
-        base[section][option] = value
+        base.setdefault(section, {})[option] = value
     return from_mapping(base)
 
 
@@ -163,10 +163,17 @@ def certain_is_checked() -> Iterator[None]:
 
 class House:
     """A run through any number of processes; `metrics` and `groups` are those of the steps that count, `tokens` those
-    drawn in the round of each."""
+    drawn in the round of each. `prepare` is called with each process's simulation; `more` is for `build`."""
 
-    def __init__(self, config: Config, workload: ModelledWorkload, cost: CostModel | None = None) -> None:
-        self.config, self.workload = config, workload
+    def __init__(
+        self,
+        config: Config,
+        workload: Any,
+        cost: CostModel | None = None,
+        prepare: Callable[[Simulation], None] = lambda _: None,
+        **more: Any,
+    ) -> None:
+        self.config, self.workload, self.prepare, self.more = config, workload, prepare, more
         self.cost = CostModel(SMALL, H100) if cost is None else cost
         self.metrics: dict[int, Metrics] = {}
         self.groups: dict[int, list[Group]] = {}
@@ -180,10 +187,11 @@ class House:
         """One process, from the last checkpoint on; `ends`: how, and after how many looks at the stop signal. Returns
         whether the run is finished."""
         self.num_asked, self.ends = 0, ends
-        callbacks: Any = {"on_step": self.on_step, "save": self.save, "stop": self.stop}
+        callbacks = {"on_step": self.on_step, "save": self.save, "stop": self.stop} | self.more
         simulation = self.simulation = build(self.config, self.cost, self.workload, **callbacks)
         loop: Any = simulation.loop
         loop.backend = Counting(loop.backend, self.tokens)
+        self.prepare(simulation)
         if self.saved:
             simulation.loop.load_host_state(load_state(self.saved[max(self.saved)], "test"))
         try:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from checking import assert_empty, assert_whole, engine_in, make_request
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 from jaxrl.mechanisms.adaptive_layouts.control import Decision, LayoutControl
@@ -166,31 +163,6 @@ def test_a_switch_that_fails_is_recomputed_from_and_replayed_so():
     assert again.completions == world.completions
 
 
-def test_a_switch_that_leaves_nothing_usable_ends_the_round():
-    world = World(LENGTHS)
-    fail_once(world.executor, usable=False)
-    with pytest.raises(SwitchFailed):
-        world.run()
-
-
-def first_switch() -> tuple[list[Decision], Switch]:
-    """The decisions that a round writes up to its first switch, and that switch."""
-    world = World(LENGTHS)
-    world.run()
-    end = next(i for i, decision in enumerate(world.written) if decision.switch)
-    switch = world.written[end].switch
-    assert switch is not None
-    return world.written[: end + 1], switch
-
-
-def test_a_run_that_leaves_its_journal_is_refused():
-    recorded, switch = first_switch()
-    elsewhere = replace(recorded[-1], switch=replace(switch, from_tp=2))
-    match = rf"at dispatch {switch.dispatch} from tp 2: the run is at dispatch {switch.dispatch} with tp 1"
-    with pytest.raises(ValueError, match=match):
-        World(LENGTHS).run([*recorded[:-1], elsewhere])
-
-
 @pytest.mark.parametrize(("cooldown", "expected"), [(1, 11), (5, 14)])
 def test_the_cooldown_counts_from_the_journals_last_switch(cooldown: int, expected: int):
     first, again = World(CHAIN), World(CHAIN, cooldown=cooldown)
@@ -236,18 +208,6 @@ def test_a_round_starts_in_the_planners_degree_goes_up_and_returns():
         assert run_round(world, preemptions=0) == ([4], degree)
     assert run_round(world, preemptions=0) == ([2, 4], 2)
     assert all(len(world.samples[key.prompt_index]) == length for key, length in world.lengths.items())
-
-
-@settings(max_examples=10)
-@given(st.lists(st.integers(0, 3), max_size=12), st.sampled_from([1, 2, 4]))
-def test_inside_a_round_tp_only_grows(preemptions: list[int], initial: int):
-    world = World([], initial=initial, planner=True)
-    for count in preemptions:
-        planned = world.control.degree()
-        seen, back = run_round(world, count)
-        assert seen[0] == planned
-        assert seen == sorted(set(seen))
-        assert back == world.control.degree()
 
 
 def test_a_checkpoint_has_the_planner_the_lengths_and_the_correction():

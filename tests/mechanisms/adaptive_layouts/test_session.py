@@ -9,9 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-from adaptive_runs import LARGE, WORKLOAD, config, run
+from adaptive_runs import LARGE, WORKLOAD, config
 
 from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 from jaxrl.record.journal import Journal
@@ -93,19 +92,3 @@ def test_no_worker_decides_before_the_last_known_decision_has_been_repeated():
     for worker in (0, 1, 0, 1):
         sessions.before_plan(worker)
     assert asked == [(0, False), (1, False), (0, True), (1, True)]
-
-
-@pytest.mark.parametrize("after", [1, 4])
-def test_a_checkpoint_goes_to_as_many_workers_as_there_are(after: int):
-    made = config(planner=True)
-
-    def planners(num_workers: int, state: str | None = None) -> Any:
-        rollout = made.rollout.replace(num_workers=num_workers, num_blocks=300, max_num_seqs=4)
-        simulation, metrics, _, saved = run(made.replace(rollout=rollout), state)
-        return simulation.run.mechanism(AdaptiveLayouts).controls, metrics, saved
-
-    two, metrics, saved = planners(2)
-    assert metrics[4]["rollout/layout/final_tp"] == np.mean([control.tp for control in two])
-    degrees = [control.degree() for control in two]
-    resumed, _, _ = planners(after, saved[4])
-    assert [control.degree() for control in resumed] == [degrees[worker % 2] for worker in range(after)]

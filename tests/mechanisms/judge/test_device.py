@@ -250,16 +250,6 @@ def test_gaps_after_and_two_workers_give_the_same_rewards():
     assert measured["reward/judge/gap_turns"] > 0
 
 
-def test_a_round_that_is_dropped_leaves_nothing_to_judge():
-    judge = pool("after")
-    backend, current = begun(Engine(ReplayExecutor(RISING, 1, 4, 400, 4, 64), BatcherConfig(decode_steps=2)), judge)
-    while not judge.num_pending:
-        backend.apply(current.handle(backend.wait()))
-    backend.cancel()
-    assert judge.num_pending == 0
-    backend.leave_rollout()
-
-
 @pytest.mark.parametrize("num_samples", [1, 3])
 def test_every_verdict_of_a_sample_is_waited_for_and_has_a_key_of_its_own(num_samples):
     judge = pool(num_samples=num_samples)

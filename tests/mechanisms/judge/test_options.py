@@ -45,12 +45,3 @@ def test_refused(judge: dict[str, Any], sentence: str):
         from_mapping({"model": {"path": "m"}, "reward": {"kind": "judge", "judge": judge}})
     assert sentence in str(refused.value)
     assert "secret" not in str(refused.value)
-
-
-def test_refused_with_other_options():
-    judge = {"model": {"path": "m"}, "reward": {"kind": "judge", "judge": ENDPOINT}, "data": {"answer_key": ""}}
-    with pytest.raises(ConfigError, match=r"has the field \{answer\}, but data\.answer_key is empty"):
-        from_mapping(judge)
-    reward = {"kind": "model", "judge": {"model": "m", "endpoint": "http://h/v1"}}
-    with pytest.raises(ConfigError, match=r"needs reward\.kind=judge"):
-        from_mapping({"model": {"path": "m"}, "reward": reward})

@@ -23,14 +23,6 @@ def text(**options: Any) -> JudgeText:
     return JudgeText(Judge.Options().replace(**options))
 
 
-def test_default_prompt_holds_question_answer_and_response():
-    (message,) = text().ask(REQUEST)
-    assert message["role"] == "user"
-    assert "Question:\n2+2?\n" in message["content"]
-    assert "Reference answer:\n4\n" in message["content"]
-    assert f"Response:\n{REQUEST.response}\n" in message["content"]
-
-
 @pytest.mark.parametrize(
     ("template", "content"),
     [
@@ -65,14 +57,6 @@ def test_unknown_fields_are_refused():
 )
 def test_score(verdict: str, score: float | None):
     assert text().score(verdict) == score
-
-
-def test_score_by_a_pattern_of_ones_own():
-    letters = text(score_pattern=r"(?i)grade\s*=\s*([0-9a-z.]+)|none", min_score=-2.0, max_score=2.0)
-    assert [letters.score(each) for each in ("Grade=1", "GRADE = -1", "grade=nan", "grade=inf", "grade=a", "none")] == [
-        0.75,
-        *[None] * 5,
-    ]
 
 
 def test_nothing_to_read_is_an_error():

@@ -195,25 +195,3 @@ def test_an_answer_that_is_none_is_refused():
     steps.run()
     with pytest.raises(ValueError, match=r"must say one of resume, wait, restart for \(0, 1\), found 'drop'$"):
         steps.run()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_staleness": 0}, r"\(0 versions\) must be >= 1, or -1 for no cap: 4 prompts .* and a batch takes 2$"),
-        ({"max_staleness": 2, "over_provision": 3.25}, r"must be >= 3, .*: 7 prompts are under way"),
-    ],
-)
-def test_limits_that_cannot_be_are_refused(options: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
-        partial_rollout(2, 2, **options)
-
-
-def test_states_of_another_make_are_refused():
-    rule = partial_rollout(2, 2)
-    Steps(rule, lambda k: 5 + 3 * k.prompt_index).run()
-    state, prompts = rule.state(), FakePrompts(9)
-    with pytest.raises(ValueError, match="partial rollout: state of schema 9"):
-        rule.load_state({**state, "schema": 9}, prompts)
-    with pytest.raises(ValueError, match=r"must keep rollout\.n"):
-        partial_rollout(2, 3).load_state(state, prompts)

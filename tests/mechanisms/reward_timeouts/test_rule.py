@@ -80,12 +80,6 @@ def test_a_column_of_the_data_is_an_anchor_of_all_test_cases(
     assert timeouts.limits(prompt(1)) == (), "of a prompt without the column nothing is known"
 
 
-def test_anchors_are_of_a_problem_and_not_of_its_number():
-    timeouts = taught(right(4.0))
-    assert timeouts.limits(prompt(0, epoch=3)) == (6.0,)
-    assert timeouts.limits(prompt(1)) == timeouts.limits(prompt(0, text="another problem")) == ()
-
-
 def said(info: dict[str, Any]) -> Verdict:
     return Verdict(0.0, SampleKey(0, 0, 0), 0.0, info=info)
 
@@ -154,17 +148,3 @@ def test_a_checkpoint_holds_the_anchors():
     empty.load_state_dict({})
     empty.load_state_dict(AdaptiveTimeouts(TimeoutRule()).state_dict())
     assert empty.limits(prompt(5)) == ()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"schema": 2}, "schema 2; this version reads schema 1"),
-        ({"seconds": np.ones(3)}, "must fit together"),
-    ],
-)
-def test_a_damaged_checkpoint_is_refused(change: dict[str, Any], message: str):
-    timeouts = AdaptiveTimeouts(TimeoutRule())
-    fill(timeouts, [1, 2])
-    with pytest.raises(ValueError, match=message):
-        AdaptiveTimeouts(TimeoutRule()).load_state_dict(timeouts.state_dict() | change)

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +13,6 @@ from jaxrl.mechanisms.speculation.index import (
     DraftIndex,
     DraftLengths,
     context_hashes,
-    index_bytes,
 )
 
 SHORT = DraftLengths(min_prefix=2, max_prefix=4, max_draft=5)
@@ -107,15 +105,3 @@ def test_a_device_hashes_as_the_host_does():
     recent = np.array([[1, 2, 3], [START, START, 70000]], np.int32)
     salts = np.array([0, 3], np.uint32)
     assert (np.asarray(context_hashes(jnp.asarray(recent), jnp.asarray(salts))) == context_hashes(recent, salts)).all()
-
-
-# ---------------------------------------------------------------- of a prompt's history
-
-
-@pytest.mark.parametrize(("num_responses", "num_tokens"), [(1, 0), (3, 7), (3, 500)])
-def test_an_index_takes_at_most_what_is_planned(num_responses: int, num_tokens: int):
-    rng = np.random.default_rng(num_tokens)
-    built = build(*(rng.integers(0, 9999, num_tokens).tolist() for _ in range(num_responses)))
-    most = index_bytes(DraftLengths(), num_responses, num_responses * num_tokens)
-    assert built.num_bytes <= most
-    assert num_tokens < 500 or built.num_bytes > most / 2

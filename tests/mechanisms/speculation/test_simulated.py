@@ -186,21 +186,6 @@ def test_a_row_never_gets_more_than_its_plan_has_blocks_for(num_slots: int, num_
         assert counters.accepted_tokens + counters.busy_row_steps + num_first == sum(map(len, samples))
 
 
-def test_without_blocks_to_spare_rows_get_what_decoding_needs_and_nothing_else():
-    """A row's room for drafts never takes what another may want in the next plan."""
-    watched = Watched(2, 9)
-    watched.engine.generate([request(i, 30) for i in range(2)])
-    given = {row.max_new for plan in watched.plans for row in decode_rows(plan)}
-    assert given == {STEPS, TOKENS_PER_STEP * STEPS}
-    assert watched.engine.counters.preemptions == 0
-
-
-def test_without_history_no_plan_speculates():
-    watched = Watched(4, 200)
-    watched.engine.generate([request(0, 40, history=None)])
-    assert not any(plan.verifies for plan in watched.plans)
-
-
 def test_what_was_accepted_before_decides_nothing_once_all_have_ended():
     """So a run that is resumed at a boundary plans as one that went on."""
     watched = Watched(4, 200, StepCosts(lambda rows, context: 1.0, lambda rows, context: 3.0))

@@ -194,21 +194,6 @@ def test_with_adapters_the_base_on_the_half_is_the_reference(x64):
     assert distance(found, wanted) == 0
 
 
-@pytest.mark.slow
-def test_other_losses_and_rejection(x64, make_config, make_batch, make_trainer):
-    """A weight, and what is rejected, follow from a sample alone: so they are the same on any devices."""
-    correction = {"rollout_is": "sequence", "rollout_is_threshold": 1.2}
-    correction |= {"rollout_rs": ["token_k1", "seq_max_k3"], "rollout_rs_threshold": ["0.7_1.4", "0.2"]}
-    options = WIDE | {"actor__loss_mode": "cispo", "algorithm__loss_agg_mode": "seq-mean-token-mean"}
-    config = make_config(**options, algorithm__rollout_correction=correction)
-    trainer, groups = make_trainer(config, 2), groups_of(make_batch(24, same=True))
-    check_equal(trainer, groups, 1e-12, (0, 1), stream_of(trainer))
-    trainer.accumulate(prepared(trainer, groups))
-    metrics = trainer.apply()
-    assert 0.05 < metrics["rollout_corr/rollout_rs_masked_fraction"] < 0.9
-    assert metrics["actor/pg_clipfrac"] == 0  # before its update the policy is the one before
-
-
 def test_the_same_parts_in_the_same_order_are_the_same_bits(shared: Shared, make_batch):
     """And again from a checkpoint, up to the weights after the update."""
     trainer, stream = shared.trainer, shared.stream

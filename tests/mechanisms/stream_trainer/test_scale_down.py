@@ -186,12 +186,6 @@ def left_of(drawn: list[tuple[int, int, int]]) -> list[LeftRequest]:
 KNOWN = st.lists(st.integers(1, 800), max_size=12)
 
 
-@given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 400), st.integers(0, 400)), min_size=1, max_size=8), KNOWN)
-def test_the_projection_is_above_the_expected_peak(drawn: list[tuple[int, int, int]], lengths: list[int]):
-    requests = left_of(drawn)
-    assert projected_kv(requests, recorded(*lengths)) >= exact_peak(requests, lengths, 0.0) - 1e-6
-
-
 @given(
     st.lists(st.tuples(st.integers(1, 50), st.integers(0, 400), st.integers(0, MAX_POINTS)), min_size=1, max_size=8),
     KNOWN,

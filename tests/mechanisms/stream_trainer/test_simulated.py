@@ -114,18 +114,6 @@ def test_a_step_with_a_stream_and_a_judge_by_hand():
     assert trained == simulated(made.replace(trainer=by_hand().trainer), ConstantCost(), workload)[2]
 
 
-@pytest.mark.parametrize(("counts", "freed"), [("samples", 4 / 8), ("prompts", 1 / 4)])
-def test_what_is_counted(counts: str, freed: float):
-    """Two short samples of one prompt and one each of two others: half of the samples ends together, and a prompt."""
-    short = {key(0, 0), key(0, 1), key(1, 0), key(2, 0)}
-    samples = {k: KnownSample(3 if k in short else 31) for k in LENGTHS}
-    workload = KnownWorkload(samples, dict.fromkeys(range(4), 4))
-    simulation, metrics, _, _ = simulated(by_hand(enable=True, counts=counts, pace=0.5), ConstantCost(), workload)
-    assert metrics[1]["rollout/scale_down/done_share"] == freed
-    assert metrics[1]["actor/streamed_share"] == 1 / 4
-    assert simulation.run.mechanism(StreamTrainer).decisions[-1].counts == counts
-
-
 COST = CostModel(LARGE, H100)
 
 
@@ -170,17 +158,6 @@ def test_what_was_streamed_is_taken_off_the_update(num_workers: int):
     assert saved_s == pytest.approx(COST.gradients_s(*load, 8) + COST.forward_s(*load, 8), abs=1e-6)
     assert COST.gradients_s(*load, 4) == pytest.approx(2 * COST.gradients_s(*load, 8))
     assert simulation.run.workers.num_open == num_workers
-
-
-def test_no_more_prompts_begin_together_than_may():
-    sizes = {}
-    for most in (0, 1):
-        given: list[list[Group]] = []
-        made = streaming(large_config(), max_prompts=most)
-        simulated(made, COST, WORKLOAD, feeding=partial(Listening, given=given))
-        sizes[most] = [len(call) for call in given]
-    assert {*sizes[1]} == {1}
-    assert max(sizes[0]) > 1
 
 
 def test_no_clock_decides_what_is_given_together():
@@ -250,22 +227,3 @@ def test_long_rounds_of_tail_batching(short_rounds: bool):
         assert same == trained
     freed = {step["rollout/long_round"]: step["rollout/scale_down/freed"] for step in metrics.values()}
     assert freed == {1.0: 1.0, 0.0: float(short_rounds)}
-
-
-def test_kv_moves_where_that_is_predicted_cheaper():
-    """With the modelled devices' profile, rows leave with their KV; without one, they are computed again."""
-    made = streaming(large_config())
-    layout = made.rollout.layout.replace(switch=True, degrees=[1, 2], direction="up", min_gain=0.9)  # never switches
-    profiled = made.replace(rollout=made.rollout.replace(layout=layout))
-    found = []
-    for each in (profiled, made):
-        off = each.replace(trainer=each.trainer.replace(stream=large_config().trainer.stream))
-        _, still, trained, _ = simulated(off, COST, WORKLOAD)
-        _, moved, same, _ = simulated(each, COST, WORKLOAD)
-        assert same == trained
-        assert sum(step["rollout/scale_down/moved_tokens"] for step in moved.values()) > 0
-        found.append(
-            sum(moved[step]["rollout/prefill_tokens"] - still[step]["rollout/prefill_tokens"] for step in moved)
-        )
-    assert found[0] == 0
-    assert found[1] > 0

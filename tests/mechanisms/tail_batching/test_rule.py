@@ -12,7 +12,6 @@ from rounds import (
     aborted,
     batch_keys,
     check_table,
-    filtering,
     finish,
     key,
     long_every_fifth,
@@ -21,7 +20,7 @@ from rounds import (
 
 from jaxrl.mechanisms.tail_batching import TailBatching
 from jaxrl.scheduling.rounds.batches import RoundTime
-from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup
+from jaxrl.scheduling.rounds.race import BatchSettings
 
 
 def tail_batching(num_prompts: int, group_size: int, *, shared: Any = None, **options: Any) -> TailBatching:
@@ -136,21 +135,3 @@ def test_what_becomes_of_the_queue_when_training_ends(at_end: Any, carried: int)
     assert kinds == ["short"] * 4 + ["long", *last]
     assert steps.prompts.position == 28 + carried
     assert all(len(result.groups) == 4 for result in results)
-
-
-def test_an_age_bound_that_cannot_be_kept_is_refused():
-    with pytest.raises(ValueError, match=r"max_age_steps \(1 steps\) must be >= 2"):
-        tail_batching(4, 4, prompt_factor=3.0, max_age_steps=1)
-
-
-def test_what_dynamic_sampling_learnt_delays_no_long_round_without_it():
-    """A run that is resumed with dynamic sampling switched off goes on with the queue alone."""
-    prompts, other = FakePrompts(20), tail_batching(2, 1)
-    other.queue.extend(PlannedGroup.first(prompt, 1, 1, 1) for prompt in prompts.next(2))
-    state = other.state() | {"filtered_share": [40.0, 30.0]}
-    kinds = []
-    for shared in ({}, filtering()):
-        rule = tail_batching(2, 2, shared=shared, prompt_factor=1.5)
-        rule.load_state(state, prompts)
-        kinds.append(rule.plan(FakePrompts(20, 2), RoundTime(2, 1)).kind)
-    assert kinds == ["long", "short"]

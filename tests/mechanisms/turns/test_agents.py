@@ -153,16 +153,6 @@ def test_a_program_that_is_gone_is_run_again_from_its_beginning(agents: AgentPoo
     assert observed(agents).reward == 3.0
 
 
-def test_a_client_that_asks_again(agents: AgentPool):
-    key, prompt = SampleKey(0, 0, 0), prompt_of("asks again")
-    agents.submit(key, prompt, "hello", None)
-    first = observed(agents)
-    time.sleep(0.5)
-    assert agents.completed() == [], "the same request is answered once"
-    agents.submit(key, prompt, "stop", first.state)
-    assert observed(agents).reward == 2.0
-
-
 @pytest.mark.parametrize(
     ("how", "status", "words"),
     [
@@ -182,16 +172,6 @@ def test_programs_that_do_otherwise(agents: AgentPool, how: str, status: str, wo
         found = observed(agents) if how == "two at once" else found
     assert (found.done, found.status) == (True, status)
     assert words in found.error
-
-
-def test_keys_of_others_and_other_routes(agents: AgentPool):
-    import openai
-
-    client = openai.OpenAI(base_url=agents.base_url, api_key="guessed", max_retries=0)
-    with pytest.raises(openai.AuthenticationError, match="no trajectory has this key"):
-        client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x"}])
-    with pytest.raises(openai.NotFoundError, match=r"no route /v1/embeddings: the policy is asked by /chat/comp"):
-        client.embeddings.create(model="policy", input="x")
 
 
 def test_the_example_for_the_agents_sdk(monkeypatch: pytest.MonkeyPatch, tiny_model: Path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -17,7 +16,7 @@ from small_models import TRAINED
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.mechanisms.turns import Turns
-from jaxrl.mechanisms.turns.rule import STOPS, CallTimes, Conversation, Observed, trajectory_metrics
+from jaxrl.mechanisms.turns.rule import CallTimes, Conversation, Observed
 from jaxrl.models.decoder import init
 from jaxrl.record.journal import Journal
 from jaxrl.rollout.executor import MeshExecutor
@@ -162,27 +161,6 @@ def same(one: Mapping[SampleKey, Sample], other: Mapping[SampleKey, Sample]) -> 
         and np.array_equal(sample.rollout_logprobs, other[key].rollout_logprobs)
         for key, sample in one.items()
     )
-
-
-def test_what_is_known_of_tools_goes_on_after_a_resume():
-    sessions = []
-    for adapts in (True, True, False):
-        times = CallTimes(adapts, 9.0)
-        told = conversation(Answers(0), times=times)
-        session = Turns(made_run(None, None, None, config=config_of(), conversation=told))
-        sessions.append((session, times))
-    (first, known), (second, times), (fixed, _) = sessions
-    known.learn(["search"], 4.0)
-    state = first.state_dict()
-    assert state is not None
-    assert json.loads(json.dumps(state)) == state
-    second.load_state_dict(state)
-    assert times.limit_s(["search"]) == 6.0
-    known.learn(["search"], 5.0)
-    assert times.limit_s(["search"]) == 6.0, "it is a copy"
-    second.load_state_dict({})
-    assert times.limit_s(["search"]) == 9.0
-    assert fixed.state_dict() is None
 
 
 def test_tokens_do_not_depend_on_when_answers_come(parts: Any, x64: None):
@@ -363,13 +341,3 @@ def test_a_trajectory_that_takes_too_long_ends_between_two_turns(parts: Any, x64
     assert "rollout_timeout" in {sample.episode.stop for sample in found if sample.episode}
     for sample in found:
         check_spans(sample)
-
-
-def test_what_a_round_measures(parts: Any, x64: None):
-    backend, _ = backend_of(parts, Answers(1))
-    found = round_of(backend)
-    measured = trajectory_metrics(found.values())
-    assert sum(measured[f"stop/{name}"] for name in STOPS) == pytest.approx(1)
-    with_turns = [sample.episode for sample in found.values() if sample.episode]
-    assert measured["environment/num_turns/mean"] == np.mean([len(each.turns) for each in with_turns])
-    assert trajectory_metrics(sample for sample in found.values() if sample.episode is None) == {}

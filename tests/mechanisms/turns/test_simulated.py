@@ -14,7 +14,7 @@ import pytest
 from jaxrl.commands.simulate import simulate
 from jaxrl.config import from_mapping
 from jaxrl.config.simulation import SimulatedTool
-from jaxrl.mechanisms.turns.simulated import SimulatedTools, TurnModel, measured
+from jaxrl.mechanisms.turns.simulated import SimulatedTools, TurnModel
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
 from jaxrl.types import Prompt, SampleKey
 
@@ -85,16 +85,6 @@ def test_a_worker_answers_one_turn_at_a_time_and_a_verdict_ends_a_wait():
     assert tools.completed(1.0) == []
     assert [each.key for each in tools.completed(1.0)] == [KEYS[2]]
     assert clock.now_s == 3.0
-
-
-def test_what_a_record_says_of_tools():
-    turn = {"answer": [{"role": "tool", "content": "x"}], "tokens": [["a", -1]] * 4}
-    last = {"answer": [], "seconds": 0.0, "tokens": [["a", -1]] * 2}
-    turns = [[turn | {"seconds": s}, turn | {"seconds": 2 * s}, last] for s in (1.0, 2.0, 4.0)] + [[last]]
-    found = measured(turns, [30, 30, 30, 2], SimulatedTool(max_s=9.0))
-    assert (found.turns, found.answer_tokens, found.max_s) == (2.5, 10, 9.0)
-    assert found.median_s == pytest.approx(math.sqrt(2 * 4))
-    assert found.sigma == pytest.approx(math.log(2) / 1.349, rel=0.3)
 
 
 def run_of(folder: Path, *rules: str) -> list[float]:
