@@ -133,24 +133,24 @@ def test_sampling_options_reach_the_backend():
 def test_evaluations_come_before_and_between(one_step_off: bool):
     """An evaluation has the step of the training round before it, and prompts of the same keys."""
     values = {"trainer.test_freq": 2, "trainer.val_before_train": True, "trainer.one_step_off": one_step_off}
-    noted = Noted(values | {"rollout.val_kwargs": {"n": 3}}, steps=4)
+    noted = Noted(values | {"rollout.val_kwargs": {"n": 3}}, steps=3)
     house = noted.run()
-    assert [step for step, *_ in noted.evaluations] == [0, 2, 4]
+    assert [step for step, *_ in noted.evaluations] == [0, 2, 3], "the last step has one as well"
     for step, measured, groups in noted.evaluations:
         assert [len(group.samples) for group in groups] == [3, 3]
         assert {version for g in groups for s in g.samples for version in s.versions.tolist()} == {step}
         rewards = [sample.reward for group in groups for sample in group.samples]
         assert measured["val/reward"] == measured["val/accuracy"] == pytest.approx(np.mean(rewards))
         assert {"val/best@3", "val/response_length/mean"} <= set(measured)
-    assert house.loop.departures.counts["trained"] == 16, "held-out prompts do not depart"
+    assert house.loop.departures.counts["trained"] == 12, "held-out prompts do not depart"
     assert "timing_s/testing" not in house.metrics[1], "what ran before the first step is not the first step's"
     assert "timing_s/testing" in house.metrics[2]
     infos = [info for info, _ in noted.calls("begin")]
     found = [(info.step, info.kind) for info in infos]
     assert all(info.is_training == (info.kind == "plain") == (info.index == 0) for info in infos)
     second = [(2, "plain"), (3, "plain"), (2, "eval")] if one_step_off else [(2, "plain"), (2, "eval"), (3, "plain")]
-    assert found == [(0, "eval"), (1, "plain"), *second, (4, "plain"), (4, "eval")]
-    assert [info.update for info in infos if info.is_training] == ([1, 1, 2, 3] if one_step_off else [1, 2, 3, 4])
+    assert found == [(0, "eval"), (1, "plain"), *second, (3, "eval")]
+    assert [info.update for info in infos if info.is_training] == ([1, 1, 2] if one_step_off else [1, 2, 3])
 
 
 @pytest.mark.parametrize(("save_freq", "total", "expected"), [(2, 5, [2, 4, 5]), (0, 3, [3])])
