@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +15,12 @@ from simulated_runs import played, samples_of
 
 from jaxrl.config import Config, SimulatedScoring, TaskSection, from_mapping
 from jaxrl.mechanisms.stream_trainer import GradientStream, StreamTrainer
-from jaxrl.record.journal import Journal
-from jaxrl.run.simulation import Simulation, build
+from jaxrl.run.simulation import Simulation
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.trainer import load_of
 from jaxrl.sim.workload import Workload
-from jaxrl.types import Group, RunFailed, StreamFailed, TrainBatch
+from jaxrl.types import Group, StreamFailed, TrainBatch
 
 
 def simulated(made: Config, cost: CostModel, workload: Workload, state: str | None = None, **more: Any) -> Any:
@@ -170,50 +167,6 @@ def test_no_clock_decides_what_is_given_together():
         )
         outcomes.append(([[group.prompt.key for group in call] for call in given], trained))
     assert outcomes[0] == outcomes[1]
-
-
-def journalled(file: Path, made: Config, **more: Any) -> tuple[Simulation, dict[int, Any]]:
-    """A simulated run of one step with a journal, as a real one has; and what it trained on."""
-    groups: dict[int, list[Group]] = {}
-    made = made.replace(trainer=made.trainer.replace(total_training_steps=1))
-    simulation = build(made, COST, WORKLOAD, on_step=lambda step, _, batch: groups.__setitem__(step, batch), **more)
-    with closing(Journal(file, 0)) as journal:
-        simulation.run.mechanism(StreamTrainer)._journal = journal
-        assert simulation.loop.run()
-    return simulation, samples_of(groups)
-
-
-def test_a_step_that_runs_again_frees_as_the_journal_says(tmp_path: Path):
-    """The second run's rule would wait for more; where layouts switch by a clock, the order of ends may differ."""
-    file = tmp_path / "journal.jsonl"
-    first, trained = journalled(file, streaming(large_config()))
-    again, same = journalled(file, streaming(large_config(), min_done=0.5))
-    (decision,) = first.run.mechanism(StreamTrainer).decisions
-    assert decision.freed
-    assert decision.num_done < 0.5 * decision.num_all
-    assert again.run.mechanism(StreamTrainer).decisions == [decision]
-    assert len(file.read_text().splitlines()) == 2, "the header, and one decision"
-    assert same == trained
-
-
-def test_a_failure_of_the_stream_ends_the_run_and_what_it_was_given_counts_for_nothing():
-    given: list[list[Group]] = []
-    made = streaming(large_config())
-    sentence = (
-        r"have failed on the devices of workers \d \(INTERNAL: a device is gone\): run again, with trainer\.stream"
-    )
-    with pytest.raises(RunFailed, match=sentence):
-        simulated(made, COST, WORKLOAD, feeding=partial(Listening, given=given, fails_at=2))
-    assert given[0]
-
-
-def test_a_run_with_evaluations_that_is_resumed_goes_on_the_same():
-    made = streaming(large_config())
-    made = made.replace(trainer=made.trainer.replace(test_freq=2))
-    _, metrics, trained, saved = simulated(made, COST, WORKLOAD)
-    _, again, same, _ = simulated(made, COST, WORKLOAD, saved[2])
-    assert again == {step: metrics[step] for step in (3, 4, -4)}
-    assert same == {step: trained[step] for step in (3, 4)}
 
 
 @pytest.mark.parametrize("short_rounds", [False, True])
