@@ -64,44 +64,6 @@ def test_every_module_is_in_a_room_of_the_site():
     assert missing == {"jaxrl", "jaxrl.__main__"}
 
 
-# ---------------------------------------------------------------- plain English
-
-
-MOST_WORDS, MOST_LONG, MOST_LISTED = 30, 12, 0
-LISTED = (
-    "goes on",
-    "go on with",
-    "is told",
-    "are told",
-    "handed",
-    "what it has",
-    "comes to",
-    "stands there",
-    "is over",
-)
-LISTED += ("those of the", "whatever it", "of its own")
-"""Phrases at which readers stumble: continue, is given, is finished, its own ... say the same."""
-
-
-def sentences(page: Path) -> list[str]:
-    """Of the running text: no code, tables and headings."""
-    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-    text = "\n".join(line for line in text.splitlines() if line.lstrip()[:1] not in ("|", "#"))
-    found: list[str] = []
-    for part in re.split(r"\n\s*\n|\n\s*[-*] |\n\s*\d+\. ", text):
-        plain = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "X", " ".join(part.split())))
-        found += re.split(r"(?<=[.!?])\s+(?=[A-Z`*\[])", plain)
-    return found
-
-
-def test_sentences_are_short_and_in_words_that_readers_know():
-    every = [(page.name, sentence) for page in PAGES for sentence in sentences(page)]
-    long = [each for each in every if len(each[1].split()) > MOST_WORDS]
-    listed = [each for each in every if any(re.search(rf"\b{phrase}\b", each[1]) for phrase in LISTED)]
-    assert len(long) <= MOST_LONG, long
-    assert len(listed) <= MOST_LISTED, listed
-
-
 # ---------------------------------------------------------------- what the pages must list
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -54,12 +53,6 @@ def test_what_excludes_workers_that_span_hosts():
         "rollout.layout.planner and rollout.layout.switch excludes rollout.hosts_per_worker (2): tp is all devices of "
         "such a worker"
     )
-
-
-@pytest.mark.parametrize("rule", [{}, {"tail_batching": ON}, {"partial_rollout": ON}, {"over_provisioning": ON}])
-def test_compositions_of_the_design_go_together(rule: Any):
-    for off, filtering, score_when in product((False, True), (False, True), ("sample", "group")):
-        assert composition_problem(config(rule, off=off, filtering=filtering, score_when=score_when)) is None
 
 
 def streaming(**options: Any) -> Config:

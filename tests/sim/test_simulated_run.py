@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from keyword_options import with_options
 from known_samples import KnownWorkload
-from sim_machine import SMALL, TINY, ConstantCost, key
+from sim_machine import SMALL, TINY, ConstantCost
 from simulated_runs import played
 
 from jaxrl.config import Config, SimulatedLengths, SimulatedScoring, SimulatedTask
@@ -99,28 +99,3 @@ def test_two_runs_are_equal_and_seeds_differ():
     assert identities(first[2]) == identities(again[2])
     other = run_loop(config(), workload=replace(MIXED, seed=8))
     assert identities(other[2]) != identities(first[2])
-
-
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        {"adv_estimator": "gdpo", "gdpo_reward_keys": ["own_reward", "brief"]},
-        {"adv_estimator": "none", "teacher": {"path": "no/such/model"}},
-    ],
-)
-def test_several_rewards_and_a_teacher_are_left_out(algorithm: dict[str, Any]):
-    """A simulated reward is one number, and nothing is learnt."""
-    _, plain, groups, _ = run_loop(config())
-    _, metrics, found, _ = run_loop(config(algorithm=algorithm))
-    assert identities(found) == identities(groups)
-    assert [metrics[step]["timing_s/step"] for step in range(1, 7)] == [plain[s]["timing_s/step"] for s in range(1, 7)]
-
-
-def test_lengths_grow_with_the_step():
-    growing = ModelledWorkload(
-        0, (SimulatedTask(name="t", response=SimulatedLengths(median=4, sigma=0.0, growth=0.5)),), 40
-    )
-    _, metrics, _, _ = run_loop(config(), workload=growing)
-    assert [metrics[step]["response_length/mean"] for step in range(1, 7)] == [
-        growing.length(key(0), step) for step in range(1, 7)
-    ]

@@ -109,25 +109,6 @@ def test_a_response_over_the_cap_starts_again_once_and_is_then_waited_for():
     assert results[4].metrics["rollout/launched_samples"] == 0
 
 
-def test_the_pipelines_lag_counts_against_the_same_cap():
-    """Tokens of version 0 are over the cap of 2 in step 4, and those of the next attempt, which begins then, in step 7;
-    or in step 6, as they are of version 2 where the rollout comes before the update."""
-    for lag, steps_of_restarts in ((0, [4, 7]), (1, [4, 6])):
-        rule = partial_rollout(1, 1, max_staleness=2, max_restarts=9, shared={"version_lag": lag})
-        results = Steps(rule, lambda k: 3 if k.prompt_index else 1000, lag=lag).run(7)
-        restarted = [result.metrics["rollout/restarted_samples"] for result in results]
-        assert [step for step, count in enumerate(restarted, 1) if count] == steps_of_restarts
-
-
-@pytest.mark.parametrize(("at_end", "carried", "drawn"), [("flush", 0, 8), ("leave", 2, 10)])
-def test_what_becomes_of_the_buffer_when_training_ends(at_end: Any, carried: int, drawn: int):
-    rule = partial_rollout(2, 2, at_end=at_end)
-    steps = Steps(rule, lambda k: 5 + 3 * k.prompt_index, total=4)
-    results = steps.run(4)
-    assert [len(result.groups) for result in results] == [2] * 4
-    assert (rule.num_carried, steps.prompts.position) == (carried, drawn)
-
-
 # -- a function of the user's ------------------------------------------------------------------------------------------
 
 
@@ -175,19 +156,6 @@ def test_a_buffer_filter_orders_holds_back_and_starts_again():
     assert steps.results[2].metrics["rollout/thrown_tokens"] == 4
     assert result.metrics["rollout/queue_length"] == 2
     assert asked.versions == [0, 1, 2, 3]
-
-
-def test_groups_that_are_held_back_go_on_where_the_cap_or_the_end_needs_them():
-    def hold_back(*, groups: Any, policy_version: int) -> Any:
-        return {group.key: "wait" for group in groups}
-
-    results = filtered(hold_back, max_staleness=2, max_restarts=0).run(5)
-    assert [result.groups[0].prompt.index for result in results[:3]] == [2, 0, 1]
-    assert all(result.metrics["rollout/restarted_samples"] == 0 for result in results)
-    flushed = filtered(hold_back, total=6)
-    results = flushed.run(6)
-    assert [result.groups[0].prompt.index for result in results] == [2, 3, 4, 5, 0, 1]
-    assert flushed.rule.num_carried == 0
 
 
 def test_an_answer_that_is_none_is_refused():

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import closing, nullcontext, suppress
-from itertools import cycle
+from contextlib import closing, nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from jaxrl.mechanisms.one_step_off import ConcurrentPhases
 from jaxrl.sim.clock import SimulatedClock, SimulatedConcurrently
 from jaxrl.sim.cost_model import CostModel, Efficiency
 from jaxrl.sim.hardware import H100
-from jaxrl.types import RunFailed, SampleKey
+from jaxrl.types import SampleKey
 
 BASE: dict[str, Any] = {
     "data.train_batch_size": 4,
@@ -97,23 +96,6 @@ def test_what_a_clock_may_not_decide_has_no_head_start(more: dict[str, Any]):
     assert summed(house, "groups") > 0
     assert summed(house, "head_start_s") == 0
     assert ("rollout.partial_rollout" in more) == (summed(house, "carried_share") > 0)
-
-
-def test_a_run_that_goes_on_draws_the_same(plain: House, ranked: House):
-    """Ended anywhere, also while requests of the next round are running."""
-    config, workload = make_config(BASE, **RANKED), Lengths()
-    num_begun, ends = 0, range(40, ranked.num_asked, max(ranked.num_asked // 4, 1))
-    for how, at in zip(cycle(("kill", "stop")), ends, strict=False):
-        house = House(config, workload, COST)
-        finished = False
-        with suppress(RunFailed):  # a stop beside an update
-            finished = house.run((how, at))
-        assert not finished
-        num_begun += house.state["rule"]["num_carried"] if house.saved else 0
-        assert house.run()
-        check(house)
-        assert samples_of(house.groups) == samples_of(plain.groups)
-    assert num_begun, "some boundary was left with prompts drawn ahead"
 
 
 # ---------------------------------------------------------------- two things at once

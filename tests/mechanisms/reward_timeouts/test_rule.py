@@ -59,27 +59,6 @@ def test_correct_responses_alone_make_anchors(infos: list[dict[str, Any]], limit
     assert taught(*infos).limits(prompt(0)) == pytest.approx(limits)
 
 
-@pytest.mark.parametrize(
-    ("reference_s", "infos", "limits"),
-    [
-        (None, [], ()),  # the row has an empty value
-        (4.0, [wrong(0.1, 30.0, cut_off=1)], (6.0,)),
-        (4.0, [right(0.1, 8.0, 1.0)], (6.0, 12.0, 6.0)),  # a right response may be slower, and lowers none
-    ],
-)
-def test_a_column_of_the_data_is_an_anchor_of_all_test_cases(
-    reference_s: float | None, infos: list[dict[str, Any]], limits: tuple[float, ...]
-):
-    config = {"model": {"path": "x"}, "data": {"reference_time_key": "t"}, "reward": {"kind": "code"}}
-    timeouts = AdaptiveTimeouts.configured(from_mapping(config))
-    assert timeouts is not None
-    row = Prompt(0, 0, (1,), "problem 0", "code", extra={"t": reference_s})
-    for info in infos:
-        timeouts.learn(row, timeouts.limits(row), info)
-    assert timeouts.limits(row) == pytest.approx(limits)
-    assert timeouts.limits(prompt(1)) == (), "of a prompt without the column nothing is known"
-
-
 def said(info: dict[str, Any]) -> Verdict:
     return Verdict(0.0, SampleKey(0, 0, 0), 0.0, info=info)
 
@@ -123,14 +102,6 @@ def test_metrics_count_what_limits_have_saved():
 def fill(timeouts: AdaptiveTimeouts, indices: Sequence[int], num_cases: int = 2) -> None:
     for index in indices:
         timeouts.learn(prompt(index), (), right(*[float(index)] * num_cases))
-
-
-def test_the_number_of_anchors_is_bounded():
-    timeouts = AdaptiveTimeouts(TimeoutRule(), max_anchors=6)
-    fill(timeouts, [10, 11, 12, 10, 13])
-    assert [index for index in range(10, 14) if timeouts.limits(prompt(index))] == [10, 12, 13]
-    fill(timeouts, [14], num_cases=7)
-    assert [index for index in range(10, 15) if timeouts.limits(prompt(index))] == [10, 12, 13], "more than fit at all"
 
 
 def test_a_checkpoint_holds_the_anchors():

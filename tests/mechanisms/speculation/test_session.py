@@ -25,7 +25,6 @@ from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.types import Group, Prompt, Sample, SampleKey, SamplingParams
 
 ON = Speculation.Options(enable=True)
-EVALUATION = RoundInfo(1, 1, "eval")
 
 
 def prompt(index: int, epoch: int = 0) -> Prompt:
@@ -95,18 +94,6 @@ def test_the_next_round_drafts_from_the_last_one(sessions: Any):
     session.round_begins(RoundInfo(1))
     assert index_of(session, prompt(3, epoch=2)).draft([1300, 1301, 1302], 1).tolist() == [1303]
     assert index_of(session, prompt(3, epoch=2)).find([300, 301, 302]) == (-1, 0), "one epoch"
-
-
-def test_evaluations_and_cancelled_rounds_leave_no_trace(sessions: Any):
-    session = sessions()
-    play(session, group(0))
-    session.round_begins(EVALUATION)
-    assert index_of(session, prompt(0, epoch=1)) is None
-    assert end(session, group(1)) == {}
-    session.round_begins(RoundInfo(1))
-    assert index_of(session, prompt(0, epoch=1)) is not None
-    session.round_cancelled()
-    assert session.store.prompts() == [0]
 
 
 def test_after_a_resume_the_indexes_are_there_again(sessions: Any):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from fake_rollout import FakePrompts
 from rounds import (
     START,
@@ -111,27 +110,3 @@ def test_factors_scale_prompts_and_responses_apart():
         assert [metrics["rollout/launched_prompts"], metrics["rollout/launched_samples"]] == launched
     # the factor is taken as it is written: in binary, 1.1 * 50 is a little above 55
     assert tail_batching(50, 4, prompt_factor=1.1).num_spare == 5
-
-
-def test_the_age_bound_brings_the_long_round_forward():
-    rule = tail_batching(4, 4, max_age_steps=2)
-    results = Steps(rule, long_every_fifth).run(6)
-    # the prompt deferred in step 1 must be run by step 3, with two new prompts to fill the batch
-    assert [result.kind for result in results] == ["short", "short", "long"] * 2
-    assert [group.prompt.index for group in results[2].groups] == [4, 9, 10, 11]
-    assert results[2].metrics["rollout/trained_age_steps/max"] == 2
-    assert all(len(group.samples) == 4 for result in results for group in result.groups)
-
-
-@pytest.mark.parametrize(("at_end", "carried"), [("flush", 0), ("leave", 2)])
-def test_what_becomes_of_the_queue_when_training_ends(at_end: Any, carried: int):
-    rule = tail_batching(4, 4, at_end=at_end)
-    steps = Steps(rule, long_every_fifth, total=7)
-    results = steps.run(7)
-    assert rule.num_carried == carried
-    kinds = [result.kind for result in results]
-    # flush: of the 28 prompts that can be trained on, 4 * 5 are drawn by short rounds, 4 wait, and 8 are left: 5 and 3
-    last = ["short", "long"] if at_end == "flush" else ["short", "short"]
-    assert kinds == ["short"] * 4 + ["long", *last]
-    assert steps.prompts.position == 28 + carried
-    assert all(len(result.groups) == 4 for result in results)

@@ -304,18 +304,6 @@ def test_environments_that_fail_say_so_and_no_reward_of_theirs_counts(
     assert unmade[0].error == f"RuntimeError: no database ({tmp_path}/environment.py, line 9, in __init__)"
 
 
-def test_a_process_is_replaced_after_so_many_calls(pool_of: Callable[..., EnvironmentPool]):
-    """What a tool leaves behind in its process is gone then, and no answer is lost."""
-
-    def pids(count: int, **options: Any) -> list[str]:
-        pool = pool_of(num_workers=1, **options)
-        return [content(answer) for _ in range(count) for answer in asked(pool, (call("act", what="pid"), None))]
-
-    found = pids(5, max_calls_per_worker=2)
-    assert [found.index(pid) for pid in found] == [0, 0, 2, 2, 4]
-    assert len({*pids(5)}) == 1
-
-
 GROUPS = (
     CLASSES
     + """
