@@ -14,34 +14,6 @@ from jaxrl.mechanisms import composition_problem, is_timeless
 ON = {"enable": True}
 
 
-def config(
-    rollout: Any, *, off: bool = False, filtering: bool = False, score_when: str = "sample", level: str = "none"
-) -> Config:
-    return from_mapping(
-        {
-            "model": {"path": "m"},
-            "rollout": rollout,
-            "trainer": {"one_step_off": off},
-            "algorithm": {"filter_groups": {"enable": filtering}, "rollout_correction": {"rollout_is": level}},
-            "reward": {"score_when": score_when},
-        }
-    )
-
-
-@pytest.mark.parametrize(
-    ("rollout", "others", "sentence"),
-    [
-        ({"tail_batching": ON, "partial_rollout": ON}, {}, "exclude each other: each decides what becomes of"),
-        ({"partial_rollout": ON}, {"score_when": "rollout"}, "'sample' or 'group' (which mean the same there)"),
-        ({"tail_batching": ON}, {"filtering": True, "score_when": "rollout"}, "dynamic sampling with tail batching"),
-        ({"stale_tokens": "mask"}, {"off": True}, "rollout.stale_tokens=mask excludes trainer.one_step_off"),
-        ({}, {"off": True, "level": "token"}, "needs rollout.stale_tokens=recompute, found recorded"),
-    ],
-)
-def test_settings_that_exclude_each_other(rollout: Any, others: dict[str, Any], sentence: str):
-    assert sentence in (composition_problem(config(rollout, **others)) or "")
-
-
 def test_what_excludes_workers_that_span_hosts():
     def problem(**options: Any) -> str | None:
         return composition_problem(from_mapping({"model": {"path": "m"}, "hosts": {"num": 2}, **options}))

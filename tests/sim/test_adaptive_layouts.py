@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +10,12 @@ from adaptive_runs import LARGE, config, run
 from sim_machine import STOP, ConstantCost, sizes
 from simulated_runs import samples_of
 
-from jaxrl.config import ConfigError
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import SwitchCost
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sim.clock import SimulatedClock
-from jaxrl.sim.configured import layout_sizes, worker_predictor
 from jaxrl.sim.cost_model import CostModel, modelled_profile
 from jaxrl.sim.executor import SimulatedExecutor
 from jaxrl.sim.hardware import H100
@@ -96,21 +92,3 @@ def test_a_run_that_switches_gains_time_and_changes_nothing_else():
         assert measured["rollout/layout/step_s"] == pytest.approx(measured["rollout/layout/predicted_step_s"], rel=0.1)
     _, again, _, _ = run(config(switch=True), saved[2])
     assert {step: again[step] for step in (3, 4)} == {step: adaptive[step] for step in (3, 4)}
-
-
-def test_a_switch_needs_its_degrees_in_the_table_and_pools_that_hold_a_request(tmp_path: Path):
-    cost = CostModel(LARGE, H100)
-    file = tmp_path / "profile.json"
-    file.write_text(json.dumps(modelled_profile(cost, "4 x H100", (1, 2, 4), 4, 32, 4196).to_json()))
-    table = {"profile": str(file), "num_prompts": 100}
-    adaptive = config(switch=True)
-    section = adaptive.simulate.replace(**table)
-    with pytest.raises(ConfigError, match=r"holds tp 1, 2, 4, and rounds may use 8 as well"):
-        worker_predictor(adaptive.replace(simulate=section), cost, (1, 2, 4, 8))
-    predictor = worker_predictor(adaptive.replace(simulate=section), cost, (1, 2, 4))
-    assert predictor is not None
-    assert predictor.num_devices == 8
-    small = config(switch=True, degrees=[1, 4])
-    small = small.replace(rollout=small.rollout.replace(tensor_model_parallel_size=4, num_blocks=600))
-    with pytest.raises(ConfigError, match=r"rollout.num_blocks \(150 at tp 1, .*: at least 264 blocks"):
-        layout_sizes(small, cost)

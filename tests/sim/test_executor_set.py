@@ -107,12 +107,6 @@ def test_the_phases_of_all_workers_take_as_long_as_one():
         assert clock.now_s == 8.0 + 3.0, "but for one"
 
 
-def test_a_tail_on_one_worker_does_not_slow_the_other():
-    """Worker 1 draws its samples one by one, while worker 0 has six long ones, one by one as well."""
-    lengths = {key(0, i): 90 for i in range(6)} | {key(1, i): 9 for i in range(6)}
-    assert rollout_s(lengths, 2, num_slots=1) == pytest.approx(6 * (10 + 89), rel=0.1)
-
-
 def test_the_host_is_shared():
     """With half a second of host work a plan, four workers' plans of two steps are submitted in time."""
     lengths = {key(i): 41 for i in range(4)}

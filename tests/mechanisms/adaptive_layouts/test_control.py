@@ -10,7 +10,6 @@ from checking import assert_empty, assert_whole, engine_in, make_request
 
 from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 from jaxrl.mechanisms.adaptive_layouts.control import Decision, LayoutControl
-from jaxrl.mechanisms.adaptive_layouts.switch_rule import Switch
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
 from jaxrl.scheduling.layouts.relayout import Relayout, SwitchFailed, TimeTaken
@@ -124,15 +123,6 @@ def test_a_draining_round_goes_up_and_the_next_one_starts_below():
     assert world.control.tp == 1, "the way back, with no request live"
 
 
-def test_decisions_survive_the_journal():
-    world = World(LENGTHS)
-    world.run()
-    for decision in [*world.written, Decision(3, None), Decision(4, world.written[0].switch, failed=True)]:
-        assert Decision.from_json(decision.to_json() | {"step": 3, "kind": "layout", "key": [0, 1]}) == decision
-    with pytest.raises(ValueError, match="this version reads schema 1"):
-        Decision.from_json({**world.written[0].to_json(), "schema": 9})
-
-
 def fail_once(executor: Any, *, usable: bool) -> None:
     """The executor's next switch fails halfway."""
     switch = executor.switch
@@ -170,16 +160,6 @@ def test_the_cooldown_counts_from_the_journals_last_switch(cooldown: int, expect
     assert [decision.dispatch for decision in first.written] == [9]
     again.run(first.written)
     assert [decision.dispatch for decision in again.written if decision.switch] == [expected]
-
-
-def test_a_switch_that_lowers_tp_beside_a_planner_is_refused():
-    down = Switch(0, 4, 2, "migrate", 1, 10, 2.0, 1.0, 0.1, 0.1, 0.1, 0.02, 0.01)
-    with pytest.raises(ValueError, match="lowers tp inside a round, which the planner alone does"):
-        World([60, 3], initial=4, planner=True).run([Decision(0, down)])
-    live = World([60] * 4, initial=4, planner=True, direction="both")
-    with pytest.raises(ValueError, match="lowers tp inside a round, which the planner alone does"):
-        live.run()
-    assert live.written == [], "refused before it is written down"
 
 
 # The planner between rounds and the switch rule inside them, together

@@ -14,7 +14,6 @@ from sim_machine import SMALL
 from simulated_runs import House, check, make_config, make_workload, samples_of, whole
 
 from jaxrl.mechanisms.one_step_off import ConcurrentPhases
-from jaxrl.sim.clock import SimulatedClock, SimulatedConcurrently
 from jaxrl.sim.cost_model import CostModel, Efficiency
 from jaxrl.sim.hardware import H100
 from jaxrl.types import SampleKey
@@ -99,23 +98,6 @@ def test_what_a_clock_may_not_decide_has_no_head_start(more: dict[str, Any]):
 
 
 # ---------------------------------------------------------------- two things at once
-
-
-def test_the_first_of_two_things_is_told_when_the_second_has_ended_on_a_simulated_clock():
-    """It is over at its end, whoever ran first."""
-    clock = SimulatedClock()
-    seen: list[bool] = []
-
-    def first() -> str:
-        for _ in range(3):
-            seen.append(together.has_ended)
-            clock.advance(2.0)
-        return "first"
-
-    together = SimulatedConcurrently(clock)
-    assert together(first, lambda: clock.advance(4.0)) == ("first", None)
-    assert seen == [False, False, True]
-    assert clock.now_s == 6.0
 
 
 @pytest.mark.parametrize("fails", [False, True])

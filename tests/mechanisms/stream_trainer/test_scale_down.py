@@ -6,7 +6,6 @@ import json
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -194,28 +193,3 @@ def test_where_each_step_is_a_point_the_projection_is_exact(drawn: list[tuple[in
     requests = left_of(drawn)
     exact = exact_peak(requests, lengths, 2.0)
     assert exact - 1e-6 <= projected_kv(requests, recorded(*lengths)) <= math.ceil(exact - 1e-6) + 1
-
-
-@pytest.mark.parametrize(("num_prompts", "correlation"), [(16, 0.5), (16, 0.9), (64, 0.0)])
-def test_the_real_peak_is_seldom_above_the_projection(num_prompts: int, correlation: float):
-    """Rounds of eight responses a prompt, which decides a share of their lengths' variance; three rounds are known."""
-    rng, over, looks = np.random.default_rng(0), 0, 0
-
-    def lengths() -> np.ndarray:
-        common, own = rng.normal(size=(num_prompts, 1)), rng.normal(size=(num_prompts, 8))
-        score = math.sqrt(correlation) * common + math.sqrt(1 - correlation) * own
-        return 1 + np.minimum(1000 * np.exp(1.1 * score), 8192).astype(int).ravel()
-
-    history = recorded(*(int(length) for _ in range(3) for length in lengths()))
-    for _ in range(60):
-        ends, prompts = lengths(), np.repeat(rng.integers(50, 400, num_prompts), 8)
-        for share in (0.2, 0.35, 0.5):
-            now = int(np.sort(ends)[int(share * len(ends)) - 1])
-            left = np.flatnonzero(ends > now)
-            requests = [LeftRequest(int(prompts[i]), now, 8193, int(i) // 8) for i in left]
-            peak = max(((prompts[left] + end) * (ends[left] >= end)).sum() for end in [now, *ends[left]])
-            looks, over = looks + 1, over + (0.9 * peak > projected_kv(requests, history))
-        for end in ends:
-            history.add(int(end))
-    print(f"{num_prompts} prompts, correlation {correlation}: {over / looks:.1%} above")
-    assert over / looks <= 0.025

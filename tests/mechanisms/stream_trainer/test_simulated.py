@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from known_samples import KnownSample, KnownWorkload
 from sim_machine import ConstantCost, key
 from simulated_runs import played, samples_of
 
-from jaxrl.config import Config, SimulatedScoring, TaskSection, from_mapping
+from jaxrl.config import Config, from_mapping
 from jaxrl.mechanisms.stream_trainer import GradientStream, StreamTrainer
 from jaxrl.run.simulation import Simulation
 from jaxrl.sim.cost_model import CostModel
@@ -90,27 +89,6 @@ def test_a_step_with_a_stream_by_hand():
     assert trained == same
 
 
-def test_a_step_with_a_stream_and_a_judge_by_hand():
-    """As before, but the long responses of one prompt have 23 tokens, and a judge takes 4 s of all devices for each:
-    the rollout ends 8 s later, and so do the gradients on the freed devices, of which 3 s are left then. Another domain
-    is scored by workers, at once.
-    """
-    lengths = {k: 23 if k.prompt_index == 2 else n for k, n in LENGTHS.items()}
-    samples = {k: KnownSample(n, float(k.sample_index)) for k, n in lengths.items()}
-    workload = KnownWorkload(samples, dict.fromkeys(range(4), 4), {2: "judge"})
-    tasks = {"judge": TaskSection(scoring=SimulatedScoring(device_s=4.0)), "known": TaskSection()}
-    made = by_hand(enable=True)
-    made = made.replace(simulate=made.simulate.replace(tasks=tasks))
-    _, metrics, trained, _ = simulated(made, ConstantCost(), workload)
-    step = metrics[1]
-    assert step["reward/seconds"] == 8
-    assert step["timing_s/gen"] == 16 + 10 + 26 + 8
-    assert step["rollout/scale_down/hidden_s"] == 60 - 28
-    assert step["timing_s/stream"] == 3 + 3
-    assert step["timing_s/step"] == 60 + 3 + 3 + 7 + 101 + 5
-    assert trained == simulated(made.replace(trainer=by_hand().trainer), ConstantCost(), workload)[2]
-
-
 COST = CostModel(LARGE, H100)
 
 
@@ -155,18 +133,6 @@ def test_what_was_streamed_is_taken_off_the_update(num_workers: int):
     assert saved_s == pytest.approx(COST.gradients_s(*load, 8) + COST.forward_s(*load, 8), abs=1e-6)
     assert COST.gradients_s(*load, 4) == pytest.approx(2 * COST.gradients_s(*load, 8))
     assert simulation.run.workers.num_open == num_workers
-
-
-def test_no_clock_decides_what_is_given_together():
-    """A stream that has no room until the round has ended gets the same parts."""
-    outcomes = []
-    for is_full in (False, True):
-        given: list[list[Group]] = []
-        _, _, trained, _ = simulated(
-            streaming(large_config()), COST, WORKLOAD, feeding=partial(Listening, given=given, is_full=is_full)
-        )
-        outcomes.append(([[group.prompt.key for group in call] for call in given], trained))
-    assert outcomes[0] == outcomes[1]
 
 
 @pytest.mark.parametrize("short_rounds", [False, True])

@@ -203,19 +203,6 @@ def test_an_object_goes_on_in_any_process(pool_of: Callable[..., EnvironmentPool
     assert (last.done, last.reward, early.done, early.reward) == (True, 1.0, True, 0.0)
 
 
-def test_a_row_names_another_class_and_its_tools(pool_of: Callable[..., EnvironmentPool]):
-    pool = pool_of(CLASSES, kind="class", name="Box")
-    row = {"environment": "Heavy", "env_args": {"size": 2}}
-    (found,) = asked(pool, (call("take", count=1), None), row=row)
-    assert (found.done, found.status) == (True, "error")
-    assert found.error.startswith("ValueError: the environment takes 10")
-    assert pool.schemas({"tools": []}, "row 1") == []
-    with pytest.raises(ValueError, match="row 2: the column 'tools' names 'put', and there are take"):
-        pool.schemas({"tools": ["put"]}, "row 2")
-    with pytest.raises(ValueError, match=r"row 3: .*defines no class 'Bag'"):
-        pool.schemas({"environment": "Bag"}, "row 3")
-
-
 def test_a_native_environment_makes_its_rows(pool_of: Callable[..., EnvironmentPool]):
     pool = pool_of(CLASSES, kind="native", name="Chat")
     rows = list(pool.problems(0, 1002, seed=7))

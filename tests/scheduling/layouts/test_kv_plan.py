@@ -132,15 +132,6 @@ def test_lanes_say_the_same_as_the_copies(generation):
     )
 
 
-def test_an_unfinished_prefill_gets_the_prompt_of_another():
-    early = live(1, 0, 5, (1, 2, 3), "p", 12, num_tokens=12)
-    done = live(2, 1, 13, (1, 2, 3, 4), "p", 12)
-    plan = plan_migration([early, done], 2, [[1, 2]], 9, BLOCK)
-    assert plan.placements[1].num_written == 8  # two full blocks in front of the last token
-    assert plan.placements[1].table[:2] == plan.placements[2].table[:2]
-    assert len(plan.copies) == 4, "its own start is not needed"
-
-
 def test_into_the_pools_of_another_worker():
     blocks = BlockManager(1, 8, BLOCK)
     blocks.allocate(1, 0, 10, "p", 9)

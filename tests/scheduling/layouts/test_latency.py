@@ -10,23 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 from jaxrl.scheduling.layouts.latency import LatencyPredictor, rms_context
 from jaxrl.scheduling.layouts.latency_profile import (
-    MIN_CONTEXT,
     Measurement,
     Profile,
     ProfileIdentity,
     RowSizes,
     SwitchCost,
     VerifyMeasurement,
-    missing_points,
-    prefill_points,
     profile_points,
-    verify_points,
 )
 
 IDENTITY = ProfileIdentity("tiny", "abc", "cpu", 8, "0.10.2", "float32")
@@ -246,41 +242,3 @@ def test_a_step_that_verifies_drafts_takes_what_was_measured_for_so_many_rows():
     predictor.observe(2, 4, 400, 2 * predictor.decode_step_s(2, 4, 400))
     assert predictor.ratio(2) > 1
     assert predictor.verify_step_s(2, 4, 400) == pytest.approx(0.03 * predictor.ratio(2)), "a slower machine is slower"
-
-
-def test_drafts_are_verified_at_the_ends_of_every_batch_that_has_room_for_them():
-    points = profile_points(16, 1 << 20, (2,), device_count=2, max_context=64, row_sizes={2: (4, 8, 16)})
-    chosen = verify_points(points, {2: {4: 8, 8: 4}, 4: {2: 1}})
-    assert [(p.tp, p.batch, p.context) for p in chosen] == [(2, 4, 8), (2, 4, 64), (2, 8, 8), (2, 8, 64)]
-    assert missing_points((VerifyMeasurement(2, 4, 64, 8, 1.0),), chosen) == (chosen[0], *chosen[2:])
-
-
-@given(
-    st.integers(1, 300),
-    st.integers(1, 1 << 20),
-    st.sets(st.sampled_from([1, 2, 4, 8]), min_size=1),
-    st.integers(MIN_CONTEXT + 1, 1 << 17),
-)
-def test_points_fit_and_are_resumed(max_batch: int, budget: int, degrees: set[int], longest: int):
-    assume(min(2 * MIN_CONTEXT, longest) <= budget * min(degrees) // 8)  # two contexts of one row fit everywhere
-    points = profile_points(max_batch, budget, degrees, 8, longest)
-    assert list(points) == sorted(set(points)), "sorted, each once"
-    assert {point.tp for point in points} == degrees
-    for point in points:
-        dp = 8 // point.tp
-        assert point.batch * point.context * dp <= budget
-        assert (point.batch - 1) * dp < max_batch
-        assert MIN_CONTEXT <= point.context <= longest
-        assert sum((other.tp, other.batch) == (point.tp, point.batch) for other in points) > 1
-    half = tuple(Measurement(p.tp, p.batch, p.context, 1.0) for p in points[::2])
-    rest = missing_points(half, points)
-    assert rest == points[1::2]
-    chosen = prefill_points(points)
-    assert set(chosen) <= set(points)
-    assert {point.tp for point in chosen} == {point.tp for point in points}
-    for tp in {point.tp for point in points}:
-        own = [point for point in points if point.tp == tp]
-        batches = {point.batch for point in own}
-        assert {point.batch for point in chosen if point.tp == tp} == {min(batches), max(batches)}
-        longest = max(point.context for point in own if point.batch == min(batches))
-        assert any((p.tp, p.batch, p.context) == (tp, min(batches), longest) for p in chosen)

@@ -11,7 +11,7 @@ from checking import assert_empty, assert_whole, engine_in, make_request, stacks
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.scheduling.layouts.relayout import Relayout, SwitchFailed, plan_relayout, rows_of, start_in
+from jaxrl.scheduling.layouts.relayout import Relayout, SwitchFailed, plan_relayout, rows_of
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Capacity, Request
 from jaxrl.types import Sample, SampleKey
@@ -160,18 +160,3 @@ def test_the_engine_goes_on_after_a_failure(error: Exception):
     for request in requests:
         assert_whole(samples[request.request_id], request, 12)
     assert_empty(engine)
-
-
-def test_an_idle_engine_starts_in_any_layout_and_a_busy_one_refuses():
-    requests = some_requests(6)
-    lengths = {request.key: 5 + request.request_id for request in requests}
-    engine = engine_of(lengths, 2, layouts())
-    run(engine, requests, {})
-    start_in(engine, 1)
-    assert engine.batcher.capacity == layouts()[1]
-    assert engine.executor.num_groups == 8
-    engine.add(requests[0])
-    with pytest.raises(ValueError, match=r"1 requests are unfinished, so the layout changes by Engine\.switch alone"):
-        start_in(engine, 2)
-    samples = run(engine, requests[1:], {})
-    assert {i: len(sample) for i, sample in samples.items()} == {i: 5 + i for i in range(6)}

@@ -51,34 +51,6 @@ def check(current: Round, told: Told, aborts_rest: bool = False) -> None:
     assert [group.prompt.index for group in current.groups()] == told[-1][1]
 
 
-def plain(score_when: Any) -> Round:
-    return fresh_batches(2, 2, score_when=score_when).plan(FakePrompts(10), RoundTime(1, 0))
-
-
-def test_a_group_is_certain_before_its_verdicts():
-    """What needs no reward of it can begin; the reward is there once its verdict is."""
-    current, seen = plain("sample"), []
-    for event in (START, finish(key(1, 1)), finish(key(1, 0)), verdict(key(1, 1), 0.5)):
-        current.handle(event)
-        seen.append([[(s.key, s.reward) for s in group.samples] for group in current.certain()])
-    assert seen == [[], [], [[(key(1, 0), None), (key(1, 1), None)]], [[(key(1, 0), None), (key(1, 1), 0.5)]]]
-
-
-def test_in_a_race_of_prompts_the_first_that_are_complete():
-    check(
-        race(num_spare=2),
-        [
-            (START, []),
-            (finish(key(3, 0)), []),
-            (verdict(key(3, 0)), [3]),
-            (finish(key(1, 0)), [3]),  # the round is decided; the others have been told to end
-            (aborted(key(0, 0)), [3]),
-            (aborted(key(2, 0)), [3]),
-            (verdict(key(1, 0)), [1, 3]),
-        ],
-    )
-
-
 def test_a_group_that_is_due_comes_before_others():
     check(
         race(num_spare=2, due=(0,)),

@@ -98,22 +98,6 @@ def test_the_oldest_go_first_and_are_counted():
     assert store.num_evicted == 1 + 4
 
 
-def test_an_index_counts_with_what_it_takes_once_that_is_known():
-    store = HistoryStore(1, 250, index_bytes=lambda responses, tokens: 12 * tokens)
-    store.add([group(0, (2, 2, 0))])
-    assert (store.unsettled(), store.num_bytes) == ([0], 100)
-    store.settle(0, 8)
-    assert (store.unsettled(), store.num_bytes) == ([], 60)
-    store.add([group(1, (2, 2, 0))])
-    again = HistoryStore(1, 250, index_bytes=lambda responses, tokens: 12 * tokens)
-    again.load_state_dict(store.state_dict())
-    for each in (store, again):
-        assert (each.unsettled(), each.num_bytes) == ([1], 160)
-        each.add([group(2, (2, 2, 0)), group(0, (2, 2, 0), epoch=1)])
-        assert each.unsettled() == [2, 0], "a new one is not known"
-        assert (each.num_bytes, each.num_evicted) == (200, 1)
-
-
 def filled(rng: np.random.Generator, epochs: int = 2) -> HistoryStore:
     store = HistoryStore(epochs)
     for epoch in range(epochs):

@@ -84,16 +84,6 @@ def test_plans_are_left_early_only_if_a_request_could_come_in(
     assert plan_of(batcher).leave_after == leave_after
 
 
-def test_groups_with_most_room_come_first_and_a_prompt_stays_together():
-    batcher, _ = make_batcher(num_groups=2, num_slots=3, max_prefill_tokens=64)
-    for i, share in enumerate(["a", "a", "a", "b", "b"]):
-        batcher.add(make_request(i, num_prompt=9, share=share))
-    plan = plan_of(batcher)
-    assert starts(plan) == [(0, 0, 0), (1, 0, 1), (2, 0, 2), (3, 1, 0), (4, 1, 1)]
-    assert [chunk.start for chunk in plan.prefill] == [0, 8, 8, 0, 8]
-    assert batcher.counters.shared_tokens == 24
-
-
 def test_a_prompt_whose_group_has_no_budget_waits_for_it_and_others_pass():
     batcher, _ = make_batcher(num_groups=2, num_slots=4, max_prefill_tokens=9)
     batcher.add(make_request(0, num_prompt=9, share="a"))
@@ -151,17 +141,6 @@ def _next_turn(request: Request, sample: Sample, answered: int) -> Request:
         versions=np.append(sample.versions, np.int32(ENVIRONMENT)),
     )
     return replace(resume(request, both), request_id=request.request_id + 10)
-
-
-def test_blocks_cover_the_plan_in_flight_and_never_pass_the_limit():
-    batcher, _ = make_batcher(decode_steps=4, block_size=1)
-    batcher.add(make_request(0, num_prompt=4, max_tokens=10))
-    sizes = [len(decode_rows(plan_of(batcher))[0].block_table)]
-    for index, gained in enumerate([[5, 5, 5, 5, 5], [5, 5, 5, 5]]):
-        sizes.append(len(decode_rows(plan_of(batcher))[0].block_table))
-        answer(batcher, index, {0: gained})
-    # prompt + 4 steps; + 4 steps unseen; then prompt + max_tokens, where one plan more would reach 16.
-    assert sizes == [8, 12, 14]
 
 
 @pytest.mark.parametrize(("num_blocks", "comes_in"), [(7, False), (8, True)])

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -50,31 +50,6 @@ def test_what_a_request_may_still_take_is_what_counts():
 
 
 # ---------------------------------------------------------------- logical time
-
-
-def test_every_worker_gets_two_plans_before_the_host_waits():
-    """The others are topped up before one is waited for: while the host waits, each has one to run and one behind."""
-    requests = [make_request(i, prompt=i) for i in range(3)]
-    workers, executors = build(requests, [20] * 3, num_workers=3)
-    for request in requests:
-        workers.add(request)
-    for submitted in ([1, 0, 0], [1, 1, 0], [1, 1, 1], [2, 1, 1], [2, 2, 1], [2, 2, 2]):
-        assert (workers.next_worker() is None, workers.makes_plan(workers.next_worker() or 0)) == (False, True)
-        assert not workers.waits(workers.next_worker() or 0)
-        assert workers.step() == []
-        assert [len(executor.plans) for executor in executors] == submitted
-        assert [engine.num_in_flight for engine in workers.engines] == submitted
-    for served, submitted in ((0, [3, 2, 2]), (1, [3, 3, 2]), (2, [3, 3, 3]), (0, [4, 3, 3])):
-        assert workers.next_worker() == served
-        assert workers.waits(served)
-        collected = workers.engines[served].counters.plans
-        workers.step()
-        assert workers.engines[served].counters.plans == collected + 1
-        assert workers.next_worker() == served, "it gets its next plan before any other is waited for"
-        assert workers.makes_plan(served)
-        workers.step()
-        assert [len(executor.plans) for executor in executors] == submitted
-        assert [engine.num_in_flight for engine in workers.engines] == [2, 2, 2]
 
 
 def test_the_worker_whose_plan_should_end_first_is_served():
@@ -232,22 +207,3 @@ def test_a_worker_whose_requests_cannot_move_stays_open(monkeypatch: pytest.Monk
     assert workers.is_open(1)
     assert by_worker(workers) == [(0, 3, 6, 1, 7), (4,), (2, 5, 8)]
     check_rest(workers, requests, 40)
-
-
-@pytest.mark.parametrize(
-    ("act", "message"),
-    [
-        (lambda workers: workers.move([7], 1), r"move\(\[7\]\): every id must be live and named once; not live: \[7\]"),
-        (lambda workers: workers.add(make_request(0)), "request 0 .*: a request with this id is live"),
-        (lambda workers: workers.move([0], 2), "worker 2 must be an open one"),
-    ],
-)
-def test_refusals(act: Callable[[LocalWorkers], object], message: str):
-    workers = started(asked(2), [9] * 2)
-    before = by_worker(workers)
-    with pytest.raises(ValueError, match=message):
-        act(workers)
-    assert by_worker(workers) == before
-    for engines in ([], workers.engines):
-        with pytest.raises(ValueError, match="there must be at least one engine, and all must be idle"):
-            LocalWorkers(engines)

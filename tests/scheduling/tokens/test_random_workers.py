@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from checked_blocks import check_blocks
 from checked_workers import SMALL, build, requests_of, run
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from plan_rows import contents
 
 from jaxrl.scheduling.layouts.relayout import How
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine, Finished
 from jaxrl.scheduling.tokens.local_workers import Deal, LocalWorkers
 from jaxrl.scheduling.tokens.plan import Request, resume
@@ -97,23 +98,38 @@ def _rearrange(workers: LocalWorkers, name: str, number: int, some: Sequence[int
     assert sorted(live) == sorted(workers.unfinished()), "each on exactly one worker"
 
 
-WINDOWS = {(0,): 20, (7,): 20, (0, 6): 38, (0, 5, 5): 54}  # with the blocks that the longest request may need, or more
+WINDOWS = {(0,): 0, (7,): 0, (0, 6): 18, (0, 5, 5): 34}  # with the blocks that the longest request needs beside SMALL's
+SIZES = st.fixed_dictionaries(
+    {
+        "num_groups": st.integers(1, 3),
+        "num_slots": st.integers(1, 4),
+        "max_prefill_tokens": st.sampled_from([1, 5, 16]),
+        "num_blocks": st.sampled_from([20, 20, 32]),
+        "config": st.builds(BatcherConfig, decode_steps=st.integers(1, 6), leave_after=st.integers(1, 3)),
+    }
+)
 REQUESTS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3), st.integers(1, 45)), min_size=2, max_size=12)
 
 
-@given(REQUESTS, ACTS, st.integers(2, 4), st.sampled_from(["tokens", "prompts"]), st.sampled_from(list(WINDOWS)))
+@given(REQUESTS, ACTS, st.integers(1, 4), st.sampled_from(["tokens", "prompts"]), st.sampled_from(list(WINDOWS)), SIZES)
 @example(  # a request that has been in two workers comes to a third one together with others from the first
     [(14, 0, 14), (1, 1, 1), (10, 2, 10), (1, 0, 1), (1, 0, 1), (1, 2, 1)],
     [*[("step", 0)] * 7, ("add", 0), *[("step", 0)] * 2, ("move", 865), ("step", 0), ("again", 1), ("move", 0)],
     3,
     "prompts",
     (0,),
+    SMALL,
 )
 def test_every_request_ends_once_and_whole_whatever_happens(
-    drawn: list[tuple[int, int, int]], acts: list[Act], num_workers: int, deal: Deal, windows: tuple[int, ...]
+    drawn: list[tuple[int, int, int]],
+    acts: list[Act],
+    num_workers: int,
+    deal: Deal,
+    windows: tuple[int, ...],
+    sizes: dict[str, Any],
 ):
     requests, lengths = requests_of(drawn)
-    sizes = SMALL | {"windows": windows, "num_blocks": WINDOWS[windows]}
+    sizes = sizes | {"windows": windows, "num_blocks": sizes["num_blocks"] + WINDOWS[windows]}
     workers, executors = build(requests, lengths, num_workers, deal, **sizes)
     done = play(workers, requests, acts)
     ended = [one.request_id for one in done.delivered] + list(done.aborted)
