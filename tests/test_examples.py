@@ -77,13 +77,9 @@ def test_a_model_of_nnx_learns_a_text(tiny_model: Path):
         (MARKED, "72", 1.0),
         (UNMARKED, "72", 0.9),
         (UNMARKED, "71", 0.0),
-        (MARKED, "71", 0.1),
         ("so it costs\n#### $1,234.00.", "1,234", 1.0),
-        ("5-3\n#### 2", "2", 1.0),
-        ("5-3", "3", 0.9),
         ("one guess\n#### 70\n#### 72", "72", 0.9),  # the last counts, and has no form
         ("#### 72", "72", 0.9),  # an answer without a word before it
-        ("none", "72", 0.0),
     ],
 )
 def test_the_reward_pays_for_the_number_and_its_form(response: str, truth: str, score: float):

@@ -31,15 +31,6 @@ def ids(samples: list[Sample]) -> list[list[int]]:
     return [sample.token_ids.tolist() for sample in samples]
 
 
-def test_streaming_yields_the_same_samples(engine: TextEngine):
-    prompts = ["one", "two"]
-    groups = engine.generate(prompts, DRAWN, n=2)
-    streamed = {
-        (i, sample.key.sample_index): sample.token_ids.tolist() for i, sample in engine.stream(prompts, DRAWN, n=2)
-    }
-    assert streamed == {(i, j): ids(group)[j] for i, group in enumerate(groups) for j in range(2)}
-
-
 def test_groups_follow_a_prompts_epoch_and_index(engine: TextEngine):
     tokens = tuple(engine.tokenizer.encode("hello"))
     first, again, other = (Prompt(epoch, index, tokens, "hello", "test") for epoch, index in ((0, 7), (1, 7), (0, 8)))

@@ -63,11 +63,6 @@ def test_prompts_that_wait_at_the_end_are_paid_for():
     assert found.stale_share == pytest.approx(0.125)
 
 
-def test_a_queue_that_no_long_round_has_shown_the_price_of():
-    with pytest.raises(ValueError, match=r"--steps \(2\) holds no long round, and 3 of the 4 prompts"):
-        trial([short(10, 2), short(12, 3)], 4)
-
-
 # ---------------------------------------------------------------- what a table says
 
 
@@ -85,11 +80,3 @@ def test_the_best_leads_by_more_than_the_noise():
     assert best == "best: 1.2, 1.261 ± 0.067 times as fast as plain batches"
     assert lead == "its lead exceeds the noise: 1.07 ± 0.12 s a step before 1.1, the next best"
     assert table.chosen == TAIL.overrides((1.2, 1.2))
-
-
-def test_plain_batches_are_chosen_where_nothing_beats_them():
-    table = Table(TAIL, tried(PLAIN, 40, 50, 60), (tried((1.1, 1.1), 45, 44, 61), tried((1.2, 1.2), 50, 60, 70)))
-    assert not table.pays
-    (said,) = table.verdict()
-    assert said.startswith("no value beats plain batches by more than the spread over the seeds; 1.1: 1.003 ± 0.125")
-    assert table.chosen == ["rollout.tail_batching.enable=false"]

@@ -20,7 +20,7 @@ from jaxrl.scheduling.rounds.events import Command, Event, Launch, SampleAborted
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import H100
-from jaxrl.sim.workload import ModelledWorkload, Workload
+from jaxrl.sim.workload import ModelledWorkload
 from jaxrl.types import Group
 
 Metrics = dict[str, float]
@@ -67,41 +67,6 @@ def make_workload(
         pass_spread=1.0,
     )
     return ModelledWorkload(seed, (task,), max_response_length=40, max_prompt_length=16, timeout_s=timeout_s)
-
-
-def played(
-    config: Config,
-    cost: CostModel,
-    workload: Workload,
-    state: str | None = None,
-    each_step: Callable[[Simulation], None] = lambda _: None,
-    **more: Any,
-) -> tuple[Simulation, dict[int, Metrics], dict[int, list[Group]], dict[int, str]]:
-    """A run of one process, and by step its metrics (those of an evaluation by -step), its groups, and its state.
-
-    `state`: that it goes on from; `more`: of `build`.
-    """
-    metrics: dict[int, Metrics] = {}
-    groups: dict[int, list[Group]] = {}
-    saved: dict[int, str] = {}
-
-    def on_step(step: int, measured: Metrics, batch: Sequence[Group]) -> None:
-        metrics[step], groups[step] = measured, list(batch)
-        each_step(simulation)
-
-    simulation = build(
-        config,
-        cost,
-        workload,
-        on_step=on_step,
-        on_eval=lambda step, measured, _: metrics.__setitem__(-step, measured),
-        save=lambda step, host: saved.__setitem__(step, dump_state(host)),
-        **more,
-    )
-    if state is not None:
-        simulation.loop.load_host_state(load_state(state, "test"))
-    assert simulation.loop.run()
-    return simulation, metrics, groups, saved
 
 
 def samples_of(groups: dict[int, list[Group]]) -> dict[int, list[tuple[Any, ...]]]:
@@ -245,6 +210,15 @@ def whole(config: Config, workload: ModelledWorkload, cost: CostModel | None = N
     house = House(config, workload, cost)
     assert house.run()
     return house
+
+
+def played(config: Config, cost: CostModel, workload: Any, state: str | None = None, **more: Any) -> Any:
+    """A run of one process, its metrics, groups and states by step. `state`: that it goes on from; `more`: of
+    `build`."""
+    house = House(config, workload, cost, **more)
+    house.saved |= {} if state is None else {0: state}
+    assert house.run()
+    return house.simulation, house.metrics, house.groups, house.saved
 
 
 def drawn(house: House) -> list[tuple[int, int]]:

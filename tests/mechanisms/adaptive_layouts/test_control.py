@@ -153,15 +153,6 @@ def test_a_switch_that_fails_is_recomputed_from_and_replayed_so():
     assert again.completions == world.completions
 
 
-@pytest.mark.parametrize(("cooldown", "expected"), [(1, 11), (5, 14)])
-def test_the_cooldown_counts_from_the_journals_last_switch(cooldown: int, expected: int):
-    first, again = World(CHAIN), World(CHAIN, cooldown=cooldown)
-    first.run(plans=10)
-    assert [decision.dispatch for decision in first.written] == [9]
-    again.run(first.written)
-    assert [decision.dispatch for decision in again.written if decision.switch] == [expected]
-
-
 # The planner between rounds and the switch rule inside them, together
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,22 +72,3 @@ def test_decisions_of_another_number_of_workers_are_not_repeated(tmp_path: Path,
         expected = switches(after, journal)
     with closing(Journal(path, 0)) as journal:
         assert switches(after, journal) == expected, "as if the journal were empty"
-
-
-def test_no_worker_decides_before_the_last_known_decision_has_been_repeated():
-    """Worker 1 has a decision to repeat; until then worker 0 decides nothing, although nothing of it is known."""
-    asked: list[tuple[int, bool]] = []
-
-    def control(worker: int, follows: bool) -> Any:
-        def before_plan(decides: bool) -> None:
-            asked.append((worker, decides))
-            made.follows = False
-
-        made = SimpleNamespace(follows=follows, before_plan=before_plan)
-        return made
-
-    tracer: Any = None
-    sessions = AdaptiveLayouts([control(0, False), control(1, True)], lambda: 0.0, tracer, None, None)
-    for worker in (0, 1, 0, 1):
-        sessions.before_plan(worker)
-    assert asked == [(0, False), (1, False), (0, True), (1, True)]

@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,32 +45,10 @@ def known(right: Sequence[int]) -> Acceptance:
 # ---------------------------------------------------------------- what is foretold
 
 
-def runs_of(found: Acceptance) -> list[tuple[int, int]]:
-    """The stretches: (first position, the one that is drafted wrong or the response's end)."""
-    places = np.flatnonzero(found.right >= 0)
-    ends, first = np.unique(places + found.right[places], return_index=True)
-    return list(zip(places[first].tolist(), ends.tolist(), strict=True))
-
-
 def model_of(seed: int, history: SimulatedHistory) -> Callable[[SampleKey, int], Acceptance]:
     """The acceptance of drafts where every prompt has this history."""
     workload: Any = SimpleNamespace(history=lambda prompt_index: history)
     return acceptance_model(seed, workload, Speculation.Options(min_prefix=3, max_prefix=7))
-
-
-def test_stretches_have_the_distribution_that_the_options_say():
-    """Medians, means of gaps, and growth over epochs; what is foretold goes by the response alone."""
-    options = SimulatedHistory(stretch_median=6.0, stretch_sigma=1.0, gap_mean=2.0, growth=0.5)
-    tell = model_of(3, options)
-    for epoch, median in ((1, 6.0), (3, 13.5)):
-        runs = [runs_of(tell(SampleKey(epoch, i, 0), 3000))[:-1] for i in range(30)]
-        stretches = np.array([end - first for each in runs for first, end in each])
-        gaps = np.array([b[0] - a[1] - 1 for each in runs for a, b in pairwise(each)])
-        assert np.mean(stretches < median) == pytest.approx(0.5, abs=0.03)
-        assert np.mean(gaps) == pytest.approx(2.0, rel=0.05)
-    assert (tell(SampleKey(1, 0, 0), 99).right == tell(SampleKey(1, 0, 0), 99).right).all()
-    others = [SampleKey(2, 0, 0), SampleKey(1, 1, 0), SampleKey(1, 0, 1), SampleKey(1, 0, 0, attempt=1)]
-    assert all((tell(other, 99).right != tell(SampleKey(1, 0, 0), 99).right).any() for other in others)
 
 
 # ---------------------------------------------------------------- a row's steps, worked out by hand
@@ -185,14 +162,21 @@ def test_a_row_never_gets_more_than_its_plan_has_blocks_for(num_slots: int, num_
         assert counters.accepted_tokens + counters.busy_row_steps + num_first == sum(map(len, samples))
 
 
+def test_without_blocks_to_spare_rows_get_what_decoding_needs_and_nothing_else():
+    """A row's room for drafts never takes what another may want in the next plan."""
+    watched = Watched(2, 9)
+    watched.engine.generate([request(i, 30) for i in range(2)])
+    given = {row.max_new for plan in watched.plans for row in decode_rows(plan)}
+    assert given == {STEPS, TOKENS_PER_STEP * STEPS}
+    assert watched.engine.counters.preemptions == 0
+
+
 # ---------------------------------------------------------------- whole runs
 
 SPECULATES = {"rollout.speculation": {"enable": True, "verify_tokens": 32}}
 PLACES = {
     "one worker": {"rollout.num_workers": 1},
-    "two workers, dynamic sampling": {"rollout.num_workers": 2, "algorithm.filter_groups": {"enable": True}},
     "tail batching": {"rollout.tail_batching": {"enable": True}},
-    "partial rollout": {"rollout.partial_rollout": {"enable": True}},
 }
 
 

@@ -14,23 +14,16 @@ from simulated_runs import played, samples_of
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.mechanisms.stream_trainer import GradientStream, StreamTrainer
-from jaxrl.run.simulation import Simulation
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.trainer import load_of
 from jaxrl.sim.workload import Workload
-from jaxrl.types import Group, StreamFailed, TrainBatch
+from jaxrl.types import Group, TrainBatch
 
 
-def simulated(made: Config, cost: CostModel, workload: Workload, state: str | None = None, **more: Any) -> Any:
+def simulated(made: Config, cost: CostModel, workload: Workload, **more: Any) -> Any:
     """As `simulated_runs.played`, with what was trained for the groups."""
-
-    def check(simulation: Simulation) -> None:
-        if any(isinstance(each, StreamTrainer) for each in simulation.run.mechanisms):
-            assert sum(bool(decision.freed) for decision in simulation.run.mechanism(StreamTrainer).decisions) <= 1
-            assert simulation.run.workers.num_open == made.rollout.num_workers
-
-    simulation, metrics, groups, saved = played(made, cost, workload, state, check, **more)
+    simulation, metrics, groups, saved = played(made, cost, workload, **more)
     return simulation, metrics, samples_of(groups), saved
 
 
@@ -93,23 +86,16 @@ COST = CostModel(LARGE, H100)
 
 
 class Listening:
-    """A stream, and what each call gives it; one of its calls may fail, or it may never have room."""
+    """A stream, and what each call gives it."""
 
-    def __init__(
-        self, stream: GradientStream, given: list[list[Group]], fails_at: int = 0, *, is_full: bool = False
-    ) -> None:
-        self._stream, self._given, self._fails_at, self._is_full = stream, given, fails_at, is_full
+    def __init__(self, stream: GradientStream, given: list[list[Group]]) -> None:
+        self._stream, self._given = stream, given
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def poll(self) -> bool:
-        return not self._is_full and self._stream.poll()
-
     def give(self, groups: Sequence[Group], step: int) -> None:
         self._given.append(list(groups))
-        if len(self._given) == self._fails_at:
-            raise StreamFailed("INTERNAL: a device is gone")
         self._stream.give(groups, step)
 
 

@@ -253,45 +253,6 @@ def test_an_environment_that_fails_costs_its_sample(parts: Any, x64: None, journ
                 assert unpack_samples(pack_samples([as_carried(each)]))[0].episode == each.episode
 
 
-class SlowFor(Answers):
-    """Never answers one sample."""
-
-    def __init__(self, slow: SampleKey | None) -> None:
-        super().__init__(0)
-        self._slow = slow
-
-    def submit(self, key: SampleKey, prompt: Prompt, text: str, state: bytes | None) -> None:
-        super().submit(key, prompt, text, state)
-        if key == self._slow:
-            self._held.pop(key)
-
-
-def test_what_came_too_late_for_a_round_does_not_come_in_time_when_it_runs_again(
-    parts: Any, x64: None, journal_at: Callable[[str], Journal]
-):
-    """A round ends with its first sample, which decodes to its limit, while the other one waits for an answer."""
-    first, other = SampleKey(0, 1, 0), SampleKey(0, 1, 1)
-    ended: list[Sample] = []
-    for slow in (other, None):  # and again, on a machine that answers at once
-        backend, _ = backend_of(parts, answers := SlowFor(slow), journal=journal_at("journal.jsonl"))
-        backend.begin(RoundInfo(1), PARAMS)
-        backend.wait()
-        backend.apply([Launch(PROMPTS[1], (first, other))])
-        while not isinstance(event := backend.wait(), SampleFinished):
-            pass
-        assert event.sample.key == first
-        assert event.sample.episode is not None
-        assert event.sample.episode.stop == "max_trajectory_tokens"
-        backend.apply([Abort((other,))])
-        late = backend.wait()
-        assert isinstance(late, SampleAborted)
-        assert any(key == other for key, *_ in answers.asked)
-        ended.append(late.sample)
-        backend.end()
-    assert ended[1].episode == ended[0].episode
-    assert ended[1].token_ids.tolist() == ended[0].token_ids.tolist()
-
-
 def test_a_trajectory_that_is_cut_off_goes_on_in_a_later_round(parts: Any, x64: None):
     """While it decodes, or while it waits for an answer; also out of a checkpoint."""
     plain, _ = backend_of(parts, Answers(0))

@@ -190,15 +190,10 @@ def test_a_foreign_table_is_refused():
     ("changes", "message"),
     [
         ({"schema": 1}, r"schema 1: this version reads 3: make a new one with `jaxrl profile`"),
-        ({"extra": 1}, r"its keys must be"),
         ({"decode": [{"tp": 1, "batch": 1, "context": 8}]}, r"decode: .* must have exactly the fields"),
-        ({"decode": [{"tp": 1, "batch": 1.5, "context": 8, "seconds": 1.0}]}, r"batch \(1.5\) must be of type int"),
         ({"decode": [{"tp": 3, "batch": 1, "context": 8, "seconds": 1.0}]}, r"tp \(3\): it must divide .* \(8\)"),
-        ({"decode": [{"tp": 1, "batch": 1, "context": 8, "seconds": 0.0}]}, r"must be > 0, and finite"),
         ({"switches": [asdict(SWITCHES[0])] * 2}, r"more than once"),
-        ({"row_sizes": [{"tp": 2, "sizes": [8, 4]}]}, r"sizes must be >= 1 and ascend"),
         ({"verify": [asdict(VERIFY[0]), asdict(replace(VERIFY[1], width=4))]}, r"verify entries must differ"),
-        ({"source": "guessed"}, r"source 'guessed' must be one of measured, synthetic"),
     ],
 )
 def test_a_malformed_table_is_refused(changes: dict[str, Any], message: str):
