@@ -86,14 +86,6 @@ def test_invariant_numbers_are_the_same_bits(
     assert [(line["tokens"], line["differ"]) for line in found["paths"]] == [(8 * 24, 0)] * 2
 
 
-def test_invariant_numbers_are_refused_before_anything_is_drawn(tiny_model: File, capsys: pytest.CaptureFixture[str]):
-    options = ["--tp", "1,2", "actor.numerics=invariant"]
-    assert main(["check-numerics", "--model", f"random:{tiny_model}", *options]) == 2
-    said = capsys.readouterr()
-    assert not said.out
-    assert "actor.numerics_tp (1) must be a multiple of the largest tp of the rollout (2)" in said.err
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_invariant_numbers_are_the_same_bits_on_every_path(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -79,21 +78,6 @@ def test_a_run_on_several_hosts(training: Path, tmp_path: Path, capsys: pytest.C
     slower = [[row["timing_s/gen"] for row in read_metrics(folder)] for folder in (two, one)]
     assert all(with_calls > without for with_calls, without in zip(*slower, strict=True))
     assert yaml.safe_load((two / "config.yaml").read_text())["simulate"]["num_hosts"] == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        (("simulate.num_hosts=3",), r"simulate.num_devices \(16\) must be a multiple of simulate.num_hosts \(3\)"),
-        (("simulate.num_hosts=2", "trainer.stream.enable=true"), r"trainer.stream.enable and simulate.num_hosts \(2\)"),
-    ],
-)
-def test_hosts_that_cannot_be(
-    options: tuple[str, ...], match: str, training: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    assert run(training, tmp_path / "a", "actor.use_kl_loss=false", *options) == 2
-    assert re.search(match, capsys.readouterr().err)
-    assert not (tmp_path / "a-simulated").exists()
 
 
 def test_a_run_goes_on_in_its_directory(training: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -1,4 +1,4 @@
-"""Runs on two hosts that lose something at random moments: an actor, the controller, Ray's node, room on the disk.
+"""Runs on two hosts that lose something at random moments: an actor, the controller, Ray's node.
 
 Forty losses over six mechanisms. Each run ends, or resumes with the same command, at the bits of one that lost nothing,
 says so in one sentence, and leaves no actor behind (Ray's own agents end a minute after a controller that was killed).
@@ -22,7 +22,6 @@ from pathlib import Path
 
 import pytest
 from runs import PATIENCE_S, STOPS, WIDE, Runs, assert_same_end, end, kill, wait_for_steps
-from small_disk import SmallDisk, train_command
 from talking_runs import TALK
 
 from jaxrl.processes.process_tree import descendants
@@ -112,40 +111,6 @@ def test_a_loss_at_a_random_moment(loss: str, turn: int, rule: str, runs: Runs):
         runs.finish(run_dir, *options)
     assert_same_end(run_dir, whole)
     shutil.rmtree(run_dir)
-
-
-@pytest.mark.parametrize("rule", ["tail batching", "turns"])
-def test_a_full_disk(rule: str, runs: Runs, tmp_path: Path):
-    whole, options = undisturbed(runs, rule), options_of(runs, rule)
-    with SmallDisk(tmp_path / "disk", 16 << 10) as disk:
-        disk.leave(400)
-        run_dir = disk.path / "run"
-        status, output = disk.run(train_command(runs, run_dir, *options))
-        assert status == 1, output
-        said = output.splitlines()[-1]
-        assert re.fullmatch(r"jaxrl: .*no space left on the device; .*: make room and run again", said), output
-        disk.make_room()
-        status, output = disk.run(train_command(runs, run_dir, *options))
-        assert status == 0, output
-        disk.copy_out("run", tmp_path / "copy")
-    assert_same_end(tmp_path / "copy", whole)
-
-
-def test_a_reward_that_hangs(runs: Runs):
-    """Its samples time out, which the journal repeats; nothing else is late."""
-    (runs.folder / "hangs.py").write_text(
-        "import time\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n"
-        "    total = sum(solution_str.encode())\n    time.sleep(60 * (total % 5 == 0))\n    return total % 7 / 6\n"
-    )
-    hanging = (f"reward.path={runs.folder}/hangs.py", "reward.timeout_s=1", "reward.num_workers=4")
-    options = [*options_of(runs, "partial rollout"), *hanging]
-    whole, run_dir = runs.folder / "hanging", runs.folder / "hanging and killed"
-    runs.finish(whole, *options)
-    with runs.start(run_dir, *options) as process:
-        wait_for_steps(process, run_dir, 2)
-        kill(process)
-    runs.finish(run_dir, *options)
-    assert_same_end(run_dir, whole)
 
 
 @pytest.fixture

@@ -53,13 +53,6 @@ def test_a_batch_of_failed_rewards_warns_and_three_end_the_run(caplog: pytest.Lo
     )
 
 
-def test_one_reward_that_works_begins_the_count_anew(caplog: pytest.LogCaptureFixture):
-    alarms = make_alarms(limit=1)
-    for _ in range(5):
-        assert [alarms.rewarded(status, "why") for status in ("error", "error", "error", "ok")] == [None] * 4
-    assert heard(caplog) == []
-
-
 def updated(alarms: Alarms, step: int, updates: int, skipped: int, batch: TrainBatch | None = None) -> Any:
     counts = {"actor": (updates, skipped)}
     return alarms.updated(step, counts, {"actor/grad_norm": float("nan")}, batch or make_batch())

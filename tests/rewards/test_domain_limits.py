@@ -43,15 +43,6 @@ def test_who_is_next(num_workers: int, most: dict[str, int], waiting: dict[str, 
     assert popped(filled(num_workers, most, waiting), num_workers) == order
 
 
-def test_a_slow_domain_leaves_a_worker_to_another():
-    queue = filled(3, {"slow": 0, "fast": 0}, {"fast": 1, "slow": 9})
-    assert popped(queue, 3) == ["fast0", "slow0", "slow1"]
-    queue.done("fast")
-    assert queue.pop() is None, "the last worker waits for a fast sample"
-    queue.put("fast", "fast1")
-    assert queue.pop() == "fast1"
-
-
 def test_limits_of_a_configuration():
     own = {"gsm8k": {"max_concurrent": 2}, "prime": {"timeout_s": 0}}
     found = configured(timeout_s=3.0, math_timeout_s=0, domains=own)

@@ -33,7 +33,6 @@ class FakeRay:
         self.exceptions = types.SimpleNamespace(RayError=Died)
         self.starts: list[Any] = []
         self.scores: list[Any] = []
-        self.dropped: list[int] = []
         self.num_killed = 0
 
     def cluster_resources(self) -> dict[str, float]:
@@ -44,7 +43,6 @@ class FakeRay:
         calls = {
             "start": lambda: self._answer(self.starts, READY),
             "score": lambda *_: self._answer(self.scores, OK),
-            "drop": self.dropped.append,
         }
         return types.SimpleNamespace(**{name: types.SimpleNamespace(remote=call) for name, call in calls.items()})
 
@@ -77,9 +75,6 @@ class Trainer:
     def score(self, *numbers: int) -> None:
         for number in numbers:
             send_message(self._sock, pickle.dumps(("score", number, "a", b"")))
-
-    def drop(self, number: int) -> None:
-        send_message(self._sock, pickle.dumps(("drop", number)))
 
     def until(self, kind: str, count: int = 1) -> list[tuple[Any, ...]]:
         """The messages of a kind, once there are so many of them."""
@@ -145,14 +140,3 @@ def test_an_actor_without_room_is_waited_for_while_another_works(ray: FakeRay, t
     made.score(1, 2)
     assert {scored[0] for _, _, scored in made.until("ended", 2)} == {"ok"}
     assert ray.num_killed == 0
-
-
-def test_a_dropped_sample(ray: FakeRay, trainer: Any):
-    ray.scores[:] = [None, None]
-    made = trainer()
-    made.score(0, 1, 2)
-    made.until("began", 2)
-    made.drop(2)
-    made.drop(0)
-    assert {number for _, number, _ in made.until("ended", 3)} == {0, 1, 2}
-    assert ray.dropped == [0], "the actor that has it is told"

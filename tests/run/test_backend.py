@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +18,6 @@ from replayed_backend import (
     opened,
 )
 
-from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
-from jaxrl.mechanisms.adaptive_layouts.control import Decision
 from jaxrl.run.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import (
@@ -44,35 +41,6 @@ def num_workers(request: Any) -> int:
 def houses(tmp_path: Path, num_workers: int) -> Iterator[Any]:
     with opened(tmp_path, num_workers) as build:
         yield build
-
-
-@pytest.mark.parametrize("order", [[(7, "short"), (7, "eval")], [(7, "short"), (8, "long"), (7, "eval"), (8, "eval")]])
-def test_layouts_know_an_evaluation_from_the_training_round_of_its_step(
-    houses: Any, num_workers: int, order: list[tuple[int, str]]
-):
-    """The place of a layout's decisions in the journal: the step, and 0 for training or 1 for evaluation."""
-    places: list[Any] = []
-    journal: Any = SimpleNamespace(
-        entries=lambda step, kind: (), append=lambda step, kind, key, entry: places.append((step, key[0]))
-    )
-    control: Any = SimpleNamespace(
-        follows=False,
-        tp=1,
-        switches=[],
-        enter=lambda: None,
-        begin=lambda kind, recorded, write: write(Decision(0, None)),
-        before_plan=lambda decides: None,
-        after_plan=lambda now_s: None,
-        finished=lambda length: None,
-        end=lambda preemptions: {},
-    )
-    drawing: Any = SimpleNamespace(counter=lambda *_, **values: None)
-    layouts = AdaptiveLayouts([control] * num_workers, lambda: 0.0, drawing, None, journal)
-    house = houses(LENGTHS, Pool(), mechanisms=[layouts])
-    for step, kind in order:
-        house.run_round(PROMPTS, 1, step, kind)
-        house.backend.end()
-    assert places == [(step, int(kind == "eval")) for step, kind in order for _ in range(num_workers)]
 
 
 def test_a_stop_is_heard_while_no_event_comes(houses: Any):

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from tiny import write_tiny_model
 
-from jaxrl.commands.profile import adaptive
 from jaxrl.config import Config, ConfigError, from_mapping, to_mapping
 from jaxrl.models.loading import config_of
 from jaxrl.models.shapes import named_shape
@@ -108,11 +107,6 @@ def test_what_cannot_be_chosen_from(tmp_path: Path):
     c = config({"profile": write(tmp_path / "p.json", 1, 2, count=4)})
     with pytest.raises(ConfigError, match=r"is auto, and .* is of 4 devices: the rollout has 8"):
         planned_degree(c, MODEL, 8, None)
-    c = config({"profile": write(tmp_path / "p.json", 1, 2), "degrees": [4, 8]})
-    with pytest.raises(ConfigError, match=r"holds tp 1, 2, none of which 8 devices and rollout.layout.degrees allow"):
-        planned_degree(c, MODEL, 8, None)
-    with pytest.raises(ConfigError, match=r"degrees \[2, 3\] must ascend .*tensor_model_parallel_size \(auto\) among"):
-        config({"degrees": [2, 3]})
 
 
 def test_a_real_run_checks_the_profile_and_says_what_it_chose(tmp_path: Path):
@@ -138,14 +132,4 @@ def test_a_run_keeps_the_degree_that_it_began_with():
     assert with_degree(c, mesh, said.append, earlier=config(tp=4)).rollout.tp == 4
     assert said == ["rollout.tensor_model_parallel_size: auto stays 4, as this run began"]
     assert c.with_tp_of(config(tp=4), 2).is_tp_open, "not on devices that it does not divide"
-    assert c.with_tp_of(None, 8).is_tp_open
     assert c.with_tp(2).with_tp_of(config(tp=4), 8).rollout.tp == 2, "a number is what was asked for"
-
-
-def test_the_profiler_measures_every_degree_with_the_rows_of_a_run():
-    found = adaptive(config({"degrees": [2, 4]}))
-    assert (found.rollout.tp, found.rollout.layout.planner, found.rollout.layout.scale_rows) == (2, True, False)
-    assert adaptive(config()).rollout.tp == 1
-    known = adaptive(config(tp=4))
-    assert (known.rollout.tp, known.rollout.layout.scale_rows) == (4, True)
-    assert known.rollout.layout.replace(planner=False) == config(tp=4).rollout.layout

@@ -119,7 +119,7 @@ def test_a_pool_that_no_memory_holds_is_refused_with_the_option():
 
 @pytest.mark.parametrize(
     ("shape", "num_devices", "tp"),
-    [("SmolLM2-135M", 1, 1), ("Qwen2.5-1.5B", 8, 2), ("Qwen2.5-7B", 8, 4), ("Llama-3.1-8B", 8, 1)],
+    [("SmolLM2-135M", 1, 1), ("Qwen2.5-7B", 8, 4)],
 )
 def test_a_pool_that_the_plan_chose_is_not_refused(shape, num_devices, tp):
     """The plan fills `rollout.memory_fraction` to the last block; logits are temporary and lie in what it leaves."""
@@ -155,18 +155,6 @@ def test_indexes_on_the_devices_are_counted_beside_the_pool():
     assert e.memory.rollout_bytes <= memory // 2
     few = config(rollout=rollout | {"speculation": {"enable": True, "num_indexes": 2}})
     assert explain(few, SMOLLM2, 1, memory).memory.rollout["draft indexes"] * 256 == books
-
-
-def test_drafts_that_no_memory_holds_are_refused_with_the_option():
-    """Indexes on the devices, and 65536 drafted tokens of a step, 49152 float32 numbers each, twice: 24 GiB."""
-    many = {"enable": True, "num_indexes": 16384, "epochs": 4}
-    rollout = {"max_num_seqs": 8, "num_blocks": 300, "speculation": many}
-    actor = {"ppo_max_token_len_per_gpu": 8192}
-    text = refusal(64 << 30, data={"max_response_length": 4096}, actor=actor, rollout=rollout)
-    assert text.endswith("lower rollout.speculation.num_indexes (16384 per dp group) or rollout.speculation.epochs (4)")
-    few = {"num_blocks": 1000}
-    assert problem(20 << 30, rollout=few) is None
-    assert problem(20 << 30, rollout=few | {"speculation": {"enable": True, "verify_tokens": 65536}}) is not None
 
 
 def test_an_update_that_no_memory_holds_is_refused_where_there_is_one():
