@@ -2,10 +2,7 @@
 after a checkpoint and resumed; then the numbers that each package reads back are compared with the run's own."""
 
 import importlib.util
-import json
 import math
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -79,32 +76,6 @@ def read_mlflow(run_dir: Path) -> Logged:
     return logged
 
 
-TRACKIO = """
-import json, sys, trackio
-from trackio.sqlite_storage import SQLiteStorage
-(run,) = trackio.Api().runs(sys.argv[1])
-logs = SQLiteStorage.get_logs(sys.argv[1], run.name, run_id=run.id)
-print(json.dumps([run.name, run.config, logs], default=str))
-"""
-
-
-def read_trackio(run_dir: Path) -> Logged:
-    """In a process of its own: trackio looks for its folder when it is imported."""
-    done = subprocess.run([sys.executable, "-c", TRACKIO, PROJECT], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    name, config, lines = json.loads(done.stdout.splitlines()[-1])
-    assert name.startswith(f"{run_dir.name}-")
-    assert config["rollout.n"] == 4
-    logged = {}
-    for line in lines:
-        step = line.pop("step")
-        del line["timestamp"]
-        assert step not in logged, f"step {step} stands twice"
-        del line["samples"]
-        logged[step] = line
-    return logged
-
-
 def read_tensorboard(run_dir: Path) -> Logged:
     accumulator = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator",
@@ -122,7 +93,6 @@ def read_tensorboard(run_dir: Path) -> Logged:
 
 READ: dict[str, Callable[[Path], Logged]] = {
     "mlflow": read_mlflow,
-    "trackio": read_trackio,
     "tensorboard": read_tensorboard,
 }
 

@@ -4,6 +4,7 @@ configuration loads."""
 from __future__ import annotations
 
 import shutil
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ def test_the_arguments_and_the_configuration_are_known(
     for name in ("configs", "examples"):
         Path(name).symlink_to(ROOT / name)
     shutil.copy(ROOT / "configs" / "quickstart.yaml", "run.yaml")  # a reader's own
-    options = parse(*_parser(), command.words[1:])
+    words = takewhile(lambda word: word not in ("|", ">"), command.words[1:])
+    options = parse(*_parser(), list(words))
     if hasattr(options, "config"):
         load(options.config, [*([] if options.config else ["model.path=m"]), *options.overrides])

@@ -85,10 +85,6 @@ def test_a_lake_that_is_walked_over():
     episodes, row = game("frozen_lake"), {"number": "0.0", "size": 4, "moves": 6}
     lake = module("frozen_lake").FrozenLake(**row)._env.unwrapped
     cells = [[cell.decode() for cell in line] for line in lake.desc]
-    (message,) = episodes.first_messages(row)
-    assert message["content"].splitlines()[1:] == [
-        " ".join("[S]" if (i, j) == (0, 0) else cell for j, cell in enumerate(line)) for i, line in enumerate(cells)
-    ]
     path, seen = {(0, 0): []}, [(0, 0)]
     for i, j in seen:  # the shortest way to each cell
         for word, di, dj in (("left", 0, -1), ("down", 1, 0), ("right", 0, 1), ("up", -1, 0)):

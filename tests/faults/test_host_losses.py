@@ -12,12 +12,9 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -111,62 +108,3 @@ def test_a_loss_at_a_random_moment(loss: str, turn: int, rule: str, runs: Runs):
         runs.finish(run_dir, *options)
     assert_same_end(run_dir, whole)
     shutil.rmtree(run_dir)
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]]]:
-    """A cluster of a head without room for hosts and three nodes with room for one each: its address, and the nodes."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as listens:
-        port = listens.getsockname()[1]
-    ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
-    head = [*ray, "--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false", f"--temp-dir=/tmp/r{port}"]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    quiet |= {"env": os.environ | {"RAY_AUTH_MODE": "disabled"}}
-    started = [subprocess.Popen(head, **quiet)]
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        with suppress(OSError), closing(socket.create_connection(("127.0.0.1", port))):
-            break
-        time.sleep(0.2)
-    time.sleep(10)  # it listens before it takes nodes
-    node = [*ray, f"--address=127.0.0.1:{port}", "--num-cpus=1"]
-    started += [subprocess.Popen(node, **quiet) for _ in range(3)]
-    try:
-        yield f"127.0.0.1:{port}", started[1:]
-    finally:
-        below = [pid for process in started for pid in descendants(process.pid)]
-        for process in reversed(started):
-            process.kill()
-            process.wait()
-        for pid in below:
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(f"/tmp/r{port}", ignore_errors=True)
-
-
-def test_a_node_of_a_cluster_is_lost(nodes: tuple[str, list[subprocess.Popen[bytes]]], runs: Runs):
-    """The hosts begin again on the nodes that are left."""
-    address, started = nodes
-    whole, options = undisturbed(runs, "partial rollout"), options_of(runs, "partial rollout")
-    run_dir = runs.folder / "lost node"
-    patient = "hosts.stall_timeout_s=200"  # for nodes to join
-    untokened = {"RAY_AUTH_MODE": "disabled"}
-    with runs.start(run_dir, *options, patient, f"hosts.address={address}", environment=untokened) as process:
-        wait_for_steps(process, run_dir, 2)
-        with_actor = [
-            node
-            for node in started
-            if any(
-                "HostActor" in Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
-                for pid in descendants(node.pid)
-                if Path(f"/proc/{pid}/cmdline").exists()
-            )
-        ]
-        assert len(with_actor) == 2
-        below = descendants(with_actor[0].pid)
-        for pid in [with_actor[0].pid, *below]:
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        output = end(process)
-    assert len(RESTARTED.findall(output)) == 1, output
-    assert_same_end(run_dir, whole)

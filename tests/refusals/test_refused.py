@@ -51,13 +51,9 @@ COMMAND_LINE = {
     "trian": "unknown command 'trian': did you mean train?",
     "train --confg x.yaml": "train: unknown option '--confg': did you mean --config?",
     "generate --model m --raw --system x hello": "generate: --system and --raw exclude each other",
-    "train --config": "train: --config needs a value",
     "report one two": "one is not a run: it has none of metrics.jsonl, samples.jsonl, run.json",
     "report run --out file.txt/x.html": (
         "report: --out (file.txt/x.html) cannot be written: {tmp}/file.txt is not a folder"
-    ),
-    "generate --model m hello --max-tokens 0": (
-        "generate: --max-tokens must be a whole number from 1 to 1048576, found 0"
     ),
     "serve m --host 0.0.0.0": (
         "serve --host: 0.0.0.0 is reached from other machines, and anyone there could use the model: give a key with "
@@ -82,13 +78,11 @@ def files_of_commands(folder: Path) -> None:
 # ---------------------------------------------------------------- options
 
 OPTIONS = {
-    "rollout.temperature=.nan": "rollout.temperature must be a finite number, found nan",
     "rollout.n=1000000": (
         "rollout.n must be at most 65536 (a prompt's samples are kept in memory until the last one is scored), found "
         "1000000"
     ),
     "rollout.n=four": "rollout.n must be a whole number, found 'four' (text)",
-    "rollout.layout.degrees=[1, two]": "rollout.layout.degrees[1] must be a whole number, found 'two' (text)",
     "rollout.partial_rollout=true": (
         "rollout.partial_rollout must be a section with options, found True: rollout.partial_rollout.enable is its "
         "switch"
@@ -136,9 +130,9 @@ def of_options() -> Iterable[Refusal]:
         overrides = re.split(r" (?=[\w.]+=)", line)
         named = [each for each in overrides if each.partition("=")[0] in sentence]
         named.sort(key=lambda each: sentence.index(each.partition("=")[0]))
-        # of 300 digits those that a line has room for are shown
-        place = " ".join(each if len(each) <= 100 else f"{each[:100]}..." for each in named or overrides)
-        yield Refusal(("train", "model.path={model}", *overrides), f"{sentence} (command line: {place})")
+        yield Refusal(
+            ("train", "model.path={model}", *overrides), f"{sentence} (command line: {' '.join(named or overrides)})"
+        )
 
 
 # ---------------------------------------------------------------- configuration files
@@ -165,7 +159,6 @@ CONFIG_FILES = (
         laughs("a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n", "{0}: &{0} [{1}]\n", "*"),
     ),
     config_file(", line 6: 'n' is given twice, first in line 4", MODEL + "rollout:\n  n: 4\n  top_p: 1\n  n: 8\n"),
-    config_file(": not UTF-8 text (byte 28)", b"trainer:\n  project_name: caf\xe9\n"),
     config_file(
         ", line 4: 010 would be read to base 8, as 8: leave out the leading 0", MODEL + "trainer:\n  seed: 010\n"
     ),
@@ -225,7 +218,6 @@ DATA = (
         cut_table,
         name="a.parquet",
     ),
-    data(", line 1: no column 'question' (data.prompt_key): did you mean 'Question'?", writes({"Question": "q"})),
     messages("'m' (data.messages_key) must be a list of messages with text in 'role' and 'content', found []", []),
     messages(
         "'m' (data.messages_key): the last message must be the user's, which is to be answered, found assistant",
@@ -335,10 +327,6 @@ MODELS = (
         a_run,
     ),
     in_config("num_hidden_layers (0) must be a whole number from 1 to 10000", num_hidden_layers=0),
-    in_config(
-        "rope_type 'longrope' is not supported; supported are 'default', 'linear', 'llama3' and 'yarn'",
-        rope_scaling={"rope_type": "longrope"},
-    ),
     Refusal(
         EXPORT,
         f"{{tmp}}/m: holds no model.safetensors and no {INDEX}; weights must be in safetensors files",
@@ -482,7 +470,6 @@ IMPORTING = "reward.path: importing {tmp}/r.py"
 REWARDS = (
     reward("reward.path must name a Python file (.py), found a device: {tmp}/r.py", None),
     reward(f"{IMPORTING} failed in line 1 with ModuleNotFoundError: No module named 'no_such'", "import no_such\n"),
-    reward(f"{IMPORTING} failed in line 1 with SystemExit: 2", "import sys; sys.exit(2)\n"),
     reward(
         "reward.name: {tmp}/r.py must define a function 'compute_score', found my_reward: reward.name=my_reward",
         "def my_reward(): ...\n",

@@ -23,7 +23,6 @@ from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import (
     Abort,
     Interrupted,
-    Launch,
     SampleAborted,
     Score,
     Verdict,
@@ -82,25 +81,6 @@ def test_abort_is_told_once_for_each_also_for_those_whose_end_was_still_to_be_to
     assert verdict.key == keys[0]
     with pytest.raises(RuntimeError, match="nothing is running or being scored"):
         backend.wait()
-
-
-def test_generation_is_over_when_the_last_response_has_been_told(houses: Any):
-    """A plan of rows that have all stopped is still in flight; it is no progress."""
-    house = houses({key(0, 0): 3}, Pool(hold=[key(0, 0)]))
-    backend = begin(house, [key(0, 0)])
-    assert backend.generating
-    sample = next_finished(backend)
-    assert not backend.generating
-    assert not house.engine.is_idle
-    num_told = len(house.progress)
-    backend.apply([Score(PROMPTS[0], sample)])
-    assert isinstance(backend.wait(), Verdict)
-    assert house.engine.is_idle
-    assert len(house.progress) == num_told
-    backend.apply([Launch(PROMPTS[0], (key(0, 1),))])
-    assert backend.generating, "a verdict may make the round go on"
-    backend.cancel()
-    assert not backend.generating
 
 
 def test_weights_and_memory_come_and_go(houses: Any):

@@ -65,18 +65,6 @@ def test_the_fastest_degree_of_the_profile(tmp_path: Path):
     assert planned_degree(c.with_tp(4), MODEL, 8, None) == (c.with_tp(4), "")
 
 
-def test_a_profile_is_of_one_worker(tmp_path: Path):
-    """Half of the samples on half of the devices decode as they would alone."""
-    c = config({"profile": write(tmp_path / "p.json")}, num_workers=2)
-    with pytest.raises(ConfigError, match=r"is of 8 devices: the rollout has 4 in each worker"):
-        planned_degree(c, MODEL, 8, None)
-    chosen, said = planned_degree(c, MODEL, 16, None)
-    alone, alone_said = planned_degree(config({"profile": write(tmp_path / "p.json")}, n=2), MODEL, 8, None)
-    assert chosen.rollout.tp == alone.rollout.tp == 4
-    assert "(a worker's part of 8 longest samples decodes in " in said
-    assert said.partition("decodes")[2] == alone_said.partition("decodes")[2]
-
-
 @pytest.mark.parametrize(
     ("layout", "rollout", "expected"),
     [

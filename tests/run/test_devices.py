@@ -16,7 +16,7 @@ from jaxrl.rollout.worker_set import WorkerSet
 from jaxrl.run.devices import ProcessDevices, devices_by_process
 from jaxrl.run.memory import MemoryPlan, memory_plan
 from jaxrl.sharding.memory import DeviceMemory
-from jaxrl.sharding.mesh import make_mesh, submeshes
+from jaxrl.sharding.mesh import make_mesh
 
 
 @dataclass(frozen=True)
@@ -35,29 +35,7 @@ def test_devices_come_in_the_order_of_processes():
     assert devices_by_process(DEVICES[:3], 2, per_process=2) == ((DEVICES[0], DEVICES[1]), (DEVICES[2],))
 
 
-@pytest.mark.parametrize(
-    ("hosts", "per_host", "shape"),
-    [
-        (2, 4, {"x2": 2, "x1": 2, "x0": 2}),
-        (2, 3, {"x1": 2, "x0": 3}),
-        (2, 1, {"x0": 2}),
-        (1, 6, {"x1": 3, "x0": 2}),
-    ],
-)
-def test_minor_axes_lie_inside_hosts(hosts: int, per_host: int, shape: dict[str, int]):
-    devices = tuple(jax.devices()[: hosts * per_host])
-    places = [
-        ProcessDevices(i, hosts, devices[i * per_host : (i + 1) * per_host], devices, DeviceMemory("cpu", None, 1))
-        for i in range(hosts)
-    ]
-    whole = places[0].mesh
-    assert dict(whole.shape) == shape
-    assert [place.rollout_mesh() for place in places] == list(submeshes(whole, hosts))
-    if hosts == 1:
-        assert whole == places[0].rollout_mesh() == make_mesh(devices)
-
-
-@pytest.mark.parametrize(("hosts", "per_host", "each"), [(4, 2, 2), (2, 3, 2), (8, 1, 4)])
+@pytest.mark.parametrize(("hosts", "per_host", "each"), [(2, 4, 1), (4, 2, 2), (2, 3, 2), (8, 1, 4)])
 def test_a_group_of_hosts_has_the_minor_axes_of_all(hosts: int, per_host: int, each: int):
     devices = tuple(jax.devices()[: hosts * per_host])
     own = [devices[i * per_host : (i + 1) * per_host] for i in range(hosts)]

@@ -11,7 +11,7 @@ from papers import calibration, pages
 from papers.calibration import calibrate
 from papers.cases import EXPERIMENTS
 from papers.closed_form import drain
-from papers.facts import HERE
+from papers.facts import FACTS, HERE
 from papers.problems import PROBLEMS
 from papers.runs import read
 
@@ -23,9 +23,6 @@ FOLDER = HERE.parents[1] / "docs" / "reproductions"
 FILE = FOLDER / "calibration.json"
 NEWEST = {file.stem[:-11]: file for file in sorted(FOLDER.glob("*-20*.json"))}
 COST = CostModel(named_shape("Qwen2.5-7B"), H800)
-
-
-# ---------------------------------------------------------------- results and pages
 
 
 @pytest.mark.parametrize("paper", EXPERIMENTS)
@@ -52,7 +49,11 @@ def test_a_quick_run_makes_a_result_and_a_page(paper: str, tmp_path: Path):
     assert "one seed" in text
 
 
-# ---------------------------------------------------------------- facts and the calibration
+def test_each_fact_has_a_problem_and_no_calibration_sees_what_the_papers_methods_reached():
+    predicted = [name for problem in PROBLEMS.values() for name in problem.facts]
+    assert sorted(predicted) == sorted(name for name, fact in FACTS.items() if fact.role in ("fit", "check"))
+    readers = {file.name for file in HERE.glob("*.py") if 'HERE / "reported.yaml"' in file.read_text()}
+    assert readers == {"pages.py"}
 
 
 @pytest.mark.slow
@@ -63,9 +64,6 @@ def test_the_whole_calibration_is_the_file():
         for each, constant in solution.entry["constants"].items():
             open_spread = constant["prior_log_spread"] * math.sqrt(1 - constant["informed"])
             assert abs(math.log(constant["value"] / kept[name][each])) <= 0.3 * open_spread, (name, each)
-
-
-# ---------------------------------------------------------------- closed forms
 
 
 def test_a_drain_is_the_sum_of_its_steps():
