@@ -78,6 +78,18 @@ def test_memory_of_smollm2_on_one_device():
     assert e.warnings == ()
 
 
+def test_devices_of_the_rollouts_own_hold_no_training_state():
+    """Four devices train as four alone would; the other four roll out with all their memory for weights and KV."""
+    rollout = {"tensor_model_parallel_size": 2, "max_num_seqs": 4096}
+    shared = explain(config(data={"task": "t"}, rollout=rollout), SMOLLM2, 4, 4 << 30).memory
+    own = rollout | {"num_devices": 4}
+    e = explain(config(data={"task": "t"}, rollout=own, trainer={"one_step_off": True}), SMOLLM2, 8, 4 << 30)
+    assert (e.memory.update, e.memory.resident) == (shared.update, shared.resident)
+    assert e.memory.rollout_bytes == sum(e.memory.rollout.values())
+    assert e.memory.num_blocks > 1.2 * shared.num_blocks
+    assert "8 devices, rollout alone on 4: dp 2 × tp 2" in str(e)
+
+
 @pytest.mark.parametrize(
     ("command", "options", "sequences", "reference"),
     [

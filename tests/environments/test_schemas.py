@@ -51,10 +51,8 @@ def test_what_a_model_is_told():
     }
 
 
-@pytest.mark.parametrize(
-    ("hint", "said"), [(None, "has no type"), (bytes, "has the type .*: it must be"), (tuple[int, str], "has the type")]
-)
-def test_a_parameter_that_json_has_no_type_for_is_refused(hint: Any, said: str):
+@pytest.mark.parametrize("hint", [None, bytes, tuple[int, str], dict[int, str], Literal[1, "a"]])
+def test_a_parameter_that_json_has_no_type_for_is_refused(hint: Any):
     def tool(x) -> None:
         """Does it.
 
@@ -63,5 +61,5 @@ def test_a_parameter_that_json_has_no_type_for_is_refused(hint: Any, said: str):
         """
 
     tool.__annotations__ |= {"x": hint} if hint else {}
-    with pytest.raises(ValueError, match=f"tool: the parameter x {said}"):
+    with pytest.raises(ValueError, match=f"tool: the parameter x has {'the' if hint else 'no'} type"):
         tool_schema(tool)

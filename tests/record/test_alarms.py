@@ -38,6 +38,12 @@ def heard(caplog: pytest.LogCaptureFixture) -> list[str]:
     return texts
 
 
+def test_a_reward_that_works_begins_the_count_anew():
+    alarms = make_alarms(limit=1)
+    for _ in range(5):
+        assert [alarms.rewarded(status, "why") for status in ("error", "error", "error", "ok")] == [None] * 4
+
+
 def updated(alarms: Alarms, step: int, updates: int, skipped: int, batch: TrainBatch | None = None) -> Any:
     counts = {"actor": (updates, skipped)}
     return alarms.updated(step, counts, {"actor/grad_norm": float("nan")}, batch or make_batch())

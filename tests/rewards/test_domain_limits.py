@@ -43,6 +43,14 @@ def test_who_is_next(num_workers: int, most: dict[str, int], waiting: dict[str, 
     assert popped(filled(num_workers, most, waiting), num_workers) == order
 
 
+def test_the_domain_with_the_least_at_work_is_next():
+    queue = filled(5, {"a": 0, "b": 0, "c": 0}, {"a": 9, "b": 9, "c": 9})
+    assert popped(queue, 5) == ["a0", "b0", "c0", "a1", "b1"]
+    queue.done("a")
+    queue.done("a")
+    assert queue.pop() == "a2"
+
+
 def test_limits_of_a_configuration():
     own = {"gsm8k": {"max_concurrent": 2}, "prime": {"timeout_s": 0}}
     found = configured(timeout_s=3.0, math_timeout_s=0, domains=own)

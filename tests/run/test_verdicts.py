@@ -94,6 +94,19 @@ def test_what_an_environment_has_failed_is_not_scored(tmp_path: Path, caplog: py
     assert not pool.num_pending
 
 
+def test_the_verdict_behind_cancelled_ones_comes():
+    """One that its scorer has, and one whose environment has failed."""
+    verdicts = Verdicts(Pool(hold=[key(0)]), lambda: 4.0)
+    verdicts.begin(1, 0)
+    for one in (key(0), key(1), key(0, 1)):
+        made = Sample.empty(one)
+        made.text = "x"
+        made.episode = Episode((Turn(0, "x"),), stop="error", error="down") if one == key(1) else None
+        verdicts.send(PROMPTS[0], made)
+    verdicts.cancel([key(0), key(1)])
+    assert [each.key for each in verdicts.completed()] == [key(0, 1)]
+
+
 def test_a_verdict_of_the_clock_is_on_the_disk_before_the_round_hears_of_it(houses: Any, tmp_path: Path):
     bad = {key(1): "timeout", key(3, 1): "crash", key(2): "error"}
     house = houses(LENGTHS, Pool(bad=bad))
