@@ -86,7 +86,7 @@ def test_devices_of_the_rollouts_own_hold_no_training_state():
     e = explain(config(data={"task": "t"}, rollout=own, trainer={"one_step_off": True}), SMOLLM2, 8, 4 << 30)
     assert (e.memory.update, e.memory.resident) == (shared.update, shared.resident)
     assert e.memory.rollout_bytes == sum(e.memory.rollout.values())
-    assert e.memory.num_blocks > 1.2 * shared.num_blocks
+    assert e.memory.num_blocks > 1.1 * shared.num_blocks
     assert "8 devices, rollout alone on 4: dp 2 × tp 2" in str(e)
 
 
