@@ -34,10 +34,6 @@ def task_request(response: str, answer: str = "7") -> ScoreRequest:
 
 AT = " ({path}, line 2, in compute_score)"
 OURS = "ValueError: {{path}}: compute_score returned {!r} beside 'score', a name for what jaxrl itself adds"
-MUST = (
-    "ValueError: {path}: compute_score must return a finite number (at most 3.4e+38, the largest float32), or a "
-    "mapping with one under 'score'; found: "
-)
 ODD = "import numpy as np; return {'score': np.zeros(())+2, 'a': (1, np.int8(2), {3: object})}"
 NO_SCORE = "ValueError: {path}: compute_score returned a mapping without 'score'; its keys: 'reward'"
 NO_JSON = "JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
@@ -141,22 +137,12 @@ def test_a_function_takes_what_a_row_has(tmp_path: Path, arguments: str, refused
     with pytest.raises(ValueError, match=f"^reward.path: .*{refused}") if refused else nullcontext():
         scorer.load()
 
-
-def test_refusals():
-    """`tests/refusals/test_refused.py` has those of reward files."""
-    with pytest.raises(ValueError, match=r"data\.answer_key is empty"):
-        build_scorer(config(data={"train_files": ["a.jsonl"], "answer_key": ""}))
-
-
 @pytest.mark.parametrize(
     ("body", "status", "reward", "info"),
     [
         ("return True", "ok", 1.0, {}),
         (ODD, "ok", 2.0, {"a": [1, 2, {"3": "<class 'object'>"}]}),
-        ("return float('nan')", "error", 0.0, {"error": MUST + "nan (float)"}),
-        ("return 3.5e38", "error", 0.0, {"error": MUST + "3.5e+38 (float)"}),
         ("import numpy as np; return np.array(0.5)", "ok", 0.5, {}),
-        ("return {'score': 1, 'error': ''}", "ok", 1.0, {"error": ""}),
         ("return {'score': 1, 'parts': 3}", "error", 0.0, {"error": OURS.format("parts")}),
         (
             "return {'reward': 1}",
@@ -164,8 +150,6 @@ def test_refusals():
             0.0,
             {"error": NO_SCORE},
         ),
-        ("return None", "error", 0.0, {"error": MUST + "None (NoneType)"}),
-        ("raise SystemExit(3)", "error", 0.0, {"error": "SystemExit: 3" + AT}),
         ("import json; json.loads('{')", "error", 0.0, {"error": NO_JSON + AT}),  # the innermost line that is theirs
     ],
 )
