@@ -15,7 +15,6 @@ import time
 import pytest
 from damage import ABSTRACT, assert_restores, cut, files_of, flip, saved, state_at
 
-from jaxrl.record.files import is_full, system_error
 from jaxrl.training import manifest
 from jaxrl.training.checkpoint import Checkpointer, restore_params
 from jaxrl.training.steps import choose, whole_step
@@ -36,16 +35,6 @@ def test_a_flip_or_a_cut_in_any_file_is_found_and_the_older_checkpoint_used(tmp_
         assert_restores(folder, 2)
         file.write_bytes(whole)
     assert_restores(folder, 4)
-
-
-def test_comparing_and_hashing_tell_their_progress(tmp_path):
-    told, folder = [], saved(tmp_path / "checkpoints", 2)
-    (folder / "2" / "large").write_bytes(bytes(5 << 20))
-    manifest.write(folder / "2", 2, 2, lambda: told.append("write"))
-    count = len(told)
-    assert count >= len([file for file in files_of(folder) if file.stat().st_size]) + 3, "of a large file, parts"
-    assert choose(folder, lambda: told.append("choose")) is not None
-    assert told == ["write"] * count + ["choose"] * count
 
 
 def test_files_of_others_are_no_damage(tmp_path):
@@ -194,17 +183,6 @@ def test_an_error_in_the_background_keeps_the_last_checkpoint_and_nothing_of_the
         assert [path.name for path in folder.iterdir()] == ["2"]
         checkpoints.save(4, *state_at(4))
     assert_restores(folder, 4)
-
-
-def test_the_systems_error_is_found_behind_others():
-    text = """RESOURCE_EXHAUSTED: Failed writing: "/x/d/1": No space left on device [os_error_code='28']"""
-    for error in (ValueError(text), ValueError("x [OS error 28: ENOSPC No space]")):
-        outer = RuntimeError("save")
-        outer.__cause__ = error
-        found = system_error(outer)
-        assert found is not None
-        assert is_full(found)
-    assert system_error(ValueError("something else")) is None
 
 
 def test_a_commit_is_told_and_leftovers_are_removed(tmp_path):

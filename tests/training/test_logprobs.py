@@ -53,16 +53,6 @@ def test_equals_the_whole(x64, devices, chunk, temperature):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-12), gradients, theirs)
 
 
-def test_without_entropy_gradient(x64):
-    random = np.random.default_rng(0)
-    head, hidden = {"w": random.normal(size=(E, V))}, random.normal(size=(R, T, E))
-    tokens, mask = np.zeros((R, T), np.int32), np.ones((R, T))
-    options = HeadOptions(project, 16, 1.0)
-    mesh = make_mesh(jax.devices()[:1])
-    gradient = jax.jit(jax.grad(lambda h: token_logprobs(options, head, h, tokens, mask, mesh)[1].sum()))
-    assert not np.any(gradient(hidden))
-
-
 def whole_of_ids(head, hidden, tokens, mask, ids, temperature):
     """The log-probabilities of `ids` and of all other tokens together, from the whole array."""
     log_p = jax.nn.log_softmax(project(head, hidden) / temperature, axis=-1)

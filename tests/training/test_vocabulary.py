@@ -17,7 +17,7 @@ from jaxrl.models import decoder
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.training import vocabulary
 from jaxrl.training.logprobs import HeadOptions, token_logprobs
-from jaxrl.training.vocabulary import Embedding, Split, add_in_order
+from jaxrl.training.vocabulary import Embedding, Split
 
 V, E, R, T = 48, 6, 8, 25
 NO_AXES: tuple[str, ...] = ()
@@ -59,13 +59,6 @@ def test_rows_and_their_gradient(
     _, plain = with_gradient(decoder.look_up, table, tokens, d_rows)
     np.testing.assert_allclose(gradient, plain, rtol=0, atol=1e-13)
     assert not np.asarray(gradient)[30:].any()
-
-
-def test_sums_in_order(x64: None):
-    _, tokens, rows = drawn()
-    wanted = np.zeros((V, E))
-    np.add.at(wanted, tokens, rows)
-    np.testing.assert_allclose(jax.jit(add_in_order, static_argnums=2)(tokens, rows, V), wanted, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize(("order", "axes"), [("ev", ("x0", "x1", "x2")), ("ve", ("x0", "x1"))])
