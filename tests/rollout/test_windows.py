@@ -21,6 +21,7 @@ from own_process import alone
 from recorder import Recorder
 from replay_executor import ReplayExecutor
 from small_models import VOCABULARY, engine_over, ready, requests, with_drafts
+from whole_pass import check
 
 from jaxrl.models.kv_layers import whole
 from jaxrl.rollout import executor as executors
@@ -33,7 +34,7 @@ from jaxrl.sharding.mesh import make_mesh
 from jaxrl.types import Sample, SampleKey, SamplingParams
 
 from . import test_switch
-from .test_families import FORMS, LENGTH, SIZES, compare
+from .test_families import FORMS, LENGTH, SIZES
 from .test_switch import DRAFTING
 
 HYBRID, UNIFORM = "gemma3_text:4", "mistral:5"
@@ -97,7 +98,7 @@ def test_what_is_behind_a_window_is_freed_and_no_token_changes(x64: None, name: 
         assert (engine.counters.preemptions > 0) == bool(num_blocks)
         assert engine.counters.shared_tokens > 0
         assert [samples[r.request_id].token_ids.tolist() for r in asked] == [x.token_ids.tolist() for x in expected]
-        compare(name, asked, [samples[request.request_id] for request in asked], executor)
+        check(name, asked, [samples[request.request_id] for request in asked], executor)
     lengths = {sample.key: len(sample) for sample in expected}
     sizes = ("num_groups", "num_slots", "num_blocks", "block_size", "max_prefill_tokens", "stacks")
     replay = ReplayExecutor(lengths, **{size: getattr(executor, size) for size in sizes})
@@ -115,7 +116,7 @@ def test_rows_that_draft_free_what_is_behind_a_window(x64: None):
     drafted = engine.generate(with_drafts(asked, expected))
     assert 0 < engine.counters.accepted_tokens < engine.counters.proposed_tokens
     assert [x.token_ids.tolist() for x in drafted] == [x.token_ids.tolist() for x in expected]
-    compare(name, asked, drafted, executor)
+    check(name, asked, drafted, executor)
 
 
 def test_a_conversation_goes_on_where_its_window_is_left(x64: None):
@@ -129,7 +130,7 @@ def test_a_conversation_goes_on_where_its_window_is_left(x64: None):
         before = engine.counters.prefill_tokens
         (sample,) = engine.generate([request])
         ran.append(engine.counters.prefill_tokens - before)
-        compare(name, [request], [sample], executor)
+        check(name, [request], [sample], executor)
         tokens = (*tokens, *sample.token_ids.tolist())
         check_blocks(engine.batcher.blocks)
     assert ran[:3] == [10, 2, 1], "what is new: the token drawn last, if it is kept, and the one behind it"
