@@ -64,14 +64,6 @@ def test_no_path_changes_a_token(x64):
     assert 0 < engine.counters.accepted_tokens < engine.counters.proposed_tokens
 
 
-@pytest.mark.slow
-def test_windows_of_layers_and_quantised_weights_go_with_it(x64):
-    """Gemma 2: stacks of layers share the arrays, and blocks behind windows are freed."""
-    both = {"kv_codes": "int8", "quantization": "int8"}
-    windows, blocks = (drawn(name="gemma2:1", **both, **form)[0] for form in ({}, PAGED))
-    assert tokens(windows) == tokens(blocks)
-
-
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_a_position_depends_on_its_own_key_and_value(kind):
     """Attention over codes is that over the numbers that they stand for, each position's of its own maximum."""

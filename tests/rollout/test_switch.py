@@ -288,14 +288,5 @@ def test_what_else_may_happen_in_the_middle_of_a_batch(call: str):
     alone(__file__, f"{call} # {'float32' if call.startswith(('nothing', 'example')) else 'float64'}")
 
 
-def test_a_degree_that_cannot_be_is_refused():
-    executor = MeshExecutor(model_of("llama"), Layout(make_mesh(), 2), replace(SIZES, max_tp=4))
-    with pytest.raises(ValueError, match=r"a layout with tp 8: it must divide max_tp \(4\)"):
-        executor.capacity(8)
-    with pytest.raises(ValueError, match=r"tp \(3\) on 8 devices must be one of 1, 2, 4, 8"):
-        executor.capacity(3)
-    assert executor.capacity(4).num_groups == 2
-
-
 if __name__ == "__main__":
     call(globals())

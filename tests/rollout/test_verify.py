@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from recorder import Recorder
-from small_models import VOCABULARY, engine_over, mixed, ready, requests
+from small_models import VOCABULARY, engine_over, mixed, model_of, ready, requests
 from whole_pass import check
 
 from jaxrl.mechanisms.speculation.index import START, DraftIndex, DraftLengths
@@ -98,6 +98,13 @@ def test_the_index_named_longest_ago_gives_way_and_none_that_the_plan_names():
     assert books.place([(0, c)], write) == [0]
     assert books.uploads == 6
     assert sum(x.nbytes for x in books.arrays) == 2 * replace(drafting, num_indexes=2).num_bytes(99)
+
+
+def test_an_index_that_has_no_room_is_refused_before_it_waits():
+    executor = MeshExecutor(model_of("llama"), make_layout(1, 1), SIZES)
+    long, request = DraftIndex.build([np.arange(241)], [1.0], LENGTHS), requests(1, 1, 40)[0]
+    with pytest.raises(ValueError, match=r"its history has no room on the devices: it has 241 tokens, and there is"):
+        executor.check(replace(request, history=long))
 
 
 # ---------------------------------------------------------------- counts, worked out by hand

@@ -144,25 +144,6 @@ def test_weights_of_the_next_round_wait_beside_those_in_use(x64: None):
     workers.buffer_weights(params, 5)
 
 
-def test_pools_are_allocated_where_there_is_none_and_all_are_freed(x64: None):
-    workers, params = worker_set("llama", (1, 1), slice(2), slice(2))
-    workers.sync_weights(params, 0)
-    workers.allocate()
-    left, right = workers.executors
-    kept = left._pool
-    right.release(weights=True)
-    assert (left.has_pool, right.has_pool, right.has_weights) == (True, False, False)
-    workers.allocate()
-    assert left._pool is kept
-    assert right.has_pool
-    workers.release()
-    assert not any(executor.has_pool for executor in workers.executors)
-    assert left.has_weights
-    workers.release(weights=True)
-    assert not any(executor.has_weights for executor in workers.executors)
-    assert workers.recompiles == 0
-
-
 def test_a_worker_that_was_freed_has_a_pool_in_the_next_rollout(x64: None):
     """Also where nothing was released in between; the other worker's pool stays as it is."""
     workers, params = worker_set("llama", (1, 1), slice(2), slice(2, 4))
