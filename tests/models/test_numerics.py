@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import jax
+import pytest
 from jax.sharding import PartitionSpec
 
 from jaxrl.kernels.invariant import Cut
-from jaxrl.models.numerics import in_tiles
+from jaxrl.models.numerics import in_tiles, refuse_invariant
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 
@@ -29,3 +33,18 @@ def test_cuts_are_those_of_a_layout():
     alone = in_tiles(model, 8)
     assert (alone.axes, alone.own_parts) == ((), 8)
     assert {name: cut.dim for name, cut in alone.cuts} == {name: cut.dim for name, cut in tiles.cuts}
+
+
+def test_what_invariant_numbers_are_refused_for():
+    def model(**own: Any) -> Any:
+        return SimpleNamespace(**({"num_experts": 0, "lora": None} | own))
+
+    refuse_invariant(model(), "cpu", 8)
+    refuse_invariant(model(num_experts=4), "cpu", 2)
+    refuse_invariant(model(num_experts=4, lora=object()), "gpu", 4)
+    for args, what in (
+        ((model(), "tpu", 1), "devices of the kind tpu: it is built for CPUs and NVIDIA's GPUs"),
+        ((model(num_experts=4), "cpu", 8), r"a mixture of 4 experts per layer: actor.numerics_tp \(8\) must divide"),
+    ):
+        with pytest.raises(ValueError, match=rf"^actor.numerics \(invariant\) must be fast for {what}"):
+            refuse_invariant(*args)
