@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 import pytest
-from for_gpu import ask_for_gpu, compile_for_gpu, lowered_for_gpu
+from for_gpu import compile_for_gpu, lowered_for_gpu
 
 SMALL, LARGE = "Qwen2.5-1.5B", "Qwen2.5-7B"
 SLOW = pytest.mark.slow
@@ -150,21 +150,15 @@ def test_float32_is_float32(program: str):
 KV_HEADS = {LARGE: 4, SMALL: 2}
 """Beside 28 query heads, and beside 12."""
 
-EVERY = ("prefill", "decode", "verify", "switch")
-
 
 @SLOW
 @pytest.mark.parametrize(("shape", "tp"), [(LARGE, 1), (LARGE, 8), (SMALL, 2), (SMALL, 4)])
-def test_every_program_compiles(shape: str, tp: int):
+@pytest.mark.parametrize("kind", ["prefill", "decode", "verify"])
+def test_every_program_compiles(shape: str, tp: int, kind: str):
     """With our kernels: the fused decode step where each device has whole groups of heads, attention's elsewhere."""
-    told = ask_for_gpu("tp_programs", shape, str(tp), *EVERY)
-    assert list(told) == list(EVERY)
-    moved = told.pop("switch")
-    assert (tp == 1) == (moved[0] == moved[2] == 0), "weights move, from tp 1 and back to it"
-    assert moved[1] == moved[3] == 1, "so does KV, in programs of one kind"
-    for kind, kernels in told.items():
-        is_fused = kind == "decode" and tp <= KV_HEADS[shape]
-        assert kernels["_decode_kernel" if is_fused else "_paged_kernel"] == 1, kernels
+    is_fused = kind == "decode" and tp <= KV_HEADS[shape]
+    told = one_layer(kind, shape, "--tp", str(tp), "--rows", "64", "--context", "1024")
+    assert told["kernels"]["_decode_kernel" if is_fused else "_paged_kernel"] == 1, told["kernels"]
 
 
 # ---------------------------------------------------------------- streamed layers
@@ -177,27 +171,6 @@ STREAMED, MATRICES = 4, 4
 def streamed(program: str, *more: str) -> dict[str, Any]:
     sizes = ("--shape", "Qwen2.5-1.5B", "--layers", "6", "--resident", "2", "--rows", "8", "--context", "512")
     return compile_for_gpu(program, *sizes, *more)
-
-
-def places(told: dict[str, Any]) -> dict[tuple[str, int], list[int]]:
-    found: dict[tuple[str, int], list[int]] = {}
-    for place, (what, number) in enumerate(told["host_copies"]):
-        found.setdefault((what, number), []).append(place)
-    return found
-
-
-@SLOW
-@pytest.mark.parametrize("program", ["decode", "prefill"])
-def test_a_layers_copy_runs_under_the_layer_before_it(program):
-    told = streamed(program)
-    at = places(told)
-    assert len([key for key in at if key[0] == "begin"]) == STREAMED * MATRICES, "each matrix is copied once"
-    for layer in range(STREAMED - 1):
-        computes = [place for n in range(MATRICES) for place in at["product", MATRICES * layer + n]]
-        for large in (2, 3):  # XLA lets two copies be under way at a time, so the small ones end first
-            number = MATRICES * (layer + 1) + large
-            assert at["begin", number][0] < min(computes)
-            assert at["end", number][0] > max(computes)
 
 
 @SLOW

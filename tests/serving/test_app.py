@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import jax
 import numpy as np
 import pytest
 from pydantic import ValidationError
-from pydantic_core import from_json
 from served import LENGTH, ROWS, WAITING, Client, Talk, talk_to
 from starlette.requests import ClientDisconnect
 
@@ -293,26 +291,6 @@ def test_mistakes_are_counted_no_further_than_the_first(body: dict[str, Any]):
     with pytest.raises(ValidationError) as found:
         (ChatBody if "messages" in body else CompletionBody).model_validate(body)
     assert found.value.error_count() <= 8
-
-
-def test_others_do_not_wait_for_bodies_and_prompts(talk: Talk, engine: TextEngine, monkeypatch: pytest.MonkeyPatch):
-    """Which are read in other threads than the one that answers; the first prompt that is too long is the last read."""
-    read: list[threading.Thread] = []
-
-    def noted(inner: Any) -> Any:
-        return lambda *given, **named: (read.append(threading.current_thread()), inner(*given, **named))[1]
-
-    async def conversation(client: Client) -> None:
-        response = await client.post("/v1/completions", json={"prompt": ["x", "y" * 999, *"abcdefg"], "max_tokens": 3})
-        assert "the longest sequence has 256 tokens; the prompt has 999" in response.json()["error"]["message"]
-        assert len(read) == 3, "the body, and two prompts"
-        response = await client.post("/v1/chat/completions", json={"messages": CHAT, "max_tokens": 3})
-        assert (response.status_code, len(read)) == (200, 5)
-        assert threading.current_thread() not in read
-
-    monkeypatch.setattr("jaxrl.serving.app.from_json", noted(from_json))
-    monkeypatch.setattr(ServedModel, "encode", noted(ServedModel.encode))
-    talk(conversation)
 
 
 def test_metrics_have_a_row_for_each_route_and_not_for_each_path(talk: Talk):

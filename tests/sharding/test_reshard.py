@@ -176,18 +176,6 @@ def test_disjoint_devices(before, after):
     np.testing.assert_array_equal(back[0], array)
 
 
-@pytest.mark.parametrize(("sizes", "tp"), [((4, 2), 2), ((1, 4), 4), ((3, 1), 1)])
-def test_disjoint_devices_of_unequal_number(sizes, tp):
-    """An axis of size 1 splits nothing, whatever the other mesh calls its axes."""
-    meshes = [make_mesh(jax.devices()[: sizes[0]]), make_mesh(jax.devices()[8 - sizes[1] :])]
-    array = on(meshes[0], sizes[0], "tp", shape=(12, 12))
-    target = Layout(meshes[1], tp).sharding(None, "tp")
-    moved, _ = reshard(array, target, keep=True)
-    assert array._npy_value is None, "a host copy was made"
-    np.testing.assert_array_equal(moved, np.arange(144).reshape(12, 12))
-    assert moved.sharding.is_equivalent_to(target, 2)
-
-
 def test_host_memory_and_back():
     mesh = make_mesh()
     array = on(mesh, 4, "tp")

@@ -19,7 +19,7 @@ from jaxrl.rollout.sampling import SamplingState, request_key, sample
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.types import Sample, SamplingParams
 
-LENGTH = 72
+LENGTH = 96
 """Of every sequence, padded: one program for each model."""
 
 

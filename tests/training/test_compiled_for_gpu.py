@@ -79,26 +79,6 @@ def test_memory_is_as_planned(arguments):
 
 
 @SLOW
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_crosses_between_devices(dtype):
-    """Of the tied vocabulary an all-gather of bfloat16 and a reduce-scatter of float32, once each; and gradients of
-    layers in the type that was asked for. All while other work goes on, but for the embedding's rows."""
-    told = training("gradients", "--devices", "8", "--layers", "2", "--tokens", "2048", "--reduce-dtype", dtype)
-    moved, table = told["collectives"], 151936 * 1536
-    large = [each for each in moved if each["bytes"] >= 2 * table]
-    assert sorted((each["kind"], each["dtype"], each["bytes"], each["times"]) for each in large) == [
-        ("all-gather", "bf16", 2 * table, 1),
-        ("reduce-scatter", "f32", 4 * table, 1),
-    ]
-    rows = 8 * 2048 * 1536 * 2
-    layers = [
-        each for each in moved if each["times"] == 2 and each["kind"] == "reduce-scatter" and each["bytes"] > 1 << 20
-    ]
-    assert {each["dtype"] for each in layers} == {{"float32": "f32", "bfloat16": "bf16"}[dtype]}
-    assert {each["bytes"] for each in moved if each["bytes"] > 1 << 20 and not each["overlaps"]} <= {rows}
-
-
-@SLOW
 @pytest.mark.parametrize(
     ("shape", "layers", "arguments"),
     [

@@ -46,21 +46,6 @@ def test_codes_have_one_relative_error_and_no_bias(is_square, octaves):
     assert np.abs(errors.mean(0)).max() < 5 * STEP / 2 / 1000**0.5
 
 
-def test_what_is_below_the_range_of_a_block():
-    """A small first moment is as often the smallest code as it should; a second one is never 0, whatever it is."""
-    x = np.full((64, 3), 1.0, np.float32)
-    x[1:, 0], x[1:, 1], x[:, 2] = 2.0**-17, 0.0, 0.0
-    first = roundings(x, 1000, is_square=False)
-    np.testing.assert_allclose(np.unique(first[:, 1:, 0]), [0, 2.0**-15.75], rtol=1e-5)
-    assert first[:, 1:, 0].mean() == pytest.approx(2.0**-17, rel=0.02)
-    x[1:, 0] = 2.0**-60
-    second = roundings(x, 3, is_square=True)
-    np.testing.assert_allclose(second[:, 1:, 0], 2.0**-31.75, rtol=1e-5)
-    for found in (first, second):
-        assert not found[:, 1:, 1:].any(), "0 is 0"
-        assert (found[:, 0, :2] == 1).all(), "the largest of a block is itself"
-
-
 def adam(dtype: Any) -> Any:
     inner = optax.scale_by_adam(b1=0.9, b2=0.99)
     return inner if dtype is None else kept_as(dtype, inner, {"w": Block(0, 256)} if dtype == "int8" else {})

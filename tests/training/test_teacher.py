@@ -34,7 +34,7 @@ from jaxrl.training.losses import generalized_jsd
 from jaxrl.training.teacher import MeshTeacher, TeacherPrograms, offloaded, shares_base
 from jaxrl.training.trainer import MeshTrainer
 from jaxrl.training.training_step import teacher_metrics
-from jaxrl.training.update_memory import resident_parts, update_phases
+from jaxrl.training.update_memory import resident_parts
 from jaxrl.types import ENVIRONMENT, Prompt, TrainBatch
 
 MODEL = dataclasses.replace(
@@ -234,21 +234,6 @@ def test_advantages_lose_the_kl(estimator, recomputed):
     np.testing.assert_allclose(teacher_metrics(batch)["actor/teacher_kl"], learnt.mean(), rtol=1e-6)
 
 
-def test_memory(tmp_path: Path, make_config):
-    """The plan has its weights, without the layers' matrices where they are in the host's memory; and its pass."""
-    folder = write_tiny_model(tmp_path / "teacher", hidden_size=64, num_attention_heads=8)
-    sizes = {}
-    for offload in (False, True):
-        section = {"path": f"random:{folder}", "dtype": "bfloat16", "offload": offload}
-        config = make_config(actor__dtype="float32", algorithm__teacher=section)
-        sizes[offload] = resident_parts(config, TRAINED, 2)["teacher: weights"]
-        assert "teacher: vocabulary" in update_phases(config, TRAINED, 2, "cpu", "dots", 16)["teacher"]
-    model = 2 * (260 * 64 // 2 + 64 + 2 * 2 * 64)  # half of the vocabulary, and norms
-    # of each layer's q, k, v, o, gate, up and down half
-    assert sizes == {True: model, False: model + 2 * 2 * (64 * 64 * 2 + 64 * 16 * 2 + 64 * 48 * 3) // 2}
-    assert "teacher: weights" not in resident_parts(make_config(actor__dtype="float32"), TRAINED, 2)
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_the_base_of_adapters_teaches_without_a_copy(dtype, tmp_path: Path, make_config, make_batch):
     """The arrays are the policy's, and what they say has the bits of what files would say that are read again."""
@@ -296,12 +281,6 @@ def test_what_is_refused(tmp_path: Path):
         return read_teacher(config, *read_tokenizer_and_model(config))
 
     assert read(write_tiny_model(tmp_path / "good", vocab_size=300, num_hidden_layers=3))
-    for words, overrides in (
-        ("is a reward model", {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}),
-        (r"prompts and responses of up to 384 tokens, but .* at most 300", {"max_position_embeddings": 300}),
-    ):
-        with pytest.raises(ValueError, match=words):
-            read(write_tiny_model(tmp_path / "wrong", **overrides))
     other = write_tiny_model(tmp_path / "other")
     text = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(text.replace('"!": 4', '"!": 5').replace('"\\"": 5', '"\\"": 4'))

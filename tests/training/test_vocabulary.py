@@ -61,26 +61,6 @@ def test_rows_and_their_gradient(
     assert not np.asarray(gradient)[30:].any()
 
 
-@pytest.mark.parametrize(("order", "axes"), [("ev", ("x0", "x1", "x2")), ("ve", ("x0", "x1"))])
-def test_a_head_that_is_split(x64: None, order: str, axes: tuple[str, ...]):
-    """Its gradients and log-probabilities are those of one device."""
-    random, dim = np.random.default_rng(1), order.index("v")
-    head = {"w": random.normal(size=(E, V) if order == "ev" else (V, E))}
-    hidden, tokens = random.normal(size=(R, T, E)), random.integers(0, V, (R, T)).astype(np.int32)
-    mask = (random.random((R, T)) < 0.5).astype(np.float64)
-    project = lambda head, x: jnp.einsum(f"te,{order}->tv", x, head["w"])  # noqa: E731
-
-    @partial(jax.jit, static_argnums=(0, 1))
-    def computed(mesh: Any, split: Split, head: Any, hidden: Any) -> Any:
-        options = HeadOptions(project, 16, 0.8, entropy_gradient=True, split=split)
-        found, pull = jax.vjp(lambda *own: token_logprobs(options, *own, tokens, mask, mesh), head, hidden)
-        return found, pull(tuple(jnp.sin(x + 1) for x in found))
-
-    one, mesh = computed(make_mesh(jax.devices()[:1]), Split(), head, hidden), make_mesh(jax.devices()[:8])
-    several = computed(mesh, Split(dim, axes), head, hidden)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12), several, one)
-
-
 def test_what_crosses_between_devices():
     """The head narrow, its gradient once and split; of the embedding nothing but tokens and their rows."""
     mesh, axes = make_mesh(jax.devices()[:8]), ("x0", "x1", "x2")
