@@ -20,8 +20,8 @@ _READ: Mapping[str, str] = {  # "": all of a section; `serve`: what a run has le
     "filter_overlong_prompts train_batch_size shuffle seed",
     "actor": "optim dtype param_dtype ppo_max_token_len_per_gpu context_parallel_size grad_clip remat "
     "logprob_chunk_tokens attention offload_optimizer router_aux_loss_coef reduce_dtype",
-    "trainer": "run_dir total_training_steps total_epochs save_freq max_ckpt_to_keep test_freq val_before_train seed "
-    "num_devices init_from logger project_name experiment_name compilation_cache_dir max_bad_steps hang_timeout_s",
+    "trainer": "run_dir total_training_steps total_epochs save_freq mtbf_s max_ckpt_to_keep test_freq val_before_train "
+    "seed num_devices init_from logger project_name experiment_name compilation_cache_dir max_bad_steps hang_timeout_s",
 }
 _OF_COMMAND: Mapping[str, Mapping[str, str]] = {
     "sft": {"sft": "", "algorithm": "loss_agg_mode"},
