@@ -20,8 +20,13 @@ Departures:
 - If the queue holds fewer than P0 prompts when a long round is due (age, flush), new prompts fill it up, without
   speculation: every batch has exactly P0 × R0 samples.
 
-As in the paper, a deferred prompt samples all of its responses anew. Those that had ended are the short ones; if they
-were kept, the group would hold more short responses than the policy gives (docs/mechanisms/tail_batching.md).
+- `relaunch="same"`: a deferred prompt draws with the same random bits again. What a short round puts off then comes in
+  a long one, so that the run as a whole trains on the lengths of plain batches, where samples do not race. The paper
+  does not say which bits it gets; engines without bits of a sample's own draw anew (`new`).
+
+As in the paper, a deferred prompt samples all of its responses again. Those that had ended are the short ones; if they
+were kept beside new ones, the group would hold more short responses than the policy gives
+(docs/mechanisms/tail_batching.md).
 
 With prompt_factor 1 nothing is ever deferred, and the queue stays empty (but for what dynamic sampling launches ahead).
 A data set smaller than P0 repeats inside a batch, each time with its own epoch; the queue ignores epochs.
@@ -31,7 +36,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from annotated_types import Ge
 
@@ -70,6 +75,9 @@ class TailBatching(BatchRule, Mechanism):
         enable: Annotated[bool, "Switch tail batching on."] = False
         prompt_factor: Annotated[Factor, "Prompts of a short round, as a multiple of data.train_batch_size."] = 1.25
         response_factor: Annotated[Factor, "Samples per prompt of a short round, as a multiple of rollout.n."] = 1.25
+        relaunch: Annotated[
+            Literal["same", "new"], "The random bits of a deferred prompt's responses: the same again, or new ones."
+        ] = "same"
         max_age_steps: Annotated[
             int, Ge(0), "The most steps from a prompt's first launch to its batch; 0: no bound."
         ] = 0
@@ -100,7 +108,7 @@ class TailBatching(BatchRule, Mechanism):
 
     def __init__(self, batch: BatchSettings, options: Options) -> None:
         num_prompts, num_responses = launched(options.prompt_factor, options.response_factor, batch)
-        self.options, self.at_end = options, options.at_end
+        self.options, self.at_end, self.draws_anew = options, options.at_end, options.relaunch == "new"
         self.num_spare = num_prompts - batch.num_prompts
         super().__init__(batch, RaceLimits(batch, num_responses, self.num_spare), batch.group_size)
         self.least_age_bound = -(-self.num_spare // batch.num_prompts)

@@ -83,6 +83,7 @@ class FakeRollout:
         self.length, self.reward, self.delay = length, reward, delay
         self.num_slots, self.plan_tokens, self.eager = num_slots, plan_tokens, eager
         self.asks_certain = asks_certain
+        self.draws_anew = True  # of the rule: whether no sample may begin twice
         self.version = 0
         self.commands: list[Command] = []
         self._rows: list[SampleKey | None] = [None] * num_slots
@@ -175,7 +176,7 @@ class FakeRollout:
                 begun = {sample.key: sample for sample in resumed}
                 for key in keys:
                     self.num_launched += 1
-                    assert key in begun or key not in self._begun, (
+                    assert key in begun or key not in self._begun or not self.draws_anew, (
                         f"{key} starts from scratch, and has drawn tokens before: a prompt that is launched again "
                         "needs a higher `attempt`, or its responses draw the same tokens once more"
                     )
@@ -242,6 +243,7 @@ class FakeTraining:
         left = None if self.total_steps is None else self.total_steps - self.step + 1
         version = max(self.step - 1 - self.version_lag, 0) // self.steps_per_version
         current = self.rule.plan(self.prompts, RoundTime(self.step, version, left))
+        self.rollout.draws_anew = self.rule.draws_anew
         self.rollout.play(current, version)
         _, max_samples = self.rule.max_under_way
         assert self.rollout.max_live <= max_samples, f"{self.rule.name} had more under way than it says"

@@ -87,7 +87,8 @@ class BatchRule:
     may add metrics (`_own_metrics`).
 
     Prompts that a round launched and did not finish wait in the queue for a later one. Without `keep_unfinished` they
-    start again, with the next attempt (the same attempt would sample the same tokens again).
+    start again, with the next attempt if `draws_anew`. The same attempt has the same random bits: as far as the weights
+    are the same, it samples the same tokens again.
 
     Args:
       batch: P0, R0, and what else rules share.
@@ -105,6 +106,7 @@ class BatchRule:
     has_queue: ClassVar[bool] = True
     """Whether prompts wait in the queue even where no groups are filtered."""
     at_end: AtEnd = "flush"
+    draws_anew: bool = True
 
     def __init__(self, batch: BatchSettings, limits: RaceLimits, num_waiting_responses: int) -> None:
         self.batch, self.limits = batch, limits
@@ -180,7 +182,7 @@ class BatchRule:
     def _waiting(self, group: RacingGroup, race: Race) -> PlannedGroup:
         planned = group.planned
         if not race.limits.keep_unfinished:
-            return planned.afresh(self._num_waiting_responses, planned.attempt + 1)
+            return planned.afresh(self._num_waiting_responses, planned.attempt + self.draws_anew)
         aborted = [race.ledger.aborted[key] for key in group.launch.keys if key in race.ledger.aborted]
         samples = sorted((*map(as_carried, group.kept.values()), *aborted), key=lambda sample: sample.key)
         assert len(samples) == self.batch.group_size, f"{planned.key}: a response is missing"
@@ -318,6 +320,8 @@ def _round_metrics(current: Round, time: RoundTime, groups: Sequence[Group], los
     counted = {key for group in race.groups.values() for key in group.kept}
     outcomes = list(race.filtered.values())
     filtered = [s for key in race.filtered for s in race.groups[key].kept.values()]
+    known = [*race.ledger.finished.values(), *race.ledger.aborted.values()]
+    mean_tokens = [sum(map(len, each)) / max(len(each), 1) for each in (samples, known)]
     ages = [time.step - race.groups[group.prompt.key].planned.first_step for group in groups]
     return {
         "rollout/long_round": float(current.kind == "long"),
@@ -330,6 +334,7 @@ def _round_metrics(current: Round, time: RoundTime, groups: Sequence[Group], los
         "rollout/failed_prompts": float(outcomes.count("failed")),
         "rollout/filtered_tokens": float(sum(len(sample) for sample in filtered)),
         "rollout/thrown_tokens": float(lost_tokens),
+        "rollout/length_bias": mean_tokens[0] / mean_tokens[1] if mean_tokens[1] else 1.0,
         "rollout/trained_age_steps/mean": float(np.mean(ages)),
         "rollout/trained_age_steps/max": float(max(ages)),
         "rollout/resumed_share": off_policy_share(samples, time.policy_version),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import Any
 
 import pytest
-from fake_rollout import FakePrompts
+from fake_rollout import FakePrompts, tangled
 from rounds import (
     START,
     aborted,
@@ -13,6 +14,7 @@ from rounds import (
     check_table,
     filtering,
     finish,
+    fresh_batches,
     key,
     long_every_fifth,
     run_steps,
@@ -59,7 +61,7 @@ def test_a_short_round_keeps_the_first_responses_of_the_first_prompts():
     )
     result = rule.settle(current)
     assert batch_keys(result.groups) == [[key(0, 0), key(0, 2)], [key(1, 0), key(1, 2)]]
-    assert [(d.key, d.attempt, d.first_step) for d in rule.queue] == [((0, 2), 1, 1)]
+    assert [(d.key, d.attempt, d.first_step) for d in rule.queue] == [((0, 2), 0, 1)]
     assert result.left == {}
     expected = {
         "rollout/long_round": 0,
@@ -72,6 +74,7 @@ def test_a_short_round_keeps_the_first_responses_of_the_first_prompts():
         "rollout/failed_prompts": 0,
         "rollout/filtered_tokens": 0,
         "rollout/thrown_tokens": 5 + 7 + 7 + 0 + 6,  # four aborted, and (2, 1), which had ended
+        "rollout/length_bias": (19 / 4) / (44 / 9),
         "rollout/trained_age_steps/mean": 0,
         "rollout/trained_age_steps/max": 0,
         "rollout/resumed_share": 0,
@@ -87,7 +90,7 @@ def test_a_short_round_keeps_the_first_responses_of_the_first_prompts():
 
 def test_four_short_rounds_and_a_long_one():
     """RollPacker §3: P0 = 4, R0 = 4, η = 1.25: one prompt of five is deferred, and the fifth round runs those four."""
-    rule = tail_batching(4, 4)
+    rule = tail_batching(4, 4, relaunch="new")
     training, results = run_steps(rule, long_every_fifth, 6)
     assert [result.kind for result in results] == ["short"] * 4 + ["long", "short"]
     assert [result.metrics["rollout/launched_samples"] for result in results] == [25] * 4 + [16, 25]
@@ -103,6 +106,22 @@ def test_four_short_rounds_and_a_long_one():
         # the first four of five responses, of lengths 10 .. 14
         assert all([s.key.sample_index for s in group.samples] == [0, 1, 2, 3] for group in result.groups)
     assert training.departures.counts["trained"] == 24
+
+
+@pytest.mark.parametrize("relaunch", ["same", "new"])
+def test_with_the_same_bits_a_run_trains_on_the_responses_of_plain_batches(relaunch: str):
+    """So their lengths have no bias, whatever came first; with new bits slow prompts have a second chance."""
+    batches = []
+    for rule in (fresh_batches(4, 3), tail_batching(4, 3, response_factor=1.0, relaunch=relaunch)):
+        training, results = run_steps(rule, lambda k: 1 + tangled(5, *astuple(k)) % 90, 12, total=12)
+        assert training.departures.counts["trained"] == 48
+        batches.append({s.key: len(s) for result in results for group in result.groups for s in group.samples})
+        waited = [result for result in results if result.kind != "short"]
+        assert waited
+        assert all(result.metrics["rollout/length_bias"] == 1 for result in waited), "all that was launched"
+    plain, own = batches
+    assert (plain == own) == (relaunch == "same")
+    assert relaunch == "same" or sum(own.values()) < 0.95 * sum(plain.values())
 
 
 def test_factors_scale_prompts_and_responses_apart():

@@ -100,6 +100,8 @@ def worlds(draw: st.DrawFn, kind: Any) -> World:
     else:
         factors = st.sampled_from([1.0, 1.25, 1.5, 2.0, 2.5])
         options |= {"prompt_factor": draw(factors), "response_factor": draw(factors)}
+    if kind is TailBatching:
+        options["relaunch"] = draw(st.sampled_from(["same", "new"]))
     return World(
         lambda: kind(batch, kind.Options(**options)),
         batch,
