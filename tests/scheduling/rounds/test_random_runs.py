@@ -85,7 +85,7 @@ def worlds(draw: st.DrawFn, kind: Any) -> World:
         draw(st.integers(2 if filtering else 1, 3)),
         group_filter=filtering,
         max_active_requests=draw(st.sampled_from([0, 8, 12])),
-        version_lag=draw(st.integers(0, 1)) if kind is PartialRollout else 0,
+        version_lag=draw(st.integers(0, 1)) if kind is not OverProvisioning else 0,
     )
     options: Any = {"enable": True}
     if kind is not OverProvisioning:
@@ -101,7 +101,8 @@ def worlds(draw: st.DrawFn, kind: Any) -> World:
         factors = st.sampled_from([1.0, 1.25, 1.5, 2.0, 2.5])
         options |= {"prompt_factor": draw(factors), "response_factor": draw(factors)}
     if kind is TailBatching:
-        options["relaunch"] = draw(st.sampled_from(["same", "new"]))
+        options["relaunch"] = draw(st.sampled_from(["same", "new", "resume"]))
+        options["max_staleness"] = draw(st.just(-1) | st.integers(batch.version_lag, 3))
     return World(
         lambda: kind(batch, kind.Options(**options)),
         batch,
