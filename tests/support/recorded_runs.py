@@ -356,6 +356,12 @@ REAL = {
         killed_after=2,
         acts=("rollout/long_round",),
     ),
+    "killed_tail_resumes": Spec(
+        ("rollout.tail_batching={enable: true, relaunch: resume}", "trainer.total_training_steps=6"),
+        first=("trainer.total_training_steps=6",),
+        killed_after=2,
+        acts=("rollout/long_round", "rollout/resumed_share"),
+    ),
     "killed": Spec(
         (PARTIAL, OFF, "trainer.total_training_steps=5", "trainer.save_freq=3"),
         first=("trainer.total_training_steps=5",),
