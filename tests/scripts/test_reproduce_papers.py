@@ -16,7 +16,8 @@ from papers.problems import PROBLEMS
 from papers.runs import read
 
 from jaxrl.models.shapes import named_shape
-from jaxrl.sim.cost_model import CostModel, causal_pairs
+from jaxrl.scheduling.layouts.latency import causal_pairs
+from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import H800
 
 FOLDER = HERE.parents[1] / "docs" / "reproductions"
