@@ -108,7 +108,8 @@ def _charts(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[Chart]:
         return Chart(title, unit, curves, "", legend=True, **more)
 
     def of(name: str, unit: str = "", **more: Any) -> Chart:
-        return chart(SHOWN[name].title, unit or SHOWN[name].unit, lambda run: run.series(name), **more)
+        shown = SHOWN[name]
+        return chart(shown.title, unit or shown.unit, lambda run: run.series(name), about=shown.about, **more)
 
     def ever(found: Chart) -> list[Chart]:
         return [found] if any(y for curve in found.curves for _, y in curve.points) else []

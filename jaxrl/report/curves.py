@@ -14,6 +14,7 @@ from jaxrl.report.runs import RecordedRun
 
 _SHOWN_SHARE = 1e-3
 """The share of a run's seconds below which a phase is part of "other"."""
+_OF_TIME = "What a step's seconds went to. The first step also compiles programs."
 Line = tuple[str, str, str]
 """A curve's label, metric and colour."""
 
@@ -50,9 +51,9 @@ def charts(run: RecordedRun, parts: Sequence[PagePart] = ()) -> list[Chart]:
     band = quartiles(run)
     drawn = [
         _chart(run, "critic/rewards/mean", "mean", band=band),
-        Chart("Held-out", "at evaluations", held_out, no_test),
-        Chart("Response length", "tokens", lengths, "response_length/*"),
-        Chart("Step time by phase", "seconds", _one_by_one(run), "timing_s/*", stack=_phases(run)),
+        Chart("Held-out", "at evaluations", held_out, no_test, "Prompts that the run never trains on."),
+        Chart("Response length", "tokens", lengths, "response_length/*", SHOWN["response_length/mean"].about),
+        Chart("Step time by phase", "seconds", _one_by_one(run), "timing_s/*", _OF_TIME, stack=_phases(run)),
         _chart(run, "critic/mixed_reward_groups", "of groups", top=1),
         _chart(run, "response_length/clip_ratio", "of responses", top=1),
         *_hidden(run),
@@ -86,7 +87,7 @@ def _chart(
 ) -> Chart:
     """The chart of a metric in `SHOWN`, and of more curves beside it."""
     curves = curves_of(run, (label, name, colour), *more)
-    return Chart(SHOWN[name].title, unit or SHOWN[name].unit, curves, name, **options)
+    return Chart(SHOWN[name].title, unit or SHOWN[name].unit, curves, name, SHOWN[name].about, **options)
 
 
 def ever(chart: Chart) -> list[Chart]:
@@ -106,10 +107,10 @@ def _supervised(run: RecordedRun) -> list[Chart]:
     accuracy += curves_of(run, ("held-out", "val/rewards/accuracies", "c2"), dots=True)
     return _with_points(
         [
-            Chart(SHOWN["train/loss"].title, SHOWN["train/loss"].unit, loss, "train/loss"),
+            replace(_chart(run, "train/loss", ""), curves=loss),
             *ever(_chart(run, "rewards/chosen", "preferred", *margins, from_zero=False)),
-            *ever(Chart("Preferred by the policy", "share of pairs", accuracy, "", top=1)),
-            Chart("Step time by phase", "seconds", [], "timing_s/*", stack=_phases(run)),
+            *ever(Chart("Preferred by the policy", "share of pairs", accuracy, "", "As the data has it.", top=1)),
+            Chart("Step time by phase", "seconds", [], "timing_s/*", _OF_TIME, stack=_phases(run)),
             _chart(run, "perf/throughput", "throughput"),
             *_update(run),
         ]
@@ -150,7 +151,8 @@ def _hidden(run: RecordedRun) -> list[Chart]:
     if not (seconds := hidden_shares(run.metrics)):
         return []
     curves = [Curve("of its seconds", seconds), *curves_of(run, ("of its prompts", "actor/streamed_share", "c2"))]
-    return [Chart("Update hidden under the rollout", "share", curves, "rollout/scale_down/hidden_s", top=1)]
+    about = "How much of the update ran beside the rollout."
+    return [Chart("Update hidden under the rollout", "share", curves, "rollout/scale_down/hidden_s", about, top=1)]
 
 
 def with_epochs(run: RecordedRun, chart: Chart) -> Chart:

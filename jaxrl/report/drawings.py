@@ -23,7 +23,7 @@ from jaxrl.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, figure,
 _TAIL_BYTES = 8 << 20
 _WANTED = (f'"cat":"{ROW}"'.encode(), b'"name":"step"')
 _APART = 0.06  # between bars, in percent of the width
-_COLUMNS, _RANKS, _LEVELS = 90, 24, 8
+_COLUMNS, _RANKS, _LEVELS, _MOST_PROMPTS = 90, 24, 8, 40
 MOST_ROWS = 64
 """The most rows of a round that are drawn; of more, every second, third and so on."""
 _ENDS = {  # of a request in a row: label and colour
@@ -69,7 +69,8 @@ def histogram_card(batches: Batches) -> str:
             edge += [f"{LEFT + wide * (i + x):.1f},{low - height:.1f}" for x in (0, 1)]
         body.append(f"<polyline class='{colour} line' points='{' '.join(edge)}'/>")
     legend = [(label, colour) for label, _, colour in parts]
-    return figure("Histogram of lengths", "share of responses", legend, "".join(body))
+    about = "Whether responses grow, and whether they gather at the limit."
+    return figure("Histogram of lengths", "share of responses", legend, "".join(body), about=about)
 
 
 def _shares(batches: Batches) -> list[float]:
@@ -86,27 +87,77 @@ def heat_card(batches: Batches) -> str:
     values = [value for each in batches for value in each["groups"]]
     if not values or min(values) == max(values):
         return ""
-    low, high = min(values), max(values)
     count = min(_COLUMNS, len(batches))
     pieces = [batches[i * len(batches) // count : (i + 1) * len(batches) // count] for i in range(count)]
     ranks = min(_RANKS, max(len(each["groups"]) for each in batches))
-    wide, tall = (WIDTH - LEFT - RIGHT) / count, (HEIGHT - TOP - BOTTOM) / ranks
-    cells: list[list[str]] = [[] for _ in range(_LEVELS)]
-    for i, piece in enumerate(pieces):
-        columns = [_ranked(each["groups"], ranks) for each in piece]
-        for rank, rewards in enumerate(zip(*columns, strict=True)):
-            level = min(int((fmean(rewards) - low) / (high - low) * _LEVELS), _LEVELS - 1)
-            x, y = LEFT + wide * i, HEIGHT - BOTTOM - tall * (rank + 1)
-            cells[level].append(f"M{x:.1f} {y:.1f}h{wide + 0.2:.1f}v{tall + 0.2:.1f}h{-wide - 0.2:.1f}z")
-    body = [f"<path class='c3 heat{level}' d='{''.join(d)}'/>" for level, d in enumerate(cells) if d]
+    columns = [
+        [fmean(rewards) for rewards in zip(*(_ranked(each["groups"], ranks) for each in piece), strict=True)]
+        for piece in pieces
+    ]
+    cells, legend = _heat(columns, (HEIGHT - TOP - BOTTOM) / ranks, min(values), max(values))
+    body = [cells]
     first, last = batches[0]["step"], batches[-1]["step"]
     marks = [(t, (t - first + 0.5) / (last - first + 1)) for t in ticks_of(first, last) if first <= t <= last]
     marks = [(t, at) for t, at in marks if t == int(t)] if last - first > 1 else [(first, 0.5)]
     body.append(frame([], [_label(value, share) for value, share in marks], "step"))
     for y, text in ((TOP + 8, "best"), (HEIGHT - BOTTOM, "worst")):
         body.append(f"<text x={LEFT - 6} y={y} text-anchor=end>{text}</text>")
-    shown = [(number(low + (high - low) * level / (_LEVELS - 1)), f"c3 heat{level}") for level in (0, 2, 5, 7)]
-    return figure("Rewards of groups", "mean of each, sorted", shown, "".join(body))
+    about = "A step's prompts, sorted. Those between the faintest and the strongest teach."
+    return figure("Rewards of groups", "mean of each, sorted", legend, "".join(body), about=about)
+
+
+def _heat(
+    columns: Sequence[Sequence[float | None]], tall: float, low: float, high: float
+) -> tuple[str, list[tuple[str, str]]]:
+    """Columns of cells from below, the stronger the higher, and their legend. None leaves a cell empty."""
+    wide, base = (WIDTH - LEFT - RIGHT) / len(columns), TOP + tall * len(columns[0])
+    cells: list[list[str]] = [[] for _ in range(_LEVELS)]
+    for i, column in enumerate(columns):
+        for rank, value in enumerate(column):
+            if value is not None:
+                level = min(int((value - low) / (high - low) * _LEVELS), _LEVELS - 1)
+                x, y = LEFT + wide * i, base - tall * (rank + 1)
+                cells[level].append(f"M{x:.1f} {y:.1f}h{wide + 0.2:.1f}v{tall + 0.2:.1f}h{-wide - 0.2:.1f}z")
+    legend = [(number(low + (high - low) * level / (_LEVELS - 1)), f"c3 heat{level}") for level in (0, 2, 5, 7)]
+    return "".join(f"<path class='c3 heat{level}' d='{''.join(d)}'/>" for level, d in enumerate(cells) if d), legend
+
+
+def prompts_card(batches: Batches) -> str:
+    """The mean reward of each prompt in each pass over the data; empty where no prompt came twice."""
+    seen: dict[int, dict[int, float]] = {}
+    for each in batches:
+        for (epoch, index), reward in zip(each.get("prompts", ()), each["groups"], strict=False):
+            seen.setdefault(index, {})[epoch] = reward
+    epochs = sorted({epoch for rewards in seen.values() for epoch in rewards})
+    values = [reward for rewards in seen.values() for reward in rewards.values()]
+    if len(epochs) < 2 or min(values) == max(values):
+        return ""
+    ordered = sorted(seen, key=lambda index: fmean(seen[index].values()))
+    shown, epochs = _some(ordered, _MOST_PROMPTS), _some(epochs, _COLUMNS)
+    tall, wide = max((HEIGHT - TOP - BOTTOM) / len(shown), 6), (WIDTH - LEFT - RIGHT) / len(epochs)
+    base = TOP + tall * len(shown)
+    columns = [[seen[index].get(epoch) for index in shown] for epoch in epochs]
+    cells, legend = _heat(columns, tall, min(values), max(values))
+    labels = [(f"{epoch + 1}", round(LEFT + wide * (i + 0.5), 1), "middle") for i, epoch in enumerate(epochs)]
+    body = [cells, frame([], _some(labels, 8), "pass", base + BOTTOM)]
+    for rank, index in enumerate(shown):
+        y = base - tall * (rank + 1)
+        if not rank % round(12 / tall + 0.5):
+            body.append(f"<text x={LEFT - 6} y={y + tall / 2 + 4:.1f} text-anchor=end>{index}</text>")
+        rewards = ", ".join(number(reward) for _, reward in sorted(seen[index].items()))
+        box = f"x={LEFT} y={y:.1f} width={WIDTH - LEFT - RIGHT} height={tall:.1f}"
+        body.append(f"<rect class=clear {box}><title>prompt {index}: {rewards}</title></rect>")
+    some = f", {len(shown)} of {len(seen)}" if len(shown) < len(seen) else ""
+    view = f"viewBox='0 0 {WIDTH} {base + BOTTOM:.4g}'"
+    about = "A line is a prompt, by its number in the data. Faint ones are too hard, strong ones too easy."
+    return figure("Prompts", f"mean reward in each pass{some}", legend, "".join(body), view, about)
+
+
+def _some(values: Sequence[Any], most: int) -> list[Any]:
+    """At most so many, at equal distances, with the first and the last."""
+    if len(values) <= most:
+        return [*values]
+    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
 
 
 def _label(value: float, share: float) -> tuple[str, float, str]:

@@ -8,7 +8,7 @@ import pytest
 from known_sizes import SMOLLM2, config
 
 from jaxrl.commands.explain import explain
-from jaxrl.config.checks import check
+from jaxrl.config.checks import broken_rules
 from jaxrl.mechanisms.speculation import build_proposer
 from jaxrl.models.shapes import SHAPES
 from jaxrl.rollout import kv_cache
@@ -58,7 +58,7 @@ def test_what_is_set_is_taken():
     """Also fewer blocks than a request has stretches, where each layer has a window."""
     mistral = replace(SMOLLM2, family="mistral", sliding_window=128)
     windowed = config(rollout={"num_blocks": 24, "max_num_batched_tokens": 64})
-    check(windowed)
+    assert not broken_rules(windowed)
     assert windowed.max_model_length == 384
     assert memory_plan(windowed, mistral, 1, None, "cpu").num_blocks == 24
     with pytest.raises(ValueError, match=r"rollout.num_blocks \(24, one of .*: at least 25 blocks of 16 tokens"):
