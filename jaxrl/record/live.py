@@ -45,6 +45,9 @@ class LiveView:
       window: the time left is estimated from that many steps: evaluations and checkpoints that occur only in some of
         them count with their share.
       clock: in seconds.
+
+    Attributes:
+      detail: of the phase. beside: what is compiled in the background, empty where nothing is.
     """
 
     def __init__(
@@ -59,7 +62,8 @@ class LiveView:
         self._total, self._stream, self._clock = total_steps, stream, clock
         self._lock = threading.RLock()
         self._phase_name, self._phase_since = "starting", clock()
-        self._rollout = ""
+        self.detail = ""
+        self.beside: Callable[[], str] = str
         self._waiting: tuple[int, str, float] | None = None
         self._last_step = done
         self._reward: float | None = None
@@ -88,13 +92,13 @@ class LiveView:
 
     def phase(self, name: str) -> None:
         with self._lock:
-            self._phase_name, self._phase_since, self._rollout = name, self._clock(), ""
+            self._phase_name, self._phase_since, self.detail = name, self._clock(), ""
 
     def rollout(self, rows_busy: int, rows_total: int, tokens: int, finished: int, total: int) -> None:
         with self._lock:
             rate = number(tokens / max(self._clock() - self._phase_since, 1e-3))
             drawn = f"{number(float(tokens))} tokens, {rate}/s"
-            self._rollout = f"{drawn}  finished {finished}/{total}  rows {rows_busy}/{rows_total}"
+            self.detail = f"{drawn}  finished {finished}/{total}  rows {rows_busy}/{rows_total}"
 
     def waiting(self, count: int, longest: str, since_s: float) -> None:
         """`count` turns wait for their environments' answers, the `longest` since `since_s`."""
@@ -112,7 +116,9 @@ class LiveView:
                 self._recent.append(seconds)
             self._is_first, self._last_step, self._last_step_at = False, step, now
             self._reward = _finite(metrics, "critic/rewards/mean")
-            self._print(_step_line(step, self._total, metrics, self._eta()))
+            # on a terminal the panel has the time left, and a line that wraps is hard to read
+            eta, width = (self._eta(), math.inf) if self._console is None else ("", self._console.width)
+            self._print(_step_line(step, self._total, metrics, eta, width))
             why = _no_gradient(metrics)
             if why and not self._no_gradient:  # the steps that follow would say the same
                 self._print(f"step {step}: {why}")
@@ -149,8 +155,10 @@ class LiveView:
                 self._print("  ".join([*now, *self._progress()]))
 
     def _progress(self) -> list[str]:
-        """Lines of the panel and the log about the current rollout."""
-        found = [self._rollout] if self._rollout else []
+        """Lines of the panel and the log about the current phase."""
+        found = [self.detail] if self.detail else []
+        if beside := self.beside():
+            found.append(f"compiling beside it: {beside}")
         if self._waiting is not None:
             count, longest, since_s = self._waiting
             found.append(f"{count} wait for answers, longest {longest}: {duration(self._clock() - since_s)}")
@@ -196,7 +204,8 @@ class LiveView:
                 head.append("   reward ", "dim").append(number(self._reward), "bold green")
             if eta := self._eta():
                 head.append(f"   {eta}", "dim")
-            lines: list[Any] = [head, *(Text(_clean(line), style="dim") for line in self._progress())]
+            lines: list[Any] = [head]
+            lines += [Text(_clean(line), "dim", no_wrap=True, overflow="ellipsis") for line in self._progress()]
             if self._total:
                 lines.append(ProgressBar(total=self._total, completed=self._last_step, width=48))
             return Group(*lines)
@@ -216,29 +225,38 @@ def _no_gradient(metrics: Mapping[str, float]) -> str:
     return text
 
 
-def _step_line(step: int, total: int, metrics: Mapping[str, float], eta: str) -> str:
-    """`step  3/10  reward 0.42  length 118 (longest 256)  12.3s: gen 8.1, update_actor 3.4  eta 1m26s`."""
+def _step_line(step: int, total: int, metrics: Mapping[str, float], eta: str, width: float = math.inf) -> str:
+    """`step  3/10  reward 0.42  length 118 (longest 256)  12.3s: gen 8.1, update_actor 3.4  eta 1m26s`. What is wider
+    than `width` goes without its details."""
 
     def text(name: str) -> str:
         return SHOWN[name].text.format(number(metrics[name])) if name in metrics else ""
 
-    longest = text("response_length/max")
-    parts = [
-        f"step {step:>{len(str(total))}}/{total}" if total else f"step {step}",
-        text("critic/rewards/mean"),
-        text("train/loss"),
-        f"{text('response_length/mean')} ({longest})" if longest else "",
-        _seconds(metrics),
-        text("perf/throughput"),
-        text("actor/grad_norm"),
-    ]
-    for name, value in metrics.items():
-        if name.startswith("val") and name.count("/") == 1:  # not the details below it
-            parts.append(f"{name} {number(value)}")
+    longest, seconds = text("response_length/max"), _seconds(metrics)
+    parts = {
+        "step": f"step {step:>{len(str(total))}}/{total}" if total else f"step {step}",
+        "reward": text("critic/rewards/mean"),
+        "loss": text("train/loss"),
+        "length": f"{text('response_length/mean')} ({longest})" if longest else "",
+        "seconds": seconds,
+        "throughput": text("perf/throughput"),
+        "norm": text("actor/grad_norm"),
+        # not the details below it
+        **{n: f"{n} {number(v)}" for n, v in metrics.items() if n.startswith("val") and n.count("/") == 1},
+    }
     failed = sum(metrics.get(f"reward/{kind}", 0.0) for kind in FAILURES)
     for name, count in (("updates skipped", metrics.get("actor/skipped_updates", 0.0)), ("rewards failed", failed)):
-        parts += [f"{name}: {count:g}"] if count else []
-    return "  ".join(part for part in (*parts, eta) if part)
+        parts |= {name: f"{name}: {count:g}"} if count else {}
+    parts["eta"] = eta
+    for name, shorter in (
+        ("throughput", ""),
+        ("norm", ""),
+        ("length", text("response_length/mean")),
+        ("seconds", seconds.partition(":")[0]),
+    ):
+        if len("  ".join(filter(None, parts.values()))) > width:
+            parts[name] = shorter
+    return "  ".join(filter(None, parts.values()))
 
 
 def _seconds(metrics: Mapping[str, float]) -> str:
