@@ -256,7 +256,7 @@ def _report_to(start: Training, run: Run, beside: list[CompiledPrograms]) -> Non
     def stepped(step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
         record.on_step(step, measured, groups)
         while beside and step < start.total_steps and not start.stop():
-            record.view.phase("compiling programs")  # what is left when a step has ended would only slow the next one
+            record.view.phase("compiling the rest")  # what is left when a step has ended would only slow the next one
             beside.pop().complete(start.beat)
 
     def save(step: int, state: Mapping[str, Any]) -> None:
