@@ -172,9 +172,7 @@ def _charts(run: RecordedRun) -> list[Chart]:
     ]
     longest, wait = dots(run.series("response_length/max")), "Slow prompts wait for the next long round."
     return [
-        Chart(
-            "Rollout time by round", "seconds", dots(rollout_s), "timing_s/gen", "Short ones should be equally fast."
-        ),
-        Chart("Longest response by round", "tokens", longest, "response_length/max", "Long rounds have the slow ones."),
-        Chart("Long-prompt queue", "prompts, steps", queue, "rollout/queue_length", wait),
+        Chart("Rollout time by round", "seconds", dots(rollout_s), "Short ones should be equally fast."),
+        Chart("Longest response by round", "tokens", longest, "Long rounds have the slow ones."),
+        Chart("Long-prompt queue", "prompts, steps", queue, wait),
     ]

@@ -116,9 +116,8 @@ class LiveView:
                 self._recent.append(seconds)
             self._is_first, self._last_step, self._last_step_at = False, step, now
             self._reward = _finite(metrics, "critic/rewards/mean")
-            # on a terminal the panel has the time left, and a line that wraps is hard to read
-            eta, width = (self._eta(), math.inf) if self._console is None else ("", self._console.width)
-            self._print(_step_line(step, self._total, metrics, eta, width))
+            eta = self._eta() if self._console is None else ""  # which the panel has
+            self._print(_step_line(step, self._total, metrics, eta), in_a_line=True)
             why = _no_gradient(metrics)
             if why and not self._no_gradient:  # the steps that follow would say the same
                 self._print(f"step {step}: {why}")
@@ -168,13 +167,14 @@ class LiveView:
         step = min(self._last_step + 1, self._total) if self._total else self._last_step + 1
         return f"{step}/{self._total}" if self._total else f"{step}"
 
-    def _print(self, text: str) -> None:
+    def _print(self, text: str, *, in_a_line: bool = False) -> None:
+        """`in_a_line`: on a terminal what is too long is cut."""
         self._printed_at = self._clock()
         if self._muted:
             return
         try:
             if self._console is not None:
-                self._console.print(Text(_clean(text)))
+                self._console.print(Text(_clean(text)), no_wrap=in_a_line, overflow="ellipsis" if in_a_line else "fold")
             else:
                 encoding = getattr(self._stream, "encoding", None) or "utf-8"
                 # a log in ASCII must not end the run over a letter
@@ -225,38 +225,27 @@ def _no_gradient(metrics: Mapping[str, float]) -> str:
     return text
 
 
-def _step_line(step: int, total: int, metrics: Mapping[str, float], eta: str, width: float = math.inf) -> str:
-    """`step  3/10  reward 0.42  length 118 (longest 256)  12.3s: gen 8.1, update_actor 3.4  eta 1m26s`. What is wider
-    than `width` goes without its details."""
+def _step_line(step: int, total: int, metrics: Mapping[str, float], eta: str) -> str:
+    """`step  3/10  reward 0.42  length 118 (longest 256)  12.3s: gen 8.1, update_actor 3.4  eta 1m26s`."""
 
     def text(name: str) -> str:
         return SHOWN[name].text.format(number(metrics[name])) if name in metrics else ""
 
-    longest, seconds = text("response_length/max"), _seconds(metrics)
-    parts = {
-        "step": f"step {step:>{len(str(total))}}/{total}" if total else f"step {step}",
-        "reward": text("critic/rewards/mean"),
-        "loss": text("train/loss"),
-        "length": f"{text('response_length/mean')} ({longest})" if longest else "",
-        "seconds": seconds,
-        "throughput": text("perf/throughput"),
-        "norm": text("actor/grad_norm"),
-        # not the details below it
-        **{n: f"{n} {number(v)}" for n, v in metrics.items() if n.startswith("val") and n.count("/") == 1},
-    }
+    longest = text("response_length/max")
     failed = sum(metrics.get(f"reward/{kind}", 0.0) for kind in FAILURES)
-    for name, count in (("updates skipped", metrics.get("actor/skipped_updates", 0.0)), ("rewards failed", failed)):
-        parts |= {name: f"{name}: {count:g}"} if count else {}
-    parts["eta"] = eta
-    for name, shorter in (
-        ("throughput", ""),
-        ("norm", ""),
-        ("length", text("response_length/mean")),
-        ("seconds", seconds.partition(":")[0]),
-    ):
-        if len("  ".join(filter(None, parts.values()))) > width:
-            parts[name] = shorter
-    return "  ".join(filter(None, parts.values()))
+    counts = {"updates skipped": metrics.get("actor/skipped_updates", 0.0), "rewards failed": failed}
+    parts = [  # the last ones are cut first
+        f"step {step:>{len(str(total))}}/{total}" if total else f"step {step}",
+        text("critic/rewards/mean"),
+        text("train/loss"),
+        *(f"{name}: {count:g}" for name, count in counts.items() if count),
+        *(f"{n} {number(v)}" for n, v in metrics.items() if n.startswith("val") and n.count("/") == 1),
+        f"{text('response_length/mean')} ({longest})" if longest else "",
+        _seconds(metrics),
+        text("perf/throughput"),
+        text("actor/grad_norm"),
+    ]
+    return "  ".join(part for part in (*parts, eta) if part)
 
 
 def _seconds(metrics: Mapping[str, float]) -> str:

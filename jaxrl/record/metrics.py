@@ -77,55 +77,29 @@ class Shown(NamedTuple):
 
 
 SHOWN = {
-    "critic/rewards/mean": Shown(
-        "Reward", "per step", "What the scorers gave, over all responses of a step. It should rise.", "reward {}"
-    ),
+    "critic/rewards/mean": Shown("Reward", "per step", "What the scorers gave. It should rise.", "reward {}"),
     "train/loss": Shown("Loss", "per step", "What training makes small. Held-out rows should follow.", "loss {}"),
     "response_length/mean": Shown("Response length", "tokens", "How long responses are.", "length {}"),
     "response_length/max": Shown("Longest response", "tokens", "A step waits for its longest one.", "longest {}"),
-    "response_length/clip_ratio": Shown(
-        "Responses cut at the limit", "share", "They had not ended at data.max_response_length."
-    ),
-    "critic/mixed_reward_groups": Shown(
-        "Groups with mixed rewards", "share", "Prompts whose responses differ in reward: only these teach."
-    ),
-    "rollout/bubble_ratio": Shown(
-        "Idle row-slots in rollout", "share", "Room for responses that was empty while the last ones were drawn."
-    ),
-    "perf/throughput": Shown(
-        "Throughput", "tokens/s/device", "Trained tokens over the seconds of the whole step.", "{} tokens/s/device"
-    ),
+    "response_length/clip_ratio": Shown("Responses cut at the limit", "share", "They had not come to their end."),
+    "critic/mixed_reward_groups": Shown("Groups with mixed rewards", "share", "Only these prompts teach."),
+    "rollout/bubble_ratio": Shown("Idle row-slots in rollout", "share", "Room that the last responses left empty."),
+    "perf/throughput": Shown("Throughput", "tokens/s/device", "Over the whole step.", "{} tokens/s/device"),
     "actor/entropy": Shown("Entropy", "nats per token", "How open the next token is. Near 0 nothing new is tried."),
-    "actor/grad_norm": Shown(
-        "Gradient norm", "before clipping", "How strongly a step pulls. At 0 it teaches nothing.", "grad norm {}"
-    ),
+    "actor/grad_norm": Shown("Gradient norm", "before clipping", "At 0 a step teaches nothing.", "grad norm {}"),
     "actor/pg_clipfrac": Shown("Clipped tokens", "share", "Their probability has moved too far for this step."),
     "actor/skipped_updates": Shown("Skipped updates", "per step", "Their gradient was not finite."),
     "actor/lr": Shown("Learning rate", "at the step's last update", "How far an update goes."),
-    "actor/ppo_kl": Shown(
-        "KL of the update, old to new policy", "nats per token, mean log-ratio", "How far a step moved the policy."
-    ),
+    "actor/ppo_kl": Shown("KL of the update", "nats per token, mean log-ratio", "How far a step moved the policy."),
     "actor/kl_loss": Shown("KL to the reference", "nats per token", "How far the policy is from where it began."),
     "actor/teacher_kl": Shown("KL to the teacher", "nats per token, mean log-ratio", "It should fall."),
     "critic/values/mean": Shown("Values and returns", "mean over tokens", "What the critic expects, and what came."),
-    "critic/vf_explained_var": Shown(
-        "Explained variance of the critic", "share", "1: it foresees every return. 0: it knows no more than the mean."
-    ),
-    "rewards/chosen": Shown(
-        "Implicit rewards", "beta times the log-ratio, means", "The margin between the two answers should rise."
-    ),
-    "rollout_corr/k3_kl": Shown(
-        "Rollout against trainer", "nats per token", "Both compute the same tokens: the difference should be near 0."
-    ),
-    "rollout_corr/logprob_abs_diff_max": Shown(
-        "Largest gap of a log-probability", "nats, rollout to trainer", "The token on which both differ most."
-    ),
-    "rollout_corr/rollout_is_mean": Shown(
-        "Importance weights of the rollout", "ratio", "They correct for that difference. The mean should be near 1."
-    ),
-    "training/off_policy/mean_staleness": Shown(
-        "Staleness of trained tokens", "policy versions", "How many updates older the weights were that drew them."
-    ),
+    "critic/vf_explained_var": Shown("Explained variance of the critic", "share", "At 1 it foresees every return."),
+    "rewards/chosen": Shown("Implicit rewards", "beta times the log-ratio, means", "The margin should rise."),
+    "rollout_corr/k3_kl": Shown("Rollout against trainer", "nats per token", "Both compute the same: it should be 0."),
+    "rollout_corr/logprob_abs_diff_max": Shown("Largest gap of a log-probability", "nats", "Rollout against trainer."),
+    "rollout_corr/rollout_is_mean": Shown("Importance weights of the rollout", "ratio", "The mean should be near 1."),
+    "training/off_policy/mean_staleness": Shown("Staleness of trained tokens", "updates", "Since they were drawn."),
     "training/off_policy/share": Shown("Tokens of earlier weights", "share", "Trained tokens that older weights drew."),
 }
 FAILURES = {"timeouts": ("time-out", "time-outs"), "crashes": ("crash", "crashes"), "errors": ("error", "errors")}

@@ -39,13 +39,11 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A titled drawing. `missing` is shown in its place if nothing was recorded: it names what would have to be.
-    `about` explains it in a line."""
+    """A titled drawing, with a line that explains it."""
 
     title: str
     unit: str
     curves: Sequence[Curve]
-    missing: str
     about: str = ""
     band: tuple[Sequence[Point], Sequence[Point]] = ((), ())  # lower and upper edge
     stack: Sequence[Curve] = ()
@@ -61,8 +59,7 @@ class Chart:
 def card(chart: Chart) -> str:
     drawn = [*chart.curves, *chart.stack]
     if not any(finite(curve.points) for curve in drawn):
-        head = f"<h3>{escape(chart.title)} <small>{escape(chart.unit)}</small></h3>"
-        return f"<figure>{head}<p class=none>not recorded: {escape(chart.missing)}</p></figure>"
+        return ""
     labels = [(curve.label, curve.colour + " dash" * curve.limit) for curve in drawn]
     if all(chart.band):
         labels.append(("middle half of the prompts", "c1 faint"))

@@ -1,9 +1,7 @@
-"""Drawings that are not curves over steps: lengths as a histogram, groups' rewards as a heat map, rows over time. Each
+"""Drawings that are not curves over steps: lengths as a histogram, prompts' rewards as a heat map, rows over time. Each
 is empty if its file was not written.
 
-The heat map has a column for each step, or for several where there are many, in which groups are sorted by their mean
-reward: the darker, the higher. So a band in the middle is what still teaches. The rows come from the last round in the
-timeline; only the end of that file is read, because it may be large.
+The rows come from the last round in the timeline; only the end of that file is read, because it may be large.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from jaxrl.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, figure,
 _TAIL_BYTES = 8 << 20
 _WANTED = (f'"cat":"{ROW}"'.encode(), b'"name":"step"')
 _APART = 0.06  # between bars, in percent of the width
-_COLUMNS, _RANKS, _LEVELS, _MOST_PROMPTS = 90, 24, 8, 40
+_COLUMNS, _LEVELS, _MOST_PROMPTS = 60, 8, 40
 MOST_ROWS = 64
 """The most rows of a round that are drawn; of more, every second, third and so on."""
 _ENDS = {  # of a request in a row: label and colour
@@ -81,72 +79,35 @@ def _shares(batches: Batches) -> list[float]:
     return [value / sum(sums) for value in sums]
 
 
-def heat_card(batches: Batches) -> str:
-    """Groups' mean rewards over the steps; empty where all are equal."""
-    batches = [each for each in batches if each["groups"]]
-    values = [value for each in batches for value in each["groups"]]
-    if not values or min(values) == max(values):
-        return ""
-    count = min(_COLUMNS, len(batches))
-    pieces = [batches[i * len(batches) // count : (i + 1) * len(batches) // count] for i in range(count)]
-    ranks = min(_RANKS, max(len(each["groups"]) for each in batches))
-    columns = [
-        [fmean(rewards) for rewards in zip(*(_ranked(each["groups"], ranks) for each in piece), strict=True)]
-        for piece in pieces
-    ]
-    cells, legend = _heat(columns, (HEIGHT - TOP - BOTTOM) / ranks, min(values), max(values))
-    body = [cells]
-    first, last = batches[0]["step"], batches[-1]["step"]
-    marks = [(t, (t - first + 0.5) / (last - first + 1)) for t in ticks_of(first, last) if first <= t <= last]
-    marks = [(t, at) for t, at in marks if t == int(t)] if last - first > 1 else [(first, 0.5)]
-    body.append(frame([], [_label(value, share) for value, share in marks], "step"))
-    for y, text in ((TOP + 8, "best"), (HEIGHT - BOTTOM, "worst")):
-        body.append(f"<text x={LEFT - 6} y={y} text-anchor=end>{text}</text>")
-    about = "A step's prompts, sorted. Those between the faintest and the strongest teach."
-    return figure("Rewards of groups", "mean of each, sorted", legend, "".join(body), about=about)
-
-
-def _heat(
-    columns: Sequence[Sequence[float | None]], tall: float, low: float, high: float
-) -> tuple[str, list[tuple[str, str]]]:
-    """Columns of cells from below, the stronger the higher, and their legend. None leaves a cell empty."""
-    wide, base = (WIDTH - LEFT - RIGHT) / len(columns), TOP + tall * len(columns[0])
-    cells: list[list[str]] = [[] for _ in range(_LEVELS)]
-    for i, column in enumerate(columns):
-        for rank, value in enumerate(column):
-            if value is not None:
-                level = min(int((value - low) / (high - low) * _LEVELS), _LEVELS - 1)
-                x, y = LEFT + wide * i, base - tall * (rank + 1)
-                cells[level].append(f"M{x:.1f} {y:.1f}h{wide + 0.2:.1f}v{tall + 0.2:.1f}h{-wide - 0.2:.1f}z")
-    legend = [(number(low + (high - low) * level / (_LEVELS - 1)), f"c3 heat{level}") for level in (0, 2, 5, 7)]
-    return "".join(f"<path class='c3 heat{level}' d='{''.join(d)}'/>" for level, d in enumerate(cells) if d), legend
-
-
 def prompts_card(batches: Batches) -> str:
-    """The mean reward of each prompt in each pass over the data; empty where no prompt came twice."""
+    """The mean reward of each prompt in each pass over the data, the stronger the higher; empty where no prompt came
+    twice."""
     seen: dict[int, dict[int, float]] = {}
     for each in batches:
         for (epoch, index), reward in zip(each.get("prompts", ()), each["groups"], strict=False):
             seen.setdefault(index, {})[epoch] = reward
     epochs = sorted({epoch for rewards in seen.values() for epoch in rewards})
     values = [reward for rewards in seen.values() for reward in rewards.values()]
-    if len(epochs) < 2 or min(values) == max(values):
+    if len(epochs) < 2 or (low := min(values)) == (high := max(values)):
         return ""
-    ordered = sorted(seen, key=lambda index: fmean(seen[index].values()))
-    shown, epochs = _some(ordered, _MOST_PROMPTS), _some(epochs, _COLUMNS)
+    shown = _some(sorted(seen, key=lambda index: -fmean(seen[index].values())), _MOST_PROMPTS)
+    epochs = _some(epochs, _COLUMNS)
     tall, wide = max((HEIGHT - TOP - BOTTOM) / len(shown), 6), (WIDTH - LEFT - RIGHT) / len(epochs)
-    base = TOP + tall * len(shown)
-    columns = [[seen[index].get(epoch) for index in shown] for epoch in epochs]
-    cells, legend = _heat(columns, tall, min(values), max(values))
-    labels = [(f"{epoch + 1}", round(LEFT + wide * (i + 0.5), 1), "middle") for i, epoch in enumerate(epochs)]
-    body = [cells, frame([], _some(labels, 8), "pass", base + BOTTOM)]
+    base, body = TOP + tall * len(shown), list[str]()
     for rank, index in enumerate(shown):
-        y = base - tall * (rank + 1)
+        y, rewards = TOP + tall * rank, seen[index]
         if not rank % round(12 / tall + 0.5):
             body.append(f"<text x={LEFT - 6} y={y + tall / 2 + 4:.1f} text-anchor=end>{index}</text>")
-        rewards = ", ".join(number(reward) for _, reward in sorted(seen[index].items()))
-        box = f"x={LEFT} y={y:.1f} width={WIDTH - LEFT - RIGHT} height={tall:.1f}"
-        body.append(f"<rect class=clear {box}><title>prompt {index}: {rewards}</title></rect>")
+        body.append(f"<g><title>prompt {index}: {', '.join(number(rewards[at]) for at in sorted(rewards))}</title>")
+        for i, epoch in enumerate(epochs):
+            if epoch in rewards:
+                level = min(int((rewards[epoch] - low) / (high - low) * _LEVELS), _LEVELS - 1)
+                box = f"x={LEFT + wide * i:.1f} y={y:.1f} width={wide + 0.2:.1f} height={tall + 0.2:.1f}"
+                body.append(f"<rect class='c3 heat{level}' {box} />")
+        body.append("</g>")
+    labels = [(f"{epoch + 1}", round(LEFT + wide * (i + 0.5), 1), "middle") for i, epoch in enumerate(epochs)]
+    body.append(frame([], _some(labels, 8), "pass", base + BOTTOM))
+    legend = [(number(low + (high - low) * level / (_LEVELS - 1)), f"c3 heat{level}") for level in (0, 2, 5, 7)]
     some = f", {len(shown)} of {len(seen)}" if len(shown) < len(seen) else ""
     view = f"viewBox='0 0 {WIDTH} {base + BOTTOM:.4g}'"
     about = "A line is a prompt, by its number in the data. Faint ones are too hard, strong ones too easy."
@@ -162,11 +123,6 @@ def _some(values: Sequence[Any], most: int) -> list[Any]:
 
 def _label(value: float, share: float) -> tuple[str, float, str]:
     return number(value), round(LEFT + share * (WIDTH - LEFT - RIGHT), 1), "end" if share > 0.97 else "middle"
-
-
-def _ranked(values: Sequence[float], ranks: int) -> list[float]:
-    ordered = sorted(values)
-    return [ordered[i * len(ordered) // ranks] for i in range(ranks)]
 
 
 def last_round(file: Path) -> tuple[int, list[Event]]:

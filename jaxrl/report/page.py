@@ -19,7 +19,7 @@ from jaxrl.record.numbers import duration, number
 from jaxrl.record.run_dir import refuse_overwriting
 from jaxrl.report.charts import breakable, card, finite
 from jaxrl.report.curves import PagePart, charts, short, validation_names
-from jaxrl.report.drawings import heat_card, histogram_card, last_round, prompts_card, rows_card
+from jaxrl.report.drawings import histogram_card, last_round, prompts_card, rows_card
 from jaxrl.report.figures import summed
 from jaxrl.report.rewards import rewards_section
 from jaxrl.report.runs import RecordedRun, devices, facts, option_text, read_run
@@ -59,7 +59,7 @@ def page(run: RecordedRun, parts: Sequence[PagePart] = ()) -> str:
         name,
         _subtitle(run),
         f"{_failed(run)}{problems}{_simulated(run)}{_headlines(run)}{verdicts_box(run)}<section class=charts>{drawn}"
-        f"{histogram_card(run.batches)}{heat_card(run.batches)}{prompts_card(run.batches)}</section>"
+        f"{histogram_card(run.batches)}{prompts_card(run.batches)}</section>"
         f"{rows_card(*last_round(run.folder / 'timeline.json'))}{rewards_section(run, span)}"
         f"{''.join(part.section(run) for part in parts)}{samples}"
         f"<h2>Configuration</h2>{_config(run)}<h2>Where and when</h2>{_facts(run)}",

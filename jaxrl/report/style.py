@@ -55,7 +55,7 @@ color:var(--soft);font-size:.8125rem}td,th{padding:7px 16px 7px 0;border-bottom:
 vertical-align:top}.num{font-variant-numeric:tabular-nums}code,pre{
 font:.8438rem/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}pre{margin:0;
 white-space:pre-wrap;max-height:20em;overflow:auto}
-.shades{font-size:.875rem;margin:8px 0}.shades span{padding:1px 6px}.clear{fill:transparent}
+.shades{font-size:.875rem;margin:8px 0}.shades span{padding:1px 6px}
 .samples pre.answer{color:var(--soft);margin-left:1.5em}.p1{background:#d6272822}.p2{background:#d6272844}
 .p3{background:#d6272866}.p4{background:#d6272899}.samples{table-layout:fixed}.samples th:nth-child(1){width:84px}
 .samples .key{white-space:nowrap}

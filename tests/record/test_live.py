@@ -110,23 +110,15 @@ def test_a_step_that_teaches_nothing_says_why(metrics, said):
     assert lines_of(metrics, first=7)[1:] == ([] if said is None else [said])
 
 
-@pytest.mark.parametrize(
-    ("width", "said"),
-    [
-        (120, "length 118 (longest 256)  12.3s: gen 8.1, update_actor 3.44  812 tokens/s/device"),
-        (100, "length 118 (longest 256)  12.3s: gen 8.1, update_actor 3.44"),
-        (80, "length 118  12.3s: gen 8.1, update_actor 3.44"),
-        (60, "length 118  12.3s"),
-    ],
-)
-def test_a_step_is_one_line_of_the_terminal(width, said, terminal, monkeypatch):
+@pytest.mark.parametrize(("width", "end"), [(120, "812 tokens/s/device"), (60, "(longest 256)  12.3s: …")])
+def test_a_step_is_one_line_of_the_terminal(width, end, terminal, monkeypatch):
     """The time left is in the panel alone."""
     monkeypatch.setenv("COLUMNS", str(width))
     with contextlib.closing(LiveView(10, terminal)) as view:
         view.step(1, METRICS)
         view.step(2, METRICS)
-    lines = [line for line in terminal.getvalue().splitlines() if "step  2/10" in line and "reward" in line]
-    assert lines[0].endswith(f"reward 0.422  {said}")
+    (line,) = [line for line in terminal.getvalue().splitlines() if "step  2/10  reward" in line]
+    assert line.endswith(end)
 
 
 @pytest.mark.parametrize("width", [40, 80])

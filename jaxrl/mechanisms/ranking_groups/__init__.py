@@ -295,4 +295,4 @@ def _charts(run: RecordedRun) -> list[Chart]:
         Curve("begun in an earlier round", run.series("rollout/ranking/carried_share"), "c4"),
     ]
     about = "How evenly the groups keep the workers busy."
-    return [with_epochs(run, Chart("Workers of ranking groups", "share", shares, "rollout/ranking/*", about, top=1))]
+    return [with_epochs(run, Chart("Workers of ranking groups", "share", shares, about, top=1))]
