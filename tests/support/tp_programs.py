@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
 def programs_of_switch(before: LayoutPrograms, after: LayoutPrograms) -> tuple[int, int]:
     target = jax.tree.map(lambda x: x.sharding, after.abstract_params())
     with mock.patch.object(reshard, "_default_kind", return_value=None):  # compile-only devices know no such kinds
-        _, weights = reshard.precompile(before.abstract_params(), target)
+        weights = reshard.precompile(before.abstract_params(), target)
     blocks = after.cache_shape.num_blocks
     pool = kv_migration.precompile(before.layout, after.layout, before.abstract_pool(), blocks, [(64, 0)])
     return len(weights), len(pool)
