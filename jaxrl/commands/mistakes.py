@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jaxrl.commands.options import options_text
+from jaxrl.commands.port import port
 from jaxrl.commands.simulate import folder_of
 from jaxrl.commands.tune import start_of
 from jaxrl.config import Config
@@ -95,6 +97,10 @@ def _of_arguments(look: Look, options: Namespace) -> None:
                 look(read_run, folder)
         case "tune":
             look(start_of, options.run_dir)
+        case "options":
+            look(options_text, options.section)
+        case "port":
+            look(port, options.library, options.source, options.devices or 1)
 
 
 def _of_config(look: Look, config: Config, options: Namespace) -> None:

@@ -67,6 +67,10 @@ CASES = {
     "report gone --bogus --out rows.jsonl/x": [
         *("report: --out (rows.jsonl/x) cannot be written", "report: unknown option", "gone is not a run"),
     ],
+    "options actr --bogus": ["options: unknown option '--bogus'", "options: there is no section and no option 'actr'"],
+    "port --from verl gone.yaml --devices 0 --bogus": [
+        *("port: --devices must be", "port: unknown option '--bogus'", "port: no such file: gone.yaml"),
+    ],
     "check-numerics --model gone --rows 0 --tp 99": ["check-numerics: --rows", "check-numerics: --tp must be", MODEL],
     "explain-layout --model gone --tp 0 --bogus": [
         *("explain-layout: --tp", "explain-layout: unknown option", "gone: there is no such file or folder; --model"),
