@@ -155,18 +155,6 @@ def test_long_responses_lose_reward_and_nothing_else_changes(rule: str):
         assert "reward/overlong_penalty/mean" not in plain.metrics[step]
 
 
-def test_advantages_and_dynamic_sampling_see_the_shaped_reward():
-    """All answers are right: without shaping every group would be filtered, with it those of unequal lengths stay."""
-    filtering = {"algorithm.filter_groups": {"enable": True, "max_num_gen_batches": 10}}
-    workload = make_workload(5, hang_share=0.0, pass_rate=1 - 1e-12)
-    with pytest.raises(ValueError, match="28 of them filtered"):
-        House(make_config(filtering), workload).run()
-    house = House(make_config({**filtering, **SHAPING}), workload)
-    assert house.run()
-    assert all(len({s.reward for s in g.samples}) > 1 for groups in house.groups.values() for g in groups)
-    assert all(values["critic/advantages/max"] > 0 for values in house.metrics.values())
-
-
 # ---------------------------------------------------------------- training on several versions
 
 
@@ -194,47 +182,3 @@ def test_tokens_of_earlier_versions_keep_their_recorded_logprobs():
             old += int((sample.versions < step - 1).sum())
     assert old > 0
     assert all(batch.old_logprobs is None for batch in learnt_from({"actor.old_logprobs": "rollout"}))
-
-
-def test_or_have_them_recomputed():
-    """As in APRIL: all denominators are those of the policy before the update, whatever version wrote the tokens."""
-    batches = learnt_from({"rollout.stale_tokens": "recompute"})
-    assert any((s.versions < step - 1).any() for step, batch in enumerate(batches, 1) for s in batch.samples)
-    for batch in batches:
-        assert batch.loss_masks is None
-        assert all((values == -9.0).all() for values in batch.old_logprobs)
-    ahead = learnt_from(
-        {"rollout.partial_rollout": {}, "trainer.one_step_off": True, "rollout.stale_tokens": "recompute"}
-    )
-    assert all((values == -9.0).all() for batch in ahead for values in batch.old_logprobs)
-
-
-def test_or_are_not_learnt_from():
-    batches = learnt_from({"rollout.stale_tokens": "mask"})
-    masked = 0
-    for step, batch in enumerate(batches, 1):
-        for sample, mask in zip(batch.samples, batch.loss_masks, strict=True):
-            assert mask.tolist() == (sample.versions >= step - 1).astype(float).tolist()
-            masked += int((mask == 0).sum())
-    assert masked > 0
-
-
-def test_what_is_not_learnt_from_does_not_whiten_either():
-    options = {"rollout.stale_tokens": "mask", "algorithm.adv_estimator": "reinforce_plus_plus"}
-    masked = whitened = 0
-    for batch in learnt_from(options):
-        values, mask = np.concatenate(batch.advantages), np.concatenate(batch.loss_masks) > 0
-        returns = {s.reward for s, own in zip(batch.samples, batch.loss_masks, strict=True) if own.any()}
-        assert abs(values[mask].mean()) < 1e-5
-        assert values[mask].std(ddof=1) == pytest.approx(float(len(returns) > 1), abs=1e-4)
-        masked += int((~mask).sum())
-        whitened += len(returns) > 1 and not mask.all()
-    assert masked > 0
-    assert whitened > 0
-
-
-def test_one_step_off_learns_from_recorded_logprobs_and_asks_for_no_others():
-    values = {"rollout.partial_rollout": {}, "trainer.one_step_off": True}
-    batches = learnt_from(values)
-    assert batches[0].old_logprobs is not None, "the first step is on-policy"
-    assert all(batch.old_logprobs is None for batch in batches[1:])

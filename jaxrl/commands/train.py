@@ -18,7 +18,7 @@ from jaxrl.config import Config, differences
 from jaxrl.config.domains import domains
 from jaxrl.config.options import total_steps
 from jaxrl.config.rollout_correction import uncorrected
-from jaxrl.data.problems import Problem
+from jaxrl.data.problems import Problem, asked_messages
 from jaxrl.data.prompts import PromptSource, load_train, load_validation, refuse_sources, validation_prompts
 from jaxrl.data.stops import stop_ids
 from jaxrl.mechanisms import batch_rule, enabled, refuse_devices
@@ -61,7 +61,7 @@ def _start(start: Training) -> RunOutcome:
 
     environments = _environments(start)
     problems, held_out = _problems(start, environments)
-    pool = _rewards(start)
+    pool = _rewards(start, [*problems, *held_out])
     start.beat("looking for devices, reading tokenizer and model")
     start.open_devices()
     host, memory, count = start.host, start.devices.memory, start.devices.count
@@ -150,10 +150,11 @@ def _problems(start: Training, environments: EnvironmentPool | None) -> tuple[Se
     return problems, held_out
 
 
-def _rewards(start: Training) -> RewardPool:
+def _rewards(start: Training, problems: Sequence[Problem]) -> RewardPool:
     start.beat("reading the reward function")
     log = start.run_dir.early_file("rewards.log")  # a reward file may print while it is imported
-    pool = start.stack.enter_context(closing(build_pool(start.config, build_scorer(start.config), log=log)))
+    scorer = build_scorer(start.config, (problem.extra for problem in problems))
+    pool = start.stack.enter_context(closing(build_pool(start.config, scorer, log=log)))
     if start.config.reward.judge.endpoint:
         from jaxrl.mechanisms.judge.endpoint import join_endpoint
 
@@ -177,6 +178,8 @@ def _prompts(
         refuse_context(config, problems)
     prompts = PromptSource(problems, start.tokenizer, config, environments)
     validation = validation_prompts(config, start.tokenizer, held_out, environments)
+    if environments is not None:
+        start.said += filter(None, [environments.not_described(asked_messages(problems[0].messages, config.data))])
     start.total_steps = total_steps(config, prompts.num_prompts)
     refuse_other_data(start.run_dir, prompts, config)
     return prompts, validation

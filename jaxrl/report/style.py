@@ -31,7 +31,7 @@ border-left:3px solid var(--c5);padding:4px 12px;margin:12px 0}.alarm{color:var(
 border-left-width:6px;border-color:var(--c6);background:color-mix(in srgb,var(--c6) 12%,transparent);padding:10px 14px}
 .verdicts{list-style:none;margin:0 0 24px;padding:10px 14px;border-left:6px solid var(--c5);
 background:color-mix(in srgb,var(--c5) 10%,transparent)}.verdicts li+li{margin-top:4px}.headlines{display:grid;
-grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:16px 24px;margin:24px 0 28px}.headlines dt{
+grid-template-columns:repeat(auto-fit,minmax(130px,1fr));gap:16px 24px;margin:24px 0 28px}.headlines dt{
 color:var(--soft);font-size:.875rem}.headlines dd{margin:0}.headlines dd:not(.sub){font-size:1.75rem;line-height:1.2;
 font-weight:600;font-variant-numeric:tabular-nums}.charts{display:grid;
 grid-template-columns:repeat(auto-fill,minmax(min(320px,100%),1fr));gap:16px}figure{margin:0;background:var(--card);

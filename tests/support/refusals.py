@@ -1,9 +1,5 @@
-"""The battery of bad inputs (`tests/refusals`): a command, what is wrong with it, and the sentence that answers.
-
-A `Refusal` runs `jaxrl` in this process, in an empty folder. The command must end with status 2, say the sentence first
-(`tests/refusals/test_all_mistakes.py` has answers of several), and leave every file that was there before as it was,
-without a new one beside it.
-"""
+"""The battery of bad inputs (`tests/refusals`): a command, what is wrong with it, and the sentence that answers first
+(`tests/refusals/test_all_mistakes.py` has answers of several)."""
 
 from __future__ import annotations
 
@@ -33,13 +29,8 @@ def problems(folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One bad input.
-
-    Attributes:
-      arguments: of `jaxrl`; `{tmp}` stands for the folder of the case, `{model}` for a tiny model's folder.
-      sentence: what stderr says first, after `jaxrl: `, with the same two places in it.
-      prepare: writes what the command reads into the folder; its working directory is the folder as well.
-    """
+    """One bad input: what `prepare` writes into an empty folder, where the command runs, and the first line of
+    stderr after `jaxrl: `. `{tmp}` stands for that folder, `{model}` for a tiny model's."""
 
     arguments: tuple[str, ...]
     sentence: str
@@ -53,7 +44,6 @@ def check_all(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Runs each command in an empty folder of its own, and fails with all that were not refused as they must be."""
     count, wrong = 0, []
     for count, refusal in enumerate(refusals, 1):
         own = folder / str(count)
@@ -71,7 +61,7 @@ def check_all(
 def check(
     refusal: Refusal, folder: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs the command; asserts its status, its sentence, and that nothing was written."""
+    """Status 2, the sentence on one line, and every file as it was, without a new one beside it."""
 
     def filled(text: str) -> str:
         return text.replace("{tmp}", str(folder)).replace("{model}", str(model))
