@@ -84,7 +84,7 @@ SHOWN = {
     "response_length/clip_ratio": Shown("Responses cut at the limit", "share", "They had not come to their end."),
     "critic/mixed_reward_groups": Shown("Groups with mixed rewards", "share", "Only these prompts teach."),
     "rollout/bubble_ratio": Shown("Idle row-slots in rollout", "share", "Room that the last responses left empty."),
-    "perf/throughput": Shown("Throughput", "tokens/s/device", "All its seconds count.", "{} tokens/s/device"),
+    "perf/throughput": Shown("Throughput", "tokens/s/device", "Over a step with all its phases.", "{} tokens/s/device"),
     "actor/entropy": Shown("Entropy", "nats per token", "How open the next token is. Near 0 nothing new is tried."),
     "actor/grad_norm": Shown("Gradient norm", "before clipping", "At 0 a step teaches nothing.", "grad norm {}"),
     "actor/pg_clipfrac": Shown("Clipped tokens", "share", "Their probability has moved too far for this step."),

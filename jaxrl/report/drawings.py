@@ -182,13 +182,11 @@ def rows_card(step: int, spans: Sequence[Event]) -> str:
     ends = {span["args"]["end"] for row in shown for span in rows[row]}
     legend = [label for end_, label in _ENDS.items() if end_ in ends]
     some = f", {len(shown)} of {len(names)} rows" if len(shown) < len(names) else ""
-    until = "until the end of the plan (rollout.decode_steps tokens) in which it ended"
-    unit = f"seconds; a bar is a response, {until}{some}"
+    about = "A bar is a response, until the end of the plan (rollout.decode_steps tokens) in which it ended."
     # without a viewBox: lengths are shares of the width, so that it fits a phone with text of the same size
     view = f"style='height:{base + BOTTOM:.4g}px'"
-    return (
-        f"<section class='charts rows'>{figure(f'Rows in step {step:g}', unit, legend, ''.join(bars), view)}</section>"
-    )
+    drawn = figure(f"Rows in step {step:g}", f"seconds{some}", legend, "".join(bars), view, about)
+    return f"<section class='charts rows'>{drawn}</section>"
 
 
 def _bar(span: Event, start_s: float, share: float, y: float, tall: float) -> str:
