@@ -137,6 +137,7 @@ def test_a_function_takes_what_a_row_has(tmp_path: Path, arguments: str, refused
     with pytest.raises(ValueError, match=f"^reward.path: .*{refused}") if refused else nullcontext():
         scorer.load()
 
+
 @pytest.mark.parametrize(
     ("body", "status", "reward", "info"),
     [

@@ -1,4 +1,4 @@
-"""Simulated runs with gradients beside the rollout that are killed, fail, and go on: each group is learnt from once, and
+"""Simulated runs with gradients beside the rollout, killed or failed and resumed: each group is learned from once, and
 a step that runs again adds up the same in the same order, whatever its clock and that of the step before.
 
 The same on real devices is in tests/commands/test_equal_runs.py and tests/faults/test_kills.py.

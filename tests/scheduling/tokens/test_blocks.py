@@ -156,7 +156,7 @@ CALLS = st.tuples(
 def test_invariants_hold_and_what_is_seen_is_there(
     windows: tuple[int, ...], num_blocks: int, block_size: int, calls: list
 ):
-    """After any sequence of calls; and the table of a request has a block for all that its queries from `first` on see."""
+    """After any sequence of calls. The table of a request has a block for all that its queries from `first` on see."""
     blocks = BlockManager(2, num_blocks, block_size, KvStacks(windows, ahead=25))
     live: dict[int, tuple[int, int, int]] = {}  # request -> (group, first, tokens covered)
     shares: dict[int, Any] = {}
