@@ -102,7 +102,7 @@ def prompts_card(batches: Batches) -> str:
         for i, epoch in enumerate(epochs):
             if epoch in rewards:
                 level = min(int((rewards[epoch] - low) / (high - low) * _LEVELS), _LEVELS - 1)
-                box = f"x={LEFT + wide * i:.1f} y={y:.1f} width={wide + 0.2:.1f} height={tall + 0.2:.1f}"
+                box = f"x={LEFT + wide * i:.1f} y={y:.1f} width={wide:.1f} height={tall:.1f}"
                 body.append(f"<rect class='c3 heat{level}' {box} />")
         body.append("</g>")
     labels = [(f"{epoch + 1}", round(LEFT + wide * (i + 0.5), 1), "middle") for i, epoch in enumerate(epochs)]

@@ -66,7 +66,7 @@ font-weight:400}.legend{list-style:none;margin:16px 0;padding:0;display:flex;fle
 background:var(--c)}.wide{overflow-x:auto}.scroll{max-height:85vh;overflow-y:auto}
 .rows{grid-template-columns:1fr;margin-top:16px}.rows svg{width:calc(100% - 56px);margin:0 12px 0 44px;overflow:visible}
 .heat0{--o:.06}.heat1{--o:.18}.heat2{--o:.3}.heat3{--o:.43}.heat4{--o:.56}
-.heat5{--o:.7}.heat6{--o:.85}.heat7{--o:1}path{fill:var(--c);fill-opacity:var(--o)}figure li[class*=heat]::before{
+.heat5{--o:.7}.heat6{--o:.85}.heat7{--o:1}[class*=heat]{fill-opacity:var(--o)}figure li[class*=heat]::before{
 opacity:var(--o)}.controls{display:flex;flex-wrap:wrap;gap:8px 12px;align-items:center;margin:10px 0 14px}
 .controls[hidden]{display:none}select,input{font:inherit;font-size:.875rem;padding:4px 8px;color:var(--ink);
 background:var(--card);border:1px solid var(--rule);border-radius:6px;max-width:100%}
