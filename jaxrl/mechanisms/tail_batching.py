@@ -223,8 +223,9 @@ def _charts(run: RecordedRun) -> list[Chart]:
         Curve("prompts that wait", run.series("rollout/queue_length")),
         Curve("longest wait, steps", run.series("rollout/queue_age_steps/max"), "c2"),
     ]
+    longest, wait = dots(run.series("response_length/max")), "Slow prompts wait for the next long round."
     return [
-        Chart("Rollout time by round", "seconds", dots(rollout_s), "timing_s/gen"),
-        Chart("Longest response by round", "tokens", dots(run.series("response_length/max")), "response_length/max"),
-        Chart("Long-prompt queue", "prompts, steps", queue, "rollout/queue_length"),
+        Chart("Rollout time by round", "seconds", dots(rollout_s), "Short ones should be equally fast."),
+        Chart("Longest response by round", "tokens", longest, "Long rounds have the slow ones."),
+        Chart("Long-prompt queue", "prompts, steps", queue, wait),
     ]
