@@ -91,9 +91,9 @@ RECIPES = {
 def train(name: str, recipe: Recipe, seed: int, out: Path) -> dict[str, Any]:
     """Runs the commands; returns the curve as [step, value], seconds of a step, and the weights' checksum."""
     folders: list[Path] = []
-    for number, command in enumerate(recipe.commands):
+    for number, line in enumerate(recipe.commands):
         folders.append(out / f"{name}-{seed}-{number}")
-        words = [word.format(*folders, out=out / f"{name}-{seed}") for word in shlex.split(command)]
+        words = [word.format(*folders, out=out / f"{name}-{seed}") for word in shlex.split(line)]
         if words[0] == "train":
             words += [f"trainer.run_dir={folders[-1]}", f"trainer.seed={seed}", f"data.seed={seed}"]
         print(f"> jaxrl {shlex.join(words)}", flush=True)
@@ -145,7 +145,7 @@ def page(name: str, record: Mapping[str, Any]) -> str:
         f"`{found['sha256'][:16]}` |"
         for seed, found in seeds.items()
     )
-    commands = "\n".join(f"jaxrl {command}" for command in recipe.commands)
+    commands = "\n".join(f"jaxrl {line}" for line in recipe.commands)
     return f"""\
 # {recipe.title}
 
