@@ -13,7 +13,6 @@ export` writes: equal for a seed on machines with the same instructions and vers
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import shlex
 import statistics
@@ -24,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.exported import sha256_of
 from bench.harness import command, describe, header
 
 from jaxrl.record.metrics import read_metrics
@@ -101,14 +101,8 @@ def train(name: str, recipe: Recipe, seed: int, out: Path) -> dict[str, Any]:
     lines = read_metrics(folders[-1])
     curve = [[line["step"], line[recipe.metric]] for line in lines if recipe.metric in line]
     step_s = [line["timing_s/step"] - line.get("timing_s/testing", 0.0) for line in lines if "timing_s/step" in line]
-    exported = out / f"{name}-{seed}-export"
-    subprocess.run(
-        [sys.executable, "-m", "jaxrl", "export", folders[-1], exported, "--dtype", "float32"], check=True, stdout=2
-    )
-    digest = hashlib.sha256()
-    for file in sorted(exported.glob("*.safetensors")):
-        digest.update(file.read_bytes())
-    return {"curve": curve, "step_s": round(statistics.median(step_s[1:]), 1), "sha256": digest.hexdigest()}
+    weights = sha256_of(folders[-1], out / f"{name}-{seed}-export")
+    return {"curve": curve, "step_s": round(statistics.median(step_s[1:]), 1), "sha256": weights}
 
 
 def band(seeds: Mapping[str, Any]) -> tuple[float, float]:
