@@ -25,7 +25,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from papers import calibration, pat_closed, rhymerl_closed, what_if
+from papers import calibration, headline, pat_closed, rhymerl_closed, what_if
 from papers.calibration import Calibration
 from papers.cases import EXPERIMENTS, Case, case_of, cases_of, jobs_of
 from papers.pages import page
@@ -46,6 +46,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=FOLDER, metavar="FOLDER", help="where results go")
     parser.add_argument("--tiny", action="store_true", help="tries the script out: every size divided, no result")
     parser.add_argument("--calibrate", action="store_true", help="write the calibration file and end (a minute)")
+    parser.add_argument("--headline", action="store_true", help="write the table of all newest results, and end")
     parser.add_argument(
         "--page", type=Path, metavar="FILE", help="compute the other readings of a result anew, write its page, and end"
     )
@@ -64,10 +65,9 @@ def readings(paper: str, cases: Sequence[Case], known: Calibration, in_order: Ca
         return pat_closed.readings([case_of(entry, scale=cases[0].scale) for entry in longest.values()], known)
     if paper == "rhymerl":
         return rhymerl_closed.readings(cases, known)
-    if paper not in ("rollpacker", "april"):
-        return {}  # its main table is that of `rollpacker`
-    row = rows["APRIL" if paper == "april" else "+ tail batching"]
-    wanted = [case_of(entry).alike for entry in row.values()]
+    if paper != "april":
+        return {}
+    wanted = [case_of(entry).alike for entry in rows["APRIL"].values()]
     return what_if.readings([case for alike in wanted for case in cases if case.alike == alike], known, in_order)
 
 
@@ -100,6 +100,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.calibrate:
         calibration.write(calibration.calibrate(list(PROBLEMS.values())), options.calibration)
         print(f"wrote {options.calibration}: commit it before anything is run with it")
+        return 0
+    if options.headline:
+        text = headline.page(options.out, calibration.read(options.calibration))
+        (options.out / "headline.md").write_text(text, encoding="utf-8")
         return 0
     with ExitStack() as stack:
         in_order: Any = map

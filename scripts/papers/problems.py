@@ -286,11 +286,10 @@ def reward_stage_s(values: Values, task: str, num_samples: int) -> float:
     return max(free)
 
 
-def mixed_reward_s(values: Values, setup: Setup, in_turn: bool = True) -> float:
-    """Seconds of scoring a mixed batch, its tasks in turn or beside one another."""
+def mixed_reward_s(values: Values, setup: Setup) -> float:
+    """Seconds of scoring a mixed batch, its tasks in turn."""
     num_samples = setup.num_prompts * setup.group_size // len(TASKS)
-    stages = [reward_stage_s(values, task, num_samples) for task in TASKS]
-    return math.fsum(stages) if in_turn else max(stages)
+    return math.fsum(reward_stage_s(values, task, num_samples) for task in TASKS)
 
 
 @lru_cache(maxsize=64)
