@@ -81,11 +81,14 @@ def finish(file: Path, record: dict[str, Any], runs: Sequence[Steps], known: Cal
 
 
 def reproduce(paper: str, record: dict[str, Any], file: Path, options: argparse.Namespace, in_order: Any) -> str:
-    """Runs an experiment. Its result is kept after each run; `--page` makes the rest, should this be ended."""
-    known, began, runs = calibration.read(options.calibration), time.perf_counter(), []
+    """Runs an experiment, but for the runs that its file of the day has already. The result is kept after each run;
+    `--page` makes the rest, should this be ended."""
+    known, began = calibration.read(options.calibration), time.perf_counter()
+    runs: list[Steps] = read(file)[1] if file.exists() else []
+    done = {each.case for each in runs}
     scale = 32 if options.tiny else 1
     cases = cases_of(paper, options.steps, range(options.seeds), options.decode_steps, scale)
-    jobs = jobs_of(cases)
+    jobs = [job for job in jobs_of(cases) if not done.issuperset(job)]
     for found in in_order(run_together, jobs, [known] * len(jobs)):
         for steps in found:
             runs.append(steps)

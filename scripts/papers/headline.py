@@ -205,8 +205,8 @@ def planner(results: Results) -> Iterator[Line]:
     chosen = (1, 1, 2, 2, 4, 4, 4)
     runs = results["rollpacker-rollouts"]
     at = {tp: [runs.found(f"tp {tp}", length).rollout_s for length in lengths] for tp in (1, 2, 4, 8)}
-    own = sum(at[tp][i] for i, tp in enumerate(chosen))
-    control = min((sum(seconds) for seconds in at.values()), key=np.mean) / own
+    own = np.sum([at[tp][i] for i, tp in enumerate(chosen)], 0)
+    control = min((np.sum(seconds, 0) for seconds in at.values()), key=np.mean) / own
     yield Line(
         "RollPacker Fig. 13a, the paper's degrees over tp 1, 14B, 8k to 32k", 1.9, sum(at[1]) / own, True, control
     )
