@@ -275,6 +275,28 @@ def capped_share(setup: Setup, values: Values) -> float:
     return 1 - math.exp(none)
 
 
+def deferred_median(values: Values, factor: float = 1.25, num_rounds: int = 40) -> float:
+    """Median length of deferred prompts of code, drawn anew, over that of all: short rounds of the 14B set-up end with
+    the first prompts of which enough responses have, shorter ones first."""
+    setup, common = SETUPS["rollpacker.14b"], math.sqrt(values["correlation"])
+    own, size = math.sqrt(1 - values["correlation"]), setup.group_size
+    prompt, first, again = _short_rounds(num_rounds, int(factor * setup.num_prompts), int(factor * size))
+    ended = np.sort(common * prompt[..., None] + own * first, -1)[..., size - 1]
+    late = np.argsort(ended, -1)[:, setup.num_prompts :]
+    drawn = common * np.take_along_axis(prompt, late, -1)[..., None]
+    drawn = drawn + own * np.take_along_axis(again, late[..., None], 1)[..., :size]
+    lengths = task_lengths(values, "code")
+    return exact_length(lengths, float(np.median(drawn))) / exact_length(lengths, 0.0)
+
+
+@lru_cache(maxsize=1)
+def _short_rounds(num_rounds: int, prompts: int, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Standard normal scores of rounds: of prompts, and twice of their responses."""
+    rng = np.random.default_rng(SEED)
+    shape = num_rounds, prompts
+    return rng.normal(size=shape), rng.normal(size=(*shape, size)), rng.normal(size=(*shape, size))
+
+
 def reward_stage_s(values: Values, task: str, num_samples: int) -> float:
     """Seconds of scoring after the rollout: each worker takes the next response when it is free, and responses that
     hang until the time-out come at even distances."""
@@ -328,6 +350,7 @@ def _table1(values: Values) -> dict[str, float]:
         for stage, seconds in (("rollout", rollout), ("reward", reward), ("train", train)):
             facts[f"rollpacker.{task}.{stage}_share"] = seconds / (rollout + reward + train)
     facts["rollpacker.artifact_fixed_s"] = values["efficiency.rollout_fixed_s"]
+    facts["rollpacker.code.deferred_median"] = deferred_median(values)
     return facts | _mixed("14b", values) | _at_degrees(values, ((1, 8), (1, 14), (2, 14), (2, 20)))
 
 
