@@ -119,4 +119,4 @@ def test_the_wheel_trains_in_a_clean_environment(clean, tiny_model, tmp_path):
     assert "</html>" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
 
     again = run(clean / "jaxrl", "train", *overrides, cwd=tmp_path, JAX_PLATFORMS="cpu")
-    assert "already at step 2 of 2: raise trainer.total_training_steps to go on" in again
+    assert "already at step 2 of 2: raise trainer.total_training_steps to continue" in again

@@ -130,7 +130,7 @@ class OneStepOff(Mechanism, PhaseOrder):
         except Interrupted as early:
             raise RunFailed(
                 f"step {step.step + 1}: its rollout ended early ({str(early) or _STOP}), beside update {step.step}, "
-                "which cannot be taken back: run again to go on from the last checkpoint"
+                "which cannot be taken back: run again to resume from the last checkpoint"
             ) from early
         step.leave_rollout()  # as when both take turns: no old weights and no KV lie there
         return done

@@ -239,5 +239,5 @@ def case_seconds(info: Mapping[str, Any]) -> tuple[float, ...]:
 
 def _place(prompt: Prompt) -> int:
     """64 bits that tell a prompt from all others, and from those of other data."""
-    told = repr((prompt.index, prompt.source, prompt.text, prompt.answer))
-    return int.from_bytes(hashlib.blake2b(told.encode("utf-8", "replace"), digest_size=8).digest(), "big", signed=True)
+    key = repr((prompt.index, prompt.source, prompt.text, prompt.answer))
+    return int.from_bytes(hashlib.blake2b(key.encode("utf-8", "replace"), digest_size=8).digest(), "big", signed=True)

@@ -93,7 +93,7 @@ class Watchdog:
             faulthandler.dump_traceback_later(_END_S, exit=True, file=_STDERR)
             kept = "there is no checkpoint yet"
             if self.saved_step is not None:
-                kept = f"the last checkpoint is step {self.saved_step}: run again to go on from it"
+                kept = f"the last checkpoint is step {self.saved_step}: run again to resume from it"
             self._end(f"no progress for {silent_s:.3g} s in {self._where()} (trainer.hang_timeout_s); {kept}")
             return True
         if silent_s < self._timeout_s / 2:

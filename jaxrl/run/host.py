@@ -168,20 +168,20 @@ class Host:
         """Loads the weights of all models; returns a note about the kernels of training. `tokenizer`: for a teacher."""
         params = load_weights(self.config, self.model, self.mesh, asked.init_from)
         given = asked.config, self.model, params, self.mesh
-        told: Any = {"on_progress": lambda: self._beat(""), "meet": self._group.meet}
+        callbacks: Any = {"on_progress": lambda: self._beat(""), "meet": self._group.meet}
         programs = None
         if asked.is_supervised:
             given_programs = asked.config, self.model, self.mesh
             programs = TrainPrograms(*given_programs, total_updates=asked.updates, objective=LikelihoodObjective)
-        self.trainer = MeshTrainer(*given, total_updates=asked.updates, programs=programs, **told)
+        self.trainer = MeshTrainer(*given, total_updates=asked.updates, programs=programs, **callbacks)
         if asked.critic_updates:
-            self.critic = build_critic(*given, total_updates=asked.critic_updates, **told)
+            self.critic = build_critic(*given, total_updates=asked.critic_updates, **callbacks)
         if asked.teacher is not None:
             from jaxrl.run.teacher import build_teacher
 
             assert tokenizer is not None, "a teacher reads prompts"
             self._beat("loading the teacher")
-            self.teacher = build_teacher(asked.config, asked.teacher, self.trainer, tokenizer, **told)
+            self.teacher = build_teacher(asked.config, asked.teacher, self.trainer, tokenizer, **callbacks)
         return self.trainer.programs.packed_attention.note
 
     @property

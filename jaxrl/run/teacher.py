@@ -58,10 +58,10 @@ def read_teacher(config: Config, tokenizer: Tokenizer, model: ModelConfig) -> Mo
 
 
 def build_teacher(
-    config: Config, model: ModelConfig, policy: MeshTrainer, tokenizer: Tokenizer, **told: Any
+    config: Config, model: ModelConfig, policy: MeshTrainer, tokenizer: Tokenizer, **options: Any
 ) -> MeshTeacher:
     """Reads a teacher's weights, with `offload` layer by layer through the devices of the trainer. `policy`: on whose
-    devices it computes, and whose base may be it; `told`: as in `MeshTeacher`."""
+    devices it computes, and whose base may be it; `options`: as in `MeshTeacher`."""
     mesh = policy.mesh
     programs = TeacherPrograms(config, model, mesh, vocab_size=policy.model_config.vocab_size)
     if shares_base(config):
@@ -74,7 +74,7 @@ def build_teacher(
         else:
             params = load_model(path, mesh, dtype)[1]
     prompt_of = partial(with_context, config=config, tokenizer=tokenizer)
-    return MeshTeacher(programs, params, prompt_of=prompt_of, **told)
+    return MeshTeacher(programs, params, prompt_of=prompt_of, **options)
 
 
 def endpoint_teacher(
@@ -115,11 +115,11 @@ def with_context(prompt: Prompt, config: Config, tokenizer: Tokenizer) -> Prompt
     where = f"prompt {prompt.index} ({prompt.source})"
     before, question, behind = prompt.text.rpartition(prompt.question)
     if not question:
-        raise ValueError(f"{where}: its question does not stand in the prompt as it is, so nothing can be said with it")
+        raise ValueError(f"{where}: its question does not stand in the prompt as it is, so the context has no place in it")
     parts = {"{question}": question, "{context}": str(_context(config, prompt))}
-    told = re.sub(r"\{(?:question|context)\}", lambda field: parts[field[0]], teacher.context_template)
-    told = tokenizer.as_content(told) if config.data.apply_chat_template else told
-    ids = tokenizer.encode(before + told + behind, add_special_tokens=not config.data.apply_chat_template)
+    context = re.sub(r"\{(?:question|context)\}", lambda field: parts[field[0]], teacher.context_template)
+    context = tokenizer.as_content(context) if config.data.apply_chat_template else context
+    ids = tokenizer.encode(before + context + behind, add_special_tokens=not config.data.apply_chat_template)
     most = config.data.max_prompt_length + teacher.max_context_length
     if len(ids) > most:
         raise ValueError(

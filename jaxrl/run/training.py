@@ -225,7 +225,7 @@ class Training:
             report = _write_page(self.run_dir.path)
             of = f"already at step {self.step} of {self.total_steps}"
             unused = f"; what has changed since has no effect: {'; '.join(self.changes)}" if self.changes else ""
-            for line in (*self.said, f"{self.run_dir.path}: {of}: raise {option} to go on{unused}"):
+            for line in (*self.said, f"{self.run_dir.path}: {of}: raise {option} to continue{unused}"):
                 self.say(line)
         return RunOutcome(self.step, True, {"run": str(self.run_dir.path), "steps": of, "report": str(report)}, report)
 
@@ -247,7 +247,7 @@ class Training:
         finished = self.step >= self.total_steps
         summary = {
             "run": str(self.run_dir.path),
-            "steps": f"{self.step} of {self.total_steps}" + ("" if finished else " (stopped; run again to go on)"),
+            "steps": f"{self.step} of {self.total_steps}" + ("" if finished else " (stopped; run again to resume)"),
             **summary_of(self.run_dir.path),
             **lines,
             "time": f"{time.monotonic() - self._began_s:.0f} s",

@@ -206,7 +206,7 @@ class MeshTrainer:
             raise RunFailed(
                 f"update {self.updates} of the {self._name} has made weights that are NaN or infinite, from a gradient "
                 f"of norm {norm:g} at learning rate {lr:g}: nothing of it is saved. Lower {self._name}.optim.lr, then "
-                "run again to go on from the last checkpoint"
+                "run again to resume from the last checkpoint"
             )
         self.skipped_updates += int(values[f"{self._name}/skipped_updates"])
         before, self._recompiles = self._recompiles, self.programs.recompiles

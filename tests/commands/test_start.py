@@ -123,7 +123,7 @@ def test_a_run_that_is_over_loads_nothing(
     monkeypatch.setattr("jaxrl.run.host.load_weights", lambda *_: pytest.fail("a minute for a model"))
     before = contents(folder / "run")
     assert start(folder, f"data.train_files={folder / 'train.parquet'}") == 0
-    said = f"{folder / 'run'}: already at step 1 of 1: raise trainer.total_training_steps to go on"
+    said = f"{folder / 'run'}: already at step 1 of 1: raise trainer.total_training_steps to continue"
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith(said))
     assert line.startswith(f"{said}; what has changed since has no effect: ")
     assert re.search(r"data\.train_files: \[.*train\.jsonl.*\] -> \[.*train\.parquet.*\]", line)

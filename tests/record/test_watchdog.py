@@ -68,7 +68,7 @@ def test_the_phase_that_hangs_is_named_once_and_then_the_run_ends(tmp_path: Path
             run.after(100.0)
             (text,) = run.ends
             assert text.startswith("no progress for 2e+03 s in step (0 s) > update_actor (0 s) (")
-            assert text.endswith("(trainer.hang_timeout_s); the last checkpoint is step 4: run again to go on from it")
+            assert text.endswith("(trainer.hang_timeout_s); the last checkpoint is step 4: run again to resume from it")
             assert len(run.reports) == 2, "one silence, one report"
     run.watchdog.close()
     stacks = capfd.readouterr().err

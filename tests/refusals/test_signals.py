@@ -126,7 +126,7 @@ def test_in_the_loop_it_saves_and_says_so(runs: Path):
     said = "the run saves its state and ends; a second signal ends it at once"
     out = (folder / "stdout").read_text()
     assert f"{WORDS[TERM][7:-1]}: {said}\n" in out
-    assert "stopped; run again to go on" in out
+    assert "stopped; run again to resume" in out
     assert (folder / "run" / "checkpoints" / str(num_steps(folder / "run")) / "manifest.json").exists()
 
 

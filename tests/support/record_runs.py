@@ -73,7 +73,7 @@ def record(folder: Path, names: Sequence[str], first: Path | None = None, jobs: 
     end well.
 
     Args:
-      first: a recording to go on from, in the runs that are started twice; None: their first starts are run as well.
+      first: a recording to resume from, in the runs that are started twice; None: their first starts are run as well.
       jobs: runs at the same time.
     """
     with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(jobs) as pool:
@@ -322,7 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     make = commands.add_parser("record")
     make.add_argument("folder", type=Path)
-    make.add_argument("--first", type=Path, metavar="FOLDER", help="a recording to go on from")
+    make.add_argument("--first", type=Path, metavar="FOLDER", help="a recording to resume from")
     make.add_argument("--jobs", type=int, default=2, help="runs at the same time (2)")
     check = commands.add_parser("compare")
     check.add_argument("old", type=Path)

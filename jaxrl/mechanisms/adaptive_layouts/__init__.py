@@ -70,7 +70,7 @@ class AdaptiveLayouts(Mechanism):
         allow_synthetic: Annotated[bool, "Accept a profile that was made up to try switches out."] = False
         bound: Annotated[
             Literal["max_length", "expected"],
-            "How long rows are assumed to go on; max_length: to their limit, expected: as long as earlier ones did.",
+            "How long rows are assumed to run; max_length: to their limit, expected: as long as earlier ones did.",
         ] = "max_length"
         direction: Annotated[
             Literal["up", "both"], "Where tp may go within a generation; up: it only grows, both: it may fall again."

@@ -234,7 +234,7 @@ def profile_points(
     """The loads to measure, sorted: one layout after another, and in it one batch (one program) after another.
 
     Batches double from 1, or are the `row_sizes` of the programs (others would be padded to these). Contexts double
-    below `DENSE_BELOW`, where latency is least linear, and go on by factors of four. They include a degree's largest
+    below `DENSE_BELOW`, where latency is least linear, and continue by factors of four. They include a degree's largest
     batch and longest context. A batch with one point has no slope, so batches for which two contexts do not fit are
     left out.
 

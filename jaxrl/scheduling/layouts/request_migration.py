@@ -22,7 +22,7 @@ from jaxrl.scheduling.tokens.progress import MigrationOutcome
 
 
 def migrate_requests(source: Engine, target: Engine, request_ids: Iterable[int]) -> MigrationOutcome:
-    """Lets live requests of `source` go on in `target`, beside its own. Plans in flight of both are collected first;
+    """Lets live requests of `source` continue in `target`, beside its own. Plans in flight of both are collected first;
     requests that ended in them are not moved.
 
     Raises:

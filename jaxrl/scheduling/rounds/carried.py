@@ -119,7 +119,7 @@ def check_lengths(what: str, samples: Sequence[Sample], max_response_length: int
     num_over = sum(length > max_response_length for length in needed)
     if max_response_length and num_over:
         raise ValueError(
-            f"data.max_response_length ({max_response_length} tokens) must be >= {max(needed)} to go on from this "
+            f"data.max_response_length ({max_response_length} tokens) must be >= {max(needed)} to resume from this "
             f"checkpoint: {num_over} of {len(samples)} samples {what} are too long for it; or start a new run from the "
             "parameters alone (trainer.init_from)"
         )

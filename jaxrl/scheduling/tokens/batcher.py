@@ -380,7 +380,7 @@ class Batcher:
         self.blocks.publish(request.request_id, end)
 
     def _headroom(self, draft: _Draft, running: np.ndarray) -> list[int]:
-        """Blocks that the rows of each dp group may want in the next plan; `running` are those that go on. It is worked
+        """Blocks that the rows of each dp group may want in the next plan; `running` are those that continue. It is worked
         out where somebody asks, and grows with each request that is let in later."""
         if draft.headroom is not None:
             return draft.headroom
@@ -433,7 +433,7 @@ class Batcher:
         because running the prompt once more costs less than waiting for a row. With `spread_samples`, always the one
         with most room: a prompt's responses then load several groups, as behind a router that balances requests. If no
         group has room, all are closed, so that no later request takes the room that this one waits for. If only prefill
-        budget is lacking, later requests may go on.
+        budget is lacking, later requests may continue.
         """
         request = response.request
         home: tuple[int, ...] = ()

@@ -274,7 +274,7 @@ class LocalWorkers:
         return self._limits[worker] - done
 
     def move(self, request_ids: Iterable[int], target: int, by: By = "migrate") -> MigrationOutcome:
-        """Lets live requests go on in another worker, with their tokens, log-probabilities and versions.
+        """Lets live requests continue in another worker, with their tokens, log-probabilities and versions.
 
         Plans in flight of the workers that take part are collected first. Requests that ended in them do not move, and
         are delivered in their turn; nor do those that are in `target` already.
@@ -378,7 +378,7 @@ class LocalWorkers:
             self._collect(target)
         now, was_idle = self._now(), self.engines[target].is_idle
         moved = (migrate_requests if how == "migrate" else recompute_requests)(*between, live)
-        # They go on no earlier than they stopped.
+        # They resume no earlier than they stopped.
         self._ticks[target] = max(self._ticks[target], self._ticks[source], now if was_idle else 0)
         for request_id in live:
             for worker, change in ((source, -1), (target, 1)):
