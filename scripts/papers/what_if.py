@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -35,6 +36,7 @@ class Variant:
       spread: a prompt's responses run on any dp group, not all on one; None: as in the paper's system.
       filtered_share: of the groups, in place of the calibration's; the constants are fitted to the baselines anew.
       dapo: groups are dropped; otherwise GRPO.
+      drops: which groups: those of a draw, or the shortest, or the longest.
     """
 
     lengths: Mapping[str, float] = field(default_factory=dict)
@@ -44,6 +46,7 @@ class Variant:
     spread: bool | None = None
     filtered_share: float | None = None
     dapo: bool = False
+    drops: str = "any"
 
 
 AS_CALIBRATED = "as calibrated"
@@ -59,6 +62,8 @@ APRIL_VARIANTS = {
     "DAPO drops 0.2 of the groups; fitted anew": Variant(filtered_share=0.2),
     "DAPO drops 0.5 of the groups; fitted anew": Variant(filtered_share=0.5),
     "DAPO's row of Table 1": Variant(dapo=True),
+    "DAPO's row, the shortest dropped": Variant(dapo=True, drops="shortest"),
+    "DAPO's row, the longest dropped": Variant(dapo=True, drops="longest"),
     "DAPO's row, 0.2 dropped; fitted anew": Variant(filtered_share=0.2, dapo=True),
     "DAPO's row, 0.5 dropped; fitted anew": Variant(filtered_share=0.5, dapo=True),
 }
@@ -100,10 +105,19 @@ def april_rollouts(case: Case, calibration: Calibration, variant: Variant) -> li
     dropped = values["filtered_share"] if variant.dapo else 0.0
     prompts = itertools.count()
 
+    def drawn(prompt: int) -> list[int]:
+        return [workload.length(SampleKey(0, prompt, i)) for i in range(case.of.group_size)]
+
+    some = sorted(sum(drawn(prompt)) for prompt in range(1000)) if variant.drops != "any" else []
+
     def fresh() -> slime.Group:
         prompt = next(prompts)
-        lengths = [workload.length(SampleKey(0, prompt, i)) for i in range(case.of.group_size)]
-        return slime.group_of(prompt, uniform(case.seed, 1, prompt) < dropped, lengths)
+        lengths, rank = drawn(prompt), uniform(case.seed, 1, prompt)
+        if some:
+            rank = bisect(some, sum(lengths)) / len(some)
+        if variant.drops == "longest":
+            rank = 1 - rank
+        return slime.group_of(prompt, rank < dropped, lengths)
 
     partial = case.rule == "partial"
     submit = math.ceil(case.prompt_factor * case.num_prompts) if partial else case.num_prompts
