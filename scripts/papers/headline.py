@@ -188,9 +188,6 @@ def rollpacker(results: Results) -> Iterator[Line]:
     yield Line("RollPacker Fig. 14c, adaptive over fixed time-outs, 7B/8k", 1.6, mixed)
     yield Line("the same, short rounds", theirs[0], ratios[0])
     yield Line("the same, long rounds", theirs[1], ratios[1], False)
-    for model, theirs_b in REPORTED["RollPacker Fig. 14b, layer-wise pipeline, speed-up of scoring"].items():
-        yield Line(f"RollPacker Fig. 14b, layer-wise pipeline, {model}", theirs_b)
-    yield Line("RollPacker Fig. 14a, MPS, at most, 7B/8k", 1.25)
     scale = results["rollpacker-scale"]
     yield Line(
         "RollPacker Fig. 15, one-off pipeline, 7B/8k",
@@ -215,9 +212,6 @@ def planner(results: Results) -> Iterator[Line]:
     yield Line(
         "RollPacker Fig. 13a, the paper's degrees over tp 1, 14B, 8k to 32k", 1.9, sum(at[1]) / own, True, control
     )
-    yield Line("RollPacker Fig. 13b, preemptions of short rounds with the planner", 0.862, gain=False)
-    for bound, theirs in REPORTED["RollPacker Fig. 13c, rollout of a short round with the planner, speed-up"].items():
-        yield Line(f"RollPacker Fig. 13c, short rounds with the planner, {bound}", theirs)
 
 
 def streamed(results: Results) -> Iterator[Line]:
@@ -230,6 +224,11 @@ def streamed(results: Results) -> Iterator[Line]:
     for row, theirs in table4.items():
         ours = results.gain(name, column, "Adpt.", f"at that share, {row}")
         yield Line(f"RollPacker Table 4, one fetch of {row}, over the stream", table3["Adpt."] / theirs, ours)
+
+
+def not_run(paper: str) -> Iterator[Line]:
+    for name, theirs in REPORTED.get(f"{paper}, not run", {}).items():
+        yield Line(f"{paper} {name}", theirs)
 
 
 def april(results: Results, known: Calibration) -> Iterator[Line]:
@@ -247,6 +246,10 @@ def april(results: Results, known: Calibration) -> Iterator[Line]:
     for i, (model, theirs) in enumerate(REPORTED["APRIL Table 1, DAPO, mean improvement"].items()):
         ours = np.array(result.readings["DAPO's row of Table 1"][i])
         yield Line(f"APRIL Table 1, DAPO, {model} (closed form)", 1 + theirs, ours)
+    stale = np.array(result.readings["stale, as the authors count"][0])
+    yield Line(
+        "APRIL §3.2.3, stale share (closed form)", REPORTED["APRIL §3.2.3, stale share"]["Qwen3-4B"], stale, False
+    )
 
 
 def pat(results: Results, known: Calibration) -> Iterator[Line]:
@@ -306,10 +309,10 @@ def rhymerl(results: Results, known: Calibration) -> Iterator[Line]:
 def page(folder: Path, known: Calibration) -> str:
     results = Results(folder)
     papers = {
-        "RollPacker": list(rollpacker(results)),
+        "RollPacker": [*rollpacker(results), *not_run("RollPacker")],
         "APRIL": list(april(results, known)),
-        "PAT": list(pat(results, known)),
-        "RhymeRL": list(rhymerl(results, known)),
+        "PAT": [*pat(results, known), *not_run("PAT")],
+        "RhymeRL": [*rhymerl(results, known), *not_run("RhymeRL")],
     }
     every = [each for lines in papers.values() for each in lines]
     counts = ", ".join(f"{name} {sum(e.met for e in lines)} of {len(lines)}" for name, lines in papers.items())
