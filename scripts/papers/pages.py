@@ -236,7 +236,12 @@ def page(header: Mapping[str, Any], runs: Sequence[Steps]) -> str:
         keep_trailing_newline=True,
         autoescape=False,
     )
-    templates.filters |= {"shown": shown, "f": lambda value, form: f"{value:{form}}"}
+    templates.filters |= {
+        "shown": shown,
+        "f": lambda value, form: f"{value:{form}}",
+        "seconds_of": lambda name, row: float(np.mean(row(name)("gen_s"))),
+        "preempted": lambda name, row: row(name).preemptions,
+    }
     result = Result(header, runs)
     own = {"result": result, "rows": result.rows, "columns": result.columns, "readings": result.readings}
     seeds = ", ".join(map(str, sorted({each.case.seed for each in runs})))
