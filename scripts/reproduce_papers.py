@@ -91,6 +91,8 @@ def reproduce(paper: str, record: dict[str, Any], file: Path, options: argparse.
     jobs = [job for job in jobs_of(cases) if not done.issuperset(job)]
     for found in in_order(run_together, jobs, [known] * len(jobs)):
         for steps in found:
+            if steps.case in done:
+                continue
             runs.append(steps)
             took = f"{steps.wall_s:.1f} s, {time.perf_counter() - began:.0f} s so far"
             print(f"{len(runs)}/{len(cases)} {steps.case.title}: {took}", flush=True)
