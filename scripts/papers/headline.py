@@ -340,7 +340,7 @@ def page(folder: Path, known: Calibration) -> str:
     ]
     large = [each for model in MODELS for each in deciding(results, model)]
     text.insert(
-        -2, f"Of those above a twentieth of a step {sum(not off(*e) for e in large)} of {len(large)} are within.\n"
+        -2, f"Of those above a twentieth of a step {sum(not off(*e) for e in large)} of {len(large)} are within."
     )
     for model in MODELS:
         for kind, found in published_parts(results, model).items():
