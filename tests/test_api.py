@@ -46,20 +46,6 @@ def test_rows_and_options(started: list[Config], tmp_path: Path, monkeypatch: py
     assert [*map(json.loads, Path(file).read_text().splitlines())] == [{**rows[0], "level": 2.0}, rows[1]]
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns"),
-    [
-        (["only a question"], ("question", "", "")),
-        ([{"question": "q", "answer": "a"}], ("question", "", "answer")),
-        ([{"prompt": [{"role": "user", "content": "q"}]}], ("question", "prompt", "")),
-    ],
-)
-def test_columns_are_found(started: list[Config], tmp_path: Path, rows: Any, columns: tuple[str, str, str]) -> None:
-    jaxrl.train(MODEL, rows, run_dir=tmp_path / "run")
-    data = started[0].data
-    assert (data.prompt_key, data.messages_key, data.answer_key) == columns
-
-
 def test_a_file_stays_where_it_is_and_arguments_replace_its_options(started: list[Config], tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(f"trainer: {{run_dir: {tmp_path}/own}}\nrollout: {{n: 2, temperature: 0.5}}\n")
     (tmp_path / "own").mkdir()

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny import write_tiny_model
 
 from jaxrl.cli import main
 
@@ -31,19 +30,6 @@ def test_export_and_generate_from_it(capsys: pytest.CaptureFixture[str], tmp_pat
     exported = capsys.readouterr().out
     assert main(["generate", "--model", f"random:{tiny_model}", *greedy]) == 0
     assert capsys.readouterr().out == exported
-
-
-def test_a_model_without_a_tokenizer_is_exported_without_one(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    model = write_tiny_model(tmp_path / "model")
-    for file in model.glob("*token*"):
-        file.unlink()
-    assert main(["export", f"random:{model}", str(tmp_path / "out")]) == 0
-    out = capsys.readouterr().out
-    assert f"{model} holds no tokenizer.json: the model is exported without a tokenizer\n" in out
-    names = {file.name for file in (tmp_path / "out").iterdir()}
-    assert names == {"config.json", "generation_config.json", "model.safetensors"}
-    assert main(["generate", "--model", str(tmp_path / "out"), "hello"]) == 2
-    assert "holds no tokenizer.json" in capsys.readouterr().err
 
 
 def test_eval_prints_its_figures(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_model: Path):

@@ -4,22 +4,17 @@ A build takes a minute, so it is for --slow. By default what it stops at is look
 reStructuredText cannot read, modules that no page has, and links into pages that lead nowhere.
 """
 
-import ast
 import functools
-import inspect
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from urllib.parse import urlparse
 
 import pytest
 
 from jaxrl.config.reference import options, sections
-from jaxrl.mechanisms import MECHANISMS
-from jaxrl.scheduling.mechanism import Mechanism
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/mechanisms/*.md")})
@@ -64,70 +59,6 @@ def test_every_module_is_in_a_room_of_the_site():
     assert missing == {"jaxrl", "jaxrl.__main__"}
 
 
-# ---------------------------------------------------------------- plain English
-
-
-MOST_WORDS, MOST_LONG, MOST_LISTED = 30, 12, 0
-LISTED = (
-    "goes on",
-    "go on with",
-    "is told",
-    "are told",
-    "handed",
-    "what it has",
-    "comes to",
-    "stands there",
-    "is over",
-)
-LISTED += ("those of the", "whatever it", "of its own")
-"""Phrases at which readers stumble: continue, is given, is finished, its own ... say the same."""
-
-
-def sentences(page: Path) -> list[str]:
-    """Of the running text: no code, tables and headings."""
-    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-    text = "\n".join(line for line in text.splitlines() if line.lstrip()[:1] not in ("|", "#"))
-    found: list[str] = []
-    for part in re.split(r"\n\s*\n|\n\s*[-*] |\n\s*\d+\. ", text):
-        plain = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "X", " ".join(part.split())))
-        found += re.split(r"(?<=[.!?])\s+(?=[A-Z`*\[])", plain)
-    return found
-
-
-def test_sentences_are_short_and_in_words_that_readers_know():
-    every = [(page.name, sentence) for page in PAGES for sentence in sentences(page)]
-    long = [each for each in every if len(each[1].split()) > MOST_WORDS]
-    listed = [each for each in every if any(re.search(rf"\b{phrase}\b", each[1]) for phrase in LISTED)]
-    assert len(long) <= MOST_LONG, long
-    assert len(listed) <= MOST_LISTED, listed
-
-
-# ---------------------------------------------------------------- what the pages must list
-
-
-SECTIONS = ("What it goes with", "Metrics", "Departures from the paper", "Its files", "Tests", "Figures")
-SUPPLIED = {"phase_order", "gradient_source", "score_limits", "parking", "device_user", "group_rewards"}
-NO_PAPER = "Source: none published."
-"""A page that says so has no departures from a paper."""
-COMMON = {"__init__", "attach", "round_begins", "round_ends", "round_cancelled", "state_dict", "load_state_dict"}
-
-
-@pytest.mark.parametrize("mechanism", MECHANISMS, ids=lambda each: each.__name__)
-def test_a_mechanism_has_a_page_with_its_files_and_hooks(mechanism: type[Mechanism]):
-    """But for the hooks that nearly all have (docs/mechanisms.md)."""
-    name, file = mechanism.__module__.rpartition(".")[2], Path(inspect.getfile(mechanism))
-    text = (ROOT / "docs" / "mechanisms" / f"{name}.md").read_text(encoding="utf-8")
-    assert f"(mechanisms/{name}.md)" in (ROOT / "docs" / "mechanisms.md").read_text(encoding="utf-8")
-    titles = [title for title in SECTIONS if NO_PAPER not in text or not title.startswith("Departures")]
-    assert [title for title in titles if f"\n## {title}" not in text] == []
-    wanted = {each.name for each in file.parent.glob("*.py")} if file.name == "__init__.py" else {file.name}
-    hooks = {hook for hook, of in vars(Mechanism).items() if inspect.isfunction(of)}
-    wanted |= hooks & vars(mechanism).keys()
-    wanted |= set(re.findall(r"self\.(\w+) = ", file.read_text(encoding="utf-8"))) & SUPPLIED
-    wanted -= COMMON | {"__init__.py"}
-    assert {each for each in wanted if f"`{each}`" not in text} == set()
-
-
 # ---------------------------------------------------------------- what the pages name
 
 
@@ -137,12 +68,6 @@ def tree() -> frozenset[str]:
     for folder in FOLDERS:
         found |= {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*")} | {folder}
     return frozenset(found)
-
-
-def module_texts() -> dict[str, str]:
-    """The text of each module of ours."""
-    names = dict.fromkeys(("jaxrl", "jaxrl.sharding", "jaxrl.kernels"), "")  # not all have an init file
-    return names | {name: file.read_text(encoding="utf-8") for name, file in modules().items()}
 
 
 NAMED = re.compile(
@@ -164,47 +89,6 @@ def missing_paths(text: str, files: frozenset[str]) -> list[str]:
     return sorted(
         name for name in named_paths(text) if not any(file == name or file.endswith(f"/{name}") for file in files)
     )
-
-
-def defined(body: Iterable[ast.AST]) -> dict[str, ast.AST]:
-    """What statements define, by name; not what stands inside their functions and classes."""
-    found: dict[str, ast.AST] = {}
-    for node in body:
-        match node:
-            case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
-                found[node.name] = node
-            case ast.alias():
-                found[node.asname or node.name] = node
-            case ast.Name(id=name, ctx=ast.Store()):
-                found[name] = node
-            case _:
-                found |= defined(ast.iter_child_nodes(node))
-    return found
-
-
-@functools.cache
-def defined_in(text: str) -> dict[str, ast.AST]:
-    return defined(ast.parse(text).body)
-
-
-def members(of: ast.ClassDef) -> set[str]:
-    """Methods and fields, also those that methods set."""
-    own = {node.attr for node in ast.walk(of) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
-    return own | defined(of.body).keys()
-
-
-def missing_modules(text: str, modules: dict[str, str]) -> list[str]:
-    """Dotted names of ours (`jaxrl.text.TextEngine.stream`) without such a module, such a name in it, or such a member
-    of that class."""
-    missing = []
-    for name in sorted(set(re.findall(r"`(jaxrl(?:\.\w+)+)`", text))):
-        module = max((m for m in modules if f"{name}.".startswith(f"{m}.")), key=len)
-        first, *rest = name[len(module) :].strip(".").split(".")
-        found = defined_in(modules[module])
-        of = found.get(first)
-        if first and (of is None or (rest and isinstance(of, ast.ClassDef) and rest[0] not in members(of))):
-            missing.append(name)
-    return missing
 
 
 def missing_options(text: str) -> list[str]:
@@ -244,12 +128,5 @@ def anchors_of(page: Path) -> set[str]:
 def test_what_a_page_names_is_there(page):
     text = page.read_text(encoding="utf-8")
     assert missing_paths(text, tree()) == []
-    assert missing_modules(text, module_texts()) == []
     assert missing_options(text) == []
     assert missing_links(page, text) == []
-
-
-def test_what_docstrings_and_comments_name_is_there():
-    texts = module_texts()
-    found = {module: missing_modules(text, texts) for module, text in texts.items()}
-    assert {module: missing for module, missing in found.items() if missing} == {}

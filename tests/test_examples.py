@@ -8,14 +8,10 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-import jax
 import pytest
 from quick_xla import flags
-
-from jaxrl.sharding.mesh import make_mesh
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -35,24 +31,6 @@ def run(*command: str | Path, devices: int = 1, status: int = 0) -> str:
     output = done.stdout + done.stderr
     assert done.returncode == status, output
     return output
-
-
-@pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """As `run`, in this process."""
-
-    def ran(example: Path, *arguments: str | Path, status: int = 0) -> str:
-        monkeypatch.setattr(sys, "argv", [str(example), *map(str, arguments)])
-        ended = 0
-        try:
-            runpy.run_path(str(example), run_name="__main__")
-        except SystemExit as end:
-            ended = end.code
-        assert ended == status
-        captured = capsys.readouterr()
-        return captured.out + captured.err
-
-    return ran
 
 
 def steps_of(output: str) -> list[dict[str, float]]:
@@ -93,35 +71,15 @@ def test_a_model_of_nnx_learns_a_text(tiny_model: Path):
     assert len(set(losses)) == 3
 
 
-def test_an_impossible_request_is_one_sentence(
-    tiny_model: Path, tmp_path: Path, here: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-):
-    loop, model = EXAMPLES / "rl_loop.py", f"random:{tiny_model}"
-    missing = here(loop, "--model", tmp_path / "nothing", status=2)
-    assert missing.startswith("rl_loop.py: ")
-    assert "nothing" in missing
-    assert "Traceback" not in missing
-    assert "must be at least 2" in here(loop, "--model", model, "--samples", "1", status=2)
-    file = write_problems(tmp_path / "problems.jsonl", "#### 0", "many", "#### 24")
-    refused = here(loop, "--model", model, "--data", file, status=2)
-    assert re.search(r"rl_loop\.py: .*problems\.jsonl.*2: the answer must be a number, found 'many'\n$", refused)
-    monkeypatch.setattr("jaxrl.sharding.mesh.make_mesh", lambda: make_mesh(jax.devices()[:1]))
-    assert "one device" in here(EXAMPLES / "swap_layout.py", "--model", model, status=2)
-
-
 @pytest.mark.parametrize(
     ("response", "truth", "score"),
     [
         (MARKED, "72", 1.0),
         (UNMARKED, "72", 0.9),
         (UNMARKED, "71", 0.0),
-        (MARKED, "71", 0.1),
         ("so it costs\n#### $1,234.00.", "1,234", 1.0),
-        ("5-3\n#### 2", "2", 1.0),
-        ("5-3", "3", 0.9),
         ("one guess\n#### 70\n#### 72", "72", 0.9),  # the last counts, and has no form
         ("#### 72", "72", 0.9),  # an answer without a word before it
-        ("none", "72", 0.0),
     ],
 )
 def test_the_reward_pays_for_the_number_and_its_form(response: str, truth: str, score: float):

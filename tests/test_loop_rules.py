@@ -24,6 +24,9 @@ RULES: dict[str, dict[str, Any]] = {
     "plain": {},
     "over-provisioning": {"rollout.over_provisioning": {"enable": True, "prompt_factor": 1.5}},
     "tail batching": {"rollout.tail_batching": {"enable": True, "prompt_factor": 1.5}},
+    "tail batching that resumes": {
+        "rollout.tail_batching": {"enable": True, "prompt_factor": 1.5, "relaunch": "resume", "max_staleness": 2}
+    },
     "partial rollout": {"rollout.partial_rollout": ON},
 }
 
@@ -42,6 +45,21 @@ def saved_after(values: dict[str, Any], steps: int) -> House:
     house = House(make_config(values, **{"trainer.total_training_steps": steps}), make_workload(3))
     assert house.run()
     return house
+
+
+@pytest.mark.parametrize("rule", [name for name in RULES if name.startswith("tail batching")])
+def test_a_run_that_is_killed_again_and_again_makes_the_same_batches(rule: str):
+    """What waits in the queue survives, with its tokens and versions where it has some."""
+    straight, killed = plain_run(rule, 2), House(make_config(RULES[rule]), make_workload(2))
+    assert any(metrics["rollout/long_round"] for metrics in straight.metrics.values())
+    resumed = [metrics.get("rollout/resumed_tokens", 0.0) for metrics in straight.metrics.values()]
+    assert any(resumed) == (rule == "tail batching that resumes")
+    check(straight)
+    ends = 0
+    while not killed.run(("kill", 45)):
+        ends += 1
+    assert ends > 1
+    assert killed.decided() == straight.decided()
 
 
 LEAVE = {"rollout.tail_batching": {"enable": True, "prompt_factor": 2.0, "at_end": "leave"}}
@@ -155,18 +173,6 @@ def test_long_responses_lose_reward_and_nothing_else_changes(rule: str):
         assert "reward/overlong_penalty/mean" not in plain.metrics[step]
 
 
-def test_advantages_and_dynamic_sampling_see_the_shaped_reward():
-    """All answers are right: without shaping every group would be filtered, with it those of unequal lengths stay."""
-    filtering = {"algorithm.filter_groups": {"enable": True, "max_num_gen_batches": 10}}
-    workload = make_workload(5, hang_share=0.0, pass_rate=1 - 1e-12)
-    with pytest.raises(ValueError, match="28 of them filtered"):
-        House(make_config(filtering), workload).run()
-    house = House(make_config({**filtering, **SHAPING}), workload)
-    assert house.run()
-    assert all(len({s.reward for s in g.samples}) > 1 for groups in house.groups.values() for g in groups)
-    assert all(values["critic/advantages/max"] > 0 for values in house.metrics.values())
-
-
 # ---------------------------------------------------------------- training on several versions
 
 
@@ -194,47 +200,3 @@ def test_tokens_of_earlier_versions_keep_their_recorded_logprobs():
             old += int((sample.versions < step - 1).sum())
     assert old > 0
     assert all(batch.old_logprobs is None for batch in learnt_from({"actor.old_logprobs": "rollout"}))
-
-
-def test_or_have_them_recomputed():
-    """As in APRIL: all denominators are those of the policy before the update, whatever version wrote the tokens."""
-    batches = learnt_from({"rollout.stale_tokens": "recompute"})
-    assert any((s.versions < step - 1).any() for step, batch in enumerate(batches, 1) for s in batch.samples)
-    for batch in batches:
-        assert batch.loss_masks is None
-        assert all((values == -9.0).all() for values in batch.old_logprobs)
-    ahead = learnt_from(
-        {"rollout.partial_rollout": {}, "trainer.one_step_off": True, "rollout.stale_tokens": "recompute"}
-    )
-    assert all((values == -9.0).all() for batch in ahead for values in batch.old_logprobs)
-
-
-def test_or_are_not_learnt_from():
-    batches = learnt_from({"rollout.stale_tokens": "mask"})
-    masked = 0
-    for step, batch in enumerate(batches, 1):
-        for sample, mask in zip(batch.samples, batch.loss_masks, strict=True):
-            assert mask.tolist() == (sample.versions >= step - 1).astype(float).tolist()
-            masked += int((mask == 0).sum())
-    assert masked > 0
-
-
-def test_what_is_not_learnt_from_does_not_whiten_either():
-    options = {"rollout.stale_tokens": "mask", "algorithm.adv_estimator": "reinforce_plus_plus"}
-    masked = whitened = 0
-    for batch in learnt_from(options):
-        values, mask = np.concatenate(batch.advantages), np.concatenate(batch.loss_masks) > 0
-        returns = {s.reward for s, own in zip(batch.samples, batch.loss_masks, strict=True) if own.any()}
-        assert abs(values[mask].mean()) < 1e-5
-        assert values[mask].std(ddof=1) == pytest.approx(float(len(returns) > 1), abs=1e-4)
-        masked += int((~mask).sum())
-        whitened += len(returns) > 1 and not mask.all()
-    assert masked > 0
-    assert whitened > 0
-
-
-def test_one_step_off_learns_from_recorded_logprobs_and_asks_for_no_others():
-    values = {"rollout.partial_rollout": {}, "trainer.one_step_off": True}
-    batches = learnt_from(values)
-    assert batches[0].old_logprobs is not None, "the first step is on-policy"
-    assert all(batch.old_logprobs is None for batch in batches[1:])

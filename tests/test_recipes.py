@@ -9,21 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+
 CONSTRAINTS = ROOT / "scripts" / "constraints"
-
-
-def copies() -> list[tuple[list[str], str]]:
-    """(sources, target) of each COPY."""
-    found = [line.split()[1:] for line in DOCKERFILE.splitlines() if line.startswith("COPY ")]
-    return [(parts[:-1], parts[-1]) for parts in found]
-
-
-def test_what_the_image_copies_is_there():
-    assert copies()
-    for sources, _ in copies():
-        for source in sources:
-            assert (ROOT / source).exists(), source
 
 
 def name_of(requirement: str) -> str:

@@ -31,29 +31,6 @@ def ids(samples: list[Sample]) -> list[list[int]]:
     return [sample.token_ids.tolist() for sample in samples]
 
 
-def test_samples_come_in_the_order_of_the_prompts(engine: TextEngine):
-    prompts = ["one", "a longer prompt, which prefills in two chunks", "three"]
-    groups = engine.generate(prompts, DRAWN, n=3)
-    assert [[s.key.prompt_index for s in group] for group in groups] == [[0] * 3, [1] * 3, [2] * 3]
-    assert [[s.key.sample_index for s in group] for group in groups] == [[0, 1, 2]] * 3
-    for group in groups:
-        assert len({tuple(s.token_ids.tolist()) for s in group}) == 3, "three draws"
-        for sample in group:
-            assert sample.text == engine.tokenizer.decode(sample.token_ids.tolist())
-            assert 1 <= len(sample) <= 12
-            assert sample.finish_reason in ("stop", "length")
-    assert [ids(group) for group in engine.generate(prompts, DRAWN, n=3)] == [ids(group) for group in groups]
-
-
-def test_streaming_yields_the_same_samples(engine: TextEngine):
-    prompts = ["one", "two"]
-    groups = engine.generate(prompts, DRAWN, n=2)
-    streamed = {
-        (i, sample.key.sample_index): sample.token_ids.tolist() for i, sample in engine.stream(prompts, DRAWN, n=2)
-    }
-    assert streamed == {(i, j): ids(group)[j] for i, group in enumerate(groups) for j in range(2)}
-
-
 def test_groups_follow_a_prompts_epoch_and_index(engine: TextEngine):
     tokens = tuple(engine.tokenizer.encode("hello"))
     first, again, other = (Prompt(epoch, index, tokens, "hello", "test") for epoch, index in ((0, 7), (1, 7), (0, 8)))

@@ -560,7 +560,7 @@ _WHY: Mapping[str, str] = {
     "padding_free": "sequences are always packed, without padding",
     "dataset_name": "data.train_files takes JSONL or Parquet files, also of the Hub (docs/your-data.md)",
     "reward_weights": "weights stand in reward.parts",
-    "environment_factory": "environment.kind=tools takes such a class (docs/environments.md)",
+    "environment_factory": "environment.kind=class takes such a class (docs/environments.md)",
     "load_in_4bit": "model.base_quantization=nf4",
 }
 _SILENT = re.compile(

@@ -18,7 +18,7 @@ from jaxrl.config import Config, differences
 from jaxrl.config.domains import domains
 from jaxrl.config.options import total_steps
 from jaxrl.config.rollout_correction import uncorrected
-from jaxrl.data.problems import Problem
+from jaxrl.data.problems import Problem, asked_messages
 from jaxrl.data.prompts import PromptSource, load_train, load_validation, refuse_sources, validation_prompts
 from jaxrl.data.stops import stop_ids
 from jaxrl.mechanisms import batch_rule, enabled, refuse_devices
@@ -61,7 +61,7 @@ def _start(start: Training) -> RunOutcome:
 
     environments = _environments(start)
     problems, held_out = _problems(start, environments)
-    pool = _rewards(start)
+    pool = _rewards(start, [*problems, *held_out])
     start.beat("looking for devices, reading tokenizer and model")
     start.open_devices()
     host, memory, count = start.host, start.devices.memory, start.devices.count
@@ -150,10 +150,11 @@ def _problems(start: Training, environments: EnvironmentPool | None) -> tuple[Se
     return problems, held_out
 
 
-def _rewards(start: Training) -> RewardPool:
+def _rewards(start: Training, problems: Sequence[Problem]) -> RewardPool:
     start.beat("reading the reward function")
     log = start.run_dir.early_file("rewards.log")  # a reward file may print while it is imported
-    pool = start.stack.enter_context(closing(build_pool(start.config, build_scorer(start.config), log=log)))
+    scorer = build_scorer(start.config, (problem.extra for problem in problems))
+    pool = start.stack.enter_context(closing(build_pool(start.config, scorer, log=log)))
     if start.config.reward.judge.endpoint:
         from jaxrl.mechanisms.judge.endpoint import join_endpoint
 
@@ -177,6 +178,8 @@ def _prompts(
         refuse_context(config, problems)
     prompts = PromptSource(problems, start.tokenizer, config, environments)
     validation = validation_prompts(config, start.tokenizer, held_out, environments)
+    if environments is not None:
+        start.said += filter(None, [environments.not_described(asked_messages(problems[0].messages, config.data))])
     start.total_steps = total_steps(config, prompts.num_prompts)
     refuse_other_data(start.run_dir, prompts, config)
     return prompts, validation
@@ -256,7 +259,7 @@ def _report_to(start: Training, run: Run, beside: list[CompiledPrograms]) -> Non
     def stepped(step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
         record.on_step(step, measured, groups)
         while beside and step < start.total_steps and not start.stop():
-            record.view.phase("compiling programs")  # what is left when a step has ended would only slow the next one
+            record.view.phase("compiling the rest")  # what is left when a step has ended would only slow the next one
             beside.pop().complete(start.beat)
 
     def save(step: int, state: Mapping[str, Any]) -> None:
@@ -286,16 +289,17 @@ def _warm_up(
     update = [*programs[:1], *machine.update_programs, *programs[1:]]
     now, later = (rolling, update) if start.devices.backend == "cpu" else ([*update, *rolling], [])
 
-    def progress(done: int, total: int) -> None:
+    def progress(state: str) -> None:
         record.beat()
-        record.view.phase(f"compiling programs {done}/{total}")
+        record.view.detail = state
 
     assert record.timeline is not None, "only a simulated run goes without"
     with record.timeline.span("loop", "compile"):
         loop.backend.enter_rollout(start.step)
+        record.view.phase("compiling")
         count = executors.warm_up(progress, now)
     record.view.message(f"{count} programs ready in {time.monotonic() - began:.0f} s")
     ahead = executors.compile_ahead(layout_degrees(loop.config, rollout_devices), later)
     if ahead is not None:
-        stack.enter_context(closing(ahead))
+        record.view.beside = stack.enter_context(closing(ahead)).state
     return later

@@ -36,6 +36,7 @@ MAX_AT_ONCE = 16
 MAX_ANSWER = 65_536
 """Characters of a turn's answers, divided among its calls; an answer says how much of it was left out."""
 Row = Mapping[str, Any]
+_NO_CALLS = {"tool_calls": 0.0}  # so that a run in which nothing is called shows 0
 
 
 class FunctionTools:
@@ -45,13 +46,15 @@ class FunctionTools:
     def __init__(self, module: ModuleType, text: str) -> None:
         self._functions = public_functions(module, text)
         if not self._functions:
-            raise ValueError("the file defines no function whose name does not begin with _: there is no tool")
+            made = [name for name in re.findall(r"^class (\w+)", text, re.MULTILINE) if not name.startswith("_")]
+            advice = f"; for its class {made[0]}: environment.kind=class, environment.name={made[0]}" if made else ""
+            raise ValueError(f"{module.__name__} must define a function without _ before its name, as a tool{advice}")
         self.schemas = [tool_schema(function, name) for name, function in self._functions.items()]
         self.has_hung = False
 
     def step(self, row: Row, state: bytes | None, action: Action, timeout_s: float = 0.0) -> tuple[StepResult, bytes]:
         if not (action.calls or action.is_unread):
-            return StepResult(episode_done=True), b""
+            return StepResult(episode_done=True, metrics=_NO_CALLS), b""
         result, in_time = answers(self._functions, action, timeout_s)
         self.has_hung = not in_time
         return result, b""
@@ -83,7 +86,7 @@ class MethodTools:
         episode = self._begun(row) if state is None else pickle.loads(state)
         if not (action.calls or action.is_unread):
             reward = as_reward(result_of(episode.get_reward()), f"{self._made.__name__}.get_reward must return")
-            return StepResult(reward, episode_done=True), b""
+            return StepResult(reward, episode_done=True, metrics=_NO_CALLS), b""
         methods = {name: getattr(episode, name) for name in self._names}
         result, _ = answers(methods, action, at_once=1)  # a thread that went on would change what is pickled
         return result, _pickled(episode)

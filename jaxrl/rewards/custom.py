@@ -10,7 +10,7 @@ It is called with those of these that it takes, by name:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ from jaxrl.rewards.tracebacks import shown_path
 
 RESPONSE = ("response", "solution_str", "completions")
 """The function must take one of these arguments."""
+_OWN = ("response", "solution_str", "answer", "ground_truth", "data_source", "extra_info")
+_OWN_OF_LISTS = ("prompts", "completions", "answer")
 _SHOWN_KEYS = 10
 
 
@@ -31,6 +33,7 @@ class CustomScorer:
     file: UserFile
     name: str = "compute_score"
     option: str = "reward"
+    columns: frozenset[str] | None = None  # of the data and of `ScoreRequest.extra`; None: not known at the start
     preload: tuple[str, ...] = ()
 
     @property
@@ -38,7 +41,9 @@ class CustomScorer:
         return f"{self.option}.path: importing {self.file.path}"
 
     def load(self) -> None:
-        self._function()
+        parameters = inspect.signature(self._function()).parameters
+        if self.columns is not None:
+            self._refuse_unknown(parameters, self.columns | set(_OWN_OF_LISTS if "completions" in parameters else _OWN))
 
     def __call__(self, request: ScoreRequest) -> tuple[Any, dict[str, Any]]:
         function = self._function()
@@ -72,25 +77,26 @@ class CustomScorer:
         names = f"{self.option}.path", f"{self.option}.name"
         return user_function(names, self.file, self.name, RESPONSE, takes_all=False)
 
+    def _refuse_unknown(self, parameters: Mapping[str, inspect.Parameter], known: Collection[str]) -> None:
+        for name, each in parameters.items():
+            must = each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+            if must and name not in known:
+                may = ", ".join(sorted(known))
+                raise ValueError(
+                    f"{self.option}.path: {self._who} takes {name!r}, which is no column of the data; it may take {may}"
+                )
+
     def _arguments(self, parameters: Mapping[str, inspect.Parameter], request: ScoreRequest) -> dict[str, Any]:
         takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-        columns = dict(request.extra)
+        columns: dict[str, Any] = dict(request.extra)
         of_lists = "completions" in parameters
         if of_lists:
-            found = {**columns, "prompts": columns.get("question"), "completions": request.response}
+            values = columns.get("question"), request.response, request.answer
+            columns |= dict(zip(_OWN_OF_LISTS, values, strict=True))
         else:
-            found = {"solution_str": request.response, "ground_truth": request.answer, "data_source": request.source}
-            found |= {"extra_info": columns, "response": request.response}
-        found |= {"answer": request.answer}
-        for name, each in parameters.items():
-            if name not in found and name in columns:
-                found[name] = columns[name]
-            elif (
-                name not in found
-                and each.default is each.empty
-                and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-            ):
-                there = ", ".join(sorted(columns))
-                raise ValueError(f"{self._who} takes {name!r}, which is no column of the data; there are {there}")
-        found = {name: value for name, value in found.items() if takes_any or name in parameters}
-        return {name: [value] for name, value in found.items()} if of_lists else found
+            texts = request.response, request.response, request.answer, request.answer
+            columns |= dict(zip(_OWN, (*texts, request.source, dict(columns)), strict=True))
+        self._refuse_unknown(parameters, columns)
+        if not takes_any:
+            columns = {name: columns[name] for name in parameters if name in columns}
+        return {name: [value] for name, value in columns.items()} if of_lists else columns

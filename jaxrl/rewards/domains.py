@@ -16,8 +16,9 @@ equation 13. Departure: `length` falls over all that follows `free_tokens`, wher
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from jaxrl.config import Config
@@ -25,7 +26,7 @@ from jaxrl.config.domains import Domain, domains
 from jaxrl.config.functions import read_user_file
 from jaxrl.config.rewards import PartSection
 from jaxrl.rewards.custom import CustomScorer
-from jaxrl.rewards.request import ScoreRequest, as_reward
+from jaxrl.rewards.request import OWN_COLUMNS, ScoreRequest, as_reward
 from jaxrl.rewards.scorers import Scorer, scorer_of
 
 
@@ -110,18 +111,23 @@ class DomainScorer:
         return (self.by_source[""] if scorer is None else scorer)(request)
 
 
-def build_scorer(config: Config) -> Scorer:
-    """The worker processes' scorer. Raises ValueError for settings that would make every sample fail, or a file that
-    cannot be read."""
+def build_scorer(config: Config, rows: Iterable[Iterable[str]] | None = None) -> Scorer:
+    """The worker processes' scorer. `rows`: the columns of each row of the data (`Problem.extra`); a function that
+    takes any other is refused when the workers load it. Raises ValueError for settings that would make every sample
+    fail, or a file that cannot be read."""
+    columns = None
+    if rows is not None:
+        turns = ("messages",) if config.environment.is_on else ()
+        columns = frozenset(chain(OWN_COLUMNS, turns, *rows))
     parts: dict[str, tuple[float, RewardPart]] = {}
     for name, section in config.reward.parts.items():
         function, option = None, f"reward.parts.{name}"
         if section.kind == "custom":
-            function = CustomScorer(read_user_file(f"{option}.path", section.path), section.name, option)
+            function = CustomScorer(read_user_file(f"{option}.path", section.path), section.name, option, columns)
         parts[name] = section.weight, RewardPart(section, config.data.max_response_length, function)
 
     def scorer(domain: Domain) -> Scorer:
-        own = scorer_of(config, domain) if domain.place == "workers" else None
+        own = scorer_of(config, domain, columns) if domain.place == "workers" else None
         return own if own is not None and domain.weight == 1 and not parts else Weighted(own, domain.weight, parts)
 
     built = {source: scorer(domain) for source, domain in domains(config.reward).items()}

@@ -23,6 +23,10 @@ def as_reward(value: Any, who: str = "a scorer must return") -> float:
     return float(number)
 
 
+OWN_COLUMNS = ("prompt", "question", "epoch", "index", "finish_reason", "response_length")
+"""What `ScoreRequest.extra` has beside the data's columns."""
+
+
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
     """A sample as a scorer sees it: the same few values for every kind of scorer, cheap to send to another process.
@@ -45,14 +49,9 @@ class ScoreRequest:
 
     @classmethod
     def of(cls, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> ScoreRequest:
-        ours = {
-            "prompt": prompt.text,
-            "question": prompt.question or prompt.text,
-            "epoch": prompt.epoch,
-            "index": prompt.index,
-            "finish_reason": sample.finish_reason,
-            "response_length": sample.num_drawn,
-        }
+        question, drawn = prompt.question or prompt.text, sample.num_drawn
+        values = prompt.text, question, prompt.epoch, prompt.index, sample.finish_reason, drawn
+        ours = dict(zip(OWN_COLUMNS, values, strict=True))
         request = cls(prompt.source, sample.text, prompt.answer, ours | dict(prompt.extra), limits_s, sample.num_drawn)
         return request if sample.episode is None else request._of_turns(sample.episode)
 

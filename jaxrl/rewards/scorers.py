@@ -166,12 +166,13 @@ class EnvironmentScorer:
         return total, {"stop": request.stop, "num_turns": len(rewards)}
 
 
-def scorer_of(config: Config, domain: Domain) -> Scorer:
-    """The scorer of a domain that worker processes score; raises ValueError for settings that would make every sample
-    fail."""
+def scorer_of(config: Config, domain: Domain, columns: frozenset[str] | None = None) -> Scorer:
+    """The scorer of a domain that worker processes score; `columns`: those of the data, if they are known. Raises
+    ValueError for settings that would make every sample fail."""
     data, option = config.data, f"{domain.option}.kind"
     if domain.kind == "custom":
-        return CustomScorer(read_user_file(f"{domain.option}.path", domain.path), domain.name, domain.option)
+        file = read_user_file(f"{domain.option}.path", domain.path)
+        return CustomScorer(file, domain.name, domain.option, columns)
     if domain.kind == "code":
         from jaxrl.rewards.code import CodeScorer
 

@@ -115,7 +115,7 @@ def with_context(prompt: Prompt, config: Config, tokenizer: Tokenizer) -> Prompt
     where = f"prompt {prompt.index} ({prompt.source})"
     before, question, behind = prompt.text.rpartition(prompt.question)
     if not question:
-        raise ValueError(f"{where}: its question does not stand in the prompt as it is, so the context has no place in it")
+        raise ValueError(f"{where}: its question is not in the rendered prompt as it is, so the context has no place")
     parts = {"{question}": question, "{context}": str(_context(config, prompt))}
     context = re.sub(r"\{(?:question|context)\}", lambda field: parts[field[0]], teacher.context_template)
     context = tokenizer.as_content(context) if config.data.apply_chat_template else context

@@ -260,6 +260,7 @@ def configuration(case: Case, calibration: Calibration) -> Config:
 def _options_of_rule(case: Case) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if case.rule == "tail":
+        options["rollout.tail_batching.relaunch"] = "new"  # the authors' engine has no bits of a sample's own
         options["rollout.tail_batching.prompt_factor"] = case.prompt_factor
         options["rollout.tail_batching.response_factor"] = case.response_factor
     if case.rule == "partial":

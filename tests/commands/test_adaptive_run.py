@@ -9,8 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
-from runs import MADE_UP_PROFILE, PLAIN_REWARD, Runs, end
+from runs import PLAIN_REWARD, Runs, end
 from tiny import write_tiny_model
 
 from jaxrl.record.metrics import read_metrics
@@ -39,20 +38,6 @@ def run(runs: Runs, *words: str, status: int = 0) -> str:
     program = words[:2] if words[0].endswith(".py") else ("-m", "jaxrl", words[0])
     rest = words[2:] if words[0].endswith(".py") else words[1:]
     return end(runs.start(runs.folder / "unnamed", *rest, devices=8, program=program), status)
-
-
-def test_a_run_chooses_its_degree_from_the_profile_and_keeps_it(runs: Runs):
-    """16 rows: at tp 1, 2, 4, 8 a dp group has 2, 4, 8 and twice 8 of them. Then the table is gone."""
-    profile, run_dir = runs.folder / "profile.json", runs.folder / "auto"
-    run(runs, MADE_UP_PROFILE, f"--out={profile}")
-    auto = ("rollout.tensor_model_parallel_size=auto", "rollout.layout.allow_synthetic=true", "rollout.max_num_seqs=8")
-    train = ("train", f"trainer.run_dir={run_dir}", *auto, "rollout.layout.switch=false")
-    assert "auto is 2 by " in run(runs, *train, "trainer.total_training_steps=1")
-    assert yaml.safe_load((run_dir / "config.yaml").read_text())["rollout"]["tensor_model_parallel_size"] == 2
-    profile.unlink()
-    output = run(runs, *train, "trainer.total_training_steps=2")
-    assert "auto stays 2, as this run began" in output
-    assert "changed since: rollout.tensor" not in output
 
 
 def test_what_is_measured_is_not_measured_again(runs: Runs):

@@ -53,12 +53,3 @@ def test_every_option_is_reached():
         for name in complete(prefix=pending.pop()):
             (reached.add if name.endswith("=") else pending.append)(name)
     assert reached == {f"{option.path}=" for option in options() if ".NAME." not in option.path}
-
-
-def test_a_tab_does_not_load_jax(on_path: Path):
-    code = (
-        "import sys, jaxrl.commands.completion as c, jaxrl.cli;"
-        "list(c.overrides(prefix='rollout.')); print({'jax', 'numpy'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == "set()", done.stderr

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxrl.commands.evaluate import _write_samples, evaluate, figures, pass_at_k
+from jaxrl.commands.evaluate import _write_samples, figures, pass_at_k
 from jaxrl.commands.majority import ballots
 from jaxrl.commands.score import score
 from jaxrl.config import from_mapping
@@ -109,39 +109,3 @@ def test_what_is_written_is_scored_as_it_was(tmp_path: Path, task: str):
     assert [line["info"] for line in again] == [sample.reward_info for sample in before]
     assert {line["source"] for line in again} == {task}
     assert scores.right >= 4, "the right answers are among them"
-
-
-def test_what_is_written_is_open_before_the_evaluation_and_whole_after_it(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """An evaluation that fails, or whose folder is gone by then, leaves what was there before and no temporary file."""
-    rows = [{"question": f"{i} + 1", "answer": str(i + 1)} for i in range(2)]
-    (tmp_path / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    out = tmp_path / "results" / "out.jsonl"
-    out.parent.mkdir()
-    out.write_text("earlier\n")
-    config = from_mapping(
-        {
-            "model": {"path": f"random:{tiny_model}"},
-            "data": {"val_files": [str(tmp_path / "val.jsonl")], "max_prompt_length": 64, "max_response_length": 8},
-            "reward": {"num_workers": 1},
-            "trainer": {"compilation_cache_dir": "", "num_devices": 1},
-        }
-    )
-    seen: list[list[str]] = []
-
-    def fails(*_: object) -> list[Group]:
-        seen.append(sorted(file.name for file in out.parent.iterdir()))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("jaxrl.commands.evaluate._responses", fails)
-    with pytest.raises(KeyboardInterrupt):
-        evaluate(config, out=str(out))
-    assert len(seen[0]) == 2, "the draft is there before the first response"
-    assert [(file.name, file.read_text()) for file in out.parent.iterdir()] == [("out.jsonl", "earlier\n")]
-    groups = [make_group(0, [("7", 1.0), (None, float("nan"))])]
-    monkeypatch.setattr("jaxrl.commands.evaluate._responses", lambda *_: (groups, []))
-    evaluate(config, out=str(out))
-    lines = [json.loads(line, parse_constant=pytest.fail) for line in out.read_text().splitlines()]
-    assert [line["reward"] for line in lines] == [1.0, "nan"]
-    assert len(list(out.parent.iterdir())) == 1

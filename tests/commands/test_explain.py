@@ -1,7 +1,6 @@
 """Counts and memory of a configuration, checked against numbers worked out by hand and against real arrays."""
 
 import math
-import re
 from dataclasses import replace
 
 import jax
@@ -10,9 +9,7 @@ from known_sizes import SMOLLM2, TINY, config
 
 from jaxrl.commands.explain import explain, explain_config
 from jaxrl.config import from_mapping
-from jaxrl.config.options import total_steps
 from jaxrl.models.decoder import init
-from jaxrl.run.memory import plan_num_blocks
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import train_shardings
 
@@ -62,15 +59,6 @@ def test_a_critic():
     assert "critic" not in str(plain)
 
 
-@pytest.mark.parametrize(
-    ("steps", "epochs", "prompts", "total"),
-    [(7, 1, None, 7), (7, 1, 100, 7), (0, 1, None, None), (0, 1, 100, 12), (0, 3, 100, 37), (0, 1, 3, 1)],
-)
-def test_total_steps(steps, epochs, prompts, total):
-    c = config(trainer={"total_training_steps": steps, "total_epochs": epochs})
-    assert total_steps(c, prompts) == total
-
-
 def test_memory_of_smollm2_on_one_device():
     e = explain(config(actor={"use_kl_loss": True}), SMOLLM2, 1)
     size = SMOLLM2.num_params() * 4
@@ -90,51 +78,16 @@ def test_memory_of_smollm2_on_one_device():
     assert e.warnings == ()
 
 
-def test_what_does_not_fit():
-    with pytest.raises(
-        ValueError, match=r"rollout\.memory_fraction \(0\.85\) of 2\.0 GiB leaves .* one request of 384"
-    ):
-        plan_num_blocks(config(), SMOLLM2, 1, 2 << 30)
-    with pytest.raises(ValueError, match=r"tensor_model_parallel_size \(2\) must divide the number of devices \(3\)"):
-        explain(config(rollout={"tensor_model_parallel_size": 2}), TINY, 3)
-    e = explain(config(rollout={"num_blocks": 400}), SMOLLM2, 1, 2 << 30)
-    assert any("the update phase needs about" in text for text in e.warnings)
-
-
-def test_the_text():
-    text = str(explain(config(data={"task": "t"}), SMOLLM2, 8, 16 << 30))
-    for part in (
-        "134.5M parameters; 8 devices, rollout dp 8 × tp 1",
-        "a step                          8         64           24,576",
-        "KV pool per dp group: 769 blocks (one reserved), 12,288 tokens, 32 requests of the longest length",
-    ):
-        assert " ".join(part.split()) in " ".join(text.split())
-    assert max(map(len, text.splitlines())) <= 120
-    assert "not known before the files are read" in str(explain(config(), SMOLLM2, 1))
-
-
 def test_devices_of_the_rollouts_own_hold_no_training_state():
     """Four devices train as four alone would; the other four roll out with all their memory for weights and KV."""
-    shared = explain(config(data={"task": "t"}), SMOLLM2, 4, 4 << 30).memory
-    own = {"num_devices": 4, "tensor_model_parallel_size": 2}
+    rollout = {"tensor_model_parallel_size": 2, "max_num_seqs": 4096}
+    shared = explain(config(data={"task": "t"}, rollout=rollout), SMOLLM2, 4, 4 << 30).memory
+    own = rollout | {"num_devices": 4}
     e = explain(config(data={"task": "t"}, rollout=own, trainer={"one_step_off": True}), SMOLLM2, 8, 4 << 30)
-    assert e.memory.update == shared.update
-    assert e.memory.resident == shared.resident
+    assert (e.memory.update, e.memory.resident) == (shared.update, shared.resident)
     assert e.memory.rollout_bytes == sum(e.memory.rollout.values())
+    assert e.memory.num_blocks > 1.1 * shared.num_blocks
     assert "8 devices, rollout alone on 4: dp 2 × tp 2" in str(e)
-    assert re.search(r"^  master weights {30,}\S+ \S+$", str(e), re.MULTILINE)
-
-
-def test_workers_have_equal_shares():
-    """A device holds the same whether its dp group is in a worker with others or alone."""
-    together = explain(config(data={"task": "t"}, rollout={"tensor_model_parallel_size": 2}), SMOLLM2, 8, 4 << 30)
-    cut = {"num_workers": 2, "tensor_model_parallel_size": 2}
-    e = explain(config(data={"task": "t"}, rollout=cut), SMOLLM2, 8, 4 << 30)
-    assert (e.memory.rollout, e.memory.num_blocks) == (together.memory.rollout, together.memory.num_blocks)
-    assert e.sizes == together.sizes
-    workers = e.memory.workers
-    assert (workers.count, workers.num_devices, workers.dp, workers.tp, workers.num_rows) == (2, 4, 2, 2, 32)
-    assert "each of 2 workers: 4 devices, rollout weights of" in str(e)
 
 
 @pytest.mark.parametrize(

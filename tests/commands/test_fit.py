@@ -28,19 +28,6 @@ def test_a_proposal(
         assert getattr(getattr(config, section), name) == value
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--fit", "1x8", "--shape", "Qwen2.5-7B"], "nothing fits 1 × 8 GiB for Qwen2.5-7B"),
-        (["--fit", "8", "--shape", "Qwen2.5-7B"], "must be devices x GiB of each, as 8x80, found '8'"),
-        (["--fit", "8x80"], "name the model with --shape"),
-    ],
-)
-def test_what_cannot_be_proposed(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
-    assert main(["explain-config", *words]) == 2
-    assert said in capsys.readouterr().err
-
-
 def test_a_hint_follows_the_cause(capsys: pytest.CaptureFixture[str]) -> None:
     """Of 113 GiB of weights and state, a shorter response frees nothing."""
     sizes = ["--shape", "Qwen2.5-7B", "--devices", "1", "--device-gib", "73", "data.max_response_length=4096"]

@@ -51,19 +51,7 @@ def test_invariant_numbers_are_the_same_bits(
         every = command.paths
         monkeypatch.setattr(command, "paths", lambda *how: [path for path in every(*how) if path.name in SOME])
     model = write_tiny_model(tmp_path / "model", head_dim=16, **overrides)
-    words = (
-        "--model",
-        f"random:{model}",
-        "--rows",
-        "1,4",
-        "--tokens",
-        "48",
-        "--dtype",
-        dtype,
-        "--tp",
-        degrees,
-        "--json",
-    )
+    words = ("--model", f"random:{model}", "--rows=1,4", "--tokens=48", "--dtype", dtype, "--tp", degrees, "--json")
     status = main(["check-numerics", *words, "actor.numerics=invariant", "actor.numerics_tp=2", *own])
     said = capsys.readouterr()
     assert status == 0, said.err

@@ -2,11 +2,7 @@
 after a checkpoint and resumed; then the numbers that each package reads back are compared with the run's own."""
 
 import importlib.util
-import json
 import math
-import struct
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -80,32 +76,6 @@ def read_mlflow(run_dir: Path) -> Logged:
     return logged
 
 
-TRACKIO = """
-import json, sys, trackio
-from trackio.sqlite_storage import SQLiteStorage
-(run,) = trackio.Api().runs(sys.argv[1])
-logs = SQLiteStorage.get_logs(sys.argv[1], run.name, run_id=run.id)
-print(json.dumps([run.name, run.config, logs], default=str))
-"""
-
-
-def read_trackio(run_dir: Path) -> Logged:
-    """In a process of its own: trackio looks for its folder when it is imported."""
-    done = subprocess.run([sys.executable, "-c", TRACKIO, PROJECT], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    name, config, lines = json.loads(done.stdout.splitlines()[-1])
-    assert name.startswith(f"{run_dir.name}-")
-    assert config["rollout.n"] == 4
-    logged = {}
-    for line in lines:
-        step = line.pop("step")
-        del line["timestamp"]
-        assert step not in logged, f"step {step} stands twice"
-        del line["samples"]
-        logged[step] = line
-    return logged
-
-
 def read_tensorboard(run_dir: Path) -> Logged:
     accumulator = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator",
@@ -121,55 +91,9 @@ def read_tensorboard(run_dir: Path) -> Logged:
     return logged
 
 
-def read_wandb(run_dir: Path) -> Logged:
-    """Both starts are folders of one run, which `wandb sync` joins."""
-    from wandb.proto import wandb_internal_pb2
-
-    folders = sorted((run_dir / "wandb").glob("offline-run-*"))
-    run_id = (run_dir / "wandb_id.txt").read_text().strip()
-    assert [each.name.rpartition("-")[2] for each in folders] == [run_id] * 2
-    logged: Logged = {}
-    for folder in folders:
-        (file,) = folder.glob("*.wandb")
-        for content in wandb_records(file.read_bytes()):
-            record = wandb_internal_pb2.Record.FromString(content)
-            if record.WhichOneof("record_type") != "history":
-                continue
-            values = {
-                item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
-            }
-            step = values.pop("step")
-            assert step not in logged, f"step {step} stands twice"
-            assert values["_step"] == step
-            logged[step] = {name: value for name, value in values.items() if not name.startswith(("_", "samples/"))}
-    return logged
-
-
-def wandb_records(content: bytes) -> list[bytes]:
-    """Of a `.wandb` file, which is a log as LevelDB's: blocks of 32 KiB with pieces of records, and a head of its own.
-    A record that a kill cut off is left out."""
-    found, parts, place = [], b"", 7
-    while place + 7 <= len(content):
-        left = 32768 - place % 32768
-        if left < 7:
-            place += left
-            continue
-        _, size, kind = struct.unpack_from("<IHB", content, place)
-        piece = content[place + 7 : place + 7 + size]
-        if kind == 0 or len(piece) < size:
-            break
-        place += 7 + size
-        parts = piece if kind in (1, 2) else parts + piece
-        if kind in (1, 4):
-            found.append(parts)
-    return found
-
-
 READ: dict[str, Callable[[Path], Logged]] = {
     "mlflow": read_mlflow,
-    "trackio": read_trackio,
     "tensorboard": read_tensorboard,
-    "wandb": read_wandb,
 }
 
 

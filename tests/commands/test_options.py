@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 
 import jsonschema
-import pytest
 
-from jaxrl.cli import main
 from jaxrl.commands.options import find, options_text, schema_json, shown
 from jaxrl.config.files import OWN as CONFIGS
 from jaxrl.config.files import load
@@ -26,15 +24,6 @@ def test_every_option_has_a_line():
     assert listed == [option.path for option in options()]
 
 
-def test_one_option_with_all_that_is_known():
-    assert options_text("data.max_response_length").splitlines()[0] == "data.max_response_length"
-    text = options_text("rollout.n")
-    for words in ("Samples per prompt", "default   8", "bounds    at least 1", "rollout: {n: 8}"):
-        assert words in text
-    assert "values    logical, arrival" in options_text("rollout.order")
-    assert "at most   65536 (" in text
-
-
 def test_what_a_name_finds():
     assert [option.path for option in find("actor.optim.lr")] == ["actor.optim.lr"]
     assert [option.path for option in find("lr")] == ["actor.optim.lr", "critic.optim.lr"], "last names alone"
@@ -45,18 +34,6 @@ def test_what_a_name_finds():
     assert all("steps" in path for path in held)
     assert [option.path for option in find("rollout.n=")] == ["rollout.n"]
     assert "trainer.save_freq" in [option.path for option in find("checkpoint")], "by what its text says"
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("trainer.n_gpus_per_node", "here it is trainer.num_devices"),
-        ("trainer.use_liger", "jaxrl has kernels of its own (actor.attention)"),
-    ],
-)
-def test_names_of_verl(capsys: pytest.CaptureFixture[str], name: str, said: str):
-    assert main(["options", name]) == 2
-    assert capsys.readouterr().err == f"jaxrl: options: there is no section and no option {name!r}: {said}\n"
 
 
 def test_what_is_shown_can_be_given():

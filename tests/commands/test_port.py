@@ -93,14 +93,3 @@ def test_a_python_file_of_trl(tmp_path: Path) -> None:
     }
     assert {name: at(found, name) for name in wanted} == wanted
     assert "bf16=True: actor.dtype and rollout.dtype are bfloat16 on GPUs" in text
-
-
-def test_other_forms(tmp_path: Path) -> None:
-    (tmp_path / "dpo.json").write_text('{"beta": 0.2, "loss_type": ["ipo"], "max_length": 512, "trainer": "DPOConfig"}')
-    found = yaml.safe_load(port("trl", [str(tmp_path / "dpo.json")]))
-    assert (found["dpo"], found["data"]["max_prompt_length"]) == ({"beta": 0.2, "loss_type": "ipo"}, 256)
-    found = yaml.safe_load(port("trl", ["--learning_rate", "3e-5", "--packing", "--max_length=64"]))
-    assert (found["actor"]["optim"]["lr"], found["data"]["max_response_length"]) == (3e-5, 32)
-    (tmp_path / "verl.yaml").write_text("algorithm: {adv_estimator: gae}\nactor_rollout_ref: {rollout: {n: 2}}\n")
-    found = yaml.safe_load(port("verl", [str(tmp_path / "verl.yaml")]))
-    assert (found["algorithm"]["adv_estimator"], found["rollout"]["n"]) == ("gae", 2)

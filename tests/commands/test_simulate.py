@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,10 +26,6 @@ def training(tmp_path: Path) -> Path:
 def run(training: Path, folder: Path, *overrides: str) -> int:
     places = (f"trainer.run_dir={folder}", "simulate.num_devices=16", "simulate.tasks.simulated.response.median=40")
     return main(["simulate", "--config", str(training), *places, *overrides])
-
-
-def without_clock(folder: Path) -> list[dict[str, float]]:
-    return [{k: v for k, v in row.items() if k != "time"} for row in read_metrics(folder)]
 
 
 def test_a_run_directory_like_a_real_one(training: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -79,33 +74,6 @@ def test_a_run_on_several_hosts(training: Path, tmp_path: Path, capsys: pytest.C
     slower = [[row["timing_s/gen"] for row in read_metrics(folder)] for folder in (two, one)]
     assert all(with_calls > without for with_calls, without in zip(*slower, strict=True))
     assert yaml.safe_load((two / "config.yaml").read_text())["simulate"]["num_hosts"] == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        (("simulate.num_hosts=3",), r"simulate.num_devices \(16\) must be a multiple of simulate.num_hosts \(3\)"),
-        (("simulate.num_hosts=2", "trainer.stream.enable=true"), r"trainer.stream.enable and simulate.num_hosts \(2\)"),
-    ],
-)
-def test_hosts_that_cannot_be(
-    options: tuple[str, ...], match: str, training: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    assert run(training, tmp_path / "a", "actor.use_kl_loss=false", *options) == 2
-    assert re.search(match, capsys.readouterr().err)
-    assert not (tmp_path / "a-simulated").exists()
-
-
-def test_a_run_goes_on_in_its_directory(training: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    evaluated = "trainer.test_freq=2"  # a run's last step ends with an evaluation: the whole run has it there as well
-    assert run(training, tmp_path / "whole", evaluated) == 0
-    assert run(training, tmp_path / "parts", evaluated, "trainer.total_training_steps=2") == 0
-    capsys.readouterr()
-    assert run(training, tmp_path / "parts", evaluated) == 0
-    assert "after step 2" in capsys.readouterr().out
-    whole, parts = (tmp_path / f"{name}-simulated" for name in ("whole", "parts"))
-    assert without_clock(whole) == without_clock(parts)
-    assert (whole / "samples.jsonl").read_bytes() == (parts / "samples.jsonl").read_bytes()
 
 
 def test_jax_is_not_imported(training: Path, tmp_path: Path):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from runs import STEPS, Runs, assert_same_end, copied_after, state_of
+from runs import STEPS, Runs, assert_same_end, copied_after
 from tiny import write_tiny_model
 
 from jaxrl.cli import main
@@ -107,29 +107,6 @@ def test_preferences_are_learnt_and_a_kill_changes_nothing(learning: Learning, s
     assert f"now that would be model.path={learning.folder}/model" in said
     learning.learn("dpo", killed, *options, "dpo.beta=0.5")
     assert_same_end(killed, whole)
-
-
-@pytest.mark.slow  # test_train.py has a run that begins from another's parameters
-def test_rl_begins_from_what_was_learnt(learning: Learning, sft: tuple[Path, Path, str]):
-    """With a learning rate of 0 the weights after a step of RL are those that supervised learning ended with."""
-    run_dir = learning.folder / "rl"
-    given = (f"trainer.init_from={sft[0]}", "actor.optim.lr=0", "trainer.total_training_steps=1", "trainer.test_freq=0")
-    learning.here(run_dir, *given)
-    (ours, _), (theirs, _) = state_of(run_dir), state_of(sft[0])
-    for name in [name for name in theirs if "params" in name]:
-        assert ours[name].tobytes() == theirs[name].tobytes(), name
-
-
-def test_a_run_s_own_file_is_explained_as_its_command_reads_it(
-    sft: tuple[Path, Path, str], capsys: pytest.CaptureFixture[str]
-):
-    file = f"--config={sft[0]}/config.yaml"
-    assert main(["explain-config", file, "--devices=1", "rollout.n=1"]) == 0
-    said = capsys.readouterr()
-    assert "learnt: what the assistant says" in said.out
-    assert "rollout.n=1 has no effect: `jaxrl sft` does not read it" in said.err
-    assert main(["explain-config", file, "--devices=1", "--command=train"]) == 0
-    assert "KV pool" in capsys.readouterr().out
 
 
 def test_a_resumed_run_has_its_data(learning: Learning, sft: tuple[Path, Path, str]):

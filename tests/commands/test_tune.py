@@ -148,26 +148,8 @@ def test_a_real_run_s_own_latencies(write: Callable[..., str], tmp_path: Path):
     assert found.plain.mean("gen_s") > 400 * 0.5, "half a second for each token of a long response"
 
 
-def test_the_command_prints_a_table(write: Callable[..., str], capsys: pytest.CaptureFixture[str]):
-    few = ("--seeds", "2", "--steps", "12")
-    assert main(["tune", "--run", write(heavy), "rollout.n=4", "--values", "1.1,1.5", *few]) == 0
-    captured = capsys.readouterr()
-    lines = captured.out.splitlines()
-    assert captured.err == ""
-    assert lines[0].startswith("tail batching on ")
-    assert "2 seeds × 12 simulated steps of 8 prompts × 4 samples on 1 × H100" in lines[0]
-    head = next(i for i, line in enumerate(lines) if "seconds a step" in line)
-    assert [line.split()[0] for line in lines[head + 1 : head + 4]] == ["plain", "1.1", "*"]
-    assert any(line.startswith("options: ") for line in lines)
-
-
-def test_records_that_say_nothing(write: Callable[..., str], capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_records_that_say_nothing(write: Callable[..., str], capsys: pytest.CaptureFixture[str]):
     assert "holds 18 finished responses, and a search needs at least 20" in error(capsys, write(heavy, prompts=9))
     assert "all 128 recorded responses have 512 tokens, the run's limit, so there is no tail" in error(
         capsys, write(lambda prompt, sample: 512)
     )
-    assert "by_rank) needs prompts with two recorded responses" in error(capsys, write(heavy, samples=1))
-    folder = write(heavy, prompts=0)
-    assert "holds no finished response" in error(capsys, folder)
-    (Path(folder) / "samples.jsonl").unlink()
-    assert "samples.jsonl: no such file" in error(capsys, folder)

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import PATIENCE_S, WIDE, assert_same_end, copied_after, kill, wait_until
-from talking_runs import STEPS, TALK, talking
+from runs import PATIENCE_S, assert_same_end, copied_after, kill, wait_until
+from talking_runs import STEPS, talking
 
 from jaxrl.record.journal import read_journal
 
 RULES = {
     "plain": (),
     "tail batching": ("rollout.tail_batching.enable=true",),
+    "tail batching that resumes": ("rollout.tail_batching={enable: true, relaunch: resume}",),
     "partial rollout": ("rollout.partial_rollout.enable=true",),
     "over-provisioning": ("rollout.over_provisioning.enable=true",),
     "dynamic sampling": ("algorithm.filter_groups.enable=true",),
@@ -26,7 +27,7 @@ RULES = {
     "speculation": ("rollout.speculation.enable=true", "rollout.speculation.max_batch=8"),
 }
 DEVICES = {"stream trainer": 2, "workers": 2}  # 1 by default
-RACING = {"tail batching", "partial rollout", "over-provisioning", "dynamic sampling"}
+RACING = {"tail batching", "tail batching that resumes", "partial rollout", "over-provisioning", "dynamic sampling"}
 
 
 def lines_of(run_dir: Path, name: str) -> list[dict[str, Any]]:
@@ -104,36 +105,3 @@ def test_a_run_that_is_killed_again_and_again(tmp_path: Path, rule: str):
     runs.here(straight, *options, devices=devices)
     assert not answered & {*noted(tmp_path)[num_notes:]}, "a tool was called again"
     assert_same_end(straight, killed)
-
-
-@pytest.mark.slow
-def test_what_a_tool_does_to_one_prompt_changes_no_bit_of_another(tmp_path: Path):
-    """Its tool hangs, dies, answers garbage or half a megabyte; in float64 the others' samples are those of a run in
-    which all answer well."""
-    runs = talking(tmp_path)
-    runs.config["environment"]["timeout_s"] = 0.5
-    bad = """
-        if self.index == 0 and "bad" in self.notes:
-            import ctypes, threading
-            act = len(self.said) * 7 + number
-            if act % 4 == 0:
-                time.sleep(60)
-            if act % 4 == 1:
-                ctypes.string_at(0)
-            if act % 4 == 2:
-                return "garbage"
-            return StepResult(next_observation="x" * (1 << 19), metrics={"odd": float("nan")})
-"""
-    (tmp_path / "talk.py").write_text(TALK.replace("        time.sleep(number", bad + "        time.sleep(number"))
-    found = []
-    for name in ("good", "bad"):
-        runs.config["environment"]["args"]["notes"] = str(tmp_path / name)
-        run_dir = tmp_path / f"run-{name}"
-        runs.here(run_dir, *WIDE, "trainer.total_training_steps=1", "data.shuffle=false")
-        lines = lines_of(run_dir, "samples.jsonl")
-        found.append([(line, [turn["tokens"] for turn in line["turns"]]) for line in lines])
-    good, spoilt = found
-    assert [tokens for _, tokens in good[2:]] == [tokens for _, tokens in spoilt[2:]]
-    assert len(good) == 4
-    assert {line["info"]["stop"] for line, _ in good} <= {"done", "max_trajectory_tokens"}
-    assert any("error" in line for line, _ in spoilt[:2])

@@ -5,49 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pytest
 import yaml
-from trainer_fixtures import group_of
 
 from jaxrl.config import to_mapping
 from jaxrl.config.files import load
-from jaxrl.mechanisms.dynamic_sampling import DynamicSampling
-from jaxrl.scheduling.rounds.events import Verdict
-from jaxrl.scheduling.rounds.shaping import RewardShaping
-from jaxrl.training import advantages
-from jaxrl.types import SampleKey
 
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "algorithms"
 
 
 PAGE = FOLDER.parents[1] / "docs" / "your-algorithm.md"
 NAMES = sorted(file.stem for file in FOLDER.glob("*.yaml"))
-
-
-@pytest.mark.parametrize(
-    ("lengths", "scored", "kept", "expected"),
-    [
-        ((8, 8, 29, 32), (1.0, 1.0, 1.0, 1.0), False, None),  # all right: nothing but lengths to learn
-        ((32, 8, 8, 8), (1.0, 0.0, 0.0, 0.0), True, (0.0, -1.0, -1.0, -1.0)),  # right beats wrong at any length
-    ],
-)
-def test_dapo_filters_by_accuracy_and_rewards_what_is_right_at_any_length(
-    lengths: tuple[int, ...], scored: tuple[float, ...], kept: bool, expected: tuple[float, ...] | None
-):
-    config = load(FOLDER / "dapo.yaml", [])
-    shaping = RewardShaping.configured(config)
-    assert shaping is not None
-    given = [Verdict(0.0, SampleKey(0, 0, i), reward) for i, reward in enumerate(scored)]
-    verdicts = [shaping.shaped(each, length) for each, length in zip(given, lengths, strict=True)]
-    group = group_of(lengths, [verdict.reward for verdict in verdicts])
-    filtering = DynamicSampling.of_config(config)
-    assert filtering is not None
-    assert filtering.keeps(group, verdicts) == kept
-    if expected is not None:
-        assert tuple(verdict.reward for verdict in verdicts) == expected
-        found, _ = advantages.compute([group], config.algorithm)
-        np.testing.assert_allclose([each[0] for each in found], [1.5, -0.5, -0.5, -0.5], rtol=1e-5)
 
 
 # ---------------------------------------------------------------- the table of docs/your-algorithm.md

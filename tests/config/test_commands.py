@@ -6,9 +6,6 @@ from jaxrl.config import ConfigError
 from jaxrl.config.files import load
 
 BROKEN = {  # options that a rule of RL's refuses
-    "one sample": ["rollout.n=1"],
-    "minibatches": ["actor.ppo_mini_batch_size=5"],
-    "a pool": ["rollout.num_blocks=2000000000"],
     "an estimator": ["algorithm.adv_estimator=gdpo"],
     "old log-probabilities": ["actor.old_logprobs=rollout", "rollout.stale_tokens=recompute"],
     "a reward": ["reward.kind=custom"],

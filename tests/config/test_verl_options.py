@@ -9,7 +9,7 @@ import pytest
 from jaxrl.config import ConfigError
 from jaxrl.config.files import load
 from jaxrl.config.mapping import by_path
-from jaxrl.config.verl_options import ABSENT, PREFIX, RENAMED, VALUES, advice
+from jaxrl.config.verl_options import ABSENT, PREFIX, RENAMED, advice
 
 OURS = set(by_path())
 SECTIONS = {path[:end] for path in OURS for end in range(len(path)) if path[end] == "."}
@@ -49,11 +49,3 @@ def test_the_innermost_section_speaks():
     ):
         assert advice(option) == (option, said)
     assert advice("rollout.temprature") is advice("made", {"up": 1}) is None
-
-
-@pytest.mark.parametrize("option", ["actor.loss_mode", "algorithm.adv_estimator"])
-@pytest.mark.parametrize("name", ["gspo", "GSPO"])
-def test_gspo_is_a_level_of_the_ratio(option: str, name: str):
-    with pytest.raises(ConfigError, match=rf"^{option} must be one of .*, found '{name}'; here it is actor.ratio_l"):
-        load(None, ["model.path=m", f"{option}={name}"])
-    assert load(None, ["model.path=m", VALUES["gspo"]]).actor.ratio_level == "sequence"

@@ -16,7 +16,7 @@ from pyarrow import parquet
 from tiny import write_tiny_model
 from turn_templates import TEMPLATES, renders
 
-from jaxrl.data.conversations import ConversationTokens, RowSource, read_demonstrations, read_pairs
+from jaxrl.data.conversations import ConversationTokens, RowSource, read_demonstrations
 from jaxrl.data.tokenizer import Tokenizer
 
 HI = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
@@ -86,15 +86,6 @@ def test_three_ways_to_write_the_same_row(tokenizer: Tokenizer, tmp_path: Path):
         assert (other.prompt.tolist(), other.response.tolist()) == (first.prompt.tolist(), first.response.tolist())
 
 
-def test_texts_without_a_template_end_with_the_end_of_text(tokenizer: Tokenizer, tmp_path: Path):
-    config = config_of(data__apply_chat_template=False)
-    rows = [{"prompt": "ab", "completion": "cd"}]
-    (example,) = read_demonstrations([written(tmp_path, rows)], "f", config, tokens_of(tokenizer))[0].examples
-    assert tokenizer.decode(example.prompt.tolist()) == "ab"
-    assert tokenizer.decode(example.response.tolist(), skip_special_tokens=False) == "cd<|im_end|>"
-    assert example.is_said.all()
-
-
 def test_prompts_are_written_as_for_rl(tokenizer: Tokenizer, tmp_path: Path):
     """`data.prompt_template` is around what the user asks, in each form of a row, and without a chat template too."""
     asked = {"data__prompt_template": "Q: {question}", "data__system_prompt": "Be kind."}
@@ -119,33 +110,6 @@ def test_fields_of_other_rows_do_not_come_into_a_call(tokenizer: Tokenizer, tmp_
     found = read_demonstrations([str(tmp_path / "rows.parquet")], "f", config_of(), tokens)
     said = [json.loads(tokenizer.decode(found[i].examples[0].response.tolist())) for i in range(2)]
     assert said == [calls[:1], [{"arguments": {"c": [{"d": "e"}, {"f": 2}]}}]]
-
-
-REFUSED = {
-    "no completion": ({"prompt": "a"}, r"line 1: .*'completion' \(sft.completion_key\) is missing, found 'prompt'"),
-    "nobody asked": ({"messages": HI[1:]}, r"the conversation begins with the assistant"),
-    "twice": ({"messages": [*HI, HI[1]]}, r"two messages of the assistant follow each other"),
-    "the user last": ({"messages": HI[:1]}, r"the last message must be the assistant's, found none"),
-    "no list": ({"messages": {"a": 1}}, r"'messages' \(sft.messages_key\) must be a list of messages"),
-    "tools unread": ({"messages": HI, "tools": [{"name": "add"}]}, r"the chat template reads no variable 'tools'"),
-    "long": ({"prompt": "a" * 400, "completion": "b"}, r"line 1: 4\d\d tokens are more than data.max_prompt_length"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_rows_that_cannot_be_learnt_from(tokenizer: Tokenizer, tmp_path: Path, name: str):
-    """`tests/cases/conversations.jsonl` has more, and pairs."""
-    row, pattern = REFUSED[name]
-    config = config_of(data__filter_overlong_prompts=False)
-    with pytest.raises(ValueError, match=pattern):
-        read_demonstrations([written(tmp_path, [row])], "data.train_files", config, tokens_of(tokenizer))
-
-
-def test_a_pair_whose_prompt_is_another_is_refused(tokenizer: Tokenizer, tmp_path: Path):
-    no = {"role": "assistant", "content": "no"}
-    rows = [{"prompt": "a", "chosen": HI, "rejected": [HI[0], no]}]
-    with pytest.raises(ValueError, match=r"line 1: 'prompt' \(dpo.prompt_key\) contradicts .*: 'a' is not in \[.*'Hi'"):
-        read_pairs([written(tmp_path, rows)], "data.train_files", config_of(), tokens_of(tokenizer))
 
 
 def test_long_rows_are_left_out_and_counted(tokenizer: Tokenizer, tmp_path: Path):

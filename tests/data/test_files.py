@@ -9,8 +9,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 from jaxrl.config import DataSection
-from jaxrl.data import files
-from jaxrl.data.files import data_files, rows
+from jaxrl.data.files import rows
 from jaxrl.data.problems import read_problems
 
 
@@ -32,16 +31,6 @@ def test_marks_line_ends_and_empty_lines(tmp_path: Path, content: bytes):
         assert read(tmp_path / name) == [("line 1", {"q": 1}), ("line 3", {"q": 2})]
 
 
-def test_the_longest_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(files, "MAX_LINE_BYTES", 2**20)
-    row = json.dumps({"q": "x" * (2**20 - len('{"q": ""}'))})
-    (tmp_path / "a.jsonl").write_text(row)
-    assert len(read(tmp_path / "a.jsonl")) == 1
-    (tmp_path / "a.jsonl").write_text(f"{row} ")
-    with pytest.raises(ValueError, match=r"a\.jsonl, line 1: longer than 1 MiB; a line must hold one problem"):
-        read(tmp_path / "a.jsonl")
-
-
 def test_a_parquet_file_that_breaks_off_says_where(tmp_path: Path):
     table = pyarrow.table({"q": [f"{i:x<40}" for i in range(4096)]})
     file = tmp_path / "a.parquet"
@@ -52,20 +41,6 @@ def test_a_parquet_file_that_breaks_off_says_where(tmp_path: Path):
     file.write_bytes(content)
     with pytest.raises(ValueError, match=r"a\.parquet: damaged after row 2048 \(Corrupt snappy compressed data"):
         read(file)
-
-
-def test_a_parquet_file_that_repeats_itself_is_read(tmp_path: Path):
-    table = pyarrow.table({"q": ["You are a helpful assistant. " * 100] * 20_000, "n": list(range(20_000))})
-    parquet.write_table(table, tmp_path / "a.parquet", compression="zstd")
-    assert sum(1 for _ in rows(tmp_path / "a.parquet")) == 20_000
-
-
-def test_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "[1].jsonl").write_text("{}")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert data_files(["[1].jsonl"], "data.train_files") == [Path("[1].jsonl")]
-    assert data_files(["~/[1].jsonl"], "data.train_files") == [tmp_path / "[1].jsonl"]
 
 
 def test_fields_of_messages_that_templates_show(tmp_path: Path):

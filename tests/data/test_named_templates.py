@@ -66,12 +66,6 @@ def test_which_template_renders(tokenizer: Tokenizer):
     assert tokenizer.apply_chat_template(ASK, chat_template="default", enable_thinking=True) == "plain hi?"
 
 
-def test_variables_are_those_of_the_template_that_renders(tokenizer: Tokenizer):
-    for refused in ({"tools": TOOLS, "enable_thinking": True}, {"chat_template": "default", "tools": TOOLS}):
-        with pytest.raises(ValueError, match=r"^/.*: the chat template reads no variable '(enable_thinking|tools)'"):
-            tokenizer.apply_chat_template(ASK, **refused)
-
-
 @pytest.mark.parametrize(
     ("templates", "arguments", "sentence"),
     [
@@ -89,13 +83,6 @@ def test_a_template_that_is_not_there(
         tokenizer.check_template_arguments(arguments)
 
 
-def test_files_count_before_the_config(tmp_path: Path):
-    folder = folder_with(tmp_path, in_config, TEMPLATES)
-    in_files(folder, {"default": "of the file {{ messages[0].content }}"})
-    tokenizer = Tokenizer.from_path(folder)
-    assert (tokenizer.apply_chat_template(ASK), sorted(tokenizer.chat_templates)) == ("of the file hi", ["default"])
-
-
 def test_what_is_saved_is_read_again(tokenizer: Tokenizer, tmp_path: Path):
     files = [file.relative_to(tmp_path / "saved").as_posix() for file in tokenizer.save(tmp_path / "saved")]
     assert sorted(files) == [
@@ -103,13 +90,6 @@ def test_what_is_saved_is_read_again(tokenizer: Tokenizer, tmp_path: Path):
         *("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"),
     ]
     assert Tokenizer.from_path(tmp_path / "saved").chat_templates == tokenizer.chat_templates
-
-
-@pytest.mark.parametrize("name", ["../out", ".hidden"])
-def test_names_that_are_no_names_of_files(name: str, tmp_path: Path):
-    folder = folder_with(tmp_path, in_config, {name: "x"})
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json: a chat template's name must be made of letters"):
-        Tokenizer.from_path(folder)
 
 
 def test_those_of_a_gguf_file(tmp_path: Path):
@@ -135,14 +115,3 @@ def test_the_choice_is_that_of_transformers(tmp_path: Path, write: Write):
     for case in CASES:
         wanted = theirs.apply_chat_template(ASK, tokenize=False, add_generation_prompt=True, **case)
         assert ours.apply_chat_template(ASK, **case) == wanted, case
-
-
-def test_each_reads_what_the_other_saves(tmp_path: Path):
-    module = import_transformers(models=False)
-    folder = folder_with(tmp_path, in_config, TEMPLATES)
-    module.AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "theirs")
-    assert (tmp_path / "theirs" / "additional_chat_templates" / "rag.jinja").is_file()
-    ours = Tokenizer.from_path(tmp_path / "theirs")
-    ours.save(tmp_path / "ours")
-    assert {name: template.source for name, template in ours.chat_templates.items()} == TEMPLATES
-    assert module.AutoTokenizer.from_pretrained(tmp_path / "ours").chat_template == TEMPLATES

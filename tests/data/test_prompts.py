@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ from jaxrl.config import Config, DataSection
 from jaxrl.data.problems import reference_answer
 from jaxrl.data.prompts import PromptSource, load_train, load_validation, validation_prompts
 from jaxrl.data.tokenizer import Tokenizer
-
-SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
 
 class Characters:
@@ -67,24 +64,6 @@ def test_verls_columns(tmp_path: Path):
     (problem,) = load_train(config(train_files=[write(tmp_path / "a.jsonl", [row])], **keys))
     assert (problem.source, problem.answer, problem.identity) == ("openai/gsm8k", "4", "2+2?")
     assert problem.extra["index"] == 17
-
-
-def test_seconds_of_a_right_program_stand_in_a_column(tmp_path: Path):
-    rows = [{"question": f"q{i}", "answer": 1, "of": {"s": s}} for i, s in enumerate((2, 0.25, "", None))]
-    keys = {"reference_time_key": "of.s", "train_files": [write(tmp_path / "a.jsonl", rows)]}
-    assert [problem.extra["of.s"] for problem in load_train(config(**keys))] == [2.0, 0.25, None, None]
-    held_out = write(tmp_path / "b.jsonl", [{"question": "another", "answer": 1}])
-    assert len(load_validation(config(**keys, val_files=[held_out]))) == 1, "evaluations take no anchors"
-
-
-def test_a_decimal_of_parquet_is_a_number(tmp_path: Path):
-    pyarrow.parquet.write_table(pyarrow.table({"question": ["q"], "answer": [Decimal("1.50")]}), tmp_path / "a.parquet")
-    assert [problem.answer for problem in load_train(config(train_files=[str(tmp_path / "a.parquet")]))] == ["1.50"]
-
-
-def test_no_answers_are_wanted(tmp_path: Path):
-    (problem,) = load_train(config(train_files=[write(tmp_path / "a.jsonl", [{"question": "q"}])], answer_key=""))
-    assert problem.answer is None
 
 
 def test_rendering(tmp_path: Path):
@@ -199,17 +178,6 @@ def test_task():
     assert load_validation(config(task="chain_sum", val_size=0)) == []
 
 
-def test_exhausted_task(caplog: pytest.LogCaptureFixture):
-    """There are 200 sums and differences of two digits: each is in exactly one of the sets, once."""
-    c = config(task="chain_sum", task_config=SUMS)
-    train, held_out = [{p.identity for p in problems} for problems in (load_train(c), load_validation(c))]
-    assert len(train) + len(held_out) == len(train | held_out) == 200
-    assert 5 <= len(held_out) <= 40
-    assert len(load_train(c)) == len(train)
-    assert f"only {len(train)} distinct training problems (data.task_size is 10000)" in caplog.text
-    assert f"only {len(held_out)} distinct held-out problems (data.val_size is 100)" in caplog.text
-
-
 def test_gsm8k(data_folder: Path):
     train_file, val_file = (str(data_folder / f"gsm8k_{name}.jsonl") for name in ("train", "test"))
     c = config(train_files=[train_file], val_files=[val_file], val_size=0, max_prompt_length=1 << 14)
@@ -241,12 +209,8 @@ def test_a_prompt_is_found_again_by_its_key(tmp_path: Path):
     [
         ("48 + 24 = 72\n#### 72", "72"),
         ("#### Step 1\nadd\n#### -1,234.5\n", "-1,234.5"),
-        ("#####\n#...#\n#####", "#####\n#...#\n#####"),
-        ("#  ## #\n#### ##\n", "#  ## #\n#### ##"),
         ("# ####\n.. ####", "# ####\n.. ####"),
         ("#### Top\ntext\n#### End\nlast line", "#### Top\ntext\n#### End\nlast line"),
-        ('{"inputs": ["a #### b"], "outputs": ["c"]}', '{"inputs": ["a #### b"], "outputs": ["c"]}'),
-        ("a####b", "a####b"),
         (72, "72"),
     ],
 )

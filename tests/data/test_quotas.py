@@ -7,7 +7,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -84,14 +83,6 @@ def test_the_cursor_resumes_in_the_middle_of_a_batch_and_of_an_epoch(tmp_path: P
         assert again.get(*whole[0].key) == whole[0]
 
 
-def test_a_cursor_of_other_quotas_is_refused(tmp_path: Path):
-    state = source(tmp_path, QUOTAS).state()
-    with pytest.raises(ValueError, match=r"data\.source_quotas"):
-        source(tmp_path, {"hard": 4, "easy": 4, "other": 0}).load_state(state)
-    with pytest.raises(ValueError, match=r"data\.source_quotas"):
-        simulated({"hard": 4, "easy": 4, "other": 0}).load_state(simulated(QUOTAS).state())
-
-
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=6))
 def test_places_are_dealt_evenly(counts: list[int]):
     quotas = {f"s{i}": count for i, count in enumerate(counts)}
@@ -101,10 +92,3 @@ def test_places_are_dealt_evenly(counts: list[int]):
     for place in range(1, len(order) + 1):
         for name, quota in quotas.items():
             assert abs(order[:place].count(name) - place * quota / len(order)) < len(quotas)
-
-
-def test_quotas_that_cannot_be_are_refused(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"no source 'hrad': did you mean 'hard'\?"):
-        source(tmp_path, {"hrad": 5, "easy": 3})
-    with pytest.raises(ValueError, match="holds 4 prompts of 'other', which has no quota: give it one, or 0"):
-        source(tmp_path, {"hard": 5, "easy": 3})

@@ -98,9 +98,6 @@ def test_templates_that_cannot_go_on(tokenizer: Tokenizer):
         between.answer([{"role": "tool", "content": "So 4"}])
 
 
-BRACKETS = """
-{%- for m in messages %}{{ '[' ~ m.role ~ ']' ~ m.content ~ '[END]\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"""
 LAST_EOS = """
 {%- for m in messages %}{{ '## ' ~ m.role ~ '\n' ~ m.content ~ '\n' }}{% endfor %}
 {{- '## assistant\n' if add_generation_prompt else eos_token }}"""
@@ -109,16 +106,6 @@ TOOLS_LAST = """
 {%- for m in messages %}{% if tools and m == asked[-1] %}{{ tools | tojson }}{% endif %}
 {{- '<|im_start|>' ~ m.role ~ '\n' ~ m.content ~ '<|im_end|>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-
-
-@pytest.mark.parametrize("said", ["So [END] 4", "So 4 "])
-def test_an_end_of_several_tokens_is_written_once(tokenizer: Tokenizer, said: str):
-    between, asked = Between(renders(tokenizer, BRACKETS)), [{"role": "user", "content": "So?"}]
-    behind = "\n[user]So?[END]\n[assistant]"
-    drawn = tokenizer.encode(f"{said}[END]")
-    assert tokenizer.decode(between.answer(asked, drawn), False) == behind
-    assert tokenizer.decode(between.answer(asked, tokenizer.encode(f"{said}<|endoftext|>")), False) == "[END]" + behind
-    assert between.rewritten() == ""
 
 
 def test_what_templates_move_or_write_behind_the_last_turn_alone_is_said(tokenizer: Tokenizer):

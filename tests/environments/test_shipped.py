@@ -57,23 +57,13 @@ def test_rows_of_games_differ_and_are_always_the_same(name: str):
     assert step == [episodes.step(row, None, Action("right crane 7"))[0].next_observation for row in rows]
 
 
-@pytest.mark.parametrize("secret", [1, 8, 15])
-def test_number_guessing_is_solved_by_halves(secret: int):
+def test_number_guessing_is_solved_by_halves():
     episodes, of = game("number_guessing"), module("number_guessing").NumberGuessing
-    number = next(str(i) for i in range(1000) if of(str(i)).secret == secret)
-    low, high, state, result, guesses = 1, 15, None, StepResult(), 0
-    while not result.episode_done:
-        guess, guesses = (low + high) // 2, guesses + 1
-        result, state = episodes.step({"number": number}, state, Action(f" {guess}."))
-        low, high = (guess + 1, high) if result.next_observation == "Higher." else (low, guess - 1)
-    assert (result.reward, result.metrics) == (1.0, {"solved": 1.0})
-    assert guesses <= 4
-
-
-def test_number_guessing_without_a_number():
-    result = played(game("number_guessing"), {"number": "0"}, ["I do not know"])
-    assert (result.next_observation, result.episode_done) == ("Answer with a number alone.", False)
-    assert played(game("number_guessing"), {"number": "0"}, ["99"] * 4).metrics == {"solved": 0.0}
+    number = next(str(i) for i in range(1000) if of(str(i)).secret == 15)
+    result = played(episodes, {"number": number}, ["I do not know", " 8.", "12"])
+    assert (result.next_observation, result.episode_done) == ("Higher.", False)
+    assert played(episodes, {"number": number}, ["8", "12", "15"]).metrics == {"solved": 1.0}
+    assert played(episodes, {"number": number}, ["99"] * 4).metrics == {"solved": 0.0}
 
 
 def test_marks_of_wordle():
@@ -95,10 +85,6 @@ def test_a_lake_that_is_walked_over():
     episodes, row = game("frozen_lake"), {"number": "0.0", "size": 4, "moves": 6}
     lake = module("frozen_lake").FrozenLake(**row)._env.unwrapped
     cells = [[cell.decode() for cell in line] for line in lake.desc]
-    (message,) = episodes.first_messages(row)
-    assert message["content"].splitlines()[1:] == [
-        " ".join("[S]" if (i, j) == (0, 0) else cell for j, cell in enumerate(line)) for i, line in enumerate(cells)
-    ]
     path, seen = {(0, 0): []}, [(0, 0)]
     for i, j in seen:  # the shortest way to each cell
         for word, di, dj in (("left", 0, -1), ("down", 1, 0), ("right", 0, 1), ("up", -1, 0)):
@@ -151,9 +137,6 @@ def test_observations_without_a_drawing():
     row = {"number": "1.0", "id": "Blackjack-v1", "actions": ["stick", "hit"]}
     (message,) = gym_game().first_messages(row)
     assert re.fullmatch(r"Answer with one of: stick, hit\.\n\[\d+, \d+, [01]\]", message["content"])
-    said = row | {"sentence": "You have {0}, the dealer shows {1}."}
-    (message,) = gym_game().first_messages(said)
-    assert re.fullmatch(r"You have \d+, the dealer shows \d+\.", message["content"].splitlines()[1])
     assert played(gym_game(), row, ["stick"]).episode_done
     state, result = None, StepResult()
     while not result.episode_done:
@@ -163,36 +146,12 @@ def test_observations_without_a_drawing():
     assert played(gym_game(), plain, ["1"]).next_observation == "Cell 4."
 
 
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
-        ({"id": "Blackjack-v1", "actions": ["hit", "hit"]}, "has 2 actions, each with a name, found"),
-        ({"id": "Blackjack-v1", "sentence": "You have {3}."}, r"`sentence` needs parts that \[\d+, \d+, \d\] has not"),
-        ({"id": "Pendulum-v1"}, "the actions of Pendulum-v1 are Box"),
-    ],
-)
-def test_games_of_gymnasium_that_are_refused(args: dict[str, Any], words: str):
-    with pytest.raises(ValueError, match=words):
-        gym_game().first_messages({"number": "0", **args})
-
-
-@pytest.mark.parametrize(
-    ("expression", "answer"),
-    [
-        ("2**10 - 1,000", "24"),
-        ("6 / 3", "2"),
-        ("-7 // 2", "-4"),
-        ("9**9**9", "Error: ValueError: the power is too large"),
-        ("1 / 0", "Error: ZeroDivisionError: division by zero"),
-    ],
-)
-def test_the_calculator(expression: str, answer: str):
-    assert called(FunctionTools(module("calculator"), ""), "calculate", expression=expression) == answer
-
-
-@pytest.mark.parametrize("expression", ["__import__('os').getcwd()", "True + 1", "'a' * 3"])
-def test_the_calculator_computes_nothing_else(expression: str):
-    assert called(FunctionTools(module("calculator"), ""), "calculate", expression=expression).startswith("Error: ")
+def test_the_calculator():
+    tools = FunctionTools(module("calculator"), "")
+    for expression, answer in (("2**10 - 1,000", "24"), ("6 / 3", "2"), ("-7 // 2", "-4")):
+        assert called(tools, "calculate", expression=expression) == answer
+    for expression in ("9**9**9", "1 / 0", "__import__('os').getcwd()", "True + 1", "'a' * 3"):
+        assert called(tools, "calculate", expression=expression).startswith("Error: "), expression
 
 
 def test_python_in_the_sandbox():

@@ -1,4 +1,4 @@
-"""Runs on two hosts that lose something at random moments: an actor, the controller, Ray's node, room on the disk.
+"""Runs on two hosts that lose something at random moments: an actor, the controller, Ray's node.
 
 Forty losses over six mechanisms. Each run ends, or resumes with the same command, at the bits of one that lost nothing,
 says so in one sentence, and leaves no actor behind (Ray's own agents end a minute after a controller that was killed).
@@ -12,17 +12,13 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from runs import PATIENCE_S, STOPS, WIDE, Runs, assert_same_end, end, kill, wait_for_steps
-from small_disk import SmallDisk, train_command
 from talking_runs import TALK
 
 from jaxrl.processes.process_tree import descendants
@@ -112,96 +108,3 @@ def test_a_loss_at_a_random_moment(loss: str, turn: int, rule: str, runs: Runs):
         runs.finish(run_dir, *options)
     assert_same_end(run_dir, whole)
     shutil.rmtree(run_dir)
-
-
-@pytest.mark.parametrize("rule", ["tail batching", "turns"])
-def test_a_full_disk(rule: str, runs: Runs, tmp_path: Path):
-    whole, options = undisturbed(runs, rule), options_of(runs, rule)
-    with SmallDisk(tmp_path / "disk", 16 << 10) as disk:
-        disk.leave(400)
-        run_dir = disk.path / "run"
-        status, output = disk.run(train_command(runs, run_dir, *options))
-        assert status == 1, output
-        said = output.splitlines()[-1]
-        assert re.fullmatch(r"jaxrl: .*no space left on the device; .*: make room and run again", said), output
-        disk.make_room()
-        status, output = disk.run(train_command(runs, run_dir, *options))
-        assert status == 0, output
-        disk.copy_out("run", tmp_path / "copy")
-    assert_same_end(tmp_path / "copy", whole)
-
-
-def test_a_reward_that_hangs(runs: Runs):
-    """Its samples time out, which the journal repeats; nothing else is late."""
-    (runs.folder / "hangs.py").write_text(
-        "import time\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n"
-        "    total = sum(solution_str.encode())\n    time.sleep(60 * (total % 5 == 0))\n    return total % 7 / 6\n"
-    )
-    hanging = (f"reward.path={runs.folder}/hangs.py", "reward.timeout_s=1", "reward.num_workers=4")
-    options = [*options_of(runs, "partial rollout"), *hanging]
-    whole, run_dir = runs.folder / "hanging", runs.folder / "hanging and killed"
-    runs.finish(whole, *options)
-    with runs.start(run_dir, *options) as process:
-        wait_for_steps(process, run_dir, 2)
-        kill(process)
-    runs.finish(run_dir, *options)
-    assert_same_end(run_dir, whole)
-
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]]]:
-    """A cluster of a head without room for hosts and three nodes with room for one each: its address, and the nodes."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as listens:
-        port = listens.getsockname()[1]
-    ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
-    head = [*ray, "--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false", f"--temp-dir=/tmp/r{port}"]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    quiet |= {"env": os.environ | {"RAY_AUTH_MODE": "disabled"}}
-    started = [subprocess.Popen(head, **quiet)]
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        with suppress(OSError), closing(socket.create_connection(("127.0.0.1", port))):
-            break
-        time.sleep(0.2)
-    time.sleep(10)  # it listens before it takes nodes
-    node = [*ray, f"--address=127.0.0.1:{port}", "--num-cpus=1"]
-    started += [subprocess.Popen(node, **quiet) for _ in range(3)]
-    try:
-        yield f"127.0.0.1:{port}", started[1:]
-    finally:
-        below = [pid for process in started for pid in descendants(process.pid)]
-        for process in reversed(started):
-            process.kill()
-            process.wait()
-        for pid in below:
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(f"/tmp/r{port}", ignore_errors=True)
-
-
-def test_a_node_of_a_cluster_is_lost(nodes: tuple[str, list[subprocess.Popen[bytes]]], runs: Runs):
-    """The hosts begin again on the nodes that are left."""
-    address, started = nodes
-    whole, options = undisturbed(runs, "partial rollout"), options_of(runs, "partial rollout")
-    run_dir = runs.folder / "lost node"
-    patient = "hosts.stall_timeout_s=200"  # for nodes to join
-    untokened = {"RAY_AUTH_MODE": "disabled"}
-    with runs.start(run_dir, *options, patient, f"hosts.address={address}", environment=untokened) as process:
-        wait_for_steps(process, run_dir, 2)
-        with_actor = [
-            node
-            for node in started
-            if any(
-                "HostActor" in Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
-                for pid in descendants(node.pid)
-                if Path(f"/proc/{pid}/cmdline").exists()
-            )
-        ]
-        assert len(with_actor) == 2
-        below = descendants(with_actor[0].pid)
-        for pid in [with_actor[0].pid, *below]:
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-        output = end(process)
-    assert len(RESTARTED.findall(output)) == 1, output
-    assert_same_end(run_dir, whole)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import PATIENCE_S, STOPS, Runs, assert_same_end, end, kill, num_steps, state_of, wait_for_steps
+from runs import PATIENCE_S, STOPS, Runs, assert_same_end, end, kill, num_steps, wait_for_steps
 
 from jaxrl.record.journal import Journal
 from jaxrl.record.metrics import read_metrics
@@ -141,15 +141,15 @@ class Told:
                 return
 
 
-def finish_with(told: Told, runs: Runs, run_dir: Path, *overrides: str, devices: int = 1) -> None:
+def finish_with(told: Told, runs: Runs, run_dir: Path, *overrides: str) -> None:
     """A run that finds in its journal what another was told."""
-    with runs.start(run_dir, *overrides, devices=devices) as process:
+    with runs.start(run_dir, *overrides) as process:
         while not (run_dir / "journal.jsonl").exists():
             assert process.poll() is None, end(process)
             time.sleep(0.01)
         kill(process)
     told.write(run_dir / "journal.jsonl")
-    runs.finish(run_dir, *overrides, devices=devices)
+    runs.finish(run_dir, *overrides)
 
 
 ASKED = """
@@ -163,70 +163,25 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         return {"score": chance.random(), "cut_off": 1, "case_s": [0.1, chance.random()]}
     return total % 7 / 6
 """
-ASKED_STEPS = 20
-
-
-PROGRAM = """
-n=$(cksum <&4); n=${n%% *}; read wanted
-if [ $((n % 5)) -eq 0 ]; then sleep 60; fi
-echo $((n % wanted))
-"""
-
-
-def code_options(folder: Path) -> list[str]:
-    """Real programs in the real sandbox, of which a fifth sleeps until it is cut off, and a sixth passes."""
-    rows = [
-        {"question": "x" * (1 + 3 * i), "answer": str(i), "inputs": ["2\n", "3\n"], "outputs": ["1\n", "1\n"]}
-        for i in range(7)
-    ]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    limits = {"min_timeout_s": 0.5, "max_timeout_s": 1.0, "score": "share", "max_memory_mib": 256}
-    code = {"command": ["sh", "-c", PROGRAM, "{file}"], **limits}
-    return ["reward.kind=code", "reward.path=", "reward.num_workers=2", f"reward.code={json.dumps(code)}"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scorer", ["asked", "code"])
-def test_a_killed_run_hears_outside_verdicts_once(scorer: str, tmp_path: Path, tiny_model: Path):
+def test_a_killed_run_hears_outside_verdicts_once(tmp_path: Path, tiny_model: Path):
     runs, run_dir, moments = Runs(tmp_path, tiny_model), tmp_path / "killed", random.Random(19)
     (tmp_path / "asked.py").write_text(ASKED)
-    num_steps_in_all, num_kills = (ASKED_STEPS, 8) if scorer == "asked" else (8, 4)
-    overrides = [f"reward.path={tmp_path / 'asked.py'}"] if scorer == "asked" else code_options(tmp_path)
-    overrides.append(f"trainer.total_training_steps={num_steps_in_all}")
-    seen: list[int] = []
+    overrides = (f"reward.path={tmp_path / 'asked.py'}", "trainer.total_training_steps=20")
     with Told(run_dir) as told:  # fails where a place is decided twice, and otherwise
-        for i in range(num_kills):
+        for i in range(8):
             with runs.start(run_dir, *overrides) as process:
                 wait_for_steps(process, run_dir, num_steps(run_dir) + 1 + i % 2)
-                time.sleep(moments.uniform(0, 0.3 if scorer == "asked" else 2.0))
+                time.sleep(moments.uniform(0, 0.3))
                 assert process.poll() is None, end(process)
                 kill(process)
-            seen.append(num_steps(run_dir))
         runs.finish(run_dir, *overrides)
     entries = [json.loads(line) for line in told.entries.values()]
-    cut_off = sum(entry["info"].get("cut_off", 0) for entry in entries)
-    print(
-        f"{num_kills} kills after steps {seen}; {len(entries)} verdicts were journalled, {cut_off} test cases cut off"
-    )
-    assert cut_off > 0
-    if scorer == "asked":
-        assert {"outside", "cut_off"} <= {name for entry in entries for name in entry["info"]}
-    else:
-        counted = [line["reward/timeouts/case"] + line["reward/timeouts/case_max"] for line in read_metrics(run_dir)]
-        assert sum(counted) == cut_off, "each was counted once, in a step that ran again as well"
-        assert any(line["critic/rewards/max"] == 1.0 for line in read_metrics(run_dir)), "some programs pass"
+    assert {"outside", "cut_off"} <= {name for entry in entries for name in entry["info"]}
     again = tmp_path / "again"
     finish_with(told, runs, again, *overrides)
-    if scorer == "asked":
-        assert_same_end(run_dir, again)
-    else:  # how long right programs took is a clock's, and is kept: what it can have decided is in the journal
-        (arrays, values), (expected, expected_values) = state_of(run_dir), state_of(again)
-        assert values == expected_values
-        assert arrays.keys() == expected.keys()
-        assert not [
-            name
-            for name, array in expected.items()
-            if not name.startswith("host.timeouts.") and arrays[name].tobytes() != array.tobytes()
-        ]
-    for name in ("critic/rewards/mean", "reward/num_scored", "reward/timeouts/case", "reward/timeouts/case_max"):
+    assert_same_end(run_dir, again)
+    for name in ("critic/rewards/mean", "reward/num_scored", "reward/timeouts/case"):
         assert [line[name] for line in read_metrics(run_dir)] == [line[name] for line in read_metrics(again)], name

@@ -14,7 +14,7 @@ from lowering import lowered_for_cuda
 
 from jaxrl.kernels import reference
 from jaxrl.kernels.attention import choose_paged
-from jaxrl.kernels.decode_pallas import HeadNorms, add_norm, decode_attention, decode_refusal
+from jaxrl.kernels.decode_pallas import HeadNorms, decode_attention
 from jaxrl.kernels.paged_pallas import PagedTileSizes
 from jaxrl.sharding.narrow_weights import narrowed
 
@@ -183,26 +183,7 @@ def test_a_row_does_not_depend_on_the_others():
     np.testing.assert_array_equal(run(arguments | {"positions_R": elsewhere}, 32)[0][[1, 3]], out[[1, 3]])
 
 
-@pytest.mark.parametrize(("rows", "features", "shares", "dtype"), [(1, 48, 1, "float32"), (3, 128, 4, "bfloat16")])
-def test_add_and_norm(rows, features, shares, dtype):
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(rows, features)).astype(jnp.dtype(dtype))
-    parts, scale = (rng.normal(size=shape).astype(np.float32) for shape in ((shares, rows, features), features))
-    added, out = add_norm(x, parts, scale, eps=EPS, interpret=True)
-    assert added.dtype == out.dtype == jnp.dtype(dtype)
-    expected = x + parts.sum(axis=0).astype(x.dtype)
-    close = {"rtol": 1e-2 if dtype == "bfloat16" else 1e-5, "atol": 1e-6}
-    np.testing.assert_allclose(np.asarray(added, np.float32), np.asarray(expected, np.float32), **close)
-    np.testing.assert_allclose(*(np.asarray(y, np.float32) for y in (out, normed(added, scale))), **close)
-
-
 # ---------------------------------------------------------------- what is refused, and which platform gets it
-
-
-def test_what_the_kernel_refuses():
-    assert decode_refusal(12, 2, 128, "bfloat16") is None
-    with pytest.raises(ValueError, match=r"decode's Pallas kernel: queries per key/value head \(40\) must be at most"):
-        run(case(80, 2, 32))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jaxrl.kernels import gathered, reference
 
@@ -18,46 +17,6 @@ BLOCK, WIDTH, STEPS = 4, 3, 4
 def opened(pools, blocks_UW, rows, steps):
     """The window of a chunk of plans, and where it keeps what is new."""
     return gathered.gather(*pools, blocks_UW), gathered.blank(pools[1], rows, steps)
-
-
-@jax.jit
-def one_step(pools, fresh, window, tiles, tables, start, counts, q, k, v, step):
-    """Over pages, and over the window: (attention of each, pages, what the window keeps)."""
-    positions, valid = (start + step)[:, None], (step < counts)[:, None]
-    pools = [
-        reference.write_kv(pool, new[:, None], tables, positions, valid)
-        for pool, new in zip(pools, (k, v), strict=True)
-    ]
-    expected = reference.paged_attention(q[:, None], *pools, tables, positions)[:, 0]
-    fresh = gathered.put(fresh, k, v, step)
-    return expected, gathered.attend(q, window, tiles, fresh, start, step), pools, fresh
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "tile"), [(14, 2, 2), (2, 2, WIDTH)])
-def test_steps_over_a_window_equal_paged_steps(heads: int, kv_heads: int, tile: int, x64):
-    rows, dim = 3, 8
-    rng = np.random.default_rng(0)
-    pools = rng.normal(size=(2, kv_heads, 1 + rows * WIDTH, BLOCK, dim))
-    tables = (1 + rng.permutation(rows * WIDTH).reshape(rows, WIDTH)).astype(np.int32)
-    start = np.array([0, 3, 8], np.int32)  # nothing cached yet, across a block, the last block from its beginning
-    counts = np.array([4, 2, 0], np.int32)
-    held = [tables[row, : 1 + (start[row] + STEPS - 1) // BLOCK].tolist() for row in range(rows)]
-    count = gathered.num_tiles(held, tile) + 2  # some pad the list
-    tiles = gathered.window_tiles(held, tile, count, BLOCK)
-    window, fresh = opened(pools, tiles.blocks_UW, rows, STEPS)
-    paged = list(pools)
-    for step in range(STEPS):
-        q = rng.normal(size=(rows, heads, dim))
-        k, v = (rng.normal(size=(rows, kv_heads, dim)) for _ in range(2))
-        expected, actual, paged, fresh = one_step(
-            paged, fresh, window, tiles, tables, start, counts, q, k, v, np.int32(step)
-        )
-        going = step < counts
-        assert np.isfinite(actual).all()
-        np.testing.assert_allclose(np.asarray(actual)[going], np.asarray(expected)[going], rtol=0, atol=1e-12)
-    written = jax.jit(gathered.scatter)(*pools, fresh, tables, start, counts)
-    for new, expected in zip(*(map(np.asarray, each) for each in (written, paged)), strict=True):
-        np.testing.assert_array_equal(new[:, 1:], expected[:, 1:])  # block 0 is no row's
 
 
 def test_a_window_holds_what_rows_have_cached_and_no_more():

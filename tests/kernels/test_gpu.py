@@ -11,7 +11,7 @@ import pytest
 from on_gpu import DEPRECATED, INTERPRET, assert_equal_bits, sized
 
 from jaxrl.kernels import attention, reference
-from jaxrl.kernels.decode_pallas import HeadNorms, add_norm, decode_attention
+from jaxrl.kernels.decode_pallas import HeadNorms, decode_attention
 from jaxrl.kernels.packed_pallas import packed_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings(DEPRECATED)]
@@ -111,14 +111,6 @@ def test_decode_kernel_is_itself_as_plain_jax(rows, heads, kv_heads, dim, norms,
     for got, want in zip(found, expected, strict=True):
         assert_close(got, want, WIDE[dtype])
     assert_equal_bits(found, run(INTERPRET))
-
-
-@DTYPES
-@pytest.mark.parametrize(("rows", "features"), sized([(1, 1536), (64, 3584)], [(3, 48)]))
-def test_add_and_norm_is_itself_as_plain_jax(rows, features, dtype):
-    arrays = normal(0, rows, features, dtype=dtype), normal(1, 3, rows, features), normal(2, features)
-    for got, want in zip(*(add_norm(*arrays, eps=1e-6, interpret=i) for i in (INTERPRET, True)), strict=True):
-        assert_close(got, want, WIDE[dtype])
 
 
 @DTYPES

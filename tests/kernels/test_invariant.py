@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxrl.kernels import invariant_pallas, paged_pallas, reference
 from jaxrl.kernels import packed as packed_rows
 from jaxrl.kernels.attention import Heads, choose_packed, choose_paged
-from jaxrl.kernels.by_rows import at_once, token_logprob
+from jaxrl.kernels.by_rows import at_once
 from jaxrl.kernels.invariant import CONTEXT, TILE, Cut, InTiles
 from jaxrl.kernels.paged_pallas import PagedTileSizes
 from jaxrl.kernels.reference import Rule
@@ -149,17 +149,6 @@ def test_sums_of_parts_have_the_order_of_the_tree():
     assert found.item() == left + right
 
 
-def test_log_probabilities():
-    random = np.random.default_rng(5)
-    logits = jnp.asarray(random.normal(size=(7, 300)) * 5, jnp.float32).at[:, 290:].set(-jnp.inf)
-    tokens, temperature = jnp.asarray(random.integers(0, 290, 7)), jnp.linspace(0.5, 1.5, 7)
-    logprob, logsumexp = InTiles()(token_logprob, (logits, tokens, temperature)).T
-    scaled = np.asarray(logits, np.float64) / np.asarray(temperature, np.float64)[:, None]
-    wanted = np.log(np.exp(scaled[:, :290]).sum(-1))
-    np.testing.assert_allclose(logsumexp, wanted, rtol=1e-6)
-    np.testing.assert_allclose(logprob, scaled[np.arange(7), tokens] - wanted, rtol=1e-5, atol=1e-6)
-
-
 HEADS, KV_HEADS, DIM, SIZE = 6, 2, 16, 8
 LENGTHS, PREFIX = (3 * CONTEXT + 5, 37), 33  # of two sequences with the same beginning
 
@@ -203,7 +192,6 @@ def packed(
     sinks: Any,
     *,
     shared: bool,
-    gradients: bool = False,
     parts: int = 1,
     attend: Any = None,
 ) -> Any:
@@ -234,12 +222,8 @@ def packed(
         return how.attend(q, k, v, mask, how.tile_pairs(mask, q.dtype), sinks)
 
     heads = Heads(HEADS, KV_HEADS, DIM, q.dtype, rule.softcap)
-    ways = [choose_packed("auto", "cpu", heads, invariant_parts=number) for number in (parts, 0)]
-    if gradients:
-        weights = jnp.asarray(np.random.default_rng(8).normal(size=q.shape)) * (segments > 0)[..., None, None]
-        total = lambda how, *qkv: jnp.sum(attend_as(how, *qkv) * weights)  # noqa: E731
-        return [jax.jit(jax.grad(total, argnums=(1, 2, 3)), static_argnums=0)(how, q, k, v) for how in ways]
-    found = np.asarray(jax.jit(attend_as, static_argnums=0)(ways[0], q, k, v).astype(jnp.float32))[0]
+    how = choose_packed("auto", "cpu", heads, invariant_parts=parts)
+    found = np.asarray(jax.jit(attend_as, static_argnums=0)(how, q, k, v).astype(jnp.float32))[0]
     out = [np.zeros((length, HEADS, DIM), np.float32) for length in LENGTHS]
     column = 0
     for number, begin, end, *_ in segments_of:
@@ -248,37 +232,6 @@ def packed(
     if shared:
         out[1][:PREFIX] = out[0][:PREFIX]
     return out
-
-
-@pytest.mark.parametrize(
-    ("rule", "has_sinks", "dtype", "parts"),
-    [(Rule(window=20), True, "bfloat16", 2), (Rule(softcap=3.0), True, "float32", 1)],
-)
-def test_attention_has_the_same_bits_in_prefill_decode_and_packed_rows(
-    rule: Rule, has_sinks: bool, dtype: str, parts: int
-):
-    made = sequences(dtype)
-    sinks = jnp.asarray(np.random.default_rng(9).normal(size=HEADS) * 2, dtype) if has_sinks else None
-    whole = paged(made, rule, sinks, max(LENGTHS), parts)
-    others = [paged(made, rule, sinks, chunk, parts) for chunk in (1, 24)]
-    others += [packed(made, rule, sinks, shared=shared, parts=parts) for shared in (False, True)]
-    if parts > 1:  # each on a device of its own
-        each = []
-        for part in range(parts):
-            q, kv = (slice(part * n // parts, (part + 1) * n // parts) for n in (HEADS, KV_HEADS))
-            own = [{"q": seq["q"][:, q], "k": seq["k"][:, kv], "v": seq["v"][:, kv]} for seq in made]
-            each.append(paged(own, rule, None if sinks is None else sinks[q], 24))
-        others.append([np.concatenate(halves, axis=1) for halves in zip(*each, strict=True)])
-    for other in others:
-        for a, b in zip(whole, other, strict=True):
-            assert a.shape == b.shape
-            np.testing.assert_array_equal(a, b)
-    for own, out in zip(made, whole, strict=True):
-        at = jnp.arange(len(out))[None]
-        first = at - rule.window + 1 if rule.window else None
-        wide = [own[name].astype(jnp.float32)[None] for name in "qkv"]
-        wanted = reference.packed_attention(*wide, jnp.ones_like(at), at, None, first, rule.softcap, sinks)[0]
-        np.testing.assert_allclose(out, wanted, rtol=0, atol=2e-6 if dtype == "float32" else 2e-2)
 
 
 SMALL = PagedTileSizes(queries=16, positions=16, piece=32, num_warps=4, num_stages=2)
@@ -338,9 +291,3 @@ def test_a_product_has_the_same_bits_among_any_number_of_rows(inputs: int, outpu
     wide, other = np.asarray(x, np.float64), np.asarray(matrix, np.float64)
     wanted = wide @ (other.T if transposed else other)
     np.testing.assert_allclose(whole, wanted, rtol=0, atol=2e-6 * np.abs(wanted).max())
-
-
-def test_the_gradient_of_attention_is_that_of_the_tiles():
-    found, wanted = packed(sequences("float32"), Rule(window=20), None, shared=True, gradients=True)
-    for got, want in zip(found, wanted, strict=True):
-        np.testing.assert_array_equal(got, want)

@@ -1,11 +1,10 @@
-"""The packed kernels in interpret mode, values and gradients, against dense attention; and their lowering for CUDA.
+"""The packed kernels in interpret mode, values and gradients, against plain jnp, which test_rules.py holds against a
+softmax; and their lowering for CUDA.
 
 Errors are relative to the largest entry. float32: products are 21 bits and gradients sum a few hundred of them: 2e-6.
 bfloat16: weights and gradients of scores are rounded to 8 bits before they are multiplied, and the results too: 2e-2
 (dense attention in bfloat16 is as far from float32: 1.0e-2 where the kernels are at most 1.0e-2).
 """
-
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,17 +21,6 @@ from .test_packed_attention import in_slices
 HEADS = attention.Heads(4, 2, 16, "float32")
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2}
 SMALL = (PackedTileSizes(32, 16, 4, 2), PackedTileSizes(16, 32, 4, 2), PackedTileSizes(16, 32, 4, 2))
-
-
-@jax.jit
-def naive(q, k, v, segments, positions, prefixes):
-    """Dense, in float32, heads repeated: nothing shared with the kernels."""
-    group = q.shape[2] // k.shape[2]
-    q, k, v = (x.astype(jnp.float32) for x in (q, jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)))
-    scores = jnp.einsum("rthd,rshd->rhts", q, k) / np.sqrt(q.shape[-1])
-    prefix = (prefixes[:, :, None] != 0) & (prefixes[:, :, None] == segments[:, None])
-    visible = (prefix | (segments[:, :, None] == segments[:, None])) & (positions[:, :, None] >= positions[:, None])
-    return jnp.einsum("rhts,rshd->rthd", jax.nn.softmax(jnp.where(visible[:, None], scores, -1e30), -1), v)
 
 
 oracle = jax.jit(reference.packed_attention)
@@ -63,29 +51,33 @@ def expect_close(got, expected, dtype):
     assert np.abs(got - expected).max() <= TOLERANCE[dtype] * np.abs(expected).max()
 
 
+def with_gradients(attend, q, k, v, d_out, rows):
+    """Of what is not padding, whose output is anything."""
+    real = (rows[0] > 0)[..., None, None]
+    out, pull = jax.vjp(attend, q, k, v)
+    return jnp.where(real, out, 0), *pull((d_out * real).astype(out.dtype))
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_values_and_gradients(dtype):
-    q, k, v, d_out = arrays_of(100, 6, 2, 16, dtype)  # no tile divides 100
-    segments, positions, prefixes = rows_of(100)
+    arrays, rows = arrays_of(100, 6, 2, 16, dtype), rows_of(100)  # no tile divides 100
 
     def kernel(q, k, v):
-        mask = MaskInputs(segments, positions, prefixes)
-        return packed_pallas.packed_attention(q, k, v, mask, tiles=SMALL, interpret=True)
+        return packed_pallas.packed_attention(q, k, v, MaskInputs(*rows), tiles=SMALL, interpret=True)
 
-    def with_gradients(attend, d_out):
-        out, pull = jax.vjp(attend, q, k, v)
-        return out, *pull(d_out)
+    def dense(q, k, v):
+        return reference.packed_attention(q, k, v, *rows)
 
-    found = jax.jit(partial(with_gradients, kernel))(d_out)
-    dense = jax.jit(partial(with_gradients, lambda *x: naive(*x, segments, positions, prefixes)))
-    for got, want in zip(found, dense(d_out.astype(np.float32)), strict=True):
-        assert got.dtype == q.dtype
+    found = jax.jit(lambda: with_gradients(kernel, *arrays, rows))()
+    expected = jax.jit(lambda: with_gradients(dense, *(x.astype(np.float32) for x in arrays), rows))()
+    for got, want in zip(found, expected, strict=True):
+        assert got.dtype == dtype
         expect_close(got, want, dtype)
 
 
 def test_queries_of_some_tokens_and_keys_of_all_in_any_order():
     """As of the kernels of whole rows, to which the other tests hold; with a window and sinks."""
-    q, k, v, d_out = arrays_of(100, 6, 2, 16, "float32")
+    arrays = arrays_of(100, 6, 2, 16, "float32")
     rows, sinks, window = rows_of(100), np.linspace(-1, 1, 6, dtype=np.float32), 17
     options = {"tiles": SMALL, "sinks": sinks, "interpret": True}
 
@@ -94,15 +86,10 @@ def test_queries_of_some_tokens_and_keys_of_all_in_any_order():
         mask = MaskInputs(segments, positions, prefixes, positions - window + 1, keys)
         return packed_pallas.packed_attention(q, k, v, mask, **options)
 
-    def with_gradients(attend):
-        out, pull = jax.vjp(attend, q, k, v)
-        return out, *pull(d_out * (rows[0] > 0)[..., None, None])
-
-    whole = jax.jit(lambda: with_gradients(lambda *qkv: kernel(*qkv, rows, None)))()
-    found = jax.jit(lambda: with_gradients(in_slices(rows, kernel, 2)))()
-    real = (rows[0] > 0)[..., None, None]
+    whole = jax.jit(lambda: with_gradients(lambda *qkv: kernel(*qkv, rows, None), *arrays, rows))()
+    found = jax.jit(lambda: with_gradients(in_slices(rows, kernel, 2), *arrays, rows))()
     for got, want in zip(found, whole, strict=True):
-        expect_close(jnp.where(real, got, 0), jnp.where(real, want, 0), "float32")
+        expect_close(got, want, "float32")
 
 
 def test_tokens_that_are_not_seen_change_nothing():
@@ -148,28 +135,18 @@ def test_no_visible_tile_is_missed_most_invisible_ones_are_skipped_and_whole_one
 
 
 @pytest.mark.parametrize(("tokens", "implementation"), [(40, "auto"), (100, "auto"), (100, "pallas")])
-def test_the_interface(tokens, implementation):
-    """Every implementation, in rows long enough for tiles and not; a prefix may be a segment's own, or 0, for none."""
+def test_every_implementation_in_rows_long_enough_for_tiles_and_not(tokens, implementation):
+    """A prefix may be a segment's own, or 0, for none."""
     q, k, v, _ = arrays_of(tokens, 4, 2, 16, "float32")
     segments, positions, given = rows_of(tokens)
-    given = np.where(given == 0, segments, given)  # as `pack` writes it
-    packed = attention.choose_packed(implementation, "cpu", HEADS, interpret=True)
-    mask = MaskInputs(segments, positions, given)
-    in_tiles = jax.eval_shape(partial(packed.tile_pairs, dtype="float32"), mask) is not None
-    assert in_tiles == (implementation == "pallas" or (implementation == "auto" and tokens == 100))
-
-    @jax.jit
-    def attended(q, k, v, segments, positions, prefixes):
+    packed, real = attention.choose_packed(implementation, "cpu", HEADS, interpret=True), segments > 0
+    for prefixes in (np.where(given == 0, segments, given), np.zeros_like(given)):
         mask = MaskInputs(segments, positions, prefixes)
-        return packed.attend(q, k, v, mask, packed.tile_pairs(mask, "float32"))
-
-    real, nothing = segments > 0, np.zeros_like(given)
-    for prefixes, shared in ((segments, nothing), (nothing, nothing), (given, given)):
-        out = np.asarray(attended(q, k, v, segments, positions, prefixes))
-        expect_close(out[real], np.asarray(naive(q, k, v, segments, positions, shared))[real], "float32")
+        tiles = packed.tile_pairs(mask, "float32")
+        assert (tiles is not None) == (implementation == "pallas" or tokens == 100)
+        out = np.asarray(jax.jit(packed.attend)(q, k, v, mask, tiles))
+        expect_close(out[real], oracle(q, k, v, segments, positions, prefixes)[real], "float32")
         assert np.isfinite(out).all()
-        if not in_tiles:
-            np.testing.assert_array_equal(out, oracle(q, k, v, segments, positions, prefixes))
 
 
 def test_what_an_option_means_on_a_platform():

@@ -17,19 +17,16 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from lowering import lowered_for_cuda
+from mosaic_gpu_cases import CASES
 
 from jaxrl.kernels import attention, paged_mosaic_gpu
-from jaxrl.kernels.reference import PLAIN, Codes, Rule
+from jaxrl.kernels.reference import PLAIN, Rule
 
 from .test_paged_pallas import shapes
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "support" / "mosaic_gpu_cases.py"
-QUICK = ("pieces",)
-SLOW = (
-    *("decode", "wide_heads", "window_and_sinks", "sinks_of_one_piece", "prefill", "int8", "fp8"),
-    *("blind_in_one_piece", "blind_in_pieces", "rows_by_themselves"),
-)
+QUICK, *SLOW = CASES
 LIMIT_S = 300
 MOSAIC = attention.choose_paged("mosaic_gpu", "gpu")
 
@@ -60,9 +57,9 @@ def answers(names: tuple[str, ...]) -> dict[str, str]:
     not hasattr(plgpu, "InterpretGPUParams"),
     reason="this JAX's interpreter takes no transposed operand of wgmma (0.10.2: AttributeError in `to_range`)",
 )
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize("name", [QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_interpreted(name):
-    wrong = answers(QUICK if name in QUICK else SLOW)[name]
+    wrong = answers((QUICK,) if name == QUICK else (*SLOW,))[name]
     assert not wrong, wrong
 
 
@@ -131,14 +128,3 @@ def test_lowers_for_cuda(rows, queries, heads, kv_heads, dim, size, context, win
     text, kernels = lowered_for_cuda(attend, *arrays)
     assert kernels == expected
     assert "gather" not in text, "the cache is never gathered"
-
-
-def test_codes_lower_for_cuda():
-    """Scales alone are gathered, four bytes a position and head."""
-    q, pool, _, *rows = shapes(64, 1, 28, 4, 128, 16, 128, jnp.bfloat16)
-    cached = Codes(jax.ShapeDtypeStruct(pool.shape, jnp.int8), jax.ShapeDtypeStruct((*pool.shape[:-1], 1), jnp.float32))
-    text, kernels = lowered_for_cuda(MOSAIC.attend, q, cached, cached, *rows)
-    assert kernels == 2
-    gathered = [line for line in text.splitlines() if '"stablehlo.gather"' in line]
-    assert len(gathered) == 2
-    assert all("x128x16xf32>" in line.rsplit("->", 1)[1] for line in gathered)

@@ -68,19 +68,6 @@ def test_codes_are_read(kind, dtype):
     expect(run(*arrays), arrays)
 
 
-TILES = {
-    "a step of many blocks, past the table's end": PagedTileSizes(16, 128, 128, 4, 2),
-    "tiles and pieces, which some tiles of queries do not see": PagedTileSizes(32, 32, 32, 4, 2),
-}
-
-
-@pytest.mark.parametrize("name", TILES)
-def test_any_cut_of_the_work_gives_the_same(name):
-    """13 queries of 3 heads a group: 39 together, which no tile divides; 7 blocks of 16, which no step divides."""
-    arrays = case(6, 2, 32, 16, 13, width=7)
-    expect(run(*arrays, tiles=TILES[name]), arrays)
-
-
 def test_what_a_row_must_not_read_changes_nothing():
     """nan in every block but those that hold positions up to a row's latest query's, the row's own ones included. And
     a query before the sequence sees nothing, and gets zeros."""
@@ -160,22 +147,6 @@ def test_programs_share_the_pieces_of_all_rows(programs, monkeypatch):
         begin = np.arange(made + 1) * bounds[-1] // made
         assert np.diff(begin).max() <= -(-bounds[-1] // made)
         np.testing.assert_array_equal(row, np.searchsorted(bounds, begin[:-1], side="right") - 1)
-
-
-@pytest.mark.parametrize(
-    ("rows", "queries", "dtype"), [(1, 1, "float32"), (16, 9, "bfloat16"), (256, 33, "bfloat16"), (256, 256, "float32")]
-)
-def test_tiles_fit_the_work(rows, queries, dtype):
-    tiles = paged_pallas.choose_tiles(rows, queries, 28, 4, 8192, 128, dtype)
-    for size in (tiles.queries, tiles.positions):
-        assert size >= 16
-        assert size & (size - 1) == 0
-    assert tiles.queries < 2 * max(16, queries * 7), "no more than half a tile is padding"
-    programs = rows * 4 * -(-queries * 7 // tiles.queries)
-    if queries == 1 or programs < pieces.WANTED_PROGRAMS:
-        assert tiles.piece == pieces.PIECE, "the same for all rows that decode"
-    else:
-        assert tiles.piece in (1024, 8192), "prefill of so many tiles is not split"
 
 
 # ---------------------------------------------------------------- the interface

@@ -62,6 +62,7 @@ def sinks_of(heads: int, has_sinks: bool, dtype: Any = "float64") -> Any:
     ("how", "window", "cap", "has_sinks"),
     [
         (None, 3, 0.0, True),
+        (None, 10**6, 0.0, False),  # segments and shared prefixes alone
         (Tiling(0, 8), 5, 0.7, False),
         (Tiling(0, 16, together=True), 2, 0.0, True),
         ("kernels", 7, 0.0, True),

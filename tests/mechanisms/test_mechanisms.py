@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -13,34 +12,6 @@ from jaxrl.config.checks import NEEDS_WHOLE_BATCH
 from jaxrl.mechanisms import composition_problem, is_timeless
 
 ON = {"enable": True}
-
-
-def config(
-    rollout: Any, *, off: bool = False, filtering: bool = False, score_when: str = "sample", level: str = "none"
-) -> Config:
-    return from_mapping(
-        {
-            "model": {"path": "m"},
-            "rollout": rollout,
-            "trainer": {"one_step_off": off},
-            "algorithm": {"filter_groups": {"enable": filtering}, "rollout_correction": {"rollout_is": level}},
-            "reward": {"score_when": score_when},
-        }
-    )
-
-
-@pytest.mark.parametrize(
-    ("rollout", "others", "sentence"),
-    [
-        ({"tail_batching": ON, "partial_rollout": ON}, {}, "exclude each other: each decides what becomes of"),
-        ({"partial_rollout": ON}, {"score_when": "rollout"}, "'sample' or 'group' (which mean the same there)"),
-        ({"tail_batching": ON}, {"filtering": True, "score_when": "rollout"}, "dynamic sampling with tail batching"),
-        ({"stale_tokens": "mask"}, {"off": True}, "rollout.stale_tokens=mask excludes trainer.one_step_off"),
-        ({}, {"off": True, "level": "token"}, "needs rollout.stale_tokens=recompute, found recorded"),
-    ],
-)
-def test_settings_that_exclude_each_other(rollout: Any, others: dict[str, Any], sentence: str):
-    assert sentence in (composition_problem(config(rollout, **others)) or "")
 
 
 def test_what_excludes_workers_that_span_hosts():
@@ -54,12 +25,6 @@ def test_what_excludes_workers_that_span_hosts():
         "rollout.layout.planner and rollout.layout.switch excludes rollout.hosts_per_worker (2): tp is all devices of "
         "such a worker"
     )
-
-
-@pytest.mark.parametrize("rule", [{}, {"tail_batching": ON}, {"partial_rollout": ON}, {"over_provisioning": ON}])
-def test_compositions_of_the_design_go_together(rule: Any):
-    for off, filtering, score_when in product((False, True), (False, True), ("sample", "group")):
-        assert composition_problem(config(rule, off=off, filtering=filtering, score_when=score_when)) is None
 
 
 def streaming(**options: Any) -> Config:

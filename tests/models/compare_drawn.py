@@ -13,11 +13,13 @@ gradient's sum, and its sum with signs.
 """
 
 import argparse
+import importlib
 import json
 import os
 import re
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,8 +44,8 @@ from jaxrl.models.loading import load_model  # noqa: E402
 from jaxrl.models.safetensors import export_hf  # noqa: E402
 
 with without_our_folder():
+    import torch
     import transformers
-    from exact_transformers import in_float64, load, logits_and_gradients, write_config
     from safetensors.numpy import load_file, save_file
 
     for each in FAMILIES.values():
@@ -52,6 +54,48 @@ with without_our_folder():
 DATA = Path(__file__).parent / "data" / "drawn.npz"
 RECORDED = 2  # of each family
 MOST = 1e-9
+
+
+class _Float64:
+    """A module in which float32 is float64."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self.float32 = self.float = module.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def in_float64(families: list[str]) -> None:
+    """transformers computes norms, rope and the softmax in float32, by the names `torch.float32`, `torch.float` and
+    `x.float()`: here these are float64, for the rest of the process."""
+    torch.set_default_dtype(torch.float64)
+    torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
+    exact = _Float64(torch)
+    files = ["modeling_rope_utils", *(f"models.{family}.modeling_{family}" for family in families)]
+    for file in files:
+        importlib.import_module(f"transformers.{file}").torch = exact
+
+
+def load(folder: Path) -> Any:
+    """A folder's model, in float64."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+        )
+
+
+def logits_and_gradients(model: Any, tokens: np.ndarray, cotangent: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
+    """Logits [B, T, V], and by the names in files the gradients of the sum of log-softmax times `cotangent`."""
+    model.zero_grad()
+    logits = model(torch.tensor(tokens)).logits
+    (torch.log_softmax(logits, -1) * torch.tensor(cotangent)).sum().backward()
+    found = {}
+    for name, weight in model.named_parameters():
+        found[name] = np.zeros(weight.shape) if weight.grad is None else weight.grad.numpy()
+    return logits.detach().numpy(), found
 
 
 def compare(family: str, seed: int) -> tuple[float, float, dict[str, Any]]:
@@ -65,9 +109,9 @@ def compare(family: str, seed: int) -> tuple[float, float, dict[str, Any]]:
         again, reread = load_model(folder, dtype=np.float64)
         assert again == config, (again, config)
         jax.tree.map(np.testing.assert_array_equal, reread, params)
-        exported, _ = logits_and_gradients(load(transformers, folder), tokens, cotangent)
-        write_config(folder, content)
-        logits, gradients = logits_and_gradients(load(transformers, folder), tokens, cotangent)
+        exported, _ = logits_and_gradients(load(folder), tokens, cotangent)
+        (folder / "config.json").write_text(json.dumps(content))
+        logits, gradients = logits_and_gradients(load(folder), tokens, cotangent)
         np.testing.assert_allclose(exported, logits, rtol=0, atol=1e-12)
         theirs = _in_our_form(gradients, folder)
     ours = drawn_gradients(params, tokens, cotangent, config)
@@ -123,7 +167,7 @@ def main() -> None:
     parser.add_argument("--record", action="store_true")
     options = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
-    in_float64(transformers, [family.removesuffix("_text") for family in FAMILIES])
+    in_float64([family.removesuffix("_text") for family in FAMILIES])
     recorded, worst, wrong = {}, (0.0, 0.0), []
     for number, (family, seed) in enumerate(_each(options), start=1):
         *off, kept = compare(family, seed)

@@ -28,43 +28,27 @@ SCALINGS = {
 TOKENS = np.random.default_rng(1).integers(0, 97, (2, 40))
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-_NONE = {"rope_type": "default", "rope_theta": 10_000.0}
 ROPE: dict[str, dict[str, Any]] = {
     "nothing": {"rope_theta": None, "rope_scaling": None, "rope_parameters": None},
-    "theta at the top": {"rope_theta": 5e5, "rope_parameters": None},
     "theta in both": {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 2e4}},
     "theta in the scaling": {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0, "rope_theta": 2e4}},
-    "scaling beside parameters": {"rope_scaling": _YARN, "rope_parameters": _NONE},
     "scaling takes the place of all parameters": {
         "rope_theta": 5e5,
         "rope_scaling": {"type": "linear", "factor": 2.0},
         "rope_parameters": {"rope_type": "yarn", "factor": 8.0, "rope_theta": 2e4, "beta_fast": 16.0},
     },
-    "an empty scaling": {"rope_scaling": {}, "rope_parameters": {"rope_type": "linear", "factor": 3.0}},
     "parameters alone": {"rope_parameters": _YARN | {"rope_theta": 2e4}},
-    "original at the top": {"original_max_position_embeddings": 1024, "rope_parameters": _YARN},
     "original at the top alone": {
         "original_max_position_embeddings": 1024,
         "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
     },
     "original nowhere": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
     "original at the top, llama3": {"original_max_position_embeddings": 64, "rope_scaling": _LLAMA3},
-    "original nowhere, llama3": {"rope_scaling": _LLAMA3},
-    "original at the top, linear": {
-        "original_max_position_embeddings": 1024,
-        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
-    },
     "yarn's factor null": {"rope_scaling": _YARN | {"factor": None}},
-    "yarn's factor null, original at the top": {
-        "original_max_position_embeddings": 1024,
-        "rope_scaling": _YARN | {"factor": None},
-    },
     "yarn's mscale": {"rope_scaling": _YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}},
-    "yarn's mscale alone": {"rope_scaling": _YARN | {"mscale": 0.7}},
     "yarn's own attention factor": {"rope_scaling": _YARN | {"attention_factor": 1.5, "mscale": 0.7}},
     "yarn's betas": {"rope_scaling": _YARN | {"beta_fast": 8.0, "beta_slow": 2.0}},
     "yarn not truncated": {"rope_scaling": _YARN | {"truncate": False}},
-    "yarn below one": {"rope_scaling": _YARN | {"factor": 0.5}},
 }
 """What is laid over the config.json of `tiny_config()` (None takes a key away): recorded as transformers reads it."""
 

@@ -78,17 +78,6 @@ def test_batched_experts_are_the_plain_sum(x64, tokens, biased):
     np.testing.assert_allclose(found, plain(x, routing, weights), rtol=1e-12, atol=1e-12)
 
 
-def test_a_tokens_numbers_do_not_depend_on_its_company():
-    random = np.random.default_rng(0)
-    weights = jax.tree.map(lambda w: w.astype(jnp.float32), weights_of(random, biased=False))
-    x, routing = jnp.asarray(random.normal(size=(64, E)), jnp.float32), routing_of(random, 64, "any")
-    routing = routing._replace(weights=routing.weights.astype(jnp.float32))
-    together = experts.mix(x, routing, weights, SHAPE)
-    order = random.permutation(64)
-    shuffled = experts.mix(x[order], jax.tree.map(lambda each: each[order], routing), weights, SHAPE)
-    np.testing.assert_array_equal(np.asarray(shuffled), np.asarray(together)[order])
-
-
 @pytest.mark.parametrize(
     ("split", "gathered", "biased"), [(("x0", "x1", "x2"), True, False), (("x0",), True, True), ((), False, True)]
 )

@@ -151,9 +151,3 @@ def try_damage(kind: str, originals: dict[str, Path], folder: Path, seeds: range
 def test_damaged_files_are_refused_by_name_or_load(kind, originals, tmp_path):
     outcomes = try_damage(kind, originals, tmp_path / "model", range(50))
     assert len(set(outcomes)) > 15, "the damage is of many kinds"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["single", "indexed", "gguf"])
-def test_many_more(kind, originals, tmp_path):
-    try_damage(kind, originals, tmp_path / "model", range(1000, 2500))

@@ -158,26 +158,6 @@ def test_a_round_trip(family, tmp_path):
     assert_same(loaded, params, rtol=0, atol=5e-7 if config.norm_plus_one else 0)
 
 
-def test_longrope(tmp_path):
-    lists = {name: [1.0 + i / 8 for i in range(6)] for name in ("short_factor", "long_factor")}
-    scaling = {"type": "longrope", "attention_factor": 1.25, **lists}
-    content = {"model_type": "phi3", "partial_rotary_factor": 0.75, "rope_scaling": scaling}
-    config = ModelConfig.from_hf(SIZES | content | {"original_max_position_embeddings": 64})
-    metadata = {
-        "rope.dimension_count": 12,
-        "rope.scaling.original_context_length": 64,
-        "rope.scaling.attn_factor": 1.25,
-        "attention.sliding_window": 0,
-    }
-    factors = {f"rope_factors_{name}.weight": np.float32(lists[f"{name}_factor"]) for name in ("short", "long")}
-    params = lively(config)
-    write(tmp_path / "m.gguf", config, params, metadata=metadata, tensors=factors)
-    loaded_config, loaded = load_model(tmp_path / "m.gguf")
-    assert loaded_config == config
-    assert loaded_config.max_positions == 64
-    assert_same(loaded, params, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("family", [*OTHERS, "llama", "qwen2", "qwen3"])
 def test_names_are_those_of_llama_cpp(family):
     """The package's own map from Hugging Face's names."""
@@ -221,53 +201,6 @@ def test_types_that_can_be_written(kind, error, tmp_path):
         weight.to_file(loaded["layers"]["gate"][1]), dequantize(quantize(original, kind), kind)
     )
     assert_same(loaded, params, rtol=0, atol=error)
-
-
-@pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q6_K])
-def test_k_quants_are_read(kind, tmp_path):
-    """The package cannot write these: random blocks with small scales stand in for a tensor of rows of 256."""
-    config = tiny_config(
-        "qwen3", hidden_size=256, num_heads=16, num_kv_heads=16, head_dim=16, intermediate_size=256, vocab_size=256
-    )
-    params = lively(config)
-    write(tmp_path / "m.gguf", config, params, Kind.F32)
-    random = np.random.default_rng(0)
-    size = {Kind.Q4_K: 144, Kind.Q6_K: 210}[kind]
-    blocks = random.integers(0, 256, (256, size), dtype=np.uint8)
-    scale_at = {Kind.Q4_K: slice(0, 4), Kind.Q6_K: slice(208, 210)}[kind]
-    blocks[:, scale_at] = np.full((256, (scale_at.stop - scale_at.start) // 2), 0.01, np.float16).view(np.uint8)
-    rewritten = tmp_path / "k.gguf"
-    rewrite_tensor(tmp_path / "m.gguf", rewritten, "blk.0.ffn_up.weight", blocks, kind)
-    _, loaded = load_model(rewritten)
-    np.testing.assert_array_equal(loaded["layers"]["up"][0].T, dequantize(blocks, kind))
-    assert_same(loaded["layers"]["gate"], params["layers"]["gate"], rtol=0, atol=0)
-
-
-def rewrite_tensor(source, target, name, blocks, kind):
-    """The same file with one tensor replaced by raw blocks."""
-    from gguf import GGUFReader
-
-    reader = GGUFReader(str(source))
-    writer = GGUFWriter(str(target), reader.fields["general.architecture"].contents())
-    for key, field in reader.fields.items():
-        if not key.startswith(("GGUF.", "general.architecture")):
-            writer.add_key_value(key, field.contents(), field.types[0])
-    for tensor in reader.tensors:
-        data, own = (blocks, kind) if tensor.name == name else (np.asarray(tensor.data), tensor.tensor_type)
-        writer.add_tensor(tensor.name, data, raw_dtype=own)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def test_rope_scaling_metadata(tmp_path):
-    config, params = model("qwen2")
-    for scaling in (RopeScaling("linear", 2.0), RopeScaling("yarn", 4.0, 128, attention_factor=0.1 * np.log(4.0) + 1)):
-        file = tmp_path / f"{scaling.kind}.gguf"
-        metadata = {"rope.scaling.type": scaling.kind, "rope.scaling.factor": scaling.factor}
-        write(file, config, params, metadata=metadata)
-        assert load_model(file)[0].rope_scaling == scaling
 
 
 def test_llama3_scaling_is_recovered_from_the_divisors(tmp_path):

@@ -41,12 +41,6 @@ def test_modules(targets: list[str], excluded: list[str], found: tuple[str, ...]
     assert chosen(LAYERS, targets, excluded) == found
 
 
-def test_a_module_that_there_is_not():
-    words = "model.target_modules names 'qkv_proj', and the layers of this model have q_proj, k_proj"
-    with pytest.raises(ValueError, match=re.escape(words)):
-        chosen(LAYERS, ["qkv_proj"], [])
-
-
 @pytest.mark.parametrize("family", LORAS)
 def test_logits_and_gradients_are_pefts(family: str, x64: None):
     """Recorded by record_peft.py: our base and our adapters, loaded by transformers and peft, in float64."""
@@ -155,20 +149,6 @@ def test_one_adapter_of_a_tensor_is_one_of_each_matrix_in_it(tmp_path: Path):
     )
 
 
-def test_adapters_that_are_none_of_the_tensor(tmp_path: Path):
-    for targets, words in (
-        (
-            ("q", "k", "v"),
-            "several matrices, and their A must be one (here q, k, v); export the merged model",
-        ),
-        (("up",), "several matrices, and all matrices of the tensor must have one (here up)"),
-    ):
-        model = dataclasses.replace(tiny_config("phi3"), lora=Lora(2, 4.0, targets))
-        with pytest.raises(ValueError, match=re.escape(words)):
-            export_adapter(lively(model), model, tmp_path / "out", np.float32, "base")
-        assert not (tmp_path / "out").exists()
-
-
 def changed(folder: Path, **changes: object) -> Path:
     folder.joinpath(CONFIG).write_text(json.dumps(json.loads((OF_PEFT / CONFIG).read_text()) | changes))
     return folder
@@ -202,17 +182,3 @@ def test_folders_that_ask_for_something_else(tmp_path: Path, changes: dict[str, 
     with pytest.raises(ValueError, match=re.escape(words)) as error:
         read_lora(changed(tmp_path, **changes), lora_config("llama").base)
     assert str(error.value).startswith(str(tmp_path / CONFIG))
-
-
-def test_tensors_that_are_not_those_of_the_config(tmp_path: Path):
-    name, base = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight", lora_config("llama").base
-    model, whole = dataclasses.replace(base, lora=read_lora(OF_PEFT, base)), load_file(OF_PEFT / TENSORS)
-    rest = {each: x for each, x in whole.items() if each != name}
-    for tensors, words in (
-        (rest, f"tensor {name} of shape (48, 3) is missing"),
-        (whole | {"more.weight": whole[name]}, "tensor more.weight of shape (48, 3) has no place"),
-        (rest | {name: np.ascontiguousarray(whole[name].T)}, f"tensor {name} has shape (3, 48), but the config asks"),
-    ):
-        save_file(tensors, tmp_path / TENSORS)
-        with pytest.raises(ValueError, match=re.escape(words)):
-            load_adapter(tmp_path, model, None, np.float32)

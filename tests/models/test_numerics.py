@@ -35,15 +35,6 @@ def test_cuts_are_those_of_a_layout():
     assert {name: cut.dim for name, cut in alone.cuts} == {name: cut.dim for name, cut in tiles.cuts}
 
 
-def test_a_layout_of_other_factors_is_refused():
-    layout = Layout(make_mesh(jax.devices()[:6]), 2)
-    in_tiles(tiny_config(), 6, layout=layout)
-    with pytest.raises(
-        ValueError, match=r"^actor.numerics_tp \(3\) must have the tp of a layout \(2\) as the product of"
-    ):
-        in_tiles(tiny_config(), 3, layout=layout)
-
-
 def test_what_invariant_numbers_are_refused_for():
     def model(**own: Any) -> Any:
         return SimpleNamespace(**({"num_experts": 0, "lora": None} | own))

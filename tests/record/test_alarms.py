@@ -38,26 +38,10 @@ def heard(caplog: pytest.LogCaptureFixture) -> list[str]:
     return texts
 
 
-def test_a_batch_of_failed_rewards_warns_and_three_end_the_run(caplog: pytest.LogCaptureFixture):
-    alarms = make_alarms()
-    assert [alarms.rewarded("crash", "died") for _ in range(3)] == [None] * 3
-    assert heard(caplog) == []
-    assert alarms.rewarded("error", "NameError: x") is None
-    assert heard(caplog) == [
-        "the last 4 rewards have all failed, the worth of one batch; the last one: NameError: x",
-    ]
-    assert [alarms.rewarded("timeout", "late") for _ in range(7)] == [None] * 7
-    assert heard(caplog) == ["the last 8 rewards have all failed, the worth of 2 batches; the last one: late"]
-    assert alarms.rewarded("timeout", "late") == (
-        "the last 12 rewards have all failed, the worth of 3 batches; the last one: late (trainer.max_bad_steps=3)"
-    )
-
-
-def test_one_reward_that_works_begins_the_count_anew(caplog: pytest.LogCaptureFixture):
+def test_a_reward_that_works_begins_the_count_anew():
     alarms = make_alarms(limit=1)
     for _ in range(5):
         assert [alarms.rewarded(status, "why") for status in ("error", "error", "error", "ok")] == [None] * 4
-    assert heard(caplog) == []
 
 
 def updated(alarms: Alarms, step: int, updates: int, skipped: int, batch: TrainBatch | None = None) -> Any:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 
 from jaxrl.record.batches import BINS, FILE_NAME, BatchLog, read_batches
-from jaxrl.record.failures import reward_failures, summary_of
+from jaxrl.record.failures import reward_failures
 from jaxrl.types import Group, Prompt, Sample, SampleKey
 
 
@@ -66,12 +65,3 @@ def test_counts_are_of_the_whole_run_and_texts_of_its_batches():
     assert (found.scored, found.failed, dict(found.kinds)) == (16, 4, {"errors": 3, "timeouts": 1})
     assert (found.most, found.last, found.share) == ("b", "a", 0.25)
     assert found.summary() == "4 of 16 failed, last: a"
-
-
-def write(folder: Path, *lines: dict[str, float]) -> None:
-    (folder / "metrics.jsonl").write_text("".join(json.dumps({"time": 0.0} | line) + "\n" for line in lines))
-
-
-def test_the_first_and_the_last_evaluation(tmp_path: Path):
-    write(tmp_path, {"step": 0, "val/reward": 0.25}, {"step": 1}, {"step": 2, "val/reward": 0.3})
-    assert summary_of(tmp_path) == {"held-out": "reward 0.250 at step 0, 0.300 at step 2"}

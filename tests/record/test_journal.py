@@ -11,7 +11,6 @@ import pytest
 from jaxrl.record.journal import Journal, read_journal
 
 KEY = (0, 0, 3, 1, 0)
-HEADER = b'{"journal":2,"bytes":           0,"crc32":         0}\n'
 
 
 Open = Callable[[Path, int], Journal]

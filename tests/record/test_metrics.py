@@ -12,8 +12,6 @@ from jaxrl.record import metrics
 from jaxrl.record.metrics import (
     MetricsWriter,
     evaluation_metrics,
-    hidden_scoring,
-    length_metrics,
     read_metrics,
 )
 from jaxrl.scheduling.rounds.batches import off_policy_share
@@ -33,27 +31,6 @@ def test_round_trip(tmp_path):
     text = (tmp_path / "new" / "run" / "metrics.jsonl").read_text()
     assert "NaN" not in text  # strict JSON, for readers in other languages
     assert json.loads(text.splitlines()[0])["step"] == 0
-
-
-def test_length_metrics():
-    lengths = [*range(1, 20), 128]
-    assert length_metrics(lengths, limit=128) == {
-        "response_length/mean": pytest.approx(sum(lengths) / 20),
-        "response_length/max": 128,
-        "response_length/min": 1,
-        "response_length/clip_ratio": 1 / 20,
-        "response_length/p50": 10,
-        "response_length/p95": 19,
-    }
-
-
-def test_scoring_beside_the_rollout():
-    """What of the time with anything to score the run did not wait for."""
-    measured = {"reward/busy_s": 7.0, "reward/num_scored": 2.0}
-    assert hidden_scoring(measured, {"timing_s/reward": 2.0}) == {"reward/hidden_s": 5.0}
-    assert measured == {"reward/num_scored": 2.0}, "one of both is enough"
-    assert hidden_scoring({"reward/busy_s": 1.0}, {"timing_s/reward": 1.5}) == {"reward/hidden_s": 0.0}
-    assert hidden_scoring({}, {"timing_s/reward": 1.5}) == {}
 
 
 def test_a_partly_right_response_has_a_reward_and_is_not_right():

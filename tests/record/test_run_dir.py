@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -20,31 +17,11 @@ from jaxrl.record.run_dir import (
     refuse_overwriting,
 )
 
-HOLD = """
-import sys, time
-from jaxrl.record.run_dir import RunDir
-run_dir = RunDir(sys.argv[1])
-print("held", flush=True)
-time.sleep(60)
-"""
-
 
 def make_config(**trainer: object) -> Config:
     values = {"path": "m", "random_init": True}
     task = {"task": "leg_counting", "task_config": {"min_animals": 2}, "prompt_template": "{question} é"}
     return from_mapping({"model": values, "data": task, "trainer": trainer})
-
-
-def test_a_second_process_is_kept_out_until_the_first_is_gone(tmp_path: Path):
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"held\n"
-        try:
-            with pytest.raises(ValueError, match=r"belongs to a run that is still going .* choose another trainer"):
-                RunDir(tmp_path)
-        finally:
-            holder.send_signal(signal.SIGKILL)
-    RunDir(tmp_path).close()
 
 
 def test_the_config_comes_back_from_its_file(tmp_path: Path):
@@ -84,9 +61,6 @@ def test_a_start_leaves_its_lock_and_clears_temporary_files_of_one_that_was_kill
     assert contents(tmp_path) == before
 
 
-# -- what other commands may not overwrite ---------------------------------------------------------------------------
-
-
 def test_what_is_read_is_not_replaced(tmp_path: Path):
     data, link = tmp_path / "val.jsonl", tmp_path / "link.jsonl"
     data.write_text("{}\n")
@@ -97,10 +71,9 @@ def test_what_is_read_is_not_replaced(tmp_path: Path):
     refuse_overwriting(tmp_path / "other.jsonl", "--out", ["", data])
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "run.json", "checkpoints/3/manifest.json"])
-def test_a_runs_own_files_are_not_replaced(tmp_path: Path, name: str):
+def test_a_runs_own_files_are_not_replaced(tmp_path: Path):
     (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(ValueError, match=rf"would replace a file of the run in {tmp_path}: name another file"):
-        refuse_overwriting(tmp_path / name, "--out")
-    refuse_overwriting(tmp_path / "eval.jsonl", "--out")
+    for name in ("metrics.jsonl", "run.json", "checkpoints/3/manifest.json"):
+        with pytest.raises(ValueError, match=rf"would replace a file of the run in {tmp_path}: name another file"):
+            refuse_overwriting(tmp_path / name, "--out")
     refuse_overwriting(tmp_path / "report.html", "--out")

@@ -45,9 +45,7 @@ def numbers(run_dir: RunDir) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("simulated", [False, True])
-def test_an_evaluation_stands_in_the_line_of_its_step(
-    run_dir: RunDir, simulated: bool, capsys: pytest.CaptureFixture[str]
-):
+def test_an_evaluation_stands_in_the_line_of_its_step(run_dir: RunDir, simulated: bool):
     with RunRecord(make_config(), run_dir, -1, simulated=simulated) as record:
         record.begin()
         record.on_eval(0, {"val/reward": 0.375, "val/accuracy": 0.25}, GROUPS)
@@ -64,10 +62,6 @@ def test_an_evaluation_stands_in_the_line_of_its_step(
         {"step": 2, "x": 2} | kind,
     ]
     assert [json.loads(line)["step"] for line in run_dir.file("samples.jsonl").read_text().splitlines()] == [1, 2]
-    said = capsys.readouterr().out
-    for told in ("step 0: held-out reward 0.375, accuracy 0.250", "step 1: held-out reward 0.500, accuracy 0.500"):
-        assert (f"{told} on 1 prompts\n" in said) == (not simulated)
-    assert "step 2\n" in said
 
 
 def write(record: RunRecord, steps: tuple[int, ...]) -> None:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -128,40 +128,6 @@ def test_in_the_loop_it_saves_and_says_so(runs: Path):
     assert f"{WORDS[TERM][7:-1]}: {said}\n" in out
     assert "stopped; run again to resume" in out
     assert (folder / "run" / "checkpoints" / str(num_steps(folder / "run")) / "manifest.json").exists()
-
-
-STUCK = """
-import hashlib, sys, time
-from jaxrl.run.stop import Stop
-stop = Stop()
-stop.watch()
-if "loop" in sys.argv:
-    stop.save_first(lambda text: print(text, flush=True))
-def stuck():
-    print("stuck", flush=True)
-    {hang}
-stuck()
-"""
-NATIVE = "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"  # releases the lock, and no signal interrupts it
-SWALLOWS = """
-    while True:
-        try:
-            time.sleep(60)
-        except BaseException:
-            pass"""
-
-
-@pytest.mark.parametrize(("hang", "numbers"), [(SWALLOWS, (TERM,)), (NATIVE, (TERM, INT))])
-def test_whatever_the_main_thread_does(hang: str, numbers: Sequence[signal.Signals], tmp_path: Path):
-    in_loop = ["loop"] if len(numbers) == 2 else []
-    with started(tmp_path, "-c", STUCK.format(hang=hang), *in_loop) as process:
-        until(process, lambda: "stuck" in (tmp_path / "stdout").read_text())
-        began = time.monotonic()
-        status = send(process, *numbers)
-        assert time.monotonic() - began < 10
-    check(tmp_path, numbers[-1], status)
-    assert status == 128 + numbers[-1]
-    assert ("a second signal ends it at once" in (tmp_path / "stdout").read_text()) == (len(numbers) == 2)
 
 
 def running_in(session: int) -> list[int]:

@@ -43,13 +43,12 @@ def test_who_is_next(num_workers: int, most: dict[str, int], waiting: dict[str, 
     assert popped(filled(num_workers, most, waiting), num_workers) == order
 
 
-def test_a_slow_domain_leaves_a_worker_to_another():
-    queue = filled(3, {"slow": 0, "fast": 0}, {"fast": 1, "slow": 9})
-    assert popped(queue, 3) == ["fast0", "slow0", "slow1"]
-    queue.done("fast")
-    assert queue.pop() is None, "the last worker waits for a fast sample"
-    queue.put("fast", "fast1")
-    assert queue.pop() == "fast1"
+def test_the_domain_with_the_least_at_work_is_next():
+    queue = filled(5, {"a": 0, "b": 0, "c": 0}, {"a": 9, "b": 9, "c": 9})
+    assert popped(queue, 5) == ["a0", "b0", "c0", "a1", "b1"]
+    queue.done("a")
+    queue.done("a")
+    assert queue.pop() == "a2"
 
 
 def test_limits_of_a_configuration():

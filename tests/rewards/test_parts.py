@@ -33,17 +33,13 @@ def score(scorer: Scorer, response: str, source: str = "a", tokens: int = 10) ->
     return scorer(ScoreRequest(source, response, "4", {}, num_tokens=tokens))
 
 
-def test_format():
-    part = RewardPart(PartSection(pattern=r"<think>.*</think>\s*<answer>.*</answer>"))
+def test_format_and_length():
+    tags = RewardPart(PartSection(pattern=r"<think>.*</think>\s*<answer>.*</answer>"))
     tagged = "<think>a\nb</think>\n<answer>4</answer>"
-    assert [part.value(ScoreRequest("a", text, None)) for text in (tagged, f"{tagged} more", "")] == [1.0, 0.0, 0.0]
-
-
-@pytest.mark.parametrize(("tokens", "value"), [(20, 0.0), (60, -0.5), (120, -1.0)])
-def test_length(tokens: int, value: float):
-    part = RewardPart(PartSection(kind="length", free_tokens=20), max_tokens=100)
-    found = part.value(ScoreRequest("a", "", None, num_tokens=tokens))
-    assert (found, str(found)) == (value, str(value))  # 0, not -0
+    assert [tags.value(ScoreRequest("a", text, None)) for text in (tagged, f"{tagged} more", "")] == [1.0, 0.0, 0.0]
+    length = RewardPart(PartSection(kind="length", free_tokens=20), max_tokens=100)
+    found = [length.value(ScoreRequest("a", "", None, num_tokens=tokens)) for tokens in (20, 60, 120)]
+    assert list(map(str, found)) == ["0.0", "-0.5", "-1.0"], "0, not -0"
 
 
 @pytest.fixture

@@ -1,10 +1,8 @@
 """Reward pools: whatever a scorer does costs its own sample, and nothing else."""
 
 import os
-import random
 import re
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,8 +41,6 @@ def test_many_at_once(pool: RewardPool):
     assert all(0 <= verdict.duration_s <= TIMEOUT_S for verdict in verdicts.values())
     metrics = pool.take_metrics()
     assert metrics["reward/num_scored"] == 300
-    assert metrics["reward/errors"] == metrics["reward/timeouts"] == metrics["reward/crashes"] == 0
-    assert pool.take_metrics()["reward/num_scored"] == 0
     submit(pool, "asked", "cut 1", "cut 0", "say 1", "raise")
     verdicts = collect(pool)
     assert [verdicts[i].outside for i in range(5)] == [True, True, False, False, False], "of what may be otherwise"
@@ -60,32 +56,19 @@ def test_cancelled_samples_get_no_verdict(pool: RewardPool):
     assert collect(pool)[0].reward == 5.0, "asked for again: the new answer, once"
 
 
-@pytest.mark.parametrize("kind", ["process", "ray"])  # what is always tried on ray, which takes seconds to start
-def test_each_failure_costs_its_own_sample(opened: Opened, kind: str):
-    pool = opened(kind)
-    bad = ["die", "spin", "raise", "nan", "segfault", "exit", "odd", "leave", "native"]
-    submit(pool, *(r for i, b in enumerate(bad) for r in (b, f"say {i}")))
+def test_each_failure_costs_its_own_sample_on_ray(opened: Opened):
+    """`tests/refusals/test_rewards.py` has many more, in processes of this machine."""
+    pool = opened("ray")
+    statuses = {"die": "crash", "native": "timeout", "raise": "error", "nan": "error", "odd": "ok"}
+    submit(pool, *(response for i, bad in enumerate(statuses) for response in (bad, f"say {i}")))
     verdicts = collect(pool)
-    statuses = {b: verdicts[2 * i].status for i, b in enumerate(bad)}
-    assert statuses == {
-        **dict.fromkeys(("die", "segfault", "leave"), "crash"),
-        **dict.fromkeys(("spin", "native"), "timeout"),  # in native code no Python handler of a signal runs
-        **dict.fromkeys(("raise", "exit", "nan"), "error"),
-        "odd": "ok",
-    }
-    assert "exit code 0" in verdicts[2 * bad.index("leave")].info["error"]
-    for i, b in enumerate(bad):
-        assert (verdicts[2 * i + 1].status, verdicts[2 * i + 1].reward) == ("ok", float(i))
-        if b != "odd":
-            assert verdicts[2 * i].reward == 0.0
-            assert verdicts[2 * i].info["error"]
-    assert re.fullmatch(r"RuntimeError: no \(.*reward\.py, line \d+, in compute_score\)", verdicts[4].info["error"])
-    assert verdicts[2].duration_s == TIMEOUT_S
+    assert [verdicts[2 * i].status for i in range(5)] == list(statuses.values())
+    assert [(verdicts[2 * i + 1].status, verdicts[2 * i + 1].reward) for i in range(5)] == [
+        ("ok", float(i)) for i in range(5)
+    ]
     metrics = pool.take_metrics()
-    assert (metrics["reward/errors"], metrics["reward/timeouts"], metrics["reward/crashes"]) == (3, 2, 3)
-    assert (metrics["reward/num_scored"], metrics["reward/retries"]) == (18, 3), "each death was tried once more"
-    submit(pool, "say 5")
-    assert collect(pool)[0].reward == 5.0
+    assert (metrics["reward/errors"], metrics["reward/timeouts"], metrics["reward/crashes"]) == (2, 1, 1)
+    assert (metrics["reward/num_scored"], metrics["reward/retries"]) == (10, 1), "each death was tried once more"
 
 
 def test_waiting_in_the_queue_costs_nothing(pool: RewardPool):
@@ -107,15 +90,6 @@ def test_completion_order_and_polling(opened: Opened, tmp_path: Path):
     assert pool.wait(0.01) == []
     gate.touch()
     assert collect(pool)[0].reward == 0.8
-
-
-def test_workers_are_free_of_jax(pool: RewardPool):
-    import jax  # noqa: F401  the trainer has it
-
-    submit(pool, "modules")
-    verdict = collect(pool)[0]
-    assert verdict.info["jax"] is False
-    assert verdict.info["pid"] != os.getpid()
 
 
 def test_closing_waits_for_no_worker(tmp_path: Path):
@@ -177,41 +151,13 @@ def test_a_slow_domain_leaves_a_worker_to_a_fast_one(opened: Opened, tmp_path: P
     assert pool.take_metrics()["reward/num_scored"] == 9
 
 
-def test_each_death_is_blamed_on_its_own_sample_on_a_busy_machine(opened: Opened, tmp_path: Path):
-    """With threads that hold the interpreter, a worker's message may be read only after its death was noticed."""
-    over = threading.Event()
-
-    def count() -> None:
-        while not over.is_set():
-            sum(range(1000))
-
-    threads = [threading.Thread(target=count) for _ in range(3)]
-    pool = opened(timeout_s=20.0)
-    chance = random.Random(19)
-    kinds = [chance.choice(["say", "say", "say", "once", "die", "raise"]) for _ in range(40)]
-    responses = [f"{kind} {i if kind == 'say' else tmp_path / str(i)}" for i, kind in enumerate(kinds)]
-    try:
-        for thread in threads:
-            thread.start()
-        submit(pool, *responses)
-        verdicts = collect(pool, 90.0)
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join()
-        retries = pool.take_metrics()["reward/retries"]
-    expected = {"once": ("ok", 0.5), "die": ("crash", 0.0), "raise": ("error", 0.0)}
-    assert [(verdicts[i].status, verdicts[i].reward) for i in range(40)] == [
-        expected.get(kind, ("ok", float(i))) for i, kind in enumerate(kinds)
-    ]
-    assert retries == kinds.count("once") + kinds.count("die"), "a retry for each first death"
-
-
 def test_worker_killed_as_it_is_given_a_sample(opened: Opened):
     pool = opened(num_workers=1)
     for _ in range(5):
         submit(pool, "modules")
-        os.kill(collect(pool)[0].info["pid"], signal.SIGKILL)
+        info = collect(pool)[0].info
+        assert info["jax"] is False, "which this process has"
+        os.kill(info["pid"], signal.SIGKILL)
         submit(pool, "say 3", "say 4")
         assert [verdict.reward for _, verdict in sorted(collect(pool).items())] == [3.0, 4.0]
 

@@ -9,6 +9,7 @@ import pytest
 from reward_pools import collect, make, submit
 
 from jaxrl.processes.process_tree import descendants
+from jaxrl.types import RunFailed
 
 pytestmark = pytest.mark.slow
 PATIENCE_S = 280.0
@@ -81,6 +82,24 @@ def test_a_node_that_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         gate.touch()
         verdicts = collect(pool, PATIENCE_S)
         assert {i: verdict.reward for i, verdict in verdicts.items()} == {0: 0.8, 1: 0.8, 2: 2.0, 3: 3.0}
+    finally:
+        pool.close()
+        cluster.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+def test_a_cluster_without_room_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster  # pyright: ignore[reportMissingImports]
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    pool = make(tmp_path, "ray", num_workers=1, start_timeout_s=5.0)
+    try:
+        with pytest.raises(
+            RunFailed, match="reward: the ray cluster gives no worker: a ray actor was not ready after 5"
+        ):
+            pool.warm()
     finally:
         pool.close()
         cluster.shutdown()

@@ -131,25 +131,3 @@ def test_a_fault_of_the_infrastructure_is_asked_again():
     metrics = pool.take_metrics()
     assert metrics["reward/retries"] == 2 + 1 + 1, "its own, and those that the pools have counted"
     assert pool.take_metrics()["reward/retries"] == 2
-
-
-def test_cancelled_samples():
-    pool, workers, endpoint = make(parts=True)
-    submit(pool, "judged", "math")
-    pool.cancel({SampleKey(0, 0, 0)})
-    endpoint.say(0)
-    workers.say(0)
-    workers.say(1)
-    assert indices([verdict.key for verdict in pool.wait(1.0)]) == [1]
-    assert pool.num_pending == 0
-
-
-def test_counts_are_added_up_and_closing_closes_all():
-    pool, workers, endpoint = make()
-    submit(pool, "math")
-    workers.say(0, 0.0, "timeout", error="late")
-    pool.completed()
-    counts = {"num_scored": 1, "errors": 0, "timeouts": 1, "crashes": 0, "retries": 2, "seconds": 0.5, "judge/turns": 4}
-    assert pool.take_metrics() == {f"reward/{name}": count for name, count in (counts | {"pool_restarts": 0}).items()}
-    pool.close()
-    assert (workers.is_closed, endpoint.is_closed) == (True, True)

@@ -16,9 +16,7 @@ import reward_pools
 from ended import have_ended
 from reward_pools import Opened, collect, submit
 
-from jaxrl.processes.messages import BadMessage, read_json
 from jaxrl.processes.process_tree import descendants
-from jaxrl.rewards.pool_worker import read_scored
 from jaxrl.rewards.reward_pool import RewardPool
 from jaxrl.scheduling.rounds.events import Verdict
 
@@ -72,13 +70,6 @@ def test_the_file_is_read_once(tmp_path: Path):
     pool.close()
 
 
-def test_modules_beside_the_trainer_can_be_imported(opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "beside_the_run.py").write_text("ANSWER = 42\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    pool = opened(source="import beside_the_run\n" + SCORER)
-    assert score(pool, "result['n'] = beside_the_run.ANSWER")[0].info["n"] == 42
-
-
 def test_environment_and_standard_streams(opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any):
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     monkeypatch.setenv("MY_SETTING", "7")
@@ -92,21 +83,6 @@ def test_environment_and_standard_streams(opened: Opened, tmp_path: Path, monkey
     pool.close()
     assert (tmp_path / "rewards.log").read_text() == "hello\nthere\n"
     assert capfd.readouterr() == ("", "")
-
-
-def test_a_traceback_is_written_once_for_each_error(opened: Opened, tmp_path: Path):
-    """Two workers, and forks of them: whichever comes first tells of it."""
-    pool = opened(log=tmp_path / "rewards.log", num_workers=2, fresh_process=True)
-    codes = ["1 / 0", "1 / 0", "time.sleep(0.3); 1 / 0", "{}['a']"]
-    score(pool, "1 / 0")  # alone: two at the same moment may both be told
-    score(pool, *codes * 3)
-    pool.close()
-    text = (tmp_path / "rewards.log").read_text()
-    assert text.count("Traceback (most recent call last)") == 2
-    assert text.count("ZeroDivisionError: division by zero") == text.count("KeyError: 'a'") == 1
-    assert f'File "{tmp_path / "reward.py"}", line 9, in compute_score' in text
-    assert "exec(solution_str" in text
-    assert "score_safely" not in text, "it begins in the user's file"
 
 
 def test_samples_share_an_interpreter_unless_they_are_not_to(opened: Opened):
@@ -145,17 +121,6 @@ def test_what_the_reward_file_started_stays(tmp_path: Path):
     assert have_ended([verdicts[0].info["helper"]])
 
 
-def test_a_host_that_is_silent_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("jaxrl.rewards.pool.BEAT_S", 0.2)
-    monkeypatch.setattr("jaxrl.rewards.pool.SILENT_S", 1.0)
-    pool = make(tmp_path, num_workers=1, max_retries=0)
-    silent, right = score(pool, "os.kill(os.getppid(), 19); time.sleep(300)", "")
-    assert (silent.status, silent.info["timeouts"]) == ("crash", {"watchdog": 1})
-    assert right.status == "ok"
-    pool.close()
-    assert have_ended([right.info["pid"]])
-
-
 def test_a_host_that_is_killed_is_replaced(tmp_path: Path):
     """Every sample has one verdict, and what the lost host had below it is gone."""
     pool = make(tmp_path, num_workers=2)
@@ -173,14 +138,6 @@ def test_a_host_that_is_killed_is_replaced(tmp_path: Path):
             assert process.read_bytes() != f"sleep\0{seconds}\0".encode()
     pool.close()
     assert have_ended([info["pid"]])
-
-
-def test_who_kills_the_host_is_found(tmp_path: Path):
-    """What was scored beside it is scored again, and only the one to blame has no reward."""
-    pool = make(tmp_path, num_workers=3)
-    verdicts = score(pool, "time.sleep(0.3)", "time.sleep(0.2); os.kill(os.getppid(), 9)", *["time.sleep(0.3)"] * 3)
-    assert [verdict.status for verdict in verdicts] == ["ok", "crash", "ok", "ok", "ok"]
-    pool.close()
 
 
 def test_nothing_outlives_a_killed_trainer(tmp_path: Path):
@@ -207,22 +164,6 @@ def test_nothing_outlives_a_killed_trainer(tmp_path: Path):
     pids = [pid for file in files for pid in json.loads(file.read_text())]
     assert len(pids) == 6
     assert have_ended(pids)
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        (b"\x80\x04", "no JSON"),
-        (b"[" * 100_000, "no JSON"),
-        (b'{"status": "fine"}', "the status 'fine'"),
-        (b'{"status": "ok", "reward": 1e999, "duration_s": 0}', "the reward inf"),
-        (b'{"status": "ok", "reward": 1, "duration_s": 0, "info": {"a": 1e999}}', "cannot be recorded"),
-        (b'{"status": "ok", "reward": 1, "duration_s": 0, "info": {"a": "\\ud800"}}', "cannot be recorded"),
-    ],
-)
-def test_what_is_no_verdict(text: bytes, problem: str):
-    with pytest.raises(BadMessage, match=problem):
-        read_scored(read_json(text))
 
 
 def test_a_json_of_the_users_in_the_working_folder(opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -6,26 +6,21 @@ That layouts change in the middle of a batch, with drafts and without, is in `te
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from recorder import Recorder
-from small_models import engine_over, model_of, ready, requests, weights_of, with_drafts
+from small_models import engine_over, model_of, ready, requests, with_drafts
+from whole_pass import check
 
-from jaxrl.kernels import reference
-from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.families import FAMILIES
 from jaxrl.rollout.layout_programs import ExecutorConfig
-from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.types import Sample
 
 from .test_switch import DRAFTING
 
@@ -40,53 +35,18 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@functools.cache
-def forward(name: str) -> Any:
-    """Logits [LENGTH, V] of a padded row, as training computes them."""
-    model, params = model_of(name), weights_of(name, "float64")
-    windows, positions = jnp.asarray([kind.window or 10**6 for kind in model.kinds]), jnp.arange(LENGTH)[None]
-
-    @jax.jit
-    def logits(tokens: jax.Array) -> jax.Array:
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, *more: Any) -> jax.Array:
-            *kind, sinks = more if model.attention_sinks else (*more, None)
-            first, ones = positions - windows[kind[0] if kind else 0] + 1, jnp.ones_like(positions)
-            rows = ones, positions, None, first
-            return reference.packed_attention(q, k, v, *rows, model.attn_logit_softcapping, sinks)
-
-        hidden = decoder.forward_scan(params, tokens[None], positions, attend, model, dtype=jnp.float64)
-        return decoder.logits(params, hidden, model)[0]
-
-    return logits
-
-
-def check(name: str, tp: int, form: str) -> None:
+def drawn_and_drafted(name: str, tp: int, form: str) -> None:
     sizes = replace(SIZES, max_tp=tp, proposer=DRAFTING, **FORMS[form])
     executor = Recorder(ready(name, Layout(make_mesh(jax.devices()[:tp]), tp), sizes))
     asked, engine = requests(4, 2, 36), engine_over(executor)
     samples = engine.generate(asked)
     assert sum(map(len, samples)) > 60
-    compare(name, asked, samples, executor)
+    check(name, asked, samples, executor)
     executor.seen.clear()
     drafted = engine.generate(with_drafts(asked, samples))
     assert 0 < engine.counters.accepted_tokens < engine.counters.proposed_tokens
     assert [x.token_ids.tolist() for x in drafted] == [x.token_ids.tolist() for x in samples]
-    compare(name, asked, drafted, executor)
-
-
-def compare(name: str, asked: list[Request], samples: list[Sample], executor: Recorder) -> None:
-    """The log-probability of each token that was drawn is that of training."""
-    for request, sample in zip(asked, samples, strict=True):
-        row = np.zeros(LENGTH, np.int32)
-        begin, end = len(request.prompt_ids), len(request.prompt_ids) + len(sample)
-        row[:end] = [*request.prompt_ids, *sample.token_ids]
-        temperature = np.float64(np.float32(request.params.temperature)) or 1.0
-        logits = np.asarray(forward(name)(row))[begin - 1 : end - 1] / temperature
-        top = logits.max(-1, keepdims=True)
-        expected = logits - top - np.log(np.sum(np.exp(logits - top), -1, keepdims=True))
-        chosen = np.take_along_axis(expected, np.asarray(sample.token_ids)[:, None], -1)[:, 0]
-        found = executor.logprobs(request.request_id, 0)[: len(sample)]
-        np.testing.assert_allclose(found, chosen, rtol=0, atol=1e-9)
+    check(name, asked, drafted, executor)
 
 
 def has_all(model: ModelConfig) -> bool:
@@ -110,4 +70,4 @@ def test_a_rollout_computes_what_training_computes(x64, name, tp, form):
         name = f"{name}:{next(windowed, 0)}"
     if form == "fused" and model_of(name).num_kv_heads % tp:
         tp = 1  # whole groups everywhere
-    check(name, tp, form)
+    drawn_and_drafted(name, tp, form)

@@ -17,7 +17,6 @@ import pytest
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout.executor import MeshExecutor
-from jaxrl.rollout.fused_step import MAX_SHARE, MIN_SHARE, num_shares
 from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
@@ -131,13 +130,3 @@ def test_what_a_step_needs(options, fused):
     executor = MeshExecutor(model_of("qwen2"), Layout(make_mesh(jax.devices()[:1]), 1), sizes)
     assert executor._now.programs.fused == fused
     assert not executor._now.programs.features_first
-
-
-@pytest.mark.parametrize(
-    ("rows", "inner", "outer"), [(64, 1536, 2048), (2, 18944, 3584), (256, 40, 40), (64, 1536, 99999)]
-)
-def test_shares_of_a_product(rows, inner, outer):
-    shares = num_shares(rows, inner, outer)
-    assert inner % shares == 0
-    assert shares == 1 or MIN_SHARE <= inner // shares <= MAX_SHARE
-    assert outer < 99999 or shares == 1, "there are tiles enough"

@@ -67,13 +67,3 @@ def test_streamed_layers_give_the_same_numbers(resident, tp):
         assert kinds == (STREAMED & set(layer) if index in streamed_layers(LAYERS, resident) else set())
     executor.release(weights=True)
     assert not executor.has_weights
-
-
-@pytest.mark.parametrize(("num_layers", "resident"), [(30, 15), (30, 30), (7, 2), (1, 0)])
-def test_streamed_layers_are_spread(num_layers, resident):
-    streamed = streamed_layers(num_layers, resident)
-    assert len(streamed) == num_layers - resident
-    if streamed:
-        assert streamed[-1] == num_layers - 1
-        gaps = np.diff([-1, *streamed])
-        assert gaps.max() - gaps.min() <= 1

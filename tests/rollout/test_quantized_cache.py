@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_models import engine_over, ready, requests, with_drafts
+from small_models import engine_over, ready, requests
 
 from jaxrl.kernels.attention import choose_paged
 from jaxrl.kernels.reference import Codes, numbers, packed_attention
-from jaxrl.mechanisms.speculation.proposer import Drafting
 from jaxrl.rollout import kv_cache
 from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.scheduling.tokens.engine import Engine
@@ -27,7 +26,6 @@ SIZES = ExecutorConfig(
     num_slots=6, num_blocks=60, block_size=8, max_length=64, max_prefill_tokens=32, decode_steps=4, dtype=jnp.float64
 )
 PAGED: dict[str, Any] = {"gathered": False, "features_first": False}
-DRAFTING = Drafting(num_responses=1, num_tokens=64, verify_tokens=18)
 ASKED = requests(4, 2, 30)
 
 
@@ -42,33 +40,6 @@ def tokens(samples: list[Sample]) -> list[list[int]]:
 
 def test_windows_hold_what_blocks_do(x64):
     windows, blocks = (drawn(ASKED[:2], kv_codes="int8", **form)[0] for form in ({}, PAGED))
-    assert tokens(windows) == tokens(blocks)
-
-
-@pytest.mark.slow
-def test_no_path_changes_a_token(x64):
-    """Windows and blocks, chunks of prompts, preemption, drafts: in float64 the tokens are the same."""
-    plain, _ = drawn()
-    coded, _ = drawn(kv_codes="int8")
-    assert tokens(coded) != tokens(plain), "in so few bits"
-    paths: dict[str, dict[str, Any]] = {
-        "blocks and chunks": PAGED | {"max_prefill_tokens": 16},
-        "preempted": {"num_blocks": 17},
-    }
-    for path, options in paths.items():
-        found, engine = drawn(kv_codes="int8", **options)
-        assert tokens(found) == tokens(coded), path
-        assert (engine.counters.preemptions > 0) == (path == "preempted")
-    found, engine = drawn(with_drafts(ASKED, coded), kv_codes="int8", proposer=DRAFTING)
-    assert tokens(found) == tokens(coded)
-    assert 0 < engine.counters.accepted_tokens < engine.counters.proposed_tokens
-
-
-@pytest.mark.slow
-def test_windows_of_layers_and_quantised_weights_go_with_it(x64):
-    """Gemma 2: stacks of layers share the arrays, and blocks behind windows are freed."""
-    both = {"kv_codes": "int8", "quantization": "int8"}
-    windows, blocks = (drawn(name="gemma2:1", **both, **form)[0] for form in ({}, PAGED))
     assert tokens(windows) == tokens(blocks)
 
 

@@ -14,7 +14,6 @@ import jax
 import numpy as np
 import pytest
 from known_samples import KnownSample, KnownWorkload
-from replay_worker import ReplayWorker
 from run_parts import made_run, text_by
 from sim_machine import Machine
 
@@ -35,7 +34,6 @@ from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
-from jaxrl.scheduling.tokens.progress import Admitted, Completed, Preempted, TraceEvent
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sim.executor import MachineSizes
@@ -55,11 +53,6 @@ def executor(tiny_model: Path) -> MeshExecutor:
     return executor
 
 
-def replay_of(executor: MeshExecutor, lengths: dict[SampleKey, int]) -> ReplayWorker:
-    sizes = ("num_groups", "num_slots", "num_blocks", "block_size", "max_prefill_tokens")
-    return ReplayWorker(lengths, **{name: getattr(executor, name) for name in sizes})
-
-
 def make_prompts() -> list[Prompt]:
     rng = np.random.default_rng(0)
     sizes = (25, 3, 17, 9, 24, 12, 8, 20)
@@ -69,36 +62,6 @@ def make_prompts() -> list[Prompt]:
 
 # Every 20th token stops: a random model's responses end at the stop token or the limit of its request.
 STOPS = (7, 60, 90, 120, 150, 180, 210, 240)
-
-
-def make_requests() -> list[Request]:
-    rng = np.random.default_rng(1)
-    made: list[Request] = []
-    for prompt in make_prompts():
-        for i in range(4):
-            params = SamplingParams(max_tokens=int(rng.integers(8, 36)), stop_token_ids=STOPS)
-            key = SampleKey(0, prompt.index, i)
-            made.append(Request(len(made), key, prompt.token_ids, params, share=prompt.key))
-    return made
-
-
-def test_a_replay_admits_preempts_and_completes_in_the_same_plans(executor: MeshExecutor):
-    recorded: list[TraceEvent] = []
-    engine = Engine(executor, BATCHER, trace=recorded.append)
-    samples = engine.generate(make_requests())
-    lengths = {sample.key: len(sample) for sample in samples}
-    assert engine.counters.preemptions > 0, "the pool was to be too small"
-    assert engine.counters.shared_tokens > 0, "groups were to share prompts"
-    assert {sample.finish_reason for sample in samples} == {"stop", "length"}
-    assert len(set(lengths.values())) > 5, "lengths were to be mixed"
-    assert {type(event) for event in recorded} == {Admitted, Preempted, Completed}
-
-    replayed: list[TraceEvent] = []
-    again = Engine(replay_of(executor, lengths), BATCHER, trace=replayed.append)
-    fillers = again.generate(make_requests())
-    assert replayed == recorded
-    assert again.counters == engine.counters
-    assert [(s.key, len(s), s.finish_reason) for s in fillers] == [(s.key, len(s), s.finish_reason) for s in samples]
 
 
 # ---------------------------------------------------------------- rounds with a rule across them

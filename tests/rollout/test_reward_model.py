@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from small_models import model_of, weights_of
 
+from jaxrl.kernels.reference import packed_attention
 from jaxrl.models import decoder
 from jaxrl.models.loading import load_layerwise, load_model
 from jaxrl.models.safetensors import export_hf
@@ -44,19 +45,14 @@ def expected(folder) -> list[float]:
     @jax.jit
     def last(params, tokens):
         positions = jnp.broadcast_to(jnp.arange(24), tokens.shape)
-        hidden = decoder.forward_scan(params, tokens, positions, causal, config, dtype=jnp.float64)
+
+        def attend(q, k, v):
+            return packed_attention(q, k, v, jnp.ones_like(tokens), positions)
+
+        hidden = decoder.forward_scan(params, tokens, positions, attend, config, dtype=jnp.float64)
         return hidden[jnp.arange(len(TEXTS)), jnp.array(ends)]
 
     return (np.asarray(last(params, tokens)) @ np.asarray(params["score"])[:, 0]).tolist()
-
-
-def causal(q, k, v):
-    """Attention of [B, T, H, D] in the plainest form."""
-    group = q.shape[2] // k.shape[2]
-    k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
-    scores = jnp.einsum("bthd,bshd->bhts", q, k) / np.sqrt(q.shape[-1])
-    scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
-    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores, axis=-1), v)
 
 
 @pytest.mark.usefixtures("x64")

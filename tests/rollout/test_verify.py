@@ -6,8 +6,6 @@ Indexes are forged: from the very response that will be drawn, from nothing of i
 from __future__ import annotations
 
 import functools
-import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from recorder import Recorder
-from small_models import VOCABULARY, engine_over, model_of, ready, requests
+from small_models import VOCABULARY, engine_over, mixed, model_of, ready, requests
+from whole_pass import check
 
 from jaxrl.mechanisms.speculation.index import START, DraftIndex, DraftLengths
 from jaxrl.mechanisms.speculation.proposer import DeviceIndexes, Drafting, IndexArrays
@@ -103,13 +102,9 @@ def test_the_index_named_longest_ago_gives_way_and_none_that_the_plan_names():
 
 def test_an_index_that_has_no_room_is_refused_before_it_waits():
     executor = MeshExecutor(model_of("llama"), make_layout(1, 1), SIZES)
-    long = DraftIndex.build([np.arange(241)], [1.0], LENGTHS)
-    other = DraftIndex.build([np.arange(9)], [1.0], DraftLengths(2, 7, 32))
-    request = requests(1, 1, 40)[0]
-    for history, words in ((long, r"it has 241 tokens, and there is room for 3 responses of 240"), (other, "lengths")):
-        with pytest.raises(ValueError, match=f"its history has no room on the devices: .*{words}"):
-            executor.check(replace(request, history=history))
-    executor.check(replace(request, history=DraftIndex.build([np.arange(232)], [1.0], LENGTHS)))
+    long, request = DraftIndex.build([np.arange(241)], [1.0], LENGTHS), requests(1, 1, 40)[0]
+    with pytest.raises(ValueError, match=r"its history has no room on the devices: it has 241 tokens, and there is"):
+        executor.check(replace(request, history=long))
 
 
 # ---------------------------------------------------------------- counts, worked out by hand
@@ -189,21 +184,6 @@ def test_a_stop_token_inside_a_draft_ends_the_row_there(x64: None):
 # ---------------------------------------------------------------- whole engines
 
 
-KINDS: list[dict[str, Any]] = [
-    {"temperature": 1.0},
-    {"temperature": 0.0},
-    {"top_p": 0.8, "temperature": 1.3},
-    {"top_k": 20, "min_p": 0.02},
-]
-
-
-def mixed(num_prompts: int, n: int, longest: int = 40) -> list[Request]:
-    """Every kind of sampling; all but the first sample of a prompt may stop at one of eight tokens."""
-    made = requests(num_prompts, n, longest)
-    stops = [{"stop_token_ids": tuple(range(7, 15))} if each.params.stop_token_ids else {} for each in made]
-    return [replace(r, params=replace(r.params, **KINDS[i % 4], **stops[i])) for i, r in enumerate(made)]
-
-
 def with_history(asked: Sequence[Request], drawn: Sequence[Sample]) -> list[Request]:
     """Each request with responses of its prompt as history: its own with some tokens changed, and another's; one in
     five has none."""
@@ -215,15 +195,6 @@ def with_history(asked: Sequence[Request], drawn: Sequence[Sample]) -> list[Requ
         history = DraftIndex.build([other.token_ids, near], [0.5, 1.0], LENGTHS)
         made.append(replace(request, history=history if i % 5 else None))
     return made
-
-
-def assert_same(asked: Sequence[Request], one: Recorder, other: Recorder, a: Sequence[Sample], b: Sequence[Sample]):
-    for request, x, y in zip(asked, a, b, strict=True):
-        assert x.token_ids.tolist() == y.token_ids.tolist(), request.key
-        assert x.finish_reason == y.finish_reason
-        for which in range(2):
-            found, expected = (recorder.logprobs(request.request_id, which) for recorder in (one, other))
-            np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
 
 
 WORLDS = {  # model, devices, tp, options
@@ -243,12 +214,12 @@ def executor_in(world: str) -> MeshExecutor:
 @pytest.mark.parametrize("world", [w if w == FAST else pytest.param(w, marks=pytest.mark.slow) for w in WORLDS])
 def test_drafts_change_no_token_and_no_log_probability(world: str, x64: None):
     executor = executor_in(world)
-    one, other = Recorder(executor), Recorder(executor)
+    recorder = Recorder(executor)
     asked = mixed(3 * executor.num_groups, 3)
-    plain = engine_over(one, drafts=False).generate(asked)
-    engine = engine_over(other)
+    plain = engine_over(executor, drafts=False).generate(asked)
+    engine = engine_over(recorder)
     drawn = engine.generate(with_history(asked, plain))
-    assert_same(asked, one, other, plain, drawn)
+    check(WORLDS[world][0], asked, drawn, recorder)
     counters = engine.counters
     assert counters.preemptions > 0, "the pool was to be too small"
     assert 0 < counters.accepted_tokens < counters.proposed_tokens
@@ -256,19 +227,6 @@ def test_drafts_change_no_token_and_no_log_probability(world: str, x64: None):
     assert {one.finish_reason for one in drawn} == {"stop", "length"}
     assert executor._histories is not None
     assert (executor._histories.unplaced > 0) == (world == "one place for indexes")
-
-
-def test_a_step_that_verifies_talks_between_devices_as_a_decode_step_does(x64: None):
-    programs = executor_in(FAST)._now
-    shapes = {shape[0]: shape for shape in programs.shapes()}
-
-    def collectives(kind: str) -> Counter[str]:
-        text = programs.program(shapes[kind]).as_text()
-        return Counter(re.findall(r" (all-[a-z]+|collective-permute|reduce-scatter)\(", text))
-
-    assert collectives("verify") == collectives("decode")
-    assert sum(collectives("decode").values()) > 0
-    assert not collectives("upload")
 
 
 def test_an_abort_and_a_new_start_go_on_with_drafts(x64: None):
@@ -291,8 +249,7 @@ def test_an_abort_and_a_new_start_go_on_with_drafts(x64: None):
         engine.add(replace(resume(by_id[request_id], one), request_id=1000 + request_id))
     while not engine.is_idle:
         finished |= {one.sample.key: one.sample for one in engine.step()}
-    for request, sample in zip(asked, plain, strict=True):
-        assert finished[request.key].token_ids.tolist() == sample.token_ids.tolist()
+    check(WORLDS[FAST][0], asked, [finished[request.key] for request in asked])
     assert engine.counters.accepted_tokens > before
 
 
@@ -319,3 +276,8 @@ def test_nothing_is_compiled_after_warm_up_and_books_come_back_after_a_release(x
     assert engine.counters.accepted_tokens > 0
     assert [s.token_ids.tolist() for s in again] == [s.token_ids.tolist() for s in plain]
     assert executor.recompiles == 0
+    for shape in executor.shapes():
+        if shape[0] == "decode":
+            executor._now._compiled.pop(shape)
+    engine_over(executor, drafts=False).generate(asked)
+    assert executor.recompiles > 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,14 +18,11 @@ from replayed_backend import (
     opened,
 )
 
-from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
-from jaxrl.mechanisms.adaptive_layouts.control import Decision
 from jaxrl.run.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import (
     Abort,
     Interrupted,
-    Launch,
     SampleAborted,
     Score,
     Verdict,
@@ -44,35 +40,6 @@ def num_workers(request: Any) -> int:
 def houses(tmp_path: Path, num_workers: int) -> Iterator[Any]:
     with opened(tmp_path, num_workers) as build:
         yield build
-
-
-@pytest.mark.parametrize("order", [[(7, "short"), (7, "eval")], [(7, "short"), (8, "long"), (7, "eval"), (8, "eval")]])
-def test_layouts_know_an_evaluation_from_the_training_round_of_its_step(
-    houses: Any, num_workers: int, order: list[tuple[int, str]]
-):
-    """The place of a layout's decisions in the journal: the step, and 0 for training or 1 for evaluation."""
-    places: list[Any] = []
-    journal: Any = SimpleNamespace(
-        entries=lambda step, kind: (), append=lambda step, kind, key, entry: places.append((step, key[0]))
-    )
-    control: Any = SimpleNamespace(
-        follows=False,
-        tp=1,
-        switches=[],
-        enter=lambda: None,
-        begin=lambda kind, recorded, write: write(Decision(0, None)),
-        before_plan=lambda decides: None,
-        after_plan=lambda now_s: None,
-        finished=lambda length: None,
-        end=lambda preemptions: {},
-    )
-    drawing: Any = SimpleNamespace(counter=lambda *_, **values: None)
-    layouts = AdaptiveLayouts([control] * num_workers, lambda: 0.0, drawing, None, journal)
-    house = houses(LENGTHS, Pool(), mechanisms=[layouts])
-    for step, kind in order:
-        house.run_round(PROMPTS, 1, step, kind)
-        house.backend.end()
-    assert places == [(step, int(kind == "eval")) for step, kind in order for _ in range(num_workers)]
 
 
 def test_a_stop_is_heard_while_no_event_comes(houses: Any):
@@ -114,25 +81,6 @@ def test_abort_is_told_once_for_each_also_for_those_whose_end_was_still_to_be_to
     assert verdict.key == keys[0]
     with pytest.raises(RuntimeError, match="nothing is running or being scored"):
         backend.wait()
-
-
-def test_generation_is_over_when_the_last_response_has_been_told(houses: Any):
-    """A plan of rows that have all stopped is still in flight; it is no progress."""
-    house = houses({key(0, 0): 3}, Pool(hold=[key(0, 0)]))
-    backend = begin(house, [key(0, 0)])
-    assert backend.generating
-    sample = next_finished(backend)
-    assert not backend.generating
-    assert not house.engine.is_idle
-    num_told = len(house.progress)
-    backend.apply([Score(PROMPTS[0], sample)])
-    assert isinstance(backend.wait(), Verdict)
-    assert house.engine.is_idle
-    assert len(house.progress) == num_told
-    backend.apply([Launch(PROMPTS[0], (key(0, 1),))])
-    assert backend.generating, "a verdict may make the round go on"
-    backend.cancel()
-    assert not backend.generating
 
 
 def test_weights_and_memory_come_and_go(houses: Any):

@@ -10,9 +10,8 @@ import pytest
 
 from jaxrl.config import Config, ConfigError, from_mapping
 from jaxrl.run import build
-from jaxrl.run.build import retuning_note, share_notes, use_compilation_cache
+from jaxrl.run.build import share_notes, use_compilation_cache
 from jaxrl.run.cache_folder import with_cache_folder
-from jaxrl.sharding.memory import memory_share
 
 CONFIG = from_mapping({"model": {"path": "SmolLM2-135M"}})
 VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -30,17 +29,6 @@ def configured(**trainer: str) -> Config:
 def unset(monkeypatch: pytest.MonkeyPatch):
     for name in (VARIABLE, "XLA_CLIENT_MEM_FRACTION"):
         monkeypatch.delenv(name, raising=False)
-
-
-@pytest.mark.parametrize(
-    ("variables", "share"),
-    [({}, 0.75), ({VARIABLE: ".92"}, 0.92), ({"XLA_CLIENT_MEM_FRACTION": "0.8"}, 0.8), ({VARIABLE: ""}, 0.75)],
-)
-def test_the_share_is_what_jax_was_told(variables: dict[str, str], share: float, monkeypatch: pytest.MonkeyPatch):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert memory_share("gpu") == share
-    assert memory_share("cpu") is None
 
 
 @pytest.mark.parametrize("option", ["quantization", "kv_cache_dtype"])
@@ -62,15 +50,6 @@ def test_a_small_share_is_said_with_what_to_set(monkeypatch: pytest.MonkeyPatch)
     assert share_notes(CONFIG, [H100]) == []
     monkeypatch.setenv(VARIABLE, "0.5")
     assert share_notes(CONFIG, [SimpleNamespace(platform="cpu", memory_stats=lambda: None)]) == []
-
-
-def test_a_resume_without_the_cache_of_before_says_so_on_gpus():
-    assert retuning_note("a", "a", "gpu") is None
-    assert retuning_note(None, "a", "gpu") is None, "not known"
-    assert "is not there any more, or another folder" in (retuning_note("a", "b", "gpu") or "")
-    assert "is switched off now" in (retuning_note("a", "", "gpu") or "")
-    assert "was switched off" in (retuning_note("", "b", "cuda") or "")
-    assert retuning_note("a", "b", "cpu") is None
 
 
 def test_a_cache_is_known_again_until_its_folder_is_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -102,11 +81,3 @@ def test_a_cache_that_cannot_be_written_stops_no_run_unless_it_was_asked_for(
     )
     with pytest.raises(ValueError, match=r"^trainer\.compilation_cache_dir: .* is not a folder$"):
         with_cache_folder(configured(compilation_cache_dir=str(tmp_path / "file" / "xla")))
-
-
-def test_nothing_is_changed_where_it_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for config in (configured(), configured(compilation_cache_dir=""), configured(compilation_cache_dir=str(tmp_path))):
-        assert with_cache_folder(config) is config
-    assert not caplog.records
-    assert list(tmp_path.iterdir()) == [], "a look writes nothing"

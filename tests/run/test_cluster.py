@@ -20,7 +20,6 @@ from tiny import write_tiny_model
 
 from jaxrl.config import ConfigError
 from jaxrl.config.hosts import HostsSection
-from jaxrl.config.mapping import from_mapping
 from jaxrl.models import decoder
 from jaxrl.models.loading import config_of
 from jaxrl.models.safetensors import export_hf
@@ -94,12 +93,6 @@ def test_a_cluster_that_is_not_there_is_refused():
         open_cluster(HostsSection(num=2, address=address), lambda doing: None),
     ):
         pass
-
-
-def test_a_judge_on_the_devices_is_refused():
-    judge = {"kind": "judge", "judge": {"model": "m", "prompt": "{response}"}}
-    with pytest.raises(ConfigError, match=r"reward\.judge\.model \(m\) and hosts\.num \(2\) exclude each other"):
-        from_mapping({"model": {"path": "m"}, "reward": judge, "hosts": {"num": 2}})
 
 
 @pytest.fixture(scope="module")

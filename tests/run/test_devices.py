@@ -9,14 +9,14 @@ from typing import Any
 import jax
 import pytest
 
-from jaxrl.config import ConfigError, from_mapping
+from jaxrl.config import from_mapping
 from jaxrl.config.checks import host_problem
 from jaxrl.models.shapes import SHAPES
 from jaxrl.rollout.worker_set import WorkerSet
-from jaxrl.run.devices import ProcessDevices, devices_by_process, refuse_few
+from jaxrl.run.devices import ProcessDevices, devices_by_process
 from jaxrl.run.memory import MemoryPlan, memory_plan
 from jaxrl.sharding.memory import DeviceMemory
-from jaxrl.sharding.mesh import make_mesh, submeshes
+from jaxrl.sharding.mesh import make_mesh
 
 
 @dataclass(frozen=True)
@@ -35,37 +35,7 @@ def test_devices_come_in_the_order_of_processes():
     assert devices_by_process(DEVICES[:3], 2, per_process=2) == ((DEVICES[0], DEVICES[1]), (DEVICES[2],))
 
 
-def test_too_few_devices_are_refused():
-    refuse_few("hosts.devices_per_host", 2, 2)
-    with pytest.raises(ConfigError, match=r"^trainer.num_devices \(3\) must be at most the devices there are \(2\)$"):
-        refuse_few("trainer.num_devices", 3, 2)
-    with pytest.raises(ConfigError, match=r"must be at most the devices that there are on host-b \(2\)$"):
-        refuse_few("hosts.devices_per_host", 3, 2, "host-b")
-
-
-@pytest.mark.parametrize(
-    ("hosts", "per_host", "shape"),
-    [
-        (2, 4, {"x2": 2, "x1": 2, "x0": 2}),
-        (2, 3, {"x1": 2, "x0": 3}),
-        (2, 1, {"x0": 2}),
-        (1, 6, {"x1": 3, "x0": 2}),
-    ],
-)
-def test_minor_axes_lie_inside_hosts(hosts: int, per_host: int, shape: dict[str, int]):
-    devices = tuple(jax.devices()[: hosts * per_host])
-    places = [
-        ProcessDevices(i, hosts, devices[i * per_host : (i + 1) * per_host], devices, DeviceMemory("cpu", None, 1))
-        for i in range(hosts)
-    ]
-    whole = places[0].mesh
-    assert dict(whole.shape) == shape
-    assert [place.rollout_mesh() for place in places] == list(submeshes(whole, hosts))
-    if hosts == 1:
-        assert whole == places[0].rollout_mesh() == make_mesh(devices)
-
-
-@pytest.mark.parametrize(("hosts", "per_host", "each"), [(4, 2, 2), (2, 3, 2), (8, 1, 4)])
+@pytest.mark.parametrize(("hosts", "per_host", "each"), [(2, 4, 1), (4, 2, 2), (2, 3, 2), (8, 1, 4)])
 def test_a_group_of_hosts_has_the_minor_axes_of_all(hosts: int, per_host: int, each: int):
     devices = tuple(jax.devices()[: hosts * per_host])
     own = [devices[i * per_host : (i + 1) * per_host] for i in range(hosts)]
@@ -76,14 +46,6 @@ def test_a_group_of_hosts_has_the_minor_axes_of_all(hosts: int, per_host: int, e
         whole, names = places[0].mesh, mesh.axis_names
         assert names == whole.axis_names[len(whole.axis_names) - len(names) :]
         assert all(mesh.shape[name] == whole.shape[name] for name in names)
-
-
-def test_the_least_memory_counts():
-    def told(memory: DeviceMemory, reported: int | None) -> DeviceMemory:
-        return ProcessDevices(0, 2, (), (), memory).with_least(reported).memory
-
-    assert told(DeviceMemory("gpu", 80, 80), 79) == DeviceMemory("gpu", 79, 79)
-    assert told(DeviceMemory("cpu", None, 9), None) == DeviceMemory("cpu", None, 9)
 
 
 def test_workers_stay_inside_their_hosts():
@@ -98,10 +60,6 @@ def test_workers_stay_inside_their_hosts():
         "on each of 2 hosts rollout.tensor_model_parallel_size (4) must divide the devices of a host (2); a worker "
         "stays inside its host, but with rollout.hosts_per_worker"
     )
-    assert "must divide the devices of a host (4) / rollout.num_workers (2)" in (
-        problem(4, num_workers=4, tensor_model_parallel_size=4) or ""
-    )
-    assert "must cut the devices of a host (2) along the major axes" in (problem(2, num_workers=8) or "")
     assert problem(2, tensor_model_parallel_size=4, hosts_per_worker=2) is None
     assert problem(4, tensor_model_parallel_size=4, hosts_per_worker=2) == (
         "rollout.tensor_model_parallel_size (4) must be all devices of a worker where it spans hosts: "

@@ -1,14 +1,12 @@
 """The plan of a device's memory: how many blocks fit, what is refused because nothing fits, and with which option."""
 
 import math
-from dataclasses import replace
 
 import jax
 import pytest
 from known_sizes import SMOLLM2, config
 
 from jaxrl.commands.explain import explain
-from jaxrl.config.checks import check
 from jaxrl.mechanisms.speculation import build_proposer
 from jaxrl.models.shapes import SHAPES
 from jaxrl.rollout import kv_cache
@@ -52,18 +50,6 @@ def test_what_is_behind_windows_needs_no_room():
     said = rf"rollout.num_blocks \({each}, one of .* one request of 32768 tokens: at least {each + 1} blocks of 16"
     with pytest.raises(ValueError, match=said):
         memory_plan(c.replace(rollout=c.rollout.replace(num_blocks=each)), gemma, 1, None, "cpu")
-
-
-def test_what_is_set_is_taken():
-    """Also fewer blocks than a request has stretches, where each layer has a window."""
-    mistral = replace(SMOLLM2, family="mistral", sliding_window=128)
-    windowed = config(rollout={"num_blocks": 24, "max_num_batched_tokens": 64})
-    check(windowed)
-    assert windowed.max_model_length == 384
-    assert memory_plan(windowed, mistral, 1, None, "cpu").num_blocks == 24
-    with pytest.raises(ValueError, match=r"rollout.num_blocks \(24, one of .*: at least 25 blocks of 16 tokens"):
-        memory_plan(windowed, SMOLLM2, 1, None, "cpu")
-    assert plan_num_blocks(config(rollout={"num_blocks": 99}), SMOLLM2, 1, 1 << 20) == 99
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
@@ -119,7 +105,7 @@ def test_a_pool_that_no_memory_holds_is_refused_with_the_option():
 
 @pytest.mark.parametrize(
     ("shape", "num_devices", "tp"),
-    [("SmolLM2-135M", 1, 1), ("Qwen2.5-1.5B", 8, 2), ("Qwen2.5-7B", 8, 4), ("Llama-3.1-8B", 8, 1)],
+    [("SmolLM2-135M", 1, 1), ("Qwen2.5-7B", 8, 4)],
 )
 def test_a_pool_that_the_plan_chose_is_not_refused(shape, num_devices, tp):
     """The plan fills `rollout.memory_fraction` to the last block; logits are temporary and lie in what it leaves."""
@@ -130,8 +116,9 @@ def test_a_pool_that_the_plan_chose_is_not_refused(shape, num_devices, tp):
         plan = memory_plan(c, model, num_devices, gib, "gpu")
         assert memory_problem(c, model, plan, num_devices, gib) is None
         assert memory_problem(c, model, plan, num_devices, gib, trains=False) is None
-        text = memory_problem(c, model, plan, num_devices, plan.rollout_bytes - 1) or ""  # less than weights and pool
-        assert "rollout.memory_fraction (0.85) leaves " in text
+        for share in (1.01, 0.9):  # of all memory weights and pool are more, or more than the fraction
+            text = memory_problem(c, model, plan, num_devices, int(plan.rollout_bytes / share)) or ""
+            assert "rollout.memory_fraction (0.85) leaves " in text
 
 
 SPECULATION = {"speculation": {"enable": True}}
@@ -153,20 +140,6 @@ def test_indexes_on_the_devices_are_counted_beside_the_pool():
     fewer = before.num_blocks - e.memory.num_blocks
     assert abs(fewer * block - books) <= block
     assert e.memory.rollout_bytes <= memory // 2
-    few = config(rollout=rollout | {"speculation": {"enable": True, "num_indexes": 2}})
-    assert explain(few, SMOLLM2, 1, memory).memory.rollout["draft indexes"] * 256 == books
-
-
-def test_drafts_that_no_memory_holds_are_refused_with_the_option():
-    """Indexes on the devices, and 65536 drafted tokens of a step, 49152 float32 numbers each, twice: 24 GiB."""
-    many = {"enable": True, "num_indexes": 16384, "epochs": 4}
-    rollout = {"max_num_seqs": 8, "num_blocks": 300, "speculation": many}
-    actor = {"ppo_max_token_len_per_gpu": 8192}
-    text = refusal(64 << 30, data={"max_response_length": 4096}, actor=actor, rollout=rollout)
-    assert text.endswith("lower rollout.speculation.num_indexes (16384 per dp group) or rollout.speculation.epochs (4)")
-    few = {"num_blocks": 1000}
-    assert problem(20 << 30, rollout=few) is None
-    assert problem(20 << 30, rollout=few | {"speculation": {"enable": True, "verify_tokens": 65536}}) is not None
 
 
 def test_an_update_that_no_memory_holds_is_refused_where_there_is_one():
@@ -195,9 +168,3 @@ def test_memory_of_gradients_beside_the_rollout():
     assert size == sum(e.memory.resident.values()) + sum(freed.parts.values())
     assert "stream" in str(e)
     assert "stream" not in str(plain)
-    plan, c = e.memory, config(trainer=stream, **options)
-    assert memory_problem(c, SMOLLM2, plan, 4, 2 * size) is None
-    short = replace(plan, rollout={"rollout weights": 0, "KV pool": 0}, update={})
-    text = memory_problem(c, SMOLLM2, short, 4, size // 2) or ""
-    assert text.startswith("gradients beside the rollout need about ")
-    assert "switch trainer.stream.enable off, set actor.offload_optimizer, or lower actor.ppo_max_token" in text

@@ -53,27 +53,6 @@ def test_a_tiny_round_by_hand():
     assert machine.executor.num_tokens == 16
 
 
-def test_the_host_works_beside_the_devices():
-    """With half a second of host work per plan everything begins half a second later, and no plan waits for it again:
-    plan 1 is submitted at 1.0, while plan 0 runs from 0.5 to 12.5."""
-    finished = [each[0] for each in told(play_round(Machine(TINY, host_s=0.5))) if each[1] == "finished"]
-    assert finished == [12.5, 12.5, 14.5, 15.5]
-
-
-def test_scoring_that_reaches_the_limit_is_a_time_out():
-    machine = Machine(TINY, timeout_s=3.0)
-    events = play_round(machine)
-    verdicts = {event.key: event for event in events if isinstance(event, Verdict)}
-    assert {of: event.status for of, event in verdicts.items()} == {
-        key(0, 0): "timeout",
-        key(0, 1): "timeout",
-        key(1, 0): "ok",
-        key(1, 1): "ok",
-    }
-    assert verdicts[key(0, 1)].reward == 0.0, "its scorer would have said 1"
-    assert machine.backend.end()["reward/timeouts"] == 2
-
-
 def test_a_response_resumed_later_keeps_the_length_it_had():
     growing = ModelledWorkload(
         0, (SimulatedTask(name="t", response=SimulatedLengths(median=8, sigma=0.0, growth=0.5)),), 50

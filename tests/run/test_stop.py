@@ -31,6 +31,17 @@ def changed():
     raise RuntimeError("dictionary changed size during iteration")
 sys.modules["multiprocessing"] = types.SimpleNamespace(active_children=changed)
 """
+LATER = "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()"
+SWALLOWS = f"""
+{LATER}
+while True:
+    try:
+        time.sleep(60)
+    except BaseException:
+        pass
+"""
+# releases the lock, and no signal interrupts it
+NATIVE = f"{LATER}; import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"
 SECOND = "assert stop.asked; os.kill(os.getpid(), signal.SIGTERM)"
 
 
@@ -47,8 +58,8 @@ def run(before: str, after: str = "") -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     "before",
-    ["sys.modules['multiprocessing'] = types.ModuleType('multiprocessing')", FAILING, NO_THREADS],
-    ids=["half-imported", "children-change", "no-threads"],
+    ["sys.modules['multiprocessing'] = types.ModuleType('multiprocessing')", FAILING, NO_THREADS, SWALLOWS, NATIVE],
+    ids=["half-imported", "children-change", "no-threads", "swallows", "native"],
 )
 def test_it_ends(before: str):
     done = run(before)

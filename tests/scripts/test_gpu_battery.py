@@ -1,4 +1,4 @@
-"""The GPU battery: what runs when, what is kept, its page; and on a CPU all of it at its tiniest."""
+"""The GPU battery: its parts are commands of the benchmarks; and on a CPU all of it at its tiniest."""
 
 from __future__ import annotations
 
@@ -7,43 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import gpu_battery
 import pytest
 from bench import harness
 from gpu import page
-from gpu.battery import Battery, Part
 
 ROOT = Path(__file__).resolve().parents[2]
-WRITE = (
-    "import json, pathlib, sys; pathlib.Path(sys.argv[1], 'r.jsonl')"
-    ".write_text(json.dumps({'bench': 'x', 'results': {'cases': [{'n': 1}]}}) + '\\n'); print('done'); "
-)
-
-
-def part(name: str, then: str = "", seconds: float = 1.0) -> Part:
-    return Part(name, seconds, (sys.executable, "-c", WRITE + then, "{folder}"))
-
-
-def battery(out: Path, *parts: Part) -> Battery:
-    head: dict[str, Any] = {"bench": "part"}
-    return Battery(parts, out, lambda command: head, dict(os.environ), say=lambda _: None)
-
-
-def test_a_later_call_runs_what_is_left_and_then_what_failed(tmp_path: Path):
-    parts = part("bad", "sys.exit(3)"), part("good"), part("slow", "import time; time.sleep(99)"), part("long")
-    first = battery(tmp_path, *parts)
-    first.run(first.waiting(), 60)
-    assert first.statuses() == {"bad": "failed", "good": "passed", "slow": "over its limit", "long": "passed"}
-    assert sum(each["bench"] == "x" for each in first.records()) == 4, "those of a part that fails, too"
-    with (tmp_path / "records.jsonl").open("a") as file:
-        file.write('{"bench": "part", "part": "goo')  # killed while it wrote
-    later = battery(tmp_path, *parts, part("new"))
-    assert [each.name for each in later.waiting()] == ["new", "bad", "slow"]
-    assert [each.name for each in later.waiting(only=["bad"], again=["good"])] == ["good", "bad"]
-    with pytest.raises(ValueError, match=r"part \(none\) must be one of bad, good"):
-        later.waiting(["none"])
 
 
 @pytest.mark.parametrize("is_trial", [False, True])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import jax
 import numpy as np
 import pytest
 from pydantic import ValidationError
-from pydantic_core import from_json
 from served import LENGTH, ROWS, WAITING, Client, Talk, talk_to
 from starlette.requests import ClientDisconnect
 
@@ -210,38 +208,24 @@ REFUSED = [
     ("/v1/completions", {"prompt": "x", "frequency_penalty": 1}, 400, "frequency_penalty: Input should be 0"),
     ("/v1/completions", {"prompt": "x", "max_tokens": 1000}, 400, "the longest sequence has 256 tokens"),
     ("/v1/completions", {"prompt": [400]}, 400, "token id 400 is not in the vocabulary"),
-    ("/v1/completions", {"prompt": ""}, 400, "the prompt has no tokens"),
     ("/v1/completions", {"prompt": "x", "model": "y"}, 404, "model 'y' is not here"),
     ("/v1/completions", {"prompt": "x", "beam": 3}, 400, "beam: Extra inputs are not permitted"),
-    ("/v1/completions", {"prompt": "x", "temperature": 1e-37}, 400, "(the likeliest token) or at least 0.0001"),
     ("/v1/completions", {"prompt": ["x"] * 9, "n": 5}, 400, "45 responses are asked for at once, and this server"),
     ("/v1/completions", {"prompt": "x" * 20_000}, 400, "20000 characters, which are more than 256 tokens"),
-    ("/v1/completions", {"prompt": "x", "stop_token_ids": [*range(9)]}, 400, "SamplingParams.stop_token_ids has"),
     ("/v1/chat/completions", {"messages": CHAT, "chat_template_kwargs": {"x": 1}}, 400, "reads no variable 'x'"),
-    ("/inference/v1/generate", {"token_ids": [-1]}, 400, "token_ids.0"),
     # what was sent decides which alternative of a union is spoken of
     ("/v1/completions", {"prompt": [[1, 2], [3, -1]]}, 400, "prompt.1.1: Input should be greater than or equal to 0"),
-    ("/v1/completions", {"prompt": [5, "a"]}, 400, "prompt.1: Input should be a valid integer, found 'a'"),
-    *(
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": parts}]}, 400, f"messages.0.content{said}")
-        for parts, said in (
-            ([{"type": "image_url", "image_url": {}}], ".0.type: must be 'text': this server takes no images"),
-            (3, ": Input should be a valid string, found 3"),
-        )
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        400,
+        "messages.0.content.0.type: must be 'text': this server takes no images",
     ),
-    *(
-        (
-            "/v1/chat/completions",
-            {
-                "messages": [
-                    *CHAT,
-                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": each}}]},
-                ]
-            },
-            400,
-            "messages.1.tool_calls.0.function.arguments: must be a JSON object, found ",
-        )
-        for each in ("[1]", '{"a": NaN}', "[" * 100_000, True)
+    (
+        "/v1/chat/completions",
+        {"messages": [*CHAT, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}]},
+        400,
+        "messages.1.tool_calls.0.function.arguments: must be a JSON object, found ",
     ),
     ("/nowhere", {}, 404, "POST /nowhere: Not Found"),
     ("/v1/models", {}, 405, "Method Not Allowed"),
@@ -294,29 +278,10 @@ def test_what_clients_leave_open(talk: Talk):
     talk(conversation)
 
 
-NULLS = [
-    ("/v1/completions", {"prompt": "x", "stream": True, "stream_options": {"include_usage": None, "other": None}}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x", "audio": None, "refusal": None}]}),
-    ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"best_of": None}, "features": None}),
-]
-
-
-@pytest.mark.parametrize(("path", "body"), NULLS)
-def test_null_asks_for_nothing_whatever_its_name(talk: Talk, path: str, body: dict[str, Any]):
-    async def conversation(client: Client) -> None:
-        response = await client.post(path, json=body)
-        assert response.status_code == 200, response.text
-
-    talk(conversation)
-
-
 @pytest.mark.parametrize(
     "body",
     [
         {"prompt": [["x"] * 100_000]},
-        {"prompt": "x", "stop_token_ids": ["x"] * 100_000},
-        {"prompt": "x", **dict.fromkeys(map(str, range(100_000)), 1)},
-        {"messages": [{"role": "user", "content": [0] * 100_000}]},
         {"messages": CHAT, "tools": [{**dict.fromkeys(map(str, range(100_000)), 1)}] * 100},
     ],
     ids=lambda body: next(reversed(body)),
@@ -326,26 +291,6 @@ def test_mistakes_are_counted_no_further_than_the_first(body: dict[str, Any]):
     with pytest.raises(ValidationError) as found:
         (ChatBody if "messages" in body else CompletionBody).model_validate(body)
     assert found.value.error_count() <= 8
-
-
-def test_others_do_not_wait_for_bodies_and_prompts(talk: Talk, engine: TextEngine, monkeypatch: pytest.MonkeyPatch):
-    """Which are read in other threads than the one that answers; the first prompt that is too long is the last read."""
-    read: list[threading.Thread] = []
-
-    def noted(inner: Any) -> Any:
-        return lambda *given, **named: (read.append(threading.current_thread()), inner(*given, **named))[1]
-
-    async def conversation(client: Client) -> None:
-        response = await client.post("/v1/completions", json={"prompt": ["x", "y" * 999, *"abcdefg"], "max_tokens": 3})
-        assert "the longest sequence has 256 tokens; the prompt has 999" in response.json()["error"]["message"]
-        assert len(read) == 3, "the body, and two prompts"
-        response = await client.post("/v1/chat/completions", json={"messages": CHAT, "max_tokens": 3})
-        assert (response.status_code, len(read)) == (200, 5)
-        assert threading.current_thread() not in read
-
-    monkeypatch.setattr("jaxrl.serving.app.from_json", noted(from_json))
-    monkeypatch.setattr(ServedModel, "encode", noted(ServedModel.encode))
-    talk(conversation)
 
 
 def test_metrics_have_a_row_for_each_route_and_not_for_each_path(talk: Talk):
@@ -366,17 +311,6 @@ def test_metrics_have_a_row_for_each_route_and_not_for_each_path(talk: Talk):
         assert 'jaxrl_requests_total{route="/v1/models/{name:path}",status="404"}' in before
 
     talk(conversation, "k")
-
-
-def test_an_empty_session_is_none(talk: Talk, engine: TextEngine):
-    async def conversation(client: Client) -> None:
-        before = engine.engine.counters.shared_tokens
-        for _ in range(2):
-            body = {"prompt": "the same for all of them", "max_tokens": 1}
-            await client.post("/v1/completions", json=body, headers={"X-Session-ID": ""})
-        assert engine.engine.counters.shared_tokens == before
-
-    talk(conversation)
 
 
 def test_a_stream_that_is_left_before_it_begins_frees_its_row(engine: TextEngine):

@@ -67,19 +67,3 @@ def test_the_first_plan_waits_a_moment_for_those_who_ask_at_once(engine: TextEng
         engine.engine.drain()
 
     asyncio.run(inside())
-
-
-def test_who_waits_already_is_not_kept_waiting(engine: TextEngine, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Driver, "_run", lambda driver: None)
-
-    async def inside() -> None:
-        driver = Driver(engine.engine, WAITING)
-        driver.submit([request(0, 3), *(request(number, 9) for number in range(1, driver.num_rows + 2))])
-        assert driver._take_in()
-        while not num_ended(driver):
-            pass
-        assert driver._expected <= 0, "the row that has become free is taken"
-        engine.engine.abort(engine.engine.unfinished())
-        engine.engine.drain()
-
-    asyncio.run(inside())

@@ -28,7 +28,6 @@ LOOK, ADD = ToolCall("look", '{"at": "é"}'), ToolCall("add", '{"a": 1, "b": [2]
             [LOOK, ADD],
         ),
         (f"I look.<tool_call>{ONE}</tool_call> Done.", "I look. Done.", [LOOK]),
-        (f"<tool_call>{ONE}", "", [LOOK]),  # the end token stands where the tag would
         ('{"name": "look", "parameters": {"at": "é"}}', "", [LOOK]),
         (
             '<|python_tag|>{"name": "look", "parameters": {"at": "é"}}; {"name": "add", "parameters": {"a":1,"b":[2]}}',
@@ -36,28 +35,21 @@ LOOK, ADD = ToolCall("look", '{"at": "é"}'), ToolCall("add", '{"a": 1, "b": [2]
             [LOOK, ADD],
         ),
         ('{"name": "look", "arguments": "{\\"at\\": \\"é\\"}"}', "", [LOOK]),
-        (f"[TOOL_CALLS][{ONE}]", "", [LOOK]),
         (f'I look. [TOOL_CALLS] [{ONE}, {{"name":"add","arguments":{{"a":1,"b":[2]}}}}]', "I look.", [LOOK, ADD]),
         (f"<|tool_call|>[{ONE}]<|/tool_call|>", "", [LOOK]),
         (f" [{ONE}] ", "", [LOOK]),  # the marks are special tokens, which text may leave out
         (f"functools[{ONE}]", "", [LOOK]),
-        ('[TOOL_CALLS]look[ARGS]{"at": "é"}', "", [LOOK]),
         ('I look.[TOOL_CALLS]look{"at": "é"}[TOOL_CALLS]add[ARGS]{"a":1,"b":[2]}', "I look.", [LOOK, ADD]),
         ('[TOOL_CALLS]look[CALL_ID]a1B2c3D4e[ARGS] {"at": "é"}', "", [replace(LOOK, id="a1B2c3D4e")]),
-        ('[{"name": "look", "arguments": {"at": "é"}, "id": "a1B2c3D4e"}]', "", [replace(LOOK, id="a1B2c3D4e")]),
         # of a function that does not exist (tests/cases/tools.jsonl has more): where marks, or names, say it is a call
         (f'[{ONE}, {{"name": "other", "arguments": {{}}}}]', "", [LOOK, OTHER]),
-        (f"other{{}}look{LOOK.arguments}", "", [OTHER, LOOK]),
-        ("<code>other()\nlook(at='é')</code>", "", [OTHER, LOOK]),
         # without arguments
         *((f'{{"name": "look", "arguments": {each}}}', "", [ToolCall("look", "{}")]) for each in ("null", '""', '" "')),
         ('look{"at": "é"}add{"a":1,"b":[2]}', "", [LOOK, ADD]),
         ("<function_calls>\nlook(at='é')\nadd(a=1, b=[2])\n</function_calls>", "", [LOOK, ADD]),
         ("I look.\n<function_calls>look(at='é')</function_calls> Done.", "I look.\n Done.", [LOOK]),
         ("<function_calls>\n  look(at='é')", "", [LOOK]),  # the end token stands where the tag would
-        ('I look.\n<code>\nlook(at="é")\n</code>\n', "I look.", [LOOK]),
         ('As <code>x</code>: <code>look(at="é")</code>', "As <code>x</code>:", [LOOK]),
-        (f"As <code>x</code>: <tool_call>{ONE}</tool_call>", "As <code>x</code>:", [LOOK]),
         *(  # marks inside of arguments
             (call.replace("é", inside), "", [ToolCall("look", f'{{"at": "{inside}"}}')])
             for call in (ONE, f"[TOOL_CALLS][{ONE}]", '[TOOL_CALLS]look{"at": "é"}', f"<tool_call>{ONE}</tool_call>")
@@ -77,27 +69,17 @@ def test_calls_are_read(text: str, before: str, calls: list[ToolCall]):
     [
         "no call",
         '{"name": "other"}',
-        '{"name": "other", "description": "", "parameters": {}}',
-        f'[{ONE}, {{"name": "other", "age": 3}}]',
-        '<tool_call>{"name": "<|im_end|>", "arguments": {}}</tool_call>',
         f'<tool_call>{{"name": "{"o" * 65}", "arguments": {{}}}}</tool_call>',
         '{"name": "look", "arguments": "[1]"}',
-        '{"name": "look", "arguments": "{"}',
         '<tool_call>{"name": "look", "arguments": {"at": NaN}}</tool_call>',
-        '<tool_call>{"name": "look", "arguments": {"at": 1e999}}</tool_call>',
         '<tool_call>{"name": "look", "arguments": {"at": "\\ud800"}}</tool_call>',
         f"<tool_call>{ONE[:-1]}</tool_call>",
-        '<tool_call>["look"]</tool_call>',
         '{"name": "look", "parameters": {}} then',
         "[" * 100_000,
-        "[]",
         f"[TOOL_CALLS][{ONE}, 3]",
-        f"functools[{ONE}] then",
         '[TOOL_CALLS]look[ARGS]["at"]',
         '[TOOL_CALLS]look[ARGS]{"at": "é"} then',
-        '[TOOL_CALLS]look at[ARGS]{"at": "é"}',
         'look {"at": "é"}',
-        "look{at}",
         *(
             f"<function_calls>{each}</function_calls>"
             for each in (
@@ -108,7 +90,6 @@ def test_calls_are_read(text: str, before: str, calls: list[ToolCall]):
             )
         ),
         "<code>look(at=1)</code> does it",
-        "<code>print(look(at=1))</code>",
     ],
 )
 def test_what_is_no_call_is_text(text: str):

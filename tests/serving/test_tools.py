@@ -74,16 +74,6 @@ def test_an_answer_sent_back_has_ids_that_mistrals_templates_take(talk: Talk, ti
     assert renders(tokenizer, template).apply_chat_template(given) == f"hi{''.join(ids)}={'='.join(ids)}"
 
 
-def test_a_template_without_tools_says_so(talk: Talk, tiny_model: Path):
-    plain = talk_to(TextEngine.from_path(f"random:{tiny_model}", max_length=256, num_slots=2, decode_steps=4))
-
-    async def conversation(client: Client) -> None:
-        response = await client.post("/v1/chat/completions", json=ASKED)
-        assert (response.status_code, "tools" in response.json()["error"]["message"]) == (400, True)
-
-    plain(conversation)
-
-
 @pytest.mark.parametrize(
     ("text", "ends", "content", "names", "reason"),
     [

@@ -8,7 +8,6 @@ import re
 from dataclasses import replace
 
 import jax
-import numpy as np
 import pytest
 
 from jaxrl.models.shapes import named_shape
@@ -56,18 +55,6 @@ def test_it_agrees_with_the_shardings(count):
                 index = sharding.devices_indices_map(tuple(shape))[device][dim]
                 assert index.indices(size)[:2] == (held.start, held.stop)
             assert groups[device][0].indices(layout.dp)[0] == shown.dp_group
-
-
-def test_padding_is_told_from_heads():
-    layout, padded = Layout(abstract_mesh(8), 4), padded_config(SMOLLM2, 8)
-    devices = [device_share(SMOLLM2, padded, layout, number) for number in range(8)]
-    heads = ["0-3 (1 padded)", "8-11 (1 padded)", "4-7 (1 padded)", "12-15 (4 padded)"]
-    assert [str(device.heads) for device in devices[:4]] == heads
-    assert [str(device.kv_heads) for device in devices[:4]] == ["0", "2", "1", "3 (1 padded)"]
-    held = np.concatenate([range(d.heads.start, d.heads.stop) for d in devices if d.dp_group == 1])
-    assert sorted(held) == list(range(16))
-    shares = weight_shares(SMOLLM2, SMOLLM2, Layout(abstract_mesh(8), 1))
-    assert sum(share.held_numbers for share in shares) == SMOLLM2.num_params()
 
 
 @pytest.mark.parametrize(("kind", "vocabulary"), [("decode", 256), ("prefill", 320)])

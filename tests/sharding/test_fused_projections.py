@@ -7,7 +7,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from uneven_models import normal_params, placed, uneven
 
-from jaxrl.models import decoder
 from jaxrl.sharding import rules
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
@@ -43,25 +42,6 @@ def test_merged_weights_hold_the_separate_ones(config, tp, x64):
         assert both.keys() == one.keys()
         for name in one:
             np.testing.assert_array_equal(both[name], one[name])
-
-
-@pytest.mark.parametrize(("config", "tp"), CASES)
-def test_the_forward_pass_gives_the_same(config, tp, x64):
-    layout = Layout(make_mesh(jax.devices()[:4]), tp)
-    tokens = np.random.default_rng(0).integers(0, 101, (4, 6))
-    at = np.broadcast_to(np.arange(6), tokens.shape)
-
-    def attends(index, q, k, v):
-        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True), None
-
-    @jax.jit
-    def logits(params):
-        hidden, _ = decoder.forward_layers(params, tokens, at, attends, config, dtype=jnp.float64)
-        return decoder.logits(params, hidden, config)
-
-    one, other = (logits(converted(config, layout, fused_projections=fused)) for fused in (False, True))
-    np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 2)])

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
 from jaxrl.schema.devices import prime_factors
 from jaxrl.sharding.layout import Layout, tp_degrees
@@ -20,14 +19,6 @@ def test_gpus_of_two_makers_are_two_platforms(platform: str, version: str, named
     device = SimpleNamespace(platform=platform, client=SimpleNamespace(platform_version=version))
     assert platform_of(device) == named
     assert platform_of(jax.devices()[0]) == "cpu"
-
-
-def test_eight_devices_factor_into_twos():
-    mesh = make_mesh(jax.devices()[:8])
-    assert mesh.axis_names == ("x2", "x1", "x0")
-    assert mesh.devices.shape == (2, 2, 2)
-    assert set(mesh.axis_types) == {AxisType.Auto}
-    assert [d.id for d in mesh.devices.ravel()] == [d.id for d in jax.devices()[:8]]
 
 
 @pytest.mark.parametrize(
@@ -49,30 +40,10 @@ def test_axes(tp, tp_axes, dp_axes):
     assert (layout.tp_axes, layout.dp_axes, layout.dp) == (tp_axes, dp_axes, 8 // tp)
 
 
-def test_degrees_that_the_mesh_lacks_are_refused():
-    with pytest.raises(ValueError, match=r"rollout.layout: tp \(3\) on 6 devices must be one of 1, 2, 6"):
-        Layout(make_mesh(jax.devices()[:6]), 3)
-
-
 def test_kv_heads_take_the_longest_prefix_that_divides():
     layout = Layout(make_mesh(), 8)
     prefixes = [(), ("x0",), (), ("x0", "x1"), ("x0",), ("x0", "x1", "x2"), ("x0", "x1", "x2")]
     assert [layout.kv_axes(k) for k in (1, 2, 3, 4, 6, 8, 16)] == prefixes
-
-
-@pytest.mark.parametrize("tp", [1, 4])
-def test_doubling_tp_only_slices_what_a_device_holds(tp):
-    """The nesting that the mesh is built for: shards at 2 tp lie inside those at tp, and dp groups merge in pairs."""
-    mesh = make_mesh()
-
-    def held(degree, word, size):
-        sharding = Layout(mesh, degree).sharding(word)
-        return {d: set(np.arange(size)[index[0]]) for d, index in sharding.devices_indices_map((size,)).items()}
-
-    before, after = held(tp, "tp", 16), held(2 * tp, "tp", 16)
-    assert all(after[d] < before[d] for d in before)
-    groups_before, groups_after = held(tp, "dp", 8 // tp), held(2 * tp, "dp", 4 // tp)
-    assert all(min(groups_after[d]) == min(groups_before[d]) // 2 for d in groups_before)
 
 
 def groups_of(layout: Layout) -> list[list[int]]:

@@ -1,6 +1,5 @@
 """Quantised rollout weights: what codes stand for, the same in every layout, and what a forward pass makes of them."""
 
-import dataclasses
 import math
 import re
 from itertools import pairwise
@@ -12,11 +11,11 @@ import pytest
 from uneven_models import normal_params, placed, uneven
 
 from jaxrl.kernels.by_rows import at_once
-from jaxrl.models import decoder, experts
+from jaxrl.models import decoder
 from jaxrl.sharding import rules
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.sharding.narrow_weights import SCALE, codes_of, inputs, largest
+from jaxrl.sharding.narrow_weights import SCALE, codes_of, largest
 from jaxrl.sharding.reshard import rollout_to_rollout
 
 MIXED = {"num_experts": 4, "num_experts_per_tok": 2}
@@ -26,6 +25,8 @@ MODELS = {  # 9/3 is padded; biases, norms of heads; experts
     "qwen3_moe": uneven(8, 4, "qwen3_moe", num_layers=2, qk_norm=True, **MIXED),
 }
 FORMS = {"last": {}, "first": {"features_first": True}, "fused": {"fused_projections": True}}
+
+
 MATRICES = {"q", "k", "v", "o", "gate", "up", "down", "qkv", "gate_up"}
 
 
@@ -110,17 +111,6 @@ def test_codes_are_the_same_in_every_layout_and_move_between_them(name, form, ki
             assert own.sharding.is_equivalent_to(wanted.sharding, own.ndim)
 
 
-def test_factors_lie_where_their_outputs_do():
-    layout = Layout(make_mesh(jax.devices()[:4]), 4)
-    for form in FORMS:
-        shardings = rules.rollout_shardings(MODELS["qwen2"], layout, 4, quantization="int8", **FORMS[form])
-        layer = {name: sharding.spec for name, sharding in shardings["layers"][0].items()}
-        tp = ("x0", "x1")
-        split = {"qkv": (tp,), "gate_up": (None, tp)} if form == "fused" else {"q": (tp, None), "up": (tp,)}
-        for name, entries in (split | {"o": (None,), "down": (None,)}).items():
-            assert tuple(layer[name + SCALE]) == entries, (form, name)
-
-
 @pytest.mark.parametrize(
     ("name", "form", "kind"), [("llama", "last", "fp8"), ("qwen2", "fused", "int8"), ("qwen3_moe", "first", "int8")]
 )
@@ -143,22 +133,6 @@ def test_a_forward_pass_is_that_of_the_numbers_that_codes_stand_for(name, form, 
         return decoder.logits(params, hidden, config, features_first=first)
 
     np.testing.assert_allclose(logits(params), logits(plain), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize(("batched", "tokens"), [(True, 1), (False, 40)])
-def test_experts_read_codes(batched, tokens, x64):
-    """As one batch, with those of few tokens gathered, and in blocks."""
-    config = dataclasses.replace(MODELS["qwen3_moe"], num_experts=8)
-    assert inputs(config.weights()["layers"]["down"]) == (1,)
-    layout = Layout(make_mesh(jax.devices()[:1]), 1)
-    params = placed(normal_params(config, jnp.float64), config, layout.mesh)
-    layer = rules.to_rollout(params, config, layout, jnp.float64, quantization="int8")["layers"][0]
-    shape = experts.ExpertSettings(lambda gate, up: jax.nn.silu(gate) * up, batched=batched)
-    h = jnp.asarray(np.random.default_rng(1).normal(size=(tokens, config.hidden_size)))
-    routing = experts.route(h, layer["router"], None, 2, normalised=True)
-    own = {name: layer[name] for name in experts.WEIGHTS if name in layer}
-    found, wanted = (experts.mix(h, routing, weights, shape) for weights in (own, whole(own, "last")))
-    np.testing.assert_allclose(found, wanted, rtol=1e-9, atol=1e-9)
 
 
 def test_bfloat16_rounds_after_the_factor():

@@ -103,19 +103,6 @@ def test_train_specs_split_the_tensor_dim_nested():
     assert specs["layers"]["attn_norm"] == P(None, None)
 
 
-def test_rollout_specs():
-    config, layout = tiny(), Layout(make_mesh(), 8)
-    shardings = rules.rollout_shardings(config, layout)
-    layer = {name: s.spec for name, s in shardings["layers"][4].items()}
-    tp = ("x0", "x1", "x2")
-    assert layer["q"] == P(None, tp, None)
-    assert layer["k"] == P(None, ("x0", "x1"), None)
-    assert layer["o"] == P(tp, None, None)
-    assert layer["up"] == P(None, tp)
-    assert shardings["lm_head"].spec == P(None, tp)
-    assert len(shardings["layers"]) == 5
-
-
 def test_padding_is_for_the_largest_degree_and_none_at_one():
     config = tiny()
     assert rules.padded_config(config, 1) == config

@@ -59,11 +59,6 @@ def test_the_other_half_holds_nothing_more():
     assert (bytes_on(other), bytes_on(own)) == (before[0] + size // 2, before[1] + size // 2)
 
 
-def test_a_mesh_without_halves():
-    with pytest.raises(ValueError, match=r"has no halves that are meshes like it: 2\^k devices have"):
-        Half(mesh_of(6), 0)
-
-
 def test_what_shards_do_not_make_up():
     half = Half(mesh_of(8), 0)
     values = np.arange(64.0).reshape(8, 8)
@@ -118,17 +113,6 @@ def test_each_worker_has_its_shards_of_one_program(num_workers, tied):
         for array, value in zip(jax.tree.leaves(mine[-1]), jax.tree.leaves(values), strict=True):
             np.testing.assert_array_equal(array, value)
     assert not any(array.is_deleted() for array in jax.tree.leaves(params)), "the trainer keeps its own"
-
-
-def test_an_array_that_stands_twice_is_made_once():
-    mesh = make_mesh()
-    part = submeshes(mesh, 2)[1]
-    array = jax.device_put(np.arange(8.0), Layout(mesh, 2).sharding("tp"))
-    target = Layout(part, 2).sharding("tp")
-    own = submesh_arrays({"embed": array, "head": array}, {"embed": target, "head": target})
-    assert own["embed"] is own["head"]
-    assert array.sharding == submesh_arrays(array, array.sharding).sharding
-    assert submesh_arrays(array, array.sharding) is array
 
 
 def test_what_would_have_to_move_is_refused():

@@ -16,20 +16,17 @@ from simulate_options import TRAINING, config
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.hosts import HostsSection
 from jaxrl.models.shapes import SHAPES
-from jaxrl.run.memory import kv_layers_of, plan_num_blocks
-from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
+from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity
 from jaxrl.sim.configured import (
     cost_model,
     machine_sizes,
     model_sizes,
     num_devices_of,
-    with_degree,
     with_simulated_hosts,
     workload_of,
 )
 from jaxrl.sim.cost_model import CostModel, Efficiency
 from jaxrl.sim.hardware import HARDWARE
-from jaxrl.sim.workload import ModelledWorkload
 from jaxrl.types import SampleKey
 
 
@@ -82,21 +79,6 @@ def test_a_worker_has_its_share_of_the_devices_and_the_same_pools(model: str, to
         machine_sizes(three, cost, model_sizes(three))
 
 
-def test_a_pool_of_layers_with_windows_is_that_of_a_real_run():
-    c = training(
-        model__path="Gemma-3-1B",
-        data__max_prompt_length=1024,
-        data__max_response_length=31744,
-        actor__ppo_max_token_len_per_gpu=32768,
-    )
-    cost, _ = cost_model(c)
-    sizes = machine_sizes(c, cost, model := model_sizes(c))
-    layers = kv_layers_of(c, model)
-    assert sizes.stacks == layers.stacks == sizes.capacity.stacks
-    assert sizes.stacks.windows == (0, *[512] * 6)
-    assert sizes.num_blocks == plan_num_blocks(c, model, 8, None), "there is room for all rows"
-
-
 def test_model_sizes_from_a_name_or_a_folder(tiny_model: Path):
     named = model_sizes(config(model="Qwen2.5-7B"))
     assert named == SHAPES["Qwen2.5-7B"]
@@ -134,69 +116,7 @@ def test_cost_models_and_their_sources(tmp_path: Path):
     assert cost.decode_step_s(2, 8, 100) == pytest.approx(8e-3)
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"hardware": "TPUv9"}, r"simulate\.hardware: hardware 'TPUv9' must be one of A40"),
-        ({"efficiency": {"mfu": 2}}, r"simulate\.efficiency: Efficiency\.mfu \(2\.0\) must be a share"),
-        ({"profile": "{file}"}, r"training\.yaml: not valid JSON \(Expecting value, line 2"),
-    ],
-)
-def test_cost_models_that_cannot_be(options: dict[str, Any], match: str, tmp_path: Path):
-    training = tmp_path / "training.yaml"
-    training.write_text(TRAINING)
-    options = {name: str(training) if value == "{file}" else value for name, value in options.items()}
-    with pytest.raises(ValueError, match=match):
-        cost_model(config(**options))
-
-
-def test_auto_takes_the_table_that_step_times_come_from(tmp_path: Path):
-    loads = [(rows, context) for rows in (1, 8) for context in (8, 64)]
-    points = tuple(Measurement(tp, *load, seconds) for tp, seconds in ((2, 0.01), (4, 0.02)) for load in loads)
-    identity = ProfileIdentity("tiny", "f", "cpu", 4, "0", "bfloat16")
-    prefill = tuple(Measurement(tp, 1, 64, 0.1) for tp in (2, 4))
-    switches = tuple(SwitchCost(a, b, 0.1, 0.0, 0.0) for a, b in ((2, 4), (4, 2)))
-    file = written(tmp_path, Profile(identity, points, prefill, switches))
-    auto = {"rollout__tensor_model_parallel_size": "auto", "rollout__num_blocks": 100}
-    table = {"profile": file, "num_devices": 8}
-    chosen, said = with_degree(training(model__path="Qwen2.5-7B", simulate=table, **auto))
-    assert chosen.rollout.tp == 2
-    assert "at tp 2, " in said
-    assert "tp 1" not in said
-
-
 # ---------------------------------------------------------------- the workload
-
-
-def test_a_modelled_workload_reads_its_options():
-    task = {"response": {"median": 30, "sigma": 0.0}, "prompt_median": 9, "prompt_sigma": 0.0}
-    workload, source = workload_of(config(tasks={"math": task | {"scoring": {"median_s": 3.0}}}))
-    key = SampleKey(0, 5, 1)
-    assert (workload.length(key), workload.prompt_length(5), workload.reward_s(key)) == (30, 9, 3.0)
-    assert source == "modelled: math (median 30, sigma 0, cap 96 tokens), seed 0"
-    mixed, _ = workload_of(config(tasks={"math": task, "code": {"weight": 3.0}}))
-    assert isinstance(mixed, ModelledWorkload)
-    assert [task.name for task in mixed.tasks] == ["math", "code"]
-    assert {mixed.kind_name(i) for i in range(50)} == {"math", "code"}
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"recorded_run": "nowhere"}, r"nowhere.*no such file"),
-        (
-            {"tasks": {"a": {}, "b": {"correlation": 2}}},
-            r"simulate\.tasks\.b\.correlation must be in \[0, 1\], found 2",
-        ),
-        (
-            {"tasks": {"a": {"response": {"shortest": 97}}}},
-            r"response\.shortest \(97\) .* data\.max_response_length \(96\)",
-        ),
-    ],
-)
-def test_workloads_that_cannot_be(options: dict[str, Any], match: str):
-    with pytest.raises(ValueError, match=match):
-        workload_of(config(**options))
 
 
 def test_scoring_that_hangs_needs_a_limit():

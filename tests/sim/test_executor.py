@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 from known_samples import KnownSample, KnownWorkload
 from papers.closed_form import drain
 from plan_rows import DecodeRow, scheduled
-from sim_machine import SMALL, STOP, ConstantCost, Machine, key, play, prompt, sizes
+from sim_machine import SMALL, STOP, ConstantCost, Machine, key, prompt, sizes
 
 from jaxrl.config import SimulatedLengths, SimulatedTask
-from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import Launch
-from jaxrl.scheduling.rounds.round import Round
 from jaxrl.scheduling.tokens.plan import Plan, PrefillChunk, Request
 from jaxrl.sim.clock import SimulatedClock
 from jaxrl.sim.cost_model import CostModel, TrainLoad
@@ -101,22 +99,6 @@ def test_a_rollout_without_a_queue_drains_as_the_closed_form_says(copies: int):
     assert machine.engine.counters.preemptions == 0
 
 
-def test_what_is_charged_is_what_the_samples_hold():
-    workload = ModelledWorkload(3, (SimulatedTask(name="t", response=SimulatedLengths(median=20, sigma=1.0)),), 60)
-    machine = Machine(workload, sizes(num_devices=2, num_slots=3, num_blocks=40), decode_steps=4)
-    machine.backend.enter_rollout(0)
-    machine.backend.begin(RoundInfo(1), SamplingParams(max_tokens=60, stop_token_ids=(STOP,)))
-    round = Round([prompt(i, 6) for i in range(8)], 4)
-    play(round, machine.backend)
-    measured = machine.backend.end()
-    samples = [sample for group in round.groups() for sample in group.samples]
-    assert {s.key: len(s) for s in samples} == {s.key: workload.length(s.key, 1) for s in samples}
-    assert machine.engine.counters.dropped_tokens == 0
-    assert machine.executor.num_tokens == sum(len(sample) for sample in samples)
-    assert machine.executor.num_prefill_tokens == measured["rollout/prefill_tokens"]
-    assert {s.key: s.reward for s in samples} == {s.key: workload.reward(s.key, 1) for s in samples}
-
-
 # ---------------------------------------------------------------- trainer, prompts, clock
 
 
@@ -146,19 +128,6 @@ def test_a_training_step_is_charged_once_however_it_is_cut():
     assert spent[0] == spent[1]
     load = TrainLoad(280, sum(n * (n + 1) / 2 for n in (40, 60, 80, 100)))
     assert spent[0] == round(cost.train_step_s(load, 8) * 1e9)
-
-
-def test_further_updates_cost_what_they_add():
-    cost, clock = CostModel(SMALL, H100), SimulatedClock()
-    trainer = SimulatedTrainer(cost, 8, clock)
-    for lengths in ([30, 50], [70, 90]):
-        trainer.accumulate(batch(lengths))
-        trainer.apply()
-    load = TrainLoad(280, sum(n * (n + 1) / 2 for n in (40, 60, 80, 100)), updates=2)
-    assert clock.now_s == pytest.approx(cost.train_step_s(load, 8), abs=3e-9)
-    before = clock.now_s
-    assert [len(values) for values in trainer.token_logprobs(batch([3, 5]), "ref")] == [3, 5]
-    assert clock.now_s - before == pytest.approx(cost.forward_s(28, 13 * 7 + 15 * 8, 8), abs=2e-9)
 
 
 def test_prompts_come_once_per_epoch_and_resume():

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import pytest
-from adaptive_runs import config, requests, run
-from checked_blocks import check_blocks
+from adaptive_runs import config, run
 from checked_workers import run as run_all
 from known_samples import KnownSample, KnownWorkload
 from sim_machine import STOP, ConstantCost, key, sizes
@@ -17,9 +14,8 @@ from simulated_runs import played, samples_of
 
 from jaxrl.config import from_mapping
 from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
-from jaxrl.scheduling.layouts.relayout import How
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
-from jaxrl.scheduling.tokens.engine import Engine, Finished
+from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sim.clock import SimulatedClock
@@ -41,39 +37,6 @@ def fixed_run(num_workers: int, deal: str) -> Any:
 # ---------------------------------------------------------------- moves
 
 SMALL = sizes(num_devices=2, tp=1, num_slots=6, num_blocks=24, max_prefill_tokens=24)
-
-
-def walk(executors: Sequence[Any], seed: int, moves: bool) -> tuple[list[Any], LocalWorkers]:
-    """The samples of a batch whose requests move between two workers at random, in the order in which they are told."""
-    asked, rng = requests(seed)[0], random.Random(seed)
-    workers = LocalWorkers([Engine(each, BatcherConfig(decode_steps=4)) for each in executors])
-    for request in asked:
-        workers.add(request)
-    told: list[Finished] = []
-    while not workers.is_idle:
-        told += workers.step()
-        if moves and rng.random() < 0.3 and workers.unfinished():
-            live = workers.unfinished()
-            by: How = rng.choice(["migrate", "recompute"])
-            workers.move(rng.sample(live, rng.randint(1, len(live))), rng.randrange(2), by)
-            for engine in workers.engines:
-                check_blocks(engine.batcher.blocks)
-    samples = [one.sample for one in told]
-    return [(s.key, s.token_ids.tolist(), s.finish_reason) for s in samples], workers
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_rows_that_move_keep_their_tokens(seed: int):
-    lengths = requests(seed)[1]
-
-    def simulated() -> list[SimulatedExecutor]:
-        clock = SimulatedClock()
-        return [SimulatedExecutor(SMALL, lambda of, _: lengths[of], ConstantCost(), clock) for _ in range(2)]
-
-    still, _ = walk(simulated(), seed, moves=False)
-    moved, workers = walk(simulated(), seed, moves=True)
-    assert sorted(moved) == sorted(still)
-    assert workers.counters.admissions > 24, "some were computed again"
 
 
 def test_moved_kv_takes_what_the_cost_model_says():
@@ -123,13 +86,6 @@ def rollout_s(
     return played(made, ConstantCost(), workload)[1][1]["timing_s/gen"]
 
 
-def test_workers_work_at_the_same_time():
-    """Two prompts, each on a device of its own: as one worker with two dp groups, and not one after the other."""
-    lengths = {key(0): 30, key(1): 21}
-    for num_workers in (1, 2):
-        assert rollout_s(lengths, num_workers) == pytest.approx(10 + 29, abs=2)
-
-
 def test_the_phases_of_all_workers_take_as_long_as_one():
     for num_workers in (1, 2):
         clock = SimulatedClock()
@@ -149,12 +105,6 @@ def test_the_phases_of_all_workers_take_as_long_as_one():
         executors.release_some([num_workers - 1])
         executors.allocate()
         assert clock.now_s == 8.0 + 3.0, "but for one"
-
-
-def test_a_tail_on_one_worker_does_not_slow_the_other():
-    """Worker 1 draws its samples one by one, while worker 0 has six long ones, one by one as well."""
-    lengths = {key(0, i): 90 for i in range(6)} | {key(1, i): 9 for i in range(6)}
-    assert rollout_s(lengths, 2, num_slots=1) == pytest.approx(6 * (10 + 89), rel=0.1)
 
 
 def test_the_host_is_shared():
@@ -205,16 +155,3 @@ def test_each_worker_has_a_layout_of_its_own(layout: dict[str, Any]):
             assert measured["rollout/layout/switches"] >= 2
     _, again, _, _ = run(made, saved[2])
     assert {step: again[step] for step in (3, 4)} == {step: adaptive[step] for step in (3, 4)}
-
-
-def test_workers_on_devices_of_the_rollouts_own():
-    """Four of eight devices roll out beside the update, as one worker or as two: the same in the same time."""
-    made = config()
-    made = made.replace(trainer=made.trainer.replace(one_step_off=True))
-    made = made.replace(rollout=made.rollout.replace(num_devices=4))
-    _, one, alone, _ = run(made)
-    simulation, two, samples, _ = run(with_workers(made, 2))
-    assert [each.sizes.num_devices for each in simulation.run.executors.executors] == [2, 2]
-    assert samples_of(samples) == samples_of(alone)
-    for step, measured in two.items():
-        assert measured["timing_s/step"] == pytest.approx(one[step]["timing_s/step"], rel=0.06)

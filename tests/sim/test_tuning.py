@@ -18,22 +18,6 @@ def tried(factors: tuple[float, ...], *step_s: float) -> Tried:
 # ---------------------------------------------------------------- what is run
 
 
-def test_options_of_a_value():
-    assert TAIL.overrides((1.2, 1.5)) == [
-        "rollout.tail_batching.enable=true",
-        "rollout.tail_batching.prompt_factor=1.2",
-        "rollout.tail_batching.response_factor=1.5",
-    ]
-    assert TAIL.overrides(PLAIN) == ["rollout.tail_batching.enable=false"]
-    assert TAIL.alone(PLAIN)[:3] == [
-        "rollout.partial_rollout.enable=false",
-        "rollout.over_provisioning.enable=false",
-        "rollout.tail_batching.enable=false",
-    ]
-    assert "rollout.tail_batching.enable=false" in PARTIAL.alone((2.0,))
-    assert "rollout.partial_rollout.at_end=leave" in PARTIAL.alone((2.0,)), "a flush would change the last steps"
-
-
 def test_enough_steps_for_the_longest_period_twice():
     assert TAIL.num_steps(TAIL.together([1.1, 1.4]), 128) == 2 * 11  # 13 spare prompts: 10 short rounds fill a long one
     assert TAIL.num_steps(TAIL.together([1.01]), 100) == 2 * 101
@@ -79,17 +63,6 @@ def test_prompts_that_wait_at_the_end_are_paid_for():
     assert found.stale_share == pytest.approx(0.125)
 
 
-def test_a_whole_period_needs_no_correction():
-    steps = [short(10, 2), short(12, 4), long(50, 0, 2)]
-    assert trial(steps, 4).step_s == pytest.approx(24)
-    assert trial(steps * 3, 4) == trial(steps, 4)
-
-
-def test_a_queue_that_no_long_round_has_shown_the_price_of():
-    with pytest.raises(ValueError, match=r"--steps \(2\) holds no long round, and 3 of the 4 prompts"):
-        trial([short(10, 2), short(12, 3)], 4)
-
-
 # ---------------------------------------------------------------- what a table says
 
 
@@ -107,29 +80,3 @@ def test_the_best_leads_by_more_than_the_noise():
     assert best == "best: 1.2, 1.261 ± 0.067 times as fast as plain batches"
     assert lead == "its lead exceeds the noise: 1.07 ± 0.12 s a step before 1.1, the next best"
     assert table.chosen == TAIL.overrides((1.2, 1.2))
-
-
-def test_values_within_the_noise_are_named():
-    table = Table(
-        TAIL,
-        tried(PLAIN, 40, 50, 60),
-        (tried((1.1, 1.1), 36, 45, 55), tried((1.2, 1.2), 30, 41, 50), tried((1.3, 1.3), 31, 40.5, 51)),
-    )
-    assert [each.factors for each in table.as_good] == [(1.3, 1.3)]
-    assert table.verdict()[1].startswith("1.3 is within the noise of it")
-
-
-def test_plain_batches_are_chosen_where_nothing_beats_them():
-    table = Table(TAIL, tried(PLAIN, 40, 50, 60), (tried((1.1, 1.1), 45, 44, 61), tried((1.2, 1.2), 50, 60, 70)))
-    assert not table.pays
-    (said,) = table.verdict()
-    assert said.startswith("no value beats plain batches by more than the spread over the seeds; 1.1: 1.003 ± 0.125")
-    assert table.chosen == ["rollout.tail_batching.enable=false"]
-
-
-@pytest.mark.parametrize(("best", "end"), [(0, "smallest"), (1, ""), (2, "largest")])
-def test_the_best_at_an_end_of_the_grid_is_said(best: int, end: str):
-    values = [tried(factors, 30, 30) for factors in TAIL.together([1.1, 1.2, 1.3])]
-    values[best] = tried(values[best].factors, 20, 20)
-    said = Table(TAIL, tried(PLAIN, 40, 50), tuple(values)).verdict()[-1]
-    assert (f"the {end} value tried" in said) == bool(end)

@@ -9,17 +9,13 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from jaxrl.config import SimulatedLengths, SimulatedScoring, SimulatedTask
+from jaxrl.config import SimulatedLengths, SimulatedTask
 from jaxrl.record.samples import SampleLog
 from jaxrl.sim.recorded import RecordedPrompt, RecordedResponse, RecordedWorkload
 from jaxrl.sim.workload import (
     ModelledWorkload,
     Workload,
-    check_scoring,
-    check_task,
     exact_length,
     length_of_score,
     uniform,
@@ -86,11 +82,6 @@ def test_quantiles_of_the_tail(share: float, excess: float):
     assert exact_length(LENGTHS, NormalDist().inv_cdf(share)) == pytest.approx(theory, rel=1e-9)
 
 
-@given(st.floats(-8, 8), st.floats(0, 4))
-def test_a_higher_score_is_never_shorter(z: float, more: float):
-    assert length_of_score(LENGTHS, CAP, z) <= length_of_score(LENGTHS, CAP, z + more)
-
-
 def test_lengths_grow_by_step_up_to_a_limit():
     growing = PLAIN.replace(growth=0.01)
     assert quantile(growing, 0.5, step=100) == round(600 * 1.01**100)
@@ -111,13 +102,6 @@ def test_a_long_prompt_is_long_again():
     assert scores.std() == pytest.approx(1, abs=0.03)
     same = ModelledWorkload(7, (MATH.replace(correlation=1.0),), CAP)
     assert len({same.length(key(5, s, epoch, a)) for s in range(3) for epoch in range(3) for a in range(2)}) == 1
-
-
-def test_prompts_keep_their_kind_and_come_in_the_weights():
-    workload = ModelledWorkload(1, (SimulatedTask(name="math", weight=1), SimulatedTask(name="code", weight=3)), CAP)
-    names = [workload.kind_name(p) for p in range(8000)]
-    assert names.count("code") / 8000 == pytest.approx(0.75, abs=0.02)
-    assert names == [workload.kind_name(p) for p in range(8000)]
 
 
 # ---------------------------------------------------------------- rewards
@@ -170,16 +154,6 @@ def test_recorded_lengths_are_drawn_by_prompt_and_step(tmp_path: Path):
     assert workload.length(key(3, 1), 2) == RecordedWorkload.read(tmp_path, seed=3).length(key(3, 1), 2)
 
 
-def test_resampling_rules(tmp_path: Path):
-    write_run(tmp_path)
-    pooled = RecordedWorkload.read(tmp_path, seed=3, rule="pooled")
-    assert {pooled.length(key(0, s), 1) for s in range(200)} == {10, 12, 100, 120}  # a prompt has no length of its own
-    assert {pooled.length(key(0, s), 5) for s in range(200)} == {20, 22, 200, 512}
-    assert pooled.num_truncated == 1
-    timed = RecordedWorkload.read(tmp_path, 3, scoring=SimulatedScoring(median_s=0.5, per_token_s=1.0))
-    assert timed.reward_s(key(0), 1) == 0.5 + timed.length(key(0), 1)
-
-
 def test_recorded_rewards_are_without_overlong_shaping(tmp_path: Path):
     """The simulated run shapes by its own options: what the recorded run took off is given back."""
     group = Group(Prompt(0, 0, (1,), "x", "set0"), [written(0, 1, 10)])
@@ -187,30 +161,6 @@ def test_recorded_rewards_are_without_overlong_shaping(tmp_path: Path):
     with closing(SampleLog(tmp_path / "samples.jsonl", last_step=-1)) as log:
         log.write(1, [group])
     assert RecordedWorkload.read(tmp_path, seed=3).reward(key(0, 0)) == 1.25
-
-
-def test_runs_that_cannot_be_played(tmp_path: Path):
-    for text, message in (
-        (None, "no such file; it is written by `jaxrl train`"),
-        ("{}\n", "line 1: step, prompt, response"),
-    ):
-        if text is not None:
-            (tmp_path / "samples.jsonl").write_text(text)
-        with pytest.raises(ValueError, match=message):
-            RecordedWorkload.read(tmp_path, 0)
-
-
-# ---------------------------------------------------------------- refusals
-
-
-def test_tasks_that_do_not_go_with_the_run():
-    """Bounds of single values stand on the options, and tests/config goes through all of them."""
-    check_task(MATH, CAP, math.inf)
-    check_scoring(SimulatedScoring(hang_share=0.1), 30.0)
-    with pytest.raises(ValueError, match=rf"^response\.shortest \({CAP + 1}\) must be at most data\.max_response_len"):
-        check_task(MATH.replace(response=LENGTHS.replace(shortest=CAP + 1)), CAP, math.inf)
-    with pytest.raises(ValueError, match=r"^scoring\.hang_share \(0\.1\) needs reward\.timeout_s"):
-        check_task(MATH.replace(scoring=SimulatedScoring(hang_share=0.1)), CAP, math.inf)
 
 
 # ---------------------------------------------------------------- lengths by rank
@@ -223,13 +173,6 @@ def record_of(workload: Workload, prompts: int, samples: int, source: str = "a")
         )
         for p in range(prompts)
     ]
-
-
-@pytest.mark.parametrize("correlation", [0.0, 0.8])
-def test_by_rank_finds_how_much_a_prompt_decides(correlation: float):
-    task = MATH.replace(correlation=correlation)
-    prompts = record_of(ModelledWorkload(1, (task,), CAP), 1500, 2)
-    assert RecordedWorkload(0, prompts, "by_rank").correlation == pytest.approx(correlation, abs=0.06)
 
 
 def test_by_rank_draws_the_recorded_distribution_and_its_correlation():
@@ -245,22 +188,6 @@ def test_by_rank_draws_the_recorded_distribution_and_its_correlation():
     assert RecordedWorkload(0, drawn, "by_rank").correlation == pytest.approx(recorded.correlation, abs=0.06)
     assert recorded.length(key(3, 1)) == recorded.length(key(3, 1), 99), "all steps are taken together"
     assert recorded.length(key(3, 1)) != recorded.length(key(3, 1, attempt=1))
-
-
-def test_by_rank_stays_within_a_source():
-    short = [
-        RecordedPrompt(3, "short", (RecordedResponse(0, 10 + i, 0.0), RecordedResponse(0, 12 + i, 1.0)))
-        for i in range(9)
-    ]
-    long = [
-        RecordedPrompt(3, "long", (RecordedResponse(0, 900 - 9 * i, 0.0), RecordedResponse(0, 901 - 9 * i, 1.0)))
-        for i in range(9)
-    ]
-    workload = RecordedWorkload(3, [*short, *long], "by_rank")
-    for prompt in range(60):
-        for sample in range(4):
-            assert (workload.length(key(prompt, sample)) > 100) == (workload.kind_name(prompt) == "long")
-    assert workload.correlation > 0.8
 
 
 def test_a_record_resampled_keeps_its_sources():

@@ -50,27 +50,11 @@ class Command:
       place: page and line, where it begins.
       text: without its comment; lines that a backslash joins are one.
       words: what the shell makes of it, without the variables in front.
-      variables: those in front of it, and those that the block has exported before.
     """
 
     place: str
     text: str
     words: tuple[str, ...]
-    variables: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def key(self) -> str:
-        """What equal commands on several pages share."""
-        return " ".join([*(f"{name}={value}" for name, value in self.variables), *self.words])
-
-    def given(self, name: str) -> str | None:
-        """The value of `name=value`, or of `--name value`; None without it."""
-        for i, word in enumerate(self.words):
-            if word.startswith(f"{name}="):
-                return word.partition("=")[2]
-            if word == name and name.startswith("-"):
-                return self.words[i + 1] if i + 1 < len(self.words) else ""
-        return None
 
 
 def read_blocks(page: str, text: str) -> list[Block]:
@@ -91,7 +75,6 @@ def blocks(*languages: str) -> list[Block]:
 def commands_of(block: Block) -> list[Command]:
     """The commands of a block. In a `console` block only what follows a prompt is one."""
     found: list[Command] = []
-    exported: dict[str, str] = {}
     for line, text in _logical_lines(block):
         if block.language == "console":
             if not text.startswith("$ "):
@@ -99,16 +82,10 @@ def commands_of(block: Block) -> list[Command]:
             text = text[2:]
         text = _without_comment(text)
         words = shlex.split(text)
-        if not words:
-            continue
-        own = []
         while words and _NAME.match(words[0]):
-            own.append(words.pop(0))
-        if words[:1] == ["export"]:
-            exported |= dict(word.split("=", 1) for word in words[1:])  # type: ignore[misc]
-            continue
-        variables = exported | dict(word.split("=", 1) for word in own)  # type: ignore[misc]
-        found.append(Command(f"{block.page}:{line}", text, tuple(words), tuple(variables.items())))
+            del words[0]
+        if words and words[0] != "export":
+            found.append(Command(f"{block.page}:{line}", text, tuple(words)))
     return found
 
 
@@ -133,7 +110,7 @@ def page_commands() -> list[Command]:
     found: dict[str, Command] = {}
     for block in [*blocks(*SHELLS), *map(header_block, CONFIGS)]:
         for command in commands_of(block):
-            found.setdefault(command.key, command)
+            found.setdefault(" ".join(command.words), command)
     return list(found.values())
 
 

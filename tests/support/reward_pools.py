@@ -12,7 +12,7 @@ from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
 
 SCORER = """
-import ctypes, os, sys, time
+import os, sys, time
 NOT_PICKLABLE = lambda: None
 HOARD = []
 
@@ -37,16 +37,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         return 0.5
     elif what == "die":
         os._exit(3)
-    elif what == "leave":
-        os._exit(0)
-    elif what == "segfault":
-        ctypes.string_at(0)
     elif what == "native":
         sum(iter(int, 1))  # a loop in C: no Python handler of a signal runs
     elif what == "raise":
         raise RuntimeError("no")
-    elif what == "exit":
-        sys.exit(1)
     elif what == "nan":
         return float("nan")
     elif what == "odd":

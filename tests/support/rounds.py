@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from fake_rollout import FakePrompts, FakeRollout, FakeTraining, make_sample
+from fake_rollout import FakePrompts, make_sample
+from sim_machine import Machine, play, sizes
 
 from jaxrl.config.rollouts import RolloutSection
 from jaxrl.mechanisms.dynamic_sampling import DynamicSampling
-from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches, RoundResult
+from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches, RoundResult, RoundTime
 from jaxrl.scheduling.rounds.events import (
     Abort,
     AwaitVerdict,
@@ -95,12 +97,52 @@ def batch_keys(groups: Iterable[Group]) -> list[list[SampleKey]]:
     return [[sample.key for sample in group.samples] for group in groups]
 
 
-def run_steps(
-    rule: BatchRule, length: Callable[[SampleKey], int], steps: int, total: int | None = None, **rollout: Any
-) -> tuple[FakeTraining, list[RoundResult]]:
-    """Steps with a row for every response; `total`: of the run that they begin."""
-    training = FakeTraining(rule, FakePrompts(100), FakeRollout(length, num_slots=100, **rollout), total)
-    return training, [training.run_step() for _ in range(steps)]
+@dataclass(frozen=True)
+class Given:
+    """A workload of functions; prompts have 4 tokens, and a verdict takes a second."""
+
+    length_of: Callable[[SampleKey], int]
+    reward_of: Callable[[SampleKey], float] = lambda k: float(k.sample_index)
+
+    def length(self, key: SampleKey, step: int = 0) -> int:
+        return self.length_of(key)
+
+    def reward(self, key: SampleKey, step: int = 0) -> float:
+        return self.reward_of(key)
+
+    def reward_s(self, key: SampleKey, step: int = 0) -> float:
+        return 1.0
+
+    def kind_name(self, prompt_index: int) -> str:
+        return "given"
+
+
+class Steps:
+    """Steps of a rule on a simulated machine with a row for every response: plan, play, settle.
+
+    Attributes: of the last step its launches as `names` has them; results: of all.
+    """
+
+    def __init__(self, rule: BatchRule, *workload: Any, total: int | None = None, lag: int = 0) -> None:
+        self.rule, self.total, self.lag = rule, total, lag
+        self.prompts, self.results = FakePrompts(100), list[RoundResult]()
+        given: Any = Given(*workload)
+        shape = sizes(num_slots=100, num_blocks=9000, max_prefill_tokens=4000)
+        self.machine = Machine(given, shape, decode_steps=1, workers=100)
+
+    def run(self, steps: int = 1) -> list[RoundResult]:
+        for step in range(len(self.results) + 1, len(self.results) + steps + 1):
+            version = max(step - 1 - self.lag, 0)
+            left = None if self.total is None else self.total - step + 1
+            current = self.rule.plan(self.prompts, RoundTime(step, version, left))
+            backend = self.machine.begin(2000, version)
+            commands = current.handle(START)
+            self.launches = [each for each in names(commands) if each[0] == "launch"]
+            backend.apply(commands)
+            play(current, backend)
+            backend.end()
+            self.results.append(self.rule.settle(current))
+        return self.results[-steps:]
 
 
 def long_every_fifth(k: SampleKey) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 from jaxrl.config import Config, from_mapping
@@ -38,27 +37,6 @@ class Machine:
     def add_programs(self, programs: Sequence[Any], *, of_update: bool) -> None: ...
 
     def on_close(self, close: Callable[[], None]) -> None: ...
-
-
-class Phases:
-    """A timeline that draws nothing, and on which a step takes a second."""
-
-    now_s = 0.0
-
-    def span(self, track: str, name: str, /, **args: Any) -> Any:
-        return nullcontext()
-
-    def counter(self, track: str, /, **values: float) -> None: ...
-
-    def complete(self, *span: Any, **args: Any) -> None: ...
-
-    def row(self, *stay: Any, **args: Any) -> None: ...
-
-    def phase(self, name: str, track: str = "", **args: Any) -> Any:
-        return nullcontext()
-
-    def take_phases(self, *names: str) -> dict[str, float]:
-        return {"timing_s/step": 1.0} if not names else {}
 
 
 def made_run(

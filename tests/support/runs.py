@@ -132,13 +132,6 @@ class Runs:
         with self.start(run_dir, *overrides, devices=devices) as process:
             return end(process)
 
-    def kill_after(self, steps: int, run_dir: Path, *overrides: str, devices: int = 1, later_s: float = 0.0) -> None:
-        """Leaves what a SIGKILL leaves, so many seconds after so many steps."""
-        with self.start(run_dir, *overrides, devices=devices) as process:
-            wait_for_steps(process, run_dir, steps)
-            time.sleep(later_s)
-            kill(process)
-
     def here(self, run_dir: Path, *overrides: str, devices: int = 1, status: int = 0, stop: Stop | None = None) -> str:
         """`jaxrl train` in this process; returns what it printed. What it logs goes to pytest (`caplog`)."""
         own = (f"--config={self._write()}", f"trainer.run_dir={run_dir}", f"trainer.num_devices={devices}")

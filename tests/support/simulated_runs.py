@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
+import pytest
 from sim_machine import SMALL
 
 from jaxrl.config import Config, SimulatedLengths, SimulatedScoring, SimulatedTask, from_mapping
@@ -15,9 +18,10 @@ from jaxrl.run.simulation import Simulation, build
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.carried import unpack_samples
 from jaxrl.scheduling.rounds.events import Command, Event, Launch, SampleAborted, SampleFinished
+from jaxrl.scheduling.rounds.round import Round
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import H100
-from jaxrl.sim.workload import ModelledWorkload, Workload
+from jaxrl.sim.workload import ModelledWorkload
 from jaxrl.types import Group
 
 Metrics = dict[str, float]
@@ -41,7 +45,7 @@ def make_config(values: dict[str, Any], **more: Any) -> Config:
     }
     for path, value in {**values, **more}.items():
         section, option = path.split(".", 1)
-        base[section][option] = value
+        base.setdefault(section, {})[option] = value
     return from_mapping(base)
 
 
@@ -64,41 +68,6 @@ def make_workload(
         pass_spread=1.0,
     )
     return ModelledWorkload(seed, (task,), max_response_length=40, max_prompt_length=16, timeout_s=timeout_s)
-
-
-def played(
-    config: Config,
-    cost: CostModel,
-    workload: Workload,
-    state: str | None = None,
-    each_step: Callable[[Simulation], None] = lambda _: None,
-    **more: Any,
-) -> tuple[Simulation, dict[int, Metrics], dict[int, list[Group]], dict[int, str]]:
-    """A run of one process, and by step its metrics (those of an evaluation by -step), its groups, and its state.
-
-    `state`: that it goes on from; `more`: of `build`.
-    """
-    metrics: dict[int, Metrics] = {}
-    groups: dict[int, list[Group]] = {}
-    saved: dict[int, str] = {}
-
-    def on_step(step: int, measured: Metrics, batch: Sequence[Group]) -> None:
-        metrics[step], groups[step] = measured, list(batch)
-        each_step(simulation)
-
-    simulation = build(
-        config,
-        cost,
-        workload,
-        on_step=on_step,
-        on_eval=lambda step, measured, _: metrics.__setitem__(-step, measured),
-        save=lambda step, host: saved.__setitem__(step, dump_state(host)),
-        **more,
-    )
-    if state is not None:
-        simulation.loop.load_host_state(load_state(state, "test"))
-    assert simulation.loop.run()
-    return simulation, metrics, groups, saved
 
 
 def samples_of(groups: dict[int, list[Group]]) -> dict[int, list[tuple[Any, ...]]]:
@@ -141,12 +110,36 @@ class Counting:
             self._tokens[self._step] += tokens
 
 
+@contextmanager
+def certain_is_checked() -> Iterator[None]:
+    """After each event: a group that is certain to be in the batch stays so, and is what the round yields."""
+    handle = Round.handle
+
+    def checked(self: Round, event: Event) -> list[Command]:
+        before = {group.prompt.key for group in self.certain()}
+        commands = handle(self, event)
+        assert before <= {group.prompt.key for group in self.certain()}
+        assert not self.done or self.certain() == self.groups()
+        return commands
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Round, "handle", checked)
+        yield
+
+
 class House:
     """A run through any number of processes; `metrics` and `groups` are those of the steps that count, `tokens` those
-    drawn in the round of each."""
+    drawn in the round of each. `prepare` is called with each process's simulation; `more` is for `build`."""
 
-    def __init__(self, config: Config, workload: ModelledWorkload, cost: CostModel | None = None) -> None:
-        self.config, self.workload = config, workload
+    def __init__(
+        self,
+        config: Config,
+        workload: Any,
+        cost: CostModel | None = None,
+        prepare: Callable[[Simulation], None] = lambda _: None,
+        **more: Any,
+    ) -> None:
+        self.config, self.workload, self.prepare, self.more = config, workload, prepare, more
         self.cost = CostModel(SMALL, H100) if cost is None else cost
         self.metrics: dict[int, Metrics] = {}
         self.groups: dict[int, list[Group]] = {}
@@ -160,14 +153,16 @@ class House:
         """One process, from the last checkpoint on; `ends`: how, and after how many looks at the stop signal. Returns
         whether the run is finished."""
         self.num_asked, self.ends = 0, ends
-        callbacks: Any = {"on_step": self.on_step, "save": self.save, "stop": self.stop}
+        callbacks = {"on_step": self.on_step, "save": self.save, "stop": self.stop} | self.more
         simulation = self.simulation = build(self.config, self.cost, self.workload, **callbacks)
         loop: Any = simulation.loop
         loop.backend = Counting(loop.backend, self.tokens)
+        self.prepare(simulation)
         if self.saved:
             simulation.loop.load_host_state(load_state(self.saved[max(self.saved)], "test"))
         try:
-            return simulation.loop.run()
+            with certain_is_checked():
+                return simulation.loop.run()
         except Killed:
             last = max(self.saved, default=0)
             self.metrics = {step: values for step, values in self.metrics.items() if step <= last}
@@ -218,6 +213,15 @@ def whole(config: Config, workload: ModelledWorkload, cost: CostModel | None = N
     return house
 
 
+def played(config: Config, cost: CostModel, workload: Any, state: str | None = None, **more: Any) -> Any:
+    """A run of one process, its metrics, groups and states by step. `state`: that it goes on from; `more`: of
+    `build`."""
+    house = House(config, workload, cost, **more)
+    house.saved |= {} if state is None else {0: state}
+    assert house.run()
+    return house.simulation, house.metrics, house.groups, house.saved
+
+
 def drawn(house: House) -> list[tuple[int, int]]:
     """Keys of all prompts handed out."""
     prompts = house.loop._prompts
@@ -255,11 +259,11 @@ def check(house: House) -> None:
     lag = int(config.trainer.one_step_off)
     for step, values in house.metrics.items():
         stale = values["training/off_policy/max_staleness"]
-        if not config.rollout.partial_rollout.enable:
+        if (cap := most_stale(config)) is None:
             assert stale == (lag if step > 1 else 0)
             assert values["training/off_policy/share"] == (1.0 if lag and step > 1 else 0.0)
-        elif config.rollout.partial_rollout.max_staleness >= 0:
-            assert stale <= config.rollout.partial_rollout.max_staleness
+        else:
+            assert stale <= cap
         ahead = max(config.data.gen_batch_size - 1, 0)
         ahead += (MOST_PER_MISSING - 1) * batch if config.algorithm.filter_groups.enable else 0
         # a batch in the order of launch leaves groups waiting that were judged out of turn, and that has no bound
@@ -277,6 +281,15 @@ def check(house: House) -> None:
             assert values["rollout/queue_length"] <= loop.rule.num_spare + ahead
     if config.rollout.tail_batching.at_end == config.rollout.partial_rollout.at_end == "flush":
         assert loop.num_carried == 0
+
+
+def most_stale(config: Config) -> float | None:
+    """The cap in versions of a rule whose prompts wait with their tokens; None: they do not."""
+    tail, partial = config.rollout.tail_batching, config.rollout.partial_rollout
+    if not partial.enable and not (tail.enable and tail.relaunch == "resume"):
+        return None
+    cap = partial.max_staleness if partial.enable else tail.max_staleness
+    return math.inf if cap < 0 else cap
 
 
 def of_steps(house: House, name: str) -> list[float]:
@@ -314,8 +327,8 @@ def check_samples(house: House) -> None:
         assert np.all(np.diff(sample.versions) >= 0)
         assert sample.versions.max(initial=0) < step
         assert sample.reward == house.workload.reward(sample.key) or "error" in sample.reward_info
-        if options.enable and options.max_staleness >= 0:
-            assert step - 1 - sample.versions.min(initial=step) <= options.max_staleness
+        if (cap := most_stale(house.config)) is not None:
+            assert step - 1 - sample.versions.min(initial=step) <= cap
     if options.enable:
         most = options.max_restarts if options.max_staleness >= 0 or options.buffer_filter_path else 0
         restarts = [sample.key.attempt for sample in (*carried, *(sample for _, sample in trained))]
@@ -327,6 +340,6 @@ def check_samples(house: House) -> None:
 
 
 def buffered(house: House) -> list[Any]:
-    """Samples that partial rollout carries at the end."""
+    """Samples that a rule carries at the end."""
     state = house.loop.rule.state()
     return unpack_samples(state["queue"]["samples"])

@@ -83,6 +83,28 @@ def requests(num_prompts: int = 9, n: int = 3, longest: int = 64, first_id: int 
     return made
 
 
+KINDS: tuple[dict[str, Any], ...] = (
+    *({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7}, {"top_k": 5}),
+    *({"top_p": 0.8, "temperature": 1.3}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.9, "min_p": 0.02}),
+)
+
+
+def mixed(num_prompts: int, n: int, longest: int = 40) -> list[Request]:
+    """Requests with every kind of sampling; all but the first sample of a prompt may stop at one of eight tokens."""
+    plain = {"temperature": 1.0}
+    return [
+        replace(
+            each,
+            params=replace(
+                each.params,
+                **(plain | KINDS[i % len(KINDS)]),
+                stop_token_ids=tuple(range(7, 15)) * bool(each.params.stop_token_ids),
+            ),
+        )
+        for i, each in enumerate(requests(num_prompts, n, longest))
+    ]
+
+
 def ready(name: str, layout: Layout, sizes: ExecutorConfig) -> MeshExecutor:
     """An executor of one of the models, with its weights in the type of `sizes`, and with a pool."""
     weights = weights_of(name, jnp.dtype(sizes.dtype).name)

@@ -3,6 +3,7 @@ folders that train."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,10 +20,23 @@ from jaxrl.kernels.reference import packed_attention
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.training.packing import BatchShape, TokenBatch, microbatch_shapes
+from jaxrl.training.packing import BatchShape, TokenBatch, microbatch_shapes, row_length
 from jaxrl.training.programs import TrainPrograms
 from jaxrl.training.trainer import MeshTrainer
 from jaxrl.types import ENVIRONMENT, Group, Prompt, Sample, SampleKey, TrainBatch
+
+WIDE: dict[str, Any] = {"actor__dtype": "float64", "actor__param_dtype": "float64"}
+EVERYTHING_ON: dict[str, Any] = {
+    "actor__use_kl_loss": True,
+    "actor__entropy_coeff": 0.1,
+    "actor__clip_ratio_c": 3.0,
+    "actor__remat": "dots",
+    "rollout__temperature": 0.8,
+}
+EXACT = WIDE | EVERYTHING_ON | {"actor__ratio_level": "sequence", "algorithm__loss_agg_mode": "seq-mean-token-mean"}
+"""Tests share options, models and rows, because every other combination is compiled again."""
+LONG = (BatchShape(1, row_length(96)),)
+ODD = dataclasses.replace(TRAINED, num_heads=3, num_kv_heads=1, tie_word_embeddings=False)  # which no mesh splits
 
 
 @pytest.fixture
@@ -182,3 +196,42 @@ def whole_hidden(params: Any, batch: TokenBatch, model: ModelConfig) -> jax.Arra
         model,
         dtype=params["embed"].dtype,
     )
+
+
+def whole_log_p(params: Any, batch: TokenBatch, model: ModelConfig, temperature: float = 1.0) -> jax.Array:
+    """Log-probabilities [R, T, V] of what may follow each token of padded samples."""
+    return jax.nn.log_softmax(decoder.logits(params, whole_hidden(params, batch, model), model) / temperature, axis=-1)
+
+
+def of_tokens(log_p: jax.Array, batch: TokenBatch) -> jax.Array:
+    """[R, T]: of each token after those before it; 0 at the first."""
+    chosen = jnp.take_along_axis(log_p[:, :-1], jnp.asarray(batch.tokens)[:, 1:, None], axis=-1)[..., 0]
+    return jnp.pad(chosen, ((0, 0), (1, 0)))
+
+
+def assert_whole_logprobs(
+    found: Sequence[np.ndarray], params: Any, batch: TrainBatch, model: ModelConfig, temperature: float = 0.8
+) -> None:
+    """`found`, of each response's tokens, is what a whole pass over padded samples says; 0 where nothing is learnt."""
+    rows = padded(batch)
+
+    @jax.jit
+    def whole(params: Any) -> jax.Array:
+        return of_tokens(whole_log_p(params, rows, model, temperature), rows) * rows.loss_mask
+
+    expected = np.asarray(whole(jax.tree.map(np.asarray, params)))
+    for values, prompt, own in zip(found, batch.prompts, expected, strict=True):
+        start = len(prompt.token_ids)
+        assert values.dtype == np.float32
+        np.testing.assert_allclose(values, own[start : start + len(values)], rtol=1e-6)
+
+
+def distance(found: Any, expected: Any) -> float:
+    """The norm of the difference of two trees over that of the second."""
+    a, b = (np.concatenate([np.asarray(x).ravel() for x in jax.tree.leaves(tree)]) for tree in (found, expected))
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def copied(tree: Any) -> Any:
+    """As numpy: an update donates the arrays of a trainer."""
+    return jax.tree.map(lambda x: np.array(x, copy=True), tree)

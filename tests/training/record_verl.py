@@ -13,7 +13,6 @@ import math
 import subprocess
 import sys
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Optional
@@ -51,16 +50,6 @@ def functions(file: Path, names: tuple[str, ...], scope: dict[str, Any]) -> Simp
         node.decorator_list = []
     exec(compile(ast.Module(wanted, []), str(file), "exec"), scope)
     return SimpleNamespace(**{name: scope[name] for name in names})
-
-
-def presets(file: Path) -> dict[str, dict[str, Any]]:
-    """The class methods of verl's RolloutCorrectionConfig, and what they make."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "RolloutCorrectionConfig"]
-    scope: dict[str, Any] = {"dataclass": dataclass, "BaseConfig": object, "Optional": Optional}
-    exec(compile(ast.Module([found], []), str(file), "exec"), scope)
-    made = scope[found.name]
-    return {node.name: vars(getattr(made, node.name)()) for node in found.body if isinstance(node, ast.FunctionDef)}
 
 
 def batch(seed: int) -> dict[str, Any]:
@@ -192,8 +181,7 @@ def main() -> None:
     for seed in range(4):
         given = batch(seed)
         batches.append({"given": plain(given), "expected": plain(recorded(given, core))})
-    named = presets(verl / "verl" / "trainer" / "config" / "algorithm.py")
-    found = {"verl": commit.stdout.strip(), "torch": torch.__version__, "presets": named, "batches": batches}
+    found = {"verl": commit.stdout.strip(), "torch": torch.__version__, "batches": batches}
     DATA.write_text(json.dumps(found, separators=(",", ":")) + "\n", encoding="utf-8")
 
 

@@ -6,11 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_rollout import make_sample
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.training import batch_preparation
-from jaxrl.training.batch_preparation import old_logprobs_by_version, on_policy_mask
 from jaxrl.types import Group, Prompt, Sample, SampleKey, TrainBatch
 
 STEP = 3  # trains version 2
@@ -110,21 +108,3 @@ def test_what_an_environment_has_answered_is_masked_and_costs_no_kl(stale_tokens
     answered.samples[0].reward, answered.samples[1] = plain.samples[0].reward, plain.samples[1]
     both = [np.unique(prepared(config(kl=True), [each]).advantages[0]).tolist() for each in (plain, answered)]
     assert both[0] == both[1]
-
-
-def test_a_sample_in_two_parts_or_in_none():
-    part = prepared(config(), FRESH)
-    for groups, parts in ((FRESH, [part, part]), (FRESH[:1], [part])):
-        with pytest.raises(AssertionError, match="each sample is in one part"):
-            batch_preparation.joined(groups, parts)
-    with pytest.raises(KeyError):
-        batch_preparation.joined([*FRESH, *STALE], [part])
-
-
-def test_the_staleness_of_tokens():
-    sample = make_sample(SampleKey(0, 0, 0), [3, 3, 4, 5, 5], "stop")
-    assert on_policy_mask(sample.versions, 5).tolist() == [False, False, False, True, True]
-    now = np.asarray([-1, -2, -3, -4, -5], np.float64)
-    (old,) = old_logprobs_by_version([sample.rollout_logprobs], [now], [sample], 5)
-    assert old.dtype == np.float32
-    assert old.tolist() == [-3.5, -3.5, -4.5, -4, -5]

@@ -33,8 +33,8 @@ def test_round_trip_onto_other_meshes(tmp_path, make_config, make_batch, make_tr
         trainer.accumulate(batch)
         trainer.apply()
         checkpoints.wait()
-        for devices in (8, 1):
-            other = make_trainer(config, devices=devices)
+        for devices, sharing in ((8, 1), (1, 1), (8, 8)):
+            other = make_trainer(make_config(actor__context_parallel_size=sharing), devices)
             state, found = checkpoints.restore(other.abstract_state())
             other.load_state(state)
             assert_same(other.state(), want)

@@ -79,46 +79,6 @@ def test_memory_is_as_planned(arguments):
 
 
 @SLOW
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_crosses_between_devices(dtype):
-    """Of the tied vocabulary an all-gather of bfloat16 and a reduce-scatter of float32, once each; and gradients of
-    layers in the type that was asked for. All while other work goes on, but for the embedding's rows."""
-    told = training("gradients", "--devices", "8", "--layers", "2", "--tokens", "2048", "--reduce-dtype", dtype)
-    moved, table = told["collectives"], 151936 * 1536
-    large = [each for each in moved if each["bytes"] >= 2 * table]
-    assert sorted((each["kind"], each["dtype"], each["bytes"], each["times"]) for each in large) == [
-        ("all-gather", "bf16", 2 * table, 1),
-        ("reduce-scatter", "f32", 4 * table, 1),
-    ]
-    rows = 8 * 2048 * 1536 * 2
-    layers = [
-        each for each in moved if each["times"] == 2 and each["kind"] == "reduce-scatter" and each["bytes"] > 1 << 20
-    ]
-    assert {each["dtype"] for each in layers} == {{"float32": "f32", "bfloat16": "bf16"}[dtype]}
-    assert {each["bytes"] for each in moved if each["bytes"] > 1 << 20 and not each["overlaps"]} <= {rows}
-
-
-@SLOW
-def test_rows_that_devices_share():
-    """Beside the weights nothing crosses but keys and values, once each way and once more where attention's inputs are
-    recomputed, and their gradients in float32."""
-    row, layers = 32768, 28
-    options = ("--devices", "8", "--tokens", f"{row}", "--chunk", "512")
-    alone, shared = (training("gradients", *options, "--cp", each) for each in ("1", "8"))
-    assert attention_kernels(shared) == dict(zip(KERNELS, (1, 1, 1), strict=True))
-
-    def crossing(told: dict, kind: str, dtype: str) -> int:
-        """Of a layer."""
-        found = [each for each in told["collectives"] if (each["kind"], each["dtype"]) == (kind, dtype)]
-        return sum(each["bytes"] * (each["times"] // layers) for each in found)
-
-    numbers = row * 2 * 2 * 128  # of two heads
-    for kind, dtype, expected in (("all-gather", "bf16", 2 * 2 * numbers), ("reduce-scatter", "f32", 4 * numbers)):
-        more = crossing(shared, kind, dtype) - crossing(alone, kind, dtype)
-        assert more == pytest.approx(expected, rel=0.01), kind
-
-
-@SLOW
 @pytest.mark.parametrize(
     ("shape", "layers", "arguments"),
     [
@@ -138,13 +98,6 @@ def test_memory_of_an_optimizers_step_is_as_planned(shape, layers, arguments):
         own = compile_for_gpu("update", "--shape", shape, "--layers", str(layers))["memory"]
         assert own["temporaries"] < 1 << 20
         assert told["memory"]["host_arguments"] == own["arguments"] - told["memory"]["arguments"] > 0
-
-
-@SLOW
-def test_log_probabilities_have_no_loop_over_tiles():
-    told = training("logprobs", "--layers", "2")
-    assert attention_kernels(told)["_forward_kernel"] == 1
-    assert len(told["host_loops"]) == LOOPS["logprobs"]
 
 
 def test_float32_is_float32():

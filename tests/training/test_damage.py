@@ -7,7 +7,6 @@ import errno
 import os
 import random
 import re
-import shutil
 import stat
 import threading
 import time
@@ -15,10 +14,9 @@ import time
 import pytest
 from damage import ABSTRACT, assert_restores, cut, files_of, flip, saved, state_at
 
-from jaxrl.record.files import is_full, system_error
 from jaxrl.training import manifest
-from jaxrl.training.checkpoint import Checkpointer, restore_params
-from jaxrl.training.steps import choose, whole_step
+from jaxrl.training.checkpoint import Checkpointer
+from jaxrl.training.steps import choose
 from jaxrl.types import RunFailed
 
 
@@ -36,29 +34,6 @@ def test_a_flip_or_a_cut_in_any_file_is_found_and_the_older_checkpoint_used(tmp_
         assert_restores(folder, 2)
         file.write_bytes(whole)
     assert_restores(folder, 4)
-
-
-def test_comparing_and_hashing_tell_their_progress(tmp_path):
-    told, folder = [], saved(tmp_path / "checkpoints", 2)
-    (folder / "2" / "large").write_bytes(bytes(5 << 20))
-    manifest.write(folder / "2", 2, 2, lambda: told.append("write"))
-    count = len(told)
-    assert count >= len([file for file in files_of(folder) if file.stat().st_size]) + 3, "of a large file, parts"
-    assert choose(folder, lambda: told.append("choose")) is not None
-    assert told == ["write"] * count + ["choose"] * count
-
-
-def test_files_of_others_are_no_damage(tmp_path):
-    """Those of a network's file system, and notes beside the items."""
-    folder = saved(tmp_path / "checkpoints", 2, 4)
-    for name in ("state/.DS_Store", "state/d/.nfs00000000000000ab", "plots/loss.png"):
-        (folder / "4" / name).parent.mkdir(exist_ok=True)
-        (folder / "4" / name).write_text("")
-    assert_restores(folder, 4)
-    (folder / "4" / "state" / "d" / "more").write_text("")
-    chosen = choose(folder)
-    assert chosen is not None
-    assert chosen.faults == {4: "state/d/more does not belong to it"}
 
 
 @pytest.mark.parametrize(("name", "number"), [("manifest.json", errno.ESTALE), ("host/metadata", errno.EMFILE)])
@@ -147,17 +122,6 @@ def test_the_damaged_one_is_kept_aside_and_its_step_saved_again(tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == ["4", "4.damaged", "6"]
 
 
-def test_parameters_alone_are_compared_as_well(tmp_path):
-    folder, said = saved(tmp_path / "checkpoints", 2, 4), []
-    flip(folder / "4" / "state" / "manifest.ocdbt")
-    found = restore_params(whole_step(tmp_path, say=said.append), ABSTRACT["params"])
-    assert found["a"].tobytes() == state_at(2)[0]["params"]["a"].tobytes()
-    assert "checkpoint 4 is damaged" in said[0]
-    for path, step in ((folder, 4), (folder / "4", None)):
-        with pytest.raises(ValueError, match=f"checkpoint {folder}/4 is damaged: state/manifest.ocdbt has changed"):
-            whole_step(path, step)
-
-
 # -- saves that fail ---------------------------------------------------------------------------------------------------
 
 
@@ -196,17 +160,6 @@ def test_an_error_in_the_background_keeps_the_last_checkpoint_and_nothing_of_the
     assert_restores(folder, 4)
 
 
-def test_the_systems_error_is_found_behind_others():
-    text = """RESOURCE_EXHAUSTED: Failed writing: "/x/d/1": No space left on device [os_error_code='28']"""
-    for error in (ValueError(text), ValueError("x [OS error 28: ENOSPC No space]")):
-        outer = RuntimeError("save")
-        outer.__cause__ = error
-        found = system_error(outer)
-        assert found is not None
-        assert is_full(found)
-    assert system_error(ValueError("something else")) is None
-
-
 def test_a_commit_is_told_and_leftovers_are_removed(tmp_path):
     folder, told = tmp_path / "checkpoints", []
     folder.mkdir()
@@ -232,24 +185,6 @@ def test_a_step_stays_good_where_it_cannot_be_noted(tmp_path):
     with pytest.raises(RunFailed, match=f"{noted} cannot be written: .* the last good checkpoint is step 4: make room"):
         checkpoints.close()
     assert_restores(folder, 4)
-
-
-def test_an_old_step_that_cannot_be_removed_is_told_of_and_tried_again(tmp_path, monkeypatch, caplog):
-    folder = saved(tmp_path / "checkpoints", 2)
-
-    def refused(*_):
-        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
-
-    with Checkpointer(folder, max_to_keep=1) as checkpoints:
-        with monkeypatch.context() as patch:
-            patch.setattr(shutil, "rmtree", refused)
-            checkpoints.save(4, *state_at(4))
-            checkpoints.wait()
-        assert sorted(path.name for path in folder.iterdir()) == ["2.removed", "4"]
-        (record,) = caplog.records
-        assert "2.removed cannot be removed: device or resource busy" in record.getMessage()
-        checkpoints.save(6, *state_at(6))
-    assert [path.name for path in folder.iterdir()] == ["6"]
 
 
 def test_many_saves_leave_no_thread_and_no_open_file(tmp_path):

@@ -5,19 +5,11 @@ weights, which must be the same bits.
 """
 
 import dataclasses
-from functools import partial
 
-import jax
-import jax.numpy as jnp
 import pytest
-from jax.sharding import PartitionSpec
 from on_gpu import DEPRECATED, INTERPRET, assert_equal_bits, relative, sized
 
-from jaxrl.kernels import reference
-from jaxrl.models import decoder
-from jaxrl.sharding.mesh import make_mesh
 from jaxrl.training.packing import BatchShape, pack
-from jaxrl.training.vocabulary import Embedding, Split
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings(DEPRECATED)]
 LIMIT = {"float32": 1e-4, "bfloat16": 5e-2}
@@ -70,32 +62,3 @@ def test_gradients_are_those_of_plain_jnp(dtype, trained):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_second_run_makes_the_same_bits(dtype, attention, trained):
     assert_equal_bits(trained(dtype, attention), trained(dtype, attention))
-
-
-def test_gradients_of_the_embedding_are_in_order(model):
-    """A token that stands in a hundred places gets the sum of their gradients, the same bits every time. (A scatter
-    with atomics adds them in whatever order they come.)"""
-    params = decoder.init(model, jax.random.key(0))
-    tokens = jax.random.randint(jax.random.key(1), (4, sized(512, 64)), 0, 5)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    segments = jnp.ones_like(tokens)
-
-    @partial(jax.jit, static_argnums=0)
-    def gradient(find, params):
-        def objective(params):
-            def attend(q, k, v):
-                return reference.packed_attention(q, k, v, segments, positions)
-
-            hidden = decoder.forward_scan(params, tokens, positions, attend, model, dtype=jnp.float32, find=find)
-            return jnp.sum(jnp.sin(hidden))
-
-        return jax.grad(objective)(params)["embed"]
-
-    with jax.default_matmul_precision("highest"):
-        mesh = make_mesh(jax.devices()[:1])
-        in_order = Embedding(mesh, PartitionSpec(mesh.axis_names), Split(), jnp.float32, ordered=True)
-        found = [gradient(in_order, params) for _ in range(3)]
-        expected = gradient(decoder.look_up, params)
-    for again in found[1:]:
-        assert_equal_bits(again, found[0])
-    assert relative(found[0], expected) < 1e-5

@@ -26,43 +26,6 @@ def reference(head, hidden, targets, mask, temperature):
     return tuple(jnp.where(mask > 0, x, 0) for x in (chosen, entropy))
 
 
-@pytest.mark.parametrize(("devices", "chunk", "temperature"), [(1, 1000, 1.0), (8, 5, 0.7)])
-def test_equals_the_whole(x64, devices, chunk, temperature):
-    random = np.random.default_rng(0)
-    head, hidden = {"w": random.normal(size=(E, V))}, random.normal(size=(R, T, E))
-    tokens = random.integers(0, V - 2, (R, T))
-    mask = (random.random((R, T)) < 0.4).astype(np.float32)
-    mask[2] = 0
-    weights = [random.normal(size=(R, T)) for _ in range(2)]
-    mesh = make_mesh(jax.devices()[:devices])
-    options = HeadOptions(project, chunk, temperature, entropy_gradient=True)
-
-    def chunked(head, hidden):
-        return token_logprobs(options, head, hidden, tokens, mask, mesh)
-
-    def whole(head, hidden):
-        return reference(head, hidden, tokens, mask, temperature)
-
-    @partial(jax.jit, static_argnums=0)
-    def with_gradients(function, head, hidden):
-        found, pull = jax.vjp(function, head, hidden)
-        return found, pull(tuple(weights))
-
-    (found, gradients), (expected, theirs) = (with_gradients(each, head, hidden) for each in (chunked, whole))
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12), tuple(found), tuple(expected))
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-12), gradients, theirs)
-
-
-def test_without_entropy_gradient(x64):
-    random = np.random.default_rng(0)
-    head, hidden = {"w": random.normal(size=(E, V))}, random.normal(size=(R, T, E))
-    tokens, mask = np.zeros((R, T), np.int32), np.ones((R, T))
-    options = HeadOptions(project, 16, 1.0)
-    mesh = make_mesh(jax.devices()[:1])
-    gradient = jax.jit(jax.grad(lambda h: token_logprobs(options, head, h, tokens, mask, mesh)[1].sum()))
-    assert not np.any(gradient(hidden))
-
-
 def whole_of_ids(head, hidden, tokens, mask, ids, temperature):
     """The log-probabilities of `ids` and of all other tokens together, from the whole array."""
     log_p = jax.nn.log_softmax(project(head, hidden) / temperature, axis=-1)

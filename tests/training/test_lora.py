@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from small_models import TRAINED
-from trainer_fixtures import programs_of
+from trainer_fixtures import LONG, WIDE, programs_of
 
 from jaxrl.models import decoder
 from jaxrl.models.lora import Lora, adapters_alone, is_adapter, with_adapters, without_adapters
@@ -23,7 +23,7 @@ from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.sharding.rules import to_rollout, train_shardings
+from jaxrl.sharding.rules import to_rollout
 from jaxrl.training.packing import BatchShape, TokenBatch, row_length
 from jaxrl.training.trainer import MeshTrainer, build_critic
 from jaxrl.training.update_memory import resident_parts, trained_numbers, update_phases
@@ -33,8 +33,6 @@ ALL = ("q", "k", "v", "o", "gate", "up", "down")
 LORA = Lora(rank=3, alpha=6.0, targets=ALL)
 MODEL = dataclasses.replace(TRAINED, qkv_bias=True, family="qwen2", lora=LORA)
 SOME = dataclasses.replace(MODEL, lora=Lora(rank=2, alpha=2.0, targets=("q", "down"), use_rslora=True))
-WIDE = {"actor__dtype": "float64", "actor__param_dtype": "float64"}
-LONG = (BatchShape(1, row_length(96)),)
 
 
 def weights_of(model: Any, dtype: str) -> Any:
@@ -207,35 +205,6 @@ def in_few_bits(kind: Any, dtype: str) -> tuple[Any, Any, Any]:
     return model, *(with_adapters(base | {"layers": layers}, adapters) for layers in (own, whole))
 
 
-@pytest.mark.parametrize(("kind", "devices"), [("nf4", 1), pytest.param("int8", 8, marks=pytest.mark.slow)])
-def test_a_quantised_base_is_the_matrices_that_codes_stand_for(x64, kind, devices, make_config, make_batch):
-    """Gradients of adapters. The test of syncs compares log-probabilities with the rollout's, whose matrices are
-    compared with the codes' below."""
-    config, batch = make_config(**WIDE), make_batch()
-    model, own, whole = in_few_bits(kind, "float64")
-    trainer, plain = trainer_of(config, model, devices, own), trainer_of(config, QUANTIZED, devices, whole)
-    for each in (trainer, plain):
-        each.accumulate(batch)
-    found, wanted = jax.tree.leaves(trainer.gradients()), jax.tree.leaves(plain.gradients())
-    assert len(found) == 2 * len(ALL)
-    for a, b in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize(("kind", "tp"), [("nf4", 1), ("int8", 4)])
-def test_the_rollout_has_the_quantised_base_with_adapters(x64, kind, tp):
-    """In the same program that merges them: nothing of codes is left there."""
-    layout = Layout(make_mesh(jax.devices()[:4]), tp)
-    model, own, whole = in_few_bits(kind, "float32")
-    placed = jax.device_put(own, train_shardings(model, layout.mesh))
-    found = to_rollout(placed, model, layout, "float32")
-    wanted = to_rollout(whole, QUANTIZED, layout, "float32")
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), found, wanted)
-    merged, plain = merged_params(model, own), merged_params(QUANTIZED, whole)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), merged, plain)
-
-
 @pytest.mark.parametrize(("kind", "syncs"), [("nf4", 3), pytest.param("int8", 50, marks=pytest.mark.slow)])
 def test_after_each_sync_rollout_and_trainer_are_one_model(x64, kind, syncs, make_config):
     """What the rollout records of the tokens that it draws is what the trainer says of them before the next update."""
@@ -265,24 +234,6 @@ def test_after_each_sync_rollout_and_trainer_are_one_model(x64, kind, syncs, mak
         trainer.accumulate(batch)
         trainer.apply()
     assert len(set(moved)) == syncs + 1
-
-
-@pytest.mark.slow
-def test_memory_of_a_quantised_base(make_config):
-    """The plan is what the program's arguments take; a checkpoint has nothing of it."""
-    config = make_config(actor__dtype="bfloat16", actor__use_kl_loss=True)
-    model, own, _ = in_few_bits("nf4", "float32")
-    trainer = trainer_of(config, model, params=own)
-    held = sum(x.nbytes for x in jax.tree.leaves(trainer.params))
-    parts = resident_parts(config, model, 1)
-    assert parts["master weights"] == held
-    assert parts["optimizer (adam m, v)"] == 8 * trained_numbers(model, 1)
-    rows, tokens = trainer.programs.microbatches[-1]
-    analysis = trainer.programs.program(("accumulate", rows, tokens)).memory_analysis()
-    rest = sum(x.nbytes for x in jax.tree.leaves(trainer.programs.to_run(("zeros", 0, 0))()))
-    batch = sum(x.nbytes for x in jax.tree.leaves(TokenBatch.zeros(rows, tokens)))
-    assert held + rest <= analysis.argument_size_in_bytes <= held + rest + batch, "nothing reads some of the batch"
-    assert all(map(is_adapter, trainer.state()["params"]["layers"]))
 
 
 def test_memory(make_config):

@@ -51,11 +51,6 @@ def by_hand(per_token, mode):
     return sum(sums), len(sums)
 
 
-def surrogate(ratio, advantage, low, high, c=None):
-    loss = max(-advantage * ratio, -advantage * min(max(ratio, 1 - low), 1 + high))
-    return min(loss, -advantage * c) if c and advantage < 0 else loss
-
-
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum"])
 def test_kl_and_entropy_terms(batch, mode):
     actor = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": "mse", "entropy_coeff": 0.2}
@@ -85,74 +80,34 @@ def test_gspo_gradient(batch, x64):
 
 
 @pytest.mark.parametrize("old", ["recompute", "rollout"])
-def test_rollout_mismatch(batch, old):
-    terms = losses.compute(NEW, ENTROPY, batch, config_of({"old_logprobs": old}))
+def test_metrics_of_the_mismatch_and_of_its_weights(batch, old):
+    correction = {"rollout_correction": {"rollout_is": "token", "rollout_is_threshold": 1.05}}
+    mode = "vanilla" if old == "recompute" else "reinforce"
+    terms = losses.compute(NEW, ENTROPY, batch, config_of({"old_logprobs": old, "loss_mode": mode}, correction))
     gap = (ROLLOUT - (OLD if old == "recompute" else NEW))[0]
     columns = [t for s in SEQUENCES for t in s]
-    np.testing.assert_allclose(terms.means["rollout_corr/kl"].total, gap[columns].sum(), rtol=1e-5)
-    ppl = sum(abs(gap[s].mean()) for s in SEQUENCES)
-    np.testing.assert_allclose(terms.means["rollout_corr/log_ppl_abs_diff"].total, ppl, rtol=1e-5)
-    assert terms.means["rollout_corr/log_ppl_abs_diff"].denominator == 2
-    k3 = sum(np.exp(-gap[t]) - 1 + gap[t] for t in columns)
-    np.testing.assert_allclose(terms.means["rollout_corr/k3_kl"].total, k3, rtol=1e-4)
+    means = {
+        "kl": (gap[columns].sum(), 5),
+        "log_ppl_abs_diff": (sum(abs(gap[s].mean()) for s in SEQUENCES), 2),
+        "k3_kl": (sum(np.exp(-gap[t]) - 1 + gap[t] for t in columns), 5),
+        "rollout_is_mean": (sum(min(np.exp(-gap[t]), 1.05) for t in columns), 5),
+        "rollout_is_ratio_fraction_high": (sum(np.exp(-gap[t]) > 1.05 for t in columns), 5),
+    }
+    for name, expected in means.items():
+        np.testing.assert_allclose(terms.means[f"rollout_corr/{name}"], expected, rtol=1e-4, err_msg=name)
     np.testing.assert_allclose(terms.maxima["rollout_corr/logprob_abs_diff_max"], abs(gap[columns]).max(), rtol=1e-5)
+    np.testing.assert_allclose(terms.maxima["rollout_corr/rollout_is_max"], np.exp(-gap[columns]).max(), rtol=1e-5)
 
 
-def corrected(level, threshold=2.0):
-    return {"rollout_correction": {"rollout_is": level, "rollout_is_threshold": threshold}}
-
-
-# old - rollout is -0.1, 0, 0.2 in one sequence and -0.1, 0 in the other: weights of e^0.2 and e^0.1 are over 1.05
-@pytest.mark.parametrize(
-    ("mode", "level", "num_high", "of"),
-    [("token-mean", "token", 1, 5), ("seq-mean-token-sum", "sequence", 1, 2), ("seq-mean-token-mean", "token", 1, 5)],
-)
-def test_truncated_importance_sampling(batch, mode, level, num_high, of):
-    options = {"loss_agg_mode": mode, **corrected(level, 1.05)}
-    terms = losses.compute(NEW, ENTROPY, batch, config_of({"clip_ratio_c": 1.5}, options))
-    per_token, weights = {}, {}
-    for sequence in SEQUENCES:
-        log_weights = {t: float(OLD[0, t]) - float(ROLLOUT[0, t]) for t in sequence}
-        if level == "sequence":
-            log_weights = dict.fromkeys(sequence, sum(log_weights.values()))
-        for t in sequence:
-            weights[t] = min(np.exp(log_weights[t]), 1.05)
-            per_token[t] = weights[t] * surrogate(np.exp(NEW[0, t] - OLD[0, t]), ADVANTAGES[0, t], 0.2, 0.2, 1.5)
-    expected, denominator = by_hand(per_token, mode)
-    np.testing.assert_allclose(terms.total, expected, rtol=1e-5)
-    assert terms.denominator == denominator
-    np.testing.assert_allclose(terms.means["actor/pg_loss"].total, expected, rtol=1e-5)
-    mean = terms.means["rollout_corr/rollout_is_mean"]
-    np.testing.assert_allclose(mean.total, sum(weights.values()), rtol=1e-6)
-    assert mean.denominator == 5
-    high = terms.means["rollout_corr/rollout_is_ratio_fraction_high"]
-    np.testing.assert_allclose(high, (num_high, of), rtol=1e-6)
-    largest = np.exp(0.2 if level == "token" else 0.1)
-    np.testing.assert_allclose(terms.maxima["rollout_corr/rollout_is_max"], largest, rtol=1e-5)
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_untruncated_weights_give_the_gradient_of_importance_sampling(batch, level, x64):
-    """With an infinite threshold, and ratios that nothing clips, the gradient is Σ w A ∇π/π_old = Σ (π/π_rollout) A
-    ∇log π per token; per sequence, w is the product over it."""
-    batch = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, batch)
-    config = config_of({"clip_ratio_low": 0.99, "clip_ratio_high": 99.0}, corrected(level, float("inf")))
-    gradient = jax.jit(jax.grad(lambda new: losses.compute(new, jnp.asarray(ENTROPY), batch, config).total))
-    found = gradient(np.asarray(NEW, float))
-    expected = np.zeros((1, 10))
-    new, old, rollout = (np.asarray(x, np.float64)[0] for x in (NEW, OLD, ROLLOUT))
-    for sequence in SEQUENCES:
-        for t in sequence:
-            gap = old[t] - rollout[t] if level == "token" else sum(old[s] - rollout[s] for s in sequence)
-            expected[0, t] = -ADVANTAGES[0, t] * np.exp(gap + new[t] - old[t])
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
-
-
-@pytest.mark.parametrize("mode", ["vanilla", "cispo", "reinforce"])
+@pytest.mark.parametrize("mode", ["vanilla", "cispo", "reinforce", "bypass"])
 def test_gradients_of_the_losses(batch, mode, x64):
-    """Per token: A·r where the clip is not active, A·clip(r), and A."""
+    """Per token: A·r where the clip is not active, A·clip(r), A, and A·w, where the weight w has no gradient."""
     batch = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, batch)
-    config = config_of({"loss_mode": mode, "clip_ratio_low": 0.3, "clip_ratio_high": 0.4})
+    actor, algorithm = {"loss_mode": mode, "clip_ratio_low": 0.3, "clip_ratio_high": 0.4}, {}
+    if mode == "bypass":
+        actor |= {"loss_mode": "reinforce", "old_logprobs": "rollout"}
+        algorithm = {"rollout_correction": {"rollout_is": "token", "rollout_is_threshold": 1.5}}
+    config = config_of(actor, algorithm)
     found = jax.jit(jax.grad(lambda new: losses.compute(new, jnp.asarray(ENTROPY), batch, config).total))(
         np.asarray(NEW, float)
     )
@@ -163,7 +118,8 @@ def test_gradients_of_the_losses(batch, mode, x64):
         within = min(max(ratio, 0.7), 1.4)
         clipped += ratio != within
         beyond = ratio > 1.4 if advantage > 0 else ratio < 0.7
-        weight = {"vanilla": 0.0 if beyond else ratio, "cispo": within, "reinforce": 1.0}[mode]
+        weights = {"vanilla": 0.0 if beyond else ratio, "cispo": within, "reinforce": 1.0}
+        weight = (weights | {"bypass": min(np.exp(float(NEW[0, t]) - float(ROLLOUT[0, t])), 1.5)})[mode]
         expected[0, t] = -advantage * weight
     assert clipped == 3, "of both signs"
     np.testing.assert_allclose(found, expected, rtol=1e-12)
@@ -204,13 +160,3 @@ def test_what_is_rejected_counts_nowhere(batch, mode, criteria, thresholds, kept
     share = terms.means["rollout_corr/rollout_rs_seq_masked_fraction"]
     partly = sum(len(s) != len(k) for s, k in zip(SEQUENCES, kept, strict=True))
     np.testing.assert_allclose(share, (partly, 2), rtol=1e-6)
-
-
-def test_weights_are_those_of_the_whole_sequence(batch):
-    """A product over a sample's tokens has those in it that are rejected."""
-    both = corrected("sequence", 9.0)["rollout_correction"] | {"rollout_rs": "token_k2", "rollout_rs_threshold": "0.01"}
-    terms = losses.compute(NEW, ENTROPY, batch, config_of({}, {"rollout_correction": both}))
-    weights = {t: np.exp(0.1) for t in (2, 3)} | {t: np.exp(-0.1) for t in (6, 7)}
-    per_token = [weights[t] * surrogate(np.exp(NEW[0, t] - OLD[0, t]), ADVANTAGES[0, t], 0.2, 0.2) for t in weights]
-    np.testing.assert_allclose(terms.total, sum(per_token), rtol=1e-5)
-    assert terms.denominator == 4

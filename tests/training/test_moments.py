@@ -12,14 +12,12 @@ import numpy as np
 import optax
 import pytest
 from small_models import TRAINED
-from trainer_fixtures import programs_of, weights_of
+from trainer_fixtures import LONG, copied, programs_of, weights_of
 
 from jaxrl.models.lora import Lora
-from jaxrl.models.shapes import named_shape
 from jaxrl.models.streaming import HOST
 from jaxrl.training.checkpoint import Checkpointer
-from jaxrl.training.moments import Block, block_of, decoded, encoded, kept_as
-from jaxrl.training.packing import BatchShape, row_length
+from jaxrl.training.moments import Block, decoded, encoded, kept_as
 from jaxrl.training.trainer import MeshTrainer
 from jaxrl.training.update_memory import resident_parts
 
@@ -46,21 +44,6 @@ def test_codes_have_one_relative_error_and_no_bias(is_square, octaves):
     errors = found / x - 1
     assert np.abs(errors).max() < STEP * 1.001
     assert np.abs(errors.mean(0)).max() < 5 * STEP / 2 / 1000**0.5
-
-
-def test_what_is_below_the_range_of_a_block():
-    """A small first moment is as often the smallest code as it should; a second one is never 0, whatever it is."""
-    x = np.full((64, 3), 1.0, np.float32)
-    x[1:, 0], x[1:, 1], x[:, 2] = 2.0**-17, 0.0, 0.0
-    first = roundings(x, 1000, is_square=False)
-    np.testing.assert_allclose(np.unique(first[:, 1:, 0]), [0, 2.0**-15.75], rtol=1e-5)
-    assert first[:, 1:, 0].mean() == pytest.approx(2.0**-17, rel=0.02)
-    x[1:, 0] = 2.0**-60
-    second = roundings(x, 3, is_square=True)
-    np.testing.assert_allclose(second[:, 1:, 0], 2.0**-31.75, rtol=1e-5)
-    for found in (first, second):
-        assert not found[:, 1:, 1:].any(), "0 is 0"
-        assert (found[:, 0, :2] == 1).all(), "the largest of a block is itself"
 
 
 def adam(dtype: Any) -> Any:
@@ -103,19 +86,9 @@ def test_second_moments_fade(dtype):
     assert (second(state) / before).mean() == pytest.approx(0.99**100, rel=0.03)
 
 
-def test_which_weights_have_blocks_and_along_what():
-    """Of 256 numbers or the most that divides, along a dim that is never split; norms and biases stay as they are."""
-    blocks = {name: block_of(weight) for name, weight in named_shape("Qwen2.5-0.5B").weights()["layers"].items()}
-    assert {name for name in blocks if name.endswith(("norm", "bias"))} == {n for n, b in blocks.items() if b is None}
-    assert (blocks["q"], blocks["o"]) == (Block(3, 64), Block(2, 64))
-    assert (blocks["gate"], blocks["down"]) == (Block(1, 224), Block(2, 224))
-    assert block_of(named_shape("Qwen2.5-7B").weights()["embed"]) == Block(1, 256)
-
-
 # ---------------------------------------------------------------- trainers, whose updates are of random gradients
 
 
-LONG = (BatchShape(1, row_length(96)),)
 WIDE = dataclasses.replace(TRAINED, hidden_size=96, head_dim=16, intermediate_size=64)
 """Most of its matrices have moments of enough numbers for int8."""
 
@@ -138,11 +111,6 @@ def update(trainer: MeshTrainer, seed: int, scale: float = 1.0) -> dict[str, flo
     return trainer.apply()
 
 
-def read(tree: Any) -> Any:
-    """A copy, as numpy."""
-    return jax.tree.map(lambda x: np.array(x, copy=True), tree)
-
-
 @pytest.mark.parametrize(("name", "dtype"), [("adamw", "int8"), ("muon", "bfloat16")])
 def test_memory_is_as_planned(make_config, dtype, name):
     """And scales are split as the weights are."""
@@ -162,10 +130,10 @@ def test_eight_devices_draw_what_one_draws(make_config):
     for seed in range(2):
         for each in (one, many):
             update(each, seed)
-    states = read(one.state()["optimizer"]), read(many.state()["optimizer"])
+    states = copied(one.state()["optimizer"]), copied(many.state()["optimizer"])
     for name, x in states[0].items():
         assert np.mean(x != states[1][name]) < 1e-3, name
-    for a, b in zip(*map(jax.tree.leaves, (read(one.params), read(many.params))), strict=True):
+    for a, b in zip(*map(jax.tree.leaves, (copied(one.params), copied(many.params))), strict=True):
         assert np.linalg.norm(a - b) < 1e-3 * 3e-2 * a.size**0.5
 
 
@@ -180,7 +148,7 @@ def test_a_checkpoint_of_another_type(make_config, tmp_path):
         checkpoints.save(1, wide.state())
         checkpoints.wait()
         short.load_state(checkpoints.restore(short.abstract_state())[0])
-        found, expected = short.state()["optimizer"], read(wide.state()["optimizer"])
+        found, expected = short.state()["optimizer"], copied(wide.state()["optimizer"])
         for name, x in expected.items():
             assert (found[name].dtype == jnp.bfloat16) == (x.ndim > 0), name
             np.testing.assert_allclose(np.asarray(found[name], np.float32), x, rtol=2**-8)
@@ -214,13 +182,13 @@ def test_bits_are_those_of_a_state_on_the_devices(make_config, model, devices, n
     )
     for seed, scale in enumerate((1.0, 30.0, np.inf, 0.1)):
         if seed == 3:
-            here_state = read(here.state())
-            here.load_state(read(away.state()))
+            here_state = copied(here.state())
+            here.load_state(copied(away.state()))
             away.load_state(here_state)
         metrics = [update(each, seed, scale) for each in (here, away)]
         assert repr(metrics[0]) == repr(metrics[1])  # NaN is itself there
         assert metrics[0]["actor/skipped_updates"] == (scale == np.inf)
-        jax.tree.map(np.testing.assert_array_equal, read(here.state()), read(away.state()))
+        jax.tree.map(np.testing.assert_array_equal, copied(here.state()), copied(away.state()))
     state = away.state()["optimizer"]
     assert {x.sharding.memory_kind for x in state.values() if x.ndim > 1} == {HOST}
     assert {x.sharding.memory_kind for x in jax.tree.leaves(away.params)} == {"device"}

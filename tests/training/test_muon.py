@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from drawn_models import draw
 from small_models import TRAINED
-from trainer_fixtures import programs_of
+from trainer_fixtures import LONG, WIDE, distance
 
 from jaxrl.config import OptimSection
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.lora import Lora
-from jaxrl.sharding.mesh import make_mesh
 from jaxrl.training import optimizer as optimizers
-from jaxrl.training.packing import BatchShape, row_length
-from jaxrl.training.trainer import MeshTrainer
-from jaxrl.training.update_memory import resident_parts, update_phases
 
 BIASED = dataclasses.replace(TRAINED, qkv_bias=True, family="qwen2", tie_word_embeddings=False)
-WIDE = {"actor__dtype": "float64", "actor__param_dtype": "float64", "actor__optim": {"name": "muon", "lr": 1e-2}}
-LONG = (BatchShape(1, row_length(96)),)
 # by how many dims a product sums over
 MATRICES = {"q": 1, "k": 1, "v": 1, "o": 2, "router": 1, "gate": 1, "up": 1, "down": 1}
 
@@ -83,47 +75,12 @@ def test_muon_by_hand(model, x64):
         np.testing.assert_allclose(found, expected[optimizers.path_name(path)], rtol=1e-9, atol=1e-12)
 
 
-def distance(a: Any, b: Any) -> float:
-    flat = [np.concatenate([np.asarray(x).ravel() for x in jax.tree.leaves(tree)]) for tree in (a, b)]
-    return float(np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[1]))
-
-
-def trainer_of(config: Any, devices: int, model: Any = TRAINED) -> MeshTrainer:
-    weights = jax.tree.map(np.asarray, decoder.init(model, jax.random.key(0), config.actor.param_dtype))
-    programs = programs_of(config, model, devices, LONG)
-    return MeshTrainer(config, model, weights, make_mesh(jax.devices()[:devices]), programs=programs)
-
-
-@pytest.mark.parametrize("model", [MIXTURE, dataclasses.replace(TRAINED, lora=Lora(3, 6.0, ("q", "o")))])
-def test_what_is_kept(make_config, model):
-    """Of a matrix the momentum alone, split as its weight is; as many numbers as the plan of the memory says."""
-    config = make_config(actor__optim={"name": "muon"}).with_types("cpu")
-    programs = programs_of(config, model, 8, LONG)
-    kept: dict[str, list[Any]] = {}
-    for path, x in jax.tree_util.tree_leaves_with_path(programs.state):
-        if (name := jax.tree_util.keystr(path, simple=True, separator=".")).split(".")[-1] in model.weights()["layers"]:
-            kept.setdefault(name.rpartition(".")[2], []).append(x)
-    weights = {name: x for name, x in programs.trainable["layers"].items() if x is not None}
-    two = {name for name, weight in model.weights()["layers"].items() if not weight.is_matrix}
-    assert {name: len(found) for name, found in kept.items()} == {name: 1 + (name in two) for name in weights}
-    for name, found in kept.items():
-        assert all(x.sharding == weights[name].sharding for x in found), name
-    part = resident_parts(config, model, 8)["optimizer (muon m, adam m, v)"]
-    shares = [x.dtype.itemsize * np.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(programs.state)]
-    assert 0 <= sum(shares) - part < 64  # counts and coefficients
-    assert "orthogonalised matrices (estimate)" in update_phases(config, model, 8, "cpu", "dots", 16)["optimizer"]
-
-
 @pytest.mark.slow
-def test_eight_devices_equal_one_and_go_on_from_a_checkpoint(x64, make_config, make_batch):
-    """To the bit on the same devices."""
-    config = make_config(**WIDE)
-    one, many, resumed = (trainer_of(config, devices) for devices in (1, 8, 8))
+def test_eight_devices_equal_one(x64, make_config, make_batch, make_trainer):
+    config = make_config(**WIDE, actor__optim={"name": "muon", "lr": 1e-2})
+    one, many = (make_trainer(config, devices, TRAINED, LONG) for devices in (1, 8))
     for seed in range(3):
-        if seed == 2:
-            resumed.load_state(jax.tree.map(np.array, many.state()))
-        for each in (one, many, *([resumed] if seed == 2 else [])):
+        for each in (one, many):
             each.accumulate(make_batch(seed=seed))
             assert each.apply()["actor/skipped_updates"] == 0
     assert distance(many.params, one.params) < 1e-7
-    jax.tree.map(np.testing.assert_array_equal, resumed.state(), many.state())

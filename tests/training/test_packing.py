@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from jaxrl.config import from_mapping
 from jaxrl.kernels.attention import Heads, choose_packed
 from jaxrl.models.shapes import SHAPES
-from jaxrl.training.packing import BatchShape, microbatch_shapes, pack
+from jaxrl.training.packing import BatchShape, dealt, microbatch_shapes, pack
 from jaxrl.types import Prompt, Sample, SampleKey, TrainBatch
 
 
@@ -129,31 +129,6 @@ def test_is_deterministic_and_level():
     assert filled > 0.85 * sum(m.tokens.size for m in packed.microbatches)
 
 
-# (options, devices, platform, attention) of SmolLM2-135M
-@pytest.mark.parametrize(
-    ("options", "devices", "platform", "attention", "shapes"),
-    [
-        # the quickstart: a row of the budget
-        ({}, 1, "cpu", "auto", [(1, 256), (1, 512), (1, 768), (1, 1024)]),
-        # no scores of long rows: rows of the longest sample
-        ({}, 1, "cpu", "reference", [(3, 96), (5, 96), (8, 96), (10, 96)]),
-        # each response in a row of its own: 24 of 96 tokens
-        (
-            {"ppo_max_token_len_per_gpu": 16384, "share_prompts": False},
-            *(1, "cpu", "auto", [(1, 640), (1, 1152), (1, 1792), (1, 2304)]),
-        ),
-        # where each key costs: the budget in equal rows, none of it left over
-        ({"ppo_max_token_len_per_gpu": 6000}, 1, "tpu", "auto", [(n, 1408) for n in (1, 2, 3, 4)]),
-    ],
-)
-def test_shapes(options, devices, platform, attention, shapes):
-    length = 32 if platform == "cpu" else 960
-    options = {"ppo_max_token_len_per_gpu": 1024} | options
-    found = shapes_of(length, options, devices, platform, attention)
-    assert list(found) == shapes
-    assert found[-1].tokens <= max(options["ppo_max_token_len_per_gpu"], 64 + length)
-
-
 def shapes_of(response_length, options, devices, platform, attention):
     data = {"max_prompt_length": 64, "max_response_length": response_length, "train_batch_size": 6}
     sections = {"model": {"path": "unused"}, "data": data, "rollout": {"n": 4}, "actor": options}
@@ -162,31 +137,31 @@ def shapes_of(response_length, options, devices, platform, attention):
     return microbatch_shapes(from_mapping(sections), model, devices, choose_packed(attention, platform, heads))
 
 
+def test_shapes():
+    """On a CPU a row of the budget, in four sizes; where scores are held, rows of the longest sample."""
+    options = {"ppo_max_token_len_per_gpu": 1024}
+    assert list(shapes_of(32, options, 1, "cpu", "auto")) == [(1, 256), (1, 512), (1, 768), (1, 1024)]
+    assert list(shapes_of(32, options, 1, "cpu", "reference")) == [(3, 96), (5, 96), (8, 96), (10, 96)]
+
+
 @given(
     st.integers(1, 1500),
     st.integers(0, 1500),
-    st.sampled_from([1, 2, 8]),
+    st.sampled_from([(1, 1), (8, 1), (2, 2), (8, 8)]),
     st.sampled_from([("cpu", "auto"), ("cpu", "reference"), ("tpu", "auto")]),
     st.booleans(),
 )
 def test_the_longest_sample_has_a_row_and_the_budget_holds(response_length, room, devices, where, shared):
-    longest = 64 + response_length
-    options = {"ppo_max_token_len_per_gpu": longest + room, "share_prompts": shared}
-    found = shapes_of(response_length, options, devices, *where)
+    """Of the devices, `sharing` share a row, in two equal pieces each, and see as many keys as the others."""
+    longest, (count, sharing) = 64 + response_length, devices
+    each = -(-(longest + room) // sharing)
+    options = {"ppo_max_token_len_per_gpu": each, "share_prompts": shared, "context_parallel_size": sharing}
+    found = shapes_of(response_length, options, count, *where)
     assert found[-1].length >= longest
-    assert found[-1].tokens <= max(longest + room, -(-longest // 16) * 16)
+    assert found[-1].tokens <= max(each * sharing, -(-longest // 16) * 16) + 16 * sharing * (sharing > 1)
+    assert all(shape.length % (16 * sharing) == 0 for shape in found)
     assert list(found) == sorted(set(found), key=lambda shape: shape.tokens)
-
-
-def test_several_spans():
-    mask = np.array([1, 0, 0, 1, 1], np.float32)
-    batch = batch_of([(2, [5])])
-    batch.loss_masks = [mask]
-    packed = pack(batch, max_model_length=16, shapes=[BatchShape(1, 16)])
-    (micro,) = packed.microbatches
-    assert micro.tokens.shape == (1, 16)
-    assert micro.loss_mask[0].tolist() == [0, 1, 0, 0, 1, 1, 0] + [0] * 9
-    assert micro.sequence_length[0, :7].tolist() == [3] * 7
+    assert len({*(1 + dealt(1024, sharing).reshape(sharing, -1)).sum(1)}) == 1
 
 
 def test_errors():

@@ -1,7 +1,6 @@
 """What an update adds to a device: activations, scores and shards, beside what XLA and real arrays say of them."""
 
 import math
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,22 +13,9 @@ from jaxrl.commands.explain import explain
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import to_rollout, train_shardings
-from jaxrl.training.programs import TrainPrograms
 from jaxrl.training.update_memory import device_numbers, plan_remat, update_phases
 
 MIB = 1 << 20
-
-
-@pytest.mark.slow
-def test_what_a_critics_gradient_takes_beside_the_policys():
-    """The plan has the policy's alone: the critic's temporaries must not be more."""
-    taken, model = {}, replace(TINY, tie_word_embeddings=True)
-    for name, own in (("actor", model), ("critic", replace(model, scalar_head=True))):
-        programs = TrainPrograms(config(), own, make_mesh(jax.devices()[:1]))
-        rows, tokens = programs.microbatches[-1]
-        analysis = programs.program(("accumulate", rows, tokens)).memory_analysis()
-        taken[name] = analysis.temp_size_in_bytes + analysis.output_size_in_bytes
-    assert taken["critic"] < taken["actor"]
 
 
 def test_a_chunk_of_logits_takes_half_of_what_is_left():
@@ -70,18 +56,6 @@ def test_remat_auto_keeps_what_fits():
 def layers(c, platform):
     """Bytes of what an update of SmolLM2 adds while the layers' gradients are made."""
     return {name: size for name, size in update_phases(c, SMOLLM2, 1, platform, "dots", 128)["layers"].items() if size}
-
-
-BUDGET = {"ppo_max_token_len_per_gpu": 384}  # of a row
-
-
-@pytest.mark.parametrize(("attention", "platform", "held"), [("reference", "cpu", True), ("pallas", "gpu", False)])
-def test_the_scores_of_attention_follow_the_option(attention, platform, held):
-    """Rows of 384 tokens: long enough for tiles on CPU, and on GPUs auto is the kernels; the option says otherwise."""
-    of = {name: layers(config(actor={"attention": name} | BUDGET), platform) for name in ("auto", attention)}
-    names = {name: [part for part in parts if "scores" in part] for name, parts in of.items()}
-    assert names["auto"] == []
-    assert names[attention] == (["attention scores (actor.attention: reference)"] if held else [])
 
 
 def test_rows_too_short_for_tiles_hold_their_scores():

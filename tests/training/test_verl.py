@@ -10,7 +10,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import yaml
 from trainer_fixtures import group_of
 
 from jaxrl.config import Config, from_mapping
@@ -22,7 +21,6 @@ from jaxrl.types import Group
 GROUP_SIZE = 4
 RECORDED = json.loads((Path(__file__).parent / "data" / "verl.json").read_text(encoding="utf-8"))
 BATCHES = RECORDED["batches"]
-RULES = Path(__file__).parents[2] / "docs" / "rollout-rules.md"
 
 
 @pytest.fixture(params=range(len(BATCHES)))
@@ -111,89 +109,43 @@ def test_advantages_and_returns_with_one(case, name: str):
     np.testing.assert_allclose(padded(given, returns), expected[f"returns {gamma} {lam}"], rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", names("policy "))
+def options_of(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Those of actor and algorithm that make the loss which verl has computed under this name."""
+    clip: dict[str, Any] = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}
+    match name.split():
+        case ["policy", mode, c, *weighted]:
+            correction = {"rollout_is": "token", "rollout_is_threshold": 1e9} if weighted else {}
+            return clip | {"clip_ratio_c": float(c)}, {"loss_agg_mode": mode, "rollout_correction": correction}
+        case ["gspo"]:
+            actor = {"clip_ratio_low": 0.05, "clip_ratio_high": 0.08, "ratio_level": "sequence"}
+            return actor, {"loss_agg_mode": "seq-mean-token-mean"}
+        case ["cispo", mode]:
+            return clip | {"loss_mode": "cispo"}, {"loss_agg_mode": mode}
+        case ["rejection", mode, criteria, thresholds]:
+            correction = {"rollout_rs": criteria.split(","), "rollout_rs_threshold": thresholds.split(",")}
+            return clip | {"clip_ratio_c": 3.0}, {"loss_agg_mode": mode, "rollout_correction": correction}
+        case ["bypass", level]:
+            correction = {"rollout_is": level, "rollout_is_threshold": 1.3}
+            correction |= {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.8_1.2"}
+            actor = {"loss_mode": "reinforce", "old_logprobs": "rollout"}
+            return actor, {"loss_agg_mode": "seq-mean-token-sum", "rollout_correction": correction}
+    raise AssertionError(name)
+
+
+LOSSES = [each for kind in ("policy", "gspo", "cispo", "rejection", "bypass") for each in names(kind)]
+
+
+@pytest.mark.parametrize("name", LOSSES)
 def test_policy_losses(case, name: str):
     given, expected = case
-    _, mode, c, *weighted = name.split()
-    actor = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "clip_ratio_c": float(c)}
-    correction = {"rollout_is": "token", "rollout_is_threshold": 1e9} if weighted else {}
-    config = config_of(actor=actor, algorithm={"loss_agg_mode": mode, "rollout_correction": correction})
-    new = jnp.asarray(given["new"], jnp.float32)
-    compare(losses.compute(new, new, token_batch(given), config), expected[name])
-
-
-def test_gspos_loss(case):
-    given, expected = case
-    actor = {"clip_ratio_low": 0.05, "clip_ratio_high": 0.08, "ratio_level": "sequence"}
-    config = config_of(actor=actor, algorithm={"loss_agg_mode": "seq-mean-token-mean"})
-    new = jnp.asarray(given["new"], jnp.float32)
-    compare(losses.compute(new, new, token_batch(given), config), expected["gspo"])
-
-
-@pytest.mark.parametrize("name", names("cispo "))
-def test_cispos_loss(case, name: str):
-    given, expected = case
-    actor = {"loss_mode": "cispo", "clip_ratio_low": 0.1, "clip_ratio_high": 0.3}
-    config = config_of(actor=actor, algorithm={"loss_agg_mode": name.split()[1]})
-    new = jnp.asarray(given["new"], jnp.float32)
-    compare(losses.compute(new, new, token_batch(given), config), expected[name])
-
-
-@pytest.mark.parametrize("name", names("rejection "))
-def test_losses_without_what_is_rejected(case, name: str):
-    given, expected = case
-    _, mode, criteria, thresholds = name.split()
-    actor = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "clip_ratio_c": 3.0}
-    correction = {"rollout_rs": criteria.split(","), "rollout_rs_threshold": thresholds.split(",")}
-    config = config_of(actor=actor, algorithm={"loss_agg_mode": mode, "rollout_correction": correction})
-    new = jnp.asarray(given["new"], jnp.float32)
-    terms = losses.compute(new, new, token_batch(given), config)
+    actor, algorithm = options_of(name)
+    new, batch = jnp.asarray(given["new"], jnp.float32), token_batch(given)
+    if name.startswith("bypass"):
+        batch = dataclasses.replace(batch, rollout_logprobs=batch.old_logprobs)
+    terms = losses.compute(new, new, batch, config_of(actor=actor, algorithm=algorithm))
     compare(terms, expected[name])
     for metric in terms.maxima.keys() & expected[name].keys():
         np.testing.assert_allclose(terms.maxima[metric], expected[name][metric], rtol=2e-5, err_msg=metric)
-    assert mode != "token-mean" or terms.maxima.keys() & expected[name].keys()
-
-
-def test_the_presets_of_rollout_correction_are_the_settings_that_the_page_says():
-    table = RULES.read_text(encoding="utf-8").partition("| preset of verl |")[2].partition("\n\n")[0]
-    said = {}
-    for line in table.splitlines()[2:]:
-        name, correction, more = (cell.strip() for cell in line.strip("|").split("|"))
-        name, bypass = name.strip("`"), name.startswith("`bypass")
-        assert bool(more) == bypass
-        actor = {"old_logprobs": "rollout"} if bypass else {}
-        if name.startswith("bypass_pg"):
-            actor["loss_mode"] = "reinforce"
-        config = config_of(actor=actor, algorithm={"rollout_correction": yaml.safe_load(correction.strip("`"))})
-        ours = config.algorithm.rollout_correction
-        said[name] = {
-            "rollout_is": None if ours.rollout_is == "none" else ours.rollout_is,
-            "rollout_is_threshold": ours.rollout_is_threshold,
-            "rollout_is_batch_normalize": False,
-            "rollout_rs": ",".join(ours.rollout_rs) or None,
-            "rollout_rs_threshold": ",".join(ours.rollout_rs_threshold) or None,
-            "bypass_mode": config.actor.old_logprobs == "rollout",
-            "loss_type": "reinforce" if config.actor.loss_mode == "reinforce" else "ppo_clip",
-        }
-    theirs = {
-        name: each | {"rollout_rs_threshold": each["rollout_rs_threshold"] and str(each["rollout_rs_threshold"])}
-        for name, each in RECORDED["presets"].items()
-    }
-    assert said == theirs
-
-
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_reinforce_in_bypass_mode(case, level: str):
-    given, expected = case
-    correction = {"rollout_is": level, "rollout_is_threshold": 1.3}
-    correction |= {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.8_1.2"}
-    config = config_of(
-        actor={"loss_mode": "reinforce", "old_logprobs": "rollout"},
-        algorithm={"loss_agg_mode": "seq-mean-token-sum", "rollout_correction": correction},
-    )
-    new, batch = jnp.asarray(given["new"], jnp.float32), token_batch(given)
-    batch = dataclasses.replace(batch, rollout_logprobs=batch.old_logprobs)
-    compare(losses.compute(new, new, batch, config), expected[f"bypass {level}"])
 
 
 @pytest.mark.parametrize("name", names("value "))

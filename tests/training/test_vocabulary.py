@@ -17,7 +17,7 @@ from jaxrl.models import decoder
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.training import vocabulary
 from jaxrl.training.logprobs import HeadOptions, token_logprobs
-from jaxrl.training.vocabulary import Embedding, Split, add_in_order
+from jaxrl.training.vocabulary import Embedding, Split
 
 V, E, R, T = 48, 6, 8, 25
 NO_AXES: tuple[str, ...] = ()
@@ -59,33 +59,6 @@ def test_rows_and_their_gradient(
     _, plain = with_gradient(decoder.look_up, table, tokens, d_rows)
     np.testing.assert_allclose(gradient, plain, rtol=0, atol=1e-13)
     assert not np.asarray(gradient)[30:].any()
-
-
-def test_sums_in_order(x64: None):
-    _, tokens, rows = drawn()
-    wanted = np.zeros((V, E))
-    np.add.at(wanted, tokens, rows)
-    np.testing.assert_allclose(jax.jit(add_in_order, static_argnums=2)(tokens, rows, V), wanted, rtol=0, atol=1e-13)
-
-
-@pytest.mark.parametrize(("order", "axes"), [("ev", ("x0", "x1", "x2")), ("ve", ("x0", "x1"))])
-def test_a_head_that_is_split(x64: None, order: str, axes: tuple[str, ...]):
-    """Its gradients and log-probabilities are those of one device."""
-    random, dim = np.random.default_rng(1), order.index("v")
-    head = {"w": random.normal(size=(E, V) if order == "ev" else (V, E))}
-    hidden, tokens = random.normal(size=(R, T, E)), random.integers(0, V, (R, T)).astype(np.int32)
-    mask = (random.random((R, T)) < 0.5).astype(np.float64)
-    project = lambda head, x: jnp.einsum(f"te,{order}->tv", x, head["w"])  # noqa: E731
-
-    @partial(jax.jit, static_argnums=(0, 1))
-    def computed(mesh: Any, split: Split, head: Any, hidden: Any) -> Any:
-        options = HeadOptions(project, 16, 0.8, entropy_gradient=True, split=split)
-        found, pull = jax.vjp(lambda *own: token_logprobs(options, *own, tokens, mask, mesh), head, hidden)
-        return found, pull(tuple(jnp.sin(x + 1) for x in found))
-
-    one, mesh = computed(make_mesh(jax.devices()[:1]), Split(), head, hidden), make_mesh(jax.devices()[:8])
-    several = computed(mesh, Split(dim, axes), head, hidden)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12), several, one)
 
 
 def test_what_crosses_between_devices():

@@ -124,10 +124,24 @@ class EnvironmentPool:
         try:
             if name not in self._schemas:
                 self._schemas[name] = self._ask(worker.SchemaRequest(name))["schemas"]
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}" if name else str(error)) from None  # the file's own is no row's
+        try:
             found = worker.schemas_for(row, self._schemas[name])
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
         return found if self._describes else []
+
+    def not_described(self, messages: Sequence[Mapping[str, str]]) -> str | None:
+        """The start's message where neither the chat template nor the first prompt describes a tool."""
+        names = [schema["function"]["name"] for schemas in self._schemas.values() for schema in schemas]
+        text = "\n".join(message["content"] for message in messages)
+        if self._describes or not names or any(name in text for name in names):
+            return None
+        return (
+            f"environment.describe_tools=false, and the first prompt names none of the tools ({', '.join(names)}): the "
+            "model cannot know of them; describe them in data.system_prompt"
+        )
 
     def problems(self, first: int, last: int, seed: int) -> Iterator[tuple[dict[str, Any], list[Any]]]:
         """Rows of the environment's own by their numbers, each with the messages that begin its episode. Raises

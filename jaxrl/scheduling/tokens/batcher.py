@@ -380,8 +380,8 @@ class Batcher:
         self.blocks.publish(request.request_id, end)
 
     def _headroom(self, draft: _Draft, running: np.ndarray) -> list[int]:
-        """Blocks that the rows of each dp group may want in the next plan; `running` are those that continue. It is worked
-        out where somebody asks, and grows with each request that is let in later."""
+        """Blocks that the rows of each dp group may want in the next plan; `running` are those that continue. It is
+        worked out where somebody asks, and grows with each request that is let in later."""
         if draft.headroom is not None:
             return draft.headroom
         groups, wanted = running // self.capacity.num_slots, self._wanted(running)

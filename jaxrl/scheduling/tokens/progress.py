@@ -135,8 +135,8 @@ class PlanTimes:
 
 @dataclass(frozen=True, slots=True)
 class MigrationOutcome:
-    """The outcome of a migration: requests, those that continue without a prefill, and the tokens with their KV copied (as
-    `Relayout.num_moved` counts them)."""
+    """The outcome of a migration: requests, those that continue without a prefill, and the tokens with their KV copied
+    (as `Relayout.num_moved` counts them)."""
 
     num_requests: int
     num_seated: int

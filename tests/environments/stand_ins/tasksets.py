@@ -85,7 +85,6 @@ class TasksetConfig:
 class EnvConfig(Copied):
     taskset: TasksetConfig
     agent: AgentConfig = field(default_factory=AgentConfig)
-    other: AgentConfig | None = None
 
     def __iter__(self):
         return iter(vars(self).items())
@@ -168,20 +167,11 @@ class Env:
         return episode
 
 
-class Invalid(ValueError):
-    def errors(self):
-        return [{"loc": ("agents", 0), "msg": "there is no such option"}]
-
-
 def resolve_env_config(given):
-    try:
-        if given["taskset"]["id"] not in ("sums", "opened", "endless", "boxed"):
-            raise ModuleNotFoundError("taskset not found") from ModuleNotFoundError("No module named 'nothing'")
-        taskset = TasksetConfig(**given["taskset"])
-        seats = {name: AgentConfig(**value) for name, value in given.items() if name in ("agent", "other")}
-        return EnvConfig(taskset, **seats, **{k: v for k, v in given.items() if k not in ("taskset", *seats)})
-    except TypeError:
-        raise Invalid() from None
+    if given["taskset"]["id"] not in ("sums", "opened", "endless", "boxed"):
+        raise ModuleNotFoundError("taskset not found") from ModuleNotFoundError("No module named 'nothing'")
+    seats = {name: AgentConfig(**value) for name, value in given.items() if name == "agent"}
+    return EnvConfig(TasksetConfig(**given["taskset"]), **seats)
 
 
 def default_harness_id(id):

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from checking import assert_empty, assert_whole, engine_in, make_request
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 from jaxrl.mechanisms.adaptive_layouts.control import Decision, LayoutControl
-from jaxrl.mechanisms.adaptive_layouts.switch_rule import Switch
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
 from jaxrl.scheduling.layouts.relayout import Relayout, SwitchFailed, TimeTaken
@@ -127,15 +123,6 @@ def test_a_draining_round_goes_up_and_the_next_one_starts_below():
     assert world.control.tp == 1, "the way back, with no request live"
 
 
-def test_decisions_survive_the_journal():
-    world = World(LENGTHS)
-    world.run()
-    for decision in [*world.written, Decision(3, None), Decision(4, world.written[0].switch, failed=True)]:
-        assert Decision.from_json(decision.to_json() | {"step": 3, "kind": "layout", "key": [0, 1]}) == decision
-    with pytest.raises(ValueError, match="this version reads schema 1"):
-        Decision.from_json({**world.written[0].to_json(), "schema": 9})
-
-
 def fail_once(executor: Any, *, usable: bool) -> None:
     """The executor's next switch fails halfway."""
     switch = executor.switch
@@ -166,50 +153,6 @@ def test_a_switch_that_fails_is_recomputed_from_and_replayed_so():
     assert again.completions == world.completions
 
 
-def test_a_switch_that_leaves_nothing_usable_ends_the_round():
-    world = World(LENGTHS)
-    fail_once(world.executor, usable=False)
-    with pytest.raises(SwitchFailed):
-        world.run()
-
-
-def first_switch() -> tuple[list[Decision], Switch]:
-    """The decisions that a round writes up to its first switch, and that switch."""
-    world = World(LENGTHS)
-    world.run()
-    end = next(i for i, decision in enumerate(world.written) if decision.switch)
-    switch = world.written[end].switch
-    assert switch is not None
-    return world.written[: end + 1], switch
-
-
-def test_a_run_that_leaves_its_journal_is_refused():
-    recorded, switch = first_switch()
-    elsewhere = replace(recorded[-1], switch=replace(switch, from_tp=2))
-    match = rf"at dispatch {switch.dispatch} from tp 2: the run is at dispatch {switch.dispatch} with tp 1"
-    with pytest.raises(ValueError, match=match):
-        World(LENGTHS).run([*recorded[:-1], elsewhere])
-
-
-@pytest.mark.parametrize(("cooldown", "expected"), [(1, 11), (5, 14)])
-def test_the_cooldown_counts_from_the_journals_last_switch(cooldown: int, expected: int):
-    first, again = World(CHAIN), World(CHAIN, cooldown=cooldown)
-    first.run(plans=10)
-    assert [decision.dispatch for decision in first.written] == [9]
-    again.run(first.written)
-    assert [decision.dispatch for decision in again.written if decision.switch] == [expected]
-
-
-def test_a_switch_that_lowers_tp_beside_a_planner_is_refused():
-    down = Switch(0, 4, 2, "migrate", 1, 10, 2.0, 1.0, 0.1, 0.1, 0.1, 0.02, 0.01)
-    with pytest.raises(ValueError, match="lowers tp inside a round, which the planner alone does"):
-        World([60, 3], initial=4, planner=True).run([Decision(0, down)])
-    live = World([60] * 4, initial=4, planner=True, direction="both")
-    with pytest.raises(ValueError, match="lowers tp inside a round, which the planner alone does"):
-        live.run()
-    assert live.written == [], "refused before it is written down"
-
-
 # The planner between rounds and the switch rule inside them, together
 
 
@@ -236,18 +179,6 @@ def test_a_round_starts_in_the_planners_degree_goes_up_and_returns():
         assert run_round(world, preemptions=0) == ([4], degree)
     assert run_round(world, preemptions=0) == ([2, 4], 2)
     assert all(len(world.samples[key.prompt_index]) == length for key, length in world.lengths.items())
-
-
-@settings(max_examples=10)
-@given(st.lists(st.integers(0, 3), max_size=12), st.sampled_from([1, 2, 4]))
-def test_inside_a_round_tp_only_grows(preemptions: list[int], initial: int):
-    world = World([], initial=initial, planner=True)
-    for count in preemptions:
-        planned = world.control.degree()
-        seen, back = run_round(world, count)
-        assert seen[0] == planned
-        assert seen == sorted(set(seen))
-        assert back == world.control.degree()
 
 
 def test_a_checkpoint_has_the_planner_the_lengths_and_the_correction():

@@ -6,12 +6,10 @@ from __future__ import annotations
 import json
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-from adaptive_runs import LARGE, WORKLOAD, config, run
+from adaptive_runs import LARGE, WORKLOAD, config
 
 from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 from jaxrl.record.journal import Journal
@@ -74,38 +72,3 @@ def test_decisions_of_another_number_of_workers_are_not_repeated(tmp_path: Path,
         expected = switches(after, journal)
     with closing(Journal(path, 0)) as journal:
         assert switches(after, journal) == expected, "as if the journal were empty"
-
-
-def test_no_worker_decides_before_the_last_known_decision_has_been_repeated():
-    """Worker 1 has a decision to repeat; until then worker 0 decides nothing, although nothing of it is known."""
-    asked: list[tuple[int, bool]] = []
-
-    def control(worker: int, follows: bool) -> Any:
-        def before_plan(decides: bool) -> None:
-            asked.append((worker, decides))
-            made.follows = False
-
-        made = SimpleNamespace(follows=follows, before_plan=before_plan)
-        return made
-
-    tracer: Any = None
-    sessions = AdaptiveLayouts([control(0, False), control(1, True)], lambda: 0.0, tracer, None, None)
-    for worker in (0, 1, 0, 1):
-        sessions.before_plan(worker)
-    assert asked == [(0, False), (1, False), (0, True), (1, True)]
-
-
-@pytest.mark.parametrize("after", [1, 4])
-def test_a_checkpoint_goes_to_as_many_workers_as_there_are(after: int):
-    made = config(planner=True)
-
-    def planners(num_workers: int, state: str | None = None) -> Any:
-        rollout = made.rollout.replace(num_workers=num_workers, num_blocks=300, max_num_seqs=4)
-        simulation, metrics, _, saved = run(made.replace(rollout=rollout), state)
-        return simulation.run.mechanism(AdaptiveLayouts).controls, metrics, saved
-
-    two, metrics, saved = planners(2)
-    assert metrics[4]["rollout/layout/final_tp"] == np.mean([control.tp for control in two])
-    degrees = [control.degree() for control in two]
-    resumed, _, _ = planners(after, saved[4])
-    assert [control.degree() for control in resumed] == [degrees[worker % 2] for worker in range(after)]

@@ -10,11 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from known_sizes import config as sizes
 from run_parts import made_run
 from tiny import write_tiny_model
 
-from jaxrl.commands.explain import explain
 from jaxrl.config import Config, from_mapping
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.mechanisms.judge import build
@@ -30,8 +28,6 @@ from jaxrl.models.streaming import HOST
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.reward_pool import build_pool
 from jaxrl.rollout.layout_programs import LayoutPrograms
-from jaxrl.run.memory import memory_problem
-from jaxrl.sharding.memory import in_bytes
 from jaxrl.sharding.mesh import make_mesh
 
 SMOLLM2, QWEN = SHAPES["SmolLM2-135M"], SHAPES["Qwen2.5-7B"]
@@ -73,26 +69,6 @@ def test_planned_bytes_are_those_of_the_arrays(model: ModelConfig, num_devices: 
     assert plan.layer_bytes * (model.num_layers - 3) == streamed
     assert plan.parts["judge: KV pool"] == sum(map(part, jax.tree.leaves(programs.abstract_pool())))
     assert plan.parts["judge: buffers of two layers"] == 2 * plan.layer_bytes
-
-
-def test_beside_gradients_on_a_freed_device(tmp_path: Path):
-    """The judge goes on with all devices, so those that are freed hold it as well."""
-    model = f"random:{write_tiny_model(tmp_path)}"
-    stream = {"trainer": {"stream": {"enable": True}}, "rollout": {"num_workers": 2}}
-    (plain,) = explain(sizes(**stream), SMOLLM2, 4).memory.freed
-    judge = {"model": model, "max_prompt_tokens": 1000}
-    c = sizes(reward={"domains": {"words": {"kind": "judge"}}, "judge": judge}, **stream)
-    e = explain(c, SMOLLM2, 4)
-    plan = e.memory
-    (judge_part,), (freed,) = plan.beside, plan.freed
-    assert freed.parts == {**plain.parts, **judge_part.parts}
-    (line,) = (line for line in str(e).splitlines() if "judge: KV pool" in line)
-    assert line.count("iB") == 2, "in the rollout, and beside gradients"
-    short = replace(plan, rollout={"rollout weights": 0, "KV pool": 0}, update={})
-    text = memory_problem(c, SMOLLM2, short, 4, plan.freed_bytes(freed) // 2)
-    assert text is not None
-    assert f"sums and {in_bytes(judge_part.total)} of the judge, and each of 4 has" in text
-    assert "or lower reward.judge.max_memory_gib, actor.ppo_max_token_len_per_gpu" in text
 
 
 # ---------------------------------------------------------------- weights

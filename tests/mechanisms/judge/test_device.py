@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from jaxrl.config.domains import domains
 from jaxrl.mechanisms.judge import Judge
 from jaxrl.mechanisms.judge.device import DeviceJudge
 from jaxrl.rewards.reward_pool import RewardPool
-from jaxrl.rollout.executor import PlanTimer
 from jaxrl.run.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import Verdict
@@ -26,7 +24,6 @@ from jaxrl.scheduling.rounds.round import Round
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
-from jaxrl.scheduling.tokens.progress import PlanTimes
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
 PROMPT = Prompt(0, 3, (1,), "?", "s")
@@ -157,56 +154,6 @@ def test_turns_and_what_they_count():
     assert not any(judge.take_metrics().values())
 
 
-class Timed(ReplayExecutor):
-    """Each plan takes a second of the device, and what is waited for between two a hundred."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.now_s = 0.0
-        self.timer = PlanTimer(lambda: self.now_s)
-        self.submitted: dict[int, float] = {}
-        self.in_flight = 0
-
-    def submit(self, plan: Any) -> Any:
-        self.submitted[plan.index] = self.timer.submits()
-        self.in_flight += 1
-        return super().submit(plan)
-
-    def collect(self, ticket: Any) -> Any:
-        result = super().collect(ticket)
-        self.now_s = max(self.now_s, self.submitted[result.index] + 1.0)
-        self.in_flight -= 1
-        return replace(result, duration_s=self.timer.took(self.submitted[result.index]))
-
-    def wait_quiet(self) -> None:
-        if self.in_flight:
-            self.now_s += 1.0
-        self.timer.seen_quiet()
-
-
-def test_a_plan_that_is_in_flight_during_a_turn_takes_its_own_time():
-    executor = Timed(RISING, 1, 4, 400, 4, 64)
-    actor = Engine(executor, BatcherConfig(decode_steps=2))
-    times: list[PlanTimes] = []
-    actor.watchers.append(times.append)
-    judge = pool("gaps", share=1.0)
-    machine: Any = judge.machine
-    machine.wait_for_actor = executor.wait_quiet
-    drain = judge.engine.drain
-
-    def slow_drain() -> Any:
-        executor.now_s += 100.0
-        return drain()
-
-    judge.engine.drain = slow_drain
-    run_round(actor, judge)
-    assert judge.take_metrics()["reward/judge/gap_turns"] == 0, "the round has taken them"
-    assert executor.now_s > 1000, "the judge had turns"
-    assert max(each.duration_s for each in times) <= 2.0
-    alone = [each for each in times if not each.was_queued]
-    assert len(alone) > 3, "after a turn no plan is queued behind another"
-
-
 class ActorWorker:
     recompiles = 0
 
@@ -248,16 +195,6 @@ def test_gaps_after_and_two_workers_give_the_same_rewards():
     two, measured = run_round(LocalWorkers(engines), pool("gaps", share=1.0))
     assert two == one
     assert measured["reward/judge/gap_turns"] > 0
-
-
-def test_a_round_that_is_dropped_leaves_nothing_to_judge():
-    judge = pool("after")
-    backend, current = begun(Engine(ReplayExecutor(RISING, 1, 4, 400, 4, 64), BatcherConfig(decode_steps=2)), judge)
-    while not judge.num_pending:
-        backend.apply(current.handle(backend.wait()))
-    backend.cancel()
-    assert judge.num_pending == 0
-    backend.leave_rollout()
 
 
 @pytest.mark.parametrize("num_samples", [1, 3])

@@ -31,9 +31,6 @@ ENDPOINT = {"endpoint": "http://localhost:8000/v1", "endpoint_model": "m"}
     ("judge", "sentence"),
     [
         ({}, "reward.kind=judge needs one of reward.judge.model and reward.judge.endpoint, found neither"),
-        ({**ENDPOINT, "model": "m"}, "needs one of reward.judge.model and reward.judge.endpoint, found both"),
-        ({"model": "m", "api_key_env": "K"}, "api_key_env (K) needs reward.judge.endpoint, which is empty"),
-        ({**ENDPOINT, "endpoint": "localhost:8000"}, "must be a URL such as http://localhost:8000/v1, found 'localh"),
         ({**ENDPOINT, "endpoint": "http://me:secret@h/v1"}, "found one with a name or password in it"),
         ({**ENDPOINT, "prompt": "{answer}"}, "reward.judge.prompt must have the field {response}, found '{answer}'"),
         ({**ENDPOINT, "score_pattern": "("}, "reward.judge.score_pattern ('(') is no regular expression: "),
@@ -45,12 +42,3 @@ def test_refused(judge: dict[str, Any], sentence: str):
         from_mapping({"model": {"path": "m"}, "reward": {"kind": "judge", "judge": judge}})
     assert sentence in str(refused.value)
     assert "secret" not in str(refused.value)
-
-
-def test_refused_with_other_options():
-    judge = {"model": {"path": "m"}, "reward": {"kind": "judge", "judge": ENDPOINT}, "data": {"answer_key": ""}}
-    with pytest.raises(ConfigError, match=r"has the field \{answer\}, but data\.answer_key is empty"):
-        from_mapping(judge)
-    reward = {"kind": "model", "judge": {"model": "m", "endpoint": "http://h/v1"}}
-    with pytest.raises(ConfigError, match=r"needs reward\.kind=judge"):
-        from_mapping({"model": {"path": "m"}, "reward": reward})

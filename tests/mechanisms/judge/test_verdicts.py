@@ -11,7 +11,7 @@ from tiny import write_tiny_model
 from jaxrl.config import ConfigError
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.mechanisms.judge import Judge, template_fields
-from jaxrl.mechanisms.judge.verdicts import MAX_KEPT_CHARS, JudgeText, Scalars, WrittenVerdicts
+from jaxrl.mechanisms.judge.verdicts import JudgeText, Scalars, WrittenVerdicts
 from jaxrl.rewards.scorers import ScoreRequest
 
 REQUEST = ScoreRequest(
@@ -23,21 +23,12 @@ def text(**options: Any) -> JudgeText:
     return JudgeText(Judge.Options().replace(**options))
 
 
-def test_default_prompt_holds_question_answer_and_response():
-    (message,) = text().ask(REQUEST)
-    assert message["role"] == "user"
-    assert "Question:\n2+2?\n" in message["content"]
-    assert "Reference answer:\n4\n" in message["content"]
-    assert f"Response:\n{REQUEST.response}\n" in message["content"]
-
-
 @pytest.mark.parametrize(
     ("template", "content"),
     [
         ("{response}", REQUEST.response),  # its own braces are text
         ("<{answer}> {source} {level} {tags}", '<4> essays 3 ["a", "ü"]'),
         (r"\boxed{} {} { answer } {'a': {'b': 1}} {0}", r"\boxed{} {} { answer } {'a': {'b': 1}} {0}"),
-        ("{{answer}} is {answer}", "{answer} is 4"),
     ],
 )
 def test_template(template: str, content: str):
@@ -58,21 +49,11 @@ def test_unknown_fields_are_refused():
         ("Fine.\nScore: 7", 0.7),
         ("Score: 2, no: **Score:** 8.5/10", 0.85),
         ("score:10.", 1.0),
-        ("Score: -1", None),
         ("Score: 3 ... Score: 30", None),  # the last one counts, and it is none
-        ("I cannot tell.", None),
     ],
 )
 def test_score(verdict: str, score: float | None):
     assert text().score(verdict) == score
-
-
-def test_score_by_a_pattern_of_ones_own():
-    letters = text(score_pattern=r"(?i)grade\s*=\s*([0-9a-z.]+)|none", min_score=-2.0, max_score=2.0)
-    assert [letters.score(each) for each in ("Grade=1", "GRADE = -1", "grade=nan", "grade=inf", "grade=a", "none")] == [
-        0.75,
-        *[None] * 5,
-    ]
 
 
 def test_nothing_to_read_is_an_error():
@@ -80,12 +61,6 @@ def test_nothing_to_read_is_an_error():
     assert (reward, info["unparsed"]) == (0.0, 2)
     assert info["error"] == "none of 2 verdicts of the judge holds a score (reward.judge.score_pattern)"
     assert text().read([])[1]["error"].startswith("none of 0 verdicts")
-
-
-def test_kept_text_is_bounded_and_keeps_its_end():
-    _, info = text().read(["x" * 50_000 + " Score: 5"] * 4)
-    assert sum(map(len, info["judge"])) == MAX_KEPT_CHARS
-    assert all(kept.startswith("…x") and kept.endswith("Score: 5") for kept in info["judge"])
 
 
 @pytest.mark.parametrize(

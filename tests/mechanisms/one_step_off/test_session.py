@@ -36,12 +36,6 @@ class FakeStep:
         self.asked.append(("leave",))
 
 
-def test_in_turns_the_round_comes_first_and_its_memory_goes_to_the_update() -> None:
-    step = FakeStep(lambda: "round")
-    assert OneStepOff(None, lambda name: nullcontext()).update(step, BATCH) == ("round", "update")
-    assert step.asked == [("collect", BATCH), ("leave",), ("learn", "loop")]
-
-
 def test_beside_the_update_both_run_at_once_within_one_phase() -> None:
     phases: list[str] = []
     learning, collecting = threading.Event(), threading.Event()

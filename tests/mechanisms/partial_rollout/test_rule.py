@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_rollout import FakePrompts, FakeRollout, FakeTraining, check_book, through_disk
-from rounds import START, Table, aborted, batch_keys, check_table, finish, key, names, run_steps, verdict
+from fake_rollout import FakePrompts, through_disk
+from rounds import START, Steps, Table, aborted, batch_keys, check_table, finish, key, verdict
 
 from jaxrl.mechanisms.partial_rollout import PartialRollout, WaitingGroup
 from jaxrl.scheduling.rounds.batches import RoundTime
@@ -97,7 +97,7 @@ def test_a_response_over_the_cap_starts_again_once_and_is_then_waited_for():
     def length(k: SampleKey) -> int:
         return (1000 if k.attempt == 0 else 40) if k.prompt_index == 0 else 3
 
-    _, results = run_steps(partial_rollout(1, 1, max_staleness=1), length, 6)
+    results = Steps(partial_rollout(1, 1, max_staleness=1), length).run(6)
     assert [result.groups[0].prompt.index for result in results] == [1, 2, 3, 0, 4, 5]
     # in each round the long one gets 3 tokens, and one more from the plan in flight
     assert [result.metrics["rollout/thrown_tokens"] for result in results] == [0, 0, 8, 0, 0, 0]
@@ -107,25 +107,6 @@ def test_a_response_over_the_cap_starts_again_once_and_is_then_waited_for():
     assert waited_for.versions.tolist() == [2] * 4 + [3] * 36
     assert results[3].metrics["rollout/surplus_prompts"] == 1
     assert results[4].metrics["rollout/launched_samples"] == 0
-
-
-def test_the_pipelines_lag_counts_against_the_same_cap():
-    """Tokens of version 0 are over the cap of 2 in step 4, and those of the next attempt, which begins then, in step 7;
-    or in step 6, as they are of version 2 where the rollout comes before the update."""
-    for lag, steps_of_restarts in ((0, [4, 7]), (1, [4, 6])):
-        rule = partial_rollout(1, 1, max_staleness=2, max_restarts=9, shared={"version_lag": lag})
-        rollout = FakeRollout(lambda k: 3 if k.prompt_index else 1000)
-        training = FakeTraining(rule, FakePrompts(50), rollout, None, version_lag=lag)
-        restarted = [training.run_step().metrics["rollout/restarted_samples"] for _ in range(7)]
-        assert [step for step, count in enumerate(restarted, 1) if count] == steps_of_restarts
-
-
-@pytest.mark.parametrize(("at_end", "carried", "drawn"), [("flush", 0, 8), ("leave", 2, 10)])
-def test_what_becomes_of_the_buffer_when_training_ends(at_end: Any, carried: int, drawn: int):
-    rule = partial_rollout(2, 2, at_end=at_end)
-    training, results = run_steps(rule, lambda k: 5 + 3 * k.prompt_index, 4, total=4)
-    assert [len(result.groups) for result in results] == [2] * 4
-    assert (rule.num_carried, training.prompts.position) == (carried, drawn)
 
 
 # -- a function of the user's ------------------------------------------------------------------------------------------
@@ -145,84 +126,40 @@ class Asked:
         return self.answers.pop(0) if self.answers else {}
 
 
-def filtered_training(asked: Any, total: int | None = None, **options: Any) -> FakeTraining:
+def filtered(asked: Any, total: int | None = None, **options: Any) -> Steps:
     """N = 1 of 3 with one sample each; prompts 0 and 1 are long."""
-    rule = PartialRollout(
-        BatchSettings(1, 1), PartialRollout.Options(enable=True, over_provision=3.0, **options), asked
-    )
-    rollout = FakeRollout(lambda k: {0: 30, 1: 60}.get(k.prompt_index, 3))
-    return FakeTraining(rule, FakePrompts(50), rollout, total)
-
-
-def launches(training: FakeTraining) -> list[tuple]:
-    return [command for command in names(training.rollout.commands) if command[0] == "launch"]
+    options = {"enable": True, "over_provision": 3.0} | options
+    rule = PartialRollout(BatchSettings(1, 1), PartialRollout.Options(**options), asked)
+    return Steps(rule, lambda k: {0: 30, 1: 60}.get(k.prompt_index, 3), total=total)
 
 
 def test_a_buffer_filter_orders_holds_back_and_starts_again():
     asked = Asked({}, {(0, 1): "resume", (0, 0): "wait"}, {(0, 1): "wait", (0, 0): "restart"}, {(0, 0): "restart"})
-    training = filtered_training(asked)
-    training.run_step()
+    steps = filtered(asked)
+    steps.run()
     assert asked.groups == [[]]
-    training.run_step()
+    steps.run()
     assert asked.groups[1] == [
         WaitingGroup((0, 0), 1, (4,), (False,), (0,), (0,)),
         WaitingGroup((0, 1), 1, (4,), (False,), (0,), (0,)),
     ]
     # one that waits is under way, too
-    assert launches(training) == [("launch", 1, key(1, 0), ("on", key(1, 0), [0] * 4)), ("launch", 3, key(3, 0))]
-    training.run_step()
-    assert launches(training) == [("launch", 0, key(0, 0, 1)), ("launch", 4, key(4, 0))]
-    result = training.run_step()
+    assert steps.launches == [("launch", 1, key(1, 0), ("on", key(1, 0), [0] * 4)), ("launch", 3, key(3, 0))]
+    steps.run()
+    assert steps.launches == [("launch", 0, key(0, 0, 1)), ("launch", 4, key(4, 0))]
+    (result,) = steps.run()
     assert asked.groups[3][0] == WaitingGroup((0, 0), 3, (4,), (False,), (2,), (1,))
     # max_restarts is 1: it goes on with the tokens that it has; the one that was not named goes on after it
-    assert [command[1] for command in launches(training)] == [0, 1, 5]
-    assert launches(training)[0][3] == ("on", key(0, 0, 1), [2] * 4)
-    assert [each.metrics["rollout/restarted_samples"] for each in training.results] == [0, 0, 1, 0]
-    assert training.results[2].metrics["rollout/thrown_tokens"] == 4
+    assert [command[1] for command in steps.launches] == [0, 1, 5]
+    assert steps.launches[0][3] == ("on", key(0, 0, 1), [2] * 4)
+    assert [each.metrics["rollout/restarted_samples"] for each in steps.results] == [0, 0, 1, 0]
+    assert steps.results[2].metrics["rollout/thrown_tokens"] == 4
     assert result.metrics["rollout/queue_length"] == 2
     assert asked.versions == [0, 1, 2, 3]
-    check_book(training)
-
-
-def test_groups_that_are_held_back_go_on_where_the_cap_or_the_end_needs_them():
-    def hold_back(*, groups: Any, policy_version: int) -> Any:
-        return {group.key: "wait" for group in groups}
-
-    capped = filtered_training(hold_back, max_staleness=2, max_restarts=0)
-    results = [capped.run_step() for _ in range(5)]
-    assert [result.groups[0].prompt.index for result in results[:3]] == [2, 0, 1]
-    assert all(result.metrics["rollout/restarted_samples"] == 0 for result in results)
-    flushed = filtered_training(hold_back, total=6)
-    results = [flushed.run_step() for _ in range(6)]
-    assert [result.groups[0].prompt.index for result in results] == [2, 3, 4, 5, 0, 1]
-    assert flushed.rule.num_carried == 0
-    check_book(flushed)
 
 
 def test_an_answer_that_is_none_is_refused():
-    training = filtered_training(Asked({}, {(0, 1): "drop"}))
-    training.run_step()
+    steps = filtered(Asked({}, {(0, 1): "drop"}))
+    steps.run()
     with pytest.raises(ValueError, match=r"must say one of resume, wait, restart for \(0, 1\), found 'drop'$"):
-        training.run_step()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_staleness": 0}, r"\(0 versions\) must be >= 1, or -1 for no cap: 4 prompts .* and a batch takes 2$"),
-        ({"max_staleness": 2, "over_provision": 3.25}, r"must be >= 3, .*: 7 prompts are under way"),
-    ],
-)
-def test_limits_that_cannot_be_are_refused(options: dict[str, Any], message: str):
-    with pytest.raises(ValueError, match=message):
-        partial_rollout(2, 2, **options)
-
-
-def test_states_of_another_make_are_refused():
-    rule = partial_rollout(2, 2)
-    run_steps(rule, lambda k: 5 + 3 * k.prompt_index, 1)
-    state, prompts = rule.state(), FakePrompts(9)
-    with pytest.raises(ValueError, match="partial rollout: state of schema 9"):
-        rule.load_state({**state, "schema": 9}, prompts)
-    with pytest.raises(ValueError, match=r"must keep rollout\.n"):
-        partial_rollout(2, 3).load_state(state, prompts)
+        steps.run()

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import closing, nullcontext, suppress
-from itertools import cycle
+from contextlib import closing, nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,9 @@ from sim_machine import SMALL
 from simulated_runs import House, check, make_config, make_workload, samples_of, whole
 
 from jaxrl.mechanisms.one_step_off import ConcurrentPhases
-from jaxrl.mechanisms.ranking_groups import RankingGroups
-from jaxrl.scheduling.tokens.local_workers import LocalWorkers
-from jaxrl.sim.clock import SimulatedClock, SimulatedConcurrently
 from jaxrl.sim.cost_model import CostModel, Efficiency
 from jaxrl.sim.hardware import H100
-from jaxrl.types import RunFailed, SampleKey
+from jaxrl.types import SampleKey
 
 BASE: dict[str, Any] = {
     "data.train_batch_size": 4,
@@ -88,19 +84,6 @@ def test_a_head_start_changes_no_number(plain: House, ranked: House):
 @pytest.mark.parametrize(
     "more",
     [
-        {"rollout.ranking_groups": {"enable": True, "num_groups": 2, "two_tier": False, "move": "kv"}},
-        {**RANKED, "trainer.test_freq": 3, "reward.score_when": "rollout"},
-    ],
-)
-def test_whatever_goes_with_it(plain: House, more: dict[str, Any]):
-    house = whole(make_config(BASE, **more), Lengths(), COST)
-    assert samples_of(house.groups) == samples_of(plain.groups)
-    assert summed(house, "head_start_s") > 0
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
         {"rollout.partial_rollout": {"enable": True}},
         {"algorithm.filter_groups": {"enable": True}},
         {"trainer.test_freq": 1},  # an evaluation comes between
@@ -114,66 +97,7 @@ def test_what_a_clock_may_not_decide_has_no_head_start(more: dict[str, Any]):
     assert ("rollout.partial_rollout" in more) == (summed(house, "carried_share") > 0)
 
 
-def test_an_outlier_moves_once_to_the_longest_group_that_still_draws(monkeypatch: pytest.MonkeyPatch):
-    house, moved = House(make_config(BASE, **RANKED), Lengths(), COST), list[SampleKey]()
-    move = LocalWorkers.move
-
-    def noted(workers: LocalWorkers, request_ids: list[int], target: int, by: Any) -> Any:
-        (request_id,) = request_ids
-        source = workers.worker_of(request_id)
-        assert source is not None
-        moved.append(workers.engines[source].batcher.progress(request_id).request.key)
-        (session,) = [each for each in house.loop._mechanisms if isinstance(each, RankingGroups)]
-        ranking, ahead = session._ranking.now, session.ahead
-        assert ranking is not None
-        drawing = [w for w in ranking.ranks if workers.num_live(w) and ahead.draws_now(w)]
-        (rank,) = [group.rank for group in ranking.groups if moved[-1] in group.keys]
-        assert target in drawing
-        assert rank < ranking.ranks[target] == max(ranking.ranks[w] for w in drawing if w != source)
-        return move(workers, request_ids, target, by)
-
-    monkeypatch.setattr(LocalWorkers, "move", noted)
-    assert house.run()
-    assert len(set(moved)) == len(moved) > 0
-    num_launched = BASE["data.train_batch_size"] * house.config.rollout.n
-    assert summed(house, "moved_share") * num_launched <= len(moved)
-
-
-def test_a_run_that_goes_on_draws_the_same(plain: House, ranked: House):
-    """Ended anywhere, also while requests of the next round are running."""
-    config, workload = make_config(BASE, **RANKED), Lengths()
-    num_begun, ends = 0, range(40, ranked.num_asked, max(ranked.num_asked // 4, 1))
-    for how, at in zip(cycle(("kill", "stop")), ends, strict=False):
-        house = House(config, workload, COST)
-        finished = False
-        with suppress(RunFailed):  # a stop beside an update
-            finished = house.run((how, at))
-        assert not finished
-        num_begun += house.state["rule"]["num_carried"] if house.saved else 0
-        assert house.run()
-        check(house)
-        assert samples_of(house.groups) == samples_of(plain.groups)
-    assert num_begun, "some boundary was left with prompts drawn ahead"
-
-
 # ---------------------------------------------------------------- two things at once
-
-
-def test_the_first_of_two_things_is_told_when_the_second_has_ended_on_a_simulated_clock():
-    """It is over at its end, whoever ran first."""
-    clock = SimulatedClock()
-    seen: list[bool] = []
-
-    def first() -> str:
-        for _ in range(3):
-            seen.append(together.has_ended)
-            clock.advance(2.0)
-        return "first"
-
-    together = SimulatedConcurrently(clock)
-    assert together(first, lambda: clock.advance(4.0)) == ("first", None)
-    assert seen == [False, False, True]
-    assert clock.now_s == 6.0
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -5,9 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from fake_rollout import FakePrompts
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from rounds import key
 
 from jaxrl.mechanisms.ranking_groups import RankingGroups
@@ -151,39 +148,3 @@ def test_what_was_measured_is_part_of_a_checkpoint_and_counts_only_where_it_may(
     with pytest.raises(ValueError, match="schema 9"):
         rule.load_state_dict({"schema": 9})
     rule.load_state_dict({})
-
-
-@settings(max_examples=40)
-@given(st.data())
-def test_every_prompt_of_an_epoch_runs_once_and_no_worker_starves(data):
-    """Any history, any number of groups and workers, with and without two tiers, with and without a head start."""
-    num_prompts, batch = data.draw(st.sampled_from([(12, 4), (12, 6), (8, 8)]))
-    lengths = data.draw(st.dictionaries(st.integers(0, num_prompts - 1), st.integers(1, 5000), min_size=1))
-    workers, samples = data.draw(st.integers(2, 9)), data.draw(st.integers(1, 4))
-    options = RankingGroups.Options(enable=True, num_groups=data.draw(st.integers(2, 9)))
-    step_s = data.draw(st.sampled_from([None, lambda rows, tokens: 0.01 + 0.001 * rows + 1e-6 * tokens]))
-
-    def played():
-        rule, prompts, ran = Ranking(options, workers, History(lengths), step_s), FakePrompts(num_prompts), []
-        for step in range(1, 2 * num_prompts // batch + 1):
-            launches = [launch(p.index, samples, p.epoch) for p in prompts.next(batch)]
-            if data.draw(st.booleans()) if first else ahead[step - 1]:
-                ahead[step - 1] = True
-                rule.ahead(launches, step)
-            dealt = rule.begin(launches, step)
-            ran += dealt
-            if rule.now is not None and batch * samples >= workers and step_s is None:
-                used = [worker for each in dealt for worker in each.workers]
-                least = batch * samples // (workers * 4)
-                assert min(used.count(worker) for worker in range(workers)) >= least
-        return ran
-
-    first, ahead = True, [False] * (2 * num_prompts // batch)
-    ran = played()
-    keys = [key for each in ran for key in each.keys]
-    assert len(set(keys)) == len(keys) == 2 * num_prompts * samples
-    for each in ran:
-        assert not each.workers or len(each.workers) == len(each.keys)
-        assert all(0 <= worker < workers for worker in each.workers)
-    first = False
-    assert played() == ran, "the same history, the same workers"

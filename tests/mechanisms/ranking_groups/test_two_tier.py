@@ -5,8 +5,6 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from jaxrl.mechanisms.ranking_groups.two_tier import (
     ExpectedLoad,
@@ -58,19 +56,6 @@ def test_nothing_feasible_gives_equal_shares():
     assert not allocation.is_feasible
     assert counts(allocation) == [1, 1, 1]
     assert allocate(each(loads), 3, None) == allocation, "as where nothing predicts times"
-
-
-LENGTHS = st.lists(st.integers(1, 5000), min_size=1, max_size=6).map(sorted)
-
-
-@settings(max_examples=40)
-@given(LENGTHS, st.integers(1, 12), st.integers(1, 64), st.sampled_from([0.0, 1.0, 30.0]))
-def test_every_group_is_served_and_no_worker_is_left_out(lengths, workers, responses, train_s):
-    loads = [ExpectedLoad(length, responses) for length in lengths]
-    parts = allocate(each(loads), workers, tau, train_s).parts
-    assert [i for part in parts for i in range(part.first, part.last + 1)] == list(range(len(loads)))
-    assert sum(part.num_workers for part in parts) == workers
-    assert all(part.num_workers >= 1 for part in parts)
 
 
 def drawn(rng):

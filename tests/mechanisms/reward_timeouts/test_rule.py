@@ -59,33 +59,6 @@ def test_correct_responses_alone_make_anchors(infos: list[dict[str, Any]], limit
     assert taught(*infos).limits(prompt(0)) == pytest.approx(limits)
 
 
-@pytest.mark.parametrize(
-    ("reference_s", "infos", "limits"),
-    [
-        (None, [], ()),  # the row has an empty value
-        (4.0, [wrong(0.1, 30.0, cut_off=1)], (6.0,)),
-        (4.0, [right(0.1, 8.0, 1.0)], (6.0, 12.0, 6.0)),  # a right response may be slower, and lowers none
-    ],
-)
-def test_a_column_of_the_data_is_an_anchor_of_all_test_cases(
-    reference_s: float | None, infos: list[dict[str, Any]], limits: tuple[float, ...]
-):
-    config = {"model": {"path": "x"}, "data": {"reference_time_key": "t"}, "reward": {"kind": "code"}}
-    timeouts = AdaptiveTimeouts.configured(from_mapping(config))
-    assert timeouts is not None
-    row = Prompt(0, 0, (1,), "problem 0", "code", extra={"t": reference_s})
-    for info in infos:
-        timeouts.learn(row, timeouts.limits(row), info)
-    assert timeouts.limits(row) == pytest.approx(limits)
-    assert timeouts.limits(prompt(1)) == (), "of a prompt without the column nothing is known"
-
-
-def test_anchors_are_of_a_problem_and_not_of_its_number():
-    timeouts = taught(right(4.0))
-    assert timeouts.limits(prompt(0, epoch=3)) == (6.0,)
-    assert timeouts.limits(prompt(1)) == timeouts.limits(prompt(0, text="another problem")) == ()
-
-
 def said(info: dict[str, Any]) -> Verdict:
     return Verdict(0.0, SampleKey(0, 0, 0), 0.0, info=info)
 
@@ -131,14 +104,6 @@ def fill(timeouts: AdaptiveTimeouts, indices: Sequence[int], num_cases: int = 2)
         timeouts.learn(prompt(index), (), right(*[float(index)] * num_cases))
 
 
-def test_the_number_of_anchors_is_bounded():
-    timeouts = AdaptiveTimeouts(TimeoutRule(), max_anchors=6)
-    fill(timeouts, [10, 11, 12, 10, 13])
-    assert [index for index in range(10, 14) if timeouts.limits(prompt(index))] == [10, 12, 13]
-    fill(timeouts, [14], num_cases=7)
-    assert [index for index in range(10, 15) if timeouts.limits(prompt(index))] == [10, 12, 13], "more than fit at all"
-
-
 def test_a_checkpoint_holds_the_anchors():
     first, second = AdaptiveTimeouts(TimeoutRule(), max_anchors=8), AdaptiveTimeouts(TimeoutRule(), max_anchors=8)
     fill(first, [5, 6, 7, 5])
@@ -154,17 +119,3 @@ def test_a_checkpoint_holds_the_anchors():
     empty.load_state_dict({})
     empty.load_state_dict(AdaptiveTimeouts(TimeoutRule()).state_dict())
     assert empty.limits(prompt(5)) == ()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"schema": 2}, "schema 2; this version reads schema 1"),
-        ({"seconds": np.ones(3)}, "must fit together"),
-    ],
-)
-def test_a_damaged_checkpoint_is_refused(change: dict[str, Any], message: str):
-    timeouts = AdaptiveTimeouts(TimeoutRule())
-    fill(timeouts, [1, 2])
-    with pytest.raises(ValueError, match=message):
-        AdaptiveTimeouts(TimeoutRule()).load_state_dict(timeouts.state_dict() | change)

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +13,6 @@ from jaxrl.mechanisms.speculation.index import (
     DraftIndex,
     DraftLengths,
     context_hashes,
-    index_bytes,
 )
 
 SHORT = DraftLengths(min_prefix=2, max_prefix=4, max_draft=5)
@@ -80,24 +78,6 @@ def build(*responses: list[int], weights: Sequence[float] | None = None) -> Draf
     return DraftIndex.build([np.array(r, np.int32) for r in responses], weights or [1.0] * len(responses))
 
 
-SIGNED = st.sampled_from([-3.0, -1.0, -0.25, 0.0, 0.5, 1.0, 2.0])
-
-
-@given(st.lists(st.tuples(st.sampled_from([5, 6]), SIGNED), min_size=1, max_size=8), st.data())
-def test_neither_another_occurrence_nor_a_higher_reward_turns_against_a_continuation(drawn: list, data: st.DataObject):
-    """Whatever the signs. The later of two equal ones is followed, so what is added comes last."""
-
-    def followed(pairs: list[tuple[int, float]]) -> int:
-        index = build(*([1, 2, 3, token] for token, _ in pairs), weights=[reward for _, reward in pairs])
-        return index.draft([1, 2, 3], 1).tolist()[0]
-
-    token = followed(drawn)
-    assert followed([*drawn, (token, data.draw(SIGNED))]) == token
-    place = data.draw(st.sampled_from([i for i, (each, _) in enumerate(drawn) if each == token]))
-    raised = (token, drawn[place][1] + data.draw(st.sampled_from([0.25, 1.0, 4.0])))
-    assert followed([*drawn[:place], raised, *drawn[place + 1 :]]) == token
-
-
 def test_of_equals_the_later_response_is_followed_and_an_end_comes_last():
     assert build([1, 2, 3, 5], [1, 2, 3, 6]).draft([1, 2, 3], 1).tolist() == [6]
     assert build([1, 2, 3, 5], [1, 2, 3], [1, 2, 3], weights=[0, 9, 9]).draft([1, 2, 3], 1).tolist() == [5]
@@ -107,15 +87,3 @@ def test_a_device_hashes_as_the_host_does():
     recent = np.array([[1, 2, 3], [START, START, 70000]], np.int32)
     salts = np.array([0, 3], np.uint32)
     assert (np.asarray(context_hashes(jnp.asarray(recent), jnp.asarray(salts))) == context_hashes(recent, salts)).all()
-
-
-# ---------------------------------------------------------------- of a prompt's history
-
-
-@pytest.mark.parametrize(("num_responses", "num_tokens"), [(1, 0), (3, 7), (3, 500)])
-def test_an_index_takes_at_most_what_is_planned(num_responses: int, num_tokens: int):
-    rng = np.random.default_rng(num_tokens)
-    built = build(*(rng.integers(0, 9999, num_tokens).tolist() for _ in range(num_responses)))
-    most = index_bytes(DraftLengths(), num_responses, num_responses * num_tokens)
-    assert built.num_bytes <= most
-    assert num_tokens < 500 or built.num_bytes > most / 2

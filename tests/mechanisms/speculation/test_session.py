@@ -25,7 +25,6 @@ from jaxrl.scheduling.tokens.progress import Counters
 from jaxrl.types import Group, Prompt, Sample, SampleKey, SamplingParams
 
 ON = Speculation.Options(enable=True)
-EVALUATION = RoundInfo(1, 1, "eval")
 
 
 def prompt(index: int, epoch: int = 0) -> Prompt:
@@ -95,46 +94,6 @@ def test_the_next_round_drafts_from_the_last_one(sessions: Any):
     session.round_begins(RoundInfo(1))
     assert index_of(session, prompt(3, epoch=2)).draft([1300, 1301, 1302], 1).tolist() == [1303]
     assert index_of(session, prompt(3, epoch=2)).find([300, 301, 302]) == (-1, 0), "one epoch"
-
-
-def test_evaluations_and_cancelled_rounds_leave_no_trace(sessions: Any):
-    session = sessions()
-    play(session, group(0))
-    session.round_begins(EVALUATION)
-    assert index_of(session, prompt(0, epoch=1)) is None
-    assert end(session, group(1)) == {}
-    session.round_begins(RoundInfo(1))
-    assert index_of(session, prompt(0, epoch=1)) is not None
-    session.round_cancelled()
-    assert session.store.prompts() == [0]
-
-
-def test_the_time_of_builds_and_of_waits_is_told(sessions: Any):
-    """By a clock that goes on with every look."""
-    session = sessions()
-    play(session, group(0), group(1))
-    session.round_begins(RoundInfo(1))
-    for index in (1, 0):
-        assert index_of(session, prompt(index)) is not None
-    first, again = end(session), play(session)
-    assert first["rollout/spec/build_wait_s"] + first["rollout/spec/build_s"] > 0
-    assert (again["rollout/spec/build_wait_s"], again["rollout/spec/build_s"]) == (0, 0)
-
-
-def test_a_build_that_fails_ends_the_run(sessions: Any, monkeypatch: pytest.MonkeyPatch):
-    """Also where no request asks for its index."""
-
-    def fail(*_: Any) -> DraftIndex:
-        raise MemoryError("no room")
-
-    session = sessions()
-    monkeypatch.setattr(DraftIndex, "build", fail)
-    play(session, group(0))
-    with pytest.raises(MemoryError, match="no room") as found:
-        session._builder.take(session._indexes[0])
-    assert found.value.__notes__ == ["while the draft index of prompt 0 was built (12 tokens)"]
-    with pytest.raises(MemoryError, match="no room"):
-        session.round_begins(EVALUATION)
 
 
 def test_after_a_resume_the_indexes_are_there_again(sessions: Any):

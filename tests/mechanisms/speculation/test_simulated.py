@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +23,6 @@ from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, DraftWindo
 from jaxrl.mechanisms.speculation.simulated import SimulatedDrafts, acceptance_model
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.scheduling.tokens.plan import TOKENS_PER_STEP, Plan, Request
 from jaxrl.scheduling.tokens.progress import Preempted, TraceEvent
 from jaxrl.sim.clock import SimulatedClock
@@ -47,32 +45,10 @@ def known(right: Sequence[int]) -> Acceptance:
 # ---------------------------------------------------------------- what is foretold
 
 
-def runs_of(found: Acceptance) -> list[tuple[int, int]]:
-    """The stretches: (first position, the one that is drafted wrong or the response's end)."""
-    places = np.flatnonzero(found.right >= 0)
-    ends, first = np.unique(places + found.right[places], return_index=True)
-    return list(zip(places[first].tolist(), ends.tolist(), strict=True))
-
-
 def model_of(seed: int, history: SimulatedHistory) -> Callable[[SampleKey, int], Acceptance]:
     """The acceptance of drafts where every prompt has this history."""
     workload: Any = SimpleNamespace(history=lambda prompt_index: history)
     return acceptance_model(seed, workload, Speculation.Options(min_prefix=3, max_prefix=7))
-
-
-def test_stretches_have_the_distribution_that_the_options_say():
-    """Medians, means of gaps, and growth over epochs; what is foretold goes by the response alone."""
-    options = SimulatedHistory(stretch_median=6.0, stretch_sigma=1.0, gap_mean=2.0, growth=0.5)
-    tell = model_of(3, options)
-    for epoch, median in ((1, 6.0), (3, 13.5)):
-        runs = [runs_of(tell(SampleKey(epoch, i, 0), 3000))[:-1] for i in range(30)]
-        stretches = np.array([end - first for each in runs for first, end in each])
-        gaps = np.array([b[0] - a[1] - 1 for each in runs for a, b in pairwise(each)])
-        assert np.mean(stretches < median) == pytest.approx(0.5, abs=0.03)
-        assert np.mean(gaps) == pytest.approx(2.0, rel=0.05)
-    assert (tell(SampleKey(1, 0, 0), 99).right == tell(SampleKey(1, 0, 0), 99).right).all()
-    others = [SampleKey(2, 0, 0), SampleKey(1, 1, 0), SampleKey(1, 0, 1), SampleKey(1, 0, 0, attempt=1)]
-    assert all((tell(other, 99).right != tell(SampleKey(1, 0, 0), 99).right).any() for other in others)
 
 
 # ---------------------------------------------------------------- a row's steps, worked out by hand
@@ -195,34 +171,12 @@ def test_without_blocks_to_spare_rows_get_what_decoding_needs_and_nothing_else()
     assert watched.engine.counters.preemptions == 0
 
 
-def test_without_history_no_plan_speculates():
-    watched = Watched(4, 200)
-    watched.engine.generate([request(0, 40, history=None)])
-    assert not any(plan.verifies for plan in watched.plans)
-
-
-def test_what_was_accepted_before_decides_nothing_once_all_have_ended():
-    """So a run that is resumed at a boundary plans as one that went on."""
-    watched = Watched(4, 200, StepCosts(lambda rows, context: 1.0, lambda rows, context: 3.0))
-    workers, found = LocalWorkers([watched.engine]), []
-    for _ in range(2):
-        workers.add(request(0, 80))
-        watched.plans.clear()
-        while not workers.is_idle:
-            workers.step()
-        found.append([plan.verifies for plan in watched.plans])
-    assert found[0] == found[1]
-    assert {*found[0]} == {True, False}, "3 tokens a step are not reached"
-
-
 # ---------------------------------------------------------------- whole runs
 
 SPECULATES = {"rollout.speculation": {"enable": True, "verify_tokens": 32}}
 PLACES = {
     "one worker": {"rollout.num_workers": 1},
-    "two workers, dynamic sampling": {"rollout.num_workers": 2, "algorithm.filter_groups": {"enable": True}},
     "tail batching": {"rollout.tail_batching": {"enable": True}},
-    "partial rollout": {"rollout.partial_rollout": {"enable": True}},
 }
 
 

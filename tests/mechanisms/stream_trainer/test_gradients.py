@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import jax
@@ -18,7 +18,6 @@ from jaxrl.config.checks import NEEDS_WHOLE_BATCH
 from jaxrl.config.options import AdvantageEstimator
 from jaxrl.mechanisms.stream_trainer.gradients import TrainStream
 from jaxrl.models import decoder
-from jaxrl.models.lora import Lora, without_adapters
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.split_mesh import Half
 from jaxrl.training import batch_preparation
@@ -180,35 +179,6 @@ def test_every_mode_and_estimator(wide, mode, kl, make_config, make_batch, make_
             check_equal(trainer, groups_of(batch), 1e-12 if wide else 1e-5, (2 * seed, 2 * seed + 1), stream)
 
 
-def test_with_adapters_the_base_on_the_half_is_the_reference(x64):
-    model = replace(TRAINED, lora=Lora(2, 4.0, ("q", "down")))
-    params = jax.tree.map(np.asarray, decoder.init(model, jax.random.key(0), "float64"))
-    for name in ("q_lora_b", "down_lora_b"):
-        params["layers"][name] = np.random.default_rng(0).normal(size=params["layers"][name].shape)
-    trainer = MeshTrainer(config_of(), model, params, make_mesh(jax.devices()[:2]))
-    stream = stream_of(trainer)
-    stream.open()
-    assert stream._weights is not None
-    found, wanted = stream._weights.on_device("ref"), without_adapters(trainer.params)
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    assert distance(found, wanted) == 0
-
-
-@pytest.mark.slow
-def test_other_losses_and_rejection(x64, make_config, make_batch, make_trainer):
-    """A weight, and what is rejected, follow from a sample alone: so they are the same on any devices."""
-    correction = {"rollout_is": "sequence", "rollout_is_threshold": 1.2}
-    correction |= {"rollout_rs": ["token_k1", "seq_max_k3"], "rollout_rs_threshold": ["0.7_1.4", "0.2"]}
-    options = WIDE | {"actor__loss_mode": "cispo", "algorithm__loss_agg_mode": "seq-mean-token-mean"}
-    config = make_config(**options, algorithm__rollout_correction=correction)
-    trainer, groups = make_trainer(config, 2), groups_of(make_batch(24, same=True))
-    check_equal(trainer, groups, 1e-12, (0, 1), stream_of(trainer))
-    trainer.accumulate(prepared(trainer, groups))
-    metrics = trainer.apply()
-    assert 0.05 < metrics["rollout_corr/rollout_rs_masked_fraction"] < 0.9
-    assert metrics["actor/pg_clipfrac"] == 0  # before its update the policy is the one before
-
-
 def test_the_same_parts_in_the_same_order_are_the_same_bits(shared: Shared, make_batch):
     """And again from a checkpoint, up to the weights after the update."""
     trainer, stream = shared.trainer, shared.stream
@@ -228,19 +198,6 @@ def test_the_same_parts_in_the_same_order_are_the_same_bits(shared: Shared, make
     shared.reset()
     streamed(trainer, stream, calls[::-1], rest)
     assert (flat(trainer.gradients()) != first).any()
-
-
-def test_a_gradient_that_is_not_finite_skips_the_update(shared: Shared, make_batch):
-    trainer, stream = shared.trainer, shared.stream
-    groups, before = groups_of(make_batch(12, same=True)), flat(shared.trainer.params)
-    groups[0].samples[1].reward = float("nan")
-    streamed(trainer, stream, [groups[:1]], groups[1:])
-    assert trainer.apply()["actor/skipped_updates"] == 1
-    np.testing.assert_array_equal(flat(trainer.params), before)
-    groups[0].samples[1].reward = 1.0
-    streamed(trainer, stream, [groups[:1]], groups[1:])
-    assert trainer.apply()["actor/skipped_updates"] == 0
-    assert (flat(trainer.params) != before).any()
 
 
 def test_what_is_abandoned_leaves_nothing(shared: Shared, make_batch):

@@ -6,7 +6,6 @@ import json
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -186,12 +185,6 @@ def left_of(drawn: list[tuple[int, int, int]]) -> list[LeftRequest]:
 KNOWN = st.lists(st.integers(1, 800), max_size=12)
 
 
-@given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 400), st.integers(0, 400)), min_size=1, max_size=8), KNOWN)
-def test_the_projection_is_above_the_expected_peak(drawn: list[tuple[int, int, int]], lengths: list[int]):
-    requests = left_of(drawn)
-    assert projected_kv(requests, recorded(*lengths)) >= exact_peak(requests, lengths, 0.0) - 1e-6
-
-
 @given(
     st.lists(st.tuples(st.integers(1, 50), st.integers(0, 400), st.integers(0, MAX_POINTS)), min_size=1, max_size=8),
     KNOWN,
@@ -200,80 +193,3 @@ def test_where_each_step_is_a_point_the_projection_is_exact(drawn: list[tuple[in
     requests = left_of(drawn)
     exact = exact_peak(requests, lengths, 2.0)
     assert exact - 1e-6 <= projected_kv(requests, recorded(*lengths)) <= math.ceil(exact - 1e-6) + 1
-
-
-@pytest.mark.parametrize(("num_prompts", "correlation"), [(16, 0.5), (16, 0.9), (64, 0.0)])
-def test_the_real_peak_is_seldom_above_the_projection(num_prompts: int, correlation: float):
-    """Rounds of eight responses a prompt, which decides a share of their lengths' variance; three rounds are known."""
-    rng, over, looks = np.random.default_rng(0), 0, 0
-
-    def lengths() -> np.ndarray:
-        common, own = rng.normal(size=(num_prompts, 1)), rng.normal(size=(num_prompts, 8))
-        score = math.sqrt(correlation) * common + math.sqrt(1 - correlation) * own
-        return 1 + np.minimum(1000 * np.exp(1.1 * score), 8192).astype(int).ravel()
-
-    history = recorded(*(int(length) for _ in range(3) for length in lengths()))
-    for _ in range(60):
-        ends, prompts = lengths(), np.repeat(rng.integers(50, 400, num_prompts), 8)
-        for share in (0.2, 0.35, 0.5):
-            now = int(np.sort(ends)[int(share * len(ends)) - 1])
-            left = np.flatnonzero(ends > now)
-            requests = [LeftRequest(int(prompts[i]), now, 8193, int(i) // 8) for i in left]
-            peak = max(((prompts[left] + end) * (ends[left] >= end)).sum() for end in [now, *ends[left]])
-            looks, over = looks + 1, over + (0.9 * peak > projected_kv(requests, history))
-        for end in ends:
-            history.add(int(end))
-    print(f"{num_prompts} prompts, correlation {correlation}: {over / looks:.1%} above")
-    assert over / looks <= 0.025
-
-
-@given(
-    st.integers(2, 6).map(lambda half: 2 * half),
-    st.integers(1, 60),
-    st.lists(st.integers(1, 90), max_size=20),
-    st.floats(0.05, 1.0),
-    st.integers(1, 3000),
-    st.integers(1, 40),
-    st.randoms(use_true_random=False),
-)
-def test_at_most_one_scale_down_in_its_window_and_only_where_it_fits(
-    workers: int, num_all: int, lengths: list[int], share: float, kv_tokens: int, num_rows: int, rng: Any
-):
-    options = StreamTrainer.Options(kv_margin=round(rng.uniform(0, 0.9), 2))
-    rule = opened(options, workers, {"plain": lengths} if rng.random() < 0.7 else {})
-    requests = [LeftRequest(rng.randint(1, 20), 0, 100) for _ in range(num_all)]
-    place = [rng.randrange(workers) for _ in requests]
-    progress = [0] * num_all
-    left, found, last_look = list(range(num_all)), [], 0
-    while left:
-        for i in left:
-            progress[i] = min(progress[i] + rng.randint(0, 12), 100)
-        for i in rng.sample(left, rng.randint(1, max(1, len(left) // 4))):
-            left.remove(i)
-        now = [
-            WorkerLoad(
-                tuple(LeftRequest(requests[i].num_prompt, progress[i], 100) for i in left if place[i] == worker),
-                kv_tokens,
-                num_rows,
-            )
-            for worker in range(workers)
-        ]
-        done = num_all - len(left)
-        decision = rule.after_finish(done, num_all, lambda now=now: now)
-        if decision is None:
-            continue
-        assert 0.2 <= done / num_all <= 0.5
-        assert not found
-        assert done - last_look >= 0.05 * num_all - 1e-9
-        last_look = done
-        everything = [request for worker in now for request in worker.requests]
-        peak = projected_kv(everything, recorded(*lengths) if rule._histories else LengthHistory())
-        room = int((1 - options.kv_margin) * kv_tokens * (workers // 2))
-        fits = peak <= room and len(everything) <= num_rows * (workers // 2)
-        assert bool(decision.freed) == fits
-        if decision.freed:
-            found.append(decision)
-            assert decision.freed in halves(workers)
-            moved = [sum(now[i].num_tokens for i in half) for half in halves(workers)]
-            assert decision.moved_tokens == min(moved)
-    assert len(found) <= 1

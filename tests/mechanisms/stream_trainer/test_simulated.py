@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,26 +12,18 @@ from known_samples import KnownSample, KnownWorkload
 from sim_machine import ConstantCost, key
 from simulated_runs import played, samples_of
 
-from jaxrl.config import Config, SimulatedScoring, TaskSection, from_mapping
+from jaxrl.config import Config, from_mapping
 from jaxrl.mechanisms.stream_trainer import GradientStream, StreamTrainer
-from jaxrl.record.journal import Journal
-from jaxrl.run.simulation import Simulation, build
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.trainer import load_of
 from jaxrl.sim.workload import Workload
-from jaxrl.types import Group, RunFailed, StreamFailed, TrainBatch
+from jaxrl.types import Group, TrainBatch
 
 
-def simulated(made: Config, cost: CostModel, workload: Workload, state: str | None = None, **more: Any) -> Any:
+def simulated(made: Config, cost: CostModel, workload: Workload, **more: Any) -> Any:
     """As `simulated_runs.played`, with what was trained for the groups."""
-
-    def check(simulation: Simulation) -> None:
-        if any(isinstance(each, StreamTrainer) for each in simulation.run.mechanisms):
-            assert sum(bool(decision.freed) for decision in simulation.run.mechanism(StreamTrainer).decisions) <= 1
-            assert simulation.run.workers.num_open == made.rollout.num_workers
-
-    simulation, metrics, groups, saved = played(made, cost, workload, state, check, **more)
+    simulation, metrics, groups, saved = played(made, cost, workload, **more)
     return simulation, metrics, samples_of(groups), saved
 
 
@@ -93,60 +82,20 @@ def test_a_step_with_a_stream_by_hand():
     assert trained == same
 
 
-def test_a_step_with_a_stream_and_a_judge_by_hand():
-    """As before, but the long responses of one prompt have 23 tokens, and a judge takes 4 s of all devices for each:
-    the rollout ends 8 s later, and so do the gradients on the freed devices, of which 3 s are left then. Another domain
-    is scored by workers, at once.
-    """
-    lengths = {k: 23 if k.prompt_index == 2 else n for k, n in LENGTHS.items()}
-    samples = {k: KnownSample(n, float(k.sample_index)) for k, n in lengths.items()}
-    workload = KnownWorkload(samples, dict.fromkeys(range(4), 4), {2: "judge"})
-    tasks = {"judge": TaskSection(scoring=SimulatedScoring(device_s=4.0)), "known": TaskSection()}
-    made = by_hand(enable=True)
-    made = made.replace(simulate=made.simulate.replace(tasks=tasks))
-    _, metrics, trained, _ = simulated(made, ConstantCost(), workload)
-    step = metrics[1]
-    assert step["reward/seconds"] == 8
-    assert step["timing_s/gen"] == 16 + 10 + 26 + 8
-    assert step["rollout/scale_down/hidden_s"] == 60 - 28
-    assert step["timing_s/stream"] == 3 + 3
-    assert step["timing_s/step"] == 60 + 3 + 3 + 7 + 101 + 5
-    assert trained == simulated(made.replace(trainer=by_hand().trainer), ConstantCost(), workload)[2]
-
-
-@pytest.mark.parametrize(("counts", "freed"), [("samples", 4 / 8), ("prompts", 1 / 4)])
-def test_what_is_counted(counts: str, freed: float):
-    """Two short samples of one prompt and one each of two others: half of the samples ends together, and a prompt."""
-    short = {key(0, 0), key(0, 1), key(1, 0), key(2, 0)}
-    samples = {k: KnownSample(3 if k in short else 31) for k in LENGTHS}
-    workload = KnownWorkload(samples, dict.fromkeys(range(4), 4))
-    simulation, metrics, _, _ = simulated(by_hand(enable=True, counts=counts, pace=0.5), ConstantCost(), workload)
-    assert metrics[1]["rollout/scale_down/done_share"] == freed
-    assert metrics[1]["actor/streamed_share"] == 1 / 4
-    assert simulation.run.mechanism(StreamTrainer).decisions[-1].counts == counts
-
-
 COST = CostModel(LARGE, H100)
 
 
 class Listening:
-    """A stream, and what each call gives it; one of its calls may fail, or it may never have room."""
+    """A stream, and what each call gives it."""
 
-    def __init__(
-        self, stream: GradientStream, given: list[list[Group]], fails_at: int = 0, *, is_full: bool = False
-    ) -> None:
-        self._stream, self._given, self._fails_at, self._is_full = stream, given, fails_at, is_full
+    def __init__(self, stream: GradientStream, given: list[list[Group]]) -> None:
+        self._stream, self._given = stream, given
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def poll(self) -> bool:
-        return not self._is_full and self._stream.poll()
-
     def give(self, groups: Sequence[Group], step: int) -> None:
         self._given.append(list(groups))
-        if len(self._given) == self._fails_at:
-            raise StreamFailed("INTERNAL: a device is gone")
         self._stream.give(groups, step)
 
 
@@ -172,73 +121,6 @@ def test_what_was_streamed_is_taken_off_the_update(num_workers: int):
     assert simulation.run.workers.num_open == num_workers
 
 
-def test_no_more_prompts_begin_together_than_may():
-    sizes = {}
-    for most in (0, 1):
-        given: list[list[Group]] = []
-        made = streaming(large_config(), max_prompts=most)
-        simulated(made, COST, WORKLOAD, feeding=partial(Listening, given=given))
-        sizes[most] = [len(call) for call in given]
-    assert {*sizes[1]} == {1}
-    assert max(sizes[0]) > 1
-
-
-def test_no_clock_decides_what_is_given_together():
-    """A stream that has no room until the round has ended gets the same parts."""
-    outcomes = []
-    for is_full in (False, True):
-        given: list[list[Group]] = []
-        _, _, trained, _ = simulated(
-            streaming(large_config()), COST, WORKLOAD, feeding=partial(Listening, given=given, is_full=is_full)
-        )
-        outcomes.append(([[group.prompt.key for group in call] for call in given], trained))
-    assert outcomes[0] == outcomes[1]
-
-
-def journalled(file: Path, made: Config, **more: Any) -> tuple[Simulation, dict[int, Any]]:
-    """A simulated run of one step with a journal, as a real one has; and what it trained on."""
-    groups: dict[int, list[Group]] = {}
-    made = made.replace(trainer=made.trainer.replace(total_training_steps=1))
-    simulation = build(made, COST, WORKLOAD, on_step=lambda step, _, batch: groups.__setitem__(step, batch), **more)
-    with closing(Journal(file, 0)) as journal:
-        simulation.run.mechanism(StreamTrainer)._journal = journal
-        assert simulation.loop.run()
-    return simulation, samples_of(groups)
-
-
-def test_a_step_that_runs_again_frees_as_the_journal_says(tmp_path: Path):
-    """The second run's rule would wait for more; where layouts switch by a clock, the order of ends may differ."""
-    file = tmp_path / "journal.jsonl"
-    first, trained = journalled(file, streaming(large_config()))
-    again, same = journalled(file, streaming(large_config(), min_done=0.5))
-    (decision,) = first.run.mechanism(StreamTrainer).decisions
-    assert decision.freed
-    assert decision.num_done < 0.5 * decision.num_all
-    assert again.run.mechanism(StreamTrainer).decisions == [decision]
-    assert len(file.read_text().splitlines()) == 2, "the header, and one decision"
-    assert same == trained
-
-
-def test_a_failure_of_the_stream_ends_the_run_and_what_it_was_given_counts_for_nothing():
-    given: list[list[Group]] = []
-    made = streaming(large_config())
-    sentence = (
-        r"have failed on the devices of workers \d \(INTERNAL: a device is gone\): run again, with trainer\.stream"
-    )
-    with pytest.raises(RunFailed, match=sentence):
-        simulated(made, COST, WORKLOAD, feeding=partial(Listening, given=given, fails_at=2))
-    assert given[0]
-
-
-def test_a_run_with_evaluations_that_is_resumed_goes_on_the_same():
-    made = streaming(large_config())
-    made = made.replace(trainer=made.trainer.replace(test_freq=2))
-    _, metrics, trained, saved = simulated(made, COST, WORKLOAD)
-    _, again, same, _ = simulated(made, COST, WORKLOAD, saved[2])
-    assert again == {step: metrics[step] for step in (3, 4, -4)}
-    assert same == {step: trained[step] for step in (3, 4)}
-
-
 @pytest.mark.parametrize("short_rounds", [False, True])
 def test_long_rounds_of_tail_batching(short_rounds: bool):
     made = large_config()
@@ -250,22 +132,3 @@ def test_long_rounds_of_tail_batching(short_rounds: bool):
         assert same == trained
     freed = {step["rollout/long_round"]: step["rollout/scale_down/freed"] for step in metrics.values()}
     assert freed == {1.0: 1.0, 0.0: float(short_rounds)}
-
-
-def test_kv_moves_where_that_is_predicted_cheaper():
-    """With the modelled devices' profile, rows leave with their KV; without one, they are computed again."""
-    made = streaming(large_config())
-    layout = made.rollout.layout.replace(switch=True, degrees=[1, 2], direction="up", min_gain=0.9)  # never switches
-    profiled = made.replace(rollout=made.rollout.replace(layout=layout))
-    found = []
-    for each in (profiled, made):
-        off = each.replace(trainer=each.trainer.replace(stream=large_config().trainer.stream))
-        _, still, trained, _ = simulated(off, COST, WORKLOAD)
-        _, moved, same, _ = simulated(each, COST, WORKLOAD)
-        assert same == trained
-        assert sum(step["rollout/scale_down/moved_tokens"] for step in moved.values()) > 0
-        found.append(
-            sum(moved[step]["rollout/prefill_tokens"] - still[step]["rollout/prefill_tokens"] for step in moved)
-        )
-    assert found[0] == 0
-    assert found[1] > 0

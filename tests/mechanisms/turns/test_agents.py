@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -153,16 +151,6 @@ def test_a_program_that_is_gone_is_run_again_from_its_beginning(agents: AgentPoo
     assert observed(agents).reward == 3.0
 
 
-def test_a_client_that_asks_again(agents: AgentPool):
-    key, prompt = SampleKey(0, 0, 0), prompt_of("asks again")
-    agents.submit(key, prompt, "hello", None)
-    first = observed(agents)
-    time.sleep(0.5)
-    assert agents.completed() == [], "the same request is answered once"
-    agents.submit(key, prompt, "stop", first.state)
-    assert observed(agents).reward == 2.0
-
-
 @pytest.mark.parametrize(
     ("how", "status", "words"),
     [
@@ -182,37 +170,3 @@ def test_programs_that_do_otherwise(agents: AgentPool, how: str, status: str, wo
         found = observed(agents) if how == "two at once" else found
     assert (found.done, found.status) == (True, status)
     assert words in found.error
-
-
-def test_keys_of_others_and_other_routes(agents: AgentPool):
-    import openai
-
-    client = openai.OpenAI(base_url=agents.base_url, api_key="guessed", max_retries=0)
-    with pytest.raises(openai.AuthenticationError, match="no trajectory has this key"):
-        client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x"}])
-    with pytest.raises(openai.NotFoundError, match=r"no route /v1/embeddings: the policy is asked by /chat/comp"):
-        client.embeddings.create(model="policy", input="x")
-
-
-def test_the_example_for_the_agents_sdk(monkeypatch: pytest.MonkeyPatch, tiny_model: Path):
-    pytest.importorskip("agents", reason="openai-agents is not installed")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # where the worker finds the SDK
-    example = Path(__file__).resolve().parents[3] / "examples" / "agents_sdk.py"
-    section = {"kind": "openai", "path": str(example), "num_workers": 1, "env": ["PYTHONPATH"]}
-    config = from_mapping({"model": {"path": "m"}, "environment": section})
-    call = '<tool_call>{"name": "add", "arguments": {"a": 40, "b": 2}}</tool_call>'
-    with closing(EnvironmentPool(config)) as pool:
-        agents = pool.conversation(Tokenizer.from_path(tiny_model)).acting
-        assert isinstance(agents, AgentPool)
-        assert [each["function"]["name"] for each in pool.schemas({}, "row 1")] == ["add"]
-        ((row, messages),) = pool.problems(0, 1, 0)
-        prompt = Prompt(0, 0, (), "", row["answer"], extra=row | {"messages": messages})
-        for index, (text, reward) in enumerate([(row["answer"], 1.0), ("Who knows?", 0.0)]):  # one process plays both
-            key = SampleKey(0, index, 0)
-            agents.submit(key, prompt, f"Well.\n{call}", None)
-            told = observed(agents)
-            answers = [(each["role"], each["content"]) for each in told.messages]
-            assert (answers, told.status) == ([("tool", "42")], "ok")
-            agents.submit(key, prompt, text, told.state)
-            last = observed(agents)
-            assert (last.done, last.reward, last.metrics) == (True, reward, {"calls": 1.0})

@@ -55,14 +55,6 @@ def rewards_of(found: Sequence[Group]) -> list[list[float | None]]:
     return [[each.reward for each in group.samples] for group in found]
 
 
-def test_what_has_failed_before_is_not_compared():
-    contests, (found, *_) = Contests(), groups()
-    found.samples[0].failure, found.samples[0].reward = "the simulator is down", 0.0
-    assert GroupRewards(contests)([found], RoundInfo(1))["reward/errors"] == 0
-    assert [(index, len(trajectories)) for index, trajectories in contests.asked] == [(3, 1)]
-    assert rewards_of([found]) == [[0.0, 1.5]]
-
-
 def test_rewards_that_compare():
     contests, found = Contests(), groups()
     measured = GroupRewards(contests)(found, RoundInfo(1))

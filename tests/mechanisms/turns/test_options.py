@@ -22,8 +22,6 @@ TOOLS = {"kind": "tools", "path": "tools.py"}
             {"data": {"max_response_length": 64}},
             "environment.max_trajectory_tokens (65 tokens) must be at most data.max_response_length (64 tokens)",
         ),
-        ({}, {"algorithm": {"adv_estimator": "grpo_turns"}}, "grpo_turns needs environment.kind"),
-        (TOOLS, {"rollout": {"stop": ["x"]}}, "rollout.stop excludes environment.kind"),
         (
             TOOLS | {"group": "G"},
             {"algorithm": {"filter_groups": {"enable": True}}},

@@ -13,7 +13,7 @@ import pytest
 
 from jaxrl.config import from_mapping
 from jaxrl.environments.env import Trajectory
-from jaxrl.mechanisms.turns.pool import EnvironmentPool, read_answer
+from jaxrl.mechanisms.turns.pool import EnvironmentPool
 from jaxrl.mechanisms.turns.rule import CallTimes, Observed
 from jaxrl.types import Prompt, SampleKey
 
@@ -203,24 +203,6 @@ def test_an_object_goes_on_in_any_process(pool_of: Callable[..., EnvironmentPool
     assert (last.done, last.reward, early.done, early.reward) == (True, 1.0, True, 0.0)
 
 
-def test_a_row_names_another_class_and_its_tools(pool_of: Callable[..., EnvironmentPool]):
-    pool = pool_of(CLASSES, kind="class", name="Box")
-    row = {"environment": "Heavy", "env_args": {"size": 2}}
-    (found,) = asked(pool, (call("take", count=1), None), row=row)
-    assert (found.done, found.status) == (True, "error")
-    assert found.error.startswith("ValueError: the environment takes 10")
-    assert pool.schemas({"tools": []}, "row 1") == []
-    with pytest.raises(ValueError, match="row 2: the column 'tools' names 'put', and there are take"):
-        pool.schemas({"tools": ["put"]}, "row 2")
-    with pytest.raises(ValueError, match=r"row 3: .*defines no class 'Bag'"):
-        pool.schemas({"environment": "Bag"}, "row 3")
-
-
-def test_a_column_of_another_form(pool_of: Callable[..., EnvironmentPool]):
-    with pytest.raises(ValueError, match="row 1: the column 'tools' must be a list of names, found 'act'"):
-        pool_of().schemas({"tools": "act"}, "row 1")
-
-
 def test_a_native_environment_makes_its_rows(pool_of: Callable[..., EnvironmentPool]):
     pool = pool_of(CLASSES, kind="native", name="Chat")
     rows = list(pool.problems(0, 1002, seed=7))
@@ -260,12 +242,6 @@ class Game:
                 raise ConnectionError("the simulator is down")
             case "stays":
                 time.sleep(60)
-            case "dies":
-                os._exit(3)
-            case "exits":
-                raise SystemExit(1)
-            case "dict":
-                return {"reward": 1.0, "next_observation": "?"}
             case "lambda":
                 self.kept = lambda: 1
                 return StepResult(1.0, False, "?")
@@ -285,18 +261,12 @@ def test_environments_that_fail_say_so_and_no_reward_of_theirs_counts(
     wrong = {
         "raises": ("error", "ConnectionError: the simulator is down (environment.py, line 21, in step)"),
         "stays": ("timeout", "no answer within environment.timeout_s (1 s)"),
-        "dies": ("crash", "the environment's process ended with exit code 3"),
-        "exits": ("error", "SystemExit: 1 (environment.py, line 27, in step)"),
-        "dict": ("error", "ValueError: Game.step must return a StepResult, found dict"),
         "lambda": ("error", "ValueError: Game cannot be pickled, as it is between two turns: "),
         "metric": ("error", "metrics must be finite numbers, found {'m': 'nan'}"),
         "None": ("error", f"{MUST}None"),
-        "float('nan')": ("error", f"{MUST}nan"),
         "1e308": ("error", f"{MUST}1e+308"),
-        "10**400": ("error", f"{MUST}1000"),
     }
-    rewards = {"1": 1.0, "True": 1.0, "np.float64(0.5)": 0.5, "np.array(0.5)": 0.5, "np.int64(2)": 2.0}
-    rewards["-3e38"] = -3e38
+    rewards = {"1": 1.0, "np.array(0.5)": 0.5, "-3e38": -3e38}
     first, *found = asked(pool, ("good", None), *((text, None) for text in (*wrong, *rewards)))
     assert (first.status, first.done, first.reward) == ("ok", False, 1.0)
     for (text, (status, words)), answer in zip(wrong.items(), found, strict=False):
@@ -307,23 +277,6 @@ def test_environments_that_fail_say_so_and_no_reward_of_theirs_counts(
     later, unmade = asked(pool, ("raises", first.state), row={}), asked(pool, ("1", None), row={"made": "raises"})
     assert [each.status for each in (*later, *unmade)] == ["error", "error"]
     assert unmade[0].error == f"RuntimeError: no database ({tmp_path}/environment.py, line 9, in __init__)"
-
-
-def test_a_process_is_replaced_after_so_many_calls(pool_of: Callable[..., EnvironmentPool]):
-    """What a tool leaves behind in its process is gone then, and no answer is lost."""
-
-    def pids(count: int, **options: Any) -> list[str]:
-        pool = pool_of(num_workers=1, **options)
-        return [content(answer) for _ in range(count) for answer in asked(pool, (call("act", what="pid"), None))]
-
-    found = pids(5, max_calls_per_worker=2)
-    assert [found.index(pid) for pid in found] == [0, 0, 2, 2, 4]
-    assert len({*pids(5)}) == 1
-
-
-def test_a_tool_without_a_docstring_is_refused(pool_of: Callable[..., EnvironmentPool]):
-    with pytest.raises(ValueError, match="f has no docstring"):
-        pool_of("def f(x): ...").schemas({}, "row 1")
 
 
 GROUPS = (
@@ -367,17 +320,3 @@ def test_trajectories_are_compared(pool_of: Callable[..., EnvironmentPool]):
     while not answers:
         answers = pool.completed(0.1)
     assert content(answers[0]) == "1 left"
-
-
-@pytest.mark.parametrize(
-    "info",
-    [
-        {},
-        {"done": 1, "messages": [], "state": "", "metrics": {}},
-        {"done": True, "messages": [{"role": "assistant", "content": "x"}], "state": "", "metrics": {}},
-        {"done": True, "messages": [], "state": "", "metrics": {"x": 10**400}},
-    ],
-)
-def test_answers_that_no_worker_of_ours_sends(info: dict[str, Any]):
-    with pytest.raises(ValueError, match=r"no answer|finite numbers"):
-        read_answer(SampleKey(0, 0, 0), 0.0, info)

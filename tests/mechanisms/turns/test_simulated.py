@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxrl.commands.simulate import simulate
-from jaxrl.config import from_mapping
 from jaxrl.config.simulation import SimulatedTool
-from jaxrl.mechanisms.turns.simulated import SimulatedTools, TurnModel, measured
+from jaxrl.mechanisms.turns.simulated import SimulatedTools, TurnModel
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
 from jaxrl.types import Prompt, SampleKey
 
@@ -85,43 +81,3 @@ def test_a_worker_answers_one_turn_at_a_time_and_a_verdict_ends_a_wait():
     assert tools.completed(1.0) == []
     assert [each.key for each in tools.completed(1.0)] == [KEYS[2]]
     assert clock.now_s == 3.0
-
-
-def test_what_a_record_says_of_tools():
-    turn = {"answer": [{"role": "tool", "content": "x"}], "tokens": [["a", -1]] * 4}
-    last = {"answer": [], "seconds": 0.0, "tokens": [["a", -1]] * 2}
-    turns = [[turn | {"seconds": s}, turn | {"seconds": 2 * s}, last] for s in (1.0, 2.0, 4.0)] + [[last]]
-    found = measured(turns, [30, 30, 30, 2], SimulatedTool(max_s=9.0))
-    assert (found.turns, found.answer_tokens, found.max_s) == (2.5, 10, 9.0)
-    assert found.median_s == pytest.approx(math.sqrt(2 * 4))
-    assert found.sigma == pytest.approx(math.log(2) / 1.349, rel=0.3)
-
-
-def run_of(folder: Path, *rules: str) -> list[float]:
-    """Seconds of the steps of a run whose tools are slow now and then."""
-    section: dict[str, Any] = {
-        "model": {"path": "SmolLM2-135M"},
-        "environment": {"kind": "tools", "path": "calculator", "num_workers": 64},
-        "data": {"train_batch_size": 8, "max_prompt_length": 64, "max_response_length": 512},
-        "rollout": {"n": 4, "max_num_seqs": 64, **{rule: {"enable": True} for rule in rules}},
-        "actor": {"ppo_max_token_len_per_gpu": 4096},
-        "reward": {"kind": "environment"},
-        "trainer": {"total_training_steps": 5},
-        "simulate": {
-            "num_devices": 1,
-            "run_dir": str(folder),
-            "tool": {"median_s": 0.2, "sigma": 1.98, "turns": 4.0},
-            "tasks": {"simulated": {"response": {"median": 60}}},
-        },
-    }
-    simulate(from_mapping(section), say=lambda line: None)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert all(line["environment/num_turns/mean"] > 2 for line in lines)
-    assert all(line["stop/done"] + line["stop/max_trajectory_tokens"] == pytest.approx(1) for line in lines)
-    return [line["timing_s/gen"] for line in lines[:-2]]  # the last ones empty what is carried
-
-
-def test_rules_leave_slow_tools_behind(tmp_path: Path):
-    plain = mean(run_of(tmp_path / "plain"))
-    assert mean(run_of(tmp_path / "tail", "tail_batching")) < plain / 2
-    assert mean(run_of(tmp_path / "partial", "partial_rollout")) < plain / 2

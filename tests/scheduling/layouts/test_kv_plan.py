@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from checked_blocks import check_blocks
 from hypothesis import given
 from hypothesis import strategies as st
@@ -131,26 +130,6 @@ def test_lanes_say_the_same_as_the_copies(generation):
     assert sorted(found) == sorted(
         (c.source_group, c.source_block, c.target_group, c.target_block) for c in plan.copies
     )
-
-
-@given(generations(), st.integers(2, 12))
-def test_a_pool_that_is_too_small_is_refused_and_none_else(generation, num_blocks):
-    requests, dp_before, groups = generation
-    needs = [blocks_needed([r for r in requests if r.request_id in ids], BLOCK) for ids in groups]
-    if max(needs) < num_blocks:
-        check_blocks(plan_migration(requests, dp_before, groups, num_blocks, BLOCK).blocks)
-    else:
-        with pytest.raises(AssertionError, match="has too few blocks"):
-            plan_migration(requests, dp_before, groups, num_blocks, BLOCK)
-
-
-def test_an_unfinished_prefill_gets_the_prompt_of_another():
-    early = live(1, 0, 5, (1, 2, 3), "p", 12, num_tokens=12)
-    done = live(2, 1, 13, (1, 2, 3, 4), "p", 12)
-    plan = plan_migration([early, done], 2, [[1, 2]], 9, BLOCK)
-    assert plan.placements[1].num_written == 8  # two full blocks in front of the last token
-    assert plan.placements[1].table[:2] == plan.placements[2].table[:2]
-    assert len(plan.copies) == 4, "its own start is not needed"
 
 
 def test_into_the_pools_of_another_worker():

@@ -9,7 +9,6 @@ from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
 from jaxrl.scheduling.layouts.plan_cost import PlanCostModel, across_s, cheaper_move, step_seconds
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.scheduling.tokens.plan import Capacity
 from jaxrl.scheduling.tokens.progress import PlanTimes
 
@@ -51,19 +50,6 @@ def test_ticks_are_predicted_nanoseconds(
     for duration_s in (0.0, 7.0):  # what a clock measured does not count
         times = PlanTimes(0, steps, duration_s, prefill, batch, context, was_queued=True)
         assert ticks(worker, times) == pytest.approx(seconds * 1e9, abs=1)
-
-
-def test_unequal_workers_keep_their_own_pace():
-    """A worker with tp 2 is twice as fast: it is served twice as often."""
-    requests = [make_request(i, num_prompt=10, max_tokens=100, prompt=i) for i in range(2)]
-    lengths = {request.key: 100 for request in requests}
-    engines = [engine(tp, lengths) for tp in (1, 2)]
-    workers = LocalWorkers(engines, ticks=PlanCostModel(LatencyPredictor(profile()), engines))
-    for request in requests:
-        workers.add(request)
-    while engines[1].counters.plans < 16:
-        workers.step()
-    assert engines[0].counters.plans == pytest.approx(8, abs=1)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from checking import assert_empty, assert_whole, engine_in, make_request, stacks
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.scheduling.layouts.relayout import Relayout, SwitchFailed, plan_relayout, recompute, rows_of, start_in
+from jaxrl.scheduling.layouts.relayout import Relayout, SwitchFailed, plan_relayout, rows_of
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Capacity, Request
 from jaxrl.types import Sample, SampleKey
@@ -71,35 +71,6 @@ def some_requests(count: int, samples: int = 3) -> list[Request]:
         make_request(i, num_prompt=3 + 5 * (i // samples), prompt=i // samples, sample=i % samples, share=True)
         for i in range(count)
     ]
-
-
-@pytest.mark.parametrize("how", ["migrate", "recompute"])
-@pytest.mark.parametrize(("start", "target"), [(1, 8), (8, 2), (2, 4)])
-def test_every_pair_of_degrees(start: int, target: int, how: str):
-    requests = some_requests(12)
-    lengths = {request.key: 3 + request.request_id for request in requests}
-    engine = engine_of(lengths, start, layouts())
-    samples = run(engine, requests, {2: (target, how)})
-    for request in requests:
-        assert_whole(samples[request.request_id], request, lengths[request.key])
-    assert_empty(engine)
-    assert engine.executor.num_groups == DEVICES // target
-    assert (engine.counters.admissions > len(requests)) == (how == "recompute")
-
-
-def test_a_request_that_was_preempted_and_sits_elsewhere_moves_with_its_own_kv():
-    """Twenty requests in small pools; the longest is preempted, comes back in another row, and is then migrated."""
-    requests = [
-        make_request(i, num_prompt=3 + 7 * ((i // 3) % 4), prompt=i // 3, sample=i % 3, share=i % 3 != 0)
-        for i in range(20)
-    ]
-    wanted = [6, 2, 2, 6, 2, 2, 1, 1, 1, 6, 1, 1, 1, 1, 1, 1, 1, 1, 1, 15]
-    lengths = {request.key: length for request, length in zip(requests, wanted, strict=True)}
-    engine = engine_of(lengths, 8, layouts(num_blocks=14))
-    samples = run(engine, requests, {4: (2, "migrate"), 11: (1, "migrate")})
-    assert engine.counters.preemptions > 0
-    for request in requests:
-        assert_whole(samples[request.request_id], request, lengths[request.key])
 
 
 @given(data=st.data())
@@ -164,14 +135,6 @@ def test_a_request_that_fits_no_pool_is_refused_before_anything_moves():
     assert_whole(sample, request, 50)
 
 
-def test_switches_that_make_no_sense_are_refused():
-    engine = engine_of({}, 2, layouts())
-    with pytest.raises(ValueError, match="switch to tp 2: that is the layout in use"):
-        engine.switch(2)
-    with pytest.raises(ValueError, match="no layout with tp 3"):
-        engine.switch(3)
-
-
 def fail_once(executor: Any, error: Exception) -> None:
     """The executor's next switch fails: before anything moves, or halfway."""
     switch = executor.switch
@@ -196,32 +159,4 @@ def test_the_engine_goes_on_after_a_failure(error: Exception):
     samples = run(engine, [], {1: (4, "migrate")})
     for request in requests:
         assert_whole(samples[request.request_id], request, 12)
-    assert_empty(engine)
-
-
-def test_an_idle_engine_starts_in_any_layout_and_a_busy_one_refuses():
-    requests = some_requests(6)
-    lengths = {request.key: 5 + request.request_id for request in requests}
-    engine = engine_of(lengths, 2, layouts())
-    run(engine, requests, {})
-    start_in(engine, 1)
-    assert engine.batcher.capacity == layouts()[1]
-    assert engine.executor.num_groups == 8
-    engine.add(requests[0])
-    with pytest.raises(ValueError, match=r"1 requests are unfinished, so the layout changes by Engine\.switch alone"):
-        start_in(engine, 2)
-    samples = run(engine, requests[1:], {})
-    assert {i: len(sample) for i, sample in samples.items()} == {i: 5 + i for i in range(6)}
-
-
-def test_all_kv_can_be_given_up():
-    requests = some_requests(6)
-    engine = started(requests, 12, 2, layouts(), steps=2)
-    assert engine.batcher.num_running == 6
-    recompute(engine)
-    assert (engine.batcher.num_running, engine.batcher.num_waiting) == (0, 6)
-    samples = run(engine, [], {})
-    for request in requests:
-        assert_whole(samples[request.request_id], request, 12)
-    assert engine.counters.admissions == 12
     assert_empty(engine)

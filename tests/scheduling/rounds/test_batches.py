@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_rollout import FakePrompts, FakeRollout, through_disk
-from rounds import filtering, fresh_batches, long_every_fifth, run_steps
+from fake_rollout import FakePrompts, through_disk
+from rounds import Steps, filtering, fresh_batches, long_every_fifth
 
 from jaxrl.mechanisms.over_provisioning import OverProvisioning
 from jaxrl.mechanisms.partial_rollout import PartialRollout
 from jaxrl.mechanisms.tail_batching import TailBatching
-from jaxrl.scheduling.rounds.batches import FreshBatches, RoundTime, room_until_end
+from jaxrl.scheduling.rounds.batches import RoundTime, room_until_end
 from jaxrl.scheduling.rounds.race import BatchSettings
 
 
@@ -19,10 +19,9 @@ def test_over_provisioning_discards_those_that_lose():
     rule = OverProvisioning(
         BatchSettings(4, 4), OverProvisioning.Options(enable=True, prompt_factor=1.25, response_factor=1.25)
     )
-    training, results = run_steps(rule, long_every_fifth, 3)
+    results = Steps(rule, long_every_fifth).run(3)
     assert [result.left for result in results] == [{(0, p): "filtered"} for p in (4, 9, 14)]
     assert all(result.metrics["rollout/discarded_prompts"] == 1 for result in results)
-    assert training.departures.counts == {"trained": 12, "filtered": 3, "failed": 0}
 
 
 @pytest.mark.parametrize(
@@ -46,30 +45,21 @@ def test_a_round_that_is_drawn_ahead_has_the_prompts_that_it_would_have():
     def indices(groups: Any) -> list[int]:
         return [group.prompt.index for group in groups]
 
-    def played(rule: FreshBatches, prompts: FakePrompts, step: int, ahead: bool) -> list[int]:
-        def draw(_: Any) -> int:
-            if not ahead:
-                return 1
-            drawn = rule.ahead(prompts, RoundTime(step + 1, 0))
-            assert rule.num_carried == len(drawn) == 4
-            assert {(group.first_step, group.first_round) for group in drawn} == {(step + 1, step + 1)}
-            assert indices(rule.ahead(prompts, RoundTime(step + 1, 0))) == indices(drawn), "nothing is drawn twice"
-            return 1
-
-        current = rule.plan(prompts, RoundTime(step, 0))
-        FakeRollout(draw).play(current, 0)
-        return indices(rule.settle(current).groups)
-
-    prompts, rule = FakePrompts(100), fresh_batches(4, 2)
-    assert played(rule, prompts, 1, ahead=True) == [0, 1, 2, 3]
-    assert prompts.position == 8
+    rule = fresh_batches(4, 2)
+    steps = Steps(rule, lambda k: 1)
+    (result,) = steps.run()
+    drawn = rule.ahead(steps.prompts, RoundTime(2, 0))
+    assert rule.num_carried == len(drawn) == 4
+    assert {(group.first_step, group.first_round) for group in drawn} == {(2, 2)}
+    assert indices(rule.ahead(steps.prompts, RoundTime(2, 0))) == indices(drawn), "nothing is drawn twice"
+    assert (indices(result.groups), steps.prompts.position) == ([0, 1, 2, 3], 8)
     state = through_disk(rule.state())
     for size, expected in ((4, [4, 5, 6, 7]), (2, [4, 5])):
-        other, later = fresh_batches(size, 2), FakePrompts(100, position=8)
-        other.load_state(state, later)
-        assert played(other, later, 2, ahead=False) == expected
-        assert other.num_carried == 4 - size
-        assert prompts.position == later.position == 8
+        later = Steps(fresh_batches(size, 2), lambda k: 1)
+        later.prompts.position = 8
+        later.rule.load_state(state, later.prompts)
+        assert indices(later.run()[0].groups) == expected
+        assert (later.rule.num_carried, later.prompts.position) == (4 - size, 8)
 
 
 @pytest.mark.parametrize(

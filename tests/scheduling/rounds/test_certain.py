@@ -1,15 +1,14 @@
 """Which groups are certain to be in the batch, before the round has ended.
 
-That what is certain stays so, and is what the round yields in the end, is checked after each event of every round that
-`tests/support/fake_rollout.py` plays, for all rules at random.
+That what is certain stays so, and is what the round yields in the end, is checked after each event of every simulated
+run (`tests/support/simulated_runs.py`), for all rules at random.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
-from fake_rollout import FakePrompts, FakeRollout
+from fake_rollout import FakePrompts
 from rounds import START, aborted, filtering, finish, fresh_batches, key, verdict
 
 from jaxrl.scheduling.rounds.batches import RoundTime
@@ -50,51 +49,6 @@ def check(current: Round, told: Told, aborts_rest: bool = False) -> None:
     assert current.done
     assert current.certain() == current.groups()
     assert [group.prompt.index for group in current.groups()] == told[-1][1]
-
-
-def plain(score_when: Any) -> Round:
-    return fresh_batches(2, 2, score_when=score_when).plan(FakePrompts(10), RoundTime(1, 0))
-
-
-def test_without_a_race_each_group_that_is_scored():
-    check(
-        plain("sample"),
-        [
-            (START, []),
-            (finish(key(1, 0)), []),
-            (verdict(key(1, 0)), []),  # its other sample goes on
-            (finish(key(1, 1)), []),  # complete, and without its verdict
-            (verdict(key(1, 1)), [1]),
-            (finish(key(0, 0)), [1]),
-            (finish(key(0, 1)), [1]),
-            (verdict(key(0, 0)), [1]),
-            (verdict(key(0, 1)), [0, 1]),
-        ],
-    )
-
-
-def test_a_group_is_certain_before_its_verdicts():
-    """What needs no reward of it can begin; the reward is there once its verdict is."""
-    current, seen = plain("sample"), []
-    for event in (START, finish(key(1, 1)), finish(key(1, 0)), verdict(key(1, 1), 0.5)):
-        current.handle(event)
-        seen.append([[(s.key, s.reward) for s in group.samples] for group in current.certain()])
-    assert seen == [[], [], [[(key(1, 0), None), (key(1, 1), None)]], [[(key(1, 0), None), (key(1, 1), 0.5)]]]
-
-
-def test_in_a_race_of_prompts_the_first_that_are_complete():
-    check(
-        race(num_spare=2),
-        [
-            (START, []),
-            (finish(key(3, 0)), []),
-            (verdict(key(3, 0)), [3]),
-            (finish(key(1, 0)), [3]),  # the round is decided; the others have been told to end
-            (aborted(key(0, 0)), [3]),
-            (aborted(key(2, 0)), [3]),
-            (verdict(key(1, 0)), [1, 3]),
-        ],
-    )
 
 
 def test_a_group_that_is_due_comes_before_others():
@@ -142,12 +96,3 @@ def test_with_dynamic_sampling_the_first_in_the_order_of_launch():
     follow(current, told)
     assert {k.prompt_index for k in current.ledger.launched} >= {0, 1, 2, 3}
     check(current, scored(1, 1.0, [2], [2, 3]), aborts_rest=True)  # filtered
-
-
-@pytest.mark.parametrize("eager", [False, True])
-def test_most_of_a_batch_is_certain_early(eager: bool):
-    """A long response holds the round up: all else is certain long before."""
-    rollout = FakeRollout(lambda k: 60 if k.prompt_index == 3 else 3 + k.sample_index, num_slots=64, eager=eager)
-    rollout.play(fresh_batches(8, 4).plan(FakePrompts(20), RoundTime(1, 0)), 0)
-    assert [(0, index) for index in range(8) if index != 3] in rollout.certain[:-8]
-    assert rollout.certain[-1] == [(0, index) for index in range(8)]

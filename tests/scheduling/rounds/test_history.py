@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import pytest
 from fake_rollout import make_sample
-from rounds import filtering, fresh_batches, key, run_steps
+from rounds import Steps, filtering, fresh_batches, key
 
 from jaxrl.scheduling.rounds.history import HistoryStore
 from jaxrl.types import Group, Prompt, Sample, SampleKey
@@ -99,22 +98,6 @@ def test_the_oldest_go_first_and_are_counted():
     assert store.num_evicted == 1 + 4
 
 
-def test_an_index_counts_with_what_it_takes_once_that_is_known():
-    store = HistoryStore(1, 250, index_bytes=lambda responses, tokens: 12 * tokens)
-    store.add([group(0, (2, 2, 0))])
-    assert (store.unsettled(), store.num_bytes) == ([0], 100)
-    store.settle(0, 8)
-    assert (store.unsettled(), store.num_bytes) == ([], 60)
-    store.add([group(1, (2, 2, 0))])
-    again = HistoryStore(1, 250, index_bytes=lambda responses, tokens: 12 * tokens)
-    again.load_state_dict(store.state_dict())
-    for each in (store, again):
-        assert (each.unsettled(), each.num_bytes) == ([1], 160)
-        each.add([group(2, (2, 2, 0)), group(0, (2, 2, 0), epoch=1)])
-        assert each.unsettled() == [2, 0], "a new one is not known"
-        assert (each.num_bytes, each.num_evicted) == (200, 1)
-
-
 def filled(rng: np.random.Generator, epochs: int = 2) -> HistoryStore:
     store = HistoryStore(epochs)
     for epoch in range(epochs):
@@ -159,19 +142,6 @@ def test_a_resumed_run_has_its_own_bounds():
     assert median(none, 3) == median(store, 3)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"schema": 9}, "schema 9"),
-        ({"prompts": np.zeros((2, 2), np.int64)}, "must fit together"),
-    ],
-)
-def test_a_foreign_state_is_refused(change: dict[str, object], words: str):
-    state = filled(np.random.default_rng(2)).state_dict() | change
-    with pytest.raises(ValueError, match=words):
-        HistoryStore(2).load_state_dict(state)
-
-
 def test_a_damaged_state_is_refused():
     """Any byte of what is compressed may change: either that is noticed, or nothing has changed."""
     store = filled(np.random.default_rng(3))
@@ -193,9 +163,8 @@ def test_a_damaged_state_is_refused():
 def test_what_dynamic_sampling_leaves_out_is_told():
     """Prompts whose samples all have one reward are filtered; their groups are scored all the same."""
     rule = fresh_batches(2, 2, **filtering(metric="seq_reward"))
-    _, (result,) = run_steps(
-        rule, lambda k: 3, 1, reward=lambda k: (float(k.sample_index if k.prompt_index > 1 else 1), "ok")
-    )
+    steps = Steps(rule, lambda k: 3, lambda k: float(k.sample_index if k.prompt_index > 1 else 1))
+    (result,) = steps.run()
     assert [each.prompt.index for each in result.filtered] == [0, 1]
     assert [[sample.reward for sample in each.samples] for each in result.filtered] == [[1, 1], [1, 1]]
     assert [each.prompt.index for each in result.groups] == [2, 3]

@@ -5,26 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from fake_rollout import make_sample as sample_of_versions
-from hypothesis import given
-from hypothesis import strategies as st
 from rounds import START, aborted, finish, names, verdict
 
-from jaxrl.scheduling.rounds.events import (
-    Abort,
-    AwaitVerdict,
-    CancelScore,
-    Command,
-    Event,
-    Launch,
-    RoundLedger,
-    SampleAborted,
-    SampleFinished,
-    Score,
-    Verdict,
-)
-from jaxrl.scheduling.rounds.race import Race
+from jaxrl.scheduling.rounds.events import Event, SampleAborted, Verdict
+from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits
 from jaxrl.scheduling.rounds.round import Departures, Round
-from jaxrl.types import FinishReason, Prompt, Sample, SampleKey
+from jaxrl.types import Prompt, SampleKey
 
 
 def make_prompt(index: int, epoch: int = 0) -> Prompt:
@@ -33,10 +19,6 @@ def make_prompt(index: int, epoch: int = 0) -> Prompt:
 
 def key(index: int, i: int = 0, epoch: int = 0) -> SampleKey:
     return SampleKey(epoch, index, i)
-
-
-def make_sample(k: SampleKey, reason: FinishReason | None = "stop") -> Sample:
-    return sample_of_versions(k, [0, 0], reason)
 
 
 def test_the_synchronous_round_from_start_to_end():
@@ -83,128 +65,21 @@ def test_events_that_cannot_be_are_refused(events: list[Event], message: str):
         round.handle(events[-1])
 
 
-@given(st.data())
-def test_groups_do_not_depend_on_the_order_of_events(data: st.DataObject):
-    prompts = [make_prompt(i) for i in data.draw(st.permutations(range(3)))]
-    round = Round(prompts, group_size=2)
-    pending = [k for command in round.handle(START) if isinstance(command, Launch) for k in command.keys]
-    scoring: list[SampleKey] = []
-    while not round.done:
-        if pending and (not scoring or data.draw(st.booleans())):
-            event: Event = finish(pending.pop(data.draw(st.integers(0, len(pending) - 1))))
-        else:
-            event = verdict(scoring[0], scoring.pop(0).prompt_index)
-        scoring += [command.sample.key for command in round.handle(event) if isinstance(command, Score)]
-    groups = round.groups()
-    assert [[s.key for s in group.samples] for group in groups] == [[key(p, 0), key(p, 1)] for p in range(3)]
-    assert all(sample.reward == group.prompt.index for group in groups for sample in group.samples)
-
-
-class Told(Race):
-    """A race that answers each event but aborts with what it was told to."""
-
-    def __init__(self, *answers: list[Command]) -> None:
-        self.answers, self.ledger = list(answers), RoundLedger()
-
-    def advance(self, *_: object) -> list[Command]:
-        return self.answers.pop(0)
-
-    after_finish = after_verdict = advance
-
-    def is_done(self) -> bool:
-        return not self.answers and not self.ledger.aborting
-
-    def chosen(self) -> list[SampleKey]:
-        return list(self.ledger.verdicts)
-
-
-def test_a_rule_decides_what_is_launched_aborted_and_chosen():
-    """One that keeps the first response of every prompt and aborts the others."""
-    prompts, first, second = [make_prompt(0), make_prompt(1)], make_sample(key(0, 1)), make_sample(key(1, 0))
-    rule = Told(
-        [Launch(p, (key(p.index, 0), key(p.index, 1))) for p in prompts],
-        [Score(prompts[0], first), Abort((key(0, 0),))],
-        [Score(prompts[1], second), Abort((key(1, 1),))],
-        *[[]] * 2,
-    )
-    round = Round(prompts, group_size=1, race=rule, kind="short")
-    assert round.kind == "short"
+def test_what_was_aborted_has_no_other_end():
+    """One of two responses is needed, so the other one is aborted."""
+    prompts = iter([make_prompt(0), make_prompt(1)])
+    limits = RaceLimits(BatchSettings(1, 1), num_responses=1, num_spare=1)
+    round = Round((), 1, Race(limits, lambda: PlannedGroup.first(next(prompts), 1)))
     round.handle(START)
-    assert names(round.handle(SampleFinished(1.0, first, 1))) == [("score", key(0, 1)), ("abort", key(0, 0))]
-    with pytest.raises(ValueError, match="nor aborted"):
-        round.handle(finish(key(0, 0)))
-    round.handle(aborted(key(0, 0)))
-    for event in (aborted(key(0, 0)), finish(key(0, 0))):
-        with pytest.raises(ValueError, match=r"ended before|nor aborted"):
+    assert ("abort", key(1)) in names(round.handle(finish(key(0))))
+    ended = SampleAborted(1.0, sample_of_versions(key(1), [0], "stop"), 1)
+    for event, message in ((finish(key(1)), "nor aborted"), (ended, "must be 'abort'")):
+        with pytest.raises(ValueError, match=message):
             round.handle(event)
-    round.handle(SampleFinished(1.0, second, 1))
-    round.handle(verdict(key(0, 1)))
-    round.handle(verdict(key(1, 0)))
-    assert not round.done  # it has not been told of the second abort
-    with pytest.raises(ValueError, match="must be 'abort'"):
-        round.handle(SampleAborted(1.0, make_sample(key(1, 1)), 3))
-    round.handle(aborted(key(1, 1)))
-    assert round.done
-    assert list(round.ledger.aborted) == [key(0, 0), key(1, 1)]
-    assert [[s.key for s in group.samples] for group in round.groups()] == [[key(0, 1)], [key(1, 0)]]
-
-
-def test_prompts_and_finished_responses_come_in_with_launches():
-    """A round that starts without prompts; a response that is aborted with `keep` ends by itself after all."""
-    prompt, other = make_prompt(0), make_prompt(1)
-    old, begun = make_sample(key(0, 0)), make_sample(key(0, 1), "abort")
-    rule = Told(
-        [Launch(prompt, (key(0, 1),), resumed=(begun,), finished=(old,)), Score(prompt, old)],
-        [Launch(other, (key(1, 0), key(1, 1)))],
-        [Abort((key(1, 0), key(1, 1)), keep=True)],
-        [Score(other, make_sample(key(1, 0)))],
-    )
-    round = Round((), 2, rule)
-    round.handle(START)
-    round.handle(verdict(key(0, 0), 0.5))
-    round.handle(finish(key(0, 1)))
-    round.handle(aborted(key(1, 1)))
-    with pytest.raises(AssertionError, match="unfinished, or has a verdict"):  # not the sample that has finished
-        round.handle(finish(key(1, 0)))
-    assert list(round.ledger.prompts) == [(0, 0), (0, 1)]
-    assert not round.ledger.aborting
-    assert round.ledger.finished[key(0, 0)].reward == 0.5
-
-
-def test_scores_can_be_cancelled_and_verdicts_awaited():
-    prompt = make_prompt(0)
-    samples = [make_sample(key(0, i)) for i in range(3)]
-    rule = Told(
-        [Launch(prompt, tuple(sample.key for sample in samples))],
-        [Score(prompt, samples[0])],
-        [Score(prompt, samples[1])],
-        [Score(prompt, samples[2]), CancelScore((key(0, 0), key(0, 1))), AwaitVerdict(key(0, 2))],
-        [],
-    )
-    round = Round((), 3, rule)
-    round.handle(START)
-    for sample in samples:
-        round.handle(SampleFinished(1.0, sample, 1))
-    with pytest.raises(ValueError, match="due: SampleKey"):
-        round.handle(verdict(key(0, 0)))
-    round.handle(verdict(key(0, 2)))
-    assert [s.key for s in round.groups()[0].samples] == [key(0, 2)]
-
-
-@pytest.mark.parametrize(
-    ("answers", "message"),
-    [
-        ([CancelScore((key(0, 0),))], "nothing is due"),
-        ([Abort((key(0, 0),))], "has finished"),
-        ([Launch(make_prompt(0), (key(0, 5),))], "another prompt"),
-        ([Launch(make_prompt(1), (key(1, 0),), finished=(make_sample(key(1, 0)),))], "launched twice"),
-    ],
-)
-def test_rules_that_contradict_the_ledger_are_bugs(answers: list[Command], message: str):
-    round = Round((), 2, Told([Launch(make_prompt(0), (key(0, 0), key(0, 1)))], answers, []))
-    round.handle(START)
-    with pytest.raises(AssertionError, match=message):
-        round.handle(finish(key(0, 0)))
+    round.handle(aborted(key(1)))
+    for event, message in ((finish(key(1)), "nor aborted"), (aborted(key(1)), "has ended before")):
+        with pytest.raises(ValueError, match=message):
+            round.handle(event)
 
 
 def test_every_prompt_leaves_once_and_the_counts_survive_a_restart():

@@ -5,25 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxrl.config import Config, from_mapping
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.rounds.shaping import RewardShaping
 from jaxrl.types import Sample, SampleKey
 
 KEY = SampleKey(0, 3, 1)
-
-
-def config(**options: object) -> Config:
-    data = {"max_response_length": 100}
-    actor = {"ppo_max_token_len_per_gpu": 1024}
-    reward = {"wrong_reward": options.pop("wrong_reward", 0.0), "overlong_buffer": options}
-    return from_mapping({"model": {"path": "m"}, "data": data, "actor": actor, "reward": reward})
-
-
-def test_it_is_what_the_options_say():
-    assert RewardShaping.configured(config(len=20, penalty_factor=2.0)) is None
-    assert RewardShaping.configured(config(enable=True, len=20, penalty_factor=2.0)) == RewardShaping(100, 20, 2.0)
-    assert RewardShaping.configured(config(wrong_reward=-1.0, len=20)) == RewardShaping(100, 0, 1.0, -1.0)
 
 
 @pytest.mark.parametrize(("length", "expected"), [(0, 0.0), (80, 0.0), (81, -0.1), (100, -2.0)])

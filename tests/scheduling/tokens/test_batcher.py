@@ -66,17 +66,6 @@ def decoding(plan: Plan) -> list[int]:
     return [row.request_id for row in decode_rows(plan)]
 
 
-def test_first_come_first_served_and_lowest_slot_first():
-    batcher, _ = make_batcher()
-    assert batcher.schedule() is None
-    for i in range(3):
-        batcher.add(make_request(i))
-    plan = plan_of(batcher)
-    assert starts(plan) == [(0, 0, 0), (1, 0, 1)]
-    assert (plan.index, plan.num_steps, decoding(plan)) == (0, 4, [0, 1])
-    assert (batcher.num_running, batcher.num_waiting) == (2, 1)
-
-
 @pytest.mark.parametrize(
     ("num_requests", "max_prefill_tokens", "num_blocks", "leave_after"),
     [
@@ -93,27 +82,6 @@ def test_plans_are_left_early_only_if_a_request_could_come_in(
     for i in range(num_requests):
         batcher.add(make_request(i))
     assert plan_of(batcher).leave_after == leave_after
-
-
-def test_a_row_that_reaches_its_limit_in_flight_is_in_no_further_plan():
-    batcher, _ = make_batcher(num_slots=2)
-    for i, max_tokens in enumerate((5, 9)):
-        batcher.add(make_request(i, max_tokens=max_tokens))
-    assert decoding(plan_of(batcher)) == [0, 1]  # a token from the prefill, and four steps
-    assert decoding(plan_of(batcher)) == [1]
-    assert batcher.schedule() is None
-    assert [ended.request_id for ended in answer(batcher, 0, {0: [5] * 5, 1: [5] * 5}, {0})] == [0]
-    assert batcher.schedule() is None
-
-
-def test_groups_with_most_room_come_first_and_a_prompt_stays_together():
-    batcher, _ = make_batcher(num_groups=2, num_slots=3, max_prefill_tokens=64)
-    for i, share in enumerate(["a", "a", "a", "b", "b"]):
-        batcher.add(make_request(i, num_prompt=9, share=share))
-    plan = plan_of(batcher)
-    assert starts(plan) == [(0, 0, 0), (1, 0, 1), (2, 0, 2), (3, 1, 0), (4, 1, 1)]
-    assert [chunk.start for chunk in plan.prefill] == [0, 8, 8, 0, 8]
-    assert batcher.counters.shared_tokens == 24
 
 
 def test_a_prompt_whose_group_has_no_budget_waits_for_it_and_others_pass():
@@ -175,17 +143,6 @@ def _next_turn(request: Request, sample: Sample, answered: int) -> Request:
     return replace(resume(request, both), request_id=request.request_id + 10)
 
 
-def test_blocks_cover_the_plan_in_flight_and_never_pass_the_limit():
-    batcher, _ = make_batcher(decode_steps=4, block_size=1)
-    batcher.add(make_request(0, num_prompt=4, max_tokens=10))
-    sizes = [len(decode_rows(plan_of(batcher))[0].block_table)]
-    for index, gained in enumerate([[5, 5, 5, 5, 5], [5, 5, 5, 5]]):
-        sizes.append(len(decode_rows(plan_of(batcher))[0].block_table))
-        answer(batcher, index, {0: gained})
-    # prompt + 4 steps; + 4 steps unseen; then prompt + max_tokens, where one plan more would reach 16.
-    assert sizes == [8, 12, 14]
-
-
 @pytest.mark.parametrize(("num_blocks", "comes_in"), [(7, False), (8, True)])
 def test_a_new_request_leaves_the_running_ones_room_for_a_plan(num_blocks: int, comes_in: bool):
     batcher, _ = make_batcher(num_blocks=num_blocks, max_prefill_tokens=64)
@@ -225,21 +182,6 @@ def test_the_youngest_is_preempted_and_comes_back_first_with_its_tokens():
     assert chunk.tokens == (100, 101, *[6] * 9), "tokens that arrived late are kept"
     assert trace[-1] == Admitted(4, SampleKey(0, 1, 0), 0, 0, 0)
     assert batcher.progress(1).sample("abort").versions.tolist() == [0] * 5 + [1] * 4
-
-
-def test_tokens_of_an_aborted_request_are_dropped_and_it_returns_when_none_are_in_flight():
-    batcher, _ = make_batcher(num_slots=4)
-    request = make_request(0)
-    batcher.add(request)
-    plan_of(batcher)
-    (progress,) = batcher.abort([0])
-    assert progress.tokens == []
-    batcher.add(request)
-    assert batcher.schedule() is None, "plan 0 is in flight and names it"
-    assert answer(batcher, 0, {0: [5] * 5}) == []
-    assert batcher.counters.dropped_tokens == 5
-    chunk = plan_of(batcher).prefill[0]
-    assert (chunk.slot, chunk.num_generated, batcher.progress(0).tokens) == (0, 0, [])
 
 
 def test_what_is_only_parked_keeps_no_request_out_where_one_fits():

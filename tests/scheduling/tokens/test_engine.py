@@ -4,20 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
-from checked_blocks import check_blocks
-from checking import assert_empty, assert_whole, make_engine, make_request, stacks_of
-from hypothesis import given
-from hypothesis import strategies as st
+from checking import assert_empty, assert_whole, make_engine, make_request
 
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
-from jaxrl.scheduling.tokens.engine import Engine, Finished
+from jaxrl.scheduling.tokens.engine import Finished
 from jaxrl.scheduling.tokens.plan import Request, resume
-from jaxrl.scheduling.tokens.progress import Admitted, Completed, Preempted, TraceEvent
 from jaxrl.types import Sample, SampleKey, SamplingParams
 
 
@@ -50,39 +45,6 @@ def test_the_device_is_one_plan_ahead():
     assert engine.counters.busy_row_steps == 5
     assert engine.counters.offered_row_steps == 20
     assert engine.counters.bubble_ratio == 0.75
-
-
-def test_samples_of_a_prompt_share_its_blocks():
-    requests = [make_request(i, num_prompt=10, sample=i, share=True) for i in range(4)]
-    engine, executor = make_engine(dict.fromkeys((r.key for r in requests), 4))
-    engine.generate(requests)
-    assert [c.start for c in executor.plans[0].prefill] == [0, 8, 8, 8], "all in one plan"
-    assert engine.counters.shared_tokens == 24
-    assert_empty(engine)
-
-
-def test_a_long_prompt_is_prefilled_in_chunks_before_anybody_decodes():
-    short, long = make_request(0, num_prompt=3, prompt=0), make_request(1, num_prompt=20, prompt=1)
-    engine, executor = make_engine({short.key: 20, long.key: 3}, max_prefill_tokens=8)
-    samples = engine.generate([short, long])
-    assert_whole(samples[1], long, 3)
-    chunks = [[(c.request.request_id, c.start, len(c.tokens), c.is_last) for c in p.prefill] for p in executor.plans]
-    assert chunks[:4] == [[(0, 0, 3, True), (1, 0, 5, False)], [(1, 5, 8, False)], [(1, 13, 7, True)], []]
-    assert [p.num_decoding for p in executor.plans[:3]] == [0, 0, 2]
-
-
-def test_preempted_requests_keep_their_tokens():
-    requests = [make_request(i, prompt=i, max_tokens=12) for i in range(3)]
-    trace: list[TraceEvent] = []
-    engine, _ = make_engine(
-        dict.fromkeys((r.key for r in requests), 12), BatcherConfig(decode_steps=2), num_blocks=7, trace=trace.append
-    )
-    for request, sample in zip(requests, engine.generate(requests), strict=True):  # in the order of requests
-        assert_whole(sample, request, 12)
-    assert engine.counters.preemptions == sum(isinstance(e, Preempted) for e in trace) > 0
-    assert engine.counters.admissions == sum(isinstance(e, Admitted) for e in trace)
-    assert all(e.key.prompt_index > 0 for e in trace if isinstance(e, Preempted)), "the oldest is never preempted"
-    assert_empty(engine)
 
 
 def test_abort_and_resume():
@@ -154,110 +116,3 @@ def test_malformed_requests_are_refused_and_change_nothing():
         with pytest.raises(ValueError, match=message):
             act()
     assert engine.unfinished() == (0,)
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """A small world, and the actions on it: (step | drain | abort | add, which)."""
-
-    num_groups: int
-    num_slots: int
-    block_size: int
-    spare_blocks: int
-    max_prefill_tokens: int
-    config: BatcherConfig
-    prompts: tuple[tuple[int, bool, tuple[tuple[int, int], ...]], ...]  # (length, shared, (response, max_tokens)...)
-    script: tuple[tuple[str, int], ...]
-    windows: tuple[int, ...] = (0,)
-
-    def requests(self) -> list[tuple[Request, int]]:
-        out = []
-        for p, (num_prompt, share, responses) in enumerate(self.prompts):
-            for i, (length, max_tokens) in enumerate(responses):
-                out.append((make_request(len(out), num_prompt, max_tokens, p, i, share), length))
-        return out
-
-
-RESPONSES = st.lists(st.tuples(st.integers(1, 16), st.integers(1, 16)), min_size=1, max_size=4).map(tuple)
-SCENARIOS = st.builds(
-    Scenario,
-    num_groups=st.integers(1, 4),
-    num_slots=st.integers(1, 4),
-    block_size=st.integers(1, 4),
-    spare_blocks=st.integers(0, 12),
-    max_prefill_tokens=st.integers(1, 20),
-    config=st.builds(BatcherConfig, decode_steps=st.integers(1, 6), leave_after=st.integers(1, 3)),
-    prompts=st.lists(st.tuples(st.integers(1, 14), st.booleans(), RESPONSES), min_size=1, max_size=6).map(tuple),
-    script=st.lists(
-        st.tuples(st.sampled_from(["step", "step", "step", "drain", "abort", "add"]), st.integers(0, 1 << 16)),
-        max_size=30,
-    ).map(tuple),
-    windows=st.sampled_from([(0,), (0,), (3,), (0, 5), (0, 0, 2)]),
-)
-
-
-def run_scenario(scenario: Scenario, trace: list[TraceEvent]) -> tuple[Engine, dict[int, Sample]]:
-    """Adds requests, aborts some and adds them again later, and runs everything to its end."""
-    requests = dict(enumerate(scenario.requests()))
-    lengths = {request.key: length for request, length in requests.values()}
-    stacks = stacks_of(scenario.windows, scenario.max_prefill_tokens, scenario.config.decode_steps)
-    longest = max(len(r.prompt_ids) + r.params.max_tokens for r, _ in requests.values())
-    need = stacks.most_blocks(longest, scenario.block_size)
-    engine, _ = make_engine(
-        lengths,
-        scenario.config,
-        scenario.num_groups,
-        scenario.num_slots,
-        need + 1 + scenario.spare_blocks,
-        scenario.block_size,
-        scenario.max_prefill_tokens,
-        windows=scenario.windows,
-        trace=trace.append,
-    )
-    out = [request for request, _ in requests.values()]
-    done: dict[int, Sample] = {}
-
-    def take(finished: list[Finished]) -> None:
-        places = [(f.dispatch, f.dp_group, f.slot) for f in finished]
-        assert places == sorted(places)
-        for f in finished:
-            assert f.request_id not in done
-            done[f.request_id] = f.sample
-        check_blocks(engine.batcher.blocks)
-
-    for action, which in scenario.script:
-        match action:
-            case "add" if out:
-                engine.add(out.pop(which % len(out)))
-            case "step":
-                take(engine.step())
-            case "drain":
-                take(engine.drain())
-            case "abort" if engine.unfinished():
-                live = engine.unfinished()
-                ids = [i for i in live if which >> (i % 16) & 1] or [live[0]]
-                out += [resume(requests[i][0], s) for i, s in zip(ids, engine.abort(ids), strict=True)]
-    for request in out:
-        engine.add(request)
-    patience = 50 + 20 * sum(len(r.prompt_ids) + length for r, length in requests.values())
-    while not engine.is_idle:
-        take(engine.step())
-        patience -= 1
-        assert patience, "livelock"
-    assert set(done) == set(requests)
-    return engine, done
-
-
-@given(SCENARIOS)
-def test_every_request_finishes_whole_whatever_happens(scenario: Scenario):
-    trace: list[TraceEvent] = []
-    engine, done = run_scenario(scenario, trace)
-    for i, (request, length) in enumerate(scenario.requests()):
-        assert_whole(done[i], request, length)
-    assert_empty(engine)
-    counters = engine.counters
-    assert 0 <= counters.busy_row_steps <= counters.offered_row_steps
-    completed = [e for e in trace if isinstance(e, Completed)]
-    assert len(completed) == len(done)
-    order = [(e.plan_index, e.dp_group, e.slot) for e in completed]
-    assert order == sorted(order)

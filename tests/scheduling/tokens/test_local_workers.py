@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,10 +12,10 @@ from checking import assert_empty, assert_whole, make_engine, make_request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.scheduling.layouts.relayout import How, SwitchFailed
+from jaxrl.scheduling.layouts.relayout import SwitchFailed
 from jaxrl.scheduling.tokens.engine import Finished
 from jaxrl.scheduling.tokens.local_workers import PREFILL_TOKENS_PER_STEP, Deal, LocalWorkers
-from jaxrl.scheduling.tokens.plan import Request, Ticket
+from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.scheduling.tokens.progress import PlanTimes
 
 # ---------------------------------------------------------------- dealing
@@ -52,31 +52,6 @@ def test_what_a_request_may_still_take_is_what_counts():
 # ---------------------------------------------------------------- logical time
 
 
-def test_every_worker_gets_two_plans_before_the_host_waits():
-    """The others are topped up before one is waited for: while the host waits, each has one to run and one behind."""
-    requests = [make_request(i, prompt=i) for i in range(3)]
-    workers, executors = build(requests, [20] * 3, num_workers=3)
-    for request in requests:
-        workers.add(request)
-    for submitted in ([1, 0, 0], [1, 1, 0], [1, 1, 1], [2, 1, 1], [2, 2, 1], [2, 2, 2]):
-        assert (workers.next_worker() is None, workers.makes_plan(workers.next_worker() or 0)) == (False, True)
-        assert not workers.waits(workers.next_worker() or 0)
-        assert workers.step() == []
-        assert [len(executor.plans) for executor in executors] == submitted
-        assert [engine.num_in_flight for engine in workers.engines] == submitted
-    for served, submitted in ((0, [3, 2, 2]), (1, [3, 3, 2]), (2, [3, 3, 3]), (0, [4, 3, 3])):
-        assert workers.next_worker() == served
-        assert workers.waits(served)
-        collected = workers.engines[served].counters.plans
-        workers.step()
-        assert workers.engines[served].counters.plans == collected + 1
-        assert workers.next_worker() == served, "it gets its next plan before any other is waited for"
-        assert workers.makes_plan(served)
-        workers.step()
-        assert [len(executor.plans) for executor in executors] == submitted
-        assert [engine.num_in_flight for engine in workers.engines] == [2, 2, 2]
-
-
 def test_the_worker_whose_plan_should_end_first_is_served():
     """Plans of worker 0 cost 3, those of worker 1 cost 1: three of the one for each of the other. Each gets its next
     plan right after one of its own has been waited for."""
@@ -95,32 +70,6 @@ def test_the_worker_whose_plan_should_end_first_is_served():
     assert planned[:4] == [0, 1, 1, 0], "its devices run dry first"
     assert waited == [1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 0, 1]
     assert planned[4:] == waited[:-1]
-
-
-def test_in_order_of_arrival_the_worker_whose_plan_is_done_is_served_and_its_ends_are_delivered():
-    """Worker 1 comes first again and again; by their plans both would have their turns."""
-    requests = [make_request(i, max_tokens=30, prompt=i) for i in range(4)]
-    of = {request.key: length for request, length in zip(requests, (30, 6, 30, 9), strict=True)}
-    engines = [make_engine(of)[0] for _ in range(2)]
-    asked_of = list[tuple[int, ...]]()
-
-    def arrival(tickets: Mapping[int, Ticket]) -> int:
-        assert all(ticket is engines[worker].oldest for worker, ticket in tickets.items())
-        asked_of.append(tuple(tickets))
-        return max(tickets)
-
-    workers = LocalWorkers(engines, arrival=arrival)
-    for request in requests:
-        workers.add(request)
-    assert by_worker(workers) == [(0, 2), (1, 3)]
-    delivered = list[int]()
-    while not workers.engines[1].is_idle:
-        delivered += [finished.request_id for finished in workers.step()]
-    assert delivered == [1, 3], "at once, though worker 0 stands at its first plans"
-    assert workers.engines[0].counters.plans == 0
-    assert set(asked_of) == {(0, 1)}, "it is asked where both can only wait"
-    run(workers)
-    assert workers.is_idle
 
 
 def test_an_end_is_held_until_no_worker_can_bring_an_earlier_one():
@@ -206,22 +155,6 @@ def test_an_end_that_was_not_told_is_aborted():
         workers.abort([0])
 
 
-@pytest.mark.parametrize("by", ["migrate", "recompute"])
-def test_a_request_moves_there_and_back(by: How):
-    requests = asked(4, num_prompt=5)
-    workers = started(requests, [50] * 4, steps=6)
-    there = workers.move([0, 2], 1, by)
-    assert (there.num_requests, there.num_seated > 0, there.num_moved > 0) == (2, by == "migrate", by == "migrate")
-    assert by_worker(workers) == [(), (1, 3, 0, 2)]
-    assert workers.move([0], 1, by).num_requests == 0, "it is there"
-    for _ in range(6):
-        workers.step()
-    workers.move([2, 1], 0, by)
-    assert by_worker(workers) == [(1, 2), (3, 0)]
-    check_rest(workers, requests, 50)
-    assert (workers.counters.admissions > 4) == (by == "recompute"), "KV that came along is not computed again"
-
-
 def test_requests_of_workers_that_leave_together_move_once():
     requests = asked(8)
     workers = started(requests, [40] * 8, steps=5, num_workers=4)
@@ -274,22 +207,3 @@ def test_a_worker_whose_requests_cannot_move_stays_open(monkeypatch: pytest.Monk
     assert workers.is_open(1)
     assert by_worker(workers) == [(0, 3, 6, 1, 7), (4,), (2, 5, 8)]
     check_rest(workers, requests, 40)
-
-
-@pytest.mark.parametrize(
-    ("act", "message"),
-    [
-        (lambda workers: workers.move([7], 1), r"move\(\[7\]\): every id must be live and named once; not live: \[7\]"),
-        (lambda workers: workers.add(make_request(0)), "request 0 .*: a request with this id is live"),
-        (lambda workers: workers.move([0], 2), "worker 2 must be an open one"),
-    ],
-)
-def test_refusals(act: Callable[[LocalWorkers], object], message: str):
-    workers = started(asked(2), [9] * 2)
-    before = by_worker(workers)
-    with pytest.raises(ValueError, match=message):
-        act(workers)
-    assert by_worker(workers) == before
-    for engines in ([], workers.engines):
-        with pytest.raises(ValueError, match="there must be at least one engine, and all must be idle"):
-            LocalWorkers(engines)

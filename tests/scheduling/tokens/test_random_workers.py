@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 from checked_blocks import check_blocks
 from checked_workers import SMALL, build, requests_of, run
-from checking import assert_empty, assert_whole, make_engine
+from checking import assert_empty, assert_whole
 from hypothesis import example, given
 from hypothesis import strategies as st
 from plan_rows import contents
 
 from jaxrl.scheduling.layouts.relayout import How
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine, Finished
 from jaxrl.scheduling.tokens.local_workers import Deal, LocalWorkers
 from jaxrl.scheduling.tokens.plan import Request, resume
@@ -97,23 +98,38 @@ def _rearrange(workers: LocalWorkers, name: str, number: int, some: Sequence[int
     assert sorted(live) == sorted(workers.unfinished()), "each on exactly one worker"
 
 
-WINDOWS = {(0,): 20, (7,): 20, (0, 6): 38, (0, 5, 5): 54}  # with the blocks that the longest request may need, or more
+WINDOWS = {(0,): 0, (7,): 0, (0, 6): 18, (0, 5, 5): 34}  # with the blocks that the longest request needs beside SMALL's
+SIZES = st.fixed_dictionaries(
+    {
+        "num_groups": st.integers(1, 3),
+        "num_slots": st.integers(1, 4),
+        "max_prefill_tokens": st.sampled_from([1, 5, 16]),
+        "num_blocks": st.sampled_from([20, 20, 32]),
+        "config": st.builds(BatcherConfig, decode_steps=st.integers(1, 6), leave_after=st.integers(1, 3)),
+    }
+)
 REQUESTS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3), st.integers(1, 45)), min_size=2, max_size=12)
 
 
-@given(REQUESTS, ACTS, st.integers(2, 4), st.sampled_from(["tokens", "prompts"]), st.sampled_from(list(WINDOWS)))
+@given(REQUESTS, ACTS, st.integers(1, 4), st.sampled_from(["tokens", "prompts"]), st.sampled_from(list(WINDOWS)), SIZES)
 @example(  # a request that has been in two workers comes to a third one together with others from the first
     [(14, 0, 14), (1, 1, 1), (10, 2, 10), (1, 0, 1), (1, 0, 1), (1, 2, 1)],
     [*[("step", 0)] * 7, ("add", 0), *[("step", 0)] * 2, ("move", 865), ("step", 0), ("again", 1), ("move", 0)],
     3,
     "prompts",
     (0,),
+    SMALL,
 )
 def test_every_request_ends_once_and_whole_whatever_happens(
-    drawn: list[tuple[int, int, int]], acts: list[Act], num_workers: int, deal: Deal, windows: tuple[int, ...]
+    drawn: list[tuple[int, int, int]],
+    acts: list[Act],
+    num_workers: int,
+    deal: Deal,
+    windows: tuple[int, ...],
+    sizes: dict[str, Any],
 ):
     requests, lengths = requests_of(drawn)
-    sizes = SMALL | {"windows": windows, "num_blocks": WINDOWS[windows]}
+    sizes = sizes | {"windows": windows, "num_blocks": sizes["num_blocks"] + WINDOWS[windows]}
     workers, executors = build(requests, lengths, num_workers, deal, **sizes)
     done = play(workers, requests, acts)
     ended = [one.request_id for one in done.delivered] + list(done.aborted)
@@ -136,21 +152,3 @@ def test_every_request_ends_once_and_whole_whatever_happens(
     assert [(one.request_id, one.dispatch) for one in repeated.delivered] == [
         (one.request_id, one.dispatch) for one in done.delivered
     ]
-
-
-@given(REQUESTS, ACTS)
-def test_one_worker_is_its_engine(drawn: list[tuple[int, int, int]], acts: list[Act]):
-    requests, lengths = requests_of(drawn)
-    of = {request.key: length for request, length in zip(requests, lengths, strict=True)}
-    bare, executor = make_engine(of, **SMALL)
-    alone, same = make_engine(of, **SMALL)
-    first, second = play(bare, requests, acts), play(LocalWorkers([alone]), requests, acts)
-    assert list(map(contents, executor.plans)) == list(map(contents, same.plans))
-    assert [_plain(one) for one in first.delivered] == [_plain(one) for one in second.delivered]
-    assert list(first.aborted) == list(second.aborted)
-    assert bare.counters == alone.counters
-
-
-def _plain(one: Finished) -> tuple[Any, ...]:
-    sample = one.sample
-    return one.request_id, one.dispatch, one.dp_group, one.slot, sample.token_ids.tolist(), sample.finish_reason
