@@ -4,7 +4,7 @@
     python scripts/recipes.py NAME [--seed 3] [--out runs/recipes]
     python scripts/recipes.py NAME --record        # three seeds; writes docs/recipes/NAME.{json,md,svg}
 
-A recipe is commands of `jaxrl` and a metric. Each command runs in a folder of its own below `--out`, with
+`recipes.yaml` has them: commands of `jaxrl`, and a metric. Each command runs in a folder of its own below `--out`, with
 `trainer.seed` and `data.seed`; `{0}` in a later command is the folder of the first. A folder that is there resumes. The
 band is the mean of the recorded seeds ± `WIDTH` standard deviations. A checksum is that of the weights which `jaxrl
 export` writes: equal for a seed on machines with the same instructions and versions.
@@ -19,11 +19,11 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.exported import sha256_of
+import yaml
+from bench.failures import sha256_of
 from bench.harness import command, describe, header
 
 from jaxrl.record.metrics import read_metrics
@@ -31,67 +31,14 @@ from jaxrl.record.metrics import read_metrics
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "recipes"
 SEEDS = (0, 1, 2)
 WIDTH = 3.0
-QUICK = "train --config configs/quickstart.yaml"
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """`title` is a heading; `about` says what is trained, and what to look at."""
-
-    title: str
-    about: str
-    commands: tuple[str, ...]
-    metric: str = "val/reward"
-
-
-RECIPES = {
-    "grpo": Recipe(
-        "GRPO on sums",
-        "SmolLM2-135M adds numbers; held-out problems, drawn at temperature 1.",
-        (QUICK,),
-    ),
-    "tail_batching": Recipe(
-        "GRPO with tail batching",
-        "The run of [GRPO on sums](grpo.md) in short and long rounds: the curve should be the same within its spread.",
-        (f"{QUICK} rollout.tail_batching.enable=true",),
-    ),
-    "partial_rollout": Recipe(
-        "GRPO with active partial rollout",
-        "The run of [GRPO on sums](grpo.md), with a third more prompts launched and unfinished responses resumed.",
-        (f"{QUICK} rollout.partial_rollout.enable=true",),
-    ),
-    "lora": Recipe(
-        "GRPO with LoRA",
-        "The run of [GRPO on sums](grpo.md) with adapters of rank 8, at ten times its learning rate.",
-        (f"{QUICK} model.lora_rank=8 actor.optim.lr=2.0e-4",),
-    ),
-    "distillation": Recipe(
-        "On-policy distillation",
-        "A teacher trained with LoRA for 30 steps, then a student that follows it on its own samples.",
-        (
-            f"{QUICK} model.lora_rank=8 actor.optim.lr=2.0e-4 trainer.total_training_steps=30",
-            "export {0} {out}/teacher --merge",
-            "train --config configs/distillation.yaml algorithm.teacher.path={out}/teacher",
-        ),
-    ),
-    "tool": Recipe(
-        "A tool",
-        "SmolLM2-135M calls a function that counts letters, and answers with what it returns; rewards in training.",
-        ("train --config configs/letters.yaml",),
-        "critic/rewards/mean",
-    ),
-    "number_guessing": Recipe(
-        "A game over turns",
-        "SmolLM2-135M guesses a number and hears whether it is higher or lower; held-out games.",
-        ("train --config configs/number_guessing.yaml",),
-    ),
-}
+RECIPES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+Recipe = Mapping[str, Any]
 
 
 def train(name: str, recipe: Recipe, seed: int, out: Path) -> dict[str, Any]:
     """Runs the commands; returns the curve as [step, value], seconds of a step, and the weights' checksum."""
     folders: list[Path] = []
-    for number, line in enumerate(recipe.commands):
+    for number, line in enumerate(recipe["commands"]):
         folders.append(out / f"{name}-{seed}-{number}")
         words = [word.format(*folders, out=out / f"{name}-{seed}") for word in shlex.split(line)]
         if words[0] == "train":
@@ -99,7 +46,7 @@ def train(name: str, recipe: Recipe, seed: int, out: Path) -> dict[str, Any]:
         print(f"> jaxrl {shlex.join(words)}", flush=True)
         subprocess.run([sys.executable, "-m", "jaxrl", *words], check=True, stdout=2)
     lines = read_metrics(folders[-1])
-    curve = [[line["step"], line[recipe.metric]] for line in lines if recipe.metric in line]
+    curve = [[line["step"], line[recipe["metric"]]] for line in lines if recipe["metric"] in line]
     step_s = [line["timing_s/step"] - line.get("timing_s/testing", 0.0) for line in lines if "timing_s/step" in line]
     weights = sha256_of(folders[-1], out / f"{name}-{seed}-export")
     return {"curve": curve, "step_s": round(statistics.median(step_s[1:]), 1), "sha256": weights}
@@ -139,20 +86,20 @@ def page(name: str, record: Mapping[str, Any]) -> str:
         f"`{found['sha256'][:16]}` |"
         for seed, found in seeds.items()
     )
-    commands = "\n".join(f"jaxrl {line}" for line in recipe.commands)
+    commands = "\n".join(f"jaxrl {line}" for line in recipe["commands"])
     return f"""\
-# {recipe.title}
+# {recipe["title"]}
 
-{recipe.about}
+{recipe["about"]}
 
 ```bash
 {commands}
 ```
 
-![{recipe.metric} over steps, a line for each seed]({name}.svg)
+![{recipe["metric"]} over steps, a line for each seed]({name}.svg)
 
-The last value of `{recipe.metric}` must lie in **{low:.3f} to {high:.3f}**: the mean of {len(seeds)} seeds ± {WIDTH:g}
-standard deviations. `python scripts/recipes.py {name} --seed 3` runs another seed, and says whether it does.
+The last value of `{recipe["metric"]}` must lie in **{low:.3f} to {high:.3f}**: the mean of {len(seeds)} seeds ±
+{WIDTH:g} standard deviations. `python scripts/recipes.py {name} --seed 3` runs another seed, and says whether it does.
 
 | seed | first | last | seconds a step | SHA-256 of the weights ([whole]({name}.json)) |
 | --- | --- | --- | --- | --- |
@@ -173,7 +120,7 @@ def main() -> int:
     recipe, kept = RECIPES[options.name], PAGES / f"{options.name}.json"
     if options.record:
         seeds = {str(seed): train(options.name, recipe, seed, options.out) for seed in SEEDS}
-        record = header("recipe", describe([]), command(sys.argv)) | asdict(recipe) | {"seeds": seeds}
+        record = header("recipe", describe([]), command(sys.argv)) | recipe | {"seeds": seeds}
         PAGES.mkdir(exist_ok=True)
         kept.write_text(json.dumps(record, indent=1) + "\n")
         kept.with_suffix(".svg").write_text(picture(recipe, seeds))
@@ -183,7 +130,7 @@ def main() -> int:
     found = train(options.name, recipe, options.seed, options.out)
     value = found["curve"][-1][1]
     inside = low <= value <= high
-    print(f"{recipe.metric} {value:.3f} is {'in' if inside else 'out of'} the band {low:.3f} to {high:.3f}; {found}")
+    print(f"{recipe['metric']} {value:.3f} is {'in' if inside else 'out of'} the band {low:.3f} to {high:.3f}; {found}")
     return 0 if inside else 1
 
 

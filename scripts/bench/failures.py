@@ -16,6 +16,7 @@ all of its processes at random, --mtbf seconds apart on average, and starts it a
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import random
 import signal
@@ -26,7 +27,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from bench.exported import sha256_of
 from bench.harness import Bench, Case, Values
 from jaxrl.processes.process_tree import descendants
 from jaxrl.record.metrics import read_metrics
@@ -89,6 +89,16 @@ def _start(options: argparse.Namespace, hosts: int, folder: Path, *overrides: st
 
 def _steps(folder: Path) -> list[dict[str, float]]:
     return [line for line in read_metrics(folder) if "timing_s/step" in line]
+
+
+def sha256_of(run_dir: Path, folder: Path) -> str:
+    """The checksum of a run's last weights: of the files that `jaxrl export` writes to the new `folder`, in float32."""
+    words = [sys.executable, "-m", "jaxrl", "export", run_dir, folder, "--dtype", "float32"]
+    subprocess.run(words, check=True, stdout=2)
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def _check(options: argparse.Namespace) -> None:
