@@ -88,29 +88,6 @@ def test_degrees_that_do_not_fit_into_memory_are_left_out(tmp_path: Path):
         planned_degree(c, MODEL, 8, 100 << 20)
 
 
-def test_a_profile_is_of_one_worker(tmp_path: Path):
-    """Half of the samples on half of the devices decode as they would alone."""
-    c = config({"profile": write(tmp_path / "p.json")}, num_workers=2)
-    with pytest.raises(ConfigError, match=r"is of 8 devices: the rollout has 4 in each worker"):
-        planned_degree(c, MODEL, 8, None)
-    chosen, said = planned_degree(c, MODEL, 16, None)
-    alone, alone_said = planned_degree(config({"profile": write(tmp_path / "p.json")}, n=2), MODEL, 8, None)
-    assert chosen.rollout.tp == alone.rollout.tp == 4
-    assert said.partition("decodes")[2] == alone_said.partition("decodes")[2]
-
-
-def test_what_cannot_be_chosen_from(tmp_path: Path):
-    message = r"profile is missing: rollout.tensor_model_parallel_size=auto needs a file of `jaxrl profile --config"
-    with pytest.raises(ConfigError, match=message):
-        planned_degree(config({"profile": ""}), MODEL, 8, None)
-    c = config({"profile": write(tmp_path / "p.json", 1, 2, count=4)})
-    with pytest.raises(ConfigError, match=r"is auto, and .* is of 4 devices: the rollout has 8"):
-        planned_degree(c, MODEL, 8, None)
-    c = config({"profile": write(tmp_path / "p.json", 1, 2), "degrees": [4, 8]})
-    with pytest.raises(ConfigError, match=r"holds tp 1, 2, none of which 8 devices and rollout.layout.degrees allow"):
-        planned_degree(c, MODEL, 8, None)
-
-
 def test_a_real_run_checks_the_profile_and_says_what_it_chose(tmp_path: Path):
     path = write_tiny_model(tmp_path / "model")
     values = to_mapping(config({"profile": write(tmp_path / "p.json")}))
@@ -126,12 +103,3 @@ def test_a_real_run_checks_the_profile_and_says_what_it_chose(tmp_path: Path):
     assert "auto is 2" in said[0]
     assert with_degree(chosen, mesh, said.append) is chosen
     assert len(said) == 1
-
-
-def test_a_run_keeps_the_degree_that_it_began_with():
-    said: list[str] = []
-    c, mesh = config({"profile": "gone.json"}), make_mesh()
-    assert with_degree(c, mesh, said.append, earlier=config(tp=4)).rollout.tp == 4
-    assert said == ["rollout.tensor_model_parallel_size: auto stays 4, as this run began"]
-    assert c.with_tp_of(config(tp=4), 2).is_tp_open, "not on devices that it does not divide"
-    assert c.with_tp(2).with_tp_of(config(tp=4), 8).rollout.tp == 2, "a number is what was asked for"
