@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, fields, replace
-from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,26 +50,6 @@ VERIFY = (
 VERIFY_PROFILE = replace(PROFILE, verify=VERIFY, row_sizes=(RowSizes(2, (4, 8, 16)),))
 
 
-@pytest.mark.parametrize(
-    ("tp", "batch", "context", "expected"),
-    [
-        (2, 2, 300, 0.012),  # halfway between 200 and 400 tokens
-        # batch 3, 400 tokens: batch 2 says 0.014, batch 4 says 0.020; halfway
-        (2, 3, 400, 0.017),
-        # batch 3, 600 tokens: batch 2 beyond its last, slope 0.004 / 200: 0.014 + 200 x 0.00002 = 0.018; batch 4: 0.026
-        (2, 3, 600, 0.022),
-        (2, 4, 1200, 0.044),  # above the last: 0.032 + 400 x 0.012 / 400
-        (2, 1, 300, 0.012),  # below the smallest batch: that of batch 2
-        # batch 6: growth per row is the mean over batch 4's contexts of (batch 4 - batch 2) / 2. At 400: 0.020 - 0.014;
-        # at 800: 0.032 - (0.014 + 400 x 0.00002 = 0.022) = 0.010; mean 0.008, per row 0.004. 0.020 + 2 x 0.004
-        (2, 6, 400, 0.028),
-        (4, 1, 250, 0.020),  # one point only: in proportion, 0.008 + 150 x 0.008 / 100
-    ],
-)
-def test_decode_steps_by_hand(tp: int, batch: int, context: float, expected: float):
-    assert LatencyPredictor(PROFILE).decode_step_s(tp, batch, context) == pytest.approx(expected, rel=1e-12)
-
-
 def test_prefill_move_and_recompute_by_the_equations():
     predictor = LatencyPredictor(PROFILE)
     assert predictor.prefill_s(4, 2, 400) == pytest.approx(1.2)  # twice the last context: four times 0.3
@@ -108,16 +86,6 @@ def test_exact_at_profiled_points(profile: Profile):
     for point in profile.decode:
         assert predictor.decode_step_s(1, point.batch, point.batch * point.context) == point.seconds
         assert predictor.prefill_s(1, point.batch, point.context) == pytest.approx(point.seconds, rel=1e-12)
-
-
-@given(profiles(), st.lists(st.integers(1, 300), min_size=2, max_size=6), st.floats(1, 1e5))
-def test_beyond_the_largest_batch_time_does_not_fall(profile: Profile, more: list[int], context: float):
-    predictor = LatencyPredictor(profile)
-    largest = max(point.batch for point in profile.decode)
-    rows = np.array([largest, *(largest + extra for extra in sorted(more))])
-    assert np.all(np.diff(predictor.decode_steps_s(1, rows, np.full(len(rows), context))) >= -1e-12)
-    prefills = [predictor.prefill_s(1, int(batch), context) for batch in rows]
-    assert all(b >= a * (1 - 1e-12) for a, b in pairwise(prefills))
 
 
 @given(
