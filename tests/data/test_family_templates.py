@@ -74,12 +74,6 @@ OLMO_3 = """
 PHI = """
 {%- for m in messages %}{{ '<|' ~ m.role ~ '|>\n' ~ m.content ~ '<|end|>\n' }}{% endfor %}
 {{- '<|assistant|>\n' if add_generation_prompt else eos_token }}"""
-GRANITE = """
-{%- if messages[0].role != 'system' %}{{ '<|start_of_role|>system<|end_of_role|>Help.<|end_of_text|>\n' }}{% endif %}
-{%- for m in messages %}
-{{- '<|start_of_role|>' ~ ('tool_response' if m.role == 'tool' else m.role) ~ '<|end_of_role|>' ~ m.content }}
-{{- '<|end_of_text|>\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}"""
 
 
 @dataclass(frozen=True)
@@ -102,7 +96,6 @@ FAMILIES = {
     "olmo 2": Family(OLMO_2, "<|endoftext|>", "<|endoftext|>", bos="<|endoftext|>"),
     "olmo 3": Family(OLMO_3, "<|endoftext|>", "<|im_end|>", ("<|im_end|>", "<|endoftext|>")),
     "phi": Family(PHI, "<|endoftext|>", "<|end|>", ("<|endoftext|>", "<|end|>"), ("<|user|>", "<|assistant|>")),
-    "granite": Family(GRANITE, "<|end_of_text|>", "<|end_of_text|>", (), ("<|start_of_role|>", "<|end_of_role|>")),
 }
 TALK = [
     {"role": "user", "content": "So what?"},

@@ -49,7 +49,6 @@ def write_gguf(file: Path, templates=None, **changes) -> Path:
 
 
 def write_folder(folder: Path, **config) -> Path:
-    """A Hugging Face folder with the same vocabulary."""
     tokens = [*SPECIAL, *BYTES, *(merge.replace(" ", "") for merge in MERGES)]
     pairs = [(left, right) for left, right in (merge.split(" ") for merge in MERGES)]
     fast = FastTokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=pairs))
@@ -65,7 +64,6 @@ def write_folder(folder: Path, **config) -> Path:
 
 
 def test_smollm2_ids_are_the_recorded_ones(smol):
-    """Recorded from transformers' own conversion of the same file."""
     for case in RECORDED["texts"]:
         assert smol.encode(case["text"]) == case["ids"]
         assert smol.decode(case["ids"], skip_special_tokens=False) == case["text"]
