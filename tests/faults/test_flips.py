@@ -1,7 +1,7 @@
-"""Random flips and cuts in the files of checkpoints: each is found, and each run goes on from a good step or ends.
+"""Random flips and cuts in the files of checkpoints: each is found, and each run goes on from a good step to the
+same end.
 
-Most are done to the checkpoints of a real run, and read back in this process; some runs then go on in processes of
-their own, and end as if nothing had happened. Quick ones: tests/training/test_damage.py, tests/record/test_journal.py.
+The runs are in processes of their own. Quick ones: tests/training/test_damage.py, tests/record/test_journal.py.
 """
 
 import random

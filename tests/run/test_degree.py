@@ -14,6 +14,8 @@ from jaxrl.models.loading import config_of
 from jaxrl.models.shapes import named_shape
 from jaxrl.rollout.profiles import identity_of
 from jaxrl.run.degree import planned_degree, with_degree
+from jaxrl.scheduling.layouts.batch_state import GroupCapacity, fastest_degree
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity
 from jaxrl.sharding.mesh import make_mesh
 
@@ -103,3 +105,10 @@ def test_a_real_run_checks_the_profile_and_says_what_it_chose(tmp_path: Path):
     assert "auto is 2" in said[0]
     assert with_degree(chosen, mesh, said.append) is chosen
     assert len(said) == 1
+
+
+def test_rows_that_have_no_room_come_in_waves():
+    """Of four rows at tp 8 three have room, then one: 10 steps of 1 + 1.6 ms, and 10 of 1 ms."""
+    model = LatencyPredictor(table(ProfileIdentity("m", "", "", 8, "", "")))
+    found = fastest_degree(model, {8: GroupCapacity(3 * 110 + 109, 9)}, 4, 100, 10)
+    assert found.predicted_s[8] == pytest.approx(0.036)

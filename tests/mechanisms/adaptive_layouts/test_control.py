@@ -153,3 +153,16 @@ def test_a_round_starts_in_the_planners_degree_goes_up_and_returns():
         assert run_round(world, preemptions=0) == ([4], degree)
     assert run_round(world, preemptions=0) == ([2, 4], 2)
     assert all(len(world.samples[key.prompt_index]) == length for key, length in world.lengths.items())
+
+
+def test_a_checkpoint_has_the_planner_the_lengths_and_the_correction():
+    world, other = (World([], slow=1.5, planner=True, bound="expected") for _ in range(2))
+    run_round(world, 3)
+    run_round(world, 4)
+    world.control.begin()
+    world.control.cancel()  # which teaches the planner nothing
+    other.control.load_state_dict(world.control.state_dict())
+    assert other.control.degree() == world.control.degree() == 2
+    assert other.predictor.ratio(1) == world.predictor.ratio(1) != 1
+    assert other.control.history is not None
+    assert sorted(other.control.history.lengths()) == sorted(CHAIN * 2)

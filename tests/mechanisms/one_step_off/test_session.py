@@ -47,4 +47,5 @@ def test_a_round_that_ends_early_beside_an_update_ends_the_run() -> None:
         OneStepOff(together, lambda name: nullcontext()).update(FakeStep(collect=collect), BATCH)
     together.close()
     with pytest.raises(Interrupted, match="a host is gone"):  # in turns nothing was begun that is lost
-        OneStepOff(None, lambda name: nullcontext()).update(FakeStep(collect=collect), BATCH)
+        OneStepOff(None, lambda name: nullcontext()).update(step := FakeStep(collect=collect), BATCH)
+    assert step.asked == [("collect", BATCH)]

@@ -26,6 +26,9 @@ def num_held(blocks: BlockManager, request: int) -> int:
 def test_the_last_token_of_a_prompt_is_never_shared(prompt_len: int, shareable: int):
     blocks = BlockManager(num_groups=1, num_blocks=9, block_size=4)
     blocks.allocate(1, 0, num_tokens=prompt_len, share="p", prompt_len=prompt_len)
+    assert blocks.num_published(0, "p", prompt_len) == 0, "no chunk is in a plan yet"
+    blocks.publish(1, min(prompt_len, 7))
+    assert blocks.num_published(0, "p", prompt_len) == min(shareable, 1)
     blocks.publish(1, prompt_len)
     assert blocks.num_published(0, "p", prompt_len) == shareable
 

@@ -144,7 +144,9 @@ def test_requests_of_workers_that_leave_together_move_once():
     requests = asked(8)
     workers = started(requests, [40] * 8, steps=5, num_workers=4)
     assert by_worker(workers) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    num_rows = workers.num_rows
     assert [workers.close(worker, leaving=(0, 1)).num_requests for worker in (0, 1)] == [2, 2]
+    assert (workers.num_open, workers.num_rows, workers.is_open(1)) == (2, num_rows // 2, False)
     assert by_worker(workers)[:2] == [(), ()], "nothing of the first went to the second, and on from there"
     with pytest.raises(ValueError, match=r"close\(2\): of the open workers \(\[2, 3\]\) one must be left"):
         workers.close(2, leaving=(2, 3))
@@ -166,3 +168,16 @@ def test_a_worker_whose_requests_cannot_move_stays_open(monkeypatch: pytest.Monk
     assert workers.is_open(1)
     assert by_worker(workers) == [(0, 3, 6, 1, 7), (4,), (2, 5, 8)]
     check_rest(workers, requests, 40)
+
+
+def test_an_end_that_was_not_told_is_aborted():
+    requests = asked(2)
+    workers = started(requests, [2, 50])
+    while 0 in workers.engines[0].unfinished():
+        assert workers.step() == []
+    assert workers.unfinished() == (1,)
+    samples = workers.abort([1, 0])
+    assert [sample.key for sample in samples] == [requests[1].key, requests[0].key]
+    assert [sample.finish_reason for sample in samples] == ["abort", "abort"]
+    assert len(samples[1]) == 2
+    assert run(workers) == []
