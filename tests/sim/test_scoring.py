@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from known_samples import KnownWorkload
+from known_samples import KnownSample, KnownWorkload
 from sim_machine import key, known, prompt
 
 from jaxrl.mechanisms.reward_timeouts import AdaptiveTimeouts, TimeoutRule
@@ -108,3 +108,12 @@ def test_rewards_and_times_are_those_of_the_step_of_the_first_token():
     scoring.submit(prompt(0), sample)
     (verdict,) = scoring.wait(0.5)
     assert (verdict.reward, verdict.time_s, verdict.duration_s) == (4.0, 40.0, 40.0)
+
+
+def test_tasks_may_have_workers_of_their_own():
+    samples = {of: KnownSample(3, 1.0, seconds) for of, seconds in SECONDS.items()}
+    workload = KnownWorkload(samples, dict.fromkeys(range(3), 4), {0: "code", 1: "math", 2: "code"})
+    bench = Bench()
+    bench.scoring = ScoringWorkers(workload, bench.clock, bench.phases, 1, 0.0, {"code": 2})
+    bench.submit(*SECONDS)
+    assert [bench.wait() for _ in SECONDS] == [[(1.0, key(1))], [(2.0, key(2))], [(5.0, key(0))]]

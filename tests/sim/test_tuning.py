@@ -1,11 +1,11 @@
-"""The search over factors: what is run, and what a run's steps show."""
+"""The search over factors: what is run, what a run's steps show, and when a table has a best."""
 
 from __future__ import annotations
 
 import pytest
 
 from jaxrl.commands.tune import SEARCHES
-from jaxrl.sim.tuning import trial
+from jaxrl.sim.tuning import Table, Trial, Tried, trial
 
 TAIL, PARTIAL = SEARCHES["tail_batching"], SEARCHES["partial_rollout"]
 
@@ -59,3 +59,14 @@ def test_prompts_that_wait_at_the_end_are_paid_for():
 
 
 # ---------------------------------------------------------------- what a table says
+
+
+def test_the_best_leads_by_more_than_the_noise():
+    """Seeds differ by 10 s, the values by 1 s on every seed: the seeds are paired, so that the lead is clear."""
+
+    def tried(factor: float, *step_s: float) -> Tried:
+        trials = tuple(Trial(s, s / 2, 0.1, 0.0, 3.0, 2.0, 0.2) for s in step_s)
+        return Tried((factor, factor), TAIL.launched((factor, factor), 8, 4), trials)
+
+    table = Table(TAIL, tried(1.0, 40, 50, 60), (tried(1.1, 31, 41, 51.2), tried(1.2, 30, 40, 50)))
+    assert (table.best.factors, table.as_good, table.pays) == ((1.2, 1.2), [], True)
