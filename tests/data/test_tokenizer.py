@@ -79,17 +79,6 @@ def test_smollm2_chat_and_special_tokens(smol):
     assert (smol.bos_id, smol.pad_id, smol.vocab_size) == (1, 2, 49152)
 
 
-def test_gguf_and_folder_agree(tmp_path):
-    gguf = Tokenizer.from_path(write_gguf(tmp_path / "t.gguf"))
-    folder = Tokenizer.from_path(write_folder(tmp_path / "f"))
-    text = "hello world<|im_end|> é"
-    assert gguf.encode(text) == folder.encode(text)
-    assert gguf.decode(gguf.encode(text)) == "hello world é"
-    assert gguf.encode("<tool>") == [gguf.vocab_size - 1]
-    assert gguf.decode(gguf.encode("<tool>")) == "<tool>"  # added, but not special
-    assert gguf.stop_token_ids == folder.stop_token_ids == (2, 0)
-
-
 def test_bos_comes_with_special_tokens_only(tmp_path):
     tokenizer = Tokenizer.from_path(write_gguf(tmp_path / "t.gguf", add_bos=True))
     assert tokenizer.encode("h", add_special_tokens=True) == [1, *tokenizer.encode("h")]

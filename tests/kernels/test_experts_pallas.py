@@ -71,3 +71,15 @@ def test_a_share_of_the_experts_gives_what_those_give():
         kept = routing._replace(weights=jnp.where(chosen, routing.weights, 0))
         wanted = experts.mix(x, kept, weights, experts.ExpertSettings(gated))
         np.testing.assert_allclose(alone, wanted, rtol=0, atol=1e-5)
+
+
+def test_blocks_have_each_pair_once():
+    own = jnp.asarray([[0, 2], [2, 5], [1, 2], [-1, 2]], jnp.int32)  # 5 and -1 are others'
+    blocks = experts_pallas.blocks_of(own, 4, 2)
+    found = [
+        (int(expert), np.asarray(blocks.order)[start : start + count].tolist())
+        for expert, start, count in zip(*map(np.asarray, blocks[1:]), strict=True)
+        if count
+    ]
+    assert found == [(0, [0]), (1, [4]), (2, [1, 2]), (2, [5, 7])]
+    assert len(blocks.expert) >= len(found)

@@ -33,6 +33,7 @@ def streaming(**options: Any) -> Config:
         ({"rollout__max_active_requests": 16}, "excludes rollout.max_active_requests (16 samples): workers are freed"),
         ({"rollout__num_workers": 3}, "needs rollout.num_workers to be even, found 3: half of the rollout's workers"),
         ({"rollout__num_workers": 6, "trainer__num_devices": 12}, "(trainer.num_devices) must be a power of two"),
+        ({"actor__use_kl_loss": True, "actor__offload_reference": True}, "excludes actor.offload_reference"),
     ],
 )
 def test_what_the_stream_trainer_excludes(options: dict[str, Any], sentence: str):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
@@ -10,9 +12,11 @@ import pytest
 from jaxrl.config import from_mapping
 from jaxrl.config.checks import host_problem
 from jaxrl.models.shapes import SHAPES
+from jaxrl.rollout.worker_set import WorkerSet
 from jaxrl.run.devices import ProcessDevices, devices_by_process
 from jaxrl.run.memory import MemoryPlan, memory_plan
 from jaxrl.sharding.memory import DeviceMemory
+from jaxrl.sharding.mesh import make_mesh
 
 
 @dataclass(frozen=True)
@@ -73,3 +77,15 @@ def test_training_counts_all_devices_and_the_rollout_those_of_a_host():
     assert several.workers.count == 4
     assert several.workers.num_devices == several.workers.tp == 2
     assert several.resident["master weights"] < 2 * plan(1).resident["master weights"]
+
+
+def test_a_sync_is_for_the_largest_degree_that_any_host_may_use():
+    """Which degrees are in use elsewhere, no host knows; one program must do for all."""
+    devices = jax.devices()[:4]
+    executors: Any = [
+        SimpleNamespace(tp=1, config=SimpleNamespace(max_tp=2), layout=SimpleNamespace(mesh=make_mesh(devices[:2])))
+    ]
+    mesh = make_mesh(devices[:2])
+    (of_one,) = WorkerSet(mesh, executors)._layouts()
+    (of_two,) = WorkerSet(mesh, executors, make_mesh(devices, 2))._layouts()
+    assert (of_one.tp, of_two.tp) == (1, 2)

@@ -139,3 +139,9 @@ def test_memory_of_gradients_beside_the_rollout():
     assert size == sum(e.memory.resident.values()) + sum(freed.parts.values())
     assert "stream" in str(e)
     assert "stream" not in str(plain)
+
+
+def test_a_rollout_has_a_degree_that_divides_the_invariant_numbers():
+    own = {"actor": {"numerics": "invariant", "numerics_tp": 4}, "rollout": {"tensor_model_parallel_size": 8}}
+    with pytest.raises(ValueError, match=r"^actor.numerics_tp \(4\) must be a multiple of the largest tp"):
+        memory_plan(config(**own), SMOLLM2, 8, None, "cpu")

@@ -189,3 +189,25 @@ def test_a_pool_that_loses_a_sample_is_found_out(houses: Any):
     house = houses(LENGTHS, Leaky())
     with pytest.raises(RuntimeError, match=r"pool has lost SampleKey\(.*prompt_index=2, sample_index=1"):
         house.run_round(PROMPTS, 2)
+
+
+def test_the_verdict_behind_cancelled_ones_comes():
+    """One that its scorer has, and one whose environment has failed."""
+    verdicts = Verdicts(Pool(hold=[key(0)]), lambda: 4.0)
+    verdicts.begin(1, 0)
+    for one in (key(0), key(1), key(0, 1)):
+        made = Sample.empty(one)
+        made.text = "x"
+        made.episode = Episode((Turn(0, "x"),), stop="error", error="down") if one == key(1) else None
+        verdicts.send(PROMPTS[0], made)
+    verdicts.cancel([key(0), key(1)])
+    assert [each.key for each in verdicts.completed()] == [key(0, 1)]
+
+
+def test_a_pool_that_is_asked_for_a_slow_verdict_is_progress(houses: Any):
+    house = houses({key(0): 2}, Pool())
+    beats, answers = [], iter([[], [], [Verdict(1.0, key(0), 1.0)]])
+    house.pool.completed, house.pool.wait = list, lambda timeout_s: next(answers)
+    house.run.beat = lambda _: beats.append(1)
+    house.run_round([PROMPTS[0]], 1)
+    assert len(beats) == 3

@@ -13,8 +13,11 @@ import jax
 import numpy as np
 import pytest
 from served import LENGTH, ROWS, WAITING, Client, Talk, talk_to
+from starlette.requests import ClientDisconnect
 
-from jaxrl.serving.app import Routes
+from jaxrl.serving.answers import Completion
+from jaxrl.serving.app import Routes, Streamed
+from jaxrl.serving.bodies import CompletionBody
 from jaxrl.serving.driver import Driver
 from jaxrl.serving.generation import ServedModel
 from jaxrl.text import TextEngine
@@ -330,3 +333,25 @@ def test_the_key_is_asked_for(talk: Talk):
         assert "https://" not in page.text
 
     talk(conversation, "secret")
+
+
+def test_a_stream_that_is_left_before_it_begins_frees_its_row(engine: TextEngine):
+    """The connection is lost as the first bytes go out."""
+
+    async def lost(message: Any) -> None:
+        raise OSError("the client is gone")
+
+    async def inside() -> None:
+        driver = Driver(engine.engine, WAITING)
+        model = ServedModel(driver, engine.tokenizer, LENGTH, engine.stop_token_ids, engine.tokenizer.vocab_size)
+        params = SamplingParams(max_tokens=200)
+        generation = model.begin([[5, 6]], params)
+        answer = Completion(CompletionBody(prompt="x"), generation, engine.tokenizer, "tiny")
+        scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
+        with pytest.raises(ClientDisconnect):
+            await Streamed(generation, answer, False)(scope, lost, lost)
+        assert not driver._readers
+        await driver.close(0)
+
+    asyncio.run(inside())
+    assert engine.engine.is_idle

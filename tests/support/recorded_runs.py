@@ -145,7 +145,6 @@ SIMULATED = {
         ),
         acts=("rollout/layout/switches",),
     ),
-    "planner": Spec((TAIL, PLANNER), acts=("rollout/preemptions",)),
     "rollout_scored": Spec(
         (FILTER, "reward.score_when=rollout", "algorithm.filter_groups.max_unscored_groups=2"),
         acts=("rollout/filtered_prompts",),

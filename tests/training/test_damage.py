@@ -13,6 +13,7 @@ import time
 import pytest
 from damage import ABSTRACT, assert_restores, cut, files_of, flip, saved, state_at
 
+from jaxrl.training import manifest
 from jaxrl.training.checkpoint import Checkpointer
 from jaxrl.training.steps import choose
 from jaxrl.types import RunFailed
@@ -116,6 +117,26 @@ def test_a_folder_that_cannot_be_made_ends_the_save_at_once(tmp_path, whose):
         checkpoints.wait()
     assert time.monotonic() - began < 20
     assert not [thread for thread in threading.enumerate() if thread.name.startswith(("async", "checkpoint"))]
+
+
+def test_a_save_that_fails_leaves_what_is_good(tmp_path, monkeypatch):
+    """Before the step has its name, and behind that."""
+    folder = saved(tmp_path / "checkpoints", 2)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "run.json")
+
+    with Checkpointer(folder) as checkpoints, monkeypatch.context() as patch:
+        patch.setattr(manifest, "write", full)
+        checkpoints.save(4, *state_at(4))
+        with pytest.raises(RunFailed, match=r"checkpoint 4 cannot be written .* checkpoint is step 2: make room"):
+            checkpoints.wait()
+        assert [path.name for path in folder.iterdir()] == ["2"]
+    checkpoints = Checkpointer(folder, on_commit=full)
+    checkpoints.save(4, *state_at(4))
+    with pytest.raises(RunFailed, match=r"run.json cannot be written: .* checkpoint is step 4: make room"):
+        checkpoints.close()
+    assert_restores(folder, 4)
 
 
 def test_a_commit_is_told_and_leftovers_are_removed(tmp_path):

@@ -31,6 +31,17 @@ def test_a_chunk_of_logits_takes_half_of_what_is_left():
     assert "logits of 4096 tokens at a time, remat dots" in str(explain(c, SMOLLM2, 1, 80 << 30))
 
 
+def test_rows_too_short_for_tiles_hold_their_scores():
+    held = {}
+    for budget in (64, 512):
+        c = config(
+            data={"max_prompt_length": 24, "max_response_length": 40}, actor={"ppo_max_token_len_per_gpu": budget}
+        )
+        parts = update_phases(c, SMOLLM2, 1, "cpu", "dots", 128)["layers"]
+        held[budget] = parts.get("attention scores (rows too short for tiles)", 0)
+    assert held == {64: 9 * 64 * 64 * 4 * 3, 512: 0}
+
+
 @pytest.mark.parametrize("remat", ["full", "dots", "none"])
 def test_activations_are_near_what_xla_reports(remat):
     parts = update_phases(config(actor={"remat": remat}), SMOLLM2, 1, "cpu", remat, 128)["layers"]

@@ -166,3 +166,19 @@ def test_a_checkpoint_has_the_planner_the_lengths_and_the_correction():
     assert other.predictor.ratio(1) == world.predictor.ratio(1) != 1
     assert other.control.history is not None
     assert sorted(other.control.history.lengths()) == sorted(CHAIN * 2)
+
+
+def test_a_phase_begins_in_the_layout_of_the_likely_round():
+    """An evaluation says nothing of the next training round."""
+    world = World([], planner=True)
+    run_round(world, 3, "short")
+    run_round(world, 4, "short")
+    world.control.begin("eval")
+    world.control.end(0)
+    assert world.control.tp == 1
+    other = World([], planner=True)
+    other.control.load_state_dict(world.control.state_dict())
+    for each in (world, other):
+        each.control.enter()
+        assert each.control.tp == 2
+        assert run_round(each, 4, "short") == ([2, 4], 2)
