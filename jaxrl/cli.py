@@ -4,12 +4,12 @@ explain-config | explain-layout | profile | options | completion | report`.
 Only argument parsing is imported at the top. Reward workers re-import the main module and must not load jax, and `jaxrl
 --help` answers at once.
 
-Every command ends in one of these ways, and never with more than one line on stderr but for a bug's traceback:
+Every command ends in one of these ways, with its sentences on stderr, but for a bug's traceback:
 
 - 0: done, or a training run that was stopped and has saved; also when the reader of the output has gone (`| head`).
 - 1: it could not continue, though its input is right (no space on the disk, no memory, a run that has gone wrong, no
   progress); or a bug, with its traceback.
-- 2: its input is wrong: an argument, an option, a file. One sentence names the place and the rule.
+- 2: its input is wrong: an argument, an option, a file. A sentence for each mistake names the place and the rule.
 - 130, 143: ended by SIGINT or SIGTERM (`jaxrl.run.stop`).
 """
 
@@ -64,6 +64,7 @@ def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> in
     """Runs one command; returns the exit status. `stop`: the program's signals; without one they are the caller's."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs tracebacks of errors that it raises as well
+    options = None
     try:
         parser = _parser()
         if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow: `jaxrl completion`
@@ -90,7 +91,12 @@ def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> in
         said = answer(error)
         if said is None:
             raise  # a bug
-        for sentence in getattr(error, "problems", said[:1]):  # of a configuration, all at once
+        sentences, options = [said[0]], getattr(error, "options", options)
+        if said[1] == 2 and options is not None:
+            from jaxrl.commands.mistakes import all_mistakes
+
+            sentences = all_mistakes(options, error, _config)
+        for sentence in sentences:
             print(f"jaxrl: {one_line(sentence)}", file=sys.stderr)
         return said[1]
 
@@ -306,14 +312,35 @@ def _add_serve(sub: Parser) -> None:
     )
 
 
-def _config(options: argparse.Namespace, command: str = "") -> Config:
-    """The configuration of a command, with a note for each option that has no effect."""
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
+
+
+def _config(options: argparse.Namespace, note: Callable[[str], None] = _note) -> Config:
+    """The configuration of a command. `note`: called for each option that has no effect."""
     from jaxrl.config.files import load
 
+    file, overrides, reader = options.config, options.overrides, ""
+    match options.command:
+        case "train" | "sft" | "dpo":
+            reader = options.command
+        case "eval" if file is None and options.checkpoint:
+            from pathlib import Path
+
+            from jaxrl.record.run_dir import CONFIG_FILE
+
+            own = Path(options.checkpoint) / CONFIG_FILE
+            options.config = file = str(own) if own.is_file() else None
+        case "score":  # no model is read, so none need be named
+            kind = [f"reward.kind={options.kind}"] if options.kind else []
+            overrides = ["model.path=none", *kind, *overrides]
+        case "explain-config":
+            reader = _reader(options)
+            overrides = [*overrides, *([f"model.path={options.shape}"] if options.shape else [])]
     notes: list[str] = []
-    config = load(options.config, options.overrides, notes.append, command)
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+    config = load(file, overrides, notes.append, reader, is_whole=options.is_whole)
+    for text in notes:
+        note(text)
     return config
 
 
@@ -323,7 +350,7 @@ def _removing(options: argparse.Namespace) -> Removing:
 
 
 def _learn(options: argparse.Namespace) -> None:
-    config, progress = _config(options, command=options.command), partial(print, flush=True)
+    config, progress = _config(options), partial(print, flush=True)
     if options.command == "train":
         from jaxrl.commands.train import train
 
@@ -385,19 +412,14 @@ def _serve(options: argparse.Namespace) -> None:
 
 
 def _eval(options: argparse.Namespace) -> None:
-    from pathlib import Path
-
     from jaxrl.commands.evaluate import evaluate
-    from jaxrl.record.run_dir import CONFIG_FILE, refuse_overwriting
+    from jaxrl.record.run_dir import refuse_overwriting
 
-    if options.config is None and options.checkpoint and (own := Path(options.checkpoint) / CONFIG_FILE).is_file():
-        options.config = str(own)
+    config = _config(options)
     if options.out:
         refuse_overwriting(options.out, "--out", [options.config or ""])
     with closing(ProgressCounter("responses", sys.stderr)) as counted:
-        result = evaluate(
-            _config(options), options.checkpoint, options.out, removing=_removing(options), progress=counted.show
-        )
+        result = evaluate(config, options.checkpoint, options.out, removing=_removing(options), progress=counted.show)
     width = max(map(len, result))
     for name, value in result.items():
         print(f"{name:<{width}}  {value:.4g}")
@@ -414,8 +436,6 @@ def _score(options: argparse.Namespace) -> None:
 
     if options.config and options.kind:
         raise ValueError("score: --kind and --config exclude each other")
-    kind = [f"reward.kind={options.kind}"] if options.kind else []
-    options.overrides = ["model.path=none", *kind, *options.overrides]  # no model is read, so none need be named
     config = _config(options)
     with closing(ProgressCounter("responses", sys.stderr)) as counted:
         scores = score(
@@ -448,10 +468,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _explain(options: argparse.Namespace) -> None:
-    from pathlib import Path
-
     from jaxrl.commands.explain import explain_config
-    from jaxrl.record.run_dir import CONFIG_FILE, recorded_start
 
     if options.fit:
         from jaxrl.commands.fit import fit
@@ -461,16 +478,23 @@ def _explain(options: argparse.Namespace) -> None:
         count, gib = options.fit
         print(fit(options.shape, count, gib, options.length), end="")
         return
-    file = Path(options.config or "")
-    recorded = recorded_start(file.parent) if file.name == CONFIG_FILE else None
-    command = options.reader or (recorded or {}).get("kind", "train")
     if options.shape:
         from jaxrl.models.shapes import named_shape
 
         named_shape(options.shape)  # refuses a name that there is not
-        options.overrides = [*options.overrides, f"model.path={options.shape}"]
-    config = _config(options, command=command)
-    print(explain_config(config, options.devices, int(options.device_gib * 2**30) or None, command))
+    config = _config(options)
+    print(explain_config(config, options.devices, int(options.device_gib * 2**30) or None, _reader(options)))
+
+
+def _reader(options: argparse.Namespace) -> str:
+    """The command that reads the configuration which `explain-config` explains."""
+    from pathlib import Path
+
+    from jaxrl.record.run_dir import CONFIG_FILE, recorded_start
+
+    file = Path(options.config or "")
+    recorded = recorded_start(file.parent) if file.name == CONFIG_FILE else None
+    return options.reader or (recorded or {}).get("kind", "train")
 
 
 def _explain_layout(options: argparse.Namespace) -> None:

@@ -40,6 +40,7 @@ from jaxrl.scheduling.rounds.carried import check_lengths, pack_groups, unpack_g
 from jaxrl.scheduling.rounds.events import Interrupted, Launch, Verdict
 from jaxrl.scheduling.rounds.round import Departures, Round
 from jaxrl.scheduling.rounds.shaping import RewardShaping
+from jaxrl.training.save_schedule import SaveSchedule
 from jaxrl.training.training_step import training_step
 from jaxrl.types import Group, RunFailed, SamplingParams, TrainBatch
 
@@ -90,6 +91,7 @@ class Loop:
         self._parking = [each.parking for each in run.mechanisms if each.parking]
         self._shaping = RewardShaping.configured(config)
         self._alarms = Alarms(config)
+        self._saves = SaveSchedule(config.trainer, run.clock)
         self._saved_step: int | None = None
         self._running_step = 0
         self._failing: str | None = None  # why the run has to end at the next boundary
@@ -178,9 +180,8 @@ class Loop:
 
     def _run_step(self) -> None:
         step = self._running_step = self.step + 1
-        trainer = self.config.trainer
         with self._phases.phase("step", step=step):
-            if self.step and trainer.save_freq and self.step % trainer.save_freq == 0:
+            if self._saves.is_due(self.step):
                 self._save()
             earlier = self._waiting
             # where rounds are ahead, the batch of the next update is not that of the first round, and not there yet
@@ -314,7 +315,7 @@ class Loop:
 
     def _save(self) -> None:
         if self._saved_step != self.step:
-            with self._phase("save"):
+            with self._phase("save"), self._saves.saving():
                 self._run.save(self.step, self.host_state())
             self._saved_step = self.step
 

@@ -39,8 +39,8 @@ ENVIRONMENT = -1
 class SampleKey:
     """Identity of one response. Every random bit of a sampled token derives from (run seed, this key, position).
 
-    `prompt_index` is the position in the data set (not in the shuffled order), `attempt` counts relaunches of the
-    same prompt: a prompt that is launched again samples new tokens.
+    `prompt_index` is the position in the data set (not in the shuffled order), `attempt` counts the relaunches of the
+    same prompt that sample new tokens.
     """
 
     epoch: int

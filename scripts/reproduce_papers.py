@@ -25,7 +25,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from papers import calibration, pat_closed, rhymerl_closed, what_if
+from papers import calibration, headline, pat_closed, rhymerl_closed, what_if
 from papers.calibration import Calibration
 from papers.cases import EXPERIMENTS, Case, case_of, cases_of, jobs_of
 from papers.pages import page
@@ -46,6 +46,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=FOLDER, metavar="FOLDER", help="where results go")
     parser.add_argument("--tiny", action="store_true", help="tries the script out: every size divided, no result")
     parser.add_argument("--calibrate", action="store_true", help="write the calibration file and end (a minute)")
+    parser.add_argument("--headline", action="store_true", help="write the table of all newest results, and end")
     parser.add_argument(
         "--page", type=Path, metavar="FILE", help="compute the other readings of a result anew, write its page, and end"
     )
@@ -64,10 +65,9 @@ def readings(paper: str, cases: Sequence[Case], known: Calibration, in_order: Ca
         return pat_closed.readings([case_of(entry, scale=cases[0].scale) for entry in longest.values()], known)
     if paper == "rhymerl":
         return rhymerl_closed.readings(cases, known)
-    if paper not in ("rollpacker", "april"):
-        return {}  # its main table is that of `rollpacker`
-    row = rows["APRIL" if paper == "april" else "+ tail batching"]
-    wanted = [case_of(entry).alike for entry in row.values()]
+    if paper != "april":
+        return {}
+    wanted = [case_of(entry).alike for entry in rows["APRIL"].values()]
     return what_if.readings([case for alike in wanted for case in cases if case.alike == alike], known, in_order)
 
 
@@ -81,13 +81,18 @@ def finish(file: Path, record: dict[str, Any], runs: Sequence[Steps], known: Cal
 
 
 def reproduce(paper: str, record: dict[str, Any], file: Path, options: argparse.Namespace, in_order: Any) -> str:
-    """Runs an experiment. Its result is kept after each run; `--page` makes the rest, should this be ended."""
-    known, began, runs = calibration.read(options.calibration), time.perf_counter(), []
+    """Runs an experiment, but for the runs that its file of the day has already. The result is kept after each run;
+    `--page` makes the rest, should this be ended."""
+    known, began = calibration.read(options.calibration), time.perf_counter()
+    runs: list[Steps] = read(file)[1] if file.exists() else []
+    done = {each.case for each in runs}
     scale = 32 if options.tiny else 1
     cases = cases_of(paper, options.steps, range(options.seeds), options.decode_steps, scale)
-    jobs = jobs_of(cases)
+    jobs = [job for job in jobs_of(cases) if not done.issuperset(job)]
     for found in in_order(run_together, jobs, [known] * len(jobs)):
         for steps in found:
+            if steps.case in done:
+                continue
             runs.append(steps)
             took = f"{steps.wall_s:.1f} s, {time.perf_counter() - began:.0f} s so far"
             print(f"{len(runs)}/{len(cases)} {steps.case.title}: {took}", flush=True)
@@ -100,6 +105,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.calibrate:
         calibration.write(calibration.calibrate(list(PROBLEMS.values())), options.calibration)
         print(f"wrote {options.calibration}: commit it before anything is run with it")
+        return 0
+    if options.headline:
+        text = headline.page(options.out, calibration.read(options.calibration))
+        (options.out / "headline.md").write_text(text, encoding="utf-8")
         return 0
     with ExitStack() as stack:
         in_order: Any = map

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -131,18 +132,31 @@ class CompileAhead:
                 left[id(programs)] -= 1
                 programs.is_warm |= not left[id(programs)]
 
-        self._pool = ThreadPoolExecutor(num_threads or compile_threads(), thread_name_prefix="compile-ahead")
+        self._began_s, self._num_threads = time.monotonic(), num_threads or compile_threads()
+        self._pool = ThreadPoolExecutor(self._num_threads, thread_name_prefix="compile-ahead")
         self._jobs = [
-            self._pool.submit(compile_one, programs, shape) for programs in every for shape in programs.shapes()
+            (shape, self._pool.submit(compile_one, programs, shape))
+            for programs in every
+            for shape in programs.shapes()
         ]
 
-    def wait(self, progress: Callable[[int, int], None] | None = None) -> int:
-        """Waits for all; returns the number of programs."""
-        for done, job in enumerate(as_completed(self._jobs), 1):
+    def wait(self, progress: Callable[[str], None] = lambda state: None) -> int:
+        """Waits for all; returns the number of programs. `progress`: called with `state` when it changes."""
+        progress(self.state())
+        for job in as_completed([job for _, job in self._jobs]):
             job.result()
-            if progress is not None:
-                progress(done, len(self._jobs))
+            progress(self.state())
         return len(self._jobs)
+
+    def state(self) -> str:
+        """What is compiled now, how many are ready, and about how long the rest will take; empty once all are."""
+        left = [shape for shape, job in self._jobs if not job.done()]
+        if not left:
+            return ""
+        names = [" ".join([kind, *("×".join(map(str, sizes)),) * any(sizes)]) for kind, *sizes in left]
+        done, now = len(self._jobs) - len(left), ", ".join(names[: self._num_threads])
+        left_s = (time.monotonic() - self._began_s) * len(left) / done if done else 0
+        return f"{done} of {len(self._jobs)} programs ready{f', about {left_s:.0f} s left' if done else ''}: {now}"
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)

@@ -67,7 +67,15 @@ def section(draw: st.DrawFn, rule: str, batch: int, lag: int) -> dict[str, Any]:
     factors = {"prompt_factor": factor, "response_factor": draw(st.sampled_from([1.0, 1.25, 2.0]))}
     if rule == "over_provisioning":
         return {"enable": True} | factors
-    return both | factors | {"max_age_steps": draw(st.sampled_from([0, max(steps, 1), steps + 2]))}
+    return (
+        both
+        | factors
+        | {
+            "max_age_steps": draw(st.sampled_from([0, max(steps, 1), steps + 2])),
+            "relaunch": draw(st.sampled_from(["same", "new", "resume", "resume"])),
+            "max_staleness": draw(st.just(-1) | st.integers(lag, lag + 3)),
+        }
+    )
 
 
 @st.composite
@@ -81,7 +89,8 @@ def compositions(draw: st.DrawFn) -> Composition:
         values[f"rollout.{rule}"] = options
     if size == 1:
         values["algorithm.adv_estimator"] = "reinforce_plus_plus"
-    afterwards = rule != "partial_rollout" and not (filtering and rule)
+    keeps = rule == "partial_rollout" or options.get("relaunch") == "resume"
+    afterwards = not keeps and not (filtering and rule)
     num_responses = least(options.get("response_factor", 1.0), size)
     hang_share = draw(st.sampled_from([0.0, 0.4]))
     values |= {
@@ -183,12 +192,14 @@ def problem(on: tuple[bool, ...], **of: Any) -> bool:
     """Whether a composition is refused, by the table of docs/rollout-rules.md: `on` says which rules are."""
     over_provisioning, tail_batching, partial_rollout = on
     early = over_provisioning or tail_batching
+    resumes = tail_batching and of["relaunch"] == "resume"
     responses = 3 if early else 2
     return (
         sum(on) > 1
-        or (of["score_when"] == "rollout" and (partial_rollout or (of["filtering"] and early)))
+        or (of["score_when"] == "rollout" and (partial_rollout or resumes or (of["filtering"] and early)))
         or (of["mask"] and of["off"])
         or (partial_rollout and 0 <= of["max_staleness"] < 1 + of["off"])
+        or (resumes and 0 <= of["max_staleness"] < of["off"])
         or 0 < of["max_active"] < responses
         or (tail_batching and of["max_age"] == 1)
     )
@@ -204,6 +215,7 @@ def test_exactly_these_compositions_are_refused():
         "max_staleness": (-1, 0, 1, 2),
         "max_active": (0, 2, 3),
         "max_age": (0, 1, 2),
+        "relaunch": ("same", "resume"),
     }
     factors = {"prompt_factor": 3.0, "response_factor": 1.5}
     for on in product((False, True), repeat=3):
@@ -214,7 +226,13 @@ def test_exactly_these_compositions_are_refused():
                 {
                     "data.train_batch_size": 2,
                     "rollout.over_provisioning": {"enable": on[0]} | factors,
-                    "rollout.tail_batching": {"enable": on[1], "max_age_steps": of["max_age"]} | factors,
+                    "rollout.tail_batching": {
+                        "enable": on[1],
+                        "max_age_steps": of["max_age"],
+                        "max_staleness": of["max_staleness"],
+                        "relaunch": of["relaunch"],
+                        **factors,
+                    },
                     "rollout.partial_rollout": {"enable": on[2], "max_staleness": of["max_staleness"]},
                     "rollout.stale_tokens": "mask" if of["mask"] else "recorded",
                     "rollout.max_active_requests": of["max_active"],

@@ -24,6 +24,9 @@ RULES: dict[str, dict[str, Any]] = {
     "plain": {},
     "over-provisioning": {"rollout.over_provisioning": {"enable": True, "prompt_factor": 1.5}},
     "tail batching": {"rollout.tail_batching": {"enable": True, "prompt_factor": 1.5}},
+    "tail batching that resumes": {
+        "rollout.tail_batching": {"enable": True, "prompt_factor": 1.5, "relaunch": "resume", "max_staleness": 2}
+    },
     "partial rollout": {"rollout.partial_rollout": ON},
 }
 
@@ -42,6 +45,21 @@ def saved_after(values: dict[str, Any], steps: int) -> House:
     house = House(make_config(values, **{"trainer.total_training_steps": steps}), make_workload(3))
     assert house.run()
     return house
+
+
+@pytest.mark.parametrize("rule", [name for name in RULES if name.startswith("tail batching")])
+def test_a_run_that_is_killed_again_and_again_makes_the_same_batches(rule: str):
+    """What waits in the queue survives, with its tokens and versions where it has some."""
+    straight, killed = plain_run(rule, 2), House(make_config(RULES[rule]), make_workload(2))
+    assert any(metrics["rollout/long_round"] for metrics in straight.metrics.values())
+    resumed = [metrics.get("rollout/resumed_tokens", 0.0) for metrics in straight.metrics.values()]
+    assert any(resumed) == (rule == "tail batching that resumes")
+    check(straight)
+    ends = 0
+    while not killed.run(("kill", 45)):
+        ends += 1
+    assert ends > 1
+    assert killed.decided() == straight.decided()
 
 
 LEAVE = {"rollout.tail_batching": {"enable": True, "prompt_factor": 2.0, "at_end": "leave"}}

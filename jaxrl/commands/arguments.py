@@ -14,6 +14,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NoReturn
 
 MAX_TOKENS = 2**20  # the longest context of any model
@@ -23,11 +24,20 @@ _MAX_SHOWN = 60  # characters of a value that a sentence shows
 _CONFIG_FILES = (".yaml", ".yml", ".gin")
 
 
+class Refused(ValueError):
+    """A command line with mistakes. `options`: what is right of it; None stands for a value that is not."""
+
+    def __init__(self, problems: Sequence[str], options: argparse.Namespace) -> None:
+        super().__init__("\n".join(problems))
+        self.problems, self.options = problems, options
+
+
 class Parser(argparse.ArgumentParser):
-    """Raises ValueError with one sentence where argparse prints its usage and ends the process."""
+    """Collects mistakes as sentences in `wrong`, where argparse ends the process at the first."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, exit_on_error=False)
+        self.wrong: list[str] = []
 
     @property
     def command(self) -> str:
@@ -39,11 +49,29 @@ class Parser(argparse.ArgumentParser):
 
     # the stub's overloads say more
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        namespace = argparse.Namespace() if namespace is None else namespace
         try:
             return super().parse_known_args(args, namespace)
-        except argparse.ArgumentError as error:  # here, so that the sentence names the command
-            option = (error.argument_name or "").split("/")[0]
-            raise ValueError(f"{self.command}: {_of_option(option, error.message)}") from None
+        except argparse.ArgumentError as error:
+            self._note(error)
+        except ValueError as error:  # of `error`
+            self.wrong.append(str(error))
+        return namespace, [text for text in args or () if text.startswith("--") and not self._knows(text)]
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)  # pyright: ignore[reportAttributeAccessIssue]
+        except argparse.ArgumentError as error:
+            self._note(error)
+            return None
+
+    def _note(self, error: argparse.ArgumentError) -> None:
+        option = (error.argument_name or "").split("/")[0]
+        self.wrong.append(f"{self.command}: {_of_option(option, error.message)}")
+
+    def _knows(self, text: str) -> bool:
+        name = text.partition("=")[0]
+        return any(each.startswith(name) for action in self._actions for each in action.option_strings)
 
 
 def parse(parser: Parser, commands: Mapping[str, Parser], arguments: Sequence[str]) -> argparse.Namespace:
@@ -56,29 +84,41 @@ def parse(parser: Parser, commands: Mapping[str, Parser], arguments: Sequence[st
         found = f"unknown command {shown(first)}{near}" if first else "no command is given"
         raise ValueError(found if near else f"{found}: give one of {', '.join(commands)}")
     options, extra = parser.parse_known_args(arguments)
-    sub = commands[options.command]
-    unknown = next((text for text in extra if text.startswith("-") and text != "-"), None)
-    if unknown is not None:
-        name, _, value = unknown.partition("=")
-        if name.startswith("--") and "." in name and _takes(sub, "overrides"):
-            following = [*arguments, "-"][list(arguments).index(unknown) + 1]
-            value = value or ("VALUE" if following.startswith("-") else following)
-            raise ValueError(f"{sub.command}: unknown option {shown(name)}: write {name.lstrip('-')}={value}")
-        if name in ("--config-path", "--config-name", "--config-dir"):  # of Hydra
-            raise ValueError(f"{sub.command}: unknown option {shown(name)}: --config takes a file's whole path")
-        known = [text for action in sub._actions for text in action.option_strings]
-        raise ValueError(f"{sub.command}: unknown option {shown(name)}{nearest(name, known)}")
+    sub = commands.get(getattr(options, "command", ""), parser)
+    options.wrong = [*parser.wrong, *sub.wrong]
+    unknown = [text for text in extra if text.startswith("-") and text != "-"]
+    options.wrong += [_unknown(sub, text, arguments) for text in unknown]
+    following = {after for before, after in pairwise(arguments) if before in unknown and "=" not in after}
     many = next((action.dest for action in sub._actions if action.nargs == "*"), None)
-    if extra and many is None:
-        raise ValueError(f"{sub.command}: {shown(extra[0])} is one argument too many")
+    extra = [text for text in extra if text not in unknown]
     if many is not None:
-        setattr(options, many, [*getattr(options, many), *extra])
+        setattr(options, many, [text for text in [*(getattr(options, many) or ()), *extra] if text not in following])
+    elif extra and not following:
+        options.wrong.append(f"{sub.command}: {shown(extra[0])} is one argument too many")
     if _takes(sub, "config") and options.config is None:
         file = next((text for text in options.overrides if "=" not in text and text.endswith(_CONFIG_FILES)), None)
         if file is not None:
             rule = "must have the form section.option=value"
-            raise ValueError(f"{sub.command}: override {shown(file)} {rule}: did you mean --config {file}?")
+            options.wrong.append(f"{sub.command}: override {shown(file)} {rule}: did you mean --config {file}?")
+            options.overrides.remove(file)
+    # one of these would have given more options
+    meant = any(": write " in text or "--config" in text for text in options.wrong)
+    options.is_whole = not meant or getattr(options, "config", None) is not None
+    if options.wrong:
+        raise Refused(options.wrong, options)
     return options
+
+
+def _unknown(sub: Parser, text: str, arguments: Sequence[str]) -> str:
+    name, _, value = text.partition("=")
+    said = f"{sub.command}: unknown option {shown(name)}"
+    if name.startswith("--") and "." in name and _takes(sub, "overrides"):
+        following = [*arguments, "-"][list(arguments).index(text) + 1]
+        value = value or ("VALUE" if following.startswith("-") else following)
+        return f"{said}: write {name.lstrip('-')}={value}"
+    if name in ("--config-path", "--config-name", "--config-dir"):  # of Hydra
+        return f"{said}: --config takes a file's whole path"
+    return said + nearest(name, [each for action in sub._actions for each in action.option_strings])
 
 
 def _takes(command: Parser, name: str) -> bool:

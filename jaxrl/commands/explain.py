@@ -294,7 +294,8 @@ def _seconds_lines(
     """A step's seconds on `simulate.hardware`, where every response has half of the tokens that it may have."""
     if platform != "gpu":
         return
-    from jaxrl.sim.cost_model import CostModel, TrainLoad, causal_pairs
+    from jaxrl.scheduling.layouts.latency import causal_pairs
+    from jaxrl.sim.cost_model import CostModel, TrainLoad
     from jaxrl.sim.hardware import hardware
 
     rollout, data = config.rollout, config.data

@@ -96,15 +96,26 @@ def read_source(source: str, say: Callable[[str], None] = print, *, merge: bool)
             "model.lora_adapter_path"
         )
     if config is None or place is None:
-        path = resolve_path(source, weights=True)
-        if not os.path.lexists(path.removeprefix(RANDOM)):
-            raise ValueError(f"{source}: neither a run nor a model: there is no such file or folder")
+        path = _path_of(source)
         return path, *load_model(path, mesh)
     path = resolve_path(config.model.path)
     model = adapted(config, config_of(path))
     if merge:
         return path, model.base, merged_params(model, load_weights(config, model, mesh, place))
     return path, model, trained_weights(place, config, model, mesh)
+
+
+def _path_of(source: str) -> str:
+    path = resolve_path(source, weights=True)
+    if not os.path.lexists(path.removeprefix(RANDOM)):
+        raise ValueError(f"{source}: neither a run nor a model: there is no such file or folder")
+    return path
+
+
+def place_of(source: str) -> str:
+    """Where a model, or that of a run, lies. Raises ValueError for what cannot be exported."""
+    config = _config_of_run(source)
+    return _path_of(source if config is None else config.model.path)
 
 
 def _base_of(source: str, path: str, say: Callable[[str], None]) -> str:

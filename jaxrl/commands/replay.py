@@ -54,9 +54,7 @@ def replay(
       ValueError: the run has no such sample, or no longer the weights that drew it.
       RunFailed: a token is another one.
     """
-    file = Path(run_dir) / CONFIG_FILE
-    if not file.is_file():
-        raise ValueError(f"{run_dir} is no run: it has no {CONFIG_FILE}")
+    file = config_file(run_dir)
     recorded = read_sample(run_dir, key)
     config = load_recorded(file, overrides, say)
     versions = sorted({version for version, _ in recorded.spans} - {ENVIRONMENT})
@@ -70,6 +68,13 @@ def replay(
         if span.version != ENVIRONMENT:
             _compare(span, key)
     say(f"each of the {sum(len(span.drawn) for span in spans)} tokens of the model is as it was recorded")
+
+
+def config_file(run_dir: str) -> Path:
+    file = Path(run_dir) / CONFIG_FILE
+    if not file.is_file():
+        raise ValueError(f"{run_dir} is no run: it has no {CONFIG_FILE}")
+    return file
 
 
 def _checkpoint(config: Config, run_dir: str, version: int, say: Callable[[str], None]) -> Path | None:

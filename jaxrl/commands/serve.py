@@ -154,10 +154,14 @@ def _key(address: Address) -> str | None:
                 "give a key with --api-key-file"
             )
         return None
-    with reading(address.key_file):
-        key = Path(address.key_file).read_text(encoding="utf-8").strip()
+    return read_key(address.key_file)
+
+
+def read_key(file: str) -> str:
+    with reading(file):
+        key = Path(file).read_text(encoding="utf-8").strip()
     if not key or not key.isascii() or any(character.isspace() for character in key):
-        raise ValueError(f"serve --api-key-file: {address.key_file} must hold one word of ASCII characters, the key")
+        raise ValueError(f"serve --api-key-file: {file} must hold one word of ASCII characters, the key")
     return key
 
 

@@ -45,9 +45,7 @@ def simulate(config: Config, say: Callable[[str], None] = print, stop: Stop | No
     stop = stop or Stop()
     config = with_simulated_hosts(config)
     batch_rule(config)  # its settings may be refused, and nothing is written then
-    folder = config.simulate.run_dir or (config.trainer.run_dir and config.trainer.run_dir.rstrip("/") + "-simulated")
-    if not folder:
-        raise ConfigError("simulate.run_dir is missing (as is trainer.run_dir): give the folder to write to")
+    folder = folder_of(config)
     with closing(RunDir(folder, "simulate.run_dir", kind="simulate")) as run_dir:
         run_dir.refuse_other_kind()
         state = _earlier_state(run_dir)
@@ -114,6 +112,14 @@ def simulate(config: Config, say: Callable[[str], None] = print, stop: Stop | No
         }
         record.view.final_table(summary)
         return RunOutcome(loop.step, finished, summary, report)
+
+
+def folder_of(config: Config) -> str:
+    """The folder to write. Raises ConfigError if there is none."""
+    folder = config.simulate.run_dir or (config.trainer.run_dir and config.trainer.run_dir.rstrip("/") + "-simulated")
+    if not folder:
+        raise ConfigError("simulate.run_dir is missing (as is trainer.run_dir): give the folder to write to")
+    return folder
 
 
 def _earlier_state(run_dir: RunDir) -> dict[str, Any] | None:

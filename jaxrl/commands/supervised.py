@@ -25,6 +25,7 @@ from jaxrl.run.host import LoadRequest
 from jaxrl.run.memory import update_problem
 from jaxrl.run.stop import Stop
 from jaxrl.run.training import Training, run_training
+from jaxrl.training.save_schedule import SaveSchedule
 from jaxrl.training.supervised import Demonstrations, Method, Preferences, batch_of
 from jaxrl.types import RunFailed
 
@@ -128,6 +129,7 @@ class SupervisedRun:
         record = self._run.record
         assert record.timeline is not None, "only a simulated run goes without"
         self._timeline, self._alarms = record.timeline, Alarms(self._run.config)
+        self._saves = SaveSchedule(self._run.config.trainer)
         self._saved = self._run.step if self._run.resuming else None
         trainer = self._run.config.trainer
         self._run.begin()
@@ -145,7 +147,7 @@ class SupervisedRun:
     def _run_step(self, step: int) -> None:
         trainer = self._run.config.trainer
         with self._timeline.phase("step", step=step):
-            if self._run.step and trainer.save_freq and self._run.step % trainer.save_freq == 0:
+            if self._saves.is_due(self._run.step):
                 self._save(step)
             with self._phase(step, "data"):
                 rows = self._source.next(self._run.config.data.train_batch_size)
@@ -183,7 +185,7 @@ class SupervisedRun:
         """`step`: that is running."""
         if self._saved != self._run.step:
             state = self._source.state() | {"known": self._known, "held_out": self._held_out_rows}
-            with self._phase(step, "save"):
+            with self._phase(step, "save"), self._saves.saving():
                 self._run.save(self._run.step, state)
             self._saved = self._run.step
 

@@ -259,7 +259,7 @@ def _report_to(start: Training, run: Run, beside: list[CompiledPrograms]) -> Non
     def stepped(step: int, measured: dict[str, float], groups: Sequence[Group]) -> None:
         record.on_step(step, measured, groups)
         while beside and step < start.total_steps and not start.stop():
-            record.view.phase("compiling programs")  # what is left when a step has ended would only slow the next one
+            record.view.phase("compiling the rest")  # what is left when a step has ended would only slow the next one
             beside.pop().complete(start.beat)
 
     def save(step: int, state: Mapping[str, Any]) -> None:
@@ -289,16 +289,17 @@ def _warm_up(
     update = [*programs[:1], *machine.update_programs, *programs[1:]]
     now, later = (rolling, update) if start.devices.backend == "cpu" else ([*update, *rolling], [])
 
-    def progress(done: int, total: int) -> None:
+    def progress(state: str) -> None:
         record.beat()
-        record.view.phase(f"compiling programs {done}/{total}")
+        record.view.detail = state
 
     assert record.timeline is not None, "only a simulated run goes without"
     with record.timeline.span("loop", "compile"):
         loop.backend.enter_rollout(start.step)
+        record.view.phase("compiling")
         count = executors.warm_up(progress, now)
     record.view.message(f"{count} programs ready in {time.monotonic() - began:.0f} s")
     ahead = executors.compile_ahead(layout_degrees(loop.config, rollout_devices), later)
     if ahead is not None:
-        stack.enter_context(closing(ahead))
+        record.view.beside = stack.enter_context(closing(ahead)).state
     return later

@@ -90,10 +90,7 @@ def tune(
         raise ValueError(
             f"--steps ({steps}) must be above {search.of.warm_up}, which are left out while a buffer fills"
         )
-    start = recorded_start(run_dir)
-    if start is None:
-        raise ValueError(f"{run_dir} is not a run directory: it holds no {RUN_FILE}")
-    devices = start["devices"]
+    devices = start_of(run_dir)["devices"]
     given = [*_options_of_run(run_dir, devices, overrides), *overrides]
     config = _load(run_dir, given)
     prompts, n = config.data.train_batch_size, config.rollout.n
@@ -155,6 +152,13 @@ def _grid(
             f"--values sets both factors of {search.name}: leave out --prompt-factors and --response-factors"
         )
     return list(product(prompt_factors or (1.0,), response_factors or (1.0,)))
+
+
+def start_of(run_dir: str) -> Mapping[str, Any]:
+    start = recorded_start(run_dir)
+    if start is None:
+        raise ValueError(f"{run_dir} is not a run directory: it holds no {RUN_FILE}")
+    return start
 
 
 def _load(run_dir: str, overrides: Sequence[str]) -> Config:

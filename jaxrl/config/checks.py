@@ -11,7 +11,6 @@ from typing import Any
 from jaxrl.config.commands import as_read
 from jaxrl.config.domains import problems as reward_problems
 from jaxrl.config.domains import unread as unread_rewards
-from jaxrl.config.inputs import ConfigError
 from jaxrl.config.options import AdvantageEstimator, Config
 from jaxrl.config.rewards import RewardSection
 from jaxrl.schema.declared import MAX_INT, shown
@@ -28,13 +27,10 @@ NEEDS_WHOLE_BATCH: frozenset[AdvantageEstimator] = frozenset({"reinforce_plus_pl
 """Estimators with statistics over the whole batch: the gradient of a group has to wait for the last sample's score."""
 
 
-def check(c: Config) -> None:
-    """Raises ConfigError for options that cannot be combined."""
+def broken_rules(c: Config) -> list[str]:
     found = [*_of_data(c), *_of_batch(c), *_of_sizes(c), *_of_update(c)]
     found += [problem for _, section in _sections(c) for problem in section.problems(c)]
-    found += across_hosts(c, "hosts.num", "hosts.devices_per_host") or _of_devices(c)
-    if found:
-        raise ConfigError(*found)
+    return found + (across_hosts(c, "hosts.num", "hosts.devices_per_host") or _of_devices(c))
 
 
 def _of_devices(c: Config) -> list[str]:

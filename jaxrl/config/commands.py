@@ -11,7 +11,7 @@ from jaxrl.config.supervised import DpoSection, SftSection
 LEARNING = ("train", "sft", "dpo")
 """The commands that train."""
 
-_READ: Mapping[str, str] = {  # "": all of a section; `serve`: what a run has learnt can be served with it
+_READ: dict[str, str] = {  # "": all of a section; `serve`: what a run has learnt can be served with it
     "model": "",
     "hosts": "",
     "serve": "",
@@ -20,10 +20,10 @@ _READ: Mapping[str, str] = {  # "": all of a section; `serve`: what a run has le
     "filter_overlong_prompts train_batch_size shuffle seed",
     "actor": "optim dtype param_dtype ppo_max_token_len_per_gpu context_parallel_size grad_clip remat "
     "logprob_chunk_tokens attention offload_optimizer router_aux_loss_coef reduce_dtype",
-    "trainer": "run_dir total_training_steps total_epochs save_freq max_ckpt_to_keep test_freq val_before_train seed "
-    "num_devices init_from logger project_name experiment_name compilation_cache_dir max_bad_steps hang_timeout_s",
+    "trainer": "run_dir total_training_steps total_epochs save_freq mtbf_s max_ckpt_to_keep test_freq val_before_train "
+    "seed num_devices init_from logger project_name experiment_name compilation_cache_dir max_bad_steps hang_timeout_s",
 }
-_OF_COMMAND: Mapping[str, Mapping[str, str]] = {
+_OF_COMMAND: Mapping[str, dict[str, str]] = {
     "sft": {"sft": "", "algorithm": "loss_agg_mode"},
     "dpo": {"dpo": "", "actor": f"{_READ['actor']} share_prompts offload_reference"},
 }
@@ -36,10 +36,19 @@ def as_read(config: Config, command: str) -> Config:
         return config.replace(sft=SftSection(), dpo=DpoSection())
     if command not in LEARNING:
         return config
-    read, default = {**_READ, **_OF_COMMAND[command]}, Config()
+    read, default = _READ | _OF_COMMAND[command], Config()
     own = {}
     for name, names in read.items():
         given = getattr(config, name)
         each = names.split() or type(given).model_fields
         own[name] = getattr(default, name).replace(**{option: getattr(given, option) for option in each})
     return default.replace(**own)
+
+
+def is_read(path: str, command: str) -> bool:
+    """Whether a command reads the option."""
+    section, _, name = path.partition(".")
+    if command not in _OF_COMMAND:
+        return section not in ("sft", "dpo", "serve", *(["simulate"] if command == "train" else []))
+    names = (_READ | _OF_COMMAND[command]).get(section)
+    return section != "serve" and names is not None and (not names or name.partition(".")[0] in names.split())

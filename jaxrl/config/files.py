@@ -6,7 +6,7 @@ Each problem is a sentence, with the places that gave the options it names: file
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ def load(
     overrides: Sequence[str] = (),
     say: Callable[[str], None] = lambda text: None,
     command: str = "",
+    *,
+    is_whole: bool = True,
 ) -> Config:
     """The checked config of a file (`.yaml`, `.yml` or `.gin`; None: the defaults) with overrides `a.b=c` on top.
 
@@ -35,13 +37,32 @@ def load(
       path: one under `configs/` that is not there may be one of those that come with jaxrl.
       say: called with options that have no effect beside the others, and with the file where it is not the one named.
       command: that reads it, as in `jaxrl.config.commands.as_read`.
+      is_whole: whether these are all options; if not, each is checked, but no rule between them.
+
+    Raises ConfigError with all problems. Where the file or an override cannot be read, they are those of the others.
     """
-    options = Options() if path is None else read(Path(path), say)
+    options, unread = Options(), list[str]()
+    try:
+        options = options if path is None else read(Path(path), say)
+    except ValueError as error:
+        unread += getattr(error, "problems", [str(error)])
     for text in overrides:
-        overridden = apply_override(options.values, text)
+        try:
+            overridden = apply_override(options.values, text)
+        except ValueError as error:
+            unread += getattr(error, "problems", [str(error)])
+            continue
         text = hider()(text)
         _note_place(options, overridden, f"{_COMMAND_LINE}{text if len(text) <= 100 else text[:100] + '...'}")
-    return checked(options, say, command)
+    if is_whole and not unread:
+        return checked(options, say, command)
+    try:
+        config = unchecked(options.values)
+    except ConfigError as error:
+        raise ConfigError(*unread, *_placed(error, options)) from None
+    if unread:
+        raise ConfigError(*unread)
+    return config
 
 
 def put(options: Options, path: str, value: Any, place: str) -> None:
@@ -73,11 +94,14 @@ def checked(options: Options, say: Callable[[str], None] = lambda text: None, co
     try:
         config = from_mapping(options.values, command)
     except ConfigError as error:
-        placed = (f"{problem}{_place(problem, options.places)}" for problem in error.problems)
-        raise ConfigError(*map(hider(), placed)) from None
+        raise ConfigError(*_placed(error, options), rest=error.rest) from None
     for text in without_effect(unchecked(options.values), command):
         say(f"{text}{_place(text, options.places, most=1)}")
     return config
+
+
+def _placed(error: ConfigError, options: Options) -> Iterator[str]:
+    return (hider()(f"{problem}{_place(problem, options.places)}") for problem in error.problems)
 
 
 def _found(path: Path, say: Callable[[str], None]) -> Path:

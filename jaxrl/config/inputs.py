@@ -38,11 +38,15 @@ _ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run. The message has a line for each problem."""
+    """A configuration that cannot run. The message has a line for each problem.
 
-    def __init__(self, *problems: str) -> None:
+    Attributes:
+      rest: the `Config` with defaults in place of what is wrong; None where a part of it could not be read.
+    """
+
+    def __init__(self, *problems: str, rest: Any = None) -> None:
         super().__init__("\n".join(problems))
-        self.problems = problems
+        self.problems, self.rest = problems, rest
 
 
 @dataclass(slots=True)

@@ -6,16 +6,18 @@ wrong types and values outside their bounds; each becomes a sentence: which opti
 
 from __future__ import annotations
 
+import copy
 import difflib
+import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Literal
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from jaxrl.config.checks import check
+from jaxrl.config.checks import broken_rules
 from jaxrl.config.commands import as_read
 from jaxrl.config.inputs import ConfigError
 from jaxrl.config.options import Config
@@ -29,8 +31,16 @@ WORDS: Mapping[type, str] = {str: "text", bool: "true or false", int: "whole num
 def from_mapping(values: Mapping[str, Any], command: str = "") -> Config:
     """Builds and checks a `Config` from nested mappings (a parsed YAML file), as a command reads it (`as_read`); raises
     `ConfigError`, with a line for each problem."""
-    config = as_read(unchecked(values), command)
-    check(config)
+    try:
+        config, problems = unchecked(values), ()
+    except ConfigError as error:
+        config, problems = error.rest, error.problems
+    config = as_read(config, command)
+    named = {name for problem in problems for name in _names(problem)}
+    # a rule about an option that is wrong anyway would only say what follows from that
+    problems = [*problems, *(rule for rule in broken_rules(config) if named.isdisjoint(_names(rule)))]
+    if problems:
+        raise ConfigError(*problems, rest=config)
     return config
 
 
@@ -40,11 +50,28 @@ def unchecked(values: Mapping[str, Any]) -> Config:
         return Config.model_validate(values)
     except ValidationError as error:
         found: dict[str, str] = {}
+        right = copy.deepcopy(values)
         for each in error.errors(include_url=False):
             unknown = str(each["loc"][-1]) if each["type"] == "extra_forbidden" else ""
             # of `int | Literal["auto"]` the number comes first: its bounds say more than that it is no name
             found.setdefault(_followed(each["loc"])[0] + unknown, _sentence(each))
-        raise ConfigError(*found.values()) from None
+            _remove(right, each["loc"])
+        try:
+            rest = unchecked(right) if right != values else Config()
+        except ConfigError as more:  # what is wrong in the rest, once this is gone
+            rest = more.rest
+        raise ConfigError(*found.values(), rest=rest) from None
+
+
+def _remove(values: Any, loc: Sequence[int | str]) -> None:
+    """Removes the option to which pydantic's steps lead, if it is still there."""
+    while isinstance(values.get(loc[0]), dict) and len(loc) > 1:
+        values, loc = values[loc[0]], loc[1:]
+    values.pop(loc[0], None)
+
+
+def _names(sentence: str) -> list[str]:
+    return re.findall(r"[a-z]\w*(?:\.\w+)+", sentence)
 
 
 @cache

@@ -227,7 +227,11 @@ class TrainerSection(Section):
     critic_warmup: Annotated[
         int, Ge(0), MAX_STEPS, "Steps at the beginning of a run that train the critic alone, with adv_estimator gae."
     ] = 0
-    save_freq: Annotated[int, Ge(0), "Steps between checkpoints; 0: only at the end."] = 10
+    save_freq: Annotated[
+        Annotated[int, Ge(0)] | Literal["auto"],
+        "Steps between checkpoints; 0: only at the end; auto: as costs least with a failure every trainer.mtbf_s.",
+    ] = 10
+    mtbf_s: Annotated[float, Gt(0), MAX_WAIT, "Mean seconds between failures, for trainer.save_freq=auto."] = 21600.0
     max_ckpt_to_keep: Annotated[int, Ge(1), "Checkpoints that are kept, the newest ones."] = 2
     test_freq: Annotated[int, Ge(0), "Steps between evaluations; another follows the last step; 0: none."] = 0
     val_before_train: Annotated[bool, "Evaluate before the first step."] = False
@@ -260,6 +264,10 @@ class TrainerSection(Section):
         "Seconds without progress (a phase, a decode call or a compiled program has ended) after which the run is "
         "ended, with every thread's stack; after half of them it is only reported. 0: off.",
     ] = 3600.0
+
+    def unread(self, config: Any) -> Iterator[tuple[frozenset[str], str]]:
+        if self.save_freq != "auto":
+            yield frozenset({"mtbf_s"}), "trainer.save_freq is not auto"
 
     def problems(self, config: Any) -> Iterator[str]:
         if config.rollout.num_devices and not self.one_step_off:

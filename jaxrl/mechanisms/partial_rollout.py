@@ -35,21 +35,21 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal, Protocol, Self, get_args
 
 from annotated_types import Ge
 
 from jaxrl.scheduling.mechanism import UNFINISHED, Mechanism, Searched
-from jaxrl.scheduling.rounds.batches import BatchRule, RoundPlan, RoundTime, provisioned, room_until_end
+from jaxrl.scheduling.rounds.batches import BatchRule, RoundPlan, RoundTime, last_step, provisioned, room_until_end
 from jaxrl.scheduling.rounds.events import PromptKey
 from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, RaceLimits
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.schema.declared import Names
 from jaxrl.schema.limits import AtEnd, Factor
 from jaxrl.schema.section import Section
-from jaxrl.types import Group, Sample
+from jaxrl.types import Group
 
 if TYPE_CHECKING:
     from jaxrl.config import Config
@@ -181,7 +181,6 @@ class PartialRollout(BatchRule, Mechanism):
         self.num_spare = under_way - batch.num_prompts
         limits = RaceLimits(batch, batch.group_size, self.num_spare, keep_unfinished=True)
         super().__init__(batch, limits, batch.group_size)
-        self._restarted = 0
         self.least_staleness = batch.version_lag - (-self.num_spare // batch.num_prompts)
         if 0 <= options.max_staleness < self.least_staleness:
             lag = ", and one-step-off adds one version to every token" if batch.version_lag else ""
@@ -192,8 +191,8 @@ class PartialRollout(BatchRule, Mechanism):
             )
 
     def _plan(self, time: RoundTime) -> RoundPlan:
-        self._restarted = 0
-        waiting = [self._restart(group, lambda sample: self._last_step(sample) < time.step) for group in self.queue]
+        cap = self.options.max_staleness
+        waiting = [self._restart(group, lambda sample: last_step(sample, cap) < time.step) for group in self.queue]
         due = self._due(waiting, time.step)
         # stable sort: oldest first among the due, the complete and the other groups
         waiting.sort(key=lambda group: (group.key not in due, not group.is_complete))
@@ -250,21 +249,6 @@ class PartialRollout(BatchRule, Mechanism):
             restarts=tuple(sample.key.attempt for sample in samples),
         )
 
-    def _restart(self, group: PlannedGroup, asked: Callable[[Sample], bool]) -> PlannedGroup:
-        """The group, with empty samples of the next attempt for those with tokens that are `asked` to start again."""
-        samples = list(group.samples)
-        for place, sample in enumerate(samples):
-            if len(sample) and asked(sample):
-                self._restarted += 1
-                self._dropped_tokens += len(sample)
-                samples[place] = Sample.empty(replace(sample.key, attempt=sample.key.attempt + 1))
-        return replace(group, samples=tuple(samples))
-
-    def _last_step(self, sample: Sample) -> float:
-        """The last training step for which the sample's oldest token is within the cap: step s trains version s - 1."""
-        cap = self.options.max_staleness
-        return int(sample.versions[0]) + 1 + cap if len(sample) and cap >= 0 else math.inf
-
     def _due(self, waiting: Iterable[PlannedGroup], step: int) -> set[PromptKey]:
         """The groups that must be in the batch of `step`.
 
@@ -273,7 +257,7 @@ class PartialRollout(BatchRule, Mechanism):
         last_steps: dict[PromptKey, float] = {}
         for group in waiting:
             bound = [s for s in group.samples if s.key.attempt >= self.options.max_restarts]
-            last_steps[group.key] = min(map(self._last_step, bound), default=math.inf)
+            last_steps[group.key] = min((last_step(s, self.options.max_staleness) for s in bound), default=math.inf)
         ordered = sorted(last_steps, key=lambda prompt_key: last_steps[prompt_key])  # stable: the oldest first
         size = self.batch.num_prompts
         num_due = max((place - size * (last_steps[key] - step) for place, key in enumerate(ordered, 1)), default=0)
@@ -281,16 +265,7 @@ class PartialRollout(BatchRule, Mechanism):
         return set(ordered[: int(min(max(num_due, 0), size))])
 
     def _own_metrics(self, current: Round, groups: Sequence[Group], num_left_over: int) -> dict[str, float]:
-        import numpy as np
-
-        resumed = [sample for group in current.race.groups.values() for sample in group.launch.resumed]
-        own_versions = [sample.versions[sample.drawn] for group in groups for sample in group.samples]
-        spans = [np.count_nonzero(np.diff(versions)) + (len(versions) > 0) for versions in own_versions]
         return {
             "rollout/surplus_prompts": float(sum(group.is_complete for group in self.queue)),
-            "rollout/buffered_tokens": float(sum(len(s) for group in self.queue for s in group.samples)),
-            "rollout/resumed_tokens": float(sum(map(len, resumed))),
-            "rollout/restarted_samples": float(self._restarted),
-            "training/off_policy/spans/mean": float(np.mean(spans)),
-            "training/off_policy/spans/max": float(max(spans)),
+            **self._kept_metrics(current, groups),
         }

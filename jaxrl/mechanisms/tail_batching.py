@@ -20,8 +20,17 @@ Departures:
 - If the queue holds fewer than P0 prompts when a long round is due (age, flush), new prompts fill it up, without
   speculation: every batch has exactly P0 × R0 samples.
 
-As in the paper, a deferred prompt samples all of its responses anew. Those that had ended are the short ones; if they
-were kept, the group would hold more short responses than the policy gives (docs/mechanisms/tail_batching.md).
+- `relaunch="same"`: a deferred prompt draws with the same random bits again. What a short round puts off then comes in
+  a long one, so that the run as a whole trains on the lengths of plain batches, where samples do not race. The paper
+  does not say which bits it gets; engines without bits of a sample's own draw anew (`new`).
+- `relaunch="resume"`: a deferred prompt waits with the tokens of its responses 0 to R0 - 1, as in partial
+  rollout, and the long round resumes them (an earlier version of the paper, Flexes §7, proposes it). A response whose
+  oldest token is over `max_staleness` then starts again, with the same random bits; a long round waits for all, so this
+  happens once. What waits has no verdict (a clock decides when verdicts come).
+
+With `same` and `new` a deferred prompt samples all of its responses again, as in the paper. Those that had ended are
+the short ones. If they were kept beside new ones, a group would hold more short responses than the policy gives
+(docs/mechanisms/tail_batching.md).
 
 With prompt_factor 1 nothing is ever deferred, and the queue stays empty (but for what dynamic sampling launches ahead).
 A data set smaller than P0 repeats inside a batch, each time with its own epoch; the queue ignores epochs.
@@ -30,13 +39,23 @@ A data set smaller than P0 repeats inside a batch, each time with its own epoch;
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Self
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from annotated_types import Ge
 
 from jaxrl.scheduling.mechanism import PROMPTS_OF_ROUNDS, UNFINISHED, Mechanism, Searched
-from jaxrl.scheduling.rounds.batches import BatchRule, RoundPlan, RoundTime, launched, provisioned, room_until_end
+from jaxrl.scheduling.rounds.batches import (
+    BatchRule,
+    RoundPlan,
+    RoundTime,
+    last_step,
+    launched,
+    provisioned,
+    room_until_end,
+)
 from jaxrl.scheduling.rounds.race import BatchSettings, RaceLimits
 from jaxrl.scheduling.rounds.round import Round, RoundKind
 from jaxrl.schema.limits import AtEnd, Factor
@@ -70,6 +89,13 @@ class TailBatching(BatchRule, Mechanism):
         enable: Annotated[bool, "Switch tail batching on."] = False
         prompt_factor: Annotated[Factor, "Prompts of a short round, as a multiple of data.train_batch_size."] = 1.25
         response_factor: Annotated[Factor, "Samples per prompt of a short round, as a multiple of rollout.n."] = 1.25
+        relaunch: Annotated[
+            Literal["same", "new", "resume"],
+            "How a deferred prompt runs again: with the same random bits, with new ones, or from the tokens it has.",
+        ] = "same"
+        max_staleness: Annotated[
+            int, Ge(-1), "Versions that a trained token may lag behind the policy with relaunch=resume; -1: no cap."
+        ] = -1
         max_age_steps: Annotated[
             int, Ge(0), "The most steps from a prompt's first launch to its batch; 0: no bound."
         ] = 0
@@ -77,12 +103,26 @@ class TailBatching(BatchRule, Mechanism):
             AtEnd, "What becomes of the queue when training ends; flush: the last rounds empty it, leave: it stays."
         ] = "flush"
 
+        def unread(self, config: Config) -> Iterator[tuple[frozenset[str], str]]:
+            if self.relaunch != "resume":
+                yield frozenset({"max_staleness"}), f"rollout.tail_batching.relaunch is {self.relaunch}"
+
     name = title = "tail batching"
     option = "rollout.tail_batching"
     decides = frozenset({UNFINISHED})
     changes = frozenset({PROMPTS_OF_ROUNDS})
     races = True
     searched = Searched(("prompt_factor", "response_factor"), (1.1, 1.15, 1.2, 1.25, 1.3, 1.35, 1.4), period=_period)
+
+    @classmethod
+    def problem(cls, config: Config, racing: Sequence[str]) -> str | None:
+        if config.rollout.tail_batching.relaunch == "resume" and config.reward.score_when == "rollout":
+            return (
+                "rollout.tail_batching.relaunch=resume scores a prompt's samples when all of them have ended, even if "
+                "the round continues: reward.score_when must be 'sample' or 'group' (which mean the same there), found "
+                "'rollout'"
+            )
+        return None
 
     @classmethod
     def drops_slowest(cls, config: Config) -> bool:
@@ -99,10 +139,18 @@ class TailBatching(BatchRule, Mechanism):
         return cls(batch, config.rollout.tail_batching)
 
     def __init__(self, batch: BatchSettings, options: Options) -> None:
+        resumes = options.relaunch == "resume"
+        if resumes:
+            batch = replace(batch, score_when="group")
         num_prompts, num_responses = launched(options.prompt_factor, options.response_factor, batch)
-        self.options, self.at_end = options, options.at_end
+        self.options, self.at_end, self.draws_anew = options, options.at_end, options.relaunch == "new"
         self.num_spare = num_prompts - batch.num_prompts
-        super().__init__(batch, RaceLimits(batch, num_responses, self.num_spare), batch.group_size)
+        super().__init__(batch, RaceLimits(batch, num_responses, self.num_spare, resumes), batch.group_size)
+        if resumes and 0 <= options.max_staleness < batch.version_lag:
+            raise ValueError(
+                f"rollout.tail_batching.max_staleness ({options.max_staleness} versions) must be >= "
+                f"{batch.version_lag}, or -1 for no cap: one-step-off adds one version to every token"
+            )
         self.least_age_bound = -(-self.num_spare // batch.num_prompts)
         if options.max_age_steps and options.max_age_steps < self.least_age_bound:
             raise ValueError(
@@ -114,7 +162,11 @@ class TailBatching(BatchRule, Mechanism):
     def _plan(self, time: RoundTime) -> RoundPlan:
         kind, num_spare = self._choose(time)
         num_responses = self.limits.num_responses if kind == "short" else self.batch.group_size
-        limits = RaceLimits(self.batch, num_responses, num_spare, max_left_over=self._most_left_over(kind, time))
+        if kind == "long":
+            cap = self.options.max_staleness
+            self.queue = deque(self._restart(group, lambda s: last_step(s, cap) < time.step) for group in self.queue)
+        most_left_over = self._most_left_over(kind, time)
+        limits = replace(self.limits, num_responses=num_responses, num_spare=num_spare, max_left_over=most_left_over)
         return RoundPlan(limits, kind, num_kept=len(self.queue) if kind == "short" else 0)
 
     def _choose(self, time: RoundTime) -> tuple[RoundKind, int]:
@@ -148,7 +200,8 @@ class TailBatching(BatchRule, Mechanism):
         return any(last - first > max_age for last, first in zip(last_runs, first_steps, strict=True))
 
     def _own_metrics(self, current: Round, groups: Sequence[Group], num_left_over: int) -> dict[str, float]:
-        return {"rollout/deferred_prompts": float(num_left_over)}
+        kept = self._kept_metrics(current, groups) if self.limits.keep_unfinished else {}
+        return {"rollout/deferred_prompts": float(num_left_over), **kept}
 
 
 def _charts(run: RecordedRun) -> list[Chart]:
@@ -170,8 +223,9 @@ def _charts(run: RecordedRun) -> list[Chart]:
         Curve("prompts that wait", run.series("rollout/queue_length")),
         Curve("longest wait, steps", run.series("rollout/queue_age_steps/max"), "c2"),
     ]
+    longest, wait = dots(run.series("response_length/max")), "Slow prompts wait for the next long round."
     return [
-        Chart("Rollout time by round", "seconds", dots(rollout_s), "timing_s/gen"),
-        Chart("Longest response by round", "tokens", dots(run.series("response_length/max")), "response_length/max"),
-        Chart("Long-prompt queue", "prompts, steps", queue, "rollout/queue_length"),
+        Chart("Rollout time by round", "seconds", dots(rollout_s), "Short ones should be equally fast."),
+        Chart("Longest response by round", "tokens", longest, "Long rounds have the slow ones."),
+        Chart("Long-prompt queue", "prompts, steps", queue, wait),
     ]

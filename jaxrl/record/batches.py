@@ -1,8 +1,9 @@
 """Statistics of each step's batch, for the report: `batches.jsonl` in the run directory.
 
-One line per step: `{"step", "groups", "limit", "lengths"}`. `groups` are the groups' mean rewards, `lengths` a
-histogram of the responses' tokens in `BINS` equal bins from 0 to `limit`, the longest possible response. Where rewards
-failed, `errors` says why: pairs of a text and how often, of the most frequent, with the newest at the end.
+One line per step: `{"step", "groups", "prompts", "limit", "lengths"}`. `groups` are the groups' mean rewards, `prompts`
+their (pass over the data, prompt), and `lengths` a histogram of the responses' tokens in `BINS` equal bins from 0 to
+`limit`, the longest possible response. Where rewards failed, `errors` says why: pairs of a text and how often, of the
+most frequent, with the newest at the end.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Sequence
+from itertools import compress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -33,14 +35,15 @@ class BatchLog(JsonLines):
         self._limit = limit
 
     def write(self, step: int, groups: Sequence[Group]) -> None:
-        rewards = [fmean(sample.reward or 0.0 for sample in group.samples) for group in groups if group.samples]
-        rewards = rewards[:: -(-len(rewards) // _MOST_GROUPS)] if rewards else []
+        some = [group for group in groups if group.samples]
+        some = some[:: -(-len(some) // _MOST_GROUPS) or 1]
+        rewards = [float(f"{fmean(sample.reward or 0.0 for sample in group.samples):.4g}") for group in some]
+        prompts = [(group.prompt.epoch, group.prompt.index) for group in some]
         lengths = [0] * BINS
         for group in groups:
             for sample in group.samples:
                 lengths[min(len(sample) * BINS // self._limit, BINS - 1)] += 1
-        rounded = [float(f"{reward:.4g}") for reward in rewards]
-        line = {"step": step, "groups": rounded, "limit": self._limit, "lengths": lengths}
+        line = {"step": step, "groups": rewards, "prompts": prompts, "limit": self._limit, "lengths": lengths}
         errors = _errors(groups)
         self.append({**line, "errors": errors} if errors else line)
 
@@ -62,6 +65,7 @@ def read_batches(folder: str | Path, note: Callable[[str], None] = _log.warning)
 
 
 def _parse(line: bytes) -> dict[str, Any]:
-    """A line as `BatchLog` writes it; a reward that is not finite (text) is left out."""
+    """A line as `BatchLog` writes it; a group whose reward is not finite (text) is left out."""
     entry = json.loads(line)
-    return {**entry, "groups": [value for value in entry["groups"] if isinstance(value, int | float)]}
+    finite = [isinstance(value, int | float) for value in entry["groups"]]
+    return entry | {name: [*compress(entry[name], finite)] for name in ("groups", "prompts") if name in entry}

@@ -45,6 +45,9 @@ class LiveView:
       window: the time left is estimated from that many steps: evaluations and checkpoints that occur only in some of
         them count with their share.
       clock: in seconds.
+
+    Attributes:
+      detail: of the phase. beside: what is compiled in the background, empty where nothing is.
     """
 
     def __init__(
@@ -59,7 +62,8 @@ class LiveView:
         self._total, self._stream, self._clock = total_steps, stream, clock
         self._lock = threading.RLock()
         self._phase_name, self._phase_since = "starting", clock()
-        self._rollout = ""
+        self.detail = ""
+        self.beside: Callable[[], str] = str
         self._waiting: tuple[int, str, float] | None = None
         self._last_step = done
         self._reward: float | None = None
@@ -88,13 +92,13 @@ class LiveView:
 
     def phase(self, name: str) -> None:
         with self._lock:
-            self._phase_name, self._phase_since, self._rollout = name, self._clock(), ""
+            self._phase_name, self._phase_since, self.detail = name, self._clock(), ""
 
     def rollout(self, rows_busy: int, rows_total: int, tokens: int, finished: int, total: int) -> None:
         with self._lock:
             rate = number(tokens / max(self._clock() - self._phase_since, 1e-3))
             drawn = f"{number(float(tokens))} tokens, {rate}/s"
-            self._rollout = f"{drawn}  finished {finished}/{total}  rows {rows_busy}/{rows_total}"
+            self.detail = f"{drawn}  finished {finished}/{total}  rows {rows_busy}/{rows_total}"
 
     def waiting(self, count: int, longest: str, since_s: float) -> None:
         """`count` turns wait for their environments' answers, the `longest` since `since_s`."""
@@ -112,7 +116,8 @@ class LiveView:
                 self._recent.append(seconds)
             self._is_first, self._last_step, self._last_step_at = False, step, now
             self._reward = _finite(metrics, "critic/rewards/mean")
-            self._print(_step_line(step, self._total, metrics, self._eta()))
+            eta = self._eta() if self._console is None else ""  # which the panel has
+            self._print(_step_line(step, self._total, metrics, eta), in_a_line=True)
             why = _no_gradient(metrics)
             if why and not self._no_gradient:  # the steps that follow would say the same
                 self._print(f"step {step}: {why}")
@@ -149,8 +154,10 @@ class LiveView:
                 self._print("  ".join([*now, *self._progress()]))
 
     def _progress(self) -> list[str]:
-        """Lines of the panel and the log about the current rollout."""
-        found = [self._rollout] if self._rollout else []
+        """Lines of the panel and the log about the current phase."""
+        found = [self.detail] if self.detail else []
+        if beside := self.beside():
+            found.append(f"compiling beside it: {beside}")
         if self._waiting is not None:
             count, longest, since_s = self._waiting
             found.append(f"{count} wait for answers, longest {longest}: {duration(self._clock() - since_s)}")
@@ -160,13 +167,14 @@ class LiveView:
         step = min(self._last_step + 1, self._total) if self._total else self._last_step + 1
         return f"{step}/{self._total}" if self._total else f"{step}"
 
-    def _print(self, text: str) -> None:
+    def _print(self, text: str, *, in_a_line: bool = False) -> None:
+        """`in_a_line`: on a terminal what is too long is cut."""
         self._printed_at = self._clock()
         if self._muted:
             return
         try:
             if self._console is not None:
-                self._console.print(Text(_clean(text)))
+                self._console.print(Text(_clean(text)), no_wrap=in_a_line, overflow="ellipsis" if in_a_line else "fold")
             else:
                 encoding = getattr(self._stream, "encoding", None) or "utf-8"
                 # a log in ASCII must not end the run over a letter
@@ -196,7 +204,8 @@ class LiveView:
                 head.append("   reward ", "dim").append(number(self._reward), "bold green")
             if eta := self._eta():
                 head.append(f"   {eta}", "dim")
-            lines: list[Any] = [head, *(Text(_clean(line), style="dim") for line in self._progress())]
+            lines: list[Any] = [head]
+            lines += [Text(_clean(line), "dim", no_wrap=True, overflow="ellipsis") for line in self._progress()]
             if self._total:
                 lines.append(ProgressBar(total=self._total, completed=self._last_step, width=48))
             return Group(*lines)
@@ -223,21 +232,19 @@ def _step_line(step: int, total: int, metrics: Mapping[str, float], eta: str) ->
         return SHOWN[name].text.format(number(metrics[name])) if name in metrics else ""
 
     longest = text("response_length/max")
-    parts = [
+    failed = sum(metrics.get(f"reward/{kind}", 0.0) for kind in FAILURES)
+    counts = {"updates skipped": metrics.get("actor/skipped_updates", 0.0), "rewards failed": failed}
+    parts = [  # the last ones are cut first
         f"step {step:>{len(str(total))}}/{total}" if total else f"step {step}",
         text("critic/rewards/mean"),
         text("train/loss"),
+        *(f"{name}: {count:g}" for name, count in counts.items() if count),
+        *(f"{n} {number(v)}" for n, v in metrics.items() if n.startswith("val") and n.count("/") == 1),
         f"{text('response_length/mean')} ({longest})" if longest else "",
         _seconds(metrics),
         text("perf/throughput"),
         text("actor/grad_norm"),
     ]
-    for name, value in metrics.items():
-        if name.startswith("val") and name.count("/") == 1:  # not the details below it
-            parts.append(f"{name} {number(value)}")
-    failed = sum(metrics.get(f"reward/{kind}", 0.0) for kind in FAILURES)
-    for name, count in (("updates skipped", metrics.get("actor/skipped_updates", 0.0)), ("rewards failed", failed)):
-        parts += [f"{name}: {count:g}"] if count else []
     return "  ".join(part for part in (*parts, eta) if part)
 
 

@@ -68,38 +68,39 @@ UPDATE_PHASES = tuple(phase.name for phase in PHASES if phase.part == "update")
 
 
 class Shown(NamedTuple):
-    """The title and the unit of a metric's chart, and its text in a step's line on a terminal."""
+    """The title, the unit and the explanation of a metric's chart, and its text in a step's line on a terminal."""
 
     title: str
     unit: str
+    about: str = ""
     text: str = ""
 
 
 SHOWN = {
-    "critic/rewards/mean": Shown("Reward", "per step", "reward {}"),
-    "train/loss": Shown("Loss", "per step", "loss {}"),
-    "response_length/mean": Shown("Response length", "tokens", "length {}"),
-    "response_length/max": Shown("Longest response", "tokens", "longest {}"),
-    "response_length/clip_ratio": Shown("Responses cut at the limit", "share"),
-    "critic/mixed_reward_groups": Shown("Groups with mixed rewards", "share"),
-    "rollout/bubble_ratio": Shown("Idle row-slots in rollout", "share"),
-    "perf/throughput": Shown("Throughput", "tokens/s/device", "{} tokens/s/device"),
-    "actor/entropy": Shown("Entropy", "nats per token"),
-    "actor/grad_norm": Shown("Gradient norm", "before clipping", "grad norm {}"),
-    "actor/pg_clipfrac": Shown("Clipped tokens", "share"),
-    "actor/skipped_updates": Shown("Skipped updates", "per step"),
-    "actor/lr": Shown("Learning rate", "at the step's last update"),
-    "actor/ppo_kl": Shown("KL of the update, old to new policy", "nats per token, mean log-ratio"),
-    "actor/kl_loss": Shown("KL to the reference", "nats per token"),
-    "actor/teacher_kl": Shown("KL to the teacher", "nats per token, mean log-ratio"),
-    "critic/values/mean": Shown("Values and returns", "mean over tokens"),
-    "critic/vf_explained_var": Shown("Explained variance of the critic", "share"),
-    "rewards/chosen": Shown("Implicit rewards", "beta times the log-ratio, means"),
-    "rollout_corr/k3_kl": Shown("Rollout against trainer", "nats per token"),
-    "rollout_corr/logprob_abs_diff_max": Shown("Largest gap of a log-probability", "nats, rollout to trainer"),
-    "rollout_corr/rollout_is_mean": Shown("Importance weights of the rollout", "ratio"),
-    "training/off_policy/mean_staleness": Shown("Staleness of trained tokens", "policy versions"),
-    "training/off_policy/share": Shown("Tokens of earlier weights", "share"),
+    "critic/rewards/mean": Shown("Reward", "per step", "What the scorers gave. It should rise.", "reward {}"),
+    "train/loss": Shown("Loss", "per step", "What training minimizes. Held-out rows should follow.", "loss {}"),
+    "response_length/mean": Shown("Response length", "tokens", "Those at the limit are cut.", "length {}"),
+    "response_length/max": Shown("Longest response", "tokens", "A step waits for its longest one.", "longest {}"),
+    "response_length/clip_ratio": Shown("Responses cut at the limit", "share", "They had not ended."),
+    "critic/mixed_reward_groups": Shown("Groups with mixed rewards", "share", "Only these prompts teach."),
+    "rollout/bubble_ratio": Shown("Idle row-slots in rollout", "share", "Rows without a response in a decode step."),
+    "perf/throughput": Shown("Throughput", "tokens/s/device", "Over a step with all its phases.", "{} tokens/s/device"),
+    "actor/entropy": Shown("Entropy", "nats per token", "Uncertainty of the next token. Near 0, samples are alike."),
+    "actor/grad_norm": Shown("Gradient norm", "before clipping", "At 0 a step changes nothing.", "grad norm {}"),
+    "actor/pg_clipfrac": Shown("Clipped tokens", "share", "Their probability has moved too far for this step."),
+    "actor/skipped_updates": Shown("Skipped updates", "per step", "Their gradient was not finite."),
+    "actor/lr": Shown("Learning rate", "at the step's last update", "The size of an update."),
+    "actor/ppo_kl": Shown("KL of the update", "nats per token, mean log-ratio", "How far a step moved the policy."),
+    "actor/kl_loss": Shown("KL to the reference", "nats per token", "How far the policy is from its first weights."),
+    "actor/teacher_kl": Shown("KL to the teacher", "nats per token, mean log-ratio", "It should fall."),
+    "critic/values/mean": Shown("Values and returns", "mean over tokens", "What the critic expects, and what it got."),
+    "critic/vf_explained_var": Shown("Explained variance of the critic", "share", "At 1 it predicts every return."),
+    "rewards/chosen": Shown("Implicit rewards", "beta times the log-ratio, means", "The margin should rise."),
+    "rollout_corr/k3_kl": Shown("Rollout against trainer", "nats per token", "Both compute the same: it should be 0."),
+    "rollout_corr/logprob_abs_diff_max": Shown("Largest gap of a log-probability", "nats", "Rollout against trainer."),
+    "rollout_corr/rollout_is_mean": Shown("Importance weights of the rollout", "ratio", "The mean should be near 1."),
+    "training/off_policy/mean_staleness": Shown("Staleness of trained tokens", "updates", "Since they were drawn."),
+    "training/off_policy/share": Shown("Tokens of earlier weights", "share", "Trained tokens that older weights drew."),
 }
 FAILURES = {"timeouts": ("time-out", "time-outs"), "crashes": ("crash", "crashes"), "errors": ("error", "errors")}
 """The kinds of failed rewards, which `reward/<kind>` counts: the words for one and for several."""

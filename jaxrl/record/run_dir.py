@@ -13,6 +13,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -125,8 +126,9 @@ class RunDir:
             "kind": self.kind,
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "from_step": step,
-            "command": hider()(" ".join(sys.argv)),
+            "command": hider()(shlex.join(sys.argv)),
             "commit": commit(),
+            "host": platform.node(),
             "devices": dict(devices),
             "versions": versions(),
         }

@@ -76,7 +76,8 @@ class RunRecord:
         limit = config.data.max_response_length
         self.batches = BatchLog(run_dir.file(batches.FILE_NAME), resume_step, limit)
         self.layouts = LayoutLog(run_dir.file(layouts.FILE_NAME), resume_step)
-        window = max(config.trainer.test_freq, config.trainer.save_freq)
+        save_freq = config.trainer.save_freq
+        window = max(config.trainer.test_freq, 0 if save_freq == "auto" else save_freq)
         self.view = LiveView(total_steps, sys.stdout, done=max(resume_step, 0), window=window)
         if self.timeline is not None and watchdog is not None:
             watchdog.follow(self.timeline, self.view.message)

@@ -39,12 +39,12 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A titled drawing. `missing` is shown in its place if nothing was recorded: it names what would have to be."""
+    """A titled drawing, with a line that explains it."""
 
     title: str
     unit: str
     curves: Sequence[Curve]
-    missing: str
+    about: str = ""
     band: tuple[Sequence[Point], Sequence[Point]] = ((), ())  # lower and upper edge
     stack: Sequence[Curve] = ()
     from_zero: bool = True
@@ -59,8 +59,7 @@ class Chart:
 def card(chart: Chart) -> str:
     drawn = [*chart.curves, *chart.stack]
     if not any(finite(curve.points) for curve in drawn):
-        head = f"<h3>{escape(chart.title)} <small>{escape(chart.unit)}</small></h3>"
-        return f"<figure>{head}<p class=none>not recorded: {escape(chart.missing)}</p></figure>"
+        return ""
     labels = [(curve.label, curve.colour + " dash" * curve.limit) for curve in drawn]
     if all(chart.band):
         labels.append(("middle half of the prompts", "c1 faint"))
@@ -68,16 +67,22 @@ def card(chart: Chart) -> str:
         labels.append((chart.mark, "mark"))
     body, (first, last) = _drawing(chart)
     legend = labels if len(labels) > 1 or chart.legend else ()
-    return figure(chart.title, chart.unit, legend, body, about=f", steps {first:g} to {last:g}")
+    return figure(chart.title, chart.unit, legend, body, about=chart.about, steps=f", steps {first:g} to {last:g}")
 
 
 def figure(
-    title: str, unit: str, legend: Sequence[tuple[str, str]], body: str, view: str = VIEW, about: str = ""
+    title: str,
+    unit: str,
+    legend: Sequence[tuple[str, str]],
+    body: str,
+    view: str = VIEW,
+    about: str = "",
+    steps: str = "",
 ) -> str:
-    """A figure with a legend of (label, colour), and an SVG with this body."""
+    """A figure with a legend of (label, colour), and an SVG with this body. `about` explains it."""
     items = "".join(f"<li class='{colour}'>{escape(label)}</li>" for label, colour in legend)
-    head = f"<h3>{escape(title)} <small>{escape(unit)}</small></h3><ul>{items}</ul>"
-    label = escape(f"{title}, {unit}{about}", quote=True)
+    head = f"<h3>{escape(title)} <small>{escape(unit)}</small></h3><p>{escape(about)}</p><ul>{items}</ul>"
+    label = escape(f"{title}, {unit}{steps}", quote=True)
     return f'<figure>{head}<svg {view} role=img aria-label="{label}">{body}</svg></figure>'
 
 
@@ -118,14 +123,16 @@ def _drawing(chart: Chart) -> tuple[str, tuple[float, float]]:
     return "".join(parts), (first, last)
 
 
-def frame(ticks: Sequence[tuple[str, float]], labels: Sequence[tuple[str, float, str]], unit: str) -> str:
+def frame(
+    ticks: Sequence[tuple[str, float]], labels: Sequence[tuple[str, float, str]], unit: str, height: float = HEIGHT
+) -> str:
     """Grid lines with their numbers at heights, and labels of the lower axis at (place, anchor)."""
     parts = []
     for text, y in ticks:
         parts.append(f"<line class=grid x1={LEFT} x2={WIDTH - RIGHT} y1={y} y2={y} />")
         parts.append(f"<text x={LEFT - 6} y={y + 3.5} text-anchor=end>{text}</text>")
-    parts.append(f"<text x={LEFT - 6} y={HEIGHT - 8} text-anchor=end>{unit}</text>")
-    parts += [f"<text x={x} y={HEIGHT - 8} text-anchor={anchor}>{text}</text>" for text, x, anchor in labels]
+    parts.append(f"<text x={LEFT - 6} y={height - 8:g} text-anchor=end>{unit}</text>")
+    parts += [f"<text x={x} y={height - 8:g} text-anchor={anchor}>{text}</text>" for text, x, anchor in labels]
     return "".join(parts)
 
 

@@ -105,10 +105,11 @@ def _charts(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[Chart]:
             for i, (name, run) in enumerate(zip(names, runs, strict=True))
             if finite(series := points(run))
         ]
-        return Chart(title, unit, curves, "", legend=True, **more)
+        return Chart(title, unit, curves, legend=True, **more)
 
     def of(name: str, unit: str = "", **more: Any) -> Chart:
-        return chart(SHOWN[name].title, unit or SHOWN[name].unit, lambda run: run.series(name), **more)
+        shown = SHOWN[name]
+        return chart(shown.title, unit or shown.unit, lambda run: run.series(name), about=shown.about, **more)
 
     def ever(found: Chart) -> list[Chart]:
         return [found] if any(y for curve in found.curves for _, y in curve.points) else []
@@ -133,7 +134,7 @@ def _charts(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[Chart]:
         *ever(of("actor/pg_clipfrac")),
         *ever(of("training/off_policy/share", top=1)),
     ]
-    return [each for each in found if each.curves]
+    return found
 
 
 def _figures(figures: Sequence[Figure], names: Sequence[str]) -> str:

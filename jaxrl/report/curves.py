@@ -14,6 +14,7 @@ from jaxrl.report.runs import RecordedRun
 
 _SHOWN_SHARE = 1e-3
 """The share of a run's seconds below which a phase is part of "other"."""
+_OF_TIME = "What a step's seconds went to. The first step also compiles programs."
 Line = tuple[str, str, str]
 """A curve's label, metric and colour."""
 
@@ -46,13 +47,13 @@ def charts(run: RecordedRun, parts: Sequence[PagePart] = ()) -> list[Chart]:
     if lengths and isinstance(limit, int | float):
         lengths.append(Curve("limit", [(step, limit) for step, _ in lengths[0].points], "c9", limit=True))
     scores = [(short(name), name, f"c{i + 1}") for i, name in enumerate(validation_names(run)[:4])]
-    held_out, no_test = curves_of(run, *scores, dots=True), "val/* (trainer.test_freq is 0, or none was due yet)"
+    held_out = curves_of(run, *scores, dots=True)
     band = quartiles(run)
-    drawn = [
+    return [
         _chart(run, "critic/rewards/mean", "mean", band=band),
-        Chart("Held-out", "at evaluations", held_out, no_test),
-        Chart("Response length", "tokens", lengths, "response_length/*"),
-        Chart("Step time by phase", "seconds", _one_by_one(run), "timing_s/*", stack=_phases(run)),
+        Chart("Held-out", "at evaluations", held_out, "Prompts that the run never trains on."),
+        Chart("Response length", "tokens", lengths, SHOWN["response_length/mean"].about),
+        Chart("Step time by phase", "seconds", _one_by_one(run), _OF_TIME, stack=_phases(run)),
         _chart(run, "critic/mixed_reward_groups", "of groups", top=1),
         _chart(run, "response_length/clip_ratio", "of responses", top=1),
         *_hidden(run),
@@ -65,9 +66,6 @@ def charts(run: RecordedRun, parts: Sequence[PagePart] = ()) -> list[Chart]:
         *ever(_chart(run, "critic/vf_explained_var", "of the returns' variance", from_zero=False)),
         *_off_policy(run),
     ]
-    if run.is_simulated:  # it has no weights: nothing is missing
-        return _with_points(drawn)
-    return drawn
 
 
 def quartiles(run: RecordedRun) -> tuple[list[Point], list[Point]]:
@@ -86,7 +84,7 @@ def _chart(
 ) -> Chart:
     """The chart of a metric in `SHOWN`, and of more curves beside it."""
     curves = curves_of(run, (label, name, colour), *more)
-    return Chart(SHOWN[name].title, unit or SHOWN[name].unit, curves, name, **options)
+    return Chart(SHOWN[name].title, unit or SHOWN[name].unit, curves, SHOWN[name].about, **options)
 
 
 def ever(chart: Chart) -> list[Chart]:
@@ -95,25 +93,19 @@ def ever(chart: Chart) -> list[Chart]:
     return [replace(chart, curves=curves)] if curves else []
 
 
-def _with_points(charts: Sequence[Chart]) -> list[Chart]:
-    return [chart for chart in charts if chart.stack or any(finite(each.points) for each in chart.curves)]
-
-
 def _supervised(run: RecordedRun) -> list[Chart]:
     loss = curves_of(run, ("training", "train/loss", "c1")) + curves_of(run, ("held-out", "val/loss", "c2"), dots=True)
     margins = ("other", "rewards/rejected", "c3"), ("margin", "rewards/margins", "c2")
     accuracy = curves_of(run, ("training", "rewards/accuracies", "c1"))
     accuracy += curves_of(run, ("held-out", "val/rewards/accuracies", "c2"), dots=True)
-    return _with_points(
-        [
-            Chart(SHOWN["train/loss"].title, SHOWN["train/loss"].unit, loss, "train/loss"),
-            *ever(_chart(run, "rewards/chosen", "preferred", *margins, from_zero=False)),
-            *ever(Chart("Preferred by the policy", "share of pairs", accuracy, "", top=1)),
-            Chart("Step time by phase", "seconds", [], "timing_s/*", stack=_phases(run)),
-            _chart(run, "perf/throughput", "throughput"),
-            *_update(run),
-        ]
-    )
+    return [
+        replace(_chart(run, "train/loss", ""), curves=loss),
+        *ever(_chart(run, "rewards/chosen", "preferred", *margins, from_zero=False)),
+        *ever(Chart("Preferred by the policy", "share of pairs", accuracy, "As the data has it.", top=1)),
+        Chart("Step time by phase", "seconds", [], _OF_TIME, stack=_phases(run)),
+        _chart(run, "perf/throughput", "throughput"),
+        *_update(run),
+    ]
 
 
 def _update(run: RecordedRun) -> list[Chart]:
@@ -150,7 +142,8 @@ def _hidden(run: RecordedRun) -> list[Chart]:
     if not (seconds := hidden_shares(run.metrics)):
         return []
     curves = [Curve("of its seconds", seconds), *curves_of(run, ("of its prompts", "actor/streamed_share", "c2"))]
-    return [Chart("Update hidden under the rollout", "share", curves, "rollout/scale_down/hidden_s", top=1)]
+    about = "How much of the update ran beside the rollout."
+    return [Chart("Update hidden under the rollout", "share", curves, about, top=1)]
 
 
 def with_epochs(run: RecordedRun, chart: Chart) -> Chart:

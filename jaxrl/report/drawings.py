@@ -1,9 +1,7 @@
-"""Drawings that are not curves over steps: lengths as a histogram, groups' rewards as a heat map, rows over time. Each
+"""Drawings that are not curves over steps: lengths as a histogram, prompts' rewards as a heat map, rows over time. Each
 is empty if its file was not written.
 
-The heat map has a column for each step, or for several where there are many, in which groups are sorted by their mean
-reward: the darker, the higher. So a band in the middle is what still teaches. The rows come from the last round in the
-timeline; only the end of that file is read, because it may be large.
+The rows come from the last round in the timeline; only the end of that file is read, because it may be large.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from jaxrl.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, figure,
 _TAIL_BYTES = 8 << 20
 _WANTED = (f'"cat":"{ROW}"'.encode(), b'"name":"step"')
 _APART = 0.06  # between bars, in percent of the width
-_COLUMNS, _RANKS, _LEVELS = 90, 24, 8
+_COLUMNS, _LEVELS, _MOST_PROMPTS = 60, 8, 40
 MOST_ROWS = 64
 """The most rows of a round that are drawn; of more, every second, third and so on."""
 _ENDS = {  # of a request in a row: label and colour
@@ -69,7 +67,8 @@ def histogram_card(batches: Batches) -> str:
             edge += [f"{LEFT + wide * (i + x):.1f},{low - height:.1f}" for x in (0, 1)]
         body.append(f"<polyline class='{colour} line' points='{' '.join(edge)}'/>")
     legend = [(label, colour) for label, _, colour in parts]
-    return figure("Histogram of lengths", "share of responses", legend, "".join(body))
+    about = "Whether responses grow, and whether they gather at the limit."
+    return figure("Histogram of lengths", "share of responses", legend, "".join(body), about=about)
 
 
 def _shares(batches: Batches) -> list[float]:
@@ -80,42 +79,50 @@ def _shares(batches: Batches) -> list[float]:
     return [value / sum(sums) for value in sums]
 
 
-def heat_card(batches: Batches) -> str:
-    """Groups' mean rewards over the steps; empty where all are equal."""
-    batches = [each for each in batches if each["groups"]]
-    values = [value for each in batches for value in each["groups"]]
-    if not values or min(values) == max(values):
+def prompts_card(batches: Batches) -> str:
+    """The mean reward of each prompt in each pass over the data, the stronger the higher; empty where no prompt came
+    twice."""
+    seen: dict[int, dict[int, float]] = {}
+    for each in batches:
+        for (epoch, index), reward in zip(each.get("prompts", ()), each["groups"], strict=False):
+            seen.setdefault(index, {})[epoch] = reward
+    epochs = sorted({epoch for rewards in seen.values() for epoch in rewards})
+    values = [reward for rewards in seen.values() for reward in rewards.values()]
+    if len(epochs) < 2 or (low := min(values)) == (high := max(values)):
         return ""
-    low, high = min(values), max(values)
-    count = min(_COLUMNS, len(batches))
-    pieces = [batches[i * len(batches) // count : (i + 1) * len(batches) // count] for i in range(count)]
-    ranks = min(_RANKS, max(len(each["groups"]) for each in batches))
-    wide, tall = (WIDTH - LEFT - RIGHT) / count, (HEIGHT - TOP - BOTTOM) / ranks
-    cells: list[list[str]] = [[] for _ in range(_LEVELS)]
-    for i, piece in enumerate(pieces):
-        columns = [_ranked(each["groups"], ranks) for each in piece]
-        for rank, rewards in enumerate(zip(*columns, strict=True)):
-            level = min(int((fmean(rewards) - low) / (high - low) * _LEVELS), _LEVELS - 1)
-            x, y = LEFT + wide * i, HEIGHT - BOTTOM - tall * (rank + 1)
-            cells[level].append(f"M{x:.1f} {y:.1f}h{wide + 0.2:.1f}v{tall + 0.2:.1f}h{-wide - 0.2:.1f}z")
-    body = [f"<path class='c3 heat{level}' d='{''.join(d)}'/>" for level, d in enumerate(cells) if d]
-    first, last = batches[0]["step"], batches[-1]["step"]
-    marks = [(t, (t - first + 0.5) / (last - first + 1)) for t in ticks_of(first, last) if first <= t <= last]
-    marks = [(t, at) for t, at in marks if t == int(t)] if last - first > 1 else [(first, 0.5)]
-    body.append(frame([], [_label(value, share) for value, share in marks], "step"))
-    for y, text in ((TOP + 8, "best"), (HEIGHT - BOTTOM, "worst")):
-        body.append(f"<text x={LEFT - 6} y={y} text-anchor=end>{text}</text>")
-    shown = [(number(low + (high - low) * level / (_LEVELS - 1)), f"c3 heat{level}") for level in (0, 2, 5, 7)]
-    return figure("Rewards of groups", "mean of each, sorted", shown, "".join(body))
+    shown = _some(sorted(seen, key=lambda index: -fmean(seen[index].values())), _MOST_PROMPTS)
+    epochs = _some(epochs, _COLUMNS)
+    tall, wide = max((HEIGHT - TOP - BOTTOM) / len(shown), 6), (WIDTH - LEFT - RIGHT) / len(epochs)
+    base, body = TOP + tall * len(shown), list[str]()
+    for rank, index in enumerate(shown):
+        y, rewards = TOP + tall * rank, seen[index]
+        if not rank % round(12 / tall + 0.5):
+            body.append(f"<text x={LEFT - 6} y={y + tall / 2 + 4:.1f} text-anchor=end>{index}</text>")
+        body.append(f"<g><title>prompt {index}: {', '.join(number(rewards[at]) for at in sorted(rewards))}</title>")
+        for i, epoch in enumerate(epochs):
+            if epoch in rewards:
+                level = min(int((rewards[epoch] - low) / (high - low) * _LEVELS), _LEVELS - 1)
+                box = f"x={LEFT + wide * i:.1f} y={y:.1f} width={wide:.1f} height={tall:.1f}"
+                body.append(f"<rect class='c3 heat{level}' {box} />")
+        body.append("</g>")
+    labels = [(f"{epoch + 1}", round(LEFT + wide * (i + 0.5), 1), "middle") for i, epoch in enumerate(epochs)]
+    body.append(frame([], _some(labels, 8), "pass", base + BOTTOM))
+    legend = [(number(low + (high - low) * level / (_LEVELS - 1)), f"c3 heat{level}") for level in (0, 2, 5, 7)]
+    some = f", {len(shown)} of {len(seen)}" if len(shown) < len(seen) else ""
+    view = f"viewBox='0 0 {WIDTH} {base + BOTTOM:.4g}'"
+    about = "A line is a prompt, by its number in the data. Faint ones are too hard, strong ones too easy."
+    return figure("Prompts", f"mean reward in each pass{some}", legend, "".join(body), view, about)
+
+
+def _some(values: Sequence[Any], most: int) -> list[Any]:
+    """At most so many, at equal distances, with the first and the last."""
+    if len(values) <= most:
+        return [*values]
+    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]
 
 
 def _label(value: float, share: float) -> tuple[str, float, str]:
     return number(value), round(LEFT + share * (WIDTH - LEFT - RIGHT), 1), "end" if share > 0.97 else "middle"
-
-
-def _ranked(values: Sequence[float], ranks: int) -> list[float]:
-    ordered = sorted(values)
-    return [ordered[i * len(ordered) // ranks] for i in range(ranks)]
 
 
 def last_round(file: Path) -> tuple[int, list[Event]]:
@@ -175,13 +182,11 @@ def rows_card(step: int, spans: Sequence[Event]) -> str:
     ends = {span["args"]["end"] for row in shown for span in rows[row]}
     legend = [label for end_, label in _ENDS.items() if end_ in ends]
     some = f", {len(shown)} of {len(names)} rows" if len(shown) < len(names) else ""
-    until = "until the end of the plan (rollout.decode_steps tokens) in which it ended"
-    unit = f"seconds; a bar is a response, {until}{some}"
+    about = "A bar is a response, until the end of the plan (rollout.decode_steps tokens) in which it ended."
     # without a viewBox: lengths are shares of the width, so that it fits a phone with text of the same size
     view = f"style='height:{base + BOTTOM:.4g}px'"
-    return (
-        f"<section class='charts rows'>{figure(f'Rows in step {step:g}', unit, legend, ''.join(bars), view)}</section>"
-    )
+    drawn = figure(f"Rows in step {step:g}", f"seconds{some}", legend, "".join(bars), view, about)
+    return f"<section class='charts rows'>{drawn}</section>"
 
 
 def _bar(span: Event, start_s: float, share: float, y: float, tall: float) -> str:

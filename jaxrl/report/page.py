@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from jaxrl.config import Config, flatten, to_mapping
+from jaxrl.config.commands import is_read
 from jaxrl.record.failures import reward_failures
 from jaxrl.record.files import Removing, write_whole
 from jaxrl.record.metrics import FAILURES, hidden_shares
@@ -18,7 +19,7 @@ from jaxrl.record.numbers import duration, number
 from jaxrl.record.run_dir import refuse_overwriting
 from jaxrl.report.charts import breakable, card, finite
 from jaxrl.report.curves import PagePart, charts, short, validation_names
-from jaxrl.report.drawings import heat_card, histogram_card, last_round, rows_card
+from jaxrl.report.drawings import histogram_card, last_round, prompts_card, rows_card
 from jaxrl.report.figures import summed
 from jaxrl.report.rewards import rewards_section
 from jaxrl.report.runs import RecordedRun, devices, facts, option_text, read_run
@@ -58,7 +59,7 @@ def page(run: RecordedRun, parts: Sequence[PagePart] = ()) -> str:
         name,
         _subtitle(run),
         f"{_failed(run)}{problems}{_simulated(run)}{_headlines(run)}{verdicts_box(run)}<section class=charts>{drawn}"
-        f"{histogram_card(run.batches)}{heat_card(run.batches)}</section>"
+        f"{histogram_card(run.batches)}{prompts_card(run.batches)}</section>"
         f"{rows_card(*last_round(run.folder / 'timeline.json'))}{rewards_section(run, span)}"
         f"{''.join(part.section(run) for part in parts)}{samples}"
         f"<h2>Configuration</h2>{_config(run)}<h2>Where and when</h2>{_facts(run)}",
@@ -138,7 +139,8 @@ def _config(run: RecordedRun) -> str:
     config = run.section("config")
     if not config:
         return "<p class=note>run.json does not hold the configuration.</p>"
-    defaults, found = flatten(to_mapping(Config())), flatten(config)
+    defaults, kind = flatten(to_mapping(Config())), str(run.info.get("kind"))
+    found = {path: value for path, value in flatten(config).items() if is_read(path, kind)}
     changed = [(key, value, defaults.get(key)) for key, value in found.items() if value != defaults.get(key)]
     rows = "".join(
         f"<tr><td><code>{breakable(key)}</code></td><td><code>{escape(option_text(value))}</code></td>"
@@ -146,7 +148,7 @@ def _config(run: RecordedRun) -> str:
         for key, value, default in changed
     )
     head = "<thead><tr><th>Option</th><th>Value</th><th>Default</th></tr></thead>"
-    count = f"<p class=sub>{len(changed)} of {len(found)} options differ from their defaults.</p>"
+    count = f"<p class=sub>{len(changed)} of {len(found)} options that it reads differ from their defaults.</p>"
     return f"{count}<table class=config>{head}<tbody>{rows}</tbody></table>"
 
 

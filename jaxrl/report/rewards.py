@@ -36,18 +36,20 @@ def rewards_section(run: RecordedRun, span: tuple[float, float] | None) -> str:
     for name in names[:MAX_DOMAINS]:
         of = f"reward/{name}"
         lines = ("median", f"{of}/p50_s", "c1"), ("95 %", f"{of}/p95_s", "c2"), ("longest", f"{of}/max_s", "c3")
-        charts.append(Chart(f"Scoring of {name}", "seconds", curves_of(run, *lines), f"{of}/p50_s"))
+        charts.append(Chart(f"Scoring of {name}", "seconds", curves_of(run, *lines), "What one response takes."))
     if shares := hidden_scoring_shares(run.metrics):
         curves = [Curve("of its seconds", shares)]
-        charts.append(Chart("Scoring hidden under the rollout", "share", curves, "", top=1))
+        charts.append(
+            Chart("Scoring hidden under the rollout", "share", curves, "How much of it ran beside the rollout.", top=1)
+        )
     failed = [(FAILURES[kind][1], f"reward/{kind}", colour) for kind, colour in COLOURS.items()]
     failed += [("scored again", "reward/retries", "c4"), ("test cases cut off", "reward/code/cut_off", "c6")]
-    charts += ever(Chart("Rewards that failed", "samples per step", curves_of(run, *failed), ""))
+    charts += ever(Chart("Rewards that failed", "samples per step", curves_of(run, *failed), "They count as 0."))
     limits = [(label, f"reward/timeouts/{kind}", colour) for kind, (label, colour) in TIMEOUTS.items()]
-    charts += ever(Chart("Time-outs by kind", "per step", curves_of(run, *limits), ""))
+    charts += ever(Chart("Time-outs by kind", "per step", curves_of(run, *limits), "Which limit ended the scoring."))
     anchors = ("median", "reward/code/anchor_s/median", "c1"), ("longest", "reward/code/anchor_s/max", "c3")
     if curves := curves_of(run, *anchors):
-        charts.append(Chart("Longest correct test case", "seconds", curves, ""))
+        charts.append(Chart("Longest correct test case", "seconds", curves, "Limits follow from it."))
     charts += _parts(run)
     if not charts:
         return ""
@@ -78,7 +80,7 @@ def _parts(run: RecordedRun) -> list[Chart]:
     ]
     curves = curves_of(run, ("scorer", "reward/own/mean", "c1"), *parts)
     curves += [Curve("overlong", overlong, "c9")] if overlong else []
-    return [Chart("Parts of the reward", "mean, before weights", curves, "", legend=True)]
+    return [Chart("Parts of the reward", "mean, before weights", curves, "What is added up.", legend=True)]
 
 
 def _table(run: RecordedRun, names: Sequence[str]) -> str:

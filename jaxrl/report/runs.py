@@ -98,11 +98,14 @@ def _read_samples(path: Path, note: Callable[[str], None]) -> list[dict[str, Any
 
 
 def facts(run: RecordedRun) -> dict[str, Any]:
+    data = run.option("data.train_files")
     return {
         "command": run.info.get("command"),
         "started": run.info.get("started"),
         "commit": run.info.get("commit"),
+        "host": run.info.get("host"),
         "devices": devices(run),
+        "data": ", ".join(map(str, data)) if isinstance(data, list) and data else run.option("data.task"),
         "versions": ", ".join(f"{name} {version}" for name, version in run.section("versions").items()),
         "folder": run.folder.resolve(),
     }

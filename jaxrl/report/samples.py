@@ -27,6 +27,13 @@ _USER = re.compile(
     r"(.*?)(?:<\|im_end\|>|<\|eot_id\|>|<end_of_turn>|\[/INST\])",
     re.DOTALL,
 )
+_SHADES = "<p class=shades>A token's colour is the probability with which it was drawn: {}.</p>".format(
+    " ".join(
+        f"<span class=p{shade}>{text}</span>"
+        for shade, text in enumerate(("above 37 %", "14 to 37 %", "5 to 14 %", "2 to 5 %", "below 2 %"))
+    )
+)
+"""Powers of e, as `_coloured` cuts them."""
 Shown = Mapping[str, Any]
 
 
@@ -34,14 +41,14 @@ def samples_section(samples: Sequence[Shown]) -> str:
     if not samples:
         return "<p class=note>No samples were recorded.</p>"
     chosen = _chosen(samples)
-    rows = "".join(_row(samples[i]) for i in chosen)
+    rows = [_row(samples[i]) for i in chosen]
     heads = "".join(
         f"<th>{f'<button type=button data-by={by} disabled>{heading}</button>' if by else heading}</th>"
         for heading, by, _, _ in COLUMNS
     )
-    table = f"<table class=samples><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
+    table = f"<table class=samples><thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
     count = f"{len(chosen)} of {len(samples)} recorded samples are on this page."
-    controls = _controls(samples)
+    controls = _controls(samples) + (_SHADES if any("class=p0" in row for row in rows) else "")
     return f"<p class=sub>{count}</p>{controls}<div class=scroll>{table}</div><script>{SCRIPT}</script>"
 
 

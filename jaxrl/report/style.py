@@ -31,17 +31,18 @@ border-left:3px solid var(--c5);padding:4px 12px;margin:12px 0}.alarm{color:var(
 border-left-width:6px;border-color:var(--c6);background:color-mix(in srgb,var(--c6) 12%,transparent);padding:10px 14px}
 .verdicts{list-style:none;margin:0 0 24px;padding:10px 14px;border-left:6px solid var(--c5);
 background:color-mix(in srgb,var(--c5) 10%,transparent)}.verdicts li+li{margin-top:4px}.headlines{display:grid;
-grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:16px 24px;margin:24px 0 28px}.headlines dt{
+grid-template-columns:repeat(auto-fit,minmax(130px,1fr));gap:16px 24px;margin:24px 0 28px}.headlines dt{
 color:var(--soft);font-size:.875rem}.headlines dd{margin:0}.headlines dd:not(.sub){font-size:1.75rem;line-height:1.2;
 font-weight:600;font-variant-numeric:tabular-nums}.charts{display:grid;
 grid-template-columns:repeat(auto-fill,minmax(min(320px,100%),1fr));gap:16px}figure{margin:0;background:var(--card);
 border:1px solid var(--rule);border-radius:8px;padding:14px 14px 8px;display:flex;flex-direction:column}figure ul{
-list-style:none;margin:2px 0 6px;padding:0;display:flex;flex-wrap:wrap;gap:0 12px;min-height:1.3em;font-size:.8125rem;
+list-style:none;margin:2px 0 6px;padding:0;display:flex;flex-wrap:wrap;gap:0 12px;font-size:.8125rem;
 color:var(--soft)}figure li::before{content:"";display:inline-block;width:10px;height:10px;border-radius:2px;
 margin-right:5px;background:var(--c)}figure li.faint::before{opacity:.3}figure li.dash::before{height:0;
 border-radius:0;border-top:2px dashed var(--ink);background:none;vertical-align:middle}figure li.mark::before{
 width:0;border-radius:0;border-left:2px dotted var(--soft);background:none;vertical-align:-1px}.none{color:var(--soft);
-font-size:.875rem;margin:auto;padding:40px 16px;text-align:center}svg{display:block;width:100%;height:auto;
+font-size:.875rem;margin:auto;padding:40px 16px;text-align:center}
+figure>p{color:var(--soft);font-size:.8125rem}svg{display:block;width:100%;height:auto;
 margin-top:auto}svg text{font-size:11.5px;fill:var(--soft);font-variant-numeric:tabular-nums}.grid{stroke:var(--rule);
 stroke-width:1}.mark{stroke:var(--soft);stroke-width:1;stroke-dasharray:2 3}.line{fill:none;stroke:var(--c);
 stroke-width:1.8;stroke-linejoin:round}.line.dash{stroke-dasharray:5 4;stroke:var(--ink)}
@@ -54,6 +55,7 @@ color:var(--soft);font-size:.8125rem}td,th{padding:7px 16px 7px 0;border-bottom:
 vertical-align:top}.num{font-variant-numeric:tabular-nums}code,pre{
 font:.8438rem/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace}pre{margin:0;
 white-space:pre-wrap;max-height:20em;overflow:auto}
+.shades{font-size:.875rem;margin:8px 0}.shades span{padding:1px 6px}
 .samples pre.answer{color:var(--soft);margin-left:1.5em}.p1{background:#d6272822}.p2{background:#d6272844}
 .p3{background:#d6272866}.p4{background:#d6272899}.samples{table-layout:fixed}.samples th:nth-child(1){width:84px}
 .samples .key{white-space:nowrap}
@@ -64,7 +66,7 @@ font-weight:400}.legend{list-style:none;margin:16px 0;padding:0;display:flex;fle
 background:var(--c)}.wide{overflow-x:auto}.scroll{max-height:85vh;overflow-y:auto}
 .rows{grid-template-columns:1fr;margin-top:16px}.rows svg{width:calc(100% - 56px);margin:0 12px 0 44px;overflow:visible}
 .heat0{--o:.06}.heat1{--o:.18}.heat2{--o:.3}.heat3{--o:.43}.heat4{--o:.56}
-.heat5{--o:.7}.heat6{--o:.85}.heat7{--o:1}path{fill:var(--c);fill-opacity:var(--o)}figure li[class*=heat]::before{
+.heat5{--o:.7}.heat6{--o:.85}.heat7{--o:1}[class*=heat]{fill-opacity:var(--o)}figure li[class*=heat]::before{
 opacity:var(--o)}.controls{display:flex;flex-wrap:wrap;gap:8px 12px;align-items:center;margin:10px 0 14px}
 .controls[hidden]{display:none}select,input{font:inherit;font-size:.875rem;padding:4px 8px;color:var(--ink);
 background:var(--card);border:1px solid var(--rule);border-radius:6px;max-width:100%}
@@ -80,5 +82,6 @@ grid-template-columns:1fr 1fr}.headlines dd:not(.sub){font-size:1.4rem}
 .samples,.samples tbody,.samples tr,.samples td,.samples th{display:block;width:auto}.samples tr{
 border-bottom:1px solid var(--rule);padding:8px 0}.samples td,.samples th{border:0;padding:3px 0}.samples td::before{
 content:attr(data-label);color:var(--soft);font-size:.8125rem;display:block}.samples .num{display:inline-block;
-margin-right:28px}.config td:nth-child(3),.config th:nth-child(3){display:none}}
+margin-right:28px}
+.config td:first-child{overflow-wrap:normal}.config td:nth-child(3),.config th:nth-child(3){display:none}}
 """

@@ -505,9 +505,9 @@ class MeshExecutor:
         return self._now.shapes()
 
     def warm_up(
-        self, progress: Callable[[int, int], None] | None = None, first: Sequence[CompiledPrograms] = ()
+        self, progress: Callable[[str], None] = lambda state: None, first: Sequence[CompiledPrograms] = ()
     ) -> int:
-        """Compiles the programs of `first` and every shape of this layout; returns how many. `progress`: (ready, of how
-        many)."""
+        """Compiles the programs of `first` and every shape of this layout; returns how many. `progress`: called with
+        `CompileAhead.state`."""
         with closing(CompileAhead([*first, self._now])) as ahead:
             return ahead.wait(progress)

@@ -163,7 +163,7 @@ class RemoteWorkers:
     def wait_quiet(self) -> None:
         self._all("call", "workers.wait_quiet")
 
-    def warm_up(self, progress: Callable[[int, int], None] | None = None, first: Sequence[Any] = ()) -> int:
+    def warm_up(self, progress: Callable[[str], None] = lambda state: None, first: Sequence[Any] = ()) -> int:
         """Compiles the programs of all hosts; returns how many one of them has."""
         assert not first, "programs of the hosts are compiled by them"
         return self._all("warm_up")[0]

@@ -174,7 +174,7 @@ class WorkerSet:
     # -- compilation -------------------------------------------------------------------------------------------------
 
     def warm_up(
-        self, progress: Callable[[int, int], None] | None = None, first: Sequence[CompiledPrograms] = ()
+        self, progress: Callable[[str], None] = lambda state: None, first: Sequence[CompiledPrograms] = ()
     ) -> int:
         """As `MeshExecutor.warm_up`, for all workers."""
         now = [programs for executor in self.executors for programs in executor.programs_of([executor.tp])]

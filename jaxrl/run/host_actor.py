@@ -197,7 +197,7 @@ class HostActor:
         number."""
         on_cpu = self.host.place.devices[0].platform == "cpu"
         update = [] if on_cpu else [each.programs for each in self.host.models]
-        return self.host.workers.warm_up(lambda done, total: self._beat(f"compiling programs {done}/{total}"), update)
+        return self.host.workers.warm_up(lambda state: self._beat(f"compiling: {state}"), update)
 
     def compile_ahead(self, degrees: tuple[int, ...]) -> None:
         """Begins to compile in the background what is not compiled yet."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.mechanisms import page_parts
-from jaxrl.record.files import reason, way_on
+from jaxrl.record.files import reason, refuse_folder, way_on
 from jaxrl.record.journal import FILE_NAME as JOURNAL
 from jaxrl.record.journal import read_journal
 from jaxrl.record.progress import StartupProgress
@@ -280,6 +280,13 @@ class Training:
             ) from error
 
 
+def refuse_run_dir(config: Config) -> None:
+    """Raises ValueError if a run has no folder that it can write."""
+    if not config.trainer.run_dir:
+        raise ConfigError("trainer.run_dir is missing: give the folder that the run writes to and resumes from")
+    refuse_folder(config.trainer.run_dir, "trainer.run_dir")
+
+
 def run_training(
     kind: str,
     config: Config,
@@ -295,8 +302,7 @@ def run_training(
       kind: the command that trains. start: puts the run together, and has it `go`.
       progress: shows a line of what takes long before the first step; called from another thread.
     """
-    if not config.trainer.run_dir:
-        raise ConfigError("trainer.run_dir is missing: give the folder that the run writes to and resumes from")
+    refuse_run_dir(config)
     stop, hosts = stop or Stop(), None if config.hosts.num == 1 else _hosts_of(config)
     left, saved = config.hosts.max_restarts, -1
     while True:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.models.config import ModelConfig
-from jaxrl.scheduling.layouts.latency import LatencyPredictor
+from jaxrl.scheduling.layouts.latency import LatencyPredictor, causal_pairs
 from jaxrl.scheduling.layouts.latency_profile import (
     Measurement,
     Profile,
@@ -102,11 +102,6 @@ class TrainLoad:
     updates: int = 1  # optimizer updates that the batch is cut into
     epochs: int = 1  # passes over the batch (each forward and backward)
     extra_forwards: int = 0  # further forward passes: old log-probabilities, the reference model
-
-
-def causal_pairs(tokens: float, start: float = 0.0) -> float:
-    """(query, key) pairs of `tokens` tokens at positions `start`, `start + 1`, ...: each attends those up to itself."""
-    return tokens * start + tokens * (tokens + 1) / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,13 +401,7 @@ class TableCost(CostModel):
         return self.decode_steps_s(tp, batch_S, context_S) * longer_S
 
     def prefill_s(self, tp: int, tokens: int, pairs: float = 0.0) -> float:
-        """The time of equal rows with the same tokens and pairs (PAT equation 3); each is 2 pairs / tokens long. Tokens
-        of a later chunk attend to more than such rows can; the chunk counts as one row as long as it is."""
-        if tokens <= 0:
-            return 0.0
-        context = min(max(2.0 * pairs / tokens - 1.0, 1.0), tokens) if pairs > 0 else float(tokens)
-        rows = max(round(tokens / context), 1)
-        return self.predictor.prefill_s(tp, rows, context) * tokens / (rows * context)
+        return self.predictor.prefill_s(tp, tokens, pairs) if tokens > 0 else 0.0
 
     def switch_cost(self, tp: int, new_tp: int) -> SwitchCost:
         return self.predictor.switch_cost(tp, new_tp)

@@ -26,11 +26,12 @@ from typing import Any
 import numpy as np
 
 from jaxrl.scheduling.layouts.kv_plan import KvPlan
+from jaxrl.scheduling.layouts.latency import causal_pairs
 from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, TimeTaken
 from jaxrl.scheduling.tokens.plan import Capacity, Plan, PlanResult, PrefillChunk, Request, Ticket
 from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks
 from jaxrl.sim.clock import SimulatedClock, nanoseconds
-from jaxrl.sim.cost_model import CostModel, causal_pairs
+from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.verification import Acceptance, Proposals, verify
 from jaxrl.types import SampleKey
 

@@ -13,8 +13,9 @@ from typing import Literal
 
 import numpy as np
 
+from jaxrl.scheduling.layouts.latency import causal_pairs
 from jaxrl.sim.clock import SimulatedClock
-from jaxrl.sim.cost_model import CostModel, TrainLoad, causal_pairs
+from jaxrl.sim.cost_model import CostModel, TrainLoad
 from jaxrl.types import TrainBatch
 
 

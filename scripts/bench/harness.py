@@ -45,6 +45,7 @@ NAMES = {
     "ceilings": "what the device does at best, beside its data sheet",
     "check": "what a device draws and differentiates, against float64",
     "decode": "the engine; --at-context: decode steps of rows that stand at a context already",
+    "failures": "a run that is killed again and again: which share of its time moved it forward",
     "learning": "held-out reward of settings over seeds, seconds, memory",
     "option": "what each value of an option costs, simulated",
     "rules": "seconds a sample of the rollout rules, and what the simulator predicts",

@@ -6,7 +6,8 @@ Runs what `jaxrl simulate` runs, in memory, once per value and seed (`trainer.se
 each run's mean over steps, with standard deviations. Seconds are simulated, but for `cpu_s`, what a step takes this
 process. Shares are of tokens: `thrown_share` of all that were drawn, `stale_share` of those trained on; `lag` is the
 mean number of versions of a trained token, `prompts` are those launched a step. The first --skip steps are left out, as
-rules begin with nothing carried. A first line `(baseline)` comes from --baseline.
+rules begin with nothing carried. `tokens`, of the whole run, is the mean length of a trained response; `over_policy` is
+that over the lengths which plain batches of the same prompts have. A first line `(baseline)` comes from --baseline.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from jaxrl.config import Config, ConfigError
 from jaxrl.config import files as config_files
 from jaxrl.run.simulation import build, rare_collections
 from jaxrl.sim.configured import cost_model, machine_sizes, model_sizes, workload_of
+from jaxrl.types import SampleKey
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -57,10 +59,15 @@ def run(config: Config, skip: int) -> Values:
     """One run's means; those of shares are over tokens."""
     steps: list[dict[str, float]] = []
     trained: list[int] = []
+    lengths: list[tuple[int, int]] = []
     cpu_s = [time.process_time()]
 
     def on_step(step: int, measured: dict[str, float], groups: Any) -> None:
         cpu_s.append(time.process_time())
+        for group in groups:
+            keys = [SampleKey(*group.prompt.key, sample_index=i) for i in range(len(group.samples))]
+            first = [workload.length(key, step) for key in keys]
+            lengths.extend(zip(map(len, group.samples), first, strict=True))
         if step > skip:
             steps.append(measured)
             trained.append(sum(len(sample) for group in groups for sample in group.samples))
@@ -77,6 +84,7 @@ def run(config: Config, skip: int) -> Values:
     def weighted(name: str) -> float:
         return sum(value * count for value, count in zip(of(name), trained, strict=True)) / sum(trained)
 
+    tokens, drawn = map(statistics.fmean, zip(*lengths, strict=True))
     thrown = sum(of("rollout/thrown_tokens"))
     return {
         "step_s": statistics.fmean(of("timing_s/step")),
@@ -85,6 +93,8 @@ def run(config: Config, skip: int) -> Values:
         "stale_share": weighted("training/off_policy/share"),
         "lag": weighted("training/off_policy/mean_staleness"),
         "restarted": statistics.fmean(of("rollout/restarted_samples")),
+        "tokens": tokens,
+        "over_policy": tokens / drawn,
         "prompts": statistics.fmean(of("rollout/launched_prompts")),
         "cpu_s": (cpu_s[-1] - cpu_s[skip]) / len(steps),
     }

@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -42,7 +42,15 @@ from jaxrl.rollout.profiler import Profiler
 from jaxrl.run.backend import RolloutBackend
 from jaxrl.run.run import Run
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
-from jaxrl.scheduling.layouts.latency_profile import Profile, ProfileIdentity, RowSizes, prefill_points, profile_points
+from jaxrl.scheduling.layouts.latency_profile import (
+    Measurement,
+    Profile,
+    ProfileIdentity,
+    ProfilePoint,
+    RowSizes,
+    prefill_points,
+    profile_points,
+)
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches, RoundTime
 from jaxrl.scheduling.rounds.events import Verdict
@@ -280,18 +288,32 @@ def measured_cost(executor: MeshExecutor, model: ModelConfig, name: str) -> Tabl
 
     What a table does not hold (training, syncs, switches) comes from a roofline; no round of the bench asks for it.
     """
-    tp, groups, longest = executor.tp, executor.num_groups, executor.config.max_length
-    tokens = groups * (executor.num_blocks - 1) * executor.block_size
-    sizes = executor.row_sizes(tp)
-    points = profile_points(groups * executor.num_slots, tokens, (tp,), groups * tp, longest, row_sizes={tp: sizes})
-    profiler = Profiler(executor)
+    config, sizes = executor.config, machine_sizes(executor)
+    device = executor.layout.mesh.devices.flat[0]
+    identity = ProfileIdentity(name, name, device.device_kind, sizes.num_devices, "", config.dtype)
+    table = measured(Profiler(executor), sizes, executor.row_sizes(sizes.tp), config.max_length, identity)
+    return TableCost(model, hardware("A100"), predictor=LatencyPredictor(table))
+
+
+class Measures(Protocol):
+    """`Profiler`, or what stands for one."""
+
+    def decode(self, point: ProfilePoint, /) -> Measurement: ...
+
+    def prefill(self, point: ProfilePoint, /) -> Measurement: ...
+
+
+def measured(
+    profiler: Measures, sizes: MachineSizes, rows: Sequence[int], longest: int, identity: ProfileIdentity
+) -> Profile:
+    """The table of a machine with these sizes, whose decode programs have `rows`."""
+    groups, tp = sizes.num_groups, sizes.tp
+    tokens = groups * (sizes.num_blocks - 1) * sizes.block_size
+    points = profile_points(groups * sizes.num_slots, tokens, (tp,), sizes.num_devices, longest, row_sizes={tp: rows})
     decode = tuple(profiler.decode(point) for point in points)
     short = [point for point in prefill_points(points) if point.batch * point.context <= PREFILL_BUDGET]
     prefill = tuple(profiler.prefill(point) for point in short)
-    device = executor.layout.mesh.devices.flat[0]
-    identity = ProfileIdentity(name, name, device.device_kind, groups * tp, "", executor.config.dtype)
-    profile = Profile(identity, decode, prefill, row_sizes=(RowSizes(tp, sizes),))
-    return TableCost(model, hardware("A100"), predictor=LatencyPredictor(profile))
+    return Profile(identity, decode, prefill, row_sizes=(RowSizes(tp, tuple(rows)),))
 
 
 OPTIONS = {

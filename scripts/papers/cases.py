@@ -76,6 +76,9 @@ class Case:
     epoch_steps: int = 0  # batches after which prompts come again; 0: no prompt does
     pass_spread: float = 2.0  # how much prompts differ in how often they are solved (`simulate.tasks.NAME.pass_spread`)
     judge: Literal["workers", "devices"] = "workers"  # beside all devices, or it takes its time from the rollout's
+    one_off: bool = False  # half of the devices roll out for the next step (RollPacker §6.7)
+    longer: float = 1.0  # times the median length
+    memory: float = 0.0  # the share of a device's memory for the rollout
 
     @classmethod
     def read(cls, entry: dict[str, Any]) -> Case:
@@ -142,13 +145,13 @@ class Case:
 
     @property
     def num_devices(self) -> int:
-        least = self.degree * self.workers * (2 if self.paper == "rhymerl" else 1)  # half of them rolls out
+        least = self.degree * self.workers * (2 if self.one_off or self.paper == "rhymerl" else 1)
         return max((self.devices or self.of.num_devices) // self.scale, least)
 
     @property
     def rollout_devices(self) -> int:
         """Devices of the rollout's own; 0: training has them as well, in turns."""
-        return self.num_devices // 2 if self.paper == "rhymerl" else 0
+        return self.num_devices // 2 if self.one_off or self.paper == "rhymerl" else 0
 
     @property
     def max_tokens(self) -> int:
@@ -213,7 +216,7 @@ def jobs_of(cases: Sequence[Case]) -> list[list[Case]]:
 def configuration(case: Case, calibration: Calibration) -> Config:
     """What `jaxrl simulate` would be given."""
     values = calibration[case.problem]
-    says = [name for name in ("planner", "own_trainer", "freed_at", "fetch") if getattr(case, name)]
+    says = [name for name in ("planner", "own_trainer", "freed_at", "fetch", "one_off") if getattr(case, name)]
     if case.stream != "off":
         says.append("stream")
     options: dict[str, Any] = {}
@@ -232,13 +235,13 @@ def configuration(case: Case, calibration: Calibration) -> Config:
         "trainer.seed": case.seed,
         "simulate.hardware": case.of.hardware,
         "simulate.num_devices": case.num_devices,
+        "rollout.num_devices": case.rollout_devices,
         "simulate.num_prompts": case.prompts_of_epoch,
         **_options_of_rule(case),
         **(_options_of_rewards(case, values) if case.paper == "rollpacker" else {}),
     }
     if case.paper == "rhymerl":
         options |= {
-            "rollout.num_devices": case.rollout_devices,
             "rollout.speculation": {"enable": case.speculation, "verify_tokens": VERIFY_TOKENS},
             "rollout.ranking_groups.enable": case.pipeline != "off",
             "rollout.ranking_groups.num_groups": RANKING_GROUPS[case.tasks[0]] if case.scale == 1 else 2,
@@ -257,6 +260,7 @@ def configuration(case: Case, calibration: Calibration) -> Config:
 def _options_of_rule(case: Case) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if case.rule == "tail":
+        options["rollout.tail_batching.relaunch"] = "new"  # the authors' engine has no bits of a sample's own
         options["rollout.tail_batching.prompt_factor"] = case.prompt_factor
         options["rollout.tail_batching.response_factor"] = case.response_factor
     if case.rule == "partial":
@@ -269,6 +273,8 @@ def _options_of_rule(case: Case) -> dict[str, Any]:
         options |= {"rollout.layout.devices_per_host": NODE, "rollout.layout.degrees": degrees}
     if case.freed_at:
         options["trainer.stream.min_done"] = case.freed_at
+    if case.memory:
+        options["rollout.memory_fraction"] = case.memory
     return options
 
 
@@ -291,8 +297,9 @@ def _options_of_rewards(case: Case, values: Values) -> dict[str, Any]:
 
 def _reward_workers(case: Case, values: Values) -> dict[str, Any]:
     """The tasks' reward workers, in the order in which they score."""
+    more = max(case.devices / case.of.num_devices, 1)  # of the nodes' processors
     found: dict[str, dict[str, float]] = {
-        name: {"workers": int(values[f"reward.{name}.workers"])} for name in case.tasks
+        name: {"workers": int(values[f"reward.{name}.workers"] * more)} for name in case.tasks
     }
     if case.judge == "devices":
         # as many device-seconds as the baseline's workers need on the devices that they have for themselves
@@ -334,7 +341,9 @@ def models(case: Case, calibration: Calibration) -> tuple[CostModel, ModelledWor
     elif case.paper == "rhymerl":
         workload = ModelledWorkload(case.seed, (_rhymerl_task(case, calibration),), *limits)
     else:
-        only = (_task("math", lengths_of(values), correlation=values.get("correlation", 0.0)),)
+        lengths = lengths_of(values)
+        lengths = lengths.replace(median=lengths.median * case.longer)
+        only = (_task("math", lengths, correlation=values.get("correlation", 0.0)),)
         batch = {"num_prompts": case.num_prompts, "group_size": GROUP}
         workload = ModelledWorkload(case.seed, only, *limits)
         if case.paper == "pat":

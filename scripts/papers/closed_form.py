@@ -20,7 +20,8 @@ import numpy as np
 
 from jaxrl.config import SimulatedLengths
 from jaxrl.models.shapes import named_shape
-from jaxrl.sim.cost_model import CostModel, TrainLoad, causal_pairs
+from jaxrl.scheduling.layouts.latency import causal_pairs
+from jaxrl.sim.cost_model import CostModel, TrainLoad
 from jaxrl.sim.hardware import HARDWARE
 from jaxrl.sim.workload import length_of_score, normal, share_above, tail_start
 from papers.calibration import Values, efficiency_of

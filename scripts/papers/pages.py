@@ -21,7 +21,7 @@ from papers.cases import EPOCH_STEPS, EXPERIMENTS, RANKING_GROUPS, RESERVED_SHAR
 from papers.facts import FACTS, HERE, Fact
 from papers.problems import TASKS
 from papers.runs import Steps
-from papers.what_if import APRIL_VARIANTS, AS_CALIBRATED, FACTORS, PERIOD, STALE, TAIL_VARIANTS, WARM_UP
+from papers.what_if import APRIL_VARIANTS, AS_CALIBRATED, STALE, WARM_UP
 
 BAR = 0.25
 FIRST = 10  # steps that a table shows one by one
@@ -54,14 +54,28 @@ class Found:
             means.append(np.mean(counted or [np.nan]))
         return np.array(means)
 
+    def rollout_of(self, long: bool | None) -> np.ndarray:
+        """Seconds of rollouts of one kind, with waking the engines and sending weights."""
+        return self("gen_s", long) + self("start_s", long)
+
     @property
     def rollout_s(self) -> np.ndarray:
-        """With waking the engines and sending weights."""
-        return self("gen_s") + self("start_s")
+        return self.rollout_of(None)
+
+    @property
+    def longest_s(self) -> np.ndarray:
+        """A period's mean rollout, of the longest short one and the longest long one (RollPacker's Fig. 12)."""
+        found = []
+        for each in self.runs:
+            seconds = np.add(each.values["gen_s"], each.values["start_s"])
+            long = np.array(each.values["long"])
+            kinds = [kind for kind in (long, ~long) if kind.any()]
+            found.append(sum(seconds[kind].max() * kind.mean() for kind in kinds))
+        return np.array(found)
 
     def scored_s(self, long: bool | None) -> np.ndarray:
         """Seconds of rollout and rewards, as RollPacker's Fig. 14c adds them up."""
-        return self("gen_s", long) + self("reward_s", long)
+        return self.rollout_of(long) + self("reward_s", long)
 
     @property
     def stages(self) -> list[str]:
@@ -200,11 +214,9 @@ _KNOWN = {
     "POINT": ("figure", "model", "devices", "longest"),
     "MODELS": ("7B/8k", "14B/16k", "32B/32k"),
     "TABLE2": ("+ tail batching", "+ reward scheduler", "+ parallelism planner", "+ stream trainer"),
-    "VARIANTS": [name for name, each in (TAIL_VARIANTS | APRIL_VARIANTS).items() if not each.dapo],
+    "VARIANTS": [name for name, each in APRIL_VARIANTS.items() if not each.dapo],
     "AS_CALIBRATED": AS_CALIBRATED,
-    "FACTORS": FACTORS,
     "FACTS": FACTS,
-    "PERIOD": PERIOD,
     "RANKING_GROUPS": RANKING_GROUPS,
     "REPORTED": REPORTED,
     "RESERVED_SHARE": RESERVED_SHARE,
@@ -224,7 +236,12 @@ def page(header: Mapping[str, Any], runs: Sequence[Steps]) -> str:
         keep_trailing_newline=True,
         autoescape=False,
     )
-    templates.filters |= {"shown": shown, "f": lambda value, form: f"{value:{form}}"}
+    templates.filters |= {
+        "shown": shown,
+        "f": lambda value, form: f"{value:{form}}",
+        "seconds_of": lambda name, row: float(np.mean(row(name)("gen_s"))),
+        "preempted": lambda name, row: row(name).preemptions,
+    }
     result = Result(header, runs)
     own = {"result": result, "rows": result.rows, "columns": result.columns, "readings": result.readings}
     seeds = ", ".join(map(str, sorted({each.case.seed for each in runs})))

@@ -275,6 +275,28 @@ def capped_share(setup: Setup, values: Values) -> float:
     return 1 - math.exp(none)
 
 
+def deferred_median(values: Values, factor: float = 1.25, num_rounds: int = 40) -> float:
+    """Median length of deferred prompts of code, drawn anew, over that of all: short rounds of the 14B set-up end with
+    the first prompts of which enough responses have, shorter ones first."""
+    setup, common = SETUPS["rollpacker.14b"], math.sqrt(values["correlation"])
+    own, size = math.sqrt(1 - values["correlation"]), setup.group_size
+    prompt, first, again = _short_rounds(num_rounds, int(factor * setup.num_prompts), int(factor * size))
+    ended = np.sort(common * prompt[..., None] + own * first, -1)[..., size - 1]
+    late = np.argsort(ended, -1)[:, setup.num_prompts :]
+    drawn = common * np.take_along_axis(prompt, late, -1)[..., None]
+    drawn = drawn + own * np.take_along_axis(again, late[..., None], 1)[..., :size]
+    lengths = task_lengths(values, "code")
+    return exact_length(lengths, float(np.median(drawn))) / exact_length(lengths, 0.0)
+
+
+@lru_cache(maxsize=1)
+def _short_rounds(num_rounds: int, prompts: int, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Standard normal scores of rounds: of prompts, and twice of their responses."""
+    rng = np.random.default_rng(SEED)
+    shape = num_rounds, prompts
+    return rng.normal(size=shape), rng.normal(size=(*shape, size)), rng.normal(size=(*shape, size))
+
+
 def reward_stage_s(values: Values, task: str, num_samples: int) -> float:
     """Seconds of scoring after the rollout: each worker takes the next response when it is free, and responses that
     hang until the time-out come at even distances."""
@@ -286,34 +308,36 @@ def reward_stage_s(values: Values, task: str, num_samples: int) -> float:
     return max(free)
 
 
-def mixed_reward_s(values: Values, setup: Setup, in_turn: bool = True) -> float:
-    """Seconds of scoring a mixed batch, its tasks in turn or beside one another."""
+def mixed_reward_s(values: Values, setup: Setup) -> float:
+    """Seconds of scoring a mixed batch, its tasks in turn."""
     num_samples = setup.num_prompts * setup.group_size // len(TASKS)
-    stages = [reward_stage_s(values, task, num_samples) for task in TASKS]
-    return math.fsum(stages) if in_turn else max(stages)
+    return math.fsum(reward_stage_s(values, task, num_samples) for task in TASKS)
 
 
 @lru_cache(maxsize=64)
-def _decoding_s(name: str, eff: Efficiency, lengths: tuple[SimulatedLengths, ...], correlation: float) -> float:
-    """Mean seconds of decoding batches of a set-up: most of a fit's time, and asked again for the same."""
-    setup = SETUPS[name]
+def _decoding_s(
+    setup: Setup, eff: Efficiency, lengths: tuple[SimulatedLengths, ...], correlation: float
+) -> tuple[float, ...]:
+    """Seconds of decoding each batch of a set-up: most of a fit's time, and asked again for the same."""
     cost = CostModel(named_shape(setup.model), HARDWARE[setup.hardware], eff)
-    return mean([rollout_s(cost, setup, batch) for batch in mixed_batches(setup, lengths, correlation, _NUM_BATCHES)])
+    return tuple(rollout_s(cost, setup, batch) for batch in mixed_batches(setup, lengths, correlation, _NUM_BATCHES))
 
 
-def _start_s(cost: CostModel, setup: Setup) -> float:
-    """Seconds of weights and of waking before a rollout."""
-    return cost.weight_sync_s(setup.tp, setup.num_devices) + cost.rollout_fixed_s()
+def _rollouts_s(setup: Setup, values: Values, tasks: Sequence[str]) -> list[float]:
+    """Seconds of rollouts of batches of these tasks, with weights and waking."""
+    cost, lengths = cost_of(setup, values), tuple(task_lengths(values, task) for task in tasks)
+    decoding = replace(cost.efficiency, mfu=1.0, train_fixed_s=0.0, rollout_fixed_s=0.0)  # the rest does not touch it
+    start = cost.weight_sync_s(setup.tp, setup.num_devices) + cost.rollout_fixed_s()
+    return [start + seconds for seconds in _decoding_s(setup, decoding, lengths, values["correlation"])]
 
 
 def _stages_s(name: str, values: Values, tasks: Sequence[str], forwards: int = FORWARDS) -> tuple[float, float]:
     """Mean seconds of rollout and training of batches of these tasks."""
     setup, cost = SETUPS[name], cost_of(SETUPS[name], values)
     lengths = tuple(task_lengths(values, task) for task in tasks)
-    decoding = replace(cost.efficiency, mfu=1.0, train_fixed_s=0.0, rollout_fixed_s=0.0)  # the rest does not touch it
-    rollout = _decoding_s(name, decoding, lengths, values["correlation"]) + _start_s(cost, setup)
     batches = mixed_batches(setup, lengths, values["correlation"], _NUM_BATCHES)
-    return rollout, mean([train_s(cost, setup.num_devices, batch, forwards) for batch in batches])
+    train = mean([train_s(cost, setup.num_devices, batch, forwards) for batch in batches])
+    return mean(_rollouts_s(setup, values, tasks)), train
 
 
 def _table1(values: Values) -> dict[str, float]:
@@ -321,19 +345,33 @@ def _table1(values: Values) -> dict[str, float]:
     for task in TASKS:
         rollout, train = _stages_s("rollpacker.table1", values, (task,))
         reward = reward_stage_s(values, task, setup.num_prompts * setup.group_size)
+        if task == "code":
+            facts["rollpacker.14b.code_step_s"] = rollout + reward + train
         for stage, seconds in (("rollout", rollout), ("reward", reward), ("train", train)):
             facts[f"rollpacker.{task}.{stage}_share"] = seconds / (rollout + reward + train)
     facts["rollpacker.artifact_fixed_s"] = values["efficiency.rollout_fixed_s"]
-    return facts | _mixed("14b", values)
+    facts["rollpacker.code.deferred_median"] = deferred_median(values)
+    return facts | _mixed("14b", values) | _at_degrees(values, ((1, 8), (1, 14), (2, 14), (2, 20)))
+
+
+def _at_degrees(values: Values, points: Sequence[tuple[int, int]]) -> dict[str, float]:
+    """Fig. 13a: a rollout of math by degree and longest response."""
+    of_16 = replace(SETUPS["rollpacker.14b"], num_devices=16)
+    return {
+        f"rollpacker.14b.tp{tp}_{k}k_s": mean(
+            _rollouts_s(replace(of_16, tp=tp, max_tokens=1024 * k), values, ("math",))
+        )
+        for tp, k in points
+    }
 
 
 def _table1_checks(values: Values) -> dict[str, float]:
-    """Time per token over the batch (§4.1)."""
+    """Time per token over the batch (§4.1), and Fig. 13a's highest degree."""
     setup = SETUPS["rollpacker.table1"]
     cost = cost_of(setup, values)
     context = float(length_of_score(task_lengths(values, "math"), setup.max_tokens, NORMAL.inv_cdf(0.75)))
     tpot = [cost.decode_step_s(setup.tp, rows, rows * context) for rows in (32, 64)]
-    return {"rollpacker.tpot_64_over_32": tpot[1] / tpot[0]}
+    return {"rollpacker.tpot_64_over_32": tpot[1] / tpot[0]} | _at_degrees(values, ((4, 24), (4, 32)))
 
 
 def _mixed(size: str, values: Values) -> dict[str, float]:
@@ -342,7 +380,8 @@ def _mixed(size: str, values: Values) -> dict[str, float]:
     rollout, train = _stages_s(name, values, TASKS)
     step = rollout + train + mixed_reward_s(values, SETUPS[name])
     facts = {f"{name}.rollout_s": rollout, f"{name}.step_s": step}
-    return facts if size == "7b" else facts | {f"{name}.capped_steps": capped_share(SETUPS[name], values)}
+    facts[f"{name}.math_rollout_s"] = max(_rollouts_s(SETUPS[name], values, ("math",)))
+    return facts | {f"{name}.capped_steps": capped_share(SETUPS[name], values)}
 
 
 def _long_round_7b(values: Values) -> dict[str, float]:
@@ -355,7 +394,8 @@ def _long_round_7b(values: Values) -> dict[str, float]:
     first = {p: max(responses_of(setup, lengths, correlation, p)) for p in range(5 * setup.num_prompts)}
     chosen = sorted(first, key=first.__getitem__)[-setup.num_prompts :]
     batch = [responses_of(setup, lengths, correlation, p, attempt=1) for p in chosen]
-    step = rollout_s(cost, setup, batch) + _start_s(cost, setup) + train_s(cost, setup.num_devices, batch, FORWARDS)
+    step = rollout_s(cost, setup, batch) + train_s(cost, setup.num_devices, batch, FORWARDS)
+    step += cost.weight_sync_s(setup.tp, setup.num_devices) + cost.rollout_fixed_s()
     return {"rollpacker.7b_long_round_step": step}
 
 

@@ -93,12 +93,12 @@ def readings(cases: Sequence[Case], calibration: Calibration) -> dict[str, list[
     for name, used in (("as calibrated", calibration), ("no outliers", certain)):
         for task in dict.fromkeys(case.tasks[0] for case in cases):
             chosen = [case for case in cases if case.tasks == (task,) and not case.speculation]
-            seconds = [[_mean_s(c, used) for c in chosen if c.pipeline == pipeline] for pipeline in _PIPELINES]
+            seconds = [[mean_step_s(c, used) for c in chosen if c.pipeline == pipeline] for pipeline in _PIPELINES]
             found[f"{name}, {task}"] = [[a / b for a, b in zip(*pair, strict=True)] for pair in pairwise(seconds)]
     return found
 
 
-def _mean_s(case: Case, calibration: Calibration) -> float:
+def mean_step_s(case: Case, calibration: Calibration) -> float:
     """Seconds of a step, from the second epoch on."""
     ends = step_ends(case, calibration)
     return (ends[-2] - ends[EPOCH_STEPS - 1]) / (len(ends) - 1 - EPOCH_STEPS)

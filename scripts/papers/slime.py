@@ -23,7 +23,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from jaxrl.sim.cost_model import CostModel, causal_pairs
+from jaxrl.scheduling.layouts.latency import causal_pairs
+from jaxrl.sim.cost_model import CostModel
 from papers.closed_form import PROMPT_TOKENS
 
 

@@ -173,11 +173,13 @@ GAE = ("algorithm.adv_estimator=gae", "critic={optim: {lr: 0.01}, ppo_epochs: 2}
 LORA = ("model.lora_rank=4", "actor.use_kl_loss=true")
 TEACHER = "algorithm.teacher={path: 'random:FOLDER/judge'}"
 TAIL = "rollout.tail_batching={enable: true, at_end: leave}"
+TAIL_RESUMES = "rollout.tail_batching={enable: true, at_end: leave, relaunch: resume}"
 PARTIAL = "rollout.partial_rollout={enable: true, at_end: leave}"
 FILTER = "algorithm.filter_groups.enable=true"
 INVARIANT = ("actor.numerics=invariant", "actor.dtype=bfloat16", "rollout.dtype=bfloat16")
 RESUMED: dict[str, tuple[int, tuple[str, ...]]] = {  # devices and options
     "a critic, tail batching": (2, (*GAE, TAIL, TWO, STOPS)),
+    "tail batching that resumes": (1, (TAIL_RESUMES, "trainer.total_training_steps=6", STOPS)),
     "a critic, partial rollout, one step off": (1, (*GAE, PARTIAL, "trainer.one_step_off=true", STOPS)),
     "adapters, a critic": (1, (*LORA, *GAE, TAIL, STOPS)),
     "adapters, streamed": (2, (*LORA, STREAM, "actor.ppo_mini_batch_size=0", TWO)),

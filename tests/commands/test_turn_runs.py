@@ -15,6 +15,7 @@ from jaxrl.record.journal import read_journal
 RULES = {
     "plain": (),
     "tail batching": ("rollout.tail_batching.enable=true",),
+    "tail batching that resumes": ("rollout.tail_batching={enable: true, relaunch: resume}",),
     "partial rollout": ("rollout.partial_rollout.enable=true",),
     "over-provisioning": ("rollout.over_provisioning.enable=true",),
     "dynamic sampling": ("algorithm.filter_groups.enable=true",),
@@ -24,7 +25,7 @@ RULES = {
     "speculation": ("rollout.speculation.enable=true", "rollout.speculation.max_batch=8"),
 }
 DEVICES = {"stream trainer": 2, "workers": 2}  # 1 by default
-RACING = {"tail batching", "partial rollout", "over-provisioning", "dynamic sampling"}
+RACING = {"tail batching", "tail batching that resumes", "partial rollout", "over-provisioning", "dynamic sampling"}
 
 
 def lines_of(run_dir: Path, name: str) -> list[dict[str, Any]]:

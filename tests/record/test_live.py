@@ -64,7 +64,8 @@ class Clock:
 def test_a_log_says_what_a_silent_run_does():
     out, clock = io.StringIO(), Clock()
     with contextlib.closing(LiveView(10, out, done=5, clock=clock)) as view:
-        view.phase("compiling programs 1/9")
+        view.phase("compiling")
+        view.detail = "1 of 9 programs ready, about 80 s left: decode 8×64"
         for clock.now in (29.0, 31.0, 60.0):
             view._look()
         view.step(6, {})
@@ -74,7 +75,7 @@ def test_a_log_says_what_a_silent_run_does():
         clock.now = 90.0
         view._look()
     assert out.getvalue().splitlines() == [
-        "step 6/10: compiling programs 1/9  31s",
+        "step 6/10: compiling  31s  1 of 9 programs ready, about 80 s left: decode 8×64",
         "step  6/10",
         "step 7/10: gen  30s  9 tokens, 9000/s  finished 28/70  rows 8/32  3 wait for answers, longest prompt 5, "
         "sample 1 (search): 28s",
@@ -107,6 +108,17 @@ NOTHING = {"actor/grad_norm": 0.0, "critic/mixed_reward_groups": 0.0}
 )
 def test_a_step_that_teaches_nothing_says_why(metrics, said):
     assert lines_of(metrics, first=7)[1:] == ([] if said is None else [said])
+
+
+@pytest.mark.parametrize(("width", "end"), [(120, "812 tokens/s/device"), (60, "(longest 256)  12.3s: …")])
+def test_a_step_is_one_line_of_the_terminal(width, end, terminal, monkeypatch):
+    """The time left is in the panel alone."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    with contextlib.closing(LiveView(10, terminal)) as view:
+        view.step(1, METRICS)
+        view.step(2, METRICS)
+    (line,) = [line for line in terminal.getvalue().splitlines() if "step  2/10  reward" in line]
+    assert line.endswith(end)
 
 
 @pytest.mark.parametrize("width", [40, 80])

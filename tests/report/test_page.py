@@ -16,7 +16,7 @@ from jaxrl.config import from_mapping, to_mapping
 from jaxrl.mechanisms import page_parts
 from jaxrl.record.metrics import MetricsWriter
 from jaxrl.record.timeline import Timeline
-from jaxrl.report.drawings import heat_card, histogram_card
+from jaxrl.report.drawings import histogram_card, prompts_card
 from jaxrl.report.page import write_report
 
 STEPS = 40
@@ -143,7 +143,6 @@ def test_the_rows_of_the_last_round_are_drawn(tmp_path: Path):
         ({"run.json": '{"config": 3, "versions": [], "devices": null}'}, "does not hold the configuration"),
         ({"samples.jsonl": '{"step": 1}\n{"ste'}, "data-step=1 "),
         ({"metrics.jsonl": "nonsense\n"}, "metrics.jsonl, line 1: damaged"),
-        ({"metrics.jsonl": '{"step": 1, "time": 1, "actor/entropy": "nan"}\n'}, "not recorded: actor/entropy"),
     ],
 )
 def test_missing_pieces_are_said(tmp_path: Path, files: dict[str, str], said: str):
@@ -179,7 +178,7 @@ def test_a_run_whose_rewards_failed_says_so_at_its_head(tmp_path: Path):
 
 
 def test_the_numbers_behind_the_drawings_of_batches():
-    """The histogram of lengths compares the last steps with the first; groups are sorted, and the best are darkest."""
+    """The histogram of lengths compares the last steps with the first; the best prompts are above."""
 
     def batch(step: int, groups: list[float], lengths: dict[int, int]) -> dict[str, Any]:
         return {"step": step, "groups": groups, "limit": 320, "lengths": [lengths.get(i, 0) for i in range(32)]}
@@ -189,10 +188,11 @@ def test_the_numbers_behind_the_drawings_of_batches():
         "last steps, 100 to 110 tokens: 25.0%",
         "last steps, 310 to 320 tokens: 75.0%",
     ]
-    text = heat_card([batch(1, [1.0, 0.0, 0.5], {}), batch(2, [0.0, 0.0, 0.0], {})])
-    cells = {
-        (float(x), float(y)): int(level)
-        for level, path in re.findall(r"<path class='c3 heat(\d)' d='(.*?)'", text)
-        for x, y in re.findall(r"M(\S+) (\S+?)h", path)
-    }
-    assert [cells[place] for place in sorted(cells)] == [7, 4, 0, 0, 0, 0], "from above, step by step"
+    batches = [batch(1, [1.0, 0.0], {}), batch(2, [0.5, 0.25], {})]
+    assert prompts_card(batches) == "", "none of an older run"
+    for each, prompts in zip(batches, ([(0, 7), (0, 2)], [(1, 2), (1, 7)]), strict=True):
+        each["prompts"] = prompts
+    text = prompts_card(batches)
+    assert re.findall("<title>(.*?)</title>", text) == ["prompt 7: 1, 0.25", "prompt 2: 0, 0.5"]
+    assert re.findall(r"<rect class='c3 heat(\d)'", text) == ["7", "2", "0", "4"]
+    assert prompts_card(batches[:1]) == "", "no prompt came twice"

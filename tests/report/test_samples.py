@@ -66,7 +66,8 @@ def test_a_conversation_is_shown_turn_by_turn():
     text = samples_section([sample(1, 1, turns=[said | {"tokens": tokens}, said | {"answer": []}])])
     assert "turn 1: reward 0.5, answered in 1.25 s" in text
     assert "turn 2: reward 0.5</p>" in text
-    shaded = re.findall(r"<span class=p(\d)[^>]*>(.*?)</span>", text)
+    assert text.count("above 37 %") == 1, "the legend"
+    shaded = re.findall(r"<span class=p(\d) title[^>]*>(.*?)</span>", text)
     assert [(shade, html.unescape(piece)) for shade, piece in shaded] == [("0", "5<"), ("3", "6"), ("4", "!")]
     assert text.count("<pre class=answer>&lt;Higher&gt;</pre>") == 1
     assert "<pre tabindex=0>5&lt;6</pre>" in text, "without its tokens, as text"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import reproduce_papers
-from papers import calibration, pages
+from papers import calibration, headline, pages
 from papers.calibration import calibrate
 from papers.cases import EXPERIMENTS
 from papers.closed_form import drain
@@ -16,7 +18,8 @@ from papers.problems import PROBLEMS
 from papers.runs import read
 
 from jaxrl.models.shapes import named_shape
-from jaxrl.sim.cost_model import CostModel, causal_pairs
+from jaxrl.scheduling.layouts.latency import causal_pairs
+from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import H800
 
 FOLDER = HERE.parents[1] / "docs" / "reproductions"
@@ -29,6 +32,22 @@ COST = CostModel(named_shape("Qwen2.5-7B"), H800)
 def test_a_page_is_what_its_result_says(paper: str):
     """Of the newest result of each paper: tables, closed forms beside ours, verdicts."""
     assert pages.page(*read(NEWEST[paper])) == NEWEST[paper].with_suffix(".md").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_headline_is_what_the_newest_results_say():
+    assert headline.page(FOLDER, calibration.read(FILE)) == (FOLDER / "headline.md").read_text(encoding="utf-8")
+
+
+def test_a_row_is_met_within_the_bar_and_not_by_errors_that_cancel():
+    gain = headline.Line("a speed-up", 1.4, np.array([1.45, 1.51]))
+    assert gain.error == pytest.approx(0.2)
+    assert gain.met
+    assert not replace(gain, cancels=True).met
+    assert "sum only" in replace(gain, cancels=True).cells
+    assert not replace(gain, gain=False, ours=np.array([1.8])).met  # of the number itself: 29 %
+    assert not replace(gain, ours=None).met
+    assert "not run" in replace(gain, ours=None).cells
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,9 @@ class Sums(CompiledPrograms):
 def test_several_are_compiled_at_a_time_each_once_and_counted():
     programs, counted = Sums(3, 4, 5, 6, together=2), []
     with closing(CompileAhead([programs], 2)) as ahead:  # each waits for another: one thread alone would not end
-        assert ahead.wait(lambda done, total: counted.append((done, total))) == 4
-    assert counted == [(i, 4) for i in range(1, 5)]
+        assert ahead.wait(counted.append) == 4
+    assert counted[0] == "0 of 4 programs ready: sum 3, sum 4"
+    assert counted[-1] == "", "nothing is left"
     assert programs.is_warm
     assert len({name for *_, name in programs.traced.values()}) == 2
     assert float(programs.program(("sum", 5))(jnp.ones(5))) == 5

@@ -10,7 +10,7 @@ from adaptive_runs import LARGE, config, run
 from sim_machine import STOP, ConstantCost, sizes
 from simulated_runs import samples_of
 
-from jaxrl.scheduling.layouts.latency import LatencyPredictor
+from jaxrl.scheduling.layouts.latency import LatencyPredictor, causal_pairs
 from jaxrl.scheduling.layouts.latency_profile import SwitchCost
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
@@ -69,7 +69,8 @@ def test_the_profile_of_modelled_devices_says_what_the_model_says():
         for batch, context in ((1, 300), (8, 2000), (3 * tp, 700)):
             real = cost.decode_step_s(tp, batch, batch * context)
             assert predictor.decode_step_s(tp, batch, batch * context) == pytest.approx(real, rel=0.1)
-        assert predictor.prefill_s(tp, 1, 1000) == pytest.approx(cost.prefill_s(tp, 1000, 1000 * 1001 / 2), rel=0.3)
+        load = 1000, causal_pairs(1000)
+        assert predictor.prefill_s(tp, *load) == pytest.approx(cost.prefill_s(tp, *load), rel=0.02)
 
 
 # ---------------------------------------------------------------- runs

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.shapes import named_shape
-from jaxrl.scheduling.layouts.latency import LatencyPredictor
+from jaxrl.scheduling.layouts.latency import LatencyPredictor, causal_pairs
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
-from jaxrl.sim.cost_model import CostModel, Efficiency, ParameterCounts, TableCost, TrainLoad, causal_pairs
+from jaxrl.sim.cost_model import CostModel, Efficiency, ParameterCounts, TableCost, TrainLoad
 from jaxrl.sim.hardware import H800, HARDWARE, Hardware
 
 SMALL = ModelConfig("llama", 1000, 64, 128, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16)
@@ -182,6 +182,7 @@ def test_a_table_answers_for_inference_and_leaves_the_rest():
     assert cost.decode_step_s(1, 4, 4 * 16) == pytest.approx(0.004 + 64e-6)
     assert cost.decode_step_s(1, 0, 0) == 0
     assert cost.prefill_s(1, 0) == 0
+    assert cost.prefill_s(1, 700, 90_000.0) == LatencyPredictor(PROFILE).prefill_s(1, 700, 90_000.0)
     for name, arguments in {
         "train_step_s": (TrainLoad(100, 100), 4),
         "forward_s": (100, 100, 4),

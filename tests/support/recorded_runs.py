@@ -110,7 +110,7 @@ class Spec:
     keeps: tuple[str, ...] | None = None
 
 
-TAIL = "rollout.tail_batching.enable=true"
+TAIL = "rollout.tail_batching={enable: true, relaunch: new}"
 PARTIAL = "rollout.partial_rollout.enable=true"
 OFF = "trainer.one_step_off=true"
 FILTER = "algorithm.filter_groups.enable=true"
@@ -334,6 +334,18 @@ REAL = {
     "dpo": Spec(SUPERVISED, first=_SECOND, killed_after=2, command="dpo"),
     "dpo_hosts": Spec((*SUPERVISED, *TWO_HOSTS), command="dpo"),
     "stopped": Spec((TAIL, "trainer.total_training_steps=4"), first=("trainer.total_training_steps=2",)),
+    "killed_tail": Spec(
+        ("rollout.tail_batching.enable=true", "trainer.total_training_steps=6"),
+        first=("trainer.total_training_steps=6",),
+        killed_after=2,
+        acts=("rollout/long_round",),
+    ),
+    "killed_tail_resumes": Spec(
+        ("rollout.tail_batching={enable: true, relaunch: resume}", "trainer.total_training_steps=6"),
+        first=("trainer.total_training_steps=6",),
+        killed_after=2,
+        acts=("rollout/long_round", "rollout/resumed_share"),
+    ),
     "killed": Spec(
         (PARTIAL, OFF, "trainer.total_training_steps=5", "trainer.save_freq=3"),
         first=("trainer.total_training_steps=5",),

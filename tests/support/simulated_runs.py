@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -256,11 +257,11 @@ def check(house: House) -> None:
     lag = int(config.trainer.one_step_off)
     for step, values in house.metrics.items():
         stale = values["training/off_policy/max_staleness"]
-        if not config.rollout.partial_rollout.enable:
+        if (cap := most_stale(config)) is None:
             assert stale == (lag if step > 1 else 0)
             assert values["training/off_policy/share"] == (1.0 if lag and step > 1 else 0.0)
-        elif config.rollout.partial_rollout.max_staleness >= 0:
-            assert stale <= config.rollout.partial_rollout.max_staleness
+        else:
+            assert stale <= cap
         ahead = max(config.data.gen_batch_size - 1, 0)
         ahead += (MOST_PER_MISSING - 1) * batch if config.algorithm.filter_groups.enable else 0
         # a batch in the order of launch leaves groups waiting that were judged out of turn, and that has no bound
@@ -278,6 +279,15 @@ def check(house: House) -> None:
             assert values["rollout/queue_length"] <= loop.rule.num_spare + ahead
     if config.rollout.tail_batching.at_end == config.rollout.partial_rollout.at_end == "flush":
         assert loop.num_carried == 0
+
+
+def most_stale(config: Config) -> float | None:
+    """The cap in versions of a rule whose prompts wait with their tokens; None: they do not."""
+    tail, partial = config.rollout.tail_batching, config.rollout.partial_rollout
+    if not partial.enable and not (tail.enable and tail.relaunch == "resume"):
+        return None
+    cap = partial.max_staleness if partial.enable else tail.max_staleness
+    return math.inf if cap < 0 else cap
 
 
 def of_steps(house: House, name: str) -> list[float]:
@@ -315,8 +325,8 @@ def check_samples(house: House) -> None:
         assert np.all(np.diff(sample.versions) >= 0)
         assert sample.versions.max(initial=0) < step
         assert sample.reward == house.workload.reward(sample.key) or "error" in sample.reward_info
-        if options.enable and options.max_staleness >= 0:
-            assert step - 1 - sample.versions.min(initial=step) <= options.max_staleness
+        if (cap := most_stale(house.config)) is not None:
+            assert step - 1 - sample.versions.min(initial=step) <= cap
     if options.enable:
         most = options.max_restarts if options.max_staleness >= 0 or options.buffer_filter_path else 0
         restarts = [sample.key.attempt for sample in (*carried, *(sample for _, sample in trained))]
@@ -328,6 +338,6 @@ def check_samples(house: House) -> None:
 
 
 def buffered(house: House) -> list[Any]:
-    """Samples that partial rollout carries at the end."""
+    """Samples that a rule carries at the end."""
     state = house.loop.rule.state()
     return unpack_samples(state["queue"]["samples"])

@@ -221,6 +221,6 @@ def test_after_each_sync_rollout_and_trainer_are_one_model(x64, kind, syncs, mak
 
 
 def test_a_reference_beside_adapters_takes_nothing(make_config):
-    config = make_config(actor__use_kl_loss=True)
+    config = make_config(actor__dtype="float32", actor__use_kl_loss=True)
     parts = [resident_parts(config, model, 1) for model in (MODEL.base, MODEL)]
     assert ["reference weights" in each for each in parts] == [True, False]

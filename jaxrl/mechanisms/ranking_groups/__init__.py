@@ -294,4 +294,5 @@ def _charts(run: RecordedRun) -> list[Chart]:
         Curve("of responses moved", run.series("rollout/ranking/moved_share"), "c2"),
         Curve("begun in an earlier round", run.series("rollout/ranking/carried_share"), "c4"),
     ]
-    return [with_epochs(run, Chart("Workers of ranking groups", "share", shares, "rollout/ranking/*", top=1))]
+    about = "How evenly the groups keep the workers busy."
+    return [with_epochs(run, Chart("Workers of ranking groups", "share", shares, about, top=1))]

@@ -335,8 +335,9 @@ def _charts(run: RecordedRun) -> list[Chart]:
         Curve("of plans that verify", run.series("rollout/spec/plans_share"), "c4"),
     ]
     tokens = [Curve("tokens", run.series("rollout/spec/tokens_per_step"))]
+    of_drafts, of_tokens = "How often earlier responses foretell a new one.", "1 is decoding without drafts."
     charts = [
-        Chart("Drafts from history", "share", shares, "rollout/spec/accept_rate", top=1),
-        Chart("Tokens of a step that verifies", "per row", tokens, "rollout/spec/tokens_per_step"),
+        Chart("Drafts from history", "share", shares, of_drafts, top=1),
+        Chart("Tokens of a step that verifies", "per row", tokens, of_tokens),
     ]
     return [with_epochs(run, chart) for chart in charts]

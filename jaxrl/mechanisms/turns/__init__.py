@@ -290,9 +290,12 @@ class Turns(Mechanism):
         return commands
 
     def _launched(self, launch: Launch) -> None:
+        resumed = {sample.key for sample in launch.resumed}
         for key in launch.keys:
             self._prompts[key], self._begun_s[key] = launch.prompt, self._round.clock()
-            self._kept.pop(replace(key, attempt=key.attempt - 1), None)  # it has begun anew
+            if self._info.is_training and key not in resumed:  # it may have begun before
+                before = (key, replace(key, attempt=key.attempt - 1))
+                self._acting.cancel([each for each in before if self._kept.pop(each, None) is not None])
         for sample in launch.resumed:
             if sample.episode is not None and sample.episode.awaits:
                 self._resumed[sample.key] = sample

@@ -11,6 +11,9 @@ Departures:
   its rows to the next of them: if the table has the row counts (`RowSizes`), a batch takes the time of the padded
   batch. Times are interpolated only where a padded batch was not profiled.
 - The profile is corrected online (the paper's is not): machines are shared, and dummy batches differ from real ones.
+- The paper looks a prefill up by its rows and their context, and for rows of different lengths takes the root of their
+  mean square (equation 3), which keeps the sum of their attention. Here tokens and (query, key) pairs are summed and
+  looked up: chunks of a prefill are as many rows as happen to be in them, each with a context of its own.
 
 Beyond the table, predictions are never negative and never fall as the load grows:
 
@@ -18,8 +21,7 @@ Beyond the table, predictions are never negative and never fall as the load grow
   points (0 if that is negative), or in proportion if it has only one point;
 - decode, batch: below the smallest batch, that batch's time; above the largest, the mean growth per row between the
   last two batches (0 if that is negative), or in proportion if there is only one batch;
-- prefill: below the first context (or batch), the time of that one; above the last context, with its square (attention
-  dominates there); above the largest batch, in proportion.
+- prefill: a time for each pair, the same everywhere (`_Prefill`); without it, over tokens as decode over context.
 
 Legend: S decode steps.
 """
@@ -41,27 +43,58 @@ MAX_CORRECTION = 2.0
 """Measured step times count as at most this many times the predicted ones, and at least as this part of them."""
 
 
-def rms_context(lengths: Sequence[int]) -> float:
-    """Equation 3: the context, in tokens, of as many equal rows with the same cost of attention in prefill."""
-    return math.sqrt(sum(length * length for length in lengths) / len(lengths))
+def causal_pairs(tokens: float, start: float = 0.0) -> float:
+    """(query, key) pairs of `tokens` tokens at positions `start`, `start + 1`, ...: each attends those up to itself."""
+    return tokens * start + tokens * (tokens + 1) / 2
 
 
 class _Curve:
-    """Step time of one batch over total context, piecewise linear."""
+    """Seconds over tokens, piecewise linear: [N], ascending, [N]."""
 
-    def __init__(self, points: Sequence[Measurement | VerifyMeasurement]) -> None:
-        points = sorted(points, key=lambda point: point.context)
-        self.tokens = np.array([point.batch * point.context for point in points], np.float64)
-        self.seconds = np.array([point.seconds for point in points], np.float64)
-        if len(points) > 1:
-            rise = (self.seconds[-1] - self.seconds[-2]) / (self.tokens[-1] - self.tokens[-2])
-            self.slope = max(float(rise), 0.0)
+    def __init__(self, tokens: np.ndarray, seconds: np.ndarray) -> None:
+        self.tokens, self.seconds = tokens, seconds
+        if len(tokens) > 1:
+            self.slope = max(float((seconds[-1] - seconds[-2]) / (tokens[-1] - tokens[-2])), 0.0)
         else:
-            self.slope = float(self.seconds[0] / self.tokens[0])
+            self.slope = float(seconds[0] / tokens[0])
+
+    @classmethod
+    def of_batch(cls, points: Sequence[Measurement | VerifyMeasurement]) -> _Curve:
+        """The step time of one batch over its total context."""
+        points = sorted(points, key=lambda point: point.context)
+        return cls(np.array([point.batch * point.context for point in points], float), _seconds_of(points))
 
     def at(self, tokens_S: np.ndarray) -> np.ndarray:
         beyond_S = np.maximum(tokens_S - self.tokens[-1], 0.0)
         return np.interp(tokens_S, self.tokens, self.seconds) + self.slope * beyond_S
+
+
+class _Prefill:
+    """Seconds of a prefill of one degree, over its tokens and (query, key) pairs.
+
+    Long rows take longer than many short ones with as many tokens. That gives the time of a pair (least squares), 0
+    if no two such loads were measured. What is left of the points is a curve over tokens. It need not be a line: a
+    small pass takes as long as reading the weights.
+    """
+
+    def __init__(self, points: Sequence[Measurement]) -> None:
+        points = sorted(points, key=lambda point: point.batch * point.context)
+        batch_P = np.array([point.batch for point in points], float)
+        tokens_P = np.array([point.batch * point.context for point in points], float)
+        pairs_P, seconds_P = batch_P * [causal_pairs(point.context) for point in points], _seconds_of(points)
+        long_P = batch_P == min(batch_P)
+        tokens, pairs, seconds = tokens_P[long_P], pairs_P[long_P], seconds_P[long_P]
+        short_P = ~long_P & (tokens_P >= tokens[0]) & (tokens_P <= tokens[-1])
+        more_s = np.interp(tokens_P[short_P], tokens, seconds) - seconds_P[short_P]
+        more_pairs = np.interp(tokens_P[short_P], tokens, pairs) - pairs_P[short_P]
+        pair_s = more_s @ more_pairs / max(more_pairs @ more_pairs, 1.0)
+        self.pair_s = float(np.clip(pair_s, 0.0, min(seconds_P / pairs_P)))
+        tokens_N, place_P = np.unique(tokens_P, return_inverse=True)
+        left_N = np.bincount(place_P, seconds_P - self.pair_s * pairs_P) / np.bincount(place_P)
+        self.curve = _Curve(tokens_N, np.maximum.accumulate(left_N))
+
+    def at(self, tokens: float, pairs: float) -> float:
+        return float(self.curve.at(np.array(tokens))) + self.pair_s * pairs
 
 
 class _Surface:
@@ -70,7 +103,7 @@ class _Surface:
     def __init__(self, points: Sequence[Measurement | VerifyMeasurement]) -> None:
         batches = sorted({point.batch for point in points})
         self.batches = np.array(batches, np.float64)
-        self.curves = [_Curve([point for point in points if point.batch == batch]) for batch in batches]
+        self.curves = [_Curve.of_batch([point for point in points if point.batch == batch]) for batch in batches]
         last = self.curves[-1]
         # One growth for all contexts: a growth for each context could make the time fall as the context grows.
         self.growth: float | None = None
@@ -93,6 +126,10 @@ class _Surface:
             else:
                 seconds_S[here] = lower * np.maximum(batch / known, 1.0)
         return seconds_S
+
+
+def _seconds_of(points: Sequence[Measurement | VerifyMeasurement]) -> np.ndarray:
+    return np.array([point.seconds for point in points], float)
 
 
 class LatencyPredictor:
@@ -125,9 +162,10 @@ class LatencyPredictor:
         if row_sizes is None:
             row_sizes = {rows.tp: rows.sizes for rows in profile.row_sizes}
         self._row_sizes = {tp: np.array(sizes) for tp, sizes in row_sizes.items()}
-        self._prefill: dict[int, dict[int, list[Measurement]]] = {}
-        for point in sorted(profile.prefill, key=lambda entry: entry.point):
-            self._prefill.setdefault(point.tp, {}).setdefault(point.batch, []).append(point)
+        self._prefill = {
+            tp: _Prefill([point for point in profile.prefill if point.tp == tp])
+            for tp in {point.tp for point in profile.prefill}
+        }
         self._switches = {(cost.from_tp, cost.to_tp): cost for cost in profile.switches}
         self._log_ratios: dict[int, float] = {}  # of the degrees that have been observed
 
@@ -154,24 +192,11 @@ class LatencyPredictor:
             return self.decode_step_s(tp, batch, context)
         return float(self._verify[tp].at(np.array([padded]), np.array([context], np.float64))[0]) * self.ratio(tp)
 
-    def prefill_s(self, tp: int, batch: int, context: float) -> float:
-        """Seconds to build the caches of `batch` rows of `context` tokens each, in every dp group."""
-        curves = self._prefill.get(tp)
-        if curves is None:
+    def prefill_s(self, tp: int, tokens: float, pairs: float) -> float:
+        """Seconds to prefill `tokens` tokens, which attend `pairs` (query, key) pairs, in every dp group."""
+        if tp not in self._prefill:
             raise ValueError(f"the latency profile has no prefill points for tp {tp}: {NEW_PROFILE}")
-
-        def at(known: int) -> float:
-            tokens = [point.context for point in curves[known]]
-            seconds = float(np.interp(context, tokens, [point.seconds for point in curves[known]]))
-            return seconds * max(context / tokens[-1], 1.0) ** 2
-
-        batches = list(curves)
-        lower = max((known for known in batches if known <= batch), default=batches[0])
-        upper = min((known for known in batches if known >= batch), default=lower)
-        if lower >= upper:
-            return at(lower) * max(batch / lower, 1.0)
-        part = (batch - lower) / (upper - lower)
-        return (1.0 - part) * at(lower) + part * at(upper)
+        return self._prefill[tp].at(tokens, pairs)
 
     def switch_cost(self, from_tp: int, to_tp: int) -> SwitchCost:
         cost = self._switches.get((from_tp, to_tp))
@@ -186,8 +211,8 @@ class LatencyPredictor:
         return tokens * self.switch_cost(from_tp, to_tp).kv_s_per_token
 
     def recompute_s(self, to_tp: int, lengths: Sequence[int]) -> float:
-        """T_recomp by equations 3 and 4: a prefill of a dp group's rows after the switch."""
-        return self.prefill_s(to_tp, len(lengths), rms_context(lengths)) if lengths else 0.0
+        """T_recomp (equation 4): a prefill of a dp group's rows after the switch."""
+        return self.prefill_s(to_tp, sum(lengths), sum(map(causal_pairs, lengths))) if lengths else 0.0
 
     def ratio(self, tp: int) -> float:
         """Real over profiled step time. A degree not observed yet has the geometric mean of the observed ones: if only

@@ -274,16 +274,17 @@ def profile_points(
 
 
 def prefill_points(points: Iterable[ProfilePoint]) -> tuple[ProfilePoint, ...]:
-    """The `points` at which prefills are measured: for each degree the smallest and the largest batch, with every
-    second of their contexts and the longest. Prefills take long, and grow smoothly."""
-    chosen: list[ProfilePoint] = []
-    by_degree: dict[int, dict[int, list[ProfilePoint]]] = {}
+    """Where prefills are measured: for each degree one row, whatever rows decode programs have, at all contexts of the
+    `points`, because chunks of any size are looked up there; and the largest batch, with every second of its contexts
+    and the longest, which tells what a token costs from what its context does."""
+    chosen: set[ProfilePoint] = set()
+    by_degree: dict[int, list[ProfilePoint]] = {}
     for point in sorted(points):
-        by_degree.setdefault(point.tp, {}).setdefault(point.batch, []).append(point)
-    for batches in by_degree.values():
-        for batch in dict.fromkeys((min(batches), max(batches))):
-            own = batches[batch]
-            chosen += dict.fromkeys((*own[len(own) % 2 :: 2], own[-1]))
+        by_degree.setdefault(point.tp, []).append(point)
+    for tp, of_degree in by_degree.items():
+        chosen |= {ProfilePoint(tp, 1, point.context) for point in of_degree}
+        own = [point for point in of_degree if point.batch == of_degree[-1].batch]
+        chosen |= {*own[len(own) % 2 :: 2], own[-1]}
     return tuple(sorted(chosen))
 
 

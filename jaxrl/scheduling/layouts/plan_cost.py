@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 
-from jaxrl.scheduling.layouts.latency import LatencyPredictor
+from jaxrl.scheduling.layouts.latency import LatencyPredictor, causal_pairs
 from jaxrl.scheduling.layouts.relayout import How, LayoutExecutor, rows_of
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.progress import PlanTimes
@@ -35,8 +35,8 @@ class PlanCostModel:
         engine, seconds = self._engines[worker], 0.0
         tp = _degree(engine)
         if times.prefill_tokens:
-            groups = engine.batcher.capacity.num_groups
-            seconds += self._predictor.prefill_s(tp, 1, max(times.prefill_tokens / groups, 1.0))
+            tokens = times.prefill_tokens / engine.batcher.capacity.num_groups
+            seconds += self._predictor.prefill_s(tp, tokens, causal_pairs(tokens))
         if times.num_steps and times.batch:
             seconds += times.num_steps * self._predictor.decode_step_s(tp, times.batch, times.context)
         return round(seconds * 1e9)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import islice
@@ -87,7 +87,9 @@ class BatchRule:
     may add metrics (`_own_metrics`).
 
     Prompts that a round launched and did not finish wait in the queue for a later one. Without `keep_unfinished` they
-    start again, with the next attempt (the same attempt would sample the same tokens again).
+    start again, with the next attempt if `draws_anew`. The same attempt has the same random bits: as far as the weights
+    are the same, it samples the same tokens again. With `keep_unfinished` R0 responses of each wait with their tokens:
+    those with the lowest numbers, whichever have ended.
 
     Args:
       batch: P0, R0, and what else rules share.
@@ -105,6 +107,7 @@ class BatchRule:
     has_queue: ClassVar[bool] = True
     """Whether prompts wait in the queue even where no groups are filtered."""
     at_end: AtEnd = "flush"
+    draws_anew: bool = True
 
     def __init__(self, batch: BatchSettings, limits: RaceLimits, num_waiting_responses: int) -> None:
         self.batch, self.limits = batch, limits
@@ -112,7 +115,7 @@ class BatchRule:
         self.num_rounds = 0
         self.filter = batch.group_filter
         self._num_waiting_responses = num_waiting_responses
-        self._dropped_tokens = 0  # of responses that the plan of the open round started again
+        self._dropped_tokens = self._restarted = 0  # of responses that the open round's plan started again; how many
         self._open: tuple[Round, RoundTime] | None = None  # planned, and not settled
 
     @property
@@ -134,7 +137,7 @@ class BatchRule:
         """The next round. It takes prompts from `prompts` as it launches them."""
         assert self._open is None, "a round is planned before the one before it is settled"
         self.num_rounds += 1
-        self._dropped_tokens = 0
+        self._dropped_tokens = self._restarted = 0
         plan = self._plan(time)
 
         def supply() -> PlannedGroup:
@@ -180,11 +183,37 @@ class BatchRule:
     def _waiting(self, group: RacingGroup, race: Race) -> PlannedGroup:
         planned = group.planned
         if not race.limits.keep_unfinished:
-            return planned.afresh(self._num_waiting_responses, planned.attempt + 1)
-        aborted = [race.ledger.aborted[key] for key in group.launch.keys if key in race.ledger.aborted]
-        samples = sorted((*map(as_carried, group.kept.values()), *aborted), key=lambda sample: sample.key)
-        assert len(samples) == self.batch.group_size, f"{planned.key}: a response is missing"
-        return replace(planned, samples=tuple(samples))
+            return planned.afresh(self._num_waiting_responses, planned.attempt + self.draws_anew)
+        keys, aborted = group.lowest(self.batch.group_size), race.ledger.aborted
+        assert len(keys) == self.batch.group_size, f"{planned.key}: a response is missing"
+        return replace(
+            planned, samples=tuple(as_carried(group.kept[k]) if k in group.kept else aborted[k] for k in keys)
+        )
+
+    def _restart(self, group: PlannedGroup, asked: Callable[[Sample], bool]) -> PlannedGroup:
+        """The group, with empty samples for those that have tokens and are `asked` to start again."""
+        samples = list(group.samples)
+        for place, sample in enumerate(samples):
+            if len(sample) and asked(sample):
+                self._restarted += 1
+                self._dropped_tokens += len(sample)
+                samples[place] = Sample.empty(replace(sample.key, attempt=sample.key.attempt + self.draws_anew))
+        return replace(group, samples=tuple(samples))
+
+    def _kept_metrics(self, current: Round, groups: Sequence[Group]) -> dict[str, float]:
+        """Of a rule whose prompts wait with their tokens."""
+        import numpy as np
+
+        resumed = [sample for group in current.race.groups.values() for sample in group.launch.resumed]
+        own_versions = [sample.versions[sample.drawn] for group in groups for sample in group.samples]
+        spans = [np.count_nonzero(np.diff(versions)) + (len(versions) > 0) for versions in own_versions]
+        return {
+            "rollout/buffered_tokens": float(sum(len(s) for group in self.queue for s in group.samples)),
+            "rollout/resumed_tokens": float(sum(map(len, resumed))),
+            "rollout/restarted_samples": float(self._restarted),
+            "training/off_policy/spans/mean": float(np.mean(spans)),
+            "training/off_policy/spans/max": float(max(spans)),
+        }
 
     def _enqueue(self, left_over: Sequence[PlannedGroup], time: RoundTime) -> list[PlannedGroup]:
         """Queues groups that are left over; returns those that leave instead, because no step is left that could train
@@ -272,6 +301,11 @@ class FreshBatches(BatchRule):
         return list(left_over) if self.limits.num_spare else super()._enqueue(left_over, time)
 
 
+def last_step(sample: Sample, max_staleness: int) -> float:
+    """The last training step for which the sample's oldest token is within the cap: step s trains version s - 1."""
+    return int(sample.versions[0]) + 1 + max_staleness if len(sample) and max_staleness >= 0 else math.inf
+
+
 def launched(prompt_factor: float, response_factor: float, batch: BatchSettings) -> tuple[int, int]:
     """Prompts that a round launches, and samples of each."""
     return provisioned(prompt_factor, batch.num_prompts), provisioned(response_factor, batch.group_size)
@@ -318,6 +352,8 @@ def _round_metrics(current: Round, time: RoundTime, groups: Sequence[Group], los
     counted = {key for group in race.groups.values() for key in group.kept}
     outcomes = list(race.filtered.values())
     filtered = [s for key in race.filtered for s in race.groups[key].kept.values()]
+    known = [*race.ledger.finished.values(), *race.ledger.aborted.values()]
+    mean_tokens = [sum(map(len, each)) / max(len(each), 1) for each in (samples, known)]
     ages = [time.step - race.groups[group.prompt.key].planned.first_step for group in groups]
     return {
         "rollout/long_round": float(current.kind == "long"),
@@ -330,6 +366,7 @@ def _round_metrics(current: Round, time: RoundTime, groups: Sequence[Group], los
         "rollout/failed_prompts": float(outcomes.count("failed")),
         "rollout/filtered_tokens": float(sum(len(sample) for sample in filtered)),
         "rollout/thrown_tokens": float(lost_tokens),
+        "rollout/length_bias": mean_tokens[0] / mean_tokens[1] if mean_tokens[1] else 1.0,
         "rollout/trained_age_steps/mean": float(np.mean(ages)),
         "rollout/trained_age_steps/max": float(max(ages)),
         "rollout/resumed_share": off_policy_share(samples, time.policy_version),

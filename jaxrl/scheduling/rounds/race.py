@@ -122,7 +122,7 @@ class RaceLimits:
     Attributes:
       num_responses: started per new prompt, at least `group_size`; the most that a prompt may have in flight.
       num_spare: groups in flight beyond those still needed.
-      keep_unfinished: whether the tokens of losing responses are kept.
+      keep_unfinished: whether losing responses keep their tokens, but for spare ones.
       max_left_over: the most prompts that may be launched ahead of verdicts, beyond the batch and those that are
         filtered; None: no limit.
     """
@@ -165,6 +165,10 @@ class RacingGroup:
     launch: Launch
     live: dict[SampleKey, None]
     kept: dict[SampleKey, Sample]
+
+    def lowest(self, count: int) -> list[SampleKey]:
+        """The keys with the lowest numbers, whichever have ended."""
+        return sorted((*self.kept, *self.live))[:count]
 
 
 class Race:
@@ -403,9 +407,13 @@ class Race:
         self.batch = ordered[: self.limits.batch.num_prompts]
         if self.limits.in_launch_order:
             self._take_back(max(place[prompt_key] for prompt_key in self.batch), place)
-        live = tuple(key for group in self.groups.values() for key in group.live if key not in self.ledger.finished)
-        if live:
-            commands.append(Abort(live, keep=self.limits.keep_unfinished))
+        live = [key for group in self.groups.values() for key in group.live if key not in self.ledger.finished]
+        waiting: set[SampleKey] = set()  # a spare response does not wait
+        if self.limits.keep_unfinished:
+            waiting.update(*(group.lowest(self.limits.batch.group_size) for group in self.groups.values()))
+        for keep in (True, False):
+            if keys := tuple(key for key in live if (key in waiting) == keep):
+                commands.append(Abort(keys, keep=keep))
         for sample in self._backlog:
             self._keep_late(sample)
         for prompt_key in self.batch:

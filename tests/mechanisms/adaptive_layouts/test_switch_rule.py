@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -16,7 +15,7 @@ from made_up import DEGREES, MOVE, ROOMY, SIMPLE, UP, batch_state
 from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 from jaxrl.mechanisms.adaptive_layouts.switch_rule import LayoutSwitchRule, Switch
 from jaxrl.scheduling.layouts.batch_state import BatchState, GroupCapacity, LiveRow
-from jaxrl.scheduling.layouts.latency import LatencyPredictor
+from jaxrl.scheduling.layouts.latency import LatencyPredictor, causal_pairs
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
 from jaxrl.scheduling.layouts.regroup import regroup
 
@@ -161,8 +160,8 @@ def brute_force(model: LatencyPredictor, now: BatchState, tp: int) -> float:
     again = 0.0
     for g in regroup(now.groups, dp):
         if g:
-            rms = math.sqrt(sum(row.length**2 for row in g) / len(g))
-            again = max(again, model.prefill_s(tp, len(g), rms))
+            tokens, pairs = sum(row.length for row in g), sum(causal_pairs(row.length) for row in g)
+            again = max(again, model.prefill_s(tp, tokens, pairs))
     return total + cost.weights_s + cost.fixed_s + min(moved, again)
 
 

@@ -295,6 +295,25 @@ def test_a_trajectory_that_is_cut_off_goes_on_in_a_later_round(parts: Any, x64: 
     assert waited, "none was cut off while it waited"
 
 
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_a_trajectory_that_begins_again_is_not_told_what_the_last_one_asked(parts: Any, x64: None, attempt: int):
+    """It was cut off while it waited for an answer, and has lost its tokens; also under the same key."""
+    backend, session = backend_of(parts, answers := Answers(10**9))
+    key = SampleKey(0, 1, 0)
+    for step, launched in enumerate((key, SampleKey(0, 1, 0, attempt)), 1):
+        backend.begin(RoundInfo(step), PARAMS)
+        backend.wait()
+        backend.apply([Launch(PROMPTS[1], (launched,))])
+        if step == 1:
+            while not session.has_pending:
+                backend._serve()
+            backend.apply([Abort((launched,), keep=True)])
+            assert answers._held.keys() == {key}
+        else:
+            assert not answers._held
+        backend.cancel()
+
+
 def test_a_trajectory_that_takes_too_long_ends_between_two_turns(parts: Any, x64: None):
     backend, _ = backend_of(parts, Answers(10**9), rollout_timeout_s=0.05)
     found = [sample for sample in round_of(backend).values() if sample.episode is not None]

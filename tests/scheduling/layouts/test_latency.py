@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, fields, replace
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
-from jaxrl.scheduling.layouts.latency import LatencyPredictor, rms_context
+from jaxrl.scheduling.layouts.latency import LatencyPredictor, causal_pairs
 from jaxrl.scheduling.layouts.latency_profile import (
     Measurement,
     Profile,
@@ -50,18 +52,28 @@ VERIFY = (
 VERIFY_PROFILE = replace(PROFILE, verify=VERIFY, row_sizes=(RowSizes(2, (4, 8, 16)),))
 
 
-def test_prefill_move_and_recompute_by_the_equations():
+def test_a_prefill_costs_its_tokens_and_its_pairs():
+    """A machine whose passes cost 10 ms and 1 ms a token, or 200 ms if that is more, and 1 us a pair."""
+
+    def seconds(tokens: float, pairs: float) -> float:
+        return max(0.01 + 0.001 * tokens, 0.2) + 1e-6 * pairs
+
+    points = [(1, 8 << i) for i in range(11)] + [(64, 8), (64, 32), (64, 128)]
+    table = tuple(Measurement(4, b, n, seconds(b * n, b * causal_pairs(n))) for b, n in points)
+    predictor = LatencyPredictor(replace(PROFILE, prefill=table))
+    for rows, context, start in ((1, 1, 0), (1, 8192, 0), (3, 85, 0), (9, 700, 0), (300, 40, 0), (1, 256, 60_000)):
+        load = rows * context, rows * causal_pairs(context, start)
+        assert predictor.prefill_s(4, *load) == pytest.approx(seconds(*load), rel=0.05), (rows, context, start)
+
+
+def test_move_and_recompute_by_the_equations():
     predictor = LatencyPredictor(PROFILE)
-    assert predictor.prefill_s(4, 2, 400) == pytest.approx(1.2)  # twice the last context: four times 0.3
-    assert predictor.prefill_s(4, 8, 200) == pytest.approx(1.4)  # twice the largest batch: twice 0.7
     assert predictor.move_s(2, 4, 1200) == pytest.approx(1.2)  # 1200 tokens x 1 ms
     assert predictor.move_s(4, 2, 1200) == pytest.approx(3.6)  # the way back costs 3 ms a token
-    # Equation 3: sqrt((100^2 + 100^2 + 100^2 + 300^2) / 4) = sqrt(120000 / 4) = sqrt(30000) = 173.205
+    # Equation 4, over the tokens and pairs of all rows
     lengths = (100, 100, 100, 300)
-    assert rms_context(lengths) == pytest.approx(math.sqrt(30_000))
-    assert len(lengths) * rms_context(lengths) ** 2 == pytest.approx(sum(n * n for n in lengths)), "B L_rms^2 is kept"
-    # Equation 4: batch 4 at 173.205: 0.2 + 0.73205 x 0.5
-    assert predictor.recompute_s(4, lengths) == pytest.approx(0.2 + 0.5 * (math.sqrt(30_000) - 100) / 100)
+    pairs = 3 * causal_pairs(100) + causal_pairs(300)
+    assert predictor.recompute_s(4, lengths) == predictor.prefill_s(4, 600, pairs)
     assert predictor.recompute_s(4, ()) == 0.0
 
 
@@ -85,7 +97,15 @@ def test_exact_at_profiled_points(profile: Profile):
     predictor = LatencyPredictor(profile)
     for point in profile.decode:
         assert predictor.decode_step_s(1, point.batch, point.batch * point.context) == point.seconds
-        assert predictor.prefill_s(1, point.batch, point.context) == pytest.approx(point.seconds, rel=1e-12)
+
+
+@given(profiles(), st.lists(st.tuples(st.integers(1, 10**6), st.integers(0, 10**9)), min_size=1, max_size=6))
+def test_a_prefill_of_more_tokens_and_pairs_does_not_take_less(profile: Profile, more: list[tuple[int, int]]):
+    """Whatever the table says, and a load that no table has."""
+    loads = np.cumsum([(0, 0), *more], axis=0).tolist()
+    seconds = [LatencyPredictor(profile).prefill_s(1, tokens, pairs) for tokens, pairs in loads]
+    assert seconds[0] >= 0
+    assert all(b >= a * (1 - 1e-12) for a, b in pairwise(seconds))
 
 
 @given(

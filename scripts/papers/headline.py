@@ -1,0 +1,354 @@
+"""The headline table: every row of the papers' tables and bars that has a number, beside ours, met or missed.
+
+Purpose: `page` reads the newest result of each experiment. A row is met if its error is at most `BAR`: of
+(speed-up - 1) where the number is a speed-up, else of the number itself. The column *over the best static setting* is
+the control of a gain: the same step, over the fastest one that a baseline reaches at any static degree. A sum whose
+published parts are off by more than `PART` is met by cancellation, and not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from jaxrl.models.shapes import named_shape
+from jaxrl.sim.cost_model import CostModel
+from jaxrl.sim.hardware import HARDWARE
+from papers import slime
+from papers.calibration import Calibration, efficiency_of
+from papers.facts import FACTS
+from papers.pages import BAR, REPORTED, Found, Result, head, line, shown
+from papers.rhymerl_closed import mean_step_s
+from papers.runs import read
+from papers.what_if import WARM_UP, Variant, april_rollouts
+
+PART = 0.3
+DEGREES = (1, 2, 4, 8)
+MODELS = ("7B/8k", "14B/16k", "32B/32k")
+PARTS = {"start_s": "weights, waking", "gen_s": "rollout", "reward_s": "reward", "train_s": "training"}
+HEADER = """\
+# Every row of the papers beside ours
+
+Made by `python scripts/reproduce_papers.py --headline` from the newest records. Mean over seeds ± their standard
+deviation. *Error*: of (speed-up − 1), or of the number itself where it is no speed-up. *Sum only*: within 25 %, but
+parts of it that are published are off by more than 30 %; such a row does not count as met. *Over the best static
+setting*: the same step over the fastest one that the baseline has at any static degree; tail batching and the adaptive
+stream trainer at their own best degree, too. For APRIL and RhymeRL degrees are compared in closed form.
+"""
+
+
+@dataclass(slots=True)
+class Line:
+    """A row: its name, the paper's number, ours by seed, whether it is a speed-up, and the control by seed."""
+
+    name: str
+    theirs: float
+    ours: np.ndarray | None = None
+    gain: bool = True
+    control: np.ndarray | None = None
+    cancels: bool = False
+
+    @property
+    def error(self) -> float:
+        assert self.ours is not None
+        ours = float(np.mean(self.ours))
+        return (ours - 1) / (self.theirs - 1) - 1 if self.gain else ours / self.theirs - 1
+
+    @property
+    def met(self) -> bool:
+        return self.ours is not None and abs(self.error) <= BAR and not self.cancels
+
+    @property
+    def cells(self) -> str:
+        form = ".2f" if abs(self.theirs) < 10 else ".0f"
+        if abs(self.theirs) < 0.1:
+            form = ".3f"
+        if self.ours is None:
+            return line(self.name, f"{self.theirs:{form}}", "not run", "", "**missed**", "")
+        verdict = "sum only" if self.cancels and abs(self.error) <= BAR else "met" if self.met else "**missed**"
+        control = "" if self.control is None else shown(self.control)
+        return line(self.name, f"{self.theirs:{form}}", shown(self.ours, form), f"{self.error:+.0%}", verdict, control)
+
+
+class Results(dict[str, Result]):
+    """The newest results, by experiment."""
+
+    def __init__(self, folder: Path) -> None:
+        for file in sorted(folder.glob("*-20*.json")):
+            result = Result(*read(file))
+            self[file.stem[:-11]] = result
+
+    def gain(
+        self, name: str, column: str, before: str, after: str, value: str = "step_s", long: bool | None = None
+    ) -> np.ndarray:
+        """How many times as long a value is before as after; `long`: after, in one kind of rounds."""
+        result = self[name]
+        return result.found(before, column)(value) / result.found(after, column)(value, long)
+
+    def fastest(self, name: str, column: str, rows: Sequence[str], value: str = "step_s") -> np.ndarray:
+        """The least of a value over these rows, where a column has them."""
+        result = self[name]
+        found = [result.found(row, column)(value) for row in rows if column in result.experiment[row]]
+        return min(found, key=np.mean)
+
+    def degrees(self, name: str, column: str, row: str) -> np.ndarray:
+        """The fastest step of a row of the experiment at any degree."""
+        rows = [each for each in self[name].experiment if each.startswith(f"{row}, tp") or each == self.usual(row)]
+        return self.fastest(name, column, rows)
+
+    @staticmethod
+    def usual(row: str) -> str:
+        return "+ tail batching" if row == "tail" else row
+
+
+def parts(found: Found, theirs: Mapping[str, float], long: bool) -> dict[str, tuple[float, float]]:
+    """By part of a round of one kind: our seconds and the paper's."""
+    return {name: (float(np.mean(found(name, long))), seconds) for name, seconds in theirs.items()}
+
+
+def off(ours: float, theirs: float) -> bool:
+    return abs(ours / theirs - 1) > PART
+
+
+def published_parts(results: Results, model: str) -> dict[str, dict[str, tuple[float, float]]]:
+    """RollPacker Fig. 11c, by kind of round."""
+    found = results["rollpacker"].found("+ stream trainer", model)
+    source = f"RollPacker Fig. 11c, {model}, "
+    return {kind: parts(found, REPORTED[source + kind], kind == "long") for kind in ("short", "long")}
+
+
+def deciding(results: Results, model: str, kinds: Sequence[str] = ("short", "long")) -> list[tuple[float, float]]:
+    """The published parts that are more than a twentieth of their step: our seconds and the paper's."""
+    found = [list(published_parts(results, model)[kind].values()) for kind in kinds]
+    return [each for kind in found for each in kind if each[1] > 0.05 * sum(theirs for _, theirs in kind)]
+
+
+def parts_are_off(results: Results, model: str, kinds: Sequence[str] = ("short", "long")) -> bool:
+    return any(off(*each) for each in deciding(results, model, kinds))
+
+
+# ---------------------------------------------------------------- the rows
+
+
+def rollpacker(results: Results) -> Iterator[Line]:
+    main = results["rollpacker"]
+    for model in MODELS:
+        best = results.degrees("rollpacker", model, "plain")
+        cancels = parts_are_off(results, model)
+        for row in ("+ tail batching", "+ reward scheduler", "+ parallelism planner", "+ stream trainer"):
+            theirs = REPORTED[f"RollPacker Table 2, {row}"][model]
+            own = results.degrees("rollpacker", model, "tail") if row == "+ tail batching" else None
+            control = best / (main.found(row, model)("step_s") if own is None else own)
+            name = f"RollPacker Table 2, {row}, {model}"
+            ours = results.gain("rollpacker", model, "plain", row)
+            yield Line(name, theirs, ours, control=control, cancels=cancels)
+    for model in MODELS:
+        theirs = REPORTED["RollPacker Fig. 10, RollPacker over RLHFuse"][model]
+        yield Line(
+            f"RollPacker Fig. 10, over RLHFuse, {model}",
+            theirs,
+            results.gain("rollpacker", model, "RLHFuse", "+ stream trainer"),
+            cancels=parts_are_off(results, model),
+        )
+    for kind, long in (("short", False), ("long", True)):
+        for model in MODELS:
+            step = FACTS[f"{main.found('plain', model).case.setup}.step_s"].low
+            theirs = step / REPORTED[f"RollPacker Fig. 10, s of a {kind} round"][model]
+            ours = results.gain("rollpacker", model, "plain", "+ stream trainer", long=long)
+            cancels = parts_are_off(results, model, [kind])
+            yield Line(f"RollPacker Fig. 10, {kind} rounds over veRL, {model}", theirs, ours, cancels=cancels)
+    rollout = FACTS["rollpacker.32b.rollout_s"].low
+    for kind, theirs in REPORTED["RollPacker Fig. 11b, s of a rollout"].items():
+        found = main.found("+ stream trainer", "32B/32k")
+        ours = main.found("plain", "32B/32k").rollout_s / found.rollout_of(kind == "long")
+        yield Line(f"RollPacker Fig. 11b, rollout of {kind} rounds, share of veRL's", theirs / rollout, 1 / ours, False)
+    for model in MODELS:
+        theirs = REPORTED["RollPacker §6.5, asynchronous reward computation"][model]
+        ours = results.gain("rollpacker", model, "+ tail batching", "+ rewards beside the rollout")
+        yield Line(f"RollPacker §6.5, asynchronous rewards, {model}", theirs, ours)
+    code, tail = main.found("code", "14B/16k"), main.found("code, + tail batching", "14B/16k")
+    cut = code("longest") / tail("longest", False)
+    yield Line("RollPacker Fig. 4a, longest response cut in short rounds, 14B", 8.9, cut, False)
+    bars = results["rollpacker-rollouts"]
+    for model in MODELS:
+        plain = bars.found("plain", model).longest_s
+        for bar in ("P 1.25", "P 1.5", "R 1.25", "R 1.5", "P and R 1.25"):
+            source = REPORTED[f"RollPacker Fig. 12, s of a rollout, {bar}"]
+            theirs = source[model] / REPORTED["RollPacker Fig. 12, s of a rollout, plain"][model]
+            ours = bars.found(bar, model).longest_s / plain
+            yield Line(f"RollPacker Fig. 12, {bar}, {model}, share of the plain bar", theirs, ours, False)
+    yield from planner(results)
+    yield from streamed(results)
+    rewards = results["rollpacker-rewards"]
+    fixed, own = (rewards.found(row, "authors' configuration").scored_s for row in ("fixed", "a column, for every row"))
+    ratios = [fixed(long) / own(long) for long in (False, True)]
+    theirs = [
+        REPORTED["RollPacker Fig. 14c, s of a round, fixed"][kind]
+        / REPORTED["RollPacker Fig. 14c, s of a round, adaptive"][kind]
+        for kind in ("short", "long")
+    ]
+    mixed = (4 * ratios[0] + ratios[1]) / 5  # the mean of the ratios of the steps, as theirs comes to 1.6
+    yield Line("RollPacker Fig. 14c, adaptive over fixed time-outs, 7B/8k", 1.6, mixed)
+    yield Line("the same, short rounds", theirs[0], ratios[0])
+    yield Line("the same, long rounds", theirs[1], ratios[1], False)
+    scale = results["rollpacker-scale"]
+    yield Line(
+        "RollPacker Fig. 15, one-off pipeline, 7B/8k",
+        1.71,
+        results.gain("rollpacker-scale", "Fig. 15, 7B/8k", "plain", "+ reward scheduler"),
+    )
+    for size in ("32", "128"):
+        ours = results.gain("rollpacker-scale", f"Fig. 16, {size}", "plain", "whole")
+        cancels = parts_are_off(results, "14B/16k")
+        yield Line(f"RollPacker Fig. 16, over veRL on {size} devices, 14B/16k", 2.2, ours, cancels=cancels)
+    small, large = (scale.found("whole", f"Fig. 16, {size}")("step_s") for size in ("32", "128"))
+    yield Line("RollPacker Fig. 16, throughput for twice the devices", 1.5, np.sqrt(4 * small / large))
+
+
+def planner(results: Results) -> Iterator[Line]:
+    """Fig. 13: at the degrees that the paper's planner had, the best static degree as the control."""
+    lengths = ("8k", "12k", "16k", "20k", "24k", "28k", "32k")
+    chosen = (1, 1, 2, 2, 4, 4, 4)
+    runs = results["rollpacker-rollouts"]
+    at = {tp: [runs.found(f"tp {tp}", length).rollout_s for length in lengths] for tp in (1, 2, 4, 8)}
+    own = np.sum([at[tp][i] for i, tp in enumerate(chosen)], 0)
+    control = min((np.sum(seconds, 0) for seconds in at.values()), key=np.mean) / own
+    yield Line(
+        "RollPacker Fig. 13a, the paper's degrees over tp 1, 14B, 8k to 32k", 1.9, sum(at[1]) / own, True, control
+    )
+
+
+def streamed(results: Results) -> Iterator[Line]:
+    column, name = "7B/8k", "rollpacker-stream"
+    table3, table4 = REPORTED["RollPacker Table 3, s a step"], REPORTED["RollPacker Table 4, s a step"]
+    best = results.degrees(name, column, "w/o")
+    for row in ("20%", "30%", "40%", "Adpt."):
+        ours, step = results.gain(name, column, "w/o", row), results.degrees(name, column, row)
+        yield Line(f"RollPacker Table 3, {row}, over no scaling", table3["w/o"] / table3[row], ours, True, best / step)
+    for row, theirs in table4.items():
+        ours = results.gain(name, column, "Adpt.", f"at that share, {row}")
+        yield Line(f"RollPacker Table 4, one fetch of {row}, over the stream", table3["Adpt."] / theirs, ours)
+
+
+def not_run(paper: str) -> Iterator[Line]:
+    for name, theirs in REPORTED.get(f"{paper}, not run", {}).items():
+        yield Line(f"{paper} {name}", theirs)
+
+
+def april(results: Results, known: Calibration) -> Iterator[Line]:
+    """The control in closed form: the best degree of either."""
+    result = results["april"]
+    for model, theirs in REPORTED["APRIL Table 1, GRPO, mean improvement"].items():
+        rates, best = [], []
+        for row in ("plain", "APRIL"):
+            found = result.found(row, model)
+            rates.append(found("drawn_tokens") / found("gen_s"))
+            at = [april_rollouts(found.case, known, Variant(tp=tp))[WARM_UP:] for tp in DEGREES]
+            best.append(max(map(slime.throughput, at)))
+        control = np.array([best[1] / best[0]])
+        yield Line(f"APRIL Table 1, GRPO, {model}", 1 + theirs, rates[1] / rates[0], True, control)
+    for i, (model, theirs) in enumerate(REPORTED["APRIL Table 1, DAPO, mean improvement"].items()):
+        ours = np.array(result.readings["DAPO's row of Table 1"][i])
+        yield Line(f"APRIL Table 1, DAPO, {model} (closed form)", 1 + theirs, ours)
+    stale = np.array(result.readings["stale, as the authors count"][0])
+    yield Line(
+        "APRIL §3.2.3, stale share (closed form)", REPORTED["APRIL §3.2.3, stale share"]["Qwen3-4B"], stale, False
+    )
+
+
+def pat(results: Results, known: Calibration) -> Iterator[Line]:
+    own, base = "{1, 2, 4, 8} from 2", "static 2"
+    static = ["static 1", base, "static 4", "static 8"]
+    a40, h100 = (
+        REPORTED[f"PAT {place}"]
+        for place in ("§5.2, A40, largest speed-up", "§5.2-5.3, H100, speed-up of an iteration")
+    )
+    theirs = dict(
+        zip(
+            ("Fig. 10a, 16384", "Fig. 10b, 16384", "Fig. 10c, 16384", "Fig. 11a, 24576", "Fig. 11b, 16384"),
+            [*a40.values(), *h100.values()],
+            strict=True,
+        )
+    )
+    for column, paper in theirs.items():
+        control = results.fastest("pat", column, static) / results["pat"].found(own, column)("step_s")
+        yield Line(
+            f"PAT {column} tokens, over static tp 2", paper, results.gain("pat", column, base, own), True, control
+        )
+    for column, paper in zip(
+        ("Fig. 11a, 24576", "Fig. 11b, 16384"),
+        REPORTED["PAT §5.3, H100, generation with PAT in s"].values(),
+        strict=True,
+    ):
+        yield Line(f"PAT §5.3, s of generation, {column}", paper, results["pat"].found(own, column)("gen_s"), False)
+    # §5.4: 9 samples of 12k tokens, on two of the four dp groups at most three each
+    cost = CostModel(named_shape("Llama-3.1-8B"), HARDWARE["A40"], efficiency_of(known["pat_a40"]))
+    switch = cost.switch_cost(2, 8)
+    seconds = switch.weights_s + switch.fixed_s + switch.kv_s_per_token * 3 * 12288
+    paper = REPORTED["PAT §5.4, A40, switch TP 2 to 8 in s"]["all"]
+    yield Line("PAT §5.4, s of a switch from tp 2 to 8 with 9 samples of 12k", paper, np.array([seconds]), False)
+
+
+def rhymerl(results: Results, known: Calibration) -> Iterator[Line]:
+    """The control: over the baseline, times what another degree would be worth to it in closed form."""
+    rows = ["plain", "+ ranking groups", "+ two tiers", "+ speculation"]
+    moved = REPORTED["RhymeRL Fig. 18, share of samples that move"]
+    for column in ("Math-14B", "Code-14B"):
+        theirs = REPORTED[f"RhymeRL Fig. 14, {column}"]
+        case, roll_out = results["rhymerl"].found("plain", column).case, 64
+        at = [mean_step_s(replace(case, tp=tp, workers=roll_out // tp), known) for tp in DEGREES]
+        slower = min(at) / at[DEGREES.index(case.degree)]
+        for before, row in pairwise(rows):
+            control = results.gain("rhymerl", column, "plain", row) * slower
+            ours = results.gain("rhymerl", column, before, row)
+            yield Line(f"RhymeRL Fig. 14, {row} over the row before, {column}", theirs[row], ours, True, control)
+        found = results["rhymerl"].found("+ two tiers", column)
+        ours = found("moved")
+        yield Line(f"RhymeRL Fig. 18, share that moves, {column}", moved[found.case.tasks[0]], ours, False)
+
+
+# ---------------------------------------------------------------- the page
+
+
+def page(folder: Path, known: Calibration) -> str:
+    results = Results(folder)
+    papers = {
+        "RollPacker": [*rollpacker(results), *not_run("RollPacker")],
+        "APRIL": list(april(results, known)),
+        "PAT": [*pat(results, known), *not_run("PAT")],
+        "RhymeRL": [*rhymerl(results, known), *not_run("RhymeRL")],
+    }
+    every = [each for lines in papers.values() for each in lines]
+    counts = ", ".join(f"{name} {sum(e.met for e in lines)} of {len(lines)}" for name, lines in papers.items())
+    met = sum(each.met for each in every)
+    text = [
+        HEADER,
+        f"**Met: {met} of {len(every)} rows ({met / len(every):.0%})**: {counts}.",
+        "",
+        head("experiment", "paper", "ours", "error", "within 25 %", "over the best static setting"),
+        *(each.cells for each in every),
+        "",
+        "## Parts of RollPacker's rounds",
+        "",
+        "The whole system beside Fig. 11c, in seconds; **bold**: off by more than 30 %.",
+        "",
+        head("model", "round", *PARTS.values(), "step"),
+    ]
+    large = [each for model in MODELS for each in deciding(results, model)]
+    text.insert(
+        -2, f"Of those above a twentieth of a step {sum(not off(*e) for e in large)} of {len(large)} are within."
+    )
+    for model in MODELS:
+        for kind, found in published_parts(results, model).items():
+            sums = tuple(sum(each[i] for each in found.values()) for i in (0, 1))
+            text.append(line(model, kind, *(_part(*each) for each in [*found.values(), sums])))
+    return "\n".join([*text, ""])
+
+
+def _part(ours: float, theirs: float) -> str:
+    cell = f"{ours:.0f} ({theirs:.0f})"
+    return f"**{cell}**" if off(ours, theirs) else cell
