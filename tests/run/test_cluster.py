@@ -107,10 +107,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Runs:
     return made
 
 
-def living(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-
-
 @needs_ray
 @pytest.mark.parametrize(
     "rule", ["tail batching", *(pytest.param(rule, marks=slow) for rule in RULES if rule != "tail batching")]
@@ -195,7 +191,7 @@ def test_a_controller_that_is_asked_to_end_saves_and_leaves_nothing(runs: Runs):
         process.send_signal(signal.SIGTERM)
         end(process)
         until_s = time.monotonic() + PATIENCE_S
-        while living(below):
+        while any(Path(f"/proc/{pid}").exists() for pid in below):
             assert time.monotonic() < until_s
             time.sleep(0.1)
     runs.finish(ended, *SMALL, *HOSTS)

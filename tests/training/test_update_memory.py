@@ -32,11 +32,9 @@ def test_a_chunk_of_logits_takes_half_of_what_is_left():
 
 
 def test_rows_too_short_for_tiles_hold_their_scores():
-    held = {}
+    held, lengths = {}, {"max_prompt_length": 24, "max_response_length": 40}
     for budget in (64, 512):
-        c = config(
-            data={"max_prompt_length": 24, "max_response_length": 40}, actor={"ppo_max_token_len_per_gpu": budget}
-        )
+        c = config(data=lengths, actor={"ppo_max_token_len_per_gpu": budget})
         parts = update_phases(c, SMOLLM2, 1, "cpu", "dots", 128)["layers"]
         held[budget] = parts.get("attention scores (rows too short for tiles)", 0)
     assert held == {64: 9 * 64 * 64 * 4 * 3, 512: 0}

@@ -99,6 +99,13 @@ def test_exact_at_profiled_points(profile: Profile):
         assert predictor.decode_step_s(1, point.batch, point.batch * point.context) == point.seconds
 
 
+@given(profiles(), st.integers(1, 300), st.floats(1, 1e5))
+def test_beyond_the_largest_batch_time_does_not_fall(profile: Profile, more: int, context: float):
+    largest = max(point.batch for point in profile.decode)
+    last, beyond = (LatencyPredictor(profile).decode_step_s(1, rows, context) for rows in (largest, largest + more))
+    assert beyond >= last - 1e-12
+
+
 @given(profiles(), st.lists(st.tuples(st.integers(1, 10**6), st.integers(0, 10**9)), min_size=1, max_size=6))
 def test_a_prefill_of_more_tokens_and_pairs_does_not_take_less(profile: Profile, more: list[tuple[int, int]]):
     """Whatever the table says, and a load that no table has."""
