@@ -29,7 +29,6 @@ MADE_UP += ("checkpoints", "site", "inputs", "reward.py")
 
 
 def modules() -> dict[str, Path]:
-    """The file of each module of ours."""
     return {
         ".".join((package, *file.relative_to(ROOT / folder).with_suffix("").parts)).removesuffix(".__init__"): file
         for folder, package in (("jaxrl", "jaxrl"), ("sharding", "jaxrl.sharding"), ("kernels", "jaxrl.kernels"))
@@ -39,7 +38,6 @@ def modules() -> dict[str, Path]:
 
 @pytest.mark.slow
 def test_the_site_is_built_without_a_warning(tmp_path: Path):
-    """As `scripts/docs.sh` builds it."""
     pytest.importorskip("sphinx")
     script = (ROOT / "scripts" / "docs.sh").read_text(encoding="utf-8")
     (line,) = re.findall(r'"\$venv_python" -m (sphinx .*)', script)
@@ -63,7 +61,6 @@ def test_every_module_is_in_a_room_of_the_site():
 
 
 def tree() -> frozenset[str]:
-    """Files and folders of the repository, from its top."""
     found = {path.name for path in ROOT.glob("*.*")}
     for folder in FOLDERS:
         found |= {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*")} | {folder}

@@ -82,25 +82,3 @@ def test_a_question_is_a_conversation_and_ids_are_themselves(engine: TextEngine)
     plain = engine.generate([tokenizer.encode("hello", add_special_tokens=True)], GREEDY)[0]
     assert ids(raw) == ids(plain)
     assert ids(raw) != ids(by_text)
-
-
-def test_stop_strings_end_a_response(engine: TextEngine):
-    whole = engine.generate(["hello"], GREEDY)[0][0]
-    texts = [engine.tokenizer.decode(whole.token_ids.tolist()[:i]) for i in range(len(whole) + 1)]
-    stop = texts[4][-1]  # bytes of a random model: perhaps the replacement character, which is text like any other
-    keep = next(i for i, text in enumerate(texts) if stop in text)
-    cut = engine.generate(["hello"], SamplingParams(temperature=0, max_tokens=12, stop_strings=(stop,)))[0][0]
-    assert cut.finish_reason == "stop"
-    assert cut.token_ids.tolist() == whole.token_ids.tolist()[:keep]
-    assert cut.text.endswith(stop)
-
-
-def test_what_cannot_run_is_refused_at_once(engine: TextEngine):
-    with pytest.raises(ValueError, match="truncate=True"):
-        engine.generate(["a"], SamplingParams(top_k=3))
-    with pytest.raises(ValueError, match="must be at most max_length"):
-        engine.generate(["a"], SamplingParams(max_tokens=96))
-    with pytest.raises(ValueError, match="at least one token"):
-        engine.generate([[]], GREEDY)
-    assert engine.engine.is_idle
-    assert engine.generate([], GREEDY) == []

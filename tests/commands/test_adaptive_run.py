@@ -34,7 +34,6 @@ def runs(tmp_path: Path) -> Runs:
 
 
 def run(runs: Runs, *words: str, status: int = 0) -> str:
-    """A command, or another program, on eight devices; returns what it printed."""
     program = words[:2] if words[0].endswith(".py") else ("-m", "jaxrl", words[0])
     rest = words[2:] if words[0].endswith(".py") else words[1:]
     return end(runs.start(runs.folder / "unnamed", *rest, devices=8, program=program), status)

@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl.commands.completion import overrides
-from jaxrl.config.reference import options
-
 ROOT = Path(__file__).resolve().parents[2]
 BASH = """
 eval "$(jaxrl completion bash)"
@@ -44,12 +41,3 @@ def test_what_a_shell_is_offered(on_path: Path):
     assert {"rollout.layout.switch=", "rollout.layout.state="} <= offered("jaxrl train rollout.lay")
     assert offered("jaxrl train rollout.dtype=") == {"auto", "float32", "bfloat16", "float64"}
     assert offered("jaxrl train --config configs/algorithms/dap") == {"configs/algorithms/dapo.yaml"}
-
-
-def test_every_option_is_reached():
-    """From nothing, by taking what is offered."""
-    complete, pending, reached = overrides, [""], set()
-    while pending:
-        for name in complete(prefix=pending.pop()):
-            (reached.add if name.endswith("=") else pending.append)(name)
-    assert reached == {f"{option.path}=" for option in options() if ".NAME." not in option.path}

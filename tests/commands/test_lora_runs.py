@@ -84,7 +84,6 @@ def test_exports(ran, tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_run_begins_from_a_folder_of_pefts(ran, tmp_path: Path):
-    """It draws as the run does that wrote the folder."""
     runs, whole, _ = ran
     adapter = tmp_path / "adapter"
     assert main(["export", str(whole), str(adapter), "--dtype=float32"]) == 0

@@ -6,38 +6,14 @@ import json
 
 import jsonschema
 
-from jaxrl.commands.options import find, options_text, schema_json, shown
+from jaxrl.commands.options import schema_json, shown
 from jaxrl.config.files import OWN as CONFIGS
 from jaxrl.config.files import load
 from jaxrl.config.reference import options
 from jaxrl.config.yaml_text import parse_yaml
 
 
-def test_every_option_has_a_line():
-    lines = options_text().splitlines()
-    listed, section = [], ""
-    for line in lines[:-2]:
-        if line and not line.startswith(" "):
-            section = line
-        elif line.strip() and not line.startswith("      "):
-            listed.append(f"{section}.{line.split()[0]}")
-    assert listed == [option.path for option in options()]
-
-
-def test_what_a_name_finds():
-    assert [option.path for option in find("actor.optim.lr")] == ["actor.optim.lr"]
-    assert [option.path for option in find("lr")] == ["actor.optim.lr", "critic.optim.lr"], "last names alone"
-    assert {option.path.partition(".")[0] for option in find("hosts")} == {"hosts"}
-    assert [option.path for option in find("rollout.tens")] == ["rollout.tensor_model_parallel_size"]
-    held = [option.path for option in find("steps")]
-    assert {"trainer.total_training_steps", "actor.optim.lr_warmup_steps"} <= set(held), "the word in a name"
-    assert all("steps" in path for path in held)
-    assert [option.path for option in find("rollout.n=")] == ["rollout.n"]
-    assert "trainer.save_freq" in [option.path for option in find("checkpoint")], "by what its text says"
-
-
 def test_what_is_shown_can_be_given():
-    """A default as it is listed, on the command line, changes nothing."""
     base = ["model.path=somewhere", "data.task=leg_counting"]
     plain = load(None, base)
     every = [option for option in options() if ".NAME" not in option.path and "\n" not in str(option.default)]

@@ -15,7 +15,6 @@ from runs import asked
 from tiny import write_tiny_model
 
 from jaxrl.cli import main
-from jaxrl.record.metrics import read_metrics
 from jaxrl.run.stop import Stop
 
 OPTIONS = (
@@ -27,7 +26,6 @@ OPTIONS = (
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
-    """A folder with a model, problems, and a run of one step."""
     folder = tmp_path_factory.mktemp("place")
     shutil.copytree(tiny_model, folder / "model")
     write_tiny_model(folder / "wider", hidden_size=64)
@@ -120,15 +118,3 @@ def test_a_run_that_is_over_loads_nothing(
     after = contents(folder / "run")
     assert after.pop("report.html")
     assert after == before, "only the page is new"
-
-
-def test_after_a_refused_start_the_run_is_exported_and_goes_on(place: Path, tmp_path: Path):
-    folder = tmp_path / "place"
-    shutil.copytree(place, folder)
-    assert start(folder, f"model.path=random:{folder / 'wider'}") == 2
-    assert main(["export", str(folder / "run"), str(tmp_path / "out")]) == 0
-    exported = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert exported["hidden_size"] == 32
-    assert start(folder, "trainer.compilation_cache_dir=", "trainer.total_training_steps=2") == 0
-    assert [line["step"] for line in read_metrics(folder / "run")] == [1, 2]
-    assert len(json.loads((folder / "run" / "run.json").read_text())["starts"]) == 2

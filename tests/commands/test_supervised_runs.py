@@ -21,8 +21,6 @@ from jaxrl.record.metrics import read_metrics
 
 
 class Learning(Runs):
-    """Runs of one command on a few rows."""
-
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, write_tiny_model(folder / "model"))
         said = [f"{'ab' * (1 + i)}." for i in range(9)]
@@ -107,14 +105,3 @@ def test_preferences_are_learnt_and_a_kill_changes_nothing(learning: Learning, s
     assert f"now that would be model.path={learning.folder}/model" in said
     learning.learn("dpo", killed, *options, "dpo.beta=0.5")
     assert_same_end(killed, whole)
-
-
-def test_a_resumed_run_has_its_data(learning: Learning, sft: tuple[Path, Path, str]):
-    learning._rows("other", [{"prompt": "a", "completion": "b"}] * 9)
-    other, longer = f"data.train_files=[{learning.folder}/other.jsonl]", "trainer.total_training_steps=8"
-    said = learning.learn("sft", sft[0], other, longer, status=2)
-    assert re.search(
-        r"holds a run with other data: the files, .* have changed .*: choose another trainer.run_dir", said
-    )
-    said = learning.learn("sft", sft[0], "data.seed=1", longer, status=2)
-    assert "data.seed or data.shuffle have changed since the checkpoint" in said

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from chat_server import Handler, chat_server, status
 from prompt_logprobs import gives_prompt_logprobs
-from runs import PLAIN_REWARD, Runs, assert_same_end, copied_after
+from runs import PLAIN_REWARD, Runs, assert_same_end
 from tiny import write_tiny_model
 
 from jaxrl.models import decoder
@@ -43,22 +43,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 def teacher_kl(run_dir: Path) -> list[float]:
     return [line["actor/teacher_kl"] for line in read_metrics(run_dir)]
-
-
-@pytest.mark.slow  # tests/training/test_teacher.py has what a teacher says, and what is made of it
-def test_the_policy_learns_distributions_and_a_killed_run_ends_with_the_same_bits(runs: Runs):
-    """By a loss with a gradient, of the teacher's likeliest tokens: advantages have nothing of it."""
-    whole, killed = runs.folder / "jsd-whole", runs.folder / "jsd-killed"
-    options = (*ALONE, "algorithm.teacher.top_k=20", "algorithm.teacher.beta=0.2", "actor.optim.lr=0.03")
-    with copied_after({2: killed}):
-        runs.here(whole, *options)
-    losses = [line["actor/distillation_loss"] for line in read_metrics(whole)]
-    assert losses[-1] < 0.7 * losses[0], losses
-    for line in read_metrics(whole):
-        assert line["actor/pg_loss"] == line["critic/advantages/mean"] == 0
-        assert line["actor/teacher_kl"] != 0
-    runs.here(killed, *options)
-    assert_same_end(killed, whole)
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ import yaml
 from jaxrl.cli import main
 from jaxrl.commands.tune import tune
 from jaxrl.config import from_mapping, to_mapping
-from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity
 
 CONFIG: dict[str, Any] = {
     "model": {"path": "tiny"},
@@ -79,7 +78,6 @@ def write(tmp_path: Path) -> Callable[..., str]:
 
 
 def search(run_dir: str, *overrides: str, **options: Any) -> tuple[Any, list[str]]:
-    """The table, and what was said."""
     said: list[str] = []
     return tune(run_dir, overrides, **{"seeds": 2, "steps": 10, "say": said.append, **options}), said
 
@@ -126,30 +124,3 @@ def test_the_grid_the_seeds_and_the_baseline(write: Callable[..., str], tmp_path
     assert (record["run"], record["seeds"], record["steps"]) == (folder, 2, 20)
     assert record["plain"]["trials"] == [dataclasses.asdict(one) for one in table.plain.trials]
     assert len(record["tried"]) == 4
-
-
-def test_it_repeats_itself_in_any_number_of_processes(write: Callable[..., str]):
-    once, _ = search(write(heavy), values=(1.1, 1.5))
-    again, _ = search(write(heavy), values=(1.1, 1.5), processes=2)
-    assert once == again
-
-
-def test_a_real_run_s_own_latencies(write: Callable[..., str], tmp_path: Path):
-    profile = tmp_path / "latencies.json"
-    grid = [(batch, context) for batch in (1, 64) for context in (64, 1024)]
-    decode = tuple(Measurement(1, batch, context, 0.5) for batch, context in grid)
-    identity = ProfileIdentity("tiny", "", "made up", 1, "", "")
-    table = Profile(identity, decode, tuple(Measurement(1, b, c, 0.001) for b, c in grid), ())
-    profile.write_text(json.dumps(table.to_json()))
-    gpus = {"platform": "gpu", "kind": "made up", "count": 1}
-    measured = write(heavy, devices=gpus, rollout={"layout": {"profile": str(profile)}})
-    found, said = search(measured, values=(1.5,), steps=6, seeds=1)
-    assert f"table {profile} (tiny on made up)" in said[1]
-    assert found.plain.mean("gen_s") > 400 * 0.5, "half a second for each token of a long response"
-
-
-def test_records_that_say_nothing(write: Callable[..., str], capsys: pytest.CaptureFixture[str]):
-    assert "holds 18 finished responses, and a search needs at least 20" in error(capsys, write(heavy, prompts=9))
-    assert "all 128 recorded responses have 512 tokens, the run's limit, so there is no tail" in error(
-        capsys, write(lambda prompt, sample: 512)
-    )

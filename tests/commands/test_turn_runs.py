@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import random
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import PATIENCE_S, assert_same_end, copied_after, kill, wait_until
-from talking_runs import STEPS, talking
+from runs import assert_same_end, copied_after
+from talking_runs import talking
 
 from jaxrl.record.journal import read_journal
 
@@ -41,12 +39,6 @@ def noted(folder: Path) -> list[float]:
     return [float(line.split()[1]) for line in lines if int(line.split()[0]) > 16]
 
 
-def num_turns(run_dir: Path) -> int:
-    """Answers that the journal of a run has, which may be under way."""
-    file = run_dir / "journal.jsonl"
-    return file.read_bytes().count(b'"kind":"turn"') if file.exists() else 0
-
-
 def answered_in(run_dir: Path) -> set[float]:
     """The names of the calls whose answers the journal has."""
     turns = [entry for entry in read_journal(run_dir / "journal.jsonl")[1:] if entry["kind"] == "turn"]
@@ -72,36 +64,3 @@ def test_what_was_answered_is_not_asked_again(tmp_path: Path, rule: str):
     assert not again or rule in RACING, "only what was waited for when a round ended is asked again"
     assert_same_end(killed, whole)
     assert lines_of(killed, "samples.jsonl") == lines_of(whole, "samples.jsonl")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", ["plain", "partial rollout", "one step off", "stream trainer"])
-def test_a_run_that_is_killed_again_and_again(tmp_path: Path, rule: str):
-    """Seven SIGKILLs, each so many answers behind the one before, or at a random moment on the way there; no call that
-    the journal has is made twice, and the bits at the end are those of a run that has been given the same answers and
-    was never killed."""
-    runs, killed, straight = talking(tmp_path), tmp_path / "killed", tmp_path / "straight"
-    chance, cache = random.Random(rule), f"trainer.compilation_cache_dir={tmp_path / 'cache'}"
-    options, devices = RULES[rule], DEVICES.get(rule, 1)
-    runs.config["environment"]["args"]["scale"] = 0.05
-    answered: set[float] = set()
-    took = PATIENCE_S
-    for number in range(7):
-        num_notes, began, more = len(noted(tmp_path)), time.monotonic(), num_turns(killed) + chance.randint(1, 8)
-        latest = began + (chance.uniform(0, took) if number in (2, 5) else PATIENCE_S)
-        with runs.start(killed, *options, cache, devices=devices) as process:
-            wait_until(process, lambda: num_turns(killed) >= more or time.monotonic() > latest)  # noqa: B023
-            took = time.monotonic() - began
-            time.sleep(chance.uniform(0, 0.1))
-            assert process.poll() is None, "it was to be killed"
-            kill(process)
-        assert not answered & set(noted(tmp_path)[num_notes:]), "a tool was called again"
-        answered |= answered_in(killed)
-    assert answered, "nothing was answered before the last kill"
-    with copied_after({STEPS: straight}):
-        runs.here(killed, *options, devices=devices)
-    (straight / "metrics.jsonl").unlink()
-    num_notes, answered = len(noted(tmp_path)), answered_in(straight)
-    runs.here(straight, *options, devices=devices)
-    assert not answered & {*noted(tmp_path)[num_notes:]}, "a tool was called again"
-    assert_same_end(straight, killed)

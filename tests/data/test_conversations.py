@@ -70,29 +70,16 @@ def written(folder: Path, rows: Sequence[Mapping[str, Any]]) -> str:
     return str(folder / "rows.jsonl")
 
 
-def test_three_ways_to_write_the_same_row(tokenizer: Tokenizer, tmp_path: Path):
-    same = [
-        {"messages": HI},
-        {"messages": json.dumps(HI), "prompt": "ignored"},
-        {"prompt": "Hi", "completion": "Ho"},
-        {"prompt": HI[:1], "completion": HI[1:]},
-    ]
-    config = config_of(data__system_prompt="Be kind.")
-    found = read_demonstrations([written(tmp_path, same)], "data.train_files", config, tokens_of(tokenizer))
-    first = found[0].examples[0]
-    assert "Be kind." in tokenizer.decode(first.prompt.tolist())
-    for i in range(1, len(same)):
-        (other,) = found[i].examples
-        assert (other.prompt.tolist(), other.response.tolist()) == (first.prompt.tolist(), first.response.tolist())
-
-
 def test_prompts_are_written_as_for_rl(tokenizer: Tokenizer, tmp_path: Path):
     """`data.prompt_template` is around what the user asks, in each form of a row, and without a chat template too."""
     asked = {"data__prompt_template": "Q: {question}", "data__system_prompt": "Be kind."}
-    same = [{"messages": HI}, {"prompt": "Hi", "completion": "Ho"}, {"prompt": HI[:1], "completion": "Ho"}]
+    same = [{"messages": HI}, {"prompt": "Hi", "completion": "Ho"}, {"prompt": HI[:1], "completion": HI[1:]}]
+    same += [{"messages": json.dumps(HI), "prompt": "ignored"}]
     found = read_demonstrations([written(tmp_path, same)], "f", config_of(**asked), tokens_of(tokenizer))
-    prompts = [tokenizer.decode(found[i].examples[0].prompt.tolist()) for i in range(len(same))]
-    assert prompts == ["system\nBe kind.\nuser\nQ: Hi\nassistant\n"] * 3
+    examples = [found[i].examples[0] for i in range(len(same))]
+    prompts = [tokenizer.decode(each.prompt.tolist()) for each in examples]
+    assert prompts == ["system\nBe kind.\nuser\nQ: Hi\nassistant\n"] * 4
+    assert {tokenizer.decode(each.response.tolist()) for each in examples} == {"Ho"}
     plain = config_of(**asked, data__apply_chat_template=False)
     (example,) = read_demonstrations([written(tmp_path, same[1:2])], "f", plain, tokens_of(tokenizer))[0].examples
     assert tokenizer.decode(example.prompt.tolist()) == "Be kind.\n\nQ: Hi"

@@ -61,12 +61,6 @@ SMOLLM_3 = """
 {{- '<|im_start|>assistant\n' ~ quiet ~ m.content.lstrip('\n') ~ '<|im_end|>\n' }}{% endgeneration %}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' ~ quiet }}{% endif %}"""
-OLMO_2 = """
-{{- bos_token }}{% for m in messages %}
-{{- '<|' ~ m.role ~ '|>\n' ~ m.content ~ (eos_token if m.role == 'assistant' else '') }}
-{{- '' if m.role == 'assistant' and loop.last else '\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"""
 OLMO_3 = """
 {%- for m in messages %}{{ '<|im_start|>' ~ ('environment' if m.role == 'tool' else m.role) ~ '\n' ~ m.content }}
 {{- eos_token if loop.last and m.role == 'assistant' else '<|im_end|>\n' }}{% endfor %}
@@ -74,12 +68,6 @@ OLMO_3 = """
 PHI = """
 {%- for m in messages %}{{ '<|' ~ m.role ~ '|>\n' ~ m.content ~ '<|end|>\n' }}{% endfor %}
 {{- '<|assistant|>\n' if add_generation_prompt else eos_token }}"""
-GRANITE = """
-{%- if messages[0].role != 'system' %}{{ '<|start_of_role|>system<|end_of_role|>Help.<|end_of_text|>\n' }}{% endif %}
-{%- for m in messages %}
-{{- '<|start_of_role|>' ~ ('tool_response' if m.role == 'tool' else m.role) ~ '<|end_of_role|>' ~ m.content }}
-{{- '<|end_of_text|>\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}"""
 
 
 @dataclass(frozen=True)
@@ -99,10 +87,8 @@ FAMILIES = {
     "gemma": Family(GEMMA_3, "<eos>", "<end_of_turn>", ("<eos>", "<end_of_turn>"), ("<start_of_turn>",), tool=False),
     "mistral": Family(MISTRAL, "</s>", "</s>", ("</s>",), ("[INST]", "[/INST]", "[TOOL_RESULTS]"), "<s>"),
     "smollm3": Family(SMOLLM_3, "<|im_end|>", "<|im_end|>", ("<|im_end|>",)),
-    "olmo 2": Family(OLMO_2, "<|endoftext|>", "<|endoftext|>", bos="<|endoftext|>"),
     "olmo 3": Family(OLMO_3, "<|endoftext|>", "<|im_end|>", ("<|im_end|>", "<|endoftext|>")),
     "phi": Family(PHI, "<|endoftext|>", "<|end|>", ("<|endoftext|>", "<|end|>"), ("<|user|>", "<|assistant|>")),
-    "granite": Family(GRANITE, "<|end_of_text|>", "<|end_of_text|>", (), ("<|start_of_role|>", "<|end_of_role|>")),
 }
 TALK = [
     {"role": "user", "content": "So what?"},

@@ -224,7 +224,6 @@ def said(system: str, user: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("system_prompt", "kept"), [("", ["Welsh", "French"]), ("Be brief.", ["French"])])
 def test_held_out_prompts_may_differ_in_the_system_message_alone(tmp_path: Path, system_prompt: str, kept: list[str]):
-    """Unless `data.system_prompt` replaces it."""
     train = write(tmp_path / "train.jsonl", [said("French", "Hello")])
     held = write(tmp_path / "held.jsonl", [said("Welsh", "Hello"), said("French", "Hello"), said("French", "Other")])
     c = config(train_files=[train], val_files=[held], messages_key="messages", system_prompt=system_prompt)

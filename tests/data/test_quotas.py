@@ -66,12 +66,6 @@ def test_every_batch_has_its_quota_and_no_prompt_is_lost(tmp_path: Path):
     assert source(tmp_path, QUOTAS).num_prompts == 13
 
 
-def test_simulated_prompts_have_them_as_well():
-    drawn = simulated(QUOTAS).next(8 * 20)
-    every = SimulatedPrompts(ModelledWorkload(0, tuple(simulated(QUOTAS)._workload.tasks), 100), 40, 64, 3).next(40)
-    check(drawn, Counter(p.source for p in every))
-
-
 def test_the_cursor_resumes_in_the_middle_of_a_batch_and_of_an_epoch(tmp_path: Path):
     for make in (lambda: source(tmp_path, QUOTAS), lambda: simulated(QUOTAS)):
         whole = make().next(60)

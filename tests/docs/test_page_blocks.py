@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from pages import CONFIGS, PAGES, ROOT, SHELLS, Block, Command, blocks
+from pages import CONFIGS, ROOT, Block, blocks
 
 from jaxrl.cli import _parser, main
 from jaxrl.commands.arguments import parse
@@ -26,8 +26,6 @@ from jaxrl.models.families import FAMILIES
 from jaxrl.models.loading import load_model
 from jaxrl.models.safetensors import export_hf
 
-LANGUAGES = {*SHELLS, "python", "yaml", "gin", "json"}
-
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -37,13 +35,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def of(*languages: str) -> list[Any]:
     return [pytest.param(block, id=block.place) for block in blocks(*languages)]
-
-
-def test_every_block_is_of_a_language_that_a_test_reads():
-    """Those in braces are MyST's; the site's build reads them."""
-    assert [block.place for block in blocks() if block.language not in LANGUAGES and block.language[:1] != "{"] == []
-    num_fences = sum(len(re.findall(r"^ *```", page.read_text(encoding="utf-8"), re.M)) for page in PAGES)
-    assert 2 * len(blocks()) == num_fences
 
 
 # ---------------------------------------------------------------- configurations
@@ -165,29 +156,4 @@ def test_python_runs_or_imports_what_is_there(block: Block, folder: Path):
         exec("\n".join(ast.unparse(node) for node in imports if "jaxrl" in ast.unparse(node)), {})
 
 
-def test_every_way_is_used():
-    beginnings = [f"{block.page}: {block.text}" for block in blocks("python")]
-    assert [name for name in (*PYTHON, *DEFINES) if not any(text.startswith(name) for text in beginnings)] == []
-
-
 # ---------------------------------------------------------------- commands in running text
-
-
-def inline() -> list[Command]:
-    """`jaxrl ...` between backticks, with what it is given."""
-    found: dict[str, Command] = {}
-    for page in PAGES:
-        prose = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-        for code in re.findall(r"`([^`]+)`", prose):
-            text = " ".join(code.split())
-            if re.match(r"jaxrl [a-z]", text):
-                found.setdefault(text, Command(page.relative_to(ROOT).as_posix(), text, tuple(text.split())))
-    return list(found.values())
-
-
-@pytest.mark.parametrize("command", inline(), ids=lambda command: f"{command.place}-{command.text[:40]}")
-def test_a_command_in_running_text_has_the_options_that_it_shows(command: Command):
-    shown = {word.partition("=")[0] for word in command.words if re.match(r"--\w", word)}
-    _, own = _parser()
-    known = {text for action in own[command.words[1]]._actions for text in action.option_strings}
-    assert shown <= known, shown - known

@@ -61,7 +61,6 @@ def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def row_of(program: ModuleType, left: int, **args: Any) -> dict[str, Any]:
-    """The first row that begins with so many steps."""
     for index in range(100):
         row = asyncio.run(program.problem(index, 0, ARGS["url"], **args))
         if row["seed"] % 3 + 1 == left:

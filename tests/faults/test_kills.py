@@ -57,7 +57,6 @@ STEPS = {"plain": 100}  # its steps are short; 40 of the others are enough for t
 
 
 def wait_for_a_save(process, run_dir: Path) -> None:
-    """Until a checkpoint is being written."""
     deadline = time.monotonic() + PATIENCE_S
     while not list((run_dir / "checkpoints").glob("*.tmp*")):
         assert process.poll() is None, end(process)

@@ -1,4 +1,4 @@
-"""300 tiny steps: nothing grows after the tenth. A quick one, of saves alone, is in tests/training/test_damage.py.
+"""300 tiny steps: nothing grows after the tenth.
 
 Compared are the lowest of the first quarter of looks and the lowest of the last: a save that is under way has up to ten
 threads and two files of its own. The memory of the process may grow by 24 MiB: the allocator keeps what the largest

@@ -58,7 +58,6 @@ def inputs(rows, tokens, dtype, heads=6, kv_heads=2, dim=4):
 
 @partial(jax.jit, static_argnums=0)
 def out_and_gradients(attend, q, k, v, weights, segments):
-    """Of what is not padding."""
     real = (segments > 0)[..., None, None]
 
     def total(q, k, v):

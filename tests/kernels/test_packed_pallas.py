@@ -134,21 +134,6 @@ def test_no_visible_tile_is_missed_most_invisible_ones_are_skipped_and_whole_one
         np.testing.assert_array_equal(listed.numbers[row, tile, split:end], rest)
 
 
-@pytest.mark.parametrize(("tokens", "implementation"), [(40, "auto"), (100, "auto"), (100, "pallas")])
-def test_every_implementation_in_rows_long_enough_for_tiles_and_not(tokens, implementation):
-    """A prefix may be a segment's own, or 0, for none."""
-    q, k, v, _ = arrays_of(tokens, 4, 2, 16, "float32")
-    segments, positions, given = rows_of(tokens)
-    packed, real = attention.choose_packed(implementation, "cpu", HEADS, interpret=True), segments > 0
-    for prefixes in (np.where(given == 0, segments, given), np.zeros_like(given)):
-        mask = MaskInputs(segments, positions, prefixes)
-        tiles = packed.tile_pairs(mask, "float32")
-        assert (tiles is not None) == (implementation == "pallas" or tokens == 100)
-        out = np.asarray(jax.jit(packed.attend)(q, k, v, mask, tiles))
-        expect_close(out[real], oracle(q, k, v, segments, positions, prefixes)[real], "float32")
-        assert np.isfinite(out).all()
-
-
 def test_what_an_option_means_on_a_platform():
     def choose(name, platform, **changes):
         return attention.choose_packed(name, platform, HEADS._replace(**changes))
@@ -167,16 +152,6 @@ def test_what_an_option_means_on_a_platform():
         assert str(*refused.values()) in tiles.note
         with pytest.raises(ValueError, match=str(*refused.values())):
             choose("pallas", "gpu", **refused)
-
-
-@pytest.mark.parametrize(("tokens", "tiles_hold"), [(64, True), (65, False)])
-def test_what_holds_the_scores_of_a_row(tokens, tiles_hold):
-    names = ("auto", "reference", "pallas")
-    of = {name: attention.choose_packed(name, "cpu", HEADS, interpret=True) for name in names}
-    held = {name: packed.holds_scores(tokens) for name, packed in of.items()}
-    assert held == {"auto": tiles_hold, "reference": True, "pallas": False}
-    keys = {name: packed.num_keys(1024) for name, packed in of.items()}
-    assert keys["auto"] == keys["pallas"] == 128 < keys["reference"] == 1024
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")

@@ -89,31 +89,6 @@ def test_which_platforms_and_models_may_ask_for_it():
     assert not MOSAIC.decodes(12, 2, 128, jnp.bfloat16), "a decode step is its products, and this kernel"
 
 
-def test_other_gpus_than_hopper(monkeypatch):
-    for capability in ("8.0", "10.0"):
-        with pytest.raises(ValueError, match=rf"must be .* on GPUs of compute capability {capability}: "):
-            attention.choose_paged("mosaic_gpu", "gpu", capability=capability)
-        assert attention.choose_paged("auto", "gpu", capability=capability).implementation == "auto"
-    monkeypatch.setattr(attention, "has_triton", lambda: False)
-    assert attention.choose_paged("auto", "gpu", capability="8.0").implementation == "reference"
-
-
-def test_a_jax_without_triton(monkeypatch):
-    """`auto` is this kernel over the cache and jnp in tiles on packed rows; who asks for the Triton kernels is told."""
-    heads = attention.Heads(4, 2, 64, jnp.bfloat16)
-    assert not attention.choose_paged("auto", "gpu").on_mosaic_gpu
-    assert attention.choose_packed("auto", "gpu", heads).implementation == "pallas"
-    monkeypatch.setattr(attention, "has_triton", lambda: False)
-    assert attention.choose_paged("auto", "gpu") == MOSAIC._replace(implementation="auto")
-    assert attention.choose_paged("auto", "cpu").implementation == "reference"
-    packed = attention.choose_packed("auto", "gpu", heads)
-    assert (packed.implementation, "no Pallas on Triton" in packed.note) == ("tiles", True)
-    with pytest.raises(ValueError, match="must be auto, mosaic_gpu or reference: this JAX has no Pallas on Triton"):
-        attention.choose_paged("pallas", "gpu")
-    with pytest.raises(ValueError, match=r"actor.attention \(pallas\) must be .*: this JAX has no Pallas on Triton"):
-        attention.choose_packed("pallas", "gpu", heads)
-
-
 # ---------------------------------------------------------------- lowering for CUDA, without a GPU
 
 

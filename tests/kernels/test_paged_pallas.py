@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from lowering import lowered_for_cuda
 
-from jaxrl.kernels import attention, paged_pallas, pieces, reference
+from jaxrl.kernels import attention, paged_pallas, reference
 from jaxrl.kernels.paged_pallas import PagedTileSizes
 from jaxrl.sharding.narrow_weights import narrowed
 
@@ -131,22 +131,6 @@ def test_a_row_does_not_depend_on_the_others():
         for length, row in zip(others, run(*placed(others, width, 16, seed=width), tiles=tiles), strict=True):
             if length in found:
                 np.testing.assert_array_equal(row, found[length])
-
-
-@pytest.mark.parametrize("programs", [3, 40])
-def test_programs_share_the_pieces_of_all_rows(programs, monkeypatch):
-    """Each piece once, a row at least one, and no program more than its share."""
-    monkeypatch.setattr(pieces, "WANTED_PROGRAMS", programs)
-    last = np.array([95, -1, 31, 32, 1023, 0, 5000])
-    for window, first, count in ((0, 0, [3, 1, 1, 2, 32, 1, 32]), (40, [1, 0, 0, 0, 30, 0, 32], [2, 1, 1, 2, 2, 1, 1])):
-        work, made = pieces.list_work(last, last, window, 1024, 32, 1)
-        assert made == max(programs, len(last))
-        bounds, row = (np.asarray(work[name][0]) for name in ("bounds", "row"))
-        np.testing.assert_array_equal(np.diff(bounds), np.minimum(count, 32))
-        np.testing.assert_array_equal(work["first"][0], np.minimum(first, 31) + np.zeros(7, int))
-        begin = np.arange(made + 1) * bounds[-1] // made
-        assert np.diff(begin).max() <= -(-bounds[-1] // made)
-        np.testing.assert_array_equal(row, np.searchsorted(bounds, begin[:-1], side="right") - 1)
 
 
 # ---------------------------------------------------------------- the interface

@@ -7,28 +7,14 @@ from typing import Any
 import pytest
 from keyword_options import with_options
 
-from jaxrl.config import Config, from_mapping
+from jaxrl.config import Config
 from jaxrl.config.checks import NEEDS_WHOLE_BATCH
-from jaxrl.mechanisms import composition_problem, is_timeless
+from jaxrl.mechanisms import composition_problem
 
 ON = {"enable": True}
 
 
-def test_what_excludes_workers_that_span_hosts():
-    def problem(**options: Any) -> str | None:
-        return composition_problem(from_mapping({"model": {"path": "m"}, "hosts": {"num": 2}, **options}))
-
-    spans: dict[str, Any] = {"hosts_per_worker": 2, "tensor_model_parallel_size": 2}
-    drafts = {"enable": True, "max_batch": 8}
-    assert problem(rollout={**spans, "tail_batching": ON, "speculation": drafts}) is None
-    assert problem(rollout={**spans, "layout": {"planner": True}}) == (
-        "rollout.layout.planner and rollout.layout.switch excludes rollout.hosts_per_worker (2): tp is all devices of "
-        "such a worker"
-    )
-
-
 def streaming(**options: Any) -> Config:
-    """The stream trainer with options as `section__option`."""
     rollout = {"num_workers": 2, "n": 4}
     return with_options({"model": {"path": "m"}, "rollout": rollout, "trainer": {"stream": ON}}, options)
 
@@ -47,6 +33,7 @@ def streaming(**options: Any) -> Config:
         ({"rollout__max_active_requests": 16}, "excludes rollout.max_active_requests (16 samples): workers are freed"),
         ({"rollout__num_workers": 3}, "needs rollout.num_workers to be even, found 3: half of the rollout's workers"),
         ({"rollout__num_workers": 6, "trainer__num_devices": 12}, "(trainer.num_devices) must be a power of two"),
+        ({"actor__use_kl_loss": True, "actor__offload_reference": True}, "excludes actor.offload_reference"),
     ],
 )
 def test_what_the_stream_trainer_excludes(options: dict[str, Any], sentence: str):
@@ -54,7 +41,6 @@ def test_what_the_stream_trainer_excludes(options: dict[str, Any], sentence: str
 
 
 def ranking(**options: Any) -> Config:
-    """Ranking groups with options as `section__option`."""
     rollout = {"num_workers": 2, "num_devices": 2, "ranking_groups": ON}
     return with_options({"model": {"path": "m"}, "rollout": rollout, "trainer": {"one_step_off": True}}, options)
 
@@ -74,12 +60,3 @@ def test_what_ranking_groups_exclude(options: dict[str, Any], sentence: str):
     problem = composition_problem(ranking(**options)) or ""
     assert problem.startswith("rollout.ranking_groups.enable ")
     assert sentence in problem
-
-
-def test_what_ranking_groups_go_with_and_what_leaves_the_clock_a_say():
-    assert composition_problem(ranking()) is None
-    assert is_timeless(ranking())
-    for section in ("rollout__partial_rollout", "rollout__over_provisioning", "algorithm__filter_groups"):
-        made = ranking(**{section: ON})
-        assert composition_problem(made) is None
-        assert not is_timeless(made)

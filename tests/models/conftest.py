@@ -54,7 +54,6 @@ ROPE: dict[str, dict[str, Any]] = {
 
 
 def rope_config(name: str) -> dict[str, Any]:
-    """The content of config.json of one of `ROPE`."""
     return {key: value for key, value in (tiny_config().to_hf() | ROPE[name]).items() if value is not None}
 
 
@@ -138,7 +137,6 @@ def positions_of(tokens: Any) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("config", "dtype", "remat"))
 def scan_logits(params: Any, tokens: Any, config: ModelConfig, dtype: Any = jnp.float32, remat: Any = "none") -> Any:
-    """Logits of tokens [B, T] or [T]."""
     attend = attention_of(config)
     hidden = decoder.forward_scan(params, tokens, positions_of(tokens), attend, config, dtype=dtype, remat=remat)
     return decoder.logits(params, hidden, config)
@@ -170,7 +168,6 @@ def transformers() -> Any:
 
 @pytest.fixture
 def torch_logits(transformers: Any) -> Callable[..., np.ndarray]:
-    """Logits by transformers of a Hugging Face folder."""
     import torch
 
     def run(folder: Path, tokens: np.ndarray, dtype: Any = torch.float32) -> np.ndarray:

@@ -25,8 +25,6 @@ def weights_of(random: np.random.Generator, *, biased: bool) -> dict[str, jax.Ar
 
 
 def plain(x: jax.Array, routing: experts.Routing, weights: Any) -> jax.Array:
-    """Every expert for every token."""
-
     def biased(y: jax.Array, name: str) -> jax.Array:
         return y + weights[f"{name}_bias"][:, None] if f"{name}_bias" in weights else y
 

@@ -1,18 +1,15 @@
-"""Models as Flax NNX modules: the same logits, weights there and back, and an optimizer of NNX's."""
-
-import dataclasses
+"""Models as Flax NNX modules: the same logits, and weights there and back."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.nnx import Decoder
 
-from .conftest import TOKENS, lively, scan_logits, tiny_config
+from .conftest import TOKENS, lively, tiny_config
 from .test_families import recorded
 
 
@@ -36,24 +33,3 @@ def test_padding_on_either_side_changes_nothing(x64):
         mask = np.pad(np.ones((2, 8), bool), ((0, 0), (left, right)))
         out = model(jnp.asarray(padded), jnp.asarray(mask))[:, left : left + 8]
         np.testing.assert_allclose(out, alone, rtol=0, atol=1e-12)
-
-
-def test_an_optimizer_of_nnx_trains_it(x64):
-    config = dataclasses.replace(tiny_config(), num_layers=1)
-    model = Decoder(config, lively(config, np.float64), jnp.float64)
-    before = jax.tree.map(np.array, model.tree())
-    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-    tokens = jnp.asarray(TOKENS)
-
-    def loss(model):
-        return optax.softmax_cross_entropy_with_integer_labels(model(tokens)[:, :-1], tokens[:, 1:]).mean()
-
-    gradients = nnx.grad(loss)(model)
-    optimizer.update(model, gradients)
-    plain = jax.grad(
-        lambda params: optax.softmax_cross_entropy_with_integer_labels(
-            scan_logits(params, TOKENS, config, jnp.float64)[:, :-1], tokens[:, 1:]
-        ).mean()
-    )(before)
-    expected = jax.tree.map(lambda weight, gradient: weight - 0.1 * gradient, before, plain)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), model.tree(), expected)

@@ -102,15 +102,6 @@ def test_closing_waits_for_no_worker(tmp_path: Path):
     assert time.monotonic() - start < 20
 
 
-def test_max_retries(opened: Opened, tmp_path: Path):
-    pool = opened(num_workers=1, max_retries=3)
-    submit(pool, "die", f"once {tmp_path / 'flag'}", "raise")
-    verdicts = collect(pool)
-    assert [verdicts[i].status for i in range(3)] == ["crash", "ok", "error"]
-    assert verdicts[0].info["error"] == "the scorer's process ended with exit code 3 (4 times in a row)"
-    assert pool.take_metrics()["reward/retries"] == 3 + 1
-
-
 def test_memory_that_earlier_samples_left_taken(opened: Opened):
     """A worker that leaks is replaced, and the sample that found no room has its verdict from a new one."""
     pool = opened(num_workers=1, max_memory_gib=1.0, timeout_s=60.0)  # to take memory is slow at times

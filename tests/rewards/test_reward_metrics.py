@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jaxrl.config import Config, from_mapping
-from jaxrl.rewards.reward_metrics import TIMEOUTS, RewardMetrics
+from jaxrl.rewards.reward_metrics import RewardMetrics
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import SampleKey
 
@@ -19,19 +19,6 @@ def config(**reward: Any) -> Config:
 
 def verdict(reward: float = 1.0, status: Any = "ok", seconds: float = 0.5, **info: Any) -> Verdict:
     return Verdict(3.0, SampleKey(0, 0, 0), reward, status, info, seconds)
-
-
-def test_a_run_without_domains():
-    """The verdicts that its rounds have received count; the pool has scored one more, which nobody wanted."""
-    tally = RewardMetrics.configured(config())
-    for status in ("ok", "error", "timeout", "timeout", "crash"):
-        tally.add("math", replace(verdict(status=status), is_replayed=status in ("timeout", "crash")))
-    pool = {"reward/num_scored": 3.0, "reward/errors": 1.0, "reward/timeouts": 1.0, "reward/seconds": 7.0}
-    whole = {"reward/num_scored": 5, "reward/errors": 1, "reward/timeouts": 2, "reward/crashes": 1}
-    kinds = dict.fromkeys(TIMEOUTS, 0.0) | {"sample": 2.0}
-    expected = pool | whole | {f"reward/timeouts/{kind}": count for kind, count in kinds.items()}
-    assert tally.take(pool) == expected
-    assert not any(tally.take({}).values())
 
 
 GDPO = {"adv_estimator": "gdpo", "gdpo_reward_keys": ["acc", "fmt"]}

@@ -10,15 +10,7 @@ import pytest
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.rewards.domains import build_scorer
-from jaxrl.rewards.scorers import (
-    AutoScorer,
-    CustomScorer,
-    MathScorer,
-    Scorer,
-    ScoreRequest,
-    TaskScorer,
-    score_safely,
-)
+from jaxrl.rewards.scorers import AutoScorer, CustomScorer, MathScorer, Scorer, ScoreRequest, TaskScorer, score_safely
 from jaxrl.types import Prompt, Sample, SampleKey
 
 ENTRY = {"question": "4 + 3 =", "answer": "7", "metadata": {}}

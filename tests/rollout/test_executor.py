@@ -11,23 +11,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from recorder import Recorder
-from replay_executor import ReplayExecutor
 from small_models import engine_over, mixed, model_of, ready, weights_of
 from whole_pass import check
 
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
-from jaxrl.rollout.programs import MAX_STOP_IDS, Generated
+from jaxrl.rollout.programs import MAX_STOP_IDS
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import train_shardings
-from jaxrl.types import Sample, SampleKey, SamplingParams
+from jaxrl.types import Sample, SampleKey
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -112,54 +109,3 @@ def test_requests_that_cannot_run_are_refused_before_they_wait():
             engine.add(replace(request, params=replace(request.params, **changes)))
         assert engine.is_idle
     engine.add(request)
-
-
-class _Value:
-    """Stands for a device array that is never read."""
-
-    def copy_to_host_async(self) -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("groups", "tp", "sizes"),
-    [
-        (4, 2, {"num_slots": 5, "num_blocks": 23, "block_size": 4, "max_length": 70, "max_prefill_tokens": 24}),
-        (1, 1, {"num_slots": 32, "num_blocks": 200, "block_size": 16, "max_length": 384, "max_prefill_tokens": 512}),
-    ],
-)
-def test_no_plan_needs_a_shape_that_warm_up_leaves_out(groups: int, tp: int, sizes: dict[str, int]):
-    """Real plans, with fillers for tokens: only the shapes of the programs are looked at, nothing is compiled."""
-    layout = Layout(make_mesh(jax.devices()[: groups * tp]), tp)
-    mesh = MeshExecutor(model_of("llama"), layout, ExecutorConfig(**sizes, decode_steps=8, max_tp=tp))
-    asked_for: set[tuple] = set()
-
-    def record(kind: str, rows: int, length: int, width: int) -> Any:
-        asked_for.add((kind, rows, length, width))
-        generated = Generated(*[_Value()] * 5)
-        return lambda *_: (1, 1, generated, 1) if kind == "decode" else (1, 1, generated)
-
-    mesh._now.program = lambda shape: record(*shape)  # pyright: ignore[reportAttributeAccessIssue]
-    mesh._params = mesh._pool = mesh._state = 1  # pyright: ignore[reportAttributeAccessIssue]
-    rng = np.random.default_rng(3)
-    asked: list[Request] = []
-    for p in range(40):
-        prompt = tuple(rng.integers(1, 99, rng.integers(1, sizes["max_length"] * 3 // 4)).tolist())
-        room = sizes["max_length"] - len(prompt)
-        asked += [
-            Request(len(asked) + i, SampleKey(0, p, i), prompt, SamplingParams(max_tokens=room), share=p)
-            for i in range(4)
-        ]
-    lengths = {request.key: int(rng.integers(1, request.params.max_tokens + 1)) for request in asked}
-
-    class Both(ReplayExecutor):
-        def submit(self, plan: Any) -> Any:
-            mesh.submit(plan)
-            return super().submit(plan)
-
-    replay = Both(
-        lengths, groups, sizes["num_slots"], sizes["num_blocks"], sizes["block_size"], sizes["max_prefill_tokens"]
-    )
-    engine = Engine(replay, BatcherConfig(decode_steps=8, max_model_len=sizes["max_length"]))
-    engine.generate(asked)
-    assert asked_for <= set(mesh.shapes())
-    assert {"prefill", "decode"} == {kind for kind, *_ in asked_for}

@@ -146,18 +146,6 @@ def test_a_prefix_can_be_continued(make, tiny_model):
     assert generate(engine, params, both, 8) == generate(engine, params, whole, 8)
 
 
-def test_a_prefix_goes_to_an_engine_on_other_devices(make, tiny_model, jetstream):
-    """JetStream's disaggregated mode: prefill on one submesh, decode on another with another layout."""
-    near = make(2, 2)
-    layout = Layout(make_mesh(jax.devices()[4:8]), 2)
-    far = jetstream.JetStreamEngine(near.model, layout, near.config, near.path)
-    ids = np.array(encoded(tiny_model)[1], np.int32)
-    prefix = near.prefill(params=near.load_params(), padded_tokens=ids, true_length=len(ids))
-    moved = jax.device_put(prefix, far.get_prefix_destination_sharding())
-    there = generate(far, far.load_params(), moved, 6)
-    assert there == generate(near, near.load_params(), prefix, 6)
-
-
 @pytest.mark.parametrize("limited_by", ["max_length", "max_tokens", "stop token"])
 def test_a_slot_that_has_no_more_to_say_is_not_valid(make, tiny_model, limited_by):
     ids = encoded(tiny_model)[3]

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 from known_samples import KnownSample, KnownWorkload
-from run_parts import made_run, text_by
+from run_parts import made_run
 from sim_machine import Machine
 
 from jaxrl.mechanisms.dynamic_sampling import DynamicSampling
@@ -25,11 +25,7 @@ from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.run.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.batches import BatchRule, RoundTime
-from jaxrl.scheduling.rounds.events import (
-    Event,
-    SampleAborted,
-    Verdict,
-)
+from jaxrl.scheduling.rounds.events import Event, SampleAborted, Verdict
 from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
@@ -67,11 +63,6 @@ STOPS = (7, 60, 90, 120, 150, 180, 210, 240)
 # ---------------------------------------------------------------- rounds with a rule across them
 
 
-class Words:
-    def decode(self, ids: list[int]) -> str:
-        return " ".join(map(str, ids))
-
-
 @dataclass
 class SlowPool:
     """A pool in which the k-th sample takes a number of looks that depends on k; `durations` remembers how long."""
@@ -105,7 +96,7 @@ class SlowPool:
 
 def backend_over(executor: MeshExecutor) -> RolloutBackend:
     parts = Engine(executor, BATCHER), executor, SlowPool()
-    backend = RolloutBackend(made_run(*parts, text_of=text_by(Words())))
+    backend = RolloutBackend(made_run(*parts))
     backend._ready = True  # weights and pool are there already
     return backend
 

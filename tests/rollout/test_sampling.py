@@ -82,8 +82,8 @@ def test_noise_is_exponential_and_uncorrelated_between_neighbours():
 
 def test_every_part_of_the_key_changes_the_draw():
     keys = [SampleKey(*parts) for parts in itertools.product(range(3), repeat=4)]
-    words = {tuple(request_key(seed, key)) for seed in range(3) for key in keys}
-    assert len(words) == 3 * 81
+    words = {tuple(request_key(seed, key)) for seed in (0, 1, 2**31, 2**32 - 1) for key in keys}
+    assert len(words) == 4 * 81
 
 
 def test_flip_rate_under_noise_is_that_of_gumbel_max_with_threefry():

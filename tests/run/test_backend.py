@@ -7,26 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from replayed_backend import (
-    LENGTHS,
-    PARAMS,
-    PROMPTS,
-    Pool,
-    begin,
-    key,
-    next_finished,
-    opened,
-)
+from replayed_backend import LENGTHS, PARAMS, PROMPTS, Pool, begin, key, next_finished, opened
 
 from jaxrl.run.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import RoundInfo
-from jaxrl.scheduling.rounds.events import (
-    Abort,
-    Interrupted,
-    SampleAborted,
-    Score,
-    Verdict,
-)
+from jaxrl.scheduling.rounds.events import Abort, Interrupted, SampleAborted, Score, Verdict
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.types import Sample
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl.config import Config, ConfigError, from_mapping
 from jaxrl.run import build
-from jaxrl.run.build import share_notes, use_compilation_cache
+from jaxrl.run.build import use_compilation_cache
 from jaxrl.run.cache_folder import with_cache_folder
 
 CONFIG = from_mapping({"model": {"path": "SmolLM2-135M"}})
@@ -38,18 +38,6 @@ def test_float8_is_refused_where_a_gpu_has_none(option: str):
         build.refuse_float8(config, SimpleNamespace(compute_capability=capability, device_kind="L4"))
     with pytest.raises(ConfigError, match=rf"^rollout.{option}=fp8: float8 needs a GPU of .* 8.9 or more, and A100"):
         build.refuse_float8(config, SimpleNamespace(compute_capability="8.0", device_kind="A100"))
-
-
-def test_a_small_share_is_said_with_what_to_set(monkeypatch: pytest.MonkeyPatch):
-    (note,) = share_notes(CONFIG, [H100])
-    assert note == (
-        "JAX was given 0.75 of each GPU's memory (60.0 GiB of about 80.0 GiB), and rollout.memory_fraction (0.85) is "
-        f"of that: for a larger KV pool, set {VARIABLE}=0.92 in the environment"
-    )
-    monkeypatch.setenv(VARIABLE, "0.9")
-    assert share_notes(CONFIG, [H100]) == []
-    monkeypatch.setenv(VARIABLE, "0.5")
-    assert share_notes(CONFIG, [SimpleNamespace(platform="cpu", memory_stats=lambda: None)]) == []
 
 
 def test_a_cache_is_known_again_until_its_folder_is_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

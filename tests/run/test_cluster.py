@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import shutil
 import signal
 import socket
@@ -14,7 +13,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from runs import MADE_UP_PROFILE, PATIENCE_S, STOPS, WIDE, Runs, assert_same_end, end, num_steps, wait_for_steps
+from runs import PATIENCE_S, STOPS, WIDE, Runs, assert_same_end, end, num_steps, wait_for_steps
 from talking_runs import TALK
 from tiny import write_tiny_model
 
@@ -108,10 +107,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Runs:
     return made
 
 
-def living(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-
-
 @needs_ray
 @pytest.mark.parametrize(
     "rule", ["tail batching", *(pytest.param(rule, marks=slow) for rule in RULES if rule != "tail batching")]
@@ -168,32 +163,6 @@ def test_devices_of_the_rollouts_own(runs: Runs):
 
 @slow
 @needs_ray
-def test_layouts_switch_on_the_hosts(runs: Runs):
-    """Each host's worker by itself, by a made-up profile. The first step's responses are those of one process; what an
-    update on four devices adds up in one process it adds up in another order."""
-    profile, one, two = (runs.folder / name for name in ("profile.json", "switched one", "switched"))
-    layout = (
-        f"{{switch: true, min_gain: 0, cooldown: 2, allow_synthetic: true, profile: {profile}, correction_weight: 0}}"
-    )
-    options = (*SMALL, "rollout.num_workers=2", "rollout.max_num_seqs=2", f"rollout.layout={layout}")
-    program = (MADE_UP_PROFILE, f"--out={profile}")
-    with runs.start(runs.folder / "none", *options, devices=4, program=program) as process:
-        end(process)
-    runs.finish(one, *options, devices=4)
-    runs.finish(two, *options, "hosts.num=2", "hosts.devices_per_host=2")
-    measured, expected = ((run_dir / "metrics.jsonl").read_text().splitlines() for run_dir in (two, one))
-    for name in (
-        "rollout/layout/switches",
-        "rollout/layout/moved_tokens",
-        "response_length/mean",
-        "rollout/decode_steps",
-    ):
-        assert json.loads(measured[0])[name] == json.loads(expected[0])[name]
-    assert json.loads(measured[0])["rollout/layout/switches"] > 0
-
-
-@slow
-@needs_ray
 def test_the_order_of_arrival_is_repeated_after_a_kill(runs: Runs):
     """The killed run's last step is played again in the order that the journal has, so its metrics come out alike."""
     options = (*SMALL, *RULES["partial rollout"], "rollout.order=arrival", "trainer.save_freq=3")
@@ -222,7 +191,7 @@ def test_a_controller_that_is_asked_to_end_saves_and_leaves_nothing(runs: Runs):
         process.send_signal(signal.SIGTERM)
         end(process)
         until_s = time.monotonic() + PATIENCE_S
-        while living(below):
+        while any(Path(f"/proc/{pid}").exists() for pid in below):
             assert time.monotonic() < until_s
             time.sleep(0.1)
     runs.finish(ended, *SMALL, *HOSTS)

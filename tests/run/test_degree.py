@@ -14,6 +14,8 @@ from jaxrl.models.loading import config_of
 from jaxrl.models.shapes import named_shape
 from jaxrl.rollout.profiles import identity_of
 from jaxrl.run.degree import planned_degree, with_degree
+from jaxrl.scheduling.layouts.batch_state import GroupCapacity, fastest_degree
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity
 from jaxrl.sharding.mesh import make_mesh
 
@@ -88,29 +90,6 @@ def test_degrees_that_do_not_fit_into_memory_are_left_out(tmp_path: Path):
         planned_degree(c, MODEL, 8, 100 << 20)
 
 
-def test_a_profile_is_of_one_worker(tmp_path: Path):
-    """Half of the samples on half of the devices decode as they would alone."""
-    c = config({"profile": write(tmp_path / "p.json")}, num_workers=2)
-    with pytest.raises(ConfigError, match=r"is of 8 devices: the rollout has 4 in each worker"):
-        planned_degree(c, MODEL, 8, None)
-    chosen, said = planned_degree(c, MODEL, 16, None)
-    alone, alone_said = planned_degree(config({"profile": write(tmp_path / "p.json")}, n=2), MODEL, 8, None)
-    assert chosen.rollout.tp == alone.rollout.tp == 4
-    assert said.partition("decodes")[2] == alone_said.partition("decodes")[2]
-
-
-def test_what_cannot_be_chosen_from(tmp_path: Path):
-    message = r"profile is missing: rollout.tensor_model_parallel_size=auto needs a file of `jaxrl profile --config"
-    with pytest.raises(ConfigError, match=message):
-        planned_degree(config({"profile": ""}), MODEL, 8, None)
-    c = config({"profile": write(tmp_path / "p.json", 1, 2, count=4)})
-    with pytest.raises(ConfigError, match=r"is auto, and .* is of 4 devices: the rollout has 8"):
-        planned_degree(c, MODEL, 8, None)
-    c = config({"profile": write(tmp_path / "p.json", 1, 2), "degrees": [4, 8]})
-    with pytest.raises(ConfigError, match=r"holds tp 1, 2, none of which 8 devices and rollout.layout.degrees allow"):
-        planned_degree(c, MODEL, 8, None)
-
-
 def test_a_real_run_checks_the_profile_and_says_what_it_chose(tmp_path: Path):
     path = write_tiny_model(tmp_path / "model")
     values = to_mapping(config({"profile": write(tmp_path / "p.json")}))
@@ -128,10 +107,8 @@ def test_a_real_run_checks_the_profile_and_says_what_it_chose(tmp_path: Path):
     assert len(said) == 1
 
 
-def test_a_run_keeps_the_degree_that_it_began_with():
-    said: list[str] = []
-    c, mesh = config({"profile": "gone.json"}), make_mesh()
-    assert with_degree(c, mesh, said.append, earlier=config(tp=4)).rollout.tp == 4
-    assert said == ["rollout.tensor_model_parallel_size: auto stays 4, as this run began"]
-    assert c.with_tp_of(config(tp=4), 2).is_tp_open, "not on devices that it does not divide"
-    assert c.with_tp(2).with_tp_of(config(tp=4), 8).rollout.tp == 2, "a number is what was asked for"
+def test_rows_that_have_no_room_come_in_waves():
+    """Of four rows at tp 8 three have room, then one: 10 steps of 1 + 1.6 ms, and 10 of 1 ms."""
+    model = LatencyPredictor(table(ProfileIdentity("m", "", "", 8, "", "")))
+    found = fastest_degree(model, {8: GroupCapacity(3 * 110 + 109, 9)}, 4, 100, 10)
+    assert found.predicted_s[8] == pytest.approx(0.036)

@@ -13,8 +13,6 @@ from rounds import rule_sections
 from jaxrl.config import Config, ConfigError
 from jaxrl.mechanisms import batch_rule, composition_problem
 from jaxrl.mechanisms.partial_rollout import PartialRollout
-from jaxrl.mechanisms.speculation import draft_config
-from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftWindow
 
 LONGEST = 77  # tokens of a response
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -41,13 +39,6 @@ def test_a_buffer_filter_is_the_function_of_the_users_file(tmp_path: Path):
 
 
 ON = {"enable": True}
-
-
-def test_when_plans_verify_drafts():
-    assert draft_config(config(), "gpu") is None
-    assert draft_config(config(rollout__speculation=ON), "gpu") == DraftConfig(DraftWindow(), 256)
-    chosen = {"verify_tokens": 7, "max_batch": 3, "max_window": 9}
-    assert draft_config(config(rollout__speculation=ON | chosen), "cpu") == DraftConfig(DraftWindow(2, 2, 9), 7, 3)
 
 
 @pytest.mark.parametrize("section", rule_sections())

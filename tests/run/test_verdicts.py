@@ -27,14 +27,7 @@ from jaxrl.config import from_mapping
 from jaxrl.rewards.reward_metrics import RewardMetrics
 from jaxrl.run.verdicts import Verdicts
 from jaxrl.scheduling.mechanism import RoundInfo
-from jaxrl.scheduling.rounds.events import (
-    AwaitVerdict,
-    CancelScore,
-    RoundStarted,
-    SampleFinished,
-    Score,
-    Verdict,
-)
+from jaxrl.scheduling.rounds.events import AwaitVerdict, CancelScore, RoundStarted, SampleFinished, Score, Verdict
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.types import Episode, Prompt, Sample, SampleKey, Turn
 
@@ -92,19 +85,6 @@ def test_what_an_environment_has_failed_is_not_scored(tmp_path: Path, caplog: py
     counts = {"num_scored": 5.0, "errors": 1.0, "timeouts": 1.0, "crashes": 1.0}
     assert metrics.take({"reward/num_scored": 2.0}).items() >= {f"reward/{k}": v for k, v in counts.items()}.items()
     assert not pool.num_pending
-
-
-def test_the_verdict_behind_cancelled_ones_comes():
-    """One that its scorer has, and one whose environment has failed."""
-    verdicts = Verdicts(Pool(hold=[key(0)]), lambda: 4.0)
-    verdicts.begin(1, 0)
-    for one in (key(0), key(1), key(0, 1)):
-        made = Sample.empty(one)
-        made.text = "x"
-        made.episode = Episode((Turn(0, "x"),), stop="error", error="down") if one == key(1) else None
-        verdicts.send(PROMPTS[0], made)
-    verdicts.cancel([key(0), key(1)])
-    assert [each.key for each in verdicts.completed()] == [key(0, 1)]
 
 
 def test_a_verdict_of_the_clock_is_on_the_disk_before_the_round_hears_of_it(houses: Any, tmp_path: Path):
@@ -182,15 +162,6 @@ def test_an_evaluation_does_not_hear_the_training_rounds_verdicts(houses: Any):
     assert set(LENGTHS) - set(again.pool.submitted) == {key(2)}
 
 
-def test_a_pool_that_is_asked_for_a_slow_verdict_is_progress(houses: Any):
-    house = houses({key(0): 2}, Pool())
-    beats, answers = [], iter([[], [], [Verdict(1.0, key(0), 1.0)]])
-    house.pool.completed, house.pool.wait = list, lambda timeout_s: next(answers)
-    house.run.beat = lambda _: beats.append(1)
-    house.run_round([PROMPTS[0]], 1)
-    assert len(beats) == 3
-
-
 @pytest.mark.parametrize("houses", [1], indirect=True)  # which plan brings what is that of one
 def test_a_verdict_is_awaited_without_a_plan_and_one_that_is_cancelled_never_comes(houses: Any):
     house = houses({key(0, 0): 2, key(0, 1): 3, key(0, 2): 30}, Pool(hold=[key(0, 0)]))
@@ -218,3 +189,25 @@ def test_a_pool_that_loses_a_sample_is_found_out(houses: Any):
     house = houses(LENGTHS, Leaky())
     with pytest.raises(RuntimeError, match=r"pool has lost SampleKey\(.*prompt_index=2, sample_index=1"):
         house.run_round(PROMPTS, 2)
+
+
+def test_the_verdict_behind_cancelled_ones_comes():
+    """One that its scorer has, and one whose environment has failed."""
+    verdicts = Verdicts(Pool(hold=[key(0)]), lambda: 4.0)
+    verdicts.begin(1, 0)
+    for one in (key(0), key(1), key(0, 1)):
+        made = Sample.empty(one)
+        made.text = "x"
+        made.episode = Episode((Turn(0, "x"),), stop="error", error="down") if one == key(1) else None
+        verdicts.send(PROMPTS[0], made)
+    verdicts.cancel([key(0), key(1)])
+    assert [each.key for each in verdicts.completed()] == [key(0, 1)]
+
+
+def test_a_pool_that_is_asked_for_a_slow_verdict_is_progress(houses: Any):
+    house = houses({key(0): 2}, Pool())
+    beats, answers = [], iter([[], [], [Verdict(1.0, key(0), 1.0)]])
+    house.pool.completed, house.pool.wait = list, lambda timeout_s: next(answers)
+    house.run.beat = lambda _: beats.append(1)
+    house.run_round([PROMPTS[0]], 1)
+    assert len(beats) == 3

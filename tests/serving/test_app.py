@@ -12,13 +12,12 @@ import httpx2
 import jax
 import numpy as np
 import pytest
-from pydantic import ValidationError
 from served import LENGTH, ROWS, WAITING, Client, Talk, talk_to
 from starlette.requests import ClientDisconnect
 
 from jaxrl.serving.answers import Completion
 from jaxrl.serving.app import Routes, Streamed
-from jaxrl.serving.bodies import ChatBody, CompletionBody
+from jaxrl.serving.bodies import CompletionBody
 from jaxrl.serving.driver import Driver
 from jaxrl.serving.generation import ServedModel
 from jaxrl.text import TextEngine
@@ -278,63 +277,6 @@ def test_what_clients_leave_open(talk: Talk):
     talk(conversation)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"prompt": [["x"] * 100_000]},
-        {"messages": CHAT, "tools": [{**dict.fromkeys(map(str, range(100_000)), 1)}] * 100},
-    ],
-    ids=lambda body: next(reversed(body)),
-)
-def test_mistakes_are_counted_no_further_than_the_first(body: dict[str, Any]):
-    """An alternative of a union, or a field, has one each: a million of them cost gigabytes."""
-    with pytest.raises(ValidationError) as found:
-        (ChatBody if "messages" in body else CompletionBody).model_validate(body)
-    assert found.value.error_count() <= 8
-
-
-def test_metrics_have_a_row_for_each_route_and_not_for_each_path(talk: Talk):
-    async def conversation(client: Client) -> None:
-        async def rows() -> list[str]:
-            found = (await client.get("/metrics", headers={"Authorization": "Bearer k"})).text.splitlines()
-            return [line.split(" ")[0] for line in found if line.startswith("jaxrl_requests_total")]
-
-        for key in ("k", "other"):
-            await client.get("/v1/models/none", headers={"Authorization": f"Bearer {key}"})
-        await rows()
-        before = await rows()
-        for i in range(50):
-            for key in ("k", "other"):
-                await client.get(f"/v1/models/{i}", headers={"Authorization": f"Bearer {key}"})
-                await client.get(f"/{i}", headers={"Authorization": f"Bearer {key}"})
-        assert await rows() == before
-        assert 'jaxrl_requests_total{route="/v1/models/{name:path}",status="404"}' in before
-
-    talk(conversation, "k")
-
-
-def test_a_stream_that_is_left_before_it_begins_frees_its_row(engine: TextEngine):
-    """The connection is lost as the first bytes go out."""
-
-    async def lost(message: Any) -> None:
-        raise OSError("the client is gone")
-
-    async def inside() -> None:
-        driver = Driver(engine.engine, WAITING)
-        model = ServedModel(driver, engine.tokenizer, LENGTH, engine.stop_token_ids, engine.tokenizer.vocab_size)
-        params = SamplingParams(max_tokens=200)
-        generation = model.begin([[5, 6]], params)
-        answer = Completion(CompletionBody(prompt="x"), generation, engine.tokenizer, "tiny")
-        scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
-        with pytest.raises(ClientDisconnect):
-            await Streamed(generation, answer, False)(scope, lost, lost)
-        assert not driver._readers
-        await driver.close(0)
-
-    asyncio.run(inside())
-    assert engine.engine.is_idle
-
-
 def test_a_client_is_not_told_why_an_engine_fails(engine: TextEngine, monkeypatch: pytest.MonkeyPatch):
     """Neither the one whose request is under way nor the next one."""
     body = {"prompt": "p", "max_tokens": 4}
@@ -391,3 +333,25 @@ def test_the_key_is_asked_for(talk: Talk):
         assert "https://" not in page.text
 
     talk(conversation, "secret")
+
+
+def test_a_stream_that_is_left_before_it_begins_frees_its_row(engine: TextEngine):
+    """The connection is lost as the first bytes go out."""
+
+    async def lost(message: Any) -> None:
+        raise OSError("the client is gone")
+
+    async def inside() -> None:
+        driver = Driver(engine.engine, WAITING)
+        model = ServedModel(driver, engine.tokenizer, LENGTH, engine.stop_token_ids, engine.tokenizer.vocab_size)
+        params = SamplingParams(max_tokens=200)
+        generation = model.begin([[5, 6]], params)
+        answer = Completion(CompletionBody(prompt="x"), generation, engine.tokenizer, "tiny")
+        scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
+        with pytest.raises(ClientDisconnect):
+            await Streamed(generation, answer, False)(scope, lost, lost)
+        assert not driver._readers
+        await driver.close(0)
+
+    asyncio.run(inside())
+    assert engine.engine.is_idle

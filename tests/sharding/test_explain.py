@@ -94,6 +94,3 @@ def test_what_training_sends():
     found = update_traffic(model, 16, 2)
     assert found.into_host == pytest.approx((2 * (2 * layers + head) + 4 * (layers + head)) / 2, rel=1e-3)
     assert explain_layout(model, 16, 1, num_hosts=2).endswith("gradients; 27.7 GB come into each host")
-    lines = explain_layout(SMOLLM2, 8, 8, name="SmolLM2-135M").splitlines()
-    assert lines[0] == "SmolLM2-135M: 8 devices, dp 1 × tp 8"
-    assert lines[2] == "padded for tp 8: query heads 9 to 16, key/value heads 3 to 4"

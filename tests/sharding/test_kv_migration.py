@@ -92,7 +92,6 @@ class Batch:
         return plan.lanes().sizes[1]
 
     def end(self, group: int) -> None:
-        """The requests of a dp group end."""
         for i in [i for i, request in self.requests.items() if request.group == group]:
             self.blocks.free(i)
             del self.requests[i], self.written[i]

@@ -35,8 +35,6 @@ def positions():
 
 @cache
 def train_logits(config):
-    """Of `normal_params`, in float64."""
-
     @jax.jit
     def logits(params):
         hidden = decoder.forward_scan(params, TOKENS, positions(), causal, config, dtype=jnp.float64)

@@ -78,7 +78,6 @@ def test_the_profile_of_modelled_devices_says_what_the_model_says():
 
 @cache
 def run_once(**layout: Any) -> Any:
-    """A run that tests only read."""
     return run(config(**layout))
 
 

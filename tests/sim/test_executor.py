@@ -13,16 +13,13 @@ from papers.closed_form import drain
 from plan_rows import DecodeRow, scheduled
 from sim_machine import SMALL, STOP, ConstantCost, Machine, key, prompt, sizes
 
-from jaxrl.config import SimulatedLengths, SimulatedTask
 from jaxrl.scheduling.rounds.events import Launch
 from jaxrl.scheduling.tokens.plan import Plan, PrefillChunk, Request
 from jaxrl.sim.clock import SimulatedClock
 from jaxrl.sim.cost_model import CostModel, TrainLoad
 from jaxrl.sim.executor import SimulatedExecutor, decode_s, fillers
 from jaxrl.sim.hardware import H100
-from jaxrl.sim.prompts import SimulatedPrompts
 from jaxrl.sim.trainer import SimulatedTrainer
-from jaxrl.sim.workload import ModelledWorkload
 from jaxrl.types import Sample, SampleKey, SamplingParams, TrainBatch
 
 # ---------------------------------------------------------------- plans
@@ -128,23 +125,3 @@ def test_a_training_step_is_charged_once_however_it_is_cut():
     assert spent[0] == spent[1]
     load = TrainLoad(280, sum(n * (n + 1) / 2 for n in (40, 60, 80, 100)))
     assert spent[0] == round(cost.train_step_s(load, 8) * 1e9)
-
-
-def test_prompts_come_once_per_epoch_and_resume():
-    workload = ModelledWorkload(0, (SimulatedTask(name="t", response=SimulatedLengths(median=8, sigma=0.5)),), 50)
-    prompts = SimulatedPrompts(workload, 7, 100, seed=4)
-    taken = prompts.next(10)
-    state = prompts.state()
-    rest = prompts.next(11)
-    keys = [each.key for each in taken + rest]
-    assert [epoch for epoch, _ in keys] == [0] * 7 + [1] * 7 + [2] * 7
-    assert all({i for e, i in keys if e == epoch} == set(range(7)) for epoch in range(3))
-    assert [i for e, i in keys if e == 0] != [i for e, i in keys if e == 1]
-    assert len(taken[0].token_ids) == min(workload.prompt_length(taken[0].index), 100)
-    again = SimulatedPrompts(workload, 7, 100, seed=4)
-    again.load_state(state)
-    assert again.next(11) == rest
-    assert prompts.get(*taken[3].key) == taken[3]
-    assert not {each.index for each in prompts.held_out(5)} & set(range(7))
-    with pytest.raises(ValueError, match=r"simulate\.num_prompts, data\.seed"):
-        SimulatedPrompts(workload, 8, 100, seed=4).load_state(state)

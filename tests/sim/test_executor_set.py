@@ -20,7 +20,6 @@ from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sim.clock import SimulatedClock
 from jaxrl.sim.executor import SimulatedExecutor
-from jaxrl.sim.executor_set import SimulatedExecutorSet
 from jaxrl.types import SampleKey, SamplingParams
 
 
@@ -30,7 +29,6 @@ def with_workers(made: Any, num_workers: int, deal: str = "tokens") -> Any:
 
 @cache
 def fixed_run(num_workers: int, deal: str) -> Any:
-    """A run whose layouts stay, which several tests compare others with."""
     return run(with_workers(config(), num_workers, deal))
 
 
@@ -84,27 +82,6 @@ def rollout_s(
     samples = {k: KnownSample(n, float(k.sample_index)) for k, n in lengths.items()}
     workload = KnownWorkload(samples, dict.fromkeys(range(num_prompts), 4))
     return played(made, ConstantCost(), workload)[1][1]["timing_s/gen"]
-
-
-def test_the_phases_of_all_workers_take_as_long_as_one():
-    for num_workers in (1, 2):
-        clock = SimulatedClock()
-        executors = SimulatedExecutorSet(
-            [
-                SimulatedExecutor(SMALL, lambda *_: 3, ConstantCost(), clock, wake_s=3.0, sync_s=5.0)
-                for _ in range(num_workers)
-            ],
-            clock,
-        )
-        executors.sync_weights(None, 4)
-        executors.allocate()
-        assert clock.now_s == 5.0 + 3.0
-        assert [each.policy_version for each in executors.executors] == [4] * num_workers
-        executors.allocate()
-        assert clock.now_s == 5.0 + 3.0, "all are awake"
-        executors.release_some([num_workers - 1])
-        executors.allocate()
-        assert clock.now_s == 8.0 + 3.0, "but for one"
 
 
 def test_the_host_is_shared():

@@ -16,8 +16,6 @@ SECONDS = {key(0): 5.0, key(1): 1.0, key(2): 2.0}
 
 
 class Bench:
-    """A scoring and its clock."""
-
     def __init__(
         self,
         num_workers: int = 1,
@@ -112,28 +110,10 @@ def test_rewards_and_times_are_those_of_the_step_of_the_first_token():
     assert (verdict.reward, verdict.time_s, verdict.duration_s) == (4.0, 40.0, 40.0)
 
 
-def mixed(own: dict[str, int], in_turn: tuple[str, ...], *keys: SampleKey) -> list[tuple[float, SampleKey]]:
-    """When the scoring of a batch of two tasks ends: prompts 0 and 2 are code, prompt 1 is math."""
-    samples = {key(i): KnownSample(3, 1.0, seconds) for i, seconds in enumerate((5.0, 1.0, 2.0))}
-    workload = KnownWorkload(samples, dict.fromkeys(range(3), 4), {0: "code", 1: "math", 2: "code"})
-    clock = SimulatedClock()
-    scoring = ScoringWorkers(workload, clock, SimulatedPhases(clock, None), 1, 0.0, own, in_turn)
-    clock.advance(10.0)
-    for each in keys:
-        scoring.submit(prompt(each.prompt_index), response(each))
-    found = []
-    while scoring.num_pending:
-        found += came(scoring.wait(0.5))
-    return found
-
-
 def test_tasks_may_have_workers_of_their_own():
-    every = key(0), key(1), key(2)
-    assert mixed({}, (), *every) == [(15.0, key(0)), (16.0, key(1)), (18.0, key(2))]
-    assert mixed({"code": 2}, (), *every) == [(11.0, key(1)), (12.0, key(2)), (15.0, key(0))]
-
-
-def test_the_stages_of_tasks_that_are_scored_in_turn_add_up():
-    every = key(0), key(1), key(2)
-    assert mixed({"code": 2}, ("math", "code"), *every) == [(11.0, key(1)), (13.0, key(2)), (16.0, key(0))]
-    assert mixed({"code": 2}, ("code", "math"), *every) == [(12.0, key(2)), (15.0, key(0)), (16.0, key(1))]
+    samples = {of: KnownSample(3, 1.0, seconds) for of, seconds in SECONDS.items()}
+    workload = KnownWorkload(samples, dict.fromkeys(range(3), 4), {0: "code", 1: "math", 2: "code"})
+    bench = Bench()
+    bench.scoring = ScoringWorkers(workload, bench.clock, bench.phases, 1, 0.0, {"code": 2})
+    bench.submit(*SECONDS)
+    assert [bench.wait() for _ in SECONDS] == [[(1.0, key(1))], [(2.0, key(2))], [(5.0, key(0))]]

@@ -15,8 +15,9 @@ HAND = {
 
 @pytest.mark.parametrize("critic", [{}, {"values": 7, "update_critic": 101}], ids=["without", "with a critic"])
 def test_a_step_by_hand(critic: dict[str, int]):
-    """Rollout and scoring as in the tiny round (15 s, and 7 s more), then one forward pass, training, and the sync. A
-    critic takes a forward pass and training of its own."""
+    """Plan 0 prefills (10 s), which samples each first token, and decodes two steps: until 12. Plan 1, submitted at 0,
+    runs two more until 14; plan 2, submitted at 12 when the host has seen plan 0, one until 15. The one reward worker
+    starts at 12 and needs 10 s. Then one forward pass, training, and the sync. A critic takes those of its own."""
     workload = KnownWorkload(TINY.samples, {0: 4, 1: 4})  # pyright: ignore[reportAttributeAccessIssue]
     made = make_config(HAND, **{"algorithm.adv_estimator": "gae" if critic else "grpo"})
     simulation, metrics, _, _ = played(made, ConstantCost(), workload)

@@ -13,13 +13,7 @@ import pytest
 from jaxrl.config import SimulatedLengths, SimulatedTask
 from jaxrl.record.samples import SampleLog
 from jaxrl.sim.recorded import RecordedPrompt, RecordedResponse, RecordedWorkload
-from jaxrl.sim.workload import (
-    ModelledWorkload,
-    Workload,
-    exact_length,
-    length_of_score,
-    uniform,
-)
+from jaxrl.sim.workload import ModelledWorkload, Workload, exact_length, length_of_score, uniform
 from jaxrl.types import Group, Prompt, Sample, SampleKey
 
 LENGTHS = SimulatedLengths(median=600, sigma=0.8, tail_from=0.9, tail_index=1.9)

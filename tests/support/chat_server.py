@@ -112,24 +112,11 @@ def trickles(handler: Handler) -> None:
         handler.wfile.flush()
 
 
-def trickles_headers(handler: Handler) -> None:
-    handler.wfile.write(b"HTTP/1.1 200 OK\r\n")
-    while not handler.server.over.wait(0.02):
-        handler.wfile.write(b"X: y\r\n")
-        handler.wfile.flush()
-
-
 def closes(handler: Handler) -> None:
-    """In the middle of the answer."""
     handler.send_response(200)
     handler.send_header("Content-Length", "1000")
     handler.end_headers()
     handler.wfile.write(b'{"choices": [')
-    handler.close_connection = True
-
-
-def no_http(handler: Handler) -> None:
-    handler.wfile.write(b"\x00\x01 what?\r\n\r\n")
     handler.close_connection = True
 
 

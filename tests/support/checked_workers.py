@@ -28,7 +28,6 @@ def asked(count: int, num_prompt: int = 3) -> list[Request]:
 def started(
     requests: Sequence[Request], lengths: Sequence[int], steps: int = 0, num_workers: int = 2, **more: Any
 ) -> LocalWorkers:
-    """Workers with these requests that have made so many steps."""
     workers, _ = build(requests, lengths, num_workers, **more)
     for request in requests:
         workers.add(request)

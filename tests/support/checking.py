@@ -18,15 +18,7 @@ from jaxrl.scheduling.layouts.kv_plan import KvPlan
 from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, TimeTaken
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
-from jaxrl.scheduling.tokens.plan import (
-    TOKENS_PER_STEP,
-    TRASH_BLOCK,
-    Capacity,
-    Plan,
-    PlanResult,
-    Request,
-    Ticket,
-)
+from jaxrl.scheduling.tokens.plan import TOKENS_PER_STEP, TRASH_BLOCK, Capacity, Plan, PlanResult, Request, Ticket
 from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks, most_ahead
 from jaxrl.sim.executor import fillers
 from jaxrl.types import Sample, SampleKey, SamplingParams
@@ -148,7 +140,6 @@ class CheckingExecutor:
         self.inner.accept_migration(source.inner, kv, rows)
 
     def _check_shape(self, plan: Plan) -> None:
-        """Checks a plan by itself."""
         assert plan.prefill or plan.num_decoding
         chunked = [c.request.request_id for c in plan.prefill]
         decoding = [r.request_id for r in decode_rows(plan)]
@@ -306,7 +297,6 @@ def make_engine(
 
 
 def stacks_of(windows: tuple[int, ...], max_prefill_tokens: int, decode_steps: int) -> KvStacks:
-    """Stacks of these windows under plans of such sizes."""
     ahead = most_ahead(max_prefill_tokens, TOKENS_PER_STEP * decode_steps + 1)
     return KvStacks(windows, ahead) if any(windows) else WHOLE
 
@@ -329,7 +319,6 @@ def assert_whole(sample: Sample, request: Request, length: int) -> None:
 
 
 def assert_empty(engine: Engine) -> None:
-    """Everything was given back."""
     assert engine.is_idle
     blocks, capacity = engine.batcher.blocks, engine.batcher.capacity
     check_blocks(blocks)

@@ -54,14 +54,12 @@ def files_of(step: Path) -> list[Path]:
 
 
 def flip(file: Path, at: int = 0, bit: int = 0) -> None:
-    """Turns one bit of a file."""
     content = bytearray(file.read_bytes())
     content[at % len(content)] ^= 1 << bit
     file.write_bytes(content)
 
 
 def cut(file: Path, size: int = 0) -> None:
-    """Keeps the first bytes of a file."""
     file.write_bytes(file.read_bytes()[:size])
 
 

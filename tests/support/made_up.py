@@ -48,4 +48,3 @@ SIMPLE = predictor(
 )
 UP = AdaptiveLayouts.Options(min_gain=0.0)
 MOVE = UP.replace(state="migrate")
-BOTH = MOVE.replace(direction="both")

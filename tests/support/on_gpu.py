@@ -56,8 +56,6 @@ MODELS = {
 
 
 def weights(model: ModelConfig) -> Any:
-    """Random ones, biases and norms as well."""
-
     def noisy(leaf: jax.Array, key: jax.Array) -> jax.Array:
         return leaf + 0.05 * jax.random.normal(key, leaf.shape, leaf.dtype)
 

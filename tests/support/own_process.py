@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def alone(file: str, text: str) -> None:
-    """Runs a call, and shows what it prints."""
     paths = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "support")))
     environment = os.environ | {"PYTHONPATH": paths, "TF_CPP_MIN_LOG_LEVEL": "0"}
     words = [sys.executable, file, text]

@@ -24,7 +24,6 @@ class DecodeRow:
 
 
 def decode_rows(plan: Plan) -> list[DecodeRow]:
-    """The rows that decode, in the order of the plan."""
     rows = plan.rows
     tables = [tuple(table[:width].tolist()) for table, width in zip(*rows.tables, strict=True)]
     columns = rows.request_ids, rows.dp_groups, rows.slots, tables, rows.max_new, rows.histories or [None] * len(rows)

@@ -35,7 +35,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from fnmatch import fnmatch
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -275,12 +275,8 @@ def _difference(old: Path, new: Path, close: bool) -> str:
     if close:
         return "".join(islice(differing(_content(new), _content(old)), 1))
     theirs, ours = (file.read_text(encoding="utf-8").splitlines() for file in (old, new))
-    for number, (before, after) in enumerate(zip(theirs, ours, strict=False), 1):
-        if before != after:
-            at = next((i for i, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1]), len(before))
-            at = max(at - 100, 0)
-            return f"line {number}:\n  {before[at : at + 300]}\n  {after[at : at + 300]}"
-    return f"{len(theirs)} lines, now {len(ours)}"
+    differ = (pair for pair in zip_longest(theirs, ours) if pair[0] != pair[1])
+    return "\n  ".join(("a line", *(str(line)[:1000] for line in next(differ, ()))))
 
 
 def _content(file: Path) -> Any:

@@ -129,12 +129,9 @@ _HALF = ("trainer.total_training_steps=4",)
 
 SIMULATED = {
     "plain": Spec(acts=("rollout/preemptions", "reward/timeouts")),
-    "tail_filter": Spec((TAIL, FILTER), acts=("rollout/long_round", "rollout/filtered_prompts")),
-    "partial": Spec((PARTIAL, "rollout.partial_rollout.max_staleness=2"), acts=("rollout/resumed_share",)),
     "partial_masked": Spec(
         (PARTIAL, "rollout.stale_tokens=mask", "reward.score_when=group"), acts=("rollout/resumed_share",)
     ),
-    "partial_off": Spec((PARTIAL, OFF), acts=("rollout/resumed_share",)),
     "over_provisioning": Spec(("rollout.over_provisioning.enable=true",), acts=("rollout/discarded_prompts",)),
     "one_step_off": Spec((OFF, "rollout.num_devices=2"), acts=("training/off_policy/share",)),
     "switch_up": Spec((*MODELLED, "rollout.decode_steps=4"), acts=("rollout/layout/switches",)),
@@ -148,7 +145,6 @@ SIMULATED = {
         ),
         acts=("rollout/layout/switches",),
     ),
-    "planner": Spec((TAIL, PLANNER), acts=("rollout/preemptions",)),
     "rollout_scored": Spec(
         (FILTER, "reward.score_when=rollout", "algorithm.filter_groups.max_unscored_groups=2"),
         acts=("rollout/filtered_prompts",),
@@ -156,10 +152,6 @@ SIMULATED = {
     "speculation": Spec(
         (DRAFTS, "simulate.tasks.simulated.history.stretch_median=6", "rollout.speculation.epochs=2"),
         acts=("rollout/spec/accept_rate",),
-    ),
-    "ranking": Spec(
-        (*RANKED, OFF, "rollout.num_devices=2", "rollout.num_workers=2", "data.train_batch_size=5"),
-        acts=("rollout/ranking/groups", "rollout/ranking/moved_share"),
     ),
     "two_tier": Spec(
         (
@@ -169,16 +161,8 @@ SIMULATED = {
         acts=("rollout/ranking/groups", "rollout/ranking/moved_share", "rollout/spec/accept_rate"),
     ),
     "stream": Spec(STREAM, acts=("rollout/scale_down/freed", "actor/streamed_share")),
-    "stream_tail": Spec(
-        (*STREAM, "trainer.stream.short_rounds=true", TAIL), acts=("rollout/scale_down/freed", "actor/streamed_share")
-    ),
     "adaptive_timeouts": Spec(CODE, acts=("reward/timeouts/case",)),
     "judge": Spec(("simulate.tasks.simulated.scoring.device_s=0.05", "rollout.num_workers=2")),
-    "two_workers": Spec(("rollout.num_workers=2", "rollout.deal=prompts", PARTIAL), acts=("rollout/resumed_share",)),
-    "two_hosts": Spec(("simulate.num_hosts=2", "simulate.host_spread=0.1", TAIL), acts=("rollout/long_round",)),
-    "four_hosts": Spec(
-        ("simulate.num_hosts=4", "simulate.host_spread=0.2", PARTIAL, FILTER), acts=("rollout/resumed_share",)
-    ),
     "hosts_by_arrival": Spec(("simulate.num_hosts=2", "rollout.order=arrival", "rollout.num_workers=4")),
     "two_tasks": Spec((TWO_TASKS, "data.source_quotas={math: 4, code: 2}", "simulate.score_in_turn=true")),
     "resumed": Spec((TAIL, PLANNER), first=_HALF),

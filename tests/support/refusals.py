@@ -22,7 +22,6 @@ def nothing(folder: Path) -> None:
 
 
 def problems(folder: Path) -> None:
-    """Prepares four problems to train on, in `train.jsonl`."""
     rows = [{"question": f"{i} + 1", "answer": str(i + 1)} for i in range(4)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -1,8 +1,9 @@
-"""The simulated executor, for tests of what stands above it: lengths by sample, and time only where a test says so."""
+"""The simulated executor, for tests of what stands above it: lengths by sample, and time only where a test says so; and
+the workers that have some."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +20,6 @@ Cost = Callable[[Plan, int], float]
 
 
 class FreeCost:
-    """Nothing takes time."""
-
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *_: 0.0
 
@@ -45,11 +44,11 @@ class ReplayExecutor(SimulatedExecutor):
     def __init__(
         self,
         lengths: Mapping[SampleKey, int],
-        num_groups: int,
-        num_slots: int,
-        num_blocks: int,
-        block_size: int,
-        max_prefill_tokens: int,
+        num_groups: int = 1,
+        num_slots: int = 4,
+        num_blocks: int = 99,
+        block_size: int = 4,
+        max_prefill_tokens: int = 64,
         cost: Cost | None = None,
         *,
         tp: int = 1,
@@ -74,6 +73,24 @@ class ReplayExecutor(SimulatedExecutor):
     def switch(self, move: Relayout) -> TimeTaken:
         taken = super().switch(move)
         return taken if self.switch_cost is None else self.switch_cost(move)
+
+
+class ReplayWorkers:
+    """Executors with the memory phases of real ones, which are noted in `calls`."""
+
+    def __init__(self, executors: Sequence[ReplayExecutor] = ()) -> None:
+        self.executors, self.recompiles, self.calls = executors, 0, list[Any]()
+
+    def sync_weights(self, train_params: Any, policy_version: int) -> None:
+        self.calls.append(("sync", train_params, policy_version))
+        for each in self.executors:
+            each.policy_version = policy_version
+
+    def allocate(self) -> None:
+        self.calls.append("allocate")
+
+    def release(self, *, weights: bool = False) -> None:
+        self.calls.append(("release", weights))
 
 
 def _sizes(tp: int, capacity: Capacity) -> MachineSizes:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from replay_worker import ReplayWorker, ReplayWorkers
+from replay_executor import ReplayExecutor, ReplayWorkers
 from run_parts import made_run, text_by
 
 from jaxrl.config import Config
@@ -16,13 +16,7 @@ from jaxrl.record.journal import Journal
 from jaxrl.record.timeline import Timeline
 from jaxrl.run.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import Mechanism, RoundInfo
-from jaxrl.scheduling.rounds.events import (
-    Event,
-    Launch,
-    RoundStarted,
-    SampleFinished,
-    Verdict,
-)
+from jaxrl.scheduling.rounds.events import Event, Launch, RoundStarted, SampleFinished, Verdict
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
@@ -98,8 +92,6 @@ class Bytes:
 
 
 class House:
-    """A backend with the parts that it is built on."""
-
     def __init__(
         self,
         folder: Path,
@@ -110,8 +102,8 @@ class House:
         mechanisms: Sequence[Mechanism] = (),
         config: Config | None = None,
     ) -> None:
-        self.worker: Any = ReplayWorker(lengths) if num_workers == 1 else ReplayWorkers(lengths, num_workers)
-        executors = [self.worker] if num_workers == 1 else self.worker.workers
+        executors = [ReplayExecutor(lengths, num_slots=4 if num_workers == 1 else 2) for _ in range(num_workers)]
+        self.worker: Any = ReplayWorkers(executors)
         engines = [Engine(executor, BatcherConfig(decode_steps=4)) for executor in executors]
         self.engine: Any = engines[0] if num_workers == 1 else LocalWorkers(engines)
         self.pool = pool
@@ -175,7 +167,6 @@ def finished(events: Sequence[Event]) -> list[SampleKey]:
 
 
 def begin(house: House, keys: Sequence[SampleKey], step: int = 1) -> RolloutBackend:
-    """A round in which one prompt has been launched."""
     house.backend.begin(RoundInfo(step), PARAMS)
     assert isinstance(house.backend.wait(), RoundStarted)
     house.backend.apply([Launch(PROMPTS[0], tuple(keys))])

@@ -67,5 +67,4 @@ def made_run(
 
 
 def text_by(tokenizer: Any) -> Callable[[Sample], str]:
-    """Makes a response's text from its tokens."""
     return lambda sample: tokenizer.decode(sample.token_ids.tolist())

@@ -184,7 +184,6 @@ def end(process: subprocess.Popen[str], status: int = 0) -> str:
 
 
 def num_steps(run_dir: Path) -> int:
-    """Finished steps in metrics.jsonl."""
     file = run_dir / "metrics.jsonl"
     return file.read_bytes().count(b"\n") if file.exists() else 0
 

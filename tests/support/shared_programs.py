@@ -41,7 +41,6 @@ def key_of(programs: CompiledPrograms, shape: Any) -> Any:
 
 
 def share() -> None:
-    """From now on, in this process."""
     alone = CompiledPrograms.compile
 
     def compile(programs: CompiledPrograms, shape: Any) -> Any:

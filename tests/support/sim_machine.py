@@ -14,13 +14,7 @@ from jaxrl.models.shapes import SHAPES
 from jaxrl.run.backend import RolloutBackend
 from jaxrl.scheduling.layouts.latency_profile import SwitchCost
 from jaxrl.scheduling.mechanism import RoundInfo
-from jaxrl.scheduling.rounds.events import (
-    Event,
-    RoundStarted,
-    SampleAborted,
-    SampleFinished,
-    Verdict,
-)
+from jaxrl.scheduling.rounds.events import Event, RoundStarted
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
@@ -94,8 +88,6 @@ def sizes(**more: int) -> MachineSizes:
 
 @dataclass
 class Machine:
-    """A backend over simulated devices, with its parts."""
-
     workload: Workload
     sizes: MachineSizes = field(default_factory=sizes)
     cost: CostModel = field(default_factory=ConstantCost)
@@ -149,16 +141,3 @@ def play(round: Round, backend: Any) -> list[Event]:
         events.append(backend.wait())
         backend.apply(round.handle(events[-1]))
     return events
-
-
-def told(events: list[Event]) -> list[tuple[float, str, SampleKey]]:
-    found = []
-    for event in events:
-        match event:
-            case SampleFinished(time_s=time_s, sample=sample):
-                found.append((time_s, "finished", sample.key))
-            case SampleAborted(time_s=time_s, sample=sample):
-                found.append((time_s, "aborted", sample.key))
-            case Verdict(time_s=time_s, key=of):
-                found.append((time_s, "verdict", of))
-    return found

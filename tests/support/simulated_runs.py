@@ -223,7 +223,6 @@ def played(config: Config, cost: CostModel, workload: Any, state: str | None = N
 
 
 def drawn(house: House) -> list[tuple[int, int]]:
-    """Keys of all prompts handed out."""
     prompts = house.loop._prompts
     position = prompts.state()["position"]
     prompts.load_state(prompts.state() | {"position": 0})
@@ -232,7 +231,6 @@ def drawn(house: House) -> list[tuple[int, int]]:
 
 
 def check(house: House) -> None:
-    """Checks what holds for every rule."""
     config, loop = house.config, house.loop
     batch, size = config.data.train_batch_size, config.rollout.n
     assert sorted(house.metrics) == list(range(1, config.trainer.total_training_steps + 1))

@@ -62,7 +62,6 @@ class SmallDisk:
         return 1, "".join(lines)
 
     def leave(self, kib: int) -> None:
-        """Fills the disk but for `kib`."""
         self.make_room()
         path = shlex.quote(str(self.path))
         _, free = self.run(f"df -k --output=avail {path} | tail -1")
@@ -72,7 +71,6 @@ class SmallDisk:
         self.run(f"rm -f {shlex.quote(str(self.path))}/ballast")
 
     def names(self) -> list[str]:
-        """Everything on the disk, relative to it."""
         _, found = self.run(f"cd {shlex.quote(str(self.path))} && find . -mindepth 1")
         return [line.removeprefix("./") for line in found.splitlines()]
 

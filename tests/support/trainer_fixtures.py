@@ -227,7 +227,6 @@ def assert_whole_logprobs(
 
 
 def distance(found: Any, expected: Any) -> float:
-    """The norm of the difference of two trees over that of the second."""
     a, b = (np.concatenate([np.asarray(x).ravel() for x in jax.tree.leaves(tree)]) for tree in (found, expected))
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 

@@ -18,7 +18,6 @@ UPDATES = 2
 
 @pytest.fixture
 def model(model_config):
-    """With heads that the kernels take."""
     return dataclasses.replace(model_config, head_dim=sized(64, 16))
 
 

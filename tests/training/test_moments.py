@@ -113,7 +113,6 @@ def update(trainer: MeshTrainer, seed: int, scale: float = 1.0) -> dict[str, flo
 
 @pytest.mark.parametrize(("name", "dtype"), [("adamw", "int8"), ("muon", "bfloat16")])
 def test_memory_is_as_planned(make_config, dtype, name):
-    """And scales are split as the weights are."""
     config = make_config(actor__dtype="float32", actor__optim={"name": name, "state_dtype": dtype})
     for model in (WIDE, dataclasses.replace(WIDE, lora=Lora(64, 64.0, ("gate", "down")))):
         state = programs_of(config, model, 8, LONG).state

@@ -13,7 +13,7 @@ from jaxrl.commands.explain import explain
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import to_rollout, train_shardings
-from jaxrl.training.update_memory import device_numbers, plan_remat, update_phases
+from jaxrl.training.update_memory import device_numbers, update_phases
 
 MIB = 1 << 20
 
@@ -31,6 +31,15 @@ def test_a_chunk_of_logits_takes_half_of_what_is_left():
     assert "logits of 4096 tokens at a time, remat dots" in str(explain(c, SMOLLM2, 1, 80 << 30))
 
 
+def test_rows_too_short_for_tiles_hold_their_scores():
+    held, lengths = {}, {"max_prompt_length": 24, "max_response_length": 40}
+    for budget in (64, 512):
+        c = config(data=lengths, actor={"ppo_max_token_len_per_gpu": budget})
+        parts = update_phases(c, SMOLLM2, 1, "cpu", "dots", 128)["layers"]
+        held[budget] = parts.get("attention scores (rows too short for tiles)", 0)
+    assert held == {64: 9 * 64 * 64 * 4 * 3, 512: 0}
+
+
 @pytest.mark.parametrize("remat", ["full", "dots", "none"])
 def test_activations_are_near_what_xla_reports(remat):
     parts = update_phases(config(actor={"remat": remat}), SMOLLM2, 1, "cpu", remat, 128)["layers"]
@@ -42,31 +51,9 @@ def test_activations_are_near_what_xla_reports(remat):
     assert not any("scores" in name for name, size in parts.items() if size)
 
 
-def test_remat_auto_keeps_what_fits():
-    c = config(actor={"ppo_max_token_len_per_gpu": 8192})
-    most = explain(config(actor={"remat": "dots", "ppo_max_token_len_per_gpu": 8192}), SMOLLM2, 1).memory.update_bytes
-    assert plan_remat(c, SMOLLM2, 1, None, "gpu") == "dots"
-    assert plan_remat(c, SMOLLM2, 1, int(most / 0.8) + 1, "gpu") == "dots"
-    assert plan_remat(c, SMOLLM2, 1, int(most / 0.8) - 1, "gpu") == "full"
-    assert plan_remat(config(actor={"remat": "none"}), SMOLLM2, 1, 1, "gpu") == "none"
-    tight = explain(c, SMOLLM2, 1, int(most / 0.8) - 1)
-    assert "activations kept (remat full, estimate)" in tight.memory.update
-
-
 def layers(c, platform):
     """Bytes of what an update of SmolLM2 adds while the layers' gradients are made."""
     return {name: size for name, size in update_phases(c, SMOLLM2, 1, platform, "dots", 128)["layers"].items() if size}
-
-
-def test_rows_too_short_for_tiles_hold_their_scores():
-    """Rows are as long as the budget, where that is long enough for tiles."""
-    lengths = {"max_prompt_length": 24, "max_response_length": 40}
-    short, long = (
-        layers(config(data=lengths, actor={"ppo_max_token_len_per_gpu": budget}), "cpu") for budget in (64, 512)
-    )
-    name = "attention scores (rows too short for tiles)"
-    assert name not in long
-    assert short[name] == 9 * 64 * 64 * 4 * 3
 
 
 @pytest.mark.parametrize(("model", "tp"), [(TINY, 2), (TINY, 8), (SMOLLM2, 4)], ids=["tiny-2", "tiny-8", "smollm2"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 from checking import assert_empty, assert_whole, engine_in, make_request
 
 from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
@@ -99,32 +98,7 @@ LENGTHS = [60, 20, 25, 30, 20, 12, 8, 5, 30, 12, 6, 3]
 CHAIN = [60, 20, 40, 30]  # one row in each dp group: from tp 1 to 2 with two rows left, and to 4 with one
 
 
-def test_a_draining_round_goes_up_and_the_next_one_starts_below():
-    world = World(LENGTHS)
-    world.run()
-    ways = [(e.decision.from_tp, e.decision.to_tp) for e in world.control.switches]
-    assert ways[-1][1] == 4
-    assert len(ways) >= 1
-    metrics = world.control.end(preemptions=0)
-    assert metrics["rollout/layout/switches"] == len(ways)
-    assert metrics["rollout/layout/final_tp"] == 4
-    assert metrics["rollout/layout/cost_s"] == pytest.approx(0.006 * len(ways))
-    assert metrics["rollout/layout/predicted_cost_s"] == pytest.approx(0.003 * len(ways))
-    assert metrics["rollout/layout/step_s"] == pytest.approx(metrics["rollout/layout/predicted_step_s"], rel=0.02)
-    assert metrics["rollout/layout/step_correction"] == pytest.approx(1, abs=0.02)
-    world.check()
-    assert [decision.switch for decision in world.written if decision.switch] == [
-        episode.decision for episode in world.control.switches
-    ]
-    picture = world.control.picture()
-    assert (picture["points"][0][2], picture["points"][-1][2]) == (1, 4)
-    assert [s["to_tp"] for s in picture["switches"]] == [to for _, to in ways]
-    world.control.begin()
-    assert world.control.tp == 1, "the way back, with no request live"
-
-
 def fail_once(executor: Any, *, usable: bool) -> None:
-    """The executor's next switch fails halfway."""
     switch = executor.switch
 
     def fail(move: Relayout) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_up import DEGREES, MOVE, ROOMY, SIMPLE, UP, batch_state, predictor
+from made_up import DEGREES, MOVE, ROOMY, SIMPLE, UP, batch_state
 
 from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 from jaxrl.mechanisms.adaptive_layouts.switch_rule import LayoutSwitchRule, Switch
@@ -19,15 +19,6 @@ from jaxrl.scheduling.layouts.latency import LatencyPredictor, causal_pairs
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
 from jaxrl.scheduling.layouts.regroup import regroup
 
-# PAT §3.1 (A40, eight devices): a step takes 15.37 -> 9.64 ms from tp 2 to tp 8 with one row, 24.41 -> 30.87 ms with
-# 128 rows in all: 32 in each of the four dp groups of tp 2. §5.4: a switch takes 1.03 s for weights, 2.36 s for the KV
-# of nine rows at 12 K (over four groups three are in the fullest: 36,864 tokens, 64 us each) and 2.13 s for the rest; a
-# full prefill takes 19.01 s.
-PAT = predictor(
-    {(2, 1): 0.01537, (2, 32): 0.02441, (8, 1): 0.00964, (8, 128): 0.03087},
-    {(2, 8): (1.03, 2.36 / 36_864, 2.13)},
-    prefill={8: 19.01},
-)
 NO_ROW = GroupCapacity(1 << 40, 0)
 ONE_ROW = batch_state(1, [[(1000, 500)]])
 THREE_ROWS = batch_state(1, [[(5000, 2000)]] * 3)
@@ -51,12 +42,6 @@ class Case:
 
 
 TABLE = [
-    # One row on tp 2, context 100: the KV takes 100 x 64 us = 6.4 ms, so T_switch = 1.03 + 2.13 + 0.0064 = 3.1664 s. A
-    # step gains 5.73 ms: 3.1664 / 0.00573 = 552.6 steps.
-    Case("PAT, one row, just too late", PAT, UP, batch_state(2, [[(100, 552)]]), None),
-    Case("PAT, one row, just in time", PAT, UP, batch_state(2, [[(100, 553)]]), (8, "migrate")),
-    # 128 rows: a step loses 6.46 ms. No number of steps makes up for that.
-    Case("PAT, 128 rows: too early", PAT, UP, batch_state(2, [[(100, 10_000)] * 32] * 4), None),
     # 5000 tokens: migrating takes 0.5 s, a prefill 0.25 s, and 2500 tokens take as long either way.
     Case("recompute is cheaper", SIMPLE, UP, batch_state(1, [[(5000, 1000)]]), (8, "recompute")),
     # 64 rows at tp 8: 4 + 8 x 63 = 508 ms. Down, tp 1 would have eight in each: 10 + 7 = 17 ms.
@@ -218,6 +203,3 @@ def test_the_choice_is_the_best_constant_plan(model: LatencyPredictor, tp: int, 
         assert times[chosen] < times[tp]
         assert switch.remaining_s + switch.cost_s == pytest.approx(times[chosen], rel=1e-9)
         assert switch.gain_s == pytest.approx(times[tp] - times[chosen], rel=1e-6, abs=1e-9)
-
-
-# What is refused

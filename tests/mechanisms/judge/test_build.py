@@ -41,7 +41,6 @@ def config(**judge: Any) -> Config:
 
 
 def part(x: Any) -> int:
-    """Bytes on one device."""
     return int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize
 
 
@@ -75,7 +74,6 @@ def test_planned_bytes_are_those_of_the_arrays(model: ModelConfig, num_devices: 
 
 
 def weights_of(**judge: Any) -> list[np.ndarray]:
-    """What a judge's executor computes with."""
     data = {"answer_key": "a", "max_prompt_length": 16, "max_response_length": 16}
     own = {"max_prompt_tokens": 128, "max_tokens": 16, "max_num_seqs": 2, "resident_layers": 1, **judge}
     config = from_mapping({"model": {"path": "x"}, "data": data, "reward": {"kind": "judge", "judge": own}})

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replay_executor import ReplayExecutor
+from replay_executor import ReplayExecutor, ReplayWorkers
 from run_parts import made_run
 
 from jaxrl.config import from_mapping
@@ -72,8 +72,6 @@ class Machine:
 
 
 class AllOf(dict):
-    """Every response has the same length."""
-
     def __contains__(self, key: object) -> bool:
         return True
 
@@ -82,8 +80,6 @@ class AllOf(dict):
 
 
 class Judged(RewardPool):
-    """A pool whose samples a judge on the devices scores."""
-
     def __init__(self, judge: DeviceJudge) -> None:
         reward = {"kind": "judge", "judge": {"model": "a/folder"}}
         super().__init__(domains(from_mapping({"model": {"path": "m"}, "reward": reward}).reward))
@@ -154,21 +150,12 @@ def test_turns_and_what_they_count():
     assert not any(judge.take_metrics().values())
 
 
-class ActorWorker:
-    recompiles = 0
-
-    def sync_weights(self, *_: Any) -> None: ...
-    def allocate(self) -> None: ...
-    def release(self, *, weights: bool = False) -> None: ...
-
-
 def round_with(judge: Judged) -> tuple[dict[SampleKey, float], dict[str, float]]:
-    """A round on 4 rows."""
     return run_round(Engine(ReplayExecutor(RISING, 1, 4, 400, 4, 64), BatcherConfig(decode_steps=2)), judge)
 
 
 def begun(actor: Engine | LocalWorkers, judge: Judged) -> tuple[RolloutBackend, Round]:
-    backend = RolloutBackend(made_run(actor, ActorWorker(), judge, mechanisms=[Judge(judge.judge)]))
+    backend = RolloutBackend(made_run(actor, ReplayWorkers(), judge, mechanisms=[Judge(judge.judge)]))
     backend.enter_rollout(0)
     backend.begin(RoundInfo(0), SamplingParams(max_tokens=64))
     return backend, Round([Prompt(0, p, (1, 2), "?", "s") for p in range(2)], 4)

@@ -64,7 +64,6 @@ def sample(index: int, text: str = "4") -> tuple[Prompt, Sample]:
 
 
 def verdicts(pool: RewardPool, count: int = 1) -> list[Verdict]:
-    """On `count` samples, in their order."""
     for i in range(count):
         pool.submit(*sample(i))
     came: list[Verdict] = []

@@ -1,10 +1,9 @@
-"""When the next round runs: before the update in turns, or beside it."""
+"""The next round runs beside the update."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -36,39 +35,6 @@ class FakeStep:
         self.asked.append(("leave",))
 
 
-def test_beside_the_update_both_run_at_once_within_one_phase() -> None:
-    phases: list[str] = []
-    learning, collecting = threading.Event(), threading.Event()
-
-    @contextmanager
-    def phase(name: str):
-        phases.append(name)
-        yield
-        phases.append("over")
-
-    def collect() -> str:
-        collecting.set()
-        assert learning.wait(60), "the update waits for the round"
-        assert session.defers_stop, "the update cannot be undone"
-        return "round"
-
-    class Learns(FakeStep):
-        def learn(self, track: str = "loop") -> Any:
-            learning.set()
-            assert collecting.wait(60), "the round waits for the update"
-            return super().learn(track)
-
-    together = ConcurrentPhases()
-    session, step = OneStepOff(together, phase), Learns(collect=collect)
-    assert session.update(step, BATCH) == ("round", "update")
-    assert sorted(step.asked[:2]) == [("collect", None), ("learn", "update")]
-    assert step.asked[2:] == [("leave",)]
-    assert phases == ["together", "over"]
-    assert not session.defers_stop
-    assert not session.update_has_ended, "nothing is beside a round now"
-    together.close()
-
-
 def test_a_round_that_ends_early_beside_an_update_ends_the_run() -> None:
     def collect() -> Any:
         raise Interrupted("a host is gone")
@@ -81,4 +47,5 @@ def test_a_round_that_ends_early_beside_an_update_ends_the_run() -> None:
         OneStepOff(together, lambda name: nullcontext()).update(FakeStep(collect=collect), BATCH)
     together.close()
     with pytest.raises(Interrupted, match="a host is gone"):  # in turns nothing was begun that is lost
-        OneStepOff(None, lambda name: nullcontext()).update(FakeStep(collect=collect), BATCH)
+        OneStepOff(None, lambda name: nullcontext()).update(step := FakeStep(collect=collect), BATCH)
+    assert step.asked == [("collect", BATCH)]

@@ -8,14 +8,7 @@ import pytest
 from rounds import key
 
 from jaxrl.mechanisms.ranking_groups import RankingGroups
-from jaxrl.mechanisms.ranking_groups.rule import (
-    Outliers,
-    RankedGroup,
-    Ranking,
-    ranked,
-    shares,
-    worker_order,
-)
+from jaxrl.mechanisms.ranking_groups.rule import Outliers, RankedGroup, Ranking, ranked, shares, worker_order
 from jaxrl.scheduling.rounds.events import Launch
 from jaxrl.types import Prompt, SampleKey
 

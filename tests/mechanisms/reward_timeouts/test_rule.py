@@ -83,22 +83,6 @@ def test_what_another_limit_might_have_cut_off_is_close():
     assert not timeouts.is_close(prompt(0), said({}))
 
 
-def test_metrics_count_what_limits_have_saved():
-    timeouts = taught(right(0.1, 4.0))
-    timeouts.learn(prompt(0), (2.0, 6.0), wrong(2.004, 0.1, cut_off=1))
-    timeouts.learn(prompt(0), (2.0, 6.0), wrong(0.1, 5.998, cut_off=1))
-    timeouts.learn(prompt(1), (), wrong(30.0, cut_off=1))
-    assert timeouts.take_metrics() == pytest.approx(
-        {
-            "reward/code/cut_off": 3.0,
-            "reward/code/saved_s": 28.0 + 24.0,
-            "reward/code/anchor_s/median": 2.05,
-            "reward/code/anchor_s/max": 4.0,
-        }
-    )
-    assert timeouts.take_metrics()["reward/code/cut_off"] == 0.0
-
-
 def fill(timeouts: AdaptiveTimeouts, indices: Sequence[int], num_cases: int = 2) -> None:
     for index in indices:
         timeouts.learn(prompt(index), (), right(*[float(index)] * num_cases))

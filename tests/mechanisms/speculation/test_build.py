@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from jaxrl.config import Config, from_mapping
-from jaxrl.mechanisms.speculation import Speculation, build_proposer, step_costs
+from jaxrl.mechanisms.speculation import Speculation, build_proposer, draft_config, step_costs
 from jaxrl.mechanisms.speculation.index import DraftLengths
 from jaxrl.mechanisms.speculation.proposer import Drafting
-from jaxrl.mechanisms.speculation.rule import DraftWindow
+from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftWindow
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, VerifyMeasurement
 
 IDENTITY = ProfileIdentity("m", "f", "cpu", 1, "0", "float32")
@@ -42,6 +42,8 @@ def test_what_an_executor_is_built_for():
     chosen = config(enable=True, epochs=2, max_prefix=5, min_prefix=2, max_window=6, num_indexes=3, verify_tokens=9)
     expected = Drafting(6, 300, 9, DraftLengths(2, 5, 6), DraftWindow(2, 2, 6), 3)
     assert build_proposer(chosen, "cpu") == expected
+    drafts = config(enable=True, verify_tokens=7, max_batch=3, max_window=9)
+    assert draft_config(drafts, "cpu") == DraftConfig(DraftWindow(2, 2, 9), 7, 3)
     memory = Speculation.rollout_memory(chosen, 1, "cpu", 0, is_timeless=True)
     assert memory is not None
     assert (memory.total, memory.positions) == (3 * 4 * (sum(expected.sizes) + 2), 9)

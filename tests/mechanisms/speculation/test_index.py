@@ -7,13 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.mechanisms.speculation.index import (
-    END,
-    START,
-    DraftIndex,
-    DraftLengths,
-    context_hashes,
-)
+from jaxrl.mechanisms.speculation.index import END, START, DraftIndex, DraftLengths, context_hashes
 
 SHORT = DraftLengths(min_prefix=2, max_prefix=4, max_draft=5)
 

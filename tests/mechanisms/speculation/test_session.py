@@ -62,7 +62,6 @@ def same(index: DraftIndex | None, other: DraftIndex) -> bool:
 
 
 def index_of(session: Speculation, of: Prompt) -> Any:
-    """What a new request of this prompt drafts from."""
     request = Request(0, SampleKey(of.epoch, of.index, 0), of.token_ids, SamplingParams(max_tokens=1))
     return session.on_request(request, of).history
 

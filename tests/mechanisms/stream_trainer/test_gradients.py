@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,8 +14,6 @@ from keyword_options import with_options
 from small_models import TRAINED
 
 from jaxrl.config import Config
-from jaxrl.config.checks import NEEDS_WHOLE_BATCH
-from jaxrl.config.options import AdvantageEstimator
 from jaxrl.mechanisms.stream_trainer.gradients import TrainStream
 from jaxrl.models import decoder
 from jaxrl.sharding.mesh import make_mesh
@@ -35,7 +33,6 @@ SMALL: dict[str, Any] = {
     "algorithm__kl_coef": 0.3,
 }
 WIDE = {"actor__dtype": "float64", "actor__param_dtype": "float64"}
-WITH_REF = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.5, "actor__entropy_coeff": 0.1}
 STEP = 1
 
 
@@ -52,7 +49,6 @@ class Shared:
     begin: dict[str, Any]
 
     def reset(self) -> None:
-        """As it began; nothing is streamed or accumulated."""
         self.stream.abandon()
         self.trainer.load_state(self.begin)
         self.trainer.config = config_of()
@@ -73,7 +69,6 @@ def shared(compiled: Shared, x64) -> Shared:
 
 
 def groups_of(batch: TrainBatch) -> list[Group]:
-    """Groups with rewards, in the order of their keys."""
     found: dict[Any, Group] = {}
     for prompt, sample in zip(batch.prompts, batch.samples, strict=True):
         found.setdefault(prompt.key, Group(prompt, [])).samples.append(sample)
@@ -159,24 +154,6 @@ def test_the_update_is_that_of_the_whole_batch(shared: Shared, make_batch):
     for seed, estimator in enumerate(("grpo", "rloo")):
         shared.trainer.config = config_of(algorithm__adv_estimator=estimator)  # no program depends on it
         check_equal(shared.trainer, groups_of(make_batch(24, same=True)), 1e-12, (seed,), shared.stream)
-
-
-ESTIMATORS = sorted({*get_args(AdvantageEstimator)} - NEEDS_WHOLE_BATCH - {"none"})  # which leaves it to a teacher
-OF_TURNS = {"environment": {"kind": "native", "path": "unread.py"}}  # grpo_turns needs one; each sample is one turn
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kl", [{}, WITH_REF, {"algorithm__use_kl_in_reward": True, "algorithm__kl_coef": 0.3}])
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
-@pytest.mark.parametrize("wide", [True, False])
-def test_every_mode_and_estimator(wide, mode, kl, make_config, make_batch, make_trainer):
-    batch, options = make_batch(24, same=True), {"algorithm__loss_agg_mode": mode, **kl, **(WIDE if wide else {})}
-    with jax.enable_x64(wide):
-        trainer = make_trainer(make_config(**options), 8)
-        stream = stream_of(trainer)
-        for seed, estimator in enumerate(ESTIMATORS):  # no program depends on it
-            trainer.config = make_config(**options, **OF_TURNS, algorithm__adv_estimator=estimator)
-            check_equal(trainer, groups_of(batch), 1e-12 if wide else 1e-5, (2 * seed, 2 * seed + 1), stream)
 
 
 def test_the_same_parts_in_the_same_order_are_the_same_bits(shared: Shared, make_batch):

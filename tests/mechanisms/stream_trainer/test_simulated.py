@@ -22,7 +22,6 @@ from jaxrl.types import Group, TrainBatch
 
 
 def simulated(made: Config, cost: CostModel, workload: Workload, **more: Any) -> Any:
-    """As `simulated_runs.played`, with what was trained for the groups."""
     simulation, metrics, groups, saved = played(made, cost, workload, **more)
     return simulation, metrics, samples_of(groups), saved
 
@@ -86,8 +85,6 @@ COST = CostModel(LARGE, H100)
 
 
 class Listening:
-    """A stream, and what each call gives it."""
-
     def __init__(self, stream: GradientStream, given: list[list[Group]]) -> None:
         self._stream, self._given = stream, given
 

@@ -150,6 +150,7 @@ def test_whatever_a_tool_does_the_others_have_their_answers(pool_of: Callable[..
         assert answer.metrics == {"tool_calls": 1, "tool_errors": 0, "tool_timeouts": 0}
     said = dict(zip(odd, map(content, found[:-2:2]), strict=True))
     assert said["stay"] == "Error: no answer within 1 s"
+    assert found[0].metrics == {"tool_calls": 1, "tool_errors": 1, "tool_timeouts": 1}
     assert said["die"] == "Error: the environment's process ended with exit code 3"
     assert said["segfault"].startswith("Error: the environment's process ended with exit code -11")
     assert said["native"] == "Error: no answer within environment.timeout_s (1 s)"

@@ -78,7 +78,6 @@ def tokens_of(messages: Sequence[Mapping[str, Any]], drawn: Sequence[int]) -> li
 
 @pytest.fixture
 def journal_at(tmp_path: Path) -> Iterator[Callable[[str], Journal]]:
-    """Opens journals in a folder."""
     with ExitStack() as stack:
         yield lambda name: stack.enter_context(closing(Journal(tmp_path / name, 0)))
 

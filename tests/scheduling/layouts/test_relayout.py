@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 from checked_blocks import check_blocks
@@ -11,7 +10,7 @@ from checking import assert_empty, assert_whole, engine_in, make_request, stacks
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.scheduling.layouts.relayout import Relayout, SwitchFailed, plan_relayout, rows_of
+from jaxrl.scheduling.layouts.relayout import plan_relayout, rows_of
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Capacity, Request
 from jaxrl.types import Sample, SampleKey
@@ -64,13 +63,6 @@ def run(engine: Engine, requests: Sequence[Request], switches: dict[int, tuple[i
             samples[finished.request_id] = finished.sample
         step += 1
     return samples
-
-
-def some_requests(count: int, samples: int = 3) -> list[Request]:
-    return [
-        make_request(i, num_prompt=3 + 5 * (i // samples), prompt=i // samples, sample=i % samples, share=True)
-        for i in range(count)
-    ]
 
 
 @given(data=st.data())
@@ -133,30 +125,3 @@ def test_a_request_that_fits_no_pool_is_refused_before_anything_moves():
     assert engine.executor.num_groups == 1
     (sample,) = run(engine, [], {}).values()
     assert_whole(sample, request, 50)
-
-
-def fail_once(executor: Any, error: Exception) -> None:
-    """The executor's next switch fails: before anything moves, or halfway."""
-    switch = executor.switch
-
-    def fail(move: Relayout) -> None:
-        executor.switch = switch
-        raise error
-
-    executor.switch = fail
-
-
-@pytest.mark.parametrize("error", [MemoryError("before"), SwitchFailed("halfway", is_usable=True)])
-def test_the_engine_goes_on_after_a_failure(error: Exception):
-    requests = some_requests(9)
-    engine = started(requests, 12, 2, layouts(), steps=2)
-    fail_once(engine.executor, error)
-    with pytest.raises(type(error)):
-        engine.switch(4)
-    assert engine.executor.tp == 2  # pyright: ignore[reportAttributeAccessIssue]
-    running = engine.batcher.num_running
-    assert running == (0 if isinstance(error, SwitchFailed) else 9), "after a failure halfway all KV counts as lost"
-    samples = run(engine, [], {1: (4, "migrate")})
-    for request in requests:
-        assert_whole(samples[request.request_id], request, 12)
-    assert_empty(engine)

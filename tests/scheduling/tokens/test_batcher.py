@@ -14,7 +14,7 @@ from jaxrl.scheduling.tokens.batcher import UNLIMITED, Batcher, BatcherConfig
 from jaxrl.scheduling.tokens.plan import TOKENS_PER_STEP, Capacity, Plan, Request, resume
 from jaxrl.scheduling.tokens.progress import Admitted, Finished, Preempted, TraceEvent
 from jaxrl.scheduling.tokens.stacks import KvStacks, most_ahead
-from jaxrl.types import ENVIRONMENT, Sample, SampleKey, SamplingParams
+from jaxrl.types import Sample, SampleKey, SamplingParams
 
 STOP = 2
 
@@ -92,55 +92,6 @@ def test_a_prompt_whose_group_has_no_budget_waits_for_it_and_others_pass():
     assert starts(plan_of(batcher)) == [(0, 0, 0), (2, 1, 0)]
     plan = plan_of(batcher)
     assert (starts(plan), plan.prefill[0].start) == ([(1, 0, 1)], 8)
-
-
-def test_a_turn_runs_only_what_is_new():
-    """In the group of the turn before it; one that begins otherwise runs what is behind the first other token."""
-    batcher, trace = make_batcher(num_groups=2)
-    first = replace(make_request(1), session="talk")
-    batcher.add(make_request(0))
-    batcher.add(first)
-    plan_of(batcher)
-    answer(batcher, 0, {0: [5, 6], 1: [8, 9, STOP]}, {1})
-    turn = (*first.prompt_ids, 8, 9, STOP, 40, 41)
-    batcher.add(replace(make_request(2), session="talk", prompt_ids=turn))
-    (chunk,) = plan_of(batcher).prefill
-    assert (chunk.dp_group, chunk.start, chunk.tokens) == (1, 6, (STOP, 40, 41)), "the stop token was not run"
-    answer(batcher, 1, {2: [STOP]}, {2})
-    batcher.add(replace(make_request(3), session="talk", prompt_ids=(*turn[:5], 77)))
-    (chunk,) = plan_of(batcher).prefill
-    assert (chunk.start, chunk.tokens) == (5, (77,))
-    assert [event.shared_tokens for event in trace if isinstance(event, Admitted)] == [0, 0, 6, 5]
-    assert batcher.counters.shared_tokens == 11
-
-
-def test_samples_of_a_prompt_run_it_once_over_all_their_turns():
-    """Four conversations of three turns. A turn's stop token was drawn and not run, so the next turn runs it."""
-    batcher, _ = make_batcher(num_slots=4, max_prefill_tokens=64)
-    requests = [replace(make_request(i, num_prompt=9, share="p"), session=i) for i in range(4)]
-    num_run = []
-    for turn in range(3):
-        for request in requests:
-            batcher.add(request)
-        num_run.append(sum(len(chunk.tokens) for chunk in plan_of(batcher).prefill))
-        ids = [request.request_id for request in requests]
-        ended = answer(batcher, turn, {i: [70, STOP] for i in ids}, set(ids))
-        assert [one.request_id for one in ended] == ids
-        assert batcher.blocks.num_free(0) == batcher.blocks.capacity
-        pairs = zip(requests, ended, strict=True)
-        requests = [_next_turn(request, one.sample, answered=STOP) for request, one in pairs]  # which stops nothing
-    assert num_run == [9 + 3, 4 * 2, 4 * 2], "of the prompt all but its last token is in full blocks"
-
-
-def _next_turn(request: Request, sample: Sample, answered: int) -> Request:
-    both = replace(
-        sample,
-        token_ids=np.append(sample.token_ids, np.int32(answered)),
-        sampled_logprobs=np.append(sample.sampled_logprobs, np.float32(0)),
-        rollout_logprobs=np.append(sample.rollout_logprobs, np.float32(0)),
-        versions=np.append(sample.versions, np.int32(ENVIRONMENT)),
-    )
-    return replace(resume(request, both), request_id=request.request_id + 10)
 
 
 @pytest.mark.parametrize(("num_blocks", "comes_in"), [(7, False), (8, True)])

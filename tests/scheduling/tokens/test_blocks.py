@@ -22,47 +22,13 @@ def num_held(blocks: BlockManager, request: int) -> int:
     return int(blocks.held[blocks.row(request)])
 
 
-def test_extending_all_is_extending_one_after_another():
-    """The same blocks in the same order; where a pool runs dry, nobody gets any."""
-    one_by_one, together = (BlockManager(num_groups=2, num_blocks=6, block_size=4) for _ in range(2))
-    for blocks in (one_by_one, together):
-        for request, group in ((1, 0), (2, 1), (3, 0)):
-            assert blocks.allocate(request, group, num_tokens=4) == 0
-    assert one_by_one.extend(3, 8)
-    assert one_by_one.extend(2, 12)
-    assert one_by_one.extend(1, 8)
-    assert extend_all(together, (3, 0, 1), (2, 1, 2), (1, 0, 1))
-    assert [together.table(i) for i in (1, 2, 3)] == [one_by_one.table(i) for i in (1, 2, 3)]
-    assert not extend_all(together, (3, 0, 1), (1, 0, 2), (2, 1, 1))
-    assert [num_held(together, i) for i in (1, 2, 3)] == [2, 3, 2]
-    check_blocks(together)
-
-
-def test_a_published_prompt_is_shared_and_outlives_its_writer():
-    blocks = BlockManager(num_groups=2, num_blocks=9, block_size=4)
-    blocks.allocate(1, 0, num_tokens=10, share="p", prompt_len=9)
-    assert blocks.num_published(0, "p", 9) == 0, "no chunk is in a plan yet"
-    blocks.publish(1, num_tokens=7)
-    assert blocks.num_published(0, "p", 9) == 1, "one full block"
-    blocks.publish(1, num_tokens=9)
-    assert blocks.allocate(2, 0, num_tokens=10, share="p", prompt_len=9) == 8
-    assert blocks.table(2)[:2] == blocks.table(1)[:2]
-    assert blocks.table(2)[2] != blocks.table(1)[2]
-    assert blocks.num_published(1, "p", 9) == 0, "pools of other groups know nothing of it"
-    assert blocks.groups_holding("p") == (0,)
-    blocks.free(1)
-    assert blocks.num_published(0, "p", 9) == 2
-    blocks.free(2)
-    assert blocks.num_published(0, "p", 9) == 0
-    assert blocks.groups_holding("p") == ()
-    assert blocks.num_free(0) == 8
-    check_blocks(blocks)
-
-
 @pytest.mark.parametrize(("prompt_len", "shareable"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2)])
 def test_the_last_token_of_a_prompt_is_never_shared(prompt_len: int, shareable: int):
     blocks = BlockManager(num_groups=1, num_blocks=9, block_size=4)
     blocks.allocate(1, 0, num_tokens=prompt_len, share="p", prompt_len=prompt_len)
+    assert blocks.num_published(0, "p", prompt_len) == 0, "no chunk is in a plan yet"
+    blocks.publish(1, min(prompt_len, 7))
+    assert blocks.num_published(0, "p", prompt_len) == min(shareable, 1)
     blocks.publish(1, prompt_len)
     assert blocks.num_published(0, "p", prompt_len) == shareable
 
@@ -107,34 +73,6 @@ def test_where_a_pool_runs_dry_the_blocks_parked_longest_ago_are_given_up():
     blocks.forget_all()
     assert (blocks.num_free(0), blocks.num_parked(0)) == (2, 0)
     check_blocks(blocks)
-
-
-SEEN = KvStacks((0, 5), ahead=8)  # two stacks: one sees all, the other five positions
-
-
-def test_a_prompt_is_found_while_its_last_window_is_there():
-    """Nine tokens, four full blocks: one that comes later needs all of the first stack, and 4 to 8 of the other."""
-    blocks = BlockManager(1, 60, 2, SEEN)
-    blocks.allocate(1, 0, 10, "p", 9)
-    blocks.publish(1, 9)
-    assert blocks.extend(1, 12, first=9)
-    assert blocks.allocate(2, 0, 10, "p", 9) == 8
-    assert blocks.table(2)[:8] == (1, 0, 3, 0, *blocks.table(1)[4:8]), "what it does not see is not its"
-    check_blocks(blocks)
-    assert blocks.extend(1, 14, first=12)
-    assert blocks.num_published(0, "p", 9) == 4, "the second request holds them"
-    assert blocks.extend(2, 14, first=12)
-    assert blocks.num_published(0, "p", 9) == 0, "a part of the window is gone"
-    check_blocks(blocks)
-    assert blocks.allocate(3, 0, 10, "p", 9) == 0
-    blocks.publish(3, 9)
-    assert blocks.allocate(4, 0, 10, "p", 9) == 8, "of the one that has run it again"
-    assert blocks.table(4)[0] == blocks.table(3)[0] != blocks.table(1)[0]
-    check_blocks(blocks)
-    for request in (3, 1, 4, 2):
-        blocks.free(request)
-        check_blocks(blocks)
-    assert blocks.num_free(0) == 59
 
 
 PROMPT_LENGTHS = {"a": 1, "b": 6, "c": 9, None: 5}

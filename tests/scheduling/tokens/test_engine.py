@@ -11,7 +11,6 @@ import pytest
 from checking import assert_empty, assert_whole, make_engine, make_request
 
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
-from jaxrl.scheduling.tokens.engine import Finished
 from jaxrl.scheduling.tokens.plan import Request, resume
 from jaxrl.types import Sample, SampleKey, SamplingParams
 
@@ -45,32 +44,6 @@ def test_the_device_is_one_plan_ahead():
     assert engine.counters.busy_row_steps == 5
     assert engine.counters.offered_row_steps == 20
     assert engine.counters.bubble_ratio == 0.75
-
-
-def test_abort_and_resume():
-    requests = [make_request(i, prompt=i) for i in range(6)]
-    lengths = dict.fromkeys((r.key for r in requests), 18)
-    engine, executor = make_engine(lengths)
-    for request in requests:
-        engine.add(request)
-    engine.step()
-    engine.step()
-    executor.inner.policy_version = 1
-    assert engine.unfinished() == (0, 1, 2, 3, 4, 5)
-    samples = engine.abort([5, 0, 3])
-    assert [len(s) for s in samples] == [0, 5, 5], "the sixth was waiting; of the others one plan was seen"
-    assert all(s.finish_reason == "abort" for s in samples)
-    resumed = [resume(requests[i], s) for i, s in zip([5, 0, 3], samples, strict=True)]
-    for request in resumed:
-        engine.add(request)
-    finished: dict[int, Finished] = {}
-    while not engine.is_idle:
-        finished.update((f.request_id, f) for f in engine.step())
-    for request in requests:
-        assert_whole(finished[request.request_id].sample, request, 18)
-    assert finished[0].sample.versions.tolist() == [0] * 5 + [1] * 13
-    assert engine.counters.dropped_tokens == 8, "two rows had a plan of four steps in flight"
-    assert_empty(engine)
 
 
 def test_a_stop_string_ends_a_row_on_the_host():

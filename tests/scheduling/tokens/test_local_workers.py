@@ -140,55 +140,16 @@ def check_rest(workers: LocalWorkers, requests: Sequence[Request], length: int) 
         assert_empty(engine)
 
 
-def test_an_end_that_was_not_told_is_aborted():
-    requests = asked(2)
-    workers = started(requests, [2, 50])
-    while 0 in workers.engines[0].unfinished():
-        assert workers.step() == []
-    assert workers.unfinished() == (1,)
-    samples = workers.abort([1, 0])
-    assert [sample.key for sample in samples] == [requests[1].key, requests[0].key]
-    assert [sample.finish_reason for sample in samples] == ["abort", "abort"]
-    assert len(samples[1]) == 2
-    assert run(workers) == []
-    with pytest.raises(ValueError, match=r"abort\(\[0\]\): every id must be live and named once; not live: \[0\]"):
-        workers.abort([0])
-
-
 def test_requests_of_workers_that_leave_together_move_once():
     requests = asked(8)
     workers = started(requests, [40] * 8, steps=5, num_workers=4)
     assert by_worker(workers) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    num_rows = workers.num_rows
     assert [workers.close(worker, leaving=(0, 1)).num_requests for worker in (0, 1)] == [2, 2]
+    assert (workers.num_open, workers.num_rows, workers.is_open(1)) == (2, num_rows // 2, False)
     assert by_worker(workers)[:2] == [(), ()], "nothing of the first went to the second, and on from there"
     with pytest.raises(ValueError, match=r"close\(2\): of the open workers \(\[2, 3\]\) one must be left"):
         workers.close(2, leaving=(2, 3))
-    check_rest(workers, requests, 40)
-
-
-def test_a_closed_worker_has_nothing_and_gets_nothing():
-    requests = asked(8)
-    workers, _ = build(requests, [40] * 8, num_workers=3)
-    for request in requests[:6]:
-        workers.add(request)
-    for _ in range(5):
-        workers.step()
-    assert by_worker(workers) == [(0, 3), (1, 4), (2, 5)]
-    assert workers.num_rows == 12
-    assert workers.close(1).num_requests == 2
-    assert by_worker(workers) == [(0, 3, 1), (), (2, 5, 4)]
-    assert workers.engines[1].is_idle
-    assert (workers.num_open, workers.num_rows, workers.is_open(1)) == (2, 8, False)
-    workers.add(requests[6])
-    with pytest.raises(ValueError, match="worker 1 must be an open one"):
-        workers.move([0], 1)
-    workers.close(0)
-    with pytest.raises(ValueError, match=r"close\(2\): of the open workers \(\[2\]\) one must be left"):
-        workers.close(2)
-    assert set(workers.engines[2].unfinished()) == set(range(7))
-    workers.open(1)
-    workers.add(requests[7])
-    assert by_worker(workers)[1] == (7,)
     check_rest(workers, requests, 40)
 
 
@@ -207,3 +168,16 @@ def test_a_worker_whose_requests_cannot_move_stays_open(monkeypatch: pytest.Monk
     assert workers.is_open(1)
     assert by_worker(workers) == [(0, 3, 6, 1, 7), (4,), (2, 5, 8)]
     check_rest(workers, requests, 40)
+
+
+def test_an_end_that_was_not_told_is_aborted():
+    requests = asked(2)
+    workers = started(requests, [2, 50])
+    while 0 in workers.engines[0].unfinished():
+        assert workers.step() == []
+    assert workers.unfinished() == (1,)
+    samples = workers.abort([1, 0])
+    assert [sample.key for sample in samples] == [requests[1].key, requests[0].key]
+    assert [sample.finish_reason for sample in samples] == ["abort", "abort"]
+    assert len(samples[1]) == 2
+    assert run(workers) == []
