@@ -48,7 +48,7 @@ def train(name: str, recipe: Recipe, seed: int, out: Path) -> dict[str, Any]:
     lines = read_metrics(folders[-1])
     curve = [[line["step"], line[recipe["metric"]]] for line in lines if recipe["metric"] in line]
     step_s = [line["timing_s/step"] - line.get("timing_s/testing", 0.0) for line in lines if "timing_s/step" in line]
-    weights = sha256_of(folders[-1], out / f"{name}-{seed}-export")
+    weights = sha256_of(folders[-1])
     return {"curve": curve, "step_s": round(statistics.median(step_s[1:]), 1), "sha256": weights}
 
 
@@ -67,6 +67,7 @@ def picture(recipe: Recipe, seeds: Mapping[str, Any]) -> str:
         return f"{60 + 560 * step / last:.1f},{270 - 250 * min(max(value, 0.0), 1.0):.1f}"
 
     low, high = band(seeds)
+    low, high = max(low, 0.0), min(high, 1.0)
     text = "font-family='sans-serif' font-size='13' fill='#555'"
     parts = [f"<rect width='640' height='310' fill='white'/><text x='60' y='305' {text}>step 0 to {last:g}</text>"]
     parts += [f"<text x='20' y='{275 - 250 * tick:g}' {text}>{tick:g}</text>" for tick in (0, 0.5, 1)]
@@ -120,6 +121,9 @@ def main() -> int:
     recipe, kept = RECIPES[options.name], PAGES / f"{options.name}.json"
     if options.record:
         seeds = {str(seed): train(options.name, recipe, seed, options.out) for seed in SEEDS}
+        untrained = max(found["curve"][0][1] for found in seeds.values())
+        if band(seeds)[0] <= untrained:
+            raise ValueError(f"the band {band(seeds)} holds {untrained}, which no training gave: take more steps")
         record = header("recipe", describe([]), command(sys.argv)) | recipe | {"seeds": seeds}
         PAGES.mkdir(exist_ok=True)
         kept.write_text(json.dumps(record, indent=1) + "\n")

@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from bench.harness import Bench, Case, Values
 from jaxrl.processes.process_tree import descendants
@@ -41,7 +42,7 @@ def cases(options: argparse.Namespace) -> Iterator[list[Case]]:
         process.terminate()  # saves, and ends with status 0
         if process.wait():
             raise ValueError(f"jaxrl train ended with exit status {process.returncode}; the run is {whole}")
-        steps, weights = len(_steps(whole)), sha256_of(whole, whole.with_name(f"{whole.name}-export"))
+        steps, weights = len(_steps(whole)), sha256_of(whole)
         for mtbf_s in options.mtbf:
             facts = {"case": f"every {mtbf_s} s", "hosts": hosts, "steps": steps}
             given = options, hosts, mtbf_s, steps, weights
@@ -74,7 +75,7 @@ def killed(options: argparse.Namespace, hosts: int, mtbf_s: int, steps: int, wei
     forward_s = sum(line["timing_s/step"] for line in lines) - save_s
     shares = {"forward": forward_s, "start": starting_s, "save": save_s}
     shares["lost"] = whole_s - sum(shares.values())
-    same = sha256_of(folder, folder.with_name(f"{folder.name}-export")) == weights
+    same = sha256_of(folder) == weights
     return {name: seconds / whole_s for name, seconds in shares.items()} | {
         "kills": float(kills),
         "same": float(same),
@@ -91,13 +92,14 @@ def _steps(folder: Path) -> list[dict[str, float]]:
     return [line for line in read_metrics(folder) if "timing_s/step" in line]
 
 
-def sha256_of(run_dir: Path, folder: Path) -> str:
-    """The checksum of a run's last weights: of the files that `jaxrl export` writes to the new `folder`, in float32."""
-    words = [sys.executable, "-m", "jaxrl", "export", run_dir, folder, "--dtype", "float32"]
-    subprocess.run(words, check=True, stdout=2)
+def sha256_of(run_dir: Path) -> str:
+    """The checksum of a run's last weights: of what `jaxrl export` writes, in float32."""
     digest = hashlib.sha256()
-    for file in sorted(folder.glob("*.safetensors")):
-        digest.update(file.read_bytes())
+    with TemporaryDirectory() as folder:
+        words = [sys.executable, "-m", "jaxrl", "export", run_dir, f"{folder}/weights", "--dtype", "float32"]
+        subprocess.run(words, check=True, stdout=2)
+        for file in sorted(Path(folder).glob("weights/*.safetensors")):
+            digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
