@@ -36,6 +36,16 @@ def test_what_a_name_finds():
     assert "trainer.save_freq" in [option.path for option in find("checkpoint")], "by what its text says"
 
 
+def test_names_of_verl_and_trl_find_their_counterparts():
+    for name, ours in (
+        ("warmup_ratio", ["actor.optim.lr_warmup_steps"]),
+        ("loss_type", ["actor.loss_mode", "algorithm.loss_agg_mode", "dpo.loss_type"]),
+        ("num_generations", ["rollout.n"]),
+    ):
+        assert sorted(option.path for option in find(name)) == ours
+    assert options_text("warmup_ratio").startswith("warmup_ratio: of verl or TRL, here actor.optim.lr_warmup_steps\n")
+
+
 def test_what_is_shown_can_be_given():
     """A default as it is listed, on the command line, changes nothing."""
     base = ["model.path=somewhere", "data.task=leg_counting"]
