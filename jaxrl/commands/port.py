@@ -63,9 +63,7 @@ class Ported:
         """The YAML file."""
         always = {"trainer.total_training_steps", "trainer.num_devices", *self.values}
         small = [each for each in _SMALL.split() if each.partition("=")[0] in always]
-        plan = f"--devices {self.devices} --device-gib 60"
-        if self.command != "train":
-            plan += f" --command {self.command}"
+        plan = f"--devices {self.devices} --device-gib 60 --command {self.command}"
         lines = [
             f"# jaxrl {self.command} --config FILE",
             f"# Plan it on any machine: jaxrl explain-config --config FILE {plan}",
@@ -229,15 +227,14 @@ def _ask(text: str, when: Callable[[Any], object] = lambda value: True) -> Rule:
 
 
 def _one_of(option: str, names: Mapping[Any, Any]) -> Rule:
-    """Values by their names in the other library."""
+    """A value by its name in the other library."""
 
     def convert(ported: Ported, was: Was) -> None:
-        value = was.value[0] if isinstance(was.value, list) and len(was.value) == 1 else was.value
-        if isinstance(value, list) or value not in names:
+        if known := [ours for theirs, ours in names.items() if was.value in (theirs, [theirs])]:
+            _to(option, lambda was: known[0])(ported, was)
+        else:
             why = f"{option} is {' or '.join(dict.fromkeys(map(_yaml, names.values())))}"
             ported.absent.setdefault(why, []).append(was.said)
-        else:
-            ported.put(option, names[value], "" if (option, names[value]) == (was.name, value) else was.remark)
 
     return convert
 
@@ -664,8 +661,6 @@ def _port_trl(kind: str, options: Given, of_trainer: Given, devices: int, ported
     every = [was for was in every if was.value is not None and not _OF_THE_SCRIPT.fullmatch(was.name)]
     _convert(ported, table, every)
     _batch(kind, Was("", "", "TRL", given, defaults), ported)
-    if "model.path" not in ported.values:
-        ported.decide.append("model.path: the script computes the model's name")
     ported.values.setdefault("trainer.run_dir", ("runs/ported", "choose a folder"))
     ported.put("data.train_files", [], "JSONL or Parquet: docs/your-data.md")
     ported.decide.append("data.train_files: name the files with the rows of train_dataset")
@@ -764,10 +759,7 @@ _READ += ("max_length", "reward_weights")
 _OF_TRL: Mapping[str, Row] = {
     "warmup_ratio": _warmup(lambda was: max(was.given.get("max_steps", 0), 0)),
     "warmup_steps": _warmup(lambda was: max(was.given.get("max_steps", 0), 0)),
-    "lr_scheduler_type": _one_of(
-        "actor.optim.lr_scheduler_type",
-        {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"},
-    ),
+    "lr_scheduler_type": _to("actor.optim.lr_scheduler_type", lambda was: was.value.partition("_with_")[0]),
     "max_grad_norm": _to(
         "actor.grad_clip",
         lambda was: was.value * (was.get("max_completion_length") if was.get("loss_type") == "dr_grpo" else 1),
