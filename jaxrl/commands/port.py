@@ -528,11 +528,15 @@ def _nodes(ported: Ported, was: Was) -> None:
 def _turns(ported: Ported, was: Was) -> None:
     """Tools, or an interaction, which answers in place of a user."""
     tools, talk = (was.given.get(f"rollout.multi_turn.{what}_config_path") for what in ("tool", "interaction"))
-    kind = "native" if talk and not tools else "tools"
+    kind, file = ("native", "my_env.py") if talk and not tools else ("tools", "my_tools.py")
     if was.value is not False:
         ported.put("environment.kind", kind, f"was {was.name}")
-        ported.put("environment.path", f"my_{kind}.py", "a file to write")
-        what = f"what {talk} names as an Env" if kind == "native" else f"each tool of {tools} as a function"
+        ported.put("environment.path", file, "a file to write")
+        what = (
+            f"what {talk} names as environment.name, an Env"
+            if kind == "native"
+            else f"each tool of {tools or 'the run'} as a function"
+        )
         ask = f"environment.path: write {what} of this file (docs/environments.md)"
         ported.decide += [ask] if ask not in ported.decide else []
 

@@ -178,7 +178,7 @@ ABSENT: Mapping[str, str] = {
     "rollout.agent": "environment.kind says what answers the model, and environment.max_turns how often",
     "algorithm.kl_ctrl": "the coefficient of KL stays as it is (algorithm.kl_coef)",
     "lmbda": "all responses are the policy's, as with a lmbda of 1 (algorithm.teacher.top_k)",
-    "mask_truncated_completions": "cut responses are learnt from; reward.overlong_buffer.enable has them cost something",
+    "mask_truncated_completions": "cut responses are learnt from; reward.overlong_buffer.enable has them cost reward",
     "sync_ref_model": "the reference is the policy as the run began",
     "repetition_penalty": "tokens are drawn from the policy itself",
     "fp16": "actor.dtype is bfloat16 or float32",
