@@ -475,6 +475,11 @@ def _explain(options: argparse.Namespace) -> None:
 
         if not options.shape:
             raise ValueError("explain-config --fit: name the model with --shape (Qwen2.5-7B), as model.path")
+        if options.config or options.overrides:
+            raise ValueError(
+                "explain-config --fit: proposes a file of its own, and takes neither --config nor options: leave them "
+                "out, or explain the file with --devices and --device-gib"
+            )
         count, gib = options.fit
         print(fit(options.shape, count, gib, options.length), end="")
         return

@@ -110,7 +110,7 @@ def explain_config(config: Config, num_devices: int, memory_bytes: int | None, c
     each = memory or (memory_of(devices).share if devices else None)
     if learns_alone:
         explained = _explain_learning(config, model, num_devices, DeviceMemory(platform, memory, each or 0), command)
-        return replace(explained, warnings=(*notes, *explained.warnings))
+        return replace(explained, warnings=(*explained.warnings, *notes))
     refuse_devices(config, num_devices)
     refuse_sharing(config, num_devices - config.num_own_devices)
     rolling = config.rollout.num_devices or num_devices // config.num_host_groups
@@ -118,7 +118,7 @@ def explain_config(config: Config, num_devices: int, memory_bytes: int | None, c
     explained = explain(config, model, num_devices, memory, platform)
     assert explained.memory is not None
     too_large = memory_problem(config, model, explained.memory, num_devices, each) if each else None
-    notes += filter(None, (chosen, uncorrected(config), too_large and f"a run is refused: {too_large}"))
+    notes += filter(None, (chosen, uncorrected(config)))
     notes += explained.warnings
     if devices:
         notes += share_notes(config, devices)
@@ -127,7 +127,8 @@ def explain_config(config: Config, num_devices: int, memory_bytes: int | None, c
             f"--device-gib is what JAX is given of a device: {DEFAULT_SHARE:g} of a GPU, unless {share_variable()} in "
             "the run's environment says otherwise"
         )
-    return replace(explained, share=memory_share(platform) if devices else None, warnings=tuple(notes))
+    refused = [f"a run is refused: {too_large}"] if too_large else []
+    return replace(explained, share=memory_share(platform) if devices else None, warnings=(*refused, *notes))
 
 
 def _explain_learning(

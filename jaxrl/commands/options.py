@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxrl.config.options import Config
 from jaxrl.config.reference import OptionDoc, options, sections
+from jaxrl.config.verl_options import RENAMED, advice, advice_by_word
 
 _WIDTH = 80
 _SHORT = 3
@@ -30,11 +31,8 @@ def options_text(name: str = "") -> str:
     found = find(name)
     if len(found) == 1 and found[0].path == name:
         return _whole(found[0])
-    about = (
-        [*textwrap.wrap(f"{name}: {sections()[name]}", _WIDTH, break_on_hyphens=False), ""]
-        if name in sections()
-        else []
-    )
+    said = sections().get(name) or (name in RENAMED and f"of verl or TRL, here {RENAMED[name]}")
+    about = [*textwrap.wrap(f"{name}: {said}", _WIDTH, break_on_hyphens=False), ""] if said else []
     return "\n".join([*about, "\n\n".join(_block(option) for option in found)])
 
 
@@ -49,14 +47,16 @@ def schema_json() -> str:
 
 def find(name: str) -> list[OptionDoc]:
     """The options that match, by the first of these tests that finds any: the exact name; the section; a prefix of the
-    name; the short last name; a word of the name that begins so, or a value that is the word; such words in the
-    description; all the words in any order. Raises ValueError if none matches."""
+    name; a name of verl's or TRL's; the short last name; a word of the name that begins so, or a value that is the
+    word; such words in the description; all the words in any order. Raises ValueError if none matches."""
     every, name = options(), name.rstrip(".=")
+    same = RENAMED.get(name, "").split(" and ")
     none = f"options: there is no section and no option {name!r:.80}"
     for fits in (
         lambda option: option.path == name,
         lambda option: option.path.startswith(f"{name}."),
         lambda option: option.path.startswith(name),
+        lambda option: name in RENAMED and (option.path in same or option.path.rpartition(".")[2] == name),
         lambda option: option.path.rpartition(".")[2] == name and len(name) <= _SHORT,
         lambda option: _begins(name, option.path) or name.lower() in _values(option),
         lambda option: _begins(name, option.doc),
@@ -66,10 +66,8 @@ def find(name: str) -> list[OptionDoc]:
     ):
         if found := [option for option in every if fits(option)]:
             return found
-    from jaxrl.config import verl_options
-
-    of_verl = verl_options.advice(name)
-    if (said := of_verl[1] if of_verl else verl_options.advice_by_word(name)) is not None:
+    of_verl = advice(name)
+    if (said := of_verl[1] if of_verl else advice_by_word(name)) is not None:
         raise ValueError(f"{none}: {said}")
     names = [*sections(), *(option.path for option in every)]
     last = {option.path.rpartition(".")[2]: option.path for option in every}

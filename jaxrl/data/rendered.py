@@ -108,7 +108,8 @@ class Rendered:
     def prompt(self, row: int, epoch: int) -> Prompt:
         problem, ends = self._problems[row], self._ends
         extra = problem.extra
-        if self._environments is not None:  # an environment, and a reward over turns, gets the conversation too
+        if self._environments is not None or self._data.messages_key:
+            # an environment, and a reward over turns or of a conversation, gets the messages too
             extra = {**extra, "messages": [*map(dict, asked_messages(problem.messages, self._data))]}
         return Prompt(
             epoch=epoch,

@@ -4,7 +4,8 @@ It is called with those of these that it takes, by name:
 
 - `response`, `answer` (the reference), `question`, and every other column of the data;
 - verl's `solution_str`, `ground_truth`, `data_source`, and `extra_info`, a dict of all other columns;
-- TRL's `prompts` and `completions`, lists with one text each; then each column is a list of one as well.
+- TRL's `prompts` and `completions`, lists with one text each, or with one list of messages where prompts are
+  conversations; then each column is a list of one as well.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class CustomScorer:
     name: str = "compute_score"
     option: str = "reward"
     columns: frozenset[str] | None = None  # of the data and of `ScoreRequest.extra`; None: not known at the start
+    conversations: bool = False  # whether prompts are lists of messages
     preload: tuple[str, ...] = ()
 
     @property
@@ -91,8 +93,14 @@ class CustomScorer:
         columns: dict[str, Any] = dict(request.extra)
         of_lists = "completions" in parameters
         if of_lists:
-            values = columns.get("question"), request.response, request.answer
-            columns |= dict(zip(_OWN_OF_LISTS, values, strict=True))
+            question: Any = columns.get("question")
+            response: Any = request.response
+            if self.conversations:
+                messages = columns.get("messages") or [{"role": "user", "content": question}]
+                question = messages[: len(messages) - len(request.turns)]
+                response = list(request.turns) or [{"role": "assistant", "content": response}]
+            answer = columns.get("answer") if request.answer is None else request.answer  # with data.answer_key empty
+            columns |= dict(zip(_OWN_OF_LISTS, (question, response, answer), strict=True))
         else:
             texts = request.response, request.response, request.answer, request.answer
             columns |= dict(zip(_OWN, (*texts, request.source, dict(columns)), strict=True))

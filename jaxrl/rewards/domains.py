@@ -27,7 +27,7 @@ from jaxrl.config.functions import read_user_file
 from jaxrl.config.rewards import PartSection
 from jaxrl.rewards.custom import CustomScorer
 from jaxrl.rewards.request import OWN_COLUMNS, ScoreRequest, as_reward
-from jaxrl.rewards.scorers import Scorer, scorer_of
+from jaxrl.rewards.scorers import Scorer, has_conversations, scorer_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +117,14 @@ def build_scorer(config: Config, rows: Iterable[Iterable[str]] | None = None) ->
     fail, or a file that cannot be read."""
     columns = None
     if rows is not None:
-        turns = ("messages",) if config.environment.is_on else ()
-        columns = frozenset(chain(OWN_COLUMNS, turns, *rows))
+        messages = ("messages",) if has_conversations(config) else ()
+        columns = frozenset(chain(OWN_COLUMNS, messages, *rows))
     parts: dict[str, tuple[float, RewardPart]] = {}
     for name, section in config.reward.parts.items():
         function, option = None, f"reward.parts.{name}"
         if section.kind == "custom":
-            function = CustomScorer(read_user_file(f"{option}.path", section.path), section.name, option, columns)
+            file = read_user_file(f"{option}.path", section.path)
+            function = CustomScorer(file, section.name, option, columns, has_conversations(config))
         parts[name] = section.weight, RewardPart(section, config.data.max_response_length, function)
 
     def scorer(domain: Domain) -> Scorer:

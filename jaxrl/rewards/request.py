@@ -33,7 +33,7 @@ class ScoreRequest:
 
     `extra` has the prompt's own columns; and `prompt`, `question` (the last user message), `epoch`, `index`,
     `finish_reason` and `response_length` (tokens that the model drew), unless the data has columns of these names; of a
-    response with turns also `messages`, the whole conversation.
+    conversation (`data.messages_key`) also `messages`, and with turns the `turns` at their end.
     """
 
     source: str  # the prompt's data set or task
@@ -44,6 +44,7 @@ class ScoreRequest:
     # `reward.code.max_timeout_s` for all (`jaxrl.mechanisms.reward_timeouts`)
     limits_s: tuple[float, ...] = ()
     num_tokens: int = 0  # that the model has drawn
+    turns: tuple[Mapping[str, Any], ...] = ()  # messages of the model and of its environment, behind the prompt's
     turn_rewards: tuple[float, ...] | None = None  # of an environment, by turn
     stop: str = ""  # why the trajectory ended
 
@@ -56,10 +57,10 @@ class ScoreRequest:
         return request if sample.episode is None else request._of_turns(sample.episode)
 
     def _of_turns(self, episode: Episode) -> ScoreRequest:
-        messages: list[Mapping[str, Any]] = [*self.extra["messages"]]
+        turns: list[Mapping[str, Any]] = []
         for turn in episode.turns:
-            messages += [{"role": "assistant", "content": turn.text}, *turn.messages]
+            turns += [{"role": "assistant", "content": turn.text}, *turn.messages]
         rewards = tuple(turn.reward for turn in episode.turns)
-        said = episode.turns[-1].text
-        extra = {**self.extra, "messages": messages}
-        return replace(self, response=said, extra=extra, turn_rewards=rewards, stop=episode.stop)
+        extra = {**self.extra, "messages": [*self.extra["messages"], *turns]}
+        said = replace(self, response=episode.turns[-1].text, extra=extra, turns=tuple(turns))
+        return replace(said, turn_rewards=rewards, stop=episode.stop)

@@ -166,13 +166,18 @@ class EnvironmentScorer:
         return total, {"stop": request.stop, "num_turns": len(rewards)}
 
 
+def has_conversations(config: Config) -> bool:
+    """Whether a prompt is a list of messages."""
+    return bool(config.data.messages_key) or config.environment.is_on
+
+
 def scorer_of(config: Config, domain: Domain, columns: frozenset[str] | None = None) -> Scorer:
     """The scorer of a domain that worker processes score; `columns`: those of the data, if they are known. Raises
     ValueError for settings that would make every sample fail."""
     data, option = config.data, f"{domain.option}.kind"
     if domain.kind == "custom":
         file = read_user_file(f"{domain.option}.path", domain.path)
-        return CustomScorer(file, domain.name, domain.option, columns)
+        return CustomScorer(file, domain.name, domain.option, columns, has_conversations(config))
     if domain.kind == "code":
         from jaxrl.rewards.code import CodeScorer
 

@@ -6,11 +6,21 @@ import json
 
 import jsonschema
 
-from jaxrl.commands.options import schema_json, shown
+from jaxrl.commands.options import options_text, schema_json, shown
 from jaxrl.config.files import OWN as CONFIGS
 from jaxrl.config.files import load
-from jaxrl.config.reference import options
+from jaxrl.config.reference import find, options
 from jaxrl.config.yaml_text import parse_yaml
+
+
+def test_names_of_verl_and_trl_find_their_counterparts():
+    for name, ours in (
+        ("warmup_ratio", ["actor.optim.lr_warmup_steps"]),
+        ("loss_type", ["actor.loss_mode", "algorithm.loss_agg_mode", "dpo.loss_type"]),
+        ("num_generations", ["rollout.n"]),
+    ):
+        assert sorted(option.path for option in find(name)) == ours
+    assert options_text("warmup_ratio").startswith("warmup_ratio: of verl or TRL, here actor.optim.lr_warmup_steps\n")
 
 
 def test_what_is_shown_can_be_given():

@@ -112,6 +112,34 @@ def test_custom_gets_verls_arguments(tmp_path: Path):
     assert (reward, info["seen"].all) == (0.5, ("sums", "4", "5", 3))
 
 
+TRL = """def compute_score(prompts, completions, answer, **columns):
+    asked, said = prompts[0], completions[0]
+    if isinstance(said, str):
+        return [float(answer[0] in said)]
+    return [10.0 * len(asked) + len(said) + float(answer[0] in said[-1]["content"])]
+"""
+
+
+def test_a_function_of_trl_gets_texts_or_conversations(tmp_path: Path):
+    """As the prompts are: with `data.messages_key` lists of messages, with turns all that follow the prompt."""
+    (tmp_path / "reward.py").write_text(TRL)
+    reward = {"kind": "custom", "path": str(tmp_path / "reward.py")}
+    data = {"train_files": ["a.jsonl"], "answer_key": ""}
+    plain = build_scorer(config(reward, data))
+    talk = build_scorer(config(reward, {**data, "messages_key": "prompt"}))
+    asked = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2="}]
+    columns = {"question": "2+2=", "answer": "4"}
+    assert plain(ScoreRequest("sums", "it is 4", None, columns))[0] == 1.0
+    assert talk(ScoreRequest("sums", "it is 4", None, {**columns, "messages": asked}))[0] == 22.0
+    turns = (
+        {"role": "assistant", "content": "?"},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "4"},
+    )
+    request = ScoreRequest("sums", "4", None, {**columns, "messages": [*asked, *turns]}, turns=turns)
+    assert talk(request)[0] == 24.0
+
+
 @pytest.mark.parametrize(
     ("arguments", "refused"),
     [
