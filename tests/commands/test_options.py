@@ -6,10 +6,10 @@ import json
 
 import jsonschema
 
-from jaxrl.commands.options import options_text, schema_json, shown
+from jaxrl.commands.options import find, options_text, schema_json, shown
 from jaxrl.config.files import OWN as CONFIGS
 from jaxrl.config.files import load
-from jaxrl.config.reference import find, options
+from jaxrl.config.reference import options
 from jaxrl.config.yaml_text import parse_yaml
 
 
