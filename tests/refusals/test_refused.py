@@ -98,6 +98,10 @@ OPTIONS = {
         "rollout.temperature (0) makes all samples of a prompt equal, and algorithm.adv_estimator=grpo compares them "
         "with each other: every advantage would be 0"
     ),
+    "reward.kind=judge reward.judge.endpoint=http://h/v1 reward.judge.endpoint_model=m reward.judge.num_samples=2": (
+        "reward.judge.num_samples (2) needs reward.judge.temperature above 0: greedy verdicts on a sample are all the "
+        "same"
+    ),
     "actor.ppo_max_token_len_per_gpu=100": (
         "actor.ppo_max_token_len_per_gpu (100 tokens) must hold the longest sequence: data.max_prompt_length (256) + "
         "data.max_response_length (128) = 384 tokens; actor.context_parallel_size parts it among devices"
