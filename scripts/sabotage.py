@@ -11,6 +11,7 @@ found.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import subprocess
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import yaml
 
-from jaxrl.processes.process_tree import adopt_orphans, kill_descendants
+from jaxrl.processes.process_tree import adopt_orphans, children, kill_descendants
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_S = 1200  # for the suite; a fault may also be one that makes it hang
@@ -67,9 +68,13 @@ def first_failure(tree: Path, tests: list[str], processes: int) -> str | None:
     command += ["--numprocesses", str(processes), "--dist", "worksteal"]
     with tempfile.TemporaryFile("w+") as said:  # a pipe would be held open by what a fault leaves behind
         process = subprocess.Popen(command, cwd=tree, env=variables(tree), stdout=said, stderr=subprocess.STDOUT)
-        try:
-            status = process.wait(PATIENCE_S)
-        except subprocess.TimeoutExpired:
+        until = time.monotonic() + PATIENCE_S
+        while (status := process.poll()) is None and time.monotonic() < until:
+            for orphan in {*children(os.getpid())} - {process.pid}:  # a test may wait until it is gone
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(orphan, os.WNOHANG)
+            time.sleep(0.1)
+        if status is None:
             process.kill()
             return f"the tests have no end within {PATIENCE_S} s"
         said.seek(0)
