@@ -33,6 +33,7 @@ from jaxrl.config.files import checked, put, read
 from jaxrl.config.inputs import Options
 from jaxrl.record.run_dir import CONFIG_FILE, recorded_config, remove_empty
 from jaxrl.report.runs import read_run
+from jaxrl.run.stop import Stop
 from jaxrl.training.steps import steps_of
 from jaxrl.types import Sample, SamplingParams
 
@@ -81,7 +82,8 @@ def train(
       say: shows a line of the start.
       options: of the configuration, `rollout__n=8` for `rollout.n`, or a section at a time: `rollout={"n": 8}`.
 
-    Returns the finished run, or the one that Ctrl-C has stopped.
+    Returns the finished run, or the one that Ctrl-C has stopped: in the main thread, the first Ctrl-C after the start
+    lets the run save its state and end. Any other raises KeyboardInterrupt.
 
     Raises:
       ConfigError: options, rows or a function that cannot be used, all problems at once.
@@ -137,7 +139,8 @@ def _start(
     given = _Given(kind, config, options)
     given.put("model.path", model)
     given.put("trainer.total_training_steps", steps)
-    with given.folder(run_dir) as folder:
+    stop = Stop()
+    with given.folder(run_dir) as folder, stop.watching():
         given.rows("data.train_files", data, folder / "train.jsonl")
         given.rows("data.val_files", val_data, folder / "val.jsonl")
         if isinstance(reward, str):
@@ -148,11 +151,11 @@ def _start(
         if kind == "train":
             from jaxrl.commands.train import train as learn
 
-            learn(given.config(say), say)
+            learn(given.config(say), say, stop)
         else:
             from jaxrl.commands.supervised import train_on_files
 
-            train_on_files(kind, given.config(say), progress=say)
+            train_on_files(kind, given.config(say), stop, say)
     return Run(folder.parent)
 
 

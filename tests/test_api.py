@@ -1,7 +1,10 @@
 """`jaxrl.train`, `jaxrl.sft` and `jaxrl.dpo`: rows and functions become files of the run, arguments become options."""
 
 import json
+import signal
 import threading
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +13,12 @@ import pytest
 import yaml
 
 import jaxrl
+from jaxrl.commands import train
 from jaxrl.config import Config, ConfigError, to_mapping
 from jaxrl.record.run_dir import CONFIG_FILE
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.request import ScoreRequest
+from jaxrl.run.stop import Stop
 
 MODEL = "random:model"
 
@@ -27,8 +32,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
         found.append(config)
         Path(config.trainer.run_dir, CONFIG_FILE).write_text(yaml.safe_dump(to_mapping(config)))
 
-    monkeypatch.setattr("jaxrl.commands.train.train", lambda config, say: record(config))
-    monkeypatch.setattr("jaxrl.commands.supervised.train_on_files", lambda kind, config, progress: record(config))
+    monkeypatch.setattr("jaxrl.commands.train.train", lambda config, say, stop: record(config))
+    monkeypatch.setattr("jaxrl.commands.supervised.train_on_files", lambda kind, config, *_: record(config))
     return found
 
 
@@ -81,6 +86,24 @@ def test_mistakes_leave_no_folder(tmp_path: Path, arguments: dict[str, Any], sai
     with pytest.raises(ConfigError, match=said):
         jaxrl.train(MODEL, run_dir=tmp_path / "made" / "run", **{"data": ["q"], **arguments})
     assert not (tmp_path / "made").exists()
+
+
+def test_control_c(tmp_path: Path, started: list[Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    earlier, recorded, said = signal.getsignal(signal.SIGINT), train.train, list[str]()
+
+    def interrupted(times: int, config: Config, say: object, stop: Stop) -> None:
+        recorded(config, say, stop)
+        stop.save_first(said.append)
+        for _ in range(times):
+            signal.raise_signal(signal.SIGINT)
+        assert stop.asked
+
+    for times, raised in ((1, nullcontext()), (2, pytest.raises(KeyboardInterrupt))):
+        monkeypatch.setattr(train, "train", partial(interrupted, times))
+        with raised:
+            jaxrl.train(MODEL, ["q"], run_dir=tmp_path)
+        assert signal.getsignal(signal.SIGINT) is earlier
+    assert len(said) == 2
 
 
 @pytest.mark.slow
