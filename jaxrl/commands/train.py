@@ -153,7 +153,8 @@ def _problems(start: Training, environments: EnvironmentPool | None) -> tuple[Se
 def _rewards(start: Training, problems: Sequence[Problem]) -> RewardPool:
     start.beat("reading the reward function")
     log = start.run_dir.early_file("rewards.log")  # a reward file may print while it is imported
-    scorer = build_scorer(start.config, (problem.extra for problem in problems))
+    rows = (each.extra if each.answer is None else {*each.extra, "answer"} for each in problems)
+    scorer = build_scorer(start.config, rows)
     pool = start.stack.enter_context(closing(build_pool(start.config, scorer, log=log)))
     if start.config.reward.judge.endpoint:
         from jaxrl.mechanisms.judge.endpoint import join_endpoint
