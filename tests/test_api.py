@@ -14,7 +14,7 @@ import yaml
 
 import jaxrl
 from jaxrl.commands import train
-from jaxrl.config import Config, ConfigError, to_mapping
+from jaxrl.config import Config, to_mapping
 from jaxrl.record.run_dir import CONFIG_FILE
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.request import ScoreRequest
@@ -49,6 +49,15 @@ def test_rows_and_options(started: list[Config], tmp_path: Path, monkeypatch: py
     assert run.path.parts[0] == "runs"
     (file,) = config.data.train_files
     assert [*map(json.loads, Path(file).read_text().splitlines())] == [{**rows[0], "level": 2.0}, rows[1]]
+    (run.path / "metrics.jsonl").write_text('{"step": 1}\n')
+    for wrong, said in (
+        (lambda: run.generate("a?"), "a list of questions, found text"),
+        (lambda: run.generate(["a?"], max_new_tokens=3), "no argument 'max_new_tokens': it takes .* max_tokens"),
+        (lambda: run.metrics["steps"], "no metric 'steps'; near it: step"),
+        (lambda: jaxrl.train(run_dir=run.path), f"{run.path} is a run: .*config="),
+    ):
+        with pytest.raises((TypeError, KeyError, jaxrl.ConfigError), match=said):
+            wrong()
 
 
 def test_a_file_stays_where_it_is_and_arguments_replace_its_options(started: list[Config], tmp_path: Path) -> None:
@@ -80,10 +89,12 @@ def test_a_function_travels_by_value(started: list[Config], tmp_path: Path) -> N
         ({"data": [{"question": object()}]}, "data.train_files: row 0 cannot be written as JSON: object has no form"),
         ({"reward": threading.Lock().acquire}, "reward: .* cannot be sent to other processes"),
         ({"rollout__nn": 2, "rollout__n": 0}, "argument rollout__n"),
+        ({"step": 2}, "unknown argument step: did you mean steps"),
+        ({"data": [{"question": "q"}, {"question": ""}]}, r"^data\[1\]: 'question' .* must hold some text"),
     ],
 )
 def test_mistakes_leave_no_folder(tmp_path: Path, arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ValueError, match=said):
         jaxrl.train(MODEL, run_dir=tmp_path / "made" / "run", **{"data": ["q"], **arguments})
     assert not (tmp_path / "made").exists()
 
