@@ -41,6 +41,7 @@ def test_rows_and_options(started: list[Config], tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": "a?", "answer": "1", "level": np.float32(2)}, {"prompt": "b?", "answer": "2", "level": 3}]
     options = {"rollout": {"n": 4}, "data__train_batch_size": 2, "actor__optim": {"lr": 1e-4}}
+    options["algorithm__teacher__dtype"] = "float32"  # without effect
     run = jaxrl.train(MODEL, rows, "math", steps=3, **options)
     (config,) = started
     assert (config.model.path, config.reward.kind, config.trainer.total_training_steps) == (MODEL, "math", 3)
@@ -58,6 +59,9 @@ def test_rows_and_options(started: list[Config], tmp_path: Path, monkeypatch: py
     ):
         with pytest.raises((TypeError, KeyError, jaxrl.ConfigError), match=said):
             wrong()
+    noted = list[str]()
+    jaxrl.train(config=run.path / CONFIG_FILE, say=noted.append)
+    assert noted == []
 
 
 def test_a_file_stays_where_it_is_and_arguments_replace_its_options(started: list[Config], tmp_path: Path) -> None:
