@@ -17,12 +17,16 @@ notebook reaches the processes that score. The run resumes, and every command re
 from __future__ import annotations
 
 import base64
+import difflib
 import html
+import inspect
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +37,7 @@ from jaxrl.config.files import checked, put, read
 from jaxrl.config.inputs import Options
 from jaxrl.record.run_dir import CONFIG_FILE, recorded_config, remove_empty
 from jaxrl.report.runs import read_run
+from jaxrl.run.stop import Stop
 from jaxrl.training.steps import steps_of
 from jaxrl.types import Sample, SamplingParams
 
@@ -43,6 +48,7 @@ Rows = str | Path | Iterable[Mapping[str, Any] | str]
 """A file that `data.train_files` may name, or rows: mappings of columns, such as a `datasets.Dataset`, or questions."""
 INPUTS = "inputs"
 """The folder inside the run's own that holds rows and functions as files."""
+_SHOWN = 8  # names in an error
 _FUNCTION = '''"""The reward function that `jaxrl.train` was given. Written by `jaxrl.train`."""
 
 import base64
@@ -81,10 +87,11 @@ def train(
       say: shows a line of the start.
       options: of the configuration, `rollout__n=8` for `rollout.n`, or a section at a time: `rollout={"n": 8}`.
 
-    Returns the finished run, or the one that Ctrl-C has stopped.
+    Returns the finished run, or the one that Ctrl-C has stopped: in the main thread, the first Ctrl-C after the start
+    lets the run save its state and end. Any other raises KeyboardInterrupt.
 
     Raises:
-      ConfigError: options, rows or a function that cannot be used, all problems at once.
+      ValueError: rows or a function that cannot be used. Of options it is a `jaxrl.ConfigError`, all problems at once.
       jaxrl.types.RunFailed: the run cannot continue.
     """
     return _start("train", model, data, reward, val_data, steps, run_dir, config, say, options)
@@ -137,7 +144,8 @@ def _start(
     given = _Given(kind, config, options)
     given.put("model.path", model)
     given.put("trainer.total_training_steps", steps)
-    with given.folder(run_dir) as folder:
+    stop = Stop()
+    with given.folder(run_dir) as folder, stop.watching():
         given.rows("data.train_files", data, folder / "train.jsonl")
         given.rows("data.val_files", val_data, folder / "val.jsonl")
         if isinstance(reward, str):
@@ -145,14 +153,15 @@ def _start(
         elif reward is not None:
             given.put("reward.kind", "custom")
             given.put("reward.path", str(_write_function(reward, folder / "reward.py")))
-        if kind == "train":
-            from jaxrl.commands.train import train as learn
+        with _naming_rows({"data": folder / "train.jsonl", "val_data": folder / "val.jsonl"}):
+            if kind == "train":
+                from jaxrl.commands.train import train as learn
 
-            learn(given.config(say), say)
-        else:
-            from jaxrl.commands.supervised import train_on_files
+                learn(given.config(say), say, stop)
+            else:
+                from jaxrl.commands.supervised import train_on_files
 
-            train_on_files(kind, given.config(say), progress=say)
+                train_on_files(kind, given.config(say), stop, say)
     return Run(folder.parent)
 
 
@@ -162,7 +171,10 @@ class _Given:
     def __init__(self, kind: str, file: str | Path | None, options: Mapping[str, Any]) -> None:
         self._kind = kind
         self._options = Options() if file is None else read(Path(file))
+        own = inspect.signature(train).parameters
         for name, value in options.items():
+            if name not in Config.model_fields and (near := difflib.get_close_matches(name, own, n=1)):
+                raise ConfigError(f"unknown argument {name}: did you mean {near[0]}?")
             put(self._options, name.replace("__", "."), value, f"argument {name}")
 
     def put(self, option: str, value: Any) -> None:
@@ -180,6 +192,10 @@ class _Given:
         """The folder for inputs inside the run's own. It goes if the start of the run is refused."""
         own = run_dir or self.get("trainer.run_dir") or f"runs/{time.strftime('%Y-%m-%dT%H-%M-%S')}-{self._kind}"
         run = Path(own).expanduser()
+        if self.get("model.path") is None and (run / CONFIG_FILE).exists():
+            raise ConfigError(
+                f"{run} is a run: pass the model that it began with, or config={str(run / CONFIG_FILE)!r}"
+            )
         self.put("trainer.run_dir", str(run))
         made = [each for each in (run, *run.parents) if not each.exists()]
         try:
@@ -223,7 +239,22 @@ class _Given:
             self.put("data.answer_key", "")
 
     def config(self, say: Callable[[str], None]) -> Config:
-        return checked(self._options, say, self._kind)
+        own = f"({Path(self.get('trainer.run_dir')) / CONFIG_FILE}, line"  # has all options, and nobody wrote them
+        return checked(self._options, lambda text: None if own in text else say(text), self._kind)
+
+
+@contextmanager
+def _naming_rows(files: Mapping[str, Path]) -> Iterator[None]:
+    """Errors about a line of such a file name the row that the user gave, as `data[0]`."""
+    try:
+        yield
+    except ValueError as error:
+        text = str(error)
+        for name, file in files.items():
+            pattern = f"{re.escape(str(file))}, line (\\d+)"
+            text = re.sub(pattern, lambda found, name=name: f"{name}[{int(found[1]) - 1}]", text)
+        error.args = (text,)
+        raise
 
 
 def _plain(value: Any) -> Any:
@@ -243,6 +274,12 @@ def _write_function(function: Callable[..., Any], file: Path) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(_FUNCTION.format(text=base64.b64encode(pickled).decode()), encoding="utf-8")
     return file
+
+
+class _Metrics(dict[str, np.ndarray]):
+    def __missing__(self, name: str) -> np.ndarray:
+        near = [each for each in self if name in each] or difflib.get_close_matches(name, self, cutoff=0.4)
+        raise KeyError(f"no metric {name!r}; near it: {', '.join(near[:_SHOWN]) or ', '.join(self)}")
 
 
 class Page:
@@ -279,7 +316,7 @@ class Run:
         """Each metric by step, float64, NaN where a step has none; and `step`."""
         rows = read_run(self.path).metrics
         names = dict.fromkeys(("step", *(name for row in rows for name in row)))
-        return {name: np.array([row.get(name, np.nan) for row in rows], np.float64) for name in names}
+        return _Metrics({name: np.array([row.get(name, np.nan) for row in rows], np.float64) for name in names})
 
     @property
     def samples(self) -> list[dict[str, Any]]:
@@ -311,6 +348,11 @@ class Run:
         """
         from jaxrl.data.problems import asked_messages
 
+        if isinstance(questions, str):
+            raise TypeError(f"generate() takes a list of questions, found text: write [{questions!r:.60}]")
+        known = [field.name for field in fields(SamplingParams)]
+        if unknown := sampling.keys() - known:
+            raise TypeError(f"generate() has no argument {min(unknown)!r}: it takes questions, n, {', '.join(known)}")
         data = self.config.data
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens or data.max_response_length, **sampling)
         messages = [asked_messages([{"role": "user", "content": text}], data) for text in questions]

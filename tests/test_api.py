@@ -1,7 +1,10 @@
 """`jaxrl.train`, `jaxrl.sft` and `jaxrl.dpo`: rows and functions become files of the run, arguments become options."""
 
 import json
+import signal
 import threading
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +13,12 @@ import pytest
 import yaml
 
 import jaxrl
-from jaxrl.config import Config, ConfigError, to_mapping
+from jaxrl.commands import train
+from jaxrl.config import Config, to_mapping
 from jaxrl.record.run_dir import CONFIG_FILE
 from jaxrl.rewards.domains import build_scorer
 from jaxrl.rewards.request import ScoreRequest
+from jaxrl.run.stop import Stop
 
 MODEL = "random:model"
 
@@ -27,8 +32,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
         found.append(config)
         Path(config.trainer.run_dir, CONFIG_FILE).write_text(yaml.safe_dump(to_mapping(config)))
 
-    monkeypatch.setattr("jaxrl.commands.train.train", lambda config, say: record(config))
-    monkeypatch.setattr("jaxrl.commands.supervised.train_on_files", lambda kind, config, progress: record(config))
+    monkeypatch.setattr("jaxrl.commands.train.train", lambda config, say, stop: record(config))
+    monkeypatch.setattr("jaxrl.commands.supervised.train_on_files", lambda kind, config, *_: record(config))
     return found
 
 
@@ -36,6 +41,7 @@ def test_rows_and_options(started: list[Config], tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": "a?", "answer": "1", "level": np.float32(2)}, {"prompt": "b?", "answer": "2", "level": 3}]
     options = {"rollout": {"n": 4}, "data__train_batch_size": 2, "actor__optim": {"lr": 1e-4}}
+    options["algorithm__teacher__dtype"] = "float32"  # without effect
     run = jaxrl.train(MODEL, rows, "math", steps=3, **options)
     (config,) = started
     assert (config.model.path, config.reward.kind, config.trainer.total_training_steps) == (MODEL, "math", 3)
@@ -44,6 +50,18 @@ def test_rows_and_options(started: list[Config], tmp_path: Path, monkeypatch: py
     assert run.path.parts[0] == "runs"
     (file,) = config.data.train_files
     assert [*map(json.loads, Path(file).read_text().splitlines())] == [{**rows[0], "level": 2.0}, rows[1]]
+    (run.path / "metrics.jsonl").write_text('{"step": 1}\n')
+    for wrong, said in (
+        (lambda: run.generate("a?"), "a list of questions, found text"),
+        (lambda: run.generate(["a?"], max_new_tokens=3), "no argument 'max_new_tokens': it takes .* max_tokens"),
+        (lambda: run.metrics["steps"], "no metric 'steps'; near it: step"),
+        (lambda: jaxrl.train(run_dir=run.path), f"{run.path} is a run: .*config="),
+    ):
+        with pytest.raises((TypeError, KeyError, jaxrl.ConfigError), match=said):
+            wrong()
+    noted = list[str]()
+    jaxrl.train(config=run.path / CONFIG_FILE, say=noted.append)
+    assert noted == []
 
 
 def test_a_file_stays_where_it_is_and_arguments_replace_its_options(started: list[Config], tmp_path: Path) -> None:
@@ -75,12 +93,32 @@ def test_a_function_travels_by_value(started: list[Config], tmp_path: Path) -> N
         ({"data": [{"question": object()}]}, "data.train_files: row 0 cannot be written as JSON: object has no form"),
         ({"reward": threading.Lock().acquire}, "reward: .* cannot be sent to other processes"),
         ({"rollout__nn": 2, "rollout__n": 0}, "argument rollout__n"),
+        ({"step": 2}, "unknown argument step: did you mean steps"),
+        ({"data": [{"question": "q"}, {"question": ""}]}, r"^data\[1\]: 'question' .* must hold some text"),
     ],
 )
 def test_mistakes_leave_no_folder(tmp_path: Path, arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ValueError, match=said):
         jaxrl.train(MODEL, run_dir=tmp_path / "made" / "run", **{"data": ["q"], **arguments})
     assert not (tmp_path / "made").exists()
+
+
+def test_control_c(tmp_path: Path, started: list[Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    earlier, recorded, said = signal.getsignal(signal.SIGINT), train.train, list[str]()
+
+    def interrupted(times: int, config: Config, say: object, stop: Stop) -> None:
+        recorded(config, say, stop)
+        stop.save_first(said.append)
+        for _ in range(times):
+            signal.raise_signal(signal.SIGINT)
+        assert stop.asked
+
+    for times, raised in ((1, nullcontext()), (2, pytest.raises(KeyboardInterrupt))):
+        monkeypatch.setattr(train, "train", partial(interrupted, times))
+        with raised:
+            jaxrl.train(MODEL, ["q"], run_dir=tmp_path)
+        assert signal.getsignal(signal.SIGINT) is earlier
+    assert len(said) == 2
 
 
 @pytest.mark.slow

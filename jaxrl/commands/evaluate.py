@@ -75,7 +75,8 @@ def evaluate(
         prompts = validation_prompts(config, tokenizer, environments=acting)
         if not prompts:
             raise ConfigError("no held-out prompts: give data.val_files, or a data.task with data.val_size above 0")
-        scorer = build_scorer(config, (prompt.extra for prompt in prompts))
+        rows = (each.extra if each.answer is None else {*each.extra, "answer"} for each in prompts)
+        scorer = build_scorer(config, rows)
         pool = stack.enter_context(closing(build_pool(config, scorer)))
         join_endpoint(config, pool)
         pool.warm()

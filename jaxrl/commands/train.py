@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from jaxrl.config import Config, differences
 from jaxrl.config.domains import domains
+from jaxrl.config.functions import read_user_file
 from jaxrl.config.options import total_steps
 from jaxrl.config.rollout_correction import uncorrected
 from jaxrl.data.problems import Problem, asked_messages
@@ -153,7 +155,10 @@ def _problems(start: Training, environments: EnvironmentPool | None) -> tuple[Se
 def _rewards(start: Training, problems: Sequence[Problem]) -> RewardPool:
     start.beat("reading the reward function")
     log = start.run_dir.early_file("rewards.log")  # a reward file may print while it is imported
-    scorer = build_scorer(start.config, (problem.extra for problem in problems))
+    rows = (each.extra if each.answer is None else {*each.extra, "answer"} for each in problems)
+    scorer = build_scorer(start.config, rows)
+    if path := start.config.reward.path:
+        start.reward_file = sha256(read_user_file("reward.path", path).text.encode()).hexdigest()
     pool = start.stack.enter_context(closing(build_pool(start.config, scorer, log=log)))
     if start.config.reward.judge.endpoint:
         from jaxrl.mechanisms.judge.endpoint import join_endpoint

@@ -23,6 +23,7 @@ RESPONSE = ("response", "solution_str", "completions")
 """The function must take one of these arguments."""
 _OWN = ("response", "solution_str", "answer", "ground_truth", "data_source", "extra_info")
 _OWN_OF_LISTS = ("prompts", "completions", "answer")
+_REFERENCE = ("answer", "ground_truth")
 _SHOWN_KEYS = 10
 
 
@@ -34,7 +35,8 @@ class CustomScorer:
     file: UserFile
     name: str = "compute_score"
     option: str = "reward"
-    columns: frozenset[str] | None = None  # of the data and of `ScoreRequest.extra`; None: not known at the start
+    # of the data, with `answer` where a row has one, and of `ScoreRequest.extra`; None: not known at the start
+    columns: frozenset[str] | None = None
     conversations: bool = False  # whether prompts are lists of messages
     preload: tuple[str, ...] = ()
 
@@ -45,7 +47,9 @@ class CustomScorer:
     def load(self) -> None:
         parameters = inspect.signature(self._function()).parameters
         if self.columns is not None:
-            self._refuse_unknown(parameters, self.columns | set(_OWN_OF_LISTS if "completions" in parameters else _OWN))
+            own = set(_OWN_OF_LISTS if "completions" in parameters else _OWN)
+            unknown = () if "answer" in self.columns else own.intersection(_REFERENCE)
+            self._refuse_unknown(parameters, (self.columns | own).difference(unknown))
 
     def __call__(self, request: ScoreRequest) -> tuple[Any, dict[str, Any]]:
         function = self._function()
@@ -83,15 +87,16 @@ class CustomScorer:
         for name, each in parameters.items():
             must = each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
             if must and name not in known:
-                may = ", ".join(sorted(known))
-                raise ValueError(
-                    f"{self.option}.path: {self._who} takes {name!r}, which is no column of the data; it may take {may}"
-                )
+                rule = f"which is no column of the data; it may take {', '.join(sorted(known))}"
+                if name in _REFERENCE and "answer" not in known:
+                    rule = f"and no row of the data has one (data.answer_key); {name}=None takes rows without"
+                raise ValueError(f"{self.option}.path: {self._who} takes {name!r}, {rule}")
 
     def _arguments(self, parameters: Mapping[str, inspect.Parameter], request: ScoreRequest) -> dict[str, Any]:
         takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
         columns: dict[str, Any] = dict(request.extra)
         of_lists = "completions" in parameters
+        answer = columns.get("answer") if request.answer is None else request.answer  # with data.answer_key empty
         if of_lists:
             question: Any = columns.get("question")
             response: Any = request.response
@@ -99,10 +104,9 @@ class CustomScorer:
                 messages = columns.get("messages") or [{"role": "user", "content": question}]
                 question = messages[: len(messages) - len(request.turns)]
                 response = list(request.turns) or [{"role": "assistant", "content": response}]
-            answer = columns.get("answer") if request.answer is None else request.answer  # with data.answer_key empty
             columns |= dict(zip(_OWN_OF_LISTS, (question, response, answer), strict=True))
         else:
-            texts = request.response, request.response, request.answer, request.answer
+            texts = request.response, request.response, answer, answer
             columns |= dict(zip(_OWN, (*texts, request.source, dict(columns)), strict=True))
         self._refuse_unknown(parameters, columns)
         if not takes_any:

@@ -112,9 +112,9 @@ class DomainScorer:
 
 
 def build_scorer(config: Config, rows: Iterable[Iterable[str]] | None = None) -> Scorer:
-    """The worker processes' scorer. `rows`: the columns of each row of the data (`Problem.extra`); a function that
-    takes any other is refused when the workers load it. Raises ValueError for settings that would make every sample
-    fail, or a file that cannot be read."""
+    """The worker processes' scorer. `rows`: the columns of each row of the data (`Problem.extra`), with `answer` where
+    it has one; a function that takes any other is refused when the workers load it. Raises ValueError for settings that
+    would make every sample fail, or a file that cannot be read."""
     columns = None
     if rows is not None:
         messages = ("messages",) if has_conversations(config) else ()

@@ -19,6 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import FrameType
 
 WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 """The name of an end by a signal in the last line on stderr. The exit status is 128 plus its number: 130 or 143."""
@@ -28,7 +29,8 @@ _SHOW_CURSOR = b"\x1b[?25h"  # the live view hides it
 
 
 class Stop:
-    """Handles the two signals once `watch` has taken them over; without that it never requests a stop.
+    """Handles the two signals once `watch` has taken them over, or SIGINT inside `watching`; without these it never
+    requests a stop.
 
     Args:
       end: ends the process, with a sentence and a status.
@@ -63,6 +65,25 @@ class Stop:
         # multiprocessing has a process that cleans up after one that was ended at once; it need not warn of that
         ours = "ignore:resource_tracker:UserWarning"
         os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), ours)))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Takes SIGINT over for the block, in a process that outlives it, such as a notebook's. The first one after
+        `save_first` asks for a stop; any other does what it did before, and raises KeyboardInterrupt as a rule."""
+        earlier = signal.getsignal(signal.SIGINT)
+        if threading.current_thread() is not threading.main_thread() or not callable(earlier):
+            yield
+            return
+
+        def take(number: int, frame: FrameType | None) -> None:  # without the lock, which this thread may hold
+            if not self._asks(signal.Signals(number)):
+                earlier(number, frame)
+
+        signal.signal(signal.SIGINT, take)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, earlier)
 
     def save_first(self, say: Callable[[str], None]) -> None:
         """From now on the first signal only asks for a stop; `say` tells what that means."""
@@ -101,12 +122,7 @@ class Stop:
 
     def _take(self, number: signal.Signals) -> None:
         with self._lock:
-            if self._say is not None and not self.asked:
-                self.asked, self.number = True, number
-                text = f"{WORDS[number]}: the run saves its state and ends; a second signal ends it at once"
-                # in a separate thread: the view may be busy, and the second signal must take effect
-                if not _start(threading.Thread(target=self._say, args=(text,), daemon=True)):
-                    _tell(text)
+            if self._asks(number):
                 return
             if self._held and self._waiting is None:
                 self._waiting = number
@@ -123,6 +139,17 @@ class Stop:
                             os.unlink(temporary)
             finally:
                 self._end_by(number)
+
+    def _asks(self, number: signal.Signals) -> bool:
+        """Whether a signal asks for a stop: the first one after `save_first` does."""
+        if self._say is None or self.asked:
+            return False
+        self.asked, self.number = True, number
+        text = f"{WORDS[number]}: the run saves its state and ends; a second signal ends it at once"
+        # in a separate thread: the view may be busy, and the second signal must take effect
+        if not _start(threading.Thread(target=self._say, args=(text,), daemon=True)):
+            _tell(text)
+        return True
 
     def _end_by(self, number: signal.Signals) -> None:
         (self._end or end)(WORDS[number], 128 + number)

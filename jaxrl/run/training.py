@@ -75,6 +75,7 @@ class Training:
         self.run_dir.refuse_other_kind()
         self.earlier = self.run_dir.earlier
         self.changes: list[str] = []
+        self.reward_file = ""  # the checksum of `reward.path`
         read_journal(self.run_dir.file(JOURNAL))  # refused if damaged, before anything that takes long
         if config.trainer.init_from:
             find_step(config.trainer.init_from, option="trainer.init_from")
@@ -182,10 +183,12 @@ class Training:
         if self.resuming and (old := before.get("devices", described)) != described:
             devices = f"{old['count']} × {old['kind']} -> {found.count} × {found.kind}"
             self.changes = [*self.changes, f"devices: {devices}"]
+        if self.resuming and before.get("reward_file", self.reward_file) != self.reward_file:
+            self.changes = [*self.changes, f"reward.path: the text of {self.config.reward.path or 'the reward'}"]
         with self.stop.held():
             newest = self.step if self.resuming else None
-            began_with = self._began_with
-            self.run_dir.record_start(self.config, described, self.step, checkpoint=newest, began_with=began_with)
+            more = {"began_with": self._began_with, "reward_file": self.reward_file}
+            self.run_dir.record_start(self.config, described, self.step, checkpoint=newest, **more)
             self.store.tidy()
             record.begin()
             cache = self.host.use_compilation_cache()

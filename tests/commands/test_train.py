@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import yaml
 from damage import cut, flip
-from runs import Runs, asked, assert_same_end, copied_after, state_of
+from runs import REWARD, Runs, asked, assert_same_end, copied_after, state_of
 
 from jaxrl.config import from_mapping
 from jaxrl.record.metrics import read_metrics
@@ -87,8 +87,10 @@ def test_a_run_that_was_cut_off_ends_with_the_same_bits(runs: Runs, whole: Path)
         "checkpoint is step 2: make room and run again"
     )
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["2"]
-    said = runs.here(run_dir, "trainer.project_name=other")
+    (reward := run_dir / "reward.py").write_text(f"{REWARD}# another text\n")
+    said = runs.here(run_dir, "trainer.project_name=other", f"reward.path={reward}")
     assert not LOST.search(said)
+    assert f"changed since: reward.path: the text of {reward}" in said
     assert "changed since: trainer.project_name: 'jaxrl' -> 'other'" in said
     assert_same_end(run_dir, whole)
     rewards, expected = ([line["critic/rewards/mean"] for line in read_metrics(each)] for each in (run_dir, whole))

@@ -17,13 +17,7 @@ def read(path: Path) -> list[tuple[str, object]]:
     return [(where.removeprefix(f"{path}, "), row) for where, row in rows(path)]
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b'\xef\xbb\xbf{"q": 1}\r\n\r\n{"q": 2}\r\n',
-        b'  {"q": 1}\n \t\n{"q": 2}',
-    ],
-)
+@pytest.mark.parametrize("content", [b'\xef\xbb\xbf{"q": 1}\r\n\r\n{"q": 2}\r\n', b'  {"q": 1}\n \t\n{"q": 2}'])
 def test_marks_line_ends_and_empty_lines(tmp_path: Path, content: bytes):
     (tmp_path / "a.jsonl").write_bytes(content)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(content))

@@ -187,13 +187,7 @@ def paged(
 
 
 def packed(
-    made: list[dict[str, Any]],
-    rule: Rule,
-    sinks: Any,
-    *,
-    shared: bool,
-    parts: int = 1,
-    attend: Any = None,
+    made: list[dict[str, Any]], rule: Rule, sinks: Any, *, shared: bool, parts: int = 1, attend: Any = None
 ) -> Any:
     """The same of packed rows: one sequence behind the other, or both behind their prefix, with padding."""
     segments_of = [(0, 0, LENGTHS[0], 1, 0), (1, 0, LENGTHS[1], 2, 0)]

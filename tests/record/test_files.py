@@ -11,12 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxrl.record.files import (
-    JsonLines,
-    file_problem,
-    read_lines,
-    write_whole,
-)
+from jaxrl.record.files import JsonLines, file_problem, read_lines, write_whole
 
 ENTRIES = [{"step": 1, "text": "é\n"}, {"step": 3, "x": 0.5}, {"note": "no step"}, {"step": 2}, {"step": 3}]
 

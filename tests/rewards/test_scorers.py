@@ -144,10 +144,10 @@ def test_a_function_of_trl_gets_texts_or_conversations(tmp_path: Path):
     ("arguments", "refused"),
     [
         ("response, word", ""),
-        ("response, wrod", "takes 'wrod', which is no column of the data; it may take answer, data_source, epoch, "),
+        ("response, wrod", "takes 'wrod', which is no column of the data; it may take data_source, epoch, "),
         ("response, wrod=1, **others", ""),
-        ("completions, word, answer", ""),
-        ("completions, ground_truth", "takes 'ground_truth'"),
+        ("completions, word, answer=0", ""),
+        ("solution_str, ground_truth", "takes 'ground_truth', and no row of the data has one .data.answer_key.; "),
     ],
 )
 def test_a_function_takes_what_a_row_has(tmp_path: Path, arguments: str, refused: str):
@@ -165,12 +165,7 @@ def test_a_function_takes_what_a_row_has(tmp_path: Path, arguments: str, refused
         (ODD, "ok", 2.0, {"a": [1, 2, {"3": "<class 'object'>"}]}),
         ("import numpy as np; return np.array(0.5)", "ok", 0.5, {}),
         ("return {'score': 1, 'parts': 3}", "error", 0.0, {"error": OURS.format("parts")}),
-        (
-            "return {'reward': 1}",
-            "error",
-            0.0,
-            {"error": NO_SCORE},
-        ),
+        ("return {'reward': 1}", "error", 0.0, {"error": NO_SCORE}),
         ("import json; json.loads('{')", "error", 0.0, {"error": NO_JSON + AT}),  # the innermost line that is theirs
     ],
 )

@@ -100,22 +100,13 @@ def trl_jsd(student: jax.Array, teacher: jax.Array, beta: float) -> jax.Array:
     return beta * kl_div(mixture, teacher) + (1 - beta) * kl_div(mixture, student)
 
 
-@pytest.mark.parametrize(
-    ("top_k", "beta", "devices"),
-    [
-        (5, 0.5, 8),
-        pytest.param(64, 1.0, 1, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("top_k", "beta", "devices"), [(5, 0.5, 8), pytest.param(64, 1.0, 1, marks=pytest.mark.slow)])
 def test_the_distillation_loss(x64, top_k, beta, devices, make_config, make_batch, make_trainer):
     """Loss and gradient are those of TRL's formula over whole float64 distributions; with fewer tokens of one over
     those, and all others in one bin, with what the teacher's larger vocabulary has besides."""
     teacher_options = {"path": "unused", "dtype": "float64", "top_k": top_k, "beta": beta, "coef": 0.7}
     config = make_config(
-        algorithm__teacher=teacher_options,
-        algorithm__adv_estimator="none",
-        rollout__temperature=TEMPERATURE,
-        **WIDE,
+        algorithm__teacher=teacher_options, algorithm__adv_estimator="none", rollout__temperature=TEMPERATURE, **WIDE
     )
     model = MODEL if top_k < TRAINED.vocab_size else dataclasses.replace(MODEL, vocab_size=TRAINED.vocab_size)
     teacher, trainer, batch = teacher_of(config, devices, model), make_trainer(config, devices), make_batch(turns=True)

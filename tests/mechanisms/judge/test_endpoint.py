@@ -97,12 +97,7 @@ def test_a_verdict():
 
 @pytest.mark.parametrize(
     ("behaviour", "counted"),
-    [
-        (status(500), None),
-        (closes, None),
-        (raw(b"[" * 100_000), "garbled"),
-        (says(None), "garbled"),
-    ],
+    [(status(500), None), (closes, None), (raw(b"[" * 100_000), "garbled"), (says(None), "garbled")],
 )
 def test_sent_again_until_it_answers(behaviour: Behaviour, counted: str | None):
     waits = list[float]()
@@ -223,11 +218,7 @@ def test_the_key_is_never_recorded(
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "by_proxy"),
-    [
-        ("http://127.0.0.1:{port}/v1", False),
-        ("http://judge.invalid/v1", True),
-    ],
+    ("endpoint", "by_proxy"), [("http://127.0.0.1:{port}/v1", False), ("http://judge.invalid/v1", True)]
 )
 def test_a_proxy_hears_nothing_of_this_machine(endpoint: str, by_proxy: bool, monkeypatch: pytest.MonkeyPatch):
     """The name that does not exist shows that the proxy is otherwise used."""
