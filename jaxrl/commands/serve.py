@@ -233,6 +233,6 @@ def _served(config: Config, checkpoint: Path | None, say: Callable[[str], None])
         executor.sync_weights(params, 0)
         executor.allocate()
         if config.rollout.warmup:
-            stages.begin("compiling programs")
+            stages.begin("compiling programs (with rollout.warmup=false as requests need them)")
             executor.warm_up()
         return worker, worker.engine(executor)

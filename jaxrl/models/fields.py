@@ -18,6 +18,11 @@ def read_model_file(path: Path) -> dict[str, Any]:
     try:
         return read_object(path)
     except FileNotFoundError:
+        if (path.parent / "adapter_config.json").is_file():
+            raise ValueError(
+                f"{path.parent} has adapters alone: jaxrl export --merge writes a model, and jaxrl serve takes them "
+                "beside their base (--adapter NAME=FOLDER)"
+            ) from None
         raise ValueError(f"{path}: no such file; a model folder needs config.json") from None
 
 

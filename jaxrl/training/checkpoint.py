@@ -370,6 +370,17 @@ def _stored(item: Path) -> Tree:
 def _refuse_other_arrays(place: Path, abstract: Tree, stored: Tree) -> None:
     """Raises ValueError unless names and shapes are the same: a checkpoint of another model or optimizer."""
     here, there = _shapes(abstract), _shapes(stored)
+    adapted, adapts = (any("_lora_" in name for name in each) for each in (there, here))
+    if adapted and not adapts:
+        raise ValueError(
+            f"checkpoint {place} has adapters, and this run trains all weights: give its model.lora_rank, or merge "
+            "first: jaxrl export RUN FOLDER --merge, then model.path=FOLDER"
+        )
+    if adapts and not adapted:
+        raise ValueError(
+            f"checkpoint {place} has all weights, and this run trains adapters (model.lora_rank): jaxrl export RUN "
+            "FOLDER, then model.path=FOLDER"
+        )
     for name in sorted(here.keys() | there.keys()):
         if here.get(name) != there.get(name):
             described = [f"of shape {each[name]}" if name in each else "missing" for each in (there, here)]

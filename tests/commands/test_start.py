@@ -50,6 +50,7 @@ def start(folder: Path, *options: str, stop: Stop | None = None) -> int:
 
 REFUSED = {
     "another-model": (["model.path=random:{}/wider"], "does not fit this model and optimizer"),
+    "adapters": (["model.lora_rank=2"], "has all weights, and this run trains adapters"),
     "other-data": (["data.train_files=[{}/other.jsonl]"], "run holds a run with other data (data.train_files: "),
     "a-reward-file-that-fails": (["reward.kind=custom", "reward.path={}/reward.py"], "ZeroDivisionError"),
     "no-profile": (["rollout.layout.switch=true", "rollout.layout.profile={}/gone.json"], "gone.json"),
@@ -62,7 +63,7 @@ def test_nothing_is_written(name: str, place: Path, capsys: pytest.CaptureFixtur
     options, words = REFUSED[name]
     before, filled = contents(place), [option.replace("{}", str(place)) for option in options]
     new = [f"trainer.run_dir={place / 'new' / 'run'}"]
-    for more in ([],) if name in ("another-model", "other-data") else ([], new):
+    for more in ([],) if name in ("another-model", "adapters", "other-data") else ([], new):
         assert start(place, *filled, *more) == 2
         captured = capsys.readouterr()
         assert words in captured.err
