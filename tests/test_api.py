@@ -103,8 +103,10 @@ def test_mistakes_leave_no_folder(tmp_path: Path, arguments: dict[str, Any], sai
     assert not (tmp_path / "made").exists()
 
 
-def test_control_c(tmp_path: Path, started: list[Config], monkeypatch: pytest.MonkeyPatch) -> None:
-    earlier, recorded, said = signal.getsignal(signal.SIGINT), train.train, list[str]()
+def test_control_c(tmp_path: Path, started: list[Config], monkeypatch, request) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in a background job it is ignored
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    earlier, recorded, said = signal.default_int_handler, train.train, list[str]()
 
     def interrupted(times: int, config: Config, say: object, stop: Stop) -> None:
         recorded(config, say, stop)
