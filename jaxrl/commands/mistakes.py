@@ -31,7 +31,7 @@ from jaxrl.training.steps import find_step
 
 Look = Callable[..., Any]
 """Calls a reader with arguments, unless the first of them is None or empty, and keeps its sentences if it raises.
-Returns what it has read; of a configuration, what is right of it."""
+Returns the reader's result; of a wrong configuration, the valid part."""
 
 
 def all_mistakes(options: Namespace, error: BaseException, config_of: Callable[..., Config]) -> list[str]:

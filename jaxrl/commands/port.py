@@ -245,7 +245,7 @@ def _count(was: Was) -> Any:
 
 
 def _warmup(updates: Callable[[Was], Any]) -> Rule:
-    """Updates, or a share of those of the run."""
+    """A number of updates, or a share of the run's updates."""
 
     def convert(ported: Ported, was: Was) -> None:
         number, option = updates(was), "actor.optim.lr_warmup_steps"

@@ -39,7 +39,7 @@ def load(
       command: that reads it, as in `jaxrl.config.commands.as_read`.
       is_whole: whether these are all options; if not, each is checked, but no rule between them.
 
-    Raises ConfigError with all problems. Where the file or an override cannot be read, they are those of the others.
+    Raises ConfigError with all problems. If the file or an override cannot be read, the rest is still checked.
     """
     options, unread = Options(), list[str]()
     try:

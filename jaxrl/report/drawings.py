@@ -115,7 +115,7 @@ def prompts_card(batches: Batches) -> str:
 
 
 def _some(values: Sequence[Any], most: int) -> list[Any]:
-    """At most so many, at equal distances, with the first and the last."""
+    """At most `most` values, evenly spaced, the first and the last among them."""
     if len(values) <= most:
         return [*values]
     return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]

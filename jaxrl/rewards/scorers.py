@@ -172,8 +172,8 @@ def has_conversations(config: Config) -> bool:
 
 
 def scorer_of(config: Config, domain: Domain, columns: frozenset[str] | None = None) -> Scorer:
-    """The scorer of a domain that worker processes score; `columns`: those of the data, if they are known. Raises
-    ValueError for settings that would make every sample fail."""
+    """The scorer of a domain that worker processes score. `columns`: the names of the data's columns, or
+    None if they are not known. Raises ValueError for settings that would make every sample fail."""
     data, option = config.data, f"{domain.option}.kind"
     if domain.kind == "custom":
         file = read_user_file(f"{domain.option}.path", domain.path)
