@@ -96,7 +96,7 @@ def test_a_cluster_without_room_ends_the_run(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     pool = make(tmp_path, "ray", num_workers=1, start_timeout_s=1.0)
     try:
-        message = "reward: the ray cluster gives no worker: a ray actor was not ready after 61 s; it has 0 CPUs, of which"
+        message = "reward: the ray cluster gives no worker: a ray actor was not ready after 61 s; it has 0 CPUs"
         with pytest.raises(RunFailed, match=message):
             pool.warm()
     finally:
