@@ -278,7 +278,7 @@ class SimulatedExecutor:
         self._clock.advance(token_s * max(sent.values(), default=0) * self.block_size / len(self.stacks))
 
     def _take_sizes(self, sizes: MachineSizes) -> None:
-        """Goes on with blank rows."""
+        """Continues with blank rows."""
         self.sizes = sizes
         self.num_groups, self.num_slots, self.num_blocks = sizes.num_groups, sizes.num_slots, sizes.num_blocks
         self.block_size, self.max_prefill_tokens = sizes.block_size, sizes.max_prefill_tokens

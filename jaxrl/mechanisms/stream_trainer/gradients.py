@@ -96,7 +96,7 @@ class TrainStream:
         self.poll()
 
     def poll(self) -> bool:
-        """Goes on as far as the devices have come; returns whether all that was given is done."""
+        """Collects what the devices have finished; returns whether nothing is left."""
         while True:
             with _failures():
                 while self._running and self._running[0].is_ready():

@@ -598,7 +598,7 @@ class Batcher:
         return tuple(sorted((self._rows[seat] for seat in self._rows.taken().tolist()), key=_by_arrival))
 
     def reseat(self, capacity: Capacity, blocks: BlockManager, seats: Mapping[int, Seat]) -> None:
-        """Goes on with other pools (`jaxrl.scheduling.layouts.relayout`); no plan may be in flight.
+        """Continues with other pools (`jaxrl.scheduling.layouts.relayout`); no plan may be in flight.
 
         Args:
           capacity, blocks: of the new layout; `blocks` has given the requests in `seats` their blocks.

@@ -168,7 +168,7 @@ class Engine:
         self._undelivered = self.drain()
 
     def switch(self, tp: int, by: How = "migrate") -> Relayout:
-        """Goes on with another tensor-parallel degree, in the middle of a batch (`layouts.relayout.switch`)."""
+        """Continues with another tensor-parallel degree, in the middle of a batch (`layouts.relayout.switch`)."""
         from jaxrl.scheduling.layouts.relayout import switch
 
         return switch(self, tp, by)

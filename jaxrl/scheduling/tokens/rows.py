@@ -272,7 +272,7 @@ class Rows:
         self.num_free[seat // self.num_slots] += 1
 
     def _make_room(self, count: int) -> None:
-        """Lets rows gain so many tokens."""
+        """Lets rows gain tokens."""
         if count <= self._room:
             return
         self._room, had = 1 << (count - 1).bit_length(), self._room
