@@ -8,11 +8,9 @@ over the cache, and `actor.attention` that on packed rows:
 - `"reference"`: plain jnp (`jaxrl.kernels.reference`), on any platform; the oracle of all tests;
 - `"pallas"`: our GPU kernels (`paged_pallas`, `decode_pallas`, `packed_pallas`). Over the cache on TPUs it is JAX's
   own, for one query a row (`paged_tpu`; the reference for several). A ValueError for unsupported shapes or dtypes;
-- `"mosaic_gpu"`, over the cache: a second kernel for GPUs (`paged_mosaic_gpu`), which needs no Triton;
 - `"auto"`, over the cache: the kernels where the platform has some that take the shapes and dtypes, else the reference.
   On packed rows: the kernels on GPUs where they take the model's heads and dtype, else jnp in tiles (`packed`). Where
-  JAX has no Pallas on Triton, which it deprecates from 0.11 on, `auto` is `mosaic_gpu` over the cache and the tiles on
-  packed rows. All of this is known while tracing.
+  JAX has no Pallas on Triton, which it deprecates from 0.11 on, `auto` is jnp. All of this is known while tracing.
 
 docs/kernels.md explains the kernels and has measurements.
 
@@ -23,7 +21,7 @@ per table, T tokens of a packed row. All of it is local to one device: callers r
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 
@@ -35,9 +33,6 @@ if TYPE_CHECKING:
     from jaxrl.kernels.packed_pallas import TileLists
 
 Implementation = Literal["auto", "reference", "pallas"]
-PagedImplementation = Literal[Implementation, "mosaic_gpu"]
-HOPPER = "9.0"
-"""The compute capability of H100 and H200."""
 _NO_TRITON = "this JAX has no Pallas on Triton"
 _KERNEL_KEYS = 128  # two tiles of keys: the kernels skip most other tiles, so packing may count on about as much
 
@@ -55,14 +50,12 @@ class PagedAttention(NamedTuple):
       interpret: run the GPU kernels as plain JAX, on any device (slow; for tests).
       parts: `invariant` computes a device's heads in this many parts.
       on_tpu: `pallas` is `paged_tpu` for one query a row, and the reference for more.
-      on_mosaic_gpu: `pallas` is `paged_mosaic_gpu`.
     """
 
     implementation: Implementation | Literal["invariant", "invariant_pallas"]
     interpret: bool = False
     parts: int = 1
     on_tpu: bool = False
-    on_mosaic_gpu: bool = False
 
     def write(self, pool_KNPD: Cached, new_RCKD: Cached, *rows: jax.Array) -> Cached:
         """The pool with new keys or values; `rows`: as in `reference.write_kv`."""
@@ -103,18 +96,15 @@ class PagedAttention(NamedTuple):
         if self.implementation == "reference" or (self.implementation == "auto" and rule.softcap):
             return reference.paged_attention(*arrays, rule, sinks_H)
         # Imported here: a run on CPU need not wait for it, and works with a JAX that lacks this backend of Pallas.
-        if self.on_mosaic_gpu:
-            from jaxrl.kernels import paged_mosaic_gpu as kernels
-        else:
-            from jaxrl.kernels import paged_pallas as kernels
+        from jaxrl.kernels import paged_pallas
 
-        if self.implementation == "auto" and kernels.refusal(q_RCHD, k_KNPD, v_KNPD, k_KNPD.shape[0]):
+        if self.implementation == "auto" and paged_pallas.refusal(q_RCHD, k_KNPD, v_KNPD, k_KNPD.shape[0]):
             return reference.paged_attention(*arrays, rule, sinks_H)
-        return kernels.paged_attention(*arrays, rule=rule, sinks_H=sinks_H, interpret=self.interpret)
+        return paged_pallas.paged_attention(*arrays, rule=rule, sinks_H=sinks_H, interpret=self.interpret)
 
     def decodes(self, heads: int, kv_heads: int, dim: int, dtype: Any) -> bool:
         """Whether a decode step's attention can be `decode_pallas.decode_attention`, for a device's heads."""
-        if self.on_tpu or self.on_mosaic_gpu or self.implementation not in ("auto", "pallas"):
+        if self.on_tpu or self.implementation not in ("auto", "pallas"):
             return False
         from jaxrl.kernels import decode_pallas
 
@@ -122,50 +112,34 @@ class PagedAttention(NamedTuple):
 
 
 def choose_paged(
-    implementation: PagedImplementation,
+    implementation: Implementation,
     platform: str,
     softcap: float = 0.0,
     *,
     interpret: bool = False,
     invariant_parts: int = 0,
-    capability: str = HOPPER,
 ) -> PagedAttention:
     """Resolves `rollout.attention` on devices of a platform (`cpu`, `gpu`, `tpu`).
 
-    Args:
-      invariant_parts: `PagedAttention.parts` where `actor.numerics` is invariant; else 0.
-      capability: of the GPUs; the kernels on Mosaic GPU use Hopper's instructions.
+    `invariant_parts`: `PagedAttention.parts` where `actor.numerics` is invariant; else 0.
 
     Raises:
-      ValueError: an unknown implementation; kernels on other devices than theirs, for a model with a cap, or without
-        their backend in this JAX.
+      ValueError: kernels on other devices than theirs, for a model with a cap, or without their backend in this JAX.
     """
-    if implementation not in get_args(PagedImplementation):
-        known = get_args(PagedImplementation)
-        raise ValueError(f"attention: implementation ({implementation!r}) must be one of {known}")
     runs, on_tpu = platform == "gpu" or interpret, platform == "tpu"
     if invariant_parts:
         return PagedAttention("invariant_pallas" if runs else "invariant", interpret, invariant_parts)
-    is_mosaic, asked = implementation == "mosaic_gpu", f"rollout.attention ({implementation}) must be auto or reference"
-    if is_mosaic and not runs:
-        raise ValueError(f"{asked} on {platform}: the kernels on Mosaic GPU run on NVIDIA's GPUs alone")
-    is_hopper = capability.split(".")[0] == HOPPER.split(".")[0]
-    if is_mosaic and not is_hopper:
-        raise ValueError(f"{asked} on GPUs of compute capability {capability}: it is made for Hopper's ({HOPPER})")
-    if implementation == "pallas" and not (runs or on_tpu):
-        raise ValueError(f"{asked} on {platform}: the Pallas kernels run on NVIDIA's GPUs and on TPUs")
-    if implementation in ("pallas", "mosaic_gpu") and softcap and not on_tpu:
-        raise ValueError(f"{asked} for a model whose scores are capped")
-    if not (runs or on_tpu):
+    if implementation == "pallas":
+        asked = "rollout.attention (pallas) must be auto or reference"
+        if not (runs or on_tpu):
+            raise ValueError(f"{asked} on {platform}: the Pallas kernels run on NVIDIA's GPUs and on TPUs")
+        if softcap and not on_tpu:
+            raise ValueError(f"{asked} for a model whose scores are capped")
+        if runs and not has_triton():
+            raise ValueError(f"{asked}: {_NO_TRITON}")
+    if not (on_tpu or (runs and has_triton())):
         return PagedAttention("reference", interpret)
-    if runs and not (is_mosaic or has_triton()):
-        if implementation == "pallas":
-            raise ValueError(f"rollout.attention (pallas) must be auto, mosaic_gpu or reference: {_NO_TRITON}")
-        if not is_hopper:
-            return PagedAttention("reference", interpret)
-        is_mosaic = True
-    chosen = "pallas" if implementation == "mosaic_gpu" else implementation
-    return PagedAttention(chosen, interpret, on_tpu=on_tpu, on_mosaic_gpu=is_mosaic)
+    return PagedAttention(implementation, interpret, on_tpu=on_tpu)
 
 
 class PackedAttention(NamedTuple):

@@ -35,9 +35,13 @@ from jax.experimental.pallas import triton as plgpu
 from jaxrl.kernels.paged_pallas import (
     MAX_QUERIES,
     NEVER,
+    WHOLE,
     PagedTileSizes,
+    Piece,
     call,
     choose_tiles,
+    each_piece,
+    list_work,
     merge,
     of_head,
     of_table,
@@ -50,7 +54,6 @@ from jaxrl.kernels.paged_pallas import (
     tile_of,
     walk,
 )
-from jaxrl.kernels.pieces import WHOLE, Piece, each_piece, list_work
 from jaxrl.kernels.reference import Cached
 
 

@@ -25,8 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxrl.kernels.expert_groups import expert_groups
-from jaxrl.kernels.paged_pallas import dot
-from jaxrl.kernels.pieces import WHOLE
+from jaxrl.kernels.paged_pallas import WHOLE, dot
 
 MOST_TOKENS = 2048
 """That are computed at a time: what each of their experts gives exists at once, in float32."""

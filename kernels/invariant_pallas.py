@@ -33,6 +33,9 @@ from jax.experimental.pallas import triton as plgpu
 from jaxrl.kernels import experts_pallas, paged_pallas
 from jaxrl.kernels.packed import Runs
 from jaxrl.kernels.paged_pallas import (
+    PIECE,
+    WANTED_PROGRAMS,
+    WHOLE,
     Carry,
     PagedTileSizes,
     added,
@@ -46,7 +49,6 @@ from jaxrl.kernels.paged_pallas import (
     walk,
 )
 from jaxrl.kernels.part import Part
-from jaxrl.kernels.pieces import PIECE, WANTED_PROGRAMS, WHOLE
 from jaxrl.kernels.reference import PLAIN, Rule
 
 MIN_INPUTS = 256  # of a share of a product: with fewer, adding shares costs as much as cutting gains

@@ -28,7 +28,7 @@ positions of a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,7 +39,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxrl.kernels.pieces import WHOLE, Inputs, Piece, choose_piece, each_piece, list_work
 from jaxrl.kernels.reference import PLAIN, Cached, Codes, Rule
 
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
@@ -47,9 +46,16 @@ HEAD_DIMS = (16, 32, 64, 128)  # a Triton tensor has a power of two of elements,
 MIN_QUERIES = 16  # a tensor core's smallest tile
 MAX_QUERIES = {2: 128, 4: 32}  # by bytes per number; larger tiles spill registers
 STEP_BYTES = 16384  # of keys, and as many of values, per step: several steps in flight fit into shared memory
+PIECE = 1024  # positions: docs/kernels.md weighs others
+MAX_SUM_BYTES = 1 << 28  # of the sums of pieces: where these would need more, pieces are longer
+WANTED_PROGRAMS = 264  # two for each of an H100's 132 multiprocessors
 STAGES = 5  # looking up blocks takes two of them; the next step's keys and values load while one step is computed
 MERGE_QUERIES, MERGE_PIECES = 4, 8  # of a merging program, and of its steps: few, since all are loaded at once
 NEVER = -1e30  # a score of weight zero; finite, because infinities subtract to nan
+
+WHOLE = pl.BlockSpec()
+Inputs = dict[str, tuple[jax.Array, pl.BlockSpec]]
+Outputs = dict[str, tuple[jax.ShapeDtypeStruct, pl.BlockSpec]]
 
 Carry = tuple[jax.Array, jax.Array, jax.Array]
 """The state of a running softmax in base 2: the weighted sum of values [M, D], the largest score [M], the sum of
@@ -81,7 +87,10 @@ def choose_tiles(rows: int, queries: int, heads: int, kv_heads: int, span: int, 
     together, itemsize = queries * (heads // kv_heads), jnp.dtype(dtype).itemsize
     tile = min(MAX_QUERIES[itemsize], max(MIN_QUERIES, pl.next_power_of_2(together)))
     positions, tiles = min(128, STEP_BYTES // (dim * itemsize)), pl.cdiv(together, tile)
-    piece = choose_piece(rows * kv_heads, tiles, rows * queries * heads * dim, span)
+    # Prefill with programs enough for all multiprocessors waits for products: sums of pieces would only add to it.
+    fills, piece = tiles > 1 and rows * kv_heads * tiles >= WANTED_PROGRAMS, PIECE
+    while piece < span and (fills or 4 * rows * queries * heads * dim * pl.cdiv(span, piece) > MAX_SUM_BYTES):
+        piece *= 2
     return PagedTileSizes(tile, positions, piece, 8 if tile >= 128 else 4, STAGES)
 
 
@@ -172,7 +181,58 @@ def _paged_kernel(
 
 # ---------------------------------------------------------------- the list of pieces
 
-Outputs = dict[str, tuple[jax.ShapeDtypeStruct, pl.BlockSpec]]
+
+def list_work(
+    first_R: jax.Array, last_R: jax.Array, window: int, span: int, piece: int, num_tiles: int
+) -> tuple[Inputs, int]:
+    """The pieces of all rows as one list, and how many programs share it, for each of `num_tiles` tiles of a row.
+
+    Each row has at least one piece. All layers of a step have the same list, which XLA makes once.
+
+    Args:
+      first_R, last_R: the first and the last position of each row's queries; below 0: it sees nothing.
+
+    Returns:
+      int32 `bounds` [R + 1], where each row's pieces begin in the list, and its end; `first` [R], the number of each
+      row's first piece; `row` [programs], the row of each program's first piece. Nothing where rows have one piece.
+    """
+    rows, pieces = len(last_R), pl.cdiv(span, piece)
+    if pieces == 1:
+        return {}, rows
+    programs = min(rows * pieces, max(rows, WANTED_PROGRAMS // num_tiles))
+    last_R = jnp.clip(last_R.astype(jnp.int32), 0, span - 1)
+    first_R = jnp.clip(first_R.astype(jnp.int32) - (window - 1), 0, last_R) // piece if window else 0 * last_R
+    count_R, ends = last_R // piece - first_R + 1, jnp.arange(rows + 1)[:, None]
+    bounds = jnp.sum(jnp.where(jnp.arange(rows) < ends, count_R, 0), axis=1, dtype=jnp.int32)
+    begin_P = jnp.arange(programs, dtype=jnp.int32) * bounds[-1] // programs
+    row_P = jnp.sum(bounds[1:] <= begin_P[:, None], axis=1, dtype=jnp.int32)
+    return {"bounds": (bounds, WHOLE), "first": (first_R, WHOLE), "row": (row_P, WHOLE)}, programs
+
+
+class Piece(NamedTuple):
+    """Piece `number` of a row, at `index` of the list, if there is one; whether it is the row's only piece."""
+
+    row: Any
+    number: Any
+    index: Any = None
+    is_only: Any = True
+
+
+def each_piece(ref: Mapping[str, Any], program: Any, programs: int | jax.Array, visit: Callable[[Piece], None]) -> None:
+    """Inside a kernel: visits the pieces of one of the programs."""
+    if "bounds" not in ref:
+        visit(Piece(program, 0))
+        return
+    total = ref["bounds"][ref["first"].shape[0]]
+
+    def one(index: Any, row: Any) -> Any:
+        row += (index >= ref["bounds"][row + 1]).astype(jnp.int32)
+        begin, end = ref["bounds"][row], ref["bounds"][row + 1]
+        visit(Piece(row, ref["first"][row] + index - begin, index, end - begin == 1))
+        return row
+
+    begin, end = (lax.div((program + i) * total, programs) for i in range(2))
+    lax.fori_loop(begin, end, one, ref["row"][program])
 
 
 def pool_inputs(k_KNPD: Cached, v_KNPD: Cached, num_tiles: int = 1) -> Inputs:

@@ -114,7 +114,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "memory": dict(found.memory),
         "collectives": compiled.collectives(found.text),
         "arithmetic": {name: dict(counts) for name, counts in found.arithmetic.items()},
-        "registers": found.registers,
         "scatters": [text.split(", metadata")[0] for text in re.findall(r"= (\S+ scatter\(.*)", found.text)],
         # of libraries' products the precision; of XLA's own what stands behind the operands, which names it
         "products": ["".join(each).split(", metadata")[0] for each in _PRODUCT.findall(found.text)],

@@ -122,9 +122,8 @@ class RolloutSection(Section):
         "each sample goes where most room is.",
     ] = "together"
     attention: Annotated[
-        Literal["auto", "reference", "pallas", "mosaic_gpu"],
-        "What reads the KV cache; auto: Pallas kernels on GPUs, and on TPUs in decode steps; the reference elsewhere; "
-        "mosaic_gpu: kernels for Hopper GPUs without Triton, which auto takes where JAX has none.",
+        Literal["auto", "reference", "pallas"],
+        "What reads the KV cache; auto: Pallas kernels on GPUs, and on TPUs in decode steps; the reference elsewhere.",
     ] = "auto"
     num_blocks: Annotated[
         int, Ge(0), "KV blocks per dp group; 0: what the memory leaves, at most what rollout.max_num_seqs can use."

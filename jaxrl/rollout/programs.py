@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl.kernels.attention import HOPPER, PagedImplementation, choose_paged
+from jaxrl.kernels.attention import Implementation, choose_paged
 from jaxrl.kernels.by_rows import at_once
 from jaxrl.kernels.gathered import WindowTiles
 from jaxrl.kernels.reference import Rule
@@ -179,7 +179,7 @@ class ExecutorConfig:
     seed: int = 0
     truncate: bool = False
     max_tp: int = 1
-    attention: PagedImplementation = "auto"
+    attention: Implementation = "auto"
     is_invariant: bool = False
     features_first: bool | None = None
     fused_projections: bool | None = None
@@ -228,7 +228,7 @@ class Programs:
         self.rules = [Rule(model.kind(i).window, model.attn_logit_softcapping) for i in range(model.num_layers)]
         rows = PartitionSpec(layout.dp_axes or None)
         self.rows_sharding = NamedSharding(layout.mesh, rows)
-        platform = platform_of(device := layout.mesh.devices.flat[0])
+        platform = platform_of(layout.mesh.devices.flat[0])
         on_cpu, (heads, kv_heads) = platform == "cpu", pad_heads(model.num_heads, model.num_kv_heads, max_tp)
         can_be_fused = platform == "gpu" and can_fuse(kv_heads, max_tp)
         fused, first, gathered = config.fused_projections, config.features_first, config.gathered
@@ -246,8 +246,6 @@ class Programs:
         self.by_rows = tiles.for_platform(platform, interpret=config.interpret) if tiles else at_once
         self._widen = config.is_invariant and on_cpu  # as the trainer
         how = {"interpret": config.interpret, "invariant_parts": tiles.own_parts if tiles else 0}
-        if platform == "gpu":
-            how["capability"] = getattr(device, "compute_capability", HOPPER)
         self.attention = choose_paged(config.attention, platform, model.attn_logit_softcapping, **how)
         on_one = heads // layout.tp, layout.kv_heads_each(kv_heads)
         decodes = self.attention.decodes(*on_one, model.head_dim, self.dtype)

@@ -6,7 +6,7 @@
 Paged: one query a row over `context` cached positions in scattered blocks of 16, several pools in turn, so that no
 cache holds the keys. Cases: `jaxrl`, what a decode step on a GPU runs (`kernels/decode_pallas.py`), rotary embedding
 and the writes of new keys and values included; and attention alone: `paged`, our kernel for any number of queries
-(`kernels/paged_pallas.py`); `mosaic`, the same on Mosaic GPU; `jnp`, the reference; `jax-N`, JAX's own kernel
+(`kernels/paged_pallas.py`); `jnp`, the reference; `jax-N`, JAX's own kernel
 (`jax.experimental.pallas.ops.gpu.paged_attention`) with N parts of a context.
 
 Packed: causal rows of `tokens` tokens in `--segments` samples. Cases: `pallas`, our kernels; `tiles`, jnp in tiles;
@@ -113,7 +113,7 @@ class Paged(_Point):
         self.positions = jnp.full((rows, 1), context - 1, jnp.int32)
 
     def cases(self) -> list[Case]:
-        made: dict[str, Callable[[], Any]] = {"jaxrl": self._decode_step, "paged": self._paged, "mosaic": self._mosaic}
+        made: dict[str, Callable[[], Any]] = {"jaxrl": self._decode_step, "paged": self._paged}
         made["jnp"] = lambda: self._of(reference.paged_attention)
         for splits in SPLITS:
             made[f"jax-{splits}"] = lambda splits=splits: self._jax(splits)
@@ -139,13 +139,6 @@ class Paged(_Point):
         from jaxrl.kernels import paged_pallas  # not every JAX has what it is made of
 
         return self._of(lambda *arrays: paged_pallas.paged_attention(*arrays, interpret=self.interpret))
-
-    def _mosaic(self) -> Callable[[], Any]:
-        if not self.on_gpu or self.dtype != "bfloat16":
-            raise LeftOut("the kernel runs on GPUs alone, and takes bfloat16 alone")
-        from jaxrl.kernels import paged_mosaic_gpu
-
-        return self._of(paged_mosaic_gpu.paged_attention)
 
     def _decode_step(self) -> Callable[[], Any]:
         """Attention of one token of every row in each layer, from the layer's product on; the pools are replaced."""

@@ -9,7 +9,6 @@ product goes to cuBLAS or to Triton may differ. For TPUs libtpu is the whole com
 from __future__ import annotations
 
 import math
-import os
 import re
 import tempfile
 from collections import Counter
@@ -17,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 from jax.experimental import topologies
@@ -91,8 +89,6 @@ class Compiled:
         on TPUs gathered ones too.
       memory: bytes of `arguments`, `results`, `aliased` and `temporaries`, and of `host_arguments`.
       arithmetic: of each kernel by name, its instructions (PTX) that compute with floats, counted.
-      registers: of each kernel on Mosaic GPU by name, those of a thread, and the bytes that it spills; without those
-        that this process has compiled before.
     """
 
     thunks: list[Thunk]
@@ -100,7 +96,6 @@ class Compiled:
     copies: list[tuple[str, str, int]]
     memory: Mapping[str, int]
     arithmetic: Mapping[str, Mapping[str, int]]
-    registers: Mapping[str, tuple[int, int]]
 
     def all_thunks(self) -> Iterator[Thunk]:
         for thunk in self.thunks:
@@ -148,13 +143,11 @@ def compile_program(lowered: Any, options: Mapping[str, Any] | None = None, chip
         text = executable.as_text()
         names = re.findall(r"%([\w.\-]+) = .*custom_call_target=\"tpu_custom_call\"", text)
         thunks = [Thunk("kCustomCall", name) for name in names]
-        return Compiled(thunks, text, list(_copies(text, _TPU_COPY)), _memory(executable), {}, {})
+        return Compiled(thunks, text, list(_copies(text, _TPU_COPY)), _memory(executable), {})
     with tempfile.TemporaryDirectory() as folder:
         dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True, "xla_dump_emitter_re": "^ptx$"}
         dump["xla_gpu_autotune_level"] = 0
-        with mock.patch.dict(os.environ, {"MOSAIC_GPU_DUMP_TO": folder}):
-            executable = lowered.compile(compiler_options=dump | dict(options or {}))
-        return read(executable, Path(folder))
+        return read(lowered.compile(compiler_options=dump | dict(options or {})), Path(folder))
 
 
 def with_host_memory(lowered: Any, same: Any) -> Any:
@@ -178,8 +171,7 @@ def read(executable: Any, folder: Path) -> Compiled:
     if last is None:
         raise RuntimeError("XLA wrote no sequence of thunks: its dump has another form than this reads")
     text, arithmetic = executable.as_text(), dict(_arithmetic(path.read_text()) for path in folder.glob("*.ptx"))
-    registers = dict(_registers(path.read_text()) for path in folder.glob("*.ptxas"))
-    return Compiled(_thunks(last.read_text()), text, list(_copies(text)), _memory(executable), arithmetic, registers)
+    return Compiled(_thunks(last.read_text()), text, list(_copies(text)), _memory(executable), arithmetic)
 
 
 def _memory(executable: Any) -> dict[str, int]:
@@ -198,14 +190,6 @@ def _arithmetic(ptx: str) -> tuple[str, Counter[str]]:
     words = re.findall(_ARITHMETIC, ptx, re.MULTILINE)
     names = re.findall(r"\.entry (\w+)", ptx)
     return names[-1] if names else "", Counter(word for word in words if re.search(r"\.b?f(16|32)\b", word))
-
-
-def _registers(said: str) -> tuple[str, tuple[int, int]]:
-    """What the assembler says of a kernel on Mosaic GPU."""
-    words = r"function '(\w+)_mosaic_gpu_kernel'.*?(\d+) bytes spill stores.*?Used (\d+) registers"
-    if (found := re.search(words, said, re.DOTALL)) is None:
-        raise RuntimeError(f"the assembler's words have another form than this reads: {said}")
-    return found[1], (int(found[3]), int(found[2]))
 
 
 def _thunks(text: str) -> list[Thunk]:

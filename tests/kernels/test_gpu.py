@@ -54,23 +54,10 @@ def paged_arrays(rows, queries, heads, kv_heads, dim, size, context, dtype):
     ),
 )
 def test_paged_kernel_is_the_reference(rows, queries, heads, kv_heads, dim, size, dtype):
-    is_the_reference("pallas", rows, queries, heads, kv_heads, dim, size, dtype)
-
-
-@pytest.mark.skipif(INTERPRET, reason="interpreted in test_paged_mosaic_gpu.py")
-@pytest.mark.parametrize(
-    ("rows", "queries", "heads", "kv_heads", "dim", "size"),
-    [(1, 1, 12, 2, 128, 16), (64, 1, 28, 4, 128, 16), (8, 33, 28, 4, 128, 32), (4, 256, 9, 3, 64, 16)],
-)
-def test_paged_kernel_on_mosaic_gpu_is_the_reference(rows, queries, heads, kv_heads, dim, size):
-    is_the_reference("mosaic_gpu", rows, queries, heads, kv_heads, dim, size, "bfloat16")
-
-
-def is_the_reference(implementation, rows, queries, heads, kv_heads, dim, size, dtype):
     """Also with nan in every block that no row may read. On a GPU rows have one piece, two or three."""
     context = sized(3072, 128)
     q, k, v, tables, positions = arrays = paged_arrays(rows, queries, heads, kv_heads, dim, size, context, dtype)
-    attend = jax.jit(attention.choose_paged(implementation, "gpu", interpret=INTERPRET).attend)
+    attend = jax.jit(attention.choose_paged("pallas", "gpu", interpret=INTERPRET).attend)
     with jax.default_matmul_precision("highest"):
         expected = np.asarray(jax.jit(reference.paged_attention)(*arrays), np.float32)
     out = np.asarray(attend(*arrays), np.float32)

@@ -84,46 +84,6 @@ def test_a_cache_of_codes_is_read_and_written_by_the_same_kernels(kind: str):
     assert narrow["pool_array_bytes"] / plain["pool_array_bytes"] == (128 + 4) / 256
 
 
-MOSAIC = "--attention", "mosaic_gpu"
-
-
-@SLOW
-@pytest.mark.parametrize(("context", "most"), [(1024, 13), (8192, 14)])
-def test_attention_on_mosaic_gpu(context: int, most: int):
-    """The same graph, without a copy. A layer's kernels are those of a step that is not fused, and the merge of pieces.
-    Their assembler has run: two programs of 128 threads have registers enough on a multiprocessor, and spill none."""
-    sizes = "--shape", SMALL, "--context", str(context), *MOSAIC
-    three, one = (compile_for_gpu("decode", "--layers", layers, *sizes) for layers in ("3", "1"))
-    for told in (three, one):
-        assert (told["graphs"], told["host_loops"], told["copies"]) == (1, [], [])
-        assert told["memory"]["results"] - told["memory"]["aliased"] < 1 << 20, "the pool goes out where it came in"
-    assert (sum(three["kernels"].values()) - sum(one["kernels"].values())) / 2 <= most
-    assert sorted(three["registers"]) == ["_merge_kernel", "_paged_kernel"][-(context // 1024) :]
-    expects_machine_code(three)
-
-
-@SLOW
-@pytest.mark.parametrize(
-    ("shape", "program", "kind"),
-    [
-        *(("SmolLM2-135M", "decode", "none"), ("SmolLM2-135M", "prefill", "int8")),
-        *((SMALL, "verify", "fp8"), ("gpt-oss-20b", "decode", "none")),
-    ],
-)
-def test_every_program_of_attention_on_mosaic_gpu(shape: str, program: str, kind: str):
-    """Head dims of 64 and 128; of the last, layers with windows and without, with sinks."""
-    told = compile_for_gpu(program, "--shape", shape, "--layers", "2", "--context", "8192", "--kv", kind, *MOSAIC)
-    assert (told["graphs"], told["host_loops"], told["copies"]) == (1, [], [])
-    assert "_paged_kernel" in told["registers"]
-    expects_machine_code(told)
-
-
-def expects_machine_code(told: dict[str, Any]) -> None:
-    for registers, spilled in told["registers"].values():
-        assert registers <= 65536 / (2 * 128)
-        assert spilled == 0
-
-
 @SLOW
 @pytest.mark.parametrize(("shape", "rows", "width"), [(SMALL, 64, 4), (LARGE, 8, 32)])
 def test_a_plan_that_verifies_drafts_is_one_graph_and_copies_no_pool(shape: str, rows: int, width: int):
