@@ -23,8 +23,8 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import load_model, resolve_path
 from jaxrl.sharding.layout import Layout, tp_degrees
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.sharding.reshard import ReshardReport, reshard, rollout_to_rollout
-from jaxrl.sharding.rules import to_rollout, train_shardings
+from jaxrl.sharding.reshard import reshard
+from jaxrl.sharding.rules import rollout_shardings, to_rollout, train_shardings
 from jaxrl.text import TextEngine
 from jaxrl.types import Sample, SamplingParams
 
@@ -67,11 +67,6 @@ def swap_in_the_middle(options: argparse.Namespace, tp: int) -> bool:
     return equal == len(at_one)
 
 
-def say(what: str, report: ReshardReport) -> None:
-    moved = report.num_leaves - report.num_aliased
-    print(f"{what}: {moved} of {report.num_leaves} arrays, {report.moved_bytes / 1e6:.2f} MB between devices")
-
-
 def swap_rollout_weights(model: ModelConfig, train_params: Any, layouts: dict[str, Layout], dtype: str) -> None:
     """Weights for sampling, from each layout to the next and back to the first."""
     names = list(layouts)
@@ -80,8 +75,8 @@ def swap_rollout_weights(model: ModelConfig, train_params: Any, layouts: dict[st
     before = jax.device_get(params)
     for here, there in zip(names, [*names[1:], names[0]], strict=True):
         # The arrays given are freed as their successors arrive: two copies of a model never exist at once.
-        params, report = rollout_to_rollout(params, model, layouts[here], layouts[there], max_tp=most)
-        say(f"rollout weights, {here} -> {there}", report)
+        params = reshard(params, rollout_shardings(model, layouts[there], max_tp=most))
+        print(f"rollout weights, {here} -> {there}")
     check_equal(before, params)
 
 
@@ -91,10 +86,8 @@ def swap_train_state(model: ModelConfig, train_params: Any, mesh: Any) -> None:
     before = jax.device_get(state)
     split = dict.fromkeys(state, train_shardings(model, mesh))  # a tree of shardings, one for each array
     whole = Layout(mesh, 1).sharding()  # one sharding for all arrays: no dim is split
-    state, report = reshard(state, whole)
-    say("train state, split -> whole", report)
-    state, report = reshard(state, split)
-    say("train state, whole -> split", report)
+    state = reshard(reshard(state, whole), split)
+    print("train state, split -> whole -> split")
     check_equal(before, state)
 
 

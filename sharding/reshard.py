@@ -19,30 +19,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Unpack, cast
+from typing import Any, cast
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import entry_axes
-from jaxrl.sharding.rules import Form, Model, rollout_shardings
 
 DEFAULT_MAX_EXTRA_BYTES = 64 << 20
 _SCALARS = 16  # bytes per leaf for the offsets that a program works out
 
 Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ReshardReport:
-    """The size of a move."""
-
-    num_leaves: int  # distinct arrays
-    num_aliased: int  # those that were in place already
-    num_chunks: int  # dispatches
-    moved_bytes: int  # from one device to another, over all devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +46,12 @@ class Leaf:
     def kind(self) -> tuple[Any, ...]:
         return self.shape, self.dtype, self.path
 
-    @property
-    def ends(self) -> tuple[Shape, int, Sharding, Sharding]:
-        return self.shape, self.dtype.itemsize, self.path[0], self.path[-1]
-
     def bytes_on(self, hop: int) -> int:
         return math.prod(self.path[hop].shard_shape(self.shape)) * self.dtype.itemsize
 
 
-def reshard(
-    tree: Any, target: Any, *, max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES, keep: bool = False
-) -> tuple[Any, ReshardReport]:
-    """Moves a tree of arrays; returns it in the target's shardings, and a report.
+def reshard(tree: Any, target: Any, *, max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES, keep: bool = False) -> Any:
+    """Moves a tree of arrays; returns it in the target's shardings.
 
     The given arrays are deleted, except those that were in place already: these are in the result as they are. An array
     that occurs several times in the tree (tied weights) moves once. If an array shares its buffers with another one
@@ -86,7 +68,7 @@ def reshard(
         meshes between which no spec is the same.
     """
     arrays, slots, structure, leaves = _collect(tree, target)
-    chunks, report = make_plan(leaves, max_extra_bytes)
+    chunks = make_plan(leaves, max_extra_bytes)
     programs = [[program_of(*step) for step in steps_of(leaves, chunk)] for chunk in chunks]
     moved: list[Any] = list(arrays)
     previous: Any = ()
@@ -102,44 +84,17 @@ def reshard(
         for i, value in zip(chunk, values, strict=True):
             moved[i] = value
         previous = values
-    return jax.tree.unflatten(structure, [moved[i] for i in slots]), report
+    return jax.tree.unflatten(structure, [moved[i] for i in slots])
 
 
 def precompile(tree: Any, target: Any, *, max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES) -> list[Any]:
     """Compiles what `reshard` with the same arguments would run, moves nothing, and returns the compiled programs. Safe
     in a background thread. `tree` may hold `jax.ShapeDtypeStruct` with shardings."""
     *_, leaves = _collect(tree, target)
-    chunks, _ = make_plan(leaves, max_extra_bytes)
+    chunks = make_plan(leaves, max_extra_bytes)
     steps = dict.fromkeys(step for chunk in chunks for step in steps_of(leaves, chunk))
     programs = {step: program_of(*step) for step in steps}
     return [program for step, program in programs.items() if not is_put(step[1][0], step[2][0])]
-
-
-def rollout_to_rollout(
-    params: Any,
-    config: Model,
-    layout_from: Layout,
-    layout_to: Layout,
-    max_tp: int,
-    *,
-    max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES,
-    keep: bool = False,
-    **form: Unpack[Form],
-) -> tuple[Any, ReshardReport]:
-    """Moves rollout weights, which `rules.to_rollout` made for `layout_from`, `max_tp` and `form`, to another layout
-    on the same mesh, or on a mesh without a common device. Raises ValueError if a weight is not sharded as
-    `layout_from` says, or if a degree does not divide `max_tp`."""
-    expected = rollout_shardings(config, layout_from, max_tp, **form)
-    for (path, array), sharding in zip(
-        jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(expected), strict=True
-    ):
-        if not array.sharding.is_equivalent_to(sharding, array.ndim):
-            raise ValueError(
-                f"rollout weight {jax.tree_util.keystr(path)} is sharded as {array.sharding}, and layout_from (tp "
-                f"{layout_from.tp}) has it as {sharding}: name the layout that the weights are in"
-            )
-    target = rollout_shardings(config, layout_to, max_tp, **form)
-    return reshard(params, target, max_extra_bytes=max_extra_bytes, keep=keep)
 
 
 # ---------------------------------------------------------------- what is asked for
@@ -307,25 +262,15 @@ def is_put(source: Sharding, target: Sharding) -> bool:
     return source.device_set != target.device_set or _kind(source) != _kind(target)
 
 
-def crossing_bytes(shape: Shape, itemsize: int, source: Sharding, target: Sharding) -> int:
-    """Bytes that devices need in `target` and do not hold in `source`, over all devices."""
+def gathers(shape: Shape, source: Sharding, target: Sharding) -> bool:
+    """Whether a device needs more in `target` than the part that it holds in `source`; of the same devices."""
     held = source.devices_indices_map(shape)
-    needed = 0
-    for device, index in target.devices_indices_map(shape).items():
-        wanted = _ranges(index, shape)
-        own = _ranges(held[device], shape) if device in held else None
-        both = (
-            0
-            if own is None
-            else math.prod(max(min(a[1], b[1]) - max(a[0], b[0]), 0) for a, b in zip(wanted, own, strict=True))
-        )
-        needed += math.prod(stop - start for start, stop in wanted) - both
-    return needed * itemsize
-
-
-def _ranges(index: tuple[slice, ...] | None, shape: Shape) -> list[tuple[int, int]]:
-    assert index is not None
-    return [each.indices(size)[:2] for each, size in zip(index, shape, strict=True)]
+    for device, wanted in target.devices_indices_map(shape).items():
+        for own, part, size in zip(held[device], wanted, shape, strict=True):
+            (begin, end, _), (start, stop, _) = own.indices(size), part.indices(size)
+            if start < begin or stop > end:
+                return True
+    return False
 
 
 def _cost(leaf: Leaf) -> int:
@@ -335,14 +280,14 @@ def _cost(leaf: Leaf) -> int:
         source, target = leaf.path[hop], leaf.path[hop + 1]
         if is_put(source, target):
             continue
-        gathers = crossing_bytes(leaf.shape, leaf.dtype.itemsize, source, target) > 0
         before, after = leaf.bytes_on(hop), leaf.bytes_on(hop + 1)
-        most = max(most, min(before, after) + gathers * after + _SCALARS)
+        most = max(most, min(before, after) + gathers(leaf.shape, source, target) * after + _SCALARS)
     return most
 
 
 @lru_cache(maxsize=128)
-def make_plan(leaves: tuple[Leaf, ...], max_extra_bytes: int) -> tuple[list[list[int]], ReshardReport]:
+def make_plan(leaves: tuple[Leaf, ...], max_extra_bytes: int) -> list[list[int]]:
+    """The chunks, as indices of leaves; of leaves that are in place already there are none."""
     if max_extra_bytes < 1:
         raise ValueError(f"reshard: max_extra_bytes ({max_extra_bytes}) must be at least 1")
     classes: dict[tuple[Any, ...], list[int]] = {}
@@ -369,6 +314,4 @@ def make_plan(leaves: tuple[Leaf, ...], max_extra_bytes: int) -> tuple[list[list
         ends = [size * i + min(i, larger) for i in range(count + 1)]
         chunks += [members[start:end] for start, end in pairwise(ends)]
         room, current = max_extra_bytes - len(chunks[-1]) * cost, order(kind)
-    moved = (len(members) * crossing_bytes(*leaves[members[0]].ends) for members in classes.values())
-    num_aliased = sum(len(leaf.path) == 1 for leaf in leaves)
-    return chunks, ReshardReport(len(leaves), num_aliased, len(chunks), sum(moved))
+    return chunks

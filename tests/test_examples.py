@@ -126,15 +126,9 @@ def test_layouts_change_and_no_token_does(tiny_model: Path):
     assert 2 <= int(switched[1]) < 16
     assert int(switched[2]) > 0
     assert "16 of 16 responses are the same" in printed
-    moves = dict(re.findall(r"^(.*): \d+ of \d+ arrays, ([\d.]+) MB between devices$", printed, re.MULTILINE))
-    assert [*moves] == [
+    assert [line for line in printed.splitlines() if line.startswith(("rollout weights", "train state"))] == [
         "rollout weights, tp 1 -> tp 2",
         "rollout weights, tp 2 -> tp 4",
         "rollout weights, tp 4 -> tp 1",
-        "train state, split -> whole",
-        "train state, whole -> split",
+        "train state, split -> whole -> split",
     ]
-    assert [name for name, megabytes in moves.items() if float(megabytes) > 0] == [
-        "rollout weights, tp 4 -> tp 1",
-        "train state, split -> whole",
-    ], "towards a larger tp every device keeps a slice of what it has"

@@ -189,7 +189,7 @@ class MeshExecutor:
         sent over first, in chunks."""
         mesh = layout.mesh
         if jax.tree.leaves(train_params)[0].sharding.device_set != set(mesh.devices.flat):
-            train_params, _ = reshard.reshard(train_params, train_shardings(self.model, mesh), keep=True)
+            train_params = reshard.reshard(train_params, train_shardings(self.model, mesh), keep=True)
         return to_rollout(train_params, self.model, layout, self.config.dtype, self.config.max_tp, **self.form)
 
     def drop_weights(self) -> None:
@@ -199,15 +199,12 @@ class MeshExecutor:
     def take_weights(self, params: Any, layout: Layout, policy_version: int) -> None:
         """Takes over weights in rollout form, in a layout of this executor's mesh."""
         if layout != self.layout:
-            params, _ = reshard.reshard(params, self._shardings(self._now))
+            params = reshard.reshard(params, self._shardings(self.layout))
         self._params = params
         self.policy_version = policy_version
 
     def copied_weights(self, layout: Layout) -> Any:
-        copied, _ = reshard.rollout_to_rollout(
-            self._params, self.model, self.layout, layout, self.config.max_tp, **self.form, keep=True
-        )
-        return copied
+        return reshard.reshard(self._params, self._shardings(layout), keep=True)
 
     @property
     def form(self) -> Form:
@@ -305,7 +302,7 @@ class MeshExecutor:
         began = time.perf_counter()
         target = self._programs_at(move.to_tp)
         lanes = move.kv.lanes()
-        reshard.precompile(self._params, self._shardings(target))
+        reshard.precompile(self._params, self._shardings(target.layout))
         if lanes.is_any:
             num_blocks = target.cache_shape.num_blocks
             kv_migration.precompile(self.layout, target.layout, self._pool, num_blocks, [lanes.sizes])
@@ -344,8 +341,6 @@ class MeshExecutor:
             assert source._pool is not None
             jax.block_until_ready((source._pool, self._pool, self._state))
             pool, self._pool = self._pool, None
-            from jaxrl.sharding import kv_migration
-
             layouts = (source.layout, self.layout)
             try:
                 self._pool = kv_migration.migrate_across(source._pool, *layouts, lanes, self.num_blocks, into=pool)
@@ -355,12 +350,12 @@ class MeshExecutor:
                 raise SwitchFailed(f"the migration failed ({type(error).__name__}: {error})", is_usable=True) from error
         self.put_rows(rows)
 
-    def _shardings(self, programs: LayoutPrograms) -> Any:
-        return rollout_shardings(self.model, programs.layout, self.config.max_tp, **programs.programs.form)
+    def _shardings(self, layout: Layout) -> Any:
+        return rollout_shardings(self.model, layout, self.config.max_tp, **self.form)
 
     def _move_weights(self, target: LayoutPrograms) -> Any:
         params, self._params = self._params, None
-        self._params, _ = reshard.reshard(params, self._shardings(target))
+        self._params = reshard.reshard(params, self._shardings(target.layout))
         return self._params
 
     def _move_pool(self, target: LayoutPrograms, lanes: Lanes) -> Any:

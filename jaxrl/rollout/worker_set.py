@@ -132,7 +132,7 @@ class WorkerSet:
 
         if self._source is not None:  # from the trainer's devices of all hosts to the rollout's own of this one
             own = submesh_arrays(whole, shardings(Layout(self._source, tp)))
-            whole, _ = reshard(own, shardings(Layout(self.mesh, layouts[0].tp)))
+            whole = reshard(own, shardings(Layout(self.mesh, layouts[0].tp)))
         return [submesh_arrays(whole, shardings(each)) for each in layouts]
 
     def allocate(self) -> None:

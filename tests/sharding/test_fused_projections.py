@@ -10,7 +10,7 @@ from uneven_models import normal_params, placed, uneven
 from jaxrl.sharding import rules
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.sharding.reshard import rollout_to_rollout
+from jaxrl.sharding.reshard import reshard
 
 MODELS = [  # 9/3 is padded to 12/4
     uneven(*heads, num_layers=2) for heads in ((12, 4, "qwen2"), (9, 3, "llama"), (8, 4, "qwen3"))
@@ -48,8 +48,8 @@ def test_merged_weights_hold_the_separate_ones(config, tp, x64):
 def test_they_move_between_layouts(before, after, x64):
     config, mesh = MODELS[1], make_mesh(jax.devices()[:4])
     fresh = {tp: converted(config, Layout(mesh, tp), fused_projections=True) for tp in (before, after)}
-    layouts = Layout(mesh, before), Layout(mesh, after)
-    moved, _ = rollout_to_rollout(fresh[before], config, *layouts, 4, fused_projections=True, keep=True)
+    target = rules.rollout_shardings(config, Layout(mesh, after), 4, fused_projections=True)
+    moved = reshard(fresh[before], target, keep=True)
     jax.tree.map(np.testing.assert_array_equal, moved, fresh[after])
     assert jax.tree.all(jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), moved, fresh[after]))
 

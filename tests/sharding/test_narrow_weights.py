@@ -16,7 +16,7 @@ from jaxrl.sharding import rules
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.narrow_weights import SCALE, codes_of, largest
-from jaxrl.sharding.reshard import rollout_to_rollout
+from jaxrl.sharding.reshard import reshard
 
 MIXED = {"num_experts": 4, "num_experts_per_tok": 2}
 MODELS = {  # 9/3 is padded; biases, norms of heads; experts
@@ -102,10 +102,8 @@ def test_codes_are_the_same_in_every_layout_and_move_between_them(name, form, ki
     jax.tree.map(np.testing.assert_array_equal, alone, fresh[1])
     mesh = make_mesh(jax.devices()[:4])
     for before, after in pairwise((1, 4, 2, 1)):
-        layouts = Layout(mesh, before), Layout(mesh, after)
-        moved, _ = rollout_to_rollout(
-            fresh[before], MODELS[name], *layouts, 4, quantization=kind, keep=True, **FORMS[form]
-        )
+        target = rules.rollout_shardings(MODELS[name], Layout(mesh, after), 4, quantization=kind, **FORMS[form])
+        moved = reshard(fresh[before], target, keep=True)
         for own, wanted in zip(*map(jax.tree.leaves, (moved, fresh[after])), strict=True):
             np.testing.assert_array_equal(own, wanted)
             assert own.sharding.is_equivalent_to(wanted.sharding, own.ndim)
