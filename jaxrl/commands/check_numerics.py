@@ -314,9 +314,8 @@ def paths(options: CheckOptions, stacks: KvStacks = WHOLE) -> list[Path]:
             wide = Path(f"tp {tp}", (f"rollout.tensor_model_parallel_size={tp}",), tp)
             found += [Path(f"dp {tp}", num_devices=tp), wide, _switching(1, tp, "recompute")]
     found += [_switching(*pair, "migrate") for pair in permutations(sorted({1, *options.tp}), 2)]
-    for name, tokens, shares in (("rows of one response", length, "false"), ("packed rows", 4 * length, "true")):
-        own = (f"actor.ppo_max_token_len_per_gpu={tokens}", f"actor.share_prompts={shares}")
-        found.append(Path(f"trainer, {name}", own, drive=None))
+    for name, tokens in (("rows of one response", length), ("packed rows", 4 * length)):
+        found.append(Path(f"trainer, {name}", (f"actor.ppo_max_token_len_per_gpu={tokens}",), drive=None))
     return found
 
 

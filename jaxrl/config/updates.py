@@ -102,7 +102,6 @@ class ActorSection(Section):
         "ppo_max_token_len_per_gpu tokens; a product of the first prime factors of their number, such as 1, 2, 4 or 8 "
         "of 8.",
     ] = 1
-    share_prompts: Annotated[bool, "Compute a prompt once per row for all its samples there; false: per sample."] = True
     loss_mode: Annotated[
         Literal["vanilla", "cispo", "reinforce"],
         "The policy loss; vanilla: the clipped surrogate of PPO, cispo: the log-probability times the advantage, "

@@ -3,8 +3,8 @@
 Log-probabilities are zeros; losses and gradients do not exist, so their metrics are left out. A simulated critic is one
 more of them: it is as large, and its missing vocabulary head is not counted.
 
-Departures: a batch's tokens count a prompt once per sample, even where `actor.share_prompts` would compute it less
-often; padding of microbatches is part of the cost model's `mfu`.
+Departures: a batch's tokens count a prompt once per sample, though the update computes it less often; padding of
+microbatches is part of the cost model's `mfu`.
 """
 
 from __future__ import annotations

@@ -178,9 +178,8 @@ def microbatch_shapes(
     dearer than in rows of one sample, and without holding a longer row's scores.
     """
     data, group = config.data, config.rollout.n
-    shared = config.actor.share_prompts
     longest_group = data.max_prompt_length + group * (data.max_response_length + 1)
-    most = config.mini_batch_prompts * (longest_group if shared else group * config.max_model_length)
+    most = config.mini_batch_prompts * longest_group
     sharers = config.actor.context_parallel_size  # all sizes are of one of them, until the end
     longest = -(-config.max_model_length // sharers)
     shortest, budget = row_length(longest), config.actor.ppo_max_token_len_per_gpu
@@ -214,7 +213,6 @@ def pack(
     shapes: Sequence[BatchShape],
     max_model_length: int,
     num_row_groups: int = 1,
-    share_prompts: bool = True,
     top_k: int = 0,
 ) -> Packed:
     """Packs samples into microbatches with rows that split evenly over groups of devices that share rows.
@@ -224,7 +222,6 @@ def pack(
       shapes: of a group's microbatches, ascending; rows of the last one hold the longest allowed sample.
       max_model_length: tokens of the longest allowed sample, prompt included.
       num_row_groups: group g gets rows g*n to (g+1)*n of a microbatch with n rows per group.
-      share_prompts: whether samples of a prompt share its tokens; if not, `prefix_ids` equals `segment_ids`.
       top_k: a teacher's tokens in each column; 0 leaves the batch's out.
 
     Raises:
@@ -239,8 +236,8 @@ def pack(
         if not prompt.token_ids:
             raise ValueError(f"prompt {prompt.key} has no tokens: a response's first token needs a context")
         # a prompt of one token has nothing to share: its last token is repeated anyhow
-        shared = share_prompts and len(prompt.token_ids) > 1
-        family = groups.setdefault((prompt.key, prompt.token_ids) if shared else i, _Family(len(prompt.token_ids), {}))
+        key = (prompt.key, prompt.token_ids) if len(prompt.token_ids) > 1 else i
+        family = groups.setdefault(key, _Family(len(prompt.token_ids), {}))
         family.responses[i] = len(batch.samples[i])
     families = list(groups.values())
     longest = max(family.prompt + max(family.responses.values()) for family in families)

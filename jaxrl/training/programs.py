@@ -208,7 +208,6 @@ class TrainPrograms(CompiledPrograms):
             shapes=self.microbatches,
             max_model_length=self.config.max_model_length,
             num_row_groups=self.layout.dp,
-            share_prompts=self.config.actor.share_prompts,
             top_k=self.objective.teacher_top_k if for_loss else 0,
         )
 

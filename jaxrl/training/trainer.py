@@ -15,7 +15,7 @@ copied to the devices a layer at a time); the reference's weights if an option n
 first `accumulate` to `apply`; activations as `actor.remat` says; logits of `actor.logprob_chunk_tokens` tokens per
 device. For the backward pass, attention (`actor.attention`, `kernels.attention.PackedAttention`) keeps q, k, v, the
 output and one number per query and head. Scores exist for a few tiles at a time, except with `reference` and in short
-rows (`kernels.packed.Tiling.longest_plain`). Prompts count once per row, not once per sample (`actor.share_prompts`).
+rows (`kernels.packed.Tiling.longest_plain`). Prompts count once per row, not once per sample.
 """
 
 from __future__ import annotations

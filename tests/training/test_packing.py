@@ -84,11 +84,10 @@ ROWS_OF_32 = (BatchShape(1, 32), BatchShape(2, 32), BatchShape(4, 32), BatchShap
     groups_strategy,
     st.sampled_from([(BatchShape(1, 32),), one_row(64), one_row(256), ROWS_OF_32]),
     st.sampled_from([1, 2, 8]),
-    st.booleans(),
 )
-def test_every_token_once(groups, shapes, devices, share):
+def test_every_token_once(groups, shapes, devices):
     batch = batch_of(groups)
-    packed = pack(batch, share_prompts=share, shapes=shapes, max_model_length=32, num_row_groups=devices)
+    packed = pack(batch, shapes=shapes, max_model_length=32, num_row_groups=devices)
     found = [
         BatchShape(rows // devices, width) for rows, width in (micro.tokens.shape for micro in packed.microbatches)
     ]
@@ -96,7 +95,6 @@ def test_every_token_once(groups, shapes, devices, share):
     assert all(shape == shapes[-1] for shape in found[:-1])
     for micro in packed.microbatches:
         assert micro.tokens.shape[0] % devices == 0
-        assert share or (micro.prefix_ids == micro.segment_ids).all()
     check(packed, batch)
 
 
@@ -149,13 +147,12 @@ def test_shapes():
     st.integers(0, 1500),
     st.sampled_from([(1, 1), (8, 1), (2, 2), (8, 8)]),
     st.sampled_from([("cpu", "auto"), ("cpu", "reference"), ("tpu", "auto")]),
-    st.booleans(),
 )
-def test_the_longest_sample_has_a_row_and_the_budget_holds(response_length, room, devices, where, shared):
+def test_the_longest_sample_has_a_row_and_the_budget_holds(response_length, room, devices, where):
     """Of the devices, `sharing` share a row, in two equal pieces each, and see as many keys as the others."""
     longest, (count, sharing) = 64 + response_length, devices
     each = -(-(longest + room) // sharing)
-    options = {"ppo_max_token_len_per_gpu": each, "share_prompts": shared, "context_parallel_size": sharing}
+    options = {"ppo_max_token_len_per_gpu": each, "context_parallel_size": sharing}
     found = shapes_of(response_length, options, count, *where)
     assert found[-1].length >= longest
     assert found[-1].tokens <= max(each * sharing, -(-longest // 16) * 16) + 16 * sharing * (sharing > 1)
