@@ -14,8 +14,8 @@ Departures:
 * A prefix carries its first token, drawn by prefill. A generate step returns the token that each slot drew last and
   draws the next one, so the first step after an insert returns the first token.
 * The engine interface has no sampling options per request: `JetStreamConfig.sampling` holds for all of them. Request n
-  (counted by prefill, from 0) is sampled as `SampleKey(0, n, sample)`, as `jaxrl.scheduling.tokens.engine.Engine`
-  would.
+  (counted by prefill, from 0) is sampled as `SampleKey(0, n, 0)`, as `jaxrl.scheduling.tokens.engine.Engine` would.
+* A slot has one response, and a prefix continues no other one: JetStream's own driver asks for neither.
 * A slot always keeps its blocks, so attention spans `max_length` in each step and `free_resource` has nothing to do.
   One step per call is what the interface asks for; the executor's chunks of steps are faster.
 * The driver decides when a response ends (`Tokenizer.stop_tokens` and its own limit on tokens). `valid` is 0 where a
@@ -26,8 +26,8 @@ Departures:
 `orchestrator.Driver` throws away an inserted prefix by `jax.tree_map`, which jax no longer has; the process then dies
 (SIGKILL). `drive` makes a Driver that lives.
 
-Dims: G dp groups (sharded), S slots per group, n samples per slot, R = S * n rows per group; K key/value heads, N
-blocks, P positions per block, W blocks per table, D head dim, C positions of a prefill.
+Dims: G dp groups (sharded), S slots per group; K key/value heads, N blocks, P positions per block, W blocks per table,
+D head dim, C positions of a prefill.
 """
 
 from __future__ import annotations
@@ -84,13 +84,10 @@ class JetStreamConfig:
     """Sizes of a JetStream engine, and how it samples; the names of `ExecutorConfig` mean the same here.
 
     Attributes:
-      samples_per_slot: responses to each request; they share its prefill.
       max_prefill_length: tokens of the longest prompt, 16, 32, 64 ...; longer ones lose their beginning (JetStream).
-      max_tp: engines that exchange prefixes must agree on it and on `block_size`.
     """
 
     num_slots: int
-    samples_per_slot: int = 1
     block_size: int = 16
     max_length: int = 1024
     max_prefill_length: int = 512
@@ -100,9 +97,8 @@ class JetStreamConfig:
     max_tp: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_slots", "samples_per_slot", "block_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"JetStreamConfig.{name} ({getattr(self, name)}) must be >= 1")
+        if self.num_slots < 1:
+            raise ValueError(f"JetStreamConfig.num_slots ({self.num_slots}) must be >= 1")
         if self.max_prefill_length not in PREFILL_LENGTHS:
             raise ValueError(
                 f"JetStreamConfig.max_prefill_length ({self.max_prefill_length}) must be one of the lengths that "
@@ -113,29 +109,25 @@ class JetStreamConfig:
                 f"JetStreamConfig.max_length ({self.max_length}) must be above max_prefill_length "
                 f"({self.max_prefill_length}): it counts the response as well"
             )
-        if self.sampling.stop_strings:
-            raise ValueError("JetStreamConfig.sampling.stop_strings: JetStream's drivers look for stop tokens only")
-        if (count := len(self.sampling.stop_token_ids)) > MAX_STOP_IDS:
+        if self.sampling.stop_strings or len(self.sampling.stop_token_ids) > MAX_STOP_IDS:
             raise ValueError(
-                f"JetStreamConfig.sampling.stop_token_ids has {count} ids; a row holds {MAX_STOP_IDS}. JetStream's "
-                "drivers end responses at the tokenizer's stop tokens without them"
+                f"JetStreamConfig.sampling must have no stop_strings, for which no driver looks, and at most "
+                f"{MAX_STOP_IDS} stop_token_ids, found {self.sampling}"
             )
 
 
 class Prefix(NamedTuple):
-    """A request that was prefilled and has no slot yet: the same in every layout of equal `block_size` and `max_tp`.
+    """A request that was prefilled and has no slot yet.
 
-    kv: per layer keys and values [K, N, P, D], the first block unused; rows: a `RowState` [n, ...] with the first
-    tokens; length: the number of tokens that have their KV in `kv`.
+    kv: per layer keys and values [K, N, P, D], the first block unused; row: a `RowState` [1, ...] with the first token.
     """
 
     kv: Any
-    rows: Any
-    length: Any
+    row: Any
 
 
 class DecodeState(NamedTuple):
-    """All slots: the KV pool, row state [G, R, ...], and per row [G, R] whether its last token is still to be returned,
+    """All slots: the KV pool, row state [G, S, ...], and per row [G, S] whether its last token is still to be returned,
     and how many were returned."""
 
     pool: kv_cache.Pool
@@ -144,20 +136,13 @@ class DecodeState(NamedTuple):
     returned: jax.Array
 
 
-def drive(engine: JetStreamEngine, params: Any, generating: tuple[JetStreamEngine, Any] | None = None) -> Any:
-    """A running `jetstream.core.orchestrator.Driver`, whose `stop` ends its threads.
-
-    Args:
-      params: of the engine, from `load_params`.
-      generating: another engine, with its parameters, that decodes what the first one has prefilled; None: the first
-        one does both.
-    """
+def drive(engine: JetStreamEngine, params: Any) -> Any:
+    """A running `jetstream.core.orchestrator.Driver`, whose `stop` ends its threads. `params`: from `load_params`."""
     from jetstream.core import orchestrator  # pyright: ignore[reportMissingImports]
 
     # its own asks jax for a function that is gone; a prefix goes when its last reference goes
     orchestrator.delete_pytree = lambda prefix: None
-    last, last_params = generating or (engine, params)
-    return orchestrator.Driver([engine], [last], [params], [last_params], interleaved_mode=generating is None)
+    return orchestrator.Driver([engine], [engine], [params], [params], interleaved_mode=True)
 
 
 def add_service(driver: Any, server: Any) -> None:
@@ -179,7 +164,7 @@ class JetStreamEngine(engine_api.Engine):
         prefix = engine.prefill(params=params, padded_tokens=tokens, true_length=5)
         state = engine.insert(prefix, state, slot=0)
         state, result = engine.generate(params, state)
-        result.convert_to_numpy().get_result_at_slot(0).tokens  # [samples_per_slot, 1]
+        result.convert_to_numpy().get_result_at_slot(0).tokens  # [1, 1]
 
     Args:
       path: of a model, as `jaxrl.models.loading.resolve_path` returns it, for `load_params` and the tokenizer.
@@ -191,10 +176,9 @@ class JetStreamEngine(engine_api.Engine):
         self.layout = layout
         self.config = config
         self.path = str(path)
-        self._rows = config.num_slots * config.samples_per_slot
         self._width = -(-config.max_length // config.block_size)
         kv_heads = pad_heads(model.num_heads, model.num_kv_heads, config.max_tp)[1]
-        num_blocks = 1 + self._rows * self._width
+        num_blocks = 1 + config.num_slots * self._width
         self._cache = kv_cache.CacheShape(
             model.num_layers, kv_heads, model.head_dim, num_blocks, config.block_size, jnp.dtype(config.dtype)
         )
@@ -205,7 +189,7 @@ class JetStreamEngine(engine_api.Engine):
         by_row = self._programs.rows_sharding
         state = DecodeState(kv_cache.pool_sharding(layout, self._cache), by_row, by_row, by_row)  # pyright: ignore[reportArgumentType]
         prefix = self.get_prefix_destination_sharding()
-        self._prefill = jax.jit(self._prefill_program, out_shardings=(prefix.kv, prefix.rows))
+        self._prefill = jax.jit(self._prefill_program, out_shardings=tuple(prefix))
         self._insert = jax.jit(self._insert_program, donate_argnums=0, out_shardings=state)
         self._generate = jax.jit(self._generate_program, donate_argnums=1, out_shardings=(state, by_row))
 
@@ -219,33 +203,30 @@ class JetStreamEngine(engine_api.Engine):
         form = self._programs.form
         return to_rollout(params, self.model, self.layout, self.config.dtype, self.config.max_tp, **form)
 
-    def prefill(
-        self, *, params: Any, existing_prefix: Prefix | None = None, padded_tokens: Any, true_length: int
-    ) -> Prefix:
-        """Computes the KV of a prompt, or of what follows `existing_prefix`, and draws its first token.
+    def prefill(self, *, params: Any, existing_prefix: None = None, padded_tokens: Any, true_length: int) -> Prefix:
+        """Computes the KV of a prompt, and draws its first token.
 
         Args:
           padded_tokens: [C]; each C is compiled once.
           true_length: how many of them count; a number above C means all of them (JetStream cut the prompt).
         """
-        start = 0 if existing_prefix is None else int(existing_prefix.length)
-        length = min(int(true_length), padded_tokens.shape[0])
-        if not 0 < length < self.config.max_length - start:
+        assert existing_prefix is None, "no prefix is continued"
+        length, most = min(int(true_length), padded_tokens.shape[0]), self.config.max_length
+        if not 0 < length < most:
             raise ValueError(
-                f"prefill: {length} tokens after {start} must be at least one, and together below max_length "
-                f"({self.config.max_length}), which counts the response as well"
+                f"prefill: {length} tokens must be at least one, and below max_length ({most}), which counts the "
+                "response as well"
             )
-        existing = [] if existing_prefix is None else existing_prefix.kv
-        kv, rows = self._prefill(
-            params, padded_tokens, np.int32(start), np.int32(length), self._fill(start + length), existing
-        )
-        return Prefix(kv, rows, np.int32(start + length))
+        sampling, row = self.config.sampling, host_rows(1, 1)
+        key = SampleKey(0, next(self._num_requests), 0)
+        fill_row(row, (0, 0), self.config.seed, key, sampling, min(length + sampling.max_tokens, most))
+        return Prefix(*self._prefill(params, padded_tokens, np.int32(length), row))
 
     def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
         """Puts a prefix into a slot and replaces its content. The given decode state is donated."""
         if not 0 <= slot < self.max_concurrent_decodes:
             raise ValueError(f"insert: slot ({slot}) must be in 0 .. {self.max_concurrent_decodes - 1}")
-        return self._insert(decode_state, prefix.kv, prefix.rows, np.int32(slot))
+        return self._insert(decode_state, prefix, np.int32(slot))
 
     def generate(self, params: Any, decode_state: DecodeState) -> tuple[DecodeState, Any]:
         """Returns the token that each slot drew last, and draws the next. The given decode state is used up."""
@@ -255,12 +236,12 @@ class JetStreamEngine(engine_api.Engine):
             tokens_idx=(0, 1),
             valid_idx=(1, 2),
             length_idx=(2, 3),
-            samples_per_slot=self.config.samples_per_slot,
+            samples_per_slot=1,
         )
 
     def init_decode_state(self) -> DecodeState:
         """Empty slots."""
-        shape, by_row = (self.layout.dp, self._rows), self._programs.rows_sharding
+        shape, by_row = (self.layout.dp, self.config.num_slots), self._programs.rows_sharding
         host = (host_rows(*shape), np.zeros(shape, np.bool_), np.zeros(shape, np.int32))
         return DecodeState(kv_cache.allocate(self.layout, self._cache), *jax.device_put(host, by_row))
 
@@ -269,8 +250,8 @@ class JetStreamEngine(engine_api.Engine):
 
     def get_prefix_destination_sharding(self) -> Prefix:
         """Shardings of a prefix on this engine's mesh: heads split as in the pool, and a copy in every dp group."""
-        heads, everywhere = PartitionSpec(self._kv_axes), PartitionSpec()
-        return Prefix(*(NamedSharding(self.mesh, spec) for spec in (heads, everywhere, everywhere)))
+        heads = PartitionSpec(self.layout.kv_axes(self._cache.num_kv_heads) or None)
+        return Prefix(NamedSharding(self.mesh, heads), NamedSharding(self.mesh, PartitionSpec()))
 
     def get_tokenizer(self) -> Any:
         """The tokenizer's path, as JetStream's message type."""
@@ -289,7 +270,7 @@ class JetStreamEngine(engine_api.Engine):
 
     @property
     def samples_per_slot(self) -> int:
-        return self.config.samples_per_slot
+        return 1
 
     @property
     def max_prefill_length(self) -> int:
@@ -305,120 +286,68 @@ class JetStreamEngine(engine_api.Engine):
 
     # -- programs ----------------------------------------------------------------------------------------------------
 
-    @property
-    def _kv_axes(self) -> tuple[str, ...] | None:
-        return self.layout.kv_axes(self._cache.num_kv_heads) or None
-
-    def _fill(self, length: int) -> RowState:
-        """[1, n, ...] on the host: the rows of the next request; its prompt has `length` tokens."""
-        config, params = self.config, self.config.sampling
-        rows, index = host_rows(1, config.samples_per_slot), next(self._num_requests)
-        limit = min(length + params.max_tokens, config.max_length)
-        for i in range(config.samples_per_slot):
-            fill_row(rows, (0, i), config.seed, SampleKey(0, index, i), params, limit)
-        return rows
-
     def _prefill_program(
-        self,
-        params: Any,
-        tokens: jax.Array,
-        start: jax.Array,
-        length: jax.Array,
-        fill: RowState,
-        existing: kv_cache.Pool,
+        self, params: Any, tokens: jax.Array, length: jax.Array, fill: RowState
     ) -> tuple[kv_cache.Pool, RowState]:
         """Every dp group computes the same prefix, because its slot may be in any of them, and an idle group would only
         wait."""
-        groups, samples = self.layout.dp, self.config.samples_per_slot
-        new_blocks = -(-tokens.shape[0] // self.config.block_size)
-        pool = self._widen(existing, new_blocks)
+        groups, cache = self.layout.dp, self._cache
+        num_blocks = -(-tokens.shape[0] // cache.block_size)
+        dims = (groups, cache.num_kv_heads, 1 + num_blocks, cache.block_size, cache.head_dim)
+        sharding = kv_cache.pool_sharding(self.layout, cache)
+        zeros = jax.lax.with_sharding_constraint(jnp.zeros(dims, cache.dtype), sharding)
 
-        def rows(values: Any, count: int) -> jax.Array:
-            """The same values in every row [G, count, ...]."""
+        def row(values: Any) -> jax.Array:
+            """The same values in the one row of each group, [G, 1, ...]."""
             values = jnp.asarray(values, jnp.int32)
-            return jnp.broadcast_to(values, (groups, count, *values.shape))
+            return jnp.broadcast_to(values, (groups, 1, *values.shape))
 
-        def chunk(pool: kv_cache.Pool, state: RowState, tokens: Any, at: Any, size: Any, slots: Any) -> Any:
-            count = slots.shape[0]
-            table = rows(jnp.arange(1, pool[0][0].shape[2]), count)
-            filled = jax.tree.map(lambda x: jnp.broadcast_to(x[:, :count], (groups, count, *x.shape[2:])), fill)
-            slots = jnp.broadcast_to(slots, (groups, count))
-            arguments = (rows(tokens, count), rows(at, count), rows(size, count), (table,), slots, filled)
-            return self._programs.prefill(params, pool, state, *arguments, truncate=self._truncate)[:2]
-
-        state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), row_state_shapes(groups, samples))
-        if samples > 1:
-            # All but the last token once; then the last one in n rows over the same blocks, each drawing for itself.
-            pool, state = chunk(pool, state, tokens, start, length - 1, jnp.array([samples]))
-            tokens, start, length = tokens[length - 1][None], start + length - 1, jnp.int32(1)
-        pool, state = chunk(pool, state, tokens, start, length, jnp.arange(samples))
-        dp = PartitionSpec(self.layout.dp_axes or None)
+        fill = jax.tree.map(lambda x: jnp.broadcast_to(x, (groups, *x.shape[1:])), fill)
+        state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), row_state_shapes(groups, 1))
+        arguments = (row(tokens), row(0), row(length), (row(jnp.arange(1, 1 + num_blocks)),), row(0), fill)
+        pool = [(zeros, zeros)] * cache.num_layers
+        made = self._programs.prefill(params, pool, state, *arguments, truncate=self._truncate)[:2]
+        kv_axes = self.layout.kv_axes(cache.num_kv_heads) or None
         return jax.shard_map(
             lambda *trees: jax.tree.map(lambda x: x[0], trees),
             mesh=self.mesh,
-            in_specs=(kv_cache.pool_spec(self.layout, self._cache.num_kv_heads), dp),
-            out_specs=(PartitionSpec(self._kv_axes), PartitionSpec()),
+            in_specs=(sharding.spec, PartitionSpec(self.layout.dp_axes or None)),
+            out_specs=(PartitionSpec(kv_axes), PartitionSpec()),
             check_vma=False,  # the groups' values are equal
-        )(pool, state)
+        )(*made)
 
-    def _widen(self, existing: kv_cache.Pool, new_blocks: int) -> kv_cache.Pool:
-        """A pool per dp group that holds an existing prefix and room for more."""
-        cache, layout = self._cache, self.layout
-        if not existing:
-            dims = (layout.dp, cache.num_kv_heads, 1 + new_blocks, cache.block_size, cache.head_dim)
-            sharding = kv_cache.pool_sharding(layout, cache)
-            zeros = jax.lax.with_sharding_constraint(jnp.zeros(dims, cache.dtype), sharding)
-            return [(zeros, zeros)] * cache.num_layers
-        widths = ((0, 0), (0, new_blocks), (0, 0), (0, 0))
-        return jax.shard_map(
-            lambda kv: jax.tree.map(lambda x: jnp.pad(x, widths)[None], kv),
-            mesh=self.mesh,
-            in_specs=PartitionSpec(self._kv_axes),
-            out_specs=kv_cache.pool_spec(layout, cache.num_kv_heads),
-            check_vma=False,
-        )(existing)
-
-    def _insert_program(self, state: DecodeState, kv: kv_cache.Pool, new: RowState, slot: jax.Array) -> DecodeState:
-        """Copies the prefix's blocks into the slot's rows, in the dp group that has the slot."""
-        config, samples, width = self.config, self.config.samples_per_slot, self._width
-        group, first = slot // config.num_slots, slot % config.num_slots * samples
-        used = min(width, kv[0][0].shape[1] - 1)
-        blocks = (1 + (first + jnp.arange(samples))[:, None] * width + jnp.arange(used)).reshape(-1)
+    def _insert_program(self, state: DecodeState, prefix: Prefix, slot: jax.Array) -> DecodeState:
+        """Copies the prefix's blocks into the slot's, in the dp group that has the slot."""
+        group, place = slot // self.config.num_slots, slot % self.config.num_slots
+        used = min(self._width, prefix.kv[0][0].shape[1] - 1)
+        blocks = 1 + place * self._width + jnp.arange(used)
         dp_axes = self.layout.dp_axes
 
         def local(pool: kv_cache.Pool, kv: kv_cache.Pool, group: jax.Array, blocks: jax.Array) -> kv_cache.Pool:
             here = group == (jax.lax.axis_index(dp_axes) if dp_axes else 0)
             to = jnp.where(here, blocks, self._cache.num_blocks)  # beyond the last block: dropped
+            return jax.tree.map(lambda x, new: x[0].at[:, to].set(new[:, 1 : 1 + used], mode="drop")[None], pool, kv)
 
-            def put(cached: jax.Array, prefix: jax.Array) -> jax.Array:
-                copies = jnp.tile(prefix[:, 1 : 1 + used], (1, samples, 1, 1))
-                return cached[0].at[:, to].set(copies, mode="drop")[None]
-
-            return jax.tree.map(put, pool, kv)
-
-        pool_spec = kv_cache.pool_spec(self.layout, self._cache.num_kv_heads)
+        paged = kv_cache.pool_spec(self.layout, self._cache.num_kv_heads)
         pool = jax.shard_map(
             local,
             mesh=self.mesh,
-            in_specs=(pool_spec, PartitionSpec(self._kv_axes), PartitionSpec(), PartitionSpec()),
-            out_specs=pool_spec,
+            in_specs=(paged, self.get_prefix_destination_sharding().kv.spec, PartitionSpec(), PartitionSpec()),
+            out_specs=paged,
             check_vma=False,
-        )(state.pool, kv, group, blocks)
-        row = jnp.arange(self._rows)
-        mine = (jnp.arange(self.layout.dp)[:, None] == group) & (row // samples == first // samples)
+        )(state.pool, prefix.kv, group, blocks)
+        mine = (jnp.arange(self.layout.dp)[:, None] == group) & (jnp.arange(self.config.num_slots) == place)
 
-        def fill(old: jax.Array, values: jax.Array) -> jax.Array:
+        def fill(old: jax.Array, new: jax.Array) -> jax.Array:
             # Elementwise, so that the dp groups need not communicate.
-            tiled = jnp.tile(values, (config.num_slots, *[1] * (values.ndim - 1)))
-            return jnp.where(mine.reshape(*mine.shape, *[1] * (old.ndim - 2)), tiled, old)
+            return jnp.where(mine.reshape(*mine.shape, *[1] * (old.ndim - 2)), new, old)
 
-        rows = jax.tree.map(fill, state.rows, new)
+        rows = jax.tree.map(fill, state.rows, prefix.row)
         return DecodeState(pool, rows, state.pending | mine, jnp.where(mine, 0, state.returned))
 
     def _generate_program(self, params: Any, state: DecodeState) -> tuple[DecodeState, jax.Array]:
-        """One step; the data is int32 [G * R, 3]: token, validity, tokens returned so far."""
-        shape = (self.layout.dp, self._rows)
-        row = jnp.arange(self._rows)
+        """One step; the data is int32 [G * S, 3]: token, validity, tokens returned so far."""
+        shape, row = state.pending.shape, jnp.arange(self.config.num_slots)
         tables = 1 + row[:, None] * self._width + jnp.arange(self._width)
         pool, rows, generated, _ = self._programs.decode(
             params,

@@ -57,8 +57,8 @@ def make(jetstream, tiny_model, x64):
     return build
 
 
-def ours(path: Path, prompts: list[list[int]], lengths: tuple[int, ...], samples: int, sampling: SamplingParams):
-    """[prompt][sample] -> token ids, from our own engine over a MeshExecutor."""
+def ours(path: Path, prompts: list[list[int]], lengths: tuple[int, ...], sampling: SamplingParams):
+    """[prompt] -> token ids, from our own engine over a MeshExecutor."""
     mesh = make_mesh(jax.devices()[:1])
     model, params = load_model(f"{RANDOM}{path}", mesh, "float64")
     sizes = ExecutorConfig(
@@ -69,21 +69,20 @@ def ours(path: Path, prompts: list[list[int]], lengths: tuple[int, ...], samples
     executor.sync_weights(params, 0)
     executor.allocate()
     requests = [
-        Request(i * samples + j, SampleKey(0, i, j), tuple(ids), replace(sampling, max_tokens=length))
+        Request(i, SampleKey(0, i, 0), tuple(ids), replace(sampling, max_tokens=length))
         for i, (ids, length) in enumerate(zip(prompts, lengths, strict=True))
-        for j in range(samples)
     ]
     done = Engine(executor, BatcherConfig(decode_steps=8, max_model_len=MAX_LENGTH)).generate(requests)
-    return [[s.token_ids.tolist() for s in done[i * samples : (i + 1) * samples]] for i in range(len(prompts))]
+    return [sample.token_ids.tolist() for sample in done]
 
 
-def drive(engine: Any, prompts: list[list[int]], lengths: tuple[int, ...]) -> list[list[list[int]]]:
+def drive(engine: Any, prompts: list[list[int]], lengths: tuple[int, ...]) -> list[list[int]]:
     """What a driver does: fill free slots, step, hand out tokens, free the slots of finished requests."""
     params, state = engine.load_params(), engine.init_decode_state()
     waiting = deque(enumerate(prompts))
     free = deque(range(engine.max_concurrent_decodes))
     live: dict[int, int] = {}
-    out: list[list[list[int]]] = [[[] for _ in range(engine.samples_per_slot)] for _ in prompts]
+    out: list[list[int]] = [[] for _ in prompts]
     while waiting or live:
         # At most one request enters per step, so that slots are at different positions.
         if waiting and free:
@@ -97,12 +96,11 @@ def drive(engine: Any, prompts: list[list[int]], lengths: tuple[int, ...]) -> li
         host = result.convert_to_numpy()
         for slot, index in list(live.items()):
             data = host.get_result_at_slot(slot)
-            assert data.tokens.shape == data.valid.shape == (engine.samples_per_slot, 1)
-            for tokens, token in zip(out[index], data.tokens[:, 0], strict=True):
-                tokens.append(int(token))
+            assert data.tokens.shape == data.valid.shape == (1, 1)
+            out[index].append(data.tokens.item())
             assert data.valid.all()
-            np.testing.assert_array_equal(data.lengths, len(out[index][0]))
-            if len(out[index][0]) == lengths[index]:
+            assert data.lengths.item() == len(out[index])
+            if len(out[index]) == lengths[index]:
                 del live[slot]
                 free.append(slot)
                 assert engine.free_resource(slot) is None
@@ -114,13 +112,13 @@ def encoded(folder: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("devices", "tp", "samples", "sampling"),
-    [(4, 2, 1, SamplingParams(temperature=0)), (2, 1, 3, SamplingParams(temperature=0.8, top_k=40, max_tokens=64))],
+    ("devices", "tp", "sampling"),
+    [(4, 2, SamplingParams(temperature=0)), (2, 1, SamplingParams(temperature=0.8, top_k=40, max_tokens=64))],
 )
-def test_tokens_are_those_of_our_engine(make, tiny_model, devices, tp, samples, sampling):
-    engine = make(devices, tp, samples_per_slot=samples, sampling=replace(sampling, max_tokens=64))
+def test_tokens_are_those_of_our_engine(make, tiny_model, devices, tp, sampling):
+    engine = make(devices, tp, sampling=replace(sampling, max_tokens=64))
     prompts = encoded(tiny_model)
-    assert drive(engine, prompts, LENGTHS) == ours(tiny_model, prompts, LENGTHS, samples, sampling)
+    assert drive(engine, prompts, LENGTHS) == ours(tiny_model, prompts, LENGTHS, sampling)
 
 
 def generate(engine: Any, params: Any, prefix: Any, steps: int) -> list[tuple[int, int, int]]:
@@ -135,22 +133,11 @@ def generate(engine: Any, params: Any, prefix: Any, steps: int) -> list[tuple[in
     return rows
 
 
-def test_a_prefix_can_be_continued(make, tiny_model):
-    engine = make(2)
-    params = engine.load_params()
-    ids = np.array(encoded(tiny_model)[3], np.int32)
-    whole = engine.prefill(params=params, padded_tokens=np.pad(ids, (0, 64 - len(ids))), true_length=len(ids))
-    first = engine.prefill(params=params, padded_tokens=ids[:16], true_length=11)
-    both = engine.prefill(params=params, existing_prefix=first, padded_tokens=ids[11:], true_length=len(ids) - 11)
-    assert both.length == whole.length == len(ids)
-    assert generate(engine, params, both, 8) == generate(engine, params, whole, 8)
-
-
 @pytest.mark.parametrize("limited_by", ["max_length", "max_tokens", "stop token"])
 def test_a_slot_that_has_no_more_to_say_is_not_valid(make, tiny_model, limited_by):
     ids = encoded(tiny_model)[3]
     room = MAX_LENGTH - len(ids)
-    ((response,),) = ours(tiny_model, [ids], (room,), 1, SamplingParams(temperature=0))
+    (response,) = ours(tiny_model, [ids], (room,), SamplingParams(temperature=0))
     limits, expected = {
         "max_length": ({}, room),
         "max_tokens": ({"max_tokens": 1}, 1),
