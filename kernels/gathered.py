@@ -133,113 +133,80 @@ def put_several(fresh: Fresh, k_RCKD: Cached, v_RCKD: Cached, at_RC: jax.Array) 
 
 
 class _Part(NamedTuple):
-    """A softmax over some of a row's positions: the largest score and the sum of exp(score - top), both [K, ., G], and
-    the sum of values with the same weights, [K, ., G, D]."""
+    """A softmax over some of a row's positions: the largest score and the sum of exp(score - top), both [K, ., M], and
+    the sum of values with the same weights, [K, ., M, D]."""
 
     top: jax.Array
     total: jax.Array
     out: jax.Array
 
 
-def _part(scores_BGS: jax.Array, values_BSD: jax.Array, kv_heads: int) -> _Part:
-    top_BG1 = jnp.max(scores_BGS, -1, keepdims=True)
-    weights_BGS = jnp.exp(scores_BGS - top_BG1)
-    out_BGD = jnp.einsum(
-        "bgs,bsd->bgd", weights_BGS.astype(values_BSD.dtype), values_BSD, preferred_element_type=scores_BGS.dtype
+def _part(scores_BMS: jax.Array, values_BSD: jax.Array, kv_heads: int) -> _Part:
+    top_BM1 = jnp.max(scores_BMS, -1, keepdims=True)
+    weights_BMS = jnp.exp(scores_BMS - top_BM1)
+    out_BMD = jnp.einsum(
+        "bgs,bsd->bgd", weights_BMS.astype(values_BSD.dtype), values_BSD, preferred_element_type=scores_BMS.dtype
     )
-    parts = top_BG1[..., 0], jnp.sum(weights_BGS, -1), out_BGD
+    parts = top_BM1[..., 0], jnp.sum(weights_BMS, -1), out_BMD
     return _Part(*(x.reshape(kv_heads, -1, *x.shape[1:]) for x in parts))
 
 
 def attend(
-    q_RHD: jax.Array,
-    window: Window,
-    tiles: WindowTiles,
-    fresh: Fresh,
-    start_R: jax.Array,
-    step: jax.Array,
-    rule: reference.Rule = reference.PLAIN,
-    sinks_H: jax.Array | None = None,
-) -> jax.Array:
-    """[R, H, D]: each row's query sees its window before position `start`, and the fresh steps 0 .. `step`, within the
-    rule's window. One softmax over both, in float32 or better."""
-    rows, heads, dim = q_RHD.shape
-    kv_heads = fresh.keys_BTD.shape[0] // rows
-    q_KRGD = jnp.swapaxes((q_RHD * dim**-0.5).reshape(rows, kv_heads, -1, dim), 0, 1)
-    sinks_KG = None if sinks_H is None else sinks_H.reshape(kv_heads, -1)
-    out_KRGD = _attend(q_KRGD, window, tiles, fresh, start_R, step, rule, sinks_KG)
-    return jnp.swapaxes(out_KRGD, 0, 1).reshape(rows, heads, dim).astype(q_RHD.dtype)
-
-
-def attend_several(
     q_RCHD: jax.Array,
     window: Window,
     tiles: WindowTiles,
     fresh: Fresh,
     start_R: jax.Array,
-    at_RC: jax.Array,
+    at: jax.Array,
     rule: reference.Rule = reference.PLAIN,
     sinks_H: jax.Array | None = None,
 ) -> jax.Array:
-    """[R, C, H, D]: query (r, c) sees its row's window before position `start`, and the fresh indexes 0 .. at[r, c],
-    within the rule's window. A row's queries are one matrix, so each of its tiles is read once."""
+    """[R, C, H, D]: each query sees its row's window before position `start`, and the fresh indexes 0 .. `at`, a scalar
+    or [R, C], within the rule's window. One softmax over both, in float32 or better. A row's queries are one matrix, so
+    each of its tiles is read once."""
     rows, queries, heads, dim = q_RCHD.shape
     kv_heads = fresh.keys_BTD.shape[0] // rows
     q_RCKGD = (q_RCHD * dim**-0.5).reshape(rows, queries, kv_heads, -1, dim)
     q_KRMD = jnp.moveaxis(q_RCKGD, 2, 0).reshape(kv_heads, rows, -1, dim)
-    last_BM = jnp.tile(jnp.repeat(at_RC, heads // kv_heads, axis=1), (kv_heads, 1))
+    last = at  # or for each of a row's heads [K * R, M, 1]
+    if at.ndim:
+        last = jnp.tile(jnp.repeat(at, heads // kv_heads, axis=1), (kv_heads, 1))[..., None]
     sinks_KM = None if sinks_H is None else jnp.tile(sinks_H.reshape(kv_heads, -1), queries)
-    out_KRMD = _attend(q_KRMD, window, tiles, fresh, start_R, last_BM[..., None], rule, sinks_KM)
-    out_RCKGD = jnp.moveaxis(out_KRMD.reshape(kv_heads, rows, queries, -1, dim), 0, 2)
-    return out_RCKGD.reshape(rows, queries, heads, dim).astype(q_RCHD.dtype)
-
-
-def _attend(
-    q_KRGD: jax.Array,
-    window: Window,
-    tiles: WindowTiles,
-    fresh: Fresh,
-    start_R: jax.Array,
-    last: jax.Array,
-    rule: reference.Rule,
-    sinks_KG: jax.Array | None,
-) -> jax.Array:
-    """[K, R, G, D] for scaled queries; `last`: the last fresh index that each sees, a scalar or [K * R, G, 1]."""
-    kv_heads, rows = q_KRGD.shape[:2]
-    fresh = Fresh(*(reference.numbers(own, q_KRGD.dtype) for own in fresh))
-    wide = jnp.promote_types(q_KRGD.dtype, jnp.float32)
-    q_BGD = q_KRGD[:, tiles.owner_U].reshape(-1, *q_KRGD.shape[2:])
-    old_BGS = jnp.einsum("bgd,bds->bgs", q_BGD, window.keys_BDS, preferred_element_type=wide)
-    q_BGD = q_KRGD.reshape(-1, *q_KRGD.shape[2:])
-    new_BGT = jnp.einsum("bgd,btd->bgt", q_BGD, fresh.keys_BTD, preferred_element_type=wide)
-    old_BGS, new_BGT = (reference.capped(x, rule.softcap) for x in (old_BGS, new_BGT))
+    fresh = Fresh(*(reference.numbers(own, q_KRMD.dtype) for own in fresh))
+    wide = jnp.promote_types(q_KRMD.dtype, jnp.float32)
+    q_BMD = q_KRMD[:, tiles.owner_U].reshape(-1, *q_KRMD.shape[2:])
+    old_BMS = jnp.einsum("bgd,bds->bgs", q_BMD, window.keys_BDS, preferred_element_type=wide)
+    q_BMD = q_KRMD.reshape(-1, *q_KRMD.shape[2:])
+    new_BMT = jnp.einsum("bgd,btd->bgt", q_BMD, fresh.keys_BTD, preferred_element_type=wide)
+    old_BMS, new_BMT = (reference.capped(x, rule.softcap) for x in (old_BMS, new_BMT))
     # sums instead of selects: a pass less
-    cached_US = tiles.first_U[:, None] + jnp.arange(old_BGS.shape[-1]) < start_R[tiles.owner_U][:, None]
-    old_BGS += jnp.tile(jnp.where(cached_US, 0, _HIDDEN).astype(wide), (kv_heads, 1))[:, None]
-    new_BGT += jnp.where(jnp.arange(new_BGT.shape[-1]) <= last, 0, _HIDDEN).astype(wide)
+    cached_US = tiles.first_U[:, None] + jnp.arange(old_BMS.shape[-1]) < start_R[tiles.owner_U][:, None]
+    old_BMS += jnp.tile(jnp.where(cached_US, 0, _HIDDEN).astype(wide), (kv_heads, 1))[:, None]
+    new_BMT += jnp.where(jnp.arange(new_BMT.shape[-1]) <= last, 0, _HIDDEN).astype(wide)
     if rule.window:
-        positions_US = tiles.first_U[:, None] + jnp.arange(old_BGS.shape[-1])
+        positions_US = tiles.first_U[:, None] + jnp.arange(old_BMS.shape[-1])
         last_BM = jnp.broadcast_to(last, (kv_heads * rows, *(jnp.shape(last)[1:] or (1, 1))))[..., 0]
         at_RM = start_R[:, None] + last_BM[:rows]  # the same for all heads
         behind_UMS = positions_US[:, None] <= at_RM[tiles.owner_U][..., None] - rule.window
-        old_BGS += jnp.tile(jnp.where(behind_UMS, _HIDDEN, 0).astype(wide), (kv_heads, 1, 1))
-        new_BGT += jnp.where(jnp.arange(new_BGT.shape[-1]) <= last - rule.window, _HIDDEN, 0).astype(wide)
-    old, new = _part(old_BGS, window.values_BSD, kv_heads), _part(new_BGT, fresh.values_BTD, kv_heads)
+        old_BMS += jnp.tile(jnp.where(behind_UMS, _HIDDEN, 0).astype(wide), (kv_heads, 1, 1))
+        new_BMT += jnp.where(jnp.arange(new_BMT.shape[-1]) <= last - rule.window, _HIDDEN, 0).astype(wide)
+    old, new = _part(old_BMS, window.values_BSD, kv_heads), _part(new_BMT, fresh.values_BTD, kv_heads)
     # every row has a fresh token, its own: the largest score is that of a token, and hidden tiles weigh nothing
     is_own_RU = tiles.owner_U == jnp.arange(rows)[:, None]
-    best_KRUG = jnp.where(is_own_RU[:, :, None], old.top[:, None], _HIDDEN)
-    top_KRG = jnp.maximum(new.top, jnp.max(best_KRUG, 2))
-    if sinks_KG is not None:
-        top_KRG = jnp.maximum(top_KRG, sinks_KG[:, None].astype(wide))
-    of_tile_KUG = jnp.exp(old.top - top_KRG[:, tiles.owner_U])
-    of_fresh_KRG = jnp.exp(new.top - top_KRG)
+    best_KRUM = jnp.where(is_own_RU[:, :, None], old.top[:, None], _HIDDEN)
+    top_KRM = jnp.maximum(new.top, jnp.max(best_KRUM, 2))
+    if sinks_KM is not None:
+        top_KRM = jnp.maximum(top_KRM, sinks_KM[:, None].astype(wide))
+    of_tile_KUM = jnp.exp(old.top - top_KRM[:, tiles.owner_U])
+    of_fresh_KRM = jnp.exp(new.top - top_KRM)
     own_RU = is_own_RU.astype(wide)
-    total_KRG = of_fresh_KRG * new.total + jnp.einsum("ru,kug->krg", own_RU, of_tile_KUG * old.total)
-    if sinks_KG is not None:
-        total_KRG += jnp.exp(sinks_KG[:, None].astype(wide) - top_KRG)
-    out_KRGD = of_fresh_KRG[..., None] * new.out
-    out_KRGD += jnp.einsum("ru,kugd->krgd", own_RU, of_tile_KUG[..., None] * old.out)
-    return out_KRGD / total_KRG[..., None]
+    total_KRM = of_fresh_KRM * new.total + jnp.einsum("ru,kug->krg", own_RU, of_tile_KUM * old.total)
+    if sinks_KM is not None:
+        total_KRM += jnp.exp(sinks_KM[:, None].astype(wide) - top_KRM)
+    out_KRMD = of_fresh_KRM[..., None] * new.out
+    out_KRMD += jnp.einsum("ru,kugd->krgd", own_RU, of_tile_KUM[..., None] * old.out)
+    out_RCKGD = jnp.moveaxis((out_KRMD / total_KRM[..., None]).reshape(kv_heads, rows, queries, -1, dim), 0, 2)
+    return out_RCKGD.reshape(q_RCHD.shape).astype(q_RCHD.dtype)
 
 
 def scatter(

@@ -56,7 +56,6 @@ class _Sizes:
     dtype: Any
     lane_blocks: int
     guest_blocks: int  # of those places, for each home
-    is_filled: bool  # whether the new pool exists and keeps what it holds
 
     @property
     def block_bytes(self) -> int:
@@ -127,7 +126,7 @@ def precompile(
         for part in _parts(pool)[0]:
             heads, old_blocks, block_size, head_dim = part[0][0].shape[1:]
             sized = heads, old_blocks, num_blocks, block_size, head_dim, part[0][0].dtype
-            shape = _Sizes(*sized, places, guests, False)
+            shape = _Sizes(*sized, places, guests)
             for count in _chunks(shape, before, after, 2 * len(pool), max_extra_bytes):
                 found[shape, count] = _move(shape, before, after, count)
     return list(found.values())
@@ -138,15 +137,13 @@ def migrate_across(
     before: Layout,
     after: Layout,
     lanes: Lanes,
-    num_blocks: int,
+    into: Pool,
     *,
-    into: Pool | None = None,
     max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES,
 ) -> Pool:
     """Moves live blocks to other devices: packs, copies by `jax.device_put` with the same spec, exchanges them there.
     The source pool stays as it is, because its other requests may continue. `into`: the target worker's pool, deleted
-    afterwards; default: a new one. Raises ValueError as `migrate`, and where the meshes share a device, or differ in
-    shape."""
+    afterwards. Raises ValueError as `migrate`, and where the meshes share a device, or differ in shape."""
     shared = {*before.mesh.devices.flat} & {*after.mesh.devices.flat}
     if shared or before.mesh.shape != after.mesh.shape:
         raise ValueError(
@@ -154,17 +151,17 @@ def migrate_across(
             f"common device, and have {len(shared)}: the same spec must exist on both sides"
         )
     parts, structure = _parts(pool)
-    targets: Sequence[Pool | None] = [None] * len(parts) if into is None else _parts(into)[0]
     landing = Layout(after.mesh, before.tp)
-    both = [*zip(parts, targets, strict=True)]
+    both = [*zip(parts, _parts(into)[0], strict=True)]
+    num_blocks = into[0][0].shape[2]
     checked = [_checked(part, before, after, lanes, num_blocks, target) for part, target in both]
     moved: list[Pool] = []
     for (part, target), (shape, (source_index, target_index)) in zip(both, checked, strict=True):
-        chunks = _chunks(shape, landing, after, 2 * len(part), max_extra_bytes)
+        chunks = _chunks(shape, landing, after, 2 * len(part), max_extra_bytes, makes_pool=False)
         packs = [_pack(shape, before, after, count) for count in chunks]
         unpacks = [_unpack(shape, landing, after, count) for count in chunks]
         old, new = [array for layer in part for array in layer], []
-        held = [array for layer in target or [] for array in layer]
+        held = [array for layer in target for array in layer]
         packed_sharding = NamedSharding(landing.mesh, _pool_spec(landing, shape))
         previous: Any = ()
         for count, pack, unpack in zip(chunks, packs, unpacks, strict=True):
@@ -173,7 +170,7 @@ def migrate_across(
             landed = jax.device_put(list(packed), packed_sharding)
             for array in packed:
                 array.delete()
-            previous = unpack(*landed, *[held.pop(0) for _ in range(count if held else 0)], target_index)
+            previous = unpack(*landed, *[held.pop(0) for _ in range(count)], target_index)
             for array in landed:
                 array.delete()
             new += previous
@@ -231,8 +228,7 @@ def _checked(
             )
     most = min(old_blocks, num_blocks) - 1  # what fits into the smaller of a lane's pools
     places, guests = _places(lanes[0].shape[-1], lanes[2].shape[-1], most, num_homes)
-    sizes = (heads, old_blocks, num_blocks, block_size, head_dim)
-    shape = _Sizes(*sizes, pool[0][0].dtype, places, guests, into is not None)
+    shape = _Sizes(heads, old_blocks, num_blocks, block_size, head_dim, pool[0][0].dtype, places, guests)
     _check_pool("the pool", pool, before, shape, old_blocks)
     if into is not None:
         _check_pool("the pool to go into", into, after, shape, num_blocks)
@@ -298,7 +294,8 @@ def _move(shape: _Sizes, before: Layout, after: Layout, count: int) -> Any:
         *arrays, sources, targets = arguments
         lanes = [_take(array[0], sources) for array in arrays]
         lanes = [_exchange(each, before, after, shape.num_kv_heads, shape.guest_blocks) for each in lanes]
-        return tuple(_fresh(shape, each, targets) for each in lanes)
+        zeros = jnp.zeros((lanes[0].shape[1], shape.new_num_blocks, *lanes[0].shape[3:]), shape.dtype)
+        return tuple(_put(zeros, each, targets)[None] for each in lanes)
 
     old, new = _pool_spec(before, shape), _pool_spec(after, shape)
     rows = (PartitionSpec(before.dp_axes or None), PartitionSpec(after.dp_axes or None))
@@ -324,13 +321,11 @@ def _pack(shape: _Sizes, before: Layout, after: Layout, count: int) -> Any:
 
 @lru_cache(maxsize=128)
 def _unpack(shape: _Sizes, landing: Layout, after: Layout, count: int) -> Any:
-    """Compiled: (`count` packed lanes, as many pool arrays if there are any, targets) -> pool arrays."""
+    """Compiled: (`count` packed lanes, as many pool arrays, targets) -> pool arrays."""
 
     def local(*arguments: jax.Array) -> tuple[jax.Array, ...]:
         *arrays, targets = arguments
         lanes = [_exchange(array, landing, after, shape.num_kv_heads, shape.guest_blocks) for array in arrays[:count]]
-        if not shape.is_filled:
-            return tuple(_fresh(shape, each, targets) for each in lanes)
         return tuple(_put(pool[0], each, targets)[None] for pool, each in zip(arrays[count:], lanes, strict=True))
 
     rows = PartitionSpec(after.dp_axes or None)
@@ -340,18 +335,10 @@ def _unpack(shape: _Sizes, landing: Layout, after: Layout, count: int) -> Any:
         shape.dtype,
         sharding=NamedSharding(landing.mesh, _pool_spec(landing, shape)),
     )
-    pools = [_abstract(after, shape, shape.new_num_blocks)] * (count * shape.is_filled)
-    new = (_pool_spec(after, shape),)
-    in_specs = (_pool_spec(landing, shape),) * count + new * len(pools) + (rows,)
+    pools, new = [_abstract(after, shape, shape.new_num_blocks)] * count, (_pool_spec(after, shape),) * count
+    in_specs = (*[_pool_spec(landing, shape)] * count, *new, rows)
     arguments = (*[packed] * count, *pools, _index(after, rows, num_lanes, shape))
-    donated = tuple(range(count, count + len(pools)))
-    return _compile(local, after, in_specs, new * count, arguments, donated)
-
-
-def _fresh(shape: _Sizes, lanes: jax.Array, targets: jax.Array) -> jax.Array:
-    """A zeroed pool of a dp group with the lanes in it, [1, K', N, P, D]."""
-    zeros = jnp.zeros((lanes.shape[1], shape.new_num_blocks, *lanes.shape[3:]), lanes.dtype)
-    return _put(zeros, lanes, targets)[None]
+    return _compile(local, after, in_specs, new, arguments, donated=tuple(range(count, 2 * count)))
 
 
 def _abstract(layout: Layout, shape: _Sizes, num_blocks: int) -> jax.ShapeDtypeStruct:
@@ -450,11 +437,14 @@ def _working_bytes(shape: _Sizes, before: Layout, after: Layout) -> int:
     return 2 * (sent + received)
 
 
-def _chunks(shape: _Sizes, before: Layout, after: Layout, num_arrays: int, max_extra_bytes: int) -> tuple[int, ...]:
+def _chunks(
+    shape: _Sizes, before: Layout, after: Layout, num_arrays: int, max_extra_bytes: int, *, makes_pool: bool = True
+) -> tuple[int, ...]:
+    """How many arrays move at once; `makes_pool`: whether the new pool's come into being beside the old ones."""
     if max_extra_bytes < 1:
         raise ValueError(f"KV migration: max_extra_bytes ({max_extra_bytes}) must be at least 1")
     pools = [_shard_bytes(before, shape, shape.num_blocks), _shard_bytes(after, shape, shape.new_num_blocks)]
-    cost = _working_bytes(shape, before, after) + (0 if shape.is_filled else min(pools))
+    cost = _working_bytes(shape, before, after) + (min(pools) if makes_pool else 0)
     count = math.ceil(num_arrays / max(max_extra_bytes // cost, 1))
     size, larger = divmod(num_arrays, count)
     return tuple(size + (i < larger) for i in range(count))

@@ -343,7 +343,7 @@ class MeshExecutor:
             pool, self._pool = self._pool, None
             layouts = (source.layout, self.layout)
             try:
-                self._pool = kv_migration.migrate_across(source._pool, *layouts, lanes, self.num_blocks, into=pool)
+                self._pool = kv_migration.migrate_across(source._pool, *layouts, lanes, pool)
                 jax.block_until_ready(self._pool)
             except Exception as error:
                 self.allocate()

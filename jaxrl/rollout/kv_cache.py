@@ -185,13 +185,14 @@ class GatheredCache:
           The attention's output, as q, and the layer's new buffer.
         """
         several = at.ndim > 0
-        put, attend = (gathered.put_several, gathered.attend_several) if several else (gathered.put, gathered.attend)
+        put = gathered.put_several if several else gathered.put
 
         def local(q, k, v, window, tiles, fresh, start, at, sinks):
             own, at = _own(fresh), at[0] if several else at
             own = put(own, coded(k[0], own.keys_BTD), coded(v[0], own.values_BTD), at)
-            out = attend(q[0], _own(window), _own(tiles), own, start[0], at, rule, sinks)
-            return out[None], _lead(own)
+            queries = q[0] if several else q[0][:, None]
+            out = gathered.attend(queries, _own(window), _own(tiles), own, start[0], at, rule, sinks)
+            return out.reshape(q.shape), _lead(own)
 
         positions = (None, None) if several else (None,)
         queries = PartitionSpec(self._dp, *positions, self._tp)

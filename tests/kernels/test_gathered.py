@@ -33,7 +33,7 @@ def several(pools, fresh, window, tiles, tables, start, q, k, v, positions, vali
     """A step of several positions a row, over pages and over the window."""
     pools = [reference.write_kv(pool, new, tables, positions, valid) for pool, new in zip(pools, (k, v), strict=True)]
     fresh = gathered.put_several(fresh, k, v, at)
-    actual = gathered.attend_several(q, window, tiles, fresh, start, at)
+    actual = gathered.attend(q, window, tiles, fresh, start, at)
     return reference.paged_attention(q, *pools, tables, positions), actual, pools, fresh
 
 

@@ -192,8 +192,8 @@ def steps_of(pools, fresh, window, tiles, tables, start, q, k, v, positions, at,
     valid = jnp.ones(positions.shape, bool)
     pools = [reference.write_kv(pool, new, tables, positions, valid) for pool, new in zip(pools, (k, v), strict=True)]
     fresh = gathered.put_several(fresh, k, v, at)
-    several = gathered.attend_several(q, window, tiles, fresh, start, at, rule, sinks)
-    one = gathered.attend(q[:, -1], window, tiles, fresh, start, at[0, -1], rule, sinks)
+    several = gathered.attend(q, window, tiles, fresh, start, at, rule, sinks)
+    one = gathered.attend(q[:, -1:], window, tiles, fresh, start, at[0, -1], rule, sinks)
     return pools, fresh, several, one
 
 
@@ -216,4 +216,4 @@ def test_gathered(x64, rule, has_sinks):
         )
         expected = naive_paged(q, *(np.asarray(pool) for pool in pools), tables, positions, rule, sinks)
         np.testing.assert_allclose(several, expected, rtol=0, atol=1e-12)
-        np.testing.assert_allclose(one, expected[:, -1], rtol=0, atol=1e-12)
+        np.testing.assert_allclose(one, expected[:, -1:], rtol=0, atol=1e-12)

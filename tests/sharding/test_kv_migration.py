@@ -128,7 +128,7 @@ def across(tp_before: int, tp_after: int, model: str, dtype: str) -> None:
     old, own = jax.tree.leaves(giver.pool), jax.tree.leaves(taker.pool)
     plan = giver.plan(taker.layout.dp, 60, into=taker.blocks)
     ends = giver.layout, taker.layout
-    pool = migrate_across(giver.pool, *ends, plan.lanes(), 60, into=taker.pool, max_extra_bytes=4 << 10)
+    pool = migrate_across(giver.pool, *ends, plan.lanes(), taker.pool, max_extra_bytes=4 << 10)
     assert all(array.is_deleted() for array in own)
     assert all(array._npy_value is None for array in old), "a host copy was made"
     taker.requests |= giver.requests
@@ -136,7 +136,8 @@ def across(tp_before: int, tp_after: int, model: str, dtype: str) -> None:
     taker.take(plan, taker.layout, 60, pool)
     # to the empty left half, in another layout
     after, back = Layout(left, 4), taker.plan(1, 90)
-    taker.take(back, after, 90, migrate_across(taker.pool, taker.layout, after, back.lanes(), 90))
+    empty = Batch(after, kv_heads, dtype, 90, range(0), crowded=False)
+    taker.take(back, after, 90, migrate_across(taker.pool, taker.layout, after, back.lanes(), empty.pool))
 
 
 def memory(before: int, after: int) -> None:
