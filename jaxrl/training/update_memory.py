@@ -28,7 +28,7 @@ layers in host memory; their passes come before the first gradient, and a refere
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from jaxrl.config import Config, OptimSection
@@ -121,77 +121,64 @@ def optimizer_part(
     config: Config, optim: OptimSection, model_config: ModelConfig, degree: int, num_hosts: int
 ) -> tuple[str, int]:
     """An optimizer's state: a description, and its bytes on one device."""
-    weights = _trained_weights(model_config)
-    matrices, layers = _muon_matrices(optim, weights["layers"]), weights["layers"]
-    kept = sum(_moments(config, optim, w, name in matrices, degree, num_hosts) for name, w in layers.items())
-    kept += sum(_moments(config, optim, w, False, degree, num_hosts) for name, w in weights.items() if name != "layers")
+    weights = leaves(_trained_weights(model_config))
     kind = "" if optim.state_dtype == "float32" else f", {optim.state_dtype}"
-    return f"optimizer ({'muon m, ' if matrices else ''}adam m, v{kind})", kept
+    muon = "muon m, " if any(_is_orthogonalised(optim, weight) for weight in weights) else ""
+    kept = sum(_moments(config, optim, weight, degree, num_hosts) for weight in weights)
+    return f"optimizer ({muon}adam m, v{kind})", kept
 
 
-def _moments(config: Config, optim: OptimSection, weight: Weight, is_matrix: bool, degree: int, num_hosts: int) -> int:
+def _is_orthogonalised(optim: OptimSection, weight: Weight) -> bool:
+    return optim.name == "muon" and weight.stacked and weight.is_matrix
+
+
+def _moments(config: Config, optim: OptimSection, weight: Weight, degree: int, num_hosts: int) -> int:
     """Bytes of a weight's moments; Muon's matrices have one."""
-    numbers = (1 if is_matrix else 2) * _shard_numbers(weight, degree, num_hosts)
+    numbers = (1 if _is_orthogonalised(optim, weight) else 2) * _shard_numbers(weight, degree, num_hosts)
     block = block_of(weight) if optim.state_dtype == "int8" else None
     if block is not None:
         return numbers + numbers // block.size * 4
     return numbers * BYTES[optim.state_dtype if optim.state_dtype == "bfloat16" else config.actor.param_dtype]
 
 
-def _muon_matrices(optim: OptimSection, layers: Mapping[str, Weight]) -> dict[str, Weight]:
-    return {name: weight for name, weight in layers.items() if weight.is_matrix and optim.name == "muon"}
-
-
 def resident_parts(config: Config, model_config: ModelConfig, num_devices: int) -> dict[str, int]:
     """Bytes that are always on a device: weights and moments of the policy and a critic, weights of a reference and a
     teacher. With adapters the base is there once for all of them."""
-    size = BYTES[config.actor.param_dtype]
-    parts = {"master weights": device_bytes(config, model_config, num_devices, config.hosts.num)}
-    if not config.actor.offload_optimizer:
-        name, kept = optimizer_part(config, config.actor.optim, model_config, num_devices, config.hosts.num)
-        parts[name] = kept
-    if config.has_critic:
-        critic = critic_config(model_config)
-        parts["critic: master weights"] = trained_numbers(critic, num_devices, config.hosts.num) * size
-        if not config.actor.offload_optimizer:
-            name, kept = optimizer_part(config, config.critic_optim, critic, num_devices, config.hosts.num)
-            parts[f"critic: {name}"] = kept
-    if config.needs_ref and model_config.lora is None:
-        offload = config.actor.offload_reference
-        numbers = device_numbers(model_config, num_devices, config.hosts.num, offload=offload)
-        parts["reference weights"] = numbers * BYTES[config.actor.dtype]
-    if config.algorithm.teacher.path:
-        from jaxrl.training.teacher import shares_base, teacher_model
-
-        teacher = config.algorithm.teacher
-        if not shares_base(config):
-            numbers = device_numbers(teacher_model(config), num_devices, config.hosts.num, offload=teacher.offload)
-            parts["teacher: weights"] = numbers * BYTES[teacher.dtype]
-    return parts
+    kept = _kept_parts(config, model_config, num_devices)
+    return {name: size for name, size, is_on_host in kept if not is_on_host}
 
 
 def host_parts(config: Config, model_config: ModelConfig, num_devices: int) -> dict[str, int]:
     """Bytes in each host's memory of what is kept there instead of on its devices."""
-    hosts, parts = config.hosts.num, dict[str, int]()
-    each = num_devices // hosts
-    if config.actor.offload_optimizer:
-        name, kept = optimizer_part(config, config.actor.optim, model_config, num_devices, hosts)
-        parts[name] = kept * each
-        if config.has_critic:
-            name, kept = optimizer_part(config, config.critic_optim, critic_config(model_config), num_devices, hosts)
-            parts[f"critic: {name}"] = kept * each
+    each, kept = num_devices // config.hosts.num, _kept_parts(config, model_config, num_devices)
+    return {name: size * each for name, size, is_on_host in kept if is_on_host}
 
-    def layers(model: ModelConfig, dtype: str) -> int:
-        numbers = device_numbers(model, num_devices, hosts) - device_numbers(model, num_devices, hosts, offload=True)
-        return numbers * BYTES[dtype] * each
 
-    if config.needs_ref and model_config.lora is None and config.actor.offload_reference:
-        parts["reference weights"] = layers(model_config, config.actor.dtype)
-    if config.algorithm.teacher.path and config.algorithm.teacher.offload:
-        from jaxrl.training.teacher import teacher_model
+def _kept_parts(config: Config, model_config: ModelConfig, num_devices: int) -> Iterator[tuple[str, int, bool]]:
+    """(what is kept between updates, the bytes of one device's part, whether they lie in the host's memory)."""
+    hosts, actor, teacher = config.hosts.num, config.actor, config.algorithm.teacher
 
-        parts["teacher: weights"] = layers(teacher_model(config), config.algorithm.teacher.dtype)
-    return parts
+    def frozen(name: str, model: ModelConfig, dtype: str, offload: bool) -> Iterator[tuple[str, int, bool]]:
+        here = device_numbers(model, num_devices, hosts, offload=offload)
+        yield name, here * BYTES[dtype], False
+        if offload:
+            yield name, (device_numbers(model, num_devices, hosts) - here) * BYTES[dtype], True
+
+    yield "master weights", device_bytes(config, model_config, num_devices, hosts), False
+    name, size = optimizer_part(config, actor.optim, model_config, num_devices, hosts)
+    yield name, size, actor.offload_optimizer
+    if config.has_critic:
+        critic = critic_config(model_config)
+        yield "critic: master weights", trained_numbers(critic, num_devices, hosts) * BYTES[actor.param_dtype], False
+        name, size = optimizer_part(config, config.critic_optim, critic, num_devices, hosts)
+        yield f"critic: {name}", size, actor.offload_optimizer
+    if config.needs_ref and model_config.lora is None:
+        yield from frozen("reference weights", model_config, actor.dtype, actor.offload_reference)
+    if teacher.path:
+        from jaxrl.training.teacher import shares_base, teacher_model
+
+        if not shares_base(config):
+            yield from frozen("teacher: weights", teacher_model(config), teacher.dtype, teacher.offload)
 
 
 def plan_remat(
@@ -352,27 +339,22 @@ def _step_parts(config: Config, m: ModelConfig, num_devices: int) -> dict[str, i
     """
     optim, offload = config.actor.optim, config.actor.offload_optimizer
     weights, hosts, size = _trained_weights(m), config.hosts.num, BYTES[config.actor.param_dtype]
-    matrices, layers = _muon_matrices(optim, weights["layers"]), weights["layers"]
 
-    def at_work(weight: Weight, is_matrix: bool = False) -> int:
+    def at_work(weight: Weight) -> int:
         numbers = _shard_numbers(weight, num_devices, hosts)
-        state = 2 * offload * _moments(config, optim, weight, is_matrix, num_devices, hosts)
-        whole = 2 * numbers * BYTES["float32"] if optim.state_dtype == "int8" and block_of(weight) else 0
-        return state + ((5 * numbers + _gram_numbers(weight)) * size if is_matrix else whole)
+        state = 2 * offload * _moments(config, optim, weight, num_devices, hosts)
+        if not _is_orthogonalised(optim, weight):
+            return state + (2 * numbers * BYTES["float32"] if optim.state_dtype == "int8" and block_of(weight) else 0)
+        first, split = weight.num_stacked, weight.num_stacked + weight.num_inputs
+        sides = math.prod(weight.shape[first:split]), math.prod(weight.shape[split:])
+        return state + (5 * numbers + math.prod(weight.shape[:first]) * min(sides) ** 2) * size
 
-    layer = sum(at_work(weight, name in matrices) for name, weight in layers.items()) // m.num_layers
+    layer = sum(map(at_work, weights["layers"].values())) // m.num_layers
     others = max((at_work(weight) for name, weight in weights.items() if name != "layers"), default=0)
     state, _ = optimizer_part(config, optim, m, num_devices, hosts)
-    if others > layer or not matrices:
+    if others > layer or not any(_is_orthogonalised(optim, weight) for weight in weights["layers"].values()):
         return {f"{state}, a layer at a time": max(others, layer)}
     return {"orthogonalised matrices (estimate)": layer}
-
-
-def _gram_numbers(matrix: Weight) -> int:
-    """The products of its rows, or of its columns if those are fewer, with each other."""
-    first = matrix.num_stacked
-    split, shape = first + matrix.num_inputs, matrix.shape
-    return math.prod(shape[:first]) * min(math.prod(shape[first:split]), math.prod(shape[split:])) ** 2
 
 
 def _chunk_bytes(config: Config, model_config: ModelConfig, chunk: int) -> int:
