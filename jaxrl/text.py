@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from jaxrl.data.stops import check_stop_strings, stop_ids, stop_string_check
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.fit import check_length, check_vocabulary
-from jaxrl.models.loading import RANDOM, config_of, load_model, resolve_path
+from jaxrl.models.loading import RANDOM, check_length, check_vocabulary, config_of, load_model, resolve_path
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.scheduling.tokens.batcher import BatcherConfig

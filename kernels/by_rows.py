@@ -3,21 +3,53 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.kernels import reference
 
-if TYPE_CHECKING:
-    from jaxrl.kernels.part import Part
-
 Join = Literal["sum", "vocab"] | tuple[str, ...]
 """How the results of parts are joined: added, in the order of a tree; concatenated in the last dim; or, for a tuple of
 results, each concatenated in the last dim but one, where the weight of that name is cut."""
+
+
+class Part(struct.PyTreeNode):
+    """One of the equal parts of a matrix that is not cut out, with the shape of a part: under tensor parallelism a
+    kernel reads its own part in place (`jaxrl.kernels.invariant`).
+
+    Attributes:
+      whole: all parts. index: of this one, int32. dim: that is cut. count: of parts.
+    """
+
+    whole: jax.Array
+    index: Any
+    dim: int = struct.field(pytree_node=False)
+    count: int = struct.field(pytree_node=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(n // self.count if i == self.dim else n for i, n in enumerate(self.whole.shape))
+
+    @property
+    def dtype(self) -> Any:
+        return self.whole.dtype
+
+    def astype(self, dtype: Any) -> Part:
+        return self.replace(whole=self.whole.astype(dtype))
+
+    def reshape(self, inputs: int, outputs: int) -> Part:
+        """The same as a matrix of two dims; -1 as usual."""
+        own, (first, last) = math.prod(self.shape), (inputs, outputs)
+        first, last = (own // last if first == -1 else first), (own // first if last == -1 else last)
+        dim = int(self.dim > 0)  # what is cut of several dims of outputs is the first of them
+        sizes = (first, last * self.count) if dim else (first * self.count, last)
+        return self.replace(whole=self.whole.reshape(sizes), dim=dim)
 
 
 class Multiply(Protocol):
@@ -65,16 +97,7 @@ class AtOnce(NamedTuple):
 
     multiply: None = None
 
-    def __call__(
-        self,
-        function: Callable[..., Any],
-        rows: tuple[Any, ...],
-        shared: Any = (),
-        *,
-        join: Join | None = None,
-        heads: bool = False,
-        in_kernels: bool = False,
-    ) -> Any:
+    def __call__(self, function: Callable[..., Any], rows: tuple[Any, ...], shared: Any = (), **_: Any) -> Any:
         return function(shared, *rows)
 
 

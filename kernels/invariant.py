@@ -35,8 +35,7 @@ from jax.experimental.layout import with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl.kernels import packed, reference
-from jaxrl.kernels.by_rows import Join, Multiply, with_gradient_of
-from jaxrl.kernels.part import Part
+from jaxrl.kernels.by_rows import Join, Multiply, Part, with_gradient_of
 
 TILE, GPU_TILE = 32, 128
 """Rows that products, norms and the vocabulary's log-probabilities take at a time, on CPUs and on GPUs. An H100 reads

@@ -31,6 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxrl.kernels import experts_pallas, paged_pallas
+from jaxrl.kernels.by_rows import Part
 from jaxrl.kernels.packed import Runs
 from jaxrl.kernels.paged_pallas import (
     PIECE,
@@ -48,7 +49,6 @@ from jaxrl.kernels.paged_pallas import (
     tile_of,
     walk,
 )
-from jaxrl.kernels.part import Part
 from jaxrl.kernels.reference import PLAIN, Rule
 
 MIN_INPUTS = 256  # of a share of a product: with fewer, adding shares costs as much as cutting gains

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from jaxrl.config.files import load
 from jaxrl.models.loading import config_of, resolve_path
-from jaxrl.rollout.profiles import identity_of
+from jaxrl.rollout.profiler import identity_of
 from jaxrl.run.devices import prepare_jax
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
 from jaxrl.sharding.mesh import make_mesh, submeshes

@@ -26,8 +26,7 @@ from jaxrl.mechanisms.speculation import verify_rule
 from jaxrl.mechanisms.speculation.index import DraftIndex, draft_lengths
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.fit import check_length
-from jaxrl.models.loading import RANDOM, config_of, resolve_path
+from jaxrl.models.loading import RANDOM, check_length, config_of, resolve_path
 from jaxrl.models.shapes import named_shape
 from jaxrl.record.files import to_json
 from jaxrl.record.progress import StartupProgress

@@ -21,8 +21,7 @@ from jaxrl.config.hosts import HostsSection
 from jaxrl.record.files import Removing, file_problem, write_whole
 from jaxrl.record.run_dir import inputs_of, refuse_overwriting
 from jaxrl.rollout.executor import MeshExecutor
-from jaxrl.rollout.profiler import Profiler
-from jaxrl.rollout.profiles import identity_of, load_profile
+from jaxrl.rollout.profiler import Profiler, identity_of, load_profile
 from jaxrl.run.build import (
     build_executor,
     read_tokenizer_and_model,

@@ -16,8 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.models.fit import check_vocabulary
-from jaxrl.models.loading import RANDOM, config_of, resolve_path
+from jaxrl.models.loading import RANDOM, check_vocabulary, config_of, resolve_path
 from jaxrl.run.stop import Stop
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh

@@ -23,8 +23,8 @@ from jaxrl.config import Config
 from jaxrl.config.inputs import reading, strict_json
 from jaxrl.data.chat_template import THINKING, RefusedMessages
 from jaxrl.data.files import data_files, rows
-from jaxrl.data.order import nth
 from jaxrl.data.problems import asked_messages, refuse_media
+from jaxrl.data.prompts import nth
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.data.turns import Between
 from jaxrl.schema.declared import shown

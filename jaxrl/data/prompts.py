@@ -10,12 +10,12 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 from jaxrl.config import Config, ConfigError, DataSection
 from jaxrl.config.domains import source_problem
-from jaxrl.data.order import nth
 from jaxrl.data.problems import Problem, checked_messages, read_problems
 from jaxrl.data.rendered import Environments, Rendered
 from jaxrl.data.tokenizer import Tokenizer
@@ -216,3 +216,20 @@ class PromptSource:
                 f"({self._fingerprints[differs]}): {_SAME[differs]} of a resumed run must be what they were"
             )
         self.position = int(state["position"])
+
+
+@lru_cache(maxsize=1 << 14)  # of few prompts grain takes ten milliseconds for each
+def nth(count: int, seed: int | None, position: int) -> int:
+    """The row at a position of the endless order of `count` rows: grain's deterministic shuffle, another one in each
+    epoch; without a seed rows keep their order."""
+    row = _endless(count, seed)[position]
+    assert row is not None  # grain writes None for an element that a filter removed; nothing here filters
+    return row
+
+
+@lru_cache(maxsize=128)  # one for each source
+def _endless(count: int, seed: int | None) -> Any:
+    import grain  # which imports jax
+
+    order = grain.MapDataset.range(count)
+    return (order if seed is None else order.shuffle(seed=seed)).repeat()

@@ -594,6 +594,6 @@ def _check(fields: Fields, family: str, row: Family) -> None:
         if fields.flag(key, causal) is not causal:
             fields.refuse(f"{key} {str(not causal).lower()}", "attention must be causal")
     if fields.get("quantization_config") is not None:
-        from jaxrl.models.fp8 import read_blocks
+        from jaxrl.models.coded_files import read_blocks
 
         read_blocks(fields)

@@ -1,4 +1,5 @@
-"""Loads weights from a Hugging Face folder or a GGUF file, or makes random ones for a folder's config."""
+"""Loads weights from a Hugging Face folder or a GGUF file, or makes random ones for a folder's config.
+Checks that a tokenizer, a model and a run's lengths belong together."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,9 @@ from jaxrl.models.decoder import init
 from jaxrl.models.safetensors import OpenModel, open_hf
 from jaxrl.schema.declared import is_url
 from jaxrl.sharding import rules
+
+if TYPE_CHECKING:
+    from jaxrl.data.tokenizer import Tokenizer
 
 RANDOM = "random:"
 
@@ -120,3 +124,27 @@ def config_of(path: str | Path, option: str = "model.path") -> ModelConfig:
 def _random(config: ModelConfig, mesh: Mesh | None, dtype: Any, seed: int) -> tuple[ModelConfig, dict[str, Any]]:
     shardings = None if mesh is None else rules.train_shardings(config, mesh)
     return config, jax.jit(lambda key: init(config, key, dtype), out_shardings=shardings)(jax.random.key(seed))
+
+
+# ---------------------------------------------------------------- what else would fail nowhere on the devices
+
+
+def check_vocabulary(tokenizer: Tokenizer, model: ModelConfig, path: str) -> None:
+    """Raises ValueError for ids that the model has no row for. A model's vocabulary may be larger: some are padded."""
+    size = model.vocab_size
+    token, last = tokenizer.last_token
+    if last >= size:
+        raise ValueError(
+            f"{path}: the tokenizer's {token!r} has the id {last}, but the model's vocabulary has {size} tokens "
+            f"(ids up to {size - 1}): the tokenizer is of another model, or tokens were added to it alone"
+        )
+
+
+def check_length(model: ModelConfig, longest: int, asked: str, path: str) -> None:
+    """Raises ValueError for sequences that are longer than the model was made for. `asked`: where the number of
+    tokens comes from, for the message."""
+    if longest > model.max_positions:
+        raise ValueError(
+            f"{asked}, but {path} was made for at most {model.max_positions} (max_position_embeddings, with rope "
+            "scaling where there is any): ask for less, or give the model's config.json a rope scaling"
+        )

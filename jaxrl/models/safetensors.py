@@ -1,7 +1,7 @@
 """Hugging Face folders: read into the training form, written from it.
 
-Of a tensor, only the slices that a device needs are read; matrices in float8 become plain ones (`jaxrl.models.fp8`).
-An export holds the tensors of one file in memory at a time.
+Of a tensor, only the slices that a device needs are read; codes become plain numbers (`jaxrl.models.coded_files`). An
+export holds the tensors of one file in memory at a time.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Tensor:
     shape: tuple[int, ...]
     content: Any  # the open file, of the package `safetensors`
     dtype: str  # as the file names it
-    dequantized: Callable[..., np.ndarray] | None = None  # reads codes in place of it (`jaxrl.models.fp8`, `mxfp4`)
+    dequantized: Callable[..., np.ndarray] | None = None  # reads codes in place of it (`jaxrl.models.coded_files`)
 
     def read(self, *part: slice) -> np.ndarray:
         """The tensor, or the part that slices of its first dims select, copied from the file."""
@@ -208,13 +208,14 @@ def open_hf(folder: str | Path) -> OpenModel:
     if quantization is None:
         tensors = read_folder(folder)
     elif quantization.get("quant_method") == "mxfp4":
-        from jaxrl.models import mxfp4
+        from jaxrl.models import coded_files
 
-        tensors = mxfp4.unpacked(read_folder(folder, mxfp4.DTYPE))
+        tensors = coded_files.unpacked(read_folder(folder, coded_files.MXFP4))
     else:
-        from jaxrl.models import fp8
+        from jaxrl.models import coded_files
 
-        tensors = fp8.scaled(read_folder(folder, fp8.DTYPE), fp8.read_blocks(fields), folder)
+        blocks = coded_files.read_blocks(fields)
+        tensors = coded_files.scaled(read_folder(folder, coded_files.FLOAT8), blocks, folder)
     tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(_IGNORED_SUFFIXES)}
     if config.tie_word_embeddings and not config.scalar_head:
         tensors = _one_embedding(tensors)

@@ -44,8 +44,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.fit import check_length, check_vocabulary
-from jaxrl.models.loading import RANDOM, load_model
+from jaxrl.models.loading import RANDOM, check_length, check_vocabulary, load_model
 from jaxrl.rollout import kv_cache
 from jaxrl.rollout.programs import (
     MAX_STOP_IDS,

@@ -1,5 +1,7 @@
-"""Measures what a latency profile holds, on an executor: decode steps, those that verify proposed tokens, prefills,
-and changes of layout. Dummy batches run through the executor's own programs, in the engine's shapes.
+"""Latency profiles of this machine: `Profiler` measures one, and `checked_profile` takes one for a run.
+
+It measures decode steps, those that verify proposed tokens, prefills, and changes of layout. Dummy batches run through
+an executor's own programs, in the engine's shapes.
 
 Source: PAT §4.2 (offline profiler: dummy batches over TP x batch x context) and §4.3 (costs of a switch).
 
@@ -11,19 +13,35 @@ points are measured once.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 
+import jax
 import numpy as np
+from jax.sharding import Mesh
 
+from jaxrl.config import Config, ConfigError, flatten
+from jaxrl.models.config import ModelConfig
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.scheduling.layouts.kv_plan import LiveBlocks, plan_migration
-from jaxrl.scheduling.layouts.latency_profile import Measurement, ProfilePoint, SwitchCost, VerifyMeasurement
+from jaxrl.scheduling.layouts.latency_profile import (
+    Measurement,
+    Profile,
+    ProfileIdentity,
+    ProfilePoint,
+    SwitchCost,
+    VerifyMeasurement,
+)
 from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, TimeTaken
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import TRASH_BLOCK, Plan, Request, ScheduledRows, Seat
+from jaxrl.sharding.mesh import platform_of, submeshes
 from jaxrl.types import SampleKey, SamplingParams
 
 POINT_S = 1.5
@@ -191,3 +209,47 @@ class Profiler:
         for copy in move.kv.copies:
             counts[copy.source_group] += self.executor.block_size
         return max(max(counts) // len(self.executor.stacks), 1)
+
+
+# ---------------------------------------------------------------- profiles for a run
+
+
+def identity_of(config: Config, model: ModelConfig, mesh: Mesh) -> ProfileIdentity:
+    """The model, machine and versions for which a profile of a worker holds; `mesh` is the worker's."""
+    shapes = {name: (weight.shape, weight.dims) for name, weight in flatten(model.base.weights()).items()}
+    device = mesh.devices.ravel()[0]
+    cores = f" ({os.cpu_count()} cores)" if device.platform == "cpu" else ""
+    return ProfileIdentity(
+        model=Path(config.model.path.partition(":")[2] or config.model.path).name,
+        fingerprint=hashlib.sha256(json.dumps(shapes, sort_keys=True).encode()).hexdigest()[:16],
+        device_kind=device.device_kind + cores,
+        device_count=mesh.size,
+        jax_version=jax.__version__,
+        dtype=config.with_types(platform_of(device)).rollout.types,
+    )
+
+
+def load_profile(path: str | Path) -> Profile:
+    """Raises ConfigError for a file that is not a table, or of another version."""
+    try:
+        return Profile.from_json(json.loads(Path(path).expanduser().read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise ConfigError(f"rollout.layout.profile: {path} does not exist: make it with `jaxrl profile`") from None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"rollout.layout.profile: {path} cannot be used: {error}") from None
+
+
+def checked_profile(config: Config, model: ModelConfig, mesh: Mesh) -> Profile:
+    """`rollout.layout.profile`, refused with the reason if it is of another model or machine, or made up."""
+    path = config.rollout.layout.profile
+    profile = load_profile(path)
+    if profile.source == "synthetic" and not config.rollout.layout.allow_synthetic:
+        raise ConfigError(
+            f"rollout.layout.profile: {path} was made up (source: synthetic): decisions that rest on it say nothing of "
+            "this machine; rollout.layout.allow_synthetic=true takes it all the same"
+        )
+    try:
+        profile.check(identity_of(config, model, submeshes(mesh, config.workers_per_group)[0]))
+    except ValueError as error:
+        raise ConfigError(f"rollout.layout.profile: {path}: {error}") from None
+    return profile

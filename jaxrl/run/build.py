@@ -18,8 +18,7 @@ from jaxrl.data.stops import check_stop_strings, stop_ids, stop_string_check
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.mechanisms.speculation import Speculation, build_proposer, verify_rule
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.fit import check_length, check_vocabulary
-from jaxrl.models.loading import checked_path, config_of, resolve_path
+from jaxrl.models.loading import check_length, check_vocabulary, checked_path, config_of, resolve_path
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.programs import ExecutorConfig, LayoutSizes
 from jaxrl.rollout.sampling import Draw, sample

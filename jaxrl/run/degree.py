@@ -50,7 +50,7 @@ def with_degree(
     if not kept.is_tp_open:
         say(f"{OPTION}: auto stays {kept.rollout.tp}, as this run began")
         return kept
-    from jaxrl.rollout.profiles import checked_profile
+    from jaxrl.rollout.profiler import checked_profile
 
     _require_profile(config)
     model = config_of(resolve_path(config.model.path))
@@ -67,7 +67,7 @@ def planned_degree(
     Returns the configuration, and a message (empty if the degree is given)."""
     if not config.is_tp_open:
         return config, ""
-    from jaxrl.rollout.profiles import load_profile
+    from jaxrl.rollout.profiler import load_profile
 
     _require_profile(config)
     profile = load_profile(config.rollout.layout.profile)

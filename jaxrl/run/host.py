@@ -134,7 +134,7 @@ class Host:
 
     def checked_profile(self) -> Profile:
         """`rollout.layout.profile`. Raises ConfigError where it is of another model or machine."""
-        from jaxrl.rollout.profiles import checked_profile
+        from jaxrl.rollout.profiler import checked_profile
 
         return checked_profile(self.config, self.model, self.rollout_mesh)
 

@@ -14,8 +14,7 @@ from jaxrl.config import Config, ConfigError
 from jaxrl.data.problems import Problem
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.fit import check_length, check_vocabulary
-from jaxrl.models.loading import checked_path, load_layerwise, load_model, resolve_path
+from jaxrl.models.loading import check_length, check_vocabulary, checked_path, load_layerwise, load_model, resolve_path
 from jaxrl.schema.declared import shown
 from jaxrl.training.teacher import MeshTeacher, TeacherPrograms, offloaded, shares_base, teacher_config, teacher_model
 from jaxrl.training.trainer import MeshTrainer

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jaxrl.models.coded_files import MXFP4_BLOCK, dequantize
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import init
 from jaxrl.models.loading import load_model
-from jaxrl.models.mxfp4 import BLOCK, dequantize
 from jaxrl.models.safetensors import export_hf
 from jaxrl.sharding.mesh import make_mesh
 
@@ -28,7 +28,7 @@ def test_every_code_with_every_scale():
     blocks = np.broadcast_to(np.arange(256, dtype=np.uint8).reshape(1, 16, 16), (256, 16, 16))
     found = dequantize(blocks, scales)
     assert found.dtype == np.float32
-    assert found.shape == (256, 16 * BLOCK)
+    assert found.shape == (256, 16 * MXFP4_BLOCK)
     for scale in range(255):
         wanted = [value(code, scale) for byte in range(256) for code in (byte & 15, byte >> 4)]
         with np.errstate(over="ignore"):
@@ -54,8 +54,8 @@ def write_packed(folder: Path, **changes: np.ndarray | None) -> dict[str, np.nda
     tensors, found = load_file(folder / "model.safetensors"), {}
     for name in [each for each in tensors if each.endswith(("gate_up_proj", "down_proj"))]:
         experts, inputs, outputs = tensors.pop(name).shape
-        blocks = random.integers(0, 256, (experts, outputs, inputs // BLOCK, 16), dtype=np.uint8)
-        scales = random.integers(118, 124, (experts, outputs, inputs // BLOCK), dtype=np.uint8)
+        blocks = random.integers(0, 256, (experts, outputs, inputs // MXFP4_BLOCK, 16), dtype=np.uint8)
+        scales = random.integers(118, 124, (experts, outputs, inputs // MXFP4_BLOCK), dtype=np.uint8)
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         found[name] = dequantize(blocks, scales).swapaxes(-1, -2)
     tensors = {name: x for name, x in (tensors | changes).items() if x is not None}

@@ -12,7 +12,7 @@ import pytest
 
 from jaxrl.config import Config, ConfigError, from_mapping
 from jaxrl.models.shapes import named_shape
-from jaxrl.rollout.profiles import checked_profile, identity_of, load_profile
+from jaxrl.rollout.profiler import checked_profile, identity_of, load_profile
 from jaxrl.run.memory import layout_degrees, layout_sizes
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile
 from jaxrl.sharding.mesh import make_mesh, submeshes

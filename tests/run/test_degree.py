@@ -12,7 +12,7 @@ from tiny import write_tiny_model
 from jaxrl.config import Config, ConfigError, from_mapping, to_mapping
 from jaxrl.models.loading import config_of
 from jaxrl.models.shapes import named_shape
-from jaxrl.rollout.profiles import identity_of
+from jaxrl.rollout.profiler import identity_of
 from jaxrl.run.degree import planned_degree, with_degree
 from jaxrl.scheduling.layouts.batch_state import GroupCapacity, fastest_degree
 from jaxrl.scheduling.layouts.latency import LatencyPredictor

@@ -28,9 +28,8 @@ from jaxrl.mechanisms.judge import judge_kind
 from jaxrl.mechanisms.judge.device import DeviceJudge, JudgeMachine
 from jaxrl.mechanisms.judge.verdicts import Scalars, WrittenVerdicts
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.fit import check_length, check_vocabulary
 from jaxrl.models.kv_layers import kv_layers
-from jaxrl.models.loading import checked_path, config_of, load_layerwise, resolve_path
+from jaxrl.models.loading import check_length, check_vocabulary, checked_path, config_of, load_layerwise, resolve_path
 from jaxrl.models.streaming import STREAMED
 from jaxrl.models.weights import Weight, leaves
 from jaxrl.rewards.reward_pool import RewardPool

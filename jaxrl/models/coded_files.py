@@ -1,10 +1,16 @@
-"""Files whose matrices are in float8 (e4m3fn): codes, and the scales that they are multiplied with.
+"""Files whose matrices are codes, and the scales that they are multiplied with: in float8 (e4m3fn), or in MXFP4.
 
-Two forms of `quantization_config` are read. `quant_method` `fp8` is DeepSeek's and Qwen's, with a scale for each block
-of outputs and inputs (`weight_block_size`, DeepSeek-V3 technical report, arXiv:2412.19437, 3.3). Without blocks it is
-AutoFP8's, with a scale for each matrix or each output. `compressed-tensors` is llm-compressor's, by `strategy`:
-`tensor`, `channel` or `block`. Matrices are dequantised when they are loaded; any other setting that would change the
-numbers is refused.
+Matrices are dequantised when they are loaded; a setting that would change the numbers otherwise is refused.
+
+**Float8.** Two forms of `quantization_config` are read. `quant_method` `fp8` is DeepSeek's and Qwen's, with a scale for
+each block of outputs and inputs (`weight_block_size`, DeepSeek-V3 technical report, arXiv:2412.19437, 3.3). Without
+blocks it is AutoFP8's, with a scale for each matrix or each output. `compressed-tensors` is llm-compressor's, by
+`strategy`: `tensor`, `channel` or `block`.
+
+**MXFP4** as gpt-oss's files have it: two codes of four bits a byte, and for each 32 of them one scale, a power of two.
+Source: OCP Microscaling Formats (MX) v1.0, 5.3.3 (codes are E2M1, scales E8M0); the order of the codes is that of
+transformers' `integrations/mxfp4.py`, `convert_moe_packed_tensors`. Departure: the scale 255 is NaN, as in OCP; there
+it is 2 ** 128.
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +36,7 @@ _log = logging.getLogger(__name__)
 Block = tuple[int | None, int | None]
 """How many outputs and inputs share a scale; None: all."""
 
-DTYPE = "F8_E4M3"
+FLOAT8 = "F8_E4M3"
 SCALES = ("weight_scale_inv", "weight_scale")
 OF_ACTIVATIONS = tuple(f".{x}_scale" for x in ("input", "activation", "output", "q", "k", "v"))
 
@@ -53,7 +59,7 @@ def read_blocks(fields: Fields) -> tuple[Block, ...]:
             return (_sizes(own, size),) if own.get(size) is not None else (_TENSOR, _CHANNEL)
         case "compressed-tensors":
             return _of_groups(own)
-        case "mxfp4":  # `jaxrl.models.mxfp4`
+        case "mxfp4":
             return ()
         case other:
             known = "'fp8', 'mxfp4' or 'compressed-tensors'"
@@ -126,7 +132,7 @@ def _float8(file: Path) -> dict[str, np.ndarray]:
     start = 8 + int(content[:8].view(np.uint64)[0])
     found: dict[str, np.ndarray] = {}
     for name, entry in json.loads(bytes(content[8:start])).items():
-        if "data_offsets" in entry and entry["dtype"] == DTYPE:  # not of __metadata__
+        if "data_offsets" in entry and entry["dtype"] == FLOAT8:  # not of __metadata__
             first, end = entry["data_offsets"]
             found[name] = content[start + first : start + end].view(jnp.float8_e4m3fn).reshape(entry["shape"])
     return found
@@ -139,11 +145,11 @@ def scaled(tensors: Mapping[str, Tensor], blocks: tuple[Block, ...], folder: Pat
         _log.warning("%s: scales of activations are not used: products are not computed in float8", folder)
     codes: dict[Path, dict[str, np.ndarray]] = {}
     for name, tensor in list(found.items()):
-        if tensor.dtype != DTYPE:
+        if tensor.dtype != FLOAT8:
             continue
         where, stem = f"{tensor.file}: tensor {name}", name.removesuffix(".weight")
         names = [each for scale in SCALES if (each := f"{stem}.{scale}") in found]
-        if len(names) != 1 or len(tensor.shape) != 2 or found[names[0]].dtype == DTYPE:
+        if len(names) != 1 or len(tensor.shape) != 2 or found[names[0]].dtype == FLOAT8:
             ends = " or ".join(SCALES)
             raise ValueError(f"{where} is in float8: it must be a matrix with {stem}.{ends} beside it")
         values = found.pop(names[0]).read()
@@ -156,4 +162,70 @@ def scaled(tensors: Mapping[str, Tensor], blocks: tuple[Block, ...], folder: Pat
                 "quantization_config says"
             )
         found[name] = replace(tensor, dequantized=read)
+    return found
+
+
+# ---------------------------------------------------------------- MXFP4
+
+MXFP4 = "U8"
+MXFP4_BLOCK = 32
+"""Values that share a scale."""
+_VALUES = np.arange(16, dtype=np.uint8).view(jnp.float4_e2m1fn).astype(np.float32)
+_PAIRS = np.stack([_VALUES[np.arange(256) & 15], _VALUES[np.arange(256) >> 4]], axis=-1)  # the lower half comes first
+
+
+class _PackedExperts(NamedTuple):
+    """Matrices of experts as two tensors, codes and scales, each with `shape` and `read`."""
+
+    codes: Any
+    scales: Any
+
+    @property
+    def is_sound(self) -> bool:
+        return len(self.codes.shape) == 4 and self.codes.shape == (*self.scales.shape, MXFP4_BLOCK // 2)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(experts, inputs, outputs), as gpt-oss computes with them."""
+        experts, outputs, groups = self.scales.shape
+        return experts, groups * MXFP4_BLOCK, outputs
+
+    def read(self, *part: slice) -> np.ndarray:
+        experts, inputs, outputs = (*part, *(slice(None),) * (3 - len(part)))
+        start, stop, _ = inputs.indices(self.shape[1])
+        first = start // MXFP4_BLOCK
+        cut = experts, outputs, slice(first, -(-stop // MXFP4_BLOCK))
+        whole = dequantize(self.codes.read(*cut), self.scales.read(*cut))
+        return whole[..., start - first * MXFP4_BLOCK : stop - first * MXFP4_BLOCK].swapaxes(-1, -2)
+
+
+def dequantize(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Dequantises to float32 [..., rows, groups * 32]. Codes are [..., rows, groups, 16] uint8 (two a byte, the first
+    in the lower half), scales [..., rows, groups] uint8. The result is exact, except that values beyond float32's range
+    are infinite. The last dim is the inputs of a product."""
+    assert blocks.dtype == scales.dtype == np.uint8, (blocks.dtype, scales.dtype)
+    assert blocks.shape == (*scales.shape, MXFP4_BLOCK // 2), (blocks.shape, scales.shape)
+    values = _PAIRS[blocks].reshape(*scales.shape, MXFP4_BLOCK)
+    with np.errstate(over="ignore", invalid="ignore"):
+        values *= scales.view(jnp.float8_e8m0fnu).astype(np.float32)[..., None]
+    return values.reshape(*scales.shape[:-1], -1)
+
+
+def unpacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Joins the two tensors of each matrix in MXFP4."""
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        if tensor.dtype != MXFP4 or name not in found:
+            continue
+        stem = name.removesuffix("_blocks").removesuffix("_scales")
+        codes, scales, plain = (found.pop(f"{stem}{part}", None) for part in ("_blocks", "_scales", ""))
+        there = [each for each in (codes, scales, plain) if each is not None]
+        own = None if codes is None or scales is None or plain is not None else _PackedExperts(codes, scales)
+        if own is None or not own.is_sound or any(each.dtype != MXFP4 for each in there):
+            raise ValueError(
+                f"{tensor.file}: tensor {name} is in MXFP4: {stem}_blocks must have four dims, the last of "
+                f"{MXFP4_BLOCK // 2}, and {stem}_scales the others, both of dtype {MXFP4} and without {stem}; "
+                f"found {', '.join(f'{each.name} {each.dtype} {each.shape}' for each in there)}"
+            )
+        found[stem] = replace(tensor, name=stem, shape=own.shape, dequantized=own.read)
     return found
