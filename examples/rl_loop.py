@@ -27,6 +27,7 @@ from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.text import TextEngine
+from jaxrl.training.programs import TrainPrograms
 from jaxrl.training.trainer import MeshTrainer
 from jaxrl.types import Group, SamplingParams, TrainBatch
 
@@ -91,7 +92,8 @@ def train(options: argparse.Namespace) -> None:
     tokenizer = Tokenizer.from_path(path.removeprefix("random:"))
     prompts = PromptSource(load_problems(config), tokenizer, config)  # shuffled anew in every epoch, without end
     model, params = load_model(path, mesh)
-    trainer = MeshTrainer(config, model, params, mesh)  # master weights and optimizer, split over the devices
+    # master weights and optimizer, split over the devices
+    trainer = MeshTrainer(TrainPrograms(config, model, mesh), params)
     del params  # the trainer has a copy
     rows = min(32, options.prompts * options.samples)  # responses that are written at once, on each device
     sizes = ExecutorConfig(num_slots=rows, max_length=config.max_model_length, seed=options.seed)

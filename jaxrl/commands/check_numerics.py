@@ -46,6 +46,7 @@ from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.memory import memory_of
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.rules import train_shardings
+from jaxrl.training.programs import TrainPrograms
 from jaxrl.training.trainer import MeshTrainer
 from jaxrl.types import Prompt, RunFailed, Sample, SampleKey, SamplingParams, TrainBatch
 
@@ -350,7 +351,7 @@ def measured(bench: Bench, path: Path) -> list[Row]:
         mesh = make_mesh(bench.devices[:1])
         prompts = [Prompt(0, r.key.prompt_index, r.prompt_ids, "", "check-numerics") for r in bench.requests]
         batch = TrainBatch(prompts, bench.samples, [np.zeros(len(each), np.float32) for each in bench.samples])
-        trainer = MeshTrainer(config, bench.model, bench.weights(bench.devices[:1]), mesh)
+        trainer = MeshTrainer(TrainPrograms(config, bench.model, mesh), bench.weights(bench.devices[:1]))
         return [(values, None) for values in trainer.token_logprobs(batch)]
     is_reference = not bench.wanted
     pieces: dict[int, list[tuple[np.ndarray, ...]]] = {request.request_id: [] for request in bench.requests}

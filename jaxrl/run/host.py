@@ -167,14 +167,12 @@ class Host:
     def load(self, asked: LoadRequest, tokenizer: Tokenizer | None = None) -> str | None:
         """Loads the weights of all models; returns a note about the kernels of training. `tokenizer`: for a teacher."""
         params = load_weights(self.config, self.model, self.mesh, asked.init_from)
-        given = asked.config, self.model, params, self.mesh
         callbacks: Any = {"on_progress": lambda: self._beat(""), "meet": self._group.meet}
-        programs = None
-        if asked.is_supervised:
-            given_programs = asked.config, self.model, self.mesh
-            programs = TrainPrograms(*given_programs, total_updates=asked.updates, objective=LikelihoodObjective)
-        self.trainer = MeshTrainer(*given, total_updates=asked.updates, programs=programs, **callbacks)
+        own: Any = {"objective": LikelihoodObjective} if asked.is_supervised else {}
+        programs = TrainPrograms(asked.config, self.model, self.mesh, total_updates=asked.updates, **own)
+        self.trainer = MeshTrainer(programs, params, **callbacks)
         if asked.critic_updates:
+            given = asked.config, self.model, params, self.mesh
             self.critic = build_critic(*given, total_updates=asked.critic_updates, **callbacks)
         if asked.teacher is not None:
             from jaxrl.run.teacher import build_teacher

@@ -74,7 +74,7 @@ class TrainPrograms(CompiledPrograms):
 
         programs = TrainPrograms(config, model_config, mesh)
         programs.program(("accumulate", 4 * mesh.size, 1024))  # compiles it, or waits where another thread does
-        MeshTrainer(config, model_config, params, mesh, programs=programs)
+        MeshTrainer(programs, params)
 
     Attributes:
       config, model_config, mesh: as given; `config` with the platform's types. platform: of the mesh's devices.
@@ -104,11 +104,19 @@ class TrainPrograms(CompiledPrograms):
         objective: ObjectiveOf = objective_of,
         whole: Mesh | None = None,
     ) -> None:
-        """Arguments and errors as of `jaxrl.training.trainer.MeshTrainer`, and
-
+        """
         Args:
+          config: `auto` means `dots` for `actor.remat` and `logprobs.DEFAULT_CHUNK` for `actor.logprob_chunk_tokens`
+            here; `jaxrl.run.build.with_planned_update` replaces both before by what the memory allows.
+          mesh: rows of tokens and weights are split over all of its axes.
+          total_updates: optimizer updates in the whole run; only schedules that decay need it.
+          trainable: which parameters are trained. Default: the adapters of a model that has some, else all.
+          interpret: run the GPU kernels of `actor.attention: pallas` as plain JAX, on any device (slow; for tests).
           updates: whether the optimizer's programs will be needed; False where gradients alone are computed.
           whole: the mesh of which `mesh` is a part; weights are split in the same dims as there.
+
+        Raises:
+          ValueError: `actor.attention: pallas` on other devices than GPUs, or for a model that the kernels refuse.
         """
         super().__init__()
         self._updates = updates

@@ -68,7 +68,7 @@ class MeshTrainer:
 
     Example::
 
-        trainer = MeshTrainer(config, model_config, params, make_mesh())
+        trainer = MeshTrainer(TrainPrograms(config, model_config, make_mesh()), params)
         batch.old_logprobs = trainer.token_logprobs(batch)
         trainer.accumulate(batch.select([0, 1]))
         trainer.accumulate(batch.select([2, 3]))
@@ -84,15 +84,9 @@ class MeshTrainer:
 
     def __init__(
         self,
-        config: Config,
-        model_config: ModelConfig,
+        programs: TrainPrograms,
         params: Tree,
-        mesh: Mesh,
         *,
-        total_updates: int = 0,
-        trainable: optimizers.Trainable | None = None,
-        interpret: bool = False,
-        programs: TrainPrograms | None = None,
         on_progress: Callable[[], None] = lambda: None,
         meet: Meet = alone,
     ) -> None:
@@ -100,31 +94,11 @@ class MeshTrainer:
         they have its types and shardings.
 
         Args:
-          config: `auto` means `dots` for `actor.remat` and `logprobs.DEFAULT_CHUNK` for `actor.logprob_chunk_tokens`
-            here; `jaxrl.run.build.with_planned_update` replaces both before by what the memory allows.
           params: training form, numpy or jax arrays of any floating dtype. The caller keeps them. A reference model, if
             one is needed, has these weights.
-          mesh: rows of tokens and weights are split over all of its axes.
-          total_updates: optimizer updates in the whole run; only schedules that decay need it.
-          trainable: which parameters are trained. Default: the adapters of a model that has some, else all.
-          interpret: run the GPU kernels of `actor.attention: pallas` as plain JAX, on any device (slow; for tests).
-          programs: of the same options, model and mesh, if there are any; they decide `total_updates`, `trainable` and
-            `interpret`.
           on_progress: called when a microbatch has run.
           meet: as in `CompiledPrograms`.
-
-        Raises:
-          ValueError: `actor.attention: pallas` on other devices than GPUs, or for a model that the kernels refuse.
         """
-        if programs is None:
-            programs = TrainPrograms(
-                config,
-                model_config,
-                mesh,
-                total_updates=total_updates,
-                trainable=trainable,
-                interpret=interpret,
-            )
         self.programs, programs.meet = programs, meet
         self.config, self.model_config, self.mesh = programs.config, programs.model_config, programs.mesh
         self.updates, self.skipped_updates = 0, 0
@@ -138,7 +112,7 @@ class MeshTrainer:
         self._optimizer_state = programs.to_run(("init", 0, 0))(self._trainable)
         self._has_ref = "ref_logprobs" in programs.objective.passes
         self._ref: Tree | None = None
-        if self._has_ref and model_config.lora is None:
+        if self._has_ref and self.model_config.lora is None:
             self._ref = placed(params, programs.places, programs.ref_dtypes)
 
     @property
@@ -280,10 +254,8 @@ def build_critic(
     meet: Meet = alone,
 ) -> MeshTrainer:
     """The critic of `algorithm.adv_estimator=gae`: a second model, as large as the policy, whose head is one number per
-    token. Arguments as in `MeshTrainer`: the model and the weights are the policy's.
-
-    Its layers are initialised from the policy's, and its head with zeros: before the first update it predicts 0, and
-    advantages are returns.
+    token. The model and the weights are the policy's: the critic's layers begin with them, and its head with zeros.
+    Before the first update it predicts 0, and advantages are returns.
 
     Source: Schulman et al. 2017 (arXiv:1707.06347), with separate weights as in verl. Departures from verl: the head
     starts at 0 and not at random; computing type, attention and packing are those of section `actor`.
@@ -291,15 +263,8 @@ def build_critic(
     model = critic_config(model_config)
     weights = {name: params[name] for name in model.weights() if name != "score"}
     weights["score"] = np.zeros((model.hidden_size, 1), np.float32)
-    return MeshTrainer(
-        config,
-        model,
-        weights,
-        mesh,
-        total_updates=total_updates,
-        on_progress=on_progress,
-        meet=lambda name: meet(f"the critic's {name}"),
-    )
+    programs = TrainPrograms(config, model, mesh, total_updates=total_updates)
+    return MeshTrainer(programs, weights, on_progress=on_progress, meet=lambda name: meet(f"the critic's {name}"))
 
 
 def _without_frozen(trainable: Tree) -> Tree:

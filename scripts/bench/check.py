@@ -45,6 +45,7 @@ from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
+from jaxrl.training.programs import TrainPrograms
 from jaxrl.training.trainer import MeshTrainer
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams, TrainBatch
 
@@ -160,7 +161,7 @@ class Task:
         }
         data = {"max_prompt_length": LONGEST_PROMPT, "max_response_length": LONGEST_RESPONSE}
         config = from_mapping({"model": {"path": "check"}, "data": data, "actor": actor})
-        trainer = MeshTrainer(config, self.model, self.weights(), make_mesh([device]))
+        trainer = MeshTrainer(TrainPrograms(config, self.model, make_mesh([device])), self.weights())
         prompts = [Prompt(0, each.key.prompt_index, each.prompt_ids, "", "check") for each in self.requests()]
         signs = [np.full(len(sample), 1.0 if i % 2 else -1.0, np.float32) for i, sample in enumerate(samples)]
         trainer.accumulate(TrainBatch(prompts, list(samples), signs))

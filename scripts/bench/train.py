@@ -131,6 +131,7 @@ def update(spec: tuple[argparse.Namespace, str], ask: Ask) -> None:
     from bench.engines import build_params
     from jaxrl.run.memory import memory_plan
     from jaxrl.sharding.mesh import make_mesh
+    from jaxrl.training.programs import TrainPrograms
     from jaxrl.training.trainer import MeshTrainer
 
     options, dtype = spec
@@ -139,7 +140,7 @@ def update(spec: tuple[argparse.Namespace, str], ask: Ask) -> None:
     batch, plan = _batch(options, model.vocab_size), memory_plan(config, model, mesh.size, None, devices[0].platform)
     baseline = memory()[0]
     params = build_params(model_of(options), model, mesh, "float32", options.seed)
-    trainer = MeshTrainer(config, model, params, mesh)
+    trainer = MeshTrainer(TrainPrograms(config, model, mesh), params)
     del params
     metrics: dict[str, float] = {}
 

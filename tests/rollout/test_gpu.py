@@ -25,6 +25,7 @@ from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.narrow_weights import inputs, narrowed
+from jaxrl.training.programs import TrainPrograms
 from jaxrl.training.trainer import MeshTrainer
 from jaxrl.types import Prompt, SampleKey, SamplingParams, TrainBatch
 
@@ -185,7 +186,8 @@ def test_rollout_and_trainer_share_a_device():
     rollout, wanted = executor(LLAMA, 16, 161, "float32"), requests()
     prompts = [Prompt(0, request.key.prompt_index, request.prompt_ids, "", "test") for request in wanted]
     with jax.default_matmul_precision("highest"):
-        trainer = MeshTrainer(config, LLAMA, weights(LLAMA), make_mesh(jax.devices()[:1]), interpret=INTERPRET)
+        programs = TrainPrograms(config, LLAMA, make_mesh(jax.devices()[:1]), interpret=INTERPRET)
+        trainer = MeshTrainer(programs, weights(LLAMA))
         drawn = []
         for version in range(2):
             rollout.sync_weights(trainer.params, version)

@@ -129,7 +129,7 @@ def programs_of(
 @pytest.fixture
 def make_trainer() -> Callable[..., MeshTrainer]:
     """A trainer on the first `devices` devices; the same random weights every time. `rows` and `interpret` as in
-    `programs_of`; with options that `MeshTrainer` has besides, its programs are its own."""
+    `programs_of`; with options that `TrainPrograms` has besides, its programs are its own."""
 
     def make(
         config: Config,
@@ -139,10 +139,11 @@ def make_trainer() -> Callable[..., MeshTrainer]:
         interpret: Any = False,
         **own: Any,
     ) -> MeshTrainer:
-        if not {"programs", "trainable", "total_updates"} & set(own):
-            own["programs"] = programs_of(config, model, devices, rows, interpret)
-        weights = weights_of(model, config.actor.param_dtype)
-        return MeshTrainer(config, model, weights, make_mesh(jax.devices()[:devices]), **own)
+        if own:
+            programs = TrainPrograms(config, model, make_mesh(jax.devices()[:devices]), **own)
+        else:
+            programs = programs_of(config, model, devices, rows, interpret)
+        return MeshTrainer(programs, weights_of(model, config.actor.param_dtype))
 
     return make
 

@@ -48,7 +48,7 @@ def weights_of(model: Any, dtype: str) -> Any:
 def trainer_of(config: Any, model: Any, devices: int = 1, params: Any = None) -> MeshTrainer:
     programs = programs_of(config, model, devices, LONG)
     given = weights_of(model, config.actor.param_dtype) if params is None else params
-    return MeshTrainer(config, model, given, programs.mesh, programs=programs)
+    return MeshTrainer(programs, given)
 
 
 @pytest.mark.parametrize(("model", "devices"), [(MODEL, 1), pytest.param(SOME, 8, marks=pytest.mark.slow)])
@@ -195,7 +195,7 @@ def test_after_each_sync_rollout_and_trainer_are_one_model(x64, kind, syncs, mak
     config = make_config(**WIDE, data__max_prompt_length=4, data__max_response_length=8)
     model, own, _ = in_few_bits(kind, "float64")
     programs = programs_of(config, model, 1, (BatchShape(4, row_length(12)),))
-    trainer = MeshTrainer(config, model, own, programs.mesh, programs=programs)
+    trainer = MeshTrainer(programs, own)
     sizes = ExecutorConfig(num_slots=8, max_length=12, block_size=4, max_prefill_tokens=32, dtype="float64")
     executor = MeshExecutor(model, Layout(programs.mesh, 1), sizes)
     executor.allocate()

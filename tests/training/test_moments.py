@@ -95,7 +95,7 @@ WIDE = dataclasses.replace(TRAINED, hidden_size=96, head_dim=16, intermediate_si
 
 def trainer_of(config: Any, model: Any, devices: int) -> MeshTrainer:
     programs = programs_of(config, model, devices, LONG)
-    return MeshTrainer(config, model, weights_of(model, "float32"), programs.mesh, programs=programs)
+    return MeshTrainer(programs, weights_of(model, "float32"))
 
 
 def update(trainer: MeshTrainer, seed: int, scale: float = 1.0) -> dict[str, float]:

@@ -47,7 +47,7 @@ def trainer_of(config: Config, method: Method, model: ModelConfig, params: Any, 
     """With `params` as its reference."""
     mesh, trained = make_mesh(jax.devices()[:devices]), method.trained(config)
     programs = TrainPrograms(trained, model, mesh, objective=LikelihoodObjective)
-    return MeshTrainer(trained, model, params, mesh, programs=programs)
+    return MeshTrainer(programs, params)
 
 
 def demonstrations(path: Path) -> list[tuple[int, ExampleRow]]:

@@ -31,6 +31,7 @@ from jaxrl.run.weights import adapted, load_weights
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.training import batch_preparation
 from jaxrl.training.losses import generalized_jsd
+from jaxrl.training.programs import TrainPrograms
 from jaxrl.training.teacher import MeshTeacher, TeacherPrograms, offloaded, shares_base
 from jaxrl.training.trainer import MeshTrainer
 from jaxrl.training.training_step import teacher_metrics
@@ -242,7 +243,7 @@ def test_the_base_of_adapters_teaches_without_a_copy(dtype, tmp_path: Path, make
 
     config, found = config_with(), []
     model = adapted(config, own)
-    trainer = MeshTrainer(config, model, load_weights(config, model, mesh), mesh)
+    trainer = MeshTrainer(TrainPrograms(config, model, mesh), load_weights(config, model, mesh))
     batch = make_batch(size=4)
     for each in (config, config_with("copied")):
         teacher = build_teacher(each, own, trainer, Tokenizer.from_path(place))

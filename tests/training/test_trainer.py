@@ -177,7 +177,8 @@ def test_every_program_of_a_run_is_known_before_its_first_batch(make_config, mak
     """Whatever the lengths: what was compiled ahead is all that runs, counted by us and by jax."""
     options = {"actor__use_kl_loss": True, "data__train_batch_size": 3, "rollout__n": 4}
     config = make_config(**options)
-    trainer = make_trainer(config, 2, programs=TrainPrograms(config, TRAINED, make_mesh(jax.devices()[:2])))
+    programs = TrainPrograms(config, TRAINED, make_mesh(jax.devices()[:2]))
+    trainer = MeshTrainer(programs, weights_of(TRAINED, "float32"))
     assert len(trainer.programs.microbatches) > 1
     with closing(CompileAhead([trainer.programs])) as ahead:
         assert ahead.wait() == len(trainer.programs.shapes())
@@ -234,7 +235,7 @@ def test_weights_that_are_not_finite_end_the_run(make_config, make_batch, make_t
 def test_callers_params_survive(make_config, make_batch):
     params = jax.device_put(weights_of(TRAINED, "float32"))
     programs = programs_of(make_config(), TRAINED, 1)
-    trainer = MeshTrainer(programs.config, TRAINED, params, programs.mesh, programs=programs)
+    trainer = MeshTrainer(programs, params)
     trainer.accumulate(make_batch())
     trainer.apply()
     assert np.isfinite(np.asarray(params["embed"])).all()

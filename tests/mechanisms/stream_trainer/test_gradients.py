@@ -19,6 +19,7 @@ from jaxrl.models import decoder
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.sharding.split_mesh import Half
 from jaxrl.training import batch_preparation
+from jaxrl.training.programs import TrainPrograms
 from jaxrl.training.trainer import MeshTrainer
 from jaxrl.types import Group, StreamFailed, TrainBatch
 
@@ -58,7 +59,7 @@ class Shared:
 def compiled() -> Shared:
     with jax.enable_x64(True):
         params = jax.tree.map(np.asarray, decoder.init(TRAINED, jax.random.key(0), "float64"))
-        trainer = MeshTrainer(config_of(), TRAINED, params, make_mesh(jax.devices()[:4]))
+        trainer = MeshTrainer(TrainPrograms(config_of(), TRAINED, make_mesh(jax.devices()[:4])), params)
         return Shared(trainer, stream_of(trainer, 1), jax.tree.map(np.array, trainer.state()))
 
 
