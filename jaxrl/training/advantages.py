@@ -31,6 +31,7 @@ from typing import Any, assert_never
 import numpy as np
 
 from jaxrl.config import AlgorithmSection
+from jaxrl.config.updates import KlEstimate
 from jaxrl.scheduling.rounds.events import named_values
 from jaxrl.types import Group, Sample
 
@@ -48,18 +49,13 @@ def compute(
 ) -> tuple[list[np.ndarray], list[np.ndarray] | None]:
     """Advantages of all samples, in the order of the groups and of the samples in them; and returns, for a critic.
 
+    Twice per sample float32 [T], for all response tokens, masked ones included.
+
     Args:
       groups: scored groups; with an estimator of `config.checks.NEEDS_WHOLE_BATCH`, all groups of the batch.
       logprobs, ref_logprobs: per sample float [T] under policy and reference; only with `use_kl_in_reward`.
       loss_masks: per sample [T], 1 at tokens to learn from; None: all. Statistics over tokens leave the others out.
       values: per sample float [T], the critic's; only with `gae`.
-
-    Returns:
-      Twice per sample float32 [T], for all response tokens, masked ones included. Returns are None without a critic.
-
-    Raises:
-      ValueError: a sample has no reward, or KL in the reward is asked for without log-probabilities, or `gae` without
-        values.
     """
     samples = [sample for group in groups for sample in group.samples]
     penalties = _kl_penalties(samples, algorithm, logprobs, ref_logprobs)
@@ -115,9 +111,8 @@ def with_teacher(
 
 
 def grpo(scores: np.ndarray, *, norm_by_std: bool = True) -> np.ndarray:
-    """(score - mean) / (std + 1e-6) of one group's scores [G], with the unbiased standard deviation, or without the
-    division (Dr. GRPO); zeros for a group of one."""
-    scores = np.asarray(scores, np.float64)
+    """(score - mean) / (std + 1e-6) of one group's scores, float64 [G], with the unbiased standard deviation, or
+    without the division (Dr. GRPO); zeros for a group of one."""
     if len(scores) < 2:
         return np.zeros_like(scores)
     centred = scores - scores.mean()
@@ -128,12 +123,8 @@ def grpo_turns(samples: Sequence[Sample], scores: np.ndarray) -> list[np.ndarray
     """The rewards of all turns of a group, minus their mean and divided by their standard deviation; a token's
     advantage is the sum of those from its turn on (DeepSeekMath §4.1.3).
 
-    Args:
-      samples: of one group. A sample without turns is one turn.
-      scores: float [G]; the part of a sample's score beyond its turns' rewards belongs to the last turn.
-
-    Returns:
-      Per sample float32 [T]; an environment's tokens have the value of the turn behind them.
+    A sample without turns is one turn, and the part of its score beyond its turns' rewards belongs to the last one. An
+    environment's tokens have the value of the turn behind them. Per sample float32 [T].
     """
     rewards: list[np.ndarray] = []
     ends: list[list[int]] = []
@@ -153,13 +144,10 @@ def grpo_turns(samples: Sequence[Sample], scores: np.ndarray) -> list[np.ndarray
 
 
 def rloo(scores: np.ndarray) -> np.ndarray:
-    """Score minus the mean of the other samples' scores (leave-one-out baseline), of one group's scores [G]; zeros for
-    a group of one."""
-    scores = np.asarray(scores, np.float64)
+    """Score minus the mean of the other samples' scores (leave-one-out baseline), of one group's scores, float64 [G];
+    zeros for a group of one."""
     n = len(scores)
-    if n < 2:
-        return np.zeros_like(scores)
-    return (scores - scores.mean()) * (n / (n - 1))
+    return (scores - scores.mean()) * (n / (n - 1)) if n > 1 else np.zeros_like(scores)
 
 
 def reinforce_plus_plus(
@@ -167,9 +155,7 @@ def reinforce_plus_plus(
 ) -> list[np.ndarray]:
     """Undiscounted return from each token on, whitened over all tokens of the batch with loss mask 1; 0 at the others.
 
-    Args:
-      samples: the whole batch; a sample's reward falls on its last token.
-      penalties: per sample float [T], subtracted from the reward token by token (zeros without KL in the reward).
+    A sample's reward falls on its last token; `penalties`, per sample float [T], are subtracted token by token.
     """
     returns = [np.cumsum(rewards[::-1])[::-1] for rewards in _token_rewards(samples, penalties)]
     return _whitened(returns, _masks(samples, loss_masks))
@@ -184,10 +170,8 @@ def gdpo(
     """The sum of several rewards, each normalised in its group as by `grpo`, whitened over all tokens of the batch with
     loss mask 1; 0 at the others.
 
-    Args:
-      groups: the whole batch.
-      keys: names of rewards in `Sample.reward_info`, or in its `parts`. A sample that could not be scored has 0.
-      weights: of each normalised reward; none: 1.
+    `keys`: names of rewards in `Sample.reward_info`, or in its `parts`; a sample that could not be scored has 0.
+    `weights`: of each normalised reward; none: 1.
     """
     values: list[np.ndarray] = []
     for group in groups:
@@ -213,13 +197,8 @@ def gae(
     errors from it on, each weighted by `gamma` · `lam` per token; its return is advantage + value, before whitening.
     Masked tokens are skipped, with their rewards: the next token is the next unmasked one.
 
-    Args:
-      samples: the whole batch; a sample's reward falls on its last token, whose successor has value 0.
-      penalties: per sample float [T], subtracted from the reward token by token.
-      values: per sample float [T], expected from each token on, before it is sampled.
-
-    Returns:
-      Per sample float32 [T], the advantages and the returns; 0 at masked tokens.
+    `samples`, `penalties`: as in `reinforce_plus_plus`; what follows the last token has value 0. `values`: per sample
+    float [T], expected from each token on, before it is sampled. Results are 0 at masked tokens.
     """
     masks = _masks(samples, loss_masks)
     longest = max((len(sample) for sample in samples), default=0)
@@ -283,15 +262,11 @@ def _kl_penalties(
         return [np.zeros(len(sample)) for sample in samples]
     if logprobs is None or ref_logprobs is None:
         raise ValueError("algorithm.use_kl_in_reward needs the policy's and the reference model's log-probabilities")
-    return [
-        algorithm.kl_coef
-        * np.where(
-            sample.drawn,
-            kl_estimate(np.asarray(ours, np.float64), np.asarray(ref, np.float64), algorithm.kl_penalty),
-            0.0,
-        )
-        for sample, ours, ref in zip(samples, logprobs, ref_logprobs, strict=True)
-    ]
+    found: list[np.ndarray] = []
+    for sample, ours, ref in zip(samples, logprobs, ref_logprobs, strict=True):
+        kl = kl_estimate(np.asarray(ours, np.float64), np.asarray(ref, np.float64), algorithm.kl_penalty)
+        found.append(algorithm.kl_coef * np.where(sample.drawn, kl, 0.0))
+    return found
 
 
 def _reward(sample: Sample) -> float:
@@ -300,7 +275,7 @@ def _reward(sample: Sample) -> float:
     return float(sample.reward)
 
 
-def kl_estimate(logprobs: Any, ref_logprobs: Any, kind: str) -> Any:
+def kl_estimate(logprobs: Any, ref_logprobs: Any, kind: KlEstimate) -> Any:
     """An estimate of KL(policy || reference) per token, for arrays of numpy or jax.
 
     `kl` is Schulman's k1, `mse` k2, `low_var_kl` k3. As in verl's `kl_penalty`, `abs` is k1's absolute value; k3 takes
@@ -318,7 +293,4 @@ def kl_estimate(logprobs: Any, ref_logprobs: Any, kind: str) -> Any:
             library = diff.__array_namespace__()
             back = library.clip(-diff, -20.0, 20.0)
             return library.clip(library.exp(back) - back - 1.0, -10.0, 10.0)
-        case _:
-            raise ValueError(
-                "actor.kl_loss_type and algorithm.kl_penalty must be kl, abs, mse or low_var_kl, found " + repr(kind)
-            )
+    assert_never(kind)

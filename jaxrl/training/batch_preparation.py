@@ -8,7 +8,7 @@ and joined (`joined`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
@@ -16,16 +16,19 @@ import numpy as np
 
 from jaxrl.config import Config
 from jaxrl.training import advantages
-from jaxrl.types import Group, Sample, SampleKey, TrainBatch
+from jaxrl.types import Group, SampleKey, TrainBatch
 
 
 def needs_policy(config: Config, batch: TrainBatch, step: int) -> bool:
     """Whether the log-probabilities of the policy in training must be computed, before update `step`."""
     if config.actor.old_logprobs == "rollout":
         return False
-    if config.rollout.stale_tokens == "recompute":
-        return True
-    return any(on_policy_mask(sample.versions, step - 1).any() for sample in batch.samples)
+    return config.rollout.stale_tokens == "recompute" or any(own.any() for own in _on_policy(batch, step))
+
+
+def _on_policy(batch: TrainBatch, step: int) -> list[np.ndarray]:
+    """Per sample bool [T]: the tokens of the newest version before update `step`."""
+    return [np.asarray(sample.versions) >= step - 1 for sample in batch.samples]
 
 
 def old_logprobs(
@@ -38,34 +41,20 @@ def old_logprobs(
     """
     if current is None or config.rollout.stale_tokens == "recompute":
         return current
-    if all(on_policy_mask(sample.versions, step - 1).all() for sample in batch.samples):
+    masks = _on_policy(batch, step)
+    if all(own.all() for own in masks):
         return current
-    recorded = [sample.rollout_logprobs for sample in batch.samples]
-    return old_logprobs_by_version(recorded, current, batch.samples, step - 1)
+    each = zip(masks, current, batch.samples, strict=True)
+    return [np.where(own, now, sample.rollout_logprobs).astype(np.float32) for own, now, sample in each]
 
 
 def loss_masks(config: Config, batch: TrainBatch, step: int) -> list[np.ndarray] | None:
     """Per sample float32 [T], 1 at the policy's own tokens, 0 at the others; None: 1 everywhere. With
     `rollout.stale_tokens` mask, tokens of older versions are 0, too."""
     if config.rollout.stale_tokens == "mask":
-        return [on_policy_mask(sample.versions, step - 1).astype(np.float32) for sample in batch.samples]
+        return [own.astype(np.float32) for own in _on_policy(batch, step)]
     drawn = [sample.drawn for sample in batch.samples]
     return None if all(own.all() for own in drawn) else [own.astype(np.float32) for own in drawn]
-
-
-def on_policy_mask(versions: np.ndarray, policy_version: int) -> np.ndarray:
-    """bool [T]: the tokens of `policy_version`, the rollout's newest."""
-    return np.asarray(versions) >= policy_version
-
-
-def old_logprobs_by_version(
-    recorded: Sequence[np.ndarray], current: Sequence[np.ndarray], samples: Iterable[Sample], policy_version: int
-) -> list[np.ndarray]:
-    """Per sample float32 [T]: `recorded` for tokens of versions before `policy_version`, `current` for the others."""
-    return [
-        np.where(on_policy_mask(sample.versions, policy_version), now, then).astype(np.float32)
-        for then, now, sample in zip(recorded, current, samples, strict=True)
-    ]
 
 
 def set_advantages(config: Config, groups: Sequence[Group], batch: TrainBatch) -> None:
@@ -90,14 +79,9 @@ def prepared(
     values: Callable[[TrainBatch], list[np.ndarray]] | None = None,
     teacher: Callable[[TrainBatch], None] | None = None,
 ) -> TrainBatch:
-    """The batch of these groups, with everything that gradients of update `step` need.
-
-    Args:
-      logprobs: of the policy before the update, or of the reference; per sample float32 [T].
-      phase: entered around the parts that take time, by name.
-      values: of the critic before the update, per sample float32 [T].
-      teacher: writes a teacher's log-probabilities into the batch.
-    """
+    """The batch of these groups, with everything that gradients of update `step` need: `logprobs` of the policy or the
+    reference and a critic's `values`, per sample float32 [T], of before the update. `teacher` writes its own into the
+    batch; `phase` is entered around the parts that take time."""
     batch = TrainBatch.of(groups)
     with phase("old_log_prob"):
         current = logprobs(batch, "actor") if needs_policy(config, batch, step) else None

@@ -94,14 +94,6 @@ class Checkpointer:
     """The checkpoints of one run, a folder per step. Use as a context manager, or call `close`.
 
     Nothing is written before `tidy` or `save`.
-
-    Example::
-
-        with Checkpointer(run_dir / "checkpoints", max_to_keep=2) as checkpoints:
-            checkpoints.save(step, trainer.state(), HostState(values, arrays))
-            ...
-            state, host = checkpoints.restore(trainer.abstract_state())
-            trainer.load_state(state)
     """
 
     def __init__(
@@ -165,7 +157,6 @@ class Checkpointer:
           train_state: nested dicts of arrays (`MeshTrainer.state`).
 
         Raises:
-          ValueError: the step exists already.
           RunFailed: this step, or the one that was being written, cannot be written, or `on_commit` cannot note it.
         """
         host = HostState() if host_state is None else host_state
@@ -177,10 +168,12 @@ class Checkpointer:
             self.tidy()
             for leftover in self._folder.glob(f"{step}.tmp*") if self._leads else ():
                 shutil.rmtree(leftover)  # could not be removed, and is in this one's way
+            # the background writer keeps numpy arrays: it gets copies of them
+            owned = jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray | np.generic) else x, train_state)
             self._orbax.save(
                 self._temporary(step),
                 args=_ItemArgs(
-                    state=ocp.args.PyTreeSave(_owned(train_state), ocdbt_target_data_file_size=_FILE_BYTES),
+                    state=ocp.args.PyTreeSave(owned, ocdbt_target_data_file_size=_FILE_BYTES),
                     host=ocp.args.JsonSave({"schema_version": SCHEMA_VERSION, "values": dict(host.values)}),
                 ),
             )
@@ -193,10 +186,6 @@ class Checkpointer:
           abstract_state: a tree like the saved one of `jax.ShapeDtypeStruct` with shardings
             (`MeshTrainer.abstract_state`); without a sharding, a leaf comes back as numpy.
           step: default: the newest.
-
-        Raises:
-          FileNotFoundError: there is no such step.
-          ValueError: it holds other arrays, is damaged, or was written by a later version.
         """
         wanted, step = step, self.latest_step() if step is None else step
         if step not in self._found:
@@ -211,10 +200,8 @@ class Checkpointer:
                 "begin another run from its parameters (trainer.init_from)"
             )
         _refuse_other_arrays(place, abstract_state, _stored(place / STATE))
-        found = self._orbax.restore(
-            place,
-            args=_ItemArgs(state=_restore_args(abstract_state), host=ocp.args.JsonRestore()),
-        )
+        args = _ItemArgs(state=_restore_args(abstract_state), host=ocp.args.JsonRestore())
+        found = self._orbax.restore(place, args=args)
         return found[STATE], HostState(found[HOST]["values"], read_arrays(place / _ARRAYS_FILE))
 
     def latest_step(self) -> int | None:
@@ -346,14 +333,8 @@ def holds_critic(place: Path) -> bool:
 
 
 def restore_params(place: Path, abstract_params: Tree) -> Tree:
-    """The parameters of a step's folder that is whole (`steps.whole_step`), without optimizer and queues.
-
-    Args:
-      abstract_params: tree of `jax.ShapeDtypeStruct`; leaves with shardings land there, others come back as numpy.
-
-    Raises:
-      ValueError: it holds another model.
-    """
+    """The parameters of a step's folder that is whole (`steps.whole_step`), without optimizer and queues. Leaves of
+    `abstract_params` as in `Checkpointer.restore`. Raises ValueError if it holds another model."""
     refuse_other_model(place, abstract_params)
     among = _processes()
     handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=among)
@@ -404,8 +385,3 @@ def _restore_args(abstract: Tree) -> Any:
         return ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=True)
 
     return ocp.args.PyTreeRestore(item=abstract, restore_args=jax.tree.map(one, abstract), partial_restore=True)
-
-
-def _owned(tree: Tree) -> Tree:
-    """Leaves that a background writer may keep: numpy arrays are copied, jax's left to Orbax."""
-    return jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray | np.generic) else x, tree)

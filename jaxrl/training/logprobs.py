@@ -79,18 +79,14 @@ def token_logprobs(
 ) -> tuple[jax.Array, ...]:
     """Log-probability of each unmasked token, and the entropy of its distribution.
 
+    ([R, T], [R, T]) in at least float32, 0 where masked out. With `ids` also [R, T, K + 1]: their log-probabilities,
+    and that of all other tokens together; none is less than `LEAST`.
+
     Args:
       head: parameters of `options.project`, in the dtype in which their gradient accumulates; split as options say.
-      hidden: [R, T, E], final-normed; rows split over all axes of the mesh.
-      targets: int32 [R, T], the token that each hidden state predicts.
-      mask: [R, T], nonzero where the result is wanted.
-      mesh: each device handles its own rows, in its own number of chunks.
+      hidden: [R, T, E], final-normed; rows split over all axes of the mesh. Each device handles its own in chunks.
+      targets: int32 [R, T], the token that each hidden state predicts. mask: nonzero where the result is wanted.
       ids: int32 [R, T, K], tokens of the vocabulary, each once in a column.
-
-    Returns:
-      ([R, T], [R, T]) in at least float32, 0 where masked out.
-      With `ids` also [R, T, K + 1]: their log-probabilities, and that of all other tokens together; none is less than
-      `LEAST`.
     """
     return _by_rows(options, _chunked, head, hidden, targets, mask, mesh, ids)
 
@@ -271,7 +267,6 @@ def _backward(options: HeadOptions, saved: Any, cotangents: tuple[jax.Array, ...
     return jax.tree.map(options.split.shard, d_head), d_hidden, None
 
 
-# the forward pass without what it saves
 _chunked = jax.custom_vjp(lambda *arguments: _forward(*arguments)[0], nondiff_argnums=(0,))
 _chunked.defvjp(_forward, _backward)
 

@@ -50,19 +50,12 @@ class Fraction(NamedTuple):
 
 
 class LossTerms(NamedTuple):
-    """One microbatch's contribution.
+    """One microbatch's contribution."""
 
-    Attributes:
-      total: the objective's unnormalised sum; its gradient is what accumulates.
-      denominator: divides the minibatch's sum (tokens or sequences, by `loss_agg_mode`).
-      means: metrics as sums and denominators, under their public names.
-      maxima: metrics for which the largest value counts.
-    """
-
-    total: jax.Array
-    denominator: jax.Array
-    means: dict[str, Fraction]
-    maxima: dict[str, jax.Array]
+    total: jax.Array  # the objective's unnormalised sum; its gradient is what accumulates
+    denominator: jax.Array  # divides the minibatch's sum (tokens or sequences, by `loss_agg_mode`)
+    means: dict[str, Fraction]  # metrics as sums and denominators, under their public names
+    maxima: dict[str, jax.Array]  # metrics for which the largest value counts
 
 
 def compute(
@@ -70,10 +63,9 @@ def compute(
 ) -> LossTerms:
     """The objective of a microbatch: policy loss + KL loss + distillation loss - entropy bonus, with metrics.
 
-    Args:
-      logprobs, entropy: [R, T] of the policy in training; the entropy is that of the temperature-scaled distribution
-        before truncation, in nats.
-      named: [R, T, K + 1], the policy's log-probabilities of `batch.teacher_ids`, and of all other tokens together.
+    `logprobs`, `entropy`: [R, T] of the policy in training; the entropy is that of the temperature-scaled distribution
+    before truncation, in nats. `named`: [R, T, K + 1], the policy's log-probabilities of `batch.teacher_ids`, and of
+    all other tokens together.
     """
     actor, mode, correction = config.actor, config.algorithm.loss_agg_mode, config.algorithm.rollout_correction
     # With recorded log-probabilities as the ratio's denominator, the trainer's own are those of this very pass.
@@ -148,11 +140,8 @@ def policy_loss(logprobs: jax.Array, batch: TokenBatch, actor: ActorSection) -> 
 
 def generalized_jsd(student: jax.Array, teacher: jax.Array, beta: float) -> jax.Array:
     """β KL(teacher || M) + (1 - β) KL(student || M) with M = β teacher + (1 - β) student; at β = 0 KL(teacher ||
-    student) and at β = 1 KL(student || teacher), to which it tends when it is divided by β or 1 - β.
-
-    Args:
-      student, teacher: [..., K], finite log-probabilities of the same K events, of which one occurs.
-    """
+    student) and at β = 1 KL(student || teacher), to which it tends when it is divided by β or 1 - β. Of finite
+    log-probabilities [..., K] of the same K events, of which one occurs."""
 
     def kl(p: jax.Array, q: jax.Array) -> jax.Array:
         return jnp.sum(jnp.exp(p) * (p - q), axis=-1)

@@ -55,15 +55,8 @@ def write(folder: Path, schema_version: int, step: int, progress: Callable[[], N
 
 
 def read(folder: Path, step: int | None) -> Mapping[str, Any]:
-    """The manifest of a checkpoint's folder: schema_version, step, files.
-
-    Args:
-      step: the one in the folder's name, if there is one.
-
-    Raises:
-      Damaged: it is missing, damaged, or that of another step.
-      OSError: it cannot be read now (`is_damage`).
-    """
+    """The manifest of a checkpoint's folder: schema_version, step, files. `step`: the one in the folder's name, if any.
+    Raises Damaged if it is missing, damaged, or that of another step; OSError if it cannot be read now."""
     file = folder / FILE_NAME
     if not file.is_file():
         raise Damaged(f"{FILE_NAME} is missing")
@@ -93,12 +86,7 @@ def check(
     progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Compares a checkpoint's files with the manifest that `read` returned; `progress` as in `write`. The folders
-    `items` may hold no other file, unless it is hidden.
-
-    Raises:
-      Damaged: a file is missing, has changed, or was not in an item when the checkpoint was written.
-      OSError: as in `read`.
-    """
+    `items` may hold no other file, unless it is hidden. Raises as `read`."""
     files = content["files"]
     _check_names(folder, files.keys(), items)
     with ThreadPoolExecutor(_THREADS) as threads:

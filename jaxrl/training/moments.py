@@ -45,15 +45,10 @@ class Block(NamedTuple):
 
 
 class Codes(NamedTuple):
-    """A moment in one byte a number.
+    """A moment in one byte a number."""
 
-    Attributes:
-      codes: of the weight's shape; int8, or uint8 for second moments, which have no sign.
-      absmax: the largest magnitude of each block, float32; the same shape except for the blocks' dim.
-    """
-
-    codes: jax.Array
-    absmax: jax.Array
+    codes: jax.Array  # of the weight's shape; int8, or uint8 for second moments, which have no sign
+    absmax: jax.Array  # the largest magnitude of each block, float32; the same shape except for the blocks' dim
 
 
 def block_of(weight: Weight) -> Block | None:

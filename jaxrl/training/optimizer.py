@@ -60,15 +60,8 @@ def path_name(path: Any) -> str:
 
 
 def schedule(optim: OptimSection, total_updates: int = 0, model: str = "actor") -> optax.Schedule:
-    """Learning rate as a function of the number of updates made so far.
-
-    Args:
-      total_updates: where cosine and linear schedules end; they stay there afterwards. A warm-up may be longer.
-      model: the section that has `optim`, for the error.
-
-    Raises:
-      ConfigError: a decaying schedule without a known end.
-    """
+    """Learning rate as a function of the number of updates made so far. `total_updates`: where cosine and linear
+    schedules end; they stay there afterwards, and a warm-up may be longer. `model`: the section that has `optim`."""
     warmup, decay = optim.lr_warmup_steps, max(total_updates - optim.lr_warmup_steps, 1)
     if optim.lr_scheduler_type != "constant" and not total_updates:
         raise ConfigError(
@@ -99,27 +92,19 @@ class UpdateOutcome(NamedTuple):
 
 
 class Optimizer(NamedTuple):
-    """An optax chain, the schedule inside it (to be reported), the clipping threshold (0: off), and whether the step
-    takes one layer after another (`weightwise`)."""
+    """An optax chain, the schedule inside it (to be reported), the global norm to clip at (0: off), and whether the
+    step takes one layer after another (`weightwise`)."""
 
     chain: optax.GradientTransformationExtraArgs
     lr: optax.Schedule
     grad_clip: float
     by_layer: bool = False
 
-    def init(self, params: Tree) -> Tree:
-        """The state for `params` (trainable ones only), in their dtype."""
-        return self.chain.init(params)
-
     def update(
         self, sums: Tree, state: Tree, params: Tree, denominator: jax.Array | float = 1.0
     ) -> tuple[Tree, Tree, UpdateOutcome]:
-        """(params, state, outcome) after one update; both unchanged if any gradient entry is not finite.
-
-        Args:
-          sums: gradients, not yet divided by `denominator`.
-          state: if in host memory, it is copied to the devices a layer at a time; the bits are the same.
-        """
+        """(params, state, outcome) after one update; both unchanged if any entry of the gradient `sums` / `denominator`
+        is not finite. A state in host memory is copied to the devices a layer at a time; the bits are the same."""
 
         def mean(g: jax.Array) -> jax.Array:
             return g / jnp.asarray(denominator, g.dtype)
@@ -152,12 +137,8 @@ def build(
     model: str = "actor",
     weights: Mapping[str, Any] | None = None,
 ) -> Optimizer:
-    """The optimizer of a section; `total_updates` and `model` as in `schedule`.
-
-    Args:
-      grad_clip: global norm; 0 switches clipping off.
-      weights: the model's, as declared; needed for Muon and for states in int8.
-    """
+    """The optimizer of a section; `total_updates` and `model` as in `schedule`. `weights`: the model's, as declared;
+    needed for Muon and for states in int8."""
     lr = schedule(optim, total_updates, model)
     assert weights is not None or (optim.name, optim.state_dtype == "int8") == ("adamw", False), "looks at dims"
     declared = {path_name(path): each for path, each in jax.tree_util.tree_leaves_with_path(weights or {})}
@@ -199,22 +180,13 @@ def _muon(
         first, split = _dims(matrices[path_name(path)])
         return update * (_MUON_RMS * max(prod(update.shape[first:split]), prod(update.shape[split:])) ** 0.5)
 
-    of_matrices = optax.chain(
-        kept(
-            scale_by_muon(
-                beta=momentum,
-                weight_dimension_numbers=lambda updates: jax.tree_util.tree_map_with_path(dims, updates),
-            )
-        ),
-        optax.stateless(lambda updates, _: jax.tree_util.tree_map_with_path(scaled, updates)),
-    )
-
     def label(path: Any, _: Any) -> str:
         return "muon" if path_name(path) in matrices else "adam"
 
-    return optax.partition(
-        {"muon": of_matrices, "adam": others}, lambda params: jax.tree_util.tree_map_with_path(label, params)
-    )
+    by_path = jax.tree_util.tree_map_with_path
+    orthogonalised = scale_by_muon(beta=momentum, weight_dimension_numbers=lambda updates: by_path(dims, updates))
+    of_matrices = optax.chain(kept(orthogonalised), optax.stateless(lambda updates, _: by_path(scaled, updates)))
+    return optax.partition({"muon": of_matrices, "adam": others}, lambda params: by_path(label, params))
 
 
 def _dims(matrix: Weight) -> tuple[int, int]:

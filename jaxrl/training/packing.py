@@ -90,10 +90,7 @@ class TokenBatch(struct.PyTreeNode):
     def zeros(cls, rows: int, length: int, top_k: int = 0) -> TokenBatch:
         """Arrays of padding only, as numpy arrays; with `top_k` a teacher's among them."""
         integers = "tokens", "segment_ids", "prefix_ids", "positions", "targets", "versions", "sequence_length"
-        floats = (
-            *("loss_mask", "advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs"),
-            *("values", "returns"),
-        )
+        floats = "loss_mask", "advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "returns"
         return cls(
             **{name: np.zeros((rows, length), np.int32) for name in integers},
             **{name: np.zeros((rows, length), np.float32) for name in floats},
@@ -223,9 +220,6 @@ def pack(
       max_model_length: tokens of the longest allowed sample, prompt included.
       num_row_groups: group g gets rows g*n to (g+1)*n of a microbatch with n rows per group.
       top_k: a teacher's tokens in each column; 0 leaves the batch's out.
-
-    Raises:
-      ValueError: a prompt is empty, or a sample is longer than `max_model_length`.
     """
     chosen = [i for i, sample in enumerate(batch.samples) if len(sample)]
     if not chosen:

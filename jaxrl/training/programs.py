@@ -70,12 +70,6 @@ class Accumulator(struct.PyTreeNode):
 class TrainPrograms(CompiledPrograms):
     """The programs of one model on one mesh, each shape compiled once.
 
-    Example::
-
-        programs = TrainPrograms(config, model_config, mesh)
-        programs.program(("accumulate", 4 * mesh.size, 1024))  # compiles it, or waits where another thread does
-        MeshTrainer(programs, params)
-
     Attributes:
       config, model_config, mesh: as given; `config` with the platform's types. platform: of the mesh's devices.
       objective: `jaxrl.training.objectives`.
@@ -230,16 +224,8 @@ class TrainPrograms(CompiledPrograms):
     def forward(
         self, kind: str, params: Tree, batch: TrainBatch, dispatched: Callable[[jax.Array], None]
     ) -> list[np.ndarray]:
-        """What a program without gradients finds of every response token: float32 [T_i, ...] per sample.
-
-        Args:
-          kind: `logprobs`, `ref_logprobs` for weights of the reference's dtype, a critic's `values`, or a teacher's
-            `top_logprobs`.
-          dispatched: called with the result of each microbatch once it is dispatched.
-
-        Raises:
-          ValueError: a sample is too long.
-        """
+        """What a program without gradients (`kind`) finds of every response token: float32 [T_i, ...] per sample.
+        `dispatched` is called with the result of each microbatch once it is dispatched."""
         packed, results = self.pack(batch), list[jax.Array]()
         for microbatch in packed.microbatches:
             results.append(self.dispatch(kind, params, microbatch))
@@ -275,11 +261,7 @@ class TrainPrograms(CompiledPrograms):
         return {**GPU_COMPILER_OPTIONS}
 
     def lower(self, kind: str, *sizes: int, platforms: tuple[str, ...] | None = None) -> Any:
-        """The program of a shape (see the module), traced for the mesh's devices; lowered for `platforms` if given.
-
-        `sizes`: rows of the microbatch on all devices together, a multiple of the number of groups that share rows; and
-        tokens of a row.
-        """
+        """The program of a `ProgramShape`, traced for the mesh's devices; lowered for `platforms` if given."""
         rows, tokens = sizes or (0, 0)
         with products_of(self.config.actor.dtype, self.platform):
             return self._trace(kind, rows, tokens).lower(lowering_platforms=platforms)
@@ -298,7 +280,7 @@ class TrainPrograms(CompiledPrograms):
                 zeros = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), total)
                 return jax.jit(zeros, out_shardings=_shardings(total)).trace()
             case "init":
-                return jax.jit(self.optimizer.init, out_shardings=_shardings(state)).trace(self.trainable)
+                return jax.jit(self.optimizer.chain.init, out_shardings=_shardings(state)).trace(self.trainable)
             case "update":
                 out = (_shardings(self.trainable), _shardings(state), self._replicated)
                 jitted = jax.jit(self._apply, donate_argnums=(0, 1), out_shardings=out)

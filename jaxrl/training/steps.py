@@ -32,12 +32,8 @@ class Choice:
 
 
 def choose(folder: str | Path, progress: Callable[[], None] = lambda: None) -> Choice | None:
-    """The newest complete step of a folder of checkpoints; None if it has no step.
-
-    Raises:
-      ValueError: each step is damaged, or one was written by a later version.
-      OSError: the folder is a file, or something in it cannot be read now.
-    """
+    """The newest complete step of a folder of checkpoints; None if it has no step. Raises ValueError if each step is
+    damaged, or one was written by a later version; OSError if something cannot be read now."""
     folder, faults = Path(folder).absolute(), dict[int, str]()
     for step in steps_of(folder)[::-1]:
         try:
@@ -63,10 +59,6 @@ def whole_step(
       path: a folder of checkpoints, a run directory with a folder `checkpoints`, or one step's folder.
       step: default: the newest complete one; not with one step's folder.
       say: receives the step that is used, and notes about it and newer ones.
-
-    Raises:
-      FileNotFoundError: there is none.
-      ValueError: it is damaged, or was written by a later version.
     """
     folder, place = find_step(path, step)
     if place is None:

@@ -81,17 +81,11 @@ class Demonstrations:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """N pairs of responses; arrays are float64 [N, 2], the preferred response first.
+    """N pairs of responses; arrays are float64 [N, 2], the preferred response first."""
 
-    Attributes:
-      logps: log-likelihoods under the policy, summed over tokens.
-      ref_logps: under the reference; 0 where there is none.
-      lengths: tokens with loss mask 1.
-    """
-
-    logps: np.ndarray
-    ref_logps: np.ndarray
-    lengths: np.ndarray
+    logps: np.ndarray  # log-likelihoods under the policy, summed over tokens
+    ref_logps: np.ndarray  # under the reference
+    lengths: np.ndarray  # tokens with loss mask 1
 
 
 class Preferences:

@@ -82,16 +82,7 @@ class TeacherPrograms(TrainPrograms):
 
 
 class MeshTeacher:
-    """A teacher's weights, and its programs.
-
-    Example::
-
-        teacher = MeshTeacher(TeacherPrograms(config, model_config, mesh), params)
-        teacher.annotate(batch)
-
-    Attributes:
-      params: its weights, at `programs.places`.
-    """
+    """A teacher's weights, at `programs.places`, and its programs."""
 
     def __init__(
         self,
@@ -102,12 +93,8 @@ class MeshTeacher:
         on_progress: Callable[[], None] = lambda: None,
         meet: Meet = alone,
     ) -> None:
-        """
-        Args:
-          params: in training form and in the dtype that is computed in, at `programs.places`.
-          prompt_of: the prompt that it reads in place of the policy's.
-          on_progress, meet: as in `MeshTrainer`.
-        """
+        """`params`: in training form and in the dtype that is computed in. `prompt_of`: the prompt that it reads in
+        place of the policy's. The others: as in `MeshTrainer`."""
         self.programs, self.params, self.prompt_of = programs, params, prompt_of
         programs.meet = lambda name: meet(f"the teacher's {name}")
         self._queue = DispatchQueue(on_progress)

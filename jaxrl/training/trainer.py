@@ -45,13 +45,10 @@ Tree = Any
 
 
 class DispatchQueue:
-    """The microbatches that the devices have not finished, at most one besides the newest.
-
-    So the devices always have work, and progress is reported as it is made.
-    """
+    """The microbatches that the devices have not finished, at most one besides the newest: so the devices always have
+    work, and `on_progress` is called when a microbatch has run."""
 
     def __init__(self, on_progress: Callable[[], None]) -> None:
-        """`on_progress`: called when a microbatch has run."""
         self._on_progress = on_progress
         self._results: deque[jax.Array] = deque()
 
@@ -76,10 +73,7 @@ class MeshTrainer:
         metrics = trainer.train_step(batch)  # the same in one call
 
     Attributes:
-      programs: what runs, compiled for each shape of a microbatch.
-      config, model_config, mesh: of the programs.
-      updates: calls of `apply` so far.
-      skipped_updates: those of them that changed nothing because a gradient was not finite.
+      updates: calls of `apply` so far. skipped_updates: those that changed nothing, for a gradient was not finite.
     """
 
     def __init__(
@@ -127,10 +121,7 @@ class MeshTrainer:
         return without_adapters(self.params) if self._has_ref and self._ref is None else self._ref
 
     def token_logprobs(self, batch: TrainBatch, which: Literal["actor", "ref"] = "actor") -> list[np.ndarray]:
-        """Log-probability of every response token under the temperature-scaled model: per sample float32 [T_i].
-
-        Raises ValueError for `ref` without a KL option that needs the reference, and for a sample that is too long.
-        """
+        """Log-probability of every response token under the temperature-scaled model: per sample float32 [T_i]."""
         if which == "actor":
             return self._forward("logprobs", self.params, batch)
         if not self._has_ref:
@@ -160,13 +151,9 @@ class MeshTrainer:
     def apply(self) -> dict[str, float]:
         """One optimizer update from everything accumulated since the last; the accumulator is released.
 
-        Returns:
-          Metrics of the minibatch, under `actor/` or `critic/`. `skipped_updates` is 1 where its gradient was not
-          finite, else 0; `recompiles` counts unexpected compilations since the last update.
-
-        Raises:
-          ValueError: nothing was accumulated.
-          RunFailed: a finite gradient has made weights that are not finite.
+        Metrics of the minibatch are under `actor/` or `critic/`. `skipped_updates` is 1 where its gradient was not
+        finite, else 0; `recompiles` counts unexpected compilations since the last update. Raises RunFailed where a
+        finite gradient has made weights that are not finite.
         """
         if self._sums is None:
             raise ValueError("apply() without accumulate(): the minibatch has no response tokens")

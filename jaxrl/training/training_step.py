@@ -113,13 +113,9 @@ def training_step(
     phase: Callable[[str], AbstractContextManager[None]],
     beat: Callable[[], None],
 ) -> UpdateResult:
-    """Update `step`: `ppo_epochs` passes of minibatches of complete groups, the critic's first.
-
-    Args:
-      models: the critic is trained alone for the first `trainer.critic_warmup` steps.
-      started: parts of the batch whose gradients the policy's trainer holds already.
-      phase: entered around the parts that take time, by name. beat: called after each update.
-    """
+    """Update `step`: `ppo_epochs` passes of minibatches of complete groups, the critic's first, which is trained alone
+    for the first `trainer.critic_warmup` steps. `started`: parts of the batch whose gradients the policy's trainer
+    holds already. `phase` is entered around the parts that take time, `beat` called after each update."""
     trainer, critic = models.policy, models.critic
     known = {prompt.key for part in started for prompt in part.prompts}
     others = [group for group in groups if group.prompt.key not in known]

@@ -35,14 +35,10 @@ def group_of(sizes: Sequence[int]) -> Sequence[int]:
 
 
 class Split(NamedTuple):
-    """How a weight is split. Hashable. Its functions run inside `shard_map`.
-
-    Attributes:
-      dim: the split dim. axes: of the mesh, major first; none: each device has the whole weight.
-    """
+    """How a weight is split. Hashable. Its functions run inside `shard_map`."""
 
     dim: int = 0
-    axes: tuple[str, ...] = ()
+    axes: tuple[str, ...] = ()  # of the mesh, major first; none: each device has the whole weight
 
     @property
     def spec(self) -> PartitionSpec:
@@ -68,19 +64,13 @@ def split_of(name: str, shardings: Mapping[str, Any]) -> Split:
 
 
 class Embedding(NamedTuple):
-    """Looks up rows of an embedding [V, E] for the tokens [R, T] of all devices. Hashable.
-
-    Attributes:
-      rows: how tokens are split. split: how the table is.
-      dtype: of the result.
-      ordered: whether the gradient is summed as `add_in_order` does.
-    """
+    """Looks up rows of an embedding [V, E] for the tokens [R, T] of all devices. Hashable."""
 
     mesh: Mesh
-    rows: PartitionSpec
-    split: Split
-    dtype: Any
-    ordered: bool
+    rows: PartitionSpec  # how tokens are split
+    split: Split  # how the table is
+    dtype: Any  # of the result
+    ordered: bool  # whether the gradient is summed as `add_in_order` does
 
     @property
     def group(self) -> tuple[str, ...]:

@@ -31,15 +31,12 @@ _LAYERS = "layers."
 def weightwise(
     step: Step, init: Callable[[Tree], Tree], *, by_layer: bool
 ) -> Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]:
-    """`step`, called with each weight separately.
+    """`step`, which works on any part of a tree of weights, called with each weight separately; `by_layer`: with one
+    layer after another of the stacks under `layers`, as stacks of one. `init`: the state of a part; without weights
+    only counts.
 
     Each call is enclosed by barriers. So XLA's fusions, and hence its rounding, do not depend on where the state is,
     nor (except for products of matrices) on `by_layer`.
-
-    Args:
-      step: works on any part of a tree of weights.
-      init: the state of such a part; without weights only counts.
-      by_layer: one layer after another of the stacks under `layers`, as stacks of one.
     """
     space = jax.memory.Space
 

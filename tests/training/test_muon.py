@@ -41,7 +41,7 @@ def test_muon_by_hand(model, x64):
     optim = OptimSection(name="muon", lr=0.1, weight_decay=0.02, momentum=0.9, beta1=0.8, beta2=0.99)
     optimizer = optimizers.build(optim, 0.0, weights=model.weights())
     params = jax.tree.map(np.asarray, decoder.init(model, jax.random.key(0), "float64"))
-    state, random = optimizer.init(params), np.random.default_rng(0)
+    state, random = optimizer.chain.init(params), np.random.default_rng(0)
     paths = {optimizers.path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
     expected = {name: x.copy() for name, x in paths.items()}
     first, second = ({name: np.zeros_like(x) for name, x in paths.items()} for _ in range(2))

@@ -262,7 +262,7 @@ def test_adamw_by_hand():
     optimizer = optimizers.build(optim, grad_clip=1.0)
     w, m, v = np.array([1.0, -2.0]), np.zeros(2), np.zeros(2)
     params = {"w": jnp.asarray(w, jnp.float32)}
-    state = optimizer.init(params)
+    state = optimizer.chain.init(params)
     for t, g in enumerate([np.array([3.0, 4.0]), np.array([0.3, 0.1])], start=1):
         params, state, outcome = optimizer.update({"w": jnp.asarray(g, jnp.float32)}, state, params)
         norm = np.linalg.norm(g)
