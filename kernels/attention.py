@@ -197,7 +197,7 @@ class PackedAttention(NamedTuple):
         ValueError for shapes or dtypes that the GPU kernels refuse."""
         match self.implementation:
             case "reference":
-                return reference.packed_attention(q, k, v, *mask[:4], self.softcap, sinks, mask.keys)
+                return reference.packed_attention(q, k, v, mask, self.softcap, sinks)
             case "tiles":
                 return packed.attention(q, k, v, mask, tiles, self.tiling, self.softcap, sinks)
             case "invariant":

@@ -87,7 +87,7 @@ def attention(
     """
     if tiles is None:
         wide_q, wide_k, wide_v = reference.operands(how.widen, (q, k, v))
-        out = reference.packed_attention(wide_q, wide_k, wide_v, *mask[:4], softcap, sinks, mask.keys)
+        out = reference.packed_attention(wide_q, wide_k, wide_v, mask, softcap, sinks)
         return out.astype(q.dtype)
     return _blockwise(how, softcap, q, k, v, sinks, tiles, _mask_tiles(mask, how))
 

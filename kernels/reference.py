@@ -37,13 +37,13 @@ class Keys(NamedTuple):
 
 
 class MaskInputs(NamedTuple):
-    """The integers that the mask of packed rows follows from; int32 [R, T] each, as in `packed_attention`."""
+    """The integers that the mask of packed rows follows from; int32 [R, T] each."""
 
     segment_ids: jax.Array
     positions: jax.Array
-    prefix_ids: jax.Array
-    first: jax.Array | None = None
-    keys: Keys | None = None
+    prefix_ids: jax.Array  # the segment that each token's segment continues; 0 or its own for none
+    first: jax.Array | None = None  # the lowest position that each token sees; None: there is no window
+    keys: Keys | None = None  # of k and v, where they differ from the queries'
 
     @property
     def all_keys(self) -> Keys:
@@ -110,31 +110,20 @@ def packed_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    segment_ids: jax.Array,
-    positions: jax.Array,
-    prefix_ids: jax.Array | None = None,
-    first: jax.Array | None = None,
+    mask: MaskInputs,
     softcap: float = 0.0,
     sinks: jax.Array | None = None,
-    keys: Keys | None = None,
 ) -> jax.Array:
-    """Causal attention within each segment of packed rows, and its shared prefix.
+    """Causal attention within each segment of packed rows, and its shared prefix: [R, T, H, D] in q's dtype. Scores and
+    softmax are float32 (float64 for float64 input).
 
     A token sees the tokens of its segment, and of its prefix segment, at positions up to its own. Padding (segment 0,
     position 0) sees padding only, so that every row of the softmax stays finite.
 
     Args:
-      q: [R, T, H, D]. k, v: [R, T, K, D] with K dividing H; query heads h*G .. h*G+G-1 use key/value head h. With
-        `keys` k and v are [R, S, K, D].
-      segment_ids, positions: int32 [R, T].
-      prefix_ids: int32 [R, T], the segment that each token's segment continues; 0 or its own for none (the default).
-      first: int32 [R, T], the lowest position that each token sees; None: there is no window.
+      q: [R, T, H, D]. k, v: [R, S, K, D] with K dividing H; query heads h*G .. h*G+G-1 use key/value head h.
       softcap: as in `Rule`.
       sinks: [H], a score of each head's that takes its share of the softmax and has no value; None: there are none.
-      keys: of k and v, where they differ from the queries'.
-
-    Returns:
-      [R, T, H, D] in q's dtype. Scores and softmax are float32 (float64 for float64 input).
     """
     rows, tokens, heads, dim = q.shape
     kv_heads = k.shape[-2]
@@ -143,14 +132,12 @@ def packed_attention(
     q_RTKGD = q.reshape(rows, tokens, kv_heads, heads // kv_heads, dim)
     scores_RKGTS = jnp.einsum("rtkgd,rskd->rkgts", q_RTKGD, k, preferred_element_type=wide) * dim**-0.5
     scores_RKGTS = capped(scores_RKGTS, softcap)
-    keys = keys or Keys(segment_ids, positions)
-    same = segment_ids[:, :, None] == keys.segment_ids[:, None, :]
-    if prefix_ids is not None:
-        prefix_ids = jnp.where(prefix_ids == 0, segment_ids, prefix_ids)
-        same |= prefix_ids[:, :, None] == keys.segment_ids[:, None, :]
-    visible = same & (positions[:, :, None] >= keys.positions[:, None, :])
-    if first is not None:
-        visible &= keys.positions[:, None, :] >= first[:, :, None]
+    keys = mask.all_keys
+    prefix_ids = jnp.where(mask.prefix_ids == 0, mask.segment_ids, mask.prefix_ids)
+    own, prefix = (ids[:, :, None] == keys.segment_ids[:, None, :] for ids in (mask.segment_ids, prefix_ids))
+    visible = (own | prefix) & (mask.positions[:, :, None] >= keys.positions[:, None, :])
+    if mask.first is not None:
+        visible &= keys.positions[:, None, :] >= mask.first[:, :, None]
     scores_RKGTS = jnp.where(visible[:, None, None], scores_RKGTS, jnp.finfo(wide).min)
     if sinks is not None:
         sinks = sinks.reshape(kv_heads, -1, 1, 1)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl.kernels.reference import packed_attention
+from jaxrl.kernels.reference import MaskInputs, packed_attention
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 
@@ -51,9 +51,8 @@ class Decoder(nnx.Module):
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, *more: Any) -> jax.Array:
             *kind, sinks = more if self.config.attention_sinks else (*more, None)
-            first = positions - windows[kind[0] if kind else 0] + 1
-            rules = {"first": first, "softcap": self.config.attn_logit_softcapping, "sinks": sinks}
-            return packed_attention(q, k, v, counts, positions, **rules)
+            mask = MaskInputs(counts, positions, counts, positions - windows[kind[0] if kind else 0] + 1)
+            return packed_attention(q, k, v, mask, self.config.attn_logit_softcapping, sinks)
 
         params = self.tree()
         hidden = decoder.forward_scan(params, tokens_BT, positions, attend, self.config, dtype=self.dtype)

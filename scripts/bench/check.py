@@ -132,7 +132,7 @@ class Task:
             @jax.jit
             def full(ids: jax.Array, segments: jax.Array, positions: jax.Array) -> jax.Array:
                 def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-                    return reference.packed_attention(q, k, v, segments, positions)
+                    return reference.packed_attention(q, k, v, reference.MaskInputs(segments, positions, segments))
 
                 hidden = decoder.forward_scan(wide, ids, positions, attend, self.model, dtype=jnp.dtype("float64"))
                 return jax.nn.log_softmax(decoder.logits(wide, hidden, self.model))

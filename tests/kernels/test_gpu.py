@@ -118,9 +118,9 @@ def test_packed_kernels_are_the_reference(tokens, heads, kv_heads, dim, dtype):
 
     def run(kernels, q, k, v, d_out):
         def attend(q, k, v):
-            if not kernels:
-                return reference.packed_attention(q, k, v, segments, positions, prefixes)
             mask = reference.MaskInputs(segments, positions, prefixes)
+            if not kernels:
+                return reference.packed_attention(q, k, v, mask)
             return packed_attention(q, k, v, mask, interpret=INTERPRET)
 
         out, pull = jax.vjp(attend, q, k, v)

@@ -84,7 +84,7 @@ ROWS = random_rows(5, 44)  # neither tile size divides 44
 
 
 def dense(q, k, v):
-    return packed_attention(q, k, v, *ROWS)
+    return packed_attention(q, k, v, MaskInputs(*ROWS))
 
 
 @pytest.mark.parametrize(
@@ -120,9 +120,9 @@ def in_slices(rows, attend, parts=3):
 @pytest.mark.parametrize("how", [None, APART, TOGETHER])
 def test_queries_of_some_tokens_and_keys_of_all_in_any_order(x64, how):
     def attend(q, k, v, rows, keys):
-        if how is None:
-            return packed_attention(q, k, v, *rows, keys=keys)
         mask = MaskInputs(*rows, keys=keys)
+        if how is None:
+            return packed_attention(q, k, v, mask)
         return packed.attention(q, k, v, mask, packed.visible_pairs(mask, how), how)
 
     arrays = inputs(5, 44, "float64")

@@ -66,7 +66,7 @@ def test_values_and_gradients(dtype):
         return packed_pallas.packed_attention(q, k, v, MaskInputs(*rows), tiles=SMALL, interpret=True)
 
     def dense(q, k, v):
-        return reference.packed_attention(q, k, v, *rows)
+        return reference.packed_attention(q, k, v, MaskInputs(*rows))
 
     found = jax.jit(lambda: with_gradients(kernel, *arrays, rows))()
     expected = jax.jit(lambda: with_gradients(dense, *(x.astype(np.float32) for x in arrays), rows))()

@@ -80,7 +80,7 @@ def test_packed_rows(how, window, cap, has_sinks):
 
         def attend(q, k, v, sinks):
             if how is None:
-                return reference.packed_attention(q, k, v, *ROWS, first, cap, sinks)
+                return reference.packed_attention(q, k, v, mask, cap, sinks)
             if not isinstance(how, Tiling):
                 tiles = (PackedTileSizes(16, 16, 4, 2),) * 3
                 return packed_pallas.packed_attention(q, k, v, mask, tiles=tiles, interpret=True, sinks=sinks)

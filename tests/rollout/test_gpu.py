@@ -77,7 +77,7 @@ def full_logprobs(model, params, samples):
     @jax.jit
     def full(tokens, segments, positions):
         def attend(q, k, v):
-            return reference.packed_attention(q, k, v, segments, positions)
+            return reference.packed_attention(q, k, v, reference.MaskInputs(segments, positions, segments))
 
         hidden = decoder.forward_scan(params, tokens, positions, attend, model, dtype=jnp.float32)
         return jax.nn.log_softmax(decoder.logits(params, hidden, model))

@@ -13,7 +13,7 @@ import pytest
 from small_models import engine_over, ready, requests
 
 from jaxrl.kernels.attention import choose_paged
-from jaxrl.kernels.reference import Codes, numbers, packed_attention
+from jaxrl.kernels.reference import Codes, MaskInputs, numbers, packed_attention
 from jaxrl.rollout import kv_cache
 from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.scheduling.tokens.engine import Engine
@@ -62,6 +62,7 @@ def test_a_position_depends_on_its_own_key_and_value(kind):
     known_k, known_v = (numbers(kv_cache.coded(x, pool_k), jnp.float32) for x in (k, v))
     off = np.abs(known_k - k).max(-1) / np.maximum(np.abs(k).max(-1), 1e-30)
     assert 1e-4 < off.max() < {"int8": 0.5 / 127, "fp8": 2**-4}[kind] * 1.01
-    wanted = packed_attention(q[0], known_k[0], known_v[0], jnp.ones((1, 20), jnp.int32), at[0])
+    ones = jnp.ones((1, 20), jnp.int32)
+    wanted = packed_attention(q[0], known_k[0], known_v[0], MaskInputs(ones, at[0], ones))
     np.testing.assert_allclose(out[0], wanted, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(numbers(pool_k, jnp.float32)[0, :, 4], np.swapaxes(known_k[0, 0, :8], 0, 1))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from small_models import model_of, weights_of
 
-from jaxrl.kernels.reference import packed_attention
+from jaxrl.kernels.reference import MaskInputs, packed_attention
 from jaxrl.models import decoder
 from jaxrl.models.loading import load_layerwise, load_model
 from jaxrl.models.safetensors import export_hf
@@ -44,10 +44,10 @@ def expected(folder) -> list[float]:
 
     @jax.jit
     def last(params, tokens):
-        positions = jnp.broadcast_to(jnp.arange(24), tokens.shape)
+        positions, ones = jnp.broadcast_to(jnp.arange(24), tokens.shape), jnp.ones_like(tokens)
 
         def attend(q, k, v):
-            return packed_attention(q, k, v, jnp.ones_like(tokens), positions)
+            return packed_attention(q, k, v, MaskInputs(ones, positions, ones))
 
         hidden = decoder.forward_scan(params, tokens, positions, attend, config, dtype=jnp.float64)
         return hidden[jnp.arange(len(TEXTS)), jnp.array(ends)]

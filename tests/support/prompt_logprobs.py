@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from chat_server import Behaviour, Handler
 
-from jaxrl.kernels.reference import packed_attention
+from jaxrl.kernels.reference import MaskInputs, packed_attention
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 
@@ -26,7 +26,7 @@ def gives_prompt_logprobs(params: Any, model: ModelConfig, width: int = 256, dty
             params,
             tokens,
             places,
-            lambda q, k, v: packed_attention(q, k, v, ones, places),
+            lambda q, k, v: packed_attention(q, k, v, MaskInputs(ones, places, ones)),
             model,
             dtype=jnp.dtype(dtype),
         )

@@ -16,7 +16,7 @@ from keyword_options import with_options
 from small_models import TRAINED
 
 from jaxrl.config import Config
-from jaxrl.kernels.reference import packed_attention
+from jaxrl.kernels.reference import MaskInputs, packed_attention
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.sharding.mesh import make_mesh
@@ -185,9 +185,10 @@ def whole_hidden(params: Any, batch: TokenBatch, model: ModelConfig) -> jax.Arra
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *more: Any) -> jax.Array:
         *kind, sinks = more if model.attention_sinks else (*more, None)
-        rows = (jnp.asarray(batch.segment_ids), jnp.asarray(batch.positions), None)
-        first = rows[1] - windows[kind[0] if kind else 0] + 1 if any(kind.window for kind in model.kinds) else None
-        return packed_attention(q, k, v, *rows, first, model.attn_logit_softcapping, sinks)
+        segments, positions = jnp.asarray(batch.segment_ids), jnp.asarray(batch.positions)
+        first = positions - windows[kind[0] if kind else 0] + 1 if any(kind.window for kind in model.kinds) else None
+        mask = MaskInputs(segments, positions, segments, first)
+        return packed_attention(q, k, v, mask, model.attn_logit_softcapping, sinks)
 
     return decoder.forward_scan(
         params,

@@ -34,9 +34,8 @@ def whole_pass(name: str) -> Any:
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, *more: Any) -> jax.Array:
             *kind, sinks = more if model.attention_sinks else (*more, None)
             first, ones = positions - windows[kind[0] if kind else 0] + 1, jnp.ones_like(positions)
-            return reference.packed_attention(
-                q, k, v, ones, positions, None, first, model.attn_logit_softcapping, sinks
-            )
+            mask = reference.MaskInputs(ones, positions, ones, first)
+            return reference.packed_attention(q, k, v, mask, model.attn_logit_softcapping, sinks)
 
         hidden = decoder.forward_scan(params, tokens[None], positions, attend, model, dtype=jnp.float64)
         logits = decoder.logits(params, hidden, model)[0]
