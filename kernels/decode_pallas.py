@@ -95,22 +95,15 @@ def decode_attention(
     tiles: PagedTileSizes | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, Cached, Cached]:
-    """One new position for every row.
+    """One new position for every row: attention's output [R, K * G, D] in `dtype`, and the pool with the new keys and
+    values.
 
     Args:
-      qkv_SRKXD: partial sums of the product, float32, not rounded yet.
-      bias_KXD: added to their sum; in `dtype`.
+      qkv_SRKXD: partial sums of the product, float32, not rounded yet. bias_KXD: added to their sum; in `dtype`.
       cos_RC, sin_RC: float32 [R, D / 2], rotary embedding at the rows' positions.
       k_KNPD, v_KNPD: the layer's pool, donated: the results take its place.
       positions_R: the new position, -1 for rows that do not decode.
       dtype: of activations; None: the pool's, which holds no codes.
-      tiles: how to cut the work; `choose_tiles` decides if None.
-
-    Returns:
-      Attention's output [R, K * G, D] in `dtype`, and the pool with the new keys and values.
-
-    Raises:
-      ValueError: for what `decode_refusal` names.
     """
     shares, rows, kv_heads, slab, dim = qkv_SRKXD.shape
     size, width, dtype = k_KNPD.shape[2], tables_RW.shape[1], jnp.dtype(dtype or k_KNPD.dtype)

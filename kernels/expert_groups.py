@@ -9,17 +9,12 @@ import jax.numpy as jnp
 
 
 class ExpertGroups(NamedTuple):
-    """Pairs, numbered token by token, that are cut into blocks of one expert each.
+    """Pairs, numbered token by token, that are cut into blocks of one expert each."""
 
-    Attributes:
-      order: [T * C], the pairs by expert, and within one by token. starts, counts: [X], of each expert's in it.
-      ends: [X], the number of blocks up to and with each expert.
-    """
-
-    order: jax.Array
-    starts: jax.Array
-    counts: jax.Array
-    ends: jax.Array
+    order: jax.Array  # [T * C], the pairs by expert, and within one by token
+    starts: jax.Array  # [X], of each expert's in it
+    counts: jax.Array  # [X]
+    ends: jax.Array  # [X], the number of blocks up to and with each expert
 
 
 def expert_groups(own_TC: jax.Array, num_experts: int, block: int) -> ExpertGroups:

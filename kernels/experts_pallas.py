@@ -32,11 +32,11 @@ MOST_TOKENS = 2048
 
 
 class Sizes(NamedTuple):
-    """How products are cut, by dtype alone. pairs: of a block. outputs, inputs: of a program, and of its steps."""
+    """How products are cut, by dtype alone."""
 
-    pairs: int
-    outputs: int
-    inputs: int
+    pairs: int  # of a block
+    outputs: int  # of a program
+    inputs: int  # of its steps
     num_warps: int
     num_stages: int
 
@@ -83,10 +83,9 @@ def mix(
 
     Args:
       own_TC: chosen experts, ascending; those outside 0 .. `num_experts` - 1 are left out.
-      weights: `gate`, `up` [Y, E, F] and `down` [Y, F, E] of at least as many experts, in x's dtype; biases
-        `gate_bias`, `up_bias` [X, F] and `down_bias` [X, E] where there are any.
+      weights: `gate`, `up` [Y, E, F] and `down` [Y, F, E] of at least as many experts, in x's dtype; biases [X, F] and
+        [X, E] where there are any. first: the one of these that is 0 in `own_TC`.
       activation: (gate, up) -> the input of `down`, in float32. Hashable.
-      first: the expert of gate, up and down that is 0 in `own_TC`.
     """
     how = partial(_mix, weights=weights, activation=activation, first=first, count=num_experts, interpret=interpret)
     tokens = len(x_TE)

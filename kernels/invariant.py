@@ -53,16 +53,11 @@ QUERIES, CONTEXT = 32, 32
 
 
 class Cut(NamedTuple):
-    """How tensor parallelism splits a weight of a layer, or the vocabulary's. Hashable.
-
-    Attributes:
-      dim: the split dim. axes: of the mesh, over which it is split.
-      is_matrix: whether only products read it, so that a kernel may read a part of it in place.
-    """
+    """How tensor parallelism splits a weight of a layer, or the vocabulary's. Hashable."""
 
     dim: int
-    axes: tuple[str, ...] = ()
-    is_matrix: bool = False
+    axes: tuple[str, ...] = ()  # of the mesh
+    is_matrix: bool = False  # only products read it, so that a kernel may read a part of it in place
 
 
 class InTiles(NamedTuple):

@@ -170,18 +170,12 @@ def _packed_kernel(
 
 
 class ProductSizes(NamedTuple):
-    """How a product is cut, for any number of rows.
+    """How a product is cut, for any number of rows."""
 
-    Attributes:
-      rows, outputs: of a program's tile. inputs: that it takes in one step.
-      shares: of the inputs, each summed by a separate program.
-      num_warps, num_stages: for the compiler.
-    """
-
-    rows: int
+    rows: int  # of a program's tile
     outputs: int
-    inputs: int
-    shares: int
+    inputs: int  # that it takes in one step
+    shares: int  # of the inputs, each summed by a separate program
     num_warps: int
     num_stages: int
 

@@ -30,18 +30,14 @@ from jaxrl.kernels.reference import MaskInputs
 class Tiling(NamedTuple):
     """How the loop over tiles is cut. Hashable.
 
-    Attributes:
-      longest_plain: rows up to this many tokens are left to the plain path.
-      block: B, tokens of a tile's side.
-      together: whether one step of the loop handles all rows (few large steps, for accelerators), or one row (small
-        steps, each skipping what its own row does not need, for CPUs).
-      widen: whether narrow operands are multiplied as float32 (exactly), for backends with slow narrow products.
+    `together`: one step of the loop handles all rows (few large steps, for accelerators), or one row (small steps, each
+    skipping what its own row does not need, for CPUs).
     """
 
-    longest_plain: int = 64
-    block: int = 64
+    longest_plain: int = 64  # rows up to this many tokens are left to the plain path
+    block: int = 64  # B, tokens of a tile's side
     together: bool = False
-    widen: bool = False
+    widen: bool = False  # multiply narrow operands as float32 (exactly), for backends with slow narrow products
 
     def keys(self, tokens: int) -> int:
         """About how many keys each query of a row of `tokens` is multiplied with."""

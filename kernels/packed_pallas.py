@@ -76,16 +76,11 @@ Tiles = tuple[PackedTileSizes, PackedTileSizes, PackedTileSizes]
 
 
 class TileList(NamedTuple):
-    """Which tiles a kernel visits for each tile that it keeps; R rows, I kept tiles, J others.
+    """Which tiles a kernel visits for each tile that it keeps; R rows, I kept tiles, J others."""
 
-    Attributes:
-      numbers: [R, I, J], first the fully visible tiles, then the partly visible ones, each ascending, then others.
-      whole: [R, I], how many are fully visible. count: [R, I], how many are visible at all.
-    """
-
-    numbers: jax.Array
-    whole: jax.Array
-    count: jax.Array
+    numbers: jax.Array  # [R, I, J], first the fully visible tiles, then the partly visible ones, then others
+    whole: jax.Array  # [R, I], how many are fully visible
+    count: jax.Array  # [R, I], how many are visible at all
 
 
 class TileLists(NamedTuple):
@@ -110,13 +105,8 @@ def packed_attention(
 ) -> jax.Array:
     """`reference.packed_attention`, differentiable once; scores, softmax and sums are float32.
 
-    Args:
-      tiles: how to cut the work; `choose_tiles` decides if None.
-      lists: of `tile_lists` for the same mask and tiles; computed here if None.
-      interpret: run as plain JAX, on any device (slow; for tests).
-
-    Raises:
-      ValueError: for shapes or dtypes that `refusal` names.
+    `tiles`: how to cut the work; `choose_tiles` decides if None. `lists`: of `tile_lists` for the same mask and tiles;
+    computed here if None. `interpret`: run as plain JAX, on any device (slow; for tests).
     """
     if reason := refusal(q, k, v, k.shape[2]):
         raise ValueError(f"packed attention's Pallas kernels: {reason}; set actor.attention to auto or reference")

@@ -123,11 +123,7 @@ def paged_attention(
     interpret: bool = False,
 ) -> jax.Array:
     """`reference.paged_attention`, of what `refusal` takes. A query at a negative position sees nothing and gets zeros.
-
-    Args:
-      tiles: how to cut the work; `choose_tiles` decides if None.
-      interpret: run as plain JAX, on any device (slow; for tests).
-    """
+    `tiles` and `interpret` as in `packed_pallas`."""
     if reason := refusal(q_RCHD, k_KNPD, v_KNPD, k_KNPD.shape[0], rule.softcap):
         raise ValueError(f"paged attention's Pallas kernel: {reason}; use implementation='reference'")
     rows, queries, heads, dim = q_RCHD.shape
@@ -185,16 +181,12 @@ def _paged_kernel(
 def list_work(
     first_R: jax.Array, last_R: jax.Array, window: int, span: int, piece: int, num_tiles: int
 ) -> tuple[Inputs, int]:
-    """The pieces of all rows as one list, and how many programs share it, for each of `num_tiles` tiles of a row.
+    """The pieces of all rows as one list, and how many programs share it, for each of `num_tiles` tiles of a row whose
+    queries have these first and last positions (below 0: they see nothing). Each row has at least one piece. All layers
+    of a step have the same list, which XLA makes once.
 
-    Each row has at least one piece. All layers of a step have the same list, which XLA makes once.
-
-    Args:
-      first_R, last_R: the first and the last position of each row's queries; below 0: it sees nothing.
-
-    Returns:
-      int32 `bounds` [R + 1], where each row's pieces begin in the list, and its end; `first` [R], the number of each
-      row's first piece; `row` [programs], the row of each program's first piece. Nothing where rows have one piece.
+    int32 `bounds` [R + 1] says where each row's pieces begin in the list, and its end; `first` [R] the number of each
+    row's first piece; `row` [programs] the row of each program's first piece. Nothing where rows have one piece.
     """
     rows, pieces = len(last_R), pl.cdiv(span, piece)
     if pieces == 1:

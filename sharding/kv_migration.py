@@ -71,14 +71,9 @@ def migrate(
     *,
     max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES,
 ) -> Pool:
-    """Moves a pool's live blocks into a new pool in a layout of the same mesh, and deletes the old pool. Blocks that
-    are no lane's target are zero.
-
-    Args:
-      pool: per layer (keys, values), [dp, K, N, P, D] as `before` shards them (`rollout.kv_cache`).
-      num_blocks: of the new pool, the reserved one included.
-      max_extra_bytes: the most that a device may hold beyond the larger of the two pools; an array that needs more goes
-        alone.
+    """Moves a pool's live blocks (`rollout.kv_cache`) into a new pool of `num_blocks`, the reserved one included, in a
+    layout of the same mesh, and deletes the old pool. Blocks that are no lane's target are zero. `max_extra_bytes`: the
+    most that a device may hold beyond the larger of the two pools; an array that needs more goes alone.
 
     Raises ValueError, before anything moves, for another mesh, a pool that is not in `before`, and lanes or blocks that
     do not fit.

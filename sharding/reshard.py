@@ -63,9 +63,7 @@ def reshard(tree: Any, target: Any, *, max_extra_bytes: int = DEFAULT_MAX_EXTRA_
         `keep`: beyond both together). A leaf that needs more goes alone.
       keep: leave the given arrays alive.
 
-    Raises:
-      ValueError: before anything moves: a leaf that is no array, sets of devices that overlap without being equal,
-        meshes between which no spec is the same.
+    Raises ValueError, before anything moves, where there is no direct way.
     """
     arrays, slots, structure, leaves = _collect(tree, target)
     chunks = make_plan(leaves, max_extra_bytes)

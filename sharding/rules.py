@@ -326,10 +326,8 @@ def to_rollout(
 ) -> Tree:
     """Training form to rollout form on the layout's mesh, a few layers per compiled call and nothing through the host.
 
-    Args:
-      params: unpadded, on the devices of the layout's mesh; perhaps the layers alone.
-      dtype: of the result's matrices and biases (norms: at least float32).
-      layers_per_call: more means fewer dispatches and a higher peak.
+    `params`: unpadded, on the devices of the layout's mesh; perhaps the layers alone. `dtype`: of the result's matrices
+    and biases (norms: at least float32). More `layers_per_call` mean fewer dispatches and a higher peak.
     """
     out, layers = {}, list[Tree]()
     calls = rollout_calls(params, config, layout, dtype, max_tp, layers_per_call=layers_per_call, **form)

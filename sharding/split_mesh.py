@@ -29,16 +29,8 @@ Tree = Any
 
 @dataclass(frozen=True, slots=True)
 class Half:
-    """One half of a factored mesh: its first devices (`index` 0) or its last ones (1).
-
-    Example::
-
-        half = Half(trainer_mesh, 1)
-        weights = half.lend(params, train_shardings(model, half.mesh, half.whole))     # copies: params stay as they are
-        gradients = half.give_back(sums, train_shardings(model, half.whole))
-
-    Raises ValueError where the mesh's major axis has another size than 2.
-    """
+    """One half of a factored mesh: its first devices (`index` 0) or its last ones (1). Raises ValueError where the
+    mesh's major axis has another size than 2."""
 
     whole: Mesh
     index: int

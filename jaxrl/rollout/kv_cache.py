@@ -102,13 +102,8 @@ def attend(
 ) -> tuple[jax.Array, tuple[Cached, Cached]]:
     """Writes k and v, then attends; in `shard_map` over dp and tp, so that block numbers stay local to their pool.
 
-    Args:
-      q: [dp, R, C, H, D]; k, v: [dp, R, C, K, D].
-      pool: this layer's arrays. rule, sinks [H]: the layer's.
-      tables: int32 [dp, R, W], of its stack; positions, valid: [dp, R, C].
-
-    Returns:
-      The attention's output, as q, and the layer's new arrays.
+    The attention's output, as q, and the layer's new arrays. q: [dp, R, C, H, D]; k, v: [dp, R, C, K, D]; `tables` of
+    the layer's stack, int32 [dp, R, W]; positions, valid: [dp, R, C].
     """
     kv_heads = pool[0].shape[1]
     dp, tp, kv = layout.dp_axes or None, layout.tp_axes or None, layout.kv_axes(kv_heads) or None
@@ -173,16 +168,14 @@ class GatheredCache:
         rule: reference.Rule = reference.PLAIN,
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, gathered.Fresh]:
-        """One layer of one step, in which rows take one position, or C positions.
+        """One layer of one step, in which rows take one position, or C positions: the attention's output, as q, and the
+        layer's new buffer.
 
         Args:
           q: [dp, R, H, D] or [dp, R, C, H, D]; k, v: the same with K heads.
           start: int32 [dp, R], the position of step 0 in each row.
           at: int32 scalar, the step; or [dp, R, C], each position's index in the fresh buffer; beyond its end: not
             stored.
-
-        Returns:
-          The attention's output, as q, and the layer's new buffer.
         """
         several = at.ndim > 0
         put = gathered.put_several if several else gathered.put

@@ -210,13 +210,7 @@ class Programs:
       fused_projections: on GPUs, where their heads allow it (`jaxrl.sharding.fused_projections`).
       gathered: whether decode copies its rows' blocks into windows once per dispatch (`kernels.gathered`); that pays on
         CPU, where no kernel reads a block table in place.
-      rules: what each layer's attention does beyond a causal mask.
-      mix: computes experts that are split over devices, if the model has any.
       fused: whether a decode step is `fused_step`.
-      by_rows: how a token's numbers are computed (`actor.numerics`).
-
-    Raises:
-      ValueError: forms that do not go together, or an implementation that these devices do not run.
     """
 
     def __init__(

@@ -118,7 +118,7 @@ def sample(
 
     Args:
       logits: float32 or float64 [..., V]; -inf marks padded vocabulary.
-      positions: int32 [...], the position that the new token will have in its sequence.
+      positions: int32 [...], that the new token will have in its sequence.
       state: temperature 0 takes the likeliest token, its `sampled_logprob` is then 0 and its `rollout_logprob` is that
         of temperature 1.
       truncate: whether any row may use top-k, top-p or min-p (they need a sort of the vocabulary).

@@ -42,8 +42,7 @@ class WorkerSet:
     """The executors of this process (`Run.executors`), whose meshes share one source of weights.
 
     Args:
-      mesh: of the rollout, on this host or its group of hosts.
-      executors: of one model and with the same `max_tp`, on the parts of the mesh.
+      mesh: of the rollout, on this host or its group of hosts; each executor has a part of it.
       whole: of all hosts, where there are several: `mesh` is one of its parts, and the trainer's weights are on it.
       meet: where all hosts meet once they have compiled the programs that make the weights.
       source: of several hosts, the trainer's part of this one's devices, where the rollout has its own devices: then
