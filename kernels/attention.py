@@ -43,19 +43,12 @@ def has_triton() -> bool:
 
 
 class PagedAttention(NamedTuple):
-    """Attention over the paged cache on devices of one platform. Hashable; `choose_paged` makes one from an option.
+    """Attention over the paged cache on devices of one platform. Hashable; `choose_paged` makes one from an option."""
 
-    Attributes:
-      implementation: as above, or the file of that name for `invariant` and `invariant_pallas`.
-      interpret: run the GPU kernels as plain JAX, on any device (slow; for tests).
-      parts: `invariant` computes a device's heads in this many parts.
-      on_tpu: `pallas` is `paged_tpu` for one query a row, and the reference for more.
-    """
-
-    implementation: Implementation | Literal["invariant", "invariant_pallas"]
-    interpret: bool = False
-    parts: int = 1
-    on_tpu: bool = False
+    implementation: Implementation | Literal["invariant", "invariant_pallas"]  # as above, or the file of that name
+    interpret: bool = False  # run the GPU kernels as plain JAX, on any device (slow; for tests)
+    parts: int = 1  # in which `invariant` computes a device's heads
+    on_tpu: bool = False  # `pallas` is `paged_tpu` for one query a row, and the reference for more
 
     def write(self, pool_KNPD: Cached, new_RCKD: Cached, *rows: jax.Array) -> Cached:
         """The pool with new keys or values; `rows`: as in `reference.write_kv`."""
@@ -148,23 +141,17 @@ class PackedAttention(NamedTuple):
     `choose_packed` makes one from an option; `reference.packed_attention` has the shapes and the rule. Padding (segment
     0) gets finite values, otherwise unspecified.
 
-    Attributes:
-      implementation: `reference`; `tiles`, jnp that never holds the scores of a long row (`jaxrl.kernels.packed`);
-        `pallas`, GPU kernels (`jaxrl.kernels.packed_pallas`); `invariant`: `jaxrl.kernels.invariant`, with the gradient
-        of the tiles; `invariant_pallas`: `jaxrl.kernels.invariant_pallas`, with the gradient of the kernels.
-      tiling: how the work of `tiles` is cut.
-      interpret: run the GPU kernels as plain JAX, on any device (slow; for tests).
-      note: why `auto` is the tiles where the GPU kernels refuse the model.
-      softcap: as in `Rule`; the GPU kernels have none.
-      parts: `invariant` computes heads in this many parts.
+    `tiles` is jnp that never holds the scores of a long row (`jaxrl.kernels.packed`), `pallas` GPU kernels
+    (`packed_pallas`). `invariant` and `invariant_pallas` are the files of that name, with the gradient of the tiles and
+    of the kernels.
     """
 
     implementation: Literal["reference", "tiles", "pallas", "invariant", "invariant_pallas"]
-    tiling: packed.Tiling = packed.Tiling()
-    interpret: bool = False
-    note: str = ""
-    softcap: float = 0.0
-    parts: int = 1
+    tiling: packed.Tiling = packed.Tiling()  # how the work of `tiles` is cut
+    interpret: bool = False  # as in `PagedAttention`
+    note: str = ""  # why `auto` is the tiles where the GPU kernels refuse the model
+    softcap: float = 0.0  # as in `Rule`; the GPU kernels have none
+    parts: int = 1  # in which `invariant` computes heads
 
     def tile_pairs(self, mask: MaskInputs, dtype: Any) -> packed.TilePairs | TileLists | tuple[Any, packed.Runs] | None:
         """The tiles to visit, computed once per microbatch for the `attend` calls of all layers; None if none are.

@@ -21,16 +21,12 @@ results, each concatenated in the last dim but one, where the weight of that nam
 
 class Part(struct.PyTreeNode):
     """One of the equal parts of a matrix that is not cut out, with the shape of a part: under tensor parallelism a
-    kernel reads its own part in place (`jaxrl.kernels.invariant`).
+    kernel reads its own part in place (`jaxrl.kernels.invariant`)."""
 
-    Attributes:
-      whole: all parts. index: of this one, int32. dim: that is cut. count: of parts.
-    """
-
-    whole: jax.Array
-    index: Any
-    dim: int = struct.field(pytree_node=False)
-    count: int = struct.field(pytree_node=False)
+    whole: jax.Array  # all parts
+    index: Any  # of this one, int32
+    dim: int = struct.field(pytree_node=False)  # that is cut
+    count: int = struct.field(pytree_node=False)  # of parts
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -64,24 +64,18 @@ class InTiles(NamedTuple):
     """Computes rows in tiles (`ByRows`). Hashable. Programs that must agree bit for bit have tiles of one platform
     (`for_platform`).
 
-    Attributes:
-      mesh, spec: over which and how the first dim of rows is split; None: inside `shard_map`, or on one device.
-      parts: the prime factors of the number of parts that weights are cut into, on all devices together.
-      axes: of the mesh, over which parts are split, major first; their sizes are the first of `parts`.
-      cuts: of the weights that have parts, by name.
-      prepared: what `shared` in parts becomes first, where the gradient is that of another form of it; hashable.
-      size: rows of a tile.
-      multiply: the kernels that multiply rows with a matrix; None: the compiler's own product.
+    `mesh`, `spec`: over which and how the first dim of rows is split; None: inside `shard_map`, or on one device.
+    `prepared`: what `shared` in parts becomes first, where the gradient is that of another form of it; hashable.
     """
 
     mesh: Mesh | None = None
     spec: PartitionSpec = PartitionSpec()
-    parts: tuple[int, ...] = ()
-    axes: tuple[str, ...] = ()
-    cuts: tuple[tuple[str, Cut], ...] = ()
+    parts: tuple[int, ...] = ()  # prime factors of the number of parts of weights, on all devices together
+    axes: tuple[str, ...] = ()  # of the mesh, over which parts are split, major first: sizes are the first of `parts`
+    cuts: tuple[tuple[str, Cut], ...] = ()  # of the weights that have parts, by name
     prepared: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
-    size: int = TILE
-    multiply: Multiply | None = None
+    size: int = TILE  # rows of a tile
+    multiply: Multiply | None = None  # kernels that multiply rows with a matrix; None: the compiler's own product
 
     def for_platform(self, platform: str, *, interpret: bool = False) -> InTiles:
         """The same for devices of a platform (`cpu`, `gpu`, `tpu`). On GPUs products are kernels: nothing fixes which

@@ -272,21 +272,15 @@ _blockwise.defvjp(_forward, _backward)
 
 
 class Runs(NamedTuple):
-    """Where each token of packed rows finds its context; int32 [R, T].
+    """Where each token of packed rows finds its context; int32 [R, T]."""
 
-    Attributes:
-      first, last: the lowest and the highest position that it sees; nothing where the last is lower.
-      begin, own: the position and the column at which its segment begins. prefix: the column of position 0.
-      following: the column behind its segment. number: of its segment, counted from the row's beginning.
-    """
-
-    first: jax.Array
-    last: jax.Array
-    begin: jax.Array
-    own: jax.Array
-    prefix: jax.Array
-    following: jax.Array
-    number: jax.Array
+    first: jax.Array  # the lowest position that it sees
+    last: jax.Array  # the highest; nothing where it is lower than the first
+    begin: jax.Array  # the position at which its segment begins
+    own: jax.Array  # the column at which its segment begins
+    prefix: jax.Array  # the column of position 0
+    following: jax.Array  # the column behind its segment
+    number: jax.Array  # of its segment, counted from the row's beginning
 
 
 def runs(mask: MaskInputs) -> Runs:

@@ -66,20 +66,13 @@ Load = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 @dataclass(frozen=True, slots=True)
 class PagedTileSizes:
-    """How the work is cut; powers of two. Other `positions`, or another `piece`, are another order of sums.
+    """How the work is cut; powers of two. Other `positions`, or another `piece`, are another order of sums."""
 
-    Attributes:
-      queries: of one row and key/value head in a tile, padding included.
-      positions: of the context in one step.
-      piece: positions of the context that are summed separately; a multiple of `positions`.
-      num_warps, num_stages: for the compiler: threads / 32 per program, and how deep it pipelines the steps.
-    """
-
-    queries: int
-    positions: int
-    piece: int
-    num_warps: int
-    num_stages: int
+    queries: int  # of one row and key/value head in a tile, padding included
+    positions: int  # of the context in one step
+    piece: int  # positions of the context that are summed separately; a multiple of `positions`
+    num_warps: int  # threads / 32 per program
+    num_stages: int  # how deep the compiler pipelines the steps
 
 
 def choose_tiles(rows: int, queries: int, heads: int, kv_heads: int, span: int, dim: int, dtype: Any) -> PagedTileSizes:

@@ -15,15 +15,10 @@ import jax.numpy as jnp
 
 
 class Rule(NamedTuple):
-    """A layer's attention beyond a causal mask. Hashable.
+    """A layer's attention beyond a causal mask. Hashable."""
 
-    Attributes:
-      window: positions that a query sees, its own included; 0: all.
-      softcap: scores s become softcap * tanh(s / softcap); 0: unchanged.
-    """
-
-    window: int = 0
-    softcap: float = 0.0
+    window: int = 0  # positions that a query sees, its own included; 0: all
+    softcap: float = 0.0  # scores s become softcap * tanh(s / softcap); 0: unchanged
 
 
 PLAIN = Rule()

@@ -29,13 +29,8 @@ _NOT_GIVEN = {"tools": None, "documents": None}
 
 
 class Tokenizer:
-    """A byte-level tokenizer with its special tokens and chat template. Can be pickled.
-
-    Attributes:
-      special_tokens: `bos_token`, `eos_token`, `pad_token`, `unk_token` where there is one, as text.
-      eos_token_ids: ids that end a response: the eos token and what generation_config.json adds.
-      chat_templates: by name; most tokenizers have one, which is the `default`, or none.
-    """
+    """A byte-level tokenizer with its special tokens and chat template. Can be pickled. `eos_token_ids` end a response:
+    the eos token and what generation_config.json adds."""
 
     def __init__(self, files: TokenizerFiles) -> None:
         self._fast, self._config, self._name = files.fast, files.config, files.name
@@ -117,9 +112,8 @@ class Tokenizer:
         """The rendered conversation, with the marks of `as_text` in everything that the assistant does not say.
         `chat_template`: the name of one of `chat_templates`; None: as `jaxrl.data.chat_template.choose` decides.
 
-        Raises:
-          ValueError: there is no such template, or it reads no such variable (`tools`, `enable_thinking` ...).
-          RefusedMessages: it refuses these messages; or they involve tools, and the model speaks harmony.
+        Raises ValueError if it reads no such variable (`tools`, `enable_thinking` ...); RefusedMessages if it refuses
+        these messages, or they involve tools and the model speaks harmony.
         """
         template = self._template(variables, chat_template)
         has_tools = variables.get("tools") or any(m["role"] == "tool" or m.get("tool_calls") for m in messages)

@@ -22,10 +22,6 @@ _QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32}
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 
 
-def _alike(fields: Fields, num_layers: int) -> dict[str, Any]:
-    return {}
-
-
 def layer_types(fields: Fields, num_layers: int, usual: Callable[[int], bool], window: int | None) -> dict[str, Any]:
     """The window, and the layers that have it, from `layer_types`. Where the file has no list, `usual` says whether
     a layer has a window; `window`: the family's own, None: there is none."""
@@ -147,43 +143,34 @@ def write_experts(config: Any, experts: Experts) -> dict[str, Any]:
 class Family:
     """How a family differs from Llama.
 
-    Attributes:
-      reward_model: the class of its models with one label; empty: the same name with `SequenceClassification`.
-      fixed: fields of `ModelConfig` that all its models have.
-      keys: fields of `ModelConfig` that config.json gives as a number, by the key and what it is where the file leaves
-        it out; a null is 0, which switches the field off.
-      biases: the keys among `attention_bias` (queries, keys, values, output) and `mlp_bias` that it has.
-      sizes: the keys of sizes that it has under another name than Llama.
-      defaults: of keys that all families read, where they are not Llama's. `head_dim` among them means that it need
-        not be hidden_size / num_attention_heads.
-      layers: (config.json, number of layers) -> the fields in which layers differ. write_layers: the way back.
-      local_rope: the thetas of layers with full attention and with a window, and the key of the latter, where the two
-        have different ropes.
-      partial_rope, longrope: whether a part of each head may be rotated, and whether longrope is its rope's one type.
-      modules: names of a layer's modules in files, where they are not Llama's. `qkv` and `gate_up` are one matrix each.
-        With experts also `router`, and an expert's modules; `{expert}` is its number where each has its own tensors.
-        `mlp_norm_gguf`: what GGUF files call the norm before the MLP.
-      experts: of mixtures. bare_experts: files have matrices of experts as [in, out], without `.weight`, and gate and
-        up column by column in turn.
+    `keys` are fields of `ModelConfig` that config.json gives as a number, by the key and what it is where the file
+    leaves it out; a null is 0, which switches the field off. `layers`: (config.json, number of layers) -> the fields in
+    which layers differ; `write_layers` is the way back.
+
+    `modules` are names of a layer's modules in files, where they are not Llama's. `qkv` and `gate_up` are one matrix
+    each. With experts also `router`, and an expert's modules; `{expert}` is its number where each has its own tensors.
+    `mlp_norm_gguf` is what GGUF files call the norm before the MLP.
     """
 
     architecture: str  # its class in transformers
-    reward_model: str = ""
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    reward_model: str = ""  # the class of its models with one label; empty: the same with `SequenceClassification`
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # fields of `ModelConfig` that all its models have
     keys: Mapping[str, tuple[str, float]] = field(default_factory=dict)
-    biases: tuple[str, ...] = ()
-    sizes: Mapping[str, str] = field(default_factory=dict)
+    biases: tuple[str, ...] = ()  # of the keys `attention_bias` (queries, keys, values, output) and `mlp_bias`
+    sizes: Mapping[str, str] = field(default_factory=dict)  # keys of sizes that it has under another name than Llama
+    # of keys that all families read, where not Llama's; with `head_dim` it need not be hidden_size / heads
     defaults: Mapping[str, Any] = field(default_factory=dict)
     activation: str = "hidden_act"  # the key of the MLP's activation
-    layers: Callable[[Fields, int], dict[str, Any]] = _alike
+    layers: Callable[[Fields, int], dict[str, Any]] = lambda fields, num_layers: {}
     write_layers: Callable[[Any], dict[str, Any]] = lambda config: {}
+    # where ropes differ, the thetas of layers with full attention and with a window, and the key of the latter
     local_rope: tuple[float, float, str] | None = None
-    partial_rope: bool = False
-    longrope: bool = False
+    partial_rope: bool = False  # a part of each head may be rotated
+    longrope: bool = False  # is its rope's one type
     extra: Mapping[str, Any] = field(default_factory=dict)  # further keys that config.json is written with
     modules: Mapping[str, str] = field(default_factory=dict)
-    experts: Experts | None = None
-    bare_experts: bool = False
+    experts: Experts | None = None  # of mixtures
+    bare_experts: bool = False  # files have experts' matrices as [in, out], gate and up column by column in turn
 
     @property
     def reward_architecture(self) -> str:

@@ -15,6 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 Kind = Literal["hf", "gguf"]
 Init = Literal["normal", "ones", "less_one", "zeros", "inputs"]
+"""`normal` has a standard deviation of 0.02; `less_one` are zeros, of norms that multiply by one plus the weight;
+`inputs` are uniform, at most one over the square root of the number of inputs."""
 
 
 class FileRows(NamedTuple):
@@ -29,16 +31,9 @@ class FileRows(NamedTuple):
 class Weight:
     """One weight of the training form.
 
-    Attributes:
-      init: `normal` (standard deviation 0.02), `ones` (norms), `less_one` (norms that multiply by one plus the weight:
-        zeros), `zeros` (biases) or `inputs` (uniform, at most one over the square root of the number of inputs:
-        adapters).
-      hf_name: its name in Hugging Face files. `{layer}` is the layer's index, and `{expert}` the expert's if each has
-        its own tensor; else experts are a tensor's first dim.
-      file_rows: where it is some outputs of a Hugging Face tensor that holds other weights as well (and of a GGUF
-        tensor, unless it belongs to experts).
-      transpose: files hold matrices as [out, in]; here a matrix is [in..., out...]. In GGUF files experts' matrices are
-        [out, in] even if this is False.
+    In its name in files `{layer}` is the layer's index, and `{expert}` the expert's if each has its own tensor; else
+    experts are a tensor's first dim. Files hold matrices as [out, in] where `transpose` says so, and experts' matrices
+    in GGUF files always; here a matrix is [in..., out...].
     """
 
     shape: tuple[int, ...]  # the weights of layers are stacked on a leading dim
@@ -49,6 +44,7 @@ class Weight:
     hf_shape: tuple[int, ...]  # of one layer's tensor, or of one expert's part of it, in both kinds of files
     transpose: bool = False
     dtype: str = ""  # empty: as the others have
+    # where it is some outputs of a tensor that holds other weights as well (of GGUF's, unless it belongs to experts)
     file_rows: FileRows | None = None
 
     def __post_init__(self) -> None:

@@ -110,11 +110,8 @@ class MeshExecutor:
     """Implements `jaxrl.scheduling.tokens.plan.Executor` for one model on one mesh, in one layout at a time.
 
     Call `sync_weights` and `allocate` before the first plan. `release` frees the KV pool for the update phase.
-
-    Args:
-      layout: to begin with.
-      weights: returns the trainer's weights of the version last synchronised, to go back after a switch that failed
-        halfway.
+    `weights` returns the trainer's weights of the version last synchronised, to go back after a switch that failed
+    halfway.
 
     Attributes:
       is_spread: whether other processes have a part of its devices. They run the same plans; rows and what a plan

@@ -18,15 +18,9 @@ from jaxrl.sharding.rules import rollout_shardings, to_rollout
 
 
 class HostWeights:
-    """The weights of an executor whose `resident_layers` is set, in its layout of now for all its life.
-
-    Args:
-      outer, layers: in training form, on the executor's mesh (`jaxrl.models.loading.load_layerwise`). Each layer is
-        gone from the devices when the next one comes.
-
-    Attributes:
-      host_bytes: what the host keeps for one device.
-    """
+    """The weights of an executor whose `resident_layers` is set, in its layout of now for all its life. `outer`,
+    `layers`: in training form, on the executor's mesh (`jaxrl.models.loading.load_layerwise`); each layer is gone from
+    the devices when the next one comes. `host_bytes`: what the host keeps for one device."""
 
     def __init__(self, executor: MeshExecutor, outer: Mapping[str, Any], layers: Iterable[Mapping[str, Any]]) -> None:
         assert executor.config.resident_layers is not None, "an executor that streams nothing has weights on devices"

@@ -48,22 +48,17 @@ MAX_STOP_IDS = 8
 
 
 class RowState(NamedTuple):
-    """The device's state of a row; every field [G, S, ...] (or [G, R, ...] inside a program).
+    """The device's state of a row; every field [G, S, ...] (or [G, R, ...] inside a program)."""
 
-    token: the last token drawn, its KV not in the cache yet; position: its place in the sequence; limit: the sequence
-    length at which it stops; stop_ids: [..., MAX_STOP_IDS], -1 for none. Only where proposals are verified: recent: the
-    last tokens of the response, [..., num_recent], `Drafting.blank` where it has fewer; window: the most tokens of its
-    next proposal.
-    """
-
-    token: jax.Array
-    position: jax.Array
+    token: jax.Array  # the last one drawn, its KV not in the cache yet
+    position: jax.Array  # of the token in the sequence
     active: jax.Array
-    limit: jax.Array
-    stop_ids: jax.Array
+    limit: jax.Array  # the sequence length at which it stops
+    stop_ids: jax.Array  # [..., MAX_STOP_IDS], -1 for none
     sampling: SamplingState
-    recent: jax.Array | None = None
-    window: jax.Array | None = None
+    # only where proposals are verified
+    recent: jax.Array | None = None  # the response's last tokens [..., num_recent]; `Drafting.blank` where it has fewer
+    window: jax.Array | None = None  # the most tokens of its next proposal
 
 
 def row_state_shapes(groups: int, rows: int, proposer: Drafting | None = None) -> RowState:
@@ -144,52 +139,32 @@ class LayoutSizes:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorConfig:
-    """Sizes of an executor, per dp group.
-
-    Attributes:
-      num_blocks: the reserved one included; 0: all that the rows can use.
-      max_length: tokens of the longest sequence.
-      max_prefill_tokens, decode_steps: the most of a plan.
-      quantization: of the weights of layers' matrices (`jaxrl.sharding.narrow_weights`).
-      kv_codes: what the KV cache holds; none: numbers of `dtype`.
-      seed: the run's; folded into every token's key.
-      truncate: whether requests may use top-k, top-p or min-p: their programs sort the vocabulary.
-      max_tp: the largest TP degree that the weights are padded for.
-      is_invariant: `actor.numerics`. It decides the forms, and the attention; `quantization` excludes it.
-      features_first, fused_projections, gathered: how programs are built (`Programs`); None: as the layout's devices
-        run them fastest.
-      interpret: run the GPU kernels as plain JAX, on any device (slow; for tests).
-      proposer: of tokens to verify, for requests with a history (`jaxrl.rollout.verify`).
-      resident_layers: how many layers' matrices are on the devices; the others are streamed from the host's memory
-        (`jaxrl.models.streaming`); None: all.
-      top_logprobs: the most of the likeliest tokens that a request may ask for. Programs that return them are compiled
-        when the first such request comes.
-      layouts: sizes of single degrees; any other degree that divides `max_tp` has `num_slots` and `num_blocks`.
-    """
+    """Sizes of an executor, per dp group. `features_first`, `fused_projections` and `gathered` say how programs are
+    built (`Programs`); None: as the layout's devices run them fastest."""
 
     num_slots: int
-    num_blocks: int = 0
+    num_blocks: int = 0  # the reserved one included; 0: all that the rows can use
     block_size: int = 16
-    max_length: int = 1024
-    max_prefill_tokens: int = 512
-    decode_steps: int = 16
+    max_length: int = 1024  # tokens of the longest sequence
+    max_prefill_tokens: int = 512  # of a plan
+    decode_steps: int = 16  # the most of a plan
     dtype: Any = jnp.float32
-    quantization: Narrow = "none"
-    kv_codes: Narrow = "none"
-    seed: int = 0
-    truncate: bool = False
-    max_tp: int = 1
+    quantization: Narrow = "none"  # of the weights of layers' matrices (`jaxrl.sharding.narrow_weights`)
+    kv_codes: Narrow = "none"  # what the KV cache holds; none: numbers of `dtype`
+    seed: int = 0  # the run's; folded into every token's key
+    truncate: bool = False  # requests may use top-k, top-p or min-p: their programs sort the vocabulary
+    max_tp: int = 1  # the largest TP degree that the weights are padded for
     attention: Implementation = "auto"
-    is_invariant: bool = False
+    is_invariant: bool = False  # `actor.numerics`: decides the forms, and the attention; excludes `quantization`
     features_first: bool | None = None
     fused_projections: bool | None = None
     gathered: bool | None = None
-    interpret: bool = False
-    proposer: Drafting | None = None
-    resident_layers: int | None = None
+    interpret: bool = False  # run the GPU kernels as plain JAX, on any device (slow; for tests)
+    proposer: Drafting | None = None  # of tokens to verify, for requests with a history (`jaxrl.rollout.verify`)
+    resident_layers: int | None = None  # whose matrices are on the devices (`jaxrl.models.streaming`); None: all
     draw: Draw = sample
-    top_logprobs: int = 0
-    layouts: tuple[LayoutSizes, ...] = ()
+    top_logprobs: int = 0  # that a request may ask for; their programs are compiled when the first such request comes
+    layouts: tuple[LayoutSizes, ...] = ()  # of single degrees; others have `num_slots` and `num_blocks`
 
     def sizes(self, tp: int, stacks: KvStacks = WHOLE) -> LayoutSizes:
         """Raises ValueError if the weights are not padded for that degree."""

@@ -205,9 +205,7 @@ class Forced:
     `SampledToken.token` is the given token and `rollout_logprob` that token's; `sampled_logprob` is the *id* of the
     token that would have been sampled, as a float: float32 holds all below 2^24 exactly. Keys name the rows.
 
-    Args:
-      seed: the run's.
-      given: for each response its key, the number of its prompt's tokens, and its own tokens.
+    `given`: for each response its key, the number of its prompt's tokens, and its own tokens.
     """
 
     def __init__(self, seed: int, given: Sequence[tuple[SampleKey, int, Sequence[int]]]) -> None:

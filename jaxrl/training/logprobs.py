@@ -37,24 +37,17 @@ Project = Callable[..., jax.Array]
 class HeadOptions(NamedTuple):
     """How logits are computed and used. Hashable.
 
-    Attributes:
-      project: (head parameters, x [C, E]) -> logits [C, V], before the temperature. In tiles it also takes `widen` and
-        `by_rows`, and V may be padded with logits of -inf.
-      chunk: C, tokens that have their logits at once on a device.
-      temperature: divides the logits; positive.
-      entropy_gradient: whether the entropy is part of the objective; without it its gradient is zero and costs nothing.
-      widen: whether narrow operands are multiplied as float32, for backends with slow narrow products.
-      by_rows: how logits and log-probabilities are computed. In tiles (`actor.numerics`) they are the rollout's.
-      split: how the head's parameters are split over the mesh.
+    `project`: (head parameters, x [C, E]) -> logits [C, V], before the temperature. In tiles it also takes `widen` and
+    `by_rows`, and V may be padded with logits of -inf.
     """
 
     project: Project
-    chunk: int
-    temperature: float
-    entropy_gradient: bool = False
-    widen: bool = False
-    by_rows: ByRows = at_once
-    split: Split = Split()
+    chunk: int  # C, tokens that have their logits at once on a device
+    temperature: float  # divides the logits; positive
+    entropy_gradient: bool = False  # the entropy is part of the objective; else its gradient is zero and costs nothing
+    widen: bool = False  # narrow operands are multiplied as float32, for backends with slow narrow products
+    by_rows: ByRows = at_once  # in tiles (`actor.numerics`) log-probabilities are the rollout's
+    split: Split = Split()  # of the head's parameters over the mesh
 
     def whole(self, head: Head, dtype: Any) -> Head:
         """A device's shard as it is multiplied."""

@@ -49,42 +49,25 @@ Array = np.ndarray | jax.Array
 
 class TokenBatch(struct.PyTreeNode):
     """A microbatch of R packed rows of T tokens. All arrays are [R, T] except `num_sequences` and a teacher's. The
-    first four are about the column's own token; the others, from `targets` on, about the one that it predicts.
+    first four are about the column's own token; the others, from `targets` on, about the one that it predicts."""
 
-    Attributes:
-      tokens: int32; padding is 0.
-      segment_ids: int32, 1, 2, ... within a row; 0 at padding.
-      prefix_ids: int32, the segment that this token sees besides its own; its own if there is none.
-      positions: int32 within the sample (prompt included); 0 at padding.
-      targets: int32, the response's token that is predicted; 0 where there is none.
-      loss_mask: float32, 1 at tokens to learn from (several spans per sample are possible), else 0.
-      advantages: float32.
-      rollout_logprobs, old_logprobs, ref_logprobs: float32; 0 where unknown or masked.
-      values, returns: float32, the critic's before the update and what it is to learn; 0 where unknown or masked.
-      versions: int32, the `policy_version` that produced each response token; 0 elsewhere.
-      sequence_length: int32, how many columns of a segment have mask 1 (the same at all of them).
-      num_sequences: int32 [R], samples in each row that have at least one token with mask 1.
-      teacher_ids: int32 [R, T, K], the tokens that a teacher finds likeliest; None where no loss reads them.
-      teacher_logprobs: float32 [R, T, K + 1], what it thinks of those, and of all others together; likewise.
-    """
-
-    tokens: Array
-    segment_ids: Array
-    prefix_ids: Array
-    positions: Array
-    targets: Array
-    loss_mask: Array
-    advantages: Array
+    tokens: Array  # int32; padding is 0
+    segment_ids: Array  # int32, 1, 2, ... within a row; 0 at padding
+    prefix_ids: Array  # int32, the segment that this token sees besides its own; its own if there is none
+    positions: Array  # int32 within the sample (prompt included); 0 at padding
+    targets: Array  # int32, the response's token that is predicted; 0 where there is none
+    loss_mask: Array  # float32, 1 at tokens to learn from (several spans per sample are possible), else 0
+    advantages: Array  # float32, as all up to `returns`; 0 where unknown or masked
     rollout_logprobs: Array
     old_logprobs: Array
     ref_logprobs: Array
-    values: Array
-    returns: Array
-    versions: Array
-    sequence_length: Array
-    num_sequences: Array
-    teacher_ids: Array | None = None
-    teacher_logprobs: Array | None = None
+    values: Array  # the critic's before the update
+    returns: Array  # what it is to learn
+    versions: Array  # int32, the `policy_version` that produced each response token; 0 elsewhere
+    sequence_length: Array  # int32, how many columns of a segment have mask 1 (the same at all of them)
+    num_sequences: Array  # int32 [R], samples in each row that have at least one token with mask 1
+    teacher_ids: Array | None = None  # int32 [R, T, K], those that it finds likeliest; None where no loss reads them
+    teacher_logprobs: Array | None = None  # float32 [R, T, K + 1], of those, and of all others together; likewise
 
     @classmethod
     def zeros(cls, rows: int, length: int, top_k: int = 0) -> TokenBatch:

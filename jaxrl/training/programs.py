@@ -71,15 +71,11 @@ class TrainPrograms(CompiledPrograms):
     """The programs of one model on one mesh, each shape compiled once.
 
     Attributes:
-      config, model_config, mesh: as given; `config` with the platform's types. platform: of the mesh's devices.
-      objective: `jaxrl.training.objectives`.
-      packed_attention: what `actor.attention` means on the mesh's platform.
+      config: as given, with the platform's types.
       microbatches: the shapes of a microbatch on one device, ascending.
-      optimizer: the update rule.
-      trainable, frozen, state: shapes, dtypes and shardings of trained and frozen weights and the optimizer's state.
-      sums: the same of the accumulator.
+      trainable, frozen, state, sums: shapes, dtypes and shardings of trained and frozen weights, the optimizer's state
+        and the accumulator.
       layout: its `tp` devices share rows of tokens (`actor.context_parallel_size`), its `dp` groups split them.
-      shardings, dtypes: of all weights.
       places, ref_dtypes: shardings and types of a reference's own weights. With `actor.offload_reference` its layers'
         matrices lie in host memory (`jaxrl.models.streaming` does the same for the rollout's form), and the scan over
         layers brings them to the devices one by one.
