@@ -12,9 +12,7 @@ fuses nothing; products and attention are kernels (`jaxrl.kernels.invariant_pall
 Source: batch-invariant kernels (He et al. 2025, "Defeating Nondeterminism in LLM Inference"). Departure: norms and
 softmaxes are not rewritten, and on CPUs nothing is. The fixed piece is a long stretch of a layer, inside which the
 compiler is free. `jaxrl check-numerics` measures whether two programs compile it to the same code; for GPUs a test
-compares the compiled programs.
-
-Gradients come from the plain computation at the same inputs. They need not be invariant: only one side has them.
+compares the compiled programs. Gradients come from the plain computation at the same inputs: only one side has them.
 
 Dims: N rows, Q queries of a tile, S positions of a block, H query heads, K key/value heads, G = H / K, D head dim; R
 rows of tokens, T tokens of a row, W blocks per table, P positions per block of the cache.

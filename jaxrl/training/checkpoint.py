@@ -18,8 +18,7 @@ its name.
 Source: Orbax. Departures from its defaults: nothing is restored without a target, which would bring arrays back onto
 the devices that wrote them. Folders are made before a save returns: where one cannot be made, Orbax's threads would
 wait for five minutes. Its `CheckpointManager` (0.12.8) is not used. It renames a step before a manifest could list all
-of its files (`AtomicRenameTemporaryPath.finalize`). It deletes old steps file by file under their names, so that a kill
-leaves part of a step. A file that cannot be deleted makes it forget the step that it has just saved.
+of its files, and deletes old steps file by file under their names, so that a kill leaves part of a step.
 """
 
 from __future__ import annotations

@@ -14,13 +14,9 @@ before.
 Source of the routers' loss: Fedus et al. 2021 (arXiv:2101.03961, §2.2), the number of experts times Σ (share of tokens
 that chose an expert · its mean probability), on transformers' scale: an even load gives the number of experts per
 token. Departures: means are over a microbatch's tokens, so the cut of a batch has a small influence; each layer has a
-separate loss, where transformers multiplies means over all layers, in which uneven layers can cancel.
-
-Source of the distillation loss: Agarwal et al. 2023 (arXiv:2306.13649), eq. 1, with the conventions of TRL's
-GKDTrainer.
-
-Source of the critic's loss: the squared error with clipped values of Schulman et al.'s implementation of PPO
-(arXiv:2005.12729, §3), halved as in verl.
+separate loss, where transformers multiplies means over all layers, in which uneven layers can cancel. Source of the
+distillation loss: Agarwal et al. 2023 (arXiv:2306.13649), eq. 1, as in TRL's GKDTrainer; of the critic's: the squared
+error with clipped values of Schulman et al.'s implementation of PPO (arXiv:2005.12729, §3), halved as in verl.
 
 Dims: R rows, T tokens, L layers, X experts. All arrays [R, T] are about the token that a column predicts (see
 `packing`).

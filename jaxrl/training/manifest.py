@@ -1,10 +1,8 @@
 """A checkpoint's manifest: the name, size and SHA-256 of every file, in a file beside them.
 
-`write` writes it last, before a checkpoint gets its name; `read` and `check` compare a folder with it.
-
-The manifest also holds a digest of its content, and must equal byte for byte what `write` makes of that content. So
-every changed, cut, missing or renamed file is found, and every added file that a reader would take as part of an item.
-Other added files are allowed: notes beside the items, and hidden files (`.DS_Store`, `.nfs...`).
+It is written last, before a checkpoint gets its name. It also holds a digest of its content, and must equal byte for
+byte what `write` makes of that content. So every changed, cut, missing or renamed file is found, and every added file
+that a reader would take as part of an item. Other added files are allowed: notes beside the items, and hidden files.
 
 A missing or unreadable file is damage. Transient errors of the system (a server that does not answer, no memory, too
 many open files) say nothing about the checkpoint: they are raised, and another try may succeed.

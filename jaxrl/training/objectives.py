@@ -6,10 +6,8 @@ decoder, packing, sharding, accumulation and the optimizer are the same for all 
 - `name`, `optim`, `grad_clip`: of a section of options (`actor`, `critic`); `name` is also the prefix of metrics;
 - `passes`: the programs without gradients, in the order in which they are needed;
 - `teacher_top_k`: how many of a teacher's tokens the loss reads in each column;
-- `head(params)`: the weights outside the layers that `per_token` needs;
-- `per_token(head, hidden, batch)`: arrays [R, T] or [R, T, ...] from final-normed hidden states [R, T, E], 0 where the
-  mask is. A pass without gradients returns the first one;
-- `loss(found, batch)`: the loss of what `per_token` has computed.
+- `per_token(head(params), hidden, batch)`: arrays [R, T] or [R, T, ...] from final-normed hidden states [R, T, E], 0
+  where the mask is, whose loss is `loss(found, batch)`. A pass without gradients returns the first one.
 
 Dims: R rows, T tokens, E embed.
 """

@@ -23,8 +23,7 @@ equal work, as in Llama 3 (Grattafiori et al. 2024, arXiv:2407.21783, section 3.
 **Shapes.** A run has at most four microbatch shapes (`microbatch_shapes`): a full one, and three quarters, half and a
 quarter of it. They follow from the options, the model and the mesh alone, so all programs can be compiled before there
 is a batch. Rows are as long as attention allows: it skips other segments, so a row of the full token budget costs no
-more per token than a short one. With the quickstart's lengths (6 groups of 4), 87 % of the columns hold a token; with
-rows of the longest sample, doubled or not, in any power of two (7 shapes), it was 84 %.
+more per token than a short one.
 """
 
 from __future__ import annotations

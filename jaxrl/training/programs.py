@@ -3,16 +3,12 @@
 They follow from the options, the model and the mesh alone, so they can be compiled without weights: ahead, in another
 thread (beside the first rollout), or for devices that are not there. Source and memory: `jaxrl.training.trainer`.
 
-Programs, as (name, rows, tokens of a row) of the microbatch:
+Programs, as (name, rows, tokens of a row) of the microbatch; what they replace is donated:
 
-- `("accumulate", R, T)`: (trainable, frozen, accumulator, batch) -> (accumulator, a scalar); the accumulator is
-  donated;
-- `("logprobs", R, T)`: (params, batch) -> [R, T]; `("ref_logprobs", R, T)`: the same for the reference's dtype;
-  `("values", R, T)`: the same of a critic;
-- `("zeros", 0, 0)`: () -> accumulator;
-- `("init", 0, 0)`: (trainable) -> optimizer state;
-- `("update", 0, 0)`: (trainable, optimizer state, accumulator) -> (trainable, optimizer state, metrics); the first two
-  are donated.
+- `("accumulate", R, T)`: (trainable, frozen, accumulator, batch) -> (accumulator, a scalar);
+- `("logprobs", R, T)`: (params, batch) -> [R, T]; `ref_logprobs`: for the reference's dtype; `values`: of a critic;
+- `("zeros", 0, 0)`: () -> accumulator; `("init", 0, 0)`: (trainable) -> optimizer state;
+- `("update", 0, 0)`: (trainable, optimizer state, accumulator) -> (trainable, optimizer state, metrics).
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ methods have
 - `trained`: the trainer's configuration, from one as the command reads it;
 - `precomputes`: whether `reference` is called for all rows before the first step. It returns what the updates need of
   the weights that a run begins with, float64, a line for each row, which is passed to them as `known`;
-- `train_step`: one update; returns its metrics;
-- `evaluate`: metrics of held-out rows, without `val/`, and their weight in a mean over batches.
+- `train_step`: metrics of one update; `evaluate`: of held-out rows, and their weight in a mean over batches.
 
 Source of the losses of pairs: DPO (Rafailov et al. 2023, arXiv:2305.18290, eq. 7; label smoothing as its authors'
 conservative DPO), robust DPO (Chowdhury et al. 2024, arXiv:2403.00409, eq. 12), and IPO (Azar et al. 2024,

@@ -10,12 +10,9 @@ prefix). Rows of a microbatch are split over the same devices, each possibly ove
 Departure: the accumulator holds the unnormalised sum of gradients and its denominator, and is divided once. So a
 minibatch may be cut into microbatches and parts of any size and order.
 
-Memory: master weights and optimizer state always (with `actor.offload_optimizer` the latter is in host memory and
-copied to the devices a layer at a time); the reference's weights if an option needs them; the accumulator from the
-first `accumulate` to `apply`; activations as `actor.remat` says; logits of `actor.logprob_chunk_tokens` tokens per
-device. For the backward pass, attention (`actor.attention`, `kernels.attention.PackedAttention`) keeps q, k, v, the
-output and one number per query and head. Scores exist for a few tiles at a time, except with `reference` and in short
-rows (`kernels.packed.Tiling.longest_plain`). Prompts count once per row, not once per sample.
+Memory: master weights and optimizer state always (with `actor.offload_optimizer` the latter is in host memory); the
+reference's weights if an option needs them; the accumulator from the first `accumulate` to `apply`; activations as
+`actor.remat` says; logits of `actor.logprob_chunk_tokens` tokens per device (`jaxrl.training.update_memory`).
 """
 
 from __future__ import annotations
