@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxrl.config import Config, ConfigError, DataSection
+from jaxrl.config import Config, ConfigError
 from jaxrl.config.domains import source_problem
 from jaxrl.data.problems import Problem, checked_messages, read_problems
 from jaxrl.data.rendered import Environments, Rendered
@@ -45,11 +45,7 @@ def load_train(config: Config, environments: Environments | None = None) -> Prob
         if environments is not None:
             return _own(config, environments, 0, config.environment.num_problems)
         raise ConfigError("data.train_files is missing: give files, or name a reasoning-gym task in data.task")
-    return _from_files(data.train_files, "data.train_files", data)
-
-
-def _from_files(names: Sequence[str], option: str, data: DataSection) -> Problems:
-    return list(read_problems(names, option, data))
+    return list(read_problems(data.train_files, "data.train_files", data))
 
 
 def _own(config: Config, environments: Environments, first: int, count: int) -> list[Problem]:
@@ -75,7 +71,7 @@ def load_validation(
 
             return draw_task(data, held_out=True, count=data.val_size)
         return [] if data.train_files or environments is None else _own(config, environments, _HELD_OUT, data.val_size)
-    problems = _from_files(data.val_files, "data.val_files", data)
+    problems = list(read_problems(data.val_files, "data.val_files", data))
     if train is None:
         train = load_train(config) if data.task or data.train_files else []
     seen = {problem.identity for problem in train}
@@ -103,7 +99,7 @@ def refuse_sources(config: Config, train: Problems, held_out: Problems | None = 
         SourceQuotas(config.data.source_quotas, [problem.source for problem in train])
     sources = {problem.source for problem in train}
     if held_out is None and config.data.val_files and not sources.issuperset(config.reward.domains):
-        held_out = _from_files(config.data.val_files, "data.val_files", config.data)
+        held_out = list(read_problems(config.data.val_files, "data.val_files", config.data))
     problem = source_problem(config, sources.union(problem.source for problem in held_out or ()))
     if problem is not None:
         raise ConfigError(problem)
