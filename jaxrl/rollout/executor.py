@@ -335,7 +335,8 @@ class MeshExecutor:
         assert isinstance(source, MeshExecutor), "KV comes from a mesh"
         lanes = kv.lanes()
         if kv.copies:
-            assert source._pool is not None and self._pool is not None
+            assert source._pool is not None
+            assert self._pool is not None
             jax.block_until_ready((source._pool, self._pool, self._state))
             pool, self._pool = self._pool, None
             layouts = (source.layout, self.layout)
