@@ -171,7 +171,7 @@ def _options_of_run(run_dir: str, devices: Mapping[str, Any], overrides: Sequenc
     """Options of section `simulate` that a run's record answers: lengths; of a real run the devices as well, and
     latencies if it, or an override, names a profile."""
     lengths = f"simulate.recorded_run={json.dumps(str(run_dir))}"
-    found = ["simulate.recorded_rule=by_rank", lengths]
+    found = [lengths]
     if devices["platform"] == SIMULATED:
         return found
     found.append(f"simulate.num_devices={devices['count']}")

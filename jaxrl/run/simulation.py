@@ -5,9 +5,9 @@ not exist; evaluation draws prompts beside the training ones, `data.val_size` of
 rollout's own are charged as if they lay there already, split. Nothing is journalled, because a simulated clock decides
 the same again. Never imports jax.
 
-Several hosts are executors with latencies: a call holds the controller up (`simulate.host_call_s`), and takes its time
-to the host and back (`simulate.host_latency_s`); with `simulate.host_spread` some hosts are slower than others. What is
-called once in a round (a weight sync, a switch of layouts) has no latency.
+Several hosts are executors with latencies: a call holds the controller up, and takes its time to the host and back;
+with `simulate.host_spread` some hosts are slower than others. What is called once in a round (a weight sync, a switch
+of layouts) has no latency.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from jaxrl.sim.workload import Workload
 from jaxrl.training import batch_preparation
 from jaxrl.training.training_step import Models
 
+HOST_CALL_S, HOST_LATENCY_S = 0.00015, 0.0005  # of a call to another host, for the controller, and one way
 STOP_TOKEN = 1  # the stop token of a response that is shorter than the limit
 
 
@@ -102,7 +103,7 @@ class SimulatedMachine:
 
     def _build_executors(self) -> SimulatedExecutorSet:
         """One for each worker; their plans are drawn in tracks of their own."""
-        config, cost, phases, chosen = self._config, self._cost, self._phases, self._config.simulate
+        config, cost, phases = self._config, self._cost, self._phases
         num_workers, several, sizes = config.num_workers, config.hosts.num > 1, self._sizes
 
         def draw(track: str, plan: Any, result: Any, start_ns: int, end_ns: int) -> None:
@@ -110,14 +111,13 @@ class SimulatedMachine:
             phases.complete(track, "plan", start_ns / 1e9, end_ns / 1e9, **named)
 
         sync_s = cost.weight_sync_s(sizes.tp, sizes.num_devices * num_workers)
-        slowness = slownesses(config.hosts.num, chosen.host_spread, config.trainer.seed)
+        slowness = slownesses(config.hosts.num, config.simulate.host_spread, config.trainer.seed)
         executors = [
             SimulatedExecutor(
                 sizes,
                 self._workload.length,
                 cost,
                 self._clock,
-                chosen.host_s,
                 on_plan=partial(draw, "engine" if num_workers == 1 else f"engine {worker}"),
                 layouts=self._layouts,
                 sync_s=sync_s,
@@ -125,8 +125,8 @@ class SimulatedMachine:
                 proposals=simulated_speculation.proposals(config, self._workload),
                 turn_end=None if self._turns is None else self._turns.end,
                 slowness=slowness[worker // config.workers_per_group],
-                call_s=chosen.host_call_s if several else 0.0,
-                latency_s=chosen.host_latency_s if several else 0.0,
+                call_s=HOST_CALL_S if several else 0.0,
+                latency_s=HOST_LATENCY_S if several else 0.0,
             )
             for worker in range(num_workers)
         ]

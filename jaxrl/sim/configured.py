@@ -5,7 +5,6 @@ Every model comes with a sentence about the source of its numbers. Errors name o
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,7 +28,7 @@ from jaxrl.sim.cost_model import CostModel, Efficiency, TableCost, modelled_prof
 from jaxrl.sim.executor import MachineSizes
 from jaxrl.sim.hardware import hardware
 from jaxrl.sim.recorded import RecordedWorkload
-from jaxrl.sim.workload import ModelledWorkload, Workload, check_scoring, check_task
+from jaxrl.sim.workload import ModelledWorkload, Workload
 
 _NODE = 8  # devices, if no option says how many
 
@@ -96,19 +95,11 @@ def cost_model(config: Config) -> tuple[CostModel, str]:
     """The cost model of section `simulate`, and where its numbers come from."""
     chosen = config.simulate
     machine = _option("simulate.hardware", hardware, chosen.hardware)
-    factors, source = Efficiency(), "default efficiency factors"
-    if chosen.efficiency:
-        known = [each.name for each in dataclasses.fields(Efficiency)]
-        for name in chosen.efficiency:
-            if name not in known:
-                raise ConfigError(f"simulate.efficiency.{name} must be one of {', '.join(known)}")
-        factors = _option("simulate.efficiency", replace, factors, **chosen.efficiency)
-        source += f", with {', '.join(chosen.efficiency)} as configured"
     rollout = config.with_types("gpu").rollout
     narrow = 0 if rollout.quantization == "none" else BYTES[rollout.quantization]
     model = model_sizes(config)
-    parts = model, machine, factors, BYTES[rollout.dtype], narrow, rollout.kv_head_bytes(model.head_dim)
-    described = f"roofline of {machine.name} data sheet peaks, {source}"
+    parts = model, machine, Efficiency(), BYTES[rollout.dtype], narrow, rollout.kv_head_bytes(model.head_dim)
+    described = f"roofline of {machine.name} data sheet peaks, default efficiency factors"
     if not chosen.profile:
         return CostModel(*parts), described
     predictor = _profiled(config)
@@ -142,6 +133,15 @@ def _scoring_limit_s(config: Config, task: str) -> float:
     return config.reward.timeout_s or math.inf
 
 
+def check_scoring(task: SimulatedTask, timeout_s: float) -> None:
+    """Raises ConfigError for scoring that would never end."""
+    if task.scoring.hang_share and timeout_s == math.inf:
+        raise ConfigError(
+            f"simulate.tasks.{task.name}.scoring.hang_share ({task.scoring.hang_share}) needs reward.timeout_s: that "
+            "scoring would never end"
+        )
+
+
 def tasks_of(config: Config) -> tuple[SimulatedTask, ...]:
     """The tasks of section `simulate`, in their order."""
     given = config.simulate.tasks
@@ -153,26 +153,23 @@ def workload_of(config: Config) -> tuple[Workload, str]:
     chosen, seed = config.simulate, config.trainer.seed
     tasks = tasks_of(config)
     if chosen.recorded_run:
-        scoring, timeout_s = tasks[0].scoring, _scoring_limit_s(config, "")
-        _option(f"simulate.tasks.{tasks[0].name}", check_scoring, scoring, timeout_s)
-        of_task = scoring, timeout_s, tasks[0].history
-        recorded = RecordedWorkload.read(chosen.recorded_run, seed, chosen.recorded_rule, *of_task)
-        drawn = sum(len(prompt.responses) for prompt in recorded.prompts)
+        timeout_s = _scoring_limit_s(config, "")
+        check_scoring(tasks[0], timeout_s)
+        recorded = RecordedWorkload.read(chosen.recorded_run, seed, tasks[0].scoring, timeout_s, tasks[0].history)
         return recorded, (
-            f"recorded: {drawn} responses to {len(recorded.prompts)} prompts of {chosen.recorded_run}, drawn "
-            f"{chosen.recorded_rule}; {recorded.num_truncated} of them had reached that run's token limit"
+            f"recorded: {len(recorded.lengths)} responses to {len(recorded.prompts)} prompts of {chosen.recorded_run}, "
+            f"drawn by rank; {recorded.num_truncated} of them had reached that run's token limit"
         )
     longest = config.data.max_response_length
     limits_s = [_scoring_limit_s(config, task.name) for task in tasks]
     for task, limit_s in zip(tasks, limits_s, strict=True):
-        _option(f"simulate.tasks.{task.name}", check_task, task, longest, limit_s)
+        check_scoring(task, limit_s)
     text = "; ".join(
         f"{task.name} (median {task.response.median:g}, sigma {task.response.sigma:g}, cap {longest} tokens)"
         for task in tasks
     )
     limits = longest, config.data.max_prompt_length, max(limits_s)
-    workload = _option("simulate.tasks", ModelledWorkload, seed, tasks, *limits)
-    return workload, f"modelled: {text}, seed {seed}"
+    return ModelledWorkload(seed, tasks, *limits), f"modelled: {text}, seed {seed}"
 
 
 def with_degree(config: Config) -> tuple[Config, str]:

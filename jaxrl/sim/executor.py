@@ -116,7 +116,6 @@ class SimulatedExecutor:
         cut at its request's max_tokens. So a response that is resumed later keeps its length. Asked when its prefill
         ends: a response that is aborted before it runs needs no length.
       on_plan: called with (plan, its result, start, end in nanoseconds) when a plan is submitted.
-      host_s: seconds that the host works on each plan before it submits it.
       layouts: sizes by TP degree, of the layouts that it can change to.
       sync_s: seconds of a weight sync.
       wake_s: seconds until the devices can draw again after an update had them.
@@ -140,7 +139,6 @@ class SimulatedExecutor:
         length_of: Callable[[SampleKey, int], int],
         cost: CostModel,
         clock: SimulatedClock,
-        host_s: float = 0.0,
         on_plan: Callable[[Plan, PlanResult, int, int], None] = lambda *_: None,
         layouts: Mapping[int, MachineSizes] | None = None,
         sync_s: float = 0.0,
@@ -158,7 +156,7 @@ class SimulatedExecutor:
         self.num_tokens = self.num_prefill_tokens = 0
         self._length_of, self._turn_end = length_of, turn_end
         self._cost, self._clock, self._on_plan, self._layouts = cost, clock, on_plan, layouts or {}
-        self._host_s, self._sync_s, self._wake_s = host_s, sync_s, wake_s
+        self._sync_s, self._wake_s = sync_s, wake_s
         self._tickets: deque[SimulatedTicket] = deque()
         self.free_ns = 0
 
@@ -167,7 +165,7 @@ class SimulatedExecutor:
 
     def submit(self, plan: Plan) -> SimulatedTicket:
         """Runs a plan; its outcome is seen when it is collected."""
-        self._clock.advance(self._host_s + self._call_s)
+        self._clock.advance(self._call_s)
         rows, seats = self._rows, plan.rows.seats
         prefill, num_stops, verified = self._prefill(plan), plan.leave_after, None
         assert (rows.ids[seats] == plan.rows.request_ids).all(), plan

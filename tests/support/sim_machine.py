@@ -94,12 +94,11 @@ class Machine:
     decode_steps: int = 2
     workers: int = 1
     timeout_s: float = 0.0
-    host_s: float = 0.0
     trace: list[TraceEvent] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.clock = SimulatedClock()
-        self.executor = SimulatedExecutor(self.sizes, self.workload.length, self.cost, self.clock, self.host_s)
+        self.executor = SimulatedExecutor(self.sizes, self.workload.length, self.cost, self.clock)
         config = BatcherConfig(decode_steps=self.decode_steps)
         self.engine = Engine(self.executor, config, trace=self.trace.append)
         phases = SimulatedPhases(self.clock)

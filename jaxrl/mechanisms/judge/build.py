@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
@@ -150,8 +149,8 @@ def _bytes(weight: Weight, num_devices: int, size: int) -> int:
 
 
 def read_judge(config: Config) -> tuple[Tokenizer, ModelConfig]:
-    """The tokenizer and the config of `reward.judge.model`, which must fit each other, the kind of reward, the lengths
-    and the adapters; no weight is read. Raises ValueError where they do not, or a file is damaged."""
+    """The tokenizer and the config of `reward.judge.model`, which must fit each other, the kind of reward and the
+    lengths; no weight is read. Raises ValueError where they do not, or a file is damaged."""
     judge, kind = config.reward.judge, judge_kind(config.reward)
     path = resolve_path(judge.model, "reward.judge.model")
     folder, model = str(checked_path(path, "reward.judge.model")), config_of(path)
@@ -159,10 +158,6 @@ def read_judge(config: Config) -> tuple[Tokenizer, ModelConfig]:
         found = "a reward model with a scalar head" if model.scalar_head else "a language model"
         right = "reward.kind=model" if model.scalar_head else "reward.kind=judge"
         raise ConfigError(f"reward.judge.model ({judge.model}) is {found}, which needs {right}, found {kind}")
-    if judge.lora_adapter_path:
-        from jaxrl.models.peft import read_lora
-
-        read_lora(Path(judge.lora_adapter_path).expanduser(), model)
     tokenizer = Tokenizer.from_path(folder)
     tokenizer.check_template_arguments(judge.apply_chat_template_kwargs)
     check_vocabulary(tokenizer, model, folder)
@@ -204,14 +199,8 @@ def build_judge(run: Run, mesh: Mesh) -> DeviceJudge:
         resident_layers=plan.resident_layers,
     )
     executor = MeshExecutor(model, Layout(mesh, mesh.size), sizes)
-    # what adapters are added to is read in at least float32, as the actor's is: it becomes the judge's type once
-    adapters, dtype = judge.lora_adapter_path, jnp.dtype(judge.dtype)
-    dtype = jnp.promote_types(dtype, jnp.float32) if adapters else dtype
-    _, outer, layers = load_layerwise(resolve_path(judge.model, "reward.judge.model", weights=True), mesh, dtype)
-    if adapters:
-        from jaxrl.models.peft import merged_layers
-
-        layers = merged_layers(Path(adapters).expanduser(), model, mesh, layers, dtype)
+    path = resolve_path(judge.model, "reward.judge.model", weights=True)
+    _, outer, layers = load_layerwise(path, mesh, jnp.dtype(judge.dtype))
     if model.scalar_head:
         reading = Scalars(judge, tokenizer, model.pad_token_id)
     else:

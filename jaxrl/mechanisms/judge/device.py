@@ -158,9 +158,9 @@ class DeviceJudge:
     # -- turns ---------------------------------------------------------------------------------------------------------
 
     def turn(self, busy_rows: int, num_rows: int) -> bool:
-        """Takes a turn if the rule allows one and there is something to judge; returns whether it did. `busy_rows`: as
-        in `jaxrl.scheduling.mechanism.DeviceUser`; `num_rows`: of the rollout."""
-        if not self._judged or not self._options.allows_turn(busy_rows, num_rows):
+        """Takes a turn if there is something to judge and few enough rows are busy; returns whether it did.
+        `busy_rows`: as in `jaxrl.scheduling.mechanism.DeviceUser`; `num_rows`: of the rollout."""
+        if not self._judged or busy_rows > self._options.busy_share * num_rows:
             return False
         self._run_plan()
         self._gap_turns += busy_rows > 0

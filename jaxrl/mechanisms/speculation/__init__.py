@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from annotated_types import Ge, Interval
+from annotated_types import Ge
 
 from jaxrl.scheduling.mechanism import Mechanism, RolloutMemory, RoundEnd, RoundInfo
 from jaxrl.schema.declared import MAX_INT, Cap
@@ -40,11 +40,6 @@ if TYPE_CHECKING:
     from jaxrl.scheduling.tokens.plan import Request
     from jaxrl.scheduling.tokens.progress import Counters
 
-MIN_WINDOW = 2
-"""Tokens that a row drafts at first, and after a rejection."""
-WINDOW_STEP = 2
-"""By how many tokens its window grows when all were accepted."""
-
 
 class Speculation(Mechanism):
     """Keeps the responses of earlier rounds, and gives new requests indexes to draft from. `builder`: None where
@@ -60,11 +55,6 @@ class Speculation(Mechanism):
             Cap(64, "every response of them is kept in memory"),
             "The number of a prompt's last rollouts to draft from.",
         ] = 1
-        max_prefix: Annotated[
-            int, Interval(ge=1, le=64), "The last tokens of a response that are looked for in its prompt's history."
-        ] = 7
-        min_prefix: Annotated[int, Interval(ge=1, le=64), "The fewest of these tokens, where more are not found."] = 3
-        max_window: Annotated[int, Interval(ge=MIN_WINDOW, le=256), "The most tokens that a row drafts in a step."] = 32
         verify_tokens: Annotated[
             int,
             Ge(0),
@@ -88,20 +78,15 @@ class Speculation(Mechanism):
         ] = 0
 
         def problems(self, config: Any) -> Iterator[str]:
-            option, data, n = "rollout.speculation", config.data, config.rollout.n
-            if self.min_prefix > self.max_prefix:
+            from jaxrl.mechanisms.speculation.index import DraftLengths
+
+            n, longest, lengths = config.rollout.n, config.data.max_response_length, DraftLengths()
+            entries = lengths.num_places(lengths.text_size(n * self.epochs, n * self.epochs * longest))
+            if self.enable and entries > MAX_INT:
                 yield (
-                    f"{option}.min_prefix ({self.min_prefix} tokens) must be at most {option}.max_prefix "
-                    f"({self.max_prefix} tokens)"
-                )
-            text = n * self.epochs * (data.max_response_length + self.max_prefix + 1)
-            prefixes = self.max_prefix - self.min_prefix + 1
-            if self.enable and text * prefixes > MAX_INT:
-                yield (
-                    f"{option}: rollout.n ({n}) × {option}.epochs ({self.epochs}) responses of "
-                    f"data.max_response_length ({data.max_response_length} tokens) with {prefixes} lengths of "
-                    f"prefixes ({option}.min_prefix to {option}.max_prefix) must be at most {MAX_INT} entries of an "
-                    f"index, found {text * prefixes}"
+                    f"rollout.speculation: rollout.n ({n}) × rollout.speculation.epochs ({self.epochs}) responses of "
+                    f"data.max_response_length ({longest} tokens) must be at most {MAX_INT} entries of an index, found "
+                    f"{entries}"
                 )
 
     name = "history"
@@ -254,8 +239,7 @@ def draft_config(config: Config, platform: str, costs: StepCosts | None = None) 
         return None
     from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftWindow, default_verify_tokens
 
-    window = DraftWindow(MIN_WINDOW, WINDOW_STEP, spec.max_window)
-    return DraftConfig(window, spec.verify_tokens or default_verify_tokens(platform), spec.max_batch, costs)
+    return DraftConfig(DraftWindow(), spec.verify_tokens or default_verify_tokens(platform), spec.max_batch, costs)
 
 
 def build_proposer(config: Config, platform: str) -> Drafting | None:
@@ -263,18 +247,11 @@ def build_proposer(config: Config, platform: str) -> Drafting | None:
     drafts, spec = draft_config(config, platform), config.rollout.speculation
     if drafts is None:
         return None
-    from jaxrl.mechanisms.speculation.index import draft_lengths
     from jaxrl.mechanisms.speculation.proposer import Drafting
 
     num_responses = config.rollout.n * spec.epochs
-    return Drafting(
-        num_responses,
-        num_responses * config.data.max_response_length,
-        drafts.verify_tokens,
-        draft_lengths(spec),
-        drafts.window,
-        spec.num_indexes,
-    )
+    num_tokens = num_responses * config.data.max_response_length
+    return Drafting(num_responses, num_tokens, drafts.verify_tokens, num_indexes=spec.num_indexes)
 
 
 def verify_rule(

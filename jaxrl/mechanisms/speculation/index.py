@@ -34,6 +34,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -255,10 +256,6 @@ def _hashed(
 TRACK = "history"  # of the timeline
 
 
-def draft_lengths(options: Speculation.Options) -> DraftLengths:
-    return DraftLengths(options.min_prefix, options.max_prefix, options.max_window)
-
-
 def index_bytes(lengths: DraftLengths, num_responses: int, num_tokens: int) -> int:
     """The largest size of an index over `num_responses` responses of `num_tokens` tokens in total."""
     places = lengths.num_places(num_tokens)
@@ -269,17 +266,14 @@ def history_store(options: Speculation.Options) -> HistoryStore:
     """An empty store for `rollout.speculation`; where that is off, of lengths alone."""
     if not options.enable:
         return HistoryStore(0)
-    lengths = draft_lengths(options)
-    return HistoryStore(
-        options.epochs, options.max_bytes, lambda responses, tokens: index_bytes(lengths, responses, tokens)
-    )
+    return HistoryStore(options.epochs, options.max_bytes, partial(index_bytes, DraftLengths()))
 
 
-def build_index(history: PromptHistory, options: Speculation.Options) -> DraftIndex:
+def build_index(history: PromptHistory) -> DraftIndex:
     """The index over a prompt's last responses, weighted by their rewards."""
     responses = [response for rollout in history.rollouts for response in rollout.responses()]
     rewards = np.concatenate([rollout.rewards for rollout in history.rollouts])
-    return DraftIndex.build(responses, rewards.tolist(), draft_lengths(options))
+    return DraftIndex.build(responses, rewards.tolist())
 
 
 class Building:
@@ -309,14 +303,9 @@ class IndexBuilder:
     """Builds indexes in a thread, first come, first served. `build_s`: seconds of builds in the thread; `wait_s`: in
     which `take` has blocked."""
 
-    def __init__(
-        self,
-        options: Speculation.Options,
-        timeline: Timeline | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, timeline: Timeline | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self.build_s = self.wait_s = 0.0
-        self._options, self._timeline, self._clock = options, timeline, clock
+        self._timeline, self._clock = timeline, clock
         self._threads = ThreadPoolExecutor(1, thread_name_prefix=TRACK)
 
     def begin(self, index: int, history: PromptHistory) -> Building:
@@ -347,7 +336,7 @@ class IndexBuilder:
         drawn = {"prompt": index, "tokens": history.num_tokens}
         with nullcontext() if self._timeline is None else self._timeline.span(track, "build", **drawn):
             try:
-                return build_index(history, self._options)
+                return build_index(history)
             except Exception as error:
                 error.add_note(f"while the draft index of prompt {index} was built ({history.num_tokens} tokens)")
                 raise

@@ -110,11 +110,6 @@ class Turns(Mechanism):
         timeout_s: Annotated[
             float, Gt(0), MAX_WAIT, "Seconds until the calls of a turn are given up, each for itself."
         ] = 10.0
-        timeout: Annotated[
-            Literal["fixed", "adaptive"],
-            "The time limit of a tool; fixed: timeout_s, adaptive: 1.5 times its longest call that went well, 2 s at "
-            "least and timeout_s at most.",
-        ] = "fixed"
         num_workers: Annotated[int, Ge(1), _MAX_WORKERS, "Processes that answer turns, one at a time each."] = 8
         max_calls_per_worker: Annotated[
             int, Ge(0), "Turns, or programs, after which a process is replaced; 0: never."
@@ -203,8 +198,6 @@ class Turns(Mechanism):
                 return
             if self.kind == "tools":
                 yield frozenset({"name"}), "environment.kind is tools"
-            if self.kind != "tools":
-                yield frozenset({"timeout"}), f"environment.kind is {self.kind}"
             if self.kind == "verifiers":
                 yield frozenset({"path", "name"}), "environment.kind is verifiers"
             else:
@@ -214,7 +207,6 @@ class Turns(Mechanism):
             if config.data.task or config.data.train_files:
                 yield frozenset({"num_problems"}), "data.task or data.train_files has the problems"
 
-    name = "turns"
     title = "turns"
     option = "environment.kind"
     changes = frozenset({WORKERS})  # a turn goes to the worker that has the conversation's KV
@@ -327,14 +319,6 @@ class Turns(Mechanism):
             self._forget(key)
         for kept in (self._unanswered, self._came, self._recorded, self._resumed):
             kept.clear()
-
-    def state_dict(self) -> dict[str, Any] | None:
-        times = self._conversation.times
-        return {"longest_s": dict(times.longest_s)} if times is not None and times.adapts else None
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self._conversation.times is not None:
-            self._conversation.times.longest_s = dict(state.get("longest_s", {}))
 
     # -- turns -------------------------------------------------------------------------------------------------------
 
