@@ -89,6 +89,7 @@ class Loop:
         self._gradients = [each.gradient_source for each in run.mechanisms if each.gradient_source]
         self._group_rewards = [each.group_rewards for each in run.mechanisms if each.group_rewards]
         self._parking = [each.parking for each in run.mechanisms if each.parking]
+        self._step_watchers = [each.step_watcher for each in run.mechanisms if each.step_watcher]
         self._shaping = RewardShaping.configured(config)
         self._alarms = Alarms(config)
         self._saves = SaveSchedule(config.trainer, run.clock)
@@ -199,8 +200,8 @@ class Loop:
         rounds = (None if each is None else each.seconds for each in (earlier, self._waiting))
         measured |= numbers.seconds_of_other_steps(measured, *rounds)
         measured |= numbers.throughput(batch, measured, self._run.num_devices)
-        for each in self._mechanisms:
-            each.step_ends(measured)
+        for watch in self._step_watchers:
+            watch(measured)
         self._run.on_step(step, measured, now.groups)
 
     def _collect(self, step: int, waiting: Sequence[Group] | None = None) -> Collected:

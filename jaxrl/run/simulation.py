@@ -26,10 +26,8 @@ from jaxrl.config.options import total_steps
 from jaxrl.loop import Loop
 from jaxrl.mechanisms import batch_rule
 from jaxrl.mechanisms.reward_timeouts import AdaptiveTimeouts
-from jaxrl.mechanisms.speculation import simulated as simulated_speculation
 from jaxrl.mechanisms.stream_trainer import GradientStream
-from jaxrl.mechanisms.stream_trainer.simulated import SimulatedStream
-from jaxrl.mechanisms.turns import simulated as simulated_turns
+from jaxrl.mechanisms.turns.rule import Conversation
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.run.arrival import ArrivalOrder
 from jaxrl.run.rules import batcher_config
@@ -39,13 +37,16 @@ from jaxrl.scheduling.layouts.plan_cost import PlanCostModel
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers, step_ticks
 from jaxrl.sim.clock import SimulatedClock, SimulatedConcurrently, SimulatedPhases
-from jaxrl.sim.configured import PLATFORM, layout_sizes, machine_sizes, num_devices_of, tasks_of, worker_predictor
+from jaxrl.sim.configured import layout_sizes, machine_sizes, num_devices_of, tasks_of, worker_predictor
 from jaxrl.sim.cost_model import CostModel
+from jaxrl.sim.drafts import BlankIndexes, SimulatedDrafts, verify_rule
 from jaxrl.sim.executor import MachineSizes, SimulatedExecutor
 from jaxrl.sim.executor_set import SimulatedExecutorSet
+from jaxrl.sim.hardware import PLATFORM
 from jaxrl.sim.prompts import SimulatedPrompts
 from jaxrl.sim.scoring import DeviceScoring, ScoringWorkers
-from jaxrl.sim.trainer import SimulatedTrainer
+from jaxrl.sim.trainer import SimulatedStream, SimulatedTrainer
+from jaxrl.sim.turns import conversation, turn_model
 from jaxrl.sim.workload import Workload
 from jaxrl.training import batch_preparation
 from jaxrl.training.training_step import Models
@@ -91,9 +92,9 @@ class SimulatedMachine:
         self.degrees: Sequence[int] = tuple(layouts) or (sizes.tp,)
         is_own = config.rollout.num_devices > 0
         self.num_devices = num_devices_of(config) if is_own else sizes.num_devices * config.num_workers
-        self._turns = simulated_turns.turn_model(config, workload) if config.environment.is_on else None
+        self._turns = turn_model(config, workload) if config.environment.is_on else None
         self.executors = self._build_executors()
-        batching = batcher_config(config, simulated_speculation.verify_rule(config, cost))
+        batching = batcher_config(config, verify_rule(config, cost))
         engines = [Engine(each, batching) for each in self.executors.executors]
         self.arrival = ArrivalOrder(self.executors.first_done, None) if config.rollout.order == "arrival" else None
         pace = self.predictor() if config.rollout.layout.switch else None
@@ -122,7 +123,7 @@ class SimulatedMachine:
                 layouts=self._layouts,
                 sync_s=sync_s,
                 wake_s=cost.rollout_fixed_s(),
-                proposals=simulated_speculation.proposals(config, self._workload),
+                drafts=SimulatedDrafts.configured(config, self._workload),
                 turn_end=None if self._turns is None else self._turns.end,
                 slowness=slowness[worker // config.workers_per_group],
                 call_s=HOST_CALL_S if several else 0.0,
@@ -144,11 +145,11 @@ class SimulatedMachine:
         limits, timeouts = (reward.num_workers, reward.timeout_s), AdaptiveTimeouts.configured(self._config)
         return ScoringWorkers(self._workload, self._clock, self._phases, *limits, own, order, timeouts, on_devices)
 
-    def conversation(self) -> simulated_turns.Conversation | None:
+    def conversation(self) -> Conversation | None:
         if self._turns is None:
             return None
         given = self._turns, self._config.environment.num_workers, self._clock, self._phases
-        return simulated_turns.conversation(*given, lambda: self.scoring.next_ns)
+        return conversation(*given, lambda: self.scoring.next_ns)
 
     def predictor(self) -> LatencyPredictor:
         return worker_predictor(self._config, self._cost, self.degrees)
@@ -166,8 +167,8 @@ class SimulatedMachine:
             streams[workers] = self._feeding(stream)
         return streams
 
-    def index_builder(self) -> simulated_speculation.BlankIndexes:
-        return simulated_speculation.BlankIndexes(self._config.rollout.speculation, clock=lambda: self._clock.now_s)
+    def index_builder(self) -> BlankIndexes:
+        return BlankIndexes(clock=lambda: self._clock.now_s)
 
     def release_workers(self, workers: Sequence[int]) -> None:
         self.executors.release_some(workers)

@@ -32,9 +32,6 @@ from jaxrl.sim.workload import ModelledWorkload, Workload
 
 _NODE = 8  # devices, if no option says how many
 
-PLATFORM = "gpu"
-"""The platform of simulated devices, for options with a default by platform."""
-
 
 def with_simulated_hosts(config: Config) -> Config:
     """The configuration with the hosts of section `simulate`, and nothing else of section `hosts` but the devices of

@@ -32,7 +32,7 @@ from jaxrl.scheduling.tokens.plan import Capacity, Plan, PlanResult, PrefillChun
 from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks
 from jaxrl.sim.clock import SimulatedClock, nanoseconds
 from jaxrl.sim.cost_model import CostModel
-from jaxrl.sim.verification import Acceptance, Proposals, verify
+from jaxrl.sim.drafts import Acceptance, SimulatedDrafts, verify
 from jaxrl.types import SampleKey
 
 VOCABULARY = 30_011  # a prime: fillers of neighbouring positions and samples differ
@@ -119,7 +119,7 @@ class SimulatedExecutor:
       layouts: sizes by TP degree, of the layouts that it can change to.
       sync_s: seconds of a weight sync.
       wake_s: seconds until the devices can draw again after an update had them.
-      proposals: that plans verify; None: none do.
+      drafts: that plans verify; None: none do.
       turn_end: of responses over several turns, in place of `length_of`: (a response, its step, the tokens that it has)
         -> its tokens at the end of the next turn.
       slowness: factor by which plans take longer than the cost model says.
@@ -143,13 +143,13 @@ class SimulatedExecutor:
         layouts: Mapping[int, MachineSizes] | None = None,
         sync_s: float = 0.0,
         wake_s: float = 0.0,
-        proposals: Proposals | None = None,
+        drafts: SimulatedDrafts | None = None,
         turn_end: Callable[[SampleKey, int, int], int] | None = None,
         slowness: float = 1.0,
         call_s: float = 0.0,
         latency_s: float = 0.0,
     ) -> None:
-        self._proposals, self._slowness = proposals, slowness
+        self._drafts, self._slowness = drafts, slowness
         self._call_s, self._latency_ns = call_s, nanoseconds(latency_s)
         self._take_sizes(sizes)
         self.policy_version = self.recompiles = 0
@@ -281,7 +281,7 @@ class SimulatedExecutor:
         self.num_groups, self.num_slots, self.num_blocks = sizes.num_groups, sizes.num_slots, sizes.num_blocks
         self.block_size, self.max_prefill_tokens = sizes.block_size, sizes.max_prefill_tokens
         self.stacks = sizes.stacks
-        first_window = 0 if self._proposals is None else self._proposals.first_window
+        first_window = 0 if self._drafts is None else self._drafts.config.window.least
         self._rows = _Rows(sizes.num_groups * sizes.num_slots, first_window)
 
     def _prefill(self, plan: Plan) -> dict[int, tuple[int, float]]:
@@ -325,8 +325,8 @@ class SimulatedExecutor:
 
     def _verify(self, plan: Plan, num_stops: int) -> tuple[np.ndarray, int, np.ndarray]:
         """`_decode` in a plan that verifies; also the counts of its rows, [5, R]."""
-        assert self._proposals is not None, "a plan verifies, and nothing is proposed"
-        proposals, rows, group_size = self._proposals, self._rows, self.num_slots
+        assert self._drafts is not None, "a plan verifies, and nothing is drafted"
+        drafts, rows, group_size = self._drafts.config, self._rows, self.num_slots
         scheduled, histories = plan.rows, plan.rows.histories or ()
         is_live = rows.left[scheduled.seats] > 0
         seats = scheduled.seats[is_live]
@@ -335,7 +335,7 @@ class SimulatedExecutor:
             for row, seat in zip(np.flatnonzero(is_live).tolist(), seats.tolist(), strict=True)
         ]
         fullest = int(np.bincount(scheduled.dp_groups).max())
-        left, width = rows.left[seats], proposals.width(fullest)
+        left, width = rows.left[seats], drafts.width(fullest)
         before_R = rows.ends[seats] - left
         found = verify(
             acceptance,
@@ -343,7 +343,7 @@ class SimulatedExecutor:
             left,
             scheduled.max_new[is_live],
             rows.windows[seats],
-            next_window=proposals.next_window,
+            next_window=drafts.window.after,
             width=width,
             num_steps=plan.num_steps,
             num_stops=num_stops,
@@ -363,10 +363,10 @@ class SimulatedExecutor:
         return counts, found.num_steps, seconds_G
 
     def _acceptance(self, seat: int) -> Acceptance:
-        assert self._proposals is not None
+        assert self._drafts is not None
         rows = self._rows
         if rows.acceptance[seat] is None:
-            rows.acceptance[seat] = self._proposals.acceptance(rows.keys[seat], len(rows.responses[seat]))
+            rows.acceptance[seat] = self._drafts.acceptance(rows.keys[seat], len(rows.responses[seat]))
         return rows.acceptance[seat]
 
     def _decode_s(self, seats: np.ndarray, left: np.ndarray, num_steps: int) -> np.ndarray:

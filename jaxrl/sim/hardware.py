@@ -13,6 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+PLATFORM = "gpu"
+"""The platform of simulated devices, for options with a default by platform."""
+
 GIB = 1 << 30
 _GBIT_BYTES = 1e9 / 8
 

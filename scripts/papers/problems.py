@@ -2,7 +2,7 @@
 
 Source: the set-ups of facts.yaml, in closed form (`papers.closed_form`). RollPacker's rewards of a mixed batch are in
 turn, task by task, as in the authors' code (Farrrrland/RollPacker, roll/pipeline/rlvr/rlvr_pipeline_batched_reward.py);
-RhymeRL's drafts go by the rules of `jaxrl.sim.verification`.
+RhymeRL's drafts go by the rules of `jaxrl.sim.drafts`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ import yaml
 
 from jaxrl.config import SimulatedHistory, SimulatedLengths, SimulatedTask
 from jaxrl.mechanisms.speculation.rule import DraftWindow
-from jaxrl.mechanisms.speculation.simulated import draft_acceptance
 from jaxrl.models.shapes import named_shape
 from jaxrl.sim.cost_model import CostModel, Efficiency
+from jaxrl.sim.drafts import draft_acceptance, verify
 from jaxrl.sim.hardware import HARDWARE
-from jaxrl.sim.verification import verify
 from jaxrl.sim.workload import ModelledWorkload, exact_length, length_of_score, normal, uniform, word
 from jaxrl.types import SampleKey
 from papers import slime

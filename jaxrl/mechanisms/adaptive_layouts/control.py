@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from jaxrl.mechanisms.adaptive_layouts.planner import TpPlanner
-from jaxrl.mechanisms.adaptive_layouts.switch_rule import LayoutSwitchRule, Switch
+from jaxrl.mechanisms.adaptive_layouts.rules import LayoutSwitchRule, Switch, TpPlanner
 from jaxrl.scheduling.layouts.batch_state import BatchState, GroupCapacity
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.relayout import LayoutExecutor, Relayout, SwitchFailed, recompute, rows_of, start_in

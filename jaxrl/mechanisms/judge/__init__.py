@@ -187,7 +187,7 @@ class Judge(Mechanism):
     def rollout_memory(
         cls, config: Config, num_devices: int, platform: str, weight_bytes: int, is_timeless: bool
     ) -> RolloutMemory:
-        from jaxrl.mechanisms.judge.build import rollout_memory
+        from jaxrl.mechanisms.judge.device import rollout_memory
 
         return rollout_memory(config, num_devices)
 
@@ -196,7 +196,7 @@ class Judge(Mechanism):
         """Loads the judge. A simulated run models it in its scoring."""
         if run.machine.mesh is None or not cls.is_on(run.config):
             return None
-        from jaxrl.mechanisms.judge.build import build_judge
+        from jaxrl.mechanisms.judge.device import build_judge
 
         return cls(build_judge(run, run.machine.mesh))
 

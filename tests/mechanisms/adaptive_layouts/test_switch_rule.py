@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from made_up import DEGREES, MOVE, ROOMY, SIMPLE, UP, batch_state
 
 from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
-from jaxrl.mechanisms.adaptive_layouts.switch_rule import LayoutSwitchRule, Switch
+from jaxrl.mechanisms.adaptive_layouts.rules import LayoutSwitchRule, Switch
 from jaxrl.scheduling.layouts.batch_state import BatchState, GroupCapacity, LiveRow
 from jaxrl.scheduling.layouts.latency import LatencyPredictor, causal_pairs
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost

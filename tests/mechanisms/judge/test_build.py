@@ -15,8 +15,8 @@ from tiny import write_tiny_model
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.mechanisms.judge import build
-from jaxrl.mechanisms.judge.build import judge_memory
+from jaxrl.mechanisms.judge import device
+from jaxrl.mechanisms.judge.device import judge_memory
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import load_model
@@ -53,13 +53,13 @@ def test_planned_bytes_are_those_of_the_arrays(model: ModelConfig, num_devices: 
     def stop(*of_executor: Any) -> None:
         raise MadeError(*of_executor)
 
-    monkeypatch.setattr(build, "read_judge", lambda _: (None, model))
-    monkeypatch.setattr(build, "host_bytes", lambda: 1 << 60)
-    monkeypatch.setattr(build, "MeshExecutor", stop)
+    monkeypatch.setattr(device, "read_judge", lambda _: (None, model))
+    monkeypatch.setattr(device, "host_bytes", lambda: 1 << 60)
+    monkeypatch.setattr(device, "MeshExecutor", stop)
     c = config(resident_layers=3)
     plan = judge_memory(c, model, num_devices)
     with pytest.raises(MadeError) as made:
-        build.build_judge(made_run(None, None, None, config=c), make_mesh(jax.devices()[:num_devices]))
+        device.build_judge(made_run(None, None, None, config=c), make_mesh(jax.devices()[:num_devices]))
     programs = LayoutPrograms(*made.value.args)
     arrays = jax.tree.leaves(programs.abstract_params())
     streamed = sum(part(x) for x in arrays if x.sharding.memory_kind == HOST)
