@@ -262,7 +262,7 @@ class SimulatedExecutor:
         return times
 
     def accept_migration(self, source: SimulatedExecutor, kv: KvPlan, rows: Sequence[ResidentRow]) -> None:
-        """Takes rows and their KV from another worker (`jaxrl.scheduling.layouts.request_migration`), in the time that
+        """Takes rows and their KV from another worker (`jaxrl.scheduling.layouts.relayout`), in the time that
         the cost model gives; `rows` are then all rows of this worker."""
         assert not [*self._tickets, *source._tickets], "rows move while plans are in flight"
         old, sent = self._rows, Counter(copy.source_group for copy in kv.copies)

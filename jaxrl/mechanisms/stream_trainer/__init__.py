@@ -454,7 +454,7 @@ class StreamTrainer(Mechanism):
 
         for worker in workers:
             try:
-                self._num_copied += self._workers.close(worker, self._by, leaving=workers).num_moved
+                self._num_copied += self._workers.close(worker, self._by, leaving=workers)
             except SwitchFailed as failure:
                 raise Interrupted(f"step {self._step}: {failure}") from failure
             self._freed += (worker,)

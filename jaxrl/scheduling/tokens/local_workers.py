@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from jaxrl.scheduling.tokens.engine import MAX_IN_FLIGHT, Engine, Finished
 from jaxrl.scheduling.tokens.plan import Request, Ticket
-from jaxrl.scheduling.tokens.progress import Counters, MigrationOutcome, PlanTimes
+from jaxrl.scheduling.tokens.progress import Counters, PlanTimes
 from jaxrl.types import Sample
 
 if TYPE_CHECKING:
@@ -273,8 +273,9 @@ class LocalWorkers:
             done = self._done[worker] = self.engines[worker].batcher.num_row_tokens
         return self._limits[worker] - done
 
-    def move(self, request_ids: Iterable[int], target: int, by: By = "migrate") -> MigrationOutcome:
-        """Lets live requests continue in another worker, with their tokens, log-probabilities and versions.
+    def move(self, request_ids: Iterable[int], target: int, by: By = "migrate") -> int:
+        """Lets live requests continue in another worker, with their tokens, log-probabilities and versions; the tokens
+        whose KV was copied.
 
         Plans in flight of the workers that take part are collected first. Requests that ended in them do not move, and
         are delivered in their turn; nor do those that are in `target` already.
@@ -298,13 +299,11 @@ class LocalWorkers:
         for request_id in ids:
             sources.setdefault(self._worker_of[request_id], []).append(request_id)
         sources.pop(target, None)
-        moved = MigrationOutcome(0, 0, 0)
-        for source, leaving in sorted(sources.items()):
-            moved += self._move(source, target, leaving, by)
-        return moved
+        return sum(self._move(source, target, leaving, by) for source, leaving in sorted(sources.items()))
 
-    def close(self, worker: int, by: By = "recompute", leaving: Collection[int] = ()) -> MigrationOutcome:
-        """Takes a worker out: its requests move to the open ones, dealt like new ones, and it gets no more.
+    def close(self, worker: int, by: By = "recompute", leaving: Collection[int] = ()) -> int:
+        """Takes a worker out: its requests move to the open ones, dealt like new ones, and it gets no more. Returns the
+        tokens whose KV was copied.
 
         Args:
           leaving: workers that will be closed next: no request moves there, only to move again.
@@ -324,14 +323,11 @@ class LocalWorkers:
             target = self._deal(engine.batcher.progress(request_id).request, staying, added)
             targets.setdefault(target, []).append(request_id)
             added[target] += self._limit_of[request_id]
-        moved = MigrationOutcome(0, 0, 0)
         try:
-            for target, ids in sorted(targets.items()):
-                moved += self._move(worker, target, ids, by)
+            return sum(self._move(worker, target, ids, by) for target, ids in sorted(targets.items()))
         except BaseException:
             self._open.add(worker)
             raise
-        return moved
 
     def open(self, worker: int) -> None:
         """Lets a closed worker take requests again. Raises ValueError if it is open."""
@@ -365,13 +361,13 @@ class LocalWorkers:
             self._changed.add(worker)
             self._done[worker] = None
 
-    def _move(self, source: int, target: int, request_ids: Sequence[int], by: By) -> MigrationOutcome:
-        from jaxrl.scheduling.layouts.request_migration import migrate_requests, recompute_requests
+    def _move(self, source: int, target: int, request_ids: Sequence[int], by: By) -> int:
+        from jaxrl.scheduling.layouts.relayout import migrate_requests, recompute_requests
 
         self._collect(source)
         live = [i for i in request_ids if i in self._worker_of]
         if not live:
-            return MigrationOutcome(0, 0, 0)
+            return 0
         between = self.engines[source], self.engines[target]
         how = by(*between, live) if callable(by) else by
         if how == "migrate":

@@ -131,20 +131,3 @@ class PlanTimes:
     context: float
     was_queued: bool
     verified: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class MigrationOutcome:
-    """The outcome of a migration: requests, those that continue without a prefill, and the tokens with their KV copied
-    (as `Relayout.num_moved` counts them)."""
-
-    num_requests: int
-    num_seated: int
-    num_moved: int
-
-    def __add__(self, other: MigrationOutcome) -> MigrationOutcome:
-        return MigrationOutcome(
-            self.num_requests + other.num_requests,
-            self.num_seated + other.num_seated,
-            self.num_moved + other.num_moved,
-        )
