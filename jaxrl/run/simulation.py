@@ -122,7 +122,7 @@ class SimulatedMachine:
                 on_plan=partial(draw, "engine" if num_workers == 1 else f"engine {worker}"),
                 layouts=self._layouts,
                 sync_s=sync_s,
-                wake_s=cost.rollout_fixed_s(),
+                wake_s=cost.efficiency.rollout_fixed_s,
                 drafts=SimulatedDrafts.configured(config, self._workload),
                 turn_end=None if self._turns is None else self._turns.end,
                 slowness=slowness[worker // config.workers_per_group],

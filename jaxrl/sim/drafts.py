@@ -38,7 +38,7 @@ import numpy as np
 
 from jaxrl.config import Config, SimulatedHistory
 from jaxrl.mechanisms.speculation import draft_config
-from jaxrl.mechanisms.speculation.index import Building, DraftIndex, DraftLengths, IndexBuilder
+from jaxrl.mechanisms.speculation.index import DraftIndex, DraftLengths, IndexBuilder
 from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, StepCosts
 from jaxrl.scheduling.rounds.history import PromptHistory
 from jaxrl.sim.cost_model import CostModel
@@ -57,10 +57,10 @@ _LENGTHS = DraftLengths()
 class BlankIndexes(IndexBuilder):
     """Indexes in which nothing can be found, at once."""
 
-    def begin(self, index: int, history: PromptHistory) -> Building:
+    def begin(self, index: int, history: PromptHistory) -> Future[DraftIndex]:
         done: Future[DraftIndex] = Future()
         done.set_result(_BLANK)
-        return Building(done, lambda: _BLANK)
+        return done
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -326,7 +326,7 @@ def _rollouts_s(setup: Setup, values: Values, tasks: Sequence[str]) -> list[floa
     """Seconds of rollouts of batches of these tasks, with weights and waking."""
     cost, lengths = cost_of(setup, values), tuple(task_lengths(values, task) for task in tasks)
     decoding = replace(cost.efficiency, mfu=1.0, train_fixed_s=0.0, rollout_fixed_s=0.0)  # the rest does not touch it
-    start = cost.weight_sync_s(setup.tp, setup.num_devices) + cost.rollout_fixed_s()
+    start = cost.weight_sync_s(setup.tp, setup.num_devices) + cost.efficiency.rollout_fixed_s
     return [start + seconds for seconds in _decoding_s(setup, decoding, lengths, values["correlation"])]
 
 
@@ -394,7 +394,7 @@ def _long_round_7b(values: Values) -> dict[str, float]:
     chosen = sorted(first, key=first.__getitem__)[-setup.num_prompts :]
     batch = [responses_of(setup, lengths, correlation, p, attempt=1) for p in chosen]
     step = rollout_s(cost, setup, batch) + train_s(cost, setup.num_devices, batch, FORWARDS)
-    step += cost.weight_sync_s(setup.tp, setup.num_devices) + cost.rollout_fixed_s()
+    step += cost.weight_sync_s(setup.tp, setup.num_devices) + cost.efficiency.rollout_fixed_s
     return {"rollpacker.7b_long_round_step": step}
 
 

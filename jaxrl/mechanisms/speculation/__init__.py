@@ -25,8 +25,10 @@ from jaxrl.schema.section import Section
 from jaxrl.types import Prompt
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from jaxrl.config import Config
-    from jaxrl.mechanisms.speculation.index import Building, IndexBuilder
+    from jaxrl.mechanisms.speculation.index import DraftIndex, IndexBuilder
     from jaxrl.mechanisms.speculation.proposer import Drafting
     from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, StepCosts
     from jaxrl.report.charts import Chart
@@ -148,8 +150,8 @@ class Speculation(Mechanism):
     def __init__(self, store: HistoryStore, builder: IndexBuilder | None = None) -> None:
         self.store = store
         self._builder = builder
-        self._indexes: dict[int, Building] = {}  # of the prompts that the store keeps
-        self._begun: dict[int, Building] = {}  # of those, the ones that may still fail
+        self._indexes: dict[int, Future[DraftIndex]] = {}  # of the prompts that the store keeps
+        self._begun: dict[int, Future[DraftIndex]] = {}  # of those, the ones that may still fail
         self._is_training = False  # the round under way is one of training
         self._measured = (0.0, 0.0, 0)  # build_s, wait_s, num_evicted when the last round ended
 
@@ -158,8 +160,8 @@ class Speculation(Mechanism):
     def round_begins(self, info: RoundInfo) -> None:
         """Raises what a build has raised that ended in the meantime, also where no request would need its index."""
         self._is_training = info.is_training
-        for index in [index for index, building in self._begun.items() if building.is_done]:
-            self._begun.pop(index).take()
+        for index in [index for index, building in self._begun.items() if building.done()]:
+            self._begun.pop(index).result()
 
     def on_request(self, request: Request, prompt: Prompt) -> Request:
         building = self._indexes.get(prompt.index)
@@ -210,7 +212,7 @@ class Speculation(Mechanism):
         kept = {*self.store.prompts()}.difference(changed)
         for index in [index for index in self._indexes if index not in kept]:
             self._begun.pop(index, None)
-            self._indexes.pop(index).drop()
+            self._indexes.pop(index).cancel()
         for index in changed:
             history = self.store.history(index)
             assert history is not None, "an index of responses that are not kept"

@@ -276,29 +276,6 @@ def build_index(history: PromptHistory) -> DraftIndex:
     return DraftIndex.build(responses, rewards.tolist())
 
 
-class Building:
-    """An index that is being built (`IndexBuilder.begin`)."""
-
-    __slots__ = ("_at_once", "_future", "_index")
-
-    def __init__(self, future: Future[DraftIndex], at_once: Callable[[], DraftIndex]) -> None:
-        self._future, self._at_once = future, at_once
-        self._index: DraftIndex | None = None
-
-    @property
-    def is_done(self) -> bool:
-        return self._index is not None or self._future.done()
-
-    def take(self) -> DraftIndex:
-        """The index; waits for it, or builds it here if the thread has not begun. Raises what its build has raised."""
-        if self._index is None:
-            self._index = self._at_once() if self._future.cancel() else self._future.result()
-        return self._index
-
-    def drop(self) -> None:
-        self._future.cancel()
-
-
 class IndexBuilder:
     """Builds indexes in a thread, first come, first served. `build_s`: seconds of builds in the thread; `wait_s`: in
     which `take` has blocked."""
@@ -308,23 +285,16 @@ class IndexBuilder:
         self._timeline, self._clock = timeline, clock
         self._threads = ThreadPoolExecutor(1, thread_name_prefix=TRACK)
 
-    def begin(self, index: int, history: PromptHistory) -> Building:
-        def beside() -> DraftIndex:
-            began = self._clock()
-            history.pack()  # else a checkpoint would do it between two steps
-            built = self._built(TRACK, index, history)
-            self.build_s += self._clock() - began
-            return built
+    def begin(self, index: int, history: PromptHistory) -> Future[DraftIndex]:
+        return self._threads.submit(self._built, index, history)
 
-        return Building(self._threads.submit(beside), lambda: self._built(f"{TRACK} at once", index, history))
-
-    def take(self, building: Building) -> DraftIndex:
-        """As `Building.take`."""
-        if building.is_done:
-            return building.take()
+    def take(self, building: Future[DraftIndex]) -> DraftIndex:
+        """The index; waits for it. Raises what its build has raised."""
+        if building.done():
+            return building.result()
         began = self._clock()
         try:
-            return building.take()
+            return building.result()
         finally:
             self.wait_s += self._clock() - began
 
@@ -332,11 +302,15 @@ class IndexBuilder:
         """Ends the thread; builds that have not begun are dropped."""
         self._threads.shutdown(cancel_futures=True)
 
-    def _built(self, track: str, index: int, history: PromptHistory) -> DraftIndex:
+    def _built(self, index: int, history: PromptHistory) -> DraftIndex:
         drawn = {"prompt": index, "tokens": history.num_tokens}
-        with nullcontext() if self._timeline is None else self._timeline.span(track, "build", **drawn):
+        with nullcontext() if self._timeline is None else self._timeline.span(TRACK, "build", **drawn):
+            began = self._clock()
+            history.pack()  # else a checkpoint would do it between two steps
             try:
-                return build_index(history)
+                built = build_index(history)
             except Exception as error:
                 error.add_note(f"while the draft index of prompt {index} was built ({history.num_tokens} tokens)")
                 raise
+            self.build_s += self._clock() - began
+            return built
