@@ -20,7 +20,7 @@ from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.progress import TraceEvent
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
-from jaxrl.sim.cost_model import CostModel, TrainLoad
+from jaxrl.sim.cost_model import CostModel, Efficiency, TrainLoad
 from jaxrl.sim.executor import MachineSizes, SimulatedExecutor
 from jaxrl.sim.scoring import ScoringWorkers
 from jaxrl.sim.workload import Workload
@@ -36,7 +36,7 @@ class ConstantCost:
     row may draft in it; 7 s a forward pass, 5 s a sync, and 100 s a training step with 1 s for each update; beside the
     rollout 20 s for gradients, 3 s to bring weights or sums across, and 2 s for a swap of weights."""
 
-    model = SHAPES["tiny"]
+    model, efficiency = SHAPES["tiny"], Efficiency()
 
     def decode_step_s(self, tp: int, batch: int, context: float) -> float:
         return 1.0 if batch else 0.0
@@ -67,9 +67,6 @@ class ConstantCost:
 
     def weight_sync_s(self, tp: int, num_devices: int) -> float:
         return 5.0
-
-    def rollout_fixed_s(self) -> float:
-        return 0.0
 
     def switch_cost(self, tp: int, new_tp: int) -> SwitchCost:
         return SwitchCost(tp, new_tp, 0.0, 0.0, 0.0)
