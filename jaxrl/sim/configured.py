@@ -152,7 +152,7 @@ def workload_of(config: Config) -> tuple[Workload, str]:
     if chosen.recorded_run:
         timeout_s = _scoring_limit_s(config, "")
         check_scoring(tasks[0], timeout_s)
-        recorded = RecordedWorkload.read(chosen.recorded_run, seed, tasks[0].scoring, timeout_s, tasks[0].history)
+        recorded = RecordedWorkload.read(chosen.recorded_run, seed, tasks[0], timeout_s)
         return recorded, (
             f"recorded: {len(recorded.lengths)} responses to {len(recorded.prompts)} prompts of {chosen.recorded_run}, "
             f"drawn by rank; {recorded.num_truncated} of them had reached that run's token limit"

@@ -10,7 +10,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from jaxrl.config import SimulatedHistory, SimulatedLengths, SimulatedScoring, SimulatedTask
+from jaxrl.config import SimulatedLengths, SimulatedTask
 from jaxrl.record.samples import SampleLog
 from jaxrl.sim.recorded import RecordedPrompt, RecordedResponse, RecordedWorkload
 from jaxrl.sim.workload import ModelledWorkload, Workload, exact_length, length_of_score, uniform
@@ -134,7 +134,7 @@ def written(prompt: int, index: int, length: int) -> Sample:
 
 
 def read_run(folder: Path) -> RecordedWorkload:
-    return RecordedWorkload.read(folder, 3, SimulatedScoring(), math.inf, SimulatedHistory())
+    return RecordedWorkload.read(folder, 3, SimulatedTask(), math.inf)
 
 
 def test_recorded_lengths_are_drawn_by_source(tmp_path: Path):
@@ -173,14 +173,15 @@ def record_of(workload: Workload, prompts: int, samples: int, source: str = "a")
 def test_by_rank_draws_the_recorded_distribution_and_its_correlation():
     """All recorded lengths are as likely as they were, and what is drawn is recorded as the same again."""
     task = MATH.replace(correlation=0.5)
-    recorded = RecordedWorkload(0, record_of(ModelledWorkload(1, (task,), CAP), 400, 2))
+    recorded = RecordedWorkload.of(0, record_of(ModelledWorkload(1, (task,), CAP), 400, 2), task, math.inf)
     drawn = record_of(recorded, 3000, 4)
     lengths = np.sort([response.length for prompt in drawn for response in prompt.responses])
     for share in (0.1, 0.5, 0.9, 0.98):
         found = recorded.lengths[int(share * 800)]
         assert abs(np.searchsorted(lengths, found) / len(lengths) - share) < 0.025
     assert set(lengths.tolist()) <= set(recorded.lengths)
-    assert RecordedWorkload(0, drawn).correlation == pytest.approx(recorded.correlation, abs=0.06)
+    again = RecordedWorkload.of(0, drawn, task, math.inf)
+    assert again.tasks[0].correlation == pytest.approx(recorded.tasks[0].correlation, abs=0.06)
     assert recorded.length(key(3, 1)) == recorded.length(key(3, 1), 99), "all steps are taken together"
     assert recorded.length(key(3, 1)) != recorded.length(key(3, 1, attempt=1))
 
@@ -188,7 +189,7 @@ def test_by_rank_draws_the_recorded_distribution_and_its_correlation():
 def test_a_record_resampled_keeps_its_sources():
     """A small source would else be missing from some, and its quota with it."""
     prompts = [RecordedPrompt(3, "few" if i < 2 else "many", (RecordedResponse(5 + i, 0.0),) * 2) for i in range(30)]
-    recorded = RecordedWorkload(0, prompts)
+    recorded = RecordedWorkload.of(0, prompts, MATH, math.inf)
     drawn = [recorded.resampled(seed).prompts for seed in range(40)]
     assert all([prompt.source for prompt in one].count("few") == 2 for one in drawn)
     assert len({tuple(sorted(p.responses[0].length for p in one if p.source == "few")) for one in drawn}) == 3
