@@ -48,8 +48,6 @@ _REACHED = 0.99  # a case that took so much of its limit was ended by it: clocks
 
 @dataclass(frozen=True, slots=True)
 class TimeoutRule:
-    """The formula."""
-
     min_s: float = 2.0
     max_s: float = 30.0  # counts where the bounds contradict each other
     factor: float = 1.5

@@ -120,8 +120,6 @@ class RoundState:
 
 @dataclass(frozen=True, slots=True)
 class RoundEnd:
-    """A finished round."""
-
     workers: Sequence[Counters]  # of each
     result: RoundResult | None  # what the batch rule made of it; None for an evaluation
 
@@ -158,7 +156,6 @@ class Step(Protocol):
         ...
 
     def leave_rollout(self) -> None:
-        """Frees the rollout's memory for the update."""
         ...
 
 

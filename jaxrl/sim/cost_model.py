@@ -86,8 +86,6 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True)
 class TrainLoad:
-    """The work of one training step."""
-
     tokens: float  # prompt and response tokens of the batch
     pairs: float = 0.0  # (query, key) pairs of its attention; see `causal_pairs`
     updates: int = 1  # optimizer updates that the batch is cut into

@@ -216,7 +216,6 @@ class Table:
 
     @property
     def chosen(self) -> list[str]:
-        """The options to run with, as on the command line."""
         return self.search.overrides(self.best.factors if self.pays else PLAIN)
 
     def rows(self) -> list[str]:

@@ -62,8 +62,6 @@ class Decision:
 
 @dataclass(slots=True)
 class MeasuredSwitch:
-    """A switch, as predicted and as measured."""
-
     decision: Switch  # the rule's, with its predictions
     done: Relayout | None  # by the engine; None if the switch failed halfway
     prefill_s: float = 0.0  # of prefills right after it, where KV was recomputed
@@ -74,7 +72,6 @@ class MeasuredSwitch:
         return self.prefill_s + (0.0 if self.done is None else self.done.times.total_s)
 
     def to_json(self) -> dict[str, Any]:
-        """For the log and the report."""
         decision, done = self.decision, self.done
         decided = ("dispatch", "from_tp", "to_tp", "how", "num_live", "num_tokens")
         return {
@@ -134,7 +131,6 @@ class LayoutControl:
         return self._executor.tp
 
     def degree(self, kind: str = "all") -> int:
-        """The degree that the next round of this kind starts in."""
         return self._initial if self.planner is None else self.planner.degree(kind)
 
     def enter(self) -> None:
@@ -239,7 +235,6 @@ class LayoutControl:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Part of a checkpoint, cut between rounds."""
         state: dict[str, Any] = {} if self.planner is None else {"planner": self.planner.state_dict()}
         state |= {"likely": self._likely, "lengths": [] if self.history is None else self.history.lengths()}
         if self.predictor is not None:
@@ -264,7 +259,6 @@ class LayoutControl:
         return BatchState(dispatch, self.tp, rows_of(batcher, expected), self._capacities, batcher.num_waiting)
 
     def _follow(self, known: Decision) -> MeasuredSwitch | None:
-        """Repeats a decision of the journal."""
         dispatch, switch = self.engine.batcher.next_index - self._first, known.switch
         if dispatch != known.dispatch or (switch is not None and switch.from_tp != self.tp):
             came_from = "" if switch is None else f" from tp {switch.from_tp}"
@@ -304,7 +298,6 @@ class LayoutControl:
         return self.switches[-1]
 
     def _observe(self, times: PlanTimes) -> None:
-        """A plan was collected."""
         last = self.switches[-1] if self.switches else None
         if times.prefill_tokens:
             if last is not None and last.decision.how == "recompute" and not last.steps_s:

@@ -62,8 +62,6 @@ HEADROOM_TOKENS = 32
 
 @dataclass(slots=True)
 class _Kind:
-    """The state of one kind of round."""
-
     degree: int
     last: int = -1  # preemptions of the round before; -1: there was none
     quiet: int = 0  # rounds without preemption in a row, since the degree last changed
@@ -83,7 +81,6 @@ class TpPlanner:
         self._kinds: dict[str, _Kind] = {}
 
     def degree(self, kind: str = "all") -> int:
-        """The degree that the next round of this kind starts with."""
         known = self._kinds.get(kind)
         return self.initial if known is None else known.degree
 
@@ -100,7 +97,6 @@ class TpPlanner:
         return state.degree
 
     def state_dict(self) -> dict[str, Any]:
-        """Part of a checkpoint: JSON values."""
         return {"schema": PLANNER_SCHEMA, "kinds": {kind: asdict(state) for kind, state in self._kinds.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -168,7 +164,6 @@ class Switch:
 
     @property
     def gain_s(self) -> float:
-        """The seconds that the switch saves, less its cost."""
         return self.stay_s - self.remaining_s - self.cost_s
 
     def to_json(self) -> dict[str, Any]:
@@ -264,7 +259,6 @@ class LayoutSwitchRule:
         return (stay, best) if stay.total_s - best.total_s > self.options.min_gain * stay.total_s else None
 
     def record(self, switch: Switch) -> None:
-        """Takes note of a switch that the journal decided."""
         self._last = switch
 
     def evaluate(self, now: BatchState) -> tuple[Candidate, ...]:
@@ -290,7 +284,6 @@ class LayoutSwitchRule:
         return Candidate(tp, left_s, cost.weights_s, ways[how], cost.fixed_s, how)
 
     def _may_go(self, from_tp: int, tp: int, num_live: int) -> bool:
-        """Whether the hysteresis allows this direction."""
         goes_up = tp > from_tp
         if self.options.direction == "up" and not goes_up:
             return False

@@ -98,7 +98,6 @@ def rollout_memory(config: Config, num_devices: int) -> RolloutMemory:
 
 
 def judge_length(config: Config) -> int:
-    """Tokens of the judge's longest sequence."""
     judge = config.reward.judge
     return judge.max_prompt_tokens + (1 if judge_kind(config.reward) == "model" else judge.max_tokens)
 

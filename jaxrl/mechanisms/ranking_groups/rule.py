@@ -63,8 +63,6 @@ MIN_GROWTH = 1.1
 
 @dataclass(frozen=True, slots=True)
 class RankedGroup:
-    """A ranking group as a round launches it."""
-
     rank: int  # from 0, the shortest
     keys: tuple[SampleKey, ...]
     longest: float | None  # historical length of its prompts, in tokens; None: unknown, so that none is an outlier
@@ -145,8 +143,6 @@ def worker_order(num_workers: int, step: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class RankedRound:
-    """The launches of a round, ranked and dealt."""
-
     step: int  # the training step that it is for
     worker_of: Mapping[SampleKey, int]
     groups: tuple[RankedGroup, ...]  # the shortest first

@@ -408,7 +408,6 @@ class StreamTrainer(Mechanism):
         return batches
 
     def abandon(self) -> None:
-        """Drops what the stream has."""
         if self._stream is not None:
             self._stream.abandon()
         self._reopen()

@@ -114,7 +114,6 @@ class TrainStream:
             jax.block_until_ready(tuple(self._running))
 
     def finish(self) -> None:
-        """Waits until all that was given is done."""
         while not self.poll():
             with _failures():
                 self._running[0].block_until_ready()
@@ -218,7 +217,6 @@ class _Weights:
         return self._on_device
 
     def release(self) -> None:
-        """Frees everything."""
         for tree in (self._on_device, *self._in_host.values()):
             _delete(tree)
 

@@ -77,8 +77,6 @@ class LeftRequest:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """A worker that decodes."""
-
     requests: tuple[LeftRequest, ...]
     kv_tokens: int  # that its pools hold; in stacks of layers, those of each count (`KvStacks.num_positions`)
     num_rows: int  # requests that it can decode at once
@@ -106,8 +104,6 @@ def load_of(engine: Engine) -> WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class ScaleDownDecision:
-    """The decision at a milestone, and its numbers."""
-
     num_done: int  # of the round's requests, or prompts (`counts`)
     num_all: int
     freed: tuple[int, ...] = ()  # workers, ascending; none where `refusal` says why
@@ -211,7 +207,6 @@ class ScaleDown:
         return decision
 
     def follow(self, decision: ScaleDownDecision) -> None:
-        """Repeats a decision that the journal has of this round."""
         self._looked_at, self._is_over = decision.num_done, bool(decision.freed)
 
     # -- state -------------------------------------------------------------------------------------------------------

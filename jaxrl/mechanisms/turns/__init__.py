@@ -44,8 +44,6 @@ _WAIT_S = 0.005  # for an answer, where nothing else is to be done
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A turn that has ended and is not answered."""
-
     finished: Finished  # the response up to its end
     text: str  # what was said in the turn
     since_s: float
@@ -424,14 +422,12 @@ class Turns(Mechanism):
         return key if self._info.is_training else replace(key, epoch=-1 - key.epoch)
 
     def _overdue(self) -> list[Observed]:
-        """Ends trajectories that take too long."""
         limit_s, now_s = self._limits.rollout_timeout_s, self._round.clock()
         late = [self._named(key) for key in self._unanswered if limit_s and now_s - self._begun_s[key] > limit_s]
         self._acting.cancel(late)
         return [Observed(key, done=True, status="rollout_timeout") for key in late]
 
     def _note(self, waiting: _Waiting, answer: Observed) -> None:
-        """Writes a new answer to the journal."""
         if self._journal is not None:
             served, commands = self._place
             place = {"served": served, "commands": commands, "crc32": tokens_crc32(waiting.sample)}
@@ -461,7 +457,6 @@ class Turns(Mechanism):
         return False
 
     def _end(self, finished: Finished, episode: Episode, stop: str) -> None:
-        """A trajectory is over."""
         self._acting.cancel([self._named(finished.sample.key)])
         self._forget(finished.sample.key)
         reason = "length" if stop == "max_trajectory_tokens" else "stop"
@@ -500,7 +495,6 @@ class Turns(Mechanism):
 
 
 def _entry(answer: Observed) -> dict[str, Any]:
-    """An answer for the journal, which keeps all of it."""
     state = None if answer.state is None else base64.b64encode(answer.state).decode()
     plain = {"messages": [dict(message) for message in answer.messages], "metrics": dict(answer.metrics)}
     return {name: getattr(answer, name) for name in _KEPT} | plain | {"state": state}

@@ -149,7 +149,6 @@ class EnvironmentPool:
             yield from ((each["row"], each["messages"]) for each in self._ask(asked)["problems"])
 
     def _ask(self, request: worker.SchemaRequest | worker.ProblemRequest) -> dict[str, Any]:
-        """Waits for the answer."""
         self._pool.wait_ready()
         status, _, info, _ = self._pool.submit(MAIN, pickle.dumps(request)).result()
         if status != "ok":

@@ -54,8 +54,6 @@ class TurnLimits:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """The answer to a turn."""
-
     key: SampleKey
     done: bool  # the episode has ended
     messages: tuple[Mapping[str, Any], ...] = ()  # empty where it is

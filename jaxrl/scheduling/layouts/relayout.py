@@ -108,8 +108,6 @@ class SwitchFailed(RuntimeError):
 
 @runtime_checkable
 class LayoutExecutor(Executor, Protocol):
-    """An executor that can change its layout."""
-
     @property
     def tp(self) -> int: ...
 

@@ -307,7 +307,6 @@ def last_step(sample: Sample, max_staleness: int) -> float:
 
 
 def launched(prompt_factor: float, response_factor: float, batch: BatchSettings) -> tuple[int, int]:
-    """Prompts that a round launches, and samples of each."""
     return provisioned(prompt_factor, batch.num_prompts), provisioned(response_factor, batch.group_size)
 
 

@@ -131,7 +131,6 @@ class HistoryStore:
         return self._kept.get(index)
 
     def unsettled(self) -> list[int]:
-        """The prompts whose index has no known size yet."""
         return [] if self._index_bytes is None else [index for index in self._kept if index not in self._settled]
 
     def lengths(self, index: int) -> PastLengths | None:

@@ -117,8 +117,6 @@ class _Columns:
 
 @dataclass(slots=True)
 class _Flight:
-    """A plan in flight."""
-
     index: int
     rows: ScheduledRows
     is_watched: bool  # what some row gains must be looked at
@@ -131,8 +129,6 @@ class _Flight:
 
 
 class Batcher:
-    """Continuous batching over the dp groups of one worker."""
-
     def __init__(
         self, config: BatcherConfig, capacity: Capacity, trace: Callable[[TraceEvent], None] | None = None
     ) -> None:
@@ -157,7 +153,6 @@ class Batcher:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing to run and nothing in flight."""
         return not self._requests and not self._flights
 
     @property
@@ -274,7 +269,6 @@ class Batcher:
         return self.blocks.tables[rows, : widths.max(initial=0)], widths
 
     def _verifies(self, seats: np.ndarray) -> bool:
-        """Whether the plan verifies proposed tokens."""
         if self.verify_rule is None or not self._rows.has_history[seats].any():
             return False
         return self.verify_rule.decides(*self._fullest(seats, self._rows.written[seats] + 1))
@@ -473,7 +467,6 @@ class Batcher:
         return min(slots * self.blocks.capacity, blocks * self.capacity.num_slots)
 
     def _start(self, draft: _Draft, response: Response, group: int) -> None:
-        """Gives a waiting request a row and its first chunk."""
         request, prompt_len = response.request, response.num_prompt
         prefix = (*request.prompt_ids, *response.tokens)
         goes_on = request.session is not None and self.blocks.parked_in(request.session) == group
@@ -631,7 +624,6 @@ class Batcher:
         response.take_row(self._rows, number, prefix, unfilled, table)
 
     def free_slots(self, group: int) -> tuple[int, ...]:
-        """The free slots of a dp group, ascending."""
         first = group * self.capacity.num_slots
         return tuple(np.flatnonzero(self._rows.ids[first : first + self.capacity.num_slots] < 0).tolist())
 
@@ -645,7 +637,6 @@ class Batcher:
             self.blocks.park(request.request_id, request.session, tokens[:-1])  # the newest has no KV yet
 
     def _release(self, response: Response) -> None:
-        """Gives back a row and its blocks."""
         request_id, seat = response.request.request_id, response.seat
         for flight in self._flights:
             at = flight.rows.seats.searchsorted(seat)
@@ -655,7 +646,6 @@ class Batcher:
         response.leave_row()
 
     def _end(self, response: Response) -> None:
-        """Removes a request, whatever its state."""
         request = response.request
         response.has_ended = True
         del self._requests[request.request_id]

@@ -106,7 +106,6 @@ class BlockManager:
 
     @property
     def capacity(self) -> int:
-        """Blocks of one pool that requests can hold."""
         return self.num_blocks - 1
 
     def num_free(self, group: int) -> int:
@@ -114,7 +113,6 @@ class BlockManager:
         return self._num_free[group] + self._num_parked[group]
 
     def num_parked(self, group: int) -> int:
-        """The blocks that only parked conversations hold."""
         return self._num_parked[group]
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -140,7 +138,6 @@ class BlockManager:
         return self._holdings[request_id].row
 
     def table(self, request_id: int) -> tuple[int, ...]:
-        """The blocks of a request, in the order of its positions."""
         return tuple(self._blocks(self._holdings[request_id]).tolist())
 
     def _blocks(self, holding: _Holding) -> np.ndarray:
@@ -518,5 +515,4 @@ class BlockManager:
 
 
 def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two sequences begin with alike."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -79,12 +79,10 @@ class Engine:
 
     @property
     def num_in_flight(self) -> int:
-        """Plans that were submitted and not yet collected."""
         return len(self._tickets)
 
     @property
     def oldest(self) -> Ticket | None:
-        """The oldest plan in flight."""
         return self._tickets[0] if self._tickets else None
 
     def next_times(self) -> PlanTimes | None:

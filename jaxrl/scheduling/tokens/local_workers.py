@@ -120,7 +120,6 @@ class LocalWorkers:
 
     @property
     def counters(self) -> Counters:
-        """Sums over the workers."""
         return sum((engine.counters for engine in self.engines[1:]), self.engines[0].counters)
 
     @property
@@ -184,7 +183,6 @@ class LocalWorkers:
 
     @property
     def num_unfinished(self) -> int:
-        """How many `unfinished` has."""
         return sum(engine.batcher.num_live for engine in self.engines)
 
     def next_worker(self) -> int | None:
@@ -243,12 +241,10 @@ class LocalWorkers:
 
     @property
     def num_open(self) -> int:
-        """Workers that take requests."""
         return len(self._open)
 
     @property
     def num_running(self) -> int:
-        """Requests that have a row."""
         return sum(engine.batcher.num_running for engine in self.engines)
 
     @property
@@ -258,7 +254,6 @@ class LocalWorkers:
         return sum(capacity.num_groups * capacity.num_slots for capacity in capacities)
 
     def is_open(self, worker: int) -> bool:
-        """Whether a worker takes requests."""
         return worker in self._open
 
     def tick(self, worker: int) -> int:
@@ -352,7 +347,6 @@ class LocalWorkers:
         return chosen
 
     def _leave(self, request_ids: Collection[int]) -> None:
-        """Forgets requests that ended."""
         for request_id in request_ids:
             worker = self._worker_of.pop(request_id)
             self._num_live[worker] -= 1
@@ -445,13 +439,11 @@ class LocalWorkers:
         return max(self._cost(worker, times), 1)
 
     def _pass(self, worker: int, times: PlanTimes) -> None:
-        """A plan was collected."""
         self._changed.add(worker)
         self._ticks[worker] += self._ticks_of(worker, times)
         self._passed[worker][times.index] = self._ticks[worker]
 
     def _collect(self, worker: int) -> None:
-        """Collects what a worker has in flight."""
         self._planned.discard(worker)
         self._changed.add(worker)
         self._hold(worker, self.engines[worker].drain())

@@ -225,7 +225,6 @@ class PlanResult:
     responses: np.ndarray | None = None
 
     def part(self, row: int) -> slice:
-        """Where a row's tokens are."""
         end = int(self.counts[: row + 1].sum())
         return slice(end - int(self.counts[row]), end)
 

@@ -103,7 +103,6 @@ class Counters:
         return 1.0 - self.busy_row_steps / self.offered_row_steps if self.offered_row_steps else 0.0
 
     def __add__(self, other: Counters) -> Counters:
-        """The counts of two batchers together."""
         return Counters(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
     def since(self, before: Counters) -> Counters:
