@@ -1,7 +1,7 @@
 """An index over a prompt's earlier responses, from which drafts of a new response are taken; and who builds it.
 
-It consists of flat integer arrays, so that a device can look drafts up inside its decode loop (`jaxrl.rollout.verify`),
-by the rule of `DraftIndex.find`.
+It consists of flat integer arrays, so that a device can look drafts up inside its decode loop
+(`jaxrl.mechanisms.speculation.proposer`).
 
 Source: RhymeRL §5.3 (HistoSpec): a suffix tree for each prompt; the priority of a node is the sum of the rewards of the
 responses that run through it, once per occurrence; of several continuations the one with the highest priority is
@@ -112,29 +112,6 @@ class DraftIndex:
         while (table := _hashed(text, place, size, lengths, salt)) is None:
             salt += 1
         return cls(lengths, text, *table, salt, sum(len(response) for response in responses))
-
-    def find(self, context: Sequence[int]) -> tuple[int, int]:
-        """(place, m): the draft for a response whose last tokens are `context` begins at `text[place]`, and m tokens of
-        the context were found; (-1, 0) where there is none. A context shorter than `max_prefix` is the whole response
-        so far."""
-        lengths = self.lengths
-        recent = np.asarray([*[START] * lengths.max_prefix, *context], np.int32)[-lengths.max_prefix :]
-        hashes = context_hashes(recent[None], np.uint32(self.salt))[0]
-        for m in range(lengths.max_prefix, lengths.min_prefix - 1, -1):
-            bucket = int(hashes[m - 1]) & (len(self.first) - 2)
-            for entry in self.places[self.first[bucket] : self.first[bucket + 1]].tolist():
-                place, kind = divmod(entry, lengths.num_prefixes)
-                if kind == m - lengths.min_prefix and np.array_equal(self.text[place - m : place], recent[-m:]):
-                    return place, m
-        return -1, 0
-
-    def draft(self, context: Sequence[int], num_tokens: int) -> np.ndarray:
-        """The next tokens after `context`, at most `num_tokens` and at most up to the end of their response: int32
-        [0 .. num_tokens]."""
-        place, _ = self.find(context)
-        piece = self.text[place : place + num_tokens] if place >= 0 else self.text[:0]
-        ends = np.flatnonzero(piece == END)
-        return piece[: ends[0]] if len(ends) else piece
 
 
 def num_buckets(num_places: int) -> int:
