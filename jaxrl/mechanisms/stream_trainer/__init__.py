@@ -298,20 +298,17 @@ class StreamTrainer(Mechanism):
         self.rule.begin(info.kind)
 
     def on_finished(self, samples: Sequence[Sample], *, is_stopping: bool) -> None:
-        running = self._round.running
-        done, launched = self._round.num_finished, self._round.num_launched
-        if self._options.counts == "prompts":
-            done, launched = list(running.values()).count(0), len(running)
-        self.ended([len(sample) for sample in samples], done, launched, is_stopping=is_stopping)
-
-    def ended(self, lengths: Sequence[int], num_done: int, num_all: int, *, is_stopping: bool) -> None:
-        """Responses of these lengths have ended. Frees workers if the rule says so. `num_done`, `num_all`: of the
-        round's samples, or prompts (`trainer.stream.counts`)."""
+        """Frees workers if the rule says so."""
         if not self._is_training:
             return
-        for length in lengths:
-            self.rule.finished(length)
-        if not self._frees or is_stopping or (decision := self._decision(num_done, num_all)) is None:
+        for sample in samples:
+            self.rule.finished(len(sample))
+        if not self._frees or is_stopping:
+            return
+        done, launched, running = self._round.num_finished, self._round.num_launched, self._round.running
+        if self._options.counts == "prompts":
+            done, launched = list(running.values()).count(0), len(running)
+        if (decision := self._decision(done, launched)) is None:
             return
         self.decisions.append(decision)
         if decision.freed:
