@@ -302,8 +302,7 @@ class SimulatedExecutor:
         of = request.key, first_version + 1
         length = self._length_of(*of) if self._turn_end is None else self._turn_end(*of, kept)
         length = min(length, request.params.max_tokens)
-        if length <= kept:
-            raise ValueError(f"{request.key}: its length ({length}) must exceed the tokens kept ({kept})")
+        assert length > kept, f"{request.key}: its length ({length}) must exceed the tokens kept ({kept})"
         seat, rows = chunk.dp_group * self.num_slots + chunk.slot, self._rows
         rows.ids[rows.ids == request.request_id] = -1  # its old row, if it was preempted: a switch looks rows up by id
         rows.ids[seat], rows.responses[seat] = request.request_id, fillers(request, length)

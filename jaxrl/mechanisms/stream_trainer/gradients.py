@@ -56,12 +56,7 @@ class TrainStream:
     """
 
     def __init__(self, trainer: MeshTrainer, half: Half, teacher: MeshTeacher | None = None) -> None:
-        """Raises ValueError where the half is not one of the trainer's devices."""
-        if half.whole != trainer.mesh:
-            raise ValueError(
-                f"the stream trainer needs a half of the trainer's {trainer.mesh.size} devices, found a half of "
-                f"{half.whole.size} devices"
-            )
+        assert half.whole == trainer.mesh, "a half of other devices"
         self.half = half
         self.programs = trainer.programs.without_updates(half.mesh)
         self.given: list[list[tuple[int, int]]] = []

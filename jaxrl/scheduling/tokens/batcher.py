@@ -70,23 +70,15 @@ class BatcherConfig:
 
     Attributes:
       decode_steps: the most decode steps of one plan (`rollout.decode_steps`).
-      leave_after: while requests wait for a slot or for blocks, a plan is left after this many rows have stopped.
       max_model_len: the longest prompt + response that the model takes; None: no limit.
       spread_samples: each request goes to the dp group with most room, wherever its prompt's blocks are.
       verify_rule: makes what says which plans verify proposed tokens; None: none does.
     """
 
     decode_steps: int = 16
-    leave_after: int = 1
     max_model_len: int | None = None
     spread_samples: bool = False
     verify_rule: Callable[[], VerifyRule] | None = None
-
-    def __post_init__(self) -> None:
-        if self.decode_steps < 1 or self.leave_after < 1:
-            raise ValueError(
-                f"rollout.decode_steps ({self.decode_steps}) and leave_after ({self.leave_after}) must be >= 1"
-            )
 
 
 @dataclass(slots=True)
@@ -223,7 +215,7 @@ class Batcher:
                 columns.ids, seats, self.capacity.num_slots, is_new, max_new, partial(self._tables, seats), histories
             ),
             num_steps=self.config.decode_steps if columns.decodes else 0,
-            leave_after=self.config.leave_after if is_short else UNLIMITED,
+            leave_after=1 if is_short else UNLIMITED,  # while requests wait for a slot or for blocks
             verifies=verifies,
             tells_top=columns.tells_top,
         )

@@ -78,11 +78,7 @@ class BlockManager:
     """
 
     def __init__(self, num_groups: int, num_blocks: int, block_size: int, stacks: KvStacks = WHOLE) -> None:
-        if num_groups < 1 or block_size < 1 or num_blocks < 2:
-            raise ValueError(
-                f"BlockManager: num_groups ({num_groups}) and block_size ({block_size}) must be >= 1, and num_blocks "
-                f"({num_blocks}) >= 2, because block {TRASH_BLOCK} belongs to no request (rollout.num_blocks)"
-            )
+        assert num_blocks >= 2, "one block belongs to no request"
         self.num_groups = num_groups
         self.num_blocks = num_blocks
         self.block_size = block_size

@@ -93,8 +93,8 @@ class LocalWorkers:
         ticks: Ticks = step_ticks,
         arrival: Arrival | None = None,
     ) -> None:
-        if not engines or not all(engine.is_idle for engine in engines):
-            raise ValueError("workers: there must be at least one engine, and all must be idle")
+        assert engines
+        assert all(engine.is_idle for engine in engines)
         self.engines = tuple(engines)
         self._deal_by = deal
         self._cost, self._arrival = ticks, arrival
@@ -139,14 +139,11 @@ class LocalWorkers:
 
         Raises ValueError if it can never run there.
         """
-        if request.request_id in self._worker_of:
-            raise ValueError(f"request {request.request_id} ({request.key}): a request with this id is live")
+        assert request.request_id not in self._worker_of, f"request {request.request_id}: one with this id is live"
         if self.is_idle:
             self._begin_anew()
-        if worker is None:
-            worker = self._deal(request, self._open)
-        else:
-            self._refuse_closed(worker)
+        worker = self._deal(request, self._open) if worker is None else worker
+        assert worker in self._open, f"worker {worker} is closed"
         now = self._now()
         was_idle = self.engines[worker].is_idle
         self.engines[worker].add(request)
@@ -163,14 +160,12 @@ class LocalWorkers:
         """Ends requests at once and returns their samples so far, in the order of the ids.
 
         A request that ended by itself and was not delivered counts as aborted. Tokens of plans in flight are lost;
-        `drain` first to keep them. Raises ValueError, with nothing changed, if an id is not live.
+        `drain` first to keep them.
         """
         ids = list(request_ids)
         held = {one.request_id: one.sample for _, one in self._held}
         self._changed.update(range(len(self.engines)))
-        unknown = sorted(set(ids) - self._worker_of.keys() - held.keys())
-        if unknown or len(set(ids)) < len(ids):
-            raise ValueError(f"abort({ids}): every id must be live and named once; not live: {unknown}")
+        assert len(set(ids)) == len(ids), f"abort({ids}): an id is named twice"
         samples = {i: replace(held[i], finish_reason="abort") for i in ids if i in held}
         if samples:
             self._held = [held for held in self._held if held[1].request_id not in samples]
@@ -281,15 +276,12 @@ class LocalWorkers:
           by: with their KV, or their tokens alone, whose KV is computed again; asked for each worker that they leave.
 
         Raises:
-          ValueError: before anything moves: an id that is not live, a worker that is closed; before anything of its
-            worker moves: a request that can never run in `target`.
+          ValueError: before anything of its worker moves: a request that can never run in `target`.
           SwitchFailed: KV could not be copied; the requests are where they were, and `target` computes its own again.
         """
         ids = list(request_ids)
-        self._refuse_closed(target)
-        unknown = sorted(set(ids) - self._worker_of.keys())
-        if unknown or len(set(ids)) < len(ids):
-            raise ValueError(f"move({ids}): every id must be live and named once; not live: {unknown}")
+        assert target in self._open, f"worker {target} is closed"
+        assert len(set(ids)) == len(ids), f"move({ids}): an id is named twice"
         sources: dict[int, list[int]] = {}
         for request_id in ids:
             sources.setdefault(self._worker_of[request_id], []).append(request_id)
@@ -304,12 +296,10 @@ class LocalWorkers:
           leaving: workers that will be closed next: no request moves there, only to move again.
 
         Afterwards nothing of it is live or in flight. Where a move fails, as in `move`, the worker stays open, with the
-        requests that have not moved. Raises ValueError for the last open worker.
+        requests that have not moved.
         """
-        self._refuse_closed(worker)
         staying = self._open - {worker, *leaving}
-        if not staying:
-            raise ValueError(f"close({worker}): of the open workers ({sorted(self._open)}) one must be left")
+        assert staying, f"close({worker}): of the open workers ({sorted(self._open)}) one must be left"
         self._open.remove(worker)
         self._collect(worker)
         engine, targets = self.engines[worker], dict[int, list[int]]()
@@ -325,9 +315,8 @@ class LocalWorkers:
             raise
 
     def open(self, worker: int) -> None:
-        """Lets a closed worker take requests again. Raises ValueError if it is open."""
-        if worker in self._open or not 0 <= worker < len(self.engines):
-            raise ValueError(f"open({worker}): it must be a closed worker, and {sorted(self._open)} are open")
+        """Lets a closed worker take requests again."""
+        assert worker not in self._open, f"worker {worker} is open"
         self._open.add(worker)
 
     # -- dealing -----------------------------------------------------------------------------------------------------
@@ -379,10 +368,6 @@ class LocalWorkers:
         self._changed |= {source, target}
         self._done[source] = self._done[target] = None
         return moved
-
-    def _refuse_closed(self, worker: int) -> None:
-        if worker not in self._open:
-            raise ValueError(f"worker {worker} must be an open one, and {sorted(self._open)} are open")
 
     # -- logical time ------------------------------------------------------------------------------------------------
 

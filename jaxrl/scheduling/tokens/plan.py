@@ -255,12 +255,6 @@ class Capacity:
     max_prefill_tokens: int
     stacks: KvStacks = WHOLE
 
-    def __post_init__(self) -> None:
-        if self.num_slots < 1 or self.max_prefill_tokens < 1:
-            raise ValueError(
-                f"num_slots ({self.num_slots}) and max_prefill_tokens ({self.max_prefill_tokens}) must be >= 1"
-            )
-
 
 def check_request(request: Request, capacity: Capacity, max_model_len: int | None) -> None:
     """Raises ValueError for a request that is malformed, or can never run with so much room and so long a model."""
