@@ -3,8 +3,8 @@
 A simulated run keeps, drops and counts responses as a real one, and asks the same rule whether a plan verifies drafts.
 Its tokens are fillers, in which nothing could be found: its indexes are blank. Instead `draft_acceptance` says at each
 position how many tokens from there on a draft would have right. It is a pure function of (seed, identity) and the
-options `simulate.tasks.NAME.history`: schedules, layouts and other rows do not change it. `verify` plays the decode loop
-for all rows at once, by the rules that devices follow (`jaxrl.rollout.verify`).
+options `simulate.tasks.NAME.history`: schedules, layouts and other rows do not change it. `verify` plays the decode
+loop for all rows at once, by the rules that devices follow (`jaxrl.rollout.verify`).
 
 Source: RhymeRL §5.1 and §5.4 with Fig. 8: responses of two epochs share stretches of equal tokens, short ones in number
 and long ones in tokens; Fig. 6a and §7.2.2: stretches grow in the course of training.

@@ -1,7 +1,7 @@
 """Lengths of a real run, replayed: `samples.jsonl` of a run directory as a `Workload`, in place of a formula.
 
-Responses are drawn by rank: the model of `jaxrl.sim.workload`, with the recorded responses of the prompt's source as its
-distribution and the correlation of the recorded scores within a prompt as c.
+Responses are drawn by rank: the model of `jaxrl.sim.workload`, with the recorded responses of the prompt's source as
+its distribution and the correlation of the recorded scores within a prompt as c.
 
 Source: bootstrap resampling (Efron 1979), by prompt so that its responses are long again (RollPacker §3, RhymeRL §6.1).
 
@@ -89,7 +89,7 @@ class RecordedWorkload(ModelledWorkload):
         path = Path(run_dir) / FILE_NAME
         if not path.exists():
             raise ValueError(f"{path}: no such file; it is written by `jaxrl train` into its run directory")
-        rows = [row for row in read_lines(path, _parsed, _refuse) if row["end"] in ("stop", "length") and row["length"] > 0]
+        rows = [row for row in read_lines(path, _parsed, _refuse) if row["end"] != "abort" and row["length"] > 0]
         if not rows:
             raise ValueError(f"{path}: holds no finished response to play; the run must draw some (jaxrl train)")
         characters, tokens = sum(len(row["response"]) for row in rows), sum(row["length"] for row in rows)

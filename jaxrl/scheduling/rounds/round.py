@@ -127,7 +127,7 @@ class Round:
     def _record_abort(self, sample: Sample) -> None:
         ledger, key = self.ledger, sample.key
         assert key in ledger.aborting, f"{key} aborted: no command asked for it, or it has ended before"
-        assert sample.finish_reason == "abort", f"{key} aborted with reason {sample.finish_reason!r}: it must be 'abort'"
+        assert sample.finish_reason == "abort", f"{key} aborted: its reason ({sample.finish_reason}) must be 'abort'"
         del ledger.aborting[key]
         ledger.aborted[key] = sample
 
