@@ -89,7 +89,8 @@ class RecordedWorkload(ModelledWorkload):
         path = Path(run_dir) / FILE_NAME
         if not path.exists():
             raise ValueError(f"{path}: no such file; it is written by `jaxrl train` into its run directory")
-        rows = [row for row in read_lines(path, _parsed, _refuse) if row["end"] != "abort" and row["length"] > 0]
+        ended = [row for row in read_lines(path, _parsed, _refuse) if row["end"] in ("stop", "length")]
+        rows = [row for row in ended if row["length"] > 0]
         if not rows:
             raise ValueError(f"{path}: holds no finished response to play; the run must draw some (jaxrl train)")
         characters, tokens = sum(len(row["response"]) for row in rows), sum(row["length"] for row in rows)
