@@ -179,7 +179,7 @@ class SimulatedExecutor:
         else:
             num_steps, seconds_G = self._decode(plan, num_stops)
         for group, (tokens, pairs) in prefill.items():
-            seconds_G[group] += self._cost.prefill_s(self.sizes.tp, tokens, pairs)
+            seconds_G[group] += self._cost.prefill_s(self.machine.tp, tokens, pairs)
         seconds = float(seconds_G.max()) * self._slowness  # the slowest dp group's
         left = rows.left[seats]
         counts = before - left
@@ -227,7 +227,7 @@ class SimulatedExecutor:
 
     @property
     def tp(self) -> int:
-        return self.sizes.tp
+        return self.machine.tp
 
     def capacity(self, tp: int) -> Capacity:
         """A layout's sizes. Raises ValueError for an unknown layout."""
@@ -251,13 +251,13 @@ class SimulatedExecutor:
         seat_of = {request_id: seat for seat, request_id in enumerate(old.ids.tolist()) if request_id >= 0}
         for row in move.rows:
             seat = seat_of[row.request.request_id]
-            groups.setdefault(seat // self.num_slots, []).append(int(old.ends[seat] - old.left[seat]))
+            groups.setdefault(seat // self.sizes.num_slots, []).append(int(old.ends[seat] - old.left[seat]))
         fullest = max(groups.values(), key=sum, default=[])
         cost = self._cost.switch_cost(self.tp, move.to_tp)
         times = TimeTaken(cost.weights_s, cost.kv_s_per_token * sum(fullest), cost.fixed_s)
         self._take_sizes(self._layouts[move.to_tp])
         for row in move.rows:
-            self._rows.take(row.dp_group * self.num_slots + row.slot, old, seat_of[row.request.request_id])
+            self._rows.take(row.dp_group * self.sizes.num_slots + row.slot, old, seat_of[row.request.request_id])
         self._clock.advance(times.total_s)
         return times
 
@@ -266,21 +266,18 @@ class SimulatedExecutor:
         the cost model gives; `rows` are then all rows of this worker."""
         assert not [*self._tickets, *source._tickets], "rows move while plans are in flight"
         old, sent = self._rows, Counter(copy.source_group for copy in kv.copies)
-        self._take_sizes(self.sizes)
+        self._take_sizes(self.machine)
         for row in rows:  # a row that left stays as it was, so that its tokens tell which is meant
             found = [(rows_of, rows_of.seat_of(row)) for rows_of in (old, source._rows)]
             held, seat = next(each for each in found if each[1] >= 0)
-            self._rows.take(row.dp_group * self.num_slots + row.slot, held, seat)
-        both = source.sizes.num_devices + self.sizes.num_devices
+            self._rows.take(row.dp_group * self.sizes.num_slots + row.slot, held, seat)
+        both = source.machine.num_devices + self.machine.num_devices
         token_s = self._cost.move_s_per_token(source.tp, self.tp, both)
-        self._clock.advance(token_s * max(sent.values(), default=0) * self.block_size / len(self.stacks))
+        self._clock.advance(token_s * max(sent.values(), default=0) * self.sizes.block_size / len(self.sizes.stacks))
 
     def _take_sizes(self, sizes: MachineSizes) -> None:
         """Continues with blank rows."""
-        self.sizes = sizes
-        self.num_groups, self.num_slots, self.num_blocks = sizes.num_groups, sizes.num_slots, sizes.num_blocks
-        self.block_size, self.max_prefill_tokens = sizes.block_size, sizes.max_prefill_tokens
-        self.stacks = sizes.stacks
+        self.machine, self.sizes = sizes, sizes.capacity
         first_window = 0 if self._drafts is None else self._drafts.config.window.least
         self._rows = _Rows(sizes.num_groups * sizes.num_slots, first_window)
 
@@ -303,7 +300,7 @@ class SimulatedExecutor:
         length = self._length_of(*of) if self._turn_end is None else self._turn_end(*of, kept)
         length = min(length, request.params.max_tokens)
         assert length > kept, f"{request.key}: its length ({length}) must exceed the tokens kept ({kept})"
-        seat, rows = chunk.dp_group * self.num_slots + chunk.slot, self._rows
+        seat, rows = chunk.dp_group * self.sizes.num_slots + chunk.slot, self._rows
         rows.ids[rows.ids == request.request_id] = -1  # its old row, if it was preempted: a switch looks rows up by id
         rows.ids[seat], rows.responses[seat] = request.request_id, fillers(request, length)
         rows.keys[seat], rows.acceptance[seat] = request.key, None
@@ -318,14 +315,14 @@ class SimulatedExecutor:
         if not left.all():
             seats, left = seats[left > 0], left[left > 0]
         num_steps = _num_steps(plan.num_steps, num_stops, left)
-        seconds_G = self._decode_s(seats, left, num_steps) if num_steps else np.zeros(self.num_groups)
+        seconds_G = self._decode_s(seats, left, num_steps) if num_steps else np.zeros(self.sizes.num_groups)
         rows.left[seats] = np.maximum(left - num_steps, 0)
         return num_steps, seconds_G
 
     def _verify(self, plan: Plan, num_stops: int) -> tuple[np.ndarray, int, np.ndarray]:
         """`_decode` in a plan that verifies; also the counts of its rows, [5, R]."""
         assert self._drafts is not None, "a plan verifies, and nothing is drafted"
-        drafts, rows, group_size = self._drafts.config, self._rows, self.num_slots
+        drafts, rows, group_size = self._drafts.config, self._rows, self.sizes.num_slots
         scheduled, histories = plan.rows, plan.rows.histories or ()
         is_live = rows.left[scheduled.seats] > 0
         seats = scheduled.seats[is_live]
@@ -349,14 +346,14 @@ class SimulatedExecutor:
         )
         rows.windows[seats] = found.windows
         rows.left[seats] = left - found.gained
-        seconds_G = np.zeros(self.num_groups)
+        seconds_G = np.zeros(self.sizes.num_groups)
         for group in np.unique(seats // group_size).tolist():
             own = seats // group_size == group
             active_SR = found.active[:, own]
             context_S = ((found.before[:, own] + before_R[own]) * active_SR).sum(1)
             batch_S = active_SR.sum(1)
             busy = batch_S > 0
-            seconds_G[group] = self._cost.verify_steps_s(self.sizes.tp, batch_S[busy], width, context_S[busy]).sum()
+            seconds_G[group] = self._cost.verify_steps_s(self.machine.tp, batch_S[busy], width, context_S[busy]).sum()
         counts = np.zeros((len(found.counts), len(scheduled)), np.int64)
         counts[:, is_live] = found.counts
         return counts, found.num_steps, seconds_G
@@ -370,11 +367,11 @@ class SimulatedExecutor:
 
     def _decode_s(self, seats: np.ndarray, left: np.ndarray, num_steps: int) -> np.ndarray:
         """Seconds of the decode steps, [dp groups]. If no row stops on the way, one evaluation is enough."""
-        tp, of_group, context = self.sizes.tp, seats // self.num_slots, self._rows.ends[seats] - left
-        batch_G = np.bincount(of_group, minlength=self.num_groups)
-        context_G = np.bincount(of_group, context, minlength=self.num_groups)
-        splits_G = np.bincount(of_group[left < num_steps], minlength=self.num_groups) > 0
-        seconds_G = np.zeros(self.num_groups)
+        tp, of_group, context = self.machine.tp, seats // self.sizes.num_slots, self._rows.ends[seats] - left
+        batch_G = np.bincount(of_group, minlength=self.sizes.num_groups)
+        context_G = np.bincount(of_group, context, minlength=self.sizes.num_groups)
+        splits_G = np.bincount(of_group[left < num_steps], minlength=self.sizes.num_groups) > 0
+        seconds_G = np.zeros(self.sizes.num_groups)
         whole = np.flatnonzero((batch_G > 0) & ~splits_G)
         middle = context_G[whole] + batch_G[whole] * (num_steps - 1) / 2
         seconds_G[whole] = num_steps * self._cost.decode_steps_s(tp, batch_G[whole], middle)

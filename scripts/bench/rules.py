@@ -278,9 +278,9 @@ def _backend(engine: Engine, executor: Any, scoring: Any, **parts: Any) -> Rollo
 
 def machine_sizes(executor: MeshExecutor) -> MachineSizes:
     """The sizes of a simulated machine that equals an executor's."""
-    groups, tp = executor.num_groups, executor.tp
-    rest = (executor.num_slots, executor.num_blocks, executor.block_size, executor.max_prefill_tokens, executor.stacks)
-    return MachineSizes(groups * tp, tp, *rest)
+    sizes, tp = executor.sizes, executor.tp
+    rest = (sizes.num_slots, sizes.num_blocks, sizes.block_size, sizes.max_prefill_tokens, sizes.stacks)
+    return MachineSizes(sizes.num_groups * tp, tp, *rest)
 
 
 def measured_cost(executor: MeshExecutor, model: ModelConfig, name: str) -> TableCost:

@@ -175,7 +175,7 @@ def test_recorded_rounds_of_tail_batching_are_decided_alike_in_the_simulator(
     }
     workload = KnownWorkload(samples, {prompt.index: len(prompt.token_ids) for prompt in make_prompts()})
     sizes = MachineSizes(
-        executor.num_groups, 1, SIZES.num_slots, SIZES.num_blocks, SIZES.block_size, SIZES.max_prefill_tokens
+        executor.sizes.num_groups, 1, SIZES.num_slots, SIZES.num_blocks, SIZES.block_size, SIZES.max_prefill_tokens
     )
     machine = Machine(workload, sizes, decode_steps=BATCHER.decode_steps, workers=3)
     machine.backend.enter_rollout(0)

@@ -106,7 +106,7 @@ def walk(name: str, how: str, degrees: tuple[int, ...], **options: Any) -> None:
     flags = {(each.programs.features_first, each.programs.gathered) for each in executor._layouts.values()}
     assert flags == {(True, True)}, "on CPU"
     assert executor.tp == degrees[-1]
-    assert engine.batcher.blocks.num_free(0) == executor.num_blocks - 1
+    assert engine.batcher.blocks.num_free(0) == executor.sizes.num_blocks - 1
 
 
 def other_programs(how: str) -> None:

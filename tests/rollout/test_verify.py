@@ -216,7 +216,7 @@ def executor_in(world: str) -> MeshExecutor:
 def test_drafts_change_no_token_and_no_log_probability(world: str, x64: None):
     executor = executor_in(world)
     recorder = Recorder(executor)
-    asked = mixed(3 * executor.num_groups, 3)
+    asked = mixed(3 * executor.sizes.num_groups, 3)
     plain = engine_over(executor, drafts=False).generate(asked)
     engine = engine_over(recorder)
     drawn = engine.generate(with_history(asked, plain))

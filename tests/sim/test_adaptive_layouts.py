@@ -56,7 +56,7 @@ def test_a_switch_takes_what_the_cost_model_says(how: str):
     assert cost.asked == [(2, 4)]
     assert done.times.state_s == pytest.approx(0.1 * fullest)
     assert clock.now_s - before == pytest.approx(4.0 + 0.1 * fullest)
-    assert (executor.tp, executor.num_groups, executor.num_slots) == (4, 1, 16)
+    assert (executor.tp, executor.sizes.num_groups, executor.sizes.num_slots) == (4, 1, 16)
 
 
 def test_the_profile_of_modelled_devices_says_what_the_model_says():

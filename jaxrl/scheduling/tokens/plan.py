@@ -324,17 +324,9 @@ class Ticket(Protocol):
 
 
 class Executor(Protocol):
-    """Runs plans, in order, one ahead of the host: a mesh (`jaxrl.rollout.executor`) or a simulation.
+    """Runs plans, in order, one ahead of the host: a mesh (`jaxrl.rollout.executor`) or a simulation."""
 
-    Its sizes are those of its `Capacity`.
-    """
-
-    num_groups: int
-    num_slots: int
-    num_blocks: int
-    block_size: int
-    max_prefill_tokens: int
-    stacks: KvStacks
+    sizes: Capacity
 
     def check(self, request: Request) -> None:
         """Raises ValueError for a request that this executor cannot run; asked before the request is queued."""
