@@ -22,7 +22,6 @@ import jax
 import numpy as np
 
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.kv_layers import kv_layers
 from jaxrl.rollout import kv_cache
 from jaxrl.rollout.calls import Call, MeshTicket, kept_tokens, places_in, prefill_calls, result_of
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms, bucket
