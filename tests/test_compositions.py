@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest

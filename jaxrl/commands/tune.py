@@ -231,9 +231,9 @@ def _simulated(config: Config, workload: Workload, warm_up: int) -> Trial:
     def on_step(step: int, measured: dict[str, float], groups: Any) -> None:
         steps.append(measured)
 
-    cost, sizes, layouts = machine(config)
+    cost, layouts = machine(config)
     with rare_collections():
-        build(config, cost, workload, sizes=sizes, layouts=layouts, on_step=on_step).loop.run()
+        build(config, cost, workload, layouts=layouts, on_step=on_step).loop.run()
     return trial(steps, config.data.train_batch_size, warm_up)
 
 

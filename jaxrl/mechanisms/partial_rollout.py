@@ -49,6 +49,7 @@ from jaxrl.types import Group
 if TYPE_CHECKING:
     from jaxrl.config import Config
 
+
 class PartialRollout(BatchRule, Mechanism):
     """The batch rule; its queue is the buffer. Raises ValueError for impossible limits.
 

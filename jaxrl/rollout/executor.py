@@ -342,7 +342,9 @@ class MeshExecutor:
 
             layouts = (source.layout, self.layout)
             try:
-                self._pool = kv_migration.migrate_across(source._pool, *layouts, lanes, self.sizes.num_blocks, into=pool)
+                self._pool = kv_migration.migrate_across(
+                    source._pool, *layouts, lanes, self.sizes.num_blocks, into=pool
+                )
                 jax.block_until_ready(self._pool)
             except Exception as error:
                 self.allocate()

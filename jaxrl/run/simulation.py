@@ -36,11 +36,12 @@ from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.plan_cost import PlanCostModel
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers, step_ticks
+from jaxrl.scheduling.tokens.plan import Capacity
 from jaxrl.sim.clock import SimulatedClock, SimulatedConcurrently, SimulatedPhases
-from jaxrl.sim.configured import layout_sizes, machine_sizes, num_devices_of, tasks_of, worker_predictor
+from jaxrl.sim.configured import layout_sizes, num_devices_of, rollout_devices_of, tasks_of, worker_predictor
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.drafts import BlankIndexes, SimulatedDrafts, verify_rule
-from jaxrl.sim.executor import MachineSizes, SimulatedExecutor
+from jaxrl.sim.executor import SimulatedExecutor
 from jaxrl.sim.executor_set import SimulatedExecutorSet
 from jaxrl.sim.hardware import PLATFORM
 from jaxrl.sim.prompts import SimulatedPrompts
@@ -69,7 +70,7 @@ class SimulatedMachine:
     """Modelled devices (`jaxrl.run.run.Machine`).
 
     Args:
-      sizes: of a worker. layouts: sizes by TP degree, where layouts adapt.
+      layouts: sizes of a worker by TP degree, of which it begins with the configured one.
       feeding: wraps each stream of the stream trainer, to compare other ways to feed it.
     """
 
@@ -81,17 +82,15 @@ class SimulatedMachine:
         config: Config,
         cost: CostModel,
         workload: Workload,
-        sizes: MachineSizes,
-        layouts: Mapping[int, MachineSizes],
+        layouts: Mapping[int, Capacity],
         clock: SimulatedClock,
         phases: SimulatedPhases,
         feeding: Callable[[GradientStream], GradientStream],
     ) -> None:
         self._config, self._cost, self._workload = config, cost, workload
-        self._sizes, self._layouts, self._clock, self._phases, self._feeding = sizes, layouts, clock, phases, feeding
-        self.degrees: Sequence[int] = tuple(layouts) or (sizes.tp,)
-        is_own = config.rollout.num_devices > 0
-        self.num_devices = num_devices_of(config) if is_own else sizes.num_devices * config.num_workers
+        self._layouts, self._clock, self._phases, self._feeding = layouts, clock, phases, feeding
+        self.degrees: Sequence[int] = tuple(layouts)
+        self.num_devices = num_devices_of(config)
         self._turns = turn_model(config, workload) if config.environment.is_on else None
         self.executors = self._build_executors()
         batching = batcher_config(config, verify_rule(config, cost))
@@ -105,17 +104,18 @@ class SimulatedMachine:
     def _build_executors(self) -> SimulatedExecutorSet:
         """One for each worker; their plans are drawn in tracks of their own."""
         config, cost, phases = self._config, self._cost, self._phases
-        num_workers, several, sizes = config.num_workers, config.hosts.num > 1, self._sizes
+        num_workers, several, tp = config.num_workers, config.hosts.num > 1, config.rollout.tp
 
         def draw(track: str, plan: Any, result: Any, start_ns: int, end_ns: int) -> None:
             named = {"rows": plan.num_decoding, "steps": result.num_steps}
             phases.complete(track, "plan", start_ns / 1e9, end_ns / 1e9, **named)
 
-        sync_s = cost.weight_sync_s(sizes.tp, sizes.num_devices * num_workers)
+        sync_s = cost.weight_sync_s(tp, rollout_devices_of(config))
         slowness = slownesses(config.hosts.num, config.simulate.host_spread, config.trainer.seed)
         executors = [
             SimulatedExecutor(
-                sizes,
+                self._layouts[tp],
+                tp,
                 self._workload.length,
                 cost,
                 self._clock,
@@ -188,8 +188,7 @@ def build(
     cost: CostModel,
     workload: Workload,
     *,
-    sizes: MachineSizes | None = None,
-    layouts: Mapping[int, MachineSizes] | None = None,
+    layouts: Mapping[int, Capacity] | None = None,
     timeline: Path | None = None,
     layout_log: LayoutLog | None = None,
     feeding: Callable[[GradientStream], GradientStream] = lambda stream: stream,
@@ -198,20 +197,16 @@ def build(
     """Puts a simulated run together.
 
     Args:
-      sizes: of a worker; by default from the configuration, with only weights beside the KV pool.
-      layouts: sizes by TP degree, if `rollout.layout` adapts; the default is made in the same way.
+      layouts: sizes of a worker by TP degree; by default from the configuration, with only weights beside the KV pool.
       timeline: the file to draw in. feeding: as in `SimulatedMachine`.
       callbacks: of `jaxrl.run.run.Run`: `on_step`, `save`, `stop` and the like.
     """
     if config.algorithm.adv_estimator == "gdpo":  # a simulated reward is one number
         config = config.replace(algorithm=config.algorithm.replace(adv_estimator="grpo"))
-    sizes = machine_sizes(config, cost) if sizes is None else sizes
-    if not config.rollout.layout.adapts:
-        layouts = {}
     layouts = layout_sizes(config, cost) if layouts is None else layouts
     clock = SimulatedClock()
     phases = SimulatedPhases(clock, timeline)
-    machine = SimulatedMachine(config, cost, workload, sizes, layouts, clock, phases, feeding)
+    machine = SimulatedMachine(config, cost, workload, layouts, clock, phases, feeding)
     trained = machine.num_devices - config.num_own_devices
     trainer, *critics = (SimulatedTrainer(cost, trained, clock) for _ in range(1 + config.has_critic))
     data, num_prompts = config.data, config.simulate.num_prompts or config.data.task_size

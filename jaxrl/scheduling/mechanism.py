@@ -155,8 +155,7 @@ class Step(Protocol):
         """Runs the update of this step, drawn on a track."""
         ...
 
-    def leave_rollout(self) -> None:
-        ...
+    def leave_rollout(self) -> None: ...
 
 
 class PhaseOrder:

@@ -23,9 +23,9 @@ from jaxrl.models.shapes import SHAPES
 from jaxrl.scheduling.layouts.batch_state import GroupCapacity, fastest_degree
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
+from jaxrl.scheduling.tokens.plan import Capacity
 from jaxrl.schema.limits import BYTES
 from jaxrl.sim.cost_model import CostModel, Efficiency, TableCost, modelled_profile
-from jaxrl.sim.executor import MachineSizes
 from jaxrl.sim.hardware import hardware
 from jaxrl.sim.recorded import RecordedWorkload
 from jaxrl.sim.workload import ModelledWorkload, Workload
@@ -201,11 +201,11 @@ def with_degree(config: Config) -> tuple[Config, str]:
     )
 
 
-def machine(config: Config) -> tuple[CostModel, MachineSizes, dict[int, MachineSizes]]:
-    """The cost model, the sizes of a worker's executor, and those by the TP degrees of its layouts. Raises ValueError
-    for a configuration that cannot be simulated."""
-    cost, model = cost_model(config)[0], model_sizes(config)
-    return cost, machine_sizes(config, cost, model), layout_sizes(config, cost, model)
+def machine(config: Config) -> tuple[CostModel, dict[int, Capacity]]:
+    """The cost model, and the sizes of a worker's executor by the TP degrees of its layouts. Raises ValueError for a
+    configuration that cannot be simulated."""
+    cost = cost_model(config)[0]
+    return cost, layout_sizes(config, cost, model_sizes(config))
 
 
 def _option(place: str, make: Callable[..., Any], *values: Any, **options: Any) -> Any:
@@ -216,14 +216,19 @@ def _option(place: str, make: Callable[..., Any], *values: Any, **options: Any) 
         raise ConfigError(f"{place}: {error}" if place else str(error)) from None
 
 
-def machine_sizes(config: Config, cost: CostModel, model: ModelConfig | None = None) -> MachineSizes:
+def machine_sizes(config: Config, cost: CostModel, model: ModelConfig | None = None) -> Capacity:
     """The sizes of a worker's executor; the KV pool as `jaxrl.run.memory.plan_num_blocks` sizes a real one. `model`:
     for the training state beside the pool; None: only what `cost` counts."""
     rollout = config.rollout
     kv = kv_layers(cost.model, config.max_model_length, rollout.max_num_batched_tokens, rollout.decode_steps)
-    sizes = MachineSizes(
-        num_devices=worker_devices_of(config),
-        tp=rollout.tp,
+    num_devices = worker_devices_of(config)
+    if num_devices % rollout.tp:
+        raise ConfigError(
+            f"rollout.tensor_model_parallel_size ({rollout.tp}) must divide the number of devices ({num_devices}; "
+            "simulate.num_devices)"
+        )
+    sizes = Capacity(
+        num_groups=num_devices // rollout.tp,
         num_slots=rollout.max_num_seqs,
         num_blocks=rollout.num_blocks,
         block_size=rollout.block_size,
@@ -238,7 +243,7 @@ def machine_sizes(config: Config, cost: CostModel, model: ModelConfig | None = N
     # master weights, Adam's moments, reference
     each = size + 2 * moments + size * (config.needs_ref and not config.actor.offload_reference)
     resident = 0 if model is None or rollout.num_devices else each * model.num_params() / rollout_devices_of(config)
-    fitting = cost.num_kv_blocks(sizes.tp, rollout.block_size, rollout.memory_fraction, resident, kv.size)
+    fitting = cost.num_kv_blocks(rollout.tp, rollout.block_size, rollout.memory_fraction, resident, kv.size)
     if fitting < per_request + 1:
         raise ConfigError(
             f"rollout.memory_fraction ({rollout.memory_fraction}) leaves {fitting} KV blocks beside weights and "
@@ -249,11 +254,11 @@ def machine_sizes(config: Config, cost: CostModel, model: ModelConfig | None = N
     return replace(sizes, num_blocks=min(fitting, rollout.max_num_seqs * per_request + 1))
 
 
-def layout_sizes(config: Config, cost: CostModel, model: ModelConfig | None = None) -> dict[int, MachineSizes]:
+def layout_sizes(config: Config, cost: CostModel, model: ModelConfig | None = None) -> dict[int, Capacity]:
     """`machine_sizes` by TP degree, of the layouts that `rollout.layout` may use; rows and blocks as
     `jaxrl.run.memory.layout_sizes` scales them."""
     rollout, num_devices, tp = config.rollout, worker_devices_of(config), config.rollout.tp
-    found: dict[int, MachineSizes] = {}
+    found: dict[int, Capacity] = {}
     degrees = _option("", rollout.layout.degrees_on, tp, num_devices)
     for degree in degrees:
         rows, blocks = rollout.layout.scaled(rollout.max_num_seqs, rollout.num_blocks, tp, degree)

@@ -29,7 +29,6 @@ from jaxrl.scheduling.layouts.kv_plan import KvPlan
 from jaxrl.scheduling.layouts.latency import causal_pairs
 from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, TimeTaken
 from jaxrl.scheduling.tokens.plan import Capacity, Plan, PlanResult, PrefillChunk, Request, Ticket
-from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks
 from jaxrl.sim.clock import SimulatedClock, nanoseconds
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.drafts import Acceptance, SimulatedDrafts, verify
@@ -38,35 +37,6 @@ from jaxrl.types import SampleKey
 VOCABULARY = 30_011  # a prime: fillers of neighbouring positions and samples differ
 _SEQUENCE = np.tile((np.arange(VOCABULARY) * 17 % VOCABULARY).astype(np.int32), 4)  # for all but very long responses
 _PLACE_OF_ONE = pow(17, -1, VOCABULARY)  # a token t is at t * _PLACE_OF_ONE, modulo VOCABULARY
-
-
-@dataclass(frozen=True, slots=True)
-class MachineSizes:
-    """The sizes of the machine; see `jaxrl.scheduling.tokens.plan.Executor`."""
-
-    num_devices: int
-    tp: int
-    num_slots: int
-    num_blocks: int
-    block_size: int
-    max_prefill_tokens: int
-    stacks: KvStacks = WHOLE
-
-    def __post_init__(self) -> None:
-        if self.tp < 1 or self.num_devices < 1 or self.num_devices % self.tp:
-            raise ValueError(
-                f"rollout.tensor_model_parallel_size ({self.tp}) must divide the number of devices "
-                f"({self.num_devices}; simulate.num_devices)"
-            )
-
-    @property
-    def num_groups(self) -> int:
-        return self.num_devices // self.tp
-
-    @property
-    def capacity(self) -> Capacity:
-        sizes = self.num_groups, self.num_slots, self.num_blocks, self.block_size, self.max_prefill_tokens
-        return Capacity(*sizes, self.stacks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +105,13 @@ class SimulatedExecutor:
 
     def __init__(
         self,
-        sizes: MachineSizes,
+        sizes: Capacity,
+        tp: int,
         length_of: Callable[[SampleKey, int], int],
         cost: CostModel,
         clock: SimulatedClock,
         on_plan: Callable[[Plan, PlanResult, int, int], None] = lambda *_: None,
-        layouts: Mapping[int, MachineSizes] | None = None,
+        layouts: Mapping[int, Capacity] | None = None,
         sync_s: float = 0.0,
         wake_s: float = 0.0,
         drafts: SimulatedDrafts | None = None,
@@ -151,7 +122,7 @@ class SimulatedExecutor:
     ) -> None:
         self._drafts, self._slowness = drafts, slowness
         self._call_s, self._latency_ns = call_s, nanoseconds(latency_s)
-        self._take_sizes(sizes)
+        self._use(sizes, tp)
         self.policy_version = self.recompiles = 0
         self.num_tokens = self.num_prefill_tokens = 0
         self._length_of, self._turn_end = length_of, turn_end
@@ -179,7 +150,7 @@ class SimulatedExecutor:
         else:
             num_steps, seconds_G = self._decode(plan, num_stops)
         for group, (tokens, pairs) in prefill.items():
-            seconds_G[group] += self._cost.prefill_s(self.machine.tp, tokens, pairs)
+            seconds_G[group] += self._cost.prefill_s(self.tp, tokens, pairs)
         seconds = float(seconds_G.max()) * self._slowness  # the slowest dp group's
         left = rows.left[seats]
         counts = before - left
@@ -225,21 +196,17 @@ class SimulatedExecutor:
     def release(self, *, weights: bool = False) -> None:
         """Nothing: see `allocate`."""
 
-    @property
-    def tp(self) -> int:
-        return self.machine.tp
-
     def capacity(self, tp: int) -> Capacity:
         """A layout's sizes. Raises ValueError for an unknown layout."""
         if tp not in self._layouts:
             raise ValueError(f"simulated devices: no layout with tp {tp}, only {sorted(self._layouts)}")
-        return self._layouts[tp].capacity
+        return self._layouts[tp]
 
     def start_in(self, tp: int) -> None:
         """Chooses the layout of a rollout phase while no row is live: its weights come from training anyway."""
         assert not self._tickets, "a layout is chosen while plans are in flight"
         if tp != self.tp:
-            self._take_sizes(self._layouts[tp])
+            self._use(self._layouts[tp], tp)
 
     def switch(self, move: Relayout) -> TimeTaken:
         """Takes the rows to their new seats, in the time that the cost model gives.
@@ -255,7 +222,7 @@ class SimulatedExecutor:
         fullest = max(groups.values(), key=sum, default=[])
         cost = self._cost.switch_cost(self.tp, move.to_tp)
         times = TimeTaken(cost.weights_s, cost.kv_s_per_token * sum(fullest), cost.fixed_s)
-        self._take_sizes(self._layouts[move.to_tp])
+        self._use(self._layouts[move.to_tp], move.to_tp)
         for row in move.rows:
             self._rows.take(row.dp_group * self.sizes.num_slots + row.slot, old, seat_of[row.request.request_id])
         self._clock.advance(times.total_s)
@@ -266,18 +233,18 @@ class SimulatedExecutor:
         the cost model gives; `rows` are then all rows of this worker."""
         assert not [*self._tickets, *source._tickets], "rows move while plans are in flight"
         old, sent = self._rows, Counter(copy.source_group for copy in kv.copies)
-        self._take_sizes(self.machine)
+        self._use(self.sizes, self.tp)
         for row in rows:  # a row that left stays as it was, so that its tokens tell which is meant
             found = [(rows_of, rows_of.seat_of(row)) for rows_of in (old, source._rows)]
             held, seat = next(each for each in found if each[1] >= 0)
             self._rows.take(row.dp_group * self.sizes.num_slots + row.slot, held, seat)
-        both = source.machine.num_devices + self.machine.num_devices
+        both = source.sizes.num_groups * source.tp + self.sizes.num_groups * self.tp
         token_s = self._cost.move_s_per_token(source.tp, self.tp, both)
         self._clock.advance(token_s * max(sent.values(), default=0) * self.sizes.block_size / len(self.sizes.stacks))
 
-    def _take_sizes(self, sizes: MachineSizes) -> None:
+    def _use(self, sizes: Capacity, tp: int) -> None:
         """Continues with blank rows."""
-        self.machine, self.sizes = sizes, sizes.capacity
+        self.sizes, self.tp = sizes, tp
         first_window = 0 if self._drafts is None else self._drafts.config.window.least
         self._rows = _Rows(sizes.num_groups * sizes.num_slots, first_window)
 
@@ -353,7 +320,7 @@ class SimulatedExecutor:
             context_S = ((found.before[:, own] + before_R[own]) * active_SR).sum(1)
             batch_S = active_SR.sum(1)
             busy = batch_S > 0
-            seconds_G[group] = self._cost.verify_steps_s(self.machine.tp, batch_S[busy], width, context_S[busy]).sum()
+            seconds_G[group] = self._cost.verify_steps_s(self.tp, batch_S[busy], width, context_S[busy]).sum()
         counts = np.zeros((len(found.counts), len(scheduled)), np.int64)
         counts[:, is_live] = found.counts
         return counts, found.num_steps, seconds_G
@@ -367,7 +334,7 @@ class SimulatedExecutor:
 
     def _decode_s(self, seats: np.ndarray, left: np.ndarray, num_steps: int) -> np.ndarray:
         """Seconds of the decode steps, [dp groups]. If no row stops on the way, one evaluation is enough."""
-        tp, of_group, context = self.machine.tp, seats // self.sizes.num_slots, self._rows.ends[seats] - left
+        tp, of_group, context = self.tp, seats // self.sizes.num_slots, self._rows.ends[seats] - left
         batch_G = np.bincount(of_group, minlength=self.sizes.num_groups)
         context_G = np.bincount(of_group, context, minlength=self.sizes.num_groups)
         splits_G = np.bincount(of_group[left < num_steps], minlength=self.sizes.num_groups) > 0

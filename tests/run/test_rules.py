@@ -12,7 +12,6 @@ from rounds import rule_sections
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.mechanisms import batch_rule, composition_problem
-from jaxrl.mechanisms.partial_rollout import PartialRollout
 
 LONGEST = 77  # tokens of a response
 DOCS = Path(__file__).resolve().parents[2] / "docs"

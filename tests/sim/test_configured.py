@@ -73,7 +73,7 @@ def test_a_worker_has_its_share_of_the_devices_and_the_same_pools(model: str, to
     one, two, three = (training(model__path=model, rollout__num_workers=n, **long) for n in (1, 2, 3))
     cost, _ = cost_model(one)
     whole, half = (machine_sizes(each, cost, model_sizes(each)) for each in (one, two))
-    assert half == replace(whole, num_devices=whole.num_devices // 2)
+    assert half == replace(whole, num_groups=whole.num_groups // 2)
     assert (whole.num_blocks < 8 * (64 + tokens) // 16) == is_full, "the memory sets the pool"
     with pytest.raises(ConfigError, match=r"rollout\.num_workers \(3\) must cut simulate\.num_devices \(8\)"):
         machine_sizes(three, cost, model_sizes(three))

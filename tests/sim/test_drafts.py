@@ -96,9 +96,9 @@ class Watched:
         self.plans: list[Plan] = []
         self.trace: list[TraceEvent] = []
         self._written: dict[int, int] = {}  # positions of each request that have their KV
-        shape = sizes(num_devices=2, num_slots=num_slots, num_blocks=num_blocks, max_prefill_tokens=16)
+        shape = sizes(num_groups=2, num_slots=num_slots, num_blocks=num_blocks, max_prefill_tokens=16)
         executor: Any = SimulatedExecutor(
-            shape, lambda of, _: of.prompt_index, ConstantCost(), SimulatedClock(), drafts=drafting(width)
+            shape, 1, lambda of, _: of.prompt_index, ConstantCost(), SimulatedClock(), drafts=drafting(width)
         )
         submit = executor.submit
 

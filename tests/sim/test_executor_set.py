@@ -34,13 +34,13 @@ def fixed_run(num_workers: int, deal: str) -> Any:
 
 # ---------------------------------------------------------------- moves
 
-SMALL = sizes(num_devices=2, tp=1, num_slots=6, num_blocks=24, max_prefill_tokens=24)
+SMALL = sizes(num_groups=2, num_slots=6, num_blocks=24, max_prefill_tokens=24)
 
 
 def test_moved_kv_takes_what_the_cost_model_says():
     """Two rows of 9 and 3 prompt tokens in two groups: the longer one's blocks set the time."""
     clock, lengths = SimulatedClock(), {key(0, i): 30 for i in range(2)}
-    executors = [SimulatedExecutor(SMALL, lambda of, _: lengths[of], ConstantCost(), clock) for _ in range(2)]
+    executors = [SimulatedExecutor(SMALL, 1, lambda of, _: lengths[of], ConstantCost(), clock) for _ in range(2)]
     workers = LocalWorkers([Engine(each, BatcherConfig(decode_steps=4)) for each in executors], "prompts")
     params = SamplingParams(max_tokens=40, stop_token_ids=(STOP,))
     for i, length in enumerate((9, 3)):
@@ -57,9 +57,7 @@ def test_moved_kv_takes_what_the_cost_model_says():
 # ---------------------------------------------------------------- time
 
 
-def rollout_s(
-    lengths: dict[SampleKey, int], num_workers: int, num_devices: int = 2, num_slots: int = 4
-) -> float:
+def rollout_s(lengths: dict[SampleKey, int], num_workers: int, num_devices: int = 2, num_slots: int = 4) -> float:
     """Seconds of a round of these responses, whose prompts are dealt to workers with as many devices each."""
     num_prompts = 1 + max(each.prompt_index for each in lengths)
     made = from_mapping(

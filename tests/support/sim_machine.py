@@ -18,10 +18,11 @@ from jaxrl.scheduling.rounds.events import Event, RoundStarted
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.plan import Capacity
 from jaxrl.scheduling.tokens.progress import TraceEvent
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
 from jaxrl.sim.cost_model import CostModel, Efficiency, TrainLoad
-from jaxrl.sim.executor import MachineSizes, SimulatedExecutor
+from jaxrl.sim.executor import SimulatedExecutor
 from jaxrl.sim.scoring import ScoringWorkers
 from jaxrl.sim.workload import Workload
 from jaxrl.types import Prompt, SampleKey, SamplingParams
@@ -78,15 +79,16 @@ class ConstantCost:
         return 1000
 
 
-def sizes(**more: int) -> MachineSizes:
-    plain = {"num_devices": 1, "tp": 1, "num_slots": 4, "num_blocks": 99, "block_size": 4, "max_prefill_tokens": 64}
-    return MachineSizes(**(plain | more))
+def sizes(**more: int) -> Capacity:
+    plain = {"num_groups": 1, "num_slots": 4, "num_blocks": 99, "block_size": 4, "max_prefill_tokens": 64}
+    return Capacity(**(plain | more))
 
 
 @dataclass
 class Machine:
     workload: Workload
-    sizes: MachineSizes = field(default_factory=sizes)
+    sizes: Capacity = field(default_factory=sizes)
+    tp: int = 1
     cost: CostModel = field(default_factory=ConstantCost)
     decode_steps: int = 2
     workers: int = 1
@@ -95,7 +97,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         self.clock = SimulatedClock()
-        self.executor = SimulatedExecutor(self.sizes, self.workload.length, self.cost, self.clock)
+        self.executor = SimulatedExecutor(self.sizes, self.tp, self.workload.length, self.cost, self.clock)
         config = BatcherConfig(decode_steps=self.decode_steps)
         self.engine = Engine(self.executor, config, trace=self.trace.append)
         phases = SimulatedPhases(self.clock)

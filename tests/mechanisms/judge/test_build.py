@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import closing
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from run_parts import made_run
-from tiny import write_tiny_model
 
 from jaxrl.config import Config, from_mapping
-from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.mechanisms.judge import device
 from jaxrl.mechanisms.judge.device import judge_memory
-from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.loading import load_model
-from jaxrl.models.lora import Lora, adapters_alone, with_adapters
-from jaxrl.models.peft import export_adapter, merged_params
-from jaxrl.models.safetensors import export_hf
 from jaxrl.models.shapes import SHAPES
 from jaxrl.models.streaming import HOST
-from jaxrl.rewards.domains import build_scorer
-from jaxrl.rewards.reward_pool import build_pool
 from jaxrl.rollout.layout_programs import LayoutPrograms
 from jaxrl.sharding.mesh import make_mesh
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from fake_rollout import FakePrompts, through_disk
 from rounds import START, Steps, Table, aborted, batch_keys, check_table, finish, key, verdict
 
