@@ -59,7 +59,7 @@ class Profiler:
     def verify(self, point: ProfilePoint) -> VerifyMeasurement:
         width = self.executor.verify_widths(point.tp)[point.batch]
         seconds = self.mixed(point.tp, [point.context] * point.batch, verifies=True)
-        return VerifyMeasurement(point.tp, point.batch, point.context, width, seconds)
+        return VerifyMeasurement(point.tp, point.batch, point.context, seconds, width)
 
     def mixed(self, tp: int, contexts: Sequence[int], *, verifies: bool = False) -> float:
         """Seconds per decode step (per step that verifies) with rows of these contexts in every dp group."""

@@ -181,8 +181,6 @@ class LayoutControl:
         switch = self.rule.decide(self._batch_state(dispatch))
         # A switch that looked worth it with plans in flight, and was not, is not considered again at once.
         self._quiet_until = dispatch + STEPS_SEEN
-        if switch is not None:
-            self._refuse_lowering(switch)
         self._write(Decision(dispatch, switch))
         return None if switch is None else self._switch(switch)
 
@@ -270,7 +268,6 @@ class LayoutControl:
         self.engine.settle()
         if switch is None:
             return None
-        self._refuse_lowering(switch)
         if self.rule is not None:
             self.rule.record(switch)
         if known.failed:
@@ -278,13 +275,6 @@ class LayoutControl:
             self.switches.append(MeasuredSwitch(switch, None))
             return self.switches[-1]
         return self._switch(switch)
-
-    def _refuse_lowering(self, switch: Switch) -> None:
-        if self.planner is not None and switch.to_tp < switch.from_tp:
-            raise ValueError(
-                f"layout control: {switch} lowers tp inside a round, which the planner alone does, between rounds "
-                "(rollout.layout.direction must be up where rollout.layout.planner is on)"
-            )
 
     def _switch(self, switch: Switch) -> MeasuredSwitch:
         try:

@@ -37,7 +37,7 @@ Decisions rest on measured times, so each goes to the journal (`Switch.to_json`)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -119,30 +119,8 @@ class TpPlanner:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A degree, and the time left of the generation under it."""
-
-    tp: int
-    remaining_s: float = 0.0  # decoding, after the switch
-    weights_s: float = 0.0  # this and the next two: parts of the switch; 0 for the degree in use
-    state_s: float = 0.0
-    fixed_s: float = 0.0
-    how: How = "migrate"
-
-    @property
-    def cost_s(self) -> float:
-        """T_switch."""
-        return self.weights_s + self.state_s + self.fixed_s
-
-    @property
-    def total_s(self) -> float:
-        """T_total of Algorithm 1, line 9."""
-        return self.remaining_s + self.cost_s
-
-
-@dataclass(frozen=True, slots=True)
 class Switch:
-    """A decision to switch, with the predictions that it rests on."""
+    """A switch, with the predictions that a decision for it rests on."""
 
     dispatch: int  # it comes before the plan of this number, counted from the start of the generation
     from_tp: int
@@ -155,12 +133,17 @@ class Switch:
     weights_s: float  # this and the next two: parts of its cost (T_switch)
     state_s: float
     fixed_s: float
-    step_before_s: float  # the next decode step without a switch
-    step_after_s: float
+    step_before_s: float = 0.0  # the next decode step without a switch; worked out for the one that is decided
+    step_after_s: float = 0.0
 
     @property
     def cost_s(self) -> float:
         return self.weights_s + self.state_s + self.fixed_s
+
+    @property
+    def total_s(self) -> float:
+        """T_total of Algorithm 1, line 9."""
+        return self.remaining_s + self.cost_s
 
     @property
     def gain_s(self) -> float:
@@ -211,27 +194,12 @@ class LayoutSwitchRule:
     def decide(self, now: BatchState) -> Switch | None:
         """The switch to make now, or None. One that is returned counts as made: if it fails, the next one waits for the
         cooldown all the same."""
-        found = self._find(now)
-        if found is None:
+        switch = self._find(now)
+        if switch is None:
             return None
-        stay, best = found
-        switch = Switch(
-            dispatch=now.dispatch,
-            from_tp=now.tp,
-            to_tp=best.tp,
-            how=best.how,
-            num_live=now.num_live,
-            num_tokens=sum(map(num_tokens, now.groups)),
-            stay_s=stay.total_s,
-            remaining_s=best.remaining_s,
-            weights_s=best.weights_s,
-            state_s=best.state_s,
-            fixed_s=best.fixed_s,
-            step_before_s=self._next_step_s(now, now.tp),
-            step_after_s=self._next_step_s(now, best.tp),
-        )
-        self.record(switch)
-        return switch
+        before_s, after_s = (self._next_step_s(now, tp) for tp in (now.tp, switch.to_tp))
+        self._last = replace(switch, step_before_s=before_s, step_after_s=after_s)
+        return self._last
 
     def wants(self, now: BatchState) -> bool:
         """Whether `decide` would name a degree."""
@@ -245,43 +213,45 @@ class LayoutSwitchRule:
             return False
         return any(self._may_go(tp, other, num_live) for other in self.degrees if other != tp)
 
-    def _find(self, now: BatchState) -> tuple[Candidate, Candidate] | None:
-        """(the degree in use, the best other one) if a switch to the other pays, else None."""
+    def _find(self, now: BatchState) -> Switch | None:
+        """The best switch, if it pays."""
         assert now.tp in self.degrees
         assert now.tp * len(now.groups) == self.model.num_devices
         assert self._last is None or now.dispatch >= self._last.dispatch
         if not self.considers(now.dispatch, now.tp, now.num_live, now.num_waiting):
             return None
-        stay, *others = self.evaluate(now)
-        if not others:
-            return None
-        best = min(others, key=lambda candidate: candidate.total_s)
-        return (stay, best) if stay.total_s - best.total_s > self.options.min_gain * stay.total_s else None
+        best = min(self.evaluate(now), key=lambda switch: switch.total_s, default=None)
+        pays = best is not None and best.stay_s - best.total_s > self.options.min_gain * best.stay_s
+        return best if pays else None
 
     def record(self, switch: Switch) -> None:
         self._last = switch
 
-    def evaluate(self, now: BatchState) -> tuple[Candidate, ...]:
-        """The degree in use, then the others that it may switch to, in ascending order."""
-        found = [Candidate(now.tp, remaining_s(self.model, now.tp, now.groups, self.options.bound))]
+    def evaluate(self, now: BatchState) -> list[Switch]:
+        """The switches that may be made, by ascending degree."""
+        found, live = list[Switch](), (now.num_live, sum(map(num_tokens, now.groups)))
+        stay_s = remaining_s(self.model, now.tp, now.groups, self.options.bound)
         for tp in self.degrees:
-            if tp != now.tp and self._may_go(now.tp, tp, now.num_live):
-                groups = regroup(now.groups, self.model.num_devices // tp)
-                if self._fits(groups, now.capacities.get(tp)):
-                    found.append(self._candidate(now, tp, groups))
-        return tuple(found)
+            if tp == now.tp or not self._may_go(now.tp, tp, now.num_live):
+                continue
+            groups = regroup(now.groups, self.model.num_devices // tp)
+            if self._fits(groups, now.capacities.get(tp)):
+                how, state_s = self._state_way(now, tp, groups)
+                left_s = remaining_s(self.model, tp, groups, self.options.bound)
+                cost = self.model.switch_cost(now.tp, tp)
+                seconds = stay_s, left_s, cost.weights_s, state_s, cost.fixed_s
+                found.append(Switch(now.dispatch, now.tp, tp, how, *live, *seconds))
+        return found
 
-    def _candidate(self, now: BatchState, tp: int, groups: Sequence[Rows]) -> Candidate:
-        cost = self.model.switch_cost(now.tp, tp)
+    def _state_way(self, now: BatchState, tp: int, groups: Sequence[Rows]) -> tuple[How, float]:
+        """How the KV goes along, and the seconds that takes."""
         ways: dict[How, float] = {}
         if self.options.state != "recompute":
             ways["migrate"] = self.model.move_s(now.tp, tp, max(map(num_tokens, now.groups)))
         if self.options.state != "migrate":
             lengths = [[row.length for row in rows] for rows in groups if rows]
             ways["recompute"] = max(self.model.recompute_s(tp, each) for each in lengths)
-        how = min(ways, key=lambda way: ways[way])  # at equal cost, migrate
-        left_s = remaining_s(self.model, tp, groups, self.options.bound)
-        return Candidate(tp, left_s, cost.weights_s, ways[how], cost.fixed_s, how)
+        return min(ways.items(), key=lambda way: way[1])  # at equal cost, migrate
 
     def _may_go(self, from_tp: int, tp: int, num_live: int) -> bool:
         goes_up = tp > from_tp

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxrl.scheduling.layouts.latency_profile import NEW_PROFILE, Measurement, Profile, SwitchCost, VerifyMeasurement
+from jaxrl.scheduling.layouts.latency_profile import NEW_PROFILE, Measurement, Profile, SwitchCost
 
 if TYPE_CHECKING:
     from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
@@ -59,7 +59,7 @@ class _Curve:
             self.slope = float(seconds[0] / tokens[0])
 
     @classmethod
-    def of_batch(cls, points: Sequence[Measurement | VerifyMeasurement]) -> _Curve:
+    def of_batch(cls, points: Sequence[Measurement]) -> _Curve:
         """The step time of one batch over its total context."""
         points = sorted(points, key=lambda point: point.context)
         return cls(np.array([point.batch * point.context for point in points], float), _seconds_of(points))
@@ -100,7 +100,7 @@ class _Prefill:
 class _Surface:
     """Step time of one degree over batch and total context."""
 
-    def __init__(self, points: Sequence[Measurement | VerifyMeasurement]) -> None:
+    def __init__(self, points: Sequence[Measurement]) -> None:
         batches = sorted({point.batch for point in points})
         self.batches = np.array(batches, np.float64)
         self.curves = [_Curve.of_batch([point for point in points if point.batch == batch]) for batch in batches]
@@ -128,7 +128,7 @@ class _Surface:
         return seconds_S
 
 
-def _seconds_of(points: Sequence[Measurement | VerifyMeasurement]) -> np.ndarray:
+def _seconds_of(points: Sequence[Measurement]) -> np.ndarray:
     return np.array([point.seconds for point in points], float)
 
 

@@ -30,7 +30,7 @@ def executor(tp: int = 1, widths: dict[int, int] | None = None) -> Any:
 def profile(**more: Any) -> Profile:
     decode = [Measurement(1, rows, context, 0.01 * rows + context / 1e5) for rows in (4, 8) for context in (16, 64)]
     verify = [
-        VerifyMeasurement(1, rows, context, 16 // rows, 0.02 * rows + context / 1e5)
+        VerifyMeasurement(1, rows, context, 0.02 * rows + context / 1e5, 16 // rows)
         for rows in (4, 8)
         for context in (16, 64)
     ]

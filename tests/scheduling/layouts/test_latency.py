@@ -44,10 +44,10 @@ PREFILL = (
 SWITCHES = (SwitchCost(2, 4, 1.5, 0.001, 0.5), SwitchCost(4, 2, 2.0, 0.003, 0.25))
 PROFILE = Profile(IDENTITY, DECODE, PREFILL, SWITCHES, (RowSizes(2, (1, 2, 3, 4)),))
 VERIFY = (
-    VerifyMeasurement(2, 4, 100, 8, 0.03),
-    VerifyMeasurement(2, 4, 200, 8, 0.05),
-    VerifyMeasurement(2, 8, 100, 4, 0.06),
-    VerifyMeasurement(2, 8, 200, 4, 0.10),
+    VerifyMeasurement(2, 4, 100, 0.03, 8),
+    VerifyMeasurement(2, 4, 200, 0.05, 8),
+    VerifyMeasurement(2, 8, 100, 0.06, 4),
+    VerifyMeasurement(2, 8, 200, 0.10, 4),
 )
 VERIFY_PROFILE = replace(PROFILE, verify=VERIFY, row_sizes=(RowSizes(2, (4, 8, 16)),))
 
