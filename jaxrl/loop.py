@@ -42,7 +42,7 @@ from jaxrl.scheduling.rounds.round import Departures, Round
 from jaxrl.scheduling.rounds.shaping import RewardShaping
 from jaxrl.training.save_schedule import SaveSchedule
 from jaxrl.training.training_step import training_step
-from jaxrl.types import Group, RunFailed, SamplingParams, TrainBatch
+from jaxrl.types import Group, RunFailed, SamplingParams, TrainBatch, check_schema
 
 if TYPE_CHECKING:
     from jaxrl.run.backend import RolloutBackend
@@ -123,13 +123,13 @@ class Loop:
     def load_host_state(self, state: Mapping[str, Any]) -> None:
         """Resumes from a saved boundary. Raises ValueError for another schema, prompts that wait in the state of
         another rule, or samples that are too long for this run."""
-        if state["schema"] != STATE_SCHEMA:
-            raise ValueError(f"checkpoint: state of schema {state['schema']}; this version reads schema {STATE_SCHEMA}")
+        check_schema("checkpoint", state, STATE_SCHEMA)
         self.step = self._saved_step = int(state["step"])
         self._prompts.load_state(state["data"])
         self.departures.load_state_dict(state["departures"])
         for each in self._mechanisms:
-            each.load_state_dict(state.get(each.name, {}))
+            if each.name in state:
+                each.load_state_dict(state[each.name])
         saved, ahead = state["rule"], state["ahead"]
         if saved["name"] == self.rule.name:
             self.rule.load_state(saved["state"], self._prompts)

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from jaxrl.scheduling.mechanism import Mechanism, RoundEnd
 from jaxrl.scheduling.rounds.events import Verdict
-from jaxrl.types import Prompt
+from jaxrl.types import Prompt, check_schema
 
 if TYPE_CHECKING:
     from jaxrl.config import Config
@@ -183,12 +183,9 @@ class AdaptiveTimeouts(Mechanism):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes with what was kept, within this run's bound. An empty state: of a run without test cases. Raises
-        ValueError for a state of another schema, or one that does not fit together."""
-        if not state:
-            return
-        if state.get("schema") != SCHEMA:
-            raise ValueError(f"time-outs: state of schema {state.get('schema')}; this version reads schema {SCHEMA}")
+        """Resumes with what was kept, within this run's bound. Raises ValueError for a state of another schema, or one
+        that does not fit together."""
+        check_schema("time-outs", state, SCHEMA)
         import numpy as np
 
         prompts, anchors = np.asarray(state["prompts"]), np.asarray(state["seconds"])

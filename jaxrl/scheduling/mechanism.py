@@ -445,5 +445,4 @@ class Mechanism:
         return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes from a checkpoint; an empty state is that of a run without it. Raises ValueError for a state that it
-        cannot resume from."""
+        """Resumes from a checkpoint that has its part. Raises ValueError for a state that it cannot resume from."""

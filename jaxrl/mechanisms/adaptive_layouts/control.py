@@ -29,6 +29,7 @@ from jaxrl.scheduling.layouts.relayout import LayoutExecutor, Relayout, SwitchFa
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.lengths import LengthHistory
 from jaxrl.scheduling.tokens.progress import PlanTimes
+from jaxrl.types import check_schema
 
 if TYPE_CHECKING:
     from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
@@ -54,8 +55,7 @@ class Decision:
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Decision:
         """Reads the output of `to_json`. Raises ValueError for another schema."""
-        if entry.get("schema") != SCHEMA:
-            raise ValueError(f"journalled layout decision {dict(entry)!r}: this version reads schema {SCHEMA}")
+        check_schema("journalled layout decision", entry, SCHEMA)
         switch = None if entry["switch"] is None else Switch.from_json(entry["switch"])
         return cls(int(entry["dispatch"]), switch, bool(entry["failed"]))
 

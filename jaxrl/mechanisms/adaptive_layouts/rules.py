@@ -46,6 +46,7 @@ import numpy as np
 from jaxrl.scheduling.layouts.batch_state import BatchState, GroupCapacity, Rows, load_at, num_tokens, remaining_s
 from jaxrl.scheduling.layouts.regroup import regroup
 from jaxrl.scheduling.layouts.relayout import How
+from jaxrl.types import check_schema
 
 if TYPE_CHECKING:
     from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
@@ -101,8 +102,7 @@ class TpPlanner:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes from a planner's state. A degree that is not allowed becomes the largest one below it."""
-        if state["schema"] != PLANNER_SCHEMA:
-            raise ValueError(f"tp planner of schema {state['schema']}: this version reads schema {PLANNER_SCHEMA}")
+        check_schema("tp planner", state, PLANNER_SCHEMA)
         self._kinds = {
             kind: _Kind(self._fitting(saved["degree"]), saved["last"], saved["quiet"])
             for kind, saved in state["kinds"].items()
@@ -155,12 +155,8 @@ class Switch:
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Switch:
         """The reverse of `to_json`, without keys that the journal adds. Raises ValueError for another schema."""
-        names = [each.name for each in fields(cls)]
-        if entry.get("schema") != SCHEMA or not set(names) <= set(entry):
-            raise ValueError(
-                f"layout switch {dict(entry)!r}: this version reads schema {SCHEMA}, with the fields {', '.join(names)}"
-            )
-        return cls(**{name: entry[name] for name in names})
+        check_schema("journalled layout switch", entry, SCHEMA)
+        return cls(**{each.name: entry[each.name] for each in fields(cls)})
 
 
 @dataclass(slots=True)

@@ -415,8 +415,7 @@ class StreamTrainer(Mechanism):
         return self.rule.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state:
-            self.rule.load_state_dict(state)
+        self.rule.load_state_dict(state)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

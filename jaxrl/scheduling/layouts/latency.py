@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxrl.scheduling.layouts.latency_profile import NEW_PROFILE, Measurement, Profile, SwitchCost
+from jaxrl.types import check_schema
 
 if TYPE_CHECKING:
     from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
@@ -242,8 +243,7 @@ class LatencyPredictor:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over a saved correction, unless it is of another profile."""
-        if state["schema"] != self.SCHEMA:
-            raise ValueError(f"latency correction of schema {state['schema']}: this version reads {self.SCHEMA}")
+        check_schema("latency correction", state, self.SCHEMA)
         self._log_ratios = {}
         if state["profile"] == self.profile.digest:
             pairs = zip(state["tp"], state["log_ratio"], strict=True)

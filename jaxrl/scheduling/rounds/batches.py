@@ -27,7 +27,7 @@ from jaxrl.scheduling.rounds.events import Outcome, PromptKey
 from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits, RacingGroup
 from jaxrl.scheduling.rounds.round import Round, RoundKind
 from jaxrl.schema.limits import AtEnd
-from jaxrl.types import Group, Prompt, Sample
+from jaxrl.types import Group, Prompt, Sample, check_schema
 
 
 class PromptStream(Protocol):
@@ -242,8 +242,7 @@ class BatchRule:
 
     def load_state(self, state: Mapping[str, Any], prompts: PromptStream) -> None:
         """Raises ValueError for a state of another schema, and for samples that this run has no place for."""
-        if state["schema"] != self.SCHEMA:
-            raise ValueError(f"{self.name}: state of schema {state['schema']}; this version reads schema {self.SCHEMA}")
+        check_schema(self.name, state, self.SCHEMA)
         packed = state["queue"]
         groups = unpack_groups(packed, prompts.get)
         queue: deque[PlannedGroup] = deque()

@@ -32,7 +32,7 @@ from jaxrl.scheduling.rounds.events import (
     Verdict,
 )
 from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits
-from jaxrl.types import Group, Prompt, Sample
+from jaxrl.types import Group, Prompt, Sample, check_schema
 
 if TYPE_CHECKING:
     import numpy as np
@@ -205,8 +205,7 @@ class Departures:
         return {"schema": self.SCHEMA, "counts": dict(self.counts), "left": np.concatenate(rows)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["schema"] != self.SCHEMA:
-            raise ValueError(f"departures of schema {state['schema']}: this version reads schema {self.SCHEMA}")
+        check_schema("departures", state, self.SCHEMA)
         counts: dict[Outcome, int] = {outcome: int(state["counts"][outcome]) for outcome in self.counts}
         if sum(counts.values()) != len(state["left"]):
             raise ValueError(f"departures: counts {counts} must add up to the {len(state['left'])} prompts that left")

@@ -100,6 +100,5 @@ def test_a_checkpoint_holds_the_anchors():
     assert not second.limits(prompt(6)), "it was right longest ago"
     np.testing.assert_equal(first.state_dict(), second.state_dict())
     empty = AdaptiveTimeouts(TimeoutRule())
-    empty.load_state_dict({})
     empty.load_state_dict(AdaptiveTimeouts(TimeoutRule()).state_dict())
     assert empty.limits(prompt(5)) == ()

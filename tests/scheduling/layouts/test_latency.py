@@ -158,7 +158,7 @@ def test_correction_of_another_profile_is_dropped():
     new.observe(2, 2, 200, 0.02)
     new.load_state_dict(old.state_dict())
     assert new.ratio(2) == 1.0
-    with pytest.raises(ValueError, match=r"schema 7: this version reads 1"):
+    with pytest.raises(ValueError, match=r"schema 7; this version reads schema 1"):
         new.load_state_dict({**old.state_dict(), "schema": 7})
 
 
