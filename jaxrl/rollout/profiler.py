@@ -22,6 +22,7 @@ from jaxrl.scheduling.layouts.kv_plan import LiveBlocks, plan_migration
 from jaxrl.scheduling.layouts.latency_profile import Measurement, ProfilePoint, SwitchCost, VerifyMeasurement
 from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, TimeTaken
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.blocks import BlockManager
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import TRASH_BLOCK, Plan, Request, ScheduledRows, Seat
 from jaxrl.types import SampleKey, SamplingParams
@@ -180,7 +181,7 @@ class Profiler:
                 table, _ = self._table(0, held, held * len(executor.sizes.stacks) * (lane % (lanes // before)))
                 live.append(LiveBlocks(lane, source, table, held * size, held * size))
                 groups[place].append(lane)
-        kv = plan_migration(live, before, groups, after.num_blocks, size, stacks=after.stacks)
+        kv = plan_migration(live, before, groups, BlockManager.of(after))
         for lane in range(len(live)):
             kv.blocks.free(lane)  # no row lives on: only the blocks move
         seats: dict[int, Seat] = {}

@@ -145,7 +145,7 @@ def plan_relayout(batcher: Batcher, from_tp: int, to_tp: int, capacity: Capacity
     live = {i: live_blocks(batcher, progress) for i, progress in by_id.items()}
     dealt = regroup(rows_of(batcher), capacity.num_groups) if how == "migrate" else ((),) * capacity.num_groups
     rooms = [_Room(range(capacity.num_slots), capacity.num_blocks - 1)] * capacity.num_groups
-    kv, seats, evicted = _seated(batcher, live, dealt, rooms, capacity)
+    kv, seats, evicted = _seated(batcher, live, dealt, rooms, BlockManager.of(capacity))
     return Relayout(
         from_tp=from_tp,
         to_tp=to_tp,
@@ -199,24 +199,22 @@ def _seated(
     live: Mapping[int, LiveBlocks],
     dealt: Sequence[Rows],
     rooms: Sequence[_Room],
-    capacity: Capacity,
-    into: BlockManager | None = None,
+    blocks: BlockManager,
 ) -> tuple[KvPlan, dict[int, Seat], list[int]]:
     """Seats for rows of a batcher, as they are dealt to dp groups; and the requests for which a group has no slot or no
-    blocks, the youngest. `into`: as in `plan_migration`."""
+    blocks, the youngest. `blocks`: as in `plan_migration`."""
     groups: list[list[int]] = []
     evicted: list[int] = []
     for rows, room in zip(dealt, rooms, strict=True):
         kept = sorted((row.request_id for row in rows), key=lambda i: batcher.progress(i).arrival)
         while kept and (
             len(kept) > len(room.slots)
-            or blocks_needed([live[i] for i in kept], capacity.block_size, capacity.stacks) > room.num_blocks
+            or blocks_needed([live[i] for i in kept], blocks.block_size, blocks.stacks) > room.num_blocks
         ):
             evicted.append(kept.pop())
         groups.append(kept)
     moving = [live[i] for ids in groups for i in ids]
-    sizes = capacity.num_blocks, capacity.block_size
-    kv = plan_migration(moving, batcher.capacity.num_groups, groups, *sizes, into, capacity.stacks)
+    kv = plan_migration(moving, batcher.capacity.num_groups, groups, blocks)
     seats = {
         request_id: Seat(group, slot, kv.placements[request_id].num_written, batcher.progress(request_id).is_resident)
         for group, ids in enumerate(groups)
@@ -239,8 +237,7 @@ def _refuse_too_long(batcher: Batcher, tp: int, capacity: Capacity) -> None:
 
 def restart(batcher: Batcher, capacity: Capacity) -> None:
     """Empty pools of this capacity: every request keeps its tokens, waits, and is prefilled again."""
-    sizes = capacity.num_groups, capacity.num_blocks, capacity.block_size, capacity.stacks
-    batcher.reseat(capacity, BlockManager(*sizes), {})
+    batcher.reseat(capacity, BlockManager.of(capacity), {})
 
 
 def switch(engine: Engine, tp: int, by: How = "migrate") -> Relayout:
@@ -307,7 +304,7 @@ def migrate_requests(source: Engine, target: Engine, request_ids: Iterable[int])
     groups = [tuple(row for row in rows if row.request_id in running) for rows in rows_of(source.batcher)]
     dealt = regroup(groups, capacity.num_groups, rows_of(batcher))
     rooms = [_Room(batcher.free_slots(g), batcher.blocks.num_free(g)) for g in range(capacity.num_groups)]
-    kv, seats, _ = _seated(source.batcher, live, dealt, rooms, capacity, batcher.blocks)
+    kv, seats, _ = _seated(source.batcher, live, dealt, rooms, batcher.blocks)
     own = [(p, Seat(p.group, p.slot, p.num_written, True)) for p in batcher.running() if p.is_resident]
     new = [(running[i], seat) for i, seat in seats.items() if seat.decodes]
     try:

@@ -128,7 +128,7 @@ class Batcher:
         self.capacity = capacity
         self.counters = Counters()
         self.trace = trace
-        self.blocks = BlockManager(capacity.num_groups, capacity.num_blocks, capacity.block_size, capacity.stacks)
+        self.blocks = BlockManager.of(capacity)
         self.verify_rule = None if config.verify_rule is None else config.verify_rule()
         self.next_index = 0
         self._arrivals = 0

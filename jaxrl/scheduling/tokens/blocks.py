@@ -29,11 +29,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
-from jaxrl.scheduling.tokens.plan import TRASH_BLOCK
+from jaxrl.scheduling.tokens.plan import TRASH_BLOCK, Capacity
 from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks, is_there
 
 
@@ -99,6 +99,10 @@ class BlockManager:
         self._parked: dict[object, _Parked] = {}  # by session, those parked longest ago first
         self._parked_references = np.zeros((num_groups, num_blocks), np.int32)  # of a block's, those of parked ones
         self._num_parked = [0] * num_groups  # blocks that nobody else holds
+
+    @classmethod
+    def of(cls, sizes: Capacity) -> Self:
+        return cls(sizes.num_groups, sizes.num_blocks, sizes.block_size, sizes.stacks)
 
     @property
     def capacity(self) -> int:
