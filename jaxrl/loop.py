@@ -42,7 +42,7 @@ from jaxrl.scheduling.rounds.round import Departures, Round
 from jaxrl.scheduling.rounds.shaping import RewardShaping
 from jaxrl.training.save_schedule import SaveSchedule
 from jaxrl.training.training_step import training_step
-from jaxrl.types import Group, RunFailed, SamplingParams, TrainBatch
+from jaxrl.types import Group, RunFailed, SamplingParams, TrainBatch, check_schema
 
 if TYPE_CHECKING:
     from jaxrl.run.backend import RolloutBackend
@@ -89,6 +89,7 @@ class Loop:
         self._gradients = [each.gradient_source for each in run.mechanisms if each.gradient_source]
         self._group_rewards = [each.group_rewards for each in run.mechanisms if each.group_rewards]
         self._parking = [each.parking for each in run.mechanisms if each.parking]
+        self._step_watchers = [each.step_watcher for each in run.mechanisms if each.step_watcher]
         self._shaping = RewardShaping.configured(config)
         self._alarms = Alarms(config)
         self._saves = SaveSchedule(config.trainer, run.clock)
@@ -122,13 +123,13 @@ class Loop:
     def load_host_state(self, state: Mapping[str, Any]) -> None:
         """Resumes from a saved boundary. Raises ValueError for another schema, prompts that wait in the state of
         another rule, or samples that are too long for this run."""
-        if state["schema"] != STATE_SCHEMA:
-            raise ValueError(f"checkpoint: state of schema {state['schema']}; this version reads schema {STATE_SCHEMA}")
+        check_schema("checkpoint", state, STATE_SCHEMA)
         self.step = self._saved_step = int(state["step"])
         self._prompts.load_state(state["data"])
         self.departures.load_state_dict(state["departures"])
         for each in self._mechanisms:
-            each.load_state_dict(state.get(each.name, {}))
+            if each.name in state:
+                each.load_state_dict(state[each.name])
         saved, ahead = state["rule"], state["ahead"]
         if saved["name"] == self.rule.name:
             self.rule.load_state(saved["state"], self._prompts)
@@ -199,8 +200,8 @@ class Loop:
         rounds = (None if each is None else each.seconds for each in (earlier, self._waiting))
         measured |= numbers.seconds_of_other_steps(measured, *rounds)
         measured |= numbers.throughput(batch, measured, self._run.num_devices)
-        for each in self._mechanisms:
-            each.step_ends(measured)
+        for watch in self._step_watchers:
+            watch(measured)
         self._run.on_step(step, measured, now.groups)
 
     def _collect(self, step: int, waiting: Sequence[Group] | None = None) -> Collected:

@@ -247,6 +247,12 @@ class Group:
     samples: list[Sample]
 
 
+def check_schema(what: str, state: Mapping[str, Any], schema: int) -> None:
+    """Raises ValueError for a part of a checkpoint, or of a journal, that another version has written."""
+    if (found := state.get("schema")) != schema:
+        raise ValueError(f"{what}: state of schema {found}; this version reads schema {schema}")
+
+
 @dataclass(slots=True)
 class TrainBatch:
     """The data of one training step: groups flattened to samples, in an order that no clock decides. Lists are per

@@ -37,7 +37,7 @@ import jax
 from gpu import compiled
 
 from jaxrl.config import from_mapping
-from jaxrl.mechanisms.judge.build import judge_memory
+from jaxrl.mechanisms.judge.device import judge_memory
 from jaxrl.mechanisms.speculation.proposer import Drafting
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.shapes import named_shape

@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -25,7 +24,6 @@ from jaxrl.config import ConfigError
 from jaxrl.mechanisms import batch_rule, is_timeless
 from jaxrl.types import RunFailed
 
-BUFFER_FILTER = Path(__file__).parent / "support" / "any_buffer_filter.py"
 RULES = ("", "over_provisioning", "tail_batching", "partial_rollout")
 NEVER_S = 1e6  # a limit that no scoring reaches
 
@@ -62,7 +60,6 @@ def section(draw: st.DrawFn, rule: str, batch: int, lag: int) -> dict[str, Any]:
             "over_provision": factor,
             "max_staleness": draw(st.just(-1) | st.integers(steps + lag, steps + lag + 2)),
             "max_restarts": draw(st.integers(0, 2)),
-            "buffer_filter_path": draw(st.sampled_from(["", str(BUFFER_FILTER)])),
         }
     factors = {"prompt_factor": factor, "response_factor": draw(st.sampled_from([1.0, 1.25, 2.0]))}
     if rule == "over_provisioning":

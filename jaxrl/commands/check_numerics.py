@@ -23,7 +23,7 @@ import numpy as np
 from jaxrl.config import Config
 from jaxrl.config.files import load
 from jaxrl.mechanisms.speculation import verify_rule
-from jaxrl.mechanisms.speculation.index import DraftIndex, draft_lengths
+from jaxrl.mechanisms.speculation.index import DraftIndex
 from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import RANDOM, check_length, config_of, resolve_path
@@ -250,16 +250,15 @@ def _sharing(engine: Engine, bench: Bench) -> None:
 
 def _drafting(engine: Engine, bench: Bench) -> None:
     """Each may draft from its own response, in which every seventh token is another one and is rejected."""
-    lengths = draft_lengths(bench.configured(*_speculation(bench.options.most_rows)).rollout.speculation)
     for request, drawn in zip(bench.requests, bench.samples, strict=True):
         text = drawn.token_ids.copy()
         text[3::7] = (text[3::7] + 1) % bench.model.vocab_size
-        engine.add(replace(request, history=DraftIndex.build([text], [1.0], lengths)))
+        engine.add(replace(request, history=DraftIndex.build([text], [1.0])))
 
 
 def _speculation(rows: int) -> tuple[str, ...]:
-    values = {"enable": "true", "min_prefix": 1, "max_prefix": 3, "verify_tokens": 4 * rows, "max_batch": rows}
-    return tuple(f"rollout.speculation.{name}={value}" for name, value in (values | {"max_window": 4}).items())
+    values = {"enable": "true", "verify_tokens": 4 * rows, "max_batch": rows}
+    return tuple(f"rollout.speculation.{name}={value}" for name, value in values.items())
 
 
 @dataclass(frozen=True, slots=True)

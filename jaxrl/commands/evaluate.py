@@ -18,7 +18,7 @@ from jaxrl.commands.majority import Ballots, ballots, majorities
 from jaxrl.config import Config, ConfigError, DataSection
 from jaxrl.data.prompts import validation_prompts
 from jaxrl.mechanisms.judge import Judge
-from jaxrl.mechanisms.judge.build import read_judge
+from jaxrl.mechanisms.judge.device import read_judge
 from jaxrl.mechanisms.judge.endpoint import join_endpoint
 from jaxrl.mechanisms.turns.pool import EnvironmentPool
 from jaxrl.mechanisms.turns.rule import trajectory_metrics

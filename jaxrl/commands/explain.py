@@ -310,7 +310,7 @@ def _seconds_lines(
     step_s = cost.decode_step_s(tp, rows, rows * (prompt + length / 2))
     rolling_s = waves * length * step_s + cost.weight_sync_s(tp, num_devices)
     tokens, forwards = samples * (prompt + length), (config.actor.old_logprobs == "recompute") + config.needs_ref
-    load = TrainLoad(tokens, samples * causal_pairs(prompt + length), config.updates_per_step, 1, forwards)
+    load = TrainLoad(tokens, samples * causal_pairs(prompt + length), config.updates_per_step, forwards)
     update_s = cost.train_step_s(load, num_devices - config.num_own_devices)
     yield (
         f"a step on {card.name}: about {_seconds(rolling_s + update_s)} (rollout {_seconds(rolling_s)}, update "

@@ -52,8 +52,10 @@ def simulate(config: Config, say: Callable[[str], None] = print, stop: Stop | No
         config, of_degree = _with_degree(config, folder)
         seconds = cost_model(config)[1]
         workload, lengths = workload_of(config)
-        cost, sizes, layouts = machine(config)
-        sources = {"cost_model": seconds, "workload": lengths, "host_s": config.simulate.host_s}
+        cost, layouts = machine(config)
+        of_worker = {"num_devices": worker_devices_of(config), "tp": config.rollout.tp}
+        of_worker |= asdict(layouts[config.rollout.tp])
+        sources = {"cost_model": seconds, "workload": lengths}
         step = -1 if state is None else state["step"]
         on_hosts = f" on {config.hosts.num} hosts" if config.hosts.num > 1 else ""
         devices = f"{num_devices_of(config)} × {config.simulate.hardware}{on_hosts}"
@@ -75,7 +77,6 @@ def simulate(config: Config, say: Callable[[str], None] = print, stop: Stop | No
                 config,
                 cost,
                 workload,
-                sizes=sizes,
                 layouts=layouts,
                 timeline=run_dir.file("timeline.json"),
                 layout_log=record.layouts,
@@ -89,7 +90,7 @@ def simulate(config: Config, say: Callable[[str], None] = print, stop: Stop | No
                 if state is not None:
                     loop.load_host_state(state)
                 with stop.held():  # the first writes: nothing about the start is refused any more
-                    _record_start(config, run_dir, max(step, 0), sources | {"machine": asdict(sizes)})
+                    _record_start(config, run_dir, max(step, 0), sources | {"machine": of_worker})
                     for line in said:
                         say(line)
                     record.begin()

@@ -89,7 +89,7 @@ def _start(start: Training) -> RunOutcome:
     trained = with_planned_update(config, start.model, training_devices, memory)
     start.find_checkpoints(needs_ref=config.needs_ref, needs_critic=config.has_critic)
     if Judge.is_on(config):
-        from jaxrl.mechanisms.judge.build import read_judge
+        from jaxrl.mechanisms.judge.device import read_judge
 
         read_judge(config)
     start.beat("starting the reward workers")

@@ -171,7 +171,7 @@ def _options_of_run(run_dir: str, devices: Mapping[str, Any], overrides: Sequenc
     """Options of section `simulate` that a run's record answers: lengths; of a real run the devices as well, and
     latencies if it, or an override, names a profile."""
     lengths = f"simulate.recorded_run={json.dumps(str(run_dir))}"
-    found = ["simulate.recorded_rule=by_rank", lengths]
+    found = [lengths]
     if devices["platform"] == SIMULATED:
         return found
     found.append(f"simulate.num_devices={devices['count']}")
@@ -231,9 +231,9 @@ def _simulated(config: Config, workload: Workload, warm_up: int) -> Trial:
     def on_step(step: int, measured: dict[str, float], groups: Any) -> None:
         steps.append(measured)
 
-    cost, sizes, layouts = machine(config)
+    cost, layouts = machine(config)
     with rare_collections():
-        build(config, cost, workload, sizes=sizes, layouts=layouts, on_step=on_step).loop.run()
+        build(config, cost, workload, layouts=layouts, on_step=on_step).loop.run()
     return trial(steps, config.data.train_batch_size, warm_up)
 
 

@@ -1,6 +1,6 @@
 """The options `simulate.*`, which `jaxrl simulate` alone reads: the machine, the cost model and the workload."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from annotated_types import Ge, Gt, Interval
 from pydantic import Field
@@ -8,7 +8,6 @@ from pydantic import Field
 from jaxrl.config.hosts import MAX_HOSTS
 from jaxrl.schema.declared import Cap, Names
 from jaxrl.schema.devices import MAX_DEVICES
-from jaxrl.schema.limits import MAX_WAIT
 from jaxrl.schema.section import Section
 
 _MAX_TOKENS = Cap(1_000_000_000, "beyond, every response has the longest length")
@@ -20,7 +19,11 @@ class SimulatedLengths(Section):
     """How long responses are: a lognormal body, and a power law above one of its quantiles."""
 
     median: Annotated[
-        float, Gt(0), _MAX_TOKENS, "Response tokens at the median of the lognormal body, at the first step."
+        float,
+        Gt(0),
+        _MAX_TOKENS,
+        "Response tokens at the median of the lognormal body, at the first step; data.max_response_length caps the "
+        "longest.",
     ] = 500.0
     sigma: Annotated[float, Ge(0), _MAX_SIGMA, "Standard deviation of the logarithm of the body's lengths."] = 1.0
     tail_from: Annotated[
@@ -29,7 +32,6 @@ class SimulatedLengths(Section):
     tail_index: Annotated[
         float, Gt(0), "In the tail, the share of longer responses falls as length ** -tail_index."
     ] = 2.0
-    shortest: Annotated[int, Ge(1), "Tokens of the shortest response; data.max_response_length caps the longest."] = 1
     growth: Annotated[
         float, Gt(-1), "Share by which all lengths grow per training step, up to ten times the first step's lengths."
     ] = 0.0
@@ -44,9 +46,6 @@ class SimulatedScoring(Section):
     sigma: Annotated[float, Ge(0), _MAX_SIGMA, "Standard deviation of the logarithm of those seconds."] = 0.0
     per_token_s: Annotated[
         float, Ge(0), _MAX_SECONDS, "Seconds of scoring per response token, besides the drawn ones."
-    ] = 0.0
-    correlation: Annotated[
-        float, Interval(ge=0, le=1), "How much of those seconds a response's prompt decides: 0 nothing, 1 all."
     ] = 0.0
     hang_share: Annotated[
         float,
@@ -128,7 +127,6 @@ class SimulatedTool(Section):
         float, Ge(0), _MAX_SECONDS, "Seconds of an answer, at the median of a lognormal distribution."
     ] = 0.2
     sigma: Annotated[float, Ge(0), _MAX_SIGMA, "Standard deviation of the logarithm of those seconds."] = 0.0
-    max_s: Annotated[float, Gt(0), _MAX_SECONDS, "Seconds of the slowest answer."] = 3600.0
 
 
 class SimulateSection(Section):
@@ -159,12 +157,6 @@ class SimulateSection(Section):
         "By what share plans take longer on the slowest host than on the fastest; the others lie evenly "
         "between them, and trainer.seed draws which is which.",
     ] = 0.0
-    host_latency_s: Annotated[
-        float, Ge(0), MAX_WAIT, "Seconds until a call has reached another host, and until its answer is back."
-    ] = 0.0005
-    host_call_s: Annotated[
-        float, Ge(0), MAX_WAIT, "Seconds for which the controller is held up by each call to another host."
-    ] = 0.00015
     model: Annotated[str, Names("folder"), "A named shape, or a folder with a config.json; empty: model.path."] = ""
     num_prompts: Annotated[
         int, Ge(0), Cap(10_000_000, "their order is drawn at once"), "Prompts of an epoch; 0: data.task_size."
@@ -175,18 +167,9 @@ class SimulateSection(Section):
         "The file that `jaxrl profile` wrote, which says how long things take; what it does not hold, and everything "
         "where it is empty, comes from the roofline of simulate.hardware.",
     ] = ""
-    efficiency: Annotated[dict[str, float], "Efficiency factors of the roofline by name, over its own."] = {}
-    host_s: Annotated[
-        float, Ge(0), _MAX_SECONDS, "Seconds of the host per plan, while the devices run the plan before."
-    ] = 0.0
     recorded_run: Annotated[
         str, Names("folder"), "The run whose samples.jsonl has lengths and rewards to draw from; empty: simulate.tasks."
     ] = ""
-    recorded_rule: Annotated[
-        Literal["by_prompt", "pooled", "by_rank"],
-        "How recorded responses are drawn; by_prompt: for each prompt from its own, pooled: from all together, "
-        "by_rank: from all of the prompt's source, with prompts that differ as much as the recorded ones.",
-    ] = "by_prompt"
     tool: SimulatedTool = Field(default_factory=SimulatedTool)
     tasks: Annotated[
         dict[str, TaskSection],

@@ -48,7 +48,6 @@ MECHANISMS: tuple[type[Mechanism], ...] = (
 
 
 def enabled(config: Config) -> list[type[Mechanism]]:
-    """The mechanisms that a configuration asks for."""
     return [each for each in MECHANISMS if each.is_on(config)]
 
 
@@ -117,7 +116,6 @@ def batch_rule(config: Config) -> BatchRule:
 
 
 def page_parts() -> list[PagePart]:
-    """The mechanisms' parts of a run's page."""
     return [part for each in MECHANISMS if (part := each.page_part()) is not None]
 
 

@@ -22,10 +22,6 @@ Departures:
 - Groups that complete while the round is being stopped, or beyond N because a due group kept it going, are not lost:
   they are the first of the next round.
 - `at_end="flush"`: the last rounds launch no more new prompts than the run can still train on.
-- A function of the user's may order the buffer, hold groups back, and restart them (`BufferFilter`, after slime's
-  `--buffer-filter-path`). It takes nothing out, so that no prompt is lost; it sees numbers, not samples; and it must be
-  deterministic, because a resumed run asks again. Groups that it holds back count as in flight, so that the bounds
-  above hold; the cap, `max_restarts` and the flush take precedence.
 
 A sample is carried without its verdict and scored when its group is complete: a clock would decide whether a verdict
 came before the end of a round.
@@ -35,9 +31,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol, Self, get_args
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Self
 
 from annotated_types import Ge
 
@@ -46,7 +42,6 @@ from jaxrl.scheduling.rounds.batches import BatchRule, RoundPlan, RoundTime, las
 from jaxrl.scheduling.rounds.events import PromptKey
 from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, RaceLimits
 from jaxrl.scheduling.rounds.round import Round
-from jaxrl.schema.declared import Names
 from jaxrl.schema.limits import AtEnd, Factor
 from jaxrl.schema.section import Section
 from jaxrl.types import Group
@@ -54,69 +49,9 @@ from jaxrl.types import Group
 if TYPE_CHECKING:
     from jaxrl.config import Config
 
-Action = Literal["resume", "wait", "restart"]
-
-
-@dataclass(frozen=True, slots=True)
-class WaitingGroup:
-    """A buffered group as the user's function sees it. Tuples have one entry per sample."""
-
-    key: PromptKey  # (epoch, index) of the prompt
-    steps_waited: int  # training steps since its first launch
-    lengths: tuple[int, ...]  # tokens so far
-    finished: tuple[bool, ...]  # whether the response has ended
-    oldest_versions: tuple[int | None, ...]  # the version of the first token; None without tokens
-    restarts: tuple[int, ...]  # how often it has started again
-
-    def lag(self, policy_version: int) -> int:
-        """By how many versions its oldest token is behind the version that samples; 0 without tokens."""
-        return max((policy_version - version for version in self.oldest_versions if version is not None), default=0)
-
-
-class BufferFilter(Protocol):
-    """Decides about prompts that wait.
-
-    For example::
-
-        def buffer_filter(groups, policy_version):
-            # the longest first; what is two versions old restarts
-            longest = sorted(groups, key=lambda group: -max(group.lengths))
-            return {g.key: "restart" if g.lag(policy_version) >= 2 else "resume" for g in longest}
-    """
-
-    def __call__(self, *, groups: Sequence[WaitingGroup], policy_version: int) -> Mapping[PromptKey, Action]:
-        """The action for each group in a round of `policy_version`; groups resume in the order of the answer, and those
-        without an action after them."""
-        ...
-
-
-def decide(buffer_filter: BufferFilter, groups: Sequence[WaitingGroup], policy_version: int) -> dict[PromptKey, Action]:
-    """The function's answer for all groups, checked, in order. Raises ValueError for an impossible one."""
-    place = "rollout.partial_rollout.buffer_filter_path: the function"
-    try:
-        answer = buffer_filter(groups=list(groups), policy_version=policy_version)
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{place} failed with {type(error).__name__}: {error}") from error
-    if not isinstance(answer, Mapping):
-        raise ValueError(f"{place} must return a mapping from keys of groups to actions, found {answer!r:.200}")
-    decided: dict[PromptKey, Action] = {}
-    keys = [group.key for group in groups]
-    for key, action in answer.items():
-        if key not in keys:
-            raise ValueError(f"{place} returned {key!r:.200}, which is the key of none of its {len(keys)} groups")
-        if action not in get_args(Action):
-            raise ValueError(f"{place} must say one of {', '.join(get_args(Action))} for {key}, found {action!r:.200}")
-        decided[key] = action
-    for key in keys:
-        decided.setdefault(key, "resume")
-    return decided
-
 
 class PartialRollout(BatchRule, Mechanism):
     """The batch rule; its queue is the buffer. Raises ValueError for impossible limits.
-
-    Args:
-      buffer_filter: decides about buffered groups; None: all resume, the complete and then the oldest first.
 
     Attributes:
       num_spare: N' - N.
@@ -137,14 +72,6 @@ class PartialRollout(BatchRule, Mechanism):
         at_end: Annotated[
             AtEnd, "What becomes of the buffer when training ends; flush: the last rounds empty it, leave: it stays."
         ] = "flush"
-        buffer_filter_path: Annotated[
-            str,
-            Names("file"),
-            "A Python file with a function that says what becomes of buffered prompts in a round; empty: none.",
-        ] = ""
-        buffer_filter_name: Annotated[
-            str, "The function in buffer_filter_path, called with groups and policy_version."
-        ] = "buffer_filter"
 
     name = title = "partial rollout"
     option = "rollout.partial_rollout"
@@ -163,20 +90,11 @@ class PartialRollout(BatchRule, Mechanism):
 
     @classmethod
     def batch_rule(cls, config: Config, batch: BatchSettings) -> Self:
-        """A new rule, with an empty buffer. Raises ValueError for a file that cannot be used, too."""
-        from jaxrl.config.functions import read_user_file, user_function
+        return cls(batch, config.rollout.partial_rollout)
 
-        options, buffer_filter = config.rollout.partial_rollout, None
-        if options.buffer_filter_path:
-            names = f"{cls.option}.buffer_filter_path", f"{cls.option}.buffer_filter_name"
-            file = read_user_file(names[0], options.buffer_filter_path)
-            buffer_filter = user_function(names, file, options.buffer_filter_name, ("groups", "policy_version"))
-        return cls(batch, options, buffer_filter)
-
-    def __init__(self, batch: BatchSettings, options: Options, buffer_filter: BufferFilter | None = None) -> None:
+    def __init__(self, batch: BatchSettings, options: Options) -> None:
         batch = replace(batch, score_when="group")
         self.options, self.at_end = options, options.at_end
-        self.buffer_filter = buffer_filter
         under_way = provisioned(options.over_provision, batch.num_prompts)
         self.num_spare = under_way - batch.num_prompts
         limits = RaceLimits(batch, batch.group_size, self.num_spare, keep_unfinished=True)
@@ -198,15 +116,11 @@ class PartialRollout(BatchRule, Mechanism):
         waiting.sort(key=lambda group: (group.key not in due, not group.is_complete))
         room = room_until_end(self.at_end, self.batch.num_prompts, time)
         num_spare = self.num_spare if room is None else min(self.num_spare, room)
-        resuming, held_back = self._filtered(waiting, due, time, num_spare)
-        self.queue = deque((*resuming, *held_back))
-        num_kept = len(held_back)
-        limits = replace(
-            self.limits, num_spare=num_spare - num_kept, max_left_over=self._most_left_over(time, num_spare, num_kept)
-        )
-        return RoundPlan(limits, "partial", num_kept, due)
+        self.queue = deque(waiting)
+        limits = replace(self.limits, num_spare=num_spare, max_left_over=self._most_left_over(time, num_spare))
+        return RoundPlan(limits, "partial", due=due)
 
-    def _most_left_over(self, time: RoundTime, num_spare: int, num_held_back: int) -> int | None:
+    def _most_left_over(self, time: RoundTime, num_spare: int) -> int | None:
         """How many groups dynamic sampling may leave over by launching ahead: as many as find room in batches before
         their tokens are over the cap, and before the run ends."""
         rooms: list[int] = []
@@ -216,38 +130,7 @@ class PartialRollout(BatchRule, Mechanism):
         until_end = room_until_end(self.at_end, self.batch.num_prompts, time)
         if num_spare and until_end is not None:
             rooms.append(until_end)
-        return max(min(rooms) - num_held_back, 0) if rooms else None
-
-    def _filtered(
-        self, waiting: list[PlannedGroup], due: Collection[PromptKey], time: RoundTime, num_spare: int
-    ) -> tuple[list[PlannedGroup], list[PlannedGroup]]:
-        """The groups that this round resumes, in that order, and those that the user's function holds back."""
-        if self.buffer_filter is None:
-            return waiting, []
-        resuming = [group for group in waiting if group.key in due]
-        asked = {group.key: group for group in waiting if group.key not in due}
-        waits: list[PlannedGroup] = []
-        described = [self._describe(group, time.step) for group in asked.values()]
-        for prompt_key, action in decide(self.buffer_filter, described, time.policy_version).items():
-            group = asked[prompt_key]
-            if action == "restart":
-                group = self._restart(group, lambda sample: sample.key.attempt < self.options.max_restarts)
-            (waits if action == "wait" else resuming).append(group)
-        # those that the run ends too soon to hold back, or that a buffer filled by other options has too many of
-        num_more = max(len(waits) - num_spare, 0)
-        return resuming + waits[:num_more], waits[num_more:]
-
-    @staticmethod
-    def _describe(group: PlannedGroup, step: int) -> WaitingGroup:
-        samples = group.samples
-        return WaitingGroup(
-            key=group.key,
-            steps_waited=step - group.first_step,
-            lengths=tuple(map(len, samples)),
-            finished=tuple(sample.has_ended for sample in samples),
-            oldest_versions=tuple(int(sample.versions[0]) if len(sample) else None for sample in samples),
-            restarts=tuple(sample.key.attempt for sample in samples),
-        )
+        return max(min(rooms), 0) if rooms else None
 
     def _due(self, waiting: Iterable[PlannedGroup], step: int) -> set[PromptKey]:
         """The groups that must be in the batch of `step`.

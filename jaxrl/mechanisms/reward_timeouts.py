@@ -26,14 +26,14 @@ every limit, unless it takes twice as long.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any, Self
 
-from jaxrl.scheduling.mechanism import Mechanism, RoundEnd, RoundInfo
+from jaxrl.scheduling.mechanism import Mechanism, RoundEnd
 from jaxrl.scheduling.rounds.events import Verdict
-from jaxrl.types import Prompt
+from jaxrl.types import Prompt, check_schema
 
 if TYPE_CHECKING:
     from jaxrl.config import Config
@@ -48,8 +48,6 @@ _REACHED = 0.99  # a case that took so much of its limit was ended by it: clocks
 
 @dataclass(frozen=True, slots=True)
 class TimeoutRule:
-    """The formula."""
-
     min_s: float = 2.0
     max_s: float = 30.0  # counts where the bounds contradict each other
     factor: float = 1.5
@@ -69,8 +67,7 @@ class AdaptiveTimeouts(Mechanism):
     """Limits the test cases of training prompts (`jaxrl.scheduling.mechanism.ScoreLimits`).
 
     Args:
-      is_code: whether the prompts of a source have test cases, by the sources that differ from the others.
-      others: the same of all other sources.
+      has_tests: whether the prompts of a source have test cases.
       max_anchors: test cases whose anchors are kept.
       reference_time_key: what of a prompt's `extra` is the first anchor of its test cases, in seconds; empty: nothing.
     """
@@ -82,17 +79,15 @@ class AdaptiveTimeouts(Mechanism):
     def __init__(
         self,
         rule: TimeoutRule,
-        is_code: Mapping[str, bool] | None = None,
-        others: bool = True,
+        has_tests: Callable[[str], bool] = lambda source: True,
         max_anchors: int = MAX_ANCHORS,
         reference_time_key: str = "",
     ) -> None:
-        self.rule, self._reference_time_key = rule, reference_time_key
-        self._is_code, self._others, self._max_anchors = dict(is_code or {}), others, max_anchors
+        self.rule, self.has_tests, self._reference_time_key = rule, has_tests, reference_time_key
+        self._max_anchors = max_anchors
         self._anchors: dict[int, tuple[float, ...]] = {}  # those whose last correct response is longest ago first
         self._num_anchors = 0
-        self._cut_off, self._saved_s = 0, 0.0  # since `take_metrics` was last called
-        self._is_training = False
+        self._cut_off, self._saved_s = 0, 0.0  # since the last round of training
         self.score_limits = self
 
     @classmethod
@@ -108,16 +103,11 @@ class AdaptiveTimeouts(Mechanism):
         """The time-outs of `reward.code`, without anchors; None where no prompt has test cases."""
         from jaxrl.config.domains import domains
 
-        is_code = {source: domain.kind == "code" for source, domain in domains(config.reward).items()}
-        if not any(is_code.values()):
+        of = domains(config.reward)
+        if not any(domain.kind == "code" for domain in of.values()):
             return None
-        others = is_code.pop("")
         rule, key = TimeoutRule.of(config.reward.code), config.data.reference_time_key
-        return cls(rule, is_code, others, reference_time_key=key)
-
-    def has_tests(self, source: str) -> bool:
-        """Whether the prompts of a source have test cases."""
-        return self._is_code.get(source, self._others)
+        return cls(rule, lambda source: of.get(source, of[""]).kind == "code", reference_time_key=key)
 
     def limits(self, prompt: Prompt) -> tuple[float, ...]:
         """Seconds that each test case of the next response may take, the last for all beyond; empty: `rule.max_s`
@@ -130,11 +120,12 @@ class AdaptiveTimeouts(Mechanism):
             anchors = tuple(max(anchor, reference_s) for anchor in anchors or (0.0,))
         return tuple(map(self.rule.limit_s, anchors))
 
-    def learn(self, prompt: Prompt, limits_s: Sequence[float], info: Mapping[str, Any]) -> None:
+    def scored(self, prompt: Prompt, limits_s: tuple[float, ...], verdict: Verdict) -> None:
         """Learns from the scorer's info on a response that was sent with these limits: `case_s`, `correct` and
         `cut_off`."""
         if not self.has_tests(prompt.source):
             return
+        info = verdict.info
         seconds, cut_off = case_seconds(info), info.get("cut_off")
         if type(cut_off) is int and cut_off > 0:
             self._cut_off += cut_off
@@ -155,15 +146,6 @@ class AdaptiveTimeouts(Mechanism):
         least_s = min(self.rule.min_s, self.rule.max_s)
         return self.has_tests(prompt.source) and max(case_seconds(verdict.info), default=0.0) > least_s / 2
 
-    def scored(self, prompt: Prompt, limits_s: tuple[float, ...], verdict: Verdict) -> None:
-        self.learn(prompt, limits_s, verdict.info)
-
-    def round_begins(self, info: RoundInfo) -> None:
-        self._is_training = info.is_training
-
-    def round_ends(self, end: RoundEnd) -> dict[str, float]:
-        return self.take_metrics() if self._is_training else {}
-
     def _keep(self, place: int, seconds: tuple[float, ...]) -> None:
         if len(seconds) > self._max_anchors:
             return
@@ -172,9 +154,9 @@ class AdaptiveTimeouts(Mechanism):
         while self._num_anchors > self._max_anchors:
             self._num_anchors -= len(self._anchors.pop(next(iter(self._anchors))))
 
-    def take_metrics(self) -> dict[str, float]:
-        """`reward/code/anchor_s/{median,max}` over all anchors; and, since the last call, `reward/code/cut_off`, the
-        test cases that their limit ended, and `reward/code/saved_s`, what they lacked until `rule.max_s`."""
+    def round_ends(self, end: RoundEnd) -> dict[str, float]:
+        """`reward/code/anchor_s/{median,max}` over all anchors; and, of this round, `reward/code/cut_off`, the test
+        cases that their limit ended, and `reward/code/saved_s`, what they lacked until `rule.max_s`."""
         found = {"reward/code/cut_off": float(self._cut_off), "reward/code/saved_s": self._saved_s}
         self._cut_off, self._saved_s = 0, 0.0
         if self._anchors:
@@ -201,12 +183,9 @@ class AdaptiveTimeouts(Mechanism):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes with what was kept, within this run's bound. An empty state: of a run without test cases. Raises
-        ValueError for a state of another schema, or one that does not fit together."""
-        if not state:
-            return
-        if state.get("schema") != SCHEMA:
-            raise ValueError(f"time-outs: state of schema {state.get('schema')}; this version reads schema {SCHEMA}")
+        """Resumes with what was kept, within this run's bound. Raises ValueError for a state of another schema, or one
+        that does not fit together."""
+        check_schema("time-outs", state, SCHEMA)
         import numpy as np
 
         prompts, anchors = np.asarray(state["prompts"]), np.asarray(state["seconds"])

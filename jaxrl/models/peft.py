@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -127,22 +126,6 @@ def merged_params(model: ModelConfig, params: Mapping[str, Any]) -> dict[str, An
         return {name: model.merged(name, layer) for name in names}
 
     return {**params, "layers": jax.jit(jax.vmap(one))(params["layers"])}
-
-
-def merged_layers(
-    folder: Path, model: ModelConfig, mesh: Mesh, layers: Iterable[Mapping[str, Any]], dtype: Any
-) -> Iterator[dict[str, Any]]:
-    """Layers of a model without adapters, one after the other (`jaxrl.models.loading.load_layerwise`), with a folder's
-    adapters in their matrices. Raises ValueError as `read_lora` and `load_adapter`."""
-    adapted = replace(model, lora=read_lora(folder, model))
-    own = load_adapter(folder, adapted, mesh, dtype)["layers"]
-
-    def one(layer: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: adapted.merged(name, {**layer, **added}) for name in layer}
-
-    merge = jax.jit(jax.vmap(one), out_shardings=shardings_of(model, mesh)["layers"])
-    for i, layer in enumerate(layers):
-        yield merge(layer, {name: x[i : i + 1] for name, x in own.items()})
 
 
 def export_adapter(params: Mapping[str, Any], model: ModelConfig, folder: Path, dtype: Any, base: str) -> None:

@@ -246,8 +246,7 @@ def refuse_overwriting(out: str | Path, option: str, inputs: Iterable[str | Path
 
 def inputs_of(config: Config) -> list[str]:
     files = [*config.data.train_files, *config.data.val_files, config.reward.path, config.algorithm.filter_groups.path]
-    files += [each.path for named in (config.reward.domains, config.reward.parts) for each in named.values()]
-    return [*files, config.rollout.partial_rollout.buffer_filter_path]
+    return files + [each.path for named in (config.reward.domains, config.reward.parts) for each in named.values()]
 
 
 def _real(path: str | Path) -> Path:

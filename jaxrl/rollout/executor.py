@@ -22,7 +22,6 @@ import jax
 import numpy as np
 
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.kv_layers import kv_layers
 from jaxrl.rollout import kv_cache
 from jaxrl.rollout.calls import Call, MeshTicket, kept_tokens, places_in, prefill_calls, result_of
 from jaxrl.rollout.layout_programs import ExecutorConfig, LayoutPrograms, bucket
@@ -129,9 +128,6 @@ class MeshExecutor:
             model = merging_exactly(model, platform, interpret=config.interpret)
         self.model = model
         self.config = config
-        self.block_size = config.block_size
-        self.max_prefill_tokens = config.max_prefill_tokens
-        self.stacks = kv_layers(model, config.max_length, config.max_prefill_tokens, config.decode_steps).stacks
         self.policy_version = 0
         self.host_s = 0.0
         self._mesh = layout.mesh
@@ -152,9 +148,7 @@ class MeshExecutor:
         self._drop_histories()
         self._now = programs
         self.layout = programs.layout
-        capacity = programs.capacity
-        self.num_groups, self.num_slots = capacity.num_groups, capacity.num_slots
-        self.num_blocks = capacity.num_blocks
+        self.sizes = programs.capacity
 
     def _drop_histories(self) -> None:
         if self._histories is not None:
@@ -247,7 +241,7 @@ class MeshExecutor:
         proposer = self.config.proposer
         if proposer is not None and self._histories is None:
             self._histories = proposer.on_devices(self._now.blank_histories())
-        state = host_rows(self.num_groups, self.num_slots, proposer)
+        state = host_rows(self.sizes.num_groups, self.sizes.num_slots, proposer)
         for row in rows:
             at = (row.dp_group, row.slot)
             self._fill(state, at, row.request, row.response)
@@ -419,12 +413,12 @@ class MeshExecutor:
         groups = np.array([chunk.dp_group for chunk in chunks])
         places = places_in(groups)
         rows = bucket(int(places.max()) + 1, self._now.prefill_rows(length))
-        stacks = len(self.stacks)
+        stacks = len(self.sizes.stacks)
         width = bucket(max(len(chunk.block_table) for chunk in chunks) // stacks, self._now.prefill_widths)
-        shape = (self.num_groups, rows)
+        shape = (self.sizes.num_groups, rows)
         tokens = np.zeros((*shape, length), np.int32)
         start, lengths = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-        slots = np.full(shape, self.num_slots, np.int32)
+        slots = np.full(shape, self.sizes.num_slots, np.int32)
         tables = np.full((*shape, width * stacks), TRASH_BLOCK, np.int32)
         state = host_rows(*shape, self.config.proposer)
         for at, chunk in zip(zip(groups.tolist(), places.tolist(), strict=True), chunks, strict=True):
@@ -439,7 +433,7 @@ class MeshExecutor:
             self._params, self._pool, self._state, tokens, start, lengths, self._now.split(tables), slots, state
         )
         is_last = np.array([chunk.is_last for chunk in chunks])
-        seats = groups * self.num_slots + np.array([chunk.slot for chunk in chunks])
+        seats = groups * self.sizes.num_slots + np.array([chunk.slot for chunk in chunks])
         own = np.searchsorted(plan.rows.seats, seats[is_last])
         return Call(own, groups[is_last], places[is_last], generated)
 
@@ -456,15 +450,15 @@ class MeshExecutor:
         scheduled, groups = plan.rows, plan.rows.dp_groups
         at = groups, places_in(groups)
         block_tables, widths = scheduled.tables
-        by_group: list[list[Any]] = [[] for _ in range(self.num_groups)]
+        by_group: list[list[Any]] = [[] for _ in range(self.sizes.num_groups)]
         for group, table, held in zip(groups.tolist(), block_tables, widths.tolist(), strict=True):
             by_group[group].append(table[:held])
         program_shape = self._now.decode_shape(by_group, plan.verifies, plan.tells_top)
         kind, rows, num_tiles, width = program_shape
-        shape = (self.num_groups, rows)
-        tables = np.full((*shape, width * len(self.stacks)), TRASH_BLOCK, np.int32)
+        shape = (self.sizes.num_groups, rows)
+        tables = np.full((*shape, width * len(self.sizes.stacks)), TRASH_BLOCK, np.int32)
         tables[..., : block_tables.shape[1]][at] = block_tables
-        slots = np.full(shape, self.num_slots, np.int32)
+        slots = np.full(shape, self.sizes.num_slots, np.int32)
         fresh, max_new = np.zeros(shape, np.bool_), np.zeros(shape, np.int32)
         slots[at], fresh[at], max_new[at] = scheduled.slots, scheduled.is_new, scheduled.max_new
         tiles = self._now.list_tiles(by_group, rows, num_tiles) if self._now.programs.gathered else None

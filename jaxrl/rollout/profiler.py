@@ -39,6 +39,7 @@ from jaxrl.scheduling.layouts.latency_profile import (
 )
 from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, TimeTaken
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
+from jaxrl.scheduling.tokens.blocks import BlockManager
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import TRASH_BLOCK, Plan, Request, ScheduledRows, Seat
 from jaxrl.sharding.mesh import platform_of, submeshes
@@ -77,7 +78,7 @@ class Profiler:
     def verify(self, point: ProfilePoint) -> VerifyMeasurement:
         width = self.executor.verify_widths(point.tp)[point.batch]
         seconds = self.mixed(point.tp, [point.context] * point.batch, verifies=True)
-        return VerifyMeasurement(point.tp, point.batch, point.context, width, seconds)
+        return VerifyMeasurement(point.tp, point.batch, point.context, seconds, width)
 
     def mixed(self, tp: int, contexts: Sequence[int], *, verifies: bool = False) -> float:
         """Seconds per decode step (per step that verifies) with rows of these contexts in every dp group."""
@@ -91,10 +92,10 @@ class Profiler:
 
     def _decode_plan(self, contexts: Sequence[int], steps: int, verifies: bool) -> float:
         """Seconds per step of a plan in which rows have these contexts halfway."""
-        executor, size = self.executor, self.executor.block_size
+        executor, size = self.executor, self.executor.sizes.block_size
         rows: list[ResidentRow] = []
         tables: list[tuple[int, ...]] = []
-        for group in range(executor.num_groups):
+        for group in range(executor.sizes.num_groups):
             used = 0
             for slot, context in enumerate(contexts):
                 request = self._request(1, executor.config.max_length - 1)
@@ -108,8 +109,8 @@ class Profiler:
         padded = np.array([table + (TRASH_BLOCK,) * (max(widths) - len(table)) for table in tables], np.int32)
         scheduled = ScheduledRows(
             np.array([row.request.request_id for row in rows]),
-            np.array([row.dp_group * executor.num_slots + row.slot for row in rows]),
-            executor.num_slots,
+            np.array([row.dp_group * executor.sizes.num_slots + row.slot for row in rows]),
+            executor.sizes.num_slots,
             is_new=np.zeros(len(rows), bool),
             max_new=np.full(len(rows), steps),
             tables=(padded, widths),
@@ -125,10 +126,10 @@ class Profiler:
         """A table over `width` blocks of each stack for a row whose first query is at `first`, with blocks from `used`
         on, and the next one."""
         executor, table = self.executor, []
-        behind = executor.stacks.behind(first, executor.block_size)
+        behind = executor.sizes.stacks.behind(first, executor.sizes.block_size)
         for each in range(width):
             for gone in behind:
-                table.append(TRASH_BLOCK if each < gone else 1 + used % (executor.num_blocks - 1))
+                table.append(TRASH_BLOCK if each < gone else 1 + used % (executor.sizes.num_blocks - 1))
                 used += each >= gone
         return tuple(table), used
 
@@ -145,7 +146,7 @@ class Profiler:
         length = min(point.context, self.executor.config.max_length - 1)
         seconds: list[float] = []
         for _ in range(2):  # the first compiles
-            requests = [self._request(length, 1) for _ in range(point.batch * self.executor.num_groups)]
+            requests = [self._request(length, 1) for _ in range(point.batch * self.executor.sizes.num_groups)]
             began = time.perf_counter()
             self._engine.generate(requests)
             seconds.append(time.perf_counter() - began)
@@ -185,30 +186,30 @@ class Profiler:
 
     def _move(self, target: int, filled: bool) -> Relayout:
         """A change of layout; every dp group of the smaller layout's pools is half full, or empty."""
-        executor, size = self.executor, self.executor.block_size
-        before, after = executor.num_groups, executor.capacity(target)
+        executor, size = self.executor, self.executor.sizes.block_size
+        before, after = executor.sizes.num_groups, executor.capacity(target)
         groups: list[list[int]] = [[] for _ in range(after.num_groups)]
         live: list[LiveBlocks] = []
         if filled:
             lanes = max(before, after.num_groups)
-            room = min((executor.num_blocks - 1) * before, (after.num_blocks - 1) * after.num_groups) // lanes
-            held = max(room // 2 // len(executor.stacks), 1)
+            room = min((executor.sizes.num_blocks - 1) * before, (after.num_blocks - 1) * after.num_groups) // lanes
+            held = max(room // 2 // len(executor.sizes.stacks), 1)
             for lane in range(lanes):
                 source, place = lane * before // lanes, lane * after.num_groups // lanes
-                table, _ = self._table(0, held, held * len(executor.stacks) * (lane % (lanes // before)))
+                table, _ = self._table(0, held, held * len(executor.sizes.stacks) * (lane % (lanes // before)))
                 live.append(LiveBlocks(lane, source, table, held * size, held * size))
                 groups[place].append(lane)
-        kv = plan_migration(live, before, groups, after.num_blocks, size, stacks=after.stacks)
+        kv = plan_migration(live, before, groups, BlockManager.of(after))
         for lane in range(len(live)):
             kv.blocks.free(lane)  # no row lives on: only the blocks move
         seats: dict[int, Seat] = {}
         return Relayout(executor.tp, target, "migrate", after, kv, (), seats, (), 0, 0)
 
     def _fullest(self, move: Relayout) -> int:
-        counts = [0] * self.executor.num_groups
+        counts = [0] * self.executor.sizes.num_groups
         for copy in move.kv.copies:
-            counts[copy.source_group] += self.executor.block_size
-        return max(max(counts) // len(self.executor.stacks), 1)
+            counts[copy.source_group] += self.executor.sizes.block_size
+        return max(max(counts) // len(self.executor.sizes.stacks), 1)
 
 
 # ---------------------------------------------------------------- profiles for a run

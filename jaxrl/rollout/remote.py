@@ -14,7 +14,6 @@ from jaxrl.rollout.executor import check_params
 from jaxrl.rollout.layout_programs import ExecutorConfig
 from jaxrl.scheduling.layouts.relayout import Relayout, SwitchFailed, TimeTaken
 from jaxrl.scheduling.tokens.plan import Capacity, Plan, PlanResult, Request, Ticket
-from jaxrl.scheduling.tokens.stacks import KvStacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +28,6 @@ class ExecutorFacts:
     """The controller's view of an executor; `tp`: the degree that it begins with."""
 
     config: ExecutorConfig
-    max_prefill_tokens: int
-    stacks: KvStacks
     tp: int
     by_tp: dict[int, LayoutFacts]
 
@@ -69,14 +66,11 @@ class RemoteExecutor:
 
     def __init__(self, channel: Channel, worker: int, facts: ExecutorFacts, platform: str) -> None:
         self._channel, self._worker, self._facts = channel, worker, facts
-        self.platform, self.config, self.stacks = platform, facts.config, facts.stacks
-        self.block_size, self.max_prefill_tokens = facts.config.block_size, facts.max_prefill_tokens
+        self.platform, self.config = platform, facts.config
         self._use(facts.tp)
 
     def _use(self, tp: int) -> None:
-        self.tp, capacity = tp, self.capacity(tp)
-        self.num_groups, self.num_slots = capacity.num_groups, capacity.num_slots
-        self.num_blocks = capacity.num_blocks
+        self.tp, self.sizes = tp, self.capacity(tp)
 
     def capacity(self, tp: int) -> Capacity:
         return self._facts.by_tp[tp].capacity

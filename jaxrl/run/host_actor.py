@@ -171,8 +171,6 @@ class HostActor:
         return [
             ExecutorFacts(
                 each.config,
-                each.max_prefill_tokens,
-                each.stacks,
                 each.tp,
                 {tp: LayoutFacts(each.capacity(tp), each.row_sizes(tp), each.verify_widths(tp)) for tp in degrees},
             )

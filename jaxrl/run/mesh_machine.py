@@ -91,7 +91,7 @@ class MeshMachine:
     def index_builder(self) -> IndexBuilder:
         from jaxrl.mechanisms.speculation.index import IndexBuilder
 
-        return IndexBuilder(self._config.rollout.speculation, self._timeline)
+        return IndexBuilder(self._timeline)
 
     def release_workers(self, workers: Sequence[int]) -> None:
         assert isinstance(self._workers, WorkerSet), "workers on other hosts are not freed one by one"

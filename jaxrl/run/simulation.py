@@ -5,9 +5,9 @@ not exist; evaluation draws prompts beside the training ones, `data.val_size` of
 rollout's own are charged as if they lay there already, split. Nothing is journalled, because a simulated clock decides
 the same again. Never imports jax.
 
-Several hosts are executors with latencies: a call holds the controller up (`simulate.host_call_s`), and takes its time
-to the host and back (`simulate.host_latency_s`); with `simulate.host_spread` some hosts are slower than others. What is
-called once in a round (a weight sync, a switch of layouts) has no latency.
+Several hosts are executors with latencies: a call holds the controller up, and takes its time to the host and back;
+with `simulate.host_spread` some hosts are slower than others. What is called once in a round (a weight sync, a switch
+of layouts) has no latency.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ from jaxrl.config.options import total_steps
 from jaxrl.loop import Loop
 from jaxrl.mechanisms import batch_rule
 from jaxrl.mechanisms.reward_timeouts import AdaptiveTimeouts
-from jaxrl.mechanisms.speculation import simulated as simulated_speculation
 from jaxrl.mechanisms.stream_trainer import GradientStream
-from jaxrl.mechanisms.stream_trainer.simulated import SimulatedStream
-from jaxrl.mechanisms.turns import simulated as simulated_turns
+from jaxrl.mechanisms.turns.rule import Conversation
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.run.arrival import ArrivalOrder
 from jaxrl.run.rules import batcher_config
@@ -38,18 +36,23 @@ from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.plan_cost import PlanCostModel
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers, step_ticks
+from jaxrl.scheduling.tokens.plan import Capacity
 from jaxrl.sim.clock import SimulatedClock, SimulatedConcurrently, SimulatedPhases
-from jaxrl.sim.configured import PLATFORM, layout_sizes, machine_sizes, num_devices_of, tasks_of, worker_predictor
+from jaxrl.sim.configured import layout_sizes, num_devices_of, rollout_devices_of, tasks_of, worker_predictor
 from jaxrl.sim.cost_model import CostModel
-from jaxrl.sim.executor import MachineSizes, SimulatedExecutor
+from jaxrl.sim.drafts import BlankIndexes, SimulatedDrafts, verify_rule
+from jaxrl.sim.executor import SimulatedExecutor
 from jaxrl.sim.executor_set import SimulatedExecutorSet
+from jaxrl.sim.hardware import PLATFORM
 from jaxrl.sim.prompts import SimulatedPrompts
 from jaxrl.sim.scoring import DeviceScoring, ScoringWorkers
-from jaxrl.sim.trainer import SimulatedTrainer
+from jaxrl.sim.trainer import SimulatedStream, SimulatedTrainer
+from jaxrl.sim.turns import conversation, turn_model
 from jaxrl.sim.workload import Workload
 from jaxrl.training import batch_preparation
 from jaxrl.training.training_step import Models
 
+HOST_CALL_S, HOST_LATENCY_S = 0.00015, 0.0005  # of a call to another host, for the controller, and one way
 STOP_TOKEN = 1  # the stop token of a response that is shorter than the limit
 
 
@@ -67,7 +70,7 @@ class SimulatedMachine:
     """Modelled devices (`jaxrl.run.run.Machine`).
 
     Args:
-      sizes: of a worker. layouts: sizes by TP degree, where layouts adapt.
+      layouts: sizes of a worker by TP degree, of which it begins with the configured one.
       feeding: wraps each stream of the stream trainer, to compare other ways to feed it.
     """
 
@@ -79,20 +82,18 @@ class SimulatedMachine:
         config: Config,
         cost: CostModel,
         workload: Workload,
-        sizes: MachineSizes,
-        layouts: Mapping[int, MachineSizes],
+        layouts: Mapping[int, Capacity],
         clock: SimulatedClock,
         phases: SimulatedPhases,
         feeding: Callable[[GradientStream], GradientStream],
     ) -> None:
         self._config, self._cost, self._workload = config, cost, workload
-        self._sizes, self._layouts, self._clock, self._phases, self._feeding = sizes, layouts, clock, phases, feeding
-        self.degrees: Sequence[int] = tuple(layouts) or (sizes.tp,)
-        is_own = config.rollout.num_devices > 0
-        self.num_devices = num_devices_of(config) if is_own else sizes.num_devices * config.num_workers
-        self._turns = simulated_turns.turn_model(config, workload) if config.environment.is_on else None
+        self._layouts, self._clock, self._phases, self._feeding = layouts, clock, phases, feeding
+        self.degrees: Sequence[int] = tuple(layouts)
+        self.num_devices = num_devices_of(config)
+        self._turns = turn_model(config, workload) if config.environment.is_on else None
         self.executors = self._build_executors()
-        batching = batcher_config(config, simulated_speculation.verify_rule(config, cost))
+        batching = batcher_config(config, verify_rule(config, cost))
         engines = [Engine(each, batching) for each in self.executors.executors]
         self.arrival = ArrivalOrder(self.executors.first_done, None) if config.rollout.order == "arrival" else None
         pace = self.predictor() if config.rollout.layout.switch else None
@@ -102,31 +103,31 @@ class SimulatedMachine:
 
     def _build_executors(self) -> SimulatedExecutorSet:
         """One for each worker; their plans are drawn in tracks of their own."""
-        config, cost, phases, chosen = self._config, self._cost, self._phases, self._config.simulate
-        num_workers, several, sizes = config.num_workers, config.hosts.num > 1, self._sizes
+        config, cost, phases = self._config, self._cost, self._phases
+        num_workers, several, tp = config.num_workers, config.hosts.num > 1, config.rollout.tp
 
         def draw(track: str, plan: Any, result: Any, start_ns: int, end_ns: int) -> None:
             named = {"rows": plan.num_decoding, "steps": result.num_steps}
             phases.complete(track, "plan", start_ns / 1e9, end_ns / 1e9, **named)
 
-        sync_s = cost.weight_sync_s(sizes.tp, sizes.num_devices * num_workers)
-        slowness = slownesses(config.hosts.num, chosen.host_spread, config.trainer.seed)
+        sync_s = cost.weight_sync_s(tp, rollout_devices_of(config))
+        slowness = slownesses(config.hosts.num, config.simulate.host_spread, config.trainer.seed)
         executors = [
             SimulatedExecutor(
-                sizes,
+                self._layouts[tp],
+                tp,
                 self._workload.length,
                 cost,
                 self._clock,
-                chosen.host_s,
                 on_plan=partial(draw, "engine" if num_workers == 1 else f"engine {worker}"),
                 layouts=self._layouts,
                 sync_s=sync_s,
-                wake_s=cost.rollout_fixed_s(),
-                proposals=simulated_speculation.proposals(config, self._workload),
+                wake_s=cost.efficiency.rollout_fixed_s,
+                drafts=SimulatedDrafts.configured(config, self._workload),
                 turn_end=None if self._turns is None else self._turns.end,
                 slowness=slowness[worker // config.workers_per_group],
-                call_s=chosen.host_call_s if several else 0.0,
-                latency_s=chosen.host_latency_s if several else 0.0,
+                call_s=HOST_CALL_S if several else 0.0,
+                latency_s=HOST_LATENCY_S if several else 0.0,
             )
             for worker in range(num_workers)
         ]
@@ -144,11 +145,11 @@ class SimulatedMachine:
         limits, timeouts = (reward.num_workers, reward.timeout_s), AdaptiveTimeouts.configured(self._config)
         return ScoringWorkers(self._workload, self._clock, self._phases, *limits, own, order, timeouts, on_devices)
 
-    def conversation(self) -> simulated_turns.Conversation | None:
+    def conversation(self) -> Conversation | None:
         if self._turns is None:
             return None
         given = self._turns, self._config.environment.num_workers, self._clock, self._phases
-        return simulated_turns.conversation(*given, lambda: self.scoring.next_ns)
+        return conversation(*given, lambda: self.scoring.next_ns)
 
     def predictor(self) -> LatencyPredictor:
         return worker_predictor(self._config, self._cost, self.degrees)
@@ -166,8 +167,8 @@ class SimulatedMachine:
             streams[workers] = self._feeding(stream)
         return streams
 
-    def index_builder(self) -> simulated_speculation.BlankIndexes:
-        return simulated_speculation.BlankIndexes(self._config.rollout.speculation, clock=lambda: self._clock.now_s)
+    def index_builder(self) -> BlankIndexes:
+        return BlankIndexes(clock=lambda: self._clock.now_s)
 
     def release_workers(self, workers: Sequence[int]) -> None:
         self.executors.release_some(workers)
@@ -187,8 +188,7 @@ def build(
     cost: CostModel,
     workload: Workload,
     *,
-    sizes: MachineSizes | None = None,
-    layouts: Mapping[int, MachineSizes] | None = None,
+    layouts: Mapping[int, Capacity] | None = None,
     timeline: Path | None = None,
     layout_log: LayoutLog | None = None,
     feeding: Callable[[GradientStream], GradientStream] = lambda stream: stream,
@@ -197,20 +197,16 @@ def build(
     """Puts a simulated run together.
 
     Args:
-      sizes: of a worker; by default from the configuration, with only weights beside the KV pool.
-      layouts: sizes by TP degree, if `rollout.layout` adapts; the default is made in the same way.
+      layouts: sizes of a worker by TP degree; by default from the configuration, with only weights beside the KV pool.
       timeline: the file to draw in. feeding: as in `SimulatedMachine`.
       callbacks: of `jaxrl.run.run.Run`: `on_step`, `save`, `stop` and the like.
     """
     if config.algorithm.adv_estimator == "gdpo":  # a simulated reward is one number
         config = config.replace(algorithm=config.algorithm.replace(adv_estimator="grpo"))
-    sizes = machine_sizes(config, cost) if sizes is None else sizes
-    if not config.rollout.layout.adapts:
-        layouts = {}
     layouts = layout_sizes(config, cost) if layouts is None else layouts
     clock = SimulatedClock()
     phases = SimulatedPhases(clock, timeline)
-    machine = SimulatedMachine(config, cost, workload, sizes, layouts, clock, phases, feeding)
+    machine = SimulatedMachine(config, cost, workload, layouts, clock, phases, feeding)
     trained = machine.num_devices - config.num_own_devices
     trainer, *critics = (SimulatedTrainer(cost, trained, clock) for _ in range(1 + config.has_critic))
     data, num_prompts = config.data, config.simulate.num_prompts or config.data.task_size

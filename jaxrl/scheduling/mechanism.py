@@ -5,8 +5,8 @@ The loop (`jaxrl.loop`) and the backend (`jaxrl.run.backend`) call the hooks of 
 order of that list, and know none by name. Without any they train synchronously, on one batch after another.
 
 Every hook does nothing here, so a mechanism defines only those that it needs. What one mechanism alone needs is no
-hook, but an object that it supplies: `phase_order`, `gradient_source`, `score_limits`, `parking`, `device_user` or
-`group_rewards`, or, for the loop, a `batch_rule`.
+hook, but an object that it supplies: `phase_order`, `gradient_source`, `score_limits`, `parking`, `device_user`,
+`group_rewards` or `step_watcher`, or, for the loop, a `batch_rule`.
 
 When hooks are called:
 
@@ -14,7 +14,7 @@ When hooks are called:
 - In a round: `round_begins`; `on_commands` before the commands that answer an event are carried out; `on_request` for
   each request; `before_plan` and `after_plan`; `on_finished` and `on_aborted` as samples end; `while_waiting`, where
   nothing can be done before a verdict comes. Then `round_ends` with its metrics, or `round_cancelled`.
-- Around an update: `leave_rollout`, and `step_ends` once the next weights are there.
+- Before an update: `leave_rollout`.
 - At step boundaries: `state_dict` and `load_state_dict`.
 
 Source: docs/architecture.md. The form is that of optax's `GradientTransformation`: one small protocol composes all.
@@ -120,8 +120,6 @@ class RoundState:
 
 @dataclass(frozen=True, slots=True)
 class RoundEnd:
-    """A finished round."""
-
     workers: Sequence[Counters]  # of each
     result: RoundResult | None  # what the batch rule made of it; None for an evaluation
 
@@ -157,9 +155,7 @@ class Step(Protocol):
         """Runs the update of this step, drawn on a track."""
         ...
 
-    def leave_rollout(self) -> None:
-        """Frees the rollout's memory for the update."""
-        ...
+    def leave_rollout(self) -> None: ...
 
 
 class PhaseOrder:
@@ -253,6 +249,9 @@ comes). Returns whether it used them, for one program's time."""
 GroupRewards = Callable[[Sequence[Group], RoundInfo], Mapping[str, float]]
 """Changes the rewards of a finished round's complete groups, and returns metrics."""
 
+StepWatcher = Callable[[Mapping[str, float]], None]
+"""Receives the metrics of a step that has ended; the next weights are there."""
+
 
 # -- what it declares --------------------------------------------------------------------------------------------------
 
@@ -317,6 +316,7 @@ class Mechanism:
     parking: Parking | None = None
     device_user: DeviceUser | None = None
     group_rewards: GroupRewards | None = None
+    step_watcher: StepWatcher | None = None
 
     # -- of a configuration ------------------------------------------------------------------------------------------
 
@@ -438,15 +438,11 @@ class Mechanism:
     def round_cancelled(self) -> None:
         """The round is dropped: no event of it will follow."""
 
-    # -- a step ------------------------------------------------------------------------------------------------------
-
-    def step_ends(self, measured: Mapping[str, float]) -> None:
-        """A step has ended, with these metrics."""
+    # -- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any] | None:
         """Its part of a checkpoint, JSON values and arrays."""
         return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes from a checkpoint; an empty state is that of a run without it. Raises ValueError for a state that it
-        cannot resume from."""
+        """Resumes from a checkpoint that has its part. Raises ValueError for a state that it cannot resume from."""

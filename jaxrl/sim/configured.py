@@ -5,7 +5,6 @@ Every model comes with a sentence about the source of its numbers. Errors name o
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,17 +23,14 @@ from jaxrl.models.shapes import SHAPES
 from jaxrl.scheduling.layouts.batch_state import GroupCapacity, fastest_degree
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Profile
+from jaxrl.scheduling.tokens.plan import Capacity
 from jaxrl.schema.limits import BYTES
 from jaxrl.sim.cost_model import CostModel, Efficiency, TableCost, modelled_profile
-from jaxrl.sim.executor import MachineSizes
 from jaxrl.sim.hardware import hardware
 from jaxrl.sim.recorded import RecordedWorkload
-from jaxrl.sim.workload import ModelledWorkload, Workload, check_scoring, check_task
+from jaxrl.sim.workload import ModelledWorkload, Workload
 
 _NODE = 8  # devices, if no option says how many
-
-PLATFORM = "gpu"
-"""The platform of simulated devices, for options with a default by platform."""
 
 
 def with_simulated_hosts(config: Config) -> Config:
@@ -96,19 +92,11 @@ def cost_model(config: Config) -> tuple[CostModel, str]:
     """The cost model of section `simulate`, and where its numbers come from."""
     chosen = config.simulate
     machine = _option("simulate.hardware", hardware, chosen.hardware)
-    factors, source = Efficiency(), "default efficiency factors"
-    if chosen.efficiency:
-        known = [each.name for each in dataclasses.fields(Efficiency)]
-        for name in chosen.efficiency:
-            if name not in known:
-                raise ConfigError(f"simulate.efficiency.{name} must be one of {', '.join(known)}")
-        factors = _option("simulate.efficiency", replace, factors, **chosen.efficiency)
-        source += f", with {', '.join(chosen.efficiency)} as configured"
     rollout = config.with_types("gpu").rollout
     narrow = 0 if rollout.quantization == "none" else BYTES[rollout.quantization]
     model = model_sizes(config)
-    parts = model, machine, factors, BYTES[rollout.dtype], narrow, rollout.kv_head_bytes(model.head_dim)
-    described = f"roofline of {machine.name} data sheet peaks, {source}"
+    parts = model, machine, Efficiency(), BYTES[rollout.dtype], narrow, rollout.kv_head_bytes(model.head_dim)
+    described = f"roofline of {machine.name} data sheet peaks, default efficiency factors"
     if not chosen.profile:
         return CostModel(*parts), described
     predictor = _profiled(config)
@@ -142,6 +130,15 @@ def _scoring_limit_s(config: Config, task: str) -> float:
     return config.reward.timeout_s or math.inf
 
 
+def check_scoring(task: SimulatedTask, timeout_s: float) -> None:
+    """Raises ConfigError for scoring that would never end."""
+    if task.scoring.hang_share and timeout_s == math.inf:
+        raise ConfigError(
+            f"simulate.tasks.{task.name}.scoring.hang_share ({task.scoring.hang_share}) needs reward.timeout_s: that "
+            "scoring would never end"
+        )
+
+
 def tasks_of(config: Config) -> tuple[SimulatedTask, ...]:
     """The tasks of section `simulate`, in their order."""
     given = config.simulate.tasks
@@ -153,26 +150,23 @@ def workload_of(config: Config) -> tuple[Workload, str]:
     chosen, seed = config.simulate, config.trainer.seed
     tasks = tasks_of(config)
     if chosen.recorded_run:
-        scoring, timeout_s = tasks[0].scoring, _scoring_limit_s(config, "")
-        _option(f"simulate.tasks.{tasks[0].name}", check_scoring, scoring, timeout_s)
-        of_task = scoring, timeout_s, tasks[0].history
-        recorded = RecordedWorkload.read(chosen.recorded_run, seed, chosen.recorded_rule, *of_task)
-        drawn = sum(len(prompt.responses) for prompt in recorded.prompts)
+        timeout_s = _scoring_limit_s(config, "")
+        check_scoring(tasks[0], timeout_s)
+        recorded = RecordedWorkload.read(chosen.recorded_run, seed, tasks[0], timeout_s)
         return recorded, (
-            f"recorded: {drawn} responses to {len(recorded.prompts)} prompts of {chosen.recorded_run}, drawn "
-            f"{chosen.recorded_rule}; {recorded.num_truncated} of them had reached that run's token limit"
+            f"recorded: {len(recorded.lengths)} responses to {len(recorded.prompts)} prompts of {chosen.recorded_run}, "
+            f"drawn by rank; {recorded.num_truncated} of them had reached that run's token limit"
         )
     longest = config.data.max_response_length
     limits_s = [_scoring_limit_s(config, task.name) for task in tasks]
     for task, limit_s in zip(tasks, limits_s, strict=True):
-        _option(f"simulate.tasks.{task.name}", check_task, task, longest, limit_s)
+        check_scoring(task, limit_s)
     text = "; ".join(
         f"{task.name} (median {task.response.median:g}, sigma {task.response.sigma:g}, cap {longest} tokens)"
         for task in tasks
     )
     limits = longest, config.data.max_prompt_length, max(limits_s)
-    workload = _option("simulate.tasks", ModelledWorkload, seed, tasks, *limits)
-    return workload, f"modelled: {text}, seed {seed}"
+    return ModelledWorkload(seed, tasks, *limits), f"modelled: {text}, seed {seed}"
 
 
 def with_degree(config: Config) -> tuple[Config, str]:
@@ -207,11 +201,11 @@ def with_degree(config: Config) -> tuple[Config, str]:
     )
 
 
-def machine(config: Config) -> tuple[CostModel, MachineSizes, dict[int, MachineSizes]]:
-    """The cost model, the sizes of a worker's executor, and those by the TP degrees of its layouts. Raises ValueError
-    for a configuration that cannot be simulated."""
-    cost, model = cost_model(config)[0], model_sizes(config)
-    return cost, machine_sizes(config, cost, model), layout_sizes(config, cost, model)
+def machine(config: Config) -> tuple[CostModel, dict[int, Capacity]]:
+    """The cost model, and the sizes of a worker's executor by the TP degrees of its layouts. Raises ValueError for a
+    configuration that cannot be simulated."""
+    cost = cost_model(config)[0]
+    return cost, layout_sizes(config, cost, model_sizes(config))
 
 
 def _option(place: str, make: Callable[..., Any], *values: Any, **options: Any) -> Any:
@@ -222,14 +216,19 @@ def _option(place: str, make: Callable[..., Any], *values: Any, **options: Any) 
         raise ConfigError(f"{place}: {error}" if place else str(error)) from None
 
 
-def machine_sizes(config: Config, cost: CostModel, model: ModelConfig | None = None) -> MachineSizes:
+def machine_sizes(config: Config, cost: CostModel, model: ModelConfig | None = None) -> Capacity:
     """The sizes of a worker's executor; the KV pool as `jaxrl.run.memory.plan_num_blocks` sizes a real one. `model`:
     for the training state beside the pool; None: only what `cost` counts."""
     rollout = config.rollout
     kv = kv_layers(cost.model, config.max_model_length, rollout.max_num_batched_tokens, rollout.decode_steps)
-    sizes = MachineSizes(
-        num_devices=worker_devices_of(config),
-        tp=rollout.tp,
+    num_devices = worker_devices_of(config)
+    if num_devices % rollout.tp:
+        raise ConfigError(
+            f"rollout.tensor_model_parallel_size ({rollout.tp}) must divide the number of devices ({num_devices}; "
+            "simulate.num_devices)"
+        )
+    sizes = Capacity(
+        num_groups=num_devices // rollout.tp,
         num_slots=rollout.max_num_seqs,
         num_blocks=rollout.num_blocks,
         block_size=rollout.block_size,
@@ -244,7 +243,7 @@ def machine_sizes(config: Config, cost: CostModel, model: ModelConfig | None = N
     # master weights, Adam's moments, reference
     each = size + 2 * moments + size * (config.needs_ref and not config.actor.offload_reference)
     resident = 0 if model is None or rollout.num_devices else each * model.num_params() / rollout_devices_of(config)
-    fitting = cost.num_kv_blocks(sizes.tp, rollout.block_size, rollout.memory_fraction, resident, kv.size)
+    fitting = cost.num_kv_blocks(rollout.tp, rollout.block_size, rollout.memory_fraction, resident, kv.size)
     if fitting < per_request + 1:
         raise ConfigError(
             f"rollout.memory_fraction ({rollout.memory_fraction}) leaves {fitting} KV blocks beside weights and "
@@ -255,11 +254,11 @@ def machine_sizes(config: Config, cost: CostModel, model: ModelConfig | None = N
     return replace(sizes, num_blocks=min(fitting, rollout.max_num_seqs * per_request + 1))
 
 
-def layout_sizes(config: Config, cost: CostModel, model: ModelConfig | None = None) -> dict[int, MachineSizes]:
+def layout_sizes(config: Config, cost: CostModel, model: ModelConfig | None = None) -> dict[int, Capacity]:
     """`machine_sizes` by TP degree, of the layouts that `rollout.layout` may use; rows and blocks as
     `jaxrl.run.memory.layout_sizes` scales them."""
     rollout, num_devices, tp = config.rollout, worker_devices_of(config), config.rollout.tp
-    found: dict[int, MachineSizes] = {}
+    found: dict[int, Capacity] = {}
     degrees = _option("", rollout.layout.degrees_on, tp, num_devices)
     for degree in degrees:
         rows, blocks = rollout.layout.scaled(rollout.max_num_seqs, rollout.num_blocks, tp, degree)

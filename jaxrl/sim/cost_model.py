@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -83,25 +83,13 @@ class Efficiency:
     rollout_fixed_s: float = 0.0  # of a rollout: engines and pools are woken, and drained at the end
     switch_fixed_s: float = 0.5  # of a change of layout: graphs and programs of the new layout, pools
 
-    def __post_init__(self) -> None:
-        for name in (each.name for each in fields(self)):
-            value = getattr(self, name)
-            if name.endswith("_s"):
-                if not 0 <= value < math.inf:
-                    raise ValueError(f"Efficiency.{name} ({value!r}) must be a number of seconds >= 0")
-            elif not 0 < value <= 1:
-                raise ValueError(f"Efficiency.{name} ({value!r}) must be a share of a peak, in (0, 1]")
-
 
 @dataclass(frozen=True, slots=True)
 class TrainLoad:
-    """The work of one training step."""
-
     tokens: float  # prompt and response tokens of the batch
     pairs: float = 0.0  # (query, key) pairs of its attention; see `causal_pairs`
     updates: int = 1  # optimizer updates that the batch is cut into
-    epochs: int = 1  # passes over the batch (each forward and backward)
-    extra_forwards: int = 0  # further forward passes: old log-probabilities, the reference model
+    extra_forwards: int = 0  # besides forward and backward: old log-probabilities, the reference model
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +250,7 @@ class CostModel:
         float32 and an all-gather per update)."""
         hw, eff, total = self.hardware, self.efficiency, self.params.total
         forward = 2.0 * (self.params.read - self.params.unchosen) * load.tokens + self._attention_flops(load.pairs)
-        flops = forward * (3 * load.epochs + load.extra_forwards)
+        flops = forward * (3 + load.extra_forwards)
         compute = flops / (num_devices * hw.flops_per_s * eff.mfu)
         optimizer = _OPTIMIZER_BYTES * total / num_devices / (hw.memory_bytes_per_s * eff.memory)
         crossing = (num_devices - 1) / num_devices * total * (_GRADIENT_BYTES + self.number_bytes)
@@ -299,10 +287,6 @@ class CostModel:
         gathered = (kept - total / num_devices) / (hw.bytes_per_s(num_devices) * eff.link)
         written = kept / (hw.memory_bytes_per_s * eff.memory)
         return max(gathered, 0.0) + written + eff.sync_fixed_s
-
-    def rollout_fixed_s(self) -> float:
-        """Seconds of waking and draining the engines, whenever a rollout has taken the devices over."""
-        return self.efficiency.rollout_fixed_s
 
     def switch_cost(self, tp: int, new_tp: int) -> SwitchCost:
         """The cost of changing the TP degree (PAT's equations 1-2). KV that is computed again costs a prefill instead.

@@ -29,44 +29,14 @@ from jaxrl.scheduling.layouts.kv_plan import KvPlan
 from jaxrl.scheduling.layouts.latency import causal_pairs
 from jaxrl.scheduling.layouts.relayout import Relayout, ResidentRow, TimeTaken
 from jaxrl.scheduling.tokens.plan import Capacity, Plan, PlanResult, PrefillChunk, Request, Ticket
-from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks
 from jaxrl.sim.clock import SimulatedClock, nanoseconds
 from jaxrl.sim.cost_model import CostModel
-from jaxrl.sim.verification import Acceptance, Proposals, verify
+from jaxrl.sim.drafts import Acceptance, SimulatedDrafts, verify
 from jaxrl.types import SampleKey
 
 VOCABULARY = 30_011  # a prime: fillers of neighbouring positions and samples differ
 _SEQUENCE = np.tile((np.arange(VOCABULARY) * 17 % VOCABULARY).astype(np.int32), 4)  # for all but very long responses
 _PLACE_OF_ONE = pow(17, -1, VOCABULARY)  # a token t is at t * _PLACE_OF_ONE, modulo VOCABULARY
-
-
-@dataclass(frozen=True, slots=True)
-class MachineSizes:
-    """The sizes of the machine; see `jaxrl.scheduling.tokens.plan.Executor`."""
-
-    num_devices: int
-    tp: int
-    num_slots: int
-    num_blocks: int
-    block_size: int
-    max_prefill_tokens: int
-    stacks: KvStacks = WHOLE
-
-    def __post_init__(self) -> None:
-        if self.tp < 1 or self.num_devices < 1 or self.num_devices % self.tp:
-            raise ValueError(
-                f"rollout.tensor_model_parallel_size ({self.tp}) must divide the number of devices "
-                f"({self.num_devices}; simulate.num_devices)"
-            )
-
-    @property
-    def num_groups(self) -> int:
-        return self.num_devices // self.tp
-
-    @property
-    def capacity(self) -> Capacity:
-        sizes = self.num_groups, self.num_slots, self.num_blocks, self.block_size, self.max_prefill_tokens
-        return Capacity(*sizes, self.stacks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +86,10 @@ class SimulatedExecutor:
         cut at its request's max_tokens. So a response that is resumed later keeps its length. Asked when its prefill
         ends: a response that is aborted before it runs needs no length.
       on_plan: called with (plan, its result, start, end in nanoseconds) when a plan is submitted.
-      host_s: seconds that the host works on each plan before it submits it.
       layouts: sizes by TP degree, of the layouts that it can change to.
       sync_s: seconds of a weight sync.
       wake_s: seconds until the devices can draw again after an update had them.
-      proposals: that plans verify; None: none do.
+      drafts: that plans verify; None: none do.
       turn_end: of responses over several turns, in place of `length_of`: (a response, its step, the tokens that it has)
         -> its tokens at the end of the next turn.
       slowness: factor by which plans take longer than the cost model says.
@@ -136,29 +105,29 @@ class SimulatedExecutor:
 
     def __init__(
         self,
-        sizes: MachineSizes,
+        sizes: Capacity,
+        tp: int,
         length_of: Callable[[SampleKey, int], int],
         cost: CostModel,
         clock: SimulatedClock,
-        host_s: float = 0.0,
         on_plan: Callable[[Plan, PlanResult, int, int], None] = lambda *_: None,
-        layouts: Mapping[int, MachineSizes] | None = None,
+        layouts: Mapping[int, Capacity] | None = None,
         sync_s: float = 0.0,
         wake_s: float = 0.0,
-        proposals: Proposals | None = None,
+        drafts: SimulatedDrafts | None = None,
         turn_end: Callable[[SampleKey, int, int], int] | None = None,
         slowness: float = 1.0,
         call_s: float = 0.0,
         latency_s: float = 0.0,
     ) -> None:
-        self._proposals, self._slowness = proposals, slowness
+        self._drafts, self._slowness = drafts, slowness
         self._call_s, self._latency_ns = call_s, nanoseconds(latency_s)
-        self._take_sizes(sizes)
+        self._use(sizes, tp)
         self.policy_version = self.recompiles = 0
         self.num_tokens = self.num_prefill_tokens = 0
         self._length_of, self._turn_end = length_of, turn_end
         self._cost, self._clock, self._on_plan, self._layouts = cost, clock, on_plan, layouts or {}
-        self._host_s, self._sync_s, self._wake_s = host_s, sync_s, wake_s
+        self._sync_s, self._wake_s = sync_s, wake_s
         self._tickets: deque[SimulatedTicket] = deque()
         self.free_ns = 0
 
@@ -167,7 +136,7 @@ class SimulatedExecutor:
 
     def submit(self, plan: Plan) -> SimulatedTicket:
         """Runs a plan; its outcome is seen when it is collected."""
-        self._clock.advance(self._host_s + self._call_s)
+        self._clock.advance(self._call_s)
         rows, seats = self._rows, plan.rows.seats
         prefill, num_stops, verified = self._prefill(plan), plan.leave_after, None
         assert (rows.ids[seats] == plan.rows.request_ids).all(), plan
@@ -181,7 +150,7 @@ class SimulatedExecutor:
         else:
             num_steps, seconds_G = self._decode(plan, num_stops)
         for group, (tokens, pairs) in prefill.items():
-            seconds_G[group] += self._cost.prefill_s(self.sizes.tp, tokens, pairs)
+            seconds_G[group] += self._cost.prefill_s(self.tp, tokens, pairs)
         seconds = float(seconds_G.max()) * self._slowness  # the slowest dp group's
         left = rows.left[seats]
         counts = before - left
@@ -227,21 +196,17 @@ class SimulatedExecutor:
     def release(self, *, weights: bool = False) -> None:
         """Nothing: see `allocate`."""
 
-    @property
-    def tp(self) -> int:
-        return self.sizes.tp
-
     def capacity(self, tp: int) -> Capacity:
         """A layout's sizes. Raises ValueError for an unknown layout."""
         if tp not in self._layouts:
             raise ValueError(f"simulated devices: no layout with tp {tp}, only {sorted(self._layouts)}")
-        return self._layouts[tp].capacity
+        return self._layouts[tp]
 
     def start_in(self, tp: int) -> None:
         """Chooses the layout of a rollout phase while no row is live: its weights come from training anyway."""
         assert not self._tickets, "a layout is chosen while plans are in flight"
         if tp != self.tp:
-            self._take_sizes(self._layouts[tp])
+            self._use(self._layouts[tp], tp)
 
     def switch(self, move: Relayout) -> TimeTaken:
         """Takes the rows to their new seats, in the time that the cost model gives.
@@ -253,37 +218,34 @@ class SimulatedExecutor:
         seat_of = {request_id: seat for seat, request_id in enumerate(old.ids.tolist()) if request_id >= 0}
         for row in move.rows:
             seat = seat_of[row.request.request_id]
-            groups.setdefault(seat // self.num_slots, []).append(int(old.ends[seat] - old.left[seat]))
+            groups.setdefault(seat // self.sizes.num_slots, []).append(int(old.ends[seat] - old.left[seat]))
         fullest = max(groups.values(), key=sum, default=[])
         cost = self._cost.switch_cost(self.tp, move.to_tp)
         times = TimeTaken(cost.weights_s, cost.kv_s_per_token * sum(fullest), cost.fixed_s)
-        self._take_sizes(self._layouts[move.to_tp])
+        self._use(self._layouts[move.to_tp], move.to_tp)
         for row in move.rows:
-            self._rows.take(row.dp_group * self.num_slots + row.slot, old, seat_of[row.request.request_id])
+            self._rows.take(row.dp_group * self.sizes.num_slots + row.slot, old, seat_of[row.request.request_id])
         self._clock.advance(times.total_s)
         return times
 
     def accept_migration(self, source: SimulatedExecutor, kv: KvPlan, rows: Sequence[ResidentRow]) -> None:
-        """Takes rows and their KV from another worker (`jaxrl.scheduling.layouts.request_migration`), in the time that
+        """Takes rows and their KV from another worker (`jaxrl.scheduling.layouts.relayout`), in the time that
         the cost model gives; `rows` are then all rows of this worker."""
         assert not [*self._tickets, *source._tickets], "rows move while plans are in flight"
         old, sent = self._rows, Counter(copy.source_group for copy in kv.copies)
-        self._take_sizes(self.sizes)
+        self._use(self.sizes, self.tp)
         for row in rows:  # a row that left stays as it was, so that its tokens tell which is meant
             found = [(rows_of, rows_of.seat_of(row)) for rows_of in (old, source._rows)]
             held, seat = next(each for each in found if each[1] >= 0)
-            self._rows.take(row.dp_group * self.num_slots + row.slot, held, seat)
-        both = source.sizes.num_devices + self.sizes.num_devices
+            self._rows.take(row.dp_group * self.sizes.num_slots + row.slot, held, seat)
+        both = source.sizes.num_groups * source.tp + self.sizes.num_groups * self.tp
         token_s = self._cost.move_s_per_token(source.tp, self.tp, both)
-        self._clock.advance(token_s * max(sent.values(), default=0) * self.block_size / len(self.stacks))
+        self._clock.advance(token_s * max(sent.values(), default=0) * self.sizes.block_size / len(self.sizes.stacks))
 
-    def _take_sizes(self, sizes: MachineSizes) -> None:
+    def _use(self, sizes: Capacity, tp: int) -> None:
         """Continues with blank rows."""
-        self.sizes = sizes
-        self.num_groups, self.num_slots, self.num_blocks = sizes.num_groups, sizes.num_slots, sizes.num_blocks
-        self.block_size, self.max_prefill_tokens = sizes.block_size, sizes.max_prefill_tokens
-        self.stacks = sizes.stacks
-        first_window = 0 if self._proposals is None else self._proposals.first_window
+        self.sizes, self.tp = sizes, tp
+        first_window = 0 if self._drafts is None else self._drafts.config.window.least
         self._rows = _Rows(sizes.num_groups * sizes.num_slots, first_window)
 
     def _prefill(self, plan: Plan) -> dict[int, tuple[int, float]]:
@@ -304,9 +266,8 @@ class SimulatedExecutor:
         of = request.key, first_version + 1
         length = self._length_of(*of) if self._turn_end is None else self._turn_end(*of, kept)
         length = min(length, request.params.max_tokens)
-        if length <= kept:
-            raise ValueError(f"{request.key}: its length ({length}) must exceed the tokens kept ({kept})")
-        seat, rows = chunk.dp_group * self.num_slots + chunk.slot, self._rows
+        assert length > kept, f"{request.key}: its length ({length}) must exceed the tokens kept ({kept})"
+        seat, rows = chunk.dp_group * self.sizes.num_slots + chunk.slot, self._rows
         rows.ids[rows.ids == request.request_id] = -1  # its old row, if it was preempted: a switch looks rows up by id
         rows.ids[seat], rows.responses[seat] = request.request_id, fillers(request, length)
         rows.keys[seat], rows.acceptance[seat] = request.key, None
@@ -321,14 +282,14 @@ class SimulatedExecutor:
         if not left.all():
             seats, left = seats[left > 0], left[left > 0]
         num_steps = _num_steps(plan.num_steps, num_stops, left)
-        seconds_G = self._decode_s(seats, left, num_steps) if num_steps else np.zeros(self.num_groups)
+        seconds_G = self._decode_s(seats, left, num_steps) if num_steps else np.zeros(self.sizes.num_groups)
         rows.left[seats] = np.maximum(left - num_steps, 0)
         return num_steps, seconds_G
 
     def _verify(self, plan: Plan, num_stops: int) -> tuple[np.ndarray, int, np.ndarray]:
         """`_decode` in a plan that verifies; also the counts of its rows, [5, R]."""
-        assert self._proposals is not None, "a plan verifies, and nothing is proposed"
-        proposals, rows, group_size = self._proposals, self._rows, self.num_slots
+        assert self._drafts is not None, "a plan verifies, and nothing is drafted"
+        drafts, rows, group_size = self._drafts.config, self._rows, self.sizes.num_slots
         scheduled, histories = plan.rows, plan.rows.histories or ()
         is_live = rows.left[scheduled.seats] > 0
         seats = scheduled.seats[is_live]
@@ -337,7 +298,7 @@ class SimulatedExecutor:
             for row, seat in zip(np.flatnonzero(is_live).tolist(), seats.tolist(), strict=True)
         ]
         fullest = int(np.bincount(scheduled.dp_groups).max())
-        left, width = rows.left[seats], proposals.width(fullest)
+        left, width = rows.left[seats], drafts.width(fullest)
         before_R = rows.ends[seats] - left
         found = verify(
             acceptance,
@@ -345,39 +306,39 @@ class SimulatedExecutor:
             left,
             scheduled.max_new[is_live],
             rows.windows[seats],
-            next_window=proposals.next_window,
+            next_window=drafts.window.after,
             width=width,
             num_steps=plan.num_steps,
             num_stops=num_stops,
         )
         rows.windows[seats] = found.windows
         rows.left[seats] = left - found.gained
-        seconds_G = np.zeros(self.num_groups)
+        seconds_G = np.zeros(self.sizes.num_groups)
         for group in np.unique(seats // group_size).tolist():
             own = seats // group_size == group
             active_SR = found.active[:, own]
             context_S = ((found.before[:, own] + before_R[own]) * active_SR).sum(1)
             batch_S = active_SR.sum(1)
             busy = batch_S > 0
-            seconds_G[group] = self._cost.verify_steps_s(self.sizes.tp, batch_S[busy], width, context_S[busy]).sum()
+            seconds_G[group] = self._cost.verify_steps_s(self.tp, batch_S[busy], width, context_S[busy]).sum()
         counts = np.zeros((len(found.counts), len(scheduled)), np.int64)
         counts[:, is_live] = found.counts
         return counts, found.num_steps, seconds_G
 
     def _acceptance(self, seat: int) -> Acceptance:
-        assert self._proposals is not None
+        assert self._drafts is not None
         rows = self._rows
         if rows.acceptance[seat] is None:
-            rows.acceptance[seat] = self._proposals.acceptance(rows.keys[seat], len(rows.responses[seat]))
+            rows.acceptance[seat] = self._drafts.acceptance(rows.keys[seat], len(rows.responses[seat]))
         return rows.acceptance[seat]
 
     def _decode_s(self, seats: np.ndarray, left: np.ndarray, num_steps: int) -> np.ndarray:
         """Seconds of the decode steps, [dp groups]. If no row stops on the way, one evaluation is enough."""
-        tp, of_group, context = self.sizes.tp, seats // self.num_slots, self._rows.ends[seats] - left
-        batch_G = np.bincount(of_group, minlength=self.num_groups)
-        context_G = np.bincount(of_group, context, minlength=self.num_groups)
-        splits_G = np.bincount(of_group[left < num_steps], minlength=self.num_groups) > 0
-        seconds_G = np.zeros(self.num_groups)
+        tp, of_group, context = self.tp, seats // self.sizes.num_slots, self._rows.ends[seats] - left
+        batch_G = np.bincount(of_group, minlength=self.sizes.num_groups)
+        context_G = np.bincount(of_group, context, minlength=self.sizes.num_groups)
+        splits_G = np.bincount(of_group[left < num_steps], minlength=self.sizes.num_groups) > 0
+        seconds_G = np.zeros(self.sizes.num_groups)
         whole = np.flatnonzero((batch_G > 0) & ~splits_G)
         middle = context_G[whole] + batch_G[whole] * (num_steps - 1) / 2
         seconds_G[whole] = num_steps * self._cost.decode_steps_s(tp, batch_G[whole], middle)

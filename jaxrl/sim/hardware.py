@@ -11,7 +11,10 @@ eight-device server (one network card per device), and `dataclasses.replace` set
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+PLATFORM = "gpu"
+"""The platform of simulated devices, for options with a default by platform."""
 
 GIB = 1 << 30
 _GBIT_BYTES = 1e9 / 8
@@ -81,28 +84,11 @@ H100 = Hardware(
 paper), 80 GB HBM3, 3.35 TB/s, NVLink 900 GB/s, PCIe Gen5 128 GB/s (both directions). Network: DGX H100 data sheet,
 eight 400 Gb/s cards."""
 
-H800 = Hardware(
-    name="H800",
-    flops_per_s=989.4e12,
-    memory_bytes_per_s=3.35e12,
-    memory_bytes=80 * GIB,
-    link_bytes_per_s=200e9,
-    inter_node_bytes_per_s=400 * _GBIT_BYTES,
-    host_bytes_per_s=64e9,
-)
+H800 = replace(H100, name="H800", link_bytes_per_s=200e9, one_shot=False)
 """NVIDIA H800 SXM: the H100 SXM's data sheet but for NVLink, 400 GB/s (both directions; server makers' H800 product
 briefs: NVIDIA publishes no data sheet for it). Network: as for the H100."""
 
-H200 = Hardware(
-    name="H200",
-    flops_per_s=989.4e12,
-    memory_bytes_per_s=4.8e12,
-    memory_bytes=141 * GIB,
-    link_bytes_per_s=450e9,
-    inter_node_bytes_per_s=400 * _GBIT_BYTES,
-    host_bytes_per_s=64e9,
-    one_shot=True,
-)
+H200 = replace(H100, name="H200", memory_bytes_per_s=4.8e12, memory_bytes=141 * GIB)
 """NVIDIA H200 data sheet, SXM: BF16 tensor core 1,979 TFLOPS with sparsity (989.4 dense), 141 GB HBM3e, 4.8 TB/s,
 NVLink 900 GB/s, PCIe Gen5 128 GB/s (both directions). Network: DGX H200 data sheet, eight 400 Gb/s cards."""
 

@@ -185,9 +185,8 @@ class Spread:
         """Whether the mean exceeds the deviation, where that is known."""
         return self.mean > (0.0 if math.isnan(self.deviation) else self.deviation)
 
-    def text(self, digits: int) -> str:
-        shown = f"{self.mean:.{digits}f}"
-        return shown if math.isnan(self.deviation) else f"{shown} ± {self.deviation:.{digits}f}"
+    def __str__(self) -> str:
+        return f"{self.mean:.4g}" if math.isnan(self.deviation) else f"{self.mean:.4g} ± {self.deviation:.2g}"
 
     def to_json(self) -> dict[str, float | None]:
         return {"mean": self.mean, "deviation": None if math.isnan(self.deviation) else self.deviation}
@@ -216,7 +215,6 @@ class Table:
 
     @property
     def chosen(self) -> list[str]:
-        """The options to run with, as on the command line."""
         return self.search.overrides(self.best.factors if self.pays else PLAIN)
 
     def rows(self) -> list[str]:
@@ -226,9 +224,9 @@ class Table:
                 (
                     ("* " if each is self.best else "  ") + each.label,
                     " × ".join(map(str, each.launched)),
-                    Spread.of(each.values("step_s")).text(self._digits),
-                    f"{each.mean('gen_s'):.{self._digits}f}",
-                    "1" if each is self.plain else self._speedup(each),
+                    str(Spread.of(each.values("step_s"))),
+                    f"{each.mean('gen_s'):.4g}",
+                    "1" if each is self.plain else str(each.speedup(self.plain)),
                     f"{each.mean('thrown_share'):.1%}",
                     f"{each.mean('stale_share'):.1%}",
                     f"{each.mean('queue'):.1f}",
@@ -240,7 +238,7 @@ class Table:
         return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in body]
 
     def verdict(self) -> list[str]:
-        best, gain = self.best, f"{self._speedup(self.best)} times as fast as plain batches"
+        best, gain = self.best, f"{self.best.speedup(self.plain)} times as fast as plain batches"
         if len(self.plain.trials) == 1:
             return [f"best: {best.label}, {gain}; one seed shows no spread"]
         if not self.pays:
@@ -250,28 +248,7 @@ class Table:
             labels = [each.label for each in self.as_good]
             listed = f"{', '.join(labels[:-1])} and {labels[-1]} are" if len(labels) > 1 else f"{labels[0]} is"
             said.append(f"{listed} within the noise of it: the lead is no larger than its own spread over the seeds")
-        elif len(self.tried) > 1:
-            nearest = min((each for each in self.tried if each is not best), key=lambda each: best.gain(each).mean)
-            lead = best.gain(nearest).text(self._digits)
-            said.append(f"its lead exceeds the noise: {lead} s a step before {nearest.label}, the next best")
-        return said + self._ends()
-
-    def _speedup(self, each: Tried) -> str:
-        return each.speedup(self.plain).text(3)
-
-    @property
-    def _digits(self) -> int:
-        """Decimals that leave four figures of a plain step's seconds."""
-        return min(max(3 - math.floor(math.log10(self.plain.mean("step_s"))), 0), 6)
-
-    def _ends(self) -> list[str]:
-        """Whether a wider grid might have something better, where all factors of a value are equal."""
-        order = sorted(self.tried, key=lambda each: each.factors)
-        if len(order) < 2 or any(len(set(each.factors)) > 1 for each in order):
-            return []
-        ends = {order[0].factors: "smallest", order[-1].factors: "largest"}
-        found = ends.get(self.best.factors)
-        return [f"{self.best.label} is the {found} value tried: a wider grid may hold a better one"] if found else []
+        return said
 
     def to_json(self) -> dict[str, Any]:
         plain, *tried = (each.to_json(self.plain, self.search.of.options) for each in (self.plain, *self.tried))

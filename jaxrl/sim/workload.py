@@ -30,7 +30,7 @@ _GAMMA = 0x9E3779B97F4A7C15
 _NORMAL = NormalDist()
 # What a random number is for: the first word of its identity.
 _TASK, _PROMPT_SCORE, _RESPONSE_SCORE, _PROMPT_LENGTH, _REWARD_TIME, _REWARD_HANGS, _PASS_RATE, _REWARD = range(8)
-_OUTLIER, _PROMPT_REWARD_TIME = 8, 9
+_OUTLIER = 8
 _GROWTH_LIMIT = 10.0  # times the lengths of the first step
 
 
@@ -76,7 +76,7 @@ def exact_length(lengths: SimulatedLengths, z: float, step: int = 0) -> float:
 
 def length_of_score(lengths: SimulatedLengths, longest: int, z: float, step: int = 0) -> int:
     """The same in whole tokens; responses above `longest` are cut there, as `max_tokens` does."""
-    return int(min(max(round(min(exact_length(lengths, z, step), longest)), lengths.shortest), longest))
+    return int(min(max(round(min(exact_length(lengths, z, step), longest)), 1), longest))
 
 
 def tail_start(lengths: SimulatedLengths) -> float:
@@ -89,34 +89,11 @@ def share_above(z: float) -> float:
     return 0.5 * math.erfc(z / math.sqrt(2))
 
 
-def reference_time_s(scoring: SimulatedScoring, z: float) -> float:
-    """Seconds that a right program takes for a prompt with score `z`, without a response's own variation."""
-    return scoring.median_s * math.exp(scoring.sigma * correlated(scoring.correlation, z, 0.0))
-
-
 def scoring_s(scoring: SimulatedScoring, timeout_s: float, z: float, u: float, length: int) -> float:
     """Seconds of scoring a response of `length` tokens with score `z` and hang score `u` in (0, 1)."""
     if u < scoring.hang_share:
         return timeout_s
     return min(scoring.median_s * math.exp(scoring.sigma * z) + scoring.per_token_s * length, timeout_s)
-
-
-def check_task(task: SimulatedTask, max_response_length: int, timeout_s: float) -> None:
-    """Raises ValueError for a task that a run's limits exclude; the message begins with the task's option."""
-    if task.response.shortest > max_response_length:
-        raise ValueError(
-            f"response.shortest ({task.response.shortest}) must be at most data.max_response_length "
-            f"({max_response_length})"
-        )
-    check_scoring(task.scoring, timeout_s)
-
-
-def check_scoring(scoring: SimulatedScoring, timeout_s: float) -> None:
-    """Raises ValueError for scoring that would never end; the message begins with the option's name in a task."""
-    if scoring.hang_share and timeout_s == math.inf:
-        raise ValueError(
-            f"scoring.hang_share ({scoring.hang_share}) needs reward.timeout_s: that scoring would never end"
-        )
 
 
 class Workload(Protocol):
@@ -159,11 +136,6 @@ class ModelledWorkload:
     max_prompt_length: int = 1024
     timeout_s: float = math.inf
 
-    def __post_init__(self) -> None:
-        names = [task.name for task in self.tasks]
-        if not names or len(set(names)) < len(names):
-            raise ValueError(f"names ({names}) must be at least one, and differ")
-
     def task(self, prompt_index: int) -> SimulatedTask:
         if len(self.tasks) == 1:
             return self.tasks[0]
@@ -198,13 +170,11 @@ class ModelledWorkload:
 
     def reward_s(self, key: SampleKey, step: int = 0) -> float:
         scoring, length = self.task(key.prompt_index).scoring, self.length(key, step)
-        own, u = normal(_REWARD_TIME, self.seed, *_words(key)), uniform(_REWARD_HANGS, self.seed, *_words(key))
-        prompt = normal(_PROMPT_REWARD_TIME, self.seed, key.prompt_index) if scoring.correlation else 0.0
-        return scoring_s(scoring, self.timeout_s, correlated(scoring.correlation, prompt, own), u, length)
+        z, u = normal(_REWARD_TIME, self.seed, *_words(key)), uniform(_REWARD_HANGS, self.seed, *_words(key))
+        return scoring_s(scoring, self.timeout_s, z, u, length)
 
     def reference_time_s(self, prompt_index: int) -> float:
-        prompt = normal(_PROMPT_REWARD_TIME, self.seed, prompt_index)
-        return reference_time_s(self.task(prompt_index).scoring, prompt)
+        return self.task(prompt_index).scoring.median_s
 
     def reward(self, key: SampleKey, step: int = 0) -> float:
         task = self.task(key.prompt_index)

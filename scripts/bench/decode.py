@@ -232,7 +232,7 @@ class Placed:
 
     def _place(self) -> None:
         """Seats requests with blocks that take turns, as in a pool whose rows have grown together."""
-        batcher, groups = self._engine.batcher, self.executor.num_groups
+        batcher, groups = self._engine.batcher, self.executor.sizes.num_groups
         draw, vocab = np.random.default_rng(self._options.seed), model_of(self._options).config().vocab_size
         seats: dict[int, Seat] = {}
         for row, start in enumerate(self._starts):

@@ -22,7 +22,7 @@ from bench.harness import Bench, Case, Values, say
 from jaxrl.config import Config, ConfigError
 from jaxrl.config import files as config_files
 from jaxrl.run.simulation import build, rare_collections
-from jaxrl.sim.configured import cost_model, machine_sizes, model_sizes, workload_of
+from jaxrl.sim.configured import cost_model, layout_sizes, model_sizes, workload_of
 from jaxrl.types import SampleKey
 
 
@@ -74,9 +74,9 @@ def run(config: Config, skip: int) -> Values:
 
     cost, _ = cost_model(config)
     workload, _ = workload_of(config)
-    sizes = machine_sizes(config, cost, model_sizes(config))
+    layouts = layout_sizes(config, cost, model_sizes(config))
     with rare_collections():
-        build(config, cost, workload, on_step=on_step, sizes=sizes).loop.run()
+        build(config, cost, workload, on_step=on_step, layouts=layouts).loop.run()
 
     def of(name: str) -> list[float]:
         return [measured.get(name, 0.0) for measured in steps]

@@ -18,7 +18,6 @@ On a CPU a decode step's time nearly follows its rows, so rules that launch more
 from __future__ import annotations
 
 import argparse
-import math
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -58,13 +57,13 @@ from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
-from jaxrl.scheduling.tokens.plan import Executor, Request
+from jaxrl.scheduling.tokens.plan import Capacity, Executor, Request
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
 from jaxrl.sim.cost_model import CostModel, TableCost
-from jaxrl.sim.executor import MachineSizes, SimulatedExecutor
+from jaxrl.sim.executor import SimulatedExecutor
 from jaxrl.sim.hardware import hardware
 from jaxrl.sim.scoring import ScoringWorkers
-from jaxrl.sim.workload import ModelledWorkload, Workload, check_task
+from jaxrl.sim.workload import ModelledWorkload, Workload
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
 PREFILL_BUDGET = 2048
@@ -93,7 +92,7 @@ def cases(options: argparse.Namespace) -> Iterator[list[Case]]:
         cost = measured_cost(executor, model, model_of(options).name)
         predicted: dict[str, list[Values]] = {}
         for name, rule in rules(options.prompts, options.samples).items():
-            rounds = simulated_rounds(options, rule, machine_sizes(executor), cost, workload)
+            rounds = simulated_rounds(options, rule, executor.sizes, executor.tp, cost, workload)
             predicted[name] = [rounds(0) for _ in range(options.repetitions)]
             say(f"predicted, {name}: {per_sample(predicted[name]):.4f} s a sample")
         speeds = Speeds(predicted)
@@ -153,7 +152,6 @@ def modelled(options: argparse.Namespace) -> Workload:
         prompt_median=options.prompt,
         prompt_sigma=0.0,
     )
-    check_task(task, options.max_length, math.inf)
     return ModelledWorkload(options.seed, (task,), options.max_length, options.prompt)
 
 
@@ -258,11 +256,11 @@ def real_rounds(
 
 
 def simulated_rounds(
-    options: argparse.Namespace, rule: BatchRule, sizes: MachineSizes, cost: CostModel, workload: Workload
+    options: argparse.Namespace, rule: BatchRule, sizes: Capacity, tp: int, cost: CostModel, workload: Workload
 ) -> Rounds:
     """The same rounds with time from a cost model."""
     clock = SimulatedClock()
-    executor = SimulatedExecutor(sizes, workload.length, cost, clock)
+    executor = SimulatedExecutor(sizes, tp, workload.length, cost, clock)
     engine = ForcedLengths(executor, options.decode_steps, workload)
     scoring = ScoringWorkers(workload, clock, SimulatedPhases(clock))
     backend = _backend(engine, executor, scoring, weights=lambda: None, clock=lambda: clock.now_s)
@@ -276,22 +274,15 @@ def _backend(engine: Engine, executor: Any, scoring: Any, **parts: Any) -> Rollo
     return RolloutBackend(Run(config=config, scoring=scoring, text_of=lambda sample: "", **placed, **parts))
 
 
-def machine_sizes(executor: MeshExecutor) -> MachineSizes:
-    """The sizes of a simulated machine that equals an executor's."""
-    groups, tp = executor.num_groups, executor.tp
-    rest = (executor.num_slots, executor.num_blocks, executor.block_size, executor.max_prefill_tokens, executor.stacks)
-    return MachineSizes(groups * tp, tp, *rest)
-
-
 def measured_cost(executor: MeshExecutor, model: ModelConfig, name: str) -> TableCost:
     """The cost model that `jaxrl profile` would measure for an executor's one layout.
 
     What a table does not hold (training, syncs, switches) comes from a roofline; no round of the bench asks for it.
     """
-    config, sizes = executor.config, machine_sizes(executor)
-    device = executor.layout.mesh.devices.flat[0]
-    identity = ProfileIdentity(name, name, device.device_kind, sizes.num_devices, "", config.dtype)
-    table = measured(Profiler(executor), sizes, executor.row_sizes(sizes.tp), config.max_length, identity)
+    config, devices = executor.config, executor.layout.mesh.devices
+    identity = ProfileIdentity(name, name, devices.flat[0].device_kind, devices.size, "", config.dtype)
+    rows = executor.row_sizes(executor.tp)
+    table = measured(Profiler(executor), executor.sizes, executor.tp, rows, config.max_length, identity)
     return TableCost(model, hardware("A100"), predictor=LatencyPredictor(table))
 
 
@@ -304,12 +295,12 @@ class Measures(Protocol):
 
 
 def measured(
-    profiler: Measures, sizes: MachineSizes, rows: Sequence[int], longest: int, identity: ProfileIdentity
+    profiler: Measures, sizes: Capacity, tp: int, rows: Sequence[int], longest: int, identity: ProfileIdentity
 ) -> Profile:
     """The table of a machine with these sizes, whose decode programs have `rows`."""
-    groups, tp = sizes.num_groups, sizes.tp
+    groups = sizes.num_groups
     tokens = groups * (sizes.num_blocks - 1) * sizes.block_size
-    points = profile_points(groups * sizes.num_slots, tokens, (tp,), sizes.num_devices, longest, row_sizes={tp: rows})
+    points = profile_points(groups * sizes.num_slots, tokens, (tp,), groups * tp, longest, row_sizes={tp: rows})
     decode = tuple(profiler.decode(point) for point in points)
     short = [point for point in prefill_points(points) if point.batch * point.context <= PREFILL_BUDGET]
     prefill = tuple(profiler.prefill(point) for point in short)

@@ -30,7 +30,6 @@ from papers.problems import GROUP, TASKS, history_of, lengths_at, task_lengths
 
 RESERVED_SHARE = 0.25  # of the devices, that a judge has for itself elsewhere (RollPacker §4.3)
 OWN_FACTOR = 2.0  # of a row's anchor, in RollPacker's code (code_sandbox_reward_worker.py); the paper has 1.5
-NODE = 8  # devices, which TP does not leave
 DATASET_PROMPTS = 100_000  # where no prompt comes twice
 EPOCH_STEPS = 4  # of RhymeRL's runs here
 PAPER_EPOCH_STEPS = 8192 // SETUPS["rhymerl.math"].num_prompts  # in which its lengths grow as much; 8K prompts: §7
@@ -270,7 +269,7 @@ def _options_of_rule(case: Case) -> dict[str, Any]:
         # weights alone take three quarters of a device
         smallest, largest = 2 if case.setup == "rollpacker.32b" else 1, case.num_devices // case.workers
         degrees = [tp for tp in case.degrees or (1, 2, 4, 8) if smallest <= tp <= largest]
-        options |= {"rollout.layout.devices_per_host": NODE, "rollout.layout.degrees": degrees}
+        options |= {"rollout.layout.degrees": degrees}
     if case.freed_at:
         options["trainer.stream.min_done"] = case.freed_at
     if case.memory:

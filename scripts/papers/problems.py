@@ -2,7 +2,7 @@
 
 Source: the set-ups of facts.yaml, in closed form (`papers.closed_form`). RollPacker's rewards of a mixed batch are in
 turn, task by task, as in the authors' code (Farrrrland/RollPacker, roll/pipeline/rlvr/rlvr_pipeline_batched_reward.py);
-RhymeRL's drafts go by the rules of `jaxrl.sim.verification`.
+RhymeRL's drafts go by the rules of `jaxrl.sim.drafts`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ import yaml
 
 from jaxrl.config import SimulatedHistory, SimulatedLengths, SimulatedTask
 from jaxrl.mechanisms.speculation.rule import DraftWindow
-from jaxrl.mechanisms.speculation.simulated import draft_acceptance
 from jaxrl.models.shapes import named_shape
 from jaxrl.sim.cost_model import CostModel, Efficiency
+from jaxrl.sim.drafts import draft_acceptance, verify
 from jaxrl.sim.hardware import HARDWARE
-from jaxrl.sim.verification import verify
 from jaxrl.sim.workload import ModelledWorkload, exact_length, length_of_score, normal, uniform, word
 from jaxrl.types import SampleKey
 from papers import slime
@@ -327,7 +326,7 @@ def _rollouts_s(setup: Setup, values: Values, tasks: Sequence[str]) -> list[floa
     """Seconds of rollouts of batches of these tasks, with weights and waking."""
     cost, lengths = cost_of(setup, values), tuple(task_lengths(values, task) for task in tasks)
     decoding = replace(cost.efficiency, mfu=1.0, train_fixed_s=0.0, rollout_fixed_s=0.0)  # the rest does not touch it
-    start = cost.weight_sync_s(setup.tp, setup.num_devices) + cost.rollout_fixed_s()
+    start = cost.weight_sync_s(setup.tp, setup.num_devices) + cost.efficiency.rollout_fixed_s
     return [start + seconds for seconds in _decoding_s(setup, decoding, lengths, values["correlation"])]
 
 
@@ -395,7 +394,7 @@ def _long_round_7b(values: Values) -> dict[str, float]:
     chosen = sorted(first, key=first.__getitem__)[-setup.num_prompts :]
     batch = [responses_of(setup, lengths, correlation, p, attempt=1) for p in chosen]
     step = rollout_s(cost, setup, batch) + train_s(cost, setup.num_devices, batch, FORWARDS)
-    step += cost.weight_sync_s(setup.tp, setup.num_devices) + cost.rollout_fixed_s()
+    step += cost.weight_sync_s(setup.tp, setup.num_devices) + cost.efficiency.rollout_fixed_s
     return {"rollpacker.7b_long_round_step": step}
 
 

@@ -55,7 +55,7 @@ SWITCHES = (
 )
 JUDGE_SECTION = f"reward.judge={json.dumps(judged(Path('FOLDER/judge'))['judge'])}"
 JUDGE = (STOPS, "rollout.num_blocks=24", "reward.kind=judge", "reward.path=", JUDGE_SECTION)
-AFTER = ("reward.judge.when=after",)
+AFTER = ("reward.judge.busy_share=0",)
 GROUPS_END = (  # one after another, long before the last
     *("rollout.num_blocks=260", "rollout.max_num_seqs=16", "rollout.decode_steps=2", "data.max_response_length=96"),
     *("actor.ppo_mini_batch_size=0", "actor.use_kl_loss=true", "rollout.stop=[a, b, c, d, e, f]"),

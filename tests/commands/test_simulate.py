@@ -60,7 +60,7 @@ def test_a_run_on_several_hosts(training: Path, tmp_path: Path, capsys: pytest.C
     """Two hosts of eight devices: what one host with two workers decides, however slow calls are and one host is."""
     rule = ("rollout.tail_batching.enable=true", "trainer.val_before_train=false", "reward.num_workers=3")
     assert run(training, tmp_path / "a", *rule, "rollout.num_workers=2") == 0
-    hosts = ("simulate.num_hosts=2", "simulate.host_spread=0.1", "simulate.host_latency_s=0.05", "hosts.max_restarts=1")
+    hosts = ("simulate.num_hosts=2", "simulate.host_spread=0.1", "hosts.max_restarts=1")
     capsys.readouterr()
     assert run(training, tmp_path / "b", *rule, *hosts) == 0
     assert "simulating 16 × H100 on 2 hosts" in capsys.readouterr().out

@@ -32,7 +32,6 @@ from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.sim.executor import MachineSizes
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
 SIZES = ExecutorConfig(num_slots=6, num_blocks=10, block_size=8, max_length=64, max_prefill_tokens=16, decode_steps=4)
@@ -174,10 +173,7 @@ def test_recorded_rounds_of_tail_batching_are_decided_alike_in_the_simulator(
         for key, length in lengths.items()
     }
     workload = KnownWorkload(samples, {prompt.index: len(prompt.token_ids) for prompt in make_prompts()})
-    sizes = MachineSizes(
-        executor.num_groups, 1, SIZES.num_slots, SIZES.num_blocks, SIZES.block_size, SIZES.max_prefill_tokens
-    )
-    machine = Machine(workload, sizes, decode_steps=BATCHER.decode_steps, workers=3)
+    machine = Machine(workload, executor.sizes, decode_steps=BATCHER.decode_steps, workers=3)
     machine.backend.enter_rollout(0)
     simulated = Played().play(TailBatching(batch, TAIL), machine.backend, num_rounds=6)
     for name in ("kinds", "kept", "aborted", "left"):

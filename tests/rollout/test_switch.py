@@ -22,8 +22,7 @@ from jaxrl.mechanisms.speculation.proposer import Drafting
 from jaxrl.models.kv_layers import kv_layers
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.programs import ExecutorConfig, LayoutSizes
-from jaxrl.scheduling.layouts.relayout import SwitchFailed
-from jaxrl.scheduling.layouts.request_migration import migrate_requests
+from jaxrl.scheduling.layouts.relayout import SwitchFailed, migrate_requests
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.sharding import kv_migration, reshard
@@ -107,7 +106,7 @@ def walk(name: str, how: str, degrees: tuple[int, ...], **options: Any) -> None:
     flags = {(each.programs.features_first, each.programs.gathered) for each in executor._layouts.values()}
     assert flags == {(True, True)}, "on CPU"
     assert executor.tp == degrees[-1]
-    assert engine.batcher.blocks.num_free(0) == executor.num_blocks - 1
+    assert engine.batcher.blocks.num_free(0) == executor.sizes.num_blocks - 1
 
 
 def other_programs(how: str) -> None:
@@ -189,9 +188,7 @@ def across(name: str, left_tp: int, right_tp: int, drafting: Drafting | None = N
     for step in range(400):
         if step == 8:
             leaving = left.unfinished()[1::2]
-            handed = migrate_requests(left, right, leaving)
-            assert handed.num_moved > 0
-            assert handed.num_seated > 2
+            assert migrate_requests(left, right, leaving) > 0
             assert not set(leaving) & set(left.unfinished())
             check_blocks(left.batcher.blocks)
             check_blocks(right.batcher.blocks)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from draft_lookup import draft, find
 from recorder import Recorder
 from small_models import VOCABULARY, engine_over, mixed, model_of, ready, requests
 from whole_pass import check
@@ -72,9 +73,9 @@ def test_a_device_finds_the_drafts_that_the_index_finds():
     found = jax.tree.map(np.asarray, jax.jit(functools.partial(drafting.propose, width=width))(own, which, recent))
     lengths: set[int] = set()
     for row, (i, context) in enumerate(zip(which, contexts, strict=True)):
-        expected = held[i].draft(context, width).tolist() if i < 5 else []
+        expected = draft(held[i], context, width) if i < 5 else []
         assert found.tokens[row, : found.length[row]].tolist() == expected, (i, context)
-        assert found.matched[row] == (held[i].find(context)[1] if i < 5 else 0)
+        assert found.matched[row] == (find(held[i], context)[1] if i < 5 else 0)
         lengths.add(int(found.matched[row]))
     assert lengths == {0, 3, 4, 5, 6, 7}
 
@@ -215,7 +216,7 @@ def executor_in(world: str) -> MeshExecutor:
 def test_drafts_change_no_token_and_no_log_probability(world: str, x64: None):
     executor = executor_in(world)
     recorder = Recorder(executor)
-    asked = mixed(3 * executor.num_groups, 3)
+    asked = mixed(3 * executor.sizes.num_groups, 3)
     plain = engine_over(executor, drafts=False).generate(asked)
     engine = engine_over(recorder)
     drawn = engine.generate(with_history(asked, plain))

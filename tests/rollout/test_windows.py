@@ -58,9 +58,9 @@ def test_what_is_behind_a_window_is_freed_and_no_token_changes(x64: None, name: 
             check_blocks(blocks)
             for progress in engine.batcher.running():
                 held = np.count_nonzero(blocks.table(progress.request.request_id))
-                most = max(most, progress.num_written * len(executor.stacks) // 4 - held)
+                most = max(most, progress.num_written * len(executor.sizes.stacks) // 4 - held)
                 assert held <= blocks.most_blocks(LENGTH)
-        assert most > 2 * len(executor.stacks), "rows hold some stretches less than they have"
+        assert most > 2 * len(executor.sizes.stacks), "rows hold some stretches less than they have"
         assert (engine.counters.preemptions > 0) == bool(num_blocks)
         assert engine.counters.shared_tokens > 0
         check(name, asked, [samples[request.request_id] for request in asked], executor)

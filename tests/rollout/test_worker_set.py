@@ -206,7 +206,7 @@ class Wire:
 
 def remote(executor: MeshExecutor) -> RemoteExecutor:
     layout = LayoutFacts(executor.capacity(1), executor.row_sizes(1), executor.verify_widths(1))
-    facts = ExecutorFacts(executor.config, executor.max_prefill_tokens, executor.stacks, 1, {1: layout})
+    facts = ExecutorFacts(executor.config, 1, {1: layout})
     return RemoteExecutor(Wire(executor), 0, facts, executor.platform)
 
 

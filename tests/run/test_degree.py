@@ -71,7 +71,6 @@ def test_the_fastest_degree_of_the_profile(tmp_path: Path):
     ("layout", "rollout", "expected"),
     [
         ({"degrees": [4, 8]}, {}, 4),
-        ({"devices_per_host": 1}, {}, 1),
         ({}, {"max_num_seqs": 2}, 1),  # 2 waves at tp 2
         ({}, {"n": 64}, 1),
     ],

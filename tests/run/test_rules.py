@@ -12,7 +12,6 @@ from rounds import rule_sections
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.mechanisms import batch_rule, composition_problem
-from jaxrl.mechanisms.partial_rollout import PartialRollout
 
 LONGEST = 77  # tokens of a response
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -24,18 +23,6 @@ def config(**options: Any) -> Config:
     data = {"train_batch_size": 4, "max_response_length": LONGEST}
     values: dict[str, Any] = {"model": {"path": "m"}, "data": data, "rollout": {"n": 3}}
     return with_options(values, options)
-
-
-def test_a_buffer_filter_is_the_function_of_the_users_file(tmp_path: Path):
-    file = tmp_path / "mine.py"
-    file.write_text("def hold(groups, policy_version):\n    return {}\ndef wrong(buffer):\n    return buffer\n")
-    partial = {"enable": True, "buffer_filter_path": str(file), "buffer_filter_name": "hold"}
-    rule = batch_rule(config(rollout__partial_rollout=partial))
-    assert isinstance(rule, PartialRollout)
-    assert rule.buffer_filter is not None
-    assert rule.buffer_filter(groups=[], policy_version=0) == {}
-    with pytest.raises(ConfigError, match=r"mine\.py: wrong must take \(groups, policy_version\), by these names"):
-        batch_rule(config(rollout__partial_rollout=partial | {"buffer_filter_name": "wrong"}))
 
 
 ON = {"enable": True}

@@ -66,12 +66,14 @@ class Batch:
         rows = pool[:, :, request.group][:, :, :, list(request.table)]
         return rows.reshape(*rows.shape[:3], -1, HEAD_DIM)[:, :, :, : request.num_written]
 
-    def plan(self, dp: int, num_blocks: int, **into: Any) -> KvPlan:
+    def plan(self, blocks: BlockManager) -> KvPlan:
         rows: list[list[LiveRow]] = [[] for _ in range(self.layout.dp)]
         for i, request in self.requests.items():
             rows[request.group].append(LiveRow(i, request.num_written, 10_000))
-        groups = [[row.request_id for row in group] for group in regroup([tuple(each) for each in rows], dp)]
-        return plan_migration([*self.requests.values()], self.layout.dp, groups, num_blocks, BLOCK, **into)
+        groups = [
+            [row.request_id for row in group] for group in regroup([tuple(each) for each in rows], blocks.num_groups)
+        ]
+        return plan_migration([*self.requests.values()], self.layout.dp, groups, blocks)
 
     def take(self, plan: KvPlan, layout: Layout, num_blocks: int, pool: Any) -> None:
         self.layout, self.blocks, self.num_blocks, self.pool = layout, plan.blocks, num_blocks, pool
@@ -85,7 +87,7 @@ class Batch:
     def switch(self, tp: int, num_blocks: int, max_extra_bytes: int = 1 << 20) -> int:
         """To another layout; returns how many guests a lane has."""
         after, old = Layout(self.layout.mesh, tp), jax.tree.leaves(self.pool)
-        plan = self.plan(after.dp, num_blocks)
+        plan = self.plan(BlockManager(after.dp, num_blocks, BLOCK))
         pool = migrate(self.pool, self.layout, after, plan.lanes(), num_blocks, max_extra_bytes=max_extra_bytes)
         assert all(array.is_deleted() for array in old)
         self.take(plan, after, num_blocks, pool)
@@ -126,7 +128,7 @@ def across(tp_before: int, tp_after: int, model: str, dtype: str) -> None:
     giver = Batch(Layout(left, tp_before), kv_heads, dtype, 40, range(5), crowded=True)
     taker = Batch(Layout(right, tp_after), kv_heads, dtype, 60, range(50, 53), crowded=False)
     old, own = jax.tree.leaves(giver.pool), jax.tree.leaves(taker.pool)
-    plan = giver.plan(taker.layout.dp, 60, into=taker.blocks)
+    plan = giver.plan(taker.blocks)
     ends = giver.layout, taker.layout
     pool = migrate_across(giver.pool, *ends, plan.lanes(), taker.pool, max_extra_bytes=4 << 10)
     assert all(array.is_deleted() for array in own)
@@ -135,7 +137,7 @@ def across(tp_before: int, tp_after: int, model: str, dtype: str) -> None:
     taker.written |= giver.written
     taker.take(plan, taker.layout, 60, pool)
     # to the empty left half, in another layout
-    after, back = Layout(left, 4), taker.plan(1, 90)
+    after, back = Layout(left, 4), taker.plan(BlockManager(1, 90, BLOCK))
     empty = Batch(after, kv_heads, dtype, 90, range(0), crowded=False)
     taker.take(back, after, 90, migrate_across(taker.pool, taker.layout, after, back.lanes(), empty.pool))
 

@@ -22,7 +22,7 @@ from jaxrl.sim.hardware import H100
 from jaxrl.types import SampleKey, SamplingParams
 
 LAYOUTS = {
-    tp: sizes(num_devices=4, tp=tp, num_slots=4 * tp, num_blocks=16 * tp, max_prefill_tokens=24) for tp in (1, 2, 4)
+    tp: sizes(num_groups=4 // tp, num_slots=4 * tp, num_blocks=16 * tp, max_prefill_tokens=24) for tp in (1, 2, 4)
 }
 
 
@@ -42,7 +42,7 @@ def test_a_switch_takes_what_the_cost_model_says(how: str):
     """Two rows in two groups: the longer one's tokens move, or none."""
     cost, clock = Charging(), SimulatedClock()
     lengths = {SampleKey(0, i, 0): 30 for i in range(2)}
-    executor = SimulatedExecutor(LAYOUTS[2], lambda of, _: lengths[of], cost, clock, layouts=LAYOUTS)
+    executor = SimulatedExecutor(LAYOUTS[2], 2, lambda of, _: lengths[of], cost, clock, layouts=LAYOUTS)
     engine = Engine(executor, BatcherConfig(decode_steps=4))
     params = SamplingParams(max_tokens=40, stop_token_ids=(STOP,))
     for i, length in enumerate((9, 3)):
@@ -56,7 +56,7 @@ def test_a_switch_takes_what_the_cost_model_says(how: str):
     assert cost.asked == [(2, 4)]
     assert done.times.state_s == pytest.approx(0.1 * fullest)
     assert clock.now_s - before == pytest.approx(4.0 + 0.1 * fullest)
-    assert (executor.tp, executor.num_groups, executor.num_slots) == (4, 1, 16)
+    assert (executor.tp, executor.sizes.num_groups, executor.sizes.num_slots) == (4, 1, 16)
 
 
 def test_the_profile_of_modelled_devices_says_what_the_model_says():

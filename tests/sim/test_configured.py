@@ -25,7 +25,7 @@ from jaxrl.sim.configured import (
     with_simulated_hosts,
     workload_of,
 )
-from jaxrl.sim.cost_model import CostModel, Efficiency
+from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import HARDWARE
 from jaxrl.types import SampleKey
 
@@ -73,7 +73,7 @@ def test_a_worker_has_its_share_of_the_devices_and_the_same_pools(model: str, to
     one, two, three = (training(model__path=model, rollout__num_workers=n, **long) for n in (1, 2, 3))
     cost, _ = cost_model(one)
     whole, half = (machine_sizes(each, cost, model_sizes(each)) for each in (one, two))
-    assert half == replace(whole, num_devices=whole.num_devices // 2)
+    assert half == replace(whole, num_groups=whole.num_groups // 2)
     assert (whole.num_blocks < 8 * (64 + tokens) // 16) == is_full, "the memory sets the pool"
     with pytest.raises(ConfigError, match=r"rollout\.num_workers \(3\) must cut simulate\.num_devices \(8\)"):
         machine_sizes(three, cost, model_sizes(three))
@@ -93,10 +93,10 @@ def test_model_sizes_from_a_name_or_a_folder(tiny_model: Path):
 
 
 def test_cost_models_and_their_sources(tmp_path: Path):
-    cost, source = cost_model(config(hardware="h800", efficiency={"compute": 0.25}))
+    cost, source = cost_model(config(hardware="h800"))
     model = model_sizes(config())
-    assert cost == CostModel(model, HARDWARE["H800"], Efficiency(compute=0.25), kv_head_bytes=2 * model.head_dim)
-    assert source == "roofline of H800 data sheet peaks, default efficiency factors, with compute as configured"
+    assert cost == CostModel(model, HARDWARE["H800"], kv_head_bytes=2 * model.head_dim)
+    assert source == "roofline of H800 data sheet peaks, default efficiency factors"
     assert isinstance(cost, CostModel)
     assert cost.number_bytes == 2
     for options, bytes_of in (
@@ -123,5 +123,5 @@ def test_scoring_that_hangs_needs_a_limit():
     hangs = {"tasks": {"a": {"scoring": {"hang_share": 1.0}}}}
     workload, _ = workload_of(training(simulate=hangs, reward__timeout_s=3.0))
     assert workload.reward_s(SampleKey(0, 0, 0)) == 3.0
-    with pytest.raises(ConfigError, match=r"simulate\.tasks\.a: scoring\.hang_share \(1\.0\) needs reward\.timeout_s"):
+    with pytest.raises(ConfigError, match=r"simulate\.tasks\.a\.scoring\.hang_share \(1\.0\) needs reward\.timeout_s"):
         workload_of(training(simulate=hangs, reward__timeout_s=0.0))

@@ -115,7 +115,7 @@ def test_causal_pairs_counts_them(start: int, tokens: int):
 
 
 def test_training_by_hand():
-    load = TrainLoad(tokens=1000, pairs=5e4, updates=2, epochs=2, extra_forwards=1)
+    load = TrainLoad(tokens=1000, pairs=5e4, updates=2, extra_forwards=4)
     forward = 2 * 138_048 * 1000 + 4 * 2 * 4 * 16 * 5e4
     optimizer = 28 * 202_048 / 4 / 1e9
     exchange = 3 / 4 * 202_048 * 6 / 1e8

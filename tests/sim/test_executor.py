@@ -51,7 +51,7 @@ def test_a_plan_is_left_once_so_many_rows_have_stopped(
     lengths: list[int], num_steps: int, leave_after: int, steps: int, expected: dict[int, tuple[int, bool]]
 ):
     executor = SimulatedExecutor(
-        sizes(num_slots=8), lambda of, _: lengths[of.prompt_index], ConstantCost(), SimulatedClock()
+        sizes(num_slots=8), 1, lambda of, _: lengths[of.prompt_index], ConstantCost(), SimulatedClock()
     )
     params = SamplingParams(max_tokens=50, stop_token_ids=(STOP,))
     chunks, started = [], range(len(lengths))
@@ -86,8 +86,8 @@ def test_a_rollout_without_a_queue_drains_as_the_closed_form_says(copies: int):
     shift = cost.prefill_s(2, sum(prompts), pairs[0]) - cost.prefill_s(2, sum(prompts) + 12, pairs[1])
 
     workload = KnownWorkload({key(i): KnownSample(lengths[i // copies]) for i in range(12 * copies)}, {})
-    shape = sizes(num_devices=2 * copies, tp=2, num_slots=16, num_blocks=2000, max_prefill_tokens=1000)
-    machine = Machine(workload, shape, cost, decode_steps=1)
+    shape = sizes(num_groups=copies, num_slots=16, num_blocks=2000, max_prefill_tokens=1000)
+    machine = Machine(workload, shape, 2, cost, decode_steps=1)
     backend = machine.begin(max_tokens=400)
     for i in range(12 * copies):  # neighbours go to different groups
         backend.apply([Launch(prompt(i, prompts[i // copies]), (key(i),))])

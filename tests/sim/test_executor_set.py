@@ -34,13 +34,13 @@ def fixed_run(num_workers: int, deal: str) -> Any:
 
 # ---------------------------------------------------------------- moves
 
-SMALL = sizes(num_devices=2, tp=1, num_slots=6, num_blocks=24, max_prefill_tokens=24)
+SMALL = sizes(num_groups=2, num_slots=6, num_blocks=24, max_prefill_tokens=24)
 
 
 def test_moved_kv_takes_what_the_cost_model_says():
     """Two rows of 9 and 3 prompt tokens in two groups: the longer one's blocks set the time."""
     clock, lengths = SimulatedClock(), {key(0, i): 30 for i in range(2)}
-    executors = [SimulatedExecutor(SMALL, lambda of, _: lengths[of], ConstantCost(), clock) for _ in range(2)]
+    executors = [SimulatedExecutor(SMALL, 1, lambda of, _: lengths[of], ConstantCost(), clock) for _ in range(2)]
     workers = LocalWorkers([Engine(each, BatcherConfig(decode_steps=4)) for each in executors], "prompts")
     params = SamplingParams(max_tokens=40, stop_token_ids=(STOP,))
     for i, length in enumerate((9, 3)):
@@ -49,8 +49,7 @@ def test_moved_kv_takes_what_the_cost_model_says():
     workers.settle()
     before, engine = clock.now_s, workers.engines[0]
     blocks = [-(-(engine.batcher.progress(i).num_written) // SMALL.block_size) for i in range(2)]
-    done = workers.move([0, 1], 1)
-    assert (done.num_seated, done.num_moved) == (2, SMALL.block_size * sum(blocks))
+    assert workers.move([0, 1], 1) == SMALL.block_size * sum(blocks)
     assert clock.now_s - before == pytest.approx(0.25 * SMALL.block_size * max(blocks))
     assert [one.request_id for one in run_all(workers)] == [0, 1]
 
@@ -58,9 +57,7 @@ def test_moved_kv_takes_what_the_cost_model_says():
 # ---------------------------------------------------------------- time
 
 
-def rollout_s(
-    lengths: dict[SampleKey, int], num_workers: int, num_devices: int = 2, num_slots: int = 4, host_s: float = 0.0
-) -> float:
+def rollout_s(lengths: dict[SampleKey, int], num_workers: int, num_devices: int = 2, num_slots: int = 4) -> float:
     """Seconds of a round of these responses, whose prompts are dealt to workers with as many devices each."""
     num_prompts = 1 + max(each.prompt_index for each in lengths)
     made = from_mapping(
@@ -76,21 +73,12 @@ def rollout_s(
             },
             "algorithm": {"adv_estimator": "reinforce_plus_plus"},
             "trainer": {"total_training_steps": 1, "save_freq": 0, "num_devices": num_devices},
-            "simulate": {"num_prompts": num_prompts, "host_s": host_s},
+            "simulate": {"num_prompts": num_prompts},
         }
     )
     samples = {k: KnownSample(n, float(k.sample_index)) for k, n in lengths.items()}
     workload = KnownWorkload(samples, dict.fromkeys(range(num_prompts), 4))
     return played(made, ConstantCost(), workload)[1][1]["timing_s/gen"]
-
-
-def test_the_host_is_shared():
-    """With half a second of host work a plan, four workers' plans of two steps are submitted in time."""
-    lengths = {key(i): 41 for i in range(4)}
-    idle, busy, late = (rollout_s(lengths, 4, num_devices=4, host_s=host_s) for host_s in (0.0, 0.5, 1.0))
-    assert idle == pytest.approx(10 + 40, abs=2)
-    assert busy == pytest.approx(idle, abs=4)
-    assert late > 1.6 * idle, "four submissions take twice as long as a plan"
 
 
 # ---------------------------------------------------------------- runs

@@ -133,28 +133,31 @@ def written(prompt: int, index: int, length: int) -> Sample:
     return Sample(SampleKey(0, prompt, index), ids, zeros, zeros, ids, reason, "y" * length * 2, float(index))
 
 
-def test_recorded_lengths_are_drawn_by_prompt_and_step(tmp_path: Path):
+def read_run(folder: Path) -> RecordedWorkload:
+    return RecordedWorkload.read(folder, 3, SimulatedTask(), math.inf)
+
+
+def test_recorded_lengths_are_drawn_by_source(tmp_path: Path):
     write_run(tmp_path)
-    workload: Workload = RecordedWorkload.read(tmp_path, seed=3)
+    workload: Workload = read_run(tmp_path)
     seen: dict[str, set[int]] = {"set0": set(), "set1": set()}
     for prompt in range(40):
         for sample in range(8):
-            seen[workload.kind_name(prompt)].add(workload.length(key(prompt, sample), step=2))
-    assert seen == {"set0": {10, 12}, "set1": {100, 120}}  # step 1 is nearest
-    late = {workload.length(key(p, s), step=99) for p in range(40) for s in range(8)}
-    assert late == {20, 22, 200, 512}
+            seen[workload.kind_name(prompt)].add(workload.length(key(prompt, sample)))
+    assert seen == {"set0": {10, 12, 20, 22}, "set1": {100, 120, 200, 512}}
     assert {workload.prompt_length(p) for p in range(40)} == {20, 40}  # two characters a token
     assert {workload.reward(key(p, s)) for p in range(10) for s in range(8)} == {0.0, 1.0}
-    assert workload.length(key(3, 1), 2) == RecordedWorkload.read(tmp_path, seed=3).length(key(3, 1), 2)
+    assert workload.length(key(3, 1)) == read_run(tmp_path).length(key(3, 1))
 
 
 def test_recorded_rewards_are_without_overlong_shaping(tmp_path: Path):
     """The simulated run shapes by its own options: what the recorded run took off is given back."""
-    group = Group(Prompt(0, 0, (1,), "x", "set0"), [written(0, 1, 10)])
-    group.samples[0].reward_info = {"overlong_reward": -0.25}
+    group = Group(Prompt(0, 0, (1,), "x", "set0"), [written(0, 1, 10), written(0, 1, 10)])
+    for sample in group.samples:
+        sample.reward_info = {"overlong_reward": -0.25}
     with closing(SampleLog(tmp_path / "samples.jsonl", last_step=-1)) as log:
         log.write(1, [group])
-    assert RecordedWorkload.read(tmp_path, seed=3).reward(key(0, 0)) == 1.25
+    assert read_run(tmp_path).reward(key(0, 0)) == 1.25
 
 
 # ---------------------------------------------------------------- lengths by rank
@@ -162,9 +165,7 @@ def test_recorded_rewards_are_without_overlong_shaping(tmp_path: Path):
 
 def record_of(workload: Workload, prompts: int, samples: int, source: str = "a") -> list[RecordedPrompt]:
     return [
-        RecordedPrompt(
-            9, source, tuple(RecordedResponse(p, workload.length(key(p, s)), float(s)) for s in range(samples))
-        )
+        RecordedPrompt(9, source, tuple(RecordedResponse(workload.length(key(p, s)), float(s)) for s in range(samples)))
         for p in range(prompts)
     ]
 
@@ -172,22 +173,23 @@ def record_of(workload: Workload, prompts: int, samples: int, source: str = "a")
 def test_by_rank_draws_the_recorded_distribution_and_its_correlation():
     """All recorded lengths are as likely as they were, and what is drawn is recorded as the same again."""
     task = MATH.replace(correlation=0.5)
-    recorded = RecordedWorkload(0, record_of(ModelledWorkload(1, (task,), CAP), 400, 2), "by_rank")
+    recorded = RecordedWorkload.of(0, record_of(ModelledWorkload(1, (task,), CAP), 400, 2), task, math.inf)
     drawn = record_of(recorded, 3000, 4)
     lengths = np.sort([response.length for prompt in drawn for response in prompt.responses])
     for share in (0.1, 0.5, 0.9, 0.98):
         found = recorded.lengths[int(share * 800)]
         assert abs(np.searchsorted(lengths, found) / len(lengths) - share) < 0.025
     assert set(lengths.tolist()) <= set(recorded.lengths)
-    assert RecordedWorkload(0, drawn, "by_rank").correlation == pytest.approx(recorded.correlation, abs=0.06)
+    again = RecordedWorkload.of(0, drawn, task, math.inf)
+    assert again.tasks[0].correlation == pytest.approx(recorded.tasks[0].correlation, abs=0.06)
     assert recorded.length(key(3, 1)) == recorded.length(key(3, 1), 99), "all steps are taken together"
     assert recorded.length(key(3, 1)) != recorded.length(key(3, 1, attempt=1))
 
 
 def test_a_record_resampled_keeps_its_sources():
     """A small source would else be missing from some, and its quota with it."""
-    prompts = [RecordedPrompt(3, "few" if i < 2 else "many", (RecordedResponse(0, 5 + i, 0.0),)) for i in range(30)]
-    recorded = RecordedWorkload(0, prompts)
+    prompts = [RecordedPrompt(3, "few" if i < 2 else "many", (RecordedResponse(5 + i, 0.0),) * 2) for i in range(30)]
+    recorded = RecordedWorkload.of(0, prompts, MATH, math.inf)
     drawn = [recorded.resampled(seed).prompts for seed in range(40)]
     assert all([prompt.source for prompt in one].count("few") == 2 for one in drawn)
     assert len({tuple(sorted(p.responses[0].length for p in one if p.source == "few")) for one in drawn}) == 3

@@ -39,12 +39,7 @@ class CheckingExecutor:
     def __init__(self, inner: ReplayExecutor, lengths: dict[SampleKey, int]) -> None:
         self.inner = inner
         self.lengths = lengths
-        self.num_groups = inner.num_groups
-        self.num_slots = inner.num_slots
-        self.num_blocks = inner.num_blocks
-        self.block_size = inner.block_size
-        self.max_prefill_tokens = inner.max_prefill_tokens
-        self.stacks = inner.stacks
+        self.sizes = inner.sizes
         self.plans: list[Plan] = []
         self._due: deque[Plan] = deque()
         self._cache: dict[tuple[int, int, int], tuple[int, int]] = {}  # (group, block, offset) -> (token, stack)
@@ -85,15 +80,14 @@ class CheckingExecutor:
     def start_in(self, tp: int) -> None:
         """Chooses a layout while nothing is live."""
         assert not self._due
-        offered = self.capacity(tp)
-        self.num_groups, self.num_slots, self.num_blocks = offered.num_groups, offered.num_slots, offered.num_blocks
+        self.sizes = self.capacity(tp)
         self.inner.start_in(tp)
         self._cache, self._rows, self._prefilling = {}, {}, {}
 
     def switch(self, move: Relayout) -> TimeTaken:
         """Copies the shadow as the plan says; rows and prefills go to their new slots."""
         assert not self._due
-        capacity, size = move.capacity, self.block_size
+        capacity, size = move.capacity, self.sizes.block_size
         cache = {}
         for copy in move.kv.copies:
             assert 0 < copy.target_block < capacity.num_blocks
@@ -111,20 +105,16 @@ class CheckingExecutor:
         }
         self._cache = cache
         times = self.inner.switch(move)
-        self.num_groups, self.num_slots, self.num_blocks = (
-            capacity.num_groups,
-            capacity.num_slots,
-            capacity.num_blocks,
-        )
+        self.sizes = capacity
         return times
 
     def accept_migration(self, source: CheckingExecutor, kv: KvPlan, rows: Sequence[ResidentRow]) -> None:
         """Copies the shadow of another executor's blocks as the plan says, beside its own."""
         assert not self._due
         assert not source._due
-        assert source.block_size == self.block_size
+        assert source.sizes.block_size == self.sizes.block_size
         for copy in kv.copies:
-            for offset in range(self.block_size):
+            for offset in range(self.sizes.block_size):
                 token = source._cache.get((copy.source_group, copy.source_block, offset))
                 if token is not None:
                     self._cache[copy.target_group, copy.target_block, offset] = token
@@ -156,11 +146,11 @@ class CheckingExecutor:
             owners.setdefault((chunk.dp_group, chunk.slot), set()).add(chunk.request.request_id)
         for row in decode_rows(plan):
             owners.setdefault((row.dp_group, row.slot), set()).add(row.request_id)
-        assert all(count <= self.max_prefill_tokens for count in spent.values())
+        assert all(count <= self.sizes.max_prefill_tokens for count in spent.values())
         for (group, slot), owner in owners.items():
             assert len(owner) == 1, f"slot {slot} of group {group} has {owner}"
-            assert 0 <= group < self.num_groups
-            assert 0 <= slot < self.num_slots
+            assert 0 <= group < self.sizes.num_groups
+            assert 0 <= slot < self.sizes.num_slots
         self._check_tables(plan)
 
     def _check_tables(self, plan: Plan) -> None:
@@ -173,11 +163,11 @@ class CheckingExecutor:
             request = self._requests[request_id]
             own = [(i, block) for i, block in enumerate(table) if block != TRASH_BLOCK]
             assert len({block for _, block in own}) == len(own)
-            assert all(TRASH_BLOCK < block < self.num_blocks for _, block in own)
-            assert len(table) % len(self.stacks) == 0
+            assert all(TRASH_BLOCK < block < self.sizes.num_blocks for _, block in own)
+            assert len(table) % len(self.sizes.stacks) == 0
             for i, block in own:
-                shareable = (len(request.prompt_ids) - 1) // self.block_size
-                may_share = request.share is not None and i // len(self.stacks) < shareable
+                shareable = (len(request.prompt_ids) - 1) // self.sizes.block_size
+                may_share = request.share is not None and i // len(self.sizes.stacks) < shareable
                 users.setdefault((group, block), set()).add((request.share if may_share else request_id, i))
         assert all(len(user) == 1 for user in users.values()), users
 
@@ -189,7 +179,7 @@ class CheckingExecutor:
             if (
                 chunk.start != due or known != request.request_id
             ) and chunk.start not in begun:  # a new stay, at most after shared blocks
-                assert chunk.start % self.block_size == 0
+                assert chunk.start % self.sizes.block_size == 0
                 assert chunk.start <= len(request.prompt_ids) - 1
                 assert chunk.start == 0 or request.share is not None
             # a row that it left, at a preemption, says nothing of where it is now
@@ -224,7 +214,7 @@ class CheckingExecutor:
             assert request.request_id == named.request_id
             reach = min(row.cached + plan.num_steps, len(request.prompt_ids) + request.params.max_tokens - 1)
             if row.num_generated < self._length(request):
-                covered = len(named.block_table) // len(self.stacks) * self.block_size
+                covered = len(named.block_table) // len(self.sizes.stacks) * self.sizes.block_size
                 assert reach <= covered, "the table must cover what may be written"
             row.num_generated += gained
             for _ in range(gained - (request.request_id in fresh)):
@@ -250,16 +240,16 @@ class CheckingExecutor:
         return self._responses[request.key, length][position - num_prompt]
 
     def _write(self, group: int, table: tuple[int, ...], position: int, token: int) -> None:
-        for stack in range(len(self.stacks)):
-            block = table[position // self.block_size * len(self.stacks) + stack]
-            self._cache[group, block, position % self.block_size] = (token, stack)
+        for stack in range(len(self.sizes.stacks)):
+            block = table[position // self.sizes.block_size * len(self.sizes.stacks) + stack]
+            self._cache[group, block, position % self.sizes.block_size] = (token, stack)
 
     def _check_context(self, group: int, table: tuple[int, ...], request: Request, first: int, end: int) -> None:
         """All that queries at positions from `first` to `end` see is there, in the blocks of each stack."""
-        for stack, window in enumerate(self.stacks.windows):
+        for stack, window in enumerate(self.sizes.stacks.windows):
             for p in range(max(first - window + 1, 0) if window else 0, end):
-                block = table[p // self.block_size * len(self.stacks) + stack]
-                found = self._cache.get((group, block, p % self.block_size))
+                block = table[p // self.sizes.block_size * len(self.sizes.stacks) + stack]
+                found = self._cache.get((group, block, p % self.sizes.block_size))
                 assert block != TRASH_BLOCK, f"{request.key}: position {p} has been freed"
                 assert found == (self._expected(request, p), stack), f"{request.key}: position {p} has been clobbered"
 

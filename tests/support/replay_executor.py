@@ -12,7 +12,7 @@ from jaxrl.scheduling.layouts.relayout import Relayout, TimeTaken
 from jaxrl.scheduling.tokens.plan import Capacity, Plan
 from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks
 from jaxrl.sim.clock import SimulatedClock
-from jaxrl.sim.executor import MachineSizes, SimulatedExecutor, SimulatedTicket
+from jaxrl.sim.executor import SimulatedExecutor, SimulatedTicket
 from jaxrl.types import SampleKey
 
 Cost = Callable[[Plan, int], float]
@@ -58,9 +58,8 @@ class ReplayExecutor(SimulatedExecutor):
         self.cost = cost
         self.switch_cost: Callable[[Relayout], TimeTaken] | None = None
         own = Capacity(num_groups, num_slots, num_blocks, block_size, max_prefill_tokens, stacks)
-        others = {degree: _sizes(degree, capacity) for degree, capacity in (layouts or {}).items()}
         free: Any = FreeCost()
-        super().__init__(_sizes(tp, own), lambda key, _: lengths[key], free, SimulatedClock(), layouts=others)
+        super().__init__(own, tp, lambda key, _: lengths[key], free, SimulatedClock(), layouts=layouts)
 
     def submit(self, plan: Plan) -> SimulatedTicket:
         ticket = super().submit(plan)
@@ -91,15 +90,3 @@ class ReplayWorkers:
 
     def release(self, *, weights: bool = False) -> None:
         self.calls.append(("release", weights))
-
-
-def _sizes(tp: int, capacity: Capacity) -> MachineSizes:
-    return MachineSizes(
-        capacity.num_groups * tp,
-        tp,
-        capacity.num_slots,
-        capacity.num_blocks,
-        capacity.block_size,
-        capacity.max_prefill_tokens,
-        capacity.stacks,
-    )

@@ -18,10 +18,11 @@ from jaxrl.scheduling.rounds.events import Event, RoundStarted
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.plan import Capacity
 from jaxrl.scheduling.tokens.progress import TraceEvent
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
-from jaxrl.sim.cost_model import CostModel, TrainLoad
-from jaxrl.sim.executor import MachineSizes, SimulatedExecutor
+from jaxrl.sim.cost_model import CostModel, Efficiency, TrainLoad
+from jaxrl.sim.executor import SimulatedExecutor
 from jaxrl.sim.scoring import ScoringWorkers
 from jaxrl.sim.workload import Workload
 from jaxrl.types import Prompt, SampleKey, SamplingParams
@@ -36,7 +37,7 @@ class ConstantCost:
     row may draft in it; 7 s a forward pass, 5 s a sync, and 100 s a training step with 1 s for each update; beside the
     rollout 20 s for gradients, 3 s to bring weights or sums across, and 2 s for a swap of weights."""
 
-    model = SHAPES["tiny"]
+    model, efficiency = SHAPES["tiny"], Efficiency()
 
     def decode_step_s(self, tp: int, batch: int, context: float) -> float:
         return 1.0 if batch else 0.0
@@ -68,9 +69,6 @@ class ConstantCost:
     def weight_sync_s(self, tp: int, num_devices: int) -> float:
         return 5.0
 
-    def rollout_fixed_s(self) -> float:
-        return 0.0
-
     def switch_cost(self, tp: int, new_tp: int) -> SwitchCost:
         return SwitchCost(tp, new_tp, 0.0, 0.0, 0.0)
 
@@ -81,25 +79,25 @@ class ConstantCost:
         return 1000
 
 
-def sizes(**more: int) -> MachineSizes:
-    plain = {"num_devices": 1, "tp": 1, "num_slots": 4, "num_blocks": 99, "block_size": 4, "max_prefill_tokens": 64}
-    return MachineSizes(**(plain | more))
+def sizes(**more: int) -> Capacity:
+    plain = {"num_groups": 1, "num_slots": 4, "num_blocks": 99, "block_size": 4, "max_prefill_tokens": 64}
+    return Capacity(**(plain | more))
 
 
 @dataclass
 class Machine:
     workload: Workload
-    sizes: MachineSizes = field(default_factory=sizes)
+    sizes: Capacity = field(default_factory=sizes)
+    tp: int = 1
     cost: CostModel = field(default_factory=ConstantCost)
     decode_steps: int = 2
     workers: int = 1
     timeout_s: float = 0.0
-    host_s: float = 0.0
     trace: list[TraceEvent] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.clock = SimulatedClock()
-        self.executor = SimulatedExecutor(self.sizes, self.workload.length, self.cost, self.clock, self.host_s)
+        self.executor = SimulatedExecutor(self.sizes, self.tp, self.workload.length, self.cost, self.clock)
         config = BatcherConfig(decode_steps=self.decode_steps)
         self.engine = Engine(self.executor, config, trace=self.trace.append)
         phases = SimulatedPhases(self.clock)

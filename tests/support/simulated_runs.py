@@ -267,15 +267,13 @@ def check(house: House) -> None:
         # a batch in the order of launch leaves groups waiting that were judged out of turn, and that has no bound
         filters = config.algorithm.filter_groups.enable
         is_bounded = not filters or getattr(loop.rule, "num_spare", 0) > 0
-        # nor has what a filter of the buffer lets wait, where others are launched in the place of what is dropped
-        lets_wait = bool(config.rollout.partial_rollout.buffer_filter_path)
         if config.rollout.tail_batching.enable:
             if is_bounded:
                 assert values["rollout/queue_length"] <= (batch + ahead - 1) + (loop.rule.num_spare + ahead)
             if max_age := config.rollout.tail_batching.max_age_steps:
                 assert values["rollout/trained_age_steps/max"] <= max_age
                 assert values["rollout/queue_age_steps/max"] <= max_age
-        elif config.rollout.partial_rollout.enable and is_bounded and not (filters and lets_wait):
+        elif config.rollout.partial_rollout.enable and is_bounded:
             assert values["rollout/queue_length"] <= loop.rule.num_spare + ahead
     if config.rollout.tail_batching.at_end == config.rollout.partial_rollout.at_end == "flush":
         assert loop.num_carried == 0
@@ -328,7 +326,7 @@ def check_samples(house: House) -> None:
         if (cap := most_stale(house.config)) is not None:
             assert step - 1 - sample.versions.min(initial=step) <= cap
     if options.enable:
-        most = options.max_restarts if options.max_staleness >= 0 or options.buffer_filter_path else 0
+        most = options.max_restarts if options.max_staleness >= 0 else 0
         restarts = [sample.key.attempt for sample in (*carried, *(sample for _, sample in trained))]
         assert max(restarts) <= most
         seen = sum(restarts)

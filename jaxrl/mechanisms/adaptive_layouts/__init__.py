@@ -23,7 +23,7 @@ from annotated_types import Ge, Interval
 from jaxrl.scheduling.mechanism import LAYOUTS, Mechanism, RoundEnd, RoundInfo
 from jaxrl.scheduling.rounds.events import Interrupted
 from jaxrl.schema.declared import Names
-from jaxrl.schema.devices import MAX_DEVICES, prime_factors
+from jaxrl.schema.devices import prime_factors
 from jaxrl.schema.section import Section
 from jaxrl.types import Sample
 
@@ -55,10 +55,7 @@ class AdaptiveLayouts(Mechanism):
         planner: Annotated[bool, "Choose the tp that a step begins with from the preemptions of the steps before."] = (
             False
         )
-        degrees: Annotated[list[int], "The tp degrees to use; empty: all inside a host."] = []
-        devices_per_host: Annotated[
-            int, Ge(0), MAX_DEVICES, "Devices of a host, inside which tp stays; 0: all are in one host."
-        ] = 0
+        degrees: Annotated[list[int], "The tp degrees to use; empty: all that a worker's devices can have."] = []
         scale_rows: Annotated[
             bool,
             "Let rollout.max_num_seqs and rollout.num_blocks of a dp group grow with tp, so that the totals over all "
@@ -105,14 +102,13 @@ class AdaptiveLayouts(Mechanism):
         def possible_on(self, num_devices: int, *chosen: int) -> tuple[int, ...]:
             """The degrees that a worker can use on its devices; `chosen` ones must be among them, else ValueError."""
             possible = tuple(accumulate((1, *prime_factors(num_devices)), operator.mul))
-            host = self.devices_per_host or num_devices
-            degrees = tuple(self.degrees) or tuple(degree for degree in possible if degree <= host)
+            degrees = tuple(self.degrees) or possible
             for degree in (*degrees, *chosen):
-                if degree not in possible or degree > host or degree not in degrees:
+                if degree not in possible or degree not in degrees:
                     raise ValueError(
                         f"rollout.layout.degrees: tp {degree} must be one of {', '.join(map(str, possible))} (which "
-                        f"the {num_devices} devices can be factored into) and at most the {host} devices of a host; "
-                        f"the first tp ({', '.join(map(str, chosen)) or 'auto'}) must be one of the degrees {degrees}"
+                        f"the {num_devices} devices can be factored into); the first tp "
+                        f"({', '.join(map(str, chosen)) or 'auto'}) must be one of the degrees {degrees}"
                     )
             return degrees
 

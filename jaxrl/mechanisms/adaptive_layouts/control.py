@@ -22,14 +22,14 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from jaxrl.mechanisms.adaptive_layouts.planner import TpPlanner
-from jaxrl.mechanisms.adaptive_layouts.switch_rule import LayoutSwitchRule, Switch
+from jaxrl.mechanisms.adaptive_layouts.rules import LayoutSwitchRule, Switch, TpPlanner
 from jaxrl.scheduling.layouts.batch_state import BatchState, GroupCapacity
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.relayout import LayoutExecutor, Relayout, SwitchFailed, recompute, rows_of, start_in
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.lengths import LengthHistory
 from jaxrl.scheduling.tokens.progress import PlanTimes
+from jaxrl.types import check_schema
 
 if TYPE_CHECKING:
     from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
@@ -55,16 +55,13 @@ class Decision:
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Decision:
         """Reads the output of `to_json`. Raises ValueError for another schema."""
-        if entry.get("schema") != SCHEMA:
-            raise ValueError(f"journalled layout decision {dict(entry)!r}: this version reads schema {SCHEMA}")
+        check_schema("journalled layout decision", entry, SCHEMA)
         switch = None if entry["switch"] is None else Switch.from_json(entry["switch"])
         return cls(int(entry["dispatch"]), switch, bool(entry["failed"]))
 
 
 @dataclass(slots=True)
 class MeasuredSwitch:
-    """A switch, as predicted and as measured."""
-
     decision: Switch  # the rule's, with its predictions
     done: Relayout | None  # by the engine; None if the switch failed halfway
     prefill_s: float = 0.0  # of prefills right after it, where KV was recomputed
@@ -75,7 +72,6 @@ class MeasuredSwitch:
         return self.prefill_s + (0.0 if self.done is None else self.done.times.total_s)
 
     def to_json(self) -> dict[str, Any]:
-        """For the log and the report."""
         decision, done = self.decision, self.done
         decided = ("dispatch", "from_tp", "to_tp", "how", "num_live", "num_tokens")
         return {
@@ -135,7 +131,6 @@ class LayoutControl:
         return self._executor.tp
 
     def degree(self, kind: str = "all") -> int:
-        """The degree that the next round of this kind starts in."""
         return self._initial if self.planner is None else self.planner.degree(kind)
 
     def enter(self) -> None:
@@ -186,8 +181,6 @@ class LayoutControl:
         switch = self.rule.decide(self._batch_state(dispatch))
         # A switch that looked worth it with plans in flight, and was not, is not considered again at once.
         self._quiet_until = dispatch + STEPS_SEEN
-        if switch is not None:
-            self._refuse_lowering(switch)
         self._write(Decision(dispatch, switch))
         return None if switch is None else self._switch(switch)
 
@@ -240,7 +233,6 @@ class LayoutControl:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Part of a checkpoint, cut between rounds."""
         state: dict[str, Any] = {} if self.planner is None else {"planner": self.planner.state_dict()}
         state |= {"likely": self._likely, "lengths": [] if self.history is None else self.history.lengths()}
         if self.predictor is not None:
@@ -265,7 +257,6 @@ class LayoutControl:
         return BatchState(dispatch, self.tp, rows_of(batcher, expected), self._capacities, batcher.num_waiting)
 
     def _follow(self, known: Decision) -> MeasuredSwitch | None:
-        """Repeats a decision of the journal."""
         dispatch, switch = self.engine.batcher.next_index - self._first, known.switch
         if dispatch != known.dispatch or (switch is not None and switch.from_tp != self.tp):
             came_from = "" if switch is None else f" from tp {switch.from_tp}"
@@ -277,7 +268,6 @@ class LayoutControl:
         self.engine.settle()
         if switch is None:
             return None
-        self._refuse_lowering(switch)
         if self.rule is not None:
             self.rule.record(switch)
         if known.failed:
@@ -285,13 +275,6 @@ class LayoutControl:
             self.switches.append(MeasuredSwitch(switch, None))
             return self.switches[-1]
         return self._switch(switch)
-
-    def _refuse_lowering(self, switch: Switch) -> None:
-        if self.planner is not None and switch.to_tp < switch.from_tp:
-            raise ValueError(
-                f"layout control: {switch} lowers tp inside a round, which the planner alone does, between rounds "
-                "(rollout.layout.direction must be up where rollout.layout.planner is on)"
-            )
 
     def _switch(self, switch: Switch) -> MeasuredSwitch:
         try:
@@ -305,7 +288,6 @@ class LayoutControl:
         return self.switches[-1]
 
     def _observe(self, times: PlanTimes) -> None:
-        """A plan was collected."""
         last = self.switches[-1] if self.switches else None
         if times.prefill_tokens:
             if last is not None and last.decision.how == "recompute" and not last.steps_s:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import pairwise
 from typing import Any
 
-_WIDTH, _LEFT, _RIGHT = 360, 46, 12
-_LIVE_TOP, _LIVE_BOTTOM, _TP_TOP, _TP_BOTTOM, _HEIGHT = 10, 128, 146, 186, 210
+from jaxrl.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, figure, frame
+
+_LIVE_BOTTOM, _TP_TOP, _TP_BOTTOM = 120, 140, HEIGHT - BOTTOM
+_UNIT = "live requests, and tp under them"
 
 COLUMNS = (
     *("Step", "tp", "KV", "Live rows", "Tokens moved", "Cost, predicted", "Cost, real", "Next step, predicted"),
@@ -38,50 +41,32 @@ def _figure(one: Mapping[str, Any]) -> str:
     kind = "" if one["kind"] in ("all", "plain") else f", {one['kind']}"
     title = f"Step {one['step']}{kind}" + (f", worker {one['worker']}" if "worker" in one else "")
     points = [(float(at), int(live), int(tp)) for at, live, tp in one["points"]]
-    head = f"<figure><h3>{escape(title)} <small>live requests, and tp under them</small></h3>"
     if not points:
-        return f"{head}<p class=none>no plan was run</p></figure>"
+        return figure(title, _UNIT, (), "", about="No plan was run.")
     end = max(points[-1][0], 1e-9)
-    most = max(max(live for _, live, _ in points), 1)
+    most = max(1, *(live for _, live, _ in points))
     degrees = sorted({tp for _, _, tp in points})
 
     def x(at: float) -> float:
-        return round(_LEFT + (_WIDTH - _LEFT - _RIGHT) * at / end, 1)
+        return round(LEFT + (WIDTH - LEFT - RIGHT) * at / end, 1)
 
     def y_live(live: int) -> float:
-        return round(_LIVE_BOTTOM - (_LIVE_BOTTOM - _LIVE_TOP) * live / most, 1)
+        return round(_LIVE_BOTTOM - (_LIVE_BOTTOM - TOP) * live / most, 1)
 
     def y_tp(tp: int) -> float:
-        share = degrees.index(tp) / max(len(degrees) - 1, 1)
-        return round(_TP_BOTTOM - (_TP_BOTTOM - _TP_TOP) * share, 1)
+        return round(_TP_BOTTOM - (_TP_BOTTOM - _TP_TOP) * degrees.index(tp) / max(len(degrees) - 1, 1), 1)
 
     live = " ".join(f"{x(at)},{y_live(value)}" for at, value, _ in points)
-    steps: list[str] = []
-    for i, (at, _, tp) in enumerate(points):
-        if i and tp != points[i - 1][2]:
-            steps.append(f"{x(at)},{y_tp(points[i - 1][2])}")
-        steps.append(f"{x(at)},{y_tp(tp)}")
-    marks = "".join(
-        f"<line class=grid x1={x(at)} x2={x(at)} y1={_LIVE_TOP} y2={_TP_BOTTOM} />"
-        for i, (at, _, tp) in enumerate(points)
-        if i and tp != points[i - 1][2]
-    )
-    labels = "".join(
-        f"<text x={_LEFT - 6} y={y + 4} text-anchor=end>{text}</text>"
-        for y, text in [(y_live(0), "0"), (y_live(most), str(most)), *((y_tp(tp), f"tp {tp}") for tp in degrees)]
-    )
-    axis = "".join(
-        f"<line class=grid x1={_LEFT} x2={_WIDTH - _RIGHT} y1={y} y2={y} />" for y in (y_live(0), y_live(most))
-    )
-    times = (
-        f"<text x={_LEFT} y={_HEIGHT - 6}>0 s</text>"
-        f"<text x={_WIDTH - _RIGHT} y={_HEIGHT - 6} text-anchor=end>{end:.3g} s</text>"
-    )
-    return (
-        f"{head}<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role=img aria-label='live requests and tp over time'>"
-        f"{axis}{marks}<polyline class='line c1' points='{live}' />"
-        f"<polyline class='line c2' points='{' '.join(steps)}' />{labels}{times}</svg></figure>"
-    )
+    stairs = [f"{x(points[0][0])},{y_tp(points[0][2])}"]
+    marks = ""
+    for (_, _, was), (at, _, tp) in pairwise(points):
+        stairs += [f"{x(at)},{y_tp(was)}", f"{x(at)},{y_tp(tp)}"]
+        if tp != was:
+            marks += f"<line class=grid x1={x(at)} x2={x(at)} y1={TOP} y2={_TP_BOTTOM} />"
+    ticks = [("0", y_live(0)), (str(most), y_live(most)), *((f"tp {tp}", y_tp(tp)) for tp in degrees)]
+    axes = frame(ticks, [("0", LEFT, "start"), (f"{end:.3g}", WIDTH - RIGHT, "end")], "s")
+    lines = f"<polyline class='line c1' points='{live}' /><polyline class='line c2' points='{' '.join(stairs)}' />"
+    return figure(title, _UNIT, (), axes + marks + lines)
 
 
 def _table(rounds: Sequence[Mapping[str, Any]]) -> str:

@@ -1,8 +1,8 @@
 """A judge: a language model, or a reward model, that scores beside the actor on the same devices, or at an endpoint.
 
 On the devices it has an engine like the actor's and takes turns with it. A turn is one plan of the judge. When it may
-take one follows from counts and never from clocks (`reward.judge.when`): a plan of the actor and one of the judge
-alternate at the most, so neither starves. Once only verdicts are awaited it has the devices to itself.
+take one follows from counts and never from clocks (`reward.judge.busy_share`): a plan of the actor and one of the
+judge alternate at the most, so neither starves. Once only verdicts are awaited it has the devices to itself.
 
 A template is text with `{name}` where the value of a field goes; `{{name}}` is `{name}` itself. All other braces stay
 as they are, so that JSON and `\\boxed{}` can be written as they are.
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 
 _OF_DEVICES = frozenset(
     [
-        *("lora_adapter_path", "max_prompt_tokens", "dtype", "max_num_seqs", "max_memory_gib", "resident_layers"),
-        *("when", "busy_share"),
+        *("max_prompt_tokens", "dtype", "max_num_seqs", "max_memory_gib", "resident_layers", "busy_share"),
     ]
 )
 _OF_WORDS = frozenset({"prompt", "score_pattern", "min_score", "max_score", "num_samples", "temperature", "max_tokens"})
@@ -66,9 +65,6 @@ class Judge(Mechanism):
 
         model: Annotated[
             str, Names("folder"), "The judge's model on the run's devices, as model.path; empty: the endpoint is asked."
-        ] = ""
-        lora_adapter_path: Annotated[
-            str, Names("folder"), "A folder of adapters as peft writes it, merged into the judge's model; empty: none."
         ] = ""
         system_prompt: Annotated[str, "System message for the judge; empty: none."] = ""
         apply_chat_template_kwargs: Annotated[
@@ -117,20 +113,14 @@ class Judge(Mechanism):
             Ge(-1),
             "Layers that stay on the devices, while the others are streamed; -1: as many as max_memory_gib takes.",
         ] = -1
-        when: Annotated[
-            Literal["gaps", "after"],
-            "When the judge runs; gaps: between plans, once at most busy_share of the rows decode, and after the "
-            "rollout; after: once no row decodes.",
-        ] = "gaps"
         busy_share: Annotated[
-            float, Interval(ge=0, le=1), "The share of the rows that may be busy when the judge takes a turn."
+            float,
+            Interval(ge=0, le=1),
+            "The share of the rows that may be busy when the judge takes a turn between plans; 0: none, so it runs "
+            "after the rollout.",
         ] = 0.5
 
         kinds: ClassVar = frozenset({"judge", "model"})  # of rewards, that are scored so
-
-        def allows_turn(self, busy_rows: int, num_rows: int) -> bool:
-            """Whether a judge on the devices may take a turn; always where no row is busy."""
-            return busy_rows == 0 or (self.when == "gaps" and busy_rows <= self.busy_share * num_rows)
 
         def place(self, kind: str) -> Literal["endpoint", "devices"]:
             """Where samples of one of its kinds are scored."""
@@ -139,8 +129,7 @@ class Judge(Mechanism):
         def explained(self, kind: str) -> tuple[str, str, str]:
             """The scorer of one of its kinds, its time limit, and how many samples it scores at once."""
             if self.place(kind) == "devices":
-                adapters = f" with {self.lora_adapter_path}" if self.lora_adapter_path else ""
-                return f"{kind}: {self.model}{adapters}", "none", f"{self.max_num_seqs} verdicts, {self.when}"
+                return f"{kind}: {self.model}", "none", f"{self.max_num_seqs} verdicts"
             rate = f", {self.requests_per_minute:g} a minute" if self.requests_per_minute else ""
             return (
                 f"judge: {self.endpoint_model or 'a model'} at {self.endpoint}",
@@ -198,7 +187,7 @@ class Judge(Mechanism):
     def rollout_memory(
         cls, config: Config, num_devices: int, platform: str, weight_bytes: int, is_timeless: bool
     ) -> RolloutMemory:
-        from jaxrl.mechanisms.judge.build import rollout_memory
+        from jaxrl.mechanisms.judge.device import rollout_memory
 
         return rollout_memory(config, num_devices)
 
@@ -207,7 +196,7 @@ class Judge(Mechanism):
         """Loads the judge. A simulated run models it in its scoring."""
         if run.machine.mesh is None or not cls.is_on(run.config):
             return None
-        from jaxrl.mechanisms.judge.build import build_judge
+        from jaxrl.mechanisms.judge.device import build_judge
 
         return cls(build_judge(run, run.machine.mesh))
 

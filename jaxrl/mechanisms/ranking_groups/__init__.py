@@ -138,6 +138,7 @@ class RankingGroups(Mechanism):
         self._num_launched = self._num_carried = self._num_moved = 0
         self._began_s = self._looked_s = self._idle_s = 0.0
         self._unplaced: int | None = None  # the step of a round whose launches have no workers yet
+        self.step_watcher = self._learn
 
     def attach(self, state: RoundState) -> None:
         self._requests, self._engines, self._clock = state.requests, state.workers, state.clock
@@ -233,7 +234,7 @@ class RankingGroups(Mechanism):
             "rollout/ranking/head_start_s": self.ahead.end(),
         }
 
-    def step_ends(self, measured: Mapping[str, float]) -> None:
+    def _learn(self, measured: Mapping[str, float]) -> None:
         from jaxrl.record import metrics as numbers
 
         update_s = numbers.seconds_of(numbers.UPDATE_PHASES, measured)

@@ -51,7 +51,7 @@ from jaxrl.mechanisms.ranking_groups.two_tier import (
 )
 from jaxrl.scheduling.rounds.events import Command, Launch
 from jaxrl.scheduling.rounds.history import HistoryStore
-from jaxrl.types import SampleKey
+from jaxrl.types import SampleKey, check_schema
 
 if TYPE_CHECKING:
     from jaxrl.mechanisms.ranking_groups import RankingGroups
@@ -63,8 +63,6 @@ MIN_GROWTH = 1.1
 
 @dataclass(frozen=True, slots=True)
 class RankedGroup:
-    """A ranking group as a round launches it."""
-
     rank: int  # from 0, the shortest
     keys: tuple[SampleKey, ...]
     longest: float | None  # historical length of its prompts, in tokens; None: unknown, so that none is an outlier
@@ -145,8 +143,6 @@ def worker_order(num_workers: int, step: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class RankedRound:
-    """The launches of a round, ranked and dealt."""
-
     step: int  # the training step that it is for
     worker_of: Mapping[SampleKey, int]
     groups: tuple[RankedGroup, ...]  # the shortest first
@@ -222,11 +218,7 @@ class Ranking:
         return {"schema": SCHEMA, "train_s": self._train_s, "tokens_per_step": self._tokens_per_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError for another schema. An empty state is that of a run without ranking groups."""
-        if not state:
-            return
-        if state["schema"] != SCHEMA:
-            raise ValueError(f"ranking groups: state of schema {state['schema']}; this version reads schema {SCHEMA}")
+        check_schema("ranking groups", state, SCHEMA)
         self._train_s, self._tokens_per_step = float(state["train_s"]), float(state["tokens_per_step"])
 
     # -- inside ------------------------------------------------------------------------------------------------------

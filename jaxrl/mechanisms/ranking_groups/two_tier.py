@@ -66,8 +66,6 @@ class Allotment:
 
 @dataclass(frozen=True, slots=True)
 class WorkerAllocation:
-    """Which workers serve which ranking groups."""
-
     parts: tuple[Allotment, ...]  # in the order of the ranks; each group is in one, and their workers are all there are
     is_feasible: bool  # whether targets on a line can be met; False also where nothing predicts times
 

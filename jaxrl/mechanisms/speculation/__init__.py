@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from annotated_types import Ge, Interval
+from annotated_types import Ge
 
 from jaxrl.scheduling.mechanism import Mechanism, RolloutMemory, RoundEnd, RoundInfo
 from jaxrl.schema.declared import MAX_INT, Cap
@@ -25,8 +25,10 @@ from jaxrl.schema.section import Section
 from jaxrl.types import Prompt
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from jaxrl.config import Config
-    from jaxrl.mechanisms.speculation.index import Building, IndexBuilder
+    from jaxrl.mechanisms.speculation.index import DraftIndex, IndexBuilder
     from jaxrl.mechanisms.speculation.proposer import Drafting
     from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, StepCosts
     from jaxrl.report.charts import Chart
@@ -39,11 +41,6 @@ if TYPE_CHECKING:
     from jaxrl.scheduling.rounds.history import HistoryStore
     from jaxrl.scheduling.tokens.plan import Request
     from jaxrl.scheduling.tokens.progress import Counters
-
-MIN_WINDOW = 2
-"""Tokens that a row drafts at first, and after a rejection."""
-WINDOW_STEP = 2
-"""By how many tokens its window grows when all were accepted."""
 
 
 class Speculation(Mechanism):
@@ -60,11 +57,6 @@ class Speculation(Mechanism):
             Cap(64, "every response of them is kept in memory"),
             "The number of a prompt's last rollouts to draft from.",
         ] = 1
-        max_prefix: Annotated[
-            int, Interval(ge=1, le=64), "The last tokens of a response that are looked for in its prompt's history."
-        ] = 7
-        min_prefix: Annotated[int, Interval(ge=1, le=64), "The fewest of these tokens, where more are not found."] = 3
-        max_window: Annotated[int, Interval(ge=MIN_WINDOW, le=256), "The most tokens that a row drafts in a step."] = 32
         verify_tokens: Annotated[
             int,
             Ge(0),
@@ -88,20 +80,15 @@ class Speculation(Mechanism):
         ] = 0
 
         def problems(self, config: Any) -> Iterator[str]:
-            option, data, n = "rollout.speculation", config.data, config.rollout.n
-            if self.min_prefix > self.max_prefix:
+            from jaxrl.mechanisms.speculation.index import DraftLengths
+
+            n, longest, lengths = config.rollout.n, config.data.max_response_length, DraftLengths()
+            entries = lengths.num_places(lengths.text_size(n * self.epochs, n * self.epochs * longest))
+            if self.enable and entries > MAX_INT:
                 yield (
-                    f"{option}.min_prefix ({self.min_prefix} tokens) must be at most {option}.max_prefix "
-                    f"({self.max_prefix} tokens)"
-                )
-            text = n * self.epochs * (data.max_response_length + self.max_prefix + 1)
-            prefixes = self.max_prefix - self.min_prefix + 1
-            if self.enable and text * prefixes > MAX_INT:
-                yield (
-                    f"{option}: rollout.n ({n}) × {option}.epochs ({self.epochs}) responses of "
-                    f"data.max_response_length ({data.max_response_length} tokens) with {prefixes} lengths of "
-                    f"prefixes ({option}.min_prefix to {option}.max_prefix) must be at most {MAX_INT} entries of an "
-                    f"index, found {text * prefixes}"
+                    f"rollout.speculation: rollout.n ({n}) × rollout.speculation.epochs ({self.epochs}) responses of "
+                    f"data.max_response_length ({longest} tokens) must be at most {MAX_INT} entries of an index, found "
+                    f"{entries}"
                 )
 
     name = "history"
@@ -163,8 +150,8 @@ class Speculation(Mechanism):
     def __init__(self, store: HistoryStore, builder: IndexBuilder | None = None) -> None:
         self.store = store
         self._builder = builder
-        self._indexes: dict[int, Building] = {}  # of the prompts that the store keeps
-        self._begun: dict[int, Building] = {}  # of those, the ones that may still fail
+        self._indexes: dict[int, Future[DraftIndex]] = {}  # of the prompts that the store keeps
+        self._begun: dict[int, Future[DraftIndex]] = {}  # of those, the ones that may still fail
         self._is_training = False  # the round under way is one of training
         self._measured = (0.0, 0.0, 0)  # build_s, wait_s, num_evicted when the last round ended
 
@@ -173,8 +160,8 @@ class Speculation(Mechanism):
     def round_begins(self, info: RoundInfo) -> None:
         """Raises what a build has raised that ended in the meantime, also where no request would need its index."""
         self._is_training = info.is_training
-        for index in [index for index, building in self._begun.items() if building.is_done]:
-            self._begun.pop(index).take()
+        for index in [index for index, building in self._begun.items() if building.done()]:
+            self._begun.pop(index).result()
 
     def on_request(self, request: Request, prompt: Prompt) -> Request:
         building = self._indexes.get(prompt.index)
@@ -225,7 +212,7 @@ class Speculation(Mechanism):
         kept = {*self.store.prompts()}.difference(changed)
         for index in [index for index in self._indexes if index not in kept]:
             self._begun.pop(index, None)
-            self._indexes.pop(index).drop()
+            self._indexes.pop(index).cancel()
         for index in changed:
             history = self.store.history(index)
             assert history is not None, "an index of responses that are not kept"
@@ -254,8 +241,7 @@ def draft_config(config: Config, platform: str, costs: StepCosts | None = None) 
         return None
     from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftWindow, default_verify_tokens
 
-    window = DraftWindow(MIN_WINDOW, WINDOW_STEP, spec.max_window)
-    return DraftConfig(window, spec.verify_tokens or default_verify_tokens(platform), spec.max_batch, costs)
+    return DraftConfig(DraftWindow(), spec.verify_tokens or default_verify_tokens(platform), spec.max_batch, costs)
 
 
 def build_proposer(config: Config, platform: str) -> Drafting | None:
@@ -263,18 +249,11 @@ def build_proposer(config: Config, platform: str) -> Drafting | None:
     drafts, spec = draft_config(config, platform), config.rollout.speculation
     if drafts is None:
         return None
-    from jaxrl.mechanisms.speculation.index import draft_lengths
     from jaxrl.mechanisms.speculation.proposer import Drafting
 
     num_responses = config.rollout.n * spec.epochs
-    return Drafting(
-        num_responses,
-        num_responses * config.data.max_response_length,
-        drafts.verify_tokens,
-        draft_lengths(spec),
-        drafts.window,
-        spec.num_indexes,
-    )
+    num_tokens = num_responses * config.data.max_response_length
+    return Drafting(num_responses, num_tokens, drafts.verify_tokens, num_indexes=spec.num_indexes)
 
 
 def verify_rule(

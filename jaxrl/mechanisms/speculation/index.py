@@ -1,7 +1,7 @@
 """An index over a prompt's earlier responses, from which drafts of a new response are taken; and who builds it.
 
-It consists of flat integer arrays, so that a device can look drafts up inside its decode loop (`jaxrl.rollout.verify`),
-by the rule of `DraftIndex.find`.
+It consists of flat integer arrays, so that a device can look drafts up inside its decode loop
+(`jaxrl.mechanisms.speculation.proposer`).
 
 Source: RhymeRL §5.3 (HistoSpec): a suffix tree for each prompt; the priority of a node is the sum of the rewards of the
 responses that run through it, once per occurrence; of several continuations the one with the highest priority is
@@ -34,6 +34,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -98,11 +99,7 @@ class DraftIndex:
         cls, responses: Sequence[np.ndarray], weights: Sequence[float], lengths: DraftLengths = DraftLengths()
     ) -> DraftIndex:
         """The index over these responses, older ones first: token ids, each [T] with T >= 0 and ids >= 0. `weights`:
-        the reward of each. Raises ValueError where one is missing or not finite."""
-        if len(responses) != len(weights) or not np.isfinite(weights).all():
-            raise ValueError(
-                f"a draft index of {len(responses)} responses needs as many finite weights, found {list(weights)!r}"
-            )
+        the reward of each, finite."""
         text, rest, weight = _joined(responses, weights, lengths)
         found = _heaviest(text, rest, weight, lengths) if len(text) else []
         place = np.concatenate([np.zeros(0, np.int64), *(begins + size for size, begins in found)])
@@ -111,29 +108,6 @@ class DraftIndex:
         while (table := _hashed(text, place, size, lengths, salt)) is None:
             salt += 1
         return cls(lengths, text, *table, salt, sum(len(response) for response in responses))
-
-    def find(self, context: Sequence[int]) -> tuple[int, int]:
-        """(place, m): the draft for a response whose last tokens are `context` begins at `text[place]`, and m tokens of
-        the context were found; (-1, 0) where there is none. A context shorter than `max_prefix` is the whole response
-        so far."""
-        lengths = self.lengths
-        recent = np.asarray([*[START] * lengths.max_prefix, *context], np.int32)[-lengths.max_prefix :]
-        hashes = context_hashes(recent[None], np.uint32(self.salt))[0]
-        for m in range(lengths.max_prefix, lengths.min_prefix - 1, -1):
-            bucket = int(hashes[m - 1]) & (len(self.first) - 2)
-            for entry in self.places[self.first[bucket] : self.first[bucket + 1]].tolist():
-                place, kind = divmod(entry, lengths.num_prefixes)
-                if kind == m - lengths.min_prefix and np.array_equal(self.text[place - m : place], recent[-m:]):
-                    return place, m
-        return -1, 0
-
-    def draft(self, context: Sequence[int], num_tokens: int) -> np.ndarray:
-        """The next tokens after `context`, at most `num_tokens` and at most up to the end of their response: int32
-        [0 .. num_tokens]."""
-        place, _ = self.find(context)
-        piece = self.text[place : place + num_tokens] if place >= 0 else self.text[:0]
-        ends = np.flatnonzero(piece == END)
-        return piece[: ends[0]] if len(ends) else piece
 
 
 def num_buckets(num_places: int) -> int:
@@ -255,10 +229,6 @@ def _hashed(
 TRACK = "history"  # of the timeline
 
 
-def draft_lengths(options: Speculation.Options) -> DraftLengths:
-    return DraftLengths(options.min_prefix, options.max_prefix, options.max_window)
-
-
 def index_bytes(lengths: DraftLengths, num_responses: int, num_tokens: int) -> int:
     """The largest size of an index over `num_responses` responses of `num_tokens` tokens in total."""
     places = lengths.num_places(num_tokens)
@@ -269,73 +239,35 @@ def history_store(options: Speculation.Options) -> HistoryStore:
     """An empty store for `rollout.speculation`; where that is off, of lengths alone."""
     if not options.enable:
         return HistoryStore(0)
-    lengths = draft_lengths(options)
-    return HistoryStore(
-        options.epochs, options.max_bytes, lambda responses, tokens: index_bytes(lengths, responses, tokens)
-    )
+    return HistoryStore(options.epochs, options.max_bytes, partial(index_bytes, DraftLengths()))
 
 
-def build_index(history: PromptHistory, options: Speculation.Options) -> DraftIndex:
+def build_index(history: PromptHistory) -> DraftIndex:
     """The index over a prompt's last responses, weighted by their rewards."""
     responses = [response for rollout in history.rollouts for response in rollout.responses()]
     rewards = np.concatenate([rollout.rewards for rollout in history.rollouts])
-    return DraftIndex.build(responses, rewards.tolist(), draft_lengths(options))
-
-
-class Building:
-    """An index that is being built (`IndexBuilder.begin`)."""
-
-    __slots__ = ("_at_once", "_future", "_index")
-
-    def __init__(self, future: Future[DraftIndex], at_once: Callable[[], DraftIndex]) -> None:
-        self._future, self._at_once = future, at_once
-        self._index: DraftIndex | None = None
-
-    @property
-    def is_done(self) -> bool:
-        return self._index is not None or self._future.done()
-
-    def take(self) -> DraftIndex:
-        """The index; waits for it, or builds it here if the thread has not begun. Raises what its build has raised."""
-        if self._index is None:
-            self._index = self._at_once() if self._future.cancel() else self._future.result()
-        return self._index
-
-    def drop(self) -> None:
-        self._future.cancel()
+    return DraftIndex.build(responses, rewards.tolist())
 
 
 class IndexBuilder:
     """Builds indexes in a thread, first come, first served. `build_s`: seconds of builds in the thread; `wait_s`: in
     which `take` has blocked."""
 
-    def __init__(
-        self,
-        options: Speculation.Options,
-        timeline: Timeline | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, timeline: Timeline | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self.build_s = self.wait_s = 0.0
-        self._options, self._timeline, self._clock = options, timeline, clock
+        self._timeline, self._clock = timeline, clock
         self._threads = ThreadPoolExecutor(1, thread_name_prefix=TRACK)
 
-    def begin(self, index: int, history: PromptHistory) -> Building:
-        def beside() -> DraftIndex:
-            began = self._clock()
-            history.pack()  # else a checkpoint would do it between two steps
-            built = self._built(TRACK, index, history)
-            self.build_s += self._clock() - began
-            return built
+    def begin(self, index: int, history: PromptHistory) -> Future[DraftIndex]:
+        return self._threads.submit(self._built, index, history)
 
-        return Building(self._threads.submit(beside), lambda: self._built(f"{TRACK} at once", index, history))
-
-    def take(self, building: Building) -> DraftIndex:
-        """As `Building.take`."""
-        if building.is_done:
-            return building.take()
+    def take(self, building: Future[DraftIndex]) -> DraftIndex:
+        """The index; waits for it. Raises what its build has raised."""
+        if building.done():
+            return building.result()
         began = self._clock()
         try:
-            return building.take()
+            return building.result()
         finally:
             self.wait_s += self._clock() - began
 
@@ -343,11 +275,15 @@ class IndexBuilder:
         """Ends the thread; builds that have not begun are dropped."""
         self._threads.shutdown(cancel_futures=True)
 
-    def _built(self, track: str, index: int, history: PromptHistory) -> DraftIndex:
+    def _built(self, index: int, history: PromptHistory) -> DraftIndex:
         drawn = {"prompt": index, "tokens": history.num_tokens}
-        with nullcontext() if self._timeline is None else self._timeline.span(track, "build", **drawn):
+        with nullcontext() if self._timeline is None else self._timeline.span(TRACK, "build", **drawn):
+            began = self._clock()
+            history.pack()  # else a checkpoint would do it between two steps
             try:
-                return build_index(history, self._options)
+                built = build_index(history)
             except Exception as error:
                 error.add_note(f"while the draft index of prompt {index} was built ({history.num_tokens} tokens)")
                 raise
+            self.build_s += self._clock() - began
+            return built

@@ -123,7 +123,8 @@ class Drafting:
         return jax.tree.map(lambda x, one: jax.vmap(write)(x, place, one), arrays, new)
 
     def propose(self, arrays: IndexArrays, place: jax.Array, recent: jax.Array, width: int) -> Proposed:
-        """`DraftIndex.find` and `DraftIndex.draft` for rows of one dp group."""
+        """Drafts for rows of one dp group: what followed the longest context that the index has, up to the end of its
+        response. A context that is shorter than `max_prefix` is the whole response so far."""
         lengths, index_R, recent_RP = self.lengths, place, recent
         text_BN, first_BH, places_BE = arrays.texts, arrays.firsts, arrays.places
         is_there_R, index_R = index_R < text_BN.shape[0], jnp.minimum(index_R, text_BN.shape[0] - 1)

@@ -68,8 +68,6 @@ class StepCosts:
 
 @dataclass(frozen=True, slots=True)
 class DraftConfig:
-    """When plans verify, and how much."""
-
     window: DraftWindow  # of every row
     verify_tokens: int  # drafted tokens that a step may verify, per dp group
     max_batch: int = 0  # the most rows of a dp group with which a plan verifies; 0: no limit but `costs`, and the width

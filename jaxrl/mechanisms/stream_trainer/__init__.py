@@ -298,20 +298,17 @@ class StreamTrainer(Mechanism):
         self.rule.begin(info.kind)
 
     def on_finished(self, samples: Sequence[Sample], *, is_stopping: bool) -> None:
-        running = self._round.running
-        done, launched = self._round.num_finished, self._round.num_launched
-        if self._options.counts == "prompts":
-            done, launched = list(running.values()).count(0), len(running)
-        self.ended([len(sample) for sample in samples], done, launched, is_stopping=is_stopping)
-
-    def ended(self, lengths: Sequence[int], num_done: int, num_all: int, *, is_stopping: bool) -> None:
-        """Responses of these lengths have ended. Frees workers if the rule says so. `num_done`, `num_all`: of the
-        round's samples, or prompts (`trainer.stream.counts`)."""
+        """Frees workers if the rule says so."""
         if not self._is_training:
             return
-        for length in lengths:
-            self.rule.finished(length)
-        if not self._frees or is_stopping or (decision := self._decision(num_done, num_all)) is None:
+        for sample in samples:
+            self.rule.finished(len(sample))
+        if not self._frees or is_stopping:
+            return
+        done, launched, running = self._round.num_finished, self._round.num_launched, self._round.running
+        if self._options.counts == "prompts":
+            done, launched = list(running.values()).count(0), len(running)
+        if (decision := self._decision(done, launched)) is None:
             return
         self.decisions.append(decision)
         if decision.freed:
@@ -408,7 +405,6 @@ class StreamTrainer(Mechanism):
         return batches
 
     def abandon(self) -> None:
-        """Drops what the stream has."""
         if self._stream is not None:
             self._stream.abandon()
         self._reopen()
@@ -419,8 +415,7 @@ class StreamTrainer(Mechanism):
         return self.rule.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state:
-            self.rule.load_state_dict(state)
+        self.rule.load_state_dict(state)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -454,7 +449,7 @@ class StreamTrainer(Mechanism):
 
         for worker in workers:
             try:
-                self._num_copied += self._workers.close(worker, self._by, leaving=workers).num_moved
+                self._num_copied += self._workers.close(worker, self._by, leaving=workers)
             except SwitchFailed as failure:
                 raise Interrupted(f"step {self._step}: {failure}") from failure
             self._freed += (worker,)

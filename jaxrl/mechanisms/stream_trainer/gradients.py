@@ -56,12 +56,7 @@ class TrainStream:
     """
 
     def __init__(self, trainer: MeshTrainer, half: Half, teacher: MeshTeacher | None = None) -> None:
-        """Raises ValueError where the half is not one of the trainer's devices."""
-        if half.whole != trainer.mesh:
-            raise ValueError(
-                f"the stream trainer needs a half of the trainer's {trainer.mesh.size} devices, found a half of "
-                f"{half.whole.size} devices"
-            )
+        assert half.whole == trainer.mesh, "a half of other devices"
         self.half = half
         self.programs = trainer.programs.without_updates(half.mesh)
         self.given: list[list[tuple[int, int]]] = []
@@ -114,7 +109,6 @@ class TrainStream:
             jax.block_until_ready(tuple(self._running))
 
     def finish(self) -> None:
-        """Waits until all that was given is done."""
         while not self.poll():
             with _failures():
                 self._running[0].block_until_ready()
@@ -218,7 +212,6 @@ class _Weights:
         return self._on_device
 
     def release(self) -> None:
-        """Frees everything."""
         for tree in (self._on_device, *self._in_host.values()):
             _delete(tree)
 

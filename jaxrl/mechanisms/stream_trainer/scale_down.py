@@ -48,6 +48,7 @@ from jaxrl.scheduling.rounds.round import PromptKey
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.lengths import LengthHistory
 from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks
+from jaxrl.types import check_schema
 
 if TYPE_CHECKING:
     from jaxrl.mechanisms.stream_trainer import StreamTrainer
@@ -77,8 +78,6 @@ class LeftRequest:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """A worker that decodes."""
-
     requests: tuple[LeftRequest, ...]
     kv_tokens: int  # that its pools hold; in stacks of layers, those of each count (`KvStacks.num_positions`)
     num_rows: int  # requests that it can decode at once
@@ -106,8 +105,6 @@ def load_of(engine: Engine) -> WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class ScaleDownDecision:
-    """The decision at a milestone, and its numbers."""
-
     num_done: int  # of the round's requests, or prompts (`counts`)
     num_all: int
     freed: tuple[int, ...] = ()  # workers, ascending; none where `refusal` says why
@@ -126,8 +123,7 @@ class ScaleDownDecision:
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> ScaleDownDecision:
         """Reads the output of `to_json`. Raises ValueError for another schema."""
-        if entry.get("schema") != SCHEMA:
-            raise ValueError(f"journalled scale-down {dict(entry)!r}: this version reads schema {SCHEMA}")
+        check_schema("journalled scale-down", entry, SCHEMA)
         fields: dict[str, Any] = {name: value for name, value in entry.items() if name != "schema"}
         fields["freed"] = tuple(int(worker) for worker in entry["freed"])
         return cls(**fields)
@@ -211,7 +207,6 @@ class ScaleDown:
         return decision
 
     def follow(self, decision: ScaleDownDecision) -> None:
-        """Repeats a decision that the journal has of this round."""
         self._looked_at, self._is_over = decision.num_done, bool(decision.freed)
 
     # -- state -------------------------------------------------------------------------------------------------------
@@ -224,8 +219,7 @@ class ScaleDown:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["schema"] != SCHEMA:
-            raise ValueError(f"scale-down: state of schema {state['schema']}; this version reads schema {SCHEMA}")
+        check_schema("scale-down", state, SCHEMA)
         self._histories = {}
         for kind, lengths in state["lengths"].items():
             history = self._histories.setdefault(str(kind), LengthHistory())

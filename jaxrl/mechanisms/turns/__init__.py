@@ -44,8 +44,6 @@ _WAIT_S = 0.005  # for an answer, where nothing else is to be done
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A turn that has ended and is not answered."""
-
     finished: Finished  # the response up to its end
     text: str  # what was said in the turn
     since_s: float
@@ -110,11 +108,6 @@ class Turns(Mechanism):
         timeout_s: Annotated[
             float, Gt(0), MAX_WAIT, "Seconds until the calls of a turn are given up, each for itself."
         ] = 10.0
-        timeout: Annotated[
-            Literal["fixed", "adaptive"],
-            "The time limit of a tool; fixed: timeout_s, adaptive: 1.5 times its longest call that went well, 2 s at "
-            "least and timeout_s at most.",
-        ] = "fixed"
         num_workers: Annotated[int, Ge(1), _MAX_WORKERS, "Processes that answer turns, one at a time each."] = 8
         max_calls_per_worker: Annotated[
             int, Ge(0), "Turns, or programs, after which a process is replaced; 0: never."
@@ -203,8 +196,6 @@ class Turns(Mechanism):
                 return
             if self.kind == "tools":
                 yield frozenset({"name"}), "environment.kind is tools"
-            if self.kind != "tools":
-                yield frozenset({"timeout"}), f"environment.kind is {self.kind}"
             if self.kind == "verifiers":
                 yield frozenset({"path", "name"}), "environment.kind is verifiers"
             else:
@@ -214,7 +205,6 @@ class Turns(Mechanism):
             if config.data.task or config.data.train_files:
                 yield frozenset({"num_problems"}), "data.task or data.train_files has the problems"
 
-    name = "turns"
     title = "turns"
     option = "environment.kind"
     changes = frozenset({WORKERS})  # a turn goes to the worker that has the conversation's KV
@@ -328,14 +318,6 @@ class Turns(Mechanism):
         for kept in (self._unanswered, self._came, self._recorded, self._resumed):
             kept.clear()
 
-    def state_dict(self) -> dict[str, Any] | None:
-        times = self._conversation.times
-        return {"longest_s": dict(times.longest_s)} if times is not None and times.adapts else None
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self._conversation.times is not None:
-            self._conversation.times.longest_s = dict(state.get("longest_s", {}))
-
     # -- turns -------------------------------------------------------------------------------------------------------
 
     @property
@@ -440,14 +422,12 @@ class Turns(Mechanism):
         return key if self._info.is_training else replace(key, epoch=-1 - key.epoch)
 
     def _overdue(self) -> list[Observed]:
-        """Ends trajectories that take too long."""
         limit_s, now_s = self._limits.rollout_timeout_s, self._round.clock()
         late = [self._named(key) for key in self._unanswered if limit_s and now_s - self._begun_s[key] > limit_s]
         self._acting.cancel(late)
         return [Observed(key, done=True, status="rollout_timeout") for key in late]
 
     def _note(self, waiting: _Waiting, answer: Observed) -> None:
-        """Writes a new answer to the journal."""
         if self._journal is not None:
             served, commands = self._place
             place = {"served": served, "commands": commands, "crc32": tokens_crc32(waiting.sample)}
@@ -477,7 +457,6 @@ class Turns(Mechanism):
         return False
 
     def _end(self, finished: Finished, episode: Episode, stop: str) -> None:
-        """A trajectory is over."""
         self._acting.cancel([self._named(finished.sample.key)])
         self._forget(finished.sample.key)
         reason = "length" if stop == "max_trajectory_tokens" else "stop"
@@ -516,7 +495,6 @@ class Turns(Mechanism):
 
 
 def _entry(answer: Observed) -> dict[str, Any]:
-    """An answer for the journal, which keeps all of it."""
     state = None if answer.state is None else base64.b64encode(answer.state).decode()
     plain = {"messages": [dict(message) for message in answer.messages], "metrics": dict(answer.metrics)}
     return {name: getattr(answer, name) for name in _KEPT} | plain | {"state": state}

@@ -52,8 +52,6 @@ class Refused(Exception):
 
 @dataclass(slots=True)
 class Session:
-    """A trajectory's program, and its conversation."""
-
     key: SampleKey
     secret: str
     given: Sequence[Mapping[str, Any]]  # what the row asks, as messages
@@ -161,7 +159,6 @@ class AgentPool:
             session.changed.notify_all()
 
     def _ended(self) -> Iterator[Observed]:
-        """Programs that have returned, or failed."""
         for session in [each for each in self._sessions.values() if each.outcome.done()]:
             del self._sessions[session.key]
             self._end(session)
@@ -200,7 +197,6 @@ class AgentPool:
             return _completion(session.replies[number], names, number)
 
     def started(self, secret: str) -> None:
-        """A program begins to run."""
         if (session := self._by_secret.get(secret)) is not None:
             session.asked_s = time.monotonic()
 

@@ -27,7 +27,7 @@ from jaxrl.environments.env import Action, Schema, Trajectory, is_answer
 from jaxrl.environments.kinds import tool_message
 from jaxrl.mechanisms.turns import Turns
 from jaxrl.mechanisms.turns.agents import AgentPool
-from jaxrl.mechanisms.turns.rule import Acting, CallTimes, Conversation, Observed, row_of
+from jaxrl.mechanisms.turns.rule import Acting, Conversation, Observed, row_of
 from jaxrl.rewards.domain_limits import MAIN, DomainLimit, DomainLimits
 from jaxrl.rewards.pool import Pool
 from jaxrl.rewards.pool_worker import PoolSettings
@@ -88,7 +88,6 @@ class EnvironmentPool:
         self._pool = Pool(settings)
         self._pending: dict[Future[Scored], tuple[SampleKey, worker.TurnRequest, float]] = {}  # with when it was asked
         self._ended: queue.SimpleQueue[Future[Scored]] = queue.SimpleQueue()
-        self.times = CallTimes(options.timeout == "adaptive", options.timeout_s)
         self._schemas: dict[str, Sequence[Schema]] = {}
         self._agents: AgentPool | None = None
 
@@ -108,8 +107,7 @@ class EnvironmentPool:
             self.schemas({}, _TIMEOUT)
             acting = self._agents = AgentPool(self._pool, self._timeout_s, self._schemas[""])
         return Conversation(
-            *(acting, lambda prompt: has_turns(prompt.extra), tokenizer.decode, between.answer),
-            *(self.compared, self.times),
+            acting, lambda prompt: has_turns(prompt.extra), tokenizer.decode, between.answer, self.compared
         )
 
     # -- at the start ------------------------------------------------------------------------------------------------
@@ -151,7 +149,6 @@ class EnvironmentPool:
             yield from ((each["row"], each["messages"]) for each in self._ask(asked)["problems"])
 
     def _ask(self, request: worker.SchemaRequest | worker.ProblemRequest) -> dict[str, Any]:
-        """Waits for the answer."""
         self._pool.wait_ready()
         status, _, info, _ = self._pool.submit(MAIN, pickle.dumps(request)).result()
         if status != "ok":
@@ -162,8 +159,7 @@ class EnvironmentPool:
     # -- turns -------------------------------------------------------------------------------------------------------
 
     def submit(self, key: SampleKey, prompt: Prompt, text: str, state: bytes | None) -> None:
-        row = row_of(prompt)
-        request = worker.TurnRequest(row, state, text, self.times.limit_s(self._called(row, text)))
+        request = worker.TurnRequest(row_of(prompt), state, text, self._timeout_s)
         future = self._pool.submit(MAIN, pickle.dumps(request))
         self._pending[future] = key, request, time.monotonic()
         future.add_done_callback(self._ended.put)
@@ -199,27 +195,17 @@ class EnvironmentPool:
             self._agents.close()
         self._pool.close()
 
-    def _called(self, row: Mapping[str, Any], text: str) -> list[str]:
-        """The names of the tools that a turn calls."""
-        return [call.name for call in self._action(row, text).calls]
-
-    def _action(self, row: Mapping[str, Any], text: str) -> Action:
-        return Action.of(text, self._schemas.get(row.get("environment") or "", ()))
-
     def _observed(self, key: SampleKey, request: worker.TurnRequest, scored: Scored) -> Observed:
-        status, reward, info, duration_s = scored
+        status, reward, info, _ = scored
         if status == "ok":
             try:
-                answer = read_answer(key, reward, info)
-                if not answer.metrics.get("tool_errors"):
-                    self.times.learn(self._called(request.row, request.text), duration_s)
-                return answer
+                return read_answer(key, reward, info)
             except ValueError as error:
                 status, info = "error", {"error": str(error)}
         if status == "timeout":
             info = {"error": f"no answer within {_TIMEOUT} ({self._timeout_s:g} s)"}
         error = str(info.get("error", status))
-        action = self._action(request.row, request.text)
+        action = Action.of(request.text, self._schemas.get(request.row.get("environment") or "", ()))
         if status == "error" or self._kind == "native" or not (action.calls or action.is_unread):
             return Observed(key, True, status=status, error=error)
         messages = tuple(tool_message(f"Error: {error}", *each) for each in enumerate(action.calls or [None]))

@@ -54,8 +54,6 @@ class TurnLimits:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """The answer to a turn."""
-
     key: SampleKey
     done: bool  # the episode has ended
     messages: tuple[Mapping[str, Any], ...] = ()  # empty where it is
@@ -65,30 +63,6 @@ class Observed:
     seconds: float = 0.0  # until it was there
     status: str = "ok"  # or what became of it: the last of `STOPS`
     error: str = ""
-
-
-class CallTimes:
-    """How long calls may take: of each tool 1.5 times its longest that went well, as test cases of programs may
-    (RollPacker §4.3); where that does not adapt, always as long as one may at the most."""
-
-    FACTOR, LEAST_S = 1.5, 2.0
-
-    def __init__(self, adapts: bool, most_s: float) -> None:
-        self.adapts, self._most_s = adapts, most_s
-        self.longest_s: dict[str, float] = {}  # by the names of tools
-
-    def limit_s(self, tools: Sequence[str]) -> float:
-        """The time limit of a turn that calls these tools concurrently."""
-        known = [self.longest_s.get(name) for name in tools]
-        longest_s = max((each for each in known if each is not None), default=None)
-        if not self.adapts or longest_s is None or None in known:
-            return self._most_s
-        return min(max(self.LEAST_S, self.FACTOR * longest_s), self._most_s)
-
-    def learn(self, tools: Sequence[str], seconds: float) -> None:
-        """All of a turn's calls went well, and took so long together: of one alone it is known how long it takes."""
-        if len(tools) == 1:
-            self.longest_s[tools[0]] = max(seconds, self.longest_s.get(tools[0], 0.0))
 
 
 class Acting(Protocol):
@@ -125,7 +99,6 @@ class Conversation:
     text_of: Callable[[Sequence[int]], str]  # of a turn's tokens
     tokens_of: Callable[[Sequence[Mapping[str, Any]], Sequence[int]], Sequence[int]]
     compared: Compared = lambda asked: []  # `environment.group`
-    times: CallTimes | None = None  # of tools; their state is part of a checkpoint
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:

@@ -142,28 +142,23 @@ def plan_migration(
     requests: Sequence[LiveBlocks],
     num_groups_before: int,
     groups: Sequence[Sequence[int]],
-    num_blocks: int,
-    block_size: int,
-    into: BlockManager | None = None,
-    stacks: KvStacks = WHOLE,
+    blocks: BlockManager,
 ) -> KvPlan:
     """Places every request in its new group.
 
     Args:
       requests: all live requests, with no plan in flight.
       groups: request ids of each dp group of the new layout, as `regroup` deals them.
-      num_blocks: blocks of a new pool, the reserved one included.
-      into: the pools of another worker that takes these requests in beside its own; None: fresh pools.
+      blocks: the new layout's pools; or those of another worker, which takes these requests in beside its own.
     """
-    blocks = BlockManager(len(groups), num_blocks, block_size, stacks) if into is None else into
     num_after, by_id = len(groups), {request.request_id: request for request in requests}
-    assert (blocks.num_groups, blocks.num_blocks, blocks.block_size) == (num_after, num_blocks, block_size)
+    assert blocks.num_groups == num_after
     assert num_groups_before % num_after == 0 or num_after % num_groups_before == 0, "groups only merge or split"
     assert Counter(i for ids in groups for i in ids) == Counter(request.request_id for request in requests)
     placements: dict[int, Placement] = {}
     copies: list[Copy] = []
     for group, ids in enumerate(groups):
-        for request in sorted((by_id[i] for i in ids), key=_publishers_first(stacks)):
+        for request in sorted((by_id[i] for i in ids), key=_publishers_first(blocks.stacks)):
             shared = _allocate(blocks, group, request)
             assert shared is not None, f"dp group {group} has too few blocks: requests must be preempted first"
             num_written = max(request.num_written, shared)

@@ -34,7 +34,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxrl.scheduling.layouts.latency_profile import NEW_PROFILE, Measurement, Profile, SwitchCost, VerifyMeasurement
+from jaxrl.scheduling.layouts.latency_profile import NEW_PROFILE, Measurement, Profile, SwitchCost
+from jaxrl.types import check_schema
 
 if TYPE_CHECKING:
     from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
@@ -59,7 +60,7 @@ class _Curve:
             self.slope = float(seconds[0] / tokens[0])
 
     @classmethod
-    def of_batch(cls, points: Sequence[Measurement | VerifyMeasurement]) -> _Curve:
+    def of_batch(cls, points: Sequence[Measurement]) -> _Curve:
         """The step time of one batch over its total context."""
         points = sorted(points, key=lambda point: point.context)
         return cls(np.array([point.batch * point.context for point in points], float), _seconds_of(points))
@@ -100,7 +101,7 @@ class _Prefill:
 class _Surface:
     """Step time of one degree over batch and total context."""
 
-    def __init__(self, points: Sequence[Measurement | VerifyMeasurement]) -> None:
+    def __init__(self, points: Sequence[Measurement]) -> None:
         batches = sorted({point.batch for point in points})
         self.batches = np.array(batches, np.float64)
         self.curves = [_Curve.of_batch([point for point in points if point.batch == batch]) for batch in batches]
@@ -128,7 +129,7 @@ class _Surface:
         return seconds_S
 
 
-def _seconds_of(points: Sequence[Measurement | VerifyMeasurement]) -> np.ndarray:
+def _seconds_of(points: Sequence[Measurement]) -> np.ndarray:
     return np.array([point.seconds for point in points], float)
 
 
@@ -242,8 +243,7 @@ class LatencyPredictor:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over a saved correction, unless it is of another profile."""
-        if state["schema"] != self.SCHEMA:
-            raise ValueError(f"latency correction of schema {state['schema']}: this version reads {self.SCHEMA}")
+        check_schema("latency correction", state, self.SCHEMA)
         self._log_ratios = {}
         if state["profile"] == self.profile.digest:
             pairs = zip(state["tp"], state["log_ratio"], strict=True)

@@ -48,12 +48,9 @@ class ProfilePoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
+class Measurement(ProfilePoint):
     """The time of a `ProfilePoint`: `seconds` for one decode step, or for a complete prefill."""
 
-    tp: int
-    batch: int
-    context: int
     seconds: float
 
     @property
@@ -62,18 +59,10 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyMeasurement:
-    """The time of a step that verifies `width` proposed tokens of each row, at a `ProfilePoint`."""
+class VerifyMeasurement(Measurement):
+    """The time of a step that verifies `width` proposed tokens of each row."""
 
-    tp: int
-    batch: int
-    context: int
     width: int
-    seconds: float
-
-    @property
-    def point(self) -> ProfilePoint:
-        return ProfilePoint(self.tp, self.batch, self.context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,8 +287,6 @@ def verify_points(points: Iterable[ProfilePoint], widths: Mapping[int, Mapping[i
     return tuple(point for own in chosen.values() for point in dict.fromkeys((own[0], own[-1])))
 
 
-def missing_points(
-    measured: Iterable[Measurement | VerifyMeasurement], points: Iterable[ProfilePoint]
-) -> tuple[ProfilePoint, ...]:
+def missing_points(measured: Iterable[Measurement], points: Iterable[ProfilePoint]) -> tuple[ProfilePoint, ...]:
     known = {entry.point for entry in measured}
     return tuple(point for point in points if point not in known)

@@ -1,8 +1,9 @@
-"""Changing an engine's layout: in the middle of a batch, or before one.
+"""Changing where live requests run: an engine's layout, in the middle of a batch or before one, or their worker.
 
 `switch` moves live requests to another tensor-parallel degree on the same devices. `recompute` prefills them all again
-in the degree in use. `start_in` chooses the degree while there is nothing to move. For requests that move to another
-worker see `jaxrl.scheduling.layouts.request_migration`.
+in the degree in use. `start_in` chooses the degree while there is nothing to move. `migrate_requests` moves live
+requests, with their KV, between engines on disjoint devices; `recompute_requests` moves their tokens alone. Where the
+workers have different weights, a response has tokens of two versions.
 
 `plan_relayout` works out from the batcher's state alone which request goes where, which blocks move, and which requests
 give up their rows. The executor carries it out, and only then does `apply` change the batcher. So a failure before
@@ -11,20 +12,23 @@ anything has moved leaves the engine as it was.
 Source: docs/architecture.md (only valid KV moves; preempt until the live blocks fit, before anything moves), PAT §4.3
 (migrate or recompute). To recompute is to preempt: every request waits with its tokens and is admitted again like any
 other; samples of a prompt share its blocks again. So less is prefilled than PAT's equation 4 charges.
+
+Requests are dealt so that the dp groups, with the rows that another worker has already, are balanced
+(`jaxrl.scheduling.layouts.regroup`). Those that do not fit into free rows and blocks wait and are recomputed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol, get_args, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from jaxrl.scheduling.layouts.batch_state import LiveRow, Rows
 from jaxrl.scheduling.layouts.kv_plan import KvPlan, LiveBlocks, blocks_needed, plan_migration
 from jaxrl.scheduling.layouts.regroup import regroup
 from jaxrl.scheduling.tokens.batcher import Batcher
 from jaxrl.scheduling.tokens.blocks import BlockManager
-from jaxrl.scheduling.tokens.plan import Capacity, Executor, Request, Seat
+from jaxrl.scheduling.tokens.plan import Capacity, Executor, Request, Seat, resume
 from jaxrl.scheduling.tokens.rows import Response
 
 if TYPE_CHECKING:
@@ -104,8 +108,6 @@ class SwitchFailed(RuntimeError):
 
 @runtime_checkable
 class LayoutExecutor(Executor, Protocol):
-    """An executor that can change its layout."""
-
     @property
     def tp(self) -> int: ...
 
@@ -140,27 +142,10 @@ def plan_relayout(batcher: Batcher, from_tp: int, to_tp: int, capacity: Capacity
     the youngest give up their rows. Raises ValueError for a request that could never run in the new pools."""
     _refuse_too_long(batcher, to_tp, capacity)
     by_id = {progress.request.request_id: progress for progress in batcher.running()}
-    groups: tuple[tuple[int, ...], ...] = ((),) * capacity.num_groups
-    if how == "migrate":
-        dealt = regroup(rows_of(batcher), capacity.num_groups)
-        groups = tuple(
-            tuple(sorted((row.request_id for row in rows), key=lambda i: by_id[i].arrival)) for rows in dealt
-        )
     live = {i: live_blocks(batcher, progress) for i, progress in by_id.items()}
-    groups, evicted = _evict(groups, live, capacity)
-    kv = plan_migration(
-        [live[i] for ids in groups for i in ids],
-        batcher.capacity.num_groups,
-        groups,
-        capacity.num_blocks,
-        capacity.block_size,
-        stacks=capacity.stacks,
-    )
-    seats = {
-        request_id: Seat(group, slot, kv.placements[request_id].num_written, by_id[request_id].is_resident)
-        for group, ids in enumerate(groups)
-        for slot, request_id in enumerate(ids)
-    }
+    dealt = regroup(rows_of(batcher), capacity.num_groups) if how == "migrate" else ((),) * capacity.num_groups
+    rooms = [_Room(range(capacity.num_slots), capacity.num_blocks - 1)] * capacity.num_groups
+    kv, seats, evicted = _seated(batcher, live, dealt, rooms, BlockManager.of(capacity))
     return Relayout(
         from_tp=from_tp,
         to_tp=to_tp,
@@ -169,7 +154,7 @@ def plan_relayout(batcher: Batcher, from_tp: int, to_tp: int, capacity: Capacity
         kv=kv,
         rows=tuple(resident_row(by_id[i], seat) for i, seat in seats.items() if seat.decodes),
         seats=seats,
-        evicted=evicted,
+        evicted=tuple(evicted),
         num_live=len(by_id),
         num_tokens=sum(each.num_written for each in live.values()),
     )
@@ -202,21 +187,40 @@ def live_blocks(batcher: Batcher, progress: Response) -> LiveBlocks:
     )
 
 
-def _evict(
-    groups: Sequence[Sequence[int]], live: Mapping[int, LiveBlocks], capacity: Capacity
-) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-    """(groups that fit into their pools, requests that had to leave): the youngest leave first."""
-    fitting: list[tuple[int, ...]] = []
+class _Room(NamedTuple):
+    """Of a dp group: its free slots, and how many blocks are free."""
+
+    slots: Sequence[int]
+    num_blocks: int
+
+
+def _seated(
+    batcher: Batcher,
+    live: Mapping[int, LiveBlocks],
+    dealt: Sequence[Rows],
+    rooms: Sequence[_Room],
+    blocks: BlockManager,
+) -> tuple[KvPlan, dict[int, Seat], list[int]]:
+    """Seats for rows of a batcher, as they are dealt to dp groups; and the requests for which a group has no slot or no
+    blocks, the youngest. `blocks`: as in `plan_migration`."""
+    groups: list[list[int]] = []
     evicted: list[int] = []
-    for ids in groups:
-        kept = list(ids)
-        while len(kept) > capacity.num_slots or (
-            kept
-            and blocks_needed([live[i] for i in kept], capacity.block_size, capacity.stacks) > capacity.num_blocks - 1
+    for rows, room in zip(dealt, rooms, strict=True):
+        kept = sorted((row.request_id for row in rows), key=lambda i: batcher.progress(i).arrival)
+        while kept and (
+            len(kept) > len(room.slots)
+            or blocks_needed([live[i] for i in kept], blocks.block_size, blocks.stacks) > room.num_blocks
         ):
             evicted.append(kept.pop())
-        fitting.append(tuple(kept))
-    return tuple(fitting), tuple(evicted)
+        groups.append(kept)
+    moving = [live[i] for ids in groups for i in ids]
+    kv = plan_migration(moving, batcher.capacity.num_groups, groups, blocks)
+    seats = {
+        request_id: Seat(group, slot, kv.placements[request_id].num_written, batcher.progress(request_id).is_resident)
+        for group, ids in enumerate(groups)
+        for request_id, slot in zip(ids, rooms[group].slots, strict=False)
+    }
+    return kv, seats, evicted
 
 
 def _refuse_too_long(batcher: Batcher, tp: int, capacity: Capacity) -> None:
@@ -233,8 +237,7 @@ def _refuse_too_long(batcher: Batcher, tp: int, capacity: Capacity) -> None:
 
 def restart(batcher: Batcher, capacity: Capacity) -> None:
     """Empty pools of this capacity: every request keeps its tokens, waits, and is prefilled again."""
-    sizes = capacity.num_groups, capacity.num_blocks, capacity.block_size, capacity.stacks
-    batcher.reseat(capacity, BlockManager(*sizes), {})
+    batcher.reseat(capacity, BlockManager.of(capacity), {})
 
 
 def switch(engine: Engine, tp: int, by: How = "migrate") -> Relayout:
@@ -253,8 +256,6 @@ def switch(engine: Engine, tp: int, by: How = "migrate") -> Relayout:
         raise ValueError(f"switch to tp {tp}: {type(executor).__name__} cannot change its layout")
     if tp == executor.tp:
         raise ValueError(f"switch to tp {tp}: that is the layout in use")
-    if by not in get_args(How):
-        raise ValueError(f"switch to tp {tp}: by={by!r} must be one of {', '.join(get_args(How))}")
     capacity = executor.capacity(tp)
     engine.settle()
     move = plan_relayout(engine.batcher, executor.tp, tp, capacity, by)
@@ -274,14 +275,72 @@ def recompute(engine: Engine) -> None:
 
 
 def start_in(engine: Engine, tp: int) -> None:
-    """Chooses the layout of an engine while its executor has neither weights nor a pool. Raises ValueError if requests
-    are unfinished."""
+    """Chooses the layout of an idle engine while its executor has neither weights nor a pool."""
     executor = engine.executor
     assert isinstance(executor, LayoutExecutor), "a worker without a layout"
-    if not engine.batcher.is_idle:
-        raise ValueError(
-            f"start_in({tp}): {len(engine.batcher.live())} requests are unfinished, so the layout changes by "
-            "Engine.switch alone"
-        )
+    assert engine.batcher.is_idle, "requests are unfinished: the layout changes by Engine.switch alone"
     executor.start_in(tp)
     restart(engine.batcher, executor.capacity(tp))
+
+
+def migrate_requests(source: Engine, target: Engine, request_ids: Iterable[int]) -> int:
+    """Lets live requests of `source` continue in `target`, beside its own; the tokens whose KV was copied (as
+    `Relayout.num_moved` counts them). Plans in flight of both are collected first; requests that ended in them are not
+    moved.
+
+    Raises:
+      ValueError: before anything moves.
+      SwitchFailed: the copy failed; the requests are still in `source`, and `target` recomputes its own.
+    """
+    receiver: Any = target.executor
+    if not hasattr(receiver, "accept_migration"):  # on another host
+        raise ValueError(f"migrate_requests: {type(receiver).__name__} cannot take requests over")
+    source.settle()
+    target.settle()
+    batcher, capacity = target.batcher, target.batcher.capacity
+    requests = _leaving(source, target, request_ids)
+    running = {p.request.request_id: p for p in source.batcher.running() if p.request.request_id in requests}
+    live = {i: live_blocks(source.batcher, progress) for i, progress in running.items()}
+    groups = [tuple(row for row in rows if row.request_id in running) for rows in rows_of(source.batcher)]
+    dealt = regroup(groups, capacity.num_groups, rows_of(batcher))
+    rooms = [_Room(batcher.free_slots(g), batcher.blocks.num_free(g)) for g in range(capacity.num_groups)]
+    kv, seats, _ = _seated(source.batcher, live, dealt, rooms, batcher.blocks)
+    own = [(p, Seat(p.group, p.slot, p.num_written, True)) for p in batcher.running() if p.is_resident]
+    new = [(running[i], seat) for i, seat in seats.items() if seat.decodes]
+    try:
+        receiver.accept_migration(source.executor, kv, [resident_row(progress, seat) for progress, seat in own + new])
+    except SwitchFailed:
+        restart(batcher, capacity)
+        raise
+    except BaseException:
+        for request_id in seats:
+            batcher.blocks.free(request_id)
+        raise
+    _queue(source, target, requests)
+    batcher.seat(seats)
+    return len(kv.copies) * capacity.block_size // len(capacity.stacks)
+
+
+def recompute_requests(source: Engine, target: Engine, request_ids: Iterable[int]) -> int:
+    """Lets live requests of `source` wait in `target`, behind its own, with their tokens: their KV is computed again,
+    and none copied. Raises ValueError before anything moves."""
+    source.settle()
+    _queue(source, target, _leaving(source, target, request_ids))
+    return 0
+
+
+def _leaving(source: Engine, target: Engine, request_ids: Iterable[int]) -> dict[int, Request]:
+    """The requests that are still live, in the order of arrival; raises ValueError for one that cannot run in the
+    target."""
+    asked = set(request_ids)
+    requests = {i: source.batcher.progress(i).request for i in source.unfinished() if i in asked}
+    for request in requests.values():
+        target.executor.check(request)
+        target.batcher.check(request)
+    return requests
+
+
+def _queue(source: Engine, target: Engine, requests: Mapping[int, Request]) -> None:
+    """Takes requests out of the source; they wait in the target with their tokens."""
+    for request, sample in zip(requests.values(), source.abort(requests), strict=True):
+        target.add(resume(request, sample) if len(sample) else request)

@@ -27,7 +27,7 @@ from jaxrl.scheduling.rounds.events import Outcome, PromptKey
 from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits, RacingGroup
 from jaxrl.scheduling.rounds.round import Round, RoundKind
 from jaxrl.schema.limits import AtEnd
-from jaxrl.types import Group, Prompt, Sample
+from jaxrl.types import Group, Prompt, Sample, check_schema
 
 
 class PromptStream(Protocol):
@@ -242,8 +242,7 @@ class BatchRule:
 
     def load_state(self, state: Mapping[str, Any], prompts: PromptStream) -> None:
         """Raises ValueError for a state of another schema, and for samples that this run has no place for."""
-        if state["schema"] != self.SCHEMA:
-            raise ValueError(f"{self.name}: state of schema {state['schema']}; this version reads schema {self.SCHEMA}")
+        check_schema(self.name, state, self.SCHEMA)
         packed = state["queue"]
         groups = unpack_groups(packed, prompts.get)
         queue: deque[PlannedGroup] = deque()
@@ -307,7 +306,6 @@ def last_step(sample: Sample, max_staleness: int) -> float:
 
 
 def launched(prompt_factor: float, response_factor: float, batch: BatchSettings) -> tuple[int, int]:
-    """Prompts that a round launches, and samples of each."""
     return provisioned(prompt_factor, batch.num_prompts), provisioned(response_factor, batch.group_size)
 
 

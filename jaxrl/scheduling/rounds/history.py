@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.types import Group
+from jaxrl.types import Group, check_schema
 
 SCHEMA = 1
 _UNKNOWN = -1  # bytes of an index, in a checkpoint
@@ -131,7 +131,6 @@ class HistoryStore:
         return self._kept.get(index)
 
     def unsettled(self) -> list[int]:
-        """The prompts whose index has no known size yet."""
         return [] if self._index_bytes is None else [index for index in self._kept if index not in self._settled]
 
     def lengths(self, index: int) -> PastLengths | None:
@@ -216,10 +215,7 @@ class HistoryStore:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes over what was kept, within this run's bounds. Raises ValueError for a state that does not fit
         together."""
-        if not state:
-            return
-        if state.get("schema") != SCHEMA:
-            raise ValueError(f"history: state of schema {state.get('schema')}; this version reads schema {SCHEMA}")
+        check_schema("history", state, SCHEMA)
         prompts, packed, lengths = (np.asarray(state[name]) for name in ("prompts", "packed", "lengths"))
         shaped = prompts.ndim == lengths.ndim == 2 and prompts.shape[1] == 3 and lengths.shape[1] == 6
         if not shaped or (prompts < (0, 0, _UNKNOWN)).any() or prompts[:, 1].sum() != packed.size:

@@ -398,7 +398,6 @@ class Race:
         return len(self._sent) > num_sent
 
     def _stop(self, commands: list[Command]) -> None:
-        """Chooses the batch and ends everything else."""
         self._stopped = True
         accepted, place = self.accepted, {prompt_key: i for i, prompt_key in enumerate(self.groups)}
         if self.limits.in_launch_order:

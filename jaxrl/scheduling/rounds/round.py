@@ -32,7 +32,7 @@ from jaxrl.scheduling.rounds.events import (
     Verdict,
 )
 from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits
-from jaxrl.types import Group, Prompt, Sample
+from jaxrl.types import Group, Prompt, Sample, check_schema
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,12 +54,8 @@ class Round:
     def __init__(
         self, prompts: Sequence[Prompt], group_size: int, race: Race | None = None, kind: RoundKind = "plain"
     ) -> None:
-        if race is None and (not prompts or len({prompt.key for prompt in prompts}) < len(prompts)):
-            raise ValueError(
-                f"a round needs prompts, each (epoch, index) once: {len(prompts)} given, "
-                f"{len({prompt.key for prompt in prompts})} different (data.train_batch_size)"
-            )
         if race is None:
+            assert prompts, "a round needs prompts"
             supply = iter([PlannedGroup.first(prompt, group_size) for prompt in prompts])
             race = Race(RaceLimits(BatchSettings(len(prompts), group_size), group_size), lambda: next(supply))
         self.kind: RoundKind = kind
@@ -74,11 +70,9 @@ class Round:
         return self._done
 
     def handle(self, event: Event) -> list[Command]:
-        """Raises ValueError for an event that does not fit the round."""
-        if self._done:
-            raise ValueError(f"{event}: the round is done")
-        if self._started == isinstance(event, RoundStarted):
-            raise ValueError(f"{event}: RoundStarted must come first, and once")
+        """The answer to an event, which must fit the round."""
+        assert not self._done, f"{event}: the round is done"
+        assert self._started != isinstance(event, RoundStarted), f"{event}: RoundStarted must come first, and once"
         match event:
             case RoundStarted():
                 self._started = True
@@ -123,27 +117,24 @@ class Round:
     def _record_finish(self, sample: Sample) -> None:
         ledger, key = self.ledger, sample.key
         lost = key in ledger.aborted or not ledger.aborting.get(key, True)
-        if key not in ledger.launched or key in ledger.finished or lost:
-            raise ValueError(f"{key} finished: it must be launched, and neither finished before nor aborted")
-        if not sample.has_ended:
-            raise ValueError(f"{key} finished with reason {sample.finish_reason!r}: it must be 'stop' or 'length'")
+        assert key in ledger.launched, f"{key} finished: it must be launched"
+        assert key not in ledger.finished, f"{key} finished: it has finished before"
+        assert not lost, f"{key} finished: it was aborted"
+        assert sample.has_ended, f"{key} finished with reason {sample.finish_reason!r}"
         ledger.aborting.pop(key, None)
         ledger.finished[key] = sample
 
     def _record_abort(self, sample: Sample) -> None:
         ledger, key = self.ledger, sample.key
-        if key not in ledger.aborting:
-            raise ValueError(f"{key} aborted: no command asked for it, or it has ended before")
-        if sample.finish_reason != "abort":
-            raise ValueError(f"{key} aborted with reason {sample.finish_reason!r}: it must be 'abort'")
+        assert key in ledger.aborting, f"{key} aborted: no command asked for it, or it has ended before"
+        assert sample.finish_reason == "abort", f"{key} aborted: its reason ({sample.finish_reason}) must be 'abort'"
         del ledger.aborting[key]
         ledger.aborted[key] = sample
 
     def _record_verdict(self, verdict: Verdict) -> None:
         ledger, key = self.ledger, verdict.key
         due = next(iter(ledger.scoring), None)
-        if due != key:
-            raise ValueError(f"verdict on {key}: they come once each, in the order of completion; due: {due}")
+        assert due == key, f"verdict on {key}: they come once each, in the order of completion; due: {due}"
         del ledger.scoring[key]
         ledger.verdicts[key] = verdict
         ledger.finished[key] = replace(
@@ -194,8 +185,7 @@ class Departures:
         self._left: dict[tuple[int, int], np.ndarray] = {}  # (epoch, index // BLOCK) -> bool [BLOCK]
 
     def leave(self, prompt_key: PromptKey, outcome: Outcome) -> None:
-        if self.has_left(prompt_key):
-            raise ValueError(f"prompt {prompt_key} leaves as {outcome!r}: it has left before")
+        assert not self.has_left(prompt_key), f"prompt {prompt_key} leaves as {outcome!r}: it has left before"
         self.counts[outcome] += 1
         self._mark(*prompt_key)
 
@@ -215,8 +205,7 @@ class Departures:
         return {"schema": self.SCHEMA, "counts": dict(self.counts), "left": np.concatenate(rows)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if state["schema"] != self.SCHEMA:
-            raise ValueError(f"departures of schema {state['schema']}: this version reads schema {self.SCHEMA}")
+        check_schema("departures", state, self.SCHEMA)
         counts: dict[Outcome, int] = {outcome: int(state["counts"][outcome]) for outcome in self.counts}
         if sum(counts.values()) != len(state["left"]):
             raise ValueError(f"departures: counts {counts} must add up to the {len(state['left'])} prompts that left")

@@ -70,23 +70,15 @@ class BatcherConfig:
 
     Attributes:
       decode_steps: the most decode steps of one plan (`rollout.decode_steps`).
-      leave_after: while requests wait for a slot or for blocks, a plan is left after this many rows have stopped.
       max_model_len: the longest prompt + response that the model takes; None: no limit.
       spread_samples: each request goes to the dp group with most room, wherever its prompt's blocks are.
       verify_rule: makes what says which plans verify proposed tokens; None: none does.
     """
 
     decode_steps: int = 16
-    leave_after: int = 1
     max_model_len: int | None = None
     spread_samples: bool = False
     verify_rule: Callable[[], VerifyRule] | None = None
-
-    def __post_init__(self) -> None:
-        if self.decode_steps < 1 or self.leave_after < 1:
-            raise ValueError(
-                f"rollout.decode_steps ({self.decode_steps}) and leave_after ({self.leave_after}) must be >= 1"
-            )
 
 
 @dataclass(slots=True)
@@ -117,8 +109,6 @@ class _Columns:
 
 @dataclass(slots=True)
 class _Flight:
-    """A plan in flight."""
-
     index: int
     rows: ScheduledRows
     is_watched: bool  # what some row gains must be looked at
@@ -131,8 +121,6 @@ class _Flight:
 
 
 class Batcher:
-    """Continuous batching over the dp groups of one worker."""
-
     def __init__(
         self, config: BatcherConfig, capacity: Capacity, trace: Callable[[TraceEvent], None] | None = None
     ) -> None:
@@ -140,7 +128,7 @@ class Batcher:
         self.capacity = capacity
         self.counters = Counters()
         self.trace = trace
-        self.blocks = BlockManager(capacity.num_groups, capacity.num_blocks, capacity.block_size, capacity.stacks)
+        self.blocks = BlockManager.of(capacity)
         self.verify_rule = None if config.verify_rule is None else config.verify_rule()
         self.next_index = 0
         self._arrivals = 0
@@ -157,7 +145,6 @@ class Batcher:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing to run and nothing in flight."""
         return not self._requests and not self._flights
 
     @property
@@ -228,7 +215,7 @@ class Batcher:
                 columns.ids, seats, self.capacity.num_slots, is_new, max_new, partial(self._tables, seats), histories
             ),
             num_steps=self.config.decode_steps if columns.decodes else 0,
-            leave_after=self.config.leave_after if is_short else UNLIMITED,
+            leave_after=1 if is_short else UNLIMITED,  # while requests wait for a slot or for blocks
             verifies=verifies,
             tells_top=columns.tells_top,
         )
@@ -274,7 +261,6 @@ class Batcher:
         return self.blocks.tables[rows, : widths.max(initial=0)], widths
 
     def _verifies(self, seats: np.ndarray) -> bool:
-        """Whether the plan verifies proposed tokens."""
         if self.verify_rule is None or not self._rows.has_history[seats].any():
             return False
         return self.verify_rule.decides(*self._fullest(seats, self._rows.written[seats] + 1))
@@ -473,7 +459,6 @@ class Batcher:
         return min(slots * self.blocks.capacity, blocks * self.capacity.num_slots)
 
     def _start(self, draft: _Draft, response: Response, group: int) -> None:
-        """Gives a waiting request a row and its first chunk."""
         request, prompt_len = response.request, response.num_prompt
         prefix = (*request.prompt_ids, *response.tokens)
         goes_on = request.session is not None and self.blocks.parked_in(request.session) == group
@@ -631,7 +616,6 @@ class Batcher:
         response.take_row(self._rows, number, prefix, unfilled, table)
 
     def free_slots(self, group: int) -> tuple[int, ...]:
-        """The free slots of a dp group, ascending."""
         first = group * self.capacity.num_slots
         return tuple(np.flatnonzero(self._rows.ids[first : first + self.capacity.num_slots] < 0).tolist())
 
@@ -645,7 +629,6 @@ class Batcher:
             self.blocks.park(request.request_id, request.session, tokens[:-1])  # the newest has no KV yet
 
     def _release(self, response: Response) -> None:
-        """Gives back a row and its blocks."""
         request_id, seat = response.request.request_id, response.seat
         for flight in self._flights:
             at = flight.rows.seats.searchsorted(seat)
@@ -655,7 +638,6 @@ class Batcher:
         response.leave_row()
 
     def _end(self, response: Response) -> None:
-        """Removes a request, whatever its state."""
         request = response.request
         response.has_ended = True
         del self._requests[request.request_id]

@@ -29,11 +29,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
-from jaxrl.scheduling.tokens.plan import TRASH_BLOCK
+from jaxrl.scheduling.tokens.plan import TRASH_BLOCK, Capacity
 from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks, is_there
 
 
@@ -78,11 +78,7 @@ class BlockManager:
     """
 
     def __init__(self, num_groups: int, num_blocks: int, block_size: int, stacks: KvStacks = WHOLE) -> None:
-        if num_groups < 1 or block_size < 1 or num_blocks < 2:
-            raise ValueError(
-                f"BlockManager: num_groups ({num_groups}) and block_size ({block_size}) must be >= 1, and num_blocks "
-                f"({num_blocks}) >= 2, because block {TRASH_BLOCK} belongs to no request (rollout.num_blocks)"
-            )
+        assert num_blocks >= 2, "one block belongs to no request"
         self.num_groups = num_groups
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -104,9 +100,12 @@ class BlockManager:
         self._parked_references = np.zeros((num_groups, num_blocks), np.int32)  # of a block's, those of parked ones
         self._num_parked = [0] * num_groups  # blocks that nobody else holds
 
+    @classmethod
+    def of(cls, sizes: Capacity) -> Self:
+        return cls(sizes.num_groups, sizes.num_blocks, sizes.block_size, sizes.stacks)
+
     @property
     def capacity(self) -> int:
-        """Blocks of one pool that requests can hold."""
         return self.num_blocks - 1
 
     def num_free(self, group: int) -> int:
@@ -114,7 +113,6 @@ class BlockManager:
         return self._num_free[group] + self._num_parked[group]
 
     def num_parked(self, group: int) -> int:
-        """The blocks that only parked conversations hold."""
         return self._num_parked[group]
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -140,7 +138,6 @@ class BlockManager:
         return self._holdings[request_id].row
 
     def table(self, request_id: int) -> tuple[int, ...]:
-        """The blocks of a request, in the order of its positions."""
         return tuple(self._blocks(self._holdings[request_id]).tolist())
 
     def _blocks(self, holding: _Holding) -> np.ndarray:
@@ -518,5 +515,4 @@ class BlockManager:
 
 
 def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two sequences begin with alike."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -27,7 +27,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jaxrl.scheduling.tokens.batcher import Batcher, BatcherConfig
-from jaxrl.scheduling.tokens.plan import Capacity, Executor, Plan, PlanResult, Request, Ticket
+from jaxrl.scheduling.tokens.plan import Executor, Plan, PlanResult, Request, Ticket
 from jaxrl.scheduling.tokens.progress import Counters, Finished, PlanTimes, TraceEvent
 from jaxrl.scheduling.tokens.rows import StopCheck
 from jaxrl.types import Sample
@@ -59,8 +59,7 @@ class Engine:
     ) -> None:
         self.executor = executor
         self.stop_check = stop_check
-        sizes = executor.num_groups, executor.num_slots, executor.num_blocks, executor.block_size
-        self.batcher = Batcher(config, Capacity(*sizes, executor.max_prefill_tokens, executor.stacks), trace)
+        self.batcher = Batcher(config, executor.sizes, trace)
         self.watchers: list[Callable[[PlanTimes], None]] = []  # called for every plan that was collected
         self.keepers: list[Callable[[PlanResult], None]] = []  # the same, once the batcher has taken in its result
         self._tickets: deque[Ticket] = deque()
@@ -79,12 +78,10 @@ class Engine:
 
     @property
     def num_in_flight(self) -> int:
-        """Plans that were submitted and not yet collected."""
         return len(self._tickets)
 
     @property
     def oldest(self) -> Ticket | None:
-        """The oldest plan in flight."""
         return self._tickets[0] if self._tickets else None
 
     def next_times(self) -> PlanTimes | None:

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from jaxrl.scheduling.tokens.engine import MAX_IN_FLIGHT, Engine, Finished
 from jaxrl.scheduling.tokens.plan import Request, Ticket
-from jaxrl.scheduling.tokens.progress import Counters, MigrationOutcome, PlanTimes
+from jaxrl.scheduling.tokens.progress import Counters, PlanTimes
 from jaxrl.types import Sample
 
 if TYPE_CHECKING:
@@ -93,8 +93,8 @@ class LocalWorkers:
         ticks: Ticks = step_ticks,
         arrival: Arrival | None = None,
     ) -> None:
-        if not engines or not all(engine.is_idle for engine in engines):
-            raise ValueError("workers: there must be at least one engine, and all must be idle")
+        assert engines
+        assert all(engine.is_idle for engine in engines)
         self.engines = tuple(engines)
         self._deal_by = deal
         self._cost, self._arrival = ticks, arrival
@@ -120,7 +120,6 @@ class LocalWorkers:
 
     @property
     def counters(self) -> Counters:
-        """Sums over the workers."""
         return sum((engine.counters for engine in self.engines[1:]), self.engines[0].counters)
 
     @property
@@ -140,14 +139,11 @@ class LocalWorkers:
 
         Raises ValueError if it can never run there.
         """
-        if request.request_id in self._worker_of:
-            raise ValueError(f"request {request.request_id} ({request.key}): a request with this id is live")
+        assert request.request_id not in self._worker_of, f"request {request.request_id}: one with this id is live"
         if self.is_idle:
             self._begin_anew()
-        if worker is None:
-            worker = self._deal(request, self._open)
-        else:
-            self._refuse_closed(worker)
+        worker = self._deal(request, self._open) if worker is None else worker
+        assert worker in self._open, f"worker {worker} is closed"
         now = self._now()
         was_idle = self.engines[worker].is_idle
         self.engines[worker].add(request)
@@ -164,14 +160,12 @@ class LocalWorkers:
         """Ends requests at once and returns their samples so far, in the order of the ids.
 
         A request that ended by itself and was not delivered counts as aborted. Tokens of plans in flight are lost;
-        `drain` first to keep them. Raises ValueError, with nothing changed, if an id is not live.
+        `drain` first to keep them.
         """
         ids = list(request_ids)
         held = {one.request_id: one.sample for _, one in self._held}
         self._changed.update(range(len(self.engines)))
-        unknown = sorted(set(ids) - self._worker_of.keys() - held.keys())
-        if unknown or len(set(ids)) < len(ids):
-            raise ValueError(f"abort({ids}): every id must be live and named once; not live: {unknown}")
+        assert len(set(ids)) == len(ids), f"abort({ids}): an id is named twice"
         samples = {i: replace(held[i], finish_reason="abort") for i in ids if i in held}
         if samples:
             self._held = [held for held in self._held if held[1].request_id not in samples]
@@ -184,7 +178,6 @@ class LocalWorkers:
 
     @property
     def num_unfinished(self) -> int:
-        """How many `unfinished` has."""
         return sum(engine.batcher.num_live for engine in self.engines)
 
     def next_worker(self) -> int | None:
@@ -243,12 +236,10 @@ class LocalWorkers:
 
     @property
     def num_open(self) -> int:
-        """Workers that take requests."""
         return len(self._open)
 
     @property
     def num_running(self) -> int:
-        """Requests that have a row."""
         return sum(engine.batcher.num_running for engine in self.engines)
 
     @property
@@ -258,7 +249,6 @@ class LocalWorkers:
         return sum(capacity.num_groups * capacity.num_slots for capacity in capacities)
 
     def is_open(self, worker: int) -> bool:
-        """Whether a worker takes requests."""
         return worker in self._open
 
     def tick(self, worker: int) -> int:
@@ -273,8 +263,9 @@ class LocalWorkers:
             done = self._done[worker] = self.engines[worker].batcher.num_row_tokens
         return self._limits[worker] - done
 
-    def move(self, request_ids: Iterable[int], target: int, by: By = "migrate") -> MigrationOutcome:
-        """Lets live requests continue in another worker, with their tokens, log-probabilities and versions.
+    def move(self, request_ids: Iterable[int], target: int, by: By = "migrate") -> int:
+        """Lets live requests continue in another worker, with their tokens, log-probabilities and versions; the tokens
+        whose KV was copied.
 
         Plans in flight of the workers that take part are collected first. Requests that ended in them do not move, and
         are delivered in their turn; nor do those that are in `target` already.
@@ -285,37 +276,30 @@ class LocalWorkers:
           by: with their KV, or their tokens alone, whose KV is computed again; asked for each worker that they leave.
 
         Raises:
-          ValueError: before anything moves: an id that is not live, a worker that is closed; before anything of its
-            worker moves: a request that can never run in `target`.
+          ValueError: before anything of its worker moves: a request that can never run in `target`.
           SwitchFailed: KV could not be copied; the requests are where they were, and `target` computes its own again.
         """
         ids = list(request_ids)
-        self._refuse_closed(target)
-        unknown = sorted(set(ids) - self._worker_of.keys())
-        if unknown or len(set(ids)) < len(ids):
-            raise ValueError(f"move({ids}): every id must be live and named once; not live: {unknown}")
+        assert target in self._open, f"worker {target} is closed"
+        assert len(set(ids)) == len(ids), f"move({ids}): an id is named twice"
         sources: dict[int, list[int]] = {}
         for request_id in ids:
             sources.setdefault(self._worker_of[request_id], []).append(request_id)
         sources.pop(target, None)
-        moved = MigrationOutcome(0, 0, 0)
-        for source, leaving in sorted(sources.items()):
-            moved += self._move(source, target, leaving, by)
-        return moved
+        return sum(self._move(source, target, leaving, by) for source, leaving in sorted(sources.items()))
 
-    def close(self, worker: int, by: By = "recompute", leaving: Collection[int] = ()) -> MigrationOutcome:
-        """Takes a worker out: its requests move to the open ones, dealt like new ones, and it gets no more.
+    def close(self, worker: int, by: By = "recompute", leaving: Collection[int] = ()) -> int:
+        """Takes a worker out: its requests move to the open ones, dealt like new ones, and it gets no more. Returns the
+        tokens whose KV was copied.
 
         Args:
           leaving: workers that will be closed next: no request moves there, only to move again.
 
         Afterwards nothing of it is live or in flight. Where a move fails, as in `move`, the worker stays open, with the
-        requests that have not moved. Raises ValueError for the last open worker.
+        requests that have not moved.
         """
-        self._refuse_closed(worker)
         staying = self._open - {worker, *leaving}
-        if not staying:
-            raise ValueError(f"close({worker}): of the open workers ({sorted(self._open)}) one must be left")
+        assert staying, f"close({worker}): of the open workers ({sorted(self._open)}) one must be left"
         self._open.remove(worker)
         self._collect(worker)
         engine, targets = self.engines[worker], dict[int, list[int]]()
@@ -324,19 +308,15 @@ class LocalWorkers:
             target = self._deal(engine.batcher.progress(request_id).request, staying, added)
             targets.setdefault(target, []).append(request_id)
             added[target] += self._limit_of[request_id]
-        moved = MigrationOutcome(0, 0, 0)
         try:
-            for target, ids in sorted(targets.items()):
-                moved += self._move(worker, target, ids, by)
+            return sum(self._move(worker, target, ids, by) for target, ids in sorted(targets.items()))
         except BaseException:
             self._open.add(worker)
             raise
-        return moved
 
     def open(self, worker: int) -> None:
-        """Lets a closed worker take requests again. Raises ValueError if it is open."""
-        if worker in self._open or not 0 <= worker < len(self.engines):
-            raise ValueError(f"open({worker}): it must be a closed worker, and {sorted(self._open)} are open")
+        """Lets a closed worker take requests again."""
+        assert worker not in self._open, f"worker {worker} is open"
         self._open.add(worker)
 
     # -- dealing -----------------------------------------------------------------------------------------------------
@@ -356,7 +336,6 @@ class LocalWorkers:
         return chosen
 
     def _leave(self, request_ids: Collection[int]) -> None:
-        """Forgets requests that ended."""
         for request_id in request_ids:
             worker = self._worker_of.pop(request_id)
             self._num_live[worker] -= 1
@@ -365,13 +344,13 @@ class LocalWorkers:
             self._changed.add(worker)
             self._done[worker] = None
 
-    def _move(self, source: int, target: int, request_ids: Sequence[int], by: By) -> MigrationOutcome:
-        from jaxrl.scheduling.layouts.request_migration import migrate_requests, recompute_requests
+    def _move(self, source: int, target: int, request_ids: Sequence[int], by: By) -> int:
+        from jaxrl.scheduling.layouts.relayout import migrate_requests, recompute_requests
 
         self._collect(source)
         live = [i for i in request_ids if i in self._worker_of]
         if not live:
-            return MigrationOutcome(0, 0, 0)
+            return 0
         between = self.engines[source], self.engines[target]
         how = by(*between, live) if callable(by) else by
         if how == "migrate":
@@ -389,10 +368,6 @@ class LocalWorkers:
         self._changed |= {source, target}
         self._done[source] = self._done[target] = None
         return moved
-
-    def _refuse_closed(self, worker: int) -> None:
-        if worker not in self._open:
-            raise ValueError(f"worker {worker} must be an open one, and {sorted(self._open)} are open")
 
     # -- logical time ------------------------------------------------------------------------------------------------
 
@@ -449,13 +424,11 @@ class LocalWorkers:
         return max(self._cost(worker, times), 1)
 
     def _pass(self, worker: int, times: PlanTimes) -> None:
-        """A plan was collected."""
         self._changed.add(worker)
         self._ticks[worker] += self._ticks_of(worker, times)
         self._passed[worker][times.index] = self._ticks[worker]
 
     def _collect(self, worker: int) -> None:
-        """Collects what a worker has in flight."""
         self._planned.discard(worker)
         self._changed.add(worker)
         self._hold(worker, self.engines[worker].drain())

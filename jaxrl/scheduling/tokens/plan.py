@@ -225,7 +225,6 @@ class PlanResult:
     responses: np.ndarray | None = None
 
     def part(self, row: int) -> slice:
-        """Where a row's tokens are."""
         end = int(self.counts[: row + 1].sum())
         return slice(end - int(self.counts[row]), end)
 
@@ -255,12 +254,6 @@ class Capacity:
     block_size: int
     max_prefill_tokens: int
     stacks: KvStacks = WHOLE
-
-    def __post_init__(self) -> None:
-        if self.num_slots < 1 or self.max_prefill_tokens < 1:
-            raise ValueError(
-                f"num_slots ({self.num_slots}) and max_prefill_tokens ({self.max_prefill_tokens}) must be >= 1"
-            )
 
 
 def check_request(request: Request, capacity: Capacity, max_model_len: int | None) -> None:
@@ -331,17 +324,9 @@ class Ticket(Protocol):
 
 
 class Executor(Protocol):
-    """Runs plans, in order, one ahead of the host: a mesh (`jaxrl.rollout.executor`) or a simulation.
+    """Runs plans, in order, one ahead of the host: a mesh (`jaxrl.rollout.executor`) or a simulation."""
 
-    Its sizes are those of its `Capacity`.
-    """
-
-    num_groups: int
-    num_slots: int
-    num_blocks: int
-    block_size: int
-    max_prefill_tokens: int
-    stacks: KvStacks
+    sizes: Capacity
 
     def check(self, request: Request) -> None:
         """Raises ValueError for a request that this executor cannot run; asked before the request is queued."""

@@ -103,7 +103,6 @@ class Counters:
         return 1.0 - self.busy_row_steps / self.offered_row_steps if self.offered_row_steps else 0.0
 
     def __add__(self, other: Counters) -> Counters:
-        """The counts of two batchers together."""
         return Counters(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
     def since(self, before: Counters) -> Counters:
@@ -131,20 +130,3 @@ class PlanTimes:
     context: float
     was_queued: bool
     verified: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class MigrationOutcome:
-    """The outcome of a migration: requests, those that continue without a prefill, and the tokens with their KV copied
-    (as `Relayout.num_moved` counts them)."""
-
-    num_requests: int
-    num_seated: int
-    num_moved: int
-
-    def __add__(self, other: MigrationOutcome) -> MigrationOutcome:
-        return MigrationOutcome(
-            self.num_requests + other.num_requests,
-            self.num_seated + other.num_seated,
-            self.num_moved + other.num_moved,
-        )

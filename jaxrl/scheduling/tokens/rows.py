@@ -64,7 +64,6 @@ class Response:
 
     @property
     def group(self) -> int:
-        """Its dp group."""
         return self.seat // self._own_rows.num_slots
 
     @property
@@ -78,7 +77,6 @@ class Response:
 
     @property
     def is_resident(self) -> bool:
-        """Its prefill is complete."""
         return not self._own_rows.unfilled[self.seat]
 
     @property
@@ -117,7 +115,6 @@ class Response:
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of the response so far."""
         return self.num_kept if self._rows is None else int(self._rows.lengths[self.seat]) - self.num_prompt
 
     @property

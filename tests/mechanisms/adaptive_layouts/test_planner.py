@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.mechanisms.adaptive_layouts.planner import TpPlanner
+from jaxrl.mechanisms.adaptive_layouts.rules import TpPlanner
 
 DEGREES = (1, 2, 4, 8)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from made_up import DEGREES, MOVE, ROOMY, SIMPLE, UP, batch_state
 
 from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
-from jaxrl.mechanisms.adaptive_layouts.switch_rule import LayoutSwitchRule, Switch
+from jaxrl.mechanisms.adaptive_layouts.rules import LayoutSwitchRule, Switch
 from jaxrl.scheduling.layouts.batch_state import BatchState, GroupCapacity, LiveRow
 from jaxrl.scheduling.layouts.latency import LatencyPredictor, causal_pairs
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
@@ -195,7 +195,8 @@ def test_the_choice_is_the_best_constant_plan(model: LatencyPredictor, tp: int, 
     rule = LayoutSwitchRule(UP.replace(direction="both"), DEGREES, model)
     times = {candidate: brute_force(model, now, candidate) for candidate in DEGREES}
     for candidate in rule.evaluate(now):
-        assert candidate.total_s == pytest.approx(times[candidate.tp], rel=1e-9, abs=1e-12)
+        assert candidate.total_s == pytest.approx(times[candidate.to_tp], rel=1e-9, abs=1e-12)
+        assert candidate.stay_s == pytest.approx(times[tp], rel=1e-9, abs=1e-12)
     switch = rule.decide(now)
     chosen = tp if switch is None else switch.to_tp
     assert times[chosen] <= min(times.values()) * (1 + 1e-9)

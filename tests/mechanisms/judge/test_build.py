@@ -1,32 +1,20 @@
-"""A judge's memory as planned, against what its executor's arrays are; its weights, with adapters or without."""
+"""A judge's memory as planned, against what its executor's arrays are."""
 
 from __future__ import annotations
 
-from contextlib import closing
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from run_parts import made_run
-from tiny import write_tiny_model
 
 from jaxrl.config import Config, from_mapping
-from jaxrl.data.tokenizer import Tokenizer
-from jaxrl.mechanisms.judge import build
-from jaxrl.mechanisms.judge.build import judge_memory
-from jaxrl.models import decoder
+from jaxrl.mechanisms.judge import device
+from jaxrl.mechanisms.judge.device import judge_memory
 from jaxrl.models.config import ModelConfig
-from jaxrl.models.loading import load_model
-from jaxrl.models.lora import Lora, adapters_alone, with_adapters
-from jaxrl.models.peft import export_adapter, merged_params
-from jaxrl.models.safetensors import export_hf
 from jaxrl.models.shapes import SHAPES
 from jaxrl.models.streaming import HOST
-from jaxrl.rewards.domains import build_scorer
-from jaxrl.rewards.reward_pool import build_pool
 from jaxrl.rollout.layout_programs import LayoutPrograms
 from jaxrl.sharding.mesh import make_mesh
 
@@ -53,13 +41,13 @@ def test_planned_bytes_are_those_of_the_arrays(model: ModelConfig, num_devices: 
     def stop(*of_executor: Any) -> None:
         raise MadeError(*of_executor)
 
-    monkeypatch.setattr(build, "read_judge", lambda _: (None, model))
-    monkeypatch.setattr(build, "host_bytes", lambda: 1 << 60)
-    monkeypatch.setattr(build, "MeshExecutor", stop)
+    monkeypatch.setattr(device, "read_judge", lambda _: (None, model))
+    monkeypatch.setattr(device, "host_bytes", lambda: 1 << 60)
+    monkeypatch.setattr(device, "MeshExecutor", stop)
     c = config(resident_layers=3)
     plan = judge_memory(c, model, num_devices)
     with pytest.raises(MadeError) as made:
-        build.build_judge(made_run(None, None, None, config=c), make_mesh(jax.devices()[:num_devices]))
+        device.build_judge(made_run(None, None, None, config=c), make_mesh(jax.devices()[:num_devices]))
     programs = LayoutPrograms(*made.value.args)
     arrays = jax.tree.leaves(programs.abstract_params())
     streamed = sum(part(x) for x in arrays if x.sharding.memory_kind == HOST)
@@ -68,35 +56,3 @@ def test_planned_bytes_are_those_of_the_arrays(model: ModelConfig, num_devices: 
     assert plan.layer_bytes * (model.num_layers - 3) == streamed
     assert plan.parts["judge: KV pool"] == sum(map(part, jax.tree.leaves(programs.abstract_pool())))
     assert plan.parts["judge: buffers of two layers"] == 2 * plan.layer_bytes
-
-
-# ---------------------------------------------------------------- weights
-
-
-def weights_of(**judge: Any) -> list[np.ndarray]:
-    data = {"answer_key": "a", "max_prompt_length": 16, "max_response_length": 16}
-    own = {"max_prompt_tokens": 128, "max_tokens": 16, "max_num_seqs": 2, "resident_layers": 1, **judge}
-    config = from_mapping({"model": {"path": "x"}, "data": data, "reward": {"kind": "judge", "judge": own}})
-    with closing(build_pool(config, build_scorer(config))) as pool:
-        run = made_run(None, None, pool, config=config)
-        weights: Any = build.build_judge(run, make_mesh(jax.devices()[:2])).machine
-        return [np.asarray(leaf) for leaf in jax.tree.leaves(weights._weights._host)]
-
-
-def test_adapters_are_merged_before_the_type_is_the_judges(tmp_path: Path):
-    folder = f"random:{write_tiny_model(tmp_path / 'base')}"
-    base, params = load_model(folder, make_mesh(jax.devices()[:1]))
-    model = replace(base, lora=Lora(4, 64.0, ("q", "o", "down")))
-    new = decoder.init_table(adapters_alone(model.weights()), jax.random.key(1))
-    params = with_adapters(
-        params, {"layers": {name: jax.random.normal(jax.random.key(2), x.shape) for name, x in new["layers"].items()}}
-    )
-    export_adapter(params, model, tmp_path / "adapter", np.float32, "base")
-    export_hf(merged_params(model, params), base, tmp_path / "merged", dtype=np.float32)
-    Tokenizer.from_path(tmp_path / "base").save(tmp_path / "merged")
-    found = weights_of(model=folder, lora_adapter_path=str(tmp_path / "adapter"), dtype="bfloat16")
-    whole = weights_of(model=str(tmp_path / "merged"), dtype="bfloat16")
-    plain = weights_of(model=folder, dtype="bfloat16")
-    assert len(found) == len(whole)
-    assert all(np.array_equal(one, other) for one, other in zip(found, whole, strict=True))
-    assert sum(not np.array_equal(one, other) for one, other in zip(found, plain, strict=True)) >= 2 * base.num_layers

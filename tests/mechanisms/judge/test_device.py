@@ -90,10 +90,10 @@ class Judged(RewardPool):
         return getattr(self.judge, name)
 
 
-def pool(when: Any = "gaps", num_samples: int = 2, share: float = 0.5) -> Judged:
+def pool(share: float = 0.5, num_samples: int = 2) -> Judged:
     engine = Engine(ReplayExecutor(AllOf(), 1, 2, 200, 4, 32), BatcherConfig(decode_steps=2))
     clock = map(float, itertools.count())
-    options = Judge.Options(when=when, busy_share=share)
+    options = Judge.Options(busy_share=share)
     return Judged(DeviceJudge(Reads(num_samples), engine, Machine(), options, clock=clock.__next__))
 
 
@@ -171,15 +171,15 @@ def run_round(actor: Engine | LocalWorkers, judge: Judged) -> tuple[dict[SampleK
 
 
 def test_gaps_after_and_two_workers_give_the_same_rewards():
-    gaps = pool("gaps")
-    one, measured_after = round_with(pool("after"))
+    gaps = pool()
+    one, measured_after = round_with(pool(share=0.0))
     in_gaps, measured_gaps = round_with(gaps)
     assert in_gaps == one
     assert measured_gaps["reward/judge/gap_turns"] > 0
     assert measured_after["reward/judge/gap_turns"] == 0
     assert (gaps.machine.entered, gaps.machine.is_there) == (1, False)
     engines = [Engine(ReplayExecutor(RISING, 1, 2, 400, 4, 64), BatcherConfig(decode_steps=2)) for _ in range(2)]
-    two, measured = run_round(LocalWorkers(engines), pool("gaps", share=1.0))
+    two, measured = run_round(LocalWorkers(engines), pool(share=1.0))
     assert two == one
     assert measured["reward/judge/gap_turns"] > 0
 

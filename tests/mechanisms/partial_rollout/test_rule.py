@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from fake_rollout import FakePrompts, through_disk
 from rounds import START, Steps, Table, aborted, batch_keys, check_table, finish, key, verdict
 
-from jaxrl.mechanisms.partial_rollout import PartialRollout, WaitingGroup
+from jaxrl.mechanisms.partial_rollout import PartialRollout
 from jaxrl.scheduling.rounds.batches import RoundTime
 from jaxrl.scheduling.rounds.race import BatchSettings
 from jaxrl.types import SampleKey
@@ -107,59 +106,3 @@ def test_a_response_over_the_cap_starts_again_once_and_is_then_waited_for():
     assert waited_for.versions.tolist() == [2] * 4 + [3] * 36
     assert results[3].metrics["rollout/surplus_prompts"] == 1
     assert results[4].metrics["rollout/launched_samples"] == 0
-
-
-# -- a function of the user's ------------------------------------------------------------------------------------------
-
-
-class Asked:
-    """A buffer filter that keeps what it was asked, and answers in turn."""
-
-    def __init__(self, *answers: Any) -> None:
-        self.groups: list[list[WaitingGroup]] = []
-        self.versions: list[int] = []
-        self.answers = list(answers)
-
-    def __call__(self, *, groups: Any, policy_version: int) -> Any:
-        self.groups.append(list(groups))
-        self.versions.append(policy_version)
-        return self.answers.pop(0) if self.answers else {}
-
-
-def filtered(asked: Any, total: int | None = None, **options: Any) -> Steps:
-    """N = 1 of 3 with one sample each; prompts 0 and 1 are long."""
-    options = {"enable": True, "over_provision": 3.0} | options
-    rule = PartialRollout(BatchSettings(1, 1), PartialRollout.Options(**options), asked)
-    return Steps(rule, lambda k: {0: 30, 1: 60}.get(k.prompt_index, 3), total=total)
-
-
-def test_a_buffer_filter_orders_holds_back_and_starts_again():
-    asked = Asked({}, {(0, 1): "resume", (0, 0): "wait"}, {(0, 1): "wait", (0, 0): "restart"}, {(0, 0): "restart"})
-    steps = filtered(asked)
-    steps.run()
-    assert asked.groups == [[]]
-    steps.run()
-    assert asked.groups[1] == [
-        WaitingGroup((0, 0), 1, (4,), (False,), (0,), (0,)),
-        WaitingGroup((0, 1), 1, (4,), (False,), (0,), (0,)),
-    ]
-    # one that waits is under way, too
-    assert steps.launches == [("launch", 1, key(1, 0), ("on", key(1, 0), [0] * 4)), ("launch", 3, key(3, 0))]
-    steps.run()
-    assert steps.launches == [("launch", 0, key(0, 0, 1)), ("launch", 4, key(4, 0))]
-    (result,) = steps.run()
-    assert asked.groups[3][0] == WaitingGroup((0, 0), 3, (4,), (False,), (2,), (1,))
-    # max_restarts is 1: it goes on with the tokens that it has; the one that was not named goes on after it
-    assert [command[1] for command in steps.launches] == [0, 1, 5]
-    assert steps.launches[0][3] == ("on", key(0, 0, 1), [2] * 4)
-    assert [each.metrics["rollout/restarted_samples"] for each in steps.results] == [0, 0, 1, 0]
-    assert steps.results[2].metrics["rollout/thrown_tokens"] == 4
-    assert result.metrics["rollout/queue_length"] == 2
-    assert asked.versions == [0, 1, 2, 3]
-
-
-def test_an_answer_that_is_none_is_refused():
-    steps = filtered(Asked({}, {(0, 1): "drop"}))
-    steps.run()
-    with pytest.raises(ValueError, match=r"must say one of resume, wait, restart for \(0, 1\), found 'drop'$"):
-        steps.run()

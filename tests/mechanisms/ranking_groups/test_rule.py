@@ -140,4 +140,3 @@ def test_what_was_measured_is_part_of_a_checkpoint_and_counts_only_where_it_may(
     assert dealt(untimed) == [1, 4]
     with pytest.raises(ValueError, match="schema 9"):
         rule.load_state_dict({"schema": 9})
-    rule.load_state_dict({})

@@ -31,7 +31,7 @@ def taught(*infos: dict[str, Any], **options: Any) -> AdaptiveTimeouts:
     """Has heard these verdicts on responses to prompt 0."""
     timeouts = AdaptiveTimeouts(TimeoutRule(), **options)
     for info in infos:
-        timeouts.learn(prompt(0), timeouts.limits(prompt(0)), info)
+        timeouts.scored(prompt(0), timeouts.limits(prompt(0)), said(info))
     return timeouts
 
 
@@ -68,7 +68,7 @@ def test_prompts_without_tests_have_neither_limits_nor_anchors():
     timeouts = AdaptiveTimeouts.configured(config)
     assert timeouts is not None
     for source in ("code", "math"):
-        timeouts.learn(prompt(0, source=source), (), right(4.0))
+        timeouts.scored(prompt(0, source=source), (), said(right(4.0)))
         assert timeouts.limits(prompt(0, source=source)) == ((6.0,) if source == "code" else ())
         assert timeouts.is_close(prompt(0, source=source), said(right(4.0))) == (source == "code")
     assert AdaptiveTimeouts.configured(from_mapping({"model": {"path": "x"}, "reward": {"kind": "math"}})) is None
@@ -85,7 +85,7 @@ def test_what_another_limit_might_have_cut_off_is_close():
 
 def fill(timeouts: AdaptiveTimeouts, indices: Sequence[int], num_cases: int = 2) -> None:
     for index in indices:
-        timeouts.learn(prompt(index), (), right(*[float(index)] * num_cases))
+        timeouts.scored(prompt(index), (), said(right(*[float(index)] * num_cases)))
 
 
 def test_a_checkpoint_holds_the_anchors():
@@ -100,6 +100,5 @@ def test_a_checkpoint_holds_the_anchors():
     assert not second.limits(prompt(6)), "it was right longest ago"
     np.testing.assert_equal(first.state_dict(), second.state_dict())
     empty = AdaptiveTimeouts(TimeoutRule())
-    empty.load_state_dict({})
     empty.load_state_dict(AdaptiveTimeouts(TimeoutRule()).state_dict())
     assert empty.limits(prompt(5)) == ()

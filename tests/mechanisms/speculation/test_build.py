@@ -30,7 +30,7 @@ def executor(tp: int = 1, widths: dict[int, int] | None = None) -> Any:
 def profile(**more: Any) -> Profile:
     decode = [Measurement(1, rows, context, 0.01 * rows + context / 1e5) for rows in (4, 8) for context in (16, 64)]
     verify = [
-        VerifyMeasurement(1, rows, context, 16 // rows, 0.02 * rows + context / 1e5)
+        VerifyMeasurement(1, rows, context, 0.02 * rows + context / 1e5, 16 // rows)
         for rows in (4, 8)
         for context in (16, 64)
     ]
@@ -39,11 +39,11 @@ def profile(**more: Any) -> Profile:
 
 def test_what_an_executor_is_built_for():
     assert build_proposer(config(), "cpu") is None
-    chosen = config(enable=True, epochs=2, max_prefix=5, min_prefix=2, max_window=6, num_indexes=3, verify_tokens=9)
-    expected = Drafting(6, 300, 9, DraftLengths(2, 5, 6), DraftWindow(2, 2, 6), 3)
+    chosen = config(enable=True, epochs=2, num_indexes=3, verify_tokens=9)
+    expected = Drafting(6, 300, 9, DraftLengths(3, 7, 32), DraftWindow(2, 2, 32), 3)
     assert build_proposer(chosen, "cpu") == expected
-    drafts = config(enable=True, verify_tokens=7, max_batch=3, max_window=9)
-    assert draft_config(drafts, "cpu") == DraftConfig(DraftWindow(2, 2, 9), 7, 3)
+    drafts = config(enable=True, verify_tokens=7, max_batch=3)
+    assert draft_config(drafts, "cpu") == DraftConfig(DraftWindow(2, 2, 32), 7, 3)
     memory = Speculation.rollout_memory(chosen, 1, "cpu", 0, is_timeless=True)
     assert memory is not None
     assert (memory.total, memory.positions) == (3 * 4 * (sum(expected.sizes) + 2), 9)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from draft_lookup import draft, find
 
 from jaxrl.mechanisms.speculation import Speculation
 from jaxrl.mechanisms.speculation.index import (
@@ -47,7 +48,7 @@ def sessions() -> Iterator[Any]:
     opened: list[IndexBuilder] = []
 
     def build(options: Speculation.Options = ON) -> Speculation:
-        opened.append(IndexBuilder(options, None, map(float, itertools.count()).__next__))
+        opened.append(IndexBuilder(None, map(float, itertools.count()).__next__))
         return Speculation(history_store(options), opened[-1])
 
     yield build
@@ -85,14 +86,14 @@ def test_the_next_round_drafts_from_the_last_one(sessions: Any):
     session.round_begins(RoundInfo(1))
     index = index_of(session, prompt(3, epoch=1))
     history = session.store.history(3)
-    assert same(index, build_index(history, ON))
-    assert index.draft([102, 103, 104][-3:], 9).tolist() == []
-    assert index.draft([300, 301, 302], 9).tolist() == [303, 304, 305]
+    assert same(index, build_index(history))
+    assert draft(index, [102, 103, 104], 9) == []
+    assert draft(index, [300, 301, 302], 9) == [303, 304, 305]
     assert index_of(session, prompt(3, epoch=1)) is index, "one for all of its samples"
     end(session, group(3, epoch=1))
     session.round_begins(RoundInfo(1))
-    assert index_of(session, prompt(3, epoch=2)).draft([1300, 1301, 1302], 1).tolist() == [1303]
-    assert index_of(session, prompt(3, epoch=2)).find([300, 301, 302]) == (-1, 0), "one epoch"
+    assert draft(index_of(session, prompt(3, epoch=2)), [1300, 1301, 1302], 1) == [1303]
+    assert find(index_of(session, prompt(3, epoch=2)), [300, 301, 302]) == (-1, 0), "one epoch"
 
 
 def test_after_a_resume_the_indexes_are_there_again(sessions: Any):
@@ -118,4 +119,4 @@ def test_what_is_evicted_has_no_index(sessions: Any):
     session.round_begins(RoundInfo(1))
     assert [index_of(session, prompt(i)) is None for i in range(3)] == [True, False, False]
     after = end(session)["rollout/spec/index_bytes"]
-    assert after == 2 * (12 * 4 + 2 * 12 + build_index(session.store.history(1), options).num_bytes) < 2 * room
+    assert after == 2 * (12 * 4 + 2 * 12 + build_index(session.store.history(1)).num_bytes) < 2 * room

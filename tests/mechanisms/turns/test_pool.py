@@ -14,7 +14,7 @@ import pytest
 from jaxrl.config import from_mapping
 from jaxrl.environments.env import Trajectory
 from jaxrl.mechanisms.turns.pool import EnvironmentPool
-from jaxrl.mechanisms.turns.rule import CallTimes, Observed
+from jaxrl.mechanisms.turns.rule import Observed
 from jaxrl.types import Prompt, SampleKey
 
 TOOLS = '''
@@ -160,20 +160,6 @@ def test_whatever_a_tool_does_the_others_have_their_answers(pool_of: Callable[..
     assert [answer.done for answer in found] == [False] * 14 + [True, False]
     assert content(found[-1]) == "Error: nothing is no tool of this conversation"
     assert {found[0].status, *(each.status for each in found)} == {"ok"}
-
-
-def test_how_long_calls_may_take():
-    times, one, other = CallTimes(adapts=True, most_s=9.0), "a", "b"
-    assert times.limit_s([one]) == 9.0, "nothing is known"
-    times.learn([one], 4.0)
-    times.learn([one], 2.0)
-    times.learn([one, other], 5.0)
-    assert [times.limit_s(calls) for calls in ([one], [one, other], [])] == [6.0, 9.0, 9.0]
-    times.learn([other], 0.1)
-    assert [times.limit_s(calls) for calls in ([other], [one, other])] == [2.0, 6.0]
-    times.learn([other], 8.0)
-    assert times.limit_s([other]) == 9.0
-    assert CallTimes(adapts=False, most_s=9.0).limit_s([one]) == 9.0
 
 
 def test_what_is_cancelled_has_no_answer(pool_of: Callable[..., EnvironmentPool], tmp_path: Path):

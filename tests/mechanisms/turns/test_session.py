@@ -16,7 +16,7 @@ from small_models import TRAINED
 
 from jaxrl.config import Config, from_mapping
 from jaxrl.mechanisms.turns import Turns
-from jaxrl.mechanisms.turns.rule import CallTimes, Conversation, Observed
+from jaxrl.mechanisms.turns.rule import Conversation, Observed
 from jaxrl.models.decoder import init
 from jaxrl.record.journal import Journal
 from jaxrl.rollout.executor import MeshExecutor
@@ -98,8 +98,8 @@ def config_of(**limits: float) -> Config:
     return from_mapping(given)
 
 
-def conversation(answers: Answers, tokens: Any = tokens_of, times: CallTimes | None = None) -> Conversation:
-    return Conversation(answers, lambda prompt: prompt.source == "game", text_of, tokens, times=times)
+def conversation(answers: Answers, tokens: Any = tokens_of) -> Conversation:
+    return Conversation(answers, lambda prompt: prompt.source == "game", text_of, tokens)
 
 
 def backend_of(

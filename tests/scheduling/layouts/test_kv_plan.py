@@ -72,7 +72,7 @@ def carry_out(plan, pool):
 def test_every_position_arrives(generation):
     requests, dp_before, groups = generation
     num_blocks = 1 + max([1, *(blocks_needed([r for r in requests if r.request_id in ids], BLOCK) for ids in groups)])
-    plan = plan_migration(requests, dp_before, groups, num_blocks, BLOCK)
+    plan = plan_migration(requests, dp_before, groups, BlockManager(len(groups), num_blocks, BLOCK))
     check_blocks(plan.blocks)
     new = carry_out(plan, contents(requests))
     for request in requests:
@@ -118,7 +118,7 @@ def found_in(lanes, num_before, num_after):
 @given(generations())
 def test_lanes_say_the_same_as_the_copies(generation):
     requests, dp_before, groups = generation
-    plan = plan_migration(requests, dp_before, groups, 500, BLOCK)
+    plan = plan_migration(requests, dp_before, groups, BlockManager(len(groups), 500, BLOCK))
     lanes = plan.lanes()
     num_lanes, num_homes = max(dp_before, len(groups)), min(dp_before, len(groups))
     assert (plan.num_lanes, plan.num_homes) == (num_lanes, num_homes)
@@ -136,7 +136,7 @@ def test_into_the_pools_of_another_worker():
     blocks = BlockManager(1, 8, BLOCK)
     blocks.allocate(1, 0, 10, "p", 9)
     blocks.publish(1, 9)
-    plan = plan_migration([live(2, 0, 11, (5, 6, 7), "p", 9)], 1, [[2]], 8, BLOCK, into=blocks)
+    plan = plan_migration([live(2, 0, 11, (5, 6, 7), "p", 9)], 1, [[2]], blocks)
     assert plan.blocks is blocks
     assert plan.placements[2].table == (1, 2, 4)
     assert [(c.source_block, c.target_block) for c in plan.copies] == [(7, 4)]

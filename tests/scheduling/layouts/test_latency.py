@@ -44,10 +44,10 @@ PREFILL = (
 SWITCHES = (SwitchCost(2, 4, 1.5, 0.001, 0.5), SwitchCost(4, 2, 2.0, 0.003, 0.25))
 PROFILE = Profile(IDENTITY, DECODE, PREFILL, SWITCHES, (RowSizes(2, (1, 2, 3, 4)),))
 VERIFY = (
-    VerifyMeasurement(2, 4, 100, 8, 0.03),
-    VerifyMeasurement(2, 4, 200, 8, 0.05),
-    VerifyMeasurement(2, 8, 100, 4, 0.06),
-    VerifyMeasurement(2, 8, 200, 4, 0.10),
+    VerifyMeasurement(2, 4, 100, 0.03, 8),
+    VerifyMeasurement(2, 4, 200, 0.05, 8),
+    VerifyMeasurement(2, 8, 100, 0.06, 4),
+    VerifyMeasurement(2, 8, 200, 0.10, 4),
 )
 VERIFY_PROFILE = replace(PROFILE, verify=VERIFY, row_sizes=(RowSizes(2, (4, 8, 16)),))
 
@@ -158,7 +158,7 @@ def test_correction_of_another_profile_is_dropped():
     new.observe(2, 2, 200, 0.02)
     new.load_state_dict(old.state_dict())
     assert new.ratio(2) == 1.0
-    with pytest.raises(ValueError, match=r"schema 7: this version reads 1"):
+    with pytest.raises(ValueError, match=r"schema 7; this version reads schema 1"):
         new.load_state_dict({**old.state_dict(), "schema": 7})
 
 

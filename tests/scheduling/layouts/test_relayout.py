@@ -122,6 +122,6 @@ def test_a_request_that_fits_no_pool_is_refused_before_anything_moves():
     engine = started([request], 50, 8, offered, steps=1)
     with pytest.raises(ValueError, match=r"may grow to 68 tokens, which take 17 blocks of 4, and a pool .* has 8"):
         engine.switch(1)
-    assert engine.executor.num_groups == 1
+    assert engine.executor.sizes.num_groups == 1
     (sample,) = run(engine, [], {}).values()
     assert_whole(sample, request, 50)

@@ -21,7 +21,6 @@ STOP = 2
 
 def make_batcher(
     decode_steps: int = 4,
-    leave_after: int = 1,
     num_groups: int = 1,
     num_slots: int = 2,
     num_blocks: int = 33,
@@ -31,7 +30,7 @@ def make_batcher(
 ) -> tuple[Batcher, list[TraceEvent]]:
     trace: list[TraceEvent] = []
     capacity = Capacity(num_groups, num_slots, num_blocks, block_size, max_prefill_tokens)
-    config = BatcherConfig(decode_steps, leave_after, spread_samples=spread_samples)
+    config = BatcherConfig(decode_steps, spread_samples=spread_samples)
     return Batcher(config, capacity, trace.append), trace
 
 

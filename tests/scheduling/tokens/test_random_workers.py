@@ -105,7 +105,7 @@ SIZES = st.fixed_dictionaries(
         "num_slots": st.integers(1, 4),
         "max_prefill_tokens": st.sampled_from([1, 5, 16]),
         "num_blocks": st.sampled_from([20, 20, 32]),
-        "config": st.builds(BatcherConfig, decode_steps=st.integers(1, 6), leave_after=st.integers(1, 3)),
+        "config": st.builds(BatcherConfig, decode_steps=st.integers(1, 6)),
     }
 )
 REQUESTS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3), st.integers(1, 45)), min_size=2, max_size=12)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -17,19 +17,17 @@ from sim_machine import SMALL, STOP, ConstantCost, sizes
 from simulated_runs import House, make_config, make_workload, whole
 
 from jaxrl.config import SimulatedHistory
-from jaxrl.mechanisms.speculation import Speculation
 from jaxrl.mechanisms.speculation.index import DraftIndex
 from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, DraftWindow, StepCosts
-from jaxrl.mechanisms.speculation.simulated import SimulatedDrafts, acceptance_model
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import TOKENS_PER_STEP, Plan, Request
 from jaxrl.scheduling.tokens.progress import Preempted, TraceEvent
 from jaxrl.sim.clock import SimulatedClock
 from jaxrl.sim.cost_model import CostModel
+from jaxrl.sim.drafts import Acceptance, SimulatedDrafts, verify
 from jaxrl.sim.executor import SimulatedExecutor, fillers
 from jaxrl.sim.hardware import H100
-from jaxrl.sim.verification import Acceptance, verify
 from jaxrl.types import SampleKey, SamplingParams
 
 HISTORY = DraftIndex.build([], [])
@@ -40,15 +38,6 @@ WINDOW = DraftWindow(2, 2, 8)
 def known(right: Sequence[int]) -> Acceptance:
     """What is foretold where so many tokens from each position on are right; -1: no draft."""
     return Acceptance(np.array(right, np.int16), np.where(np.array(right) < 0, 0, 5).astype(np.int8))
-
-
-# ---------------------------------------------------------------- what is foretold
-
-
-def model_of(seed: int, history: SimulatedHistory) -> Callable[[SampleKey, int], Acceptance]:
-    """The acceptance of drafts where every prompt has this history."""
-    workload: Any = SimpleNamespace(history=lambda prompt_index: history)
-    return acceptance_model(seed, workload, Speculation.Options(min_prefix=3, max_prefix=7))
 
 
 # ---------------------------------------------------------------- a row's steps, worked out by hand
@@ -94,8 +83,9 @@ def test_a_rows_steps_by_hand(right: list[int], limits: dict[str, int], counts: 
 
 
 def drafting(verify_tokens: int) -> SimulatedDrafts:
-    options = SimulatedHistory(stretch_median=4.0, stretch_sigma=1.5, gap_mean=0.5)
-    return SimulatedDrafts(model_of(1, options), DraftConfig(WINDOW, verify_tokens))
+    history = SimulatedHistory(stretch_median=4.0, stretch_sigma=1.5, gap_mean=0.5)
+    workload: Any = SimpleNamespace(history=lambda prompt_index: history)
+    return SimulatedDrafts(DraftConfig(WINDOW, verify_tokens), workload, 1)
 
 
 class Watched:
@@ -106,9 +96,9 @@ class Watched:
         self.plans: list[Plan] = []
         self.trace: list[TraceEvent] = []
         self._written: dict[int, int] = {}  # positions of each request that have their KV
-        shape = sizes(num_devices=2, num_slots=num_slots, num_blocks=num_blocks, max_prefill_tokens=16)
+        shape = sizes(num_groups=2, num_slots=num_slots, num_blocks=num_blocks, max_prefill_tokens=16)
         executor: Any = SimulatedExecutor(
-            shape, lambda of, _: of.prompt_index, ConstantCost(), SimulatedClock(), proposals=drafting(width)
+            shape, 1, lambda of, _: of.prompt_index, ConstantCost(), SimulatedClock(), drafts=drafting(width)
         )
         submit = executor.submit
 

@@ -1,13 +1,25 @@
-"""Decides when a draining batch switches to another layout, and how its KV gets there.
+"""Decides a worker's tensor-parallel degree: `TpPlanner` between rounds, `LayoutSwitchRule` while a batch drains.
 
-Between two plans, `LayoutSwitchRule.decide` compares the time left of a generation under each tensor-parallel degree,
-the cost of the switch included.
+**Between rounds**: the degree doubles when preemptions rise, because a larger tp splits the weights further, which
+leaves more memory for KV. It halves after quiet rounds: a smaller one communicates less.
+
+Source: RollPacker §4.2. A rise of preemptions above x1.05 doubles TP; four steps in a row without any halve it. TP
+groups stay inside one host, and the first degree is the profile's best. Departures:
+
+- The paper does not say what a rise is measured against. Here it is the previous round of the same kind, at any degree.
+  Short rounds have up to 1.79 times the preemptions of long ones (§4.2), so across kinds every short round after a long
+  one would be a rise. So the planner keeps a degree, a count and a quiet streak for each kind.
+- The first round of a kind is never a rise. From no preemptions to some is a rise.
+- "Doubling" and "halving" are steps to the next allowed degree, which is the same for powers of two.
+
+Preemptions are logical, not measured by a clock: decisions follow from the state in the checkpoint and need no journal.
+
+**While a batch drains**: between two plans, `LayoutSwitchRule.decide` compares the time left of a generation under each
+tensor-parallel degree, the cost of the switch included.
 
 Source: PAT §4.2, Algorithm 1, and §4.3 for the costs. Its lines are found in: 4 and 8 `remaining_s`
 (`jaxrl.scheduling.layouts.batch_state`); 7 `regroup`; 6-14 with 9 `evaluate`; 15 `decide`. Lines 23-25 are left to the
-engine, which asks again later, so one generation can switch several times.
-
-Departures:
+engine, which asks again later, so one generation can switch several times. Departures:
 
 - The paper uses one step time for the rest of the generation. Here, step by step, rows leave at their own limits and
   contexts grow; every dp group waits for the fullest (lockstep, docs/architecture.md).
@@ -25,7 +37,7 @@ Decisions rest on measured times, so each goes to the journal (`Switch.to_json`)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -34,43 +46,81 @@ import numpy as np
 from jaxrl.scheduling.layouts.batch_state import BatchState, GroupCapacity, Rows, load_at, num_tokens, remaining_s
 from jaxrl.scheduling.layouts.regroup import regroup
 from jaxrl.scheduling.layouts.relayout import How
+from jaxrl.types import check_schema
 
 if TYPE_CHECKING:
     from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
     from jaxrl.scheduling.layouts.latency import LatencyPredictor
 
-SCHEMA = 1
+SCHEMA, PLANNER_SCHEMA = 1, 3
+RISE = 1.05
+QUIET_ROUNDS = 4
 REVERSAL_FACTOR = 2.0
 """Factor by which the live rows must change before a switch back."""
 HEADROOM_TOKENS = 32
 """Tokens by which every live row must be able to grow in a new layout."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A degree, and the time left of the generation under it."""
+@dataclass(slots=True)
+class _Kind:
+    degree: int
+    last: int = -1  # preemptions of the round before; -1: there was none
+    quiet: int = 0  # rounds without preemption in a row, since the degree last changed
 
-    tp: int
-    remaining_s: float = 0.0  # decoding, after the switch
-    weights_s: float = 0.0  # this and the next two: parts of the switch; 0 for the degree in use
-    state_s: float = 0.0
-    fixed_s: float = 0.0
-    how: How = "migrate"
 
-    @property
-    def cost_s(self) -> float:
-        """T_switch."""
-        return self.weights_s + self.state_s + self.fixed_s
+class TpPlanner:
+    """Chooses a degree per kind of round, from the preemptions of those before.
 
-    @property
-    def total_s(self) -> float:
-        """T_total of Algorithm 1, line 9."""
-        return self.remaining_s + self.cost_s
+    Args:
+      degrees: tp degrees that may be used, ascending, all of them inside one host.
+      initial: the degree that the first round of each kind starts in.
+    """
+
+    def __init__(self, degrees: Sequence[int], initial: int) -> None:
+        assert initial in degrees
+        self.degrees, self.initial = tuple(degrees), initial
+        self._kinds: dict[str, _Kind] = {}
+
+    def degree(self, kind: str = "all") -> int:
+        known = self._kinds.get(kind)
+        return self.initial if known is None else known.degree
+
+    def observe(self, preemptions: int, kind: str = "all") -> int:
+        """Takes in a whole round's preemptions; returns the degree of the next round of this kind."""
+        assert preemptions >= 0
+        state = self._kinds.setdefault(kind, _Kind(self.initial))
+        state.quiet = 0 if preemptions else state.quiet + 1
+        if state.last >= 0 and preemptions > RISE * state.last:
+            self._move(state, +1)
+        elif state.quiet >= QUIET_ROUNDS:
+            self._move(state, -1)
+        state.last = preemptions
+        return state.degree
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"schema": PLANNER_SCHEMA, "kinds": {kind: asdict(state) for kind, state in self._kinds.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resumes from a planner's state. A degree that is not allowed becomes the largest one below it."""
+        check_schema("tp planner", state, PLANNER_SCHEMA)
+        self._kinds = {
+            kind: _Kind(self._fitting(saved["degree"]), saved["last"], saved["quiet"])
+            for kind, saved in state["kinds"].items()
+        }
+
+    def _move(self, state: _Kind, steps: int) -> None:
+        """Moves to the next degree, or stays at the last one; both restart the count of quiet rounds."""
+        at = min(max(self.degrees.index(state.degree) + steps, 0), len(self.degrees) - 1)
+        state.degree, state.quiet = self.degrees[at], 0
+
+    def _fitting(self, degree: int) -> int:
+        """The largest allowed degree that is at most `degree`; the smallest of all, if none is."""
+        return max((each for each in self.degrees if each <= degree), default=self.degrees[0])
 
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """A decision to switch, with the predictions that it rests on."""
+    """A switch, with the predictions that a decision for it rests on."""
 
     dispatch: int  # it comes before the plan of this number, counted from the start of the generation
     from_tp: int
@@ -83,16 +133,20 @@ class Switch:
     weights_s: float  # this and the next two: parts of its cost (T_switch)
     state_s: float
     fixed_s: float
-    step_before_s: float  # the next decode step without a switch
-    step_after_s: float
+    step_before_s: float = 0.0  # the next decode step without a switch; worked out for the one that is decided
+    step_after_s: float = 0.0
 
     @property
     def cost_s(self) -> float:
         return self.weights_s + self.state_s + self.fixed_s
 
     @property
+    def total_s(self) -> float:
+        """T_total of Algorithm 1, line 9."""
+        return self.remaining_s + self.cost_s
+
+    @property
     def gain_s(self) -> float:
-        """The seconds that the switch saves, less its cost."""
         return self.stay_s - self.remaining_s - self.cost_s
 
     def to_json(self) -> dict[str, Any]:
@@ -101,12 +155,8 @@ class Switch:
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> Switch:
         """The reverse of `to_json`, without keys that the journal adds. Raises ValueError for another schema."""
-        names = [each.name for each in fields(cls)]
-        if entry.get("schema") != SCHEMA or not set(names) <= set(entry):
-            raise ValueError(
-                f"layout switch {dict(entry)!r}: this version reads schema {SCHEMA}, with the fields {', '.join(names)}"
-            )
-        return cls(**{name: entry[name] for name in names})
+        check_schema("journalled layout switch", entry, SCHEMA)
+        return cls(**{each.name: entry[each.name] for each in fields(cls)})
 
 
 @dataclass(slots=True)
@@ -140,27 +190,12 @@ class LayoutSwitchRule:
     def decide(self, now: BatchState) -> Switch | None:
         """The switch to make now, or None. One that is returned counts as made: if it fails, the next one waits for the
         cooldown all the same."""
-        found = self._find(now)
-        if found is None:
+        switch = self._find(now)
+        if switch is None:
             return None
-        stay, best = found
-        switch = Switch(
-            dispatch=now.dispatch,
-            from_tp=now.tp,
-            to_tp=best.tp,
-            how=best.how,
-            num_live=now.num_live,
-            num_tokens=sum(map(num_tokens, now.groups)),
-            stay_s=stay.total_s,
-            remaining_s=best.remaining_s,
-            weights_s=best.weights_s,
-            state_s=best.state_s,
-            fixed_s=best.fixed_s,
-            step_before_s=self._next_step_s(now, now.tp),
-            step_after_s=self._next_step_s(now, best.tp),
-        )
-        self.record(switch)
-        return switch
+        before_s, after_s = (self._next_step_s(now, tp) for tp in (now.tp, switch.to_tp))
+        self._last = replace(switch, step_before_s=before_s, step_after_s=after_s)
+        return self._last
 
     def wants(self, now: BatchState) -> bool:
         """Whether `decide` would name a degree."""
@@ -174,47 +209,47 @@ class LayoutSwitchRule:
             return False
         return any(self._may_go(tp, other, num_live) for other in self.degrees if other != tp)
 
-    def _find(self, now: BatchState) -> tuple[Candidate, Candidate] | None:
-        """(the degree in use, the best other one) if a switch to the other pays, else None."""
+    def _find(self, now: BatchState) -> Switch | None:
+        """The best switch, if it pays."""
         assert now.tp in self.degrees
         assert now.tp * len(now.groups) == self.model.num_devices
         assert self._last is None or now.dispatch >= self._last.dispatch
         if not self.considers(now.dispatch, now.tp, now.num_live, now.num_waiting):
             return None
-        stay, *others = self.evaluate(now)
-        if not others:
-            return None
-        best = min(others, key=lambda candidate: candidate.total_s)
-        return (stay, best) if stay.total_s - best.total_s > self.options.min_gain * stay.total_s else None
+        best = min(self.evaluate(now), key=lambda switch: switch.total_s, default=None)
+        pays = best is not None and best.stay_s - best.total_s > self.options.min_gain * best.stay_s
+        return best if pays else None
 
     def record(self, switch: Switch) -> None:
-        """Takes note of a switch that the journal decided."""
         self._last = switch
 
-    def evaluate(self, now: BatchState) -> tuple[Candidate, ...]:
-        """The degree in use, then the others that it may switch to, in ascending order."""
-        found = [Candidate(now.tp, remaining_s(self.model, now.tp, now.groups, self.options.bound))]
+    def evaluate(self, now: BatchState) -> list[Switch]:
+        """The switches that may be made, by ascending degree."""
+        found, live = list[Switch](), (now.num_live, sum(map(num_tokens, now.groups)))
+        stay_s = remaining_s(self.model, now.tp, now.groups, self.options.bound)
         for tp in self.degrees:
-            if tp != now.tp and self._may_go(now.tp, tp, now.num_live):
-                groups = regroup(now.groups, self.model.num_devices // tp)
-                if self._fits(groups, now.capacities.get(tp)):
-                    found.append(self._candidate(now, tp, groups))
-        return tuple(found)
+            if tp == now.tp or not self._may_go(now.tp, tp, now.num_live):
+                continue
+            groups = regroup(now.groups, self.model.num_devices // tp)
+            if self._fits(groups, now.capacities.get(tp)):
+                how, state_s = self._state_way(now, tp, groups)
+                left_s = remaining_s(self.model, tp, groups, self.options.bound)
+                cost = self.model.switch_cost(now.tp, tp)
+                seconds = stay_s, left_s, cost.weights_s, state_s, cost.fixed_s
+                found.append(Switch(now.dispatch, now.tp, tp, how, *live, *seconds))
+        return found
 
-    def _candidate(self, now: BatchState, tp: int, groups: Sequence[Rows]) -> Candidate:
-        cost = self.model.switch_cost(now.tp, tp)
+    def _state_way(self, now: BatchState, tp: int, groups: Sequence[Rows]) -> tuple[How, float]:
+        """How the KV goes along, and the seconds that takes."""
         ways: dict[How, float] = {}
         if self.options.state != "recompute":
             ways["migrate"] = self.model.move_s(now.tp, tp, max(map(num_tokens, now.groups)))
         if self.options.state != "migrate":
             lengths = [[row.length for row in rows] for rows in groups if rows]
             ways["recompute"] = max(self.model.recompute_s(tp, each) for each in lengths)
-        how = min(ways, key=lambda way: ways[way])  # at equal cost, migrate
-        left_s = remaining_s(self.model, tp, groups, self.options.bound)
-        return Candidate(tp, left_s, cost.weights_s, ways[how], cost.fixed_s, how)
+        return min(ways.items(), key=lambda way: way[1])  # at equal cost, migrate
 
     def _may_go(self, from_tp: int, tp: int, num_live: int) -> bool:
-        """Whether the hysteresis allows this direction."""
         goes_up = tp > from_tp
         if self.options.direction == "up" and not goes_up:
             return False

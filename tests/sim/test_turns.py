@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxrl.config.simulation import SimulatedTool
-from jaxrl.mechanisms.turns.simulated import SimulatedTools, TurnModel
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
+from jaxrl.sim.turns import SimulatedTools, TurnModel
 from jaxrl.types import Prompt, SampleKey
 
 KEYS = [SampleKey(0, i, j) for i in range(400) for j in range(5)]

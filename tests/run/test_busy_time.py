@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl.scheduling.rounds.busy_time import BusyTime
+from jaxrl.run.verdicts import BusyTime
 from jaxrl.types import SampleKey
 
 

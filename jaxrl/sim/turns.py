@@ -28,6 +28,7 @@ from jaxrl.sim.workload import Workload, normal, uniform
 from jaxrl.types import Prompt, SampleKey
 
 _TURNS, _SECONDS = 40, 41  # what a random number is for; different from those of the workloads
+_MOST_S = 3600.0  # of an answer
 _ANSWER = ({"role": "tool", "content": ""},)
 _QUARTILES = NormalDist().inv_cdf(0.75) - NormalDist().inv_cdf(0.25)
 
@@ -84,7 +85,7 @@ class SimulatedTools:
         z = normal(_SECONDS, self._model.seed, *_words(key), turn)
         free_ns, worker = heapq.heappop(self._free_ns)
         begin_ns = max(free_ns, self._clock.now_ns)
-        end_ns = begin_ns + nanoseconds(min(tool.median_s * math.exp(tool.sigma * z), tool.max_s))
+        end_ns = begin_ns + nanoseconds(min(tool.median_s * math.exp(tool.sigma * z), _MOST_S))
         heapq.heappush(self._free_ns, (end_ns, worker))
         self._phases.complete(f"tool {worker}", "answer", begin_ns / 1e9, end_ns / 1e9)
         done, seconds = turn + 1 >= self._model.num_turns(key), (end_ns - self._clock.now_ns) / 1e9
