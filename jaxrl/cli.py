@@ -33,7 +33,6 @@ from jaxrl.commands.arguments import (
     add_choice,
     add_dtype,
     add_overrides,
-    add_sampling,
     add_switch,
     count,
     device_count,
@@ -42,7 +41,6 @@ from jaxrl.commands.arguments import (
     filled,
     json_object,
     number,
-    one_of,
     parse,
     seed,
     stop_string,
@@ -271,7 +269,10 @@ def _add_tune(sub: Parser) -> None:
 def _add_generate(sub: Parser) -> None:
     add(sub, "--model", filled, "as model.path", required=True)
     add(sub, "--max-tokens", whole(1, MAX_TOKENS), "of a response (128)", default=128)
-    add_sampling(sub, "0 is greedy (1.0)", temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
+    add(sub, "--temperature", number(0, 1000), "0 is greedy (1.0)", default=1.0)
+    add(sub, "--top-p", number(0, 1, above=True), "share of the likeliest tokens (1.0)", default=1.0)
+    add(sub, "--top-k", whole(-1, MAX_TOKENS), "0 or -1: no limit (0)", default=0)
+    add(sub, "--min-p", number(0, 1, below=True), "least probability, as a share of the likeliest's (0.0)", default=0.0)
     add(sub, "--stop", stop_string, "a stop string; may be repeated", action="append", default=[], metavar="TEXT")
     add(sub, "-n", whole(1, 100_000), "responses per prompt (1)", default=1)
     add(sub, "--seed", seed, "the same seed draws the same responses (0)", default=0)
@@ -286,23 +287,14 @@ def _add_generate(sub: Parser) -> None:
 
 
 def _add_serve(sub: Parser) -> None:
-    add(sub, "source", filled, _SOURCE, nargs="?", metavar="RUN|MODEL")
+    add(sub, "source", filled, _SOURCE, metavar="RUN|MODEL")
     add_overrides(sub, "options of serve and rollout")
     add(sub, "--host", filled, "address to listen on (127.0.0.1)")
     add(sub, "--port", whole(0, 65535), "0: any free one (8000; 9000 with --jetstream)")
     add(sub, "--api-key-file", filled, "holds the key that clients must send", metavar="FILE")
     adapters = "serve it with peft's adapters, as NAME"
     add(sub, "--adapter", filled, adapters, action="append", metavar="NAME=FOLDER")
-    add_switch(sub, "--jetstream", "JetStream's gRPC service instead")
-    own = sub.add_argument_group("with --jetstream alone")  # None where it is not given
-    add(own, "--model", filled, "as model.path; must be given")
-    add(own, "--num-slots", whole(1, 4096), "requests at once, per dp group (8)")
-    add(own, "--max-length", whole(1, MAX_TOKENS), "of prompt and response (1024)")
-    add(own, "--max-prefill-length", whole(1, MAX_TOKENS), "of a prompt; 16, 32, 64 ... (512)")
-    add(own, "--dtype", one_of("float32", "bfloat16", "float64"), "float32, bfloat16 or float64 (float32)")
-    add(own, "--tp", device_count(1), "tensor parallelism over all devices (1)")
-    add(own, "--seed", seed, "the same seed draws the same responses (0)")
-    add_sampling(own, "of all requests; 0 is greedy (0)")
+    add_switch(sub, "--jetstream", "JetStream's gRPC service instead, of a model; rollout says how all requests are drawn")
     sub.epilog = (
         "Routes: GET /v1/models, /health, /metrics, /openapi.json; POST /v1/completions, /v1/chat/completions, "
         "/inference/v1/generate (tokens in, tokens out). Clients of OpenAI's API take http://HOST:PORT/v1 as base_url. "
@@ -384,30 +376,17 @@ def _generate(options: argparse.Namespace) -> None:
 
 
 def _serve(options: argparse.Namespace) -> None:
-    address = {"host": options.host, "port": options.port}
-    address = {name: value for name, value in address.items() if value is not None}
-    of_jetstream = ("model", "num_slots", "max_length", "max_prefill_length", "dtype", "tp", "seed")
-    of_jetstream += ("temperature", "top_k", "top_p", "min_p")
-    given = {name: value for name in of_jetstream if (value := getattr(options, name)) is not None}
+    host, port = options.host or "127.0.0.1", options.port
     if options.jetstream:
-        from jaxrl.commands import serve_jetstream
+        from jaxrl.commands.serve_jetstream import serve as serve_jetstream
 
-        if any(each is not None for each in (options.source, options.api_key_file, options.adapter)):
-            raise ValueError(
-                "serve --jetstream: takes --model in place of RUN|MODEL, and neither options nor a key nor adapters"
-            )
-        if "model" not in given:
-            raise ValueError("serve --jetstream: --model must be given")
-        serve_jetstream.serve(**given, **address, stop=options.signals)
+        if options.api_key_file or options.adapter:
+            raise ValueError("serve --jetstream: takes neither a key nor adapters")
+        serve_jetstream(options.source, options.overrides, (host, 9000 if port is None else port), stop=options.signals)
         return
-    if given:
-        flag = "--" + next(iter(given)).replace("_", "-")
-        raise ValueError(f"serve: {flag} goes with --jetstream; without it, give RUN|MODEL and section.option=value")
-    if options.source is None:
-        raise ValueError("serve: RUN|MODEL must be given")
     from jaxrl.commands.serve import Address, serve
 
-    listens = Address(**address, key_file=options.api_key_file)
+    listens = Address(host, 8000 if port is None else port, options.api_key_file)
     serve(options.source, options.overrides, listens, stop=options.signals, adapters=options.adapter or ())
 
 

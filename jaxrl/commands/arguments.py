@@ -145,15 +145,6 @@ def add_overrides(command: Parser, text: str) -> None:
     add(command, "overrides", None, text, nargs="*", metavar=OVERRIDE)
 
 
-def add_sampling(command: Any, temperature_text: str, **defaults: float) -> None:
-    """Adds how tokens are drawn, to a parser or to a group of one."""
-    add(command, "--temperature", number(0, 1000), temperature_text, default=defaults.get("temperature"))
-    share, least = "share of the likeliest tokens (1.0)", "least probability, as a share of the likeliest's (0.0)"
-    add(command, "--top-p", number(0, 1, above=True), share, default=defaults.get("top_p"))
-    add(command, "--top-k", whole(-1, MAX_TOKENS), "0 or -1: no limit (0)", default=defaults.get("top_k"))
-    add(command, "--min-p", number(0, 1, below=True), least, default=defaults.get("min_p"))
-
-
 # -- types of arguments: each reads a text, or raises ArgumentTypeError with a sentence about it ----------------------
 
 

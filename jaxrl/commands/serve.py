@@ -20,6 +20,7 @@ from typing import Any
 from jaxrl.config import Config
 from jaxrl.config.files import load, load_recorded
 from jaxrl.config.inputs import reading
+from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.record.progress import StartupProgress
 from jaxrl.record.run_dir import CONFIG_FILE
@@ -43,6 +44,11 @@ class Address:
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free one
     key_file: str | None = None
+
+
+def serving_length(config: Config, model: ModelConfig) -> int:
+    """Tokens of the longest prompt and response together."""
+    return config.serve.max_model_len or min(DEFAULT_LENGTH, model.max_positions)
 
 
 def serve(
@@ -220,8 +226,7 @@ def _adapter(source: str, adapters: Sequence[str]) -> tuple[str, list[str]]:
 def _served(config: Config, checkpoint: Path | None, say: Callable[[str], None]) -> tuple[LoneWorker, Engine]:
     from jaxrl.serving.bodies import MAX_TOP_LOGPROBS
 
-    limit = config_of(resolve_path(config.model.path, weights=True)).max_positions
-    length = config.serve.max_model_len or min(DEFAULT_LENGTH, limit)
+    length = serving_length(config, config_of(resolve_path(config.model.path, weights=True)))
     rollout = config.rollout.replace(stop=[])
     data = config.data.replace(max_prompt_length=length - length // 2, max_response_length=length // 2)
     with closing(StartupProgress(say)) as stages:
