@@ -36,7 +36,6 @@ from jaxrl.commands.arguments import (
     add_switch,
     count,
     device_count,
-    device_sizes,
     factors,
     filled,
     json_object,
@@ -202,8 +201,6 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     add(sub, "--shape", filled, "a model by name (Qwen2.5-7B), as model.path")
     add(sub, "--devices", device_count(0), "how many devices to plan for (0: those here)", default=0)
     add(sub, "--device-gib", number(0, 100_000), "GiB that JAX has of each (0: what it says)", default=0.0)
-    add(sub, "--fit", device_sizes, "propose a configuration for N cards of GIB GiB (8x80)", metavar="NxGIB")
-    add(sub, "--length", whole(1, MAX_TOKENS), "with --fit: the longest response, in tokens (4096)", default=4096)
     reads = "that reads it (of a run's config.yaml the run's, else train)"
     add_choice(sub, "--command", "train", "sft", "dpo", text=reads, dest="reader")
 
@@ -213,7 +210,6 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     add(source, "--shape", filled, "a model by name (SmolLM2-135M)")
     add(sub, "--devices", device_count(0), "how many devices (0: those here)", default=0)
     add(sub, "--tp", device_count(1), "tensor parallelism; dp is the rest (1)", default=1)
-    add(sub, "--max-tp", device_count(1), "the degree that weights are padded for (--tp)")
     add(sub, "--hosts", device_count(0), "on which the devices are, for what training sends (1)", default=1)
 
     sub = configured("profile", _profile, "Measure latencies for rollout.layout: decode, prefill, switches.")
@@ -254,12 +250,8 @@ def _add_tune(sub: Parser) -> None:
     add(sub, "--run", filled, "of a real or a simulated run", dest="run_dir", metavar="DIR", required=True)
     add_overrides(sub, "options on top of the run's own")
     add_choice(sub, "--rule", "tail_batching", "partial_rollout", default="tail_batching")
-    for name, text in (
-        ("--values", "factors to try, as 1.1,1.2,1.3; of prompts and responses together"),
-        ("--prompt-factors", "factors of prompts alone; with --response-factors, all pairs"),
-        ("--response-factors", "factors of responses alone"),
-    ):
-        add(sub, name, factors, text, default=(), metavar="LIST")
+    tried = "factors to try, as 1.1,1.2,1.3; of prompts and responses together"
+    add(sub, "--values", factors, tried, default=(), metavar="LIST")
     add(sub, "--seeds", whole(1, 1000), "simulated runs of each value (5)", default=5)
     add(sub, "--steps", whole(1, 100_000), "of each of them (default: the longest period twice)")
     add(sub, "--processes", whole(1, 256), "runs at the same time (1)", default=1)
@@ -294,7 +286,7 @@ def _add_serve(sub: Parser) -> None:
     add(sub, "--api-key-file", filled, "holds the key that clients must send", metavar="FILE")
     adapters = "serve it with peft's adapters, as NAME"
     add(sub, "--adapter", filled, adapters, action="append", metavar="NAME=FOLDER")
-    add_switch(sub, "--jetstream", "JetStream's gRPC service instead, of a model; rollout says how all requests are drawn")
+    add_switch(sub, "--jetstream", "JetStream's gRPC service of a MODEL instead")
     sub.epilog = (
         "Routes: GET /v1/models, /health, /metrics, /openapi.json; POST /v1/completions, /v1/chat/completions, "
         "/inference/v1/generate (tokens in, tokens out). Clients of OpenAI's API take http://HOST:PORT/v1 as base_url. "
@@ -362,7 +354,7 @@ def _simulate(options: argparse.Namespace) -> None:
 def _tune(options: argparse.Namespace) -> None:
     from jaxrl.commands.tune import tune
 
-    names = ("values", "prompt_factors", "response_factors", "seeds", "steps", "processes")
+    names = ("values", "seeds", "steps", "processes")
     asked: dict[str, Any] = {name: getattr(options, name) for name in names} | {"out": options.out or ""}
     with closing(ProgressCounter("runs", sys.stderr)) as counted:
         asked |= {"progress": counted.show, "removing": _removing(options)}
@@ -449,19 +441,6 @@ def _check(options: argparse.Namespace) -> None:
 def _explain(options: argparse.Namespace) -> None:
     from jaxrl.commands.explain import explain_config
 
-    if options.fit:
-        from jaxrl.commands.fit import fit
-
-        if not options.shape:
-            raise ValueError("explain-config --fit: name the model with --shape (Qwen2.5-7B), as model.path")
-        if options.config or options.overrides:
-            raise ValueError(
-                "explain-config --fit: proposes a file of its own, and takes neither --config nor options: leave them "
-                "out, or explain the file with --devices and --device-gib"
-            )
-        count, gib = options.fit
-        print(fit(options.shape, count, gib, options.length), end="")
-        return
     if options.shape:
         from jaxrl.models.shapes import named_shape
 
@@ -493,7 +472,7 @@ def _explain_layout(options: argparse.Namespace) -> None:
     config = named_shape(options.shape) if options.shape else config_of(resolve_path(options.model, "--model"))
     name = options.shape or Path(options.model.partition(":")[2] or options.model).name
     devices = options.devices or len(jax.devices())
-    print(explain_layout(config, devices, options.tp, options.max_tp, name=name, num_hosts=options.hosts))
+    print(explain_layout(config, devices, options.tp, name=name, num_hosts=options.hosts))
 
 
 def _profile(options: argparse.Namespace) -> None:

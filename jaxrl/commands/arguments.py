@@ -142,7 +142,7 @@ def add_dtype(command: Parser, *names: str, default: str) -> None:
 
 
 def add_overrides(command: Parser, text: str) -> None:
-    add(command, "overrides", None, text, nargs="*", metavar=OVERRIDE)
+    add(command, "overrides", None, text, nargs="*", default=[], metavar=OVERRIDE)
 
 
 # -- types of arguments: each reads a text, or raises ArgumentTypeError with a sentence about it ----------------------
@@ -153,14 +153,6 @@ def whole(least: int, most: int) -> Callable[[str], int]:
         return int(_bounded(text, int, least, most, f"a whole number from {least} to {most}"))
 
     return parsed
-
-
-def device_sizes(text: str) -> tuple[int, float]:
-    """`8x80`: eight devices with 80 GiB each."""
-    match = re.fullmatch(r"(\d{1,5})[x×](\d+(?:\.\d+)?)", text)
-    if match is None or not int(match[1]) or not float(match[2]):
-        raise argparse.ArgumentTypeError(f"must be devices x GiB of each, as 8x80, found {shown(text)}")
-    return int(match[1]), float(match[2])
 
 
 def wholes(least: int, most: int) -> Callable[[str], tuple[int, ...]]:

@@ -95,7 +95,7 @@ class Explanation:
 
 def explain_config(config: Config, num_devices: int, memory_bytes: int | None, command: str = "train") -> Explanation:
     """Works a configuration out for devices that are here (0) or that many others, without loading weights or data.
-    `command`: that reads the configuration, as in `jaxrl.config.commands.as_read`."""
+    `command`: that reads the configuration, as in `jaxrl.config.checks.as_read`."""
     learns_alone = command in ("sft", "dpo")
     if not learns_alone:
         batch_rule(config)  # its settings may be refused

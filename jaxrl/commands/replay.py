@@ -22,7 +22,7 @@ from jaxrl.record.samples import RecordedSample, read_sample
 from jaxrl.run.build import LoneWorker, use_compilation_cache
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.training.steps import whole_step
-from jaxrl.types import ENVIRONMENT, RunFailed, Sample, SamplingParams
+from jaxrl.types import ENVIRONMENT, RunFailed, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +116,9 @@ def _drawn_again(
 
 def _request(worker: LoneWorker, recorded: RecordedSample, spans: Sequence[ReplayedSpan]) -> Request:
     """A request that draws the last of some spans again, behind all that is recorded before it."""
-    rollout, (*before, span) = worker.config.rollout, spans
-    params = SamplingParams(
-        temperature=rollout.temperature,
-        top_k=max(rollout.top_k, 0),
-        top_p=rollout.top_p,
-        min_p=rollout.min_p,
-        max_tokens=span.start + len(span.recorded),
-        stop_token_ids=worker.stop_token_ids,
-        stop_strings=tuple(rollout.stop),
-    )
+    *before, span = spans
+    most = span.start + len(span.recorded)
+    params = replace(worker.config.sampling(worker.stop_token_ids), max_tokens=most)
     unknown = np.zeros(span.start, np.float32)
     kept = Sample(
         recorded.key,

@@ -24,7 +24,7 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.record.progress import StartupProgress
 from jaxrl.record.run_dir import CONFIG_FILE
-from jaxrl.run.build import LoneWorker, use_compilation_cache
+from jaxrl.run.build import LoneWorker
 from jaxrl.run.stop import Stop
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.training.steps import whole_step
@@ -232,11 +232,7 @@ def _served(config: Config, checkpoint: Path | None, say: Callable[[str], None])
     with closing(StartupProgress(say)) as stages:
         worker = LoneWorker.open(config.replace(rollout=rollout, data=data), say, [checkpoint])
         stages.begin("reading the model")
-        params = worker.weights(checkpoint)
-        use_compilation_cache(worker.config)
-        executor = worker.executor(truncate=True, top_logprobs=MAX_TOP_LOGPROBS)
-        executor.sync_weights(params, 0)
-        executor.allocate()
+        executor = worker.ready_executor(checkpoint, truncate=True, top_logprobs=MAX_TOP_LOGPROBS)
         if config.rollout.warmup:
             stages.begin("compiling programs (with rollout.warmup=false as requests need them)")
             executor.warm_up()

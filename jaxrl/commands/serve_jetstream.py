@@ -12,6 +12,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,6 @@ from jaxrl.run.devices import prepare_jax
 from jaxrl.run.stop import Stop
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh, platform_of
-from jaxrl.types import SamplingParams
 
 if TYPE_CHECKING:
     from jaxrl.rollout.jetstream import JetStreamEngine
@@ -52,7 +52,6 @@ def serve(
     mesh = make_mesh(prepare_jax(config))
     rollout = config.with_types(platform_of(mesh.devices.flat[0])).rollout
     length = serving_length(config, shape)
-    sampling = {name: getattr(rollout, name) for name in ("temperature", "top_p", "min_p")}
     sizes = jetstream.JetStreamConfig(
         num_slots=rollout.max_num_seqs,
         block_size=rollout.block_size,
@@ -60,7 +59,7 @@ def serve(
         max_prefill_length=max(each for each in jetstream.PREFILL_LENGTHS if each < length),
         dtype=rollout.dtype,
         seed=config.trainer.seed,
-        sampling=SamplingParams(**sampling, top_k=max(rollout.top_k, 0), max_tokens=length),
+        sampling=replace(config.sampling(()), max_tokens=length, stop_strings=()),
         max_tp=rollout.tp,
     )
     engine = jetstream.JetStreamEngine(shape, Layout(mesh, rollout.tp), sizes, path)

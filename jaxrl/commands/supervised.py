@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.config import Config, ConfigError, differences
-from jaxrl.config.commands import as_read
+from jaxrl.config.checks import as_read
 from jaxrl.config.options import total_steps
 from jaxrl.data.conversations import ConversationTokens, ExampleRow, RowSource
 from jaxrl.data.stops import stop_ids

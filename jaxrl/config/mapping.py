@@ -17,8 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from jaxrl.config.checks import broken_rules
-from jaxrl.config.commands import as_read
+from jaxrl.config.checks import as_read, broken_rules
 from jaxrl.config.inputs import ConfigError
 from jaxrl.config.options import Config
 from jaxrl.schema.declared import Cap, shown

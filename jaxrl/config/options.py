@@ -27,6 +27,7 @@ from jaxrl.schema.declared import MAX_INT, SEED, Cap, Names
 from jaxrl.schema.devices import MAX_DEVICES
 from jaxrl.schema.limits import MAX_LENGTH, MAX_PROMPTS, MAX_RANK, MAX_WAIT, Quantization
 from jaxrl.schema.section import JsonObject, Section
+from jaxrl.types import SamplingParams
 
 AdvantageEstimator = Literal["grpo", "dr_grpo", "grpo_turns", "rloo", "reinforce_plus_plus", "gae", "gdpo", "none"]
 
@@ -361,6 +362,20 @@ class Config(Section):
         if rollout.temperature == 0:
             return "rollout.temperature (0)"
         return "rollout.top_k (1)" if rollout.top_k == 1 else ""
+
+    def sampling(self, stop_token_ids: tuple[int, ...], *, evaluates: bool = False) -> SamplingParams:
+        """How the responses of a round are drawn, or those of an evaluation."""
+        rollout, data = self.rollout, self.data
+        drawn = rollout.val_kwargs if evaluates else rollout
+        return SamplingParams(
+            temperature=drawn.temperature,
+            top_k=max(drawn.top_k, 0),
+            top_p=drawn.top_p,
+            min_p=0.0 if evaluates else rollout.min_p,
+            max_tokens=data.max_response_length,
+            stop_token_ids=stop_token_ids,
+            stop_strings=tuple(rollout.stop),
+        )
 
     @property
     def max_model_length(self) -> int:

@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import median
 
 from jaxrl.config import Config, flatten, to_mapping
-from jaxrl.config.commands import is_read
-from jaxrl.record.failures import reward_failures
+from jaxrl.config.checks import is_read
+from jaxrl.record.batches import reward_failures
 from jaxrl.record.files import Removing, write_whole
 from jaxrl.record.metrics import FAILURES, hidden_shares
 from jaxrl.record.numbers import duration, number

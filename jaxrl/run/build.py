@@ -190,6 +190,15 @@ class LoneWorker:
         """`options`: of `build_executor`."""
         return build_executor(self.config, self.model, Layout(self.mesh, self.config.rollout.tp), **options)
 
+    def ready_executor(self, place: Path | None, **options: Any) -> MeshExecutor:
+        """One that has the weights of a checkpoint, or of `model.path`."""
+        params = self.weights(place)
+        use_compilation_cache(self.config)
+        executor = self.executor(**options)
+        executor.sync_weights(params, 0)
+        executor.allocate()
+        return executor
+
     def engine(self, executor: MeshExecutor) -> Engine:
         return build_engine(self.config, executor, self.tokenizer)
 

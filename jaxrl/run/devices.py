@@ -15,8 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
-from jaxrl.config.checks import host_problem
-from jaxrl.config.commands import LEARNING
+from jaxrl.config.checks import LEARNING, host_problem
 from jaxrl.mechanisms.judge import Judge
 from jaxrl.sharding.memory import DeviceMemory, memory_of
 from jaxrl.sharding.mesh import make_mesh, submeshes

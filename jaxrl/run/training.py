@@ -6,6 +6,7 @@ loaded after that, and nothing is written before all is known to fit.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
@@ -23,7 +24,6 @@ from jaxrl.record.run_dir import RunDir, recorded_start
 from jaxrl.record.run_record import RunOutcome, RunRecord
 from jaxrl.record.state import join_arrays, split_arrays
 from jaxrl.record.watchdog import Watchdog
-from jaxrl.run.cache_folder import with_cache_folder
 from jaxrl.run.stop import Stop, end
 from jaxrl.training.steps import find_step, steps_of
 from jaxrl.types import HostLost, RunFailed
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from jaxrl.run.cluster import Cluster, RemoteHost
     from jaxrl.run.host import Host
 
+_log = logging.getLogger(__name__)
 Hosts = Callable[[Callable[[str], None]], AbstractContextManager["Cluster"]]
 """Starts the hosts of a run, and reports progress to the watchdog."""
 
@@ -243,7 +244,7 @@ class Training:
             self.beat("waiting for the last checkpoint")
             self.store.wait()
             self.beat("closing the run's files")
-        from jaxrl.record.failures import summary_of
+        from jaxrl.record.batches import summary_of
 
         self.beat("writing the report")
         report = _write_page(self.run_dir.path)
@@ -281,6 +282,21 @@ class Training:
                 "lower rollout.memory_fraction or actor.ppo_max_token_len_per_gpu, or set actor.remat=full, and run "
                 "again"
             ) from error
+
+
+def with_cache_folder(config: Config) -> Config:
+    """The configuration, without a compilation cache where its default folder cannot be written; that is warned of.
+    Raises ValueError where another folder was given, and cannot be written."""
+    folder = config.trainer.compilation_cache_dir
+    try:
+        if folder:
+            refuse_folder(folder, "trainer.compilation_cache_dir")
+    except ValueError as error:
+        if folder != Config().trainer.compilation_cache_dir:
+            raise
+        _log.warning("%s: programs are compiled anew at every start; name a folder to keep them", error)
+        return config.replace(trainer=config.trainer.replace(compilation_cache_dir=""))
+    return config
 
 
 def refuse_run_dir(config: Config) -> None:
