@@ -251,7 +251,7 @@ def is_full(error: OSError) -> bool:
 
 
 def reason(error: OSError) -> str:
-    return "no space left on the device" if error.errno == errno.ENOSPC else (error.strerror or str(error)).lower()
+    return "no space left on the device" if is_full(error) else (error.strerror or str(error)).lower()
 
 
 def way_on(error: OSError) -> str:
