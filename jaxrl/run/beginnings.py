@@ -7,12 +7,13 @@ here is reported where the checkpoint is compared.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxrl.config import Config, ConfigError, differences
+from jaxrl.config import Config, ConfigError
 from jaxrl.config.inputs import read_json
 from jaxrl.data.prompts import PromptSource
 from jaxrl.models.config import ModelConfig
@@ -27,12 +28,12 @@ _NEITHER = ("train_batch_size", "gen_batch_size", "max_response_length", "val_fi
 """Options of `data` that do not affect the training prompts."""
 
 
-def refuse_other_data(run_dir: RunDir, prompts: PromptSource, config: Config) -> None:
-    """Raises ConfigError where the run in the folder was saved with other prompts, or the same in another order."""
+def refuse_other_data(run_dir: RunDir, prompts: PromptSource, config: Config, changes: Sequence[str]) -> None:
+    """Raises ConfigError where the run in the folder was saved with other prompts, or the same in another order.
+    `changes`: of its options since then."""
     saved = _cursor(run_dir.file("checkpoints"))
     if saved is None or not (differs := prompts.differs(saved)):
         return
-    changes = [] if run_dir.earlier is None else differences(run_dir.earlier, config)
     by_option = {line.partition(":")[0]: line for line in changes}
     if differs == "order":
         lines = [line for option, line in by_option.items() if option in _ORDER]

@@ -24,8 +24,7 @@ from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.programs import ExecutorConfig, LayoutSizes
 from jaxrl.rollout.sampling import Draw, sample
 from jaxrl.rollout.worker_set import WorkerSet
-from jaxrl.run.degree import with_degree
-from jaxrl.run.devices import ProcessDevices, prepare_jax
+from jaxrl.run.devices import ProcessDevices, prepare_jax, with_types
 from jaxrl.run.memory import layout_degrees, layout_sizes, max_tp, memory_plan, memory_problem
 from jaxrl.run.rules import batcher_config
 from jaxrl.run.weights import adapted, load_weights, refuse_other_model
@@ -175,7 +174,11 @@ class LoneWorker:
         rollout = rollout.replace(speculation=Speculation.Options())
         config = config.replace(rollout=rollout, hosts=HostsSection())
         mesh = make_mesh(prepare_jax(config))
-        config = with_degree(config, mesh, say)
+        config = with_types(config, platform_of(mesh.devices.flat[0]), say, command="")
+        if config.is_tp_open:
+            from jaxrl.run.degree import with_degree
+
+            config = with_degree(config, mesh, say)
         tokenizer, model = read_tokenizer_and_model(config)
         refuse_too_large(config, model, mesh.size, memory_of(mesh.devices.ravel().tolist()), trains=False)
         for place in filter(None, places):

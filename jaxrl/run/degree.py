@@ -9,20 +9,18 @@ Source: RollPacker §4.2; `jaxrl.scheduling.layouts.batch_state.fastest_degree` 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
-from jaxrl.run.devices import with_types
+from jaxrl.rollout.profiles import checked_profile, load_profile
 from jaxrl.run.memory import kv_layers_of, plan_num_blocks
+from jaxrl.scheduling.layouts.batch_state import GroupCapacity, fastest_degree
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
+from jaxrl.scheduling.layouts.latency_profile import NEW_PROFILE, Profile
 from jaxrl.sharding.memory import DeviceMemory, memory_of
-from jaxrl.sharding.mesh import platform_of
-
-if TYPE_CHECKING:
-    from jaxrl.scheduling.layouts.latency_profile import Profile
 
 OPTION = "rollout.tensor_model_parallel_size"
 
@@ -34,7 +32,7 @@ def with_degree(
     earlier: Config | None = None,
     memory: DeviceMemory | None = None,
 ) -> Config:
-    """`config` with a number in place of auto, and with the types of `with_types`, said and explained.
+    """`config`, whose degree is auto and whose types are known, with a number, said and explained.
 
     Args:
       mesh: of the rollout, on this host.
@@ -43,15 +41,10 @@ def with_degree(
 
     Raises ConfigError where no profile of this model and machine has a possible degree.
     """
-    config = with_types(config, platform_of(mesh.devices.flat[0]), say, earlier, command="")
-    if not config.is_tp_open:
-        return config
     kept = config.with_tp_of(earlier, mesh.size // config.workers_per_group)
     if not kept.is_tp_open:
         say(f"{OPTION}: auto stays {kept.rollout.tp}, as this run began")
         return kept
-    from jaxrl.rollout.profiles import checked_profile
-
     _require_profile(config)
     model = config_of(resolve_path(config.model.path))
     memory = memory or memory_of(mesh.devices.ravel().tolist())
@@ -67,8 +60,6 @@ def planned_degree(
     Returns the configuration, and a message (empty if the degree is given)."""
     if not config.is_tp_open:
         return config, ""
-    from jaxrl.rollout.profiles import load_profile
-
     _require_profile(config)
     profile = load_profile(config.rollout.layout.profile)
     of_worker = num_devices // config.workers_per_group
@@ -93,10 +84,6 @@ def choose(
     config: Config, model: ModelConfig, num_devices: int, memory_bytes: int | None, profile: Profile
 ) -> tuple[Config, str]:
     """The configuration with the profile's fastest degree for its batch and lengths, and a sentence about it."""
-    from jaxrl.scheduling.layouts.batch_state import GroupCapacity, fastest_degree
-    from jaxrl.scheduling.layouts.latency import LatencyPredictor
-    from jaxrl.scheduling.layouts.latency_profile import NEW_PROFILE
-
     rollout, data = config.rollout, config.data
     possible: dict[int, GroupCapacity] = {}
     refused: ValueError | None = None
