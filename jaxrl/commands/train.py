@@ -187,7 +187,7 @@ def _prompts(
     if start.earlier is not None:
         from jaxrl.run.beginnings import refuse_other_data
 
-        refuse_other_data(start.run_dir, prompts, config, start.changes)
+        refuse_other_data(start, prompts)
     return prompts, validation
 
 

@@ -171,6 +171,15 @@ class Training:
         state = self.host.restore(self.step)
         return join_arrays(state.values, state.arrays)
 
+    def other_data(self, error: ValueError) -> ConfigError:
+        """The refusal of a run that was saved with other data."""
+        path = self.run_dir.path
+        changed = [line for line in self.changes if line.startswith(("data.", "model.path:"))]
+        return ConfigError(
+            f"{path} holds a run with other data ({'; '.join(changed) or 'the files have changed'}): {error}; choose "
+            f"another trainer.run_dir, with trainer.init_from={path} to begin from its parameters"
+        )
+
     def begin(self) -> None:
         """The first writes: nothing about the start is refused any more."""
         from jaxrl.run.build import retuning_note
