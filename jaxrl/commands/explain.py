@@ -22,7 +22,7 @@ from jaxrl.rewards.explained import part_lines, reward_rows
 from jaxrl.run.build import refuse_sharing, share_notes, with_planned_update
 from jaxrl.run.degree import planned_degree
 from jaxrl.run.devices import prepare_jax, with_types
-from jaxrl.run.memory import MemoryPlan, memory_plan, memory_problem, smaller_state, update_problem
+from jaxrl.run.memory import MemoryPlan, memory_plan, memory_problem, update_problem
 from jaxrl.run.weights import adapted
 from jaxrl.schema.limits import BYTES
 from jaxrl.sharding.explain import step_traffic
@@ -32,7 +32,6 @@ from jaxrl.sharding.memory import (
     device_bytes,
     in_bytes,
     memory_of,
-    memory_share,
     share_variable,
 )
 from jaxrl.sharding.mesh import platform_of
@@ -47,23 +46,17 @@ class Explanation:
     Attributes:
       columns: what `sizes` counts. sizes: by what has them: prompts, samples and tokens (rows, conversations and tokens
         where files are learnt from), each `""` where it says nothing.
-      resident, phases: bytes of each part per device: those that are always there, and all of each phase.
-      share: of a GPU's memory, that JAX is given; None: all of it, or devices that are not here.
-      memory: of a command with a rollout, the plan that `resident` and `phases` show.
+      phases: lines about the memory of each phase. memory: of a command with a rollout, the plan that they show.
     """
 
-    num_params: int
     summary: tuple[str, ...]
     columns: tuple[str, str, str]
     sizes: Mapping[str, tuple[int | str, int | str, int | str]]
     steps: tuple[str, ...]
-    resident: Mapping[str, int]
-    phases: Mapping[str, Mapping[str, int]]
-    device_bytes: int | None
+    phases: tuple[str, ...]
     details: tuple[str, ...]
     rewards: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    share: float | None = None
     memory: MemoryPlan | None = None
 
     def __str__(self) -> str:
@@ -73,24 +66,12 @@ class Explanation:
             self.summary,
             _table(("", *self.columns), *sizes),
             self.steps,
-            ("memory per device", *self._memory_lines()),
+            ("memory per device", *self.phases),
             self.details,
             self.rewards,
             notes,
         )
         return "\n\n".join("\n".join(line.rstrip() for line in part) for part in parts if part)
-
-    def _memory_lines(self) -> Iterator[str]:
-        phases, size = self.phases.values(), self.device_bytes
-        names = dict.fromkeys(name for parts in (self.resident, *phases) for name in parts)
-        rows = [(name, *(in_bytes(phase[name]) if name in phase else "" for phase in phases)) for name in names]
-        rows.append(("total", *(in_bytes(sum(phase.values())) for phase in phases)))
-        if size is not None:
-            rows.append(("of", *[in_bytes(size)] * len(phases)))
-        yield from _table(("", *self.phases), *rows)
-        if self.share is not None:
-            of = "" if size is None else f": {in_bytes(size)} of about {in_bytes(size / self.share)}"
-            yield f"JAX is given {self.share:g} of a GPU's memory ({share_variable()}){of}"
 
 
 def explain_config(config: Config, num_devices: int, memory_bytes: int | None, command: str = "train") -> Explanation:
@@ -128,7 +109,7 @@ def explain_config(config: Config, num_devices: int, memory_bytes: int | None, c
             "the run's environment says otherwise"
         )
     refused = [f"a run is refused: {too_large}"] if too_large else []
-    return replace(explained, share=memory_share(platform) if devices else None, warnings=(*refused, *notes))
+    return replace(explained, warnings=(*refused, *notes))
 
 
 def _explain_learning(
@@ -147,7 +128,6 @@ def _explain_learning(
     too_large = memory.share and update_problem(trained, model, num_devices, platform, memory.share)
     sequences = rows * method.examples
     return Explanation(
-        num_params=model.num_params(),
         summary=(f"{_short(model.num_params())} parameters{part}; {_count(num_devices, 'device')}", method.explained),
         columns=("rows", "conversations", "tokens, at most"),
         sizes={
@@ -159,9 +139,7 @@ def _explain_learning(
             ),
         },
         steps=(_steps(steps or None),),
-        resident=resident,
-        phases={"update": resident | update},
-        device_bytes=memory.reported,
+        phases=_phases({"update": resident | update}, memory.reported),
         details=(f"update: logits of {chunk} tokens at a time, remat {actor.remat}",),
         warnings=(f"a run is refused: {too_large}",) if too_large else (),
     )
@@ -206,8 +184,8 @@ def explain(
     cut = "" if workers.count == 1 else f", as {workers.count} workers of dp {workers.dp} × tp {tp}"
     used = memory.resident | memory.rollout if memory.shared else memory.rollout
     phases = {"rollout": used, "update": memory.resident | memory.update}
+    phases |= {each.column: {**memory.resident, **each.parts} for each in memory.freed}
     return Explanation(
-        num_params=model.num_params(),
         summary=(
             f"{_short(model.num_params())} parameters{of_a_token}; {_count(num_devices, 'device')}, {place} dp {dp} × "
             f"tp {tp}{cut}",
@@ -215,14 +193,8 @@ def explain(
         columns=("prompts", "samples", "tokens, at most"),
         sizes=sizes,
         steps=tuple(_step_lines(config, -(-mini * n // (device_samples * (training // sharing))))),
-        resident=memory.resident,
-        phases=phases | {each.column: {**memory.resident, **each.parts} for each in memory.freed},
-        device_bytes=memory.device_bytes,
-        details=(
-            *_rollout_lines(config, model, memory, under_way),
-            *_host_lines(config, model, num_devices),
-            *_seconds_lines(config, model, memory, num_devices, platform),
-        ),
+        phases=_phases(phases, memory.device_bytes),
+        details=(*_rollout_lines(config, model, memory, under_way), *_host_lines(config, model, num_devices)),
         rewards=(*_table(*reward_rows(config)), *part_lines(config)),
         warnings=tuple(_warnings(config, memory, rows, under_way)),
         memory=memory,
@@ -289,40 +261,6 @@ def _host_lines(config: Config, model: ModelConfig, num_devices: int) -> Iterato
         yield f"host memory{of_each}: " + ", ".join(f"{name} {in_bytes(size)}" for name, size in parts.items())
 
 
-def _seconds_lines(
-    config: Config, model: ModelConfig, memory: MemoryPlan, num_devices: int, platform: str
-) -> Iterator[str]:
-    """A step's seconds on `simulate.hardware`, where every response has half of the tokens that it may have."""
-    if platform != "gpu":
-        return
-    from jaxrl.scheduling.layouts.latency import causal_pairs
-    from jaxrl.sim.cost_model import CostModel, TrainLoad
-    from jaxrl.sim.hardware import hardware
-
-    rollout, data = config.rollout, config.data
-    card, tp = hardware(config.simulate.hardware), rollout.tp
-    cost = CostModel(model.base, card, number_bytes=BYTES[rollout.dtype])
-    samples, length = data.train_batch_size * rollout.n, data.max_response_length / 2
-    prompt = data.max_prompt_length / 2
-    groups = (config.num_own_devices or num_devices) // tp
-    rows = max(min(rollout.max_num_seqs, memory.pool_requests * 2, -(-samples // groups)), 1)
-    waves = samples / groups / rows
-    step_s = cost.decode_step_s(tp, rows, rows * (prompt + length / 2))
-    rolling_s = waves * length * step_s + cost.weight_sync_s(tp, num_devices)
-    tokens, forwards = samples * (prompt + length), (config.actor.old_logprobs == "recompute") + config.needs_ref
-    load = TrainLoad(tokens, samples * causal_pairs(prompt + length), config.updates_per_step, 1, forwards)
-    update_s = cost.train_step_s(load, num_devices - config.num_own_devices)
-    yield (
-        f"a step on {card.name}: about {_seconds(rolling_s + update_s)} (rollout {_seconds(rolling_s)}, update "
-        f"{_seconds(update_s)}) if responses have {length:,.0f} tokens each,"
-    )
-    yield "  by the cost model of `jaxrl simulate`, which was 10 to 12 % too slow on one H200"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.0f} s" if value < 120 else f"{value / 60:.0f} min"
-
-
 def _warnings(config: Config, memory: MemoryPlan, all_rows: int, under_way: int) -> Iterator[str]:
     rows = config.rollout.max_num_seqs
     if memory.pool_requests < rows:
@@ -335,18 +273,16 @@ def _warnings(config: Config, memory: MemoryPlan, all_rows: int, under_way: int)
             f"rollout.max_num_seqs ({rows} per dp group, {all_rows} in all) exceeds the samples of a round "
             f"({under_way}): rows stay empty"
         )
-    if memory.device_bytes is None:
-        return
-    state = smaller_state(config, memory.resident)
-    for phase, needed, options in (
-        ("rollout", memory.rollout_bytes, ["lower rollout.num_blocks"]),
-        ("update", memory.update_bytes, [*state, "lower actor.ppo_max_token_len_per_gpu"]),
-    ):
-        if needed > memory.device_bytes:
-            yield (
-                f"the {phase} phase needs about {in_bytes(needed)} of the device's {in_bytes(memory.device_bytes)}: "
-                + "; or ".join(options)
-            )
+
+
+def _phases(phases: Mapping[str, Mapping[str, int]], device_bytes: int | None) -> tuple[str, ...]:
+    """The bytes of each phase's parts, as a table."""
+    names = dict.fromkeys(name for parts in phases.values() for name in parts)
+    rows = [(name, *(in_bytes(each[name]) if name in each else "" for each in phases.values())) for name in names]
+    rows.append(("total", *(in_bytes(sum(each.values())) for each in phases.values())))
+    if device_bytes is not None:
+        rows.append(("of", *[in_bytes(device_bytes)] * len(phases)))
+    return tuple(_table(("", *phases), *rows))
 
 
 def _table(*rows: Iterable[str]) -> list[str]:

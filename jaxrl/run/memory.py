@@ -65,14 +65,6 @@ class MemoryPlan:
     def freed_bytes(self, freed: FreedMemory) -> int:
         return sum(self.resident.values()) + sum(freed.parts.values())
 
-    @property
-    def rollout_bytes(self) -> int:
-        return (sum(self.resident.values()) if self.shared else 0) + sum(self.rollout.values())
-
-    @property
-    def update_bytes(self) -> int:
-        return sum(self.resident.values()) + sum(self.update.values())
-
 
 def plan_num_blocks(config: Config, model_config: ModelConfig, devices: int, memory_bytes: int | None) -> int:
     """KV blocks per dp group, the reserved one included: `rollout.num_blocks` if it is set. Otherwise as many as
