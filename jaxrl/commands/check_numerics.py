@@ -376,14 +376,9 @@ def measured(bench: Bench, path: Path) -> list[Row]:
 
 
 def check_numerics(options: CheckOptions, say: Callable[[str], None], stage: Callable[[str], None], json: bool) -> None:
-    """Compares all paths. Prints a line for each as soon as it is known, or with `json` one object at the end.
-
-    `say` prints a line of the result, `stage` one of progress.
-
-    Raises:
-      ValueError: a model or options that do not fit, or too few devices or tokens.
-      RunFailed: a path differs.
-    """
+    """Compares all paths. Prints a line for each as soon as it is known, or with `json` one object at the end; `stage`
+    prints progress. Raises ValueError for a model or options that do not fit, or too few devices or tokens, and
+    RunFailed where a path differs."""
     with closing(StartupProgress(stage)) as stages:
         stages.begin("reading the model")
         bench = Bench(options)

@@ -57,16 +57,10 @@ def evaluate(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, float]:
     """Draws `rollout.val_kwargs.n` samples per held-out prompt and scores them; returns the figures by name.
+    `checkpoint`: a run directory or a checkpoint, whose parameters replace those of `model.path`.
 
-    Args:
-      checkpoint: a run directory or a checkpoint: its parameters instead of those of `model.path`.
-      out: a file for every response and its verdict. It is written even where all rewards failed.
-      removing: of the process's signals, which may end it while `out` is open.
-      progress: called after each plan with how many responses have ended, and how many there are to be.
-
-    Raises:
-      ValueError: what a user can mend.
-      RunFailed: every reward failed, so that the figures would say nothing about the model.
+    Raises ValueError for what a user can mend, and RunFailed where every reward failed, so that the figures would say
+    nothing about the model; `out` is written all the same.
     """
     if out:
         refuse_overwriting(out, "--out", inputs_of(config))

@@ -39,14 +39,8 @@ def export(
     trains adapters gives a folder of peft's, with the adapters alone.
 
     A temporary folder is written and renamed at the end: a failed export leaves no partial folder, and of two into one
-    folder the second is refused.
-
-    Args:
-      source: a run's directory, or what `model.path` takes.
-      folder: to write; empty or absent.
-      merge: of a run that trains adapters, write the whole model with them in its weights.
-      base: of adapters, the name or folder by which peft finds their base; empty: `model.path`, unless that is a GGUF
-        file or part of an installed package.
+    folder the second is refused. `merge` writes the whole model with a run's adapters in its weights; `base` is by what
+    peft finds the base of adapters, by default `model.path` where peft can load that.
 
     Raises ValueError where `source` has no weights to export, or `folder` cannot be written or is not empty.
     """

@@ -54,15 +54,11 @@ def profile(
     progress: Callable[[int, int], None],
     removing: Removing = nullcontext,
 ) -> Profile:
-    """Measures the points that `out` lacks, and writes them there.
+    """Measures the points that `out` lacks, and writes them there. Raises ValueError where that is a table of something
+    else.
 
-    Args:
-      sizes: the most live rows and the most live tokens of all dp groups together, and the most tokens of a row; 0: as
-        many as the layouts have rows, as the smallest pools hold, and as the configuration's longest sequence has.
-      repeats: of a fast point; the median counts.
-      progress: called with how many measurements are done, and of how many.
-
-    Raises ValueError: `out` is a table of something else.
+    `sizes`: the most live rows and the most live tokens of all dp groups together, and the most tokens of a row; 0: as
+    many as the layouts have rows, as the smallest pools hold, and as the configuration's longest sequence has.
     """
     if (problem := file_problem(out)) is not None:
         raise ValueError(f"--out {problem}")

@@ -46,13 +46,8 @@ def replay(
 ) -> None:
     """Draws a recorded response again, prints it, and says whether each token is the recorded one.
 
-    Args:
-      key: of the sample, as `samples.jsonl` and the report have it.
-      overrides: options on top of the run's own.
-
-    Raises:
-      ValueError: the run has no such sample, or no longer the weights that drew it.
-      RunFailed: a token is another one.
+    Raises ValueError where the run has no such sample, or no longer the weights that drew it, and RunFailed where a
+    token is another one.
     """
     file = config_file(run_dir)
     recorded = read_sample(run_dir, key)

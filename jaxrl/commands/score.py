@@ -66,18 +66,12 @@ def score(
     progress: Callable[[int], None] = lambda count: None,
     removing: Removing = nullcontext,
 ) -> Scores:
-    """Scores each response of a file with `reward.*`, and writes a line for each, in the file's order.
+    """Scores each response of a file (a problem's own columns, and `response`), and writes a JSON line for each, in the
+    file's order: `row` (from 1), `source`, `reward`, `status`, `info`, `duration_s`. `inputs`: more files that are read,
+    which `out` must not replace.
 
-    Args:
-      responses: a `.jsonl`, `.jsonl.gz` or `.parquet` file: a problem's own columns, and `response`.
-      out: the file of JSON lines: `row` (from 1), `source`, `reward`, `status`, `info`, `duration_s`. It appears when
-        all are scored.
-      inputs: more files that are read, which `out` must not replace.
-      progress: called with the number of responses written, a few times a second at most.
-
-    Raises:
-      ValueError: what a user can mend: an option, or a row of the file with its line.
-      RunFailed: scoring failed for every response; the file is written all the same.
+    Raises ValueError for what a user can mend (an option, or a row of the file with its line), and RunFailed where
+    scoring failed for every response; the file is written all the same.
     """
     refuse_overwriting(out, "--out", [responses, *inputs, *inputs_of(config)])
     (path,) = data_files([responses], "--responses")

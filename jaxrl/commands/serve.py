@@ -60,15 +60,8 @@ def serve(
     *,
     adapters: Sequence[str] = (),
 ) -> None:
-    """Serves until a stop is requested.
-
-    Args:
-      source: a run's directory, whose last checkpoint and configuration are taken, or what `model.path` takes.
-      overrides: options on top of the configuration.
-      adapters: none, or one `NAME=FOLDER`: the model has the folder's adapters in its weights, and that name.
-
-    Raises ValueError for what a user can mend.
-    """
+    """Serves a model, or a run's last checkpoint with the run's configuration, until a stop is requested. `adapters`:
+    none, or one `NAME=FOLDER`. Raises ValueError for what a user can mend."""
     address, say = address or Address(), say or partial(print, flush=True)
     web = _web()
     key = _key(address)

@@ -69,15 +69,8 @@ def tune(
     progress: Callable[[int, int], None] = lambda done, total: None,
     removing: Removing = nullcontext,
 ) -> Table:
-    """Searches, and prints what it found.
-
-    Args:
-      rule: a name in `SEARCHES`.
-      values: of all options of the rule together; empty: the default grid.
-      seeds: simulated runs of each value. steps: of each run; None: as many as show the longest period twice.
-
-    Raises ValueError for what a user can mend.
-    """
+    """Searches, and prints what it found. Raises ValueError for what a user can mend. `rule`: a name in `SEARCHES`;
+    `values`: of all options of the rule together, empty for the default grid."""
     if out:
         refuse_overwriting(out, "--out")
     search = SEARCHES[rule]
