@@ -178,10 +178,10 @@ def explain(
     sizes[_microbatch(sharing)] = ("", f"{device_samples:,} or more", full.tokens)
     sizes["rows that decode at once"] = ("", rows, "")
 
-    active, workers = model.num_active_params(), memory.workers
+    active, workers = model.num_active_params(), config.num_workers
     of_a_token = "" if active == model.num_params() else f", {_short(active)} of them a token"
     place = "rollout" if memory.shared else f"rollout alone on {dp * tp}:"
-    cut = "" if workers.count == 1 else f", as {workers.count} workers of dp {workers.dp} × tp {tp}"
+    cut = "" if workers == 1 else f", as {workers} workers of dp {memory.worker_devices // tp} × tp {tp}"
     used = memory.resident | memory.rollout if memory.shared else memory.rollout
     phases = {"rollout": used, "update": memory.resident | memory.update}
     phases |= {each.column: {**memory.resident, **each.parts} for each in memory.freed}
@@ -231,22 +231,22 @@ def _step_lines(config: Config, microbatches: int) -> Iterator[str]:
 
 
 def _rollout_lines(config: Config, model: ModelConfig, memory: MemoryPlan, under_way: int) -> Iterator[str]:
-    workers, num_hosts, tp = memory.workers, config.rollout.hosts_per_worker, config.rollout.tp
+    workers, num_hosts, tp = config.num_workers, config.rollout.hosts_per_worker, config.rollout.tp
+    devices = memory.worker_devices
     yield (
         f"KV pool per dp group: {memory.num_blocks:,} blocks (one reserved), {memory.pool_tokens:,} tokens, "
         f"{_count(memory.pool_requests, 'request')} of the longest length"
     )
-    if workers.count > 1:
-        weights = in_bytes(memory.rollout["rollout weights"] * workers.num_devices)
-        pools = in_bytes(memory.rollout["KV pool"] * workers.num_devices)
+    if workers > 1:
+        dp = devices // tp
+        weights, pools = (in_bytes(memory.rollout[name] * devices) for name in ("rollout weights", "KV pool"))
         yield (
-            f"each of {workers.count} workers: {_count(workers.num_devices, 'device')}, rollout weights of {weights} "
-            f"and KV pools of {pools} together,"
+            f"each of {workers} workers: {_count(devices, 'device')}, rollout weights of {weights} and KV pools of "
+            f"{pools} together,"
         )
         yield (
-            f"  rows for {workers.num_rows * workers.dp:,} samples and KV for {memory.pool_requests * workers.dp:,} of "
-            f"the longest length; about {-(-under_way // workers.count):,} of the {under_way:,} samples under way are "
-            "its own"
+            f"  rows for {memory.num_rows * dp:,} samples and KV for {memory.pool_requests * dp:,} of the longest "
+            f"length; about {-(-under_way // workers):,} of the {under_way:,} samples under way are its own"
         )
     if num_hosts > 1:
         traffic = step_traffic(padded_config(model, tp), tp, num_hosts, BYTES[config.rollout.dtype])

@@ -67,8 +67,8 @@ def score(
     removing: Removing = nullcontext,
 ) -> Scores:
     """Scores each response of a file (a problem's own columns, and `response`), and writes a JSON line for each, in the
-    file's order: `row` (from 1), `source`, `reward`, `status`, `info`, `duration_s`. `inputs`: more files that are read,
-    which `out` must not replace.
+    file's order: `row` (from 1), `source`, `reward`, `status`, `info`, `duration_s`. `inputs`: more files
+    that are read, which `out` must not replace.
 
     Raises ValueError for what a user can mend (an option, or a row of the file with its line), and RunFailed where
     scoring failed for every response; the file is written all the same.
