@@ -152,12 +152,8 @@ def explain(
     device_bytes: int | None = None,
     platform: str = "gpu",
 ) -> Explanation:
-    """Works out a configuration with a rollout.
-
-    Args:
-      device_bytes: memory of one device; None where it is not known (then no warning compares with it).
-      platform: of the devices; it decides from which row length on attention runs in tiles.
-    """
+    """Works out a configuration with a rollout. `platform`: of the devices; it decides from which row length on
+    attention runs in tiles."""
     config = config.with_types(platform)
     _refuse_number(config, num_devices)
     data, actor, n, length = config.data, config.actor, config.rollout.n, config.max_model_length

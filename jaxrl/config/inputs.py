@@ -63,14 +63,9 @@ class NotStrict(ValueError):
 
 @contextmanager
 def reading(path: str | PathLike[str], line: int | None = None) -> Iterator[None]:
-    """Names `path` (and `line`, from 1) in what the block raises.
-
-    Other ValueErrors pass as they are: a reader that knows what is wrong names the file itself.
-
-    Raises:
-      ValueError: the content is cut off, damaged, not UTF-8, not JSON, not YAML, or nested too deeply.
-      OSError: the operating system's own, with the file's name.
-    """
+    """Names `path` (and `line`, from 1) in what the block raises: a ValueError where the content is cut off, damaged,
+    not UTF-8, not JSON, not YAML, or nested too deeply, or the system's own OSError. Other ValueErrors pass as they
+    are: a reader that knows what is wrong names the file itself."""
     place = str(path) if line is None else f"{path}, line {line}"
     try:
         yield
@@ -160,13 +155,9 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def strict_json(text: str) -> Any:
-    """A JSON value. Call it inside `reading`, which adds the file's name to errors.
-
-    Raises:
-      NotStrict: NaN or Infinity, a duplicate key in one object, an integer of over `MAX_DIGITS` digits, half of a
-        surrogate pair, nesting of over `MAX_DEPTH` levels.
-      json.JSONDecodeError: no JSON at all.
-    """
+    """A JSON value. Call it inside `reading`, which adds the file's name to errors. Raises NotStrict for NaN or
+    Infinity, a duplicate key in one object, an integer of over `MAX_DIGITS` digits, half of a surrogate pair, and
+    nesting of over `MAX_DEPTH` levels."""
     value = json.loads(
         text,
         object_pairs_hook=_each_key_once,

@@ -34,13 +34,8 @@ _log = logging.getLogger(__name__)
 
 
 class JsonLines:
-    """Appends JSON objects to a file, one on a line. The file is made by `open`, or with its first line.
-
-    Args:
-      last_step: `begin` drops lines of later steps; None: all lines stay.
-      compact: no spaces between names and values.
-      sync: `append` returns only when the line is on the disk.
-    """
+    """Appends JSON objects to a file, one on a line. The file is made by `open`, or with its first line. `begin` drops
+    lines of steps after `last_step` (None: all stay); with `sync`, `append` returns when the line is on the disk."""
 
     def __init__(
         self, path: str | Path, last_step: int | None = None, *, compact: bool = False, sync: bool = False
@@ -142,14 +137,8 @@ def write_whole(
 @contextmanager
 def writing_whole(path: str | Path, *, sync: bool = False, removing: Removing = nullcontext) -> Iterator[IO[bytes]]:
     """A temporary file beside `path`, open for writing, which replaces `path` when the `with` ends without an error. A
-    link is followed. What is no ordinary file (a terminal, a pipe) is written itself.
-
-    Args:
-      sync: the content is on the disk before it takes the old one's place.
-      removing: of the process's signals.
-
-    Raises:
-      OSError: it cannot be written, with the name of the file.
+    link is followed. What is no ordinary file (a terminal, a pipe) is written itself. `sync`: the content is on the
+    disk before it takes the old one's place. An OSError has the name of the file.
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not stat.S_ISREG(path.stat().st_mode):

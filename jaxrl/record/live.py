@@ -37,17 +37,11 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b
 
 
 class LiveView:
-    """Shows a run on `stream`.
+    """Shows a run on `stream`. `detail` of the phase, and `beside`, what is compiled in the background, may be set.
 
-    Args:
-      total_steps: the run's last step; 0: not known, and no time left is shown.
-      done: the steps before a resumed run's first.
-      window: the time left is estimated from that many steps: evaluations and checkpoints that occur only in some of
-        them count with their share.
-      clock: in seconds.
-
-    Attributes:
-      detail: of the phase. beside: what is compiled in the background, empty where nothing is.
+    `total_steps`: the run's last step, 0 where it is not known, and no time left is shown; `done`: the steps before a
+    resumed run's first; `window`: steps from which the time left is estimated, so that evaluations and checkpoints that
+    occur only in some of them count with their share.
     """
 
     def __init__(

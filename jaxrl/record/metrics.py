@@ -32,13 +32,8 @@ FILE_NAME = "metrics.jsonl"
 
 
 class Phase(NamedTuple):
-    """A part of a step, whose seconds are `timing_s/<name>`.
-
-    Attributes:
-      part: of a step that it belongs to: the "round" that made the batch, the "update", or neither.
-      label: on a terminal and a page.
-      colour: on a page, where a phase without one is drawn as a part of "other".
-    """
+    """A part of a step, whose seconds are `timing_s/<name>`. `part`: the "round" that made the batch, the "update", or
+    neither; `colour`: on a page, where a phase without one is drawn as a part of "other"."""
 
     name: str
     part: str
@@ -115,11 +110,9 @@ class MetricsWriter:
     """Appends one line per step to `run_dir/metrics.jsonl`, and sends the same numbers to the sinks. Nothing is written
     or sent before `open_sinks` and `begin`, which a `with` calls.
 
-    Args:
-      sinks: names from `trainer.logger`. One that lacks steps of the file is sent them when the writer begins.
-      resume_step: the last step that counts (the checkpoint's): lines of later steps are removed. -1 removes all; None
-        keeps all.
-      project, experiment, config: what sinks show.
+    `sinks`: names from `trainer.logger`, which are sent the steps of the file that they lack when the writer begins;
+    `resume_step`: the last step that counts (the checkpoint's), after which lines are removed; -1 removes all, None
+    keeps all; `project`, `experiment`, `config`: what sinks show.
     """
 
     def __init__(

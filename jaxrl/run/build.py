@@ -230,12 +230,8 @@ def build_executor(
     top_logprobs: int = 0,
     draw: Draw = sample,
 ) -> MeshExecutor:
-    """The executor of a rollout with one worker.
-
-    Args:
-      truncate: requests may use top-k, top-p and min-p, also where the run's do not.
-      top_logprobs: the most of the likeliest tokens that a request may ask for.
-    """
+    """The executor of a rollout with one worker. `truncate`: requests may use top-k, top-p and min-p, also where the
+    run's do not; `top_logprobs`: the most of the likeliest tokens that a request may ask for."""
     sizes = _executor_config(config, model, layout.mesh, layout.tp, device_bytes(layout.mesh.devices.ravel().tolist()))
     sizes = dataclasses.replace(sizes, truncate=sizes.truncate or truncate, top_logprobs=top_logprobs, draw=draw)
     return MeshExecutor(model, layout, sizes, weights)

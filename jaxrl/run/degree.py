@@ -32,15 +32,9 @@ def with_degree(
     earlier: Config | None = None,
     memory: DeviceMemory | None = None,
 ) -> Config:
-    """`config`, whose degree is auto and whose types are known, with a number, said and explained.
-
-    Args:
-      mesh: of the rollout, on this host.
-      earlier: the configuration with which this run was started before; None: never.
-      memory: the least of all hosts; default: that of the mesh's devices.
-
-    Raises ConfigError where no profile of this model and machine has a possible degree.
-    """
+    """`config`, whose degree is auto and whose types are known, with a number, said and explained. Raises ConfigError
+    where no profile of this model and machine has a possible degree. `mesh`: of the rollout, on this host; `earlier`:
+    the configuration of the run's start before; `memory`: the least of all hosts, by default that of the mesh."""
     kept = config.with_tp_of(earlier, mesh.size // config.workers_per_group)
     if not kept.is_tp_open:
         say(f"{OPTION}: auto stays {kept.rollout.tp}, as this run began")

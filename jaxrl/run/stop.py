@@ -30,14 +30,8 @@ _SHOW_CURSOR = b"\x1b[?25h"  # the live view hides it
 
 class Stop:
     """Handles the two signals once `watch` has taken them over, or SIGINT inside `watching`; without these it never
-    requests a stop.
-
-    Args:
-      end: ends the process, with a sentence and a status.
-
-    Attributes:
-      asked: whether a signal has asked for a stop; number: which one did.
-    """
+    requests a stop. `asked`: whether a signal, `number`, has asked for one; `end`: ends the process, with a sentence
+    and a status."""
 
     def __init__(self, end: Callable[[str, int], object] | None = None) -> None:
         self.asked = False

@@ -324,12 +324,8 @@ def run_training(
     progress: Callable[[str], None] = lambda line: None,
 ) -> RunOutcome:
     """Runs (or resumes) the training that `config` describes; raises ValueError for what a user can mend. With several
-    hosts all of them are started again from the newest checkpoint where one is lost.
-
-    Args:
-      kind: the command that trains. start: puts the run together, and has it `go`.
-      progress: shows a line of what takes long before the first step; called from another thread.
-    """
+    hosts all of them are started again from the newest checkpoint where one is lost. `start`: puts the run together,
+    and has it `go`; `progress`: shows what takes long before the first step, from another thread."""
     refuse_run_dir(config)
     stop, hosts = stop or Stop(), None if config.hosts.num == 1 else _hosts_of(config)
     left, saved = config.hosts.max_restarts, -1
