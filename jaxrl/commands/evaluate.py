@@ -41,7 +41,7 @@ from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.scheduling.rounds.round import Round
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
-from jaxrl.training.steps import find_step, whole_step
+from jaxrl.training.steps import whole_step
 from jaxrl.types import Group, Prompt, RunFailed, Sample, SampleKey
 
 Ballots = list[list[int]]
@@ -67,7 +67,7 @@ def evaluate(
     said: list[str] = []  # shown once nothing is refused any more
     place = whole_step(checkpoint, say=said.append) if checkpoint else None
     if place is None:
-        said.append(_weights_of_model(config))
+        said.append(f"parameters of model.path ({config.model.path}); --checkpoint scores a run's last ones instead")
     worker = LoneWorker.open(config, said.append, [place])
     config, mesh, tokenizer = worker.config, worker.mesh, worker.tokenizer
     said += share_notes(config, mesh.devices.ravel().tolist())
@@ -108,19 +108,6 @@ def evaluate(
             _write_samples(file, groups, config.data)
     say_failed(errors, total, say)
     return figures(groups, ballots(config, groups))
-
-
-def _weights_of_model(config: Config) -> str:
-    """Says that the model itself is scored, and how the run's checkpoint would be, where there is one."""
-    text = f"parameters of model.path ({config.model.path})"
-    run_dir = config.trainer.run_dir
-    if not run_dir:
-        return text
-    try:
-        find_step(run_dir)
-    except (OSError, ValueError):
-        return text  # there is no checkpoint, and none was asked for
-    return f"{text}; --checkpoint {run_dir} scores the run's last checkpoint instead"
 
 
 def _responses(run: Run, prompts: Sequence[Prompt]) -> tuple[list[Group], list[str]]:

@@ -198,8 +198,6 @@ def explain(
 
 
 def _refuse_number(config: Config, num_devices: int) -> None:
-    if num_devices < 1:
-        raise ValueError(f"the number of devices ({num_devices}) must be >= 1")
     if num_devices % config.hosts.num:
         raise ValueError(
             f"the number of devices ({num_devices}) must be a multiple of hosts.num ({config.hosts.num}): all hosts "

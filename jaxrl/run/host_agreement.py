@@ -108,10 +108,10 @@ def mark_in(folder: str) -> Iterator[str]:
         remove_empty(made)
 
 
-def folder_problem(folder: str, mark: str, within_s: float = _SEEN_WITHIN_S) -> str:
+def folder_problem(folder: str, mark: str) -> str:
     """The problem with the run directory here; empty: the controller's mark is seen, and files can be written."""
     path = Path(os.path.expanduser(folder))
-    until_s = time.monotonic() + within_s
+    until_s = time.monotonic() + _SEEN_WITHIN_S
     while not (path / mark).is_file():
         if time.monotonic() > until_s:
             return f"{path} does not show what the controller has written there"
