@@ -21,7 +21,7 @@ import os
 import select
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +54,6 @@ from jaxrl.run.stop import Stop
 
 if TYPE_CHECKING:
     from jaxrl.config import Config
-    from jaxrl.record.files import Removing
 
 
 def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> int:
@@ -70,6 +69,7 @@ def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> in
             answer_shell(*parser)
         options = parse(*parser, sys.argv[1:] if arguments is None else arguments)
         options.signals = stop
+        _writes(options, getattr(options, "out", "") or getattr(options, "folder", ""))
         options.run(options)
         sys.stdout.flush()
         return 0
@@ -328,9 +328,9 @@ def _config(options: argparse.Namespace, note: Callable[[str], None] = _note) ->
     return config
 
 
-def _removing(options: argparse.Namespace) -> Removing:
-    """The context that removes a command's temporary file when a signal ends the command."""
-    return nullcontext if options.signals is None else options.signals.removing
+def _writes(options: argparse.Namespace, file: str) -> None:
+    if options.signals is not None:
+        options.signals.written = file
 
 
 def _learn(options: argparse.Namespace) -> None:
@@ -357,8 +357,7 @@ def _tune(options: argparse.Namespace) -> None:
     names = ("values", "seeds", "steps", "processes")
     asked: dict[str, Any] = {name: getattr(options, name) for name in names} | {"out": options.out or ""}
     with closing(ProgressCounter("runs", sys.stderr)) as counted:
-        asked |= {"progress": counted.show, "removing": _removing(options)}
-        tune(options.run_dir, options.overrides, options.rule, **asked)
+        tune(options.run_dir, options.overrides, options.rule, **asked, progress=counted.show)
 
 
 def _generate(options: argparse.Namespace) -> None:
@@ -390,7 +389,7 @@ def _eval(options: argparse.Namespace) -> None:
     if options.out:
         refuse_overwriting(options.out, "--out", [options.config or ""])
     with closing(ProgressCounter("responses", sys.stderr)) as counted:
-        result = evaluate(config, options.checkpoint, options.out, removing=_removing(options), progress=counted.show)
+        result = evaluate(config, options.checkpoint, options.out, progress=counted.show)
     width = max(map(len, result))
     for name, value in result.items():
         print(f"{name:<{width}}  {value:.4g}")
@@ -415,7 +414,6 @@ def _score(options: argparse.Namespace) -> None:
             options.out,
             inputs=[options.config or ""],
             progress=counted.show,
-            removing=_removing(options),
         )
     print(scores.summary())
 
@@ -424,7 +422,7 @@ def _export(options: argparse.Namespace) -> None:
     from jaxrl.commands.export import export
 
     asked = {"merge": options.merge, "base": options.base or ""}
-    for file in export(options.source, options.folder, options.dtype, stop=options.signals, **asked):
+    for file in export(options.source, options.folder, options.dtype, **asked):
         print(file)
 
 
@@ -482,9 +480,10 @@ def _profile(options: argparse.Namespace) -> None:
     out = options.out or config.rollout.layout.profile
     if not out:
         raise ValueError("profile: give the table's file with --out, or as rollout.layout.profile")
+    _writes(options, out)
     sizes = (options.max_batch, options.token_budget, options.max_context)
     with closing(ProgressCounter("measurements", sys.stderr)) as counted:
-        table = profile(config, out, sizes, options.repeats, counted.show, _removing(options))
+        table = profile(config, out, sizes, options.repeats, counted.show)
     verify = f", {len(table.verify)} that verify" if table.verify else ""
     counts = f"{len(table.prefill)} prefills, {len(table.switches)} switches"
     print(f"{out}: {len(table.decode)} decode points{verify}, {counts}")
@@ -509,7 +508,7 @@ def _completion(options: argparse.Namespace) -> None:
 
 
 def _report(options: argparse.Namespace) -> None:
-    removing = _removing(options)
+    _writes(options, options.out or ("comparison.html" if options.others else f"{options.run_dir}/report.html"))
     if not options.others:
         from jaxrl.mechanisms import page_parts
         from jaxrl.report.page import write_report
@@ -517,11 +516,11 @@ def _report(options: argparse.Namespace) -> None:
         def say(text: str) -> None:
             print(f"jaxrl: {text}", file=sys.stderr)
 
-        print(write_report(options.run_dir, options.out, removing, say, page_parts()))
+        print(write_report(options.run_dir, options.out, say, page_parts()))
         return
     from jaxrl.report.comparison import write_comparison
 
-    page, summary = write_comparison([options.run_dir, *options.others], options.out or "comparison.html", removing)
+    page, summary = write_comparison([options.run_dir, *options.others], options.out or "comparison.html")
     print(f"{summary}\n\n{page}")
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import IO
 
@@ -27,7 +27,7 @@ from jaxrl.mechanisms.judge.build import read_judge
 from jaxrl.mechanisms.judge.endpoint import join_endpoint
 from jaxrl.mechanisms.turns.pool import EnvironmentPool
 from jaxrl.mechanisms.turns.rule import trajectory_metrics
-from jaxrl.record.files import Removing, to_json, writing_whole
+from jaxrl.record.files import to_json, writing_whole
 from jaxrl.record.metrics import RIGHT
 from jaxrl.record.run_dir import inputs_of, refuse_overwriting
 from jaxrl.rewards.domains import build_scorer
@@ -53,7 +53,6 @@ def evaluate(
     checkpoint: str | None = None,
     out: str | None = None,
     say: Callable[[str], None] = print,
-    removing: Removing = nullcontext,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, float]:
     """Draws `rollout.val_kwargs.n` samples per held-out prompt and scores them; returns the figures by name.
@@ -85,7 +84,7 @@ def evaluate(
         pool.warm()
         params = worker.weights(place)
         # open from here on: that it cannot be written is known before the evaluation, not after it
-        file = stack.enter_context(writing_whole(out, removing=removing)) if out else None
+        file = stack.enter_context(writing_whole(out)) if out else None
         use_compilation_cache(config)
         for line in said:
             say(line)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -18,7 +17,7 @@ from typing import Any
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.hosts import HostsSection
-from jaxrl.record.files import Removing, file_problem, write_whole
+from jaxrl.record.files import file_problem, write_whole
 from jaxrl.record.run_dir import inputs_of, refuse_overwriting
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.profiler import Profiler
@@ -52,7 +51,6 @@ def profile(
     sizes: Sequence[int],
     repeats: int,
     progress: Callable[[int, int], None],
-    removing: Removing = nullcontext,
 ) -> Profile:
     """Measures the points that `out` lacks, and writes them there. Raises ValueError where that is a table of something
     else.
@@ -88,7 +86,7 @@ def profile(
     for done, (field, measure) in enumerate(steps, total - len(steps)):
         progress(done, total)
         table = replace(table, **{field: (*getattr(table, field), *measure())})
-        write_whole(path, json.dumps(table.to_json(), indent=1) + "\n", removing=removing)
+        write_whole(path, json.dumps(table.to_json(), indent=1) + "\n")
     progress(total, total)
     return table
 

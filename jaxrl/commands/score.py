@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from jaxrl.config.domains import domains
 from jaxrl.data.files import data_files
 from jaxrl.data.responses import read_responses
 from jaxrl.mechanisms.judge.endpoint import join_endpoint
-from jaxrl.record.files import Removing, to_json, writing_whole
+from jaxrl.record.files import to_json, writing_whole
 from jaxrl.record.metrics import RIGHT
 from jaxrl.record.run_dir import inputs_of, refuse_overwriting
 from jaxrl.rewards.domains import build_scorer, refuse_tests
@@ -64,7 +64,6 @@ def score(
     *,
     inputs: Sequence[str] = (),
     progress: Callable[[int], None] = lambda count: None,
-    removing: Removing = nullcontext,
 ) -> Scores:
     """Scores each response of a file (a problem's own columns, and `response`), and writes a JSON line for each, in the
     file's order: `row` (from 1), `source`, `reward`, `status`, `info`, `duration_s`. `inputs`: more files
@@ -107,7 +106,7 @@ def score(
     with closing(build_pool(config, scorer, where=where)) as pool:
         join_endpoint(config, pool)
         pool.warm()
-        with writing_whole(out, removing=removing) as file:
+        with writing_whole(out) as file:
             said_s = time.monotonic()
             for prompt, verdict in _in_order(pool, placed(), _AHEAD * config.reward.num_workers):
                 line: dict[str, Any] = {

@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from multiprocessing import get_context
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any
 from jaxrl.config import Config
 from jaxrl.config import files as config_files
 from jaxrl.mechanisms import MECHANISMS, batch_rule, enabled
-from jaxrl.record.files import Removing, to_json, write_whole
+from jaxrl.record.files import to_json, write_whole
 from jaxrl.record.metrics import read_metrics
 from jaxrl.record.run_dir import CONFIG_FILE, RUN_FILE, SIMULATED, recorded_start, refuse_overwriting
 from jaxrl.run.simulation import build, rare_collections
@@ -67,7 +67,6 @@ def tune(
     out: str = "",
     say: Callable[[str], None] = print,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    removing: Removing = nullcontext,
 ) -> Table:
     """Searches, and prints what it found. Raises ValueError for what a user can mend. `rule`: a name in `SEARCHES`;
     `values`: of all options of the rule together, empty for the default grid."""
@@ -124,7 +123,7 @@ def tune(
     if out:
         record = {"written": datetime.now(UTC).isoformat(timespec="seconds"), "run": run_dir, "given": list(overrides)}
         record |= {"seeds": seeds, "steps": steps, "costs": costs, "lengths": lengths, **table.to_json()}
-        write_whole(Path(out), to_json(record, indent=1) + "\n", removing=removing)
+        write_whole(Path(out), to_json(record, indent=1) + "\n")
     return table
 
 
