@@ -36,9 +36,9 @@ from jaxrl.rollout.sampling import Draw, Forced, sample
 from jaxrl.run.build import build_executor, refuse_too_large, use_compilation_cache
 from jaxrl.run.devices import prepare_jax
 from jaxrl.run.memory import kv_layers_of
-from jaxrl.run.rules import batcher_config
 from jaxrl.run.weights import adapted, load_weights
 from jaxrl.scheduling.layouts.relayout import How
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import PlanResult, Request, resume
 from jaxrl.scheduling.tokens.progress import Counters
@@ -211,7 +211,8 @@ class Bench:
         executor.start_in(layout.tp)  # it may have ended in another one
         executor.sync_weights(self.weights(devices), 0)
         executor.allocate()
-        return Engine(executor, batcher_config(config, verify_rule(config, executor, None, None)))
+        rule = verify_rule(config, executor, None, None)
+        return Engine(executor, BatcherConfig(**config.batching, verify_rule=rule))
 
 
 def _together(engine: Engine, bench: Bench) -> None:

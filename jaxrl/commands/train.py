@@ -28,8 +28,7 @@ from jaxrl.record.run_record import RunOutcome
 from jaxrl.rewards.domains import build_scorer, refuse_tests
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.rewards.reward_pool import RewardPool, build_pool
-from jaxrl.run.rules import carried
-from jaxrl.run.run import Run
+from jaxrl.run.run import Run, carried
 from jaxrl.run.stop import Stop
 from jaxrl.run.training import Training, run_training
 from jaxrl.training.training_step import Models

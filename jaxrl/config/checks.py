@@ -13,7 +13,7 @@ from jaxrl.config.domains import problems as reward_problems
 from jaxrl.config.domains import unread as unread_rewards
 from jaxrl.config.options import AdvantageEstimator, Config
 from jaxrl.config.rewards import RewardSection
-from jaxrl.config.supervised import DpoSection, SftSection
+from jaxrl.config.updates import DpoSection, SftSection
 from jaxrl.schema.declared import MAX_INT, shown
 from jaxrl.schema.devices import devices_problem, possible_workers
 from jaxrl.schema.limits import template_problem

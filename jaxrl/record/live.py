@@ -24,8 +24,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from jaxrl.record.metrics import FAILURES, PHASES, SHOWN, step_phases
-from jaxrl.record.numbers import duration, number
+from jaxrl.record.metrics import FAILURES, PHASES, SHOWN, duration, number, step_phases
 
 _SHOWN_S = 0.05  # a phase that took less is not
 _SILENT_S = 30.0  # for which a log may say nothing

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Literal
 
-from jaxrl.record.metrics import FAILURES, ROUND_PHASES, UPDATE_PHASES, seconds_of
-from jaxrl.record.numbers import duration, number
+from jaxrl.record.metrics import FAILURES, ROUND_PHASES, UPDATE_PHASES, duration, number, seconds_of
 from jaxrl.report.charts import Point, finite
 from jaxrl.report.curves import short, validation_names
 from jaxrl.report.runs import RecordedRun

@@ -13,8 +13,7 @@ from jaxrl.config import Config, flatten, to_mapping
 from jaxrl.config.checks import is_read
 from jaxrl.record.batches import reward_failures
 from jaxrl.record.files import write_whole
-from jaxrl.record.metrics import FAILURES, hidden_shares
-from jaxrl.record.numbers import duration, number
+from jaxrl.record.metrics import FAILURES, duration, hidden_shares, number
 from jaxrl.record.run_dir import refuse_overwriting
 from jaxrl.report.charts import breakable, card, finite
 from jaxrl.report.curves import PagePart, charts, short, validation_names

@@ -13,7 +13,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
-from jaxrl.config.hosts import HostsSection
+from jaxrl.config.options import HostsSection
 from jaxrl.data.stops import check_stop_strings, stop_ids, stop_string_check
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.mechanisms.speculation import Speculation, build_proposer, verify_rule
@@ -26,8 +26,8 @@ from jaxrl.rollout.sampling import Draw, sample
 from jaxrl.rollout.worker_set import WorkerSet
 from jaxrl.run.devices import ProcessDevices, prepare_jax, with_types
 from jaxrl.run.memory import layout_degrees, layout_sizes, max_tp, memory_plan, memory_problem
-from jaxrl.run.rules import batcher_config
 from jaxrl.run.weights import adapted, load_weights, refuse_other_model
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.local_workers import Arrival, LocalWorkers, step_ticks
 from jaxrl.schema.devices import sharing_problem
@@ -302,7 +302,7 @@ def build_engine(
 ) -> Engine:
     """The engine of `config.rollout` over an executor; `profile`, `sizes` (of `row_sizes`): where a rule reads them."""
     rule = verify_rule(config, executor, profile, sizes)
-    return Engine(executor, batcher_config(config, rule), stop_check=stop_string_check(tokenizer))
+    return Engine(executor, BatcherConfig(**config.batching, verify_rule=rule), stop_check=stop_string_check(tokenizer))
 
 
 def build_engines(

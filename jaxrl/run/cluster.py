@@ -31,7 +31,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxrl.config import Config, ConfigError
-from jaxrl.config.hosts import HostsSection
+from jaxrl.config.options import HostsSection
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.record.files import reason
 from jaxrl.rollout.remote import RemoteExecutor, RemoteWorkers

@@ -32,10 +32,10 @@ from jaxrl.mechanisms.stream_trainer.simulated import SimulatedStream
 from jaxrl.mechanisms.turns import simulated as simulated_turns
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.run.arrival import ArrivalOrder
-from jaxrl.run.rules import batcher_config
 from jaxrl.run.run import Run
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.plan_cost import PlanCostModel
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers, step_ticks
 from jaxrl.sim.clock import SimulatedClock, SimulatedConcurrently, SimulatedPhases
@@ -92,7 +92,7 @@ class SimulatedMachine:
         self.num_devices = num_devices_of(config) if is_own else sizes.num_devices * config.num_workers
         self._turns = simulated_turns.turn_model(config, workload) if config.environment.is_on else None
         self.executors = self._build_executors()
-        batching = batcher_config(config, simulated_speculation.verify_rule(config, cost))
+        batching = BatcherConfig(**config.batching, verify_rule=simulated_speculation.verify_rule(config, cost))
         engines = [Engine(each, batching) for each in self.executors.executors]
         self.arrival = ArrivalOrder(self.executors.first_done, None) if config.rollout.order == "arrival" else None
         pace = self.predictor() if config.rollout.layout.switch else None

@@ -31,7 +31,8 @@ _SHOW_CURSOR = b"\x1b[?25h"  # the live view hides it
 class Stop:
     """Handles the two signals once `watch` has taken them over, or SIGINT inside `watching`; without these it never
     requests a stop. `asked`: whether a signal, `number`, has asked for one; `end`: ends the process, with a sentence
-    and a status; `written`: the file or the folder that is the command's result, whose temporary one goes with the process."""
+    and a status; `written`: the file or folder that is the command's result, whose temporary one goes with the process.
+    """
 
     def __init__(self, end: Callable[[str, int], object] | None = None) -> None:
         self.asked = False
