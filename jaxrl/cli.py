@@ -179,16 +179,12 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     add_overrides(sub, "options on top of the run's own")
 
     sub = configured("score", _score, "Score given responses with a reward, without a model.")
-    kinds = ("auto", "math", "task", "code", "judge", "custom")
-    add_choice(sub, "--kind", *kinds, text="reward.kind, in place of --config")
     columns = "JSONL or Parquet: a problem's columns, and response"
     add(sub, "--responses", filled, columns, required=True, metavar="FILE")
     add(sub, "--out", written, "a JSON line with the reward for each response", required=True, metavar="FILE")
 
     sub = command("check-numerics", _check, "Compute responses in many ways, and show which bits differ, where first.")
-    source = sub.add_mutually_exclusive_group(required=True)
-    add(source, "--model", filled, "as model.path")
-    add(source, "--shape", filled, "random weights of a model by name (SmolLM2-135M)")
+    add(sub, "--model", filled, "as model.path", required=True)
     add(sub, "--tp", wholes(1, 64), "degrees, each on as many devices (1)", default=(1,), metavar="LIST")
     add(sub, "--rows", wholes(1, 4096), "decoded together (1,8,32)", default=(1, 8, 32), metavar="LIST")
     add(sub, "--tokens", whole(1, MAX_TOKENS), "drawn, about (1024)", default=1024)
@@ -198,16 +194,13 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     add_overrides(sub, "options of rollout and actor")
 
     sub = configured("explain-config", _explain, "Show derived sizes and the memory of both phases.")
-    add(sub, "--shape", filled, "a model by name (Qwen2.5-7B), as model.path")
     add(sub, "--devices", device_count(0), "how many devices to plan for (0: those here)", default=0)
     add(sub, "--device-gib", number(0, 100_000), "GiB that JAX has of each (0: what it says)", default=0.0)
     reads = "that reads it (of a run's config.yaml the run's, else train)"
     add_choice(sub, "--command", "train", "sft", "dpo", text=reads, dest="reader")
 
     sub = command("explain-layout", _explain_layout, "Show which device holds which part of the rollout weights.")
-    source = sub.add_mutually_exclusive_group(required=True)
-    add(source, "--model", filled, "as model.path; only its config is read")
-    add(source, "--shape", filled, "a model by name (SmolLM2-135M)")
+    add(sub, "--model", filled, "as model.path, of which only the config is read, or SmolLM2-135M", required=True)
     add(sub, "--devices", device_count(0), "how many devices (0: those here)", default=0)
     add(sub, "--tp", device_count(1), "tensor parallelism; dp is the rest (1)", default=1)
     add(sub, "--hosts", device_count(0), "on which the devices are, for what training sends (1)", default=1)
@@ -316,11 +309,9 @@ def _config(options: argparse.Namespace, note: Callable[[str], None] = _note) ->
             own = Path(options.checkpoint) / CONFIG_FILE
             options.config = file = str(own) if own.is_file() else None
         case "score":  # no model is read, so none need be named
-            kind = [f"reward.kind={options.kind}"] if options.kind else []
-            overrides = ["model.path=none", *kind, *overrides]
+            overrides = ["model.path=none", *overrides]
         case "explain-config":
             reader = _reader(options)
-            overrides = [*overrides, *([f"model.path={options.shape}"] if options.shape else [])]
     notes: list[str] = []
     config = load(file, overrides, notes.append, reader, is_whole=options.is_whole)
     for text in notes:
@@ -404,17 +395,10 @@ def _replay(options: argparse.Namespace) -> None:
 def _score(options: argparse.Namespace) -> None:
     from jaxrl.commands.score import score
 
-    if options.config and options.kind:
-        raise ValueError("score: --kind and --config exclude each other")
     config = _config(options)
     with closing(ProgressCounter("responses", sys.stderr)) as counted:
-        scores = score(
-            config,
-            options.responses,
-            options.out,
-            inputs=[options.config or ""],
-            progress=counted.show,
-        )
+        inputs = [options.config or ""]
+        scores = score(config, options.responses, options.out, inputs=inputs, progress=counted.show)
     print(scores.summary())
 
 
@@ -439,10 +423,6 @@ def _check(options: argparse.Namespace) -> None:
 def _explain(options: argparse.Namespace) -> None:
     from jaxrl.commands.explain import explain_config
 
-    if options.shape:
-        from jaxrl.models.shapes import named_shape
-
-        named_shape(options.shape)  # refuses a name that there is not
     config = _config(options)
     print(explain_config(config, options.devices, int(options.device_gib * 2**30) or None, _reader(options)))
 
@@ -464,11 +444,11 @@ def _explain_layout(options: argparse.Namespace) -> None:
     import jax
 
     from jaxrl.models.loading import config_of, resolve_path
-    from jaxrl.models.shapes import named_shape
+    from jaxrl.models.shapes import SHAPES
     from jaxrl.sharding.explain import explain_layout
 
-    config = named_shape(options.shape) if options.shape else config_of(resolve_path(options.model, "--model"))
-    name = options.shape or Path(options.model.partition(":")[2] or options.model).name
+    config = SHAPES.get(options.model) or config_of(resolve_path(options.model, "--model"))
+    name = Path(options.model.partition(":")[2] or options.model).name
     devices = options.devices or len(jax.devices())
     print(explain_layout(config, devices, options.tp, name=name, num_hosts=options.hosts))
 

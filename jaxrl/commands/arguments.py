@@ -277,10 +277,9 @@ def shown(value: str) -> str:
 
 
 def _in_our_words(message: str) -> str:
-    """argparse's own sentences, of arguments that are missing or exclude each other."""
+    """argparse's own sentences, of arguments that are missing or ambiguous."""
     for pattern, ours in (
         (r"the following arguments are required: (.*)", r"\1 must be given"),
-        (r"one of the arguments (\S+) (\S+) is required", r"\1 or \2 must be given"),
         (r"ambiguous option: (\S+) could match (.*)", r"\1 may mean \2"),
     ):
         if re.fullmatch(pattern, message):
@@ -291,7 +290,6 @@ def _in_our_words(message: str) -> str:
 def _of_option(option: str, message: str) -> str:
     for ending, ours in (
         ("expected one argument", f"{option} needs a value"),
-        ("not allowed with argument ", f"{option} and {{}} exclude each other"),
         ("ignored explicit argument ", f"{option} takes no value, found {{}}"),
     ):
         if message.startswith(ending):
