@@ -19,11 +19,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jaxrl.config.inputs import reading
+from jaxrl.config.inputs import MODULE_PREFIX, reading
 
 _MAX_ERROR_CHARS = 500
-MODULE_PREFIX = "jaxrl_user_"
-"""How the names of the modules begin that user's files become."""
 
 
 @dataclass(frozen=True)

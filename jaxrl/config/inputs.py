@@ -26,6 +26,8 @@ MAX_DIGITS = 400
 """The most digits of an integer in JSON: somewhat more than the largest float has. Python itself refuses 4301."""
 MAX_DEPTH = 100
 """The deepest nesting of lists and objects: code that copies, pickles or writes a value is recursive."""
+MODULE_PREFIX = "jaxrl_user_"
+"""How the names of the modules begin that users' Python files become."""
 MAX_CONFIG_BYTES = 1 << 20
 MAX_VALUES = 100_000
 """Values in a config file, each use of an alias or a macro counted: ten lines of them can stand for billions."""
