@@ -30,7 +30,7 @@ MODULE_PREFIX = "jaxrl_user_"
 """How the names of the modules begin that users' Python files become."""
 MAX_CONFIG_BYTES = 1 << 20
 MAX_VALUES = 100_000
-"""Values in a config file, each use of an alias or a macro counted: ten lines of them can stand for billions."""
+"""Values in a YAML file, each use of an alias counted: ten lines of them can stand for billions."""
 
 # what YAML's own reader accepts; half of a pair and control characters belong in no text
 _UNPRINTABLE = re.compile("[^\\t\\n\\r\\x20-\\x7e\\x85\\xa0-\\ud7ff\\ue000-\\ufffd\\U00010000-\\U0010ffff]")
