@@ -447,7 +447,7 @@ def _explain_layout(options: argparse.Namespace) -> None:
     from jaxrl.models.shapes import SHAPES
     from jaxrl.sharding.explain import explain_layout
 
-    config = SHAPES.get(options.model) or config_of(resolve_path(options.model, "--model"))
+    config = SHAPES.get(options.model) or config_of(resolve_path(options.model, "--model"), "--model")
     name = Path(options.model.partition(":")[2] or options.model).name
     devices = options.devices or len(jax.devices())
     print(explain_layout(config, devices, options.tp, name=name, num_hosts=options.hosts))
