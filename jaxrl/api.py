@@ -363,18 +363,14 @@ class Run:
     def _engine(self, max_length: int) -> TextEngine:
         """One with room for prompts and responses of these lengths, in tokens; kept for the next call."""
         if self._built is None or self._length < max_length:
-            from jaxrl.commands.export import read_source
-            from jaxrl.data.tokenizer import Tokenizer
-            from jaxrl.rollout.programs import ExecutorConfig
-            from jaxrl.sharding.layout import Layout
-            from jaxrl.sharding.mesh import make_mesh
+            from jaxrl.run.build import LoneWorker
             from jaxrl.text import TextEngine
+            from jaxrl.training.steps import whole_step
 
-            rollout, data = self.config.rollout, self.config.data
-            path, model, params = read_source(str(self.path), merge=self.config.model.has_adapters)
-            sizes = ExecutorConfig(rollout.max_num_seqs, max_length=max_length, dtype=rollout.dtype, truncate=True)
-            tokenizer = Tokenizer.from_path(path.removeprefix("random:"))
-            self._built = TextEngine.from_model(model, params, tokenizer, Layout(make_mesh(), 1), sizes)
-            self._length = max_length
+            data, place = self.config.data, whole_step(str(self.path), say=lambda note: None)
+            data = data.replace(max_response_length=max_length - data.max_prompt_length)
+            worker = LoneWorker.open(self.config.replace(data=data), lambda note: None, [place])
+            engine = worker.engine(worker.ready_executor(place, truncate=True))
+            self._built, self._length = TextEngine(engine, worker.tokenizer, worker.stop_token_ids), max_length
             self._built.chat_template_kwargs = data.apply_chat_template_kwargs
         return self._built

@@ -21,7 +21,7 @@ import os
 import select
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,6 @@ from jaxrl.commands.arguments import (
     add_choice,
     add_dtype,
     add_overrides,
-    add_sampling,
     add_switch,
     count,
     device_count,
@@ -42,7 +41,6 @@ from jaxrl.commands.arguments import (
     filled,
     json_object,
     number,
-    one_of,
     parse,
     seed,
     stop_string,
@@ -57,7 +55,6 @@ from jaxrl.run.stop import Stop
 
 if TYPE_CHECKING:
     from jaxrl.config import Config
-    from jaxrl.record.files import Removing
 
 
 def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> int:
@@ -73,6 +70,7 @@ def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> in
             answer_shell(*parser)
         options = parse(*parser, sys.argv[1:] if arguments is None else arguments)
         options.signals = stop
+        _writes(options, getattr(options, "out", "") or getattr(options, "folder", ""))
         options.run(options)
         sys.stdout.flush()
         return 0
@@ -182,16 +180,12 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     add_overrides(sub, "options on top of the run's own")
 
     sub = configured("score", _score, "Score given responses with a reward, without a model.")
-    kinds = ("auto", "math", "task", "code", "judge", "custom")
-    add_choice(sub, "--kind", *kinds, text="reward.kind, in place of --config")
     columns = "JSONL or Parquet: a problem's columns, and response"
     add(sub, "--responses", filled, columns, required=True, metavar="FILE")
     add(sub, "--out", written, "a JSON line with the reward for each response", required=True, metavar="FILE")
 
     sub = command("check-numerics", _check, "Compute responses in many ways, and show which bits differ, where first.")
-    source = sub.add_mutually_exclusive_group(required=True)
-    add(source, "--model", filled, "as model.path")
-    add(source, "--shape", filled, "random weights of a model by name (SmolLM2-135M)")
+    add(sub, "--model", filled, "as model.path", required=True)
     add(sub, "--tp", wholes(1, 64), "degrees, each on as many devices (1)", default=(1,), metavar="LIST")
     add(sub, "--rows", wholes(1, 4096), "decoded together (1,8,32)", default=(1, 8, 32), metavar="LIST")
     add(sub, "--tokens", whole(1, MAX_TOKENS), "drawn, about (1024)", default=1024)
@@ -210,12 +204,9 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     add_choice(sub, "--command", "train", "sft", "dpo", text=reads, dest="reader")
 
     sub = command("explain-layout", _explain_layout, "Show which device holds which part of the rollout weights.")
-    source = sub.add_mutually_exclusive_group(required=True)
-    add(source, "--model", filled, "as model.path; only its config is read")
-    add(source, "--shape", filled, "a model by name (SmolLM2-135M)")
+    add(sub, "--model", filled, "as model.path, of which only the config is read, or SmolLM2-135M", required=True)
     add(sub, "--devices", device_count(0), "how many devices (0: those here)", default=0)
     add(sub, "--tp", device_count(1), "tensor parallelism; dp is the rest (1)", default=1)
-    add(sub, "--max-tp", device_count(1), "the degree that weights are padded for (--tp)")
     add(sub, "--hosts", device_count(0), "on which the devices are, for what training sends (1)", default=1)
 
     sub = configured("profile", _profile, "Measure latencies for rollout.layout: decode, prefill, switches.")
@@ -256,12 +247,8 @@ def _add_tune(sub: Parser) -> None:
     add(sub, "--run", filled, "of a real or a simulated run", dest="run_dir", metavar="DIR", required=True)
     add_overrides(sub, "options on top of the run's own")
     add_choice(sub, "--rule", "tail_batching", "partial_rollout", default="tail_batching")
-    for name, text in (
-        ("--values", "factors to try, as 1.1,1.2,1.3; of prompts and responses together"),
-        ("--prompt-factors", "factors of prompts alone; with --response-factors, all pairs"),
-        ("--response-factors", "factors of responses alone"),
-    ):
-        add(sub, name, factors, text, default=(), metavar="LIST")
+    tried = "factors to try, as 1.1,1.2,1.3; of prompts and responses together"
+    add(sub, "--values", factors, tried, default=(), metavar="LIST")
     add(sub, "--seeds", whole(1, 1000), "simulated runs of each value (5)", default=5)
     add(sub, "--steps", whole(1, 100_000), "of each of them (default: the longest period twice)")
     add(sub, "--processes", whole(1, 256), "runs at the same time (1)", default=1)
@@ -271,7 +258,10 @@ def _add_tune(sub: Parser) -> None:
 def _add_generate(sub: Parser) -> None:
     add(sub, "--model", filled, "as model.path", required=True)
     add(sub, "--max-tokens", whole(1, MAX_TOKENS), "of a response (128)", default=128)
-    add_sampling(sub, "0 is greedy (1.0)", temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
+    add(sub, "--temperature", number(0, 1000), "0 is greedy (1.0)", default=1.0)
+    add(sub, "--top-p", number(0, 1, above=True), "share of the likeliest tokens (1.0)", default=1.0)
+    add(sub, "--top-k", whole(-1, MAX_TOKENS), "0 or -1: no limit (0)", default=0)
+    add(sub, "--min-p", number(0, 1, below=True), "least probability, as a share of the likeliest's (0.0)", default=0.0)
     add(sub, "--stop", stop_string, "a stop string; may be repeated", action="append", default=[], metavar="TEXT")
     add(sub, "-n", whole(1, 100_000), "responses per prompt (1)", default=1)
     add(sub, "--seed", seed, "the same seed draws the same responses (0)", default=0)
@@ -286,23 +276,14 @@ def _add_generate(sub: Parser) -> None:
 
 
 def _add_serve(sub: Parser) -> None:
-    add(sub, "source", filled, _SOURCE, nargs="?", metavar="RUN|MODEL")
+    add(sub, "source", filled, _SOURCE, metavar="RUN|MODEL")
     add_overrides(sub, "options of serve and rollout")
     add(sub, "--host", filled, "address to listen on (127.0.0.1)")
     add(sub, "--port", whole(0, 65535), "0: any free one (8000; 9000 with --jetstream)")
     add(sub, "--api-key-file", filled, "holds the key that clients must send", metavar="FILE")
     adapters = "serve it with peft's adapters, as NAME"
     add(sub, "--adapter", filled, adapters, action="append", metavar="NAME=FOLDER")
-    add_switch(sub, "--jetstream", "JetStream's gRPC service instead")
-    own = sub.add_argument_group("with --jetstream alone")  # None where it is not given
-    add(own, "--model", filled, "as model.path; must be given")
-    add(own, "--num-slots", whole(1, 4096), "requests at once, per dp group (8)")
-    add(own, "--max-length", whole(1, MAX_TOKENS), "of prompt and response (1024)")
-    add(own, "--max-prefill-length", whole(1, MAX_TOKENS), "of a prompt; 16, 32, 64 ... (512)")
-    add(own, "--dtype", one_of("float32", "bfloat16", "float64"), "float32, bfloat16 or float64 (float32)")
-    add(own, "--tp", device_count(1), "tensor parallelism over all devices (1)")
-    add(own, "--seed", seed, "the same seed draws the same responses (0)")
-    add_sampling(own, "of all requests; 0 is greedy (0)")
+    add_switch(sub, "--jetstream", "JetStream's gRPC service of a MODEL instead")
     sub.epilog = (
         "Routes: GET /v1/models, /health, /metrics, /openapi.json; POST /v1/completions, /v1/chat/completions, "
         "/inference/v1/generate (tokens in, tokens out). Clients of OpenAI's API take http://HOST:PORT/v1 as base_url. "
@@ -332,8 +313,7 @@ def _config(options: argparse.Namespace, note: Callable[[str], None] = _note) ->
             own = Path(options.checkpoint) / CONFIG_FILE
             options.config = file = str(own) if own.is_file() else None
         case "score":  # no model is read, so none need be named
-            kind = [f"reward.kind={options.kind}"] if options.kind else []
-            overrides = ["model.path=none", *kind, *overrides]
+            overrides = ["model.path=none", *overrides]
         case "explain-config":
             reader = _reader(options)
             overrides = [*overrides, *([f"model.path={options.shape}"] if options.shape else [])]
@@ -344,9 +324,9 @@ def _config(options: argparse.Namespace, note: Callable[[str], None] = _note) ->
     return config
 
 
-def _removing(options: argparse.Namespace) -> Removing:
-    """The context that removes a command's temporary file when a signal ends the command."""
-    return nullcontext if options.signals is None else options.signals.removing
+def _writes(options: argparse.Namespace, file: str) -> None:
+    if options.signals is not None:
+        options.signals.written = file
 
 
 def _learn(options: argparse.Namespace) -> None:
@@ -370,11 +350,10 @@ def _simulate(options: argparse.Namespace) -> None:
 def _tune(options: argparse.Namespace) -> None:
     from jaxrl.commands.tune import tune
 
-    names = ("values", "prompt_factors", "response_factors", "seeds", "steps", "processes")
+    names = ("values", "seeds", "steps", "processes")
     asked: dict[str, Any] = {name: getattr(options, name) for name in names} | {"out": options.out or ""}
     with closing(ProgressCounter("runs", sys.stderr)) as counted:
-        asked |= {"progress": counted.show, "removing": _removing(options)}
-        tune(options.run_dir, options.overrides, options.rule, **asked)
+        tune(options.run_dir, options.overrides, options.rule, **asked, progress=counted.show)
 
 
 def _generate(options: argparse.Namespace) -> None:
@@ -384,30 +363,17 @@ def _generate(options: argparse.Namespace) -> None:
 
 
 def _serve(options: argparse.Namespace) -> None:
-    address = {"host": options.host, "port": options.port}
-    address = {name: value for name, value in address.items() if value is not None}
-    of_jetstream = ("model", "num_slots", "max_length", "max_prefill_length", "dtype", "tp", "seed")
-    of_jetstream += ("temperature", "top_k", "top_p", "min_p")
-    given = {name: value for name in of_jetstream if (value := getattr(options, name)) is not None}
+    host, port = options.host or "127.0.0.1", options.port
     if options.jetstream:
-        from jaxrl.commands import serve_jetstream
+        from jaxrl.commands.serve_jetstream import serve as serve_jetstream
 
-        if any(each is not None for each in (options.source, options.api_key_file, options.adapter)):
-            raise ValueError(
-                "serve --jetstream: takes --model in place of RUN|MODEL, and neither options nor a key nor adapters"
-            )
-        if "model" not in given:
-            raise ValueError("serve --jetstream: --model must be given")
-        serve_jetstream.serve(**given, **address, stop=options.signals)
+        if options.api_key_file or options.adapter:
+            raise ValueError("serve --jetstream: takes neither a key nor adapters")
+        serve_jetstream(options.source, options.overrides, (host, 9000 if port is None else port), stop=options.signals)
         return
-    if given:
-        flag = "--" + next(iter(given)).replace("_", "-")
-        raise ValueError(f"serve: {flag} goes with --jetstream; without it, give RUN|MODEL and section.option=value")
-    if options.source is None:
-        raise ValueError("serve: RUN|MODEL must be given")
     from jaxrl.commands.serve import Address, serve
 
-    listens = Address(**address, key_file=options.api_key_file)
+    listens = Address(host, 8000 if port is None else port, options.api_key_file)
     serve(options.source, options.overrides, listens, stop=options.signals, adapters=options.adapter or ())
 
 
@@ -419,7 +385,7 @@ def _eval(options: argparse.Namespace) -> None:
     if options.out:
         refuse_overwriting(options.out, "--out", [options.config or ""])
     with closing(ProgressCounter("responses", sys.stderr)) as counted:
-        result = evaluate(config, options.checkpoint, options.out, removing=_removing(options), progress=counted.show)
+        result = evaluate(config, options.checkpoint, options.out, progress=counted.show)
     width = max(map(len, result))
     for name, value in result.items():
         print(f"{name:<{width}}  {value:.4g}")
@@ -434,18 +400,10 @@ def _replay(options: argparse.Namespace) -> None:
 def _score(options: argparse.Namespace) -> None:
     from jaxrl.commands.score import score
 
-    if options.config and options.kind:
-        raise ValueError("score: --kind and --config exclude each other")
     config = _config(options)
     with closing(ProgressCounter("responses", sys.stderr)) as counted:
-        scores = score(
-            config,
-            options.responses,
-            options.out,
-            inputs=[options.config or ""],
-            progress=counted.show,
-            removing=_removing(options),
-        )
+        inputs = [options.config or ""]
+        scores = score(config, options.responses, options.out, inputs=inputs, progress=counted.show)
     print(scores.summary())
 
 
@@ -453,7 +411,7 @@ def _export(options: argparse.Namespace) -> None:
     from jaxrl.commands.export import export
 
     asked = {"merge": options.merge, "base": options.base or ""}
-    for file in export(options.source, options.folder, options.dtype, stop=options.signals, **asked):
+    for file in export(options.source, options.folder, options.dtype, **asked):
         print(file)
 
 
@@ -483,10 +441,6 @@ def _explain(options: argparse.Namespace) -> None:
         count, gib = options.fit
         print(fit(options.shape, count, gib, options.length), end="")
         return
-    if options.shape:
-        from jaxrl.models.shapes import named_shape
-
-        named_shape(options.shape)  # refuses a name that there is not
     config = _config(options)
     print(explain_config(config, options.devices, int(options.device_gib * 2**30) or None, _reader(options)))
 
@@ -508,13 +462,13 @@ def _explain_layout(options: argparse.Namespace) -> None:
     import jax
 
     from jaxrl.models.loading import config_of, resolve_path
-    from jaxrl.models.shapes import named_shape
+    from jaxrl.models.shapes import SHAPES
     from jaxrl.sharding.explain import explain_layout
 
-    config = named_shape(options.shape) if options.shape else config_of(resolve_path(options.model, "--model"))
-    name = options.shape or Path(options.model.partition(":")[2] or options.model).name
+    config = SHAPES.get(options.model) or config_of(resolve_path(options.model, "--model"), "--model")
+    name = Path(options.model.partition(":")[2] or options.model).name
     devices = options.devices or len(jax.devices())
-    print(explain_layout(config, devices, options.tp, options.max_tp, name=name, num_hosts=options.hosts))
+    print(explain_layout(config, devices, options.tp, name=name, num_hosts=options.hosts))
 
 
 def _profile(options: argparse.Namespace) -> None:
@@ -524,9 +478,10 @@ def _profile(options: argparse.Namespace) -> None:
     out = options.out or config.rollout.layout.profile
     if not out:
         raise ValueError("profile: give the table's file with --out, or as rollout.layout.profile")
+    _writes(options, out)
     sizes = (options.max_batch, options.token_budget, options.max_context)
     with closing(ProgressCounter("measurements", sys.stderr)) as counted:
-        table = profile(config, out, sizes, options.repeats, counted.show, _removing(options))
+        table = profile(config, out, sizes, options.repeats, counted.show)
     verify = f", {len(table.verify)} that verify" if table.verify else ""
     counts = f"{len(table.prefill)} prefills, {len(table.switches)} switches"
     print(f"{out}: {len(table.decode)} decode points{verify}, {counts}")
@@ -551,7 +506,7 @@ def _completion(options: argparse.Namespace) -> None:
 
 
 def _report(options: argparse.Namespace) -> None:
-    removing = _removing(options)
+    _writes(options, options.out or ("comparison.html" if options.others else f"{options.run_dir}/report.html"))
     if not options.others:
         from jaxrl.mechanisms import page_parts
         from jaxrl.report.page import write_report
@@ -559,11 +514,11 @@ def _report(options: argparse.Namespace) -> None:
         def say(text: str) -> None:
             print(f"jaxrl: {text}", file=sys.stderr)
 
-        print(write_report(options.run_dir, options.out, removing, say, page_parts()))
+        print(write_report(options.run_dir, options.out, say, page_parts()))
         return
     from jaxrl.report.comparison import write_comparison
 
-    page, summary = write_comparison([options.run_dir, *options.others], options.out or "comparison.html", removing)
+    page, summary = write_comparison([options.run_dir, *options.others], options.out or "comparison.html")
     print(f"{summary}\n\n{page}")
 
 

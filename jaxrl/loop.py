@@ -42,7 +42,7 @@ from jaxrl.scheduling.rounds.round import Departures, Round
 from jaxrl.scheduling.rounds.shaping import RewardShaping
 from jaxrl.training.save_schedule import SaveSchedule
 from jaxrl.training.training_step import training_step
-from jaxrl.types import Group, RunFailed, SamplingParams, TrainBatch, check_schema
+from jaxrl.types import Group, RunFailed, TrainBatch, check_schema
 
 if TYPE_CHECKING:
     from jaxrl.run.backend import RolloutBackend
@@ -227,8 +227,7 @@ class Loop:
 
     def _play(self, current: Round, info: RoundInfo) -> None:
         """A round of training from its first event to its last."""
-        rollout = self.config.rollout
-        self.backend.begin(info, self._sampling(rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p))
+        self.backend.begin(info, self.config.sampling(self._run.stop_token_ids))
         try:
             while not current.done:
                 generating = self.backend.generating
@@ -296,11 +295,10 @@ class Loop:
 
     def _evaluate(self) -> None:
         """Samples the held-out prompts. A stop requested meanwhile ends it without numbers."""
-        val = self.config.rollout.val_kwargs
-        params = self._sampling(val.temperature, val.top_k, val.top_p, 0.0)
         with self._phase("testing"):
-            current, info = Round(self._run.validation, val.n), RoundInfo(self.step, 1, "eval")
-            self.backend.begin(info, params)
+            current = Round(self._run.validation, self.config.rollout.val_kwargs.n)
+            info = RoundInfo(self.step, 1, "eval")
+            self.backend.begin(info, self.config.sampling(self._run.stop_token_ids, evaluates=True))
             try:
                 while not current.done:
                     self._handle(current)
@@ -319,17 +317,6 @@ class Loop:
             with self._phase("save"), self._saves.saving():
                 self._run.save(self.step, self.host_state())
             self._saved_step = self.step
-
-    def _sampling(self, temperature: float, top_k: int, top_p: float, min_p: float) -> SamplingParams:
-        return SamplingParams(
-            temperature=temperature,
-            top_k=max(top_k, 0),
-            top_p=top_p,
-            min_p=min_p,
-            max_tokens=self.config.data.max_response_length,
-            stop_token_ids=self._run.stop_token_ids,
-            stop_strings=tuple(self.config.rollout.stop),
-        )
 
     def _phase(self, name: str, track: str = "loop") -> AbstractContextManager[None]:
         """A phase traced on `track`; `on_phase` is called for the loop's own phases, not for those beside them."""

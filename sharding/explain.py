@@ -65,18 +65,9 @@ class DeviceShare:
     vocab: HeldRange
 
 
-def explain_layout(
-    config: Model,
-    num_devices: int,
-    tp: int,
-    max_tp: int | None = None,
-    *,
-    name: str = "model",
-    num_hosts: int = 1,
-) -> str:
-    """The layout of a model on `num_devices` devices of `num_hosts` hosts, as text. `max_tp`: the largest degree that
-    weights are padded for, by default `tp`. Raises ValueError for impossible numbers."""
-    max_tp = tp if max_tp is None else max_tp
+def explain_layout(config: Model, num_devices: int, tp: int, *, name: str = "model", num_hosts: int = 1) -> str:
+    """The layout of a model on `num_devices` devices of `num_hosts` hosts, as text. Raises ValueError for impossible
+    numbers."""
     if not 1 <= num_devices <= MAX_DEVICES.most:
         raise ValueError(f"--devices must be at least 1 and at most {MAX_DEVICES.most}, found {num_devices}")
     if tp < 1:
@@ -84,9 +75,7 @@ def explain_layout(
     if num_hosts < 1 or num_devices % num_hosts:
         raise ValueError(f"--hosts ({num_hosts}) must divide the number of devices ({num_devices})")
     layout = Layout(abstract_mesh(num_devices, num_hosts), tp)
-    if max_tp < 1 or max_tp % tp:
-        raise ValueError(f"--max-tp ({max_tp}), which weights are padded for, must be a multiple of --tp ({tp})")
-    padded = padded_config(config, max_tp)
+    padded = padded_config(config, tp)
     named_sizes = (
         ("query heads", config.num_heads, padded.num_heads),
         ("key/value heads", config.num_kv_heads, padded.num_kv_heads),
@@ -99,7 +88,7 @@ def explain_layout(
     lines = [
         f"{name}: {num_devices} device{'s' * (num_devices > 1)}, dp {layout.dp} × tp {tp}",
         f"mesh {mesh}; dp over {dp_axes}, tp over {tp_axes}",
-        f"padded for tp {max_tp}: {', '.join(changed) or 'nothing'}",
+        f"padded for tp {tp}: {', '.join(changed) or 'nothing'}",
         "",
         *_weight_table([*weight_shares(config, padded, layout)]),
         "",

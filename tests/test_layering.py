@@ -68,7 +68,7 @@ WITHOUT_JAX = {
     "jaxrl.report.page",
     "jaxrl.rewards.reward_pool",
     "jaxrl.run.backend",
-    "jaxrl.run.rules",
+    "jaxrl.run.run",
     "jaxrl.run.simulation",
     "jaxrl.mechanisms",
 }

@@ -142,16 +142,7 @@ def add_dtype(command: Parser, *names: str, default: str) -> None:
 
 
 def add_overrides(command: Parser, text: str) -> None:
-    add(command, "overrides", None, text, nargs="*", metavar=OVERRIDE)
-
-
-def add_sampling(command: Any, temperature_text: str, **defaults: float) -> None:
-    """Adds how tokens are drawn, to a parser or to a group of one."""
-    add(command, "--temperature", number(0, 1000), temperature_text, default=defaults.get("temperature"))
-    share, least = "share of the likeliest tokens (1.0)", "least probability, as a share of the likeliest's (0.0)"
-    add(command, "--top-p", number(0, 1, above=True), share, default=defaults.get("top_p"))
-    add(command, "--top-k", whole(-1, MAX_TOKENS), "0 or -1: no limit (0)", default=defaults.get("top_k"))
-    add(command, "--min-p", number(0, 1, below=True), least, default=defaults.get("min_p"))
+    add(command, "overrides", None, text, nargs="*", default=[], metavar=OVERRIDE)
 
 
 # -- types of arguments: each reads a text, or raises ArgumentTypeError with a sentence about it ----------------------
@@ -294,10 +285,9 @@ def shown(value: str) -> str:
 
 
 def _in_our_words(message: str) -> str:
-    """argparse's own sentences, of arguments that are missing or exclude each other."""
+    """argparse's own sentences, of arguments that are missing or ambiguous."""
     for pattern, ours in (
         (r"the following arguments are required: (.*)", r"\1 must be given"),
-        (r"one of the arguments (\S+) (\S+) is required", r"\1 or \2 must be given"),
         (r"ambiguous option: (\S+) could match (.*)", r"\1 may mean \2"),
     ):
         if re.fullmatch(pattern, message):
@@ -308,7 +298,6 @@ def _in_our_words(message: str) -> str:
 def _of_option(option: str, message: str) -> str:
     for ending, ours in (
         ("expected one argument", f"{option} needs a value"),
-        ("not allowed with argument ", f"{option} and {{}} exclude each other"),
         ("ignored explicit argument ", f"{option} takes no value, found {{}}"),
     ):
         if message.startswith(ending):

@@ -24,10 +24,8 @@ from jaxrl.config import Config
 from jaxrl.config.files import load
 from jaxrl.mechanisms.speculation import verify_rule
 from jaxrl.mechanisms.speculation.index import DraftIndex
-from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import RANDOM, check_length, config_of, resolve_path
-from jaxrl.models.shapes import named_shape
 from jaxrl.record.files import to_json
 from jaxrl.record.progress import StartupProgress
 from jaxrl.rollout.executor import MeshExecutor
@@ -35,9 +33,9 @@ from jaxrl.rollout.sampling import Draw, Forced, sample
 from jaxrl.run.build import build_executor, refuse_too_large, use_compilation_cache
 from jaxrl.run.devices import prepare_jax
 from jaxrl.run.memory import kv_layers_of
-from jaxrl.run.rules import batcher_config
 from jaxrl.run.weights import adapted, load_weights
 from jaxrl.scheduling.layouts.relayout import How
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import PlanResult, Request, resume
 from jaxrl.scheduling.tokens.progress import Counters
@@ -45,7 +43,6 @@ from jaxrl.scheduling.tokens.stacks import WHOLE, KvStacks
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.memory import memory_of
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.sharding.rules import train_shardings
 from jaxrl.training.programs import TrainPrograms
 from jaxrl.training.trainer import MeshTrainer
 from jaxrl.types import Prompt, RunFailed, Sample, SampleKey, SamplingParams, TrainBatch
@@ -61,10 +58,9 @@ Row = tuple[np.ndarray, np.ndarray | None]
 
 @dataclass(frozen=True, slots=True)
 class CheckOptions:
-    """Options of the command. `model` (as `model.path`) or `shape` is given; `overrides` are options of the run."""
+    """Options of the command. `model`: as `model.path`; `overrides`: options of the run."""
 
     model: str = ""
-    shape: str = ""
     dtype: str = "float32"
     tp: tuple[int, ...] = (1,)
     rows: tuple[int, ...] = (1, 8, 32)
@@ -137,7 +133,6 @@ class Bench:
                 f"--tp ({most_tp}) must be at most the devices there are ({len(self.devices)}); a CPU has more in a "
                 f"process with XLA_FLAGS=--xla_force_host_platform_device_count={most_tp}"
             )
-        self.name = options.shape or options.model
         self.model = self._checked_model()
         random, params = np.random.default_rng(options.seed), self.config.rollout.temperature
         params = SamplingParams(temperature=params, max_tokens=options.response_length)
@@ -157,7 +152,7 @@ class Bench:
         """The run's configuration: what the command needs, the user's own options, and those of a path."""
         asked = self.options
         needed = {
-            "model.path": asked.model or "none",
+            "model.path": asked.model,
             "model.random_init": str(asked.model.startswith(RANDOM)).lower(),
             "trainer.seed": asked.seed,
             "data.max_prompt_length": LONGEST_PROMPT,
@@ -177,12 +172,9 @@ class Bench:
 
     def _checked_model(self) -> ModelConfig:
         asked = self.options
-        if asked.shape:
-            model = named_shape(asked.shape)
-        else:
-            model = adapted(self.config, config_of(resolve_path(asked.model, "--model", weights=True)))
+        model = adapted(self.config, config_of(resolve_path(asked.model, "--model", weights=True)))
         length = LONGEST_PROMPT + asked.response_length
-        check_length(model, length, f"--tokens ({asked.tokens}) makes {length} tokens", self.name)
+        check_length(model, length, f"--tokens ({asked.tokens}) makes {length} tokens", asked.model)
         for tp in sorted({1, *asked.tp}):
             config = self.configured(f"rollout.tensor_model_parallel_size={tp}") if tp > 1 else self.config
             refuse_too_large(config, model, tp, memory_of(self.devices[:tp]))
@@ -194,14 +186,7 @@ class Bench:
         """The weights in training form, on these devices. A call for other devices drops the previous copy."""
         if self._weights[0] != len(devices):
             self._weights = 0, None
-            mesh = make_mesh(devices)
-            if self.options.shape:
-                made = partial(decoder.init, self.model, dtype=self.config.actor.param_dtype)
-                init = jax.jit(made, out_shardings=train_shardings(self.model, mesh))
-                params = init(jax.random.key(self.options.seed))
-            else:
-                params = load_weights(self.config, self.model, mesh)
-            self._weights = len(devices), params
+            self._weights = len(devices), load_weights(self.config, self.model, make_mesh(devices))
         return self._weights[1]
 
     def engine(self, config: Config, devices: Sequence[Any]) -> Engine:
@@ -211,7 +196,8 @@ class Bench:
         executor.start_in(layout.tp)  # it may have ended in another one
         executor.sync_weights(self.weights(devices), 0)
         executor.allocate()
-        return Engine(executor, batcher_config(config, verify_rule(config, executor, None, None)))
+        rule = verify_rule(config, executor, None, None)
+        return Engine(executor, BatcherConfig(**config.batching, verify_rule=rule))
 
 
 def _together(engine: Engine, bench: Bench) -> None:
@@ -330,7 +316,7 @@ def reference(bench: Bench) -> None:
     bench.wanted = measured(bench, Path("the reference"))
     if not all(np.isfinite(values).all() for values, _ in bench.wanted):
         raise RunFailed(
-            f"{bench.name} in {bench.options.dtype} draws tokens with log-probabilities that are not finite"
+            f"{bench.options.model} in {bench.options.dtype} draws tokens with log-probabilities that are not finite"
         )
     for request, (values, tokens) in zip(bench.requests, bench.wanted, strict=True):
         assert tokens is not None
@@ -374,14 +360,9 @@ def measured(bench: Bench, path: Path) -> list[Row]:
 
 
 def check_numerics(options: CheckOptions, say: Callable[[str], None], stage: Callable[[str], None], json: bool) -> None:
-    """Compares all paths. Prints a line for each as soon as it is known, or with `json` one object at the end.
-
-    `say` prints a line of the result, `stage` one of progress.
-
-    Raises:
-      ValueError: a model or options that do not fit, or too few devices or tokens.
-      RunFailed: a path differs.
-    """
+    """Compares all paths. Prints a line for each as soon as it is known, or with `json` one object at the end; `stage`
+    prints progress. Raises ValueError for a model or options that do not fit, or too few devices or tokens, and
+    RunFailed where a path differs."""
     with closing(StartupProgress(stage)) as stages:
         stages.begin("reading the model")
         bench = Bench(options)
@@ -391,7 +372,7 @@ def check_numerics(options: CheckOptions, say: Callable[[str], None], stage: Cal
         device = f"{max(options.tp)} × {bench.devices[0].device_kind}"
         if not json:
             drawn = f"{len(bench.requests)} responses of {options.response_length} tokens"
-            head = f"{bench.name}, {options.dtype}, {device}, jax {jax.__version__}"
+            head = f"{options.model}, {options.dtype}, {device}, jax {jax.__version__}"
             say(f"{head}: {drawn}, against {_rows(options.most_rows)}")
             say(f"{'path':<48} {'tokens':>7} {'differ':>16} {'flips':>6} {'largest':>8} {'ULPs':>8}  first")
         found = []
@@ -403,7 +384,7 @@ def check_numerics(options: CheckOptions, say: Callable[[str], None], stage: Cal
             if not json:
                 say(_line(found[-1]))
     if json:
-        drawn = {"model": bench.name, "tokens": sum(map(len, bench.samples)), "device": device, "jax": jax.__version__}
+        drawn = {"tokens": sum(map(len, bench.samples)), "device": device, "jax": jax.__version__}
         say(to_json(asdict(options) | drawn | {"paths": [asdict(each) for each in found]}))
     unlike = [each for each in found if each.first is not None]
     if unlike:

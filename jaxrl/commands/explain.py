@@ -22,7 +22,7 @@ from jaxrl.rewards.explained import part_lines, reward_rows
 from jaxrl.run.build import refuse_sharing, share_notes, with_planned_update
 from jaxrl.run.degree import planned_degree
 from jaxrl.run.devices import prepare_jax, with_types
-from jaxrl.run.memory import MemoryPlan, memory_plan, memory_problem, smaller_state, update_problem
+from jaxrl.run.memory import MemoryPlan, memory_plan, memory_problem, update_problem
 from jaxrl.run.weights import adapted
 from jaxrl.schema.limits import BYTES
 from jaxrl.sharding.explain import step_traffic
@@ -32,7 +32,6 @@ from jaxrl.sharding.memory import (
     device_bytes,
     in_bytes,
     memory_of,
-    memory_share,
     share_variable,
 )
 from jaxrl.sharding.mesh import platform_of
@@ -47,23 +46,17 @@ class Explanation:
     Attributes:
       columns: what `sizes` counts. sizes: by what has them: prompts, samples and tokens (rows, conversations and tokens
         where files are learnt from), each `""` where it says nothing.
-      resident, phases: bytes of each part per device: those that are always there, and all of each phase.
-      share: of a GPU's memory, that JAX is given; None: all of it, or devices that are not here.
-      memory: of a command with a rollout, the plan that `resident` and `phases` show.
+      phases: lines about the memory of each phase. memory: of a command with a rollout, the plan that they show.
     """
 
-    num_params: int
     summary: tuple[str, ...]
     columns: tuple[str, str, str]
     sizes: Mapping[str, tuple[int | str, int | str, int | str]]
     steps: tuple[str, ...]
-    resident: Mapping[str, int]
-    phases: Mapping[str, Mapping[str, int]]
-    device_bytes: int | None
+    phases: tuple[str, ...]
     details: tuple[str, ...]
     rewards: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    share: float | None = None
     memory: MemoryPlan | None = None
 
     def __str__(self) -> str:
@@ -73,29 +66,17 @@ class Explanation:
             self.summary,
             _table(("", *self.columns), *sizes),
             self.steps,
-            ("memory per device", *self._memory_lines()),
+            ("memory per device", *self.phases),
             self.details,
             self.rewards,
             notes,
         )
         return "\n\n".join("\n".join(line.rstrip() for line in part) for part in parts if part)
 
-    def _memory_lines(self) -> Iterator[str]:
-        phases, size = self.phases.values(), self.device_bytes
-        names = dict.fromkeys(name for parts in (self.resident, *phases) for name in parts)
-        rows = [(name, *(in_bytes(phase[name]) if name in phase else "" for phase in phases)) for name in names]
-        rows.append(("total", *(in_bytes(sum(phase.values())) for phase in phases)))
-        if size is not None:
-            rows.append(("of", *[in_bytes(size)] * len(phases)))
-        yield from _table(("", *self.phases), *rows)
-        if self.share is not None:
-            of = "" if size is None else f": {in_bytes(size)} of about {in_bytes(size / self.share)}"
-            yield f"JAX is given {self.share:g} of a GPU's memory ({share_variable()}){of}"
-
 
 def explain_config(config: Config, num_devices: int, memory_bytes: int | None, command: str = "train") -> Explanation:
     """Works a configuration out for devices that are here (0) or that many others, without loading weights or data.
-    `command`: that reads the configuration, as in `jaxrl.config.commands.as_read`."""
+    `command`: that reads the configuration, as in `jaxrl.config.checks.as_read`."""
     learns_alone = command in ("sft", "dpo")
     if not learns_alone:
         batch_rule(config)  # its settings may be refused
@@ -128,7 +109,7 @@ def explain_config(config: Config, num_devices: int, memory_bytes: int | None, c
             "the run's environment says otherwise"
         )
     refused = [f"a run is refused: {too_large}"] if too_large else []
-    return replace(explained, share=memory_share(platform) if devices else None, warnings=(*refused, *notes))
+    return replace(explained, warnings=(*refused, *notes))
 
 
 def _explain_learning(
@@ -147,7 +128,6 @@ def _explain_learning(
     too_large = memory.share and update_problem(trained, model, num_devices, platform, memory.share)
     sequences = rows * method.examples
     return Explanation(
-        num_params=model.num_params(),
         summary=(f"{_short(model.num_params())} parameters{part}; {_count(num_devices, 'device')}", method.explained),
         columns=("rows", "conversations", "tokens, at most"),
         sizes={
@@ -159,9 +139,7 @@ def _explain_learning(
             ),
         },
         steps=(_steps(steps or None),),
-        resident=resident,
-        phases={"update": resident | update},
-        device_bytes=memory.reported,
+        phases=_phases({"update": resident | update}, memory.reported),
         details=(f"update: logits of {chunk} tokens at a time, remat {actor.remat}",),
         warnings=(f"a run is refused: {too_large}",) if too_large else (),
     )
@@ -174,12 +152,8 @@ def explain(
     device_bytes: int | None = None,
     platform: str = "gpu",
 ) -> Explanation:
-    """Works out a configuration with a rollout.
-
-    Args:
-      device_bytes: memory of one device; None where it is not known (then no warning compares with it).
-      platform: of the devices; it decides from which row length on attention runs in tiles.
-    """
+    """Works out a configuration with a rollout. `platform`: of the devices; it decides from which row length on
+    attention runs in tiles."""
     config = config.with_types(platform)
     _refuse_number(config, num_devices)
     data, actor, n, length = config.data, config.actor, config.rollout.n, config.max_model_length
@@ -200,14 +174,14 @@ def explain(
     sizes[_microbatch(sharing)] = ("", f"{device_samples:,} or more", full.tokens)
     sizes["rows that decode at once"] = ("", rows, "")
 
-    active, workers = model.num_active_params(), memory.workers
+    active, workers = model.num_active_params(), config.num_workers
     of_a_token = "" if active == model.num_params() else f", {_short(active)} of them a token"
     place = "rollout" if memory.shared else f"rollout alone on {dp * tp}:"
-    cut = "" if workers.count == 1 else f", as {workers.count} workers of dp {workers.dp} × tp {tp}"
+    cut = "" if workers == 1 else f", as {workers} workers of dp {memory.worker_devices // tp} × tp {tp}"
     used = memory.resident | memory.rollout if memory.shared else memory.rollout
     phases = {"rollout": used, "update": memory.resident | memory.update}
+    phases |= {each.column: {**memory.resident, **each.parts} for each in memory.freed}
     return Explanation(
-        num_params=model.num_params(),
         summary=(
             f"{_short(model.num_params())} parameters{of_a_token}; {_count(num_devices, 'device')}, {place} dp {dp} × "
             f"tp {tp}{cut}",
@@ -215,9 +189,7 @@ def explain(
         columns=("prompts", "samples", "tokens, at most"),
         sizes=sizes,
         steps=tuple(_step_lines(config, -(-mini * n // (device_samples * (training // sharing))))),
-        resident=memory.resident,
-        phases=phases | {each.column: {**memory.resident, **each.parts} for each in memory.freed},
-        device_bytes=memory.device_bytes,
+        phases=_phases(phases, memory.device_bytes),
         details=(
             *_rollout_lines(config, model, memory, under_way),
             *_host_lines(config, model, num_devices),
@@ -230,8 +202,6 @@ def explain(
 
 
 def _refuse_number(config: Config, num_devices: int) -> None:
-    if num_devices < 1:
-        raise ValueError(f"the number of devices ({num_devices}) must be >= 1")
     if num_devices % config.hosts.num:
         raise ValueError(
             f"the number of devices ({num_devices}) must be a multiple of hosts.num ({config.hosts.num}): all hosts "
@@ -259,22 +229,22 @@ def _step_lines(config: Config, microbatches: int) -> Iterator[str]:
 
 
 def _rollout_lines(config: Config, model: ModelConfig, memory: MemoryPlan, under_way: int) -> Iterator[str]:
-    workers, num_hosts, tp = memory.workers, config.rollout.hosts_per_worker, config.rollout.tp
+    workers, num_hosts, tp = config.num_workers, config.rollout.hosts_per_worker, config.rollout.tp
+    devices = memory.worker_devices
     yield (
         f"KV pool per dp group: {memory.num_blocks:,} blocks (one reserved), {memory.pool_tokens:,} tokens, "
         f"{_count(memory.pool_requests, 'request')} of the longest length"
     )
-    if workers.count > 1:
-        weights = in_bytes(memory.rollout["rollout weights"] * workers.num_devices)
-        pools = in_bytes(memory.rollout["KV pool"] * workers.num_devices)
+    if workers > 1:
+        dp = devices // tp
+        weights, pools = (in_bytes(memory.rollout[name] * devices) for name in ("rollout weights", "KV pool"))
         yield (
-            f"each of {workers.count} workers: {_count(workers.num_devices, 'device')}, rollout weights of {weights} "
-            f"and KV pools of {pools} together,"
+            f"each of {workers} workers: {_count(devices, 'device')}, rollout weights of {weights} and KV pools of "
+            f"{pools} together,"
         )
         yield (
-            f"  rows for {workers.num_rows * workers.dp:,} samples and KV for {memory.pool_requests * workers.dp:,} of "
-            f"the longest length; about {-(-under_way // workers.count):,} of the {under_way:,} samples under way are "
-            "its own"
+            f"  rows for {memory.num_rows * dp:,} samples and KV for {memory.pool_requests * dp:,} of the longest "
+            f"length; about {-(-under_way // workers):,} of the {under_way:,} samples under way are its own"
         )
     if num_hosts > 1:
         traffic = step_traffic(padded_config(model, tp), tp, num_hosts, BYTES[config.rollout.dtype])
@@ -335,18 +305,16 @@ def _warnings(config: Config, memory: MemoryPlan, all_rows: int, under_way: int)
             f"rollout.max_num_seqs ({rows} per dp group, {all_rows} in all) exceeds the samples of a round "
             f"({under_way}): rows stay empty"
         )
-    if memory.device_bytes is None:
-        return
-    state = smaller_state(config, memory.resident)
-    for phase, needed, options in (
-        ("rollout", memory.rollout_bytes, ["lower rollout.num_blocks"]),
-        ("update", memory.update_bytes, [*state, "lower actor.ppo_max_token_len_per_gpu"]),
-    ):
-        if needed > memory.device_bytes:
-            yield (
-                f"the {phase} phase needs about {in_bytes(needed)} of the device's {in_bytes(memory.device_bytes)}: "
-                + "; or ".join(options)
-            )
+
+
+def _phases(phases: Mapping[str, Mapping[str, int]], device_bytes: int | None) -> tuple[str, ...]:
+    """The bytes of each phase's parts, as a table."""
+    names = dict.fromkeys(name for parts in phases.values() for name in parts)
+    rows = [(name, *(in_bytes(each[name]) if name in each else "" for each in phases.values())) for name in names]
+    rows.append(("total", *(in_bytes(sum(each.values())) for each in phases.values())))
+    if device_bytes is not None:
+        rows.append(("of", *[in_bytes(device_bytes)] * len(phases)))
+    return tuple(_table(("", *phases), *rows))
 
 
 def _table(*rows: Iterable[str]) -> list[str]:

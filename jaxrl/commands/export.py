@@ -19,7 +19,6 @@ from jaxrl.models.peft import export_adapter, merged_params
 from jaxrl.models.safetensors import export_hf
 from jaxrl.record.files import refuse_folder, system_error, temporary_path
 from jaxrl.record.run_dir import CONFIG_FILE, SIMULATED, recorded_config, recorded_start
-from jaxrl.run.stop import Stop
 from jaxrl.run.weights import adapted, load_weights, trained_weights
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.training.steps import whole_step
@@ -30,7 +29,6 @@ def export(
     folder: str,
     dtype: str,
     say: Callable[[str], None] = print,
-    stop: Stop | None = None,
     *,
     merge: bool = False,
     base: str = "",
@@ -39,14 +37,8 @@ def export(
     trains adapters gives a folder of peft's, with the adapters alone.
 
     A temporary folder is written and renamed at the end: a failed export leaves no partial folder, and of two into one
-    folder the second is refused.
-
-    Args:
-      source: a run's directory, or what `model.path` takes.
-      folder: to write; empty or absent.
-      merge: of a run that trains adapters, write the whole model with them in its weights.
-      base: of adapters, the name or folder by which peft finds their base; empty: `model.path`, unless that is a GGUF
-        file or part of an installed package.
+    folder the second is refused. `merge` writes the whole model with a run's adapters in its weights; `base` is by what
+    peft finds the base of adapters, by default `model.path` where peft can load that.
 
     Raises ValueError where `source` has no weights to export, or `folder` cannot be written or is not empty.
     """
@@ -66,14 +58,13 @@ def export(
     partial = temporary_path(target, "partial")  # not a name that a running run's folder above may hold
     partial.mkdir(parents=True)
     try:
-        with (stop or Stop()).removing(partial):
-            if model.lora is not None:
-                export_adapter(params, model, partial, jnp.dtype(dtype), base or _base_of(source, path, say))
-            else:
-                export_hf(params, model, partial, dtype=jnp.dtype(dtype))
-            if tokenizer is not None:
-                tokenizer.save(partial)
-            partial.rename(target)  # also in place of an empty folder
+        if model.lora is not None:
+            export_adapter(params, model, partial, jnp.dtype(dtype), base or _base_of(source, path, say))
+        else:
+            export_hf(params, model, partial, dtype=jnp.dtype(dtype))
+        if tokenizer is not None:
+            tokenizer.save(partial)
+        partial.rename(target)  # also in place of an empty folder
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST):

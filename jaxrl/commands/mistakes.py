@@ -35,12 +35,8 @@ Returns the reader's result; of a wrong configuration, the valid part."""
 
 
 def all_mistakes(options: Namespace, error: BaseException, config_of: Callable[..., Config]) -> list[str]:
-    """The sentences of an error, and those of all that is wrong beside it.
-
-    Args:
-      options: of the command, None where a value was wrong.
-      config_of: the configuration of a command that reads one.
-    """
+    """The sentences of an error, and those of all that is wrong beside it. `options`: of the command, None where a
+    value was wrong; `config_of`: the configuration of a command that reads one."""
     found: list[str] = []
 
     def add(error: BaseException) -> None:

@@ -48,7 +48,7 @@ def schema_json() -> str:
 def find(name: str) -> list[OptionDoc]:
     """The options that match, by the first of these tests that finds any: the exact name; the section; a prefix of the
     name; a name of verl's or TRL's; the short last name; a word of the name that begins so, or a value that is the
-    word; such words in the description; all the words in any order. Raises ValueError if none matches."""
+    word; all words in the name or the description. Raises ValueError if none matches."""
     every, name = options(), name.rstrip(".=")
     same = RENAMED.get(name, "").split(" and ")
     none = f"options: there is no section and no option {name!r:.80}"
@@ -58,11 +58,8 @@ def find(name: str) -> list[OptionDoc]:
         lambda option: option.path.startswith(name),
         lambda option: name in RENAMED and (option.path in same or option.path.rpartition(".")[2] == name),
         lambda option: option.path.rpartition(".")[2] == name and len(name) <= _SHORT,
-        lambda option: _begins(name, option.path) or name.lower() in _values(option),
-        lambda option: _begins(name, option.doc),
-        lambda option: all(
-            _begins(word, " ".join([option.path, *_values(option), option.doc])) for word in name.split()
-        ),
+        lambda option: _begins(name, option.path) or name.lower() in option.choices,
+        lambda option: all(_begins(word, f"{option.path} {option.doc}") for word in name.split()),
     ):
         if found := [option for option in every if fits(option)]:
             return found
@@ -79,12 +76,6 @@ def find(name: str) -> list[OptionDoc]:
 def _begins(word: str, text: str) -> bool:
     """Whether a word of a text begins so; `_` and `.` part the words of a name."""
     return re.search(rf"(?<![a-z0-9]){re.escape(word)}", text, re.IGNORECASE) is not None
-
-
-def _values(option: OptionDoc) -> list[str]:
-    """The names that its value, or an element of it, may be; none for a switch, as true and false identify nothing."""
-    listed = option.type.partition("list of one of ")[2]
-    return listed.split(", ") if listed else [] if option.type == "bool" else list(option.choices)
 
 
 def _overview(every: Sequence[OptionDoc]) -> str:
@@ -116,11 +107,9 @@ def _block(option: OptionDoc) -> str:
 def _whole(option: OptionDoc) -> str:
     known = [
         ("default", shown(option.default)),
-        ("type", option.type),
-        ("path of", f"a {option.names}" if option.names else ""),
+        ("type", option.names or option.type),
         ("bounds", option.bounds),
         ("at most", option.cap),
-        ("values", ", ".join(option.choices)),
         ("in YAML", _yaml(option)),
     ]
     lines = [option.path, *_wrapped(option.doc), ""]

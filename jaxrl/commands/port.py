@@ -144,14 +144,10 @@ Row = Rule | str
 
 
 def port(library: Library, source: Sequence[str], devices: int = 1) -> str:
-    """The configuration as YAML with comments.
+    """The configuration as YAML with comments. Raises ValueError where `source` has no options of the library.
 
-    Args:
-      source: a file (a shell script or YAML of verl; Python, JSON, YAML or a script of TRL), or the words of a command
-        line.
-      devices: on which the TRL run trained, since it counts completions per device.
-
-    Raises ValueError where `source` has no options of the library.
+    `source`: a file (a shell script or YAML of verl; Python, JSON, YAML or a script of TRL), or the words of a command
+    line; `devices`: on which the TRL run trained, since it counts completions per device.
     """
     ported = Ported()
     if library == "verl":

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -17,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config import Config, ConfigError
-from jaxrl.config.hosts import HostsSection
-from jaxrl.record.files import Removing, file_problem, write_whole
+from jaxrl.config.options import HostsSection
+from jaxrl.record.files import file_problem, write_whole
 from jaxrl.record.run_dir import inputs_of, refuse_overwriting
 from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.profiler import Profiler, identity_of, load_profile
@@ -51,17 +50,12 @@ def profile(
     sizes: Sequence[int],
     repeats: int,
     progress: Callable[[int, int], None],
-    removing: Removing = nullcontext,
 ) -> Profile:
-    """Measures the points that `out` lacks, and writes them there.
+    """Measures the points that `out` lacks, and writes them there. Raises ValueError where that is a table of something
+    else.
 
-    Args:
-      sizes: the most live rows and the most live tokens of all dp groups together, and the most tokens of a row; 0: as
-        many as the layouts have rows, as the smallest pools hold, and as the configuration's longest sequence has.
-      repeats: of a fast point; the median counts.
-      progress: called with how many measurements are done, and of how many.
-
-    Raises ValueError: `out` is a table of something else.
+    `sizes`: the most live rows and the most live tokens of all dp groups together, and the most tokens of a row; 0: as
+    many as the layouts have rows, as the smallest pools hold, and as the configuration's longest sequence has.
     """
     if (problem := file_problem(out)) is not None:
         raise ValueError(f"--out {problem}")
@@ -91,7 +85,7 @@ def profile(
     for done, (field, measure) in enumerate(steps, total - len(steps)):
         progress(done, total)
         table = replace(table, **{field: (*getattr(table, field), *measure())})
-        write_whole(path, json.dumps(table.to_json(), indent=1) + "\n", removing=removing)
+        write_whole(path, json.dumps(table.to_json(), indent=1) + "\n")
     progress(total, total)
     return table
 

@@ -22,7 +22,7 @@ from jaxrl.record.samples import RecordedSample, read_sample
 from jaxrl.run.build import LoneWorker, use_compilation_cache
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.training.steps import whole_step
-from jaxrl.types import ENVIRONMENT, RunFailed, Sample, SamplingParams
+from jaxrl.types import ENVIRONMENT, RunFailed, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,8 @@ def replay(
 ) -> None:
     """Draws a recorded response again, prints it, and says whether each token is the recorded one.
 
-    Args:
-      key: of the sample, as `samples.jsonl` and the report have it.
-      overrides: options on top of the run's own.
-
-    Raises:
-      ValueError: the run has no such sample, or no longer the weights that drew it.
-      RunFailed: a token is another one.
+    Raises ValueError where the run has no such sample, or no longer the weights that drew it, and RunFailed where a
+    token is another one.
     """
     file = config_file(run_dir)
     recorded = read_sample(run_dir, key)
@@ -116,16 +111,9 @@ def _drawn_again(
 
 def _request(worker: LoneWorker, recorded: RecordedSample, spans: Sequence[ReplayedSpan]) -> Request:
     """A request that draws the last of some spans again, behind all that is recorded before it."""
-    rollout, (*before, span) = worker.config.rollout, spans
-    params = SamplingParams(
-        temperature=rollout.temperature,
-        top_k=max(rollout.top_k, 0),
-        top_p=rollout.top_p,
-        min_p=rollout.min_p,
-        max_tokens=span.start + len(span.recorded),
-        stop_token_ids=worker.stop_token_ids,
-        stop_strings=tuple(rollout.stop),
-    )
+    *before, span = spans
+    most = span.start + len(span.recorded)
+    params = replace(worker.config.sampling(worker.stop_token_ids), max_tokens=most)
     unknown = np.zeros(span.start, np.float32)
     kept = Sample(
         recorded.key,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from jaxrl.config.domains import domains
 from jaxrl.data.files import data_files
 from jaxrl.data.responses import read_responses
 from jaxrl.mechanisms.judge.endpoint import join_endpoint
-from jaxrl.record.files import Removing, to_json, writing_whole
+from jaxrl.record.files import to_json, writing_whole
 from jaxrl.record.metrics import RIGHT
 from jaxrl.record.run_dir import inputs_of, refuse_overwriting
 from jaxrl.rewards.domains import build_scorer, refuse_tests
@@ -64,20 +64,13 @@ def score(
     *,
     inputs: Sequence[str] = (),
     progress: Callable[[int], None] = lambda count: None,
-    removing: Removing = nullcontext,
 ) -> Scores:
-    """Scores each response of a file with `reward.*`, and writes a line for each, in the file's order.
+    """Scores each response of a file (a problem's own columns, and `response`), and writes a JSON line for each, in the
+    file's order: `row` (from 1), `source`, `reward`, `status`, `info`, `duration_s`. `inputs`: more files
+    that are read, which `out` must not replace.
 
-    Args:
-      responses: a `.jsonl`, `.jsonl.gz` or `.parquet` file: a problem's own columns, and `response`.
-      out: the file of JSON lines: `row` (from 1), `source`, `reward`, `status`, `info`, `duration_s`. It appears when
-        all are scored.
-      inputs: more files that are read, which `out` must not replace.
-      progress: called with the number of responses written, a few times a second at most.
-
-    Raises:
-      ValueError: what a user can mend: an option, or a row of the file with its line.
-      RunFailed: scoring failed for every response; the file is written all the same.
+    Raises ValueError for what a user can mend (an option, or a row of the file with its line), and RunFailed where
+    scoring failed for every response; the file is written all the same.
     """
     refuse_overwriting(out, "--out", [responses, *inputs, *inputs_of(config)])
     (path,) = data_files([responses], "--responses")
@@ -113,7 +106,7 @@ def score(
     with closing(build_pool(config, scorer, where=where)) as pool:
         join_endpoint(config, pool)
         pool.warm()
-        with writing_whole(out, removing=removing) as file:
+        with writing_whole(out) as file:
             said_s = time.monotonic()
             for prompt, verdict in _in_order(pool, placed(), _AHEAD * config.reward.num_workers):
                 line: dict[str, Any] = {

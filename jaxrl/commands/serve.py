@@ -20,10 +20,11 @@ from typing import Any
 from jaxrl.config import Config
 from jaxrl.config.files import load, load_recorded
 from jaxrl.config.inputs import reading
+from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.record.progress import StartupProgress
 from jaxrl.record.run_dir import CONFIG_FILE
-from jaxrl.run.build import LoneWorker, use_compilation_cache
+from jaxrl.run.build import LoneWorker
 from jaxrl.run.stop import Stop
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.training.steps import whole_step
@@ -45,6 +46,11 @@ class Address:
     key_file: str | None = None
 
 
+def serving_length(config: Config, model: ModelConfig) -> int:
+    """Tokens of the longest prompt and response together."""
+    return config.serve.max_model_len or min(DEFAULT_LENGTH, model.max_positions)
+
+
 def serve(
     source: str,
     overrides: Sequence[str] = (),
@@ -54,15 +60,8 @@ def serve(
     *,
     adapters: Sequence[str] = (),
 ) -> None:
-    """Serves until a stop is requested.
-
-    Args:
-      source: a run's directory, whose last checkpoint and configuration are taken, or what `model.path` takes.
-      overrides: options on top of the configuration.
-      adapters: none, or one `NAME=FOLDER`: the model has the folder's adapters in its weights, and that name.
-
-    Raises ValueError for what a user can mend.
-    """
+    """Serves a model, or a run's last checkpoint with the run's configuration, until a stop is requested. `adapters`:
+    none, or one `NAME=FOLDER`. Raises ValueError for what a user can mend."""
     address, say = address or Address(), say or partial(print, flush=True)
     web = _web()
     key = _key(address)
@@ -220,18 +219,13 @@ def _adapter(source: str, adapters: Sequence[str]) -> tuple[str, list[str]]:
 def _served(config: Config, checkpoint: Path | None, say: Callable[[str], None]) -> tuple[LoneWorker, Engine]:
     from jaxrl.serving.bodies import MAX_TOP_LOGPROBS
 
-    limit = config_of(resolve_path(config.model.path, weights=True)).max_positions
-    length = config.serve.max_model_len or min(DEFAULT_LENGTH, limit)
+    length = serving_length(config, config_of(resolve_path(config.model.path, weights=True)))
     rollout = config.rollout.replace(stop=[])
     data = config.data.replace(max_prompt_length=length - length // 2, max_response_length=length // 2)
     with closing(StartupProgress(say)) as stages:
         worker = LoneWorker.open(config.replace(rollout=rollout, data=data), say, [checkpoint])
         stages.begin("reading the model")
-        params = worker.weights(checkpoint)
-        use_compilation_cache(worker.config)
-        executor = worker.executor(truncate=True, top_logprobs=MAX_TOP_LOGPROBS)
-        executor.sync_weights(params, 0)
-        executor.allocate()
+        executor = worker.ready_executor(checkpoint, truncate=True, top_logprobs=MAX_TOP_LOGPROBS)
         if config.rollout.warmup:
             stages.begin("compiling programs (with rollout.warmup=false as requests need them)")
             executor.warm_up()

@@ -10,70 +10,61 @@ import asyncio
 import logging
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from jaxrl.commands.serve import serving_length
+from jaxrl.config.files import load
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.loading import RANDOM, check_vocabulary, config_of, resolve_path
+from jaxrl.run.devices import prepare_jax
 from jaxrl.run.stop import Stop
 from jaxrl.sharding.layout import Layout
-from jaxrl.sharding.mesh import make_mesh
-from jaxrl.types import SamplingParams
+from jaxrl.sharding.mesh import make_mesh, platform_of
 
 if TYPE_CHECKING:
     from jaxrl.rollout.jetstream import JetStreamEngine
 
+Say = Callable[[str], None]
 _POLL_S = 0.1  # until a signal is noticed
 _GRACE_S = 10.0  # for responses that are being drawn when the server is stopped
 _MIN_THREADS = 64
 
 
 def serve(
-    model: str,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 9000,
-    num_slots: int = 8,
-    max_length: int = 1024,
-    max_prefill_length: int = 512,
-    dtype: str = "float32",
-    tp: int = 1,
-    seed: int = 0,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    say: Callable[[str], None] | None = None,
-    stop: Stop | None = None,
+    model: str, overrides: Sequence[str], address: tuple[str, int], say: Say | None = None, stop: Stop | None = None
 ) -> None:
-    """Serves until a stop is requested. Sizes and sampling come from `jaxrl.rollout.jetstream.JetStreamConfig`.
-
-    Args:
-      model: as `model.path`.
-      port: 0: any free one.
+    """Serves until a stop is requested. `overrides`: options of the run that says how requests are drawn; `address`:
+    host and port, 0 for any free one.
 
     Raises ValueError where google-jetstream is not installed, for impossible sizes, or an address that cannot be used.
     """
     stop, say = stop or Stop(), say or partial(print, flush=True)
     jetstream = _adapter()
-    path = resolve_path(model, "--model", weights=True)
-    config = config_of(path)
-    check_vocabulary(Tokenizer.from_path(path.removeprefix(RANDOM)), config, path)
+    config = load(None, [f"model.path={model}", *overrides], is_whole=False)  # no rule of training holds
+    path = resolve_path(model, "serve --jetstream", weights=True)
+    shape = config_of(path)
+    check_vocabulary(Tokenizer.from_path(path.removeprefix(RANDOM)), shape, path)
+    mesh = make_mesh(prepare_jax(config))
+    rollout = config.with_types(platform_of(mesh.devices.flat[0])).rollout
+    length = serving_length(config, shape)
     sizes = jetstream.JetStreamConfig(
-        num_slots=num_slots,
-        max_length=max_length,
-        max_prefill_length=max_prefill_length,
-        dtype=dtype,
-        seed=seed,
-        sampling=SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, max_tokens=max_length),
-        max_tp=tp,
+        num_slots=rollout.max_num_seqs,
+        block_size=rollout.block_size,
+        max_length=length,
+        max_prefill_length=max(each for each in jetstream.PREFILL_LENGTHS if each < length),
+        dtype=rollout.dtype,
+        seed=config.trainer.seed,
+        sampling=replace(config.sampling(()), max_tokens=length, stop_strings=()),
+        max_tp=rollout.tp,
     )
-    engine = jetstream.JetStreamEngine(config, Layout(make_mesh(), tp), sizes, path)
+    engine = jetstream.JetStreamEngine(shape, Layout(mesh, rollout.tp), sizes, path)
     params = engine.load_params()
     stop.save_first(lambda text: say("stopping: responses under way have ten seconds; a second signal ends it at once"))
-    asyncio.run(_serve(jetstream, engine, params, model, (host, port), say, stop))
+    asyncio.run(_serve(jetstream, engine, params, model, address, say, stop))
 
 
 def _adapter() -> Any:
@@ -102,7 +93,7 @@ async def _serve(
     params: Any,
     model: str,
     address: tuple[str, int],
-    say: Callable[[str], None],
+    say: Say,
     stop: Stop,
 ) -> None:
     import grpc  # pyright: ignore[reportMissingImports]  (an optional extra)

@@ -22,7 +22,7 @@ from jaxrl.record.files import read_lines, write_whole
 from jaxrl.record.run_dir import SIMULATED, RunDir, recorded_config
 from jaxrl.record.run_record import RunOutcome, RunRecord
 from jaxrl.record.state import dump_state, load_state
-from jaxrl.run.rules import carried
+from jaxrl.run.run import carried
 from jaxrl.run.simulation import build, rare_collections
 from jaxrl.run.stop import Stop
 from jaxrl.sim.configured import (

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.config import Config, ConfigError, differences
-from jaxrl.config.commands import as_read
+from jaxrl.config.checks import as_read
 from jaxrl.config.options import total_steps
 from jaxrl.data.conversations import ConversationTokens, ExampleRow, RowSource
 from jaxrl.data.stops import stop_ids
@@ -120,10 +120,7 @@ class SupervisedRun:
         try:
             self._source.load_state(state)
         except ValueError as error:
-            raise ConfigError(
-                f"{self._run.run_dir.path} holds a run with other data: {error}: choose another trainer.run_dir, with "
-                f"trainer.init_from={self._run.run_dir.path} to begin from its parameters"
-            ) from None
+            raise self._run.other_data(error) from None
 
     def train(self, stack: ExitStack) -> Mapping[str, str]:
         record = self._run.record

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrl.config import Config, differences
 from jaxrl.config.domains import domains
-from jaxrl.config.functions import read_user_file
 from jaxrl.config.options import total_steps
 from jaxrl.config.rollout_correction import uncorrected
 from jaxrl.data.problems import Problem, asked_messages
@@ -29,9 +28,7 @@ from jaxrl.record.run_record import RunOutcome
 from jaxrl.rewards.domains import build_scorer, refuse_tests
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.rewards.reward_pool import RewardPool, build_pool
-from jaxrl.run.arrival import ArrivalOrder
-from jaxrl.run.rules import carried
-from jaxrl.run.run import Run
+from jaxrl.run.run import Run, carried
 from jaxrl.run.stop import Stop
 from jaxrl.run.training import Training, run_training
 from jaxrl.training.training_step import Models
@@ -158,6 +155,8 @@ def _rewards(start: Training, problems: Sequence[Problem]) -> RewardPool:
     rows = (each.extra if each.answer is None else {*each.extra, "answer"} for each in problems)
     scorer = build_scorer(start.config, rows)
     if path := start.config.reward.path:
+        from jaxrl.config.functions import read_user_file
+
         start.reward_file = sha256(read_user_file("reward.path", path).text.encode()).hexdigest()
     pool = start.stack.enter_context(closing(build_pool(start.config, scorer, log=log)))
     if start.config.reward.judge.endpoint:
@@ -174,8 +173,6 @@ def _prompts(
     start: Training, problems: Sequence[Problem], held_out: Sequence[Problem], environments: EnvironmentPool | None
 ) -> tuple[PromptSource, list[Prompt]]:
     """Prompts to train on, and held-out ones; sets `total_steps`."""
-    from jaxrl.run.beginnings import refuse_other_data
-
     config = start.config
     if config.has_teacher:
         from jaxrl.run.teacher import refuse_context
@@ -186,7 +183,10 @@ def _prompts(
     if environments is not None:
         start.said += filter(None, [environments.not_described(asked_messages(problems[0].messages, config.data))])
     start.total_steps = total_steps(config, prompts.num_prompts)
-    refuse_other_data(start.run_dir, prompts, config)
+    if start.earlier is not None:
+        from jaxrl.run.beginnings import refuse_other_data
+
+        refuse_other_data(start, prompts)
     return prompts, validation
 
 
@@ -248,8 +248,12 @@ def _open_rollout(
     assert record.timeline is not None, "only a simulated run goes without"
     run.journal, run.timeline, run.layout_log = record.journal, record.timeline, record.layouts
     run.executors = executors = host.build_workers()
-    arrival = ArrivalOrder(executors.first_done, run.journal) if config.rollout.order == "arrival" else None
-    run.mechanisms = () if arrival is None else (arrival,)
+    arrival = None
+    if config.rollout.order == "arrival":
+        from jaxrl.run.arrival import ArrivalOrder
+
+        arrival = ArrivalOrder(executors.first_done, run.journal)
+        run.mechanisms = (arrival,)
     run.workers = build_engines(config, executors, start.tokenizer, profile, arrival)
     here: Any = host  # mechanisms that need devices of this process are refused where it has none
     devices = here.rollout_mesh, executors, stack, here.trainer, here.teacher

@@ -14,9 +14,8 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from datetime import UTC, datetime
-from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from typing import Any
 from jaxrl.config import Config
 from jaxrl.config import files as config_files
 from jaxrl.mechanisms import MECHANISMS, batch_rule, enabled
-from jaxrl.record.files import Removing, to_json, write_whole
+from jaxrl.record.files import to_json, write_whole
 from jaxrl.record.metrics import read_metrics
 from jaxrl.record.run_dir import CONFIG_FILE, RUN_FILE, SIMULATED, recorded_start, refuse_overwriting
 from jaxrl.run.simulation import build, rare_collections
@@ -40,7 +39,7 @@ from jaxrl.sim.configured import (
 )
 from jaxrl.sim.hardware import HARDWARE
 from jaxrl.sim.recorded import RecordedWorkload
-from jaxrl.sim.tuning import PLAIN, Factors, RuleSearch, Table, Trial, Tried, label, trial
+from jaxrl.sim.tuning import PLAIN, RuleSearch, Table, Trial, Tried, label, trial
 from jaxrl.sim.workload import Workload
 
 LEAST_RESPONSES = 20  # with fewer, the longest is a matter of chance
@@ -62,30 +61,19 @@ def tune(
     rule: str = "tail_batching",
     *,
     values: Sequence[float] = (),
-    prompt_factors: Sequence[float] = (),
-    response_factors: Sequence[float] = (),
     seeds: int = 5,
     steps: int | None = None,
     processes: int = 1,
     out: str = "",
     say: Callable[[str], None] = print,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    removing: Removing = nullcontext,
 ) -> Table:
-    """Searches, and prints what it found.
-
-    Args:
-      rule: a name in `SEARCHES`.
-      values: of all options of the rule together; empty: the default grid.
-      prompt_factors, response_factors: each option's own grid, of which all pairs are tried; the one left out is 1.
-      seeds: simulated runs of each value. steps: of each run; None: as many as show the longest period twice.
-
-    Raises ValueError for what a user can mend.
-    """
+    """Searches, and prints what it found. Raises ValueError for what a user can mend. `rule`: a name in `SEARCHES`;
+    `values`: of all options of the rule together, empty for the default grid."""
     if out:
         refuse_overwriting(out, "--out")
     search = SEARCHES[rule]
-    grid = _grid(search, values, prompt_factors, response_factors)
+    grid = search.together(values or search.of.values)
     if steps is not None and steps <= search.of.warm_up:
         raise ValueError(
             f"--steps ({steps}) must be above {search.of.warm_up}, which are left out while a buffer fills"
@@ -135,23 +123,8 @@ def tune(
     if out:
         record = {"written": datetime.now(UTC).isoformat(timespec="seconds"), "run": run_dir, "given": list(overrides)}
         record |= {"seeds": seeds, "steps": steps, "costs": costs, "lengths": lengths, **table.to_json()}
-        write_whole(Path(out), to_json(record, indent=1) + "\n", removing=removing)
+        write_whole(Path(out), to_json(record, indent=1) + "\n")
     return table
-
-
-def _grid(
-    search: RuleSearch, values: Sequence[float], prompt_factors: Sequence[float], response_factors: Sequence[float]
-) -> list[Factors]:
-    if not prompt_factors and not response_factors:
-        return search.together(values or search.of.values)
-    if len(search.of.options) == 1:
-        both = " or ".join(name for name, each in SEARCHES.items() if len(each.of.options) == 2)
-        raise ValueError(f"--prompt-factors and --response-factors belong to --rule {both}, not {search.rule}")
-    if values:
-        raise ValueError(
-            f"--values sets both factors of {search.name}: leave out --prompt-factors and --response-factors"
-        )
-    return list(product(prompt_factors or (1.0,), response_factors or (1.0,)))
 
 
 def start_of(run_dir: str) -> Mapping[str, Any]:

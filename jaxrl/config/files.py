@@ -36,7 +36,7 @@ def load(
     Args:
       path: one under `configs/` that is not there may be one of those that come with jaxrl.
       say: called with options that have no effect beside the others, and with the file where it is not the one named.
-      command: that reads it, as in `jaxrl.config.commands.as_read`.
+      command: that reads it, as in `jaxrl.config.checks.as_read`.
       is_whole: whether these are all options; if not, each is checked, but no rule between them.
 
     Raises ConfigError with all problems. If the file or an override cannot be read, the rest is still checked.

@@ -19,11 +19,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jaxrl.config.inputs import reading
+from jaxrl.config.inputs import MODULE_PREFIX, reading
 
 _MAX_ERROR_CHARS = 500
-MODULE_PREFIX = "jaxrl_user_"
-"""How the names of the modules begin that user's files become."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +57,9 @@ def read_user_file(option: str, path: str) -> UserFile:
 def user_function(
     option: tuple[str, str], file: UserFile, name: str, arguments: tuple[str, ...], takes_all: bool = True
 ) -> Callable[..., Any]:
-    """Runs the user's file and checks the function in it.
-
-    The file runs once per process for each option that names it.
-
-    Args:
-      option: the options that give the file and `name`.
-      arguments: the names that the function is called with; without `takes_all` it must take one of them.
-
-    Raises ValueError: the file or the function is wrong.
-    """
+    """Runs the user's file, once per process for each option that names it, and checks the function in it. Raises
+    ValueError where either is wrong. `option`: those that give the file and `name`; `arguments`: the names that the
+    function is called with, one of which it must take without `takes_all`."""
     of_path, of_name = option
     module = user_module(of_path, file)
     function = getattr(module, name, None)

@@ -23,12 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxrl.config.inputs import MAX_VALUES, ConfigError, Options, one_line, read_text, reading
+from jaxrl.config.inputs import ConfigError, Options, one_line, read_text, reading
 from jaxrl.config.mapping import by_path
 from jaxrl.config.options import Config
 from jaxrl.schema.declared import shown
-
-_MAX_INCLUDES = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,6 @@ class GinFile:
         self._macros: dict[str, tuple[Any, str]] = {}  # value and place
         self._used: set[str] = set()
         self._reading: list[Path] = []
-        self._num_read = self._num_values = 0
 
     def read(self) -> None:
         with reading(self._path):
@@ -88,9 +85,6 @@ class GinFile:
 
     def _read_file(self, path: Path) -> None:
         text = read_text(path)
-        self._num_read += 1
-        if self._num_read > _MAX_INCLUDES:
-            raise ConfigError(f"{self._path}: includes more than {_MAX_INCLUDES} files")
         if path.resolve() in self._reading:
             raise ConfigError(f"{path}: includes itself")
         self._reading.append(path.resolve())
@@ -138,11 +132,6 @@ class GinFile:
         self._options.places[option] = place
 
     def _resolve(self, value: Any, using: tuple[str, ...]) -> Any:
-        self._num_values += 1
-        if self._num_values > MAX_VALUES:
-            raise ConfigError(
-                f"{self._path}: its macros make more than {MAX_VALUES} values, and a config file may have no more"
-            )
         match value:
             case dict():
                 return {k: self._resolve(v, using) for k, v in value.items()}

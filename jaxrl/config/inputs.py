@@ -26,9 +26,11 @@ MAX_DIGITS = 400
 """The most digits of an integer in JSON: somewhat more than the largest float has. Python itself refuses 4301."""
 MAX_DEPTH = 100
 """The deepest nesting of lists and objects: code that copies, pickles or writes a value is recursive."""
+MODULE_PREFIX = "jaxrl_user_"
+"""How the names of the modules begin that users' Python files become."""
 MAX_CONFIG_BYTES = 1 << 20
 MAX_VALUES = 100_000
-"""Values in a config file, each use of an alias or a macro counted: ten lines of them can stand for billions."""
+"""Values in a YAML file, each use of an alias counted: ten lines of them can stand for billions."""
 
 # what YAML's own reader accepts; half of a pair and control characters belong in no text
 _UNPRINTABLE = re.compile("[^\\t\\n\\r\\x20-\\x7e\\x85\\xa0-\\ud7ff\\ue000-\\ufffd\\U00010000-\\U0010ffff]")
@@ -63,14 +65,9 @@ class NotStrict(ValueError):
 
 @contextmanager
 def reading(path: str | PathLike[str], line: int | None = None) -> Iterator[None]:
-    """Names `path` (and `line`, from 1) in what the block raises.
-
-    Other ValueErrors pass as they are: a reader that knows what is wrong names the file itself.
-
-    Raises:
-      ValueError: the content is cut off, damaged, not UTF-8, not JSON, not YAML, or nested too deeply.
-      OSError: the operating system's own, with the file's name.
-    """
+    """Names `path` (and `line`, from 1) in what the block raises: a ValueError where the content is cut off, damaged,
+    not UTF-8, not JSON, not YAML, or nested too deeply, or the system's own OSError. Other ValueErrors pass as they
+    are: a reader that knows what is wrong names the file itself."""
     place = str(path) if line is None else f"{path}, line {line}"
     try:
         yield
@@ -160,13 +157,9 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def strict_json(text: str) -> Any:
-    """A JSON value. Call it inside `reading`, which adds the file's name to errors.
-
-    Raises:
-      NotStrict: NaN or Infinity, a duplicate key in one object, an integer of over `MAX_DIGITS` digits, half of a
-        surrogate pair, nesting of over `MAX_DEPTH` levels.
-      json.JSONDecodeError: no JSON at all.
-    """
+    """A JSON value. Call it inside `reading`, which adds the file's name to errors. Raises NotStrict for NaN or
+    Infinity, a duplicate key in one object, an integer of over `MAX_DIGITS` digits, half of a surrogate pair, and
+    nesting of over `MAX_DEPTH` levels."""
     value = json.loads(
         text,
         object_pairs_hook=_each_key_once,

@@ -17,15 +17,13 @@ from typing import Annotated, Any, Literal
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from jaxrl.config.checks import broken_rules
-from jaxrl.config.commands import as_read
+from jaxrl.config.checks import as_read, broken_rules
 from jaxrl.config.inputs import ConfigError
 from jaxrl.config.options import Config
 from jaxrl.schema.declared import Cap, shown
 from jaxrl.schema.section import UNIONS, Section, allowed_text, is_section, mark, named_section, walk
 
-WORDS: Mapping[type, str] = {str: "text", bool: "true or false", int: "whole number", float: "number"}
-"""Names of types in messages to users."""
+_WORDS: Mapping[type, str] = {str: "text", bool: "true or false", int: "whole number", float: "number"}
 
 
 def from_mapping(values: Mapping[str, Any], command: str = "") -> Config:
@@ -156,24 +154,30 @@ def _followed(loc: tuple[int | str, ...]) -> tuple[str, type[Section], FieldInfo
     return path, section, option, kind
 
 
-def _wanted(kind: Any) -> str:
-    """Describes a type's values, within a sentence."""
+def type_text(kind: Any) -> str:
+    """What the values of a type are, in a few words: `whole number or auto`, `list of text`."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
-        return _wanted(arguments[0])
+        return type_text(arguments[0])
     if is_section(kind):
-        return "a section with options"
+        return "section with options"
     if origin is Literal:
         return f"one of {', '.join(arguments)}"
     if origin in UNIONS:
         return " or ".join(
-            typing.get_args(arm)[0] if typing.get_origin(arm) is Literal else _wanted(arm) for arm in arguments
+            typing.get_args(arm)[0] if typing.get_origin(arm) is Literal else type_text(arm) for arm in arguments
         )
-    if kind in WORDS:
-        return f"a {WORDS[kind]}" if kind in (int, float) else WORDS[kind]
-    if origin in (list, dict):
-        return "a list" if origin is list else "a mapping"
-    return "text, a number, a list or a mapping"
+    if origin is list:
+        return f"list of {type_text(arguments[0])}" + "s" * (arguments[0] in (int, float))
+    if origin is dict:
+        return "mapping of sections" if is_section(arguments[1]) else "mapping"
+    return _WORDS.get(kind, "text, number, list or mapping")
+
+
+def _wanted(kind: Any) -> str:
+    """The same within a sentence."""
+    text = type_text(kind)
+    return text if text.startswith(("text", "true", "one of")) else f"a {text}"
 
 
 def _hint(path: str, kind: Any, value: Any) -> str:
@@ -185,7 +189,7 @@ def _hint(path: str, kind: Any, value: Any) -> str:
     if not isinstance(value, str):
         return ""
     if typing.get_origin(kind) is not Literal:
-        return " (text)" if kind in WORDS else ""  # '4' is one, which is easily overlooked
+        return " (text)" if kind in _WORDS else ""  # '4' is one, which is easily overlooked
     from jaxrl.config import verl_options
 
     if ours := verl_options.VALUES.get(value.lower()):

@@ -1,5 +1,5 @@
-"""The complete configuration, typed. Every option is declared once: here, in `updates`, `rollouts`, `rewards`, `hosts`
-or `simulation`, or as `Options` of a mechanism.
+"""The complete configuration, typed. Every option is declared once: here, in `updates`, `rollouts`, `rewards` or
+`simulation`, or as `Options` of a mechanism.
 
 A declaration is `name: Annotated[type, bounds, "what it is, with its unit"] = default`. Constraints between options are
 in `checks`, or with a section (`Section.problems`). Options follow verl's names where verl has one. An option that
@@ -12,21 +12,28 @@ from typing import Annotated, Any, Literal, Self, overload
 from annotated_types import Ge, Gt, Interval
 from pydantic import Field
 
-from jaxrl.config.hosts import HostsSection
 from jaxrl.config.rewards import RewardSection
 from jaxrl.config.rollout_correction import RolloutCorrectionSection
 from jaxrl.config.rollouts import RolloutSection
 from jaxrl.config.simulation import SimulateSection
-from jaxrl.config.supervised import DpoSection, SftSection
 from jaxrl.config.teacher import TeacherSection
-from jaxrl.config.updates import ActorSection, CriticSection, KlEstimate, LossAggregation, OptimSection
+from jaxrl.config.updates import (
+    ActorSection,
+    CriticSection,
+    DpoSection,
+    KlEstimate,
+    LossAggregation,
+    OptimSection,
+    SftSection,
+)
 from jaxrl.mechanisms.dynamic_sampling import DynamicSampling
 from jaxrl.mechanisms.stream_trainer import StreamTrainer
 from jaxrl.mechanisms.turns import Turns
 from jaxrl.schema.declared import MAX_INT, SEED, Cap, Names
 from jaxrl.schema.devices import MAX_DEVICES
-from jaxrl.schema.limits import MAX_LENGTH, MAX_PROMPTS, MAX_RANK, MAX_WAIT, Quantization
+from jaxrl.schema.limits import MAX_HOSTS, MAX_LENGTH, MAX_PROMPTS, MAX_RANK, MAX_WAIT, Quantization
 from jaxrl.schema.section import JsonObject, Section
+from jaxrl.types import SamplingParams
 
 AdvantageEstimator = Literal["grpo", "dr_grpo", "grpo_turns", "rloo", "reinforce_plus_plus", "gae", "gdpo", "none"]
 
@@ -277,6 +284,37 @@ class TrainerSection(Section):
             )
 
 
+class HostsSection(Section):
+    """Several hosts: a Ray actor on each, a mesh over all of them for training, and rollout workers on each."""
+
+    num: Annotated[
+        int,
+        Ge(1),
+        MAX_HOSTS,
+        "Hosts of the run, each with as many devices; 1: this machine alone, without Ray; more: a Ray actor on each "
+        "host.",
+    ] = 1
+    address: Annotated[
+        str,
+        "The address of the Ray cluster; auto: one that `ray start` has started on this machine; empty: the one that "
+        "the environment variable RAY_ADDRESS names, or else a cluster of the run's own on this machine.",
+    ] = ""
+    devices_per_host: Annotated[
+        int, Ge(0), MAX_DEVICES, "Devices that the run uses on each host; 0: all, and on CPUs one."
+    ] = 0
+    stall_timeout_s: Annotated[
+        float,
+        Gt(0),
+        MAX_WAIT,
+        "Seconds without progress on any host after which the run ends, names the silent ones, and starts again.",
+    ] = 900.0
+    max_restarts: Annotated[
+        int,
+        Ge(0),
+        "How often all hosts are started again after one was lost, without a checkpoint in between, before it ends.",
+    ] = 3
+
+
 class ServeSection(Section):
     """A model behind OpenAI's routes; what it draws with are options of `rollout`."""
 
@@ -361,6 +399,27 @@ class Config(Section):
         if rollout.temperature == 0:
             return "rollout.temperature (0)"
         return "rollout.top_k (1)" if rollout.top_k == 1 else ""
+
+    def sampling(self, stop_token_ids: tuple[int, ...], *, evaluates: bool = False) -> SamplingParams:
+        """How the responses of a round are drawn, or those of an evaluation."""
+        rollout, data = self.rollout, self.data
+        drawn = rollout.val_kwargs if evaluates else rollout
+        return SamplingParams(
+            temperature=drawn.temperature,
+            top_k=max(drawn.top_k, 0),
+            top_p=drawn.top_p,
+            min_p=0.0 if evaluates else rollout.min_p,
+            max_tokens=data.max_response_length,
+            stop_token_ids=stop_token_ids,
+            stop_strings=tuple(rollout.stop),
+        )
+
+    @property
+    def batching(self) -> dict[str, Any]:
+        """The fields of `BatcherConfig` that options set."""
+        rollout, length = self.rollout, self.max_model_length
+        spreads = rollout.sample_placement == "spread"
+        return {"decode_steps": rollout.decode_steps, "max_model_len": length, "spread_samples": spreads}
 
     @property
     def max_model_length(self) -> int:

@@ -6,11 +6,11 @@ import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic.fields import FieldInfo
 
-from jaxrl.config.mapping import WORDS, by_path
+from jaxrl.config.mapping import by_path, type_text
 from jaxrl.config.options import Config
 from jaxrl.schema.declared import Cap, Names
 from jaxrl.schema.section import UNIONS, Section, allowed_text, is_section, mark, named_section, walk
@@ -21,24 +21,18 @@ class OptionDoc:
     """The option reference's entry for one option; texts may be empty."""
 
     path: str  # rollout.n
-    type: str  # int; one of up, both; list of str
+    type: str  # whole number; one of up, both; list of text
     default: Any
     bounds: str  # at least 1
     doc: str
     cap: str = ""  # the largest value of a size, with the reason: 65536 (...)
-    choices: tuple[str, ...] = ()  # names that the value may be; of a switch, true and false
+    choices: tuple[str, ...] = ()  # names that the value, or an element of it, may be; of a switch, true and false
     names: str = ""  # of a path: file, folder or new folder
 
     @property
     def allowed(self) -> str:
         """Its possible values, in a few words: `whole number, at least 1`, `one of up, both`."""
-        plain = {kind.__name__: word for kind, word in WORDS.items()}
-        plain["str"] = self.names or plain["str"]
-        number, _, names = self.type.partition(", ")  # of `int, or auto`
-        if number in ("int", "float"):
-            kind = " ".join(filter(None, (plain[number], names)))
-        else:
-            kind = plain.get(self.type, self.type.replace("of str", "of text").replace("of int", "of whole numbers"))
+        kind = self.names if self.names and self.type == "text" else self.type
         return f"{kind}, {self.bounds}" if self.bounds else kind
 
 
@@ -58,7 +52,7 @@ def _doc(path: str, option: FieldInfo) -> OptionDoc:
     cap, names = mark(option, Cap), mark(option, Names)
     return OptionDoc(
         path,
-        _type_text(option.annotation),
+        type_text(option.annotation),
         option.default,
         allowed_text(option),
         option.description or "",
@@ -71,6 +65,8 @@ def _doc(path: str, option: FieldInfo) -> OptionDoc:
 def _choices(hint: Any) -> tuple[str, ...]:
     if hint is bool:
         return "true", "false"
+    if typing.get_origin(hint) is list:
+        return _choices(typing.get_args(hint)[0])
     arms = typing.get_args(hint) if typing.get_origin(hint) in UNIONS else (hint,)
     return tuple(name for arm in arms if typing.get_origin(arm) is Literal for name in typing.get_args(arm))
 
@@ -88,18 +84,3 @@ def _sections(section: type[Section], prefix: str) -> Iterator[tuple[str, str]]:
         elif (inner := named_section(field)) is not None:
             yield f"{prefix}{name}.NAME", inner.__doc__ or ""
             yield from _sections(inner, f"{prefix}{name}.NAME.")
-
-
-def _type_text(hint: Any) -> str:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Annotated:
-        return _type_text(arguments[0])
-    if origin is Literal:
-        return f"one of {', '.join(arguments)}"
-    if origin in UNIONS:
-        return f"{_type_text(arguments[0])}, or {' or '.join(_choices(hint))}"
-    if origin is list:
-        return f"list of {_type_text(arguments[0])}"
-    if origin is dict:
-        return "mapping of sections" if is_section(arguments[1]) else "mapping"
-    return hint.__name__

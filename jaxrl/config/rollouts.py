@@ -5,7 +5,6 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Interval
 from pydantic import Field
 
-from jaxrl.config.hosts import MAX_HOSTS
 from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 from jaxrl.mechanisms.over_provisioning import OverProvisioning
 from jaxrl.mechanisms.partial_rollout import PartialRollout
@@ -14,7 +13,7 @@ from jaxrl.mechanisms.speculation import Speculation
 from jaxrl.mechanisms.tail_batching import TailBatching
 from jaxrl.schema.declared import Cap, Or
 from jaxrl.schema.devices import MAX_DEVICES
-from jaxrl.schema.limits import BYTES, MAX_SAMPLES, Narrow, OpenFloatType
+from jaxrl.schema.limits import BYTES, MAX_HOSTS, MAX_SAMPLES, Narrow, OpenFloatType
 from jaxrl.schema.section import Section
 
 _TEMPERATURE = Interval(ge=0.001, le=100)  # beyond, logits overflow, or all tokens are equally likely

@@ -5,9 +5,9 @@ from typing import Annotated
 from annotated_types import Ge, Gt, Interval
 from pydantic import Field
 
-from jaxrl.config.hosts import MAX_HOSTS
 from jaxrl.schema.declared import Cap, Names
 from jaxrl.schema.devices import MAX_DEVICES
+from jaxrl.schema.limits import MAX_HOSTS
 from jaxrl.schema.section import Section
 
 _MAX_TOKENS = Cap(1_000_000_000, "beyond, every response has the longest length")

@@ -1,7 +1,9 @@
-"""Options of the updates: of the actor, and of the critic where there is one (`algorithm.adv_estimator=gae`)."""
+"""Options of the updates: of the actor, of the critic where there is one (`algorithm.adv_estimator=gae`), and what
+`jaxrl sft` and `jaxrl dpo` learn from."""
 
 import math
-from typing import Annotated, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Interval
 from pydantic import Field
@@ -175,3 +177,51 @@ class CriticSection(Section):
         "token-mean"
     )
     grad_clip: Annotated[float, Ge(0), "The most that the gradient's global norm may be; 0: off."] = 1.0
+
+
+class SftSection(Section):
+    """What `jaxrl sft` learns from: conversations, or prompts with their completions."""
+
+    messages_key: Annotated[
+        str, "Column of a whole conversation (a list of messages, or a JSON string); a row without it has a prompt."
+    ] = "messages"
+    prompt_key: Annotated[str, "Column of the prompt: text, or a list of messages."] = "prompt"
+    completion_key: Annotated[str, "Column of what is to be said: text, or a list of messages."] = "completion"
+    train_on: Annotated[
+        Literal["all", "last"],
+        "Which of the assistant's turns are learnt from; all, or the last one of each conversation.",
+    ] = "all"
+
+
+class DpoSection(Section):
+    """What `jaxrl dpo` learns from, pairs of which one was preferred, and how."""
+
+    prompt_key: Annotated[
+        str,
+        "Column of the prompt: text, or a list of messages; a row without it has the prompt at the beginning of both "
+        "conversations.",
+    ] = "prompt"
+    chosen_key: Annotated[str, "Column of what was preferred: text, or a list of messages."] = "chosen"
+    rejected_key: Annotated[str, "Column of what was not."] = "rejected"
+    loss_type: Annotated[
+        Literal["sigmoid", "robust", "ipo"],
+        "The loss of a pair; sigmoid: the negative log-likelihood of the preference, robust: the same, corrected for "
+        "pairs that are the wrong way round, ipo: the squared distance of the mean log-ratios' difference from "
+        "1 / (2 beta).",
+    ] = "sigmoid"
+    beta: Annotated[float, Gt(0), "How strongly the policy is held to the reference."] = 0.1
+    label_smoothing: Annotated[
+        float, Interval(ge=0, lt=0.5), "The share of pairs that are taken to be the wrong way round."
+    ] = 0.0
+    precompute_ref_log_probs: Annotated[
+        bool,
+        "Compute the reference's log-likelihoods of all pairs before the first step, and keep no copy of its weights.",
+    ] = False
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if self.chosen_key == self.rejected_key:
+            yield f"dpo.chosen_key and dpo.rejected_key must name two columns, found {self.chosen_key!r} twice"
+
+    def unread(self, config: Any) -> Iterator[tuple[frozenset[str], str]]:
+        if self.loss_type == "ipo":
+            yield frozenset({"label_smoothing"}), f"dpo.loss_type is {self.loss_type}"

@@ -32,12 +32,8 @@ for _first, _found in _Loader.yaml_implicit_resolvers.items():  # the class's ow
 
 
 def parse_yaml(text: str, place: str, lines: bool = True) -> tuple[Any, yaml.Node | None]:
-    """The value of a text and its node, which has the lines; `lines`: errors name them as well.
-
-    Raises:
-      ConfigError: the text is not YAML, or is refused: see the module's docstring.
-      ValueError: it is nested too deeply.
-    """
+    """The value of a text and its node, which has the lines; `lines`: errors name them as well. Raises ConfigError
+    where the text is not YAML, or is refused: see the module's docstring."""
     with reading(place):
         loader = None
         try:

@@ -17,7 +17,6 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxrl.data.files import first_line
-from jaxrl.data.tool_calls import arguments_of
 
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 """Names that templates have on the Hub; the only one of a tokenizer is the default."""
@@ -108,6 +107,8 @@ def _as_templates_read(message: Mapping[str, Any], named: str) -> dict[str, Any]
 def _call(call: Mapping[str, Any], named: str) -> dict[str, Any]:
     if isinstance(function := call.get("function"), Mapping):
         return {**call, "function": _call(function, named)}
+    from jaxrl.data.tool_calls import arguments_of
+
     given = call.get("arguments")
     try:
         value = arguments_of(given)

@@ -10,11 +10,14 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxrl.config.inputs import reading, strict_json
-from jaxrl.data.hub import data_paths, data_set_name
 
+if TYPE_CHECKING:
+    from jaxrl.data.hub import HubName
+
+_ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
 MAX_LINE_BYTES = 64 * 2**20
 """The longest line of a JSONL file: a row is one problem, and a file without line ends would be read whole."""
 
@@ -27,6 +30,8 @@ def data_files(names: Sequence[str], option: str) -> list[Path]:
         if not name.strip():
             raise ValueError(f"{option}: {name!r} is no file's name")
         if (on_hub := data_set_name(name)) is not None:
+            from jaxrl.data.hub import data_paths
+
             files += data_paths(on_hub, option)
             continue
         path = Path(os.path.expanduser(name))
@@ -34,6 +39,16 @@ def data_files(names: Sequence[str], option: str) -> list[Path]:
             raise ValueError(f"{path}: no such file; {option} must name existing files")
         files.append(path)
     return files
+
+
+def data_set_name(text: str) -> HubName | None:
+    """The Hub's name for data; None for a path, as is text that ends like a data file and names none in a data set."""
+    if os.path.exists(text):
+        return None
+    from jaxrl.data.hub import hub_name
+
+    found = hub_name(text)
+    return None if found is None or (not found.file and text.endswith(_ENDINGS)) else found
 
 
 def rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

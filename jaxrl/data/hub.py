@@ -27,7 +27,6 @@ _SMALL = (  # of a model: its configuration, tokenizer and chat templates
 )
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 _WEIGHTS = (_INDEX, "model*.safetensors")
-_DATA = (".jsonl", ".jsonl.gz", ".parquet")
 _PATIENCE_S = 10.0  # for the Hub to answer at all
 
 
@@ -49,12 +48,6 @@ def hub_name(text: str) -> HubName | None:
     if found is None or Path(text).exists() or Path(found[1]).parent.is_dir():
         return None
     return HubName(found[1], found[2] or "", found[3] or "")
-
-
-def data_set_name(text: str) -> HubName | None:
-    """`hub_name` for data: text that ends like a data file and names no file inside a data set is a path."""
-    found = hub_name(text)
-    return None if found is None or (not found.file and text.endswith(_DATA)) else found
 
 
 def model_path(name: HubName, option: str, *, weights: bool = False) -> Path:

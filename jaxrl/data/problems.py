@@ -19,8 +19,7 @@ from typing import Any
 from jaxrl.config import ConfigError, DataSection
 from jaxrl.config.inputs import one_line, reading, strict_json
 from jaxrl.data.chat_template import THINKING
-from jaxrl.data.files import data_files, rows
-from jaxrl.data.hub import data_set_name
+from jaxrl.data.files import data_files, data_set_name, rows
 from jaxrl.schema.declared import shown
 
 ROLES = ("system", "user", "assistant")

@@ -33,7 +33,7 @@ import math
 import zlib
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.kernels.by_rows import ByRows, Multiply, at_once
 from jaxrl.kernels.reference import ATTENTION, operands
-from jaxrl.models import experts
 from jaxrl.models.config import LayerKind, ModelConfig
 from jaxrl.models.lora import A, B
 from jaxrl.models.rope import Rope
@@ -51,9 +50,13 @@ from jaxrl.models.streaming import LayerFeed
 from jaxrl.models.weights import Weight
 from jaxrl.sharding.narrow_weights import SCALE
 
+if TYPE_CHECKING:
+    from jaxrl.models import experts
+
+    Mix = Callable[[jax.Array, experts.Routing, Mapping[str, jax.Array], experts.ExpertSettings], jax.Array]
+    """(h [..., E], routing, weights of experts, how) -> [..., E]."""
+
 Params = dict[str, Any]
-Mix = Callable[[jax.Array, experts.Routing, Mapping[str, jax.Array], experts.ExpertSettings], jax.Array]
-"""(h [..., E], routing, weights of experts, how) -> [..., E]."""
 Remat = Literal["none", "full", "dots"]
 INIT_STD = 0.02
 _PRODUCT = "product"  # the name under which a remat policy keeps products with weights
@@ -230,6 +233,8 @@ def layer(
         part = run(_mlp_part, x, join="sum")
         x = run(partial(_with_part, "down", "mlp_post_norm"), x, part, of=some("down_bias", "mlp_post_norm"))
         return x, extra, None
+    from jaxrl.models import experts
+
     h = run(_input_of_experts, x, of=some("mlp_norm"))
     routing = run(_routing, h, of=some("router", "router_bias"))
     own = some(*experts.WEIGHTS) | {EXPERT_IDS: jnp.arange(config.num_experts)}
@@ -397,12 +402,16 @@ def _input_of_experts(weights: _LayerWeights, x: jax.Array) -> jax.Array:
 
 
 def _routing(weights: _LayerWeights, h: jax.Array) -> experts.Routing:
+    from jaxrl.models import experts
+
     lp, config = weights.lp, weights.config
     how = {"normalised": config.norm_topk_prob, "multiply": weights.multiply}
     return experts.route(h, lp["router"], lp.get("router_bias"), config.num_experts_per_tok, **how)
 
 
 def _experts_part(mix: Mix | None, weights: _LayerWeights, h: jax.Array, routing: experts.Routing) -> jax.Array:
+    from jaxrl.models import experts
+
     found = {name: weights.lp[name] for name in experts.WEIGHTS if name in weights.lp}
     # codes and factors stay as they are: of all experts, only those are read that have tokens
     own = found if f"down{SCALE}" in found else {name: weights.get(name) for name in found}

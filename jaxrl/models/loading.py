@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl.data.hub import hub_name, model_path
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import init
 from jaxrl.models.safetensors import OpenModel, open_hf
@@ -34,6 +33,8 @@ def resolve_path(path: str, option: str = "model.path", *, weights: bool = False
     lacks them. Raises ValueError for a URL, a package that is not installed, and a model that cannot be fetched.
     """
     if is_url(path.removeprefix(RANDOM)):
+        from jaxrl.data.hub import hub_name
+
         parts, advice = path.partition("://")[2].split("/"), "download the model, and give its folder or its .gguf file"
         if len(parts) >= 3 and hub_name(name := "/".join(parts[1:3])) is not None:
             advice = f"give {name} for a model of the Hugging Face Hub, or its folder or .gguf file on this machine"
@@ -41,12 +42,15 @@ def resolve_path(path: str, option: str = "model.path", *, weights: bool = False
     if path.startswith("~"):
         path = os.path.expanduser(path)
     package, colon, file = path.partition(":")
-    if path.startswith(RANDOM):
-        name = hub_name(file)
-        return path if name is None else f"{RANDOM}{model_path(name, option)}"
-    if (name := hub_name(path)) is not None:
-        return str(model_path(name, option, weights=weights))
-    if colon and package.isidentifier() and not os.path.exists(path):
+    is_random = path.startswith(RANDOM)
+    given = file if is_random else path
+    if os.path.exists(given):
+        return path
+    from jaxrl.data.hub import hub_name, model_path
+
+    if (name := hub_name(given)) is not None:
+        return RANDOM * is_random + str(model_path(name, option, weights=weights and not is_random))
+    if colon and package.isidentifier() and not is_random:
         spec = importlib.util.find_spec(package)
         if spec is None or not spec.submodule_search_locations:
             raise ValueError(

@@ -3,20 +3,25 @@
 One line per step: `{"step", "groups", "prompts", "limit", "lengths"}`. `groups` are the groups' mean rewards, `prompts`
 their (pass over the data, prompt), and `lengths` a histogram of the responses' tokens in `BINS` equal bins from 0 to
 `limit`, the longest possible response. Where rewards failed, `errors` says why: pairs of a text and how often, of the
-most frequent, with the newest at the end.
+most frequent, with the newest at the end. `reward_failures` adds them up: its counts come from the steps' metrics,
+so samples that no batch took are among them.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import compress
+from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from jaxrl.record.files import JsonLines, read_lines
+from jaxrl.record.metrics import FAILURES, read_metrics
 from jaxrl.types import Group
 
 FILE_NAME = "batches.jsonl"
@@ -69,3 +74,56 @@ def _parse(line: bytes) -> dict[str, Any]:
     entry = json.loads(line)
     finite = [isinstance(value, int | float) for value in entry["groups"]]
     return entry | {name: [*compress(entry[name], finite)] for name in ("groups", "prompts") if name in entry}
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFailures:
+    """`scored` verdicts in all; `kinds`: how many failed, by kind (`metrics.FAILURES`), without zeros; `texts`: why,
+    and how often; `last`: the newest text."""
+
+    scored: int
+    kinds: Mapping[str, int]
+    texts: Mapping[str, int]
+    last: str
+
+    @property
+    def failed(self) -> int:
+        return sum(self.kinds.values())
+
+    @property
+    def share(self) -> float:
+        return self.failed / max(self.scored, self.failed, 1)
+
+    @property
+    def most(self) -> str:
+        return max(self.texts, key=lambda text: self.texts[text], default="")
+
+    def summary(self) -> str:
+        return f"{self.failed} of {self.scored} failed" + (f", last: {self.last}" if self.last else "")
+
+
+def reward_failures(
+    metrics: Sequence[Mapping[str, float]], batches: Sequence[Mapping[str, Any]]
+) -> RewardFailures | None:
+    def total(name: str) -> int:
+        values = (line.get(f"reward/{name}", 0.0) for line in metrics)
+        return int(sum(value for value in values if isfinite(value)))
+
+    kinds = {name: count for name in FAILURES if (count := total(name)) > 0}
+    if not kinds:
+        return None
+    errors = [(text, count) for line in batches for text, count in line.get("errors", ())]
+    texts = Counter[str]()
+    for text, count in errors:
+        texts[text] += count
+    return RewardFailures(total("num_scored"), kinds, texts, errors[-1][0] if errors else "")
+
+
+def summary_of(run_dir: str | Path) -> dict[str, str]:
+    """Lines by their names: the first and the last evaluation's mean reward, and rewards that failed."""
+    metrics = read_metrics(run_dir)
+    lines = [(int(line["step"]), line["val/reward"]) for line in metrics if "val/reward" in line]
+    found = [f"{value:.3f} at step {step}" for step, value in lines if isfinite(value)]
+    failures = reward_failures(metrics, read_batches(run_dir))
+    out = {"held-out": "reward " + ", ".join(found if len(found) < 2 else (found[0], found[-1]))} if found else {}
+    return out | ({} if failures is None else {"rewards": failures.summary()})

@@ -18,7 +18,7 @@ import secrets
 import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -27,20 +27,13 @@ from jaxrl.config.inputs import reading
 
 T = TypeVar("T")
 
-Removing = Callable[[Path], AbstractContextManager[object]]
-"""Inside it, a signal that ends the process removes a temporary file first (`jaxrl.run.stop.Stop.removing`)."""
 _NUMBER = re.compile(r"os_error_code='(\d+)'|\bOS error (\d+)\b", re.IGNORECASE)
 _log = logging.getLogger(__name__)
 
 
 class JsonLines:
-    """Appends JSON objects to a file, one on a line. The file is made by `open`, or with its first line.
-
-    Args:
-      last_step: `begin` drops lines of later steps; None: all lines stay.
-      compact: no spaces between names and values.
-      sync: `append` returns only when the line is on the disk.
-    """
+    """Appends JSON objects to a file, one on a line. The file is made by `open`, or with its first line. `begin` drops
+    lines of steps after `last_step` (None: all stay); with `sync`, `append` returns when the line is on the disk."""
 
     def __init__(
         self, path: str | Path, last_step: int | None = None, *, compact: bool = False, sync: bool = False
@@ -131,25 +124,17 @@ def write_all(file: FileIO, content: bytes) -> None:
         content = content[file.write(content) or 0 :]
 
 
-def write_whole(
-    path: str | Path, content: str | bytes, *, sync: bool = False, removing: Removing = nullcontext
-) -> None:
+def write_whole(path: str | Path, content: str | bytes, *, sync: bool = False) -> None:
     """Replaces a file atomically, as `writing_whole` does."""
-    with writing_whole(path, sync=sync, removing=removing) as file:
+    with writing_whole(path, sync=sync) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
-def writing_whole(path: str | Path, *, sync: bool = False, removing: Removing = nullcontext) -> Iterator[IO[bytes]]:
+def writing_whole(path: str | Path, *, sync: bool = False) -> Iterator[IO[bytes]]:
     """A temporary file beside `path`, open for writing, which replaces `path` when the `with` ends without an error. A
-    link is followed. What is no ordinary file (a terminal, a pipe) is written itself.
-
-    Args:
-      sync: the content is on the disk before it takes the old one's place.
-      removing: of the process's signals.
-
-    Raises:
-      OSError: it cannot be written, with the name of the file.
+    link is followed. What is no ordinary file (a terminal, a pipe) is written itself. `sync`: the content is on the
+    disk before it takes the old one's place. An OSError has the name of the file.
     """
     path = Path(os.path.realpath(path))
     if path.exists() and not stat.S_ISREG(path.stat().st_mode):
@@ -158,25 +143,25 @@ def writing_whole(path: str | Path, *, sync: bool = False, removing: Removing = 
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_path(path)
-    with removing(temporary):
-        try:
-            with open(temporary, "xb") as file:
-                yield file
-                if sync:
-                    file.flush()
-                    os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException as error:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            if isinstance(error, OSError) and error.filename in (None, str(temporary)):
-                error.filename, error.filename2 = str(path), None
-            raise
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename in (None, str(temporary)):
+            error.filename, error.filename2 = str(path), None
+        raise
 
 
 def temporary_path(path: Path, ending: str = "tmp") -> Path:
-    """A new name beside `path` for what will replace it: `.jaxrl-<name>-<12 hexadecimal digits>.tmp`."""
-    return path.with_name(f".jaxrl-{path.name}-{secrets.token_hex(6)}.{ending}")
+    """A new name beside `path` for what will replace it: `.jaxrl-<name>-<12 hexadecimal digits>.tmp`, of which the
+    first six are the process."""
+    return path.with_name(f".jaxrl-{path.name}-{os.getpid():06x}{secrets.token_hex(3)}.{ending}")
 
 
 def leftover_temporaries(path: Path) -> list[Path]:
@@ -251,7 +236,7 @@ def is_full(error: OSError) -> bool:
 
 
 def reason(error: OSError) -> str:
-    return "no space left on the device" if error.errno == errno.ENOSPC else (error.strerror or str(error)).lower()
+    return "no space left on the device" if is_full(error) else (error.strerror or str(error)).lower()
 
 
 def way_on(error: OSError) -> str:

@@ -24,8 +24,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-from jaxrl.record.metrics import FAILURES, PHASES, SHOWN, step_phases
-from jaxrl.record.numbers import duration, number
+from jaxrl.record.metrics import FAILURES, PHASES, SHOWN, duration, number, step_phases
 
 _SHOWN_S = 0.05  # a phase that took less is not
 _SILENT_S = 30.0  # for which a log may say nothing
@@ -37,17 +36,11 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b
 
 
 class LiveView:
-    """Shows a run on `stream`.
+    """Shows a run on `stream`. `detail` of the phase, and `beside`, what is compiled in the background, may be set.
 
-    Args:
-      total_steps: the run's last step; 0: not known, and no time left is shown.
-      done: the steps before a resumed run's first.
-      window: the time left is estimated from that many steps: evaluations and checkpoints that occur only in some of
-        them count with their share.
-      clock: in seconds.
-
-    Attributes:
-      detail: of the phase. beside: what is compiled in the background, empty where nothing is.
+    `total_steps`: the run's last step, 0 where it is not known, and no time left is shown; `done`: the steps before a
+    resumed run's first; `window`: steps from which the time left is estimated, so that evaluations and checkpoints that
+    occur only in some of them count with their share.
     """
 
     def __init__(

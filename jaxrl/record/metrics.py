@@ -32,13 +32,8 @@ FILE_NAME = "metrics.jsonl"
 
 
 class Phase(NamedTuple):
-    """A part of a step, whose seconds are `timing_s/<name>`.
-
-    Attributes:
-      part: of a step that it belongs to: the "round" that made the batch, the "update", or neither.
-      label: on a terminal and a page.
-      colour: on a page, where a phase without one is drawn as a part of "other".
-    """
+    """A part of a step, whose seconds are `timing_s/<name>`. `part`: the "round" that made the batch, the "update", or
+    neither; `colour`: on a page, where a phase without one is drawn as a part of "other"."""
 
     name: str
     part: str
@@ -115,11 +110,9 @@ class MetricsWriter:
     """Appends one line per step to `run_dir/metrics.jsonl`, and sends the same numbers to the sinks. Nothing is written
     or sent before `open_sinks` and `begin`, which a `with` calls.
 
-    Args:
-      sinks: names from `trainer.logger`. One that lacks steps of the file is sent them when the writer begins.
-      resume_step: the last step that counts (the checkpoint's): lines of later steps are removed. -1 removes all; None
-        keeps all.
-      project, experiment, config: what sinks show.
+    `sinks`: names from `trainer.logger`, which are sent the steps of the file that they lack when the writer begins;
+    `resume_step`: the last step that counts (the checkpoint's), after which lines are removed; -1 removes all, None
+    keeps all; `project`, `experiment`, `config`: what sinks show.
     """
 
     def __init__(
@@ -343,3 +336,28 @@ def throughput(batch: TrainBatch, line: Mapping[str, float], num_devices: int) -
         "perf/throughput": total / training_s / num_devices,
         **({"perf/gen_throughput": drawn / gen_s / num_devices} if gen_s > 0 else {}),
     }
+
+
+def number(value: float) -> str:
+    """At most three significant digits: `12.3k`, `0.0123`, `1.2e-5`."""
+    size = abs(value)
+    if not math.isfinite(value) or size == 0:
+        return f"{value:g}"
+    for scale, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if size >= scale:
+            return f"{value / (scale if unit != 'k' else 1e3):.3g}{unit}"
+    if size < 1e-3:
+        digits, _, power = f"{value:.2e}".partition("e")
+        return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
+    return f"{value:.0f}" if size >= 1000 else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """`7s`, `3m05s`, `2h10m`, `3d04h`: two units at most."""
+    if not math.isfinite(seconds):
+        return "?"
+    whole = round(seconds)
+    for size, name, part, part_name in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if whole >= size:
+            return f"{whole // size}{name}{whole % size // part:02d}{part_name}"
+    return f"{whole}s"

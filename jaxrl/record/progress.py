@@ -8,14 +8,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TextIO
 
-PATIENCE_S = 10.0
+PATIENCE_S, _EVERY_S = 10.0, 30.0
 
 
 class StartupProgress:
     """Names the long stages of a start. `say` is called from a separate thread."""
 
-    def __init__(self, say: Callable[[str], None], patience_s: float = PATIENCE_S) -> None:
-        self._say, self._patience_s = say, patience_s
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
         self._timer: threading.Timer | None = None
 
     def begin(self, name: str) -> None:
@@ -24,7 +24,7 @@ class StartupProgress:
                 self._say(f"{name} ...")
 
         self.close()
-        self._timer = threading.Timer(self._patience_s, show)
+        self._timer = threading.Timer(PATIENCE_S, show)
         self._timer.daemon = True
         self._timer.start()
 
@@ -36,13 +36,11 @@ class StartupProgress:
 
 
 class ProgressCounter:
-    """How many `what` are done: on a terminal one line that changes, in a log a line every `every_s` seconds."""
+    """How many `what` are done: on a terminal one line that changes, in a log a line every half minute."""
 
-    def __init__(
-        self, what: str, stream: TextIO, every_s: float = 30.0, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._what, self._stream, self._every_s, self._clock = what, stream, every_s, clock
-        self._said_at, self._has_line = clock(), False
+    def __init__(self, what: str, stream: TextIO) -> None:
+        self._what, self._stream = what, stream
+        self._said_at, self._has_line = time.monotonic(), False
 
     def show(self, done: int, total: int | None = None) -> None:
         said = f"{done} {self._what}" if total is None else f"{done} of {total} {self._what}"
@@ -50,8 +48,8 @@ class ProgressCounter:
             if self._stream.isatty():
                 self._has_line = True
                 print(f"\r{said}", end="", file=self._stream, flush=True)
-            elif self._clock() - self._said_at >= self._every_s:
-                self._said_at = self._clock()
+            elif time.monotonic() - self._said_at >= _EVERY_S:
+                self._said_at = time.monotonic()
                 print(said, file=self._stream, flush=True)
 
     def close(self) -> None:

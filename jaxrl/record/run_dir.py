@@ -28,7 +28,7 @@ import yaml
 from jaxrl.config import Config, ConfigError, differences, to_mapping
 from jaxrl.config.files import load_recorded
 from jaxrl.config.inputs import reading
-from jaxrl.record.files import leftover_temporaries, read_lines, refuse_folder, to_json, write_whole
+from jaxrl.record.files import leftover_temporaries, read_lines, reason, refuse_folder, to_json, write_whole
 from jaxrl.record.journal import FILE_NAME as JOURNAL
 from jaxrl.schema.hidden import hider
 
@@ -69,7 +69,7 @@ class RunDir:
         except OSError as error:
             remove_empty(self._made)
             where = error.filename or self.path
-            raise ValueError(f"{option}: {where}: {(error.strerror or str(error)).lower()}") from None
+            raise ValueError(f"{option}: {where}: {reason(error)}") from None
 
     def refuse_other_kind(self) -> None:
         earlier = recorded_start(self.path)

@@ -33,19 +33,11 @@ from jaxrl.types import Group
 
 
 class RunRecord:
-    """The record of a run in its directory, to be closed by a `with`.
+    """The record of a run in its directory, to be closed by a `with`. Raises ValueError where the journal is damaged.
 
-    Args:
-      resume_step: the last step that counts, a checkpoint's; -1 where there is none.
-      total_steps: for the time left; 0: it is not shown.
-      watchdog: receives the run's progress, and sees the open spans of its timeline.
-      pieces_of: as in `SampleLog`.
-
-    Attributes:
-      journal, timeline: None in a simulated run.
-
-    Raises:
-      ValueError: the journal is damaged.
+    `resume_step`: the last step that counts, a checkpoint's, or -1; `total_steps`: for the time left, 0 to show none;
+    `watchdog`: receives the run's progress, and sees the open spans of its timeline. A simulated run has no `journal`
+    and no `timeline`.
     """
 
     def __init__(

@@ -73,9 +73,7 @@ def open_sink(
 
 def sink_package(name: str) -> ModuleType:
     """The package of a sink of `trainer.logger`. Raises ValueError if it is not installed."""
-    module = PACKAGES.get(name)
-    if module is None:
-        raise ValueError(f"trainer.logger: {name!r} must be one of console, {', '.join(PACKAGES)}")
+    module = PACKAGES[name]
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -58,12 +58,8 @@ class _Span:
 
 
 class Timeline:
-    """A trace file that can be opened at any moment; all methods may be called from any thread.
-
-    Args:
-      clock: in seconds; a simulation's own.
-      begin: False: events wait for `begin`.
-    """
+    """A trace file that can be opened at any moment; all methods may be called from any thread. Without `begin` events
+    wait for that method."""
 
     def __init__(
         self,

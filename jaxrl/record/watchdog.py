@@ -26,16 +26,9 @@ _END_S = 15.0  # for the end
 
 
 class Watchdog:
-    """Reports after `timeout_s` / 2 seconds without a `beat`, once per silence, and ends the run after `timeout_s`.
-
-    Args:
-      timeout_s: 0 turns it off.
-      end: ends the process with a sentence; called from the watchdog's thread.
-      heard: called at every beat with what the run does next.
-
-    Attributes:
-      saved_step: of the last checkpoint, which the last sentence names.
-    """
+    """Reports after `timeout_s` / 2 seconds without a `beat`, once per silence, and ends the run after `timeout_s` (0:
+    never). `end` ends the process with a sentence, from the watchdog's thread; `heard` is called at every beat with
+    what the run does next; the last sentence names `saved_step`, that of the last checkpoint."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from statistics import fmean
 
-from jaxrl.record.numbers import number
+from jaxrl.record.metrics import number
 
 _POINTS = 160
 _BARS = 60

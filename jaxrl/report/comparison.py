@@ -7,13 +7,12 @@ modelled devices.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from jaxrl.config import flatten
-from jaxrl.record.files import Removing, write_whole
+from jaxrl.record.files import write_whole
 from jaxrl.record.metrics import ROUND_PHASES, SHOWN, UPDATE_PHASES
 from jaxrl.record.run_dir import refuse_overwriting
 from jaxrl.report.charts import Chart, Curve, Point, breakable, card, finite
@@ -30,9 +29,7 @@ _SHOWN_OPTIONS = 12  # of a summary
 _MISSING = "–"
 
 
-def write_comparison(
-    folders: Sequence[str | Path], out: str | Path, removing: Removing = nullcontext
-) -> tuple[Path, str]:
+def write_comparison(folders: Sequence[str | Path], out: str | Path) -> tuple[Path, str]:
     """Writes the page at `out`; returns where it is, and the summary. Raises ValueError for a folder that is no run, or
     too many of them."""
     if len(folders) > MOST_RUNS:
@@ -41,7 +38,7 @@ def write_comparison(
     runs = [read_run(folder) for folder in folders]
     names = names_of(runs)
     figures = figures_of(runs)
-    write_whole(out, _page(runs, names, figures), removing=removing)
+    write_whole(out, _page(runs, names, figures))
     return Path(out), summary(runs, names, figures)
 
 

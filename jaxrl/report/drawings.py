@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from jaxrl.record.numbers import number
+from jaxrl.record.metrics import number
 from jaxrl.record.timeline import ROW
 from jaxrl.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, figure, frame, ticks_of
 

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Literal
 
-from jaxrl.record.metrics import FAILURES, ROUND_PHASES, UPDATE_PHASES, seconds_of
-from jaxrl.record.numbers import duration, number
+from jaxrl.record.metrics import FAILURES, ROUND_PHASES, UPDATE_PHASES, duration, number, seconds_of
 from jaxrl.report.charts import Point, finite
 from jaxrl.report.curves import short, validation_names
 from jaxrl.report.runs import RecordedRun
 
 How = Literal["first", "last", "mean", "median", "sum", "begin", "end", "most", "least"]
+_HOWS: Mapping[How, Callable[[Sequence[float]], float]] = {
+    "first": lambda values: fmean(values[: max(len(values) // 10, 1)]),
+    "last": lambda values: fmean(values[-max(len(values) // 10, 1) :]),
+    "mean": fmean,
+    "median": median,
+    "sum": sum,
+    "begin": lambda values: values[0],
+    "end": lambda values: values[-1],
+    "most": max,
+    "least": min,
+}
+"""`first` and `last` are means of a tenth of the steps, `begin` and `end` single ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,30 +54,9 @@ class Figure:
 
 
 def summed(points: Sequence[Point], how: How) -> float | None:
-    """One number of a series: `first` and `last` are means of a tenth of the steps, `begin` and `end` single ones."""
+    """One number of a series; None: it has none."""
     values = [value for _, value in finite(points)]
-    if not values:
-        return None
-    tenth = max(len(values) // 10, 1)
-    match how:
-        case "first":
-            return fmean(values[:tenth])
-        case "last":
-            return fmean(values[-tenth:])
-        case "mean":
-            return fmean(values)
-        case "median":
-            return median(values)
-        case "sum":
-            return sum(values)
-        case "begin":
-            return values[0]
-        case "end":
-            return values[-1]
-        case "most":
-            return max(values)
-        case "least":
-            return min(values)
+    return _HOWS[how](values) if values else None
 
 
 _ROWS: tuple[tuple[str, str | tuple[str, ...], How, bool], ...] = (

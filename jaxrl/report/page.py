@@ -4,18 +4,16 @@ named on the page. A small script sorts and filters the samples; the rest of the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from html import escape
 from pathlib import Path
 from statistics import median
 
 from jaxrl.config import Config, flatten, to_mapping
-from jaxrl.config.commands import is_read
-from jaxrl.record.failures import reward_failures
-from jaxrl.record.files import Removing, write_whole
-from jaxrl.record.metrics import FAILURES, hidden_shares
-from jaxrl.record.numbers import duration, number
+from jaxrl.config.checks import is_read
+from jaxrl.record.batches import reward_failures
+from jaxrl.record.files import write_whole
+from jaxrl.record.metrics import FAILURES, duration, hidden_shares, number
 from jaxrl.record.run_dir import refuse_overwriting
 from jaxrl.report.charts import breakable, card, finite
 from jaxrl.report.curves import PagePart, charts, short, validation_names
@@ -34,7 +32,6 @@ ALARMING = 0.02
 def write_report(
     run_dir: str | Path,
     out: str | Path | None = None,
-    removing: Removing = nullcontext,
     say: Callable[[str], None] = lambda text: None,
     parts: Sequence[PagePart] = (),
 ) -> Path:
@@ -45,7 +42,7 @@ def write_report(
     for problem in run.problems:
         say(f"{run_dir}: {problem}")
     target = Path(out) if out is not None else run.folder / "report.html"
-    write_whole(target, page(run, parts), removing=removing)
+    write_whole(target, page(run, parts))
     return target
 
 

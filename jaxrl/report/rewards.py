@@ -8,8 +8,7 @@ from dataclasses import replace
 from html import escape
 from statistics import median
 
-from jaxrl.record.metrics import FAILURES, hidden_scoring_shares
-from jaxrl.record.numbers import number
+from jaxrl.record.metrics import FAILURES, hidden_scoring_shares, number
 from jaxrl.report.charts import Chart, Curve, breakable, card, finite
 from jaxrl.report.curves import curves_of, ever
 from jaxrl.report.runs import RecordedRun

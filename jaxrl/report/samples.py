@@ -14,7 +14,7 @@ from itertools import groupby
 from math import isfinite
 from typing import Any
 
-from jaxrl.record.numbers import number
+from jaxrl.record.metrics import number
 from jaxrl.report.charts import breakable
 
 EXTREMES = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from statistics import fmean, stdev
 
-from jaxrl.record.numbers import number
+from jaxrl.record.metrics import number
 from jaxrl.report.charts import finite
 from jaxrl.report.curves import validation_names
 from jaxrl.report.runs import RecordedRun

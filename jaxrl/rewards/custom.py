@@ -13,11 +13,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jaxrl.config.functions import UserFile, user_function
+from jaxrl.config.functions import UserFile, read_user_file, user_function
 from jaxrl.rewards.request import A_REWARD, ScoreRequest, as_reward
 from jaxrl.rewards.tracebacks import shown_path
+
+if TYPE_CHECKING:
+    from jaxrl.config.rewards import DomainSection, PartSection
 
 RESPONSE = ("response", "solution_str", "completions")
 """The function must take one of these arguments."""
@@ -39,6 +42,13 @@ class CustomScorer:
     columns: frozenset[str] | None = None
     conversations: bool = False  # whether prompts are lists of messages
     preload: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, option: str, section: DomainSection | PartSection, columns: frozenset[str] | None, conversations: bool
+    ) -> CustomScorer:
+        """The function that a section, `option`, names. Raises ValueError or OSError where its file cannot be read."""
+        return cls(read_user_file(f"{option}.path", section.path), section.name, option, columns, conversations)
 
     @property
     def loads(self) -> str:

@@ -23,9 +23,7 @@ from typing import Any
 
 from jaxrl.config import Config
 from jaxrl.config.domains import Domain, domains
-from jaxrl.config.functions import read_user_file
 from jaxrl.config.rewards import PartSection
-from jaxrl.rewards.custom import CustomScorer
 from jaxrl.rewards.request import OWN_COLUMNS, ScoreRequest, as_reward
 from jaxrl.rewards.scorers import Scorer, has_conversations, scorer_of
 
@@ -36,7 +34,7 @@ class RewardPart:
 
     section: PartSection
     max_tokens: int = 0  # of a response
-    function: CustomScorer | None = None  # of kind custom; it has the signature of a custom scorer
+    function: Scorer | None = None  # of kind custom; it has the signature of a custom scorer
 
     def load(self) -> None:
         re.compile(self.section.pattern, re.DOTALL)
@@ -123,8 +121,9 @@ def build_scorer(config: Config, rows: Iterable[Iterable[str]] | None = None) ->
     for name, section in config.reward.parts.items():
         function, option = None, f"reward.parts.{name}"
         if section.kind == "custom":
-            file = read_user_file(f"{option}.path", section.path)
-            function = CustomScorer(file, section.name, option, columns, has_conversations(config))
+            from jaxrl.rewards.custom import CustomScorer
+
+            function = CustomScorer.of(option, section, columns, has_conversations(config))
         parts[name] = section.weight, RewardPart(section, config.data.max_response_length, function)
 
     def scorer(domain: Domain) -> Scorer:

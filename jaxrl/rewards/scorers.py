@@ -6,9 +6,7 @@ get it as a few strings, and import what it needs (`load`). Nothing here imports
 Kinds (`reward.kind`):
 
 - `math`: the final answer, compared with the reference (`jaxrl.rewards.math`).
-- `task`: reasoning-gym's own scorer of that task, given the extracted answer. Those scorers give part of the reward to
-  a long text that contains the right answer, which a policy learns to exploit; so a marked answer is scored alone.
-  Without a mark, a task with numbers as answers takes the response's last number, any other task the whole response.
+- `task`: reasoning-gym's own scorer of that task, given the extracted answer (`jaxrl.rewards.task`).
 - `code`: tests that the response's program must pass, in a sandbox (`jaxrl.rewards.code`).
 - `custom`: the user's function, with the signature that verl uses.
 - `environment`: what an environment has given for the turns of the response.
@@ -17,7 +15,6 @@ Kinds (`reward.kind`):
 
 from __future__ import annotations
 
-import functools
 import json
 import pickle
 import time
@@ -26,10 +23,6 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from jaxrl.config.functions import read_user_file
-from jaxrl.rewards.answers import Extract, extract_answer, marked_answer
-from jaxrl.rewards.custom import CustomScorer
-from jaxrl.rewards.quantities import to_number
 from jaxrl.rewards.request import ScoreRequest, as_reward
 from jaxrl.rewards.tracebacks import error_location
 from jaxrl.scheduling.rounds.events import VerdictStatus
@@ -37,6 +30,8 @@ from jaxrl.scheduling.rounds.events import VerdictStatus
 if TYPE_CHECKING:
     from jaxrl.config import Config
     from jaxrl.config.domains import Domain
+    from jaxrl.rewards.answers import Extract
+    from jaxrl.rewards.task import TaskScorer
 
 Scored = tuple[VerdictStatus, float, dict[str, Any], float]
 """The result of scoring one request: status, reward, info, duration_s."""
@@ -85,44 +80,6 @@ class MathScorer:
         from jaxrl.rewards import math
 
         return math.score(request.response, request.answer, self.extract)
-
-
-@dataclass(frozen=True, slots=True)
-class TaskScorer:
-    """`task_config` is JSON: a scorer may need the options that its problems were made with."""
-
-    task: str
-    task_config: str = "{}"
-    extract: Extract = "auto"
-    preload: tuple[str, ...] = ("reasoning_gym",)
-    loads: str = "reward.kind: importing reasoning_gym"
-
-    def load(self) -> None:
-        _task_dataset(self.task, self.task_config)
-
-    def __call__(self, request: ScoreRequest) -> tuple[float, dict[str, Any]]:
-        entry = request.extra.get("entry")
-        if not isinstance(entry, dict):
-            raise ValueError(
-                f"{request.source}: the prompt comes from no reasoning-gym task, which reward.kind=task needs"
-            )
-        answer, mark = self._extract(request)
-        if answer is None:
-            return 0.0, {"extracted": None, "extracted_by": mark}
-        number = to_number(answer.strip())
-        if request.answer is not None and number is not None and number == to_number(request.answer.strip()):
-            answer = request.answer  # "3.0" for "3": most scorers compare text
-        reward = _task_dataset(self.task, self.task_config).score_answer(answer, entry)
-        return reward, {"extracted": answer, "extracted_by": mark}
-
-    def _extract(self, request: ScoreRequest) -> tuple[str | None, str]:
-        if self.extract != "auto":
-            return extract_answer(request.response, self.extract)
-        answer, mark = marked_answer(request.response)
-        if answer is not None:
-            return answer, mark
-        is_number = request.answer is not None and to_number(request.answer.strip()) is not None
-        return extract_answer(request.response, "last_number" if is_number else "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,8 +133,9 @@ def scorer_of(config: Config, domain: Domain, columns: frozenset[str] | None = N
     None if they are not known. Raises ValueError for settings that would make every sample fail."""
     data, option = config.data, f"{domain.option}.kind"
     if domain.kind == "custom":
-        file = read_user_file(f"{domain.option}.path", domain.path)
-        return CustomScorer(file, domain.name, domain.option, columns, has_conversations(config))
+        from jaxrl.rewards.custom import CustomScorer
+
+        return CustomScorer.of(domain.option, domain, columns, has_conversations(config))
     if domain.kind == "code":
         from jaxrl.rewards.code import CodeScorer
 
@@ -194,6 +152,8 @@ def scorer_of(config: Config, domain: Domain, columns: frozenset[str] | None = N
         task_config = json.dumps({k: v for k, v in data.task_config.items() if k not in ("seed", "size")})
     except TypeError as error:
         raise ValueError(f"data.task_config must hold plain values (numbers, text, lists): {error}") from error
+    from jaxrl.rewards.task import TaskScorer
+
     by_task = TaskScorer(data.task, task_config, domain.extract)
     if domain.kind == "task":
         if data.val_files:
@@ -251,10 +211,3 @@ def _plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item, depth + 1) for item in value]
     return repr(value)
-
-
-@functools.cache
-def _task_dataset(task: str, task_config: str) -> Any:
-    import reasoning_gym
-
-    return reasoning_gym.create_dataset(task, **json.loads(task_config), seed=0, size=10)

@@ -7,7 +7,7 @@ import os
 import traceback
 from types import TracebackType
 
-from jaxrl.config.functions import MODULE_PREFIX
+from jaxrl.config.inputs import MODULE_PREFIX
 
 _MAX_CHARS = 16_000  # of one traceback
 

@@ -23,7 +23,7 @@ from jaxrl.kernels.attention import Implementation, choose_paged
 from jaxrl.kernels.by_rows import at_once
 from jaxrl.kernels.gathered import WindowTiles
 from jaxrl.kernels.reference import Rule
-from jaxrl.models import decoder, experts
+from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.kv_layers import KvLayers, whole
 from jaxrl.rollout import kv_cache
@@ -451,6 +451,8 @@ class Programs:
 
 def _mix(config: ModelConfig, layout: Layout, max_tp: int, *, batched: bool) -> decoder.Mix:
     """Experts as rollout weights have them: split over tp, whose devices have the same tokens."""
+    from jaxrl.models import experts
+
     padded, layer = padded_config(config, max_tp), config.base.weights()["layers"]
     own = {name: layer[name] for name in experts.WEIGHTS if name in layer}
     shardings = {name: NamedSharding(layout.mesh, rollout_spec(weight, layout, padded)) for name, weight in own.items()}

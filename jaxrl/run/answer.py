@@ -14,14 +14,12 @@ MAX_SENTENCE = 2000
 
 def answer(error: BaseException) -> tuple[str, int] | None:
     """The sentence and the exit status for an error; None for a bug."""
-    from jaxrl.record.files import is_full
+    from jaxrl.record.files import is_full, reason
     from jaxrl.types import RunFailed
 
     match error:
-        case OSError() if is_full(error):
-            return f"{_named(error.filename)}no space left on the device", 1
-        case OSError() if error.strerror:
-            return _named(error.filename) + error.strerror.lower(), 2
+        case OSError() if error.strerror or is_full(error):
+            return _named(error.filename) + reason(error), 1 if is_full(error) else 2
         case ValueError() | OSError():
             return str(error), 2
         case RunFailed():

@@ -18,12 +18,8 @@ KIND = "arrival"
 
 
 class ArrivalOrder(Mechanism):
-    """Implements `jaxrl.scheduling.tokens.local_workers.Arrival`.
-
-    Args:
-      first_done: of plans in flight, by worker, the worker whose plan is done; waits for one.
-      journal: where the choices go; None: the clock is simulated, and decides the same again.
-    """
+    """Implements `jaxrl.scheduling.tokens.local_workers.Arrival`. `first_done`: waits for one of the plans in flight,
+    by worker, and names its worker; `journal`: None where the clock is simulated, and decides the same again."""
 
     def __init__(self, first_done: Callable[[Mapping[int, Ticket]], int], journal: Journal | None) -> None:
         self._first_done, self._journal = first_done, journal

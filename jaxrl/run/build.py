@@ -13,7 +13,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
-from jaxrl.config.hosts import HostsSection
+from jaxrl.config.options import HostsSection
 from jaxrl.data.stops import check_stop_strings, stop_ids, stop_string_check
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.mechanisms.speculation import Speculation, build_proposer, verify_rule
@@ -23,11 +23,10 @@ from jaxrl.rollout.executor import MeshExecutor
 from jaxrl.rollout.programs import ExecutorConfig, LayoutSizes
 from jaxrl.rollout.sampling import Draw, sample
 from jaxrl.rollout.worker_set import WorkerSet
-from jaxrl.run.degree import with_degree
-from jaxrl.run.devices import ProcessDevices, prepare_jax
+from jaxrl.run.devices import ProcessDevices, prepare_jax, with_types
 from jaxrl.run.memory import layout_degrees, layout_sizes, max_tp, memory_plan, memory_problem
-from jaxrl.run.rules import batcher_config
 from jaxrl.run.weights import adapted, load_weights, refuse_other_model
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.local_workers import Arrival, LocalWorkers, step_ticks
 from jaxrl.schema.devices import sharing_problem
@@ -174,7 +173,11 @@ class LoneWorker:
         rollout = rollout.replace(speculation=Speculation.Options())
         config = config.replace(rollout=rollout, hosts=HostsSection())
         mesh = make_mesh(prepare_jax(config))
-        config = with_degree(config, mesh, say)
+        config = with_types(config, platform_of(mesh.devices.flat[0]), say, command="")
+        if config.is_tp_open:
+            from jaxrl.run.degree import with_degree
+
+            config = with_degree(config, mesh, say)
         tokenizer, model = read_tokenizer_and_model(config)
         refuse_too_large(config, model, mesh.size, memory_of(mesh.devices.ravel().tolist()), trains=False)
         for place in filter(None, places):
@@ -188,6 +191,15 @@ class LoneWorker:
     def executor(self, **options: Any) -> MeshExecutor:
         """`options`: of `build_executor`."""
         return build_executor(self.config, self.model, Layout(self.mesh, self.config.rollout.tp), **options)
+
+    def ready_executor(self, place: Path | None, **options: Any) -> MeshExecutor:
+        """One that has the weights of a checkpoint, or of `model.path`."""
+        params = self.weights(place)
+        use_compilation_cache(self.config)
+        executor = self.executor(**options)
+        executor.sync_weights(params, 0)
+        executor.allocate()
+        return executor
 
     def engine(self, executor: MeshExecutor) -> Engine:
         return build_engine(self.config, executor, self.tokenizer)
@@ -217,12 +229,8 @@ def build_executor(
     top_logprobs: int = 0,
     draw: Draw = sample,
 ) -> MeshExecutor:
-    """The executor of a rollout with one worker.
-
-    Args:
-      truncate: requests may use top-k, top-p and min-p, also where the run's do not.
-      top_logprobs: the most of the likeliest tokens that a request may ask for.
-    """
+    """The executor of a rollout with one worker. `truncate`: requests may use top-k, top-p and min-p, also where the
+    run's do not; `top_logprobs`: the most of the likeliest tokens that a request may ask for."""
     sizes = _executor_config(config, model, layout.mesh, layout.tp, device_bytes(layout.mesh.devices.ravel().tolist()))
     sizes = dataclasses.replace(sizes, truncate=sizes.truncate or truncate, top_logprobs=top_logprobs, draw=draw)
     return MeshExecutor(model, layout, sizes, weights)
@@ -293,7 +301,7 @@ def build_engine(
 ) -> Engine:
     """The engine of `config.rollout` over an executor; `profile`, `sizes` (of `row_sizes`): where a rule reads them."""
     rule = verify_rule(config, executor, profile, sizes)
-    return Engine(executor, batcher_config(config, rule), stop_check=stop_string_check(tokenizer))
+    return Engine(executor, BatcherConfig(**config.batching, verify_rule=rule), stop_check=stop_string_check(tokenizer))
 
 
 def build_engines(

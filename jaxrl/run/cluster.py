@@ -31,7 +31,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxrl.config import Config, ConfigError
-from jaxrl.config.hosts import HostsSection
+from jaxrl.config.options import HostsSection
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.record.files import reason
 from jaxrl.rollout.remote import RemoteExecutor, RemoteWorkers
@@ -176,15 +176,9 @@ class Cluster:
 def open_cluster(
     hosts: HostsSection, beat: Callable[[str], None], before: Mapping[str, float] | None = None
 ) -> Iterator[Cluster]:
-    """Starts the actors and joins them; ends them however the block ends.
-
-    Args:
-      before: what an actor took of its node before one was lost; None: the run starts.
-
-    Raises:
-      ConfigError: Ray is not installed, or its cluster lacks the requested hosts.
-      RunFailed: it has them no more, since one was lost.
-    """
+    """Starts the actors and joins them; ends them however the block ends. Raises ConfigError where Ray is not installed
+    or its cluster lacks the requested hosts, and RunFailed where it has them no more, since one was lost. `before`:
+    what an actor took of its node before that; None: the run starts."""
     software()  # before an actor starts: the source may change during a run
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")  # it is said here, in a sentence
     try:

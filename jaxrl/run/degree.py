@@ -9,20 +9,17 @@ Source: RollPacker §4.2; `jaxrl.scheduling.layouts.batch_state.fastest_degree` 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
-from jaxrl.run.devices import with_types
 from jaxrl.run.memory import kv_layers_of, plan_num_blocks
+from jaxrl.scheduling.layouts.batch_state import GroupCapacity, fastest_degree
+from jaxrl.scheduling.layouts.latency import LatencyPredictor
+from jaxrl.scheduling.layouts.latency_profile import NEW_PROFILE, Profile
 from jaxrl.sharding.memory import DeviceMemory, memory_of
-from jaxrl.sharding.mesh import platform_of
-
-if TYPE_CHECKING:
-    from jaxrl.scheduling.layouts.latency_profile import Profile
 
 OPTION = "rollout.tensor_model_parallel_size"
 
@@ -34,18 +31,9 @@ def with_degree(
     earlier: Config | None = None,
     memory: DeviceMemory | None = None,
 ) -> Config:
-    """`config` with a number in place of auto, and with the types of `with_types`, said and explained.
-
-    Args:
-      mesh: of the rollout, on this host.
-      earlier: the configuration with which this run was started before; None: never.
-      memory: the least of all hosts; default: that of the mesh's devices.
-
-    Raises ConfigError where no profile of this model and machine has a possible degree.
-    """
-    config = with_types(config, platform_of(mesh.devices.flat[0]), say, earlier, command="")
-    if not config.is_tp_open:
-        return config
+    """`config`, whose degree is auto and whose types are known, with a number, said and explained. Raises ConfigError
+    where no profile of this model and machine has a possible degree. `mesh`: of the rollout, on this host; `earlier`:
+    the configuration of the run's start before; `memory`: the least of all hosts, by default that of the mesh."""
     kept = config.with_tp_of(earlier, mesh.size // config.workers_per_group)
     if not kept.is_tp_open:
         say(f"{OPTION}: auto stays {kept.rollout.tp}, as this run began")
@@ -93,10 +81,6 @@ def choose(
     config: Config, model: ModelConfig, num_devices: int, memory_bytes: int | None, profile: Profile
 ) -> tuple[Config, str]:
     """The configuration with the profile's fastest degree for its batch and lengths, and a sentence about it."""
-    from jaxrl.scheduling.layouts.batch_state import GroupCapacity, fastest_degree
-    from jaxrl.scheduling.layouts.latency import LatencyPredictor
-    from jaxrl.scheduling.layouts.latency_profile import NEW_PROFILE
-
     rollout, data = config.rollout, config.data
     possible: dict[int, GroupCapacity] = {}
     refused: ValueError | None = None

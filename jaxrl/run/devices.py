@@ -15,8 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl.config import Config, ConfigError
-from jaxrl.config.checks import host_problem
-from jaxrl.config.commands import LEARNING
+from jaxrl.config.checks import LEARNING, host_problem
 from jaxrl.mechanisms.judge import Judge
 from jaxrl.sharding.memory import DeviceMemory, memory_of
 from jaxrl.sharding.mesh import make_mesh, submeshes
@@ -118,12 +117,9 @@ def with_types(
     earlier: Config | None = None,
     command: str = "train",
 ) -> Config:
-    """`config` with a type in place of each dtype that is auto, and said; as it is where there is none.
-
-    Args:
-      earlier: the configuration with which this run was started before, whose types it keeps; None: never.
-      command: that reads the configuration (empty: one that only rolls out): types that it does not use go unsaid.
-    """
+    """`config` with a type in place of each dtype that is auto, and said. `earlier`: the configuration of the run's
+    start before, whose types it keeps; `command`: that reads it (empty: one that only rolls out), as types that it does
+    not use go unsaid."""
     typed = config.with_types(platform, earlier)
     why = f" on {platform}" if earlier is None else ", as this run began"
     teacher = config.algorithm.teacher

@@ -20,9 +20,7 @@ from jaxrl.config import Config
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import ModelConfig
 from jaxrl.rollout.worker_set import WorkerSet
-from jaxrl.run.beginnings import refuse_other_init
 from jaxrl.run.build import build_workers, share_notes, use_compilation_cache
-from jaxrl.run.degree import with_degree
 from jaxrl.run.devices import ProcessDevices, prepare_hosts, with_types
 from jaxrl.run.weights import load_weights, refuse_other_model
 from jaxrl.sharding.layout import Layout
@@ -120,7 +118,11 @@ class Host:
             training = [device for i, device in enumerate(place.devices) if i % num_local < num_local - own]
             self.mesh = make_mesh(training, place.num_processes)
             self.rollout_mesh = make_mesh(place.local_devices[-own:])
-        self.config = config = with_degree(config, self.rollout_mesh, notes.append, earlier, place.memory)
+        if config.is_tp_open:
+            from jaxrl.run.degree import with_degree
+
+            config = with_degree(config, self.rollout_mesh, notes.append, earlier, place.memory)
+        self.config = config
         notes += share_notes(config, place.local_devices)
         Layout(submeshes(self.rollout_mesh, config.workers_per_group)[0], config.rollout.tp)  # refused before all else
         return config, notes, self.mesh.size, self.rollout_mesh.size
@@ -130,6 +132,8 @@ class Host:
 
     def refuse_other_init(self) -> None:
         """Raises ConfigError where `trainer.init_from` holds another model."""
+        from jaxrl.run.beginnings import refuse_other_init
+
         refuse_other_init(self.config, self.model, self.mesh)
 
     def checked_profile(self) -> Profile:

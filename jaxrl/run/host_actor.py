@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from jaxrl.config import Config
-from jaxrl.config.hosts import HostsSection
+from jaxrl.config.options import HostsSection
 from jaxrl.rollout.remote import ExecutorFacts, LayoutFacts
 from jaxrl.run.build import read_tokenizer_and_model
 from jaxrl.run.devices import ProcessDevices, devices_by_process, refuse_few

@@ -25,7 +25,7 @@ from typing import Any
 import jaxrl
 from jaxrl.config import Config, ConfigError
 from jaxrl.models.loading import RANDOM, resolve_path
-from jaxrl.record.files import refuse_folder, takes_files
+from jaxrl.record.files import reason, refuse_folder, takes_files
 from jaxrl.record.run_dir import remove_empty, versions
 from jaxrl.sharding.mesh import platform_of
 
@@ -102,16 +102,16 @@ def mark_in(folder: str) -> Iterator[str]:
         file.write_text(file.name, encoding="utf-8")
         yield file.name
     except OSError as error:
-        raise ConfigError(f"trainer.run_dir: {path}: {(error.strerror or str(error)).lower()}") from None
+        raise ConfigError(f"trainer.run_dir: {path}: {reason(error)}") from None
     finally:
         file.unlink(missing_ok=True)
         remove_empty(made)
 
 
-def folder_problem(folder: str, mark: str, within_s: float = _SEEN_WITHIN_S) -> str:
+def folder_problem(folder: str, mark: str) -> str:
     """The problem with the run directory here; empty: the controller's mark is seen, and files can be written."""
     path = Path(os.path.expanduser(folder))
-    until_s = time.monotonic() + within_s
+    until_s = time.monotonic() + _SEEN_WITHIN_S
     while not (path / mark).is_file():
         if time.monotonic() > until_s:
             return f"{path} does not show what the controller has written there"

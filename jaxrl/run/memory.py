@@ -31,20 +31,6 @@ _ESTIMATE_ROOM = 1.25  # an update is refused only where it exceeds the memory b
 
 
 @dataclass(frozen=True, slots=True)
-class WorkersPlan:
-    """The rollout's workers, all alike at the start."""
-
-    count: int
-    num_devices: int  # of each
-    tp: int
-    num_rows: int  # per dp group
-
-    @property
-    def dp(self) -> int:
-        return self.num_devices // self.tp
-
-
-@dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """Bytes per device: those that are always there, and those that each phase adds; and the resulting KV pool."""
 
@@ -55,15 +41,13 @@ class MemoryPlan:
     pool_tokens: int  # per dp group, in requests of the longest length
     pool_requests: int  # of the longest length, per dp group
     device_bytes: int | None
-    workers: WorkersPlan
+    num_rows: int  # per dp group
+    worker_devices: int  # of each of the rollout's workers
     shared: bool = True  # both phases have the same devices
     remat: str = "dots"  # `actor.remat` and `actor.logprob_chunk_tokens`, resolved
     chunk_tokens: int = 0
     beside: Sequence[RolloutMemory] = ()  # the parts of `rollout` that are mechanisms'
     freed: Sequence[FreedMemory] = ()  # each with the parts of `beside` that stay; there is no KV of the actor then
-
-    def freed_bytes(self, freed: FreedMemory) -> int:
-        return sum(self.resident.values()) + sum(freed.parts.values())
 
     @property
     def rollout_bytes(self) -> int:
@@ -72,6 +56,9 @@ class MemoryPlan:
     @property
     def update_bytes(self) -> int:
         return sum(self.resident.values()) + sum(self.update.values())
+
+    def freed_bytes(self, freed: FreedMemory) -> int:
+        return sum(self.resident.values()) + sum(freed.parts.values())
 
 
 def plan_num_blocks(config: Config, model_config: ModelConfig, devices: int, memory_bytes: int | None) -> int:
@@ -242,7 +229,8 @@ def memory_plan(
         pool_tokens=stacks.num_tokens(usable, block_size),
         pool_requests=usable // stacks.most_blocks(longest, block_size),
         device_bytes=device_bytes,
-        workers=WorkersPlan(config.num_workers, rolling // config.workers_per_group, config.rollout.tp, num_rows),
+        num_rows=num_rows,
+        worker_devices=rolling // config.workers_per_group,
         shared=not own,
         remat=remat,
         chunk_tokens=chunk,

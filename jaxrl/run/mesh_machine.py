@@ -27,16 +27,8 @@ if TYPE_CHECKING:
 
 
 class MeshMachine:
-    """Devices of this host, or of hosts whose actors have them.
-
-    Args:
-      mesh: of the rollout; None where its devices are on other hosts.
-      trainer, teacher: of the run, where they are on this host.
-      profile: the checked file of `rollout.layout.profile`.
-
-    Attributes:
-      rollout_programs, update_programs: further programs to compile with the rollout's, and with the update's.
-    """
+    """Devices of this host (`mesh`, `trainer` and `teacher`), or of hosts whose actors have them. `rollout_programs`
+    and `update_programs` are further programs to compile with the rollout's, and with the update's."""
 
     def __init__(
         self,

@@ -70,8 +70,7 @@ class RowTracks:
 
     The batchers trace who got a row and who lost it. Each stay is a bar, from the moment at which the host made the
     plan that begins it to the one at which it knew the end. Aborted and moved requests are not in the trace: they are
-    found by comparing with the batcher's rows where the counts differ. Engines whose trace somebody else has are not
-    drawn.
+    found by comparing with the batcher's rows where the counts differ.
     """
 
     def __init__(self, engines: Sequence[Engine], timeline: PlanTimeline) -> None:
@@ -80,16 +79,14 @@ class RowTracks:
         self._stays: list[dict[tuple[int, int], tuple[SampleKey, float]]] = [{} for _ in engines]
         self._rows: list[dict[SampleKey, tuple[int, int]]] = [{} for _ in engines]
         self._capacities: list[Capacity] = [engine.batcher.capacity for engine in engines]
-        self._drawn = [engine.batcher.trace is None for engine in engines]
         for worker, engine in enumerate(engines):
-            if self._drawn[worker]:
-                engine.batcher.trace = partial(self._trace, worker)
+            engine.batcher.trace = partial(self._trace, worker)
 
     def follow(self, worker: int) -> None:
         """To be called when plans of a worker may have been made or collected, or requests aborted or moved."""
         batcher, rows = self._engines[worker].batcher, self._rows[worker]
         is_known = batcher.capacity is self._capacities[worker] and batcher.num_running == len(rows)
-        if is_known or not self._drawn[worker]:
+        if is_known:
             return
         self._capacities[worker] = batcher.capacity
         slots = batcher.capacity.num_slots

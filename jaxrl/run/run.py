@@ -161,3 +161,8 @@ class Run:
     @property
     def is_timeless(self) -> bool:
         return is_timeless(self.config)
+
+
+def carried(name: str, num_prompts: int) -> dict[str, str]:
+    """The summary's entry about prompts that were begun and not trained on; empty without any."""
+    return {"prompts begun and not trained on": f"{num_prompts} ({name})"} if num_prompts else {}

@@ -30,10 +30,10 @@ from jaxrl.mechanisms.stream_trainer import GradientStream
 from jaxrl.mechanisms.turns.rule import Conversation
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.run.arrival import ArrivalOrder
-from jaxrl.run.rules import batcher_config
 from jaxrl.run.run import Run
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.plan_cost import PlanCostModel
+from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers, step_ticks
 from jaxrl.scheduling.tokens.plan import Capacity
@@ -93,7 +93,7 @@ class SimulatedMachine:
         self.num_devices = num_devices_of(config)
         self._turns = turn_model(config, workload) if config.environment.is_on else None
         self.executors = self._build_executors()
-        batching = batcher_config(config, verify_rule(config, cost))
+        batching = BatcherConfig(**config.batching, verify_rule=verify_rule(config, cost))
         engines = [Engine(each, batching) for each in self.executors.executors]
         self.arrival = ArrivalOrder(self.executors.first_done, None) if config.rollout.order == "arrival" else None
         pace = self.predictor() if config.rollout.layout.switch else None

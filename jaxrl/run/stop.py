@@ -30,21 +30,15 @@ _SHOW_CURSOR = b"\x1b[?25h"  # the live view hides it
 
 class Stop:
     """Handles the two signals once `watch` has taken them over, or SIGINT inside `watching`; without these it never
-    requests a stop.
-
-    Args:
-      end: ends the process, with a sentence and a status.
-
-    Attributes:
-      asked: whether a signal has asked for a stop; number: which one did.
+    requests a stop. `asked`: whether a signal, `number`, has asked for one; `end`: ends the process, with a sentence
+    and a status; `written`: the file or folder that is the command's result, whose temporary one goes with the process.
     """
 
     def __init__(self, end: Callable[[str, int], object] | None = None) -> None:
         self.asked = False
         self.number: signal.Signals | None = None
         self._say: Callable[[str], None] | None = None
-        self._held = 0
-        self._temporaries: list[os.PathLike[str]] = []
+        self._held, self.written = 0, ""
         self._waiting: signal.Signals | None = None  # came while held
         self._end = end
         self._lock = threading.Lock()
@@ -104,16 +98,6 @@ class Stop:
             if waiting is not None:
                 self._end_by(waiting)
 
-    @contextmanager
-    def removing(self, temporary: os.PathLike[str]) -> Iterator[None]:
-        """A signal inside removes `temporary`, a file or a folder, before it ends the process."""
-        with self._lock:
-            self._temporaries.append(temporary)
-        try:
-            yield
-        finally:
-            self._temporaries.remove(temporary)
-
     def _listen(self, reader: int) -> None:
         while True:
             number = os.read(reader, 1)[0]
@@ -127,9 +111,8 @@ class Stop:
             if self._held and self._waiting is None:
                 self._waiting = number
                 return
-            # the lock is kept: until the process has ended, nothing begins to be written
             try:
-                for temporary in tuple(self._temporaries):
+                for temporary in _temporaries_of(self.written):
                     if os.path.isdir(temporary):
                         import shutil  # slow to import, and it is there already where a folder is written
 
@@ -153,6 +136,14 @@ class Stop:
 
     def _end_by(self, number: signal.Signals) -> None:
         (self._end or end)(WORDS[number], 128 + number)
+
+
+def _temporaries_of(file: str) -> list[str]:
+    """As `jaxrl.record.files.temporary_path` names them."""
+    folder, name = os.path.split(os.path.realpath(os.path.expanduser(file)))
+    with suppress(OSError):
+        return [each.path for each in os.scandir(folder) if each.name.startswith(f".jaxrl-{name}-{os.getpid():06x}")]
+    return []
 
 
 def _forget() -> None:

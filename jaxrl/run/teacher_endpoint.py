@@ -33,13 +33,9 @@ R = TypeVar("R")
 
 
 class EndpointTeacher:
-    """Asks for the log-probabilities of a batch's tokens, many at once. `trial`: token ids that the endpoint is asked
-    about before all else; `vocab_size`: of the policy; `prompt_of`: as in `MeshTeacher`.
-
-    Raises:
-      ConfigError: the endpoint refuses what the options say, or gives no log-probabilities of prompts.
-      RunFailed: it is out of order.
-    """
+    """Asks for the log-probabilities of a batch's tokens, many at once. Raises ConfigError where the endpoint refuses
+    what the options say, or gives no log-probabilities of prompts, and RunFailed where it is out of order. `trial`:
+    token ids that it is asked about before all else; `vocab_size`: of the policy; `prompt_of`: as in `MeshTeacher`."""
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ loaded after that, and nothing is written before all is known to fit.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
@@ -23,7 +24,6 @@ from jaxrl.record.run_dir import RunDir, recorded_start
 from jaxrl.record.run_record import RunOutcome, RunRecord
 from jaxrl.record.state import join_arrays, split_arrays
 from jaxrl.record.watchdog import Watchdog
-from jaxrl.run.cache_folder import with_cache_folder
 from jaxrl.run.stop import Stop, end
 from jaxrl.training.steps import find_step, steps_of
 from jaxrl.types import HostLost, RunFailed
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from jaxrl.run.cluster import Cluster, RemoteHost
     from jaxrl.run.host import Host
 
+_log = logging.getLogger(__name__)
 Hosts = Callable[[Callable[[str], None]], AbstractContextManager["Cluster"]]
 """Starts the hosts of a run, and reports progress to the watchdog."""
 
@@ -170,6 +171,15 @@ class Training:
         state = self.host.restore(self.step)
         return join_arrays(state.values, state.arrays)
 
+    def other_data(self, error: ValueError) -> ConfigError:
+        """The refusal of a run that was saved with other data."""
+        path = self.run_dir.path
+        changed = [line for line in self.changes if line.startswith(("data.", "model.path:"))]
+        return ConfigError(
+            f"{path} holds a run with other data ({'; '.join(changed) or 'the files have changed'}): {error}; choose "
+            f"another trainer.run_dir, with trainer.init_from={path} to begin from its parameters"
+        )
+
     def begin(self) -> None:
         """The first writes: nothing about the start is refused any more."""
         from jaxrl.run.build import retuning_note
@@ -243,7 +253,7 @@ class Training:
             self.beat("waiting for the last checkpoint")
             self.store.wait()
             self.beat("closing the run's files")
-        from jaxrl.record.failures import summary_of
+        from jaxrl.record.batches import summary_of
 
         self.beat("writing the report")
         report = _write_page(self.run_dir.path)
@@ -283,6 +293,21 @@ class Training:
             ) from error
 
 
+def with_cache_folder(config: Config) -> Config:
+    """The configuration, without a compilation cache where its default folder cannot be written; that is warned of.
+    Raises ValueError where another folder was given, and cannot be written."""
+    folder = config.trainer.compilation_cache_dir
+    try:
+        if folder:
+            refuse_folder(folder, "trainer.compilation_cache_dir")
+    except ValueError as error:
+        if folder != Config().trainer.compilation_cache_dir:
+            raise
+        _log.warning("%s: programs are compiled anew at every start; name a folder to keep them", error)
+        return config.replace(trainer=config.trainer.replace(compilation_cache_dir=""))
+    return config
+
+
 def refuse_run_dir(config: Config) -> None:
     """Raises ValueError if a run has no folder that it can write."""
     if not config.trainer.run_dir:
@@ -299,12 +324,8 @@ def run_training(
     progress: Callable[[str], None] = lambda line: None,
 ) -> RunOutcome:
     """Runs (or resumes) the training that `config` describes; raises ValueError for what a user can mend. With several
-    hosts all of them are started again from the newest checkpoint where one is lost.
-
-    Args:
-      kind: the command that trains. start: puts the run together, and has it `go`.
-      progress: shows a line of what takes long before the first step; called from another thread.
-    """
+    hosts all of them are started again from the newest checkpoint where one is lost. `start`: puts the run together,
+    and has it `go`; `progress`: shows what takes long before the first step, from another thread."""
     refuse_run_dir(config)
     stop, hosts = stop or Stop(), None if config.hosts.num == 1 else _hosts_of(config)
     left, saved = config.hosts.max_restarts, -1

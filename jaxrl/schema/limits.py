@@ -29,6 +29,7 @@ Factor = Annotated[float, Ge(1), MAX_FACTOR]
 """By how much more a round launches than a batch has: the speculation factor η of RollPacker §3."""
 MAX_WAIT = Cap(10_000_000, "the system's clocks wait no longer, which is four months")
 MAX_GIB = Cap(2**20, "no machine has more")
+MAX_HOSTS = Cap(4096, "one process decides for all of them")
 MAX_RANK = Cap(4096, "an adapter of such a rank is as large as its matrix")
 
 

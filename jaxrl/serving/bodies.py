@@ -38,6 +38,9 @@ MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
 """As OpenAI's API has it."""
+IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+IGNORED += ("detokenize", "skip_special_tokens", "cache_salt")
+"""Names that change nothing here."""
 MIN_TEMPERATURE = 1e-4
 MAX_SEED = 2**63 - 1
 
@@ -60,13 +63,14 @@ class LenientBody(BaseModel):
         if not isinstance(value, Mapping):
             raise ValueError("Input should be an object")
         known = cls.model_fields if cls.model_config.get("extra") == "forbid" else value
-        unknown = (name for name, each in value.items() if each is not None and name not in known)
+        passed = {*known, *IGNORED}
+        unknown = (name for name, each in value.items() if each is not None and name not in passed)
         asked = [*known, *itertools.islice(unknown, 1)]  # one is enough for a refusal
         return {name: value[name] for name in asked if value.get(name) is not None}
 
 
 class StrictBody(LenientBody):
-    """A mapping with these names and no others."""
+    """A mapping with these names and no others, but for `IGNORED`."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -128,13 +132,6 @@ class GenerationRequest(Sampling):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
-    # change nothing here
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
     @model_validator(mode="after")
     def _only_with_stream(self) -> Self:
@@ -305,8 +302,6 @@ class GenerateSampling(Sampling):
 
     max_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    detokenize: bool | None = None
-    skip_special_tokens: bool | None = None
 
     @property
     def num_top(self) -> int:
@@ -320,7 +315,6 @@ class GenerateBody(StrictBody):
     token_ids: Tokens
     sampling_params: GenerateSampling = GenerateSampling()
     request_id: str | None = Field(default=None, max_length=200)
-    cache_salt: str | None = None
     priority: Literal[0] | None = None
     stream: Literal[False] | None = None
 

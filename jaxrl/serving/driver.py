@@ -65,15 +65,8 @@ _WINDOW, _BESIDE = 0.05, 0.2  # of a plan's time; the latter where the devices h
 
 
 class Driver:
-    """Runs an engine that nobody else touches.
-
-    Args:
-      max_waiting: requests that may wait for a row.
-
-    Attributes:
-      load: numbers of the engine after its last plan, by their names in `GET /metrics`.
-      failure: what ended the thread before its time.
-    """
+    """Runs an engine that nobody else touches. `max_waiting`: requests that may wait for a row; `load`: numbers of the
+    engine after its last plan, by their names in `GET /metrics`; `failure`: what ended the thread before its time."""
 
     def __init__(self, engine: Engine, max_waiting: int) -> None:
         self._engine, self._max_waiting = engine, max_waiting

@@ -13,8 +13,8 @@ from typing import Any
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.checks import across_hosts, host_problem
-from jaxrl.config.hosts import HostsSection
 from jaxrl.config.inputs import read_json
+from jaxrl.config.options import HostsSection
 from jaxrl.config.simulation import SimulatedTask
 from jaxrl.mechanisms.reward_timeouts import AdaptiveTimeouts
 from jaxrl.models.config import ModelConfig

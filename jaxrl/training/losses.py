@@ -26,16 +26,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxrl.config import ActorSection, Config, CriticSection, RolloutCorrectionSection
-from jaxrl.models.experts import Routing
 from jaxrl.training.advantages import kl_estimate
 from jaxrl.training.packing import Array, TokenBatch
+
+if TYPE_CHECKING:
+    from jaxrl.models.experts import Routing
 
 
 class Fraction(NamedTuple):

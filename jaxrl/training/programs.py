@@ -30,7 +30,7 @@ from jaxrl.config import Config
 from jaxrl.kernels.attention import Heads, choose_packed
 from jaxrl.kernels.by_rows import at_once
 from jaxrl.kernels.reference import Keys, MaskInputs
-from jaxrl.models import decoder, experts
+from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.lora import is_trained, without_adapters
 from jaxrl.models.streaming import HOST, STREAMED
@@ -535,6 +535,8 @@ def _shardings(tree: Tree) -> Tree:
 
 def _mix(config: ModelConfig, mesh: Mesh, shardings: Tree, rows: PartitionSpec) -> decoder.Mix:
     """The experts' computation as training splits it: over all devices, each with different tokens."""
+    from jaxrl.models import experts
+
     own = {name: shardings["layers"][name].spec[1:] for name in experts.WEIGHTS if name in shardings["layers"]}
     specs = {name: PartitionSpec(*spec) for name, spec in own.items()}
     return experts.over_devices(mesh, specs, rows, batched=False, gathered=True)

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxrl.config import Config
-from jaxrl.config.supervised import DpoSection
+from jaxrl.config.updates import DpoSection
 from jaxrl.data.conversations import ConversationTokens, ExampleRow, ExampleRows, read_demonstrations, read_pairs
 from jaxrl.training.training_step import Trainer
 from jaxrl.types import ENVIRONMENT, Group, Prompt, Sample, SampleKey, TrainBatch

@@ -149,7 +149,8 @@ def update(spec: tuple[argparse.Namespace, str], ask: Ask) -> None:
         metrics.update(trainer.apply())
         jax.block_until_ready(trainer.params)
 
-    values: dict[str, Any] = {"planned_bytes": plan.update_bytes, "optimizer": "AdamW, optax, float32 master weights"}
+    planned = sum(plan.resident.values()) + sum(plan.update.values())
+    values: dict[str, Any] = {"planned_bytes": planned, "optimizer": "AdamW, optax, float32 master weights"}
     while (request := ask(values)) is not None:
         if request.get("profile"):
             values = {"profile": profiles.during(one)}

@@ -1,7 +1,7 @@
 """Responses to problems of public data sets with the rewards that they are to get, each a line of `code.jsonl`.
 
 A row has the data set's columns, `response`, `expect`, and perhaps `options` (which name its columns) and `why` it is
-so. All go through the pool that `jaxrl score --kind code` has, one for all rows with the same options.
+so. All go through the pool that `jaxrl score reward.kind=code` has, one for all rows with the same options.
 """
 
 import json

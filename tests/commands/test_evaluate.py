@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxrl.commands.evaluate import _write_samples, figures, pass_at_k
-from jaxrl.commands.majority import ballots
+from jaxrl.commands.evaluate import _write_samples, ballots, figures, pass_at_k
 from jaxrl.commands.score import score
 from jaxrl.config import from_mapping
 from jaxrl.data.tasks import draw_task

@@ -40,7 +40,7 @@ def test_math(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         {"question": "6+6", "answer": "so it is #### 12", "response": "It is 12."},
         {"question": "6+6", "answer": 12, "response": r"\boxed{13}"},
     ]
-    lines = scored(tmp_path, "--responses", write(tmp_path / "a.jsonl.gz", rows), "--kind", "math")
+    lines = scored(tmp_path, "--responses", write(tmp_path / "a.jsonl.gz", rows), "reward.kind=math")
     assert [(line["row"], line["source"], line["reward"], line["status"]) for line in lines] == [
         (1, "a", 1.0, "ok"),
         (2, "a", 0.0, "ok"),
@@ -58,7 +58,7 @@ def test_lines_keep_the_files_order_and_failures_are_counted(
     rows = [{"response": text, "level": i} for i, text in enumerate(texts)]
     lines = scored(
         tmp_path,
-        *("--responses", write(tmp_path / "a.jsonl", rows), "--kind", "custom", "reward.num_workers=2"),
+        *("--responses", write(tmp_path / "a.jsonl", rows), "reward.kind=custom", "reward.num_workers=2"),
         f"reward.path={tmp_path / 'reward.py'}",
     )
     assert [line["row"] for line in lines] == list(range(1, 303))

@@ -62,9 +62,10 @@ def jaxrl(*arguments: str) -> subprocess.Popen[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_client_gets_the_tokens_that_our_engine_draws(tiny_model: Path, tp: int, x64):
-    model = ("--model", f"random:{tiny_model}", "--dtype", "float64", "--tp", str(tp))
-    sizes = ("--num-slots", "2", "--max-length", "90", "--max-prefill-length", "64")
-    with jaxrl("serve", "--jetstream", "--port", "0", *model, *sizes) as server:
+    model = f"random:{tiny_model}"
+    drawn = ("rollout.dtype=float64", f"rollout.tensor_model_parallel_size={tp}", "rollout.temperature=0")
+    sizes = ("rollout.max_num_seqs=2", "serve.max_model_len=90")
+    with jaxrl("serve", model, "--jetstream", "--port", "0", *drawn, *sizes) as server:
         assert server.stdout is not None
         found = re.search(r" on (127\.0\.0\.1:\d+): (\d+) requests", server.stdout.readline())
         assert found is not None
@@ -80,7 +81,7 @@ def test_a_client_gets_the_tokens_that_our_engine_draws(tiny_model: Path, tp: in
         assert "stopping: " in rest
     is_live, answers = json.loads(done.stdout)
     assert is_live
-    engine = TextEngine.from_path(model[1], dtype="float64", max_length=90)
+    engine = TextEngine.from_path(model, dtype="float64", max_length=90)
     for (text, length), ids in zip(list(zip(PROMPTS, LENGTHS, strict=True)) * 3, answers, strict=True):
         greedy = SamplingParams(temperature=0, max_tokens=length)
         ((sample,),) = engine.generate([engine.tokenizer.encode(text)], greedy)

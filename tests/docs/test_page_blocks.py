@@ -110,7 +110,7 @@ def reward(block: Block, folder: Path) -> None:
     rows = [{"answer": "4", "response": text} for text in ("2 + 2 is 4", "who knows")]
     (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     own = ("--responses", "answers.jsonl", "--out", "out.jsonl", "reward.path=my_reward.py", "reward.num_workers=1")
-    assert main(["score", "--kind", "custom", *own]) == 0
+    assert main(["score", "reward.kind=custom", *own]) == 0
     scored = [json.loads(line)["reward"] for line in (folder / "out.jsonl").read_text(encoding="utf-8").splitlines()]
     assert scored == [1.0, 0.0]
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxrl.record.batches import BINS, FILE_NAME, BatchLog, read_batches
-from jaxrl.record.failures import reward_failures
+from jaxrl.record.batches import BINS, FILE_NAME, BatchLog, read_batches, reward_failures
 from jaxrl.types import Group, Prompt, Sample, SampleKey
 
 

@@ -69,7 +69,7 @@ def test_a_crash_while_it_is_replaced_leaves_the_old_content(path: Path, moment:
     """An error leaves no temporary file; one that a killed process left is in nothing's way."""
     write(path, ENTRIES)
     old = path.read_bytes()
-    leftover = path.with_name(f".jaxrl-{path.name}-000000000000.tmp")
+    leftover = path.with_name(f".jaxrl-{path.name}-{os.getpid():06x}000000.tmp")
     with monkeypatch.context() as patch:
         patch.setattr(secrets, "token_hex", lambda size: "0" * 2 * size)
         if moment == "open":

@@ -42,8 +42,8 @@ CASES = {
     "simulate --bogus rollout.n=0 model.path=gone simulate.run_dir=r simulate.recorded_run=gone": [
         *("simulate: unknown option", SIZE, "gone/samples.jsonl: no such file", "model.path (gone) must be a folder"),
     ],
-    "score --kind mth --out rows.jsonl/x --responses gone.jsonl": [
-        *("score: --kind must be one of", "score: --out (rows.jsonl/x) cannot be written", "gone.jsonl: no such file"),
+    "score reward.kind=mth --out rows.jsonl/x --responses gone.jsonl": [
+        *("score: --out (rows.jsonl/x) cannot be written", "reward.kind must be one of", "gone.jsonl: no such file"),
     ],
     "profile --repeats 0 --bogus --config gone.yaml rollout.n=0": [
         *("profile: --repeats must be", "profile: unknown option", "gone.yaml: no such config file", SIZE),

@@ -63,7 +63,7 @@ COMMAND_LINE = {
     "score --responses a.jsonl --out a.jsonl": (
         "--out (a.jsonl) would replace a.jsonl, which this command reads: name another file"
     ),
-    "score --kind custom reward.path=reward.py --responses a.jsonl --out o.jsonl": (
+    "score reward.kind=custom reward.path=reward.py --responses a.jsonl --out o.jsonl": (
         "a.jsonl, line 2: 'response' must be text, found 1"
     ),
 }
@@ -461,7 +461,7 @@ RUNS = (
 
 # ---------------------------------------------------------------- reward files
 
-SCORE = ("score", "--kind", "custom", "reward.path=r.py", "--responses", "a.jsonl", "--out", "o.jsonl")
+SCORE = ("score", "reward.kind=custom", "reward.path=r.py", "--responses", "a.jsonl", "--out", "o.jsonl")
 
 
 def reward(sentence: str, source: str | None, *options: str) -> Refusal:

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from jaxrl.config import Config, from_mapping
+from jaxrl.rewards.custom import CustomScorer
 from jaxrl.rewards.domains import build_scorer
-from jaxrl.rewards.scorers import AutoScorer, CustomScorer, MathScorer, Scorer, ScoreRequest, TaskScorer, score_safely
+from jaxrl.rewards.scorers import AutoScorer, MathScorer, Scorer, ScoreRequest, score_safely
+from jaxrl.rewards.task import TaskScorer
 from jaxrl.types import Prompt, Sample, SampleKey
 
 ENTRY = {"question": "4 + 3 =", "answer": "7", "metadata": {}}

@@ -11,7 +11,7 @@ import pytest
 from jaxrl.config import Config, ConfigError, from_mapping
 from jaxrl.run import build
 from jaxrl.run.build import use_compilation_cache
-from jaxrl.run.cache_folder import with_cache_folder
+from jaxrl.run.training import with_cache_folder
 
 CONFIG = from_mapping({"model": {"path": "SmolLM2-135M"}})
 VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"

@@ -18,7 +18,7 @@ from talking_runs import TALK
 from tiny import write_tiny_model
 
 from jaxrl.config import ConfigError
-from jaxrl.config.hosts import HostsSection
+from jaxrl.config.options import HostsSection
 from jaxrl.models import decoder
 from jaxrl.models.loading import config_of
 from jaxrl.models.safetensors import export_hf

@@ -93,7 +93,7 @@ def test_a_real_run_checks_the_profile_and_says_what_it_chose(tmp_path: Path):
     path = write_tiny_model(tmp_path / "model")
     values = to_mapping(config({"profile": write(tmp_path / "p.json")}))
     values["model"]["path"] = str(path)
-    c, mesh, said = from_mapping(values), make_mesh(), []
+    c, mesh, said = from_mapping(values).with_types("cpu"), make_mesh(), []
     with pytest.raises(ConfigError, match=r"the latency profile is of something else"):
         with_degree(c, mesh, said.append)
     identity = identity_of(c, config_of(str(path)), mesh)
@@ -102,8 +102,6 @@ def test_a_real_run_checks_the_profile_and_says_what_it_chose(tmp_path: Path):
     assert chosen.rollout.tp == 2
     assert len(said) == 1
     assert "auto is 2" in said[0]
-    assert with_degree(chosen, mesh, said.append) is chosen
-    assert len(said) == 1
 
 
 def test_rows_that_have_no_room_come_in_waves():

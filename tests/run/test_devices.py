@@ -74,8 +74,7 @@ def test_training_counts_all_devices_and_the_rollout_those_of_a_host():
 
     several, alone = plan(4, tensor_model_parallel_size=2), plan(1, num_workers=4, tensor_model_parallel_size=2)
     assert several == alone, "one process with as many workers"
-    assert several.workers.count == 4
-    assert several.workers.num_devices == several.workers.tp == 2
+    assert several.worker_devices == 2
     assert several.resident["master weights"] < 2 * plan(1).resident["master weights"]
 
 

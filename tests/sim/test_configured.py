@@ -14,7 +14,7 @@ from keyword_options import with_options
 from simulate_options import TRAINING, config
 
 from jaxrl.config import Config, ConfigError
-from jaxrl.config.hosts import HostsSection
+from jaxrl.config.options import HostsSection
 from jaxrl.models.shapes import SHAPES
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity
 from jaxrl.sim.configured import (

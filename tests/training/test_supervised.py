@@ -14,7 +14,7 @@ from keyword_options import with_options
 from preference_rows import CONVERSATIONS, LOSSES, PAIRS, moved, written_model
 
 from jaxrl.config import Config
-from jaxrl.config.supervised import DpoSection
+from jaxrl.config.updates import DpoSection
 from jaxrl.data.conversations import ConversationTokens, Example, ExampleRow
 from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import ModelConfig
