@@ -44,7 +44,7 @@ _READ: dict[str, str] = {  # "": all of a section; `serve`: what a run has learn
 }
 _OF_COMMAND: Mapping[str, dict[str, str]] = {
     "sft": {"sft": "", "algorithm": "loss_agg_mode"},
-    "dpo": {"dpo": "", "actor": f"{_READ['actor']} share_prompts offload_reference"},
+    "dpo": {"dpo": "", "actor": f"{_READ['actor']} offload_reference"},
 }
 
 
