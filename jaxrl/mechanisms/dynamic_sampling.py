@@ -190,13 +190,13 @@ class DynamicSampling(Mechanism):
     @classmethod
     def of_config(cls, config: Config) -> Self | None:
         """The filter, with nothing learnt; None where it is off. Raises ValueError for a file that cannot be used."""
-        from jaxrl.config.functions import read_user_file, user_function
-
         options = config.algorithm.filter_groups
         if not options.enable:
             return None
         if not options.path:
             return cls(options, config.data.gen_batch_size)
+        from jaxrl.config.functions import read_user_file, user_function
+
         names = "algorithm.filter_groups.path", "algorithm.filter_groups.name"
         file = read_user_file(names[0], options.path)
         function = user_function(names, file, options.name, FILTER_ARGUMENTS)

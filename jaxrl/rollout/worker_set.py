@@ -33,6 +33,7 @@ from jaxrl.sharding.compiled import CompileAhead, CompiledPrograms, Meet, alone,
 from jaxrl.sharding.layout import Layout, tp_degrees
 from jaxrl.sharding.reshard import reshard
 from jaxrl.sharding.rules import rollout_calls, rollout_shardings
+from jaxrl.sharding.split_mesh import submesh_arrays
 
 _POLL_S = 0.0002
 
@@ -112,8 +113,6 @@ class WorkerSet:
     def _parts(self, train_params: Any) -> list[Any]:
         """The trainer's weights for each worker, in `_layouts`. Each part owns its buffers: a worker that moves its own
         deletes them."""
-        from jaxrl.sharding.split_mesh import submesh_arrays
-
         first, layouts = self.executors[0], self._layouts()
         tp = layouts[0].tp
         if self._source is not None:  # a smaller part may have no layout of this degree
