@@ -33,12 +33,6 @@ class DomainSection(Section):
     timeout_s: Annotated[
         float, Ge(0), Or(-1, "reward.timeout_s"), MAX_WAIT, "Seconds that scoring one sample may take; 0: no limit."
     ] = -1.0
-    max_concurrent: Annotated[
-        int,
-        Ge(0),
-        "Samples of this domain that worker processes score at once; 0: of reward.num_workers all but one for each "
-        "other domain, and one at least.",
-    ] = 0
 
 
 class PartSection(Section):
@@ -147,9 +141,6 @@ class RewardSection(Section):
         Cap(2**20, "no machine has more"),
         "GiB that one scoring process may take, beyond which its sample has reward 0; 0: no limit.",
     ] = 8.0
-    fresh_process: Annotated[
-        bool, "Score each sample in a new process, so that none changes the interpreter of another; costs milliseconds."
-    ] = False
     env: Annotated[
         list[str],
         "Environment variables that scorers see besides PATH, HOME, locale, Python's and thread counts; a key or token "
@@ -167,9 +158,8 @@ class RewardSection(Section):
         int,
         Ge(0),
         Cap(100, "a scorer that fails so often is broken"),
-        "Retries of a sample after its scorer's process died or ran out of memory because of earlier "
-        "samples, its node was lost, or its endpoint was out of reach. A wrong answer, an error of the "
-        "scorer's own and a time limit are never tried again.",
+        "Retries of a sample after its scorer's process died or ran out of memory because of earlier samples, or its "
+        "node was lost. A wrong answer, an error of the scorer's own and a time limit are never tried again.",
     ] = 1
     domains: Annotated[
         dict[str, DomainSection],

@@ -92,7 +92,6 @@ class EpisodeScorer:
     python: str = ""  # another Python to run it; empty: this one
     group: str = ""
     max_calls: int = 0  # after this many this process is replaced; 0: never
-    preload: tuple[str, ...] = ()
     _calls: int = 0
     _made: dict[str, Episodes | Program] = field(default_factory=dict)
 

@@ -11,7 +11,6 @@ import json
 import socket
 import struct
 from asyncio import IncompleteReadError, StreamReader
-from collections.abc import Iterator
 from typing import Any
 
 MAX_BYTES = (1 << 32) - 1
@@ -45,13 +44,6 @@ async def read_message(reader: StreamReader, max_bytes: int = MAX_BYTES) -> byte
         return await reader.readexactly(_length(await reader.readexactly(_HEADER.size), max_bytes))
     except (IncompleteReadError, OSError):
         return None
-
-
-def take_messages(data: bytearray) -> Iterator[bytes]:
-    """Removes the complete messages at the beginning of what a trusted sender has sent."""
-    while len(data) >= _HEADER.size and len(data) >= (end := _HEADER.size + _HEADER.unpack_from(data)[0]):
-        yield bytes(data[_HEADER.size : end])
-        del data[:end]
 
 
 def read_json(payload: bytes) -> dict[str, Any]:

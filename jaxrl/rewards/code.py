@@ -52,7 +52,6 @@ class CodeScorer:
     """
 
     code: CodeSection
-    preload: tuple[str, ...] = ()
     loads: str = "reward.kind: starting the sandbox"
     means: Means | None = None
     _sandbox: Sandbox | None = field(default=None, compare=False, repr=False)

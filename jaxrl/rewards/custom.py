@@ -41,7 +41,6 @@ class CustomScorer:
     # of the data, with `answer` where a row has one, and of `ScoreRequest.extra`; None: not known at the start
     columns: frozenset[str] | None = None
     conversations: bool = False  # whether prompts are lists of messages
-    preload: tuple[str, ...] = ()
 
     @classmethod
     def of(

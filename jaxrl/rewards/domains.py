@@ -61,10 +61,6 @@ class Weighted:
     parts: Mapping[str, tuple[float, RewardPart]] = field(default_factory=dict)
 
     @property
-    def preload(self) -> tuple[str, ...]:
-        return () if self.scorer is None else self.scorer.preload
-
-    @property
     def loads(self) -> str:
         names = [f"reward.parts.{name}: loading it" for name in self.parts]
         return " and ".join([*([] if self.scorer is None else [self.scorer.loads]), *names])
@@ -91,10 +87,6 @@ class DomainScorer:
     """Asks the scorer of a sample's domain. `by_source` has that of other sources under the empty name."""
 
     by_source: Mapping[str, Scorer]
-
-    @property
-    def preload(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(module for each in self.by_source.values() for module in each.preload))
 
     @property
     def loads(self) -> str:

@@ -34,7 +34,7 @@ def _row(domain: Domain, name: str, config: Config) -> tuple[str, ...]:
     weight, model = f"{domain.weight:g}", config.reward.model_of(domain.kind)
     if model is not None:
         return name, *model.explained(domain.kind), weight
-    return name, _scorer(domain, config), _limit(domain, config), _at_once(domain, config), weight
+    return name, _scorer(domain, config), _limit(domain, config), _at_once(config), weight
 
 
 def _scorer(domain: Domain, config: Config) -> str:
@@ -63,11 +63,11 @@ def _limit(domain: Domain, config: Config) -> str:
     return ", ".join(found) or "none"
 
 
-def _at_once(domain: Domain, config: Config) -> str:
+def _at_once(config: Config) -> str:
     reward = config.reward
     workers = reward.num_workers
     sharing = sum(each.place == "workers" or bool(reward.parts) for each in domains(reward).values())
-    most = min(domain.max_concurrent, workers) or max(workers - sharing + 1, 1)
+    most = max(workers - sharing + 1, 1)
     return f"{most} of {workers} " + ("process" if workers == 1 else "processes")
 
 

@@ -77,8 +77,6 @@ class LocalWorker:
             return Answer(late, is_spent=True)
         if message.get("task") != task.number:
             raise Died(f"{self._settings.process} sent a verdict that it was not asked for")
-        if "exit_code" in message:
-            raise Died(self._ended(message["exit_code"]))
         try:
             scored = read_scored(message)
         except BadMessage as bad:
@@ -120,12 +118,10 @@ class LocalWorker:
             with contextlib.suppress(ChildProcessError):
                 pid, status = os.waitpid(self._pid, os.WNOHANG)
                 if pid:
-                    raise Died(self._ended(os.waitstatus_to_exitcode(status)))
+                    code = os.waitstatus_to_exitcode(status)
+                    raise Died(f"{self._settings.process} ended with exit code {code}")
             await asyncio.sleep(0.001)
         raise Died(f"{self._settings.name} closed its process's connection to the pool")
-
-    def _ended(self, code: Any) -> str:
-        return f"{self._settings.process} ended with exit code {code}"
 
 
 class Log:

@@ -18,7 +18,6 @@ import os
 import pickle
 import queue
 import secrets
-import select
 import socket
 import tempfile
 import threading
@@ -29,7 +28,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from jaxrl.processes.messages import send_message, take_messages
+from jaxrl.processes.messages import receive_message, send_message
 from jaxrl.processes.process_tree import kill_marked
 from jaxrl.processes.python_child import last_line, start_python, wait_or_kill
 from jaxrl.rewards.pool_host import MAX_ATTEMPTS, crashed
@@ -96,7 +95,7 @@ class Pool:
         self._thread = threading.Thread(target=self._run, name=f"{settings.section} pool", daemon=True)
         self._thread.start()
 
-    def submit(self, source: str, payload: bytes) -> Future[Scored]:
+    def submit(self, payload: bytes, source: str = "") -> Future[Scored]:
         """Queues a pickled request, and returns at once. `source`: of its prompt, for the domain in which it waits and
         the time that it may take. To cancel the future frees the worker. RunFailed as an exception of the future: no
         process can be started."""
@@ -190,23 +189,20 @@ class Pool:
 
     def _listen(self, sock: socket.socket) -> bool:
         """Reads until the host ends (False), or is silent for too long (True)."""
-        data, poll = bytearray(), select.poll()
-        poll.register(sock, select.POLLIN)
-        limit_s = self._settings.start_timeout_s + _SLACK_S
+        sock.settimeout(min(self._settings.start_timeout_s + _SLACK_S, 1e6))
         while not self._closing.is_set():
-            if not poll.poll(min(limit_s, 1e6) * 1000):
-                return True
             try:
-                piece = sock.recv(1 << 18)
+                payload = receive_message(sock)
+            except TimeoutError:
+                return True
             except OSError:
-                piece = b""
-            if not piece:
-                break
-            data += piece
-            limit_s, self._has_spoken = SILENT_ON_RAY_S if self._settings.on_ray else SILENT_S, True
-            for payload in take_messages(data):
-                for message in pickle.loads(payload):
-                    self._handle(*message)
+                return False
+            if payload is None:
+                return False
+            self._has_spoken = True
+            sock.settimeout(SILENT_ON_RAY_S if self._settings.on_ray else SILENT_S)
+            for message in pickle.loads(payload):
+                self._handle(*message)
         return False
 
     def _handle(self, kind: str, *values: Any) -> None:

@@ -12,7 +12,6 @@ one: that counts as a death. Tasks are samples to score, so sentences say "sampl
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import pickle
 import signal
@@ -24,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 from jaxrl.processes.messages import framed, read_message, receive_message
-from jaxrl.rewards.domain_limits import FairQueue
+from jaxrl.rewards.fair_queue import FairQueue
 from jaxrl.rewards.pool_worker import PoolSettings
 from jaxrl.rewards.scorers import Scored
 from jaxrl.types import RunFailed
@@ -108,7 +107,7 @@ class Host:
 
     def __init__(self, settings: PoolSettings, make: Callable[[Host], Worker], beat_s: float) -> None:
         self.settings, self._make, self._beat_s = settings, make, beat_s
-        self._queue = FairQueue[Task](settings.limits, settings.num_workers)
+        self._queue = FairQueue[Task](settings.num_workers)
         self._idle: deque[asyncio.Future[Task]] = deque()  # of workers that wait for a task
         self._running: dict[int, Worker] = {}
         self._tasks: set[int] = set()  # that have no answer yet
@@ -152,9 +151,8 @@ class Host:
         while (payload := await read_message(reader)) is not None:
             match pickle.loads(payload):
                 case "score", number, source, request:
-                    domain = self.settings.limits.domain(source)
-                    limit = self.settings.limits.by_source[domain]
-                    task = Task(number, domain, limit.timeout_s, limit.option, request)
+                    domain = source if source in self.settings.limits else ""
+                    task = Task(number, domain, *self.settings.limits[domain], request)
                     self._tasks.add(number)
                     self._queue.put(domain, task)
                     self._feed()
@@ -183,42 +181,37 @@ class Host:
     # -- one worker after another --------------------------------------------------------------------------------------
 
     async def _work(self) -> None:
-        worker = await self._started()
+        worker: Worker | StartFailed | None = None
         while True:
+            worker = worker or await self._started()
             waiting = asyncio.get_running_loop().create_future()
             self._idle.append(waiting)
             self._feed()
             task = await waiting
-            if not isinstance(worker, StartFailed) and worker.is_gone:
+            if isinstance(worker, StartFailed):
+                worker = await self._started()
+            elif worker.is_gone:
                 self.say("restarted", "a worker without a sample had ended or was stopped; started again")
                 await self._end_worker(worker)
                 worker = await self._started()
-            elif isinstance(worker, StartFailed):
-                worker = await self._started()
-            worker = await self._score(worker, task)
-
-    async def _score(self, worker: Worker | StartFailed, task: Task) -> Worker | StartFailed:
-        """Answers a task; returns the worker for the next one."""
-        self.say("began", task.number)
-        self._flush()  # before its scorer can end this process
-        scored, next_worker = await self._answered(worker, task)
-        self._end(task, scored)
-        self._feed()
-        return next_worker or await self._started()
+            self.say("began", task.number)
+            self._flush()  # before its scorer can end this process
+            scored, worker = await self._answered(worker, task)
+            self._end(task, scored)
+            self._feed()
 
     async def _answered(self, worker: Worker | StartFailed, task: Task) -> tuple[Scored, Worker | StartFailed | None]:
         """The result, and the worker if it lives."""
-        for deaths in itertools.count(1):
-            if isinstance(worker, StartFailed):
-                return worker.scored, worker
+        deaths = 0
+        while not isinstance(worker, StartFailed):
             if task.number in self._dropped:
                 return crashed(UNWANTED), worker
-            is_last = deaths > self.settings.max_retries
             try:
-                answer = await self._ask(worker, task, is_last)
+                answer = await self._ask(worker, task, is_last=deaths >= self.settings.max_retries)
             except Died as died:
+                deaths += 1
                 await self._end_worker(worker)
-                if is_last or task.number in self._dropped:
+                if deaths > self.settings.max_retries or task.number in self._dropped:
                     return crashed(str(died), deaths, is_silent=died.is_silent), None
                 self.say("retried", str(died))
                 worker = await self._started()
@@ -227,7 +220,7 @@ class Host:
                 await self._end_worker(worker)
                 return answer.scored, None
             return answer.scored, worker
-        raise AssertionError
+        return worker.scored, worker
 
     async def _ask(self, worker: Worker, task: Task, is_last: bool) -> Answer:
         self._running[task.number] = worker

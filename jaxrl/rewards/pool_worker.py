@@ -4,9 +4,6 @@ The host of a pool (`jaxrl.rewards.local_host`) forks it, sends it one request a
 session and process group and adopts all orphans below it. Its only descriptor is its socket, which nothing that it
 starts inherits. After a request it kills every process that the scorer started for it; what `Scorer.load` has started
 stays.
-
-With `fresh_process` it loads the scorer and scores each request in a fork, so what a request leaves behind in the
-interpreter ends with the fork. Threads that a reward file starts while it is imported are not in the forks.
 """
 
 from __future__ import annotations
@@ -27,7 +24,6 @@ from typing import Any, NoReturn, cast
 
 from jaxrl.processes.messages import BadMessage, receive_message, send_message, to_json
 from jaxrl.processes.process_tree import adopt_orphans, close_all_but, descendants, die_with_parent, kill_descendants
-from jaxrl.rewards.domain_limits import DomainLimits
 from jaxrl.rewards.scorers import OUT_OF_MEMORY, Scored, Scorer, describe, score_safely
 from jaxrl.rewards.tracebacks import place_and_traceback
 from jaxrl.schema.declared import MAX_FLOAT
@@ -49,8 +45,9 @@ class PoolSettings:
       scorer: a pickled `Scorer`. loads: its `loads`. preload: modules that are imported once, before workers fork.
       start_timeout_s: seconds that loading the scorer may take.
       max_retries: times that a request is scored again whose worker died.
+      limits: by source, that of other sources under the empty name: seconds for one request (0: no limit), and the
+        option that sets them.
       max_memory_gib: of one worker; 0: no limit.
-      fresh_process: whether each request has its own process, a fork of the worker.
       env: variables that workers get besides those that they always get. log: the file for what they print.
       section: of the options that say all this. on_ray: whether each worker is in a Ray actor; ray_address: of a
         cluster that this process itself uses, else Ray finds one.
@@ -58,13 +55,12 @@ class PoolSettings:
 
     scorer: bytes
     loads: str
-    preload: tuple[str, ...]
     num_workers: int
     start_timeout_s: float
     max_retries: int
-    limits: DomainLimits
+    limits: Mapping[str, tuple[float, str]]
+    preload: tuple[str, ...] = ()
     max_memory_gib: float = 0.0
-    fresh_process: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
     log: str = ""
     section: str = "reward"
@@ -127,8 +123,6 @@ def _limit_memory(gib: float) -> None:
 class _Worker:
     def __init__(self, sock: socket.socket, settings: PoolSettings) -> None:
         self._sock, self._settings, self._pid = sock, settings, os.getpid()
-        self._tracebacks: set[str] = set()  # that have been sent
-        self._is_forking = False
         os.register_at_fork(after_in_child=self._let_go)
 
     def run(self) -> NoReturn:
@@ -143,17 +137,13 @@ class _Worker:
         self._send({"ready": True, "has_jax": "jax" in sys.modules})
         kept = descendants(self._pid)
         while (message := receive_message(self._sock)) is not None:
-            number, request = int.from_bytes(message[:NUMBER_BYTES]), message[NUMBER_BYTES:]
-            if self._settings.fresh_process:
-                answer: bytes | dict[str, Any] = self._score_in_fork(scorer, number, request)
-            else:
-                answer = self._score(scorer, number, request)
+            answer = self._score(scorer, int.from_bytes(message[:NUMBER_BYTES]), message[NUMBER_BYTES:])
             signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the scorer left behind
             kill_descendants(kept)
             self._send(answer)
         os._exit(0)
 
-    def _score(self, scorer: Scorer, number: int, request: bytes) -> bytes:
+    def _score(self, scorer: Scorer, number: int, request: bytes) -> dict[str, Any]:
         errors: list[BaseException] = []
         scored = score_safely(lambda: scorer, request, errors.append)
         if os.getpid() != self._pid:
@@ -166,41 +156,16 @@ class _Worker:
                 text = f"{scored[2]['error']} ({option} is {self._settings.max_memory_gib:g})"
                 scored = "error", 0.0, {"error": text}, scored[3]
         for error in errors:
-            place, text = place_and_traceback(error)
-            if place not in self._tracebacks:
-                self._tracebacks.add(place)
-                around |= {"place": place, "traceback": text}
-        return to_json(around | _sendable(scored))
-
-    def _score_in_fork(self, scorer: Scorer, number: int, request: bytes) -> bytes | dict[str, Any]:
-        ours, theirs = socket.socketpair()
-        self._is_forking = True
-        pid = os.fork()
-        self._is_forking = False
-        if pid == 0:
-            try:
-                die_with_parent(self._pid)
-                ours.close()
-                self._sock.close()
-                self._pid, self._sock = os.getpid(), theirs  # its own forks close that
-                send_message(theirs, self._score(scorer, number, request))
-                sys.stdout.flush()
-            finally:
-                os._exit(0)
-        theirs.close()
-        with ours:
-            answer = receive_message(ours, MAX_MESSAGE_BYTES)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        return {"task": number, "exit_code": code} if answer is None else answer
+            around["place"], around["traceback"] = place_and_traceback(error)
+        return around | _sendable(scored)
 
     def _let_go(self) -> None:
         """In a fork: the socket is not its own."""
-        if not self._is_forking:
-            with contextlib.suppress(OSError):
-                self._sock.close()
+        with contextlib.suppress(OSError):
+            self._sock.close()
 
-    def _send(self, message: bytes | dict[str, Any]) -> None:
-        send_message(self._sock, message if isinstance(message, bytes) else to_json(message))
+    def _send(self, message: dict[str, Any]) -> None:
+        send_message(self._sock, to_json(message))
 
 
 def _sendable(scored: Scored) -> dict[str, Any]:

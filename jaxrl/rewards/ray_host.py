@@ -50,7 +50,7 @@ class RayActor:
 
     def score(self, number: int, source: str, request: bytes) -> tuple[Scored, list[str]]:
         """The result, and why it was scored again."""
-        self._scoring[number] = future = self._pool.submit(source, request)
+        self._scoring[number] = future = self._pool.submit(request, source)
         if number in self._dropped:  # calls may change places
             future.cancel()
         try:

@@ -1,8 +1,7 @@
 """A step's counts of verdicts: in all, and by the domain of the prompt.
 
 `RewardMetrics` counts each verdict once, when the round receives it, replayed ones too: a step that runs again has the
-same counts. A reward that lacks a value which training takes apart or compares becomes a failed one here. `PoolMetrics`
-counts them as the pool does, and warns of failed samples.
+same counts. A reward that lacks a value which training takes apart or compares becomes a failed one here.
 
 Departure: the seconds of a verdict from the journal are not known any more, and are in no percentile.
 """
@@ -56,7 +55,7 @@ class RewardMetrics:
     """
 
     def __init__(self, domains: Mapping[str, Domain] | None = None, keys: Sequence[str] = (), metric: str = "") -> None:
-        self._keys, self._metric, self._failed = keys, metric, PoolMetrics()
+        self._keys, self._metric, self._failed = keys, metric, FailureWarnings()
         self._names = {source: source for source in domains or {} if source}
         self._seen: set[str] = set(self._names)  # others are shown once there is one
         if domains is not None:
@@ -64,7 +63,7 @@ class RewardMetrics:
             while others in self._names:
                 others += "_"
             self._names[""] = others
-        self._clear()
+        self.clear()
 
     @classmethod
     def configured(cls, config: Config) -> RewardMetrics:
@@ -79,7 +78,7 @@ class RewardMetrics:
             chosen.metric if chosen.enable and not chosen.path and chosen.metric not in (*THE_REWARD, *added) else "",
         )
 
-    def _clear(self) -> None:
+    def clear(self) -> None:
         self._whole, self._timeouts = Counter[str](), Counter[str]()
         self._status: dict[str, Counter[str]] = {source: Counter() for source in self._names}
         self._seconds: dict[str, list[float]] = {source: [] for source in self._names}
@@ -119,14 +118,10 @@ class RewardMetrics:
             return f"algorithm.filter_groups.metric ({self._metric}): the scorer returned no such value, found {has}"
         return ""
 
-    def clear(self) -> None:
-        self._clear()
-
     def take(self, pool: Mapping[str, float]) -> dict[str, float]:
         """The counts of `pool`, and `reward/timeouts/<kind>` (`TIMEOUTS`) and `reward/{num_scored,errors,
-        timeouts,crashes}`, in place of the pool's own, which has also scored what was not wanted any more. With domains
-        also `reward/<domain>/` the same four and `{p50_s,p95_s,max_s}`, seconds of scoring; and, before any weight,
-        `reward/part/<name>/mean` and `reward/own/mean`."""
+        timeouts,crashes}`. With domains also `reward/<domain>/` the same four and `{p50_s,p95_s,max_s}`, seconds of
+        scoring; and, before any weight, `reward/part/<name>/mean` and `reward/own/mean`."""
         measured = {**pool, **_counts("reward", self._whole)}
         measured |= {f"reward/timeouts/{kind}": float(self._timeouts[kind]) for kind in TIMEOUTS}
         for source in sorted(self._seen):
@@ -139,25 +134,21 @@ class RewardMetrics:
         measured |= {f"reward/part/{name}/mean": float(np.mean(values)) for name, values in self._parts.items()}
         if self._own:
             measured["reward/own/mean"] = float(np.mean(self._own))
-        self._clear()
+        self.clear()
         return measured
 
 
-class PoolMetrics:
-    """Counts verdicts, and warns of failed ones: the 1st, 2nd, 4th, 8th, ... of each status.
+class FailureWarnings:
+    """Warns of failed samples: the 1st, 2nd, 4th, 8th, ... of each status.
 
     `where`: how a warning names a sample.
     """
 
     def __init__(self, where: Callable[[SampleKey], str] = describe_sample) -> None:
         self._where = where
-        self._since_last = Counter[str]()
-        self._seconds = 0.0
         self._ever = Counter[str]()
 
     def add(self, verdict: Verdict) -> Verdict:
-        self._since_last[verdict.status] += 1
-        self._seconds += verdict.duration_s
         if verdict.status != "ok":
             self._ever[verdict.status] += 1
             count = self._ever[verdict.status]
@@ -165,18 +156,6 @@ class PoolMetrics:
                 so_far = f" ({count} {_COUNTED_AS[verdict.status]} so far)" if count > 1 else ""
                 _log.warning("reward 0 for %s: %s%s", self._where(verdict.key), verdict.failure, so_far)
         return verdict
-
-    def take(self) -> dict[str, float]:
-        n = self._since_last
-        metrics = {
-            "reward/num_scored": float(n.total()),
-            "reward/errors": float(n["error"]),
-            "reward/timeouts": float(n["timeout"]),
-            "reward/crashes": float(n["crash"]),
-            "reward/seconds": self._seconds,
-        }
-        self._since_last, self._seconds = Counter(), 0.0
-        return metrics
 
 
 def _counts(prefix: str, status: Counter[str]) -> dict[str, float]:

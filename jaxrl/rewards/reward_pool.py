@@ -1,8 +1,8 @@
 """Rewards beside the rollout: samples are scored while others still decode (RollPacker, section 4.3).
 
 A prompt's source names its domain (`reward.domains`), and a domain's kind says where its samples are scored: in worker
-processes, by an endpoint, or by a model on the run's devices. `RewardPool` sends each sample there, adds the parts of
-its reward, and scores it again after a fault of the infrastructure.
+processes, by an endpoint, or by a model on the run's devices. `RewardPool` sends each sample there, and adds the parts
+of its reward.
 
 A scorer is foreign code that runs on the model's text: it may raise, return nonsense, hang, or end its process. Each of
 these costs only the sample at hand (reward 0, a status, a counted warning). Nothing of the user's runs in the trainer,
@@ -36,10 +36,9 @@ from typing import Protocol
 from jaxrl.config import Config
 from jaxrl.config.domains import Domain, domains, needs_workers
 from jaxrl.config.rewards import Place
-from jaxrl.rewards.domain_limits import DomainLimits
 from jaxrl.rewards.pool import Pool
 from jaxrl.rewards.pool_worker import PoolSettings
-from jaxrl.rewards.reward_metrics import PoolMetrics, describe_sample, timeouts_of
+from jaxrl.rewards.reward_metrics import FailureWarnings, describe_sample, timeouts_of
 from jaxrl.rewards.scorers import Scored, Scorer, ScoreRequest
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
@@ -78,7 +77,6 @@ class _Pending:
     domain: Domain
     futures: dict[Place, Future[Scored]] = field(default_factory=dict)
     came: dict[Place, Verdict] = field(default_factory=dict)
-    retries: int = 0
 
 
 class RewardPool:
@@ -87,7 +85,6 @@ class RewardPool:
     Args:
       domains: by source; that of sources without their own has the empty name.
       parts: names of the parts of a reward, which the workers add.
-      max_retries: times that a sample is scored again which crashed; workers do that themselves.
       where: how warnings name a sample whose reward failed. clock: stamps the verdicts.
     """
 
@@ -96,16 +93,15 @@ class RewardPool:
         domains: Mapping[str, Domain],
         *,
         parts: Collection[str] = (),
-        max_retries: int = 0,
         where: Callable[[SampleKey], str] = describe_sample,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._domains, self._parts, self._max_retries, self._clock = domains, parts, max_retries, clock
+        self._domains, self._parts, self._clock = domains, parts, clock
         self._places: dict[Place, ScoringPlace] = {}
         self._pending: dict[SampleKey, _Pending] = {}
         self._ended: queue.SimpleQueue[tuple[_Pending, Place, Future[Scored], float]] = queue.SimpleQueue()
-        self._counts = PoolMetrics(where)
-        self._retries = 0  # since `take_metrics` was last called
+        self._warnings = FailureWarnings(where)
+        self._seconds = 0.0  # of scoring, since `take_metrics` was last called
 
     def join(self, place: Place, scoring: ScoringPlace) -> None:
         """Has `scoring` score the domains of this place. It is closed with the pool."""
@@ -167,12 +163,11 @@ class RewardPool:
         return len(self._pending)
 
     def take_metrics(self) -> dict[str, float]:
-        """Counts since the last call: `reward/{num_scored,errors,timeouts,crashes,pool_restarts,retries,seconds}`, and
-        what the places count."""
-        measured = Counter({**self._counts.take(), "reward/pool_restarts": 0.0, "reward/retries": self._retries})
+        """Counts since the last call: `reward/{pool_restarts,retries,seconds}`, and what the places count."""
+        measured = Counter({"reward/pool_restarts": 0.0, "reward/retries": 0.0, "reward/seconds": self._seconds})
         for place in self._places.values():
             measured.update(place.take_metrics())
-        self._retries = 0
+        self._seconds = 0.0
         return dict(measured)
 
     def close(self) -> None:
@@ -186,18 +181,14 @@ class RewardPool:
         key = pending.sample.key
         if self._pending.get(key) is not pending:
             return []
-        verdict = verdict_of(time_s, key, future.result())
-        if verdict.status == "crash" and place != "workers" and pending.retries < self._max_retries:
-            pending.retries += 1
-            self._retries += 1
-            self._ask(pending, place)
-            return []
-        pending.came[place] = verdict
+        pending.came[place] = verdict_of(time_s, key, future.result())
         if len(pending.came) < len(pending.futures):
             return []
         del self._pending[key]
         own, *parts = (pending.came[each] for each in pending.futures)
-        return [self._counts.add(combined(pending.domain, own, *parts))]
+        found = self._warnings.add(combined(pending.domain, own, *parts))
+        self._seconds += found.duration_s
+        return [found]
 
 
 def verdict_of(time_s: float, key: SampleKey, scored: Scored) -> Verdict:
@@ -247,7 +238,7 @@ class WorkerScoring:
         self._pool.wait_ready()
 
     def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> Future[Scored]:
-        return self._pool.submit(prompt.source, pickle.dumps(ScoreRequest.of(prompt, sample, limits_s)))
+        return self._pool.submit(pickle.dumps(ScoreRequest.of(prompt, sample, limits_s)), prompt.source)
 
     def step(self) -> bool:
         return False
@@ -279,7 +270,7 @@ def build_pool(
       where: how warnings name a sample whose reward failed.
     """
     reward = config.reward
-    pool = RewardPool(domains(reward), parts=reward.parts, max_retries=reward.max_retries, where=where)
+    pool = RewardPool(domains(reward), parts=reward.parts, where=where)
     if needs_workers(reward):
         pool.join("workers", WorkerScoring(_worker_settings(config, scorer, log)))
     return pool
@@ -290,18 +281,25 @@ def _worker_settings(config: Config, scorer: Scorer, log: Path | None) -> PoolSe
     return PoolSettings(
         scorer=pickle.dumps(scorer),
         loads=scorer.loads,
-        preload=scorer.preload,
+        preload=_libraries(config),
         num_workers=reward.num_workers,
         start_timeout_s=reward.start_timeout_s,
         max_retries=reward.max_retries,
-        limits=DomainLimits.of(domains(reward)),
+        limits={source: (each.timeout_s, each.timeout_option) for source, each in domains(reward).items()},
         max_memory_gib=reward.max_memory_gib,
-        fresh_process=reward.fresh_process,
         env=named_variables("reward.env", reward.env),
         log=str(log.resolve()) if log is not None else "",
         on_ray=on_ray,
         ray_address=_address_in_use() if on_ray else None,
     )
+
+
+def _libraries(config: Config) -> tuple[str, ...]:
+    """What scorers import, as far as it is not the user's."""
+    kinds, task = config.reward.kinds, config.data.task
+    by_task = bool(task and kinds & {"auto", "task"})
+    by_math = "math" in kinds or ("auto" in kinds and (not task or bool(config.data.val_files)))
+    return ("math_verify",) * by_math + ("reasoning_gym",) * by_task
 
 
 def _address_in_use() -> str | None:

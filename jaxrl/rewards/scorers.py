@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from jaxrl.config import Config
     from jaxrl.config.domains import Domain
     from jaxrl.rewards.answers import Extract
-    from jaxrl.rewards.task import TaskScorer
 
 Scored = tuple[VerdictStatus, float, dict[str, Any], float]
 """The result of scoring one request: status, reward, info, duration_s."""
@@ -50,11 +49,6 @@ class Scorer(Protocol):
         """Describes `load` at the beginning of an error: `reward.path: importing /home/me/reward.py`."""
         ...
 
-    @property
-    def preload(self) -> tuple[str, ...]:
-        """Modules worth importing once, before worker processes are forked off."""
-        ...
-
     def load(self) -> None:
         """Imports everything that scoring needs, so that the first score is not charged for imports. A ValueError's
         sentence is shown to the user unchanged."""
@@ -66,7 +60,6 @@ class Scorer(Protocol):
 @dataclass(frozen=True, slots=True)
 class MathScorer:
     extract: Extract = "auto"
-    preload: tuple[str, ...] = ("math_verify",)
     loads: str = "reward.kind: importing math_verify"
 
     def load(self) -> None:
@@ -83,34 +76,10 @@ class MathScorer:
 
 
 @dataclass(frozen=True, slots=True)
-class AutoScorer:
-    """Chooses by where a prompt comes from, as when training uses a task and evaluation a file."""
-
-    task: TaskScorer
-    math: MathScorer
-
-    @property
-    def preload(self) -> tuple[str, ...]:
-        return self.task.preload + self.math.preload
-
-    @property
-    def loads(self) -> str:
-        return "reward.kind: importing reasoning_gym and math_verify"
-
-    def load(self) -> None:
-        self.task.load()
-        self.math.load()
-
-    def __call__(self, request: ScoreRequest) -> tuple[float, dict[str, Any]]:
-        return self.task(request) if "entry" in request.extra else self.math(request)
-
-
-@dataclass(frozen=True, slots=True)
 class EnvironmentScorer:
     """The rewards of a trajectory's turns as one: their sum, or the last (`environment.reward`)."""
 
     how: Literal["sum", "last"]
-    preload: tuple[str, ...] = ()
     loads: str = "reward.kind: nothing"
 
     def load(self) -> None: ...
@@ -152,14 +121,11 @@ def scorer_of(config: Config, domain: Domain, columns: frozenset[str] | None = N
         task_config = json.dumps({k: v for k, v in data.task_config.items() if k not in ("seed", "size")})
     except TypeError as error:
         raise ValueError(f"data.task_config must hold plain values (numbers, text, lists): {error}") from error
+    if domain.kind == "task" and data.val_files:
+        raise ValueError(f"data.val_files with {option}=task: those prompts have no task; use {option}=auto")
     from jaxrl.rewards.task import TaskScorer
 
-    by_task = TaskScorer(data.task, task_config, domain.extract)
-    if domain.kind == "task":
-        if data.val_files:
-            raise ValueError(f"data.val_files with {option}=task: those prompts have no task; use {option}=auto")
-        return by_task
-    return AutoScorer(by_task, by_math) if data.val_files else by_task
+    return TaskScorer(data.task, task_config, domain.extract, by_math if data.val_files else None)
 
 
 def score_safely(

@@ -10,28 +10,36 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxrl.rewards.answers import Extract, extract_answer, marked_answer
 from jaxrl.rewards.quantities import to_number
 from jaxrl.rewards.request import ScoreRequest
 
+if TYPE_CHECKING:
+    from jaxrl.rewards.scorers import Scorer
+
 
 @dataclass(frozen=True, slots=True)
 class TaskScorer:
-    """`task_config` is JSON: a scorer may need the options that its problems were made with."""
+    """`task_config` is JSON: a scorer may need the options that its problems were made with. `of_files`: scores prompts
+    that come from no task, as when training uses a task and evaluation a file."""
 
     task: str
     task_config: str = "{}"
     extract: Extract = "auto"
-    preload: tuple[str, ...] = ("reasoning_gym",)
+    of_files: Scorer | None = None
     loads: str = "reward.kind: importing reasoning_gym"
 
     def load(self) -> None:
         _task_dataset(self.task, self.task_config)
+        if self.of_files is not None:
+            self.of_files.load()
 
     def __call__(self, request: ScoreRequest) -> tuple[float, dict[str, Any]]:
         entry = request.extra.get("entry")
+        if entry is None and self.of_files is not None:
+            return self.of_files(request)
         if not isinstance(entry, dict):
             raise ValueError(
                 f"{request.source}: the prompt comes from no reasoning-gym task, which reward.kind=task needs"

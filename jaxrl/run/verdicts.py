@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrl.record.files import to_json
 from jaxrl.record.journal import Journal
-from jaxrl.rewards.reward_metrics import PoolMetrics
+from jaxrl.rewards.reward_metrics import FailureWarnings
 from jaxrl.scheduling.mechanism import ScoreLimits
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
@@ -56,7 +56,7 @@ class Verdicts:
         self._step, self._round = -1, 0
         self._sent: dict[SampleKey, _Scored] = {}  # not delivered, in the order in which the samples completed
         self._known: list[Verdict] = []  # from the journal, or without a scorer
-        self._failed = PoolMetrics()  # of what no pool has scored
+        self._failed = FailureWarnings()  # of what no pool has scored
         self._busy = BusyTime()
 
     @property

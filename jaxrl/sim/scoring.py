@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -91,7 +90,6 @@ class ScoringWorkers:
         self._coming: list[tuple[int, int, Verdict]] = []  # a heap
         self._sequence = itertools.count()
         self._pending: dict[SampleKey, int] = {}  # sequence in the heap of each verdict that is still wanted
-        self._scored = Counter[str]()
         self._scoring_s = 0.0
 
     def submit(self, prompt: Prompt, sample: Sample, limits_s: tuple[float, ...] = ()) -> None:
@@ -142,7 +140,6 @@ class ScoringWorkers:
                 {} if rule is None else _one_case(duration_s, reward, limit_s * is_over, rule.max_s)
             )
             verdict = Verdict(end_s, key, reward, "ok", info, duration_s)
-        self._scored[verdict.status] += 1
         self._scoring_s += duration_s
         heapq.heappush(self._coming, (end_ns, queued.sequence, verdict))
         return end_ns
@@ -181,16 +178,8 @@ class ScoringWorkers:
 
     def take_metrics(self) -> dict[str, float]:
         """Counts since the last call, by the names of the reward pool's."""
-        scored, seconds = self._scored, self._scoring_s
-        self._scored, self._scoring_s = Counter(), 0.0
-        return {
-            "reward/num_scored": scored.total(),
-            "reward/errors": 0,
-            "reward/timeouts": scored["timeout"],
-            "reward/crashes": 0,
-            "reward/pool_restarts": 0,
-            "reward/seconds": seconds,
-        }
+        seconds, self._scoring_s = self._scoring_s, 0.0
+        return {"reward/pool_restarts": 0, "reward/seconds": seconds}
 
 
 def _one_case(duration_s: float, reward: float, cut_off_at_s: float, max_s: float) -> dict[str, Any]:

@@ -13,7 +13,7 @@ def test_every_option_is_listed_once():
     assert own == list(flatten(to_mapping(Config())))
     named = [option.path for option in options() if ".NAME." in option.path]
     assert named[0] == "reward.domains.NAME.kind"
-    assert len(named) == len(set(named)) == 35
+    assert len(named) == len(set(named)) == 34
 
 
 def test_options_that_a_text_names_exist():

@@ -154,14 +154,13 @@ def test_a_command_runs_the_program():
             made(ask(RIGHT, MBPP))
 
 
-@pytest.mark.parametrize("where", ["process", "fresh_process", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("where", ["process", pytest.param("ray", marks=pytest.mark.slow)])
 def test_in_a_pool(where: str):
     """The server is the worker's child, on ray as well: one for all samples, and gone with the pool."""
     if where == "ray":
         pytest.importorskip("ray")
     reward = {"kind": "code", "num_workers": 1, "code": {"max_timeout_s": 20.0, "max_memory_mib": 256}}
     reward |= {"pool": "ray", "start_timeout_s": 120.0} if where == "ray" else {"max_memory_gib": 1.0}
-    reward["fresh_process"] = where == "fresh_process"
     config = from_mapping({"model": {"path": "x"}, "data": {"train_files": ["a.jsonl"]}, "reward": reward})
     others = descendants(os.getpid())
     with closing(build_pool(config, build_scorer(config))) as pool:

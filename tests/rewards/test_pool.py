@@ -27,20 +27,12 @@ def pool(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     pool.close()
 
 
-@pytest.fixture(autouse=True)
-def fresh_counts(request: pytest.FixtureRequest) -> None:
-    if "pool" in request.fixturenames:
-        request.getfixturevalue("pool").take_metrics()
-
-
 def test_many_at_once(pool: RewardPool):
     submit(pool, *(f"say {i}" for i in range(300)))
     verdicts = collect(pool)
     assert [verdicts[i].reward for i in range(300)] == [float(i) for i in range(300)]
     assert {verdict.status for verdict in verdicts.values()} == {"ok"}
     assert all(0 <= verdict.duration_s <= TIMEOUT_S for verdict in verdicts.values())
-    metrics = pool.take_metrics()
-    assert metrics["reward/num_scored"] == 300
     submit(pool, "asked", "cut 1", "cut 0", "say 1", "raise")
     verdicts = collect(pool)
     assert [verdicts[i].outside for i in range(5)] == [True, True, False, False, False], "of what may be otherwise"
@@ -51,7 +43,6 @@ def test_cancelled_samples_get_no_verdict(pool: RewardPool):
     pool.cancel({SampleKey(0, 7, i) for i in (0, 3)})
     assert pool.num_pending == 3
     assert sorted(collect(pool)) == [1, 2, 4]
-    assert pool.take_metrics()["reward/num_scored"] == 3
     submit(pool, "say 5")
     assert collect(pool)[0].reward == 5.0, "asked for again: the new answer, once"
 
@@ -66,9 +57,7 @@ def test_each_failure_costs_its_own_sample_on_ray(opened: Opened):
     assert [(verdicts[2 * i + 1].status, verdicts[2 * i + 1].reward) for i in range(5)] == [
         ("ok", float(i)) for i in range(5)
     ]
-    metrics = pool.take_metrics()
-    assert (metrics["reward/errors"], metrics["reward/timeouts"], metrics["reward/crashes"]) == (2, 1, 1)
-    assert (metrics["reward/num_scored"], metrics["reward/retries"]) == (10, 1), "each death was tried once more"
+    assert pool.take_metrics()["reward/retries"] == 1, "each death was tried once more"
 
 
 def test_waiting_in_the_queue_costs_nothing(pool: RewardPool):
@@ -139,7 +128,6 @@ def test_a_slow_domain_leaves_a_worker_to_a_fast_one(opened: Opened, tmp_path: P
     assert sorted((verdict.key.sample_index, verdict.reward) for verdict in fast) == [(5, 2.0), (6, 4.0), (7, 6.0)]
     gate.touch()
     assert [verdict.reward for verdict in collect(pool).values()] == [0.8] * 5
-    assert pool.take_metrics()["reward/num_scored"] == 9
 
 
 def test_worker_killed_as_it_is_given_a_sample(opened: Opened):

@@ -53,7 +53,7 @@ def make(parts: bool = False, **reward: Any) -> tuple[RewardPool, FakePlace, Fak
     config = from_mapping({"model": {"path": "x"}, "reward": options}).reward
     workers, endpoint = FakePlace(), FakePlace()
     clock = itertools.count(3).__next__
-    pool = RewardPool(domains(config), parts=config.parts, max_retries=config.max_retries, clock=clock)
+    pool = RewardPool(domains(config), parts=config.parts, clock=clock)
     pool.join("workers", workers)
     pool.join("endpoint", endpoint)
     return pool, workers, endpoint
@@ -114,20 +114,3 @@ def test_half_a_verdict_is_none():
     for verdict, limits in ((first, {"endpoint": 2, "sample": 1}), (second, {"sample": 1})):
         assert (verdict.status, verdict.reward, verdict.info["error"]) == ("timeout", 0.0, "late")
         assert timeouts_of(verdict) == limits
-
-
-def test_a_fault_of_the_infrastructure_is_asked_again():
-    pool, workers, endpoint = make(max_retries=2)
-    submit(pool, "judged", "math", "judged")
-    endpoint.say(0, 0.0, "crash", error="unreachable")
-    endpoint.say(2, 0.0, "error", error="nonsense")
-    workers.say(1, 0.0, "crash", error="died twice")
-    assert [(v.key.prompt_index, v.status) for v in pool.completed()] == [(2, "error"), (1, "crash")]
-    assert indices(endpoint.asked) == [0, 2, 0]
-    endpoint.say(0, 0.0, "crash")
-    assert pool.completed() == []
-    endpoint.say(0, 0.0, "crash", error="unreachable")
-    assert [verdict.status for verdict in pool.completed()] == ["crash"], "two retries, and no more"
-    metrics = pool.take_metrics()
-    assert metrics["reward/retries"] == 2 + 1 + 1, "its own, and those that the pools have counted"
-    assert pool.take_metrics()["reward/retries"] == 2

@@ -11,7 +11,7 @@ import pytest
 from jaxrl.config import Config, from_mapping
 from jaxrl.rewards.custom import CustomScorer
 from jaxrl.rewards.domains import build_scorer
-from jaxrl.rewards.scorers import AutoScorer, MathScorer, Scorer, ScoreRequest, score_safely
+from jaxrl.rewards.scorers import MathScorer, Scorer, ScoreRequest, score_safely
 from jaxrl.rewards.task import TaskScorer
 from jaxrl.types import Prompt, Sample, SampleKey
 
@@ -48,7 +48,7 @@ def test_kinds():
     assert build_scorer(config(data=task)) == TaskScorer("chain_sum", '{"max_terms": 2}')
     assert build_scorer(config({"kind": "math"}, task)) == MathScorer()
     mixed = build_scorer(config(data={**task, "val_files": ["b.jsonl"]}))
-    assert mixed == AutoScorer(TaskScorer("chain_sum", '{"max_terms": 2}'), MathScorer())
+    assert mixed == TaskScorer("chain_sum", '{"max_terms": 2}', of_files=MathScorer())
     assert pickle.loads(pickle.dumps(mixed)) == mixed
     assert mixed(task_request("7"))[0] == 1.0
     assert mixed(ScoreRequest("gsm8k", "it is 8", "8"))[0] == 1.0

@@ -85,21 +85,6 @@ def test_environment_and_standard_streams(opened: Opened, tmp_path: Path, monkey
     assert capfd.readouterr() == ("", "")
 
 
-def test_samples_share_an_interpreter_unless_they_are_not_to(opened: Opened):
-    change = "import math; math.pi = 3"
-    pool = opened(num_workers=1)
-    assert [verdict.info["count"] for verdict in score(pool, change, change, change)] == [1, 2, 3]
-    pool = opened(num_workers=1, fresh_process=True, timeout_s=1.0)
-    look = "import math; result['whole'] = math.pi > 3"
-    codes = (change, "os._exit(3)", "while True: pass", "os.kill(os.getpid(), 11)")
-    verdicts = score(pool, *(code for each in codes for code in (each, look)))
-    assert [verdict.status for verdict in verdicts] == ["ok", "ok", "crash", "ok", "timeout", "ok", "crash", "ok"]
-    assert [verdict.info["whole"] for verdict in verdicts[1::2]] == [True] * 4
-    assert [verdict.info["count"] for verdict in verdicts[1::2]] == [1] * 4
-    assert len({verdict.info["pid"] for verdict in verdicts[1::2]}) == 4
-    assert verdicts[2].info["error"] == "the scorer's process ended with exit code 3 (2 times in a row)"
-
-
 def test_a_worker_that_is_stopped_while_it_has_nothing_to_do(opened: Opened):
     pool = opened(num_workers=1, timeout_s=20.0)
     os.kill(score(pool, "")[0].info["pid"], signal.SIGSTOP)

@@ -5,8 +5,7 @@ Source: RollPacker §4.3: a judge among the rewards. One thread sends the reques
 
 Whatever the endpoint does costs the samples at hand, and never the run:
 
-- It cannot be reached, answers 5xx or 429, or closes: the request is sent again, then the verdict is a `crash`, and the
-  reward pool may ask once more.
+- It cannot be reached, answers 5xx or 429, or closes: the request is sent again, then the verdict is a `crash`.
 - It does not answer in time: sent again, then a `timeout`.
 - It answers something that is no chat completion: sent again, then an `error`; 4xx: an `error` at once.
 - Its text holds no score: an `error`, counted as unparsed.

@@ -28,7 +28,6 @@ from jaxrl.environments.kinds import tool_message
 from jaxrl.mechanisms.turns import Turns
 from jaxrl.mechanisms.turns.agents import AgentPool
 from jaxrl.mechanisms.turns.rule import Acting, Conversation, Observed, row_of
-from jaxrl.rewards.domain_limits import MAIN, DomainLimit, DomainLimits
 from jaxrl.rewards.pool import Pool
 from jaxrl.rewards.pool_worker import PoolSettings
 from jaxrl.rewards.reward_pool import named_variables
@@ -75,11 +74,10 @@ class EnvironmentPool:
         settings = PoolSettings(
             scorer=pickle.dumps(scorer),
             loads=scorer.loads,
-            preload=scorer.preload,
             num_workers=options.num_workers,
             start_timeout_s=config.reward.start_timeout_s,
             max_retries=0,
-            limits=DomainLimits({MAIN: DomainLimit(0, *limit)}),
+            limits={"": limit},
             max_memory_gib=options.max_memory_gib,
             env=named_variables("environment.env", options.env),
             log=str(log.resolve()) if log is not None else "",
@@ -150,7 +148,7 @@ class EnvironmentPool:
 
     def _ask(self, request: worker.SchemaRequest | worker.ProblemRequest) -> dict[str, Any]:
         self._pool.wait_ready()
-        status, _, info, _ = self._pool.submit(MAIN, pickle.dumps(request)).result()
+        status, _, info, _ = self._pool.submit(pickle.dumps(request)).result()
         if status != "ok":
             named = "" if self._kind == "verifiers" else "environment.path: "  # its errors name the place
             raise ValueError(f"{named}{info.get('error', status)}")
@@ -160,7 +158,7 @@ class EnvironmentPool:
 
     def submit(self, key: SampleKey, prompt: Prompt, text: str, state: bytes | None) -> None:
         request = worker.TurnRequest(row_of(prompt), state, text, self._timeout_s)
-        future = self._pool.submit(MAIN, pickle.dumps(request))
+        future = self._pool.submit(pickle.dumps(request))
         self._pending[future] = key, request, time.monotonic()
         future.add_done_callback(self._ended.put)
 
@@ -183,7 +181,7 @@ class EnvironmentPool:
     def compared(self, asked: Sequence[tuple[Prompt, Sequence[Trajectory]]]) -> list[list[float] | str]:
         """As `Conversation.compared`; waits for it."""
         requests = [worker.GroupRequest(row_of(prompt), tuple(trajectories)) for prompt, trajectories in asked]
-        futures = [self._pool.submit(MAIN, pickle.dumps(request)) for request in requests]
+        futures = [self._pool.submit(pickle.dumps(request)) for request in requests]
         return [
             read_rewards(future.result(), len(request.trajectories), self._timeout_s)
             for request, future in zip(requests, futures, strict=True)

@@ -146,7 +146,6 @@ def test_turns_and_what_they_count():
     assert measured["reward/judge/turns"] > 1
     assert measured["reward/judge/unparsed"] == 1
     assert measured["reward/judge/tokens"] == 9 + 1 + 2 * 6, "whole blocks are read once for both verdicts"
-    assert (measured["reward/num_scored"], measured["reward/errors"]) == (2, 1)
     assert not any(judge.take_metrics().values())
 
 

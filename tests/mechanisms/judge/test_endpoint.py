@@ -90,8 +90,7 @@ def test_a_verdict():
         }
         assert "seed" not in asked
         assert [message["role"] for message in asked["messages"]] == ["system", "user"]
-        measured = pool.take_metrics()
-        assert (measured["reward/num_scored"], measured["reward/judge/requests"]) == (1, 2)
+        assert pool.take_metrics()["reward/judge/requests"] == 2
         assert pool.take_metrics()["reward/judge/requests"] == 0
 
 
@@ -131,7 +130,6 @@ def test_what_a_failure_costs(behaviour: Behaviour, wanted: str, error: str, req
         server.default = says("Score: 10")
         (verdict,) = verdicts(pool)
         assert verdict.reward == 1.0
-        assert pool.take_metrics()[f"reward/{ {'crash': 'crashes', 'error': 'errors'}[wanted] }"] == 2
 
 
 @pytest.mark.parametrize("behaviour", [hangs, trickles])
@@ -141,8 +139,7 @@ def test_late(behaviour: Behaviour):
         assert (verdict.status, verdict.outside) == ("timeout", True)
         assert verdict.info["error"] == "reward.judge.endpoint: no answer within reward.judge.request_timeout_s (0.1 s)"
         assert verdict.info["timeouts"] == {"endpoint": 1}
-        measured = pool.take_metrics()
-        assert (measured["reward/judge/late"], measured["reward/timeouts"]) == (2, 1)
+        assert pool.take_metrics()["reward/judge/late"] == 2
 
 
 def test_retry_after_holds_all_requests_back():
