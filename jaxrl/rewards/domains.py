@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from jaxrl.config import Config
-from jaxrl.config.domains import Domain, domains
+from jaxrl.config.domains import domains
 from jaxrl.config.rewards import PartSection
 from jaxrl.rewards.request import OWN_COLUMNS, ScoreRequest, as_reward
 from jaxrl.rewards.scorers import Scorer, has_conversations, scorer_of
@@ -52,53 +52,41 @@ class RewardPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Weighted:
-    """A scorer whose reward is a weighted sum; without a scorer (another pool has it) the sum of the parts. `parts`:
-    by name, each with its weight."""
+class DomainScorer:
+    """Asks the scorer of a sample's domain, and adds the parts.
 
-    scorer: Scorer | None
-    weight: float
-    parts: Mapping[str, tuple[float, RewardPart]] = field(default_factory=dict)
+    Attributes:
+      by_source: each scorer with its weight, that of other sources under the empty name; None: another place has it.
+      parts: by name, each with its weight.
+    """
+
+    by_source: Mapping[str, tuple[float, Scorer | None]]
+    parts: Mapping[str, tuple[float, RewardPart]]
 
     @property
     def loads(self) -> str:
-        names = [f"reward.parts.{name}: loading it" for name in self.parts]
-        return " and ".join([*([] if self.scorer is None else [self.scorer.loads]), *names])
+        scorers = [scorer.loads for _, scorer in self.by_source.values() if scorer is not None]
+        return " and ".join(dict.fromkeys([*scorers, *(f"reward.parts.{name}: loading it" for name in self.parts)]))
 
     def load(self) -> None:
-        if self.scorer is not None:
-            self.scorer.load()
+        for _, scorer in self.by_source.values():
+            if scorer is not None:
+                scorer.load()
         for _, part in self.parts.values():
             part.load()
 
-    def __call__(self, request: ScoreRequest) -> tuple[float, dict[str, Any]]:
-        values = {name: part.value(request) for name, (_, part) in self.parts.items()}
-        shaped = sum(weight * values[name] for name, (weight, _) in self.parts.items())
-        info: dict[str, Any] = {"parts": values} if values else {}
-        if self.scorer is None:
-            return shaped, info
-        reward, said = self.scorer(request)
-        own = as_reward(reward)
-        return self.weight * own + shaped, {"acc": own, **said, "own_reward": own, **info}
-
-
-@dataclass(frozen=True, slots=True)
-class DomainScorer:
-    """Asks the scorer of a sample's domain. `by_source` has that of other sources under the empty name."""
-
-    by_source: Mapping[str, Scorer]
-
-    @property
-    def loads(self) -> str:
-        return " and ".join(dict.fromkeys(each.loads for each in self.by_source.values()))
-
-    def load(self) -> None:
-        for each in self.by_source.values():
-            each.load()
-
     def __call__(self, request: ScoreRequest) -> tuple[Any, dict[str, Any]]:
-        scorer = self.by_source.get(request.source)
-        return (self.by_source[""] if scorer is None else scorer)(request)
+        weight, scorer = self.by_source.get(request.source, self.by_source[""])
+        values = {name: part.value(request) for name, (_, part) in self.parts.items()}
+        shaped = sum(times * values[name] for name, (times, _) in self.parts.items())
+        info: dict[str, Any] = {"parts": values} if values else {}
+        if scorer is None:
+            return shaped, info
+        reward, said = scorer(request)
+        if weight == 1 and not self.parts:
+            return reward, said
+        own = as_reward(reward)
+        return weight * own + shaped, {"acc": own, **said, "own_reward": own, **info}
 
 
 def build_scorer(config: Config, rows: Iterable[Iterable[str]] | None = None) -> Scorer:
@@ -118,12 +106,12 @@ def build_scorer(config: Config, rows: Iterable[Iterable[str]] | None = None) ->
             function = CustomScorer.of(option, section, columns, has_conversations(config))
         parts[name] = section.weight, RewardPart(section, config.data.max_response_length, function)
 
-    def scorer(domain: Domain) -> Scorer:
-        own = scorer_of(config, domain, columns) if domain.place == "workers" else None
-        return own if own is not None and domain.weight == 1 and not parts else Weighted(own, domain.weight, parts)
-
-    built = {source: scorer(domain) for source, domain in domains(config.reward).items()}
-    return DomainScorer(built) if len(built) > 1 else built[""]
+    by_source = {
+        source: (domain.weight, scorer_of(config, domain, columns) if domain.place == "workers" else None)
+        for source, domain in domains(config.reward).items()
+    }
+    scorer = by_source[""][1]
+    return scorer if len(by_source) == 1 and scorer is not None and not parts else DomainScorer(by_source, parts)
 
 
 def refuse_tests(config: Config, where: str, request: ScoreRequest) -> None:
