@@ -24,7 +24,7 @@ from typing import Any, NoReturn, cast
 
 from jaxrl.processes.messages import BadMessage, receive_message, send_message, to_json
 from jaxrl.processes.process_tree import adopt_orphans, close_all_but, descendants, die_with_parent, kill_descendants
-from jaxrl.rewards.scorers import OUT_OF_MEMORY, Scored, Scorer, describe, score_safely
+from jaxrl.rewards.scorers import Scored, Scorer, describe, score_safely
 from jaxrl.rewards.tracebacks import place_and_traceback
 from jaxrl.schema.declared import MAX_FLOAT
 
@@ -144,18 +144,15 @@ class _Worker:
         os._exit(0)
 
     def _score(self, scorer: Scorer, number: int, request: bytes) -> dict[str, Any]:
-        errors: list[BaseException] = []
-        scored = score_safely(lambda: scorer, request, errors.append)
+        scored, error = score_safely(scorer, request)
         if os.getpid() != self._pid:
             os._exit(0)  # a fork that the scorer made, which came back from it as well
         around: dict[str, Any] = {"task": number, "is_spent": getattr(scorer, "is_spent", False)}
-        if scored[0] == "error" and scored[2]["error"].startswith(OUT_OF_MEMORY):
+        if isinstance(error, MemoryError):
             around["is_out_of_memory"] = True
             if self._settings.max_memory_gib:
-                option = f"{self._settings.section}.max_memory_gib"
-                text = f"{scored[2]['error']} ({option} is {self._settings.max_memory_gib:g})"
-                scored = "error", 0.0, {"error": text}, scored[3]
-        for error in errors:
+                scored[2]["error"] += f" ({self._settings.section}.max_memory_gib is {self._settings.max_memory_gib:g})"
+        elif error is not None:
             around["place"], around["traceback"] = place_and_traceback(error)
         return around | _sendable(scored)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import pickle
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 
 Scored = tuple[VerdictStatus, float, dict[str, Any], float]
 """The result of scoring one request: status, reward, info, duration_s."""
-
-OUT_OF_MEMORY = "MemoryError"
-"""How the error of a sample begins whose scorer ran out of memory."""
 
 _MAX_DEPTH = 64  # of nested values: a reader of JSON takes some hundreds
 
@@ -128,22 +125,18 @@ def scorer_of(config: Config, domain: Domain, columns: frozenset[str] | None = N
     return TaskScorer(data.task, task_config, domain.extract, by_math if data.val_files else None)
 
 
-def score_safely(
-    scorer: Callable[[], Scorer], request: bytes, on_error: Callable[[BaseException], object] = lambda error: None
-) -> Scored:
-    """Scores one pickled request; returns plain values only, which leave this process as JSON, unless the scorer ends
-    the process. `on_error` gets an error that the scorer has raised."""
+def score_safely(scorer: Scorer, request: bytes) -> tuple[Scored, BaseException | None]:
+    """Scores one pickled request; returns plain values only, which leave this process as JSON, and the error that the
+    scorer has raised, unless it ends the process."""
     start = time.perf_counter()
     try:
-        reward, info = scorer()(pickle.loads(request))
-        return "ok", as_reward(reward), _plain(info), time.perf_counter() - start
-    except MemoryError as error:  # numpy's has another name
-        text = f"{OUT_OF_MEMORY}: {error}" if str(error) else OUT_OF_MEMORY
-        return "error", 0.0, {"error": text[:1000]}, time.perf_counter() - start
+        reward, info = scorer(pickle.loads(request))
+        return ("ok", as_reward(reward), _plain(info), time.perf_counter() - start), None
     except BaseException as error:  # sys.exit() and KeyboardInterrupt of a scorer's own making, too
         duration_s = time.perf_counter() - start
-        on_error(error)
-        return "error", 0.0, {"error": _with_place(error)}, duration_s
+        if isinstance(error, MemoryError):  # without the frames, which may hold the memory
+            return ("error", 0.0, {"error": describe(error)}, duration_s), error.with_traceback(None)
+        return ("error", 0.0, {"error": _with_place(error)}, duration_s), error
 
 
 def describe(error: BaseException) -> str:
@@ -151,7 +144,8 @@ def describe(error: BaseException) -> str:
         text = str(error)
     except BaseException:  # the error's own class is the user's, too
         text = "(its text cannot be read)"
-    return f"{type(error).__name__}: {text}"[:1000] if text else type(error).__name__
+    name = "MemoryError" if isinstance(error, MemoryError) else type(error).__name__  # numpy's has another name
+    return f"{name}: {text}"[:1000] if text else name
 
 
 def _with_place(error: BaseException) -> str:

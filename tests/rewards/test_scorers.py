@@ -174,7 +174,7 @@ def test_a_function_takes_what_a_row_has(tmp_path: Path, arguments: str, refused
 def test_score_safely(tmp_path: Path, body: str, status: str, reward: float, info: dict[str, Any]):
     # a file of its own each: a loaded file is kept
     scorer = custom(tmp_path, f"def compute_score(**kwargs):\n    {body}\n")
-    got = score_safely(lambda: scorer, pickle.dumps(ScoreRequest("s", "r", "a")))
+    got, _ = score_safely(scorer, pickle.dumps(ScoreRequest("s", "r", "a")))
     wanted = {n: v.format(path=tmp_path / "reward.py") if isinstance(v, str) else v for n, v in info.items()}
     assert got[:3] == (status, reward, wanted)
     assert got[3] >= 0
