@@ -3,10 +3,8 @@
 A worker process holds the scorers of all domains, and a sample's source chooses among them, so any free worker takes
 any sample. Domains that an endpoint or the devices score (`jaxrl.rewards.reward_pool`) have only their parts here.
 
-A part is a number beside the scorer's own: format, length, or a function of the user's. The reward is the scorer's
-times its domain's weight, plus each part times its own. Parts run within the scorer's time limit: a pattern may take
-for ever on a text that a model wrote. A sample's `reward_info` keeps the unweighted values: of parts under `parts`, of
-the scorer under `own_reward`, which evaluations take, and `acc`, unless the scorer gives one.
+A part is a number beside the scorer's own: format, length, or a function of the user's. Parts run within the scorer's
+time limit: a pattern may take for ever on a text that a model wrote. `jaxrl.rewards.reward_pool` adds all up.
 
 Source: weighted sums as in DeepSeek-R1 (accuracy and format); a penalty that grows with the length as in DAPO's
 equation 13. Departure: `length` falls over all that follows `free_tokens`, where DAPO's buffer lies at the end
@@ -53,40 +51,31 @@ class RewardPart:
 
 @dataclass(frozen=True, slots=True)
 class DomainScorer:
-    """Asks the scorer of a sample's domain, and adds the parts.
+    """Asks the scorer of a sample's domain, and for the parts.
 
     Attributes:
-      by_source: each scorer with its weight, that of other sources under the empty name; None: another place has it.
-      parts: by name, each with its weight.
+      by_source: that of other sources under the empty name; None: another place has it.
+      parts: by name.
     """
 
-    by_source: Mapping[str, tuple[float, Scorer | None]]
-    parts: Mapping[str, tuple[float, RewardPart]]
+    by_source: Mapping[str, Scorer | None]
+    parts: Mapping[str, RewardPart]
 
     @property
     def loads(self) -> str:
-        scorers = [scorer.loads for _, scorer in self.by_source.values() if scorer is not None]
+        scorers = [scorer.loads for scorer in self.by_source.values() if scorer is not None]
         return " and ".join(dict.fromkeys([*scorers, *(f"reward.parts.{name}: loading it" for name in self.parts)]))
 
     def load(self) -> None:
-        for _, scorer in self.by_source.values():
-            if scorer is not None:
-                scorer.load()
-        for _, part in self.parts.values():
-            part.load()
+        for each in (*self.by_source.values(), *self.parts.values()):
+            if each is not None:
+                each.load()
 
     def __call__(self, request: ScoreRequest) -> tuple[Any, dict[str, Any]]:
-        weight, scorer = self.by_source.get(request.source, self.by_source[""])
-        values = {name: part.value(request) for name, (_, part) in self.parts.items()}
-        shaped = sum(times * values[name] for name, (times, _) in self.parts.items())
-        info: dict[str, Any] = {"parts": values} if values else {}
-        if scorer is None:
-            return shaped, info
-        reward, said = scorer(request)
-        if weight == 1 and not self.parts:
-            return reward, said
-        own = as_reward(reward)
-        return weight * own + shaped, {"acc": own, **said, "own_reward": own, **info}
+        scorer = self.by_source.get(request.source, self.by_source[""])
+        values = {name: part.value(request) for name, part in self.parts.items()}
+        reward, said = (0.0, {}) if scorer is None else scorer(request)
+        return reward, {**said, "parts": values} if values else said
 
 
 def build_scorer(config: Config, rows: Iterable[Iterable[str]] | None = None) -> Scorer:
@@ -97,20 +86,20 @@ def build_scorer(config: Config, rows: Iterable[Iterable[str]] | None = None) ->
     if rows is not None:
         messages = ("messages",) if has_conversations(config) else ()
         columns = frozenset(chain(OWN_COLUMNS, messages, *rows))
-    parts: dict[str, tuple[float, RewardPart]] = {}
+    parts: dict[str, RewardPart] = {}
     for name, section in config.reward.parts.items():
         function, option = None, f"reward.parts.{name}"
         if section.kind == "custom":
             from jaxrl.rewards.custom import CustomScorer
 
             function = CustomScorer.of(option, section, columns, has_conversations(config))
-        parts[name] = section.weight, RewardPart(section, config.data.max_response_length, function)
+        parts[name] = RewardPart(section, config.data.max_response_length, function)
 
     by_source = {
-        source: (domain.weight, scorer_of(config, domain, columns) if domain.place == "workers" else None)
+        source: scorer_of(config, domain, columns) if domain.place == "workers" else None
         for source, domain in domains(config.reward).items()
     }
-    scorer = by_source[""][1]
+    scorer = by_source[""]
     return scorer if len(by_source) == 1 and scorer is not None and not parts else DomainScorer(by_source, parts)
 
 

@@ -38,6 +38,7 @@ from jaxrl.config.domains import Domain, domains, needs_workers
 from jaxrl.config.rewards import Place
 from jaxrl.rewards.pool import Pool
 from jaxrl.rewards.pool_worker import PoolSettings
+from jaxrl.rewards.request import as_reward
 from jaxrl.rewards.reward_metrics import FailureWarnings, describe_sample, timeouts_of
 from jaxrl.rewards.scorers import Scored, Scorer, ScoreRequest
 from jaxrl.scheduling.rounds.events import Verdict
@@ -84,7 +85,7 @@ class RewardPool:
 
     Args:
       domains: by source; that of sources without their own has the empty name.
-      parts: names of the parts of a reward, which the workers add.
+      parts: weights of the parts of a reward, whose values come from the workers.
       where: how warnings name a sample whose reward failed. clock: stamps the verdicts.
     """
 
@@ -92,7 +93,7 @@ class RewardPool:
         self,
         domains: Mapping[str, Domain],
         *,
-        parts: Collection[str] = (),
+        parts: Mapping[str, float],
         where: Callable[[SampleKey], str] = describe_sample,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -186,7 +187,7 @@ class RewardPool:
             return []
         del self._pending[key]
         own, *parts = (pending.came[each] for each in pending.futures)
-        found = self._warnings.add(combined(pending.domain, own, *parts))
+        found = self._warnings.add(combined(pending.domain, self._parts, own, *parts))
         self._seconds += found.duration_s
         return [found]
 
@@ -200,32 +201,29 @@ def verdict_of(time_s: float, key: SampleKey, scored: Scored) -> Verdict:
     return Verdict(time_s, key, reward, status, info, duration_s, outside)
 
 
-def combined(domain: Domain, scored: Verdict, parts: Verdict | None = None) -> Verdict:
-    """One verdict of a domain's own and of what the worker processes made of the parts.
+def combined(domain: Domain, weights: Mapping[str, float], own: Verdict, parts: Verdict | None = None) -> Verdict:
+    """The scorer's reward times its domain's weight, plus each part times its own; a sample of which one half failed
+    has failed. `info` keeps the unweighted values: of parts under `parts`, of the scorer under `own_reward`, which
+    evaluations take, and `acc`, unless the scorer gives one.
 
-    Worker processes weight and add themselves (`jaxrl.rewards.domains`). A sample of which one half failed has failed.
+    `parts`: the workers' verdict, where another place has scored.
     """
-    if domain.place == "workers" or scored.status != "ok":
-        return scored
-    if parts is None:
-        if domain.weight == 1:
-            return scored
-        info = {"acc": scored.reward, **scored.info, "own_reward": scored.reward}
-        return replace(scored, reward=domain.weight * scored.reward, info=info)
-    outside, time_s = scored.outside or parts.outside, max(scored.time_s, parts.time_s)
+    parts = own if parts is None else parts
+    if own.status != "ok" or (domain.weight == 1 and not weights):
+        return own
+    outside, time_s = own.outside or parts.outside, max(own.time_s, parts.time_s)
     if parts.status != "ok":
-        limits = dict(timeouts_of(scored) + timeouts_of(parts))
+        limits = dict(timeouts_of(own) + timeouts_of(parts))
         info = {**parts.info, "timeouts": limits} if limits else parts.info
         return replace(parts, time_s=time_s, info=info, outside=outside)
-    return Verdict(
-        time_s,
-        scored.key,
-        domain.weight * scored.reward + parts.reward,
-        "ok",
-        {"acc": scored.reward, **scored.info, "own_reward": scored.reward, **parts.info},
-        max(scored.duration_s, parts.duration_s),
-        outside,
-    )
+    values = parts.info.get("parts", {})
+    info = {"acc": own.reward, **own.info, "own_reward": own.reward, **({"parts": values} if values else {})}
+    reward = domain.weight * own.reward + sum(weight * values[name] for name, weight in weights.items())
+    try:
+        reward, status = as_reward(reward, f"{domain.option}: the weighted sum must be"), own.status
+    except ValueError as error:
+        reward, status, info = 0.0, "error", {"error": str(error)}
+    return Verdict(time_s, own.key, reward, status, info, max(own.duration_s, parts.duration_s), outside)
 
 
 class WorkerScoring:
@@ -270,7 +268,8 @@ def build_pool(
       where: how warnings name a sample whose reward failed.
     """
     reward = config.reward
-    pool = RewardPool(domains(reward), parts=reward.parts, where=where)
+    parts = {name: part.weight for name, part in reward.parts.items()}
+    pool = RewardPool(domains(reward), parts=parts, where=where)
     if needs_workers(reward):
         pool.join("workers", WorkerScoring(_worker_settings(config, scorer, log)))
     return pool

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 
-from jaxrl.config import from_mapping
-from jaxrl.config.domains import needs_workers
+from jaxrl.config import Config, from_mapping
+from jaxrl.config.domains import domains, needs_workers
 from jaxrl.config.rewards import PartSection
 from jaxrl.rewards.domains import RewardPart, build_scorer
+from jaxrl.rewards.reward_pool import combined
 from jaxrl.rewards.scorers import Scorer, ScoreRequest
+from jaxrl.scheduling.rounds.events import Verdict
+from jaxrl.types import SampleKey
 
 SCORER = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -21,16 +24,24 @@ def shout(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def built(**reward: Any) -> Scorer:
+def configured(**reward: Any) -> Config:
     data = {"train_files": ["a.jsonl"], "max_response_length": 100}
-    scorer = build_scorer(from_mapping({"model": {"path": "x"}, "data": data, "reward": reward}))
-    scorer = pickle.loads(pickle.dumps(scorer))
+    return from_mapping({"model": {"path": "x"}, "data": data, "reward": reward})
+
+
+def built(config: Config) -> Scorer:
+    scorer = pickle.loads(pickle.dumps(build_scorer(config)))
     scorer.load()
     return scorer
 
 
-def score(scorer: Scorer, response: str, source: str = "a", tokens: int = 10) -> tuple[Any, dict[str, Any]]:
-    return scorer(ScoreRequest(source, response, "4", {}, num_tokens=tokens))
+def score(config: Config, response: str, source: str = "a", tokens: int = 10) -> tuple[Any, dict[str, Any]]:
+    reward, info = built(config)(ScoreRequest(source, response, "4", {}, num_tokens=tokens))
+    found = domains(config.reward)
+    weights = {name: part.weight for name, part in config.reward.parts.items()}
+    own = Verdict(0.0, SampleKey(0, 0, 0), float(reward), info=info)
+    verdict = combined(found.get(source) or found[""], weights, own)
+    return verdict.reward, dict(verdict.info)
 
 
 def test_format_and_length():
@@ -49,7 +60,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_a_weighted_sum(file: Path):
-    scorer = built(
+    config = configured(
         parts={
             "tags": {"pattern": "<a>.*</a>", "weight": 0.5},
             "length": {"kind": "length", "free_tokens": 20, "weight": 0.25},
@@ -57,22 +68,22 @@ def test_a_weighted_sum(file: Path):
         },
         domains={"a": {"weight": 3.0}, "b": {"kind": "custom", "path": str(file)}},
     )
-    reward, info = score(scorer, "<a>4</a>", tokens=60)
+    reward, info = score(config, "<a>4</a>", tokens=60)
     assert reward == 3.0 * 1.0 + 0.5 * 1.0 + 0.25 * -0.5 + 2.0 * 0.0
     assert info["parts"] == {"tags": 1.0, "length": -0.5, "loud": 0.0}
     assert (info["own_reward"], info["acc"], info["extracted"]) == (1.0, 1.0, "4")
-    reward, info = score(scorer, "AB", "b")
+    reward, info = score(config, "AB", "b")
     assert (reward, info["own_reward"], info["words"]) == (2.0 + 2.0, 2.0, 3)
-    assert score(scorer, "4", "other")[0] == 1.0, "other sources are scored as reward says"
+    assert score(config, "4", "other")[0] == 1.0, "other sources are scored as reward says"
 
 
 def test_only_the_parts_of_what_is_scored_elsewhere():
     judge = {"endpoint": "http://localhost:1/v1", "endpoint_model": "m"}
-    scorer = built(
+    config = configured(
         judge=judge, domains={"a": {"kind": "judge", "weight": 9.0}}, parts={"tags": {"pattern": "x", "weight": 0.5}}
     )
-    assert score(scorer, "x") == (0.5, {"parts": {"tags": 1.0}})
-    assert score(scorer, "x 4", "b")[0] == 1.0
+    assert built(config)(ScoreRequest("a", "x", "4")) == (0.0, {"parts": {"tags": 1.0}})
+    assert score(config, "x 4", "b")[0] == 1.0
     config = from_mapping({"model": {"path": "x"}, "reward": {"kind": "judge", "judge": judge}})
     assert not needs_workers(config.reward)
     assert needs_workers(from_mapping({"model": {"path": "x"}}).reward)

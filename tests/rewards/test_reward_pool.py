@@ -53,7 +53,7 @@ def make(parts: bool = False, **reward: Any) -> tuple[RewardPool, FakePlace, Fak
     config = from_mapping({"model": {"path": "x"}, "reward": options}).reward
     workers, endpoint = FakePlace(), FakePlace()
     clock = itertools.count(3).__next__
-    pool = RewardPool(domains(config), parts=config.parts, clock=clock)
+    pool = RewardPool(domains(config), parts={name: part.weight for name, part in config.parts.items()}, clock=clock)
     pool.join("workers", workers)
     pool.join("endpoint", endpoint)
     return pool, workers, endpoint
@@ -90,7 +90,7 @@ def test_parts_of_what_an_endpoint_scores(first: Place):
     submit(pool, "judged")
     assert indices(workers.asked) == indices(endpoint.asked) == [0]
     say = {
-        "workers": lambda: workers.say(0, 0.1, parts={"tags": 1.0}),
+        "workers": lambda: workers.say(0, 0.0, parts={"tags": 0.1}),
         "endpoint": lambda: endpoint.say(0, 1.0, outside=True),
     }
     say.pop(first)()
@@ -100,7 +100,7 @@ def test_parts_of_what_an_endpoint_scores(first: Place):
     (verdict,) = pool.completed()
     assert verdict.reward == 0.6
     assert (verdict.outside, verdict.time_s) == (True, 4.0), "the later one"
-    assert verdict.info.items() >= {"acc": 1.0, "own_reward": 1.0, "parts": {"tags": 1.0}}.items()
+    assert verdict.info.items() >= {"acc": 1.0, "own_reward": 1.0, "parts": {"tags": 0.1}}.items()
 
 
 def test_half_a_verdict_is_none():

@@ -82,7 +82,7 @@ class AllOf(dict):
 class Judged(RewardPool):
     def __init__(self, judge: DeviceJudge) -> None:
         reward = {"kind": "judge", "judge": {"model": "a/folder"}}
-        super().__init__(domains(from_mapping({"model": {"path": "m"}, "reward": reward}).reward))
+        super().__init__(domains(from_mapping({"model": {"path": "m"}, "reward": reward}).reward), parts={})
         self.judge = judge
         self.join("devices", judge)
 

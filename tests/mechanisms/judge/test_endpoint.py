@@ -44,7 +44,7 @@ def pool_of(server: ChatServer, waits: list[float] | None = None, **options: Any
 
     judge = Judge.Options(endpoint=server.url, endpoint_model="m", max_retries=2)
     reward = {"kind": "judge", "judge": {"endpoint": server.url, "endpoint_model": "m"}}
-    pool = RewardPool(domains(from_mapping({"model": {"path": "m"}, "reward": reward}).reward))
+    pool = RewardPool(domains(from_mapping({"model": {"path": "m"}, "reward": reward}).reward), parts={})
     pool.join("endpoint", EndpointJudge(judge.replace(**options), sleep=sleep))
     return pool
 
