@@ -40,7 +40,7 @@ from jaxrl.rewards.pool import Pool
 from jaxrl.rewards.pool_worker import PoolSettings
 from jaxrl.rewards.request import as_reward
 from jaxrl.rewards.reward_metrics import FailureWarnings, describe_sample, timeouts_of
-from jaxrl.rewards.scorers import Scored, Scorer, ScoreRequest
+from jaxrl.rewards.scorers import Scored, Scorer, ScoreRequest, describe
 from jaxrl.scheduling.rounds.events import Verdict
 from jaxrl.types import Prompt, Sample, SampleKey
 
@@ -218,12 +218,12 @@ def combined(domain: Domain, weights: Mapping[str, float], own: Verdict, parts: 
         return replace(parts, time_s=time_s, info=info, outside=outside)
     values = parts.info.get("parts", {})
     info = {"acc": own.reward, **own.info, "own_reward": own.reward, **({"parts": values} if values else {})}
-    reward = domain.weight * own.reward + sum(weight * values[name] for name, weight in weights.items())
-    try:
-        reward, status = as_reward(reward, f"{domain.option}: the weighted sum must be"), own.status
-    except ValueError as error:
-        reward, status, info = 0.0, "error", {"error": str(error)}
-    return Verdict(time_s, own.key, reward, status, info, max(own.duration_s, parts.duration_s), outside)
+    try:  # a worker runs foreign code, and may say anything
+        shaped = sum(weight * as_reward(values[name]) for name, weight in weights.items())
+        reward = as_reward(domain.weight * own.reward + shaped, f"{domain.option}: the weighted sum must be")
+    except (ValueError, TypeError, KeyError) as error:
+        return replace(own, time_s=time_s, reward=0.0, status="error", info={"error": describe(error)}, outside=outside)
+    return Verdict(time_s, own.key, reward, "ok", info, max(own.duration_s, parts.duration_s), outside)
 
 
 class WorkerScoring:

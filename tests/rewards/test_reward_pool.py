@@ -103,6 +103,15 @@ def test_parts_of_what_an_endpoint_scores(first: Place):
     assert verdict.info.items() >= {"acc": 1.0, "own_reward": 1.0, "parts": {"tags": 0.1}}.items()
 
 
+@pytest.mark.parametrize("parts", ["garbage", {}, {"tags": "x"}, {"tags": 3e38}])
+def test_parts_that_are_none(parts: Any):
+    """Foreign code has sent them."""
+    pool, workers, _ = make(parts=True)
+    submit(pool, "math")
+    workers.say(0, 3e38, parts=parts)
+    assert [(verdict.status, verdict.reward) for verdict in pool.completed()] == [("error", 0.0)]
+
+
 def test_half_a_verdict_is_none():
     pool, workers, endpoint = make(parts=True)
     submit(pool, "judged", "judged")
