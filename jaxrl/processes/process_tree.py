@@ -109,9 +109,19 @@ def kill_once(apart_from: Collection[int]) -> bool:
 
 
 def kill_marked(mark: str) -> None:
-    """Kills all processes that were started with a variable (`NAME=value`) in their environment."""
+    """Kills all processes that were started with a variable (`NAME=value`) in their environment, until a scan finds
+    none: one that starts during a scan, or is in the middle of exec, is missed by it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while _kill_marked_once(mark.encode()) and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def _kill_marked_once(mark: bytes) -> bool:
+    is_found = False
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc"):
             with contextlib.suppress(OSError, ValueError), open(f"/proc/{int(name)}/environ", "rb") as file:
-                if mark.encode() in file.read().split(b"\0"):
+                if mark in file.read().split(b"\0"):
                     kill(int(name))
+                    is_found = True
+    return is_found
