@@ -23,8 +23,11 @@ from sabotage import copy_tree, variables
 
 TRAIN = "tests/training/test_"
 AREAS = {
-    "rounds": (["jaxrl/scheduling/rounds"], "tests/scheduling/rounds"),
-    "tokens": (["jaxrl/scheduling/tokens"], "tests/scheduling/tokens"),
+    "rounds": (["jaxrl/scheduling/rounds"], "tests/scheduling/rounds tests/test_compositions.py"),
+    "tokens": (
+        ["jaxrl/scheduling/tokens"],
+        "tests/scheduling/tokens tests/test_compositions.py tests/rollout/test_windows.py",
+    ),
     "losses": (["jaxrl/training/losses.py"], f"{TRAIN}losses.py {TRAIN}verl.py"),
     "advantages": (["jaxrl/training/advantages.py"], f"{TRAIN}advantages.py {TRAIN}verl.py"),
     "packing": (["jaxrl/training/packing.py"], f"{TRAIN}packing.py"),
