@@ -4,8 +4,8 @@
 # ruff check, ruff format --check, pyright, pytest; the first that fails ends it, with its exit status. Makes .venv the
 # first time (see scripts/_venv.sh for PYTHON and JAXRL_VENV).
 #
-# Environment: JAXRL_TEST_PROCESSES  processes that share the tests; by default one per core, four at the most (each may
-#              take 3 GB); 0: none beside pytest's own, for -s and --pdb
+# Environment: JAXRL_TEST_PROCESSES  processes that share the tests; by default one more than there are cores, because
+#              some tests wait, and four at the most (each may take 3 GB); 0: pytest's own alone, for -s and --pdb
 #              JAXRL_TEST_JETSTREAM  1: after all others, tests of `jaxrl serve --jetstream` as well, in an environment
 #              with google-jetstream (2 GB more)
 #              JAXRL_TEST_SLOW_S  seconds: after all others, tests marked slow for as long, the oldest results first
@@ -41,7 +41,7 @@ stage 'ruff check' "$venv_python" -m ruff check .
 stage 'ruff format' "$venv_python" -m ruff format --check .
 stage 'pyright' "$venv_python" -m pyright --pythonpath "$venv_python"
 cores=$(getconf _NPROCESSORS_ONLN) # nproc would count OMP_NUM_THREADS
-processes=${JAXRL_TEST_PROCESSES:-$((cores < 4 ? cores : 4))}
+processes=${JAXRL_TEST_PROCESSES:-$((cores < 3 ? cores + 1 : 4))}
 # work stealing: the longest tests come last, and one process would be left with all of them
 stage 'pytest' "$venv_python" -m pytest --budget --numprocesses "$processes" --dist worksteal "$@"
 
@@ -53,5 +53,5 @@ fi
 if [ -n "${JAXRL_TEST_SLOW_S:-}" ]; then
     # one file after the other, not each process a half: those with the oldest results come first
     stage 'pytest (slow)' "$venv_python" -m pytest --slow -m slow --within "$JAXRL_TEST_SLOW_S" \
-        --numprocesses "$processes" --dist loadfile --no-loadscope-reorder
+        --numprocesses "$((cores < 4 ? cores : 4))" --dist loadfile --no-loadscope-reorder
 fi
