@@ -28,15 +28,18 @@ def check_blocks(blocks: BlockManager) -> None:
             for i, block in own:
                 shared = holding.share is not None and i // len(blocks.stacks) < holding.num_shareable
                 owners.setdefault(block, set()).add((holding.share if shared else ("own", request_id), i))
-        alone = set(range(blocks.num_blocks)) - set(held)
+        alone, by_parked = set(range(blocks.num_blocks)) - set(held), Counter[int]()
         for session, each in blocks._parked.items():
             if each.group != group:
                 continue
-            held.update(block for block in each.blocks.tolist() if block != TRASH_BLOCK)
+            by_parked.update(block for block in each.blocks.tolist() if block != TRASH_BLOCK)
             num_shared = each.num_shareable * len(blocks.stacks) if each.share is not None else 0
             for i, block in enumerate(each.blocks.tolist()):
                 if block != TRASH_BLOCK:
                     owners.setdefault(block, set()).add((each.share if i < num_shared else ("parked", session), i))
+        references = blocks._parked_references[group].tolist()
+        assert all(references[block] == by_parked[block] for block in range(blocks.num_blocks) if block != TRASH_BLOCK)
+        held += by_parked
         parked = alone & set(held)
         assert len(parked) == blocks._num_parked[group], "parked blocks are counted wrongly"
         assert parked == set(np.flatnonzero(blocks._is_parked(group, np.arange(blocks.num_blocks))).tolist())

@@ -78,8 +78,8 @@ def test_where_a_pool_runs_dry_the_blocks_parked_longest_ago_are_given_up():
 PROMPT_LENGTHS = {"a": 1, "b": 6, "c": 9, None: 5}
 CALLS = st.tuples(
     st.sampled_from(["allocate", "allocate", "extend", "publish", "free", "park", "resume"]),
-    st.integers(0, 9),  # which request
-    st.integers(0, 2),  # which group
+    st.integers(0, 9),  # which request of those that hold blocks, or which conversation
+    st.integers(0, 1),  # which group
     st.sampled_from(list(PROMPT_LENGTHS)),
     st.integers(0, 12),  # tokens beyond the prompt
 )
@@ -89,7 +89,7 @@ CALLS = st.tuples(
     windows=st.sampled_from([*[(0,)] * 4, (3,), (0, 4), (0, 0, 2), (0, 3, 3)]),
     num_blocks=st.integers(8, 40),
     block_size=st.integers(1, 4),
-    calls=st.lists(CALLS, max_size=60),
+    calls=st.lists(CALLS, min_size=20, max_size=60),
 )
 def test_invariants_hold_and_what_is_seen_is_there(
     windows: tuple[int, ...], num_blocks: int, block_size: int, calls: list
@@ -98,9 +98,11 @@ def test_invariants_hold_and_what_is_seen_is_there(
     blocks = BlockManager(2, num_blocks, block_size, KvStacks(windows, ahead=25))
     live: dict[int, tuple[int, int, int]] = {}  # request -> (group, first, tokens covered)
     shares: dict[int, Any] = {}
-    for call, request, group, share, more in calls:
-        prompt_len, group = PROMPT_LENGTHS[share], group % 2
-        if call == "allocate" and request not in live:
+    talks: dict[int, Any] = {}  # session -> the `share` of its prompt
+    for new, (call, which, group, share, more) in enumerate(calls):
+        prompt_len, session = PROMPT_LENGTHS[share], which % 3
+        request = new if call in ("allocate", "resume") or not live else sorted(live)[which % len(live)]
+        if call == "allocate":
             free, first = blocks.num_free(group), more // 3 if share is None else 0
             tokens = prompt_len + more
             saved = blocks.num_saved(group, share, prompt_len, num_tokens=tokens)
@@ -108,15 +110,19 @@ def test_invariants_hold_and_what_is_seen_is_there(
             shared = blocks.allocate(request, group, tokens, share, prompt_len, first)
             assert shared is not None or blocks.num_free(group) == free
             assert shared is not None or blocks.most_blocks(tokens) - saved > free, "admitted without room"
+            if blocks.stacks.is_whole:
+                assert (shared is None) == (blocks.blocks_for(tokens) - saved > free), "kept out with room"
             if shared is not None:
                 assert shared == there
                 live[request], shares[request] = (group, max(first, shared), tokens), share
         elif call == "extend" and request in live:
             where, first, tokens = live[request]
             first = max(first, tokens - 10, min(first + more // 2, tokens - 1))
-            could = blocks.more_for(blocks.row(request), tokens + more) <= blocks.num_free(where)
+            most, free = blocks.more_for(blocks.row(request), tokens + more), blocks.num_free(where)
+            could = most <= free
             live[request] = (where, first, tokens)  # what is behind it may be gone, whether or not there is room
             if blocks.extend(request, tokens + more, first):
+                assert free - blocks.num_free(where) == most or not blocks.stacks.is_whole, "wants more than it takes"
                 live[request] = (where, first, tokens + more)
             else:
                 assert not could or blocks.blocks_for(more) > blocks.num_free(where)
@@ -125,18 +131,19 @@ def test_invariants_hold_and_what_is_seen_is_there(
         elif call == "free" and request in live:
             blocks.free(request)
             del live[request]
-        elif call == "park" and request in live and shares[request] is None:
-            tokens = live.pop(request)[2]
-            blocks.park(request, request % 3, tuple(range(min(more, tokens))))
+        elif call == "park" and request in live:  # with all of a prompt that others may share
+            tokens, talks[session] = live.pop(request)[2], shares[request]
+            num_kept = more if talks[session] is None else PROMPT_LENGTHS[talks[session]] + more
+            blocks.park(request, session, tuple(range(min(num_kept, tokens))))
             blocks.free(request)
-        elif call == "resume" and request not in live:
-            session, tokens = request % 3, tuple(range(1 + more))
+        elif call == "resume":  # as the next turn, which has all of the prompt
+            tokens = tuple(range(PROMPT_LENGTHS[talks.get(session)] + more))
             there, free = blocks.num_resumed(group, session, tokens), blocks.num_free(group)
             found = blocks.resume(request, group, len(tokens) + 2, session, tokens)
             assert found == there or (found is None and blocks.num_free(group) == free)
             assert found is not None or blocks.most_blocks(len(tokens) + 2) > free, "admitted without room"
             if found is not None:
-                live[request], shares[request] = (group, found, len(tokens) + 2), None
+                live[request], shares[request] = (group, found, len(tokens) + 2), talks.get(session)
         check_blocks(blocks)
         for holder, (_, first, tokens) in live.items():
             table = blocks.table(holder)

@@ -46,6 +46,17 @@ def test_the_device_is_one_plan_ahead():
     assert engine.counters.bubble_ratio == 0.75
 
 
+@pytest.mark.parametrize("decode_steps", [1, 4, 7])
+def test_many_rows_get_blocks_at_once(decode_steps: int):
+    requests = [make_request(i, 1 + i % 5, max_tokens=20 + 7 * i, prompt=i) for i in range(20)]
+    lengths = {request.key: 60 for request in requests}
+    engine, executor = make_engine(lengths, BatcherConfig(decode_steps), num_groups=2, num_slots=10, num_blocks=400)
+    for sample, request in zip(engine.generate(requests), requests, strict=True):
+        assert_whole(sample, request, 60)
+    assert engine.counters.preemptions == 0
+    assert max(len(plan.rows.request_ids) for plan in executor.plans) == 20
+
+
 def test_a_stop_string_ends_a_row_on_the_host():
     params = SamplingParams(max_tokens=20, stop_strings=("seven",))
     request = Request(0, SampleKey(0, 0, 0), (1, 2), params)
