@@ -42,7 +42,7 @@ from jaxrl.sharding.memory import (
     share_variable,
 )
 from jaxrl.sharding.mesh import make_mesh, platform_of, submeshes
-from jaxrl.training.update_memory import plan_chunk, plan_remat
+from jaxrl.training.update_memory import planned_update
 
 if TYPE_CHECKING:
     from jaxrl.rollout.remote import RemoteExecutor, RemoteWorkers
@@ -126,11 +126,7 @@ def with_planned_update(config: Config, model: ModelConfig, num_devices: int, me
     """`config` with `auto` of `actor.remat` and `actor.logprob_chunk_tokens` replaced by what the memory of the
     trainer's devices allows. Raises ConfigError as `refuse_sharing` does."""
     refuse_sharing(config, num_devices)
-    known = memory.reported, memory.platform
-    remat = plan_remat(config, model, num_devices, *known)
-    chunk = plan_chunk(config, model, num_devices, *known, remat)
-    actor = config.actor.replace(remat=remat, logprob_chunk_tokens=chunk)
-    return config.replace(actor=actor)
+    return planned_update(config, model, num_devices, memory.reported, memory.platform)
 
 
 def read_tokenizer_and_model(config: Config) -> tuple[Tokenizer, ModelConfig]:

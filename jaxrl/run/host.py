@@ -184,7 +184,7 @@ class Host:
             assert tokenizer is not None, "a teacher reads prompts"
             self._beat("loading the teacher")
             self.teacher = build_teacher(asked.config, asked.teacher, self.trainer, tokenizer, **callbacks)
-        return self.trainer.programs.packed_attention.note
+        return self.trainer.programs.decoder.attention.note
 
     @property
     def models(self) -> Sequence[MeshTrainer | MeshTeacher]:

@@ -75,10 +75,10 @@ class TeacherPrograms(TrainPrograms):
         return jitted.trace(self._abstract_ref(), self._batch(rows, tokens))
 
     def _tops_of(self, params: Tree, batch: TokenBatch) -> jax.Array:
-        rows = self.parted(batch)
-        hidden, head, _ = self._hidden_and_head(params, rows, None)
+        rows = self.decoder.parted(batch)
+        hidden, _ = self.decoder.hidden(params, rows)
         assert isinstance(self.objective, PolicyObjective), "read_teacher has refused a reward model"
-        return self.joined(self.objective.tops(head, hidden, rows, self._vocab_size))
+        return self.decoder.joined(self.objective.tops(self.objective.head(params), hidden, rows, self._vocab_size))
 
 
 class MeshTeacher:

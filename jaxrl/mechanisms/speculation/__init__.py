@@ -120,7 +120,6 @@ class Speculation(Mechanism):
         return RolloutMemory(
             name,
             {name: drafting.num_bytes(config.rollout.max_num_seqs)},
-            "rollout.speculation.num_indexes",
             f"rollout.speculation.num_indexes ({spec.num_indexes or config.rollout.max_num_seqs} per dp group) or "
             f"rollout.speculation.epochs ({spec.epochs})",
             positions=drafting.verify_tokens,
