@@ -78,17 +78,15 @@ def plan_num_blocks(config: Config, model_config: ModelConfig, devices: int, mem
     block = _block_bytes(config, model_config, devices)
     fitting = max(left, 0) // block
     if fitting < per_request + _RESERVED_BLOCKS:
-        advice = [
-            "; or ".join(["lower data.max_response_length", *(f"lower {each.lower}" for each in beside if each.lower)])
-        ]
+        advice = [f"lower {each.lower}" for each in beside if each.lower]
+        if left > 0:  # else a shorter response would not help
+            advice = ["lower data.max_response_length", *advice]
         if (workers := config.workers_per_group) > 1 and rollout.tp == devices // workers:
             advice += [
                 f"cut the rollout into fewer workers (rollout.num_workers: {config.num_workers}) for a larger tp"
             ]
         elif rollout.tp < devices:
             advice += ["raise rollout.tensor_model_parallel_size"]
-        if left <= 0:  # a shorter response would not help
-            advice = advice[1:]
         advice = [*smaller_state(config, resident), *advice]
         raise ValueError(
             f"rollout.memory_fraction ({rollout.memory_fraction}) of {in_bytes(memory_bytes)} leaves "
