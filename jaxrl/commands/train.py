@@ -76,8 +76,6 @@ def _start(start: Training) -> RunOutcome:
 
         teacher = read_teacher(config, start.tokenizer, start.model)
     refuse_too_large(config, start.model, count, memory)
-    if config.trainer.init_from and start.earlier is None:
-        host.refuse_other_init()
     prompts, validation = _prompts(start, problems, held_out, environments)
     profile = host.checked_profile() if any(each.reads_profile(config) for each in enabled(config)) else None
     start.said += filter(None, [*(each.note(config) for each in enabled(config)), uncorrected(config)])
@@ -85,6 +83,7 @@ def _start(start: Training) -> RunOutcome:
     layout_sizes(config, start.model, rollout_devices, memory.reported)  # refuses pools that are too small
     trained = with_planned_update(config, start.model, training_devices, memory)
     start.find_checkpoints(needs_ref=config.needs_ref, needs_critic=config.has_critic)
+    start.refuse_other_data(prompts)
     if Judge.is_on(config):
         from jaxrl.mechanisms.judge.device import read_judge
 
@@ -183,10 +182,6 @@ def _prompts(
     if environments is not None:
         start.said += filter(None, [environments.not_described(asked_messages(problems[0].messages, config.data))])
     start.total_steps = total_steps(config, prompts.num_prompts)
-    if start.earlier is not None:
-        from jaxrl.run.beginnings import refuse_other_data
-
-        refuse_other_data(start, prompts)
     return prompts, validation
 
 

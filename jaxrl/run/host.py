@@ -130,12 +130,6 @@ class Host:
     def read_model(self, model: ModelConfig) -> None:
         self.model = model
 
-    def refuse_other_init(self) -> None:
-        """Raises ConfigError where `trainer.init_from` holds another model."""
-        from jaxrl.run.beginnings import refuse_other_init
-
-        refuse_other_init(self.config, self.model, self.mesh)
-
     def checked_profile(self) -> Profile:
         """`rollout.layout.profile`. Raises ConfigError where it is of another model or machine."""
         from jaxrl.rollout.profiler import checked_profile
@@ -212,8 +206,8 @@ class Host:
         """The policy's, and the critic's under its name."""
         return of(self.trainer) | ({} if self.critic is None else {"critic": of(self.critic)})
 
-    def use_compilation_cache(self) -> str:
-        return use_compilation_cache(self.config)
+    def use_compilation_cache(self) -> None:
+        use_compilation_cache(self.config)
 
     # -- the rollout -------------------------------------------------------------------------------------------------
 

@@ -106,14 +106,6 @@ def _check_names(folder: Path, names: Collection[str], items: Collection[str]) -
         raise Damaged(f"{extra[0]} does not belong to it" + _others(extra))
 
 
-def check_file(folder: Path, content: Mapping[str, Any], name: str) -> None:
-    """`check` of a single file, which must be in the manifest."""
-    expected = content["files"].get(name)
-    fault = f"{name} is missing" if expected is None else _fault(folder / name, name, expected, lambda: None)
-    if fault is not None:
-        raise Damaged(fault)
-
-
 def sync_folder(folder: Path) -> None:
     """Syncs a folder's entries to the disk."""
     number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
