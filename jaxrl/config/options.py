@@ -106,9 +106,11 @@ class ModelSection(Section):
             yield f"{option} excludes actor.remat=none, which would keep all layers' matrices whole: use dots or full"
 
     def unread(self, config: Any) -> Iterator[tuple[frozenset[str], str]]:
+        names = frozenset({"lora_alpha", "target_modules", "exclude_modules", "use_rslora"})
         if not self.has_adapters:
-            names = frozenset({"lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "use_rslora"})
-            yield names, "model.lora_rank is 0"
+            yield names | {"lora_dropout"}, "model.lora_rank is 0"
+        elif self.lora_adapter_path:
+            yield names | {"lora_rank"}, "the adapters of model.lora_adapter_path have their own"
 
 
 class DataSection(Section):

@@ -264,7 +264,7 @@ def memory_problem(
     of_phases = [_update_problem(config, plan.resident, plan.update, num_devices, bytes_each)]
     for freed in plan.freed:
         advice = [freed.advice, *(f"lower {each.lower}" for each in plan.beside if each.stays)]
-        every = plan.resident | freed.parts
+        every = {**plan.resident, **freed.parts}
         of_phases.append(_too_large(f"{freed.column} on a freed device", every, num_devices, bytes_each, advice))
     return next(filter(None, of_phases), None)
 
