@@ -13,7 +13,6 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
