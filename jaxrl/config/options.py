@@ -29,7 +29,7 @@ from jaxrl.config.updates import (
 from jaxrl.mechanisms.dynamic_sampling import DynamicSampling
 from jaxrl.mechanisms.stream_trainer import StreamTrainer
 from jaxrl.mechanisms.turns import Turns
-from jaxrl.schema.declared import MAX_INT, SEED, Cap, Names
+from jaxrl.schema.declared import SEED, Cap, Names
 from jaxrl.schema.devices import MAX_DEVICES
 from jaxrl.schema.limits import MAX_HOSTS, MAX_LENGTH, MAX_PROMPTS, MAX_RANK, MAX_WAIT, Quantization
 from jaxrl.schema.section import JsonObject, Section
@@ -503,16 +503,11 @@ def total_steps(config: Config, num_prompts: int | None) -> int | None:
 
     Batches cross the ends of epochs; the last one that would need prompts of a further epoch is not run.
     """
-    steps, per_step = config.trainer.total_training_steps, max(config.updates_per_step, config.critic_updates_per_step)
+    steps = config.trainer.total_training_steps
     if not steps:
         if num_prompts is None:
             return None
         steps = max(config.trainer.total_epochs * num_prompts // config.data.train_batch_size, 1)
-        if steps * per_step > MAX_INT:
-            raise ValueError(
-                f"trainer.total_epochs ({config.trainer.total_epochs}) of {num_prompts} prompts makes {steps} steps "
-                f"with {per_step} updates each, and at most {MAX_INT} updates can be counted: lower it"
-            )
     if steps <= config.critic_warmup:
         raise ValueError(
             f"trainer.critic_warmup ({config.critic_warmup} steps) must be less than the run's {steps} steps: the "

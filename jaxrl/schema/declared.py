@@ -78,11 +78,6 @@ class _Short(reprlib.Repr):
     def repr_str(self, x: str, level: int) -> str:
         return super().repr_str(hider()(x), level)
 
-    def repr_int(self, x: int, level: int) -> str:
-        if x.bit_length() > 256:  # Python refuses to print thousands of digits
-            return f"a number of {x.bit_length()} bits"
-        return repr(x)
-
     def repr_dict(self, x: dict[Any, Any], level: int) -> str:
         """In the order that it has; reprlib sorts the names."""
         if x and level <= 0:

@@ -92,7 +92,6 @@ OPTIONS = {
         "found 'gpro'; did you mean grpo?"
     ),
     "trainer.run_dir=gs://bucket/run": "trainer.run_dir is a URL (gs://bucket/run): give one on this machine",
-    'trainer.run_dir="a\\0b"': "trainer.run_dir must be a path, found a NUL character in 'a\\x00b'",
     "rollout.temperature=0": (
         "rollout.temperature (0) makes all samples of a prompt equal, and algorithm.adv_estimator=grpo compares them "
         "with each other: every advantage would be 0"
