@@ -102,10 +102,10 @@ class ValueObjective:
     """The expected return from each token on, before it is sampled, and `losses.compute_values`."""
 
     def __init__(self, config: Config) -> None:
-        self.name, self.grad_clip, self.teacher_top_k = "critic", config.critic.grad_clip, 0
+        self.name, self.grad_clip, self.teacher_top_k = "critic", config.actor.grad_clip, 0
         self.optim: OptimSection = config.critic_optim
         self.passes: tuple[str, ...] = ("values",)
-        self._options = config.critic
+        self._config = config
 
     def head(self, params: Tree) -> Tree:
         return {"score": params["score"]}
@@ -116,7 +116,7 @@ class ValueObjective:
         return (jnp.where(jnp.asarray(batch.loss_mask) > 0, decoder.score(head, wide), 0),)
 
     def loss(self, found: tuple[jax.Array, ...], batch: TokenBatch) -> losses.LossTerms:
-        return losses.compute_values(found[0], batch, self._options)
+        return losses.compute_values(found[0], batch, self._config)
 
 
 Objective = PolicyObjective | ValueObjective

@@ -144,7 +144,7 @@ def build(
         blocks = {name: block_of(each) for name, each in declared.items()} if optim.state_dtype == "int8" else {}
         return kept_as(optim.state_dtype, inner, blocks)
 
-    scale = kept(optax.scale_by_adam(b1=optim.beta1, b2=optim.beta2, eps=optim.eps))
+    scale = kept(optax.scale_by_adam(b1=optim.beta1, b2=optim.beta2))
     if optim.name == "muon":
         matrices = {name: each for name, each in declared.items() if name.startswith("layers/") and each.is_matrix}
         scale = _muon(optim.momentum, matrices, scale, kept)

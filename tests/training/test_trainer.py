@@ -242,7 +242,7 @@ def test_callers_params_survive(make_config, make_batch):
 
 
 def test_adamw_by_hand():
-    optim = OptimSection(lr=0.1, weight_decay=0.01, beta1=0.9, beta2=0.99, eps=1e-8)
+    optim = OptimSection(lr=0.1, weight_decay=0.01, beta1=0.9, beta2=0.99)
     optimizer = optimizers.build(optim, grad_clip=1.0)
     w, m, v = np.array([1.0, -2.0]), np.zeros(2), np.zeros(2)
     params = {"w": jnp.asarray(w, jnp.float32)}
