@@ -83,7 +83,6 @@ def _start(start: Training) -> RunOutcome:
     layout_sizes(config, start.model, rollout_devices, memory.reported)  # refuses pools that are too small
     trained = with_planned_update(config, start.model, training_devices, memory)
     start.find_checkpoints(needs_ref=config.needs_ref, needs_critic=config.has_critic)
-    start.refuse_other_data(prompts)
     if Judge.is_on(config):
         from jaxrl.mechanisms.judge.device import read_judge
 
@@ -182,6 +181,8 @@ def _prompts(
     if environments is not None:
         start.said += filter(None, [environments.not_described(asked_messages(problems[0].messages, config.data))])
     start.total_steps = total_steps(config, prompts.num_prompts)
+    if start.earlier is not None:
+        start.refuse_other_data(prompts)
     return prompts, validation
 
 

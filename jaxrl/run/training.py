@@ -174,14 +174,19 @@ class Training:
         return join_arrays(state.values, state.arrays)
 
     def refuse_other_data(self, prompts: PromptSource) -> None:
-        """Raises ConfigError where the run was saved with other prompts, or the same in another order."""
-        if self.resuming:
-            saved = read_json(self.run_dir.file(f"checkpoints/{self.step}/{HOST}/metadata"))["values"]["data"]
-            try:
-                prompts.load_state(saved)
-                prompts.position = 0  # until the checkpoint is restored
-            except ValueError as error:
-                raise self.other_data(error) from None
+        """Raises ConfigError where the run was saved with other prompts, or the same in another order: before its
+        checkpoint is compared with its checksums, which takes minutes for a large one, and which tells of a file that
+        cannot be read here."""
+        checkpoints = self.run_dir.file("checkpoints")
+        try:
+            saved = read_json(checkpoints / f"{steps_of(checkpoints)[-1]}/{HOST}/metadata")["values"]["data"]
+        except (OSError, ValueError, LookupError, TypeError):
+            return
+        try:
+            prompts.load_state(saved)
+            prompts.position = 0  # until the checkpoint is restored
+        except ValueError as error:
+            raise self.other_data(error) from None
 
     def other_data(self, error: ValueError) -> ConfigError:
         """The refusal of a run that was saved with other data."""

@@ -6,7 +6,8 @@ thread (beside the first rollout), or for devices that are not there. Source and
 Programs, as (name, rows, tokens of a row) of the microbatch; what they replace is donated:
 
 - `("accumulate", R, T)`: (trainable, frozen, accumulator, batch) -> (accumulator, a scalar);
-- `("logprobs", R, T)`: (params, batch) -> [R, T]; `ref_logprobs`: for the reference's dtype; `values`: of a critic;
+- `("logprobs", R, T)`: (params, batch) -> [R, T]; `ref_logprobs`: for the reference's dtype; `top_logprobs`: of a
+  teacher; `values`: of a critic;
 - `("zeros", 0, 0)`: () -> accumulator; `("init", 0, 0)`: (trainable) -> optimizer state;
 - `("update", 0, 0)`: (trainable, optimizer state, accumulator) -> (trainable, optimizer state, metrics).
 """
@@ -63,7 +64,7 @@ class TrainPrograms(CompiledPrograms):
       config: as given, with the platform's types.
       decoder: what computes hidden states. layout: as its own.
       microbatches: the shapes of a microbatch on one device, ascending.
-      trainable, frozen, sums: shapes, dtypes and shardings of trained and frozen weights, and of the accumulator.
+      trainable, frozen: shapes, dtypes and shardings of trained and frozen weights.
       places, ref_dtypes: shardings and types of a reference's own weights. With `actor.offload_reference` its layers'
         matrices lie in host memory (`jaxrl.models.streaming` does the same for the rollout's form), and the scan over
         layers brings them to the devices one by one.
@@ -114,9 +115,10 @@ class TrainPrograms(CompiledPrograms):
         self.trainable, self.frozen = optimizers.partition(
             self._abstract_params(self.dtypes, self.shardings), model_config.lora is not None
         )
-        self.sums = self._abstract_sums()
 
-    def _abstract_sums(self) -> Accumulator:
+    @cached_property
+    def sums(self) -> Accumulator:
+        """Shapes, dtypes and shardings of the accumulator."""
         batch = self._batch(self.layout.dp, 16 * self.layout.tp, self.objective.teacher_top_k)
         empty = jax.eval_shape(self._gradients_of, self.trainable, self.frozen, batch, self.trainable)
         numbers: Accumulator = jax.tree.map(lambda x: _abstract(x, self._replicated), empty)
@@ -153,12 +155,13 @@ class TrainPrograms(CompiledPrograms):
 
     def shapes(self) -> list[tuple[str, int, int]]:
         """Every program that a run with these options needs; full microbatches first, because most are."""
-        kinds = [*self.objective.passes, "accumulate"]
+        learns = self.objective.learns
+        kinds = [*self.objective.passes, *(["accumulate"] if learns else [])]
         sizes = [(shape.rows * self.layout.dp, shape.length) for shape in reversed(self.microbatches)]
         whole = [(kind, *sizes[0]) for kind in kinds]
         smaller = [(kind, *size) for size in sizes[1:] for kind in kinds]
         first, last = ([("init", 0, 0)], [("update", 0, 0)]) if self._updates else ([], [])
-        return [*first, ("zeros", 0, 0), *whole, *last, *smaller]
+        return [*first, *([("zeros", 0, 0)] if learns else []), *whole, *last, *smaller]
 
     # ------------------------------------------------------------------ running them
 
@@ -226,24 +229,27 @@ class TrainPrograms(CompiledPrograms):
             return self._trace(kind, rows, tokens).lower(lowering_platforms=platforms)
 
     def _trace(self, kind: str, rows: int, tokens: int) -> Any:
-        params, total = (self.trainable, self.frozen), self.sums
+        params = self.trainable, self.frozen
         match kind:
             case "accumulate":
+                total = self.sums
                 jitted = jax.jit(self._add, donate_argnums=2, out_shardings=(_shardings(total), self._replicated))
                 return jitted.trace(*params, total, self._batch(rows, tokens, self.objective.teacher_top_k))
-            case "logprobs" | "ref_logprobs" | "values":
+            case "logprobs" | "ref_logprobs" | "top_logprobs" | "values":
                 jitted = jax.jit(self._first_of, out_shardings=self._replicated)
-                params = self._abstract_ref() if kind == "ref_logprobs" else optimizers.combine(*params)
+                params = (
+                    self._abstract_ref() if kind in ("ref_logprobs", "top_logprobs") else optimizers.combine(*params)
+                )
                 return jitted.trace(params, self._batch(rows, tokens))
             case "zeros":
-                zeros = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), total)
-                return jax.jit(zeros, out_shardings=_shardings(total)).trace()
+                zeros = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), self.sums)
+                return jax.jit(zeros, out_shardings=_shardings(self.sums)).trace()
             case "init":
                 return jax.jit(self.optimizer.chain.init, out_shardings=_shardings(self.state)).trace(self.trainable)
             case "update":
                 out = (_shardings(self.trainable), _shardings(self.state), self._replicated)
                 jitted = jax.jit(self._apply, donate_argnums=(0, 1), out_shardings=out)
-                return jitted.trace(self.trainable, self.state, total)
+                return jitted.trace(self.trainable, self.state, self.sums)
         raise ValueError(f"the update has no program named {kind!r}")
 
     def _abstract_params(self, dtypes: Tree, shardings: Tree) -> Tree:
