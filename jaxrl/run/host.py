@@ -10,7 +10,7 @@ Source: docs/architecture.md (a run on several hosts).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from jaxrl.run.weights import load_weights, refuse_other_model
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.memory import DeviceMemory
 from jaxrl.sharding.mesh import make_mesh, platform_of, submeshes
-from jaxrl.training.checkpoint import Checkpointer, HostState
+from jaxrl.training.checkpoint import Checkpointer
 from jaxrl.training.objectives import LikelihoodObjective
 from jaxrl.training.programs import TrainPrograms
 from jaxrl.training.steps import whole_step
@@ -190,7 +190,7 @@ class Host:
         """The weights in training."""
         return self.trainer.params
 
-    def restore(self, step: int) -> HostState:
+    def restore(self, step: int) -> dict[str, Any]:
         """Brings the models to a checkpoint; returns the controller's part of it."""
         state, host = self.store.restore(self._state(MeshTrainer.abstract_state), step)
         self.trainer.load_state(state)
@@ -198,7 +198,7 @@ class Host:
             self.critic.load_state(state["critic"])
         return host
 
-    def save(self, step: int, host: HostState) -> None:
+    def save(self, step: int, host: Mapping[str, Any]) -> None:
         """Begins to write a checkpoint."""
         self.store.save(step, self._state(MeshTrainer.state), host)
 

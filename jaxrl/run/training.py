@@ -23,7 +23,6 @@ from jaxrl.record.journal import read_journal
 from jaxrl.record.progress import StartupProgress
 from jaxrl.record.run_dir import RunDir, recorded_start
 from jaxrl.record.run_record import RunOutcome, RunRecord
-from jaxrl.record.state import join_arrays, split_arrays
 from jaxrl.record.watchdog import Watchdog
 from jaxrl.run.stop import Stop, end
 from jaxrl.training.steps import HOST, find_step, steps_of
@@ -170,8 +169,7 @@ class Training:
         if not self.resuming:
             return None
         self.beat("restoring the checkpoint")
-        state = self.host.restore(self.step)
-        return join_arrays(state.values, state.arrays)
+        return self.host.restore(self.step)
 
     def refuse_other_data(self, prompts: PromptSource) -> None:
         """Raises ConfigError where the run was saved with other prompts, or the same in another order: before its
@@ -223,9 +221,7 @@ class Training:
         self._stages.close()
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        from jaxrl.training.checkpoint import HostState
-
-        self.host.save(step, HostState(*split_arrays(state)))
+        self.host.save(step, state)
 
     def _committed(self, step: int) -> None:
         """A checkpoint is complete; in the thread that wrote it."""
