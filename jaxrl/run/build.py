@@ -209,13 +209,13 @@ def build_workers(
     place: ProcessDevices | None = None,
     meet: Meet = alone,
 ) -> WorkerSet:
-    """The executors of this host's workers, one for each of the submeshes into which they cut `mesh`.
+    """The executors of this host's workers, one for each of the submeshes into which they cut `mesh`, which is the
+    rollout's on this host or its group of hosts.
 
     Args:
-      mesh: of the rollout, on this host or its group of hosts.
       weights: as in `MeshExecutor`. Read only where a single worker has all of the trainer's devices: several have each
         other, and the one of a host cannot have a global program run for itself alone.
-      place: among several hosts, with the trainer's devices; default: there is one. meet: as in `WorkerSet`.
+      place: among several hosts, with the trainer's devices.
     """
     rollout, parts = config.rollout, submeshes(mesh, config.workers_per_group)
     is_alone = place is None or place.num_processes == 1

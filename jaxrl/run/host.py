@@ -3,8 +3,6 @@
 `Host` is everything of a training run that touches devices. A run on one host has one. On several hosts each actor has
 one (`jaxrl.run.cluster`). All of them get the same calls in the same order, because training programs run on the
 devices of all hosts. So arguments and results are plain data.
-
-Source: docs/architecture.md (a run on several hosts).
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """The memory of a run, per device, before anything is allocated: what lives when, and how large the KV pool is.
 
-Source: docs/architecture.md (which weight is split how; memory has phases). The bytes of weights and KV follow exactly
-from the table of weights and the sharding rules; what training needs is in `jaxrl.training.update_memory`.
-
-What lives when, per device. Always: master weights, the optimizer's moments (unless `actor.offload_optimizer`), the
-same of a critic (`algorithm.adv_estimator=gae`), and the frozen reference (where there is a KL term). In rollout also:
-the rollout weights, the KV pool and what mechanisms have beside them. In the update also: gradients and activations;
-what the rollout has is released. `rollout.memory_fraction` bounds the rollout phase as a whole.
+The bytes of weights and KV follow exactly from the table of weights and the sharding rules; what training needs, and
+keeps between updates, is in `jaxrl.training.update_memory`. In rollout there are also the rollout weights, the KV pool
+and what mechanisms have beside them, which the update finds released. `rollout.memory_fraction` bounds the rollout
+phase as a whole.
 """
 
 from __future__ import annotations
