@@ -154,7 +154,8 @@ class TrainStream:
             params = weights.on_device("teacher")
             if shares_base(config):
                 params = base_weights(programs, params)
-            found = yield from self._forward(programs, *programs.objective.passes, params, self._teacher.read(batch))
+            (kind,) = programs.objective.passes
+            found = yield from self._forward(programs, kind, params, self._teacher.read(batch))
             self._teacher.write(batch, found)
         batch.loss_masks = batch_preparation.loss_masks(config, batch, step)
         batch_preparation.set_advantages(config, groups, batch)
