@@ -26,7 +26,6 @@ from jaxrl.config import ConfigError, OptimSection
 from jaxrl.models.lora import is_trained
 from jaxrl.models.streaming import is_on_host
 from jaxrl.models.weights import Weight
-from jaxrl.training.moments import block_of, kept_as
 from jaxrl.training.weightwise import weightwise
 
 Tree = Any
@@ -141,6 +140,8 @@ def build(
     def kept(inner: optax.GradientTransformation) -> optax.GradientTransformation:
         if optim.state_dtype == "float32":
             return inner
+        from jaxrl.training.moments import block_of, kept_as
+
         blocks = {name: block_of(each) for name, each in declared.items()} if optim.state_dtype == "int8" else {}
         return kept_as(optim.state_dtype, inner, blocks)
 

@@ -38,7 +38,6 @@ from jaxrl.sharding.rules import map_weights, train_shardings
 from jaxrl.training import losses
 from jaxrl.training import optimizer as optimizers
 from jaxrl.training.mesh_decoder import MeshDecoder
-from jaxrl.training.moments import Codes
 from jaxrl.training.objectives import ObjectiveOf, objective_of
 from jaxrl.training.packing import Packed, TokenBatch, dealt, microbatch_shapes, pack
 from jaxrl.types import TrainBatch
@@ -134,6 +133,11 @@ class TrainPrograms(CompiledPrograms):
         """Shapes, dtypes and shardings of the optimizer's state."""
         chain, on_host = self.optimizer.chain, self.config.actor.offload_optimizer
         shapes = jax.eval_shape(chain.init, self.trainable)
+        whole: tuple[Any, ...] = (optax.MaskedNode,)
+        if self.objective.optim.state_dtype == "int8":
+            from jaxrl.training.moments import Codes
+
+            whole += (Codes,)
         shardings = optax.tree_utils.tree_map_params(
             chain,
             # no leaves: another part of the optimizer has the weight; two leaves: it is in codes
@@ -141,7 +145,7 @@ class TrainPrograms(CompiledPrograms):
             shapes,
             self.trainable,
             transform_non_params=lambda _: self._replicated,
-            is_leaf=lambda x: isinstance(x, optax.MaskedNode | Codes),
+            is_leaf=lambda x: isinstance(x, whole),
         )
         return jax.tree.map(_abstract, shapes, shardings)
 

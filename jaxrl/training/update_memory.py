@@ -34,7 +34,6 @@ from jaxrl.sharding.mesh import dividing_factors
 from jaxrl.sharding.narrow_weights import Scale, inputs
 from jaxrl.sharding.rules import axes_of_dims
 from jaxrl.training.logprobs import DEFAULT_CHUNK
-from jaxrl.training.moments import block_of
 from jaxrl.training.objectives import critic_config
 from jaxrl.training.packing import BatchShape, microbatch_shapes
 from jaxrl.training.vocabulary import group_of
@@ -123,11 +122,16 @@ def _is_orthogonalised(optim: OptimSection, weight: Weight) -> bool:
     return optim.name == "muon" and weight.stacked and weight.is_matrix
 
 
+def _block_of(weight: Weight) -> Any:
+    from jaxrl.training.moments import block_of
+
+    return block_of(weight)
+
+
 def _moments(config: Config, optim: OptimSection, weight: Weight, degree: int, num_hosts: int) -> int:
     """Bytes of a weight's moments; Muon's matrices have one."""
     numbers = (1 if _is_orthogonalised(optim, weight) else 2) * _shard_numbers(weight, degree, num_hosts)
-    block = block_of(weight) if optim.state_dtype == "int8" else None
-    if block is not None:
+    if optim.state_dtype == "int8" and (block := _block_of(weight)) is not None:
         return numbers + numbers // block.size * 4
     return numbers * BYTES[optim.state_dtype if optim.state_dtype == "bfloat16" else config.actor.param_dtype]
 
@@ -328,7 +332,7 @@ def _step_parts(config: Config, m: ModelConfig, num_devices: int) -> dict[str, i
         numbers = _shard_numbers(weight, num_devices, hosts)
         state = 2 * offload * _moments(config, optim, weight, num_devices, hosts)
         if not _is_orthogonalised(optim, weight):
-            return state + (2 * numbers * BYTES["float32"] if optim.state_dtype == "int8" and block_of(weight) else 0)
+            return state + (2 * numbers * BYTES["float32"] if optim.state_dtype == "int8" and _block_of(weight) else 0)
         first, split = weight.num_stacked, weight.num_stacked + weight.num_inputs
         sides = math.prod(weight.shape[first:split]), math.prod(weight.shape[split:])
         return state + (5 * numbers + math.prod(weight.shape[:first]) * min(sides) ** 2) * size
