@@ -84,7 +84,7 @@ class MeshDecoder:
             self._by_rows = of_all.for_platform(platform, interpret=interpret)
 
     def _take_weights(self, shardings: Tree, platform: str) -> None:
-        """How each weight comes to the tokens, or the tokens to it."""
+        """What brings each weight to the tokens, or the tokens to it."""
         m, actor = self._model, self._actor
         merges = self.is_invariant and m.lora is not None
         self._cast = None if merges else actor.dtype  # what is merged is cast then, as in a weight sync
