@@ -461,7 +461,7 @@ def reward(sentence: str, source: str | None, *options: str) -> Refusal:
 
 IMPORTING = "reward.path: importing {tmp}/r.py"
 REWARDS = (
-    reward("reward.path must name a Python file (.py), found a device: {tmp}/r.py", None),
+    reward("reward.path must name a Python file (.py), found {tmp}/r.py", None),
     reward(f"{IMPORTING} failed in line 1 with ModuleNotFoundError: No module named 'no_such'", "import no_such\n"),
     reward(
         "reward.name: {tmp}/r.py must define a function 'compute_score', found my_reward: reward.name=my_reward",
