@@ -94,7 +94,7 @@ class MeshDecoder:
         self._embedding = Embedding(self._mesh, self._parts.spec, split, jnp.dtype(actor.dtype), ordered=ordered)
         # invariant numbers need all parts of a token's experts on its device, in the order of the rollout's
         stay = m.num_experts and not self.is_invariant
-        self._mix = _mix(m, self._mesh, shardings, self._parts.spec) if stay else None
+        self._mix = _mix(self._mesh, shardings, self._parts.spec) if stay else None
 
     def rows(self, ndim: int) -> NamedSharding:
         """The sharding of a microbatch's array: rows over groups of devices, their tokens over each group's devices."""
@@ -226,7 +226,7 @@ def _whole_rows_backward(split: Split, reduce_dtype: str, _: None, d_x: jax.Arra
 _whole_rows.defvjp(lambda *arguments: (_whole_rows(*arguments), None), _whole_rows_backward)
 
 
-def _mix(config: ModelConfig, mesh: Mesh, shardings: Tree, rows: PartitionSpec) -> decoder.Mix:
+def _mix(mesh: Mesh, shardings: Tree, rows: PartitionSpec) -> decoder.Mix:
     """The experts' computation as training splits it: over all devices, each with different tokens."""
     from jaxrl.models import experts
 
