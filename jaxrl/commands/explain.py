@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from jaxrl.commands.supervised import method_of
 from jaxrl.config import Config
+from jaxrl.config.algorithm import uncorrected
 from jaxrl.config.checks import host_problem
 from jaxrl.config.options import total_steps
-from jaxrl.config.rollout_correction import uncorrected
 from jaxrl.mechanisms import batch_rule, refuse_devices
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path

@@ -16,9 +16,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from jaxrl.config import Config, differences
+from jaxrl.config.algorithm import uncorrected
 from jaxrl.config.domains import domains
 from jaxrl.config.options import total_steps
-from jaxrl.config.rollout_correction import uncorrected
 from jaxrl.data.problems import Problem, asked_messages
 from jaxrl.data.prompts import PromptSource, load_train, load_validation, refuse_sources, validation_prompts
 from jaxrl.data.stops import stop_ids

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxrl.config.algorithm import AdvantageEstimator
 from jaxrl.config.domains import problems as reward_problems
 from jaxrl.config.domains import unread as unread_rewards
-from jaxrl.config.options import AdvantageEstimator, Config
+from jaxrl.config.options import Config
 from jaxrl.config.rewards import RewardSection
 from jaxrl.config.updates import DpoSection, SftSection
 from jaxrl.schema.declared import shown
