@@ -11,8 +11,7 @@ first thing in the next step, and its seconds are that step's.
 
 `policy_version` counts weight syncs: the rollout of step s (from 1) uses version s - 1.
 
-**Mechanisms** (`jaxrl.scheduling.mechanism`) have hooks that are called here and in the backend, and neither knows any
-by name. One may order a step's update and the next step's round in its own way (`PhaseOrder`); the batch of a round
+A mechanism may order a step's update and the next step's round in its own way (`PhaseOrder`); the batch of a round
 that came before its step waits in `Loop`, and is part of a checkpoint.
 
 **Metrics of a step.** A round's `rollout/*`, `reward/*` and seconds (`timing_s/{data,gen,reward}`) are in the line of

@@ -47,7 +47,7 @@ from jaxrl.run.weights import adapted
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import make_mesh
 from jaxrl.training.programs import TrainPrograms
-from jaxrl.training.update_memory import plan_chunk, update_phases
+from jaxrl.training.update_memory import planned_update, update_phases
 
 _PRODUCT = re.compile(r"precision_config\":(\{[^}]*\})| dot\([^)]*\)([^\n]*)")
 
@@ -245,8 +245,8 @@ def _training(options: argparse.Namespace, model: ModelConfig) -> Made:
     settings = programs.compiler_options(kind)
     if platform == "gpu":  # without a device Triton's products of concatenated operands find no tiling
         settings |= {"xla_gpu_enable_triton_gemm": False}
-    chunk_tokens = plan_chunk(config, model, options.devices, None, platform, "")
-    phases = update_phases(config, model, options.devices, platform, options.remat, chunk_tokens)
+    planned = planned_update(config, model, options.devices, None, platform)
+    phases = update_phases(planned, model, options.devices, platform)
     return (
         lowered,
         settings,

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from jaxrl.commands.supervised import method_of
 from jaxrl.config import Config
+from jaxrl.config.algorithm import uncorrected
 from jaxrl.config.checks import host_problem
 from jaxrl.config.options import total_steps
-from jaxrl.config.rollout_correction import uncorrected
 from jaxrl.mechanisms import batch_rule, refuse_devices
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
@@ -118,11 +118,10 @@ def _explain_learning(
     method, platform = method_of(command, config), memory.platform
     trained = with_planned_update(method.trained(config), model, num_devices, memory)
     actor, rows, length = trained.actor, config.data.train_batch_size, config.max_model_length
-    chunk, steps = actor.logprob_chunk_tokens, config.trainer.total_training_steps
-    assert chunk != "auto", "it is planned"
+    steps = config.trainer.total_training_steps
     full = full_microbatch(trained, model, num_devices, platform)
     resident = resident_parts(trained, model, num_devices)
-    update = update_parts(trained, model, num_devices, platform, actor.remat, chunk)
+    update = update_parts(trained, model, num_devices, platform)
     own = trained_numbers(model, 1)
     part = "" if own == model.num_params() else f", {_short(own)} of them trained"
     too_large = memory.share and update_problem(trained, model, num_devices, platform, memory.share)
@@ -140,7 +139,7 @@ def _explain_learning(
         },
         steps=(_steps(steps or None),),
         phases=_phases({"update": resident | update}, memory.reported),
-        details=(f"update: logits of {chunk} tokens at a time, remat {actor.remat}",),
+        details=(_update_line(trained),),
         warnings=(f"a run is refused: {too_large}",) if too_large else (),
     )
 
@@ -250,7 +249,11 @@ def _rollout_lines(config: Config, model: ModelConfig, memory: MemoryPlan, under
         traffic = step_traffic(padded_config(model, tp), tp, num_hosts, BYTES[config.rollout.dtype])
         yield f"a worker spans {num_hosts} hosts; into each come {traffic}"
     yield from (each.line for each in memory.beside if each.line)
-    yield f"update: logits of {memory.chunk_tokens} tokens at a time, remat {memory.remat}"
+    yield _update_line(memory.config)
+
+
+def _update_line(planned: Config) -> str:
+    return f"update: logits of {planned.actor.logprob_chunk_tokens} tokens at a time, remat {planned.actor.remat}"
 
 
 def _host_lines(config: Config, model: ModelConfig, num_devices: int) -> Iterator[str]:

@@ -64,8 +64,6 @@ class SupervisedRun:
         problem = update_problem(trained, run.model, count, memory.platform, memory.share)
         if problem is not None:
             raise ConfigError(problem)
-        if config.trainer.init_from and run.earlier is None:
-            run.host.refuse_other_init()
         self._read_rows()
         run.total_steps = total_steps(trained, len(self._source))
         run.find_checkpoints(needs_ref=trained.needs_ref, needs_critic=trained.has_critic)

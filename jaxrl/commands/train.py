@@ -16,9 +16,9 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from jaxrl.config import Config, differences
+from jaxrl.config.algorithm import uncorrected
 from jaxrl.config.domains import domains
 from jaxrl.config.options import total_steps
-from jaxrl.config.rollout_correction import uncorrected
 from jaxrl.data.problems import Problem, asked_messages
 from jaxrl.data.prompts import PromptSource, load_train, load_validation, refuse_sources, validation_prompts
 from jaxrl.data.stops import stop_ids
@@ -76,8 +76,6 @@ def _start(start: Training) -> RunOutcome:
 
         teacher = read_teacher(config, start.tokenizer, start.model)
     refuse_too_large(config, start.model, count, memory)
-    if config.trainer.init_from and start.earlier is None:
-        host.refuse_other_init()
     prompts, validation = _prompts(start, problems, held_out, environments)
     profile = host.checked_profile() if any(each.reads_profile(config) for each in enabled(config)) else None
     start.said += filter(None, [*(each.note(config) for each in enabled(config)), uncorrected(config)])
@@ -184,9 +182,7 @@ def _prompts(
         start.said += filter(None, [environments.not_described(asked_messages(problems[0].messages, config.data))])
     start.total_steps = total_steps(config, prompts.num_prompts)
     if start.earlier is not None:
-        from jaxrl.run.beginnings import refuse_other_data
-
-        refuse_other_data(start, prompts)
+        start.refuse_other_data(prompts)
     return prompts, validation
 
 

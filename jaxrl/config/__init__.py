@@ -9,9 +9,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxrl.config.algorithm import AlgorithmSection, RolloutCorrectionSection
     from jaxrl.config.inputs import ConfigError
     from jaxrl.config.mapping import differences, flatten, from_mapping, to_mapping
-    from jaxrl.config.options import AlgorithmSection, Config, DataSection, RolloutCorrectionSection
+    from jaxrl.config.options import Config, DataSection
     from jaxrl.config.simulation import SimulatedHistory, SimulatedLengths, SimulatedScoring, SimulatedTask, TaskSection
     from jaxrl.config.updates import ActorSection, CriticSection, OptimSection
 
@@ -38,7 +39,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        for module in ("inputs", "options", "mapping", "simulation", "updates"):
+        for module in ("inputs", "options", "mapping", "simulation", "updates", "algorithm"):
             found = vars(importlib.import_module(f"jaxrl.config.{module}"))
             if name in found:
                 return found[name]

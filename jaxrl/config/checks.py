@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxrl.config.algorithm import AdvantageEstimator
 from jaxrl.config.domains import problems as reward_problems
 from jaxrl.config.domains import unread as unread_rewards
-from jaxrl.config.options import AdvantageEstimator, Config
+from jaxrl.config.options import Config
 from jaxrl.config.rewards import RewardSection
 from jaxrl.config.updates import DpoSection, SftSection
-from jaxrl.schema.declared import MAX_INT, shown
+from jaxrl.schema.declared import shown
 from jaxrl.schema.devices import devices_problem, possible_workers
 from jaxrl.schema.limits import template_problem
 from jaxrl.schema.section import Section, named_section
-
-_MAX_STEP_SAMPLES = 1 << 20
 
 GROUP_RELATIVE: frozenset[AdvantageEstimator] = frozenset({"grpo", "dr_grpo", "grpo_turns", "rloo", "gdpo"})
 """Estimators that compare the samples of a prompt with each other, and so need two of them."""
@@ -49,7 +48,7 @@ _OF_COMMAND: Mapping[str, dict[str, str]] = {
 
 
 def broken_rules(c: Config) -> list[str]:
-    found = [*_of_data(c), *_of_batch(c), *_of_sizes(c), *_of_update(c)]
+    found = [*_of_data(c), *_of_batch(c), *_of_update(c)]
     found += [problem for _, section in _sections(c) for problem in section.problems(c)]
     return found + (across_hosts(c, "hosts.num", "hosts.devices_per_host") or _of_devices(c))
 
@@ -115,36 +114,6 @@ def _of_batch(c: Config) -> Iterator[str]:
             f"{c.greedy_option} makes all samples of a prompt equal, and algorithm.adv_estimator={estimator} compares "
             "them with each other: every advantage would be 0"
         )
-
-
-def _of_sizes(c: Config) -> Iterator[str]:
-    data, rollout, actor = c.data, c.rollout, c.actor
-    for first, second, count in (
-        ("data.train_batch_size", "rollout.n", data.train_batch_size * rollout.n),
-        ("data.val_size", "rollout.val_kwargs.n", data.val_size * rollout.val_kwargs.n),
-    ):
-        if count > _MAX_STEP_SAMPLES:
-            yield (
-                f"{first} × {second} must be at most {_MAX_STEP_SAMPLES} samples, which are in memory at once, found "
-                f"{count}"
-            )
-    if rollout.num_blocks * rollout.block_size > MAX_INT:
-        yield (
-            f"rollout.num_blocks ({rollout.num_blocks}) × rollout.block_size ({rollout.block_size} tokens) must be at "
-            f"most {MAX_INT}: a token's place in the pool has 32 bits"
-        )
-    steps, per_step = c.trainer.total_training_steps, max(c.updates_per_step, c.critic_updates_per_step)
-    if steps * per_step > MAX_INT:
-        yield (
-            f"trainer.total_training_steps ({steps}) with {per_step} updates each makes {steps * per_step} updates, of "
-            f"which at most {MAX_INT} can be counted: lower it, or actor.ppo_epochs"
-        )
-    for model, optim in (("actor", actor.optim), ("critic", c.critic_optim)):
-        if optim.lr * optim.weight_decay > 1:
-            yield (
-                f"{model}.optim.lr ({optim.lr:g}) × {model}.optim.weight_decay ({optim.weight_decay:g}) must be at "
-                "most 1: it is the share that every update takes off each weight"
-            )
 
 
 def _of_update(c: Config) -> Iterator[str]:
@@ -359,8 +328,6 @@ def _unread(c: Config, command: str) -> Iterator[tuple[str, frozenset[str] | Non
     if not c.data.apply_chat_template:
         unread = frozenset({"apply_chat_template_kwargs", "special_tokens_in_content"})
         yield "data", unread, "data.apply_chat_template is off"
-    if not c.simulate.recorded_run:
-        yield "simulate", frozenset({"recorded_rule"}), "simulate.recorded_run is empty"
     yield from unread_rewards(c)
 
 

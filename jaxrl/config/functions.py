@@ -37,19 +37,13 @@ def read_user_file(option: str, path: str) -> UserFile:
     file = Path(path).expanduser().resolve()
     if not file.exists():
         raise ValueError(f"{option}: no such file: {file}")
-    if not file.is_file():
-        raise ValueError(
-            f"{option} must name a Python file (.py), found a {'folder' if file.is_dir() else 'device'}: {file}"
-        )
-    if file.suffix != ".py":
+    if not file.is_file() or file.suffix != ".py":
         raise ValueError(f"{option} must name a Python file (.py), found {file}")
     try:
         with reading(file):
             text = importlib.util.decode_source(file.read_bytes())
     except SyntaxError as error:  # in its first lines, which may name an encoding
         raise ValueError(f"{option}: {file} cannot be read as text: {error.msg}") from None
-    if "\0" in text:
-        raise ValueError(f"{option}: {file} is no Python file: there is a null byte in it")
     return UserFile(str(file), text)
 
 

@@ -22,16 +22,9 @@ import yaml
 
 MAX_JSON_BYTES = 100_000_000
 """The largest JSON file and header of a tensor file: the limit of the safetensors format."""
-MAX_DIGITS = 400
-"""The most digits of an integer in JSON: somewhat more than the largest float has. Python itself refuses 4301."""
-MAX_DEPTH = 100
-"""The deepest nesting of lists and objects: code that copies, pickles or writes a value is recursive."""
 MODULE_PREFIX = "jaxrl_user_"
 """How the names of the modules begin that users' Python files become."""
 MAX_CONFIG_BYTES = 1 << 20
-MAX_VALUES = 100_000
-"""Values in a YAML file, each use of an alias counted: ten lines of them can stand for billions."""
-
 # what YAML's own reader accepts; half of a pair and control characters belong in no text
 _UNPRINTABLE = re.compile("[^\\t\\n\\r\\x20-\\x7e\\x85\\xa0-\\ud7ff\\ue000-\\ufffd\\U00010000-\\U0010ffff]")
 
@@ -158,16 +151,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def strict_json(text: str) -> Any:
     """A JSON value. Call it inside `reading`, which adds the file's name to errors. Raises NotStrict for NaN or
-    Infinity, a duplicate key in one object, an integer of over `MAX_DIGITS` digits, half of a surrogate pair, and
-    nesting of over `MAX_DEPTH` levels."""
-    value = json.loads(
-        text,
-        object_pairs_hook=_each_key_once,
-        parse_constant=_no_number,
-        parse_int=_whole_number,
-    )
-    if text.count("[") + text.count("{") > MAX_DEPTH:
-        _check_depth(value)
+    Infinity, a duplicate key in one object, and half of a surrogate pair."""
+    value = json.loads(text, object_pairs_hook=_each_key_once, parse_constant=_no_number)
     if _ESCAPED_HALF.search(text):
         _check_text(value)
     return value
@@ -184,26 +169,6 @@ def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_number(text: str) -> NoReturn:
     raise NotStrict(f"{text} is no number in JSON")
-
-
-def _whole_number(text: str) -> int:
-    if len(text) > MAX_DIGITS:
-        raise NotStrict(f"a whole number has {len(text)} digits, and at most {MAX_DIGITS} are read")
-    return int(text)
-
-
-def _check_depth(value: Any) -> None:
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [
-            inner
-            for outer in level
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(inner, dict | list)
-        ]
-        if not level:
-            return
-    raise NotStrict(f"nested more than {MAX_DEPTH} levels deep")
 
 
 def _check_text(value: Any) -> None:

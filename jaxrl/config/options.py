@@ -1,5 +1,5 @@
-"""The complete configuration, typed. Every option is declared once: here, in `updates`, `rollouts`, `rewards` or
-`simulation`, or as `Options` of a mechanism.
+"""The complete configuration, typed. Every option is declared once: here, in `algorithm`, `updates`, `rollouts`,
+`rewards` or `simulation`, or as `Options` of a mechanism.
 
 A declaration is `name: Annotated[type, bounds, "what it is, with its unit"] = default`. Constraints between options are
 in `checks`, or with a section (`Section.problems`). Options follow verl's names where verl has one. An option that
@@ -12,30 +12,24 @@ from typing import Annotated, Any, Literal, Self, overload
 from annotated_types import Ge, Gt, Interval
 from pydantic import Field
 
+from jaxrl.config.algorithm import AlgorithmSection
 from jaxrl.config.rewards import RewardSection
-from jaxrl.config.rollout_correction import RolloutCorrectionSection
 from jaxrl.config.rollouts import RolloutSection
 from jaxrl.config.simulation import SimulateSection
-from jaxrl.config.teacher import TeacherSection
 from jaxrl.config.updates import (
     ActorSection,
     CriticSection,
     DpoSection,
-    KlEstimate,
-    LossAggregation,
     OptimSection,
     SftSection,
 )
-from jaxrl.mechanisms.dynamic_sampling import DynamicSampling
 from jaxrl.mechanisms.stream_trainer import StreamTrainer
 from jaxrl.mechanisms.turns import Turns
-from jaxrl.schema.declared import MAX_INT, SEED, Cap, Names
+from jaxrl.schema.declared import SEED, Cap, Names
 from jaxrl.schema.devices import MAX_DEVICES
 from jaxrl.schema.limits import MAX_HOSTS, MAX_LENGTH, MAX_PROMPTS, MAX_RANK, MAX_WAIT, Quantization
 from jaxrl.schema.section import JsonObject, Section
 from jaxrl.types import SamplingParams
-
-AdvantageEstimator = Literal["grpo", "dr_grpo", "grpo_turns", "rloo", "reinforce_plus_plus", "gae", "gdpo", "none"]
 
 MAX_STEPS = Cap(1_000_000_000, "updates are counted in 32 bits")
 MAX_WAITING = Cap(1_000_000, "each of them is held in memory")
@@ -106,9 +100,11 @@ class ModelSection(Section):
             yield f"{option} excludes actor.remat=none, which would keep all layers' matrices whole: use dots or full"
 
     def unread(self, config: Any) -> Iterator[tuple[frozenset[str], str]]:
+        names = frozenset({"lora_alpha", "target_modules", "exclude_modules", "use_rslora"})
         if not self.has_adapters:
-            names = frozenset({"lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "use_rslora"})
-            yield names, "model.lora_rank is 0"
+            yield names | {"lora_dropout"}, "model.lora_rank is 0"
+        elif self.lora_adapter_path:
+            yield names | {"lora_rank"}, "the adapters of model.lora_adapter_path have their own"
 
 
 class DataSection(Section):
@@ -177,48 +173,6 @@ class DataSection(Section):
     ] = {}
     shuffle: Annotated[bool, "Give the prompts in a new random order in each epoch; false: in the files' order."] = True
     seed: Annotated[int, Ge(0), SEED, "Seed of the procedural problems and of the order of the prompts."] = 0
-
-
-class AlgorithmSection(Section):
-    """From rewards to advantages, and how a loss is averaged."""
-
-    adv_estimator: Annotated[
-        AdvantageEstimator,
-        "How advantages follow from rewards; grpo and dr_grpo: minus the mean of the prompt's samples, grpo_turns: "
-        "each turn's minus the mean of those of all its samples' turns, added up from a turn on, rloo: minus the mean "
-        "of the others, reinforce_plus_plus: each token's return, whitened over the batch, gae: each token's return "
-        "above what a critic expects of it, whitened over the batch, gdpo: the sum of several rewards, each "
-        "as by grpo, whitened over the batch, none: the distillation loss of algorithm.teacher only.",
-    ] = "grpo"
-    gamma: Annotated[
-        float, Interval(ge=0, le=1), "Discount of a reward per token that it comes later, with adv_estimator gae."
-    ] = 1.0
-    lam: Annotated[
-        float,
-        Interval(ge=0, le=1),
-        "GAE's λ, with adv_estimator gae; 1: a value is compared with the whole return, 0: with the next reward and "
-        "value alone.",
-    ] = 1.0
-    norm_adv_by_std_in_grpo: Annotated[bool, "Divide GRPO's advantages by the standard deviation of the group."] = True
-    gdpo_reward_keys: Annotated[
-        list[str],
-        "The rewards that adv_estimator gdpo takes apart, two at least; names of reward.parts, own_reward (the "
-        "scorer's beside parts), or of numbers that a scorer returns beside its score.",
-    ] = []
-    gdpo_reward_weights: Annotated[
-        list[float], "What each of gdpo_reward_keys counts once it is normalised; none: 1."
-    ] = []
-    loss_agg_mode: Annotated[
-        LossAggregation,
-        "How the losses of tokens become one; token-mean: their mean over a minibatch, seq-mean-token-sum and "
-        "seq-mean-token-mean: the mean over its samples of each sample's sum or mean.",
-    ] = "token-mean"
-    use_kl_in_reward: Annotated[bool, "Take the KL to the reference model off the reward."] = False
-    kl_penalty: Annotated[KlEstimate, "Estimate of the KL in the reward."] = "kl"
-    kl_coef: Annotated[float, Ge(0), "Weight of the KL in the reward."] = 0.001
-    filter_groups: DynamicSampling.Options = Field(default_factory=DynamicSampling.Options)
-    teacher: TeacherSection = Field(default_factory=TeacherSection)
-    rollout_correction: RolloutCorrectionSection = Field(default_factory=RolloutCorrectionSection)
 
 
 class TrainerSection(Section):
@@ -501,16 +455,11 @@ def total_steps(config: Config, num_prompts: int | None) -> int | None:
 
     Batches cross the ends of epochs; the last one that would need prompts of a further epoch is not run.
     """
-    steps, per_step = config.trainer.total_training_steps, max(config.updates_per_step, config.critic_updates_per_step)
+    steps = config.trainer.total_training_steps
     if not steps:
         if num_prompts is None:
             return None
         steps = max(config.trainer.total_epochs * num_prompts // config.data.train_batch_size, 1)
-        if steps * per_step > MAX_INT:
-            raise ValueError(
-                f"trainer.total_epochs ({config.trainer.total_epochs}) of {num_prompts} prompts makes {steps} steps "
-                f"with {per_step} updates each, and at most {MAX_INT} updates can be counted: lower it"
-            )
     if steps <= config.critic_warmup:
         raise ValueError(
             f"trainer.critic_warmup ({config.critic_warmup} steps) must be less than the run's {steps} steps: the "

@@ -53,7 +53,6 @@ class OptimSection(Section):
     beta2: Annotated[
         float, Interval(ge=0, lt=1), _BELOW_ONE, "Decay of the squared gradient's running mean, per update."
     ] = 0.999
-    eps: Annotated[float, Interval(ge=1e-30, le=1), "What Adam adds to the denominator of an update."] = 1e-8
 
 
 class CriticOptimSection(Section):
@@ -173,10 +172,6 @@ class CriticSection(Section):
         Or(math.inf, "no clipping"),
         "How far a value may go from that before the step's updates until its loss has no gradient; .inf: any way.",
     ] = 0.5
-    loss_agg_mode: Annotated[LossAggregation, "How the losses of tokens become one, as in algorithm.loss_agg_mode."] = (
-        "token-mean"
-    )
-    grad_clip: Annotated[float, Ge(0), "The most that the gradient's global norm may be; 0: off."] = 1.0
 
 
 class SftSection(Section):

@@ -158,6 +158,8 @@ ABSENT: Mapping[str, str] = {
     "actor.use_dynamic_bsz": "batches are always packed by tokens (actor.ppo_max_token_len_per_gpu)",
     "actor.use_torch_compile": "everything is compiled, by XLA",
     "actor.optim.total_training_steps": "a schedule is as long as the run (trainer.total_training_steps)",
+    "critic.grad_clip": "gradients of both models are clipped at actor.grad_clip",
+    "critic.loss_agg_mode": "the losses of both models become one as algorithm.loss_agg_mode says",
     "critic.model": "the critic starts from the policy's weights, with its own head",
     "critic.strategy": "there is no FSDP or Megatron: weights are sharded over the devices of trainer.num_devices",
     "critic.use_dynamic_bsz": "batches are always packed by tokens (actor.ppo_max_token_len_per_gpu)",

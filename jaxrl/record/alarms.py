@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxrl.config import Config
-from jaxrl.config.rollout_correction import MOST_K3, uncorrected
+from jaxrl.config.algorithm import MOST_K3, uncorrected
 from jaxrl.types import TrainBatch
 
 _log = logging.getLogger(__name__)

@@ -136,10 +136,10 @@ class RunDir:
         self._write_record(record | now | {"starts": [*starts, now]} | more)
 
     def record_checkpoint(self, step: int) -> None:
-        self._add_to_record({"checkpoint": step})
-
-    def record_cache(self, name: str, note: str | None) -> None:
-        self._add_to_record({"compilation_cache": name}, {} if note is None else {"note": note})
+        file = self.file(RUN_FILE)
+        with reading(file):
+            record = json.loads(file.read_text(encoding="utf-8"))
+        self._write_record(record | {"checkpoint": step})
 
     def missing_checkpoint(self, found: int | None) -> str | None:
         """A warning if the last checkpoint is missing and the run resumes from an older one, `found`. Raises ValueError
@@ -163,13 +163,6 @@ class RunDir:
         if os.path.lexists(file) or "checkpoint" not in (recorded_start(self.path) or {}):
             return None
         return f"{file} is gone: steps after the last checkpoint ask the clock again, and may come out another way"
-
-    def _add_to_record(self, more: Mapping[str, Any], of_start: Mapping[str, Any] | None = None) -> None:
-        file = self.file(RUN_FILE)
-        with reading(file):
-            record = json.loads(file.read_text(encoding="utf-8"))
-        record["starts"][-1] |= of_start or {}
-        self._write_record(record | dict(more))
 
     def _write_record(self, record: Mapping[str, Any]) -> None:
         """Synced: a checkpoint is on the disk before it is noted here, and the note must survive a power failure."""

@@ -4,7 +4,7 @@ It executes a round's commands and returns events (`jaxrl.scheduling.rounds.even
 others decode; the round receives their verdicts as `jaxrl.run.verdicts` says. Everything optional is a mechanism
 (`jaxrl.scheduling.mechanism`). The backend calls mechanisms' hooks and knows none by name.
 
-Source: docs/architecture.md. Rewards beside the rollout: RollPacker §4.3.
+Source: rewards beside the rollout are RollPacker §4.3.
 
 The host waits for a plan's end before it looks for verdicts: the round first receives the responses that ended in the
 plan, then the verdicts that came in meanwhile.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +32,6 @@ from jaxrl.schema.devices import sharing_problem
 from jaxrl.sharding.compiled import Meet, alone
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.memory import (
-    GPU_PLATFORMS,
     DeviceMemory,
     device_bytes,
     in_bytes,
@@ -42,55 +40,26 @@ from jaxrl.sharding.memory import (
     share_variable,
 )
 from jaxrl.sharding.mesh import make_mesh, platform_of, submeshes
-from jaxrl.training.update_memory import plan_chunk, plan_remat
+from jaxrl.training.update_memory import planned_update
 
 if TYPE_CHECKING:
     from jaxrl.rollout.remote import RemoteExecutor, RemoteWorkers
     from jaxrl.scheduling.layouts.latency_profile import Profile
 
-_CACHE_NAME = "jaxrl_cache_name"  # a file in the compilation cache, by which a start knows the folder again
 _FLOAT8_FROM = 8.9  # compute capability: Ada and Hopper
 _LEAST_SHARE = 0.9  # the rest is for the CUDA context, graphs and libraries, which need less than a tenth of a card
 
 
-def use_compilation_cache(config: Config) -> str:
+def use_compilation_cache(config: Config) -> None:
     """From here on, compiled programs are kept in `trainer.compilation_cache_dir`. Makes that folder, so it is called
-    when nothing is refused any more. Every program is kept, however short compiling it was.
-
-    Returns a name of the folder's content, drawn when it was made; empty if there is no cache. Programs for GPUs, and
-    what XLA has measured to choose their kernels (jax's `jax_persistent_cache_enable_xla_caches`), are lost with it.
-    """
+    when nothing is refused any more. Every program is kept, however short compiling it was."""
     if not config.trainer.compilation_cache_dir:
-        return ""
+        return
     folder = Path(config.trainer.compilation_cache_dir).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / _CACHE_NAME
-    if not file.is_file():
-        name = uuid.uuid4().hex
-        own = folder / f"{_CACHE_NAME}.{name}"
-        own.write_text(name, encoding="utf-8")
-        own.replace(file)  # never half a name, even if this process is killed
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     reset_cache()  # jax looks at the option once, when it compiles for the first time
-    return file.read_text(encoding="utf-8")
-
-
-def retuning_note(earlier: str | None, now: str, platform: str) -> str | None:
-    """The message when a resumed run's GPU programs are tuned again; `earlier` and `now` are what
-    `use_compilation_cache` returned at the start before (None: not known) and at this one.
-
-    XLA measures several kernels for a product and keeps the fastest; with another choice, sums are added up in another
-    order. With the compilation cache of the start before, the choices are the same.
-    """
-    if platform not in GPU_PLATFORMS or earlier is None or (earlier and earlier == now):
-        return None
-    gone = "is not there any more, or another folder is used now" if now else "is switched off now"
-    why = gone if earlier else "was switched off"
-    return (
-        f"the compilation cache of this run's last start {why} (trainer.compilation_cache_dir): XLA chooses kernels "
-        "anew on the GPU, so numbers may differ in their last bits from those of a run that was never stopped"
-    )
 
 
 def share_notes(config: Config, devices: Sequence[Any]) -> list[str]:
@@ -126,11 +95,7 @@ def with_planned_update(config: Config, model: ModelConfig, num_devices: int, me
     """`config` with `auto` of `actor.remat` and `actor.logprob_chunk_tokens` replaced by what the memory of the
     trainer's devices allows. Raises ConfigError as `refuse_sharing` does."""
     refuse_sharing(config, num_devices)
-    known = memory.reported, memory.platform
-    remat = plan_remat(config, model, num_devices, *known)
-    chunk = plan_chunk(config, model, num_devices, *known, remat)
-    actor = config.actor.replace(remat=remat, logprob_chunk_tokens=chunk)
-    return config.replace(actor=actor)
+    return planned_update(config, model, num_devices, memory.reported, memory.platform)
 
 
 def read_tokenizer_and_model(config: Config) -> tuple[Tokenizer, ModelConfig]:
@@ -244,13 +209,13 @@ def build_workers(
     place: ProcessDevices | None = None,
     meet: Meet = alone,
 ) -> WorkerSet:
-    """The executors of this host's workers, one for each of the submeshes into which they cut `mesh`.
+    """The executors of this host's workers, one for each of the submeshes into which they cut `mesh`, which is the
+    rollout's on this host or its group of hosts.
 
     Args:
-      mesh: of the rollout, on this host or its group of hosts.
       weights: as in `MeshExecutor`. Read only where a single worker has all of the trainer's devices: several have each
         other, and the one of a host cannot have a global program run for itself alone.
-      place: among several hosts, with the trainer's devices; default: there is one. meet: as in `WorkerSet`.
+      place: among several hosts, with the trainer's devices.
     """
     rollout, parts = config.rollout, submeshes(mesh, config.workers_per_group)
     is_alone = place is None or place.num_processes == 1

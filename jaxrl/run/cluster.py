@@ -9,7 +9,7 @@ are that order. A batch goes into Ray's object store once.
 An actor that dies is Ray's to report. A call that takes long is watched: while any host reports progress the run
 continues, and after `hosts.stall_timeout_s` without any it ends, with the host and what it was doing.
 
-Source: docs/architecture.md (a run on several hosts); Ray's placement groups and actors.
+Source: Ray's placement groups and actors.
 """
 
 from __future__ import annotations

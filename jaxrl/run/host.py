@@ -3,14 +3,12 @@
 `Host` is everything of a training run that touches devices. A run on one host has one. On several hosts each actor has
 one (`jaxrl.run.cluster`). All of them get the same calls in the same order, because training programs run on the
 devices of all hosts. So arguments and results are plain data.
-
-Source: docs/architecture.md (a run on several hosts).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +24,7 @@ from jaxrl.run.weights import load_weights, refuse_other_model
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.memory import DeviceMemory
 from jaxrl.sharding.mesh import make_mesh, platform_of, submeshes
-from jaxrl.training.checkpoint import Checkpointer, HostState
+from jaxrl.training.checkpoint import Checkpointer
 from jaxrl.training.objectives import LikelihoodObjective
 from jaxrl.training.programs import TrainPrograms
 from jaxrl.training.steps import whole_step
@@ -130,12 +128,6 @@ class Host:
     def read_model(self, model: ModelConfig) -> None:
         self.model = model
 
-    def refuse_other_init(self) -> None:
-        """Raises ConfigError where `trainer.init_from` holds another model."""
-        from jaxrl.run.beginnings import refuse_other_init
-
-        refuse_other_init(self.config, self.model, self.mesh)
-
     def checked_profile(self) -> Profile:
         """`rollout.layout.profile`. Raises ConfigError where it is of another model or machine."""
         from jaxrl.rollout.profiler import checked_profile
@@ -184,7 +176,7 @@ class Host:
             assert tokenizer is not None, "a teacher reads prompts"
             self._beat("loading the teacher")
             self.teacher = build_teacher(asked.config, asked.teacher, self.trainer, tokenizer, **callbacks)
-        return self.trainer.programs.packed_attention.note
+        return self.trainer.programs.decoder.attention.note
 
     @property
     def models(self) -> Sequence[MeshTrainer | MeshTeacher]:
@@ -196,7 +188,7 @@ class Host:
         """The weights in training."""
         return self.trainer.params
 
-    def restore(self, step: int) -> HostState:
+    def restore(self, step: int) -> dict[str, Any]:
         """Brings the models to a checkpoint; returns the controller's part of it."""
         state, host = self.store.restore(self._state(MeshTrainer.abstract_state), step)
         self.trainer.load_state(state)
@@ -204,7 +196,7 @@ class Host:
             self.critic.load_state(state["critic"])
         return host
 
-    def save(self, step: int, host: HostState) -> None:
+    def save(self, step: int, host: Mapping[str, Any]) -> None:
         """Begins to write a checkpoint."""
         self.store.save(step, self._state(MeshTrainer.state), host)
 
@@ -212,8 +204,8 @@ class Host:
         """The policy's, and the critic's under its name."""
         return of(self.trainer) | ({} if self.critic is None else {"critic": of(self.critic)})
 
-    def use_compilation_cache(self) -> str:
-        return use_compilation_cache(self.config)
+    def use_compilation_cache(self) -> None:
+        use_compilation_cache(self.config)
 
     # -- the rollout -------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@
 order in which they were sent. Calls that must answer while another runs have a separate thread (`HEALTH`), and so have
 training calls (`LEARNING`): if the rollout has its own devices, an update runs beside a round.
 
-Source: docs/architecture.md (a run on several hosts); Ray's actors and concurrency groups.
+Source: Ray's actors and concurrency groups.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """The memory of a run, per device, before anything is allocated: what lives when, and how large the KV pool is.
 
-Source: docs/architecture.md (which weight is split how; memory has phases). The bytes of weights and KV follow exactly
-from the table of weights and the sharding rules; what training needs is in `jaxrl.training.update_memory`.
-
-What lives when, per device. Always: master weights, the optimizer's moments (unless `actor.offload_optimizer`), the
-same of a critic (`algorithm.adv_estimator=gae`), and the frozen reference (where there is a KL term). In rollout also:
-the rollout weights, the KV pool and what mechanisms have beside them. In the update also: gradients and activations;
-what the rollout has is released. `rollout.memory_fraction` bounds the rollout phase as a whole.
+The bytes of weights and KV follow exactly from the table of weights and the sharding rules; what training needs, and
+keeps between updates, is in `jaxrl.training.update_memory`. In rollout there are also the rollout weights, the KV pool
+and what mechanisms have beside them, which the update finds released. `rollout.memory_fraction` bounds the rollout
+phase as a whole.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from jaxrl.models.kv_layers import KvLayers, kv_layers
 from jaxrl.scheduling.mechanism import FreedMemory, RolloutMemory
 from jaxrl.sharding.memory import in_bytes
 from jaxrl.sharding.rules import padded_config
-from jaxrl.training.update_memory import plan_chunk, plan_remat, resident_parts, rollout_bytes, splits, update_parts
+from jaxrl.training.update_memory import planned_update, resident_parts, rollout_bytes, splits, update_parts
 
 _LARGER = "use more devices, or a smaller model"
 _RESERVED_BLOCKS = 1  # block 0 of each pool takes what is written for no row
@@ -32,8 +29,10 @@ _ESTIMATE_ROOM = 1.25  # an update is refused only where it exceeds the memory b
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes per device: those that are always there, and those that each phase adds; and the resulting KV pool."""
+    """Bytes per device: those that are always there, and those that each phase adds; and the resulting KV pool.
+    `config`: with `auto` of the update resolved."""
 
+    config: Config
     resident: dict[str, int]
     rollout: dict[str, int]
     update: dict[str, int]
@@ -44,8 +43,6 @@ class MemoryPlan:
     num_rows: int  # per dp group
     worker_devices: int  # of each of the rollout's workers
     shared: bool = True  # both phases have the same devices
-    remat: str = "dots"  # `actor.remat` and `actor.logprob_chunk_tokens`, resolved
-    chunk_tokens: int = 0
     beside: Sequence[RolloutMemory] = ()  # the parts of `rollout` that are mechanisms'
     freed: Sequence[FreedMemory] = ()  # each with the parts of `beside` that stay; there is no KV of the actor then
 
@@ -56,9 +53,6 @@ class MemoryPlan:
     @property
     def update_bytes(self) -> int:
         return sum(self.resident.values()) + sum(self.update.values())
-
-    def freed_bytes(self, freed: FreedMemory) -> int:
-        return sum(self.resident.values()) + sum(freed.parts.values())
 
 
 def plan_num_blocks(config: Config, model_config: ModelConfig, devices: int, memory_bytes: int | None) -> int:
@@ -81,15 +75,15 @@ def plan_num_blocks(config: Config, model_config: ModelConfig, devices: int, mem
     block = _block_bytes(config, model_config, devices)
     fitting = max(left, 0) // block
     if fitting < per_request + _RESERVED_BLOCKS:
-        advice = [f"lower {_options(beside)}data.max_response_length"]
+        advice = [f"lower {each.lower}" for each in beside if each.lower]
+        if left > 0:  # else a shorter response would not help
+            advice = ["lower data.max_response_length", *advice]
         if (workers := config.workers_per_group) > 1 and rollout.tp == devices // workers:
             advice += [
                 f"cut the rollout into fewer workers (rollout.num_workers: {config.num_workers}) for a larger tp"
             ]
         elif rollout.tp < devices:
             advice += ["raise rollout.tensor_model_parallel_size"]
-        if left <= 0:  # a shorter response would not help
-            advice = advice[1:]
         advice = [*smaller_state(config, resident), *advice]
         raise ValueError(
             f"rollout.memory_fraction ({rollout.memory_fraction}) of {in_bytes(memory_bytes)} leaves "
@@ -120,11 +114,6 @@ def smaller_state(config: Config, resident: Mapping[str, int]) -> list[str]:
 def _beside(config: Config, num_devices: int, platform: str, weight_bytes: int) -> list[RolloutMemory]:
     given = config, num_devices, platform, weight_bytes, is_timeless(config)
     return [memory for each in enabled(config) if (memory := each.rollout_memory(*given)) is not None]
-
-
-def _options(beside: Sequence[RolloutMemory]) -> str:
-    """The mechanisms' options to lower, before more options."""
-    return "".join(f"{each.option}, " for each in beside if each.option)
 
 
 def layout_degrees(config: Config, num_devices: int) -> tuple[int, ...]:
@@ -208,23 +197,23 @@ def memory_plan(
             "position's scale to 128 numbers"
         )
     num_rows, num_blocks = layout_sizes(config, model_config, rolling, device_bytes)[config.rollout.tp]
-    remat = plan_remat(config, model_config, training, device_bytes, platform)
-    chunk = plan_chunk(config, model_config, training, device_bytes, platform, remat)
+    config = planned_update(config, model_config, training, device_bytes, platform)
     longest, block_size = config.max_model_length, config.rollout.block_size
     usable, stacks = num_blocks - _RESERVED_BLOCKS, kv_layers_of(config, model_config).stacks
     weights = _rollout_weights(config, model_config, rolling)
     beside = _beside(config, rolling, platform, weights)
     stays = {name: size for each in beside if each.stays for name, size in each.parts.items()}
-    given = config, model_config, training, platform, remat, chunk
+    given = config, model_config, training, platform
     freed = [memory for each in enabled(config) if (memory := each.freed_memory(*given)) is not None]
     return MemoryPlan(
+        config=config,
         resident=resident_parts(config, model_config, training),
         rollout={
             "rollout weights": weights,
             "KV pool": num_blocks * _block_bytes(config, model_config, rolling),
             **{name: size for each in beside for name, size in each.parts.items()},
         },
-        update=update_parts(config, model_config, training, platform, remat, chunk),
+        update=update_parts(*given),
         num_blocks=num_blocks,
         pool_tokens=stacks.num_tokens(usable, block_size),
         pool_requests=usable // stacks.most_blocks(longest, block_size),
@@ -232,8 +221,6 @@ def memory_plan(
         num_rows=num_rows,
         worker_devices=rolling // config.workers_per_group,
         shared=not own,
-        remat=remat,
-        chunk_tokens=chunk,
         beside=beside,
         freed=[dataclasses.replace(each, parts={**each.parts, **stays}) for each in freed],
     )
@@ -258,54 +245,39 @@ def memory_problem(
     elif needed > bytes_each:  # logits are temporary: the fraction leaves room for them
         limit = f"each of {num_devices} has {in_bytes(bytes_each)}"
     if limit is not None:
-        rows = f"rollout.max_num_seqs ({rollout.max_num_seqs} rows of up to {longest} tokens per dp group"
-        rows += f", where a step has {config.data.train_batch_size * rollout.n} samples)"
-        blocks = f"rollout.num_blocks ({rollout.num_blocks} blocks of {rollout.block_size} tokens)"
-        lower = blocks if rollout.num_blocks and logits < pool / 2 else rows
-        for each in plan.beside:
-            if each.lower and each.total > pool:
-                return (
-                    f"the rollout needs {in_bytes(needed)} per device, {in_bytes(each.total)} of it for {each.name}, "
-                    f"and {limit}: lower {each.lower}"
-                )
+        lower = f"rollout.max_num_seqs ({rollout.max_num_seqs} rows of up to {longest} tokens per dp group"
+        lower += f", where a step has {config.data.train_batch_size * rollout.n} samples)"
+        if rollout.num_blocks and logits < pool / 2:
+            lower = f"rollout.num_blocks ({rollout.num_blocks} blocks of {rollout.block_size} tokens)"
+        parts = [(pool, "KV pool and logits", lower), *((each.total, each.name, each.lower) for each in plan.beside)]
+        size, name, lower = max(part for part in parts if part[2])
+        is_most = size > needed / 2
+        advice = f"lower {lower}" if is_most else "; or ".join([*smaller_state(config, resident), _LARGER])
         return (
-            f"the rollout needs {in_bytes(needed)} per device, {in_bytes(pool)} of it for KV pool and logits, and "
-            f"{limit}: "
-            + (f"lower {lower}" if pool > needed / 2 else "; or ".join([*smaller_state(config, resident), _LARGER]))
+            f"the rollout needs {in_bytes(needed)} per device, {in_bytes(size)} of it for {name}, and {limit}: {advice}"
         )
-    if trains and (problem := _update_problem(config, plan.resident, plan.update, num_devices, bytes_each)) is not None:
-        return problem
-    stays = [each for each in plan.beside if each.stays]
-    for freed in plan.freed if trains else ():
-        if (size := plan.freed_bytes(freed)) > _ESTIMATE_ROOM * bytes_each:
-            return (
-                f"{freed.what} need about {in_bytes(size)} per freed device, with {freed.why}"
-                + "".join(f" and {in_bytes(each.total)} of {each.name}" for each in stays)
-                + f", and each of {num_devices} has {in_bytes(bytes_each)}: {freed.advice}, or lower {_options(stays)}"
-                f"actor.ppo_max_token_len_per_gpu ({config.actor.ppo_max_token_len_per_gpu} tokens)"
-            )
-    return None
+    if not trains:
+        return None
+    of_phases = [_update_problem(config, plan.resident, plan.update, num_devices, bytes_each)]
+    for freed in plan.freed:
+        advice = [freed.advice, *(f"lower {each.lower}" for each in plan.beside if each.stays)]
+        every = {**plan.resident, **freed.parts}
+        of_phases.append(_too_large(f"{freed.column} on a freed device", every, num_devices, bytes_each, advice))
+    return next(filter(None, of_phases), None)
 
 
 def update_problem(
     config: Config, model_config: ModelConfig, num_devices: int, platform: str, bytes_each: int
 ) -> str | None:
     """As `memory_problem`, of a run without a rollout. `config`: with `auto` of the update resolved."""
-    remat, chunk = config.actor.remat, config.actor.logprob_chunk_tokens
-    assert remat != "auto", "with_planned_update comes before"
-    assert chunk != "auto", "with_planned_update comes before"
     resident = resident_parts(config, model_config, num_devices)
-    update = update_parts(config, model_config, num_devices, platform, remat, chunk)
+    update = update_parts(config, model_config, num_devices, platform)
     return _update_problem(config, resident, update, num_devices, bytes_each)
 
 
 def _update_problem(
     config: Config, resident: Mapping[str, int], parts: Mapping[str, int], num_devices: int, bytes_each: int
 ) -> str | None:
-    update = sum(resident.values()) + sum(parts.values())
-    if update <= _ESTIMATE_ROOM * bytes_each:
-        return None
-    every = {**resident, **parts}
     shorter = (
         f"lower actor.ppo_max_token_len_per_gpu ({config.actor.ppo_max_token_len_per_gpu} tokens) or "
         "data.max_response_length; or use more devices, which share long rows with actor.context_parallel_size"
@@ -313,7 +285,17 @@ def _update_problem(
     advice = [*smaller_state(config, resident), shorter]
     if sum(parts.values()) > sum(resident.values()):
         advice = [shorter, *advice[:-1]]
+    return _too_large("the update", {**resident, **parts}, num_devices, bytes_each, advice)
+
+
+def _too_large(
+    what: str, parts: Mapping[str, int], num_devices: int, bytes_each: int, advice: Sequence[str]
+) -> str | None:
+    """The refusal of a phase by an estimate."""
+    needed = sum(parts.values())
+    if needed <= _ESTIMATE_ROOM * bytes_each:
+        return None
     return (
-        f"the update needs about {in_bytes(update)} per device, most of it for {max(every, key=lambda n: every[n])}, "
-        f"and each of {num_devices} has {in_bytes(bytes_each)}: {'; or '.join(advice)}"
+        f"{what} needs about {in_bytes(needed)} per device, most of it for {max(parts, key=lambda n: parts[n])}, and "
+        f"each of {num_devices} has {in_bytes(bytes_each)}: {'; or '.join(advice)}"
     )

@@ -1,4 +1,4 @@
-"""The devices of a real run, for mechanisms that compute on them (`jaxrl.run.run.Machine`)."""
+"""The devices of a real run, for mechanisms that compute on them (`jaxrl.run.run.Run.machine`)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 
 class MeshMachine:
-    """Devices of this host (`mesh`, `trainer` and `teacher`), or of hosts whose actors have them. `rollout_programs`
-    and `update_programs` are further programs to compile with the rollout's, and with the update's."""
+    """Devices of this host (`mesh`: of the rollout; `trainer` and `teacher`), or of hosts whose actors have them.
+    `rollout_programs` and `update_programs` are further programs to compile with the rollout's, and with the
+    update's."""
 
     def __init__(
         self,
@@ -55,9 +56,11 @@ class MeshMachine:
 
     @property
     def degrees(self) -> Sequence[int]:
+        """The tensor-parallel degrees that a worker's rounds may use."""
         return tuple(row_sizes(self._config, self._workers))
 
     def predictor(self) -> LatencyPredictor | None:
+        """A new one of a worker's steps; None where nothing says what they take."""
         if self._profile is None:
             return None
         from jaxrl.scheduling.layouts.latency import LatencyPredictor
@@ -68,7 +71,8 @@ class MeshMachine:
         return self._stack.enter_context(closing(ConcurrentPhases()))
 
     def gradient_streams(self, freed: Sequence[tuple[int, ...]]) -> Mapping[tuple[int, ...], TrainStream]:
-        """Their programs are compiled with the update's. Raises ValueError where the devices have no halves."""
+        """A stream of gradients on the devices of each set of workers, of which one may be freed. Their programs are
+        compiled with the update's. Raises ValueError where the devices have no halves."""
         from jaxrl.mechanisms.stream_trainer.gradients import TrainStream
         from jaxrl.sharding.split_mesh import Half
 
@@ -90,6 +94,7 @@ class MeshMachine:
         self._workers.release_some(workers)
 
     def wait_quiet(self) -> None:
+        """Waits until nothing runs on the rollout's devices."""
         self._workers.wait_quiet()
         for wait in self._beside:
             wait()

@@ -1,15 +1,15 @@
 """A run, put together: one object for training, evaluation and simulation.
 
-Mechanisms are built from a `Run`, and the backend and the loop work on its parts. Runs differ in the `Machine`, and in
-who trains, scores and answers.
+Mechanisms are built from a `Run`, and the backend and the loop work on its parts. Runs differ in the machine, whose
+devices are here, on other hosts, or modelled, and in who trains, scores and answers.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jaxrl.config import Config
 from jaxrl.loop import Loop
@@ -22,73 +22,23 @@ from jaxrl.training.training_step import Models
 from jaxrl.types import Group, Prompt, Sample
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
     from jaxrl.data.prompts import PromptSource
-    from jaxrl.mechanisms.one_step_off import Concurrently
-    from jaxrl.mechanisms.speculation.index import IndexBuilder
-    from jaxrl.mechanisms.stream_trainer import GradientStream
     from jaxrl.mechanisms.turns.rule import Conversation
     from jaxrl.record.journal import Journal
     from jaxrl.record.layouts import LayoutLog
     from jaxrl.record.timeline import Timeline
     from jaxrl.rollout.remote import RemoteWorkers
     from jaxrl.rollout.worker_set import WorkerSet
+    from jaxrl.run.mesh_machine import MeshMachine
+    from jaxrl.run.simulation import SimulatedMachine
     from jaxrl.run.verdicts import Scoring
-    from jaxrl.scheduling.layouts.latency import LatencyPredictor
     from jaxrl.scheduling.rounds.history import HistoryStore
-    from jaxrl.sharding.compiled import CompiledPrograms
     from jaxrl.sim.clock import SimulatedPhases
     from jaxrl.sim.executor_set import SimulatedExecutorSet
     from jaxrl.sim.prompts import SimulatedPrompts
 
 M = TypeVar("M", bound=Mechanism)
 _LATER: Any = None  # set once devices and record are open
-
-
-class Machine(Protocol):
-    """The devices of a run, here, on other hosts, or modelled, for mechanisms that compute on them.
-
-    `mesh`: of the rollout; None where its devices are elsewhere, or modelled. `degrees`: the tensor-parallel degrees
-    that a worker's rounds may use.
-    """
-
-    @property
-    def mesh(self) -> Mesh | None: ...
-
-    @property
-    def platform(self) -> str: ...
-
-    @property
-    def degrees(self) -> Sequence[int]: ...
-
-    def predictor(self) -> LatencyPredictor | None:
-        """A new one of a worker's steps; None where nothing says what they take."""
-        ...
-
-    def concurrently(self) -> Concurrently: ...
-
-    def gradient_streams(self, freed: Sequence[tuple[int, ...]]) -> Mapping[tuple[int, ...], GradientStream]:
-        """A stream of gradients on the devices of each set of workers, of which one may be freed."""
-        ...
-
-    def index_builder(self) -> IndexBuilder: ...
-
-    def release_workers(self, workers: Sequence[int]) -> None: ...
-
-    def wait_quiet(self) -> None:
-        """Waits until nothing runs on the rollout's devices."""
-        ...
-
-    def on_wait_quiet(self, wait: Callable[[], None]) -> None:
-        """Makes `wait_quiet` call this, too."""
-        ...
-
-    def add_programs(self, programs: Sequence[CompiledPrograms], *, of_update: bool) -> None:
-        """Registers programs to compile with the update's, or with the rollout's."""
-        ...
-
-    def on_close(self, close: Callable[[], None]) -> None: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,7 +73,7 @@ class Run:
     text_of: Callable[[Sample], str]
     workers: LocalWorkers = _LATER
     executors: WorkerSet | RemoteWorkers | SimulatedExecutorSet = _LATER
-    machine: Machine = _LATER
+    machine: MeshMachine | SimulatedMachine = _LATER
     timeline: Timeline | SimulatedPhases | None = None
     rule: BatchRule | None = None
     models: Models | None = None

@@ -67,7 +67,7 @@ class Simulation:
 
 
 class SimulatedMachine:
-    """Modelled devices (`jaxrl.run.run.Machine`).
+    """Modelled devices (`jaxrl.run.run.Run.machine`).
 
     Args:
       layouts: sizes of a worker by TP degree, of which it begins with the configured one.

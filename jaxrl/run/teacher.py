@@ -16,7 +16,15 @@ from jaxrl.data.tokenizer import Tokenizer
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import check_length, check_vocabulary, checked_path, load_layerwise, load_model, resolve_path
 from jaxrl.schema.declared import shown
-from jaxrl.training.teacher import MeshTeacher, TeacherPrograms, offloaded, shares_base, teacher_config, teacher_model
+from jaxrl.training.teacher import (
+    MeshTeacher,
+    base_weights,
+    offloaded,
+    shares_base,
+    teacher_config,
+    teacher_model,
+    teacher_programs,
+)
 from jaxrl.training.trainer import MeshTrainer
 from jaxrl.types import Prompt
 
@@ -62,9 +70,9 @@ def build_teacher(
     """Reads a teacher's weights, with `offload` layer by layer through the devices of the trainer. `policy`: on whose
     devices it computes, and whose base may be it; `options`: as in `MeshTeacher`."""
     mesh = policy.mesh
-    programs = TeacherPrograms(config, model, mesh, vocab_size=policy.model_config.vocab_size)
+    programs = teacher_programs(config, model, mesh, policy.model_config.vocab_size)
     if shares_base(config):
-        params = programs.of_base(policy.params)
+        params = base_weights(programs, policy.params)
     else:
         path = resolve_path(config.algorithm.teacher.path, _OPTION, weights=True)
         dtype = jnp.dtype(config.algorithm.teacher.dtype)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxrl.config import Config, ConfigError
+from jaxrl.config.inputs import read_json
 from jaxrl.mechanisms import page_parts
 from jaxrl.record.files import reason, refuse_folder, way_on
 from jaxrl.record.journal import FILE_NAME as JOURNAL
@@ -22,13 +23,13 @@ from jaxrl.record.journal import read_journal
 from jaxrl.record.progress import StartupProgress
 from jaxrl.record.run_dir import RunDir, recorded_start
 from jaxrl.record.run_record import RunOutcome, RunRecord
-from jaxrl.record.state import join_arrays, split_arrays
 from jaxrl.record.watchdog import Watchdog
 from jaxrl.run.stop import Stop, end
-from jaxrl.training.steps import find_step, steps_of
+from jaxrl.training.steps import HOST, find_step, steps_of
 from jaxrl.types import HostLost, RunFailed
 
 if TYPE_CHECKING:
+    from jaxrl.data.prompts import PromptSource
     from jaxrl.data.tokenizer import Tokenizer
     from jaxrl.models.config import ModelConfig
     from jaxrl.run.cluster import Cluster, RemoteHost
@@ -168,8 +169,22 @@ class Training:
         if not self.resuming:
             return None
         self.beat("restoring the checkpoint")
-        state = self.host.restore(self.step)
-        return join_arrays(state.values, state.arrays)
+        return self.host.restore(self.step)
+
+    def refuse_other_data(self, prompts: PromptSource) -> None:
+        """Raises ConfigError where the run was saved with other prompts, or the same in another order: before its
+        checkpoint is compared with its checksums, which takes minutes for a large one, and which tells of a file that
+        cannot be read here."""
+        checkpoints = self.run_dir.file("checkpoints")
+        try:
+            saved = read_json(checkpoints / f"{steps_of(checkpoints)[-1]}/{HOST}/metadata")["values"]["data"]
+        except (OSError, ValueError, LookupError, TypeError):
+            return
+        try:
+            prompts.load_state(saved)
+            prompts.position = 0  # until the checkpoint is restored
+        except ValueError as error:
+            raise self.other_data(error) from None
 
     def other_data(self, error: ValueError) -> ConfigError:
         """The refusal of a run that was saved with other data."""
@@ -182,14 +197,11 @@ class Training:
 
     def begin(self) -> None:
         """The first writes: nothing about the start is refused any more."""
-        from jaxrl.run.build import retuning_note
-
         found, record = self.devices, self.record
         described = {"platform": found.backend, "kind": found.kind, "count": found.count}
         self.beat("opening what trainer.logger names")
         record.metrics.open_sinks()  # the last that can fail; a signal does not wait for the network
         before = recorded_start(self.run_dir.path) or {}
-        cache_before = before.get("compilation_cache")
         if self.resuming and (old := before.get("devices", described)) != described:
             devices = f"{old['count']} × {old['kind']} -> {found.count} × {found.kind}"
             self.changes = [*self.changes, f"devices: {devices}"]
@@ -201,10 +213,7 @@ class Training:
             self.run_dir.record_start(self.config, described, self.step, checkpoint=newest, **more)
             self.store.tidy()
             record.begin()
-            cache = self.host.use_compilation_cache()
-            note = retuning_note(cache_before, cache, found.platform) if self.resuming else None
-            self.run_dir.record_cache(cache, note)
-        self.said += filter(None, [note])
+            self.host.use_compilation_cache()
         if self.resuming:
             self.said += self.run_dir.resuming(self.changes, self.step, self.total_steps)
         for line in self.said:
@@ -212,9 +221,7 @@ class Training:
         self._stages.close()
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        from jaxrl.training.checkpoint import HostState
-
-        self.host.save(step, HostState(*split_arrays(state)))
+        self.host.save(step, state)
 
     def _committed(self, step: int) -> None:
         """A checkpoint is complete; in the thread that wrote it."""

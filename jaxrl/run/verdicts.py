@@ -5,8 +5,6 @@ something outside the run has decided (`Verdict.outside`, a time-out, a crash) i
 that; a step that runs again after a crash takes it from there and does not ask again. A simulated clock needs no
 journal.
 
-Source: docs/architecture.md.
-
 Departures: of what a scorer says besides its reward, the journal keeps what is short (`MAX_VALUE_CHARS` of a value's
 JSON, `MAX_INFO_CHARS` of all). A replayed verdict has that, and no seconds: they are not counted again.
 """

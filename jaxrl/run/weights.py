@@ -30,8 +30,7 @@ Tree = dict[str, Any]
 
 def adapted(config: Config, model: ModelConfig) -> ModelConfig:
     """The model as a run trains it: with the adapters that `model.lora_rank` or `model.lora_adapter_path` asks for.
-    Raises ValueError for modules that it does not have, options that contradict the folder, and adapters there that
-    cannot be computed."""
+    Raises ValueError for modules that it does not have, and adapters in the folder that cannot be computed."""
     asked = config.model
     if not asked.has_adapters:
         return model
@@ -41,7 +40,6 @@ def adapted(config: Config, model: ModelConfig) -> ModelConfig:
         from jaxrl.models.peft import read_lora
 
         lora = read_lora(folder, model)
-        _refuse_contradiction(asked, model, lora)
     lora = dataclasses.replace(lora, dropout=asked.lora_dropout)
     return dataclasses.replace(model, lora=lora, quantization=asked.base_quantization)
 
@@ -51,24 +49,6 @@ def _targets(asked: ModelSection, model: ModelConfig) -> tuple[str, ...]:
         return chosen(model.weights()["layers"], asked.target_modules, asked.exclude_modules)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-
-
-def _refuse_contradiction(asked: ModelSection, model: ModelConfig, found: Lora) -> None:
-    """Raises ConfigError for an option that is set, to something else than the folder's adapters have."""
-    default = ModelSection()
-    pairs: list[tuple[str, Any, Any]] = [
-        ("lora_rank", asked.lora_rank or found.rank, found.rank),
-        ("lora_alpha", asked.lora_alpha, found.alpha),
-        ("use_rslora", asked.use_rslora, found.use_rslora),
-    ]
-    if any(getattr(asked, name) != getattr(default, name) for name in ("target_modules", "exclude_modules")):
-        pairs.append(("target_modules", ", ".join(_targets(asked, model)), ", ".join(found.targets)))
-    for name, own, theirs in pairs:
-        if own not in (getattr(default, name), theirs):
-            raise ConfigError(
-                f"model.{name} ({own}) contradicts the adapters of model.lora_adapter_path "
-                f"({asked.lora_adapter_path}: {theirs}): leave it out"
-            )
 
 
 def _adapter_folder(config: Config) -> Path | None:

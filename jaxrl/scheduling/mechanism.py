@@ -273,8 +273,7 @@ class RolloutMemory:
 
     name: str  # of all of it, for messages
     parts: Mapping[str, int]  # bytes by name, as `jaxrl explain-config` lists them
-    option: str = ""  # to lower where it leaves too little for a KV pool; empty: none makes it smaller
-    lower: str = ""  # options with their values, to lower where it is larger than the pool and does not fit
+    lower: str = ""  # options with their values, to lower where it leaves too little; empty: none makes it smaller
     positions: int = 0  # of a decode step of a dp group that have logits, beside one for each row
     stays: bool = False  # whether it also lies on devices that leave the rollout before the end of a round
     line: str = ""  # what else `jaxrl explain-config` says of it
@@ -288,11 +287,9 @@ class RolloutMemory:
 class FreedMemory:
     """Memory of a mechanism on devices that leave the rollout before the end of a round."""
 
-    column: str  # its name in `jaxrl explain-config`
+    column: str  # its name in `jaxrl explain-config`, and in the refusal where they do not fit
     parts: Mapping[str, int]  # bytes by name
-    what: str  # needs them, and `why` so many, for the refusal where they do not fit
-    why: str
-    advice: str  # what else helps than to lower options of the update
+    advice: str  # what helps then
 
 
 class Mechanism:
@@ -363,9 +360,7 @@ class Mechanism:
         return None
 
     @classmethod
-    def freed_memory(
-        cls, config: Config, model: ModelConfig, num_devices: int, platform: str, remat: str, chunk: int
-    ) -> FreedMemory | None:
+    def freed_memory(cls, config: Config, model: ModelConfig, num_devices: int, platform: str) -> FreedMemory | None:
         """The memory that it needs on devices that leave the rollout early; arguments as in
         `jaxrl.training.update_memory.update_phases`."""
         return None

@@ -11,7 +11,6 @@ import re
 import reprlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Literal
 
 from annotated_types import GroupedMetadata, Le
@@ -77,18 +76,6 @@ class _Short(reprlib.Repr):
 
     def repr_str(self, x: str, level: int) -> str:
         return super().repr_str(hider()(x), level)
-
-    def repr_int(self, x: int, level: int) -> str:
-        if x.bit_length() > 256:  # Python refuses to print thousands of digits
-            return f"a number of {x.bit_length()} bits"
-        return repr(x)
-
-    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
-        """In the order that it has; reprlib sorts the names."""
-        if x and level <= 0:
-            return "{...}"
-        parts = [f"{self.repr1(key, level - 1)}: {self.repr1(x[key], level - 1)}" for key in islice(x, self.maxdict)]
-        return "{" + ", ".join([*parts, *(["..."] if len(x) > self.maxdict else [])]) + "}"
 
 
 def shown(value: Any) -> str:

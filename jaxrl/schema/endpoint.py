@@ -39,12 +39,9 @@ def endpoint_problem(section: str, options: EndpointOptions) -> str | None:
     except ValueError as error:
         return f"{rule}, found {shown(endpoint)} ({error})"
     is_plain = endpoint.isascii() and endpoint.isprintable() and " " not in endpoint
-    if url.scheme not in ("http", "https") or not url.hostname or not port_is_right or not is_plain:
-        return f"{rule}, found {shown(endpoint)}"
-    if url.query or url.fragment:
-        return f"{rule}, without a query and a fragment, found {shown(endpoint)}"
-    if url.path.rstrip("/").endswith("/completions"):
-        return f"{rule}, without /chat/completions at its end, found {shown(endpoint)}"
+    is_base = not (url.query or url.fragment or url.path.rstrip("/").endswith("/completions"))
+    if url.scheme not in ("http", "https") or not url.hostname or not (port_is_right and is_plain and is_base):
+        return f"{rule}, up to what comes before /chat/completions, found {shown(endpoint)}"
     if not options.endpoint_model:
         return f"{section}.endpoint_model is missing: name the model that the endpoint is asked for"
     return None

@@ -9,7 +9,6 @@ from annotated_types import Ge
 
 from jaxrl.schema.declared import Cap, shown
 
-FloatType = Literal["float32", "bfloat16", "float64"]
 OpenFloatType = Literal["auto", "float32", "bfloat16", "float64"]
 """auto: `Config.with_types` puts a type in its place once the devices are known."""
 Quantization = Literal["none", "int8", "nf4"]

@@ -6,7 +6,6 @@ JSON schema as well.
 
 from __future__ import annotations
 
-import json
 import math
 import types
 import typing
@@ -76,20 +75,11 @@ class Section(BaseModel):
                 raise ValueError(f"must be at most {MAX_FLOAT:.3g} (the largest float32), found {shown(value)}")
             case int() if abs(value) > MAX_INT and mark(field, Cap) is None:
                 raise ValueError(f"must be at most {MAX_INT} (the largest 32-bit integer), found {shown(value)}")
-            case str() | list() | dict():
-                _refuse_half_character(value)
+            case str() | list():
                 for path in [value] if isinstance(value, str) else value:
                     if (names := mark(field, Names)) is not None:
                         _refuse_no_path(path, names)
         return value
-
-
-def _refuse_half_character(value: Any) -> None:
-    try:
-        json.dumps(value, ensure_ascii=False, default=repr).encode()
-    except UnicodeEncodeError as error:
-        half = error.object[error.start]
-        raise ValueError(f"holds {half!a}, which is no character, so that it cannot be written as UTF-8") from None
 
 
 def _refuse_no_path(path: str, names: Names) -> None:
@@ -97,8 +87,6 @@ def _refuse_no_path(path: str, names: Names) -> None:
         is_new = names.what == "new folder"
         advice = "give one on this machine" if is_new else f"download it and give the {names.what}"
         raise ValueError(f"is a URL ({path}): {advice}")
-    if "\0" in path:
-        raise ValueError(f"must be a path, found a NUL character in {shown(path)}")
 
 
 def is_section(kind: Any) -> typing.TypeGuard[type[Section]]:

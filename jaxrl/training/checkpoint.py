@@ -31,7 +31,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxrl.record.files import reason, system_error, way_on
-from jaxrl.record.state import read_arrays, write_arrays
+from jaxrl.record.state import join_arrays, read_arrays, split_arrays, write_arrays
 from jaxrl.training import manifest
 from jaxrl.training.steps import ARRAYS, HOST, SCHEMA_VERSION, STATE, Choice, choose, free_name, steps_of, verify
 from jaxrl.types import RunFailed
@@ -52,19 +51,6 @@ _log = logging.getLogger(__name__)
 _ARRAYS_FILE = f"{ARRAYS}/arrays.arrow"
 _FILE_BYTES = 2**28  # hashed by one thread (Orbax: 2 GiB)
 _ASYNC = ocp.AsyncOptions(create_directories_asynchronously=False)
-
-
-@dataclass(frozen=True, slots=True)
-class HostState:
-    """The host's part of a checkpoint. It is written in the background and must not change after `save`.
-
-    Attributes:
-      values: JSON-able (strings, finite numbers, lists, dicts with string keys).
-      arrays: numpy arrays by name, of any dtype but object.
-    """
-
-    values: Mapping[str, Any] = field(default_factory=dict)
-    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 class _Items(ocp.CompositeCheckpointHandler):
@@ -148,17 +134,19 @@ class Checkpointer:
             if _LEFTOVER.fullmatch(leftover.name):
                 _remove(leftover)
 
-    def save(self, step: int, train_state: Tree, host_state: HostState | None = None) -> None:
+    def save(self, step: int, train_state: Tree, host_state: Mapping[str, Any] | None = None) -> None:
         """Writes a step in the background. Returns when the arrays are copied: they may be donated right after.
 
         Args:
           step: the number of finished training steps; above all earlier ones.
           train_state: nested dicts of arrays (`MeshTrainer.state`).
+          host_state: nested dicts with string keys, of JSON values and numpy arrays. It is written in the background
+            and must not change.
 
         Raises:
           RunFailed: this step, or the one that was being written, cannot be written, or `on_commit` cannot note it.
         """
-        host = HostState() if host_state is None else host_state
+        values, arrays = split_arrays(host_state or {})
         self.wait()
         if step in self._found:
             raise ValueError(f"checkpoint {step} exists already in {self._folder}")
@@ -173,12 +161,12 @@ class Checkpointer:
                 self._temporary(step),
                 args=_ItemArgs(
                     state=ocp.args.PyTreeSave(owned, ocdbt_target_data_file_size=_FILE_BYTES),
-                    host=ocp.args.JsonSave({"schema_version": SCHEMA_VERSION, "values": dict(host.values)}),
+                    host=ocp.args.JsonSave({"schema_version": SCHEMA_VERSION, "values": values}),
                 ),
             )
-            self._pending = step, self._thread.submit(self._commit, step, host.arrays)
+            self._pending = step, self._thread.submit(self._commit, step, arrays)
 
-    def restore(self, abstract_state: Tree, step: int | None = None) -> tuple[Tree, HostState]:
+    def restore(self, abstract_state: Tree, step: int | None = None) -> tuple[Tree, dict[str, Any]]:
         """(train_state, host_state) of a step, on the mesh of `abstract_state`.
 
         Args:
@@ -201,7 +189,7 @@ class Checkpointer:
         _refuse_other_arrays(place, abstract_state, _stored(place / STATE))
         args = _ItemArgs(state=_restore_args(abstract_state), host=ocp.args.JsonRestore())
         found = self._orbax.restore(place, args=args)
-        return found[STATE], HostState(found[HOST]["values"], read_arrays(place / _ARRAYS_FILE))
+        return found[STATE], join_arrays(found[HOST]["values"], read_arrays(place / _ARRAYS_FILE))
 
     def latest_step(self) -> int | None:
         """The newest complete step, or None."""

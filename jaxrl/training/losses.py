@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxrl.config import ActorSection, Config, CriticSection, RolloutCorrectionSection
+from jaxrl.config import ActorSection, Config, RolloutCorrectionSection
 from jaxrl.training.advantages import kl_estimate
 from jaxrl.training.packing import Array, TokenBatch
 
@@ -150,18 +150,19 @@ def generalized_jsd(student: jax.Array, teacher: jax.Array, beta: float) -> jax.
     return beta * kl(teacher, mixture) + (1 - beta) * kl(student, mixture)
 
 
-def compute_values(values: jax.Array, batch: TokenBatch, critic: CriticSection) -> LossTerms:
+def compute_values(values: jax.Array, batch: TokenBatch, config: Config) -> LossTerms:
     """The critic's objective of a microbatch: half the squared error of `values` [R, T] to the returns, with metrics.
 
     Per token it is the larger of two errors: of the value, and of the value clipped to `cliprange_value` around what it
     was before the step's updates. So a value that has moved further than that towards the return has no gradient.
     `critic/vf_clipfrac`: the share of tokens where the clipped error is larger.
     """
-    before, returns, reach = jnp.asarray(batch.values), jnp.asarray(batch.returns), critic.cliprange_value
+    before, returns = jnp.asarray(batch.values), jnp.asarray(batch.returns)
+    reach, mode = config.critic.cliprange_value, config.algorithm.loss_agg_mode
     plain = jnp.square(values - returns)
     clipped = jnp.square(jnp.clip(values, before - reach, before + reach) - returns)
-    total = 0.5 * aggregate_sum(jnp.maximum(plain, clipped), batch, critic.loss_agg_mode)
-    denominator = aggregate_denominator(batch, critic.loss_agg_mode)
+    total = 0.5 * aggregate_sum(jnp.maximum(plain, clipped), batch, mode)
+    denominator = aggregate_denominator(batch, mode)
     means = {
         "critic/vf_loss": Fraction(total, denominator),
         "critic/vf_clipfrac": Fraction(_masked_sum((clipped > plain).astype(values.dtype), batch), _num_tokens(batch)),

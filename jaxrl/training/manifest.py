@@ -1,8 +1,7 @@
 """A checkpoint's manifest: the name, size and SHA-256 of every file, in a file beside them.
 
 It is written last, before a checkpoint gets its name. It also holds a digest of its content, and must equal byte for
-byte what `write` makes of that content. So every changed, cut, missing or renamed file is found, and every added file
-that a reader would take as part of an item. Other added files are allowed: notes beside the items, and hidden files.
+byte what `write` makes of that content. So every changed, cut, missing or renamed file is found.
 
 A missing or unreadable file is damage. Transient errors of the system (a server that does not answer, no memory, too
 many open files) say nothing about the checkpoint: they are raised, and another try may succeed.
@@ -77,23 +76,18 @@ def read(folder: Path, step: int | None) -> Mapping[str, Any]:
     return content
 
 
-def check(
-    folder: Path,
-    content: Mapping[str, Any],
-    items: Collection[str],
-    progress: Callable[[], None] = lambda: None,
-) -> None:
-    """Compares a checkpoint's files with the manifest that `read` returned; `progress` as in `write`. The folders
-    `items` may hold no other file, unless it is hidden. Raises as `read`."""
+def check(folder: Path, content: Mapping[str, Any], progress: Callable[[], None] = lambda: None) -> None:
+    """Compares a checkpoint's files with the manifest that `read` returned; `progress` as in `write`. Raises as
+    `read`."""
     files = content["files"]
-    _check_names(folder, files.keys(), items)
+    _check_names(folder, files.keys())
     with ThreadPoolExecutor(_THREADS) as threads:
         for fault in threads.map(lambda name: _fault(folder / name, name, files[name], progress), sorted(files)):
             if fault is not None:
                 raise Damaged(fault)
 
 
-def _check_names(folder: Path, names: Collection[str], items: Collection[str]) -> None:
+def _check_names(folder: Path, names: Collection[str]) -> None:
     try:
         found = set(_names(folder))
     except OSError as error:
@@ -101,17 +95,7 @@ def _check_names(folder: Path, names: Collection[str], items: Collection[str]) -
             raise
         raise Damaged(f"{error.filename} cannot be read ({(error.strerror or str(error)).lower()})") from None
     if missing := sorted(set(names) - found):
-        raise Damaged(f"{missing[0]} is missing" + _others(missing))
-    if extra := sorted(name for name in found.difference(names) if _is_part(name, items)):
-        raise Damaged(f"{extra[0]} does not belong to it" + _others(extra))
-
-
-def check_file(folder: Path, content: Mapping[str, Any], name: str) -> None:
-    """`check` of a single file, which must be in the manifest."""
-    expected = content["files"].get(name)
-    fault = f"{name} is missing" if expected is None else _fault(folder / name, name, expected, lambda: None)
-    if fault is not None:
-        raise Damaged(fault)
+        raise Damaged(f"{missing[0]} is missing" + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""))
 
 
 def sync_folder(folder: Path) -> None:
@@ -144,12 +128,6 @@ def _names(folder: Path) -> Iterator[str]:
                 yield path
 
 
-def _is_part(name: str, items: Collection[str]) -> bool:
-    """Whether a reader of the items might take a file as a part of one."""
-    parts = name.split("/")
-    return len(parts) > 1 and parts[0] in items and not any(part.startswith(".") for part in parts)
-
-
 def _synced(path: Path, progress: Callable[[], None]) -> dict[str, Any]:
     with reading(path), open(path, "rb", buffering=0) as file:
         os.fsync(file.fileno())
@@ -179,7 +157,3 @@ def _fault(path: Path, name: str, expected: Mapping[str, Any], progress: Callabl
             raise
         return f"{name} cannot be read ({(error.strerror or str(error)).lower()})"
     return None
-
-
-def _others(names: list[str]) -> str:
-    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

@@ -4,7 +4,7 @@ An objective says what is computed per token from the final hidden states of a m
 decoder, packing, sharding, accumulation and the optimizer are the same for all (`jaxrl.training.programs`). All have
 
 - `name`, `optim`, `grad_clip`: of a section of options (`actor`, `critic`); `name` is also the prefix of metrics;
-- `passes`: the programs without gradients, in the order in which they are needed;
+- `passes`: the programs without gradients, in the order in which they are needed; `learns`: whether there are others;
 - `teacher_top_k`: how many of a teacher's tokens the loss reads in each column;
 - `per_token(head(params), hidden, batch)`: arrays [R, T] or [R, T, ...] from final-normed hidden states [R, T, E], 0
   where the mask is, whose loss is `loss(found, batch)`. A pass without gradients returns the first one.
@@ -30,7 +30,7 @@ from jaxrl.models import decoder
 from jaxrl.models.config import ModelConfig
 from jaxrl.sharding.rules import padded_weights, train_shardings
 from jaxrl.training import losses
-from jaxrl.training.logprobs import DEFAULT_CHUNK, HeadOptions, token_logprobs, top_logprobs
+from jaxrl.training.logprobs import DEFAULT_CHUNK, HeadOptions, token_logprobs
 from jaxrl.training.packing import TokenBatch
 from jaxrl.training.vocabulary import split_of
 
@@ -40,6 +40,8 @@ _Read = tuple[HeadOptions, Tree, jax.Array, jax.Array, jax.Array, Mesh]
 
 class PolicyObjective:
     """Log-probabilities of the sampled tokens, and `losses.compute`. `widen`, `by_rows`: as in `HeadOptions`."""
+
+    learns = True
 
     def __init__(self, config: Config, model_config: ModelConfig, mesh: Mesh, *, widen: bool, by_rows: ByRows) -> None:
         actor = config.actor
@@ -67,10 +69,6 @@ class PolicyObjective:
         """(log-probabilities, entropies), and with a teacher's tokens their log-probabilities."""
         ids = None if batch.teacher_ids is None else jnp.asarray(batch.teacher_ids)
         return token_logprobs(*self._read(head, hidden, batch), ids)
-
-    def tops(self, head: Tree, hidden: jax.Array, batch: TokenBatch, vocab_size: int) -> jax.Array:
-        """A teacher's likeliest tokens: see `logprobs.top_logprobs`."""
-        return top_logprobs(*self._read(head, hidden, batch), self.teacher_top_k, vocab_size)
 
     def _read(self, head: Tree, hidden: jax.Array, batch: TokenBatch) -> _Read:
         return self._options, head, hidden, jnp.asarray(batch.targets), jnp.asarray(batch.loss_mask), self._mesh
@@ -101,11 +99,13 @@ class LikelihoodObjective(PolicyObjective):
 class ValueObjective:
     """The expected return from each token on, before it is sampled, and `losses.compute_values`."""
 
+    learns = True
+
     def __init__(self, config: Config) -> None:
-        self.name, self.grad_clip, self.teacher_top_k = "critic", config.critic.grad_clip, 0
+        self.name, self.grad_clip, self.teacher_top_k = "critic", config.actor.grad_clip, 0
         self.optim: OptimSection = config.critic_optim
         self.passes: tuple[str, ...] = ("values",)
-        self._options = config.critic
+        self._config = config
 
     def head(self, params: Tree) -> Tree:
         return {"score": params["score"]}
@@ -116,7 +116,7 @@ class ValueObjective:
         return (jnp.where(jnp.asarray(batch.loss_mask) > 0, decoder.score(head, wide), 0),)
 
     def loss(self, found: tuple[jax.Array, ...], batch: TokenBatch) -> losses.LossTerms:
-        return losses.compute_values(found[0], batch, self._options)
+        return losses.compute_values(found[0], batch, self._config)
 
 
 Objective = PolicyObjective | ValueObjective

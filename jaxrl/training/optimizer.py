@@ -23,28 +23,22 @@ import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from jaxrl.config import ConfigError, OptimSection
+from jaxrl.models.lora import is_trained
 from jaxrl.models.streaming import is_on_host
 from jaxrl.models.weights import Weight
-from jaxrl.training.moments import block_of, kept_as
 from jaxrl.training.weightwise import weightwise
 
 Tree = Any
-Trainable = Callable[[str], bool]
-"""Whether the parameter at a path like `layers/q` is trained."""
 
 
-def everything(path: str) -> bool:
-    """The default partition: all parameters are trainable."""
-    return True
-
-
-def partition(params: Tree, trainable: Trainable) -> tuple[Tree, Tree]:
+def partition(params: Tree, adapters_alone: bool) -> tuple[Tree, Tree]:
     """(trainable, frozen): two trees like `params`, with None where a leaf belongs to the other."""
 
     def keep(wanted: bool) -> Tree:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: leaf if trainable(path_name(path)) == wanted else None, params
-        )
+        def one(path: Any, leaf: Any) -> Any:
+            return leaf if (not adapters_alone or is_trained(path_name(path))) == wanted else None
+
+        return jax.tree_util.tree_map_with_path(one, params)
 
     return keep(True), keep(False)
 
@@ -146,10 +140,12 @@ def build(
     def kept(inner: optax.GradientTransformation) -> optax.GradientTransformation:
         if optim.state_dtype == "float32":
             return inner
+        from jaxrl.training.moments import block_of, kept_as
+
         blocks = {name: block_of(each) for name, each in declared.items()} if optim.state_dtype == "int8" else {}
         return kept_as(optim.state_dtype, inner, blocks)
 
-    scale = kept(optax.scale_by_adam(b1=optim.beta1, b2=optim.beta2, eps=optim.eps))
+    scale = kept(optax.scale_by_adam(b1=optim.beta1, b2=optim.beta2))
     if optim.name == "muon":
         matrices = {name: each for name, each in declared.items() if name.startswith("layers/") and each.is_matrix}
         scale = _muon(optim.momentum, matrices, scale, kept)

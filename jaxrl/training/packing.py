@@ -62,7 +62,6 @@ class TokenBatch(struct.PyTreeNode):
     ref_logprobs: Array
     values: Array  # the critic's before the update
     returns: Array  # what it is to learn
-    versions: Array  # int32, the `policy_version` that produced each response token; 0 elsewhere
     sequence_length: Array  # int32, how many columns of a segment have mask 1 (the same at all of them)
     num_sequences: Array  # int32 [R], samples in each row that have at least one token with mask 1
     teacher_ids: Array | None = None  # int32 [R, T, K], those that it finds likeliest; None where no loss reads them
@@ -71,7 +70,7 @@ class TokenBatch(struct.PyTreeNode):
     @classmethod
     def zeros(cls, rows: int, length: int, top_k: int = 0) -> TokenBatch:
         """Arrays of padding only, as numpy arrays; with `top_k` a teacher's among them."""
-        integers = "tokens", "segment_ids", "prefix_ids", "positions", "targets", "versions", "sequence_length"
+        integers = "tokens", "segment_ids", "prefix_ids", "positions", "targets", "sequence_length"
         floats = "loss_mask", "advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "returns"
         return cls(
             **{name: np.zeros((rows, length), np.int32) for name in integers},
@@ -268,7 +267,6 @@ class _RowWriter:
             advantages=batch.advantages[i],
             rollout_logprobs=sample.rollout_logprobs,
             old_logprobs=sample.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs[i],
-            versions=sample.versions,
         )
         known = {
             **{"ref_logprobs": batch.ref_logprobs, "values": batch.values, "returns": batch.returns},

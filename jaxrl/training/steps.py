@@ -127,4 +127,4 @@ def _compare(place: Path, step: int | None, progress: Callable[[], None]) -> Non
         raise ValueError(
             f"checkpoint {place} has schema version {version}; this jaxrl reads up to {SCHEMA_VERSION}: update jaxrl"
         )
-    manifest.check(place, content, (STATE, HOST, ARRAYS), progress)
+    manifest.check(place, content, progress)

@@ -20,6 +20,7 @@ is loaded again.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -33,7 +34,8 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.models.lora import without_adapters
 from jaxrl.sharding.compiled import Meet, alone
-from jaxrl.training.objectives import PolicyObjective
+from jaxrl.training.logprobs import top_logprobs
+from jaxrl.training.objectives import ObjectiveOf, PolicyObjective
 from jaxrl.training.packing import TokenBatch
 from jaxrl.training.programs import TrainPrograms
 from jaxrl.training.trainer import DispatchQueue, placed
@@ -42,43 +44,39 @@ from jaxrl.types import Prompt, TrainBatch
 Tree = Any
 
 
-class TeacherPrograms(TrainPrograms):
-    """The programs of a reference, for another model that is never trained. Its weights lie at `places`.
+class TeacherObjective(PolicyObjective):
+    """What a teacher says of each token: the log-probability of the policy's, or with `algorithm.teacher.top_k` what
+    `logprobs.top_logprobs` returns, over the policy's `vocab_size`."""
 
-    Attributes:
-      kind: the program that `MeshTeacher.annotate` runs: `ref_logprobs` or `top_logprobs`.
-    """
+    learns = False
 
-    def __init__(
-        self, config: Config, model_config: ModelConfig, mesh: Mesh, *, vocab_size: int = 0, whole: Mesh | None = None
-    ) -> None:
-        """`vocab_size`: the policy's; 0: the teacher's. `whole`: as in `TrainPrograms`."""
-        super().__init__(teacher_config(config), model_config, mesh, updates=False, whole=whole)
-        self._of_run, self._vocab_size = config, vocab_size or model_config.vocab_size
-        self.kind = "top_logprobs" if config.algorithm.teacher.top_k else "ref_logprobs"
+    def __init__(self, *given: Any, vocab_size: int, **how: Any) -> None:
+        super().__init__(*given, **how)
+        self._vocab_size = vocab_size
+        self.passes = ("top_logprobs",) if self.teacher_top_k else ("ref_logprobs",)
 
-    def without_updates(self, mesh: Mesh) -> TeacherPrograms:
-        return TeacherPrograms(self._of_run, self.model_config, mesh, vocab_size=self._vocab_size, whole=self.mesh)
+    def per_token(self, head: Tree, hidden: jax.Array, batch: TokenBatch) -> tuple[jax.Array, ...]:
+        if not self.teacher_top_k:
+            return super().per_token(head, hidden, batch)
+        return (top_logprobs(*self._read(head, hidden, batch), self.teacher_top_k, self._vocab_size),)
 
-    def of_base(self, params: Tree) -> Tree:
-        """The weights of a policy with adapters without those, in the teacher's types: the arrays themselves, but for
-        norms of another type."""
-        return placed(without_adapters(params), self.shardings, self.ref_dtypes, copy=False)
 
-    def shapes(self) -> list[tuple[str, int, int]]:
-        return [(self.kind, shape.rows * self.layout.dp, shape.length) for shape in reversed(self.microbatches)]
+@functools.cache
+def _objective(vocab_size: int) -> ObjectiveOf:
+    return functools.partial(TeacherObjective, vocab_size=vocab_size)
 
-    def _trace(self, kind: str, rows: int, tokens: int) -> Any:
-        if kind != "top_logprobs":
-            return super()._trace(kind, rows, tokens)
-        jitted = jax.jit(self._tops_of, out_shardings=self._replicated)
-        return jitted.trace(self._abstract_ref(), self._batch(rows, tokens))
 
-    def _tops_of(self, params: Tree, batch: TokenBatch) -> jax.Array:
-        rows = self.parted(batch)
-        hidden, head, _ = self._hidden_and_head(params, rows, None)
-        assert isinstance(self.objective, PolicyObjective), "read_teacher has refused a reward model"
-        return self.joined(self.objective.tops(head, hidden, rows, self._vocab_size))
+def teacher_programs(config: Config, model_config: ModelConfig, mesh: Mesh, vocab_size: int = 0) -> TrainPrograms:
+    """The programs of a reference, for another model that is never trained. Its weights lie at `places`. `vocab_size`:
+    the policy's; 0: the teacher's."""
+    objective = _objective(vocab_size or model_config.vocab_size)
+    return TrainPrograms(teacher_config(config), model_config, mesh, updates=False, objective=objective)
+
+
+def base_weights(programs: TrainPrograms, params: Tree) -> Tree:
+    """The weights of a policy with adapters without those, in a teacher's types: the arrays themselves, but for norms
+    of another type."""
+    return placed(without_adapters(params), programs.shardings, programs.ref_dtypes, copy=False)
 
 
 class MeshTeacher:
@@ -86,7 +84,7 @@ class MeshTeacher:
 
     def __init__(
         self,
-        programs: TeacherPrograms,
+        programs: TrainPrograms,
         params: Tree,
         *,
         prompt_of: Callable[[Prompt], Prompt] = lambda prompt: prompt,
@@ -101,8 +99,8 @@ class MeshTeacher:
 
     def annotate(self, batch: TrainBatch) -> None:
         """Writes its log-probabilities of every response token, at the rollout's temperature, into the batch."""
-        programs = self.programs
-        self.write(batch, programs.forward(programs.kind, self.params, self.read(batch), self._queue.put))
+        (kind,) = self.programs.objective.passes
+        self.write(batch, self.programs.forward(kind, self.params, self.read(batch), self._queue.put))
 
     def read(self, batch: TrainBatch) -> TrainBatch:
         """The batch as the teacher reads it: its own prompts before the policy's responses."""
@@ -154,7 +152,7 @@ def teacher_config(config: Config) -> Config:
     return config.replace(actor=actor, data=data)
 
 
-def offloaded(programs: TeacherPrograms, outer: Mapping[str, Any], layers: Iterable[Mapping[str, Any]]) -> Tree:
+def offloaded(programs: TrainPrograms, outer: Mapping[str, Any], layers: Iterable[Mapping[str, Any]]) -> Tree:
     """Weights in training form at the places of programs with `offload`. `outer`, `layers`: as
     `jaxrl.models.loading.load_layerwise` loads them; each layer leaves the devices before the next one comes."""
     stacked: dict[str, np.ndarray] = {}

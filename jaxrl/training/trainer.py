@@ -3,16 +3,10 @@
 Policy and critic are both a `MeshTrainer`. They differ in the objective of their programs
 (`jaxrl.training.objectives`), as do RL, SFT and DPO, and in the batches that they get.
 
-Source: docs/architecture.md; gradients that add up in any order are RollPacker §4.4. Master weights, optimizer state
-and the accumulator are split over all devices by `sharding.rules.train_spec` (nested, so that a rollout layout is a
-prefix). Rows of a microbatch are split over the same devices, each possibly over several
-(`actor.context_parallel_size`). Each layer's weights are gathered inside the scan, as in FSDP (Zhao et al. 2023).
-Departure: the accumulator holds the unnormalised sum of gradients and its denominator, and is divided once. So a
-minibatch may be cut into microbatches and parts of any size and order.
-
-Memory: master weights and optimizer state always (with `actor.offload_optimizer` the latter is in host memory); the
-reference's weights if an option needs them; the accumulator from the first `accumulate` to `apply`; activations as
-`actor.remat` says; logits of `actor.logprob_chunk_tokens` tokens per device (`jaxrl.training.update_memory`).
+Source: gradients that add up in any order are RollPacker §4.4. Master weights, optimizer state and the accumulator are
+split over all devices by `sharding.rules.train_spec` (nested, so that a rollout layout is a prefix). Departure: the
+accumulator holds the unnormalised sum of gradients and its denominator, and is divided once. So a minibatch may be cut
+into microbatches and parts of any size and order. It is there from the first `accumulate` to `apply`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The memory of training, per device, before anything is allocated: resident parts, and what an update adds.
 
-`resident_parts` and `update_parts` are the trainer's share of `jaxrl.run.memory`; `plan_remat` decides what the
-update recomputes, `plan_chunk` how many tokens have their logits at once.
+`resident_parts` and `update_parts` are the trainer's share of `jaxrl.run.memory`; `planned_update` decides what the
+update recomputes, and how many tokens have their logits at once.
 
 The bytes of weights, optimizer and gradients follow exactly from the table of weights and the sharding rules.
 Activations are an estimate: what the backward pass keeps of each layer, and one layer's working set. The update has
@@ -19,8 +19,8 @@ layers in host memory; their passes come before the first gradient, and a refere
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from jaxrl.config import Config, OptimSection
 from jaxrl.kernels.attention import Heads, PackedAttention, choose_packed
@@ -34,7 +34,6 @@ from jaxrl.sharding.mesh import dividing_factors
 from jaxrl.sharding.narrow_weights import Scale, inputs
 from jaxrl.sharding.rules import axes_of_dims
 from jaxrl.training.logprobs import DEFAULT_CHUNK
-from jaxrl.training.moments import block_of
 from jaxrl.training.objectives import critic_config
 from jaxrl.training.packing import BatchShape, microbatch_shapes
 from jaxrl.training.vocabulary import group_of
@@ -123,11 +122,16 @@ def _is_orthogonalised(optim: OptimSection, weight: Weight) -> bool:
     return optim.name == "muon" and weight.stacked and weight.is_matrix
 
 
+def _block_of(weight: Weight) -> Any:
+    from jaxrl.training.moments import block_of
+
+    return block_of(weight)
+
+
 def _moments(config: Config, optim: OptimSection, weight: Weight, degree: int, num_hosts: int) -> int:
     """Bytes of a weight's moments; Muon's matrices have one."""
     numbers = (1 if _is_orthogonalised(optim, weight) else 2) * _shard_numbers(weight, degree, num_hosts)
-    block = block_of(weight) if optim.state_dtype == "int8" else None
-    if block is not None:
+    if optim.state_dtype == "int8" and (block := _block_of(weight)) is not None:
         return numbers + numbers // block.size * 4
     return numbers * BYTES[optim.state_dtype if optim.state_dtype == "bfloat16" else config.actor.param_dtype]
 
@@ -172,57 +176,50 @@ def _kept_parts(config: Config, model_config: ModelConfig, num_devices: int) -> 
             yield from frozen("teacher: weights", teacher_model(config), teacher.dtype, teacher.offload)
 
 
-def plan_remat(
+def planned_update(
     config: Config, model_config: ModelConfig, num_devices: int, memory_bytes: int | None, platform: str
-) -> Literal["none", "dots", "full"]:
-    """`actor.remat`, with `auto` resolved: `dots` if the update then fits into a device's memory, or if that is not
-    known (`memory_bytes` None), else `full`."""
-    chosen = config.actor.remat
-    if chosen != "auto":
-        return chosen
-    chunk = config.actor.logprob_chunk_tokens
-    chunk = DEFAULT_CHUNK if chunk == "auto" else chunk
-    update = update_parts(config, model_config, num_devices, platform, "dots", chunk)
-    needed = sum(resident_parts(config, model_config, num_devices).values()) + sum(update.values())
-    return "dots" if memory_bytes is None or needed <= _PLANNED_SHARE * memory_bytes else "full"
+) -> Config:
+    """`config` with `auto` of the update resolved, by the memory of one of the trainer's devices (None: not known).
 
-
-def plan_chunk(
-    config: Config, model_config: ModelConfig, num_devices: int, memory_bytes: int | None, platform: str, remat: str
-) -> int:
-    """`actor.logprob_chunk_tokens`, with `auto` resolved for an `actor.remat` that is.
-
-    The largest power of two from 128 to 4096 whose logits take at most half of what the rest of the update leaves of
-    0.8 of a device's memory; `DEFAULT_CHUNK` if the memory is not known (`memory_bytes` None).
+    `actor.remat`: `dots` if the update then fits into 0.8 of a device's memory, or if that is not known, else `full`.
+    `actor.logprob_chunk_tokens`: the largest power of two from 128 to 4096 whose logits take at most half of what the
+    rest of the update leaves of that share; `DEFAULT_CHUNK` if the memory is not known.
     """
-    chosen = config.actor.logprob_chunk_tokens
-    if chosen != "auto":
-        return chosen
-    if memory_bytes is None:
-        return DEFAULT_CHUNK
-    resident = sum(resident_parts(config, model_config, num_devices).values())
-    others = update_phases(config, model_config, num_devices, platform, remat, 0)["head"]
-    left = _PLANNED_SHARE * memory_bytes - resident - sum(others.values())
-    chunks = [1 << i for i in range(7, 13)]
-    fitting = [c for c in chunks if _chunk_bytes(config, model_config, c) <= _LOGITS_SHARE * left]
-    return max(fitting, default=chunks[0])
+    actor, chunk = config.actor, config.actor.logprob_chunk_tokens
+    given = model_config, num_devices, platform
+    left = math.inf
+    if memory_bytes is not None:
+        left = _PLANNED_SHARE * memory_bytes - sum(resident_parts(config, model_config, num_devices).values())
+    if actor.remat == "auto":
+        actor = actor.replace(remat="dots", logprob_chunk_tokens=DEFAULT_CHUNK if chunk == "auto" else chunk)
+        fits = sum(update_parts(config.replace(actor=actor), *given).values()) <= left
+        actor = actor.replace(remat="dots" if fits else "full")
+    if chunk == "auto" and memory_bytes is not None:
+        others = update_phases(config.replace(actor=actor.replace(logprob_chunk_tokens=0)), *given)["head"]
+        room = _LOGITS_SHARE * (left - sum(others.values()))
+        chunks = [1 << i for i in range(7, 13)]
+        chunk = max((c for c in chunks if _chunk_bytes(config, model_config, c) <= room), default=chunks[0])
+    return config.replace(actor=actor.replace(logprob_chunk_tokens=DEFAULT_CHUNK if chunk == "auto" else chunk))
 
 
-def update_parts(
-    config: Config, model_config: ModelConfig, num_devices: int, platform: str, remat: str, chunk: int
-) -> dict[str, int]:
-    """Bytes that an update adds to the resident ones in its largest phase. `remat`, `chunk`: `actor.remat` and
-    `actor.logprob_chunk_tokens`, resolved."""
-    phases = update_phases(config, model_config, num_devices, platform, remat, chunk)
-    return {name: size for name, size in max(phases.values(), key=lambda parts: sum(parts.values())).items() if size}
+def update_parts(config: Config, model_config: ModelConfig, num_devices: int, platform: str) -> dict[str, int]:
+    """Bytes that an update adds to the resident ones in its largest phase."""
+    return largest(update_phases(config, model_config, num_devices, platform).values())
+
+
+def largest(phases: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The parts of the phase that needs most."""
+    return {name: size for name, size in max(phases, key=lambda parts: sum(parts.values())).items() if size}
 
 
 def update_phases(
-    config: Config, model_config: ModelConfig, num_devices: int, platform: str, remat: str, chunk: int
+    config: Config, model_config: ModelConfig, num_devices: int, platform: str
 ) -> dict[str, dict[str, int]]:
     """Bytes by phase: the head's gradient, the layers' backward pass, the embedding's gradient, the optimizer's update,
-    and a teacher's pass where there is a teacher."""
+    and a teacher's pass where there is a teacher. `auto` of the update is resolved (`planned_update`)."""
     m, actor = model_config, config.actor
+    remat, chunk = actor.remat, actor.logprob_chunk_tokens
+    assert chunk != "auto", "planned_update comes before"
     num_hosts, size, wide = config.hosts.num, BYTES[actor.param_dtype], BYTES[actor.dtype]
     numbers, trains_all = trained_numbers(m, num_devices, num_hosts), m.lora is None
     full = full_microbatch(config, m, num_devices, platform)
@@ -335,7 +332,7 @@ def _step_parts(config: Config, m: ModelConfig, num_devices: int) -> dict[str, i
         numbers = _shard_numbers(weight, num_devices, hosts)
         state = 2 * offload * _moments(config, optim, weight, num_devices, hosts)
         if not _is_orthogonalised(optim, weight):
-            return state + (2 * numbers * BYTES["float32"] if optim.state_dtype == "int8" and block_of(weight) else 0)
+            return state + (2 * numbers * BYTES["float32"] if optim.state_dtype == "int8" and _block_of(weight) else 0)
         first, split = weight.num_stacked, weight.num_stacked + weight.num_inputs
         sides = math.prod(weight.shape[first:split]), math.prod(weight.shape[split:])
         return state + (5 * numbers + math.prod(weight.shape[:first]) * min(sides) ** 2) * size

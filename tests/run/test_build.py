@@ -10,7 +10,6 @@ import pytest
 
 from jaxrl.config import Config, ConfigError, from_mapping
 from jaxrl.run import build
-from jaxrl.run.build import use_compilation_cache
 from jaxrl.run.training import with_cache_folder
 
 CONFIG = from_mapping({"model": {"path": "SmolLM2-135M"}})
@@ -38,21 +37,6 @@ def test_float8_is_refused_where_a_gpu_has_none(option: str):
         build.refuse_float8(config, SimpleNamespace(compute_capability=capability, device_kind="L4"))
     with pytest.raises(ConfigError, match=rf"^rollout.{option}=fp8: float8 needs a GPU of .* 8.9 or more, and A100"):
         build.refuse_float8(config, SimpleNamespace(compute_capability="8.0", device_kind="A100"))
-
-
-def test_a_cache_is_known_again_until_its_folder_is_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(build, "reset_cache", lambda: None)
-    monkeypatch.setattr(build.jax.config, "update", lambda *_: None)
-    folder = tmp_path / "cache"
-    config = configured(compilation_cache_dir=str(folder))
-    name = use_compilation_cache(config)
-    assert name
-    assert use_compilation_cache(config) == name
-    assert len(list(folder.iterdir())) == 1, "the name, and no temporary file of it"
-    for file in folder.iterdir():
-        file.unlink()
-    assert use_compilation_cache(config) not in ("", name)
-    assert use_compilation_cache(configured(compilation_cache_dir="")) == ""
 
 
 def test_a_cache_that_cannot_be_written_stops_no_run_unless_it_was_asked_for(

@@ -135,8 +135,6 @@ def test_memory_of_gradients_beside_the_rollout():
     on_two = explain(config(), SMOLLM2, 2).memory
     assert freed.parts["weights of the half"] == on_two.resident["master weights"]
     assert freed.parts["gradients"] == on_two.update["gradients"]
-    size = e.memory.freed_bytes(freed)
-    assert size == sum(e.memory.resident.values()) + sum(freed.parts.values())
     assert "stream" in str(e)
     assert "stream" not in str(plain)
 

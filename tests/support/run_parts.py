@@ -14,7 +14,7 @@ from jaxrl.types import Sample
 
 
 class Machine:
-    """Implements `jaxrl.run.run.Machine` for mechanisms that compute on no devices. It builds nothing."""
+    """Implements `jaxrl.run.mesh_machine.MeshMachine` for mechanisms that compute on no devices. It builds nothing."""
 
     mesh = None
     platform = "cpu"

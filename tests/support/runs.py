@@ -24,6 +24,7 @@ from quick_xla import flags
 
 from jaxrl.cli import main
 from jaxrl.record.run_record import RunRecord
+from jaxrl.record.state import split_arrays
 from jaxrl.run.stop import Stop
 from jaxrl.run.training import Training
 from jaxrl.training.checkpoint import Checkpointer, _stored
@@ -215,7 +216,8 @@ def state_of(run_dir: Path) -> tuple[dict[str, np.ndarray], Mapping[str, Any]]:
         abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
         state, host = store.restore(abstract, step)
     arrays = {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(state)}
-    return arrays | {f"host.{name}": array for name, array in host.arrays.items()}, host.values
+    values, named = split_arrays(host)
+    return arrays | {f"host.{name}": array for name, array in named.items()}, values
 
 
 def assert_same_end(run_dir: Path, other: Path, *, but: str = "") -> None:

@@ -31,12 +31,11 @@ def key_of(programs: CompiledPrograms, shape: Any) -> Any:
     if isinstance(programs, LayoutPrograms):
         return settings, programs.model, programs.layout, programs.config, shape
     if isinstance(programs, TrainPrograms):
-        config, made_with = programs.config, dict(programs._made_with)
-        if shape[0] != "update":
-            del made_with["total_updates"]
+        config = programs.config
+        made_with = *programs.made_with.values(), programs.total_updates if shape[0] == "update" else 0
         read = repr((config.actor, config.critic, config.algorithm, config.rollout.temperature))
         placed = tuple(jax.tree.leaves(programs.shardings))  # on a part of a larger mesh as on all of it
-        return settings, read, programs.model_config, programs.mesh, placed, *made_with.values(), shape
+        return settings, read, programs.model_config, programs.mesh, placed, *made_with, shape
     return None
 
 

@@ -121,7 +121,7 @@ def programs_of(
     if key not in _PROGRAMS:
         _PROGRAMS[key] = TrainPrograms(config, model, make_mesh(jax.devices()[:devices]), interpret=interpret)
     found = _PROGRAMS[key]
-    found.microbatches = rows or microbatch_shapes(config, model, devices, found.packed_attention)[-1:]
+    found.microbatches = rows or microbatch_shapes(config, model, devices, found.decoder.attention)[-1:]
     found.is_warm, found.recompiles = False, 0
     return found
 

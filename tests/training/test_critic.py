@@ -17,13 +17,13 @@ from jaxrl.training.training_step import Models, training_step
 from jaxrl.types import Group
 
 GAE = {"algorithm__adv_estimator": "gae"}
-EXACT = {**GAE, **WIDE, "critic__loss_agg_mode": "seq-mean-token-mean"}
+EXACT = {**GAE, **WIDE, "algorithm__loss_agg_mode": "seq-mean-token-mean"}
 LEARNING = {
     **GAE,
     "data__train_batch_size": 8,
     "actor__optim": {"lr": 0.0},
     "critic__optim": {"lr": 1e-2, "lr_warmup_steps": 2},
-    "critic__grad_clip": 0.5,
+    "actor__grad_clip": 0.5,
     "critic__ppo_epochs": 2,
     "critic__ppo_mini_batch_size": 4,
     "trainer__critic_warmup": 3,

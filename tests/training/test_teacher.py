@@ -32,7 +32,7 @@ from jaxrl.sharding.mesh import make_mesh
 from jaxrl.training import batch_preparation
 from jaxrl.training.losses import generalized_jsd
 from jaxrl.training.programs import TrainPrograms
-from jaxrl.training.teacher import MeshTeacher, TeacherPrograms, offloaded, shares_base
+from jaxrl.training.teacher import MeshTeacher, offloaded, shares_base, teacher_programs
 from jaxrl.training.trainer import MeshTrainer
 from jaxrl.training.training_step import teacher_metrics
 from jaxrl.training.update_memory import resident_parts
@@ -52,7 +52,7 @@ def said(teacher: MeshTeacher, batch: TrainBatch) -> list[np.ndarray]:
 
 def teacher_of(config: Config, devices: int, model: ModelConfig = MODEL) -> MeshTeacher:
     mesh = make_mesh(jax.devices()[:devices])
-    programs = TeacherPrograms(config, model, mesh, vocab_size=TRAINED.vocab_size)
+    programs = teacher_programs(config, model, mesh, TRAINED.vocab_size)
     programs.microbatches = programs.microbatches[-1:]
     dtype = config.algorithm.teacher.dtype
     params = jax.tree.map(

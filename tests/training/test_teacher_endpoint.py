@@ -16,7 +16,7 @@ from trainer_fixtures import weights_of
 from jaxrl.config import Config, ConfigError
 from jaxrl.run.teacher_endpoint import EndpointTeacher
 from jaxrl.sharding.mesh import make_mesh
-from jaxrl.training.teacher import MeshTeacher, TeacherPrograms
+from jaxrl.training.teacher import MeshTeacher, teacher_programs
 from jaxrl.training.trainer import placed
 from jaxrl.types import RunFailed
 
@@ -39,7 +39,7 @@ def test_it_says_what_the_model_says_on_the_devices(top_k, make_config, make_bat
         config, asked = asks(make_config, server.url, top_k=top_k)
         server.behaviours = [status(503)]
         asked.annotate(batch)
-    programs = TeacherPrograms(config, TRAINED, make_mesh(jax.devices()[:1]))
+    programs = teacher_programs(config, TRAINED, make_mesh(jax.devices()[:1]))
     MeshTeacher(programs, placed(weights, programs.shardings, programs.ref_dtypes)).annotate(other)
     names = ["teacher_logprobs", "teacher_ids", "teacher_top_logprobs"][: 3 if top_k else 1]
     for name in names:

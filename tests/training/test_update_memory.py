@@ -21,13 +21,13 @@ MIB = 1 << 20
 def test_a_chunk_of_logits_takes_half_of_what_is_left():
     c = config(actor={"logprob_chunk_tokens": "auto"})
     room = {gib: explain(c, SMOLLM2, 1, gib << 30).memory for gib in (3, 5, 8, 80)}
-    chunks = [memory.chunk_tokens for memory in room.values()]
+    chunks = [memory.config.actor.logprob_chunk_tokens for memory in room.values()]
     assert chunks == sorted(chunks)
     assert (chunks[0], chunks[-1]) == (128, 4096)
     assert 128 < chunks[1] < 4096
-    assert explain(c, SMOLLM2, 1).memory.chunk_tokens == 1024
+    assert explain(c, SMOLLM2, 1).memory.config.actor.logprob_chunk_tokens == 1024
     fixed = config(actor={"logprob_chunk_tokens": 300})
-    assert explain(fixed, SMOLLM2, 1, 80 << 30).memory.chunk_tokens == 300
+    assert explain(fixed, SMOLLM2, 1, 80 << 30).memory.config.actor.logprob_chunk_tokens == 300
     assert "logits of 4096 tokens at a time, remat dots" in str(explain(c, SMOLLM2, 1, 80 << 30))
 
 
@@ -35,14 +35,14 @@ def test_rows_too_short_for_tiles_hold_their_scores():
     held, lengths = {}, {"max_prompt_length": 24, "max_response_length": 40}
     for budget in (64, 512):
         c = config(data=lengths, actor={"ppo_max_token_len_per_gpu": budget})
-        parts = update_phases(c, SMOLLM2, 1, "cpu", "dots", 128)["layers"]
+        parts = layers(c, "cpu")
         held[budget] = parts.get("attention scores (rows too short for tiles)", 0)
     assert held == {64: 9 * 64 * 64 * 4 * 3, 512: 0}
 
 
 @pytest.mark.parametrize("remat", ["full", "dots", "none"])
 def test_activations_are_near_what_xla_reports(remat):
-    parts = update_phases(config(actor={"remat": remat}), SMOLLM2, 1, "cpu", remat, 128)["layers"]
+    parts = layers(config(actor={"remat": remat}), "cpu")
     names = (f"activations kept (remat {remat}, estimate)", "one layer at work (estimate)")
     # what XLA reports as temporaries of the gradient, see the module's docstring
     reported = {"full": 265, "dots": 1375, "none": 3710}[remat]
@@ -53,7 +53,9 @@ def test_activations_are_near_what_xla_reports(remat):
 
 def layers(c, platform):
     """Bytes of what an update of SmolLM2 adds while the layers' gradients are made."""
-    return {name: size for name, size in update_phases(c, SMOLLM2, 1, platform, "dots", 128)["layers"].items() if size}
+    remat = "dots" if c.actor.remat == "auto" else c.actor.remat
+    c = c.replace(actor=c.actor.replace(remat=remat, logprob_chunk_tokens=128))
+    return {name: size for name, size in update_phases(c, SMOLLM2, 1, platform)["layers"].items() if size}
 
 
 @pytest.mark.parametrize(("model", "tp"), [(TINY, 2), (TINY, 8), (SMOLLM2, 4)], ids=["tiny-2", "tiny-8", "smollm2"])

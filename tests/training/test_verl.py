@@ -153,8 +153,8 @@ def test_critics_losses(case, name: str):
     given, expected = case
     new, batch = jnp.asarray(given["new_values"], jnp.float32), token_batch(given)
     for reach in (0.5, np.inf):
-        critic = config_of(critic={"cliprange_value": reach, "loss_agg_mode": name.split()[1]}).critic
-        terms = losses.compute_values(new, batch, critic)
+        own = config_of(critic={"cliprange_value": reach}, algorithm={"loss_agg_mode": name.split()[1]})
+        terms = losses.compute_values(new, batch, own)
         if reach == np.inf:  # verl has no such value
             assert terms.means["critic/vf_clipfrac"].total == 0
         else:

@@ -88,7 +88,6 @@ def rollout_memory(config: Config, num_devices: int) -> RolloutMemory:
     return RolloutMemory(
         "the judge",
         sizes.parts,
-        "reward.judge.max_memory_gib",
         f"reward.judge.max_memory_gib ({judge.max_memory_gib:g}), max_num_seqs or max_prompt_tokens",
         stays=True,  # it continues with all devices
         line=f"judge: {sizes.resident_layers} of {sizes.num_layers} layers stay, the others are streamed; "

@@ -200,14 +200,12 @@ class StreamTrainer(Mechanism):
         return None
 
     @classmethod
-    def freed_memory(
-        cls, config: Config, model: ModelConfig, num_devices: int, platform: str, remat: str, chunk: int
-    ) -> FreedMemory | None:
+    def freed_memory(cls, config: Config, model: ModelConfig, num_devices: int, platform: str) -> FreedMemory | None:
         """Half of the devices have a share of the weights that is twice the trainer's, and what an update there would
         add, but for the optimizer. The reference's weights, and a teacher's, come in turns with the others."""
         from jaxrl.schema.limits import BYTES
         from jaxrl.training.teacher import teacher_model
-        from jaxrl.training.update_memory import device_bytes, device_numbers, update_phases
+        from jaxrl.training.update_memory import device_bytes, device_numbers, largest, update_phases
 
         if not config.trainer.stream.enable:
             return None
@@ -216,14 +214,11 @@ class StreamTrainer(Mechanism):
         if config.algorithm.teacher.path:
             own = device_numbers(teacher_model(config), half) * BYTES[config.algorithm.teacher.dtype]
             weights = max(weights, own)
-        phases = update_phases(config, model, half, platform, remat, chunk)
-        most = max((phases[name] for name in ("head", "layers", "embedding")), key=lambda parts: sum(parts.values()))
+        phases = update_phases(config, model, half, platform)
         return FreedMemory(
             "stream",
-            {"weights of the half": weights} | {name: size for name, size in most.items() if size},
-            "gradients beside the rollout",
-            "twice the trainer's share of weights and sums",
-            "switch trainer.stream.enable off, set actor.offload_optimizer",
+            {"weights of the half": weights} | largest(phases[name] for name in ("head", "layers", "embedding")),
+            "switch trainer.stream.enable off, set actor.offload_optimizer or lower actor.ppo_max_token_len_per_gpu",
         )
 
     @classmethod

@@ -35,7 +35,7 @@ from jaxrl.models.lora import without_adapters
 from jaxrl.sharding.split_mesh import Half
 from jaxrl.training import batch_preparation
 from jaxrl.training.programs import Accumulator, TrainPrograms
-from jaxrl.training.teacher import MeshTeacher, shares_base
+from jaxrl.training.teacher import MeshTeacher, base_weights, shares_base
 from jaxrl.training.trainer import MeshTrainer
 from jaxrl.types import Group, StreamFailed, TrainBatch
 
@@ -153,8 +153,9 @@ class TrainStream:
             assert self._teacher is not None, "its programs are there"
             params = weights.on_device("teacher")
             if shares_base(config):
-                params = programs.of_base(params)
-            found = yield from self._forward(programs, programs.kind, params, self._teacher.read(batch))
+                params = base_weights(programs, params)
+            (kind,) = programs.objective.passes
+            found = yield from self._forward(programs, kind, params, self._teacher.read(batch))
             self._teacher.write(batch, found)
         batch.loss_masks = batch_preparation.loss_masks(config, batch, step)
         batch_preparation.set_advantages(config, groups, batch)
