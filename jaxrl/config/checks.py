@@ -359,8 +359,6 @@ def _unread(c: Config, command: str) -> Iterator[tuple[str, frozenset[str] | Non
     if not c.data.apply_chat_template:
         unread = frozenset({"apply_chat_template_kwargs", "special_tokens_in_content"})
         yield "data", unread, "data.apply_chat_template is off"
-    if not c.simulate.recorded_run:
-        yield "simulate", frozenset({"recorded_rule"}), "simulate.recorded_run is empty"
     yield from unread_rewards(c)
 
 

@@ -105,7 +105,6 @@ def batch_rule(config: Config) -> BatchRule:
             config.rollout.n,
             config.reward.score_when,
             DynamicSampling.of_config(config),
-            config.rollout.max_active_requests,
             version_lag=int(config.trainer.one_step_off),
             max_response_length=config.data.max_response_length,
         )

@@ -92,14 +92,7 @@ class RankingGroups(Mechanism):
             )
         if config.num_workers < 2:
             needs.append(f"rollout.num_workers to be at least 2, found {config.num_workers}: they share the groups")
-        if needs:
-            return f"{option} needs {'; and '.join(needs)}"
-        if rollout.max_active_requests:
-            return (
-                f"{option} excludes rollout.max_active_requests ({rollout.max_active_requests} samples): prompts are "
-                "ranked when all of a round start together"
-            )
-        return None
+        return f"{option} needs {'; and '.join(needs)}" if needs else None
 
     @classmethod
     def rollout_memory(

@@ -80,11 +80,13 @@ class Speculation(Mechanism):
         ] = 0
 
         def problems(self, config: Any) -> Iterator[str]:
+            if not self.enable:
+                return
             from jaxrl.mechanisms.speculation.index import DraftLengths
 
             n, longest, lengths = config.rollout.n, config.data.max_response_length, DraftLengths()
             entries = lengths.num_places(lengths.text_size(n * self.epochs, n * self.epochs * longest))
-            if self.enable and entries > MAX_INT:
+            if entries > MAX_INT:
                 yield (
                     f"rollout.speculation: rollout.n ({n}) × rollout.speculation.epochs ({self.epochs}) responses of "
                     f"data.max_response_length ({longest} tokens) must be at most {MAX_INT} entries of an index, found "

@@ -173,12 +173,6 @@ class StreamTrainer(Mechanism):
             )
         if config.actor.offload_reference and config.needs_ref and not config.model.has_adapters:
             return f"{option} excludes actor.offload_reference: half of the devices cannot read what all share so"
-        if config.rollout.max_active_requests:
-            return (
-                f"{option} excludes rollout.max_active_requests ({config.rollout.max_active_requests} samples): "
-                "workers are freed by the share of a round's samples that have ended, and by what those under way "
-                "will need, while others of the round are still to come"
-            )
         if num_workers % 2:
             return (
                 f"{option} needs rollout.num_workers to be even, found {num_workers}: half of the rollout's workers "

@@ -123,10 +123,6 @@ class BatchRule:
         """Prompts taken from the source and still in the system: a run that ended now would leave them behind."""
         return len(self.queue)
 
-    @property
-    def max_under_way(self) -> tuple[int, int]:
-        return self.limits.max_under_way
-
     def ahead(self, prompts: PromptStream, time: RoundTime) -> Sequence[PlannedGroup]:
         """All that the round after the open one (`time` is that round's) will launch, taken from the source now. Empty
         where that is unknown, or where the batch depends on which of its responses end first: they may begin now, at a
@@ -286,7 +282,7 @@ class FreshBatches(BatchRule):
 
     def ahead(self, prompts: PromptStream, time: RoundTime) -> list[PlannedGroup]:
         batch = self.batch
-        if not self.begins_ahead or batch.group_filter or batch.max_active_requests:
+        if not self.begins_ahead or batch.group_filter:
             return []  # `jaxrl.mechanisms.is_timeless` says the same of a configuration
         missing = batch.num_prompts - len(self.queue)  # a resumed run with smaller batches may have some
         for prompt in prompts.next(max(missing, 0)):

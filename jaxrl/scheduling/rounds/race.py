@@ -5,7 +5,7 @@ spare responses each may have, and whether losers keep their tokens. Without spa
 synchronous round.
 
 Source: RollPacker §3 (the first R0 responses of a prompt and the first P0 prompts; the others end at once), §7 (groups
-that are left out, with a cap on active requests); APRIL §2.2 and §3.2.3 (stop at the N-th group that has all its
+that are left out); APRIL §2.2 and §3.2.3 (stop at the N-th group that has all its
 samples).
 
 Departures:
@@ -59,7 +59,6 @@ class BatchSettings:
     Attributes:
       num_prompts: prompts per batch, P0 (`data.train_batch_size`). group_size: samples per prompt, R0 (`rollout.n`).
       group_filter: leaves groups out of batches, with nothing learnt; None: every complete group counts.
-      max_active_requests: the most samples in flight; 0: no limit.
       version_lag: versions by which the policy in training is ahead of the one that samples: 0, or 1 where a round
         comes before the update that its weights lack.
       max_response_length: in tokens; 0: no limit.
@@ -69,7 +68,6 @@ class BatchSettings:
     group_size: int
     score_when: ScoreWhen = "sample"
     group_filter: DynamicSampling | None = None
-    max_active_requests: int = 0
     version_lag: int = 0
     max_response_length: int = 0
 
@@ -133,14 +131,6 @@ class RaceLimits:
     keep_unfinished: bool = False
     max_left_over: int | None = None
 
-    def __post_init__(self) -> None:
-        batch = self.batch
-        if batch.max_active_requests and batch.max_active_requests < self.num_responses:
-            raise ValueError(
-                f"rollout.max_active_requests ({batch.max_active_requests} samples) must hold one prompt's responses "
-                f"({self.num_responses} samples), or be 0 for no limit"
-            )
-
     @property
     def in_launch_order(self) -> bool:
         """Whether the batch takes the first groups that count in the order of launch, whichever end first: so a rule
@@ -148,12 +138,10 @@ class RaceLimits:
         return self.batch.group_filter is not None and not self.num_spare
 
     @property
-    def max_under_way(self) -> tuple[int, int]:
-        """(prompts, samples); `max_active_requests` caps the samples."""
+    def max_under_way(self) -> int:
+        """Prompts, each with `num_responses` samples."""
         num_prompts, group_filter = self.batch.num_prompts, self.batch.group_filter
-        prompts = (group_filter.most_under_way(num_prompts) if group_filter else num_prompts) + self.num_spare
-        samples = prompts * self.num_responses
-        return prompts, min(samples, self.batch.max_active_requests or samples)
+        return (group_filter.most_under_way(num_prompts) if group_filter else num_prompts) + self.num_spare
 
 
 @dataclass(slots=True, eq=False)
@@ -323,8 +311,6 @@ class Race:
 
     def _has_room(self) -> bool:
         limits, batch = self.limits, self.limits.batch
-        if batch.max_active_requests and self._num_active + limits.num_responses > batch.max_active_requests:
-            return False
         missing = batch.num_prompts - len(self.accepted)
         if self.filter is None:
             return self._num_under_way < missing + limits.num_spare
