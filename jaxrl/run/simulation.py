@@ -19,14 +19,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxrl.config import Config
 from jaxrl.config.options import total_steps
 from jaxrl.loop import Loop
 from jaxrl.mechanisms import batch_rule
 from jaxrl.mechanisms.reward_timeouts import AdaptiveTimeouts
-from jaxrl.mechanisms.stream_trainer import GradientStream
 from jaxrl.mechanisms.turns.rule import Conversation
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.run.arrival import ArrivalOrder
@@ -48,9 +47,12 @@ from jaxrl.sim.prompts import SimulatedPrompts
 from jaxrl.sim.scoring import DeviceScoring, ScoringWorkers
 from jaxrl.sim.trainer import SimulatedStream, SimulatedTrainer
 from jaxrl.sim.turns import conversation, turn_model
-from jaxrl.sim.workload import Workload
+from jaxrl.sim.workload import ModelledWorkload
 from jaxrl.training import batch_preparation
 from jaxrl.training.training_step import Models
+
+if TYPE_CHECKING:
+    from jaxrl.mechanisms.stream_trainer import GradientStream
 
 HOST_CALL_S, HOST_LATENCY_S = 0.00015, 0.0005  # of a call to another host, for the controller, and one way
 STOP_TOKEN = 1  # the stop token of a response that is shorter than the limit
@@ -81,7 +83,7 @@ class SimulatedMachine:
         self,
         config: Config,
         cost: CostModel,
-        workload: Workload,
+        workload: ModelledWorkload,
         layouts: Mapping[int, Capacity],
         clock: SimulatedClock,
         phases: SimulatedPhases,
@@ -186,7 +188,7 @@ class SimulatedMachine:
 def build(
     config: Config,
     cost: CostModel,
-    workload: Workload,
+    workload: ModelledWorkload,
     *,
     layouts: Mapping[int, Capacity] | None = None,
     timeline: Path | None = None,

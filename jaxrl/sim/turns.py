@@ -24,7 +24,7 @@ from jaxrl.mechanisms.turns.rule import Conversation, Observed, TurnLimits
 from jaxrl.record.files import read_lines
 from jaxrl.record.samples import FILE_NAME as SAMPLES
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases, nanoseconds
-from jaxrl.sim.workload import Workload, normal, uniform
+from jaxrl.sim.workload import ModelledWorkload, normal, uniform
 from jaxrl.types import Prompt, SampleKey
 
 _TURNS, _SECONDS = 40, 41  # what a random number is for; different from those of the workloads
@@ -124,7 +124,7 @@ def conversation(
     return Conversation(tools, lambda prompt: True, lambda ids: "", lambda messages, drawn: answer)
 
 
-def turn_model(config: Config, workload: Workload) -> TurnModel:
+def turn_model(config: Config, workload: ModelledWorkload) -> TurnModel:
     """Models the tools that `simulate.tool` describes, or those recorded by the run that lengths come from. Raises
     ValueError if that run had none."""
     simulated, longest = config.simulate, TurnLimits.configured(config).max_trajectory_tokens

@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Protocol
 
 from jaxrl.config import SimulatedHistory, SimulatedLengths, SimulatedScoring, SimulatedTask
 from jaxrl.types import SampleKey
@@ -96,33 +95,11 @@ def scoring_s(scoring: SimulatedScoring, timeout_s: float, z: float, u: float, l
     return min(scoring.median_s * math.exp(scoring.sigma * z) + scoring.per_token_s * length, timeout_s)
 
 
-class Workload(Protocol):
-    """The lengths and times of a simulation. `step` is the training step in which a response was first launched; a
-    resumed response keeps that step, and so its length."""
-
-    def length(self, key: SampleKey, step: int = 0) -> int: ...
-
-    def prompt_length(self, prompt_index: int) -> int: ...
-
-    def kind_name(self, prompt_index: int) -> str: ...
-
-    def reward_s(self, key: SampleKey, step: int = 0) -> float: ...
-
-    def reference_time_s(self, prompt_index: int) -> float:
-        """Seconds that a right program takes for a test case."""
-        ...
-
-    def reward(self, key: SampleKey, step: int = 0) -> float: ...
-
-    def history(self, prompt_index: int) -> SimulatedHistory:
-        """How well a prompt's earlier responses predict the next ones."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class ModelledWorkload:
-    """`Workload` from distributions. A prompt keeps its task, its length and its part of the score for ever; each
-    response of each epoch and attempt draws its own part.
+    """Lengths and times from distributions. A prompt keeps its task, length and part of the score for ever; each
+    response of each epoch and attempt draws its own part. `step`: the training step in which a response was first
+    launched; one that is resumed keeps it, and so its length.
 
     Attributes:
       tasks: what prompts there are; a prompt's task is drawn by its index with the tasks' weights.

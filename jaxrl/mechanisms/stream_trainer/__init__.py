@@ -25,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeVar
 
 from annotated_types import Ge, Interval
 
@@ -38,39 +38,24 @@ from jaxrl.types import Group, Sample, StreamFailed, TrainBatch
 
 if TYPE_CHECKING:
     from jaxrl.config import Config
+    from jaxrl.mechanisms.stream_trainer.gradients import TrainStream
     from jaxrl.mechanisms.stream_trainer.scale_down import ScaleDownDecision, StreamPace
     from jaxrl.models.config import ModelConfig
     from jaxrl.record.journal import Journal
     from jaxrl.run.plan_timeline import PlanTimeline
     from jaxrl.run.run import Run
     from jaxrl.scheduling.tokens.local_workers import By, LocalWorkers
+    from jaxrl.sim.trainer import SimulatedStream
+
+    GradientStream = TrainStream | SimulatedStream  # all methods but `abandon` raise `StreamFailed` if devices fail
 
 R = TypeVar("R")
 FREED = "scale_down"
 """The kind of an entry in the journal, of the step of the update."""
 
 
-class GradientStream(Protocol):
-    """Computes on freed devices. All methods but `abandon` raise `StreamFailed` if the devices fail."""
-
-    def open(self) -> None: ...
-
-    def give(self, groups: Sequence[Group], step: int, /) -> None: ...
-
-    def poll(self) -> bool: ...
-
-    def wait_quiet(self) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def close(self) -> list[TrainBatch]: ...
-
-    def abandon(self) -> None: ...
-
-
 class StreamTrainer(Mechanism):
-    """Gradients beside the rollout, of groups that are certain to be in the next update's batch
-    (`jaxrl.scheduling.mechanism.GradientSource`).
+    """Gradients beside the rollout, of groups that are certain to be in the next update's batch.
 
     Args:
       streams: by the workers whose devices they have; the sets of workers of which one may be freed.
@@ -365,8 +350,8 @@ class StreamTrainer(Mechanism):
     # -- what the loop calls -----------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """While workers are freed, asks which groups will be in the batch of the next update, scored or not. Raises
-        Interrupted if the stream fails."""
+        """Commands have been carried out: while workers are freed, asks which groups will be in the batch of the next
+        update, scored or not. Raises Interrupted if the stream fails."""
         assert self._info is not None
         if self._info.certain is not None:
             self._certain = self._info.certain
@@ -376,6 +361,7 @@ class StreamTrainer(Mechanism):
             self.feed()
 
     def update_begins(self, groups: Sequence[Group], phase: Phase) -> list[TrainBatch]:
+        """Returns batches of which the trainer has the gradients already."""
         with phase("stream"):
             begun = self.close()
         streamed = {prompt.key for batch in begun for prompt in batch.prompts}
@@ -399,6 +385,7 @@ class StreamTrainer(Mechanism):
         return batches
 
     def abandon(self) -> None:
+        """The step is dropped before its update: the trainer has not moved."""
         if self._stream is not None:
             self._stream.abandon()
         self._reopen()
