@@ -11,7 +11,6 @@ here), RollPacker §4.2 (the degree that a step begins with).
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, pairwise
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from jaxrl.run.plan_timeline import PlanTimeline
     from jaxrl.run.run import Run
 
-_log = logging.getLogger(__name__)
 KIND = "layout"
 SUMMED = frozenset(
     f"rollout/layout/{name}" for name in ("switches", "failed_switches", "moved_tokens", "cost_s", "predicted_cost_s")
@@ -206,18 +204,9 @@ class AdaptiveLayouts(Mechanism):
 
         self._round = (info.step, info.index, info.kind)
         self._spans = [[] for _ in self.controls]
-        journal, num_workers = self._journal, len(self.controls)
+        journal = self._journal
         entries = [] if journal is None else [e for e in journal.entries(info.step, KIND) if e["key"][0] == info.index]
         # keys are (round, dispatch), and of several workers (worker, of how many)
-        others = {1 if len(entry["key"]) == 2 else entry["key"][3] for entry in entries} - {num_workers}
-        if others:
-            _log.warning(
-                "step %d: the journal has layout decisions of a run with %s worker(s), and this one has %d "
-                "(rollout.num_workers): they are not repeated, and the step decides anew",
-                info.step,
-                " and ".join(map(str, sorted(others))),
-                num_workers,
-            )
         for worker, control in enumerate(self.controls):
             place = self._place(worker)
             recorded = [Decision.from_json(entry) for entry in entries if tuple(entry["key"][2:]) == place]
@@ -244,7 +233,6 @@ class AdaptiveLayouts(Mechanism):
         try:
             switched = self.controls[worker].before_plan(decides=not follows)
         except SwitchFailed as failure:
-            _log.error("the run stops: %s", failure)
             raise Interrupted(str(failure)) from failure
         if switched is not None:
             self._spans[worker].append((began, self._clock()))

@@ -7,7 +7,7 @@ response moves at most once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
@@ -23,7 +23,7 @@ from jaxrl.scheduling.mechanism import (
     RoundInfo,
     RoundState,
 )
-from jaxrl.scheduling.rounds.events import Command, Launch, NextRoundPrefetch
+from jaxrl.scheduling.rounds.events import Command, Launch
 from jaxrl.schema.section import Section
 from jaxrl.types import Prompt, Sample, SampleKey
 
@@ -164,15 +164,12 @@ class RankingGroups(Mechanism):
         self._is_training = info.is_training
         self._unplaced = info.step if info.is_training else None
         if info.is_training:
-            self.ahead.expect(None if info.next_launches is None else partial(self._next_round, info))
+            offer = None if info.next_launches is None else partial(self._next_launches, info.next_launches, info.step)
+            self.ahead.expect(offer, info.step - 1)
 
-    def _next_round(self, info: RoundInfo) -> NextRoundPrefetch | None:
-        """The launches of the next round, with the version of its weights; None until these are there."""
-        assert info.next_launches is not None
-        launches = info.next_launches()
-        if launches is None:
-            return None
-        return NextRoundPrefetch(info.step - 1, tuple(self._ranking.ahead(launches, info.step + 1)))
+    def _next_launches(self, launched: Callable[[], list[Launch] | None], step: int) -> list[Launch] | None:
+        launches = launched()
+        return None if launches is None else self._ranking.ahead(launches, step + 1)
 
     def on_commands(self, commands: Sequence[Command]) -> Sequence[Command]:
         if (step := self._unplaced) is not None:

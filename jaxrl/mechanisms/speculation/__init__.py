@@ -153,17 +153,13 @@ class Speculation(Mechanism):
         self.store = store
         self._builder = builder
         self._indexes: dict[int, Future[DraftIndex]] = {}  # of the prompts that the store keeps
-        self._begun: dict[int, Future[DraftIndex]] = {}  # of those, the ones that may still fail
         self._is_training = False  # the round under way is one of training
         self._measured = (0.0, 0.0, 0)  # build_s, wait_s, num_evicted when the last round ended
 
     # -- the backend's hooks -----------------------------------------------------------------------------------------
 
     def round_begins(self, info: RoundInfo) -> None:
-        """Raises what a build has raised that ended in the meantime, also where no request would need its index."""
         self._is_training = info.is_training
-        for index in [index for index, building in self._begun.items() if building.done()]:
-            self._begun.pop(index).result()
 
     def on_request(self, request: Request, prompt: Prompt) -> Request:
         building = self._indexes.get(prompt.index)
@@ -213,12 +209,11 @@ class Speculation(Mechanism):
             return
         kept = {*self.store.prompts()}.difference(changed)
         for index in [index for index in self._indexes if index not in kept]:
-            self._begun.pop(index, None)
             self._indexes.pop(index).cancel()
         for index in changed:
             history = self.store.history(index)
             assert history is not None, "an index of responses that are not kept"
-            self._indexes[index] = self._begun[index] = self._builder.begin(index, history)
+            self._indexes[index] = self._builder.begin(index, history)
 
 
 def spec_metrics(counts: Counters) -> dict[str, float]:

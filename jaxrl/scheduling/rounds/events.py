@@ -146,14 +146,6 @@ class AwaitVerdict:
     key: SampleKey
 
 
-@dataclass(frozen=True, slots=True)
-class NextRoundPrefetch:
-    """All launches of the next round, and the version of its weights, which are there: idle workers may start them."""
-
-    policy_version: int
-    launches: tuple[Launch, ...]
-
-
 Command = Launch | Score | Abort | CancelScore | AwaitVerdict
 
 
