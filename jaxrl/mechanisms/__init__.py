@@ -23,7 +23,7 @@ from jaxrl.mechanisms.tail_batching import TailBatching
 from jaxrl.mechanisms.turns import Turns
 from jaxrl.scheduling.mechanism import Mechanism
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches
-from jaxrl.scheduling.rounds.race import BatchSettings
+from jaxrl.scheduling.rounds.round import BatchSettings
 
 if TYPE_CHECKING:
     from jaxrl.config import Config

@@ -1,7 +1,7 @@
 """Tail batching: slow prompts wait in a queue and run together later, so that most rounds are short.
 
 A *short round* launches ceil(prompt_factor · P0) prompts × ceil(response_factor · R0)
-responses and keeps the first P0 × R0 (`Race`). Prompts that lose wait in the long-prompt queue, first in, first out.
+responses and keeps the first P0 × R0 (`Round`). Prompts that lose wait in the long-prompt queue, first in, first out.
 As soon as the queue holds P0 prompts (with dynamic sampling: as many as are expected to yield P0 groups that count), a
 *long round* runs P0 of them with R0 responses each, and waits for all.
 
@@ -54,8 +54,7 @@ from jaxrl.scheduling.rounds.batches import (
     provisioned,
     room_until_end,
 )
-from jaxrl.scheduling.rounds.race import BatchSettings, RaceLimits
-from jaxrl.scheduling.rounds.round import Round, RoundKind
+from jaxrl.scheduling.rounds.round import BatchSettings, RaceLimits, Round, RoundKind
 from jaxrl.schema.limits import AtEnd, Factor
 from jaxrl.schema.section import Section
 from jaxrl.types import Group

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 from jaxrl.scheduling.rounds.batches import BatchRule, RoundResult
 from jaxrl.scheduling.rounds.events import Command, Launch
-from jaxrl.scheduling.rounds.race import BatchSettings
+from jaxrl.scheduling.rounds.round import BatchSettings
 from jaxrl.types import Group, Prompt, Sample, SampleKey
 
 if TYPE_CHECKING:

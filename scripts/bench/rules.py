@@ -53,7 +53,7 @@ from jaxrl.scheduling.layouts.latency_profile import (
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches, RoundTime
 from jaxrl.scheduling.rounds.events import Verdict
-from jaxrl.scheduling.rounds.race import BatchSettings
+from jaxrl.scheduling.rounds.round import BatchSettings
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers

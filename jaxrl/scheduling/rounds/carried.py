@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from jaxrl.scheduling.rounds.race import PlannedGroup
+from jaxrl.scheduling.rounds.round import PlannedGroup
 from jaxrl.types import Episode, FinishReason, Group, Prompt, Sample, SampleKey, Turn
 
 _REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length", "abort")

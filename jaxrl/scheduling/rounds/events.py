@@ -147,16 +147,3 @@ class AwaitVerdict:
 
 
 Command = Launch | Score | Abort | CancelScore | AwaitVerdict
-
-
-@dataclass(slots=True)
-class RoundLedger:
-    """The state of a round so far: written by `Round`, read by its race. Dicts keep the order of events."""
-
-    prompts: dict[PromptKey, Prompt] = field(default_factory=dict)
-    launched: dict[SampleKey, Prompt] = field(default_factory=dict)
-    finished: dict[SampleKey, Sample] = field(default_factory=dict)  # with their rewards, once scored
-    scoring: dict[SampleKey, None] = field(default_factory=dict)  # sent to the reward pool, no verdict yet
-    verdicts: dict[SampleKey, Verdict] = field(default_factory=dict)
-    aborting: dict[SampleKey, bool] = field(default_factory=dict)  # asked to end, no event yet; whether tokens matter
-    aborted: dict[SampleKey, Sample] = field(default_factory=dict)  # with the tokens that they had

@@ -12,7 +12,7 @@ from jaxrl.mechanisms.over_provisioning import OverProvisioning
 from jaxrl.mechanisms.partial_rollout import PartialRollout
 from jaxrl.mechanisms.tail_batching import TailBatching
 from jaxrl.scheduling.rounds.batches import RoundTime, room_until_end
-from jaxrl.scheduling.rounds.race import BatchSettings
+from jaxrl.scheduling.rounds.round import BatchSettings
 
 
 def test_over_provisioning_discards_those_that_lose():
