@@ -1,6 +1,6 @@
 """Dynamic sampling: prompts that teach nothing are left out and replaced by others.
 
-A round asks the mechanism which groups count, and how many prompts to launch ahead of that. Which groups count: those in
+A round asks the mechanism which groups count, and how many prompts to launch ahead of that. Those count in
 which a metric differs, or those that a function of the user's keeps.
 
 **Launching ahead.** Replacements that start when a verdict has come in start late: with most groups left out, a round

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxrl.config import Config
 from jaxrl.config.options import total_steps
@@ -50,9 +50,6 @@ from jaxrl.sim.turns import conversation, turn_model
 from jaxrl.sim.workload import ModelledWorkload
 from jaxrl.training import batch_preparation
 from jaxrl.training.training_step import Models
-
-if TYPE_CHECKING:
-    from jaxrl.mechanisms.stream_trainer import GradientStream
 
 HOST_CALL_S, HOST_LATENCY_S = 0.00015, 0.0005  # of a call to another host, for the controller, and one way
 STOP_TOKEN = 1  # the stop token of a response that is shorter than the limit
@@ -87,7 +84,7 @@ class SimulatedMachine:
         layouts: Mapping[int, Capacity],
         clock: SimulatedClock,
         phases: SimulatedPhases,
-        feeding: Callable[[GradientStream], GradientStream],
+        feeding: Callable[[SimulatedStream], Any],
     ) -> None:
         self._config, self._cost, self._workload = config, cost, workload
         self._layouts, self._clock, self._phases, self._feeding = layouts, clock, phases, feeding
@@ -159,9 +156,9 @@ class SimulatedMachine:
     def concurrently(self) -> SimulatedConcurrently:
         return SimulatedConcurrently(self._clock)
 
-    def gradient_streams(self, freed: Sequence[tuple[int, ...]]) -> Mapping[tuple[int, ...], GradientStream]:
+    def gradient_streams(self, freed: Sequence[tuple[int, ...]]) -> Mapping[tuple[int, ...], SimulatedStream]:
         count, prepare = self.num_devices, partial(batch_preparation.prepared, self._config)
-        streams: dict[tuple[int, ...], GradientStream] = {}
+        streams: dict[tuple[int, ...], SimulatedStream] = {}
         for workers in freed:
             before = partial(self.executors.free_ns, workers)
             stream = SimulatedStream(self._cost, self._clock, count, count // 2, prepare, before)
@@ -193,7 +190,7 @@ def build(
     layouts: Mapping[int, Capacity] | None = None,
     timeline: Path | None = None,
     layout_log: LayoutLog | None = None,
-    feeding: Callable[[GradientStream], GradientStream] = lambda stream: stream,
+    feeding: Callable[[SimulatedStream], Any] = lambda stream: stream,
     **callbacks: Any,
 ) -> Simulation:
     """Puts a simulated run together.

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from jaxrl.config import Config
     from jaxrl.loop import CurrentStep
     from jaxrl.mechanisms.reward_timeouts import AdaptiveTimeouts
-    from jaxrl.mechanisms.stream_trainer import StreamTrainer
+    from jaxrl.mechanisms.stream_trainer.session import StreamSession
     from jaxrl.models.config import ModelConfig
     from jaxrl.report.curves import PagePart
     from jaxrl.run.run import Run
@@ -259,7 +259,7 @@ class Mechanism:
     searched: ClassVar[Searched | None] = None
 
     phase_order: PhaseOrder | None = None
-    gradient_source: StreamTrainer | None = None  # computes gradients of a batch before its update begins
+    gradient_source: StreamSession | None = None  # computes gradients of a batch before its update begins
     score_limits: AdaptiveTimeouts | None = None  # time limits for scoring the samples of training rounds
     parking: Parking | None = None
     device_user: DeviceUser | None = None
