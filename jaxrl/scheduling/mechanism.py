@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from jaxrl.scheduling.rounds.batches import BatchRule, RoundResult
 from jaxrl.scheduling.rounds.events import Command, Launch
@@ -329,7 +329,7 @@ class Mechanism:
         return None
 
     @classmethod
-    def build(cls, run: Run) -> Self | None:
+    def build(cls, run: Run) -> Mechanism | None:
         """The mechanism of a run that asks for it; None where it has no hooks there."""
         return None
 
