@@ -352,7 +352,6 @@ class SpeculationSession(Speculation):
         return self.store.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError for a damaged state."""
         self.store.load_state_dict(state)
         self._begin(self.store.prompts())
 
