@@ -6,14 +6,14 @@ Source: RhymeRL §5.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge
 
 from jaxrl.scheduling.mechanism import Mechanism, RolloutMemory
-from jaxrl.schema.declared import MAX_INT, Cap
+from jaxrl.schema.declared import Cap
 from jaxrl.schema.section import Section
 
 if TYPE_CHECKING:
@@ -64,20 +64,6 @@ class Speculation(Mechanism):
             Cap(16384, "each has room for the longest history"),
             "Prompts whose history is on the devices at once, per dp group; 0: one for each row.",
         ] = 0
-
-        def problems(self, config: Any) -> Iterator[str]:
-            if not self.enable:
-                return
-            from jaxrl.mechanisms.speculation.index import DraftLengths
-
-            n, longest, lengths = config.rollout.n, config.data.max_response_length, DraftLengths()
-            entries = lengths.num_places(lengths.text_size(n * self.epochs, n * self.epochs * longest))
-            if entries > MAX_INT:
-                yield (
-                    f"rollout.speculation: rollout.n ({n}) × rollout.speculation.epochs ({self.epochs}) responses of "
-                    f"data.max_response_length ({longest} tokens) must be at most {MAX_INT} entries of an index, found "
-                    f"{entries}"
-                )
 
     name = "history"
     title = "history speculation"
