@@ -43,7 +43,7 @@ ROWS: tuple[frozenset[str], ...] = tuple(
 ROW_OF = {unit: i for i, row in enumerate(ROWS) for unit in row}
 AT_RUN_TIME = {
     *("agents", "device", "endpoint", "gradients", "group_rewards"),
-    *("pool", "proposer", "report", "verdicts"),
+    *("pool", "proposer", "report", "session", "verdicts"),
 }
 """Files of a mechanism's folder that are its part in a run. All else are rules, as pure as `scheduling`."""
 IMPURE = {"time", "datetime", "random", "secrets", "logging"}  # what a scheduling rule may not ask

@@ -31,7 +31,7 @@ from jaxrl.record.layouts import LayoutLog
 from jaxrl.run.arrival import ArrivalOrder
 from jaxrl.run.run import Run
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
-from jaxrl.scheduling.layouts.plan_cost import PlanCostModel
+from jaxrl.scheduling.layouts.plan_cost import plan_ticks
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers, step_ticks
@@ -96,7 +96,7 @@ class SimulatedMachine:
         engines = [Engine(each, batching) for each in self.executors.executors]
         self.arrival = ArrivalOrder(self.executors.first_done, None) if config.rollout.order == "arrival" else None
         pace = self.predictor() if config.rollout.layout.switch else None
-        ticks = step_ticks if pace is None else PlanCostModel(pace, engines)
+        ticks = step_ticks if pace is None else plan_ticks(pace, engines)
         self.workers = LocalWorkers(engines, config.rollout.deal, ticks, self.arrival)
         self.scoring = self._build_scoring()
 
