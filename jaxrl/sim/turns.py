@@ -16,7 +16,7 @@ from jaxrl.config import Config
 from jaxrl.config.simulation import SimulatedTool
 from jaxrl.mechanisms.turns.rule import Conversation, Observed, TurnLimits
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases, nanoseconds
-from jaxrl.sim.workload import ModelledWorkload, normal, uniform
+from jaxrl.sim.workload import ModelledWorkload, normal, uniform, words
 from jaxrl.types import Prompt, SampleKey
 
 _TURNS, _SECONDS = 40, 41  # what a random number is for; different from those of the workloads
@@ -36,7 +36,7 @@ class TurnModel:
 
     def num_turns(self, key: SampleKey) -> int:
         """One at least."""
-        left, count, term = uniform(_TURNS, self.seed, *_words(key)), 0, math.exp(1 - self.tool.turns)
+        left, count, term = uniform(_TURNS, self.seed, *words(key)), 0, math.exp(1 - self.tool.turns)
         while (left := left - term) > 0 and count < 1000:
             count += 1
             term *= (self.tool.turns - 1) / count
@@ -73,7 +73,7 @@ class SimulatedTools:
 
     def submit(self, key: SampleKey, prompt: Prompt, text: str, state: bytes | None) -> None:
         turn, tool = 0 if state is None else int(state), self._model.tool
-        z = normal(_SECONDS, self._model.seed, *_words(key), turn)
+        z = normal(_SECONDS, self._model.seed, *words(key), turn)
         free_ns, worker = heapq.heappop(self._free_ns)
         begin_ns = max(free_ns, self._clock.now_ns)
         end_ns = begin_ns + nanoseconds(min(tool.median_s * math.exp(tool.sigma * z), _MOST_S))
@@ -119,7 +119,3 @@ def turn_model(config: Config, workload: ModelledWorkload) -> TurnModel:
     """Models the tools that `simulate.tool` describes. A recorded length is with the answers of its tools."""
     simulated, longest = config.simulate, TurnLimits.configured(config).max_trajectory_tokens
     return TurnModel(simulated.tool, config.trainer.seed, workload.length, longest, bool(simulated.recorded_run))
-
-
-def _words(key: SampleKey) -> tuple[int, int, int, int]:
-    return key.epoch, key.prompt_index, key.sample_index, key.attempt

@@ -131,8 +131,8 @@ class ModelledWorkload:
 
     def score(self, key: SampleKey) -> float:
         """The response's standard normal score; see the module's docstring."""
-        task, own = self.task(key.prompt_index), normal(_RESPONSE_SCORE, self.seed, *_words(key))
-        if task.outlier_share and uniform(_OUTLIER, self.seed, *_words(key)) < task.outlier_share:
+        task, own = self.task(key.prompt_index), normal(_RESPONSE_SCORE, self.seed, *words(key))
+        if task.outlier_share and uniform(_OUTLIER, self.seed, *words(key)) < task.outlier_share:
             return own
         return correlated(task.correlation, normal(_PROMPT_SCORE, self.seed, key.prompt_index), own)
 
@@ -147,7 +147,7 @@ class ModelledWorkload:
 
     def reward_s(self, key: SampleKey, step: int = 0) -> float:
         scoring, length = self.task(key.prompt_index).scoring, self.length(key, step)
-        z, u = normal(_REWARD_TIME, self.seed, *_words(key)), uniform(_REWARD_HANGS, self.seed, *_words(key))
+        z, u = normal(_REWARD_TIME, self.seed, *words(key)), uniform(_REWARD_HANGS, self.seed, *words(key))
         return scoring_s(scoring, self.timeout_s, z, u, length)
 
     def reference_time_s(self, prompt_index: int) -> float:
@@ -158,8 +158,8 @@ class ModelledWorkload:
         logit = math.log(task.pass_rate / (1 - task.pass_rate))
         logit += task.pass_spread * normal(_PASS_RATE, self.seed, key.prompt_index)
         passes = 1 / (1 + math.exp(-min(max(logit, -700.0), 700.0)))
-        return float(uniform(_REWARD, self.seed, *_words(key)) < passes)
+        return float(uniform(_REWARD, self.seed, *words(key)) < passes)
 
 
-def _words(key: SampleKey) -> tuple[int, int, int, int]:
+def words(key: SampleKey) -> tuple[int, int, int, int]:
     return key.epoch, key.prompt_index, key.sample_index, key.attempt
