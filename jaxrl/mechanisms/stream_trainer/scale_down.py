@@ -91,16 +91,13 @@ class WorkerLoad:
 def load_of(engine: Engine) -> WorkerLoad:
     """The state of a worker's engine, without what the plans in flight will bring."""
     batcher, capacity = engine.batcher, engine.batcher.capacity
-    requests: list[LeftRequest] = []
-    for request_id in batcher.live():
-        progress = batcher.progress(request_id)
-        request = progress.request
-        of_response = progress.num_tokens, request.params.max_tokens
-        left = LeftRequest(progress.num_prompt, *of_response, request.key.prompt_index)
-        requests.append(left)
+    requests = tuple(
+        LeftRequest(each.num_prompt, each.num_tokens, each.request.params.max_tokens, each.request.key.prompt_index)
+        for each in map(batcher.progress, batcher.live())
+    )
     blocks = capacity.num_groups * (capacity.num_blocks - 1)
     rooms = blocks * capacity.block_size, capacity.num_groups * capacity.num_slots
-    return WorkerLoad(tuple(requests), *rooms, capacity.stacks)
+    return WorkerLoad(requests, *rooms, capacity.stacks)
 
 
 @dataclass(frozen=True, slots=True)
