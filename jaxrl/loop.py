@@ -265,7 +265,7 @@ class Loop:
         """`training_step`: None for an evaluation, whose rewards are not shaped."""
         event = self.backend.wait()
         if isinstance(event, Verdict):
-            episode = current.ledger.finished[event.key].episode
+            episode = current.finished[event.key].episode
             shows_nothing = event.status == "ok" and episode is not None and not episode.was_answered
             failing = None if shows_nothing else self._alarms.rewarded(event.status, event.failure)
             if failing is not None:
@@ -273,7 +273,7 @@ class Loop:
             if training_step is None:
                 event = event.unshaped
             elif self._shaping is not None:
-                event = self._shaping.shaped(event, current.ledger.finished[event.key].num_drawn)
+                event = self._shaping.shaped(event, current.finished[event.key].num_drawn)
         self.backend.apply(current.handle(event))
 
     def _learn_from(self, groups: list[Group], step: int, track: str = "loop") -> tuple[TrainBatch, dict[str, float]]:
@@ -295,7 +295,7 @@ class Loop:
     def _evaluate(self) -> None:
         """Samples the held-out prompts. A stop requested meanwhile ends it without numbers."""
         with self._phase("testing"):
-            current = Round(self._run.validation, self.config.rollout.val_kwargs.n)
+            current = Round.of(self._run.validation, self.config.rollout.val_kwargs.n)
             info = RoundInfo(self.step, 1, "eval")
             self.backend.begin(info, self.config.sampling(self._run.stop_token_ids, evaluates=True))
             try:
@@ -325,7 +325,7 @@ class Loop:
 
 
 class CurrentStep:
-    """Implements `jaxrl.scheduling.mechanism.Step` for update `step` of a loop, on `groups`."""
+    """The step of an update, on `groups`, as a `PhaseOrder` runs it."""
 
     def __init__(self, loop: Loop, step: int, groups: list[Group]) -> None:
         self._loop, self.step, self._groups = loop, step, groups
@@ -335,6 +335,7 @@ class CurrentStep:
         return self.step >= self._loop.total_steps
 
     def collect(self, waiting: Sequence[Group] | None = None) -> Collected:
+        """Runs the round of the next step. `waiting`: the batch of the next update, where that is not the round's."""
         return self._loop._collect(self.step + 1, waiting)
 
     def learn(self, track: str = "loop") -> tuple[TrainBatch, dict[str, float]]:

@@ -68,7 +68,6 @@ def section(draw: st.DrawFn, rule: str, batch: int, lag: int) -> dict[str, Any]:
         both
         | factors
         | {
-            "max_age_steps": draw(st.sampled_from([0, max(steps, 1), steps + 2])),
             "relaunch": draw(st.sampled_from(["same", "new", "resume", "resume"])),
             "max_staleness": draw(st.just(-1) | st.integers(lag, lag + 3)),
         }
@@ -88,7 +87,6 @@ def compositions(draw: st.DrawFn) -> Composition:
         values["algorithm.adv_estimator"] = "reinforce_plus_plus"
     keeps = rule == "partial_rollout" or options.get("relaunch") == "resume"
     afterwards = not keeps and not (filtering and rule)
-    num_responses = least(options.get("response_factor", 1.0), size)
     hang_share = draw(st.sampled_from([0.0, 0.4]))
     values |= {
         "algorithm.filter_groups": {
@@ -101,7 +99,6 @@ def compositions(draw: st.DrawFn) -> Composition:
         ),
         "reward.timeout_s": 1.0 if hang_share else NEVER_S,
         "data.gen_batch_size": draw(st.sampled_from([0, 1, 4])) if filtering else 0,
-        "rollout.max_active_requests": draw(st.sampled_from([0, num_responses, num_responses + 3])),
         "rollout.num_blocks": draw(st.sampled_from([17, 40])),
         "rollout.num_workers": draw(st.sampled_from([1, 2])),
         "rollout.deal": draw(st.sampled_from(["tokens", "prompts"])),
@@ -115,7 +112,6 @@ def compositions(draw: st.DrawFn) -> Composition:
         values |= {"trainer.num_devices": 4, "rollout.num_devices": 2}
         values["rollout.num_workers"] = 2
         if rule != "tail_batching" and draw(st.booleans()):
-            values["rollout.max_active_requests"] = 0
             groups, share = st.sampled_from([2, 3, 8]), st.sampled_from([0.1, 0.5])
             values["rollout.ranking_groups"] = {
                 "enable": True,
@@ -190,15 +186,12 @@ def problem(on: tuple[bool, ...], **of: Any) -> bool:
     over_provisioning, tail_batching, partial_rollout = on
     early = over_provisioning or tail_batching
     resumes = tail_batching and of["relaunch"] == "resume"
-    responses = 3 if early else 2
     return (
         sum(on) > 1
         or (of["score_when"] == "rollout" and (partial_rollout or resumes or (of["filtering"] and early)))
         or (of["mask"] and of["off"])
         or (partial_rollout and 0 <= of["max_staleness"] < 1 + of["off"])
         or (resumes and 0 <= of["max_staleness"] < of["off"])
-        or 0 < of["max_active"] < responses
-        or (tail_batching and of["max_age"] == 1)
     )
 
 
@@ -210,8 +203,6 @@ def test_exactly_these_compositions_are_refused():
         "score_when": ("sample", "group", "rollout"),
         "mask": (False, True),
         "max_staleness": (-1, 0, 1, 2),
-        "max_active": (0, 2, 3),
-        "max_age": (0, 1, 2),
         "relaunch": ("same", "resume"),
     }
     factors = {"prompt_factor": 3.0, "response_factor": 1.5}
@@ -225,14 +216,12 @@ def test_exactly_these_compositions_are_refused():
                     "rollout.over_provisioning": {"enable": on[0]} | factors,
                     "rollout.tail_batching": {
                         "enable": on[1],
-                        "max_age_steps": of["max_age"],
                         "max_staleness": of["max_staleness"],
                         "relaunch": of["relaunch"],
                         **factors,
                     },
                     "rollout.partial_rollout": {"enable": on[2], "max_staleness": of["max_staleness"]},
                     "rollout.stale_tokens": "mask" if of["mask"] else "recorded",
-                    "rollout.max_active_requests": of["max_active"],
                     "algorithm.filter_groups": {"enable": of["filtering"]},
                     "reward.score_when": of["score_when"],
                     "trainer.one_step_off": of["off"],

@@ -82,7 +82,7 @@ def named_paths(text: str) -> set[str]:
 
 
 def missing_paths(text: str, files: frozenset[str]) -> list[str]:
-    """Paths that a page names and that do not exist; a path may leave out its first folders (`rounds/race.py`)."""
+    """Paths that a page names and that do not exist; a path may leave out its first folders (`rounds/round.py`)."""
     return sorted(
         name for name in named_paths(text) if not any(file == name or file.endswith(f"/{name}") for file in files)
     )

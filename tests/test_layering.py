@@ -43,15 +43,12 @@ ROWS: tuple[frozenset[str], ...] = tuple(
 ROW_OF = {unit: i for i, row in enumerate(ROWS) for unit in row}
 AT_RUN_TIME = {
     *("agents", "device", "endpoint", "gradients", "group_rewards"),
-    *("pool", "proposer", "report", "verdicts"),
+    *("pool", "proposer", "report", "session", "verdicts"),
 }
 """Files of a mechanism's folder that are its part in a run. All else are rules, as pure as `scheduling`."""
 IMPURE = {"time", "datetime", "random", "secrets", "logging"}  # what a scheduling rule may not ask
-TIMED = {
-    *("jaxrl.mechanisms.adaptive_layouts", "jaxrl.mechanisms.stream_trainer"),
-    "jaxrl.mechanisms.speculation.index",
-}
-"""Files of `mechanisms.classes` that measure how long something takes, or log: they have the hooks, not the rules."""
+TIMED = {"jaxrl.mechanisms.speculation.index"}
+"""Files of `mechanisms.classes` that measure how long something takes."""
 JAX = {"jax", "jaxlib", "optax", "orbax", "grain"}
 WITHOUT_JAX = {
     "jaxrl.__main__",
@@ -203,7 +200,7 @@ def scheduling_violations(sources: Mapping[str, str]) -> list[str]:
         root = name.split(".")[0]
         if root == "jaxrl":
             return unit_of(name) in ("types", "schema", *pure)
-        return root in allowed or (root in ("logging", "time") and module in TIMED)
+        return root in allowed or (root == "time" and module in TIMED)
 
     return [
         f"{module} imports {name}"

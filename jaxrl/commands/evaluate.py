@@ -112,7 +112,7 @@ def evaluate(
 def _responses(run: Run, prompts: Sequence[Prompt]) -> tuple[list[Group], list[str]]:
     backend = run.backend(evaluates=True)
     backend.enter_rollout(0)
-    current = Round(prompts, run.config.rollout.val_kwargs.n)
+    current = Round.of(prompts, run.config.rollout.val_kwargs.n)
     info = RoundInfo(0, 1, "eval")
     backend.begin(info, run.config.sampling(run.stop_token_ids, evaluates=True))
     errors: list[str] = []

@@ -164,11 +164,12 @@ def explain(
     full, sharing = full_microbatch(config, model, training, platform), actor.context_parallel_size
     device_samples = full.rows * (full.length // length)
     prompts, mini = data.train_batch_size, config.mini_batch_prompts
-    under_way_prompts, under_way = batch_rule(config).max_under_way
+    limits = batch_rule(config).limits
+    under_way = limits.max_under_way * limits.num_responses
     rows = config.rollout.max_num_seqs * dp
     sizes: dict[str, tuple[int | str, int | str, int | str]] = {"a step": (prompts, prompts * n, prompts * n * length)}
     if under_way != prompts * n:
-        sizes["a round has under way, at most"] = (under_way_prompts, under_way, "")
+        sizes["a round has under way, at most"] = (limits.max_under_way, under_way, "")
     sizes["an optimizer update"] = (mini, mini * n, mini * n * length)
     sizes[_microbatch(sharing)] = ("", f"{device_samples:,} or more", full.tokens)
     sizes["rows that decode at once"] = ("", rows, "")

@@ -40,7 +40,7 @@ from jaxrl.sim.configured import (
 from jaxrl.sim.hardware import HARDWARE
 from jaxrl.sim.recorded import RecordedWorkload
 from jaxrl.sim.tuning import PLAIN, RuleSearch, Table, Trial, Tried, label, trial
-from jaxrl.sim.workload import Workload
+from jaxrl.sim.workload import ModelledWorkload
 
 LEAST_RESPONSES = 20  # with fewer, the longest is a matter of chance
 _RULES = [each for each in MECHANISMS if UNFINISHED in each.decides]
@@ -170,7 +170,7 @@ def _check_lengths(workload: RecordedWorkload) -> None:
 
 
 def _notes(
-    config: Config, workload: Workload, run_dir: str, devices: Mapping[str, Any], left_out: Sequence[str]
+    config: Config, workload: ModelledWorkload, run_dir: str, devices: Mapping[str, Any], left_out: Sequence[str]
 ) -> Iterator[str]:
     if left_out:
         yield f"left out, since they launch what another value launches: {', '.join(left_out)}"
@@ -196,7 +196,7 @@ def _seeded(config: Config, seed: int) -> Config:
     return config.replace(data=data.replace(seed=data.seed + seed), trainer=trainer.replace(seed=trainer.seed + seed))
 
 
-def _simulated(config: Config, workload: Workload, warm_up: int) -> Trial:
+def _simulated(config: Config, workload: ModelledWorkload, warm_up: int) -> Trial:
     """One simulated run, which may take place in another process; it writes nothing. `warm_up`: steps that its means
     leave out."""
     steps: list[dict[str, float]] = []
@@ -211,7 +211,7 @@ def _simulated(config: Config, workload: Workload, warm_up: int) -> Trial:
 
 
 def _run(
-    runs: Sequence[tuple[Config, Workload, int]], processes: int, progress: Callable[[int, int], None]
+    runs: Sequence[tuple[Config, ModelledWorkload, int]], processes: int, progress: Callable[[int, int], None]
 ) -> list[Trial]:
     done: list[Trial] = []
     with ExitStack() as stack:

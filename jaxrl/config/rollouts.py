@@ -138,7 +138,6 @@ class RolloutSection(Section):
         "Compile every program before it is needed: the rollout's before the first step, the update's then as well, or "
         "on CPUs beside the first rollout.",
     ] = True
-    max_active_requests: Annotated[int, Ge(0), "The most samples under way at once, with any rule; 0: no limit."] = 0
     stale_tokens: Annotated[
         Literal["recorded", "recompute", "mask"],
         "Tokens that earlier versions wrote; recorded: their ratio is taken to the log-probability recorded at "

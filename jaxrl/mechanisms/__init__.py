@@ -23,7 +23,7 @@ from jaxrl.mechanisms.tail_batching import TailBatching
 from jaxrl.mechanisms.turns import Turns
 from jaxrl.scheduling.mechanism import Mechanism
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches
-from jaxrl.scheduling.rounds.race import BatchSettings
+from jaxrl.scheduling.rounds.round import BatchSettings
 
 if TYPE_CHECKING:
     from jaxrl.config import Config
@@ -105,7 +105,6 @@ def batch_rule(config: Config) -> BatchRule:
             config.rollout.n,
             config.reward.score_when,
             DynamicSampling.of_config(config),
-            config.rollout.max_active_requests,
             version_lag=int(config.trainer.one_step_off),
             max_response_length=config.data.max_response_length,
         )

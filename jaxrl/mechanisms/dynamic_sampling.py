@@ -1,6 +1,6 @@
 """Dynamic sampling: prompts that teach nothing are left out and replaced by others.
 
-A race asks the mechanism which groups count, and how many prompts to launch ahead of that. Which groups count: those in
+A round asks the mechanism which groups count, and how many prompts to launch ahead of that. Those count in
 which a metric differs, or those that a function of the user's keeps.
 
 **Launching ahead.** Replacements that start when a verdict has come in start late: with most groups left out, a round
@@ -87,7 +87,7 @@ MOST_PER_MISSING = 4  # the most groups in flight for each missing one, at any s
 
 
 class DynamicSampling(Mechanism):
-    """The filter of groups that a race asks (`jaxrl.scheduling.rounds.race`). It is immutable: `after` returns a new
+    """The filter of groups that a round asks (`jaxrl.scheduling.rounds.round`). It is immutable: `after` returns a new
     one.
 
     Args:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 from jaxrl.scheduling.mechanism import UNFINISHED, Mechanism
 from jaxrl.scheduling.rounds.batches import FreshBatches, launched
-from jaxrl.scheduling.rounds.race import BatchSettings, RaceLimits
+from jaxrl.scheduling.rounds.round import BatchSettings, RaceLimits
 from jaxrl.schema.limits import Factor
 from jaxrl.schema.section import Section
 

@@ -40,8 +40,7 @@ from annotated_types import Ge
 from jaxrl.scheduling.mechanism import UNFINISHED, Mechanism, Searched
 from jaxrl.scheduling.rounds.batches import BatchRule, RoundPlan, RoundTime, last_step, provisioned, room_until_end
 from jaxrl.scheduling.rounds.events import PromptKey
-from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, RaceLimits
-from jaxrl.scheduling.rounds.round import Round
+from jaxrl.scheduling.rounds.round import BatchSettings, PlannedGroup, RaceLimits, Round
 from jaxrl.schema.limits import AtEnd, Factor
 from jaxrl.schema.section import Section
 from jaxrl.types import Group

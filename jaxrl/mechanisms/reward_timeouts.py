@@ -64,7 +64,7 @@ class TimeoutRule:
 
 
 class AdaptiveTimeouts(Mechanism):
-    """Limits the test cases of training prompts (`jaxrl.scheduling.mechanism.ScoreLimits`).
+    """Limits the test cases of training prompts.
 
     Args:
       has_tests: whether the prompts of a source have test cases.

@@ -1,25 +1,23 @@
 """Tail batching: slow prompts wait in a queue and run together later, so that most rounds are short.
 
 A *short round* launches ceil(prompt_factor · P0) prompts × ceil(response_factor · R0)
-responses and keeps the first P0 × R0 (`Race`). Prompts that lose wait in the long-prompt queue, first in, first out.
+responses and keeps the first P0 × R0 (`Round`). Prompts that lose wait in the long-prompt queue, first in, first out.
 As soon as the queue holds P0 prompts (with dynamic sampling: as many as are expected to yield P0 groups that count), a
 *long round* runs P0 of them with R0 responses each, and waits for all.
 
 Source: RollPacker §3 (rounds, queue, η = 1.25), §6.3 (one factor for prompts, one for responses), §7 (dynamic
-sampling: groups without reward variance leave, unfinished prompts stay; a cap on active requests).
+sampling: groups without reward variance leave, unfinished prompts stay). A cap on active requests (§7) is
+`rollout.max_num_seqs`, the rows.
 
 Departures:
 
-- `max_age_steps` bounds how long a prompt may wait, in training steps since its first launch: if one more short round
-  could break the bound, a long round comes first.
 - `at_end="flush"`: a round launches no more new prompts than the run can still train on, so the queue is empty after
   the last step and every prompt has been trained on. With dynamic sampling, which launches ahead, those that the last
   steps have no room for leave as filtered. "leave" follows the rule to the end, and reports the prompts that are left.
 - With dynamic sampling a long round launches ahead of verdicts too, so it may leave prompts over: they are the first of
   the queue.
-- If the queue holds fewer than P0 prompts when a long round is due (age, flush), new prompts fill it up, without
+- If the queue holds fewer than P0 prompts when a long round is due (flush), new prompts fill it up, without
   speculation: every batch has exactly P0 × R0 samples.
-
 - `relaunch="same"`: a deferred prompt draws with the same random bits again. What a short round puts off then comes in
   a long one, so that the run as a whole trains on the lengths of plain batches, where samples do not race. The paper
   does not say which bits it gets; engines without bits of a sample's own draw anew (`new`).
@@ -56,8 +54,7 @@ from jaxrl.scheduling.rounds.batches import (
     provisioned,
     room_until_end,
 )
-from jaxrl.scheduling.rounds.race import BatchSettings, RaceLimits
-from jaxrl.scheduling.rounds.round import Round, RoundKind
+from jaxrl.scheduling.rounds.round import BatchSettings, RaceLimits, Round, RoundKind
 from jaxrl.schema.limits import AtEnd, Factor
 from jaxrl.schema.section import Section
 from jaxrl.types import Group
@@ -80,7 +77,6 @@ class TailBatching(BatchRule, Mechanism):
 
     Attributes:
       num_spare: prompts of a full short round beyond P0.
-      least_age_bound: steps until all prompts that one short round defers have run, if only long rounds follow.
     """
 
     class Options(Section):
@@ -96,9 +92,6 @@ class TailBatching(BatchRule, Mechanism):
         max_staleness: Annotated[
             int, Ge(-1), "Versions that a trained token may lag behind the policy with relaunch=resume; -1: no cap."
         ] = -1
-        max_age_steps: Annotated[
-            int, Ge(0), "The most steps from a prompt's first launch to its batch; 0: no bound."
-        ] = 0
         at_end: Annotated[
             AtEnd, "What becomes of the queue when training ends; flush: the last rounds empty it, leave: it stays."
         ] = "flush"
@@ -151,13 +144,6 @@ class TailBatching(BatchRule, Mechanism):
                 f"rollout.tail_batching.max_staleness ({options.max_staleness} versions) must be >= "
                 f"{batch.version_lag}, or -1 for no cap: one-step-off adds one version to every token"
             )
-        self.least_age_bound = -(-self.num_spare // batch.num_prompts)
-        if options.max_age_steps and options.max_age_steps < self.least_age_bound:
-            raise ValueError(
-                f"rollout.tail_batching.max_age_steps ({options.max_age_steps} steps) must be >= "
-                f"{self.least_age_bound}, or 0 for no bound: a short round defers up to {self.num_spare} prompts "
-                f"(prompt_factor {options.prompt_factor}), and long rounds take {batch.num_prompts} each"
-            )
 
     def _plan(self, time: RoundTime) -> RoundPlan:
         kind, num_spare = self._choose(time)
@@ -165,39 +151,22 @@ class TailBatching(BatchRule, Mechanism):
         if kind == "long":
             cap = self.options.max_staleness
             self.queue = deque(self._restart(group, lambda s: last_step(s, cap) < time.step) for group in self.queue)
-        most_left_over = self._most_left_over(kind, time)
-        limits = replace(self.limits, num_responses=num_responses, num_spare=num_spare, max_left_over=most_left_over)
-        return RoundPlan(limits, kind, num_kept=len(self.queue) if kind == "short" else 0)
+        num_kept = len(self.queue) if kind == "short" else 0
+        room = room_until_end(self.at_end, self.batch.num_prompts, time, num_kept) if kind == "short" else None
+        limits = replace(self.limits, num_responses=num_responses, num_spare=num_spare, max_left_over=room)
+        return RoundPlan(limits, kind, num_kept)
 
     def _choose(self, time: RoundTime) -> tuple[RoundKind, int]:
         """The kind of the next round, and how many prompts it launches beyond P0."""
         num_prompts, num_waiting = self.batch.num_prompts, len(self.queue)
         enough = self.filter.under_way(num_prompts) if self.filter else num_prompts
-        if num_waiting >= enough or self._age_forces_long(time.step):
+        if num_waiting >= enough:
             return "long", 0
         room = room_until_end(self.at_end, num_prompts, time, num_waiting)
         num_spare = self.num_spare if room is None else min(self.num_spare, room)
         # a race cannot wait for all of the prompts that dynamic sampling launches ahead, and must not lose any
         crowded = self.filter and room is not None and room < enough - num_prompts + num_spare
         return ("long", 0) if num_spare < 0 or crowded else ("short", num_spare)
-
-    def _most_left_over(self, kind: RoundKind, time: RoundTime) -> int | None:
-        """How many prompts a round may leave over, in view of the age bound and of the end of the run."""
-        rooms: list[int] = []
-        num_prompts, num_waiting = self.batch.num_prompts, len(self.queue) if kind == "short" else 0
-        if self.options.max_age_steps:
-            rooms.append(num_prompts * self.options.max_age_steps - num_waiting)
-        if kind == "short" and (room := room_until_end(self.at_end, num_prompts, time, num_waiting)) is not None:
-            rooms.append(room)
-        return min(rooms, default=None)
-
-    def _age_forces_long(self, step: int) -> bool:
-        """Whether a prompt could exceed the age bound if this round were short and all later ones long."""
-        if not (max_age := self.options.max_age_steps) or not self.queue:
-            return False
-        first_steps = [deferred.first_step for deferred in self.queue] + [step] * self.num_spare
-        last_runs = (step + 1 + place // self.batch.num_prompts for place in range(len(first_steps)))
-        return any(last - first > max_age for last, first in zip(last_runs, first_steps, strict=True))
 
     def _own_metrics(self, current: Round, groups: Sequence[Group], num_left_over: int) -> dict[str, float]:
         kept = self._kept_metrics(current, groups) if self.limits.keep_unfinished else {}

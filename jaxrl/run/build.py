@@ -286,9 +286,9 @@ def build_engines(
     ticks = step_ticks
     if profile is not None and config.rollout.layout.switch:
         from jaxrl.scheduling.layouts.latency import LatencyPredictor
-        from jaxrl.scheduling.layouts.plan_cost import PlanCostModel
+        from jaxrl.scheduling.layouts.plan_cost import plan_ticks
 
-        ticks = PlanCostModel(LatencyPredictor(profile, config.rollout.layout, sizes), engines)
+        ticks = plan_ticks(LatencyPredictor(profile, config.rollout.layout, sizes), engines)
     return LocalWorkers(engines, config.rollout.deal, ticks, arrival)
 
 

@@ -26,13 +26,12 @@ from jaxrl.config.options import total_steps
 from jaxrl.loop import Loop
 from jaxrl.mechanisms import batch_rule
 from jaxrl.mechanisms.reward_timeouts import AdaptiveTimeouts
-from jaxrl.mechanisms.stream_trainer import GradientStream
 from jaxrl.mechanisms.turns.rule import Conversation
 from jaxrl.record.layouts import LayoutLog
 from jaxrl.run.arrival import ArrivalOrder
 from jaxrl.run.run import Run
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
-from jaxrl.scheduling.layouts.plan_cost import PlanCostModel
+from jaxrl.scheduling.layouts.plan_cost import plan_ticks
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers, step_ticks
@@ -48,7 +47,7 @@ from jaxrl.sim.prompts import SimulatedPrompts
 from jaxrl.sim.scoring import DeviceScoring, ScoringWorkers
 from jaxrl.sim.trainer import SimulatedStream, SimulatedTrainer
 from jaxrl.sim.turns import conversation, turn_model
-from jaxrl.sim.workload import Workload
+from jaxrl.sim.workload import ModelledWorkload
 from jaxrl.training import batch_preparation
 from jaxrl.training.training_step import Models
 
@@ -81,11 +80,11 @@ class SimulatedMachine:
         self,
         config: Config,
         cost: CostModel,
-        workload: Workload,
+        workload: ModelledWorkload,
         layouts: Mapping[int, Capacity],
         clock: SimulatedClock,
         phases: SimulatedPhases,
-        feeding: Callable[[GradientStream], GradientStream],
+        feeding: Callable[[SimulatedStream], Any],
     ) -> None:
         self._config, self._cost, self._workload = config, cost, workload
         self._layouts, self._clock, self._phases, self._feeding = layouts, clock, phases, feeding
@@ -97,7 +96,7 @@ class SimulatedMachine:
         engines = [Engine(each, batching) for each in self.executors.executors]
         self.arrival = ArrivalOrder(self.executors.first_done, None) if config.rollout.order == "arrival" else None
         pace = self.predictor() if config.rollout.layout.switch else None
-        ticks = step_ticks if pace is None else PlanCostModel(pace, engines)
+        ticks = step_ticks if pace is None else plan_ticks(pace, engines)
         self.workers = LocalWorkers(engines, config.rollout.deal, ticks, self.arrival)
         self.scoring = self._build_scoring()
 
@@ -157,9 +156,9 @@ class SimulatedMachine:
     def concurrently(self) -> SimulatedConcurrently:
         return SimulatedConcurrently(self._clock)
 
-    def gradient_streams(self, freed: Sequence[tuple[int, ...]]) -> Mapping[tuple[int, ...], GradientStream]:
+    def gradient_streams(self, freed: Sequence[tuple[int, ...]]) -> Mapping[tuple[int, ...], SimulatedStream]:
         count, prepare = self.num_devices, partial(batch_preparation.prepared, self._config)
-        streams: dict[tuple[int, ...], GradientStream] = {}
+        streams: dict[tuple[int, ...], SimulatedStream] = {}
         for workers in freed:
             before = partial(self.executors.free_ns, workers)
             stream = SimulatedStream(self._cost, self._clock, count, count // 2, prepare, before)
@@ -186,12 +185,12 @@ class SimulatedMachine:
 def build(
     config: Config,
     cost: CostModel,
-    workload: Workload,
+    workload: ModelledWorkload,
     *,
     layouts: Mapping[int, Capacity] | None = None,
     timeline: Path | None = None,
     layout_log: LayoutLog | None = None,
-    feeding: Callable[[GradientStream], GradientStream] = lambda stream: stream,
+    feeding: Callable[[SimulatedStream], Any] = lambda stream: stream,
     **callbacks: Any,
 ) -> Simulation:
     """Puts a simulated run together.

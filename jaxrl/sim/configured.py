@@ -28,7 +28,7 @@ from jaxrl.schema.limits import BYTES
 from jaxrl.sim.cost_model import CostModel, Efficiency, TableCost, modelled_profile
 from jaxrl.sim.hardware import hardware
 from jaxrl.sim.recorded import RecordedWorkload
-from jaxrl.sim.workload import ModelledWorkload, Workload
+from jaxrl.sim.workload import ModelledWorkload
 
 _NODE = 8  # devices, if no option says how many
 
@@ -145,7 +145,7 @@ def tasks_of(config: Config) -> tuple[SimulatedTask, ...]:
     return tuple(SimulatedTask(name=name, **dict(task)) for name, task in given.items()) or (SimulatedTask(),)
 
 
-def workload_of(config: Config) -> tuple[Workload, str]:
+def workload_of(config: Config) -> tuple[ModelledWorkload, str]:
     """The workload of section `simulate`, and where its lengths come from."""
     chosen, seed = config.simulate, config.trainer.seed
     tasks = tasks_of(config)

@@ -43,7 +43,7 @@ from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, StepCosts
 from jaxrl.scheduling.rounds.history import PromptHistory
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import PLATFORM
-from jaxrl.sim.workload import Workload, word
+from jaxrl.sim.workload import ModelledWorkload, word, words
 from jaxrl.types import SampleKey
 
 _STRETCHES = 32  # what a random number is for; different from those of `jaxrl.sim.workload` and `jaxrl.sim.recorded`
@@ -81,18 +81,18 @@ class SimulatedDrafts:
     """How rows draft; `seed`: of the run."""
 
     config: DraftConfig
-    workload: Workload
+    workload: ModelledWorkload
     seed: int
 
     @classmethod
-    def configured(cls, config: Config, workload: Workload) -> SimulatedDrafts | None:
+    def configured(cls, config: Config, workload: ModelledWorkload) -> SimulatedDrafts | None:
         """None where `rollout.speculation` is off."""
         drafts = draft_config(config, PLATFORM)
         return None if drafts is None else cls(drafts, workload, config.trainer.seed)
 
     def acceptance(self, key: SampleKey, length: int) -> Acceptance:
         """How many tokens of a draft are right, by position of a response of `length` tokens."""
-        identity = word(_STRETCHES, self.seed, key.epoch, key.prompt_index, key.sample_index, key.attempt)
+        identity = word(_STRETCHES, self.seed, *words(key))
         return draft_acceptance(self.workload.history(key.prompt_index), identity, key.epoch, length)
 
 

@@ -97,7 +97,7 @@ class SimulatedExecutor:
         until a call is there or its answer is back.
 
     Attributes:
-      num_tokens, num_prefill_tokens: tokens generated and prefilled so far, over all groups.
+      num_tokens: generated so far, over all groups.
       policy_version: of the weights.
       recompiles: 0, because there are no programs.
       free_ns: when the devices are done with everything submitted.
@@ -124,7 +124,7 @@ class SimulatedExecutor:
         self._call_s, self._latency_ns = call_s, nanoseconds(latency_s)
         self._use(sizes, tp)
         self.policy_version = self.recompiles = 0
-        self.num_tokens = self.num_prefill_tokens = 0
+        self.num_tokens = 0
         self._length_of, self._turn_end = length_of, turn_end
         self._cost, self._clock, self._on_plan, self._layouts = cost, clock, on_plan, layouts or {}
         self._sync_s, self._wake_s = sync_s, wake_s
@@ -255,7 +255,6 @@ class SimulatedExecutor:
             count = len(chunk.tokens)
             tokens, pairs = work.get(chunk.dp_group, (0, 0.0))
             work[chunk.dp_group] = tokens + count, pairs + causal_pairs(count, chunk.start)
-            self.num_prefill_tokens += count
             if chunk.is_last:
                 self._activate(chunk)
         return work

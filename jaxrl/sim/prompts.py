@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.sim.workload import Workload
+from jaxrl.sim.workload import ModelledWorkload
 from jaxrl.types import Prompt
 
 _STATE_VERSION = 1
@@ -28,7 +28,7 @@ class SimulatedPrompts:
 
     def __init__(
         self,
-        workload: Workload,
+        workload: ModelledWorkload,
         num_prompts: int,
         max_prompt_length: int,
         seed: int,

@@ -1,4 +1,4 @@
-"""Lengths of a real run, replayed: `samples.jsonl` of a run directory as a `Workload`, in place of a formula.
+"""Lengths of a real run, replayed: `samples.jsonl` of a run directory as a `ModelledWorkload`, in place of a formula.
 
 Responses are drawn by rank: the model of `jaxrl.sim.workload`, with the recorded responses of the prompt's source as
 its distribution and the correlation of the recorded scores within a prompt as c.

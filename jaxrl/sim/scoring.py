@@ -20,17 +20,13 @@ import heapq
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from jaxrl.mechanisms.reward_timeouts import AdaptiveTimeouts
 from jaxrl.scheduling.rounds.events import Verdict
-from jaxrl.sim.clock import SimulatedClock, nanoseconds
-from jaxrl.sim.workload import Workload
+from jaxrl.sim.clock import SimulatedClock, SimulatedPhases, nanoseconds
+from jaxrl.sim.workload import ModelledWorkload
 from jaxrl.types import Prompt, Sample, SampleKey
-
-
-class Drawn(Protocol):
-    def complete(self, track: str, name: str, start_s: float, end_s: float, /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +65,9 @@ class ScoringWorkers:
 
     def __init__(
         self,
-        workload: Workload,
+        workload: ModelledWorkload,
         clock: SimulatedClock,
-        phases: Drawn,
+        phases: SimulatedPhases,
         num_workers: int = 1,
         timeout_s: float = 0.0,
         own_workers: Mapping[str, int] | None = None,

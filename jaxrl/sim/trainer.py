@@ -79,8 +79,8 @@ class SimulatedTrainer:
 
 
 class SimulatedStream:
-    """Implements `jaxrl.mechanisms.stream_trainer.GradientStream`. `num_devices`: of the trainer, of which `part` are
-    freed; `begins_ns`: when these are done with what they had before."""
+    """In place of `jaxrl.mechanisms.stream_trainer.gradients.TrainStream`. `num_devices`: of the trainer, of which
+    `part` are freed; `begins_ns`: when these are done with what they had before."""
 
     def __init__(
         self,

@@ -8,29 +8,20 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from pathlib import Path
-from statistics import NormalDist
-from typing import Any
 
-import numpy as np
-
-from jaxrl.config import Config, ConfigError
+from jaxrl.config import Config
 from jaxrl.config.simulation import SimulatedTool
 from jaxrl.mechanisms.turns.rule import Conversation, Observed, TurnLimits
-from jaxrl.record.files import read_lines
-from jaxrl.record.samples import FILE_NAME as SAMPLES
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases, nanoseconds
-from jaxrl.sim.workload import Workload, normal, uniform
+from jaxrl.sim.workload import ModelledWorkload, normal, uniform, words
 from jaxrl.types import Prompt, SampleKey
 
 _TURNS, _SECONDS = 40, 41  # what a random number is for; different from those of the workloads
 _MOST_S = 3600.0  # of an answer
 _ANSWER = ({"role": "tool", "content": ""},)
-_QUARTILES = NormalDist().inv_cdf(0.75) - NormalDist().inv_cdf(0.25)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +36,7 @@ class TurnModel:
 
     def num_turns(self, key: SampleKey) -> int:
         """One at least."""
-        left, count, term = uniform(_TURNS, self.seed, *_words(key)), 0, math.exp(1 - self.tool.turns)
+        left, count, term = uniform(_TURNS, self.seed, *words(key)), 0, math.exp(1 - self.tool.turns)
         while (left := left - term) > 0 and count < 1000:
             count += 1
             term *= (self.tool.turns - 1) / count
@@ -82,7 +73,7 @@ class SimulatedTools:
 
     def submit(self, key: SampleKey, prompt: Prompt, text: str, state: bytes | None) -> None:
         turn, tool = 0 if state is None else int(state), self._model.tool
-        z = normal(_SECONDS, self._model.seed, *_words(key), turn)
+        z = normal(_SECONDS, self._model.seed, *words(key), turn)
         free_ns, worker = heapq.heappop(self._free_ns)
         begin_ns = max(free_ns, self._clock.now_ns)
         end_ns = begin_ns + nanoseconds(min(tool.median_s * math.exp(tool.sigma * z), _MOST_S))
@@ -124,38 +115,7 @@ def conversation(
     return Conversation(tools, lambda prompt: True, lambda ids: "", lambda messages, drawn: answer)
 
 
-def turn_model(config: Config, workload: Workload) -> TurnModel:
-    """Models the tools that `simulate.tool` describes, or those recorded by the run that lengths come from. Raises
-    ValueError if that run had none."""
+def turn_model(config: Config, workload: ModelledWorkload) -> TurnModel:
+    """Models the tools that `simulate.tool` describes. A recorded length is with the answers of its tools."""
     simulated, longest = config.simulate, TurnLimits.configured(config).max_trajectory_tokens
-    is_recorded = bool(simulated.recorded_run)
-    tool = simulated.tool
-    if is_recorded:
-        path = Path(simulated.recorded_run) / SAMPLES
-        rows = [row for row in read_lines(path, json.loads) if row.get("turns")]
-        if not rows:
-            raise ConfigError(f"environment.kind: {path} has no samples with turns, of which tools could be simulated")
-        tool = measured([row["turns"] for row in rows], [row["length"] for row in rows], tool)
-    return TurnModel(tool, config.trainer.seed, workload.length, longest, is_recorded)
-
-
-def measured(
-    turns: Sequence[Sequence[Mapping[str, Any]]], lengths: Sequence[int], tool: SimulatedTool
-) -> SimulatedTool:
-    """The tools measured from recorded trajectories, in place of the given ones. `turns`: of each trajectory, as
-    `samples.jsonl` has them; `lengths`: of these, in tokens."""
-    answered = [turn for of in turns for turn in of if turn["answer"]]
-    seconds = np.log([max(turn["seconds"], 1e-4) for turn in answered]) if answered else np.zeros(1)
-    said = [sum(len(turn.get("tokens", ())) for turn in of) for of in turns]
-    gaps = sum(len(of) - 1 for of in turns)
-    tokens = sum(length - drawn for length, drawn in zip(lengths, said, strict=True))
-    return tool.replace(
-        turns=float(np.mean([len(of) for of in turns])),
-        answer_tokens=round(tokens / gaps) if gaps else 0,
-        median_s=float(np.exp(np.median(seconds))) if answered else 0.0,
-        sigma=float(np.subtract(*np.quantile(seconds, [0.75, 0.25])) / _QUARTILES),
-    )
-
-
-def _words(key: SampleKey) -> tuple[int, int, int, int]:
-    return key.epoch, key.prompt_index, key.sample_index, key.attempt
+    return TurnModel(simulated.tool, config.trainer.seed, workload.length, longest, bool(simulated.recorded_run))

@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Protocol
 
 from jaxrl.config import SimulatedHistory, SimulatedLengths, SimulatedScoring, SimulatedTask
 from jaxrl.types import SampleKey
@@ -96,33 +95,11 @@ def scoring_s(scoring: SimulatedScoring, timeout_s: float, z: float, u: float, l
     return min(scoring.median_s * math.exp(scoring.sigma * z) + scoring.per_token_s * length, timeout_s)
 
 
-class Workload(Protocol):
-    """The lengths and times of a simulation. `step` is the training step in which a response was first launched; a
-    resumed response keeps that step, and so its length."""
-
-    def length(self, key: SampleKey, step: int = 0) -> int: ...
-
-    def prompt_length(self, prompt_index: int) -> int: ...
-
-    def kind_name(self, prompt_index: int) -> str: ...
-
-    def reward_s(self, key: SampleKey, step: int = 0) -> float: ...
-
-    def reference_time_s(self, prompt_index: int) -> float:
-        """Seconds that a right program takes for a test case."""
-        ...
-
-    def reward(self, key: SampleKey, step: int = 0) -> float: ...
-
-    def history(self, prompt_index: int) -> SimulatedHistory:
-        """How well a prompt's earlier responses predict the next ones."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class ModelledWorkload:
-    """`Workload` from distributions. A prompt keeps its task, its length and its part of the score for ever; each
-    response of each epoch and attempt draws its own part.
+    """Lengths and times from distributions. A prompt keeps its task, length and part of the score for ever; each
+    response of each epoch and attempt draws its own part. `step`: the training step in which a response was first
+    launched; one that is resumed keeps it, and so its length.
 
     Attributes:
       tasks: what prompts there are; a prompt's task is drawn by its index with the tasks' weights.
@@ -154,8 +131,8 @@ class ModelledWorkload:
 
     def score(self, key: SampleKey) -> float:
         """The response's standard normal score; see the module's docstring."""
-        task, own = self.task(key.prompt_index), normal(_RESPONSE_SCORE, self.seed, *_words(key))
-        if task.outlier_share and uniform(_OUTLIER, self.seed, *_words(key)) < task.outlier_share:
+        task, own = self.task(key.prompt_index), normal(_RESPONSE_SCORE, self.seed, *words(key))
+        if task.outlier_share and uniform(_OUTLIER, self.seed, *words(key)) < task.outlier_share:
             return own
         return correlated(task.correlation, normal(_PROMPT_SCORE, self.seed, key.prompt_index), own)
 
@@ -170,7 +147,7 @@ class ModelledWorkload:
 
     def reward_s(self, key: SampleKey, step: int = 0) -> float:
         scoring, length = self.task(key.prompt_index).scoring, self.length(key, step)
-        z, u = normal(_REWARD_TIME, self.seed, *_words(key)), uniform(_REWARD_HANGS, self.seed, *_words(key))
+        z, u = normal(_REWARD_TIME, self.seed, *words(key)), uniform(_REWARD_HANGS, self.seed, *words(key))
         return scoring_s(scoring, self.timeout_s, z, u, length)
 
     def reference_time_s(self, prompt_index: int) -> float:
@@ -181,8 +158,8 @@ class ModelledWorkload:
         logit = math.log(task.pass_rate / (1 - task.pass_rate))
         logit += task.pass_spread * normal(_PASS_RATE, self.seed, key.prompt_index)
         passes = 1 / (1 + math.exp(-min(max(logit, -700.0), 700.0)))
-        return float(uniform(_REWARD, self.seed, *_words(key)) < passes)
+        return float(uniform(_REWARD, self.seed, *words(key)) < passes)
 
 
-def _words(key: SampleKey) -> tuple[int, int, int, int]:
+def words(key: SampleKey) -> tuple[int, int, int, int]:
     return key.epoch, key.prompt_index, key.sample_index, key.attempt

@@ -53,7 +53,7 @@ from jaxrl.scheduling.layouts.latency_profile import (
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.batches import BatchRule, FreshBatches, RoundTime
 from jaxrl.scheduling.rounds.events import Verdict
-from jaxrl.scheduling.rounds.race import BatchSettings
+from jaxrl.scheduling.rounds.round import BatchSettings
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
@@ -63,7 +63,7 @@ from jaxrl.sim.cost_model import CostModel, TableCost
 from jaxrl.sim.executor import SimulatedExecutor
 from jaxrl.sim.hardware import hardware
 from jaxrl.sim.scoring import ScoringWorkers
-from jaxrl.sim.workload import ModelledWorkload, Workload
+from jaxrl.sim.workload import ModelledWorkload
 from jaxrl.types import Prompt, Sample, SampleKey, SamplingParams
 
 PREFILL_BUDGET = 2048
@@ -143,7 +143,7 @@ class Speeds:
 # -- rounds, of which only the devices differ --------------------------------------------------------------------------
 
 
-def modelled(options: argparse.Namespace) -> Workload:
+def modelled(options: argparse.Namespace) -> ModelledWorkload:
     """Lognormal lengths with a cap; a prompt decides `correlation` of its responses' scores."""
     task = SimulatedTask(
         name="forced",
@@ -175,7 +175,7 @@ class ForcedLengths(Engine):
     """An engine that ends each request at the length that the workload gives its identity: every rule meets the same
     long prompts, and a response of a later attempt has a length of its own."""
 
-    def __init__(self, executor: Executor, decode_steps: int, workload: Workload) -> None:
+    def __init__(self, executor: Executor, decode_steps: int, workload: ModelledWorkload) -> None:
         super().__init__(executor, BatcherConfig(decode_steps=decode_steps))
         self._workload = workload
 
@@ -242,7 +242,7 @@ def real_rounds(
     rule: BatchRule,
     executor: MeshExecutor,
     params: Any,
-    workload: Workload,
+    workload: ModelledWorkload,
     stack: ExitStack,
 ) -> Rounds:
     """Rounds on the mesh, with journal and timeline as a run has them."""
@@ -256,7 +256,7 @@ def real_rounds(
 
 
 def simulated_rounds(
-    options: argparse.Namespace, rule: BatchRule, sizes: Capacity, tp: int, cost: CostModel, workload: Workload
+    options: argparse.Namespace, rule: BatchRule, sizes: Capacity, tp: int, cost: CostModel, workload: ModelledWorkload
 ) -> Rounds:
     """The same rounds with time from a cost model."""
     clock = SimulatedClock()

@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config import Config
-from jaxrl.mechanisms.stream_trainer import GradientStream, StreamTrainer
+from jaxrl.mechanisms.stream_trainer import StreamTrainer
 from jaxrl.record import run_dir
 from jaxrl.record.state import dump_state, load_state
 from jaxrl.run.simulation import Simulation, build
+from jaxrl.sim.trainer import SimulatedStream
 from jaxrl.types import Group
 from papers.calibration import Calibration
 from papers.cases import Case, configuration, models
@@ -137,20 +138,20 @@ def _built(
     return simulation
 
 
-def _feeding(case: Case, stream: GradientStream) -> Any:
+def _feeding(case: Case, stream: SimulatedStream) -> Any:
     """What stands for a stream trainer in this case."""
     return SingleFetch(stream, max(round(case.fetch * case.num_prompts), 1)) if case.fetch else stream
 
 
 class SingleFetch:
-    """A `GradientStream` that begins the gradients of the first groups that it is given together, at most `most`, and
+    """A stream that begins the gradients of the first groups that it is given together, at most `most`, and
     of no others: what it is given later is left to the update.
 
     Source: RollPacker §6.6, "a single fetch of all available completed prompts", capped at 20, 30, 40 or 50 % of the
     batch; the authors' code fetches once devices are freed (Farrrrland/RollPacker, rlvr_pipeline_fixed_async.py).
     """
 
-    def __init__(self, stream: GradientStream, most: int) -> None:
+    def __init__(self, stream: SimulatedStream, most: int) -> None:
         self._stream, self._most, self._fetched = stream, most, False
 
     def __getattr__(self, name: str) -> Any:

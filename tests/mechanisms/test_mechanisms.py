@@ -30,7 +30,6 @@ def streaming(**options: Any) -> Config:
             for name in sorted(NEEDS_WHOLE_BATCH)
         ),
         ({"reward__score_when": "rollout"}, "reward.score_when must be 'sample' or 'group', found 'rollout'"),
-        ({"rollout__max_active_requests": 16}, "excludes rollout.max_active_requests (16 samples): workers are freed"),
         ({"rollout__num_workers": 3}, "needs rollout.num_workers to be even, found 3: half of the rollout's workers"),
         ({"rollout__num_workers": 6, "trainer__num_devices": 12}, "(trainer.num_devices) must be a power of two"),
         ({"actor__use_kl_loss": True, "actor__offload_reference": True}, "excludes actor.offload_reference"),

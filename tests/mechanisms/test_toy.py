@@ -41,7 +41,7 @@ def test_the_toy_of_the_page_measures_a_tail():
     assert built() is None, "its switch is off"
     backend = RolloutBackend(replace(machine.run, mechanisms=(built(enable=True, share=0.25),)))
     backend.enter_rollout(0)
-    current = Round([prompt(index) for index in range(4)], 1)
+    current = Round.of([prompt(index) for index in range(4)], 1)
     backend.begin(RoundInfo(1), SamplingParams(max_tokens=100, stop_token_ids=(1,)))
     while not current.done:
         backend.apply(current.handle(backend.wait()))

@@ -26,7 +26,7 @@ from jaxrl.run.backend import RolloutBackend
 from jaxrl.scheduling.mechanism import RoundInfo
 from jaxrl.scheduling.rounds.batches import BatchRule, RoundTime
 from jaxrl.scheduling.rounds.events import Event, SampleAborted, Verdict
-from jaxrl.scheduling.rounds.race import BatchSettings
+from jaxrl.scheduling.rounds.round import BatchSettings
 from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
@@ -142,7 +142,7 @@ class Played:
             self.kept.append([(s.key, len(s), s.reward) for g in result.groups for s in g.samples])
             self.aborted.append(sorted(e.sample.key for e in events if isinstance(e, SampleAborted)))
             self.left.append(result.left)
-            self.launched |= current.ledger.launched
+            self.launched |= current.launched
             for event in events:
                 if isinstance(event, Verdict):
                     self.durations[event.key], self.rewards[event.key] = event.duration_s, event.reward

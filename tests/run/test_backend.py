@@ -31,7 +31,7 @@ def test_a_stop_is_heard_while_no_event_comes(houses: Any):
     """A response may take as long as all others together: a stop must not wait for its end."""
     house = houses({key(0): 40}, Pool())
     house.run.stop = lambda: len(house.progress) >= 3
-    round = Round([PROMPTS[0]], 1)
+    round = Round.of([PROMPTS[0]], 1)
     house.backend.begin(RoundInfo(1), PARAMS)
     house.backend.apply(round.handle(house.backend.wait()))
     with pytest.raises(Interrupted):

@@ -58,10 +58,6 @@ def test_every_rule_excludes_every_other(one: str, other: str):
             {"rollout__partial_rollout": ON | {"max_staleness": 1}, "trainer__one_step_off": True},
             r"rollout\.partial_rollout\.max_staleness \(1 versions\) must be >= 2, or -1 for no cap: .* one-step-off",
         ),
-        (
-            {"rollout__tail_batching": ON, "rollout__max_active_requests": 3},
-            r"rollout\.max_active_requests \(3 samples\) must hold one prompt's responses \(4 samples\)",
-        ),
     ],
 )
 def test_what_is_refused(options: dict[str, Any], message: str):

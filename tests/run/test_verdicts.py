@@ -90,7 +90,7 @@ def test_what_an_environment_has_failed_is_not_scored(tmp_path: Path, caplog: py
 def test_a_verdict_of_the_clock_is_on_the_disk_before_the_round_hears_of_it(houses: Any, tmp_path: Path):
     bad = {key(1): "timeout", key(3, 1): "crash", key(2): "error"}
     house = houses(LENGTHS, Pool(bad=bad))
-    round = Round(PROMPTS, 2)
+    round = Round.of(PROMPTS, 2)
     house.backend.begin(RoundInfo(7), PARAMS)
     heard = []
     while not round.done:

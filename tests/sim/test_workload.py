@@ -13,7 +13,7 @@ import pytest
 from jaxrl.config import SimulatedLengths, SimulatedTask
 from jaxrl.record.samples import SampleLog
 from jaxrl.sim.recorded import RecordedPrompt, RecordedResponse, RecordedWorkload
-from jaxrl.sim.workload import ModelledWorkload, Workload, exact_length, length_of_score, uniform
+from jaxrl.sim.workload import ModelledWorkload, exact_length, length_of_score, uniform
 from jaxrl.types import Group, Prompt, Sample, SampleKey
 
 LENGTHS = SimulatedLengths(median=600, sigma=0.8, tail_from=0.9, tail_index=1.9)
@@ -139,7 +139,7 @@ def read_run(folder: Path) -> RecordedWorkload:
 
 def test_recorded_lengths_are_drawn_by_source(tmp_path: Path):
     write_run(tmp_path)
-    workload: Workload = read_run(tmp_path)
+    workload: ModelledWorkload = read_run(tmp_path)
     seen: dict[str, set[int]] = {"set0": set(), "set1": set()}
     for prompt in range(40):
         for sample in range(8):
@@ -163,7 +163,7 @@ def test_recorded_rewards_are_without_overlong_shaping(tmp_path: Path):
 # ---------------------------------------------------------------- lengths by rank
 
 
-def record_of(workload: Workload, prompts: int, samples: int, source: str = "a") -> list[RecordedPrompt]:
+def record_of(workload: ModelledWorkload, prompts: int, samples: int, source: str = "a") -> list[RecordedPrompt]:
     return [
         RecordedPrompt(9, source, tuple(RecordedResponse(workload.length(key(p, s)), float(s)) for s in range(samples)))
         for p in range(prompts)

@@ -24,7 +24,7 @@ class KnownSample:
 
 @dataclass(frozen=True, slots=True)
 class KnownWorkload:
-    """`jaxrl.sim.workload.Workload` of recorded samples. Raises ValueError when asked about one that is not recorded.
+    """A workload of recorded samples. Raises ValueError when asked about one that is not recorded.
 
     Attributes:
       samples: by identity.

@@ -131,7 +131,7 @@ class House:
     def run_round(
         self, prompts: Sequence[Prompt], n: int, step: int = 1, kind: str = "plain"
     ) -> tuple[Round, list[Event]]:
-        round, events = Round(prompts, n), []
+        round, events = Round.of(prompts, n), []
         self.backend.begin(RoundInfo(step, int(kind == "eval"), kind), PARAMS)
         while not round.done:
             events.append(self.backend.wait())

@@ -25,8 +25,7 @@ from jaxrl.scheduling.rounds.events import (
     Score,
     Verdict,
 )
-from jaxrl.scheduling.rounds.race import BatchSettings
-from jaxrl.scheduling.rounds.round import Round
+from jaxrl.scheduling.rounds.round import BatchSettings, Round
 from jaxrl.types import Group, SampleKey
 
 START = RoundStarted(0.0)

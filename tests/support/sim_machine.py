@@ -24,7 +24,6 @@ from jaxrl.sim.clock import SimulatedClock, SimulatedPhases
 from jaxrl.sim.cost_model import CostModel, Efficiency, TrainLoad
 from jaxrl.sim.executor import SimulatedExecutor
 from jaxrl.sim.scoring import ScoringWorkers
-from jaxrl.sim.workload import Workload
 from jaxrl.types import Prompt, SampleKey, SamplingParams
 
 STOP = 1
@@ -86,7 +85,7 @@ def sizes(**more: int) -> Capacity:
 
 @dataclass
 class Machine:
-    workload: Workload
+    workload: Any
     sizes: Capacity = field(default_factory=sizes)
     tp: int = 1
     cost: CostModel = field(default_factory=ConstantCost)
@@ -121,7 +120,9 @@ def key(prompt_index: int, sample_index: int = 0) -> SampleKey:
     return SampleKey(0, prompt_index, sample_index)
 
 
-def known(lengths: dict[SampleKey, int], reward_s: dict[SampleKey, float] | None = None, prompts: int = 4) -> Workload:
+def known(
+    lengths: dict[SampleKey, int], reward_s: dict[SampleKey, float] | None = None, prompts: int = 4
+) -> KnownWorkload:
     times = reward_s or {}
     samples = {k: KnownSample(n, float(k.sample_index), times.get(k, 0.0)) for k, n in lengths.items()}
     return KnownWorkload(samples, {k.prompt_index: prompts for k in lengths})

@@ -270,9 +270,6 @@ def check(house: House) -> None:
         if config.rollout.tail_batching.enable:
             if is_bounded:
                 assert values["rollout/queue_length"] <= (batch + ahead - 1) + (loop.rule.num_spare + ahead)
-            if max_age := config.rollout.tail_batching.max_age_steps:
-                assert values["rollout/trained_age_steps/max"] <= max_age
-                assert values["rollout/queue_age_steps/max"] <= max_age
         elif config.rollout.partial_rollout.enable and is_bounded:
             assert values["rollout/queue_length"] <= loop.rule.num_spare + ahead
     if config.rollout.tail_batching.at_end == config.rollout.partial_rollout.at_end == "flush":

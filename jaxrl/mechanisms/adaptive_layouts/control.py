@@ -19,21 +19,26 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
 from jaxrl.mechanisms.adaptive_layouts.rules import LayoutSwitchRule, Switch, TpPlanner
 from jaxrl.scheduling.layouts.batch_state import BatchState, GroupCapacity
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.relayout import LayoutExecutor, Relayout, SwitchFailed, recompute, rows_of, start_in
+from jaxrl.scheduling.mechanism import RoundEnd, RoundInfo
+from jaxrl.scheduling.rounds.events import Interrupted
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.lengths import LengthHistory
 from jaxrl.scheduling.tokens.progress import PlanTimes
-from jaxrl.types import check_schema
+from jaxrl.types import Sample, check_schema
 
 if TYPE_CHECKING:
-    from jaxrl.mechanisms.adaptive_layouts import AdaptiveLayouts
+    from jaxrl.run.run import Run
 
+KIND = "layout"
 SCHEMA = 1
 STEPS_SEEN = 4  # plans after a switch that give the real step time
 MAX_TRACE = 240  # points of a round's picture
@@ -300,6 +305,125 @@ class LayoutControl:
             last.steps_s.append(step_s)
         if self.predictor is not None and step_s > 0:
             self._ratios.append(self.predictor.observe(self.tp, times.batch, times.context, step_s))
+
+
+SUMMED = frozenset(
+    f"rollout/layout/{name}" for name in ("switches", "failed_switches", "moved_tokens", "cost_s", "predicted_cost_s")
+)
+"""Metrics that add up over workers; of the others there are means."""
+
+
+class LayoutSession(AdaptiveLayouts):
+    """The layouts of a run's workers.
+
+    Each worker has a `LayoutControl`, and switches by its own rows, step times and preemptions; all learn from every
+    response that ends. The journal names a worker, and of how many, where there are several. A run that resumes with
+    another number of workers has other rows at the same places, so it repeats none of their decisions: the interrupted
+    step decides anew.
+    """
+
+    def __init__(self, run: Run) -> None:
+        assert run.timeline is not None, "an evaluation has no layouts that adapt"
+        rollout, machine = run.config.rollout, run.machine
+        predictors = [machine.predictor() if rollout.layout.switch else None for _ in run.workers.engines]
+        assert not rollout.layout.switch or all(predictors), "layouts switch by a profile, and none was read"
+        self.controls = tuple(
+            LayoutControl(engine, rollout.layout, tuple(machine.degrees), rollout.tp, predictor)
+            for engine, predictor in zip(run.workers.engines, predictors, strict=True)
+        )
+        self._clock, self._tracer, self._log, self._journal = run.clock, run.timeline, run.layout_log, run.journal
+        self._round = (0, 0, "")  # step, index, kind
+        # of the round's switches, by worker
+        self._spans: list[list[tuple[float, float]]] = [[] for _ in self.controls]
+
+    def enter_rollout(self, policy_version: int, *, was_released: bool) -> bool:
+        """Where there are neither weights nor pools, takes the layouts of the next round at no cost."""
+        if was_released:
+            for control in self.controls:
+                control.enter()
+        return False
+
+    def round_begins(self, info: RoundInfo) -> None:
+        self._round = (info.step, info.index, info.kind)
+        self._spans = [[] for _ in self.controls]
+        journal = self._journal
+        entries = [] if journal is None else [e for e in journal.entries(info.step, KIND) if e["key"][0] == info.index]
+        # keys are (round, dispatch), and of several workers (worker, of how many)
+        for worker, control in enumerate(self.controls):
+            place = self._place(worker)
+            recorded = [Decision.from_json(entry) for entry in entries if tuple(entry["key"][2:]) == place]
+
+            def write(decision: Decision, place: tuple[int, ...] = place) -> None:
+                if journal is not None:
+                    journal.append(info.step, KIND, (info.index, decision.dispatch, *place), decision.to_json())
+
+            control.begin(info.kind, recorded, write)
+
+    def _place(self, worker: int) -> tuple[int, ...]:
+        """The end of a worker's keys in the journal, behind round and dispatch; empty for the only one."""
+        return (worker, len(self.controls)) if len(self.controls) > 1 else ()
+
+    def before_plan(self, worker: int | None) -> None:
+        """A round that runs again decides nothing by itself before the last decision of any worker has been repeated:
+        until then it is the same round."""
+        if worker is None:
+            return
+        follows = any(control.follows for control in self.controls)
+        began = self._clock()
+        try:
+            switched = self.controls[worker].before_plan(decides=not follows)
+        except SwitchFailed as failure:
+            raise Interrupted(str(failure)) from failure
+        if switched is not None:
+            self._spans[worker].append((began, self._clock()))
+
+    def after_plan(self, worker: int | None) -> None:
+        if worker is not None:
+            self.controls[worker].after_plan(self._clock())
+            self._tracer.counter(self._track("tp", worker), tp=self.controls[worker].tp)
+
+    def on_finished(self, samples: Sequence[Sample], *, is_stopping: bool) -> None:
+        for sample in samples:
+            for control in self.controls:
+                control.finished(len(sample))
+
+    def round_ends(self, end: RoundEnd) -> dict[str, float]:
+        """The round's metrics over all workers. Draws and logs its switches."""
+        found: list[dict[str, float]] = []
+        for worker, (control, counted) in enumerate(zip(self.controls, end.workers, strict=True)):
+            found.append(control.end(counted.preemptions))
+            for (began, ended), switch in zip(self._spans[worker], control.switches, strict=True):
+                shown = switch.to_json()
+                name = f"tp {shown['from_tp']} to {shown['to_tp']} ({shown['how']})"
+                self._tracer.complete(self._track("layout", worker), name, began, ended, **shown)
+            if self._log is not None:
+                source = "none" if control.predictor is None else control.predictor.profile.source
+                named = {"worker": worker} if len(self.controls) > 1 else {}
+                self._log.write(*self._round, source, named | control.picture())
+        if len(found) == 1:
+            return found[0]
+        return {
+            name: (sum if name in SUMMED else fmean)([own[name] for own in found if name in own])
+            for name in dict.fromkeys(chain(*found))
+        }
+
+    def _track(self, name: str, worker: int) -> str:
+        return f"{name} {worker}" if len(self.controls) > 1 else name
+
+    def round_cancelled(self) -> None:
+        for control in self.controls:
+            control.cancel()
+
+    def state_dict(self) -> dict[str, Any]:
+        """One worker's is its control's."""
+        states = [control.state_dict() for control in self.controls]
+        return states[0] if len(states) == 1 else {"workers": {str(i): state for i, state in enumerate(states)}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resumes from another run's state. If that run had fewer workers, their states are dealt out in turn."""
+        saved = state.get("workers", {"0": state})
+        for worker, control in enumerate(self.controls):
+            control.load_state_dict(saved[str(worker % len(saved))])
 
 
 def _thinned(points: list[tuple[float, int, int]]) -> list[tuple[float, int, int]]:

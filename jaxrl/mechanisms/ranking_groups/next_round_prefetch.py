@@ -16,10 +16,10 @@ between the two rounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxrl.scheduling.rounds.events import NextRoundPrefetch
+from jaxrl.scheduling.rounds.events import Launch
 from jaxrl.scheduling.tokens.engine import Finished
 from jaxrl.scheduling.tokens.local_workers import LocalWorkers
 from jaxrl.types import Prompt, SampleKey
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     WeightBuffer = WorkerSet | RemoteWorkers | SimulatedExecutorSet  # with a second copy of the weights
 
-Offer = Callable[[], NextRoundPrefetch | None]
-"""The launches of the next round; None until its weights are there."""
+Offer = Callable[[], Sequence[Launch] | None]
+"""The launches of the next round, with their workers; None until its weights are there."""
 
 
 class NextRoundPrefetches:
@@ -50,6 +50,7 @@ class NextRoundPrefetches:
         self._engines, self._buffer, self._weights = engines, buffer, weights
         self._start, self._clock = start, clock
         self._offer: Offer | None = None
+        self._next_version = 0
         self._version: int | None = None  # of the weights in the buffer, while some worker has not taken them
         self._behind: set[int] = set()  # workers that have not
         self._waiting: dict[int, list[tuple[Prompt, SampleKey]]] = {}  # by worker
@@ -75,16 +76,17 @@ class NextRoundPrefetches:
 
     # -- in a round --------------------------------------------------------------------------------------------------
 
-    def expect(self, offer: Offer | None) -> None:
-        """A round has begun; `offer` will say what the next one launches. None: it may not begin in this one."""
-        self._offer, self._began_s = offer, None
+    def expect(self, offer: Offer | None, policy_version: int) -> None:
+        """A round has begun; `offer` will say what the next one launches, with weights of this version. None: it may
+        not begin in this one."""
+        self._offer, self._next_version, self._began_s = offer, policy_version, None
 
     def look(self) -> None:
         """Between plans: takes up the offer when it is there, and starts what workers that are done can start."""
-        if self._offer is not None and (given := self._offer()) is not None:
+        if self._offer is not None and (launches := self._offer()) is not None:
             self._offer = None
-            if given.launches:
-                self._take_up(given)
+            if launches:
+                self._take_up(launches)
         if not self._waiting or not self._buffer.is_buffered:
             return
         for worker in [each for each in self._waiting if not self._engines.num_live(each)]:
@@ -132,11 +134,11 @@ class NextRoundPrefetches:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _take_up(self, given: NextRoundPrefetch) -> None:
-        self._version = given.policy_version
+    def _take_up(self, launches: Sequence[Launch]) -> None:
+        self._version = self._next_version
         self._behind = set(range(len(self._engines.engines)))
-        self._buffer.buffer_weights(self._weights(), given.policy_version)
-        for launch in given.launches:
+        self._buffer.buffer_weights(self._weights(), self._version)
+        for launch in launches:
             for key, worker in zip(launch.keys, launch.workers, strict=True):
                 self._waiting.setdefault(worker, []).append((launch.prompt, key))
 

@@ -1,34 +1,24 @@
 """History speculation: rows draft from the same prompt's earlier responses, and a step verifies several tokens.
-
-A round's groups enter the history, and requests draft from indexes over it, which are built beside the update. Only the
-responses are part of a checkpoint: a resumed run builds the indexes again. Where ranking groups are on and drafts are
-off, it keeps the lengths alone.
-
-Logical time: a request's index holds the groups of all rounds before its own, and of no other. A request that comes
-before its index is ready waits (`rollout/spec/build_wait_s`). A build that fails ends the run.
+`index.py` has a run's.
 
 Source: RhymeRL §5.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge
 
-from jaxrl.scheduling.mechanism import Mechanism, RolloutMemory, RoundEnd, RoundInfo
-from jaxrl.schema.declared import MAX_INT, Cap
+from jaxrl.scheduling.mechanism import Mechanism, RolloutMemory
+from jaxrl.schema.declared import Cap
 from jaxrl.schema.section import Section
-from jaxrl.types import Prompt
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     from jaxrl.config import Config
-    from jaxrl.mechanisms.speculation.index import DraftIndex, IndexBuilder
+    from jaxrl.mechanisms.speculation.index import SpeculationSession
     from jaxrl.mechanisms.speculation.proposer import Drafting
     from jaxrl.mechanisms.speculation.rule import DraftConfig, DraftRule, StepCosts
     from jaxrl.report.charts import Chart
@@ -38,14 +28,10 @@ if TYPE_CHECKING:
     from jaxrl.rollout.remote import RemoteExecutor
     from jaxrl.run.run import Run
     from jaxrl.scheduling.layouts.latency_profile import Profile
-    from jaxrl.scheduling.rounds.history import HistoryStore
-    from jaxrl.scheduling.tokens.plan import Request
-    from jaxrl.scheduling.tokens.progress import Counters
 
 
 class Speculation(Mechanism):
-    """Keeps the responses of earlier rounds, and gives new requests indexes to draft from. `builder`: None where
-    lengths alone are kept."""
+    """Keeps the responses of earlier rounds, and gives new requests indexes to draft from."""
 
     class Options(Section):
         """Drafts from a prompt's earlier responses, verified several tokens a step; the tokens stay the same."""
@@ -78,20 +64,6 @@ class Speculation(Mechanism):
             Cap(16384, "each has room for the longest history"),
             "Prompts whose history is on the devices at once, per dp group; 0: one for each row.",
         ] = 0
-
-        def problems(self, config: Any) -> Iterator[str]:
-            if not self.enable:
-                return
-            from jaxrl.mechanisms.speculation.index import DraftLengths
-
-            n, longest, lengths = config.rollout.n, config.data.max_response_length, DraftLengths()
-            entries = lengths.num_places(lengths.text_size(n * self.epochs, n * self.epochs * longest))
-            if entries > MAX_INT:
-                yield (
-                    f"rollout.speculation: rollout.n ({n}) × rollout.speculation.epochs ({self.epochs}) responses of "
-                    f"data.max_response_length ({longest} tokens) must be at most {MAX_INT} entries of an index, found "
-                    f"{entries}"
-                )
 
     name = "history"
     title = "history speculation"
@@ -134,104 +106,19 @@ class Speculation(Mechanism):
         return PagePart(_charts)
 
     @classmethod
-    def build(cls, run: Run) -> Self | None:
+    def build(cls, run: Run) -> SpeculationSession | None:
         options, builder = run.config.rollout.speculation, None
         if not options.enable and not run.config.rollout.ranking_groups.enable:
             return None
-        from jaxrl.mechanisms.speculation.index import DraftIndex, history_store
+        from jaxrl.mechanisms.speculation.index import DraftIndex, SpeculationSession, history_store
 
         if options.enable:
             run.executors.share(DraftIndex)
             builder = run.machine.index_builder()
             run.machine.on_close(builder.close)
-        session = cls(history_store(options), builder)
+        session = SpeculationSession(history_store(options), builder)
         run.history = session.store
         return session
-
-    def __init__(self, store: HistoryStore, builder: IndexBuilder | None = None) -> None:
-        self.store = store
-        self._builder = builder
-        self._indexes: dict[int, Future[DraftIndex]] = {}  # of the prompts that the store keeps
-        self._begun: dict[int, Future[DraftIndex]] = {}  # of those, the ones that may still fail
-        self._is_training = False  # the round under way is one of training
-        self._measured = (0.0, 0.0, 0)  # build_s, wait_s, num_evicted when the last round ended
-
-    # -- the backend's hooks -----------------------------------------------------------------------------------------
-
-    def round_begins(self, info: RoundInfo) -> None:
-        """Raises what a build has raised that ended in the meantime, also where no request would need its index."""
-        self._is_training = info.is_training
-        for index in [index for index, building in self._begun.items() if building.done()]:
-            self._begun.pop(index).result()
-
-    def on_request(self, request: Request, prompt: Prompt) -> Request:
-        building = self._indexes.get(prompt.index)
-        if self._builder is None or building is None or not self._is_training:
-            return request
-        return replace(request, history=self._builder.take(building))
-
-    def round_ends(self, end: RoundEnd) -> dict[str, float]:
-        """Takes in the scored groups of a round, and begins their indexes."""
-        if not self._is_training:
-            return {}
-        self._is_training = False
-        if self._builder is not None:  # the indexes of the round before: there since an update ago
-            for index in self.store.unsettled():
-                self.store.settle(index, self._builder.take(self._indexes[index]).num_bytes)
-        changed = self.store.add(end.scored)
-        if self._builder is None:
-            return {}
-        self._begin(changed)
-        before = self._measured
-        self._measured = now = (self._builder.build_s, self._builder.wait_s, self.store.num_evicted)
-        return spec_metrics(end.done) | {
-            "rollout/spec/index_bytes": float(self.store.num_bytes),
-            "rollout/spec/evicted_prompts": float(now[2] - before[2]),
-            "rollout/spec/build_s": now[0] - before[0],
-            "rollout/spec/build_wait_s": now[1] - before[1],
-        }
-
-    def round_cancelled(self) -> None:
-        self._is_training = False
-
-    # -- state -------------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.store.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError for a damaged state."""
-        self.store.load_state_dict(state)
-        self._begin(self.store.prompts())
-
-    # -- inside ------------------------------------------------------------------------------------------------------
-
-    def _begin(self, changed: Sequence[int]) -> None:
-        """Begins indexes, and drops those of prompts that the store no longer keeps."""
-        if self._builder is None:
-            return
-        kept = {*self.store.prompts()}.difference(changed)
-        for index in [index for index in self._indexes if index not in kept]:
-            self._begun.pop(index, None)
-            self._indexes.pop(index).cancel()
-        for index in changed:
-            history = self.store.history(index)
-            assert history is not None, "an index of responses that are not kept"
-            self._indexes[index] = self._begun[index] = self._builder.begin(index, history)
-
-
-def spec_metrics(counts: Counters) -> dict[str, float]:
-    """A round's metrics: `plans_share`, plans that verified drafts; `accept_rate`, drafted tokens that were accepted;
-    `drafted_share`, decoded tokens that came from drafts; `tokens_per_step`, the gain of a row in a step of a plan that
-    verifies (1 where none did); `match_length`, tokens of the context by which a draft was found."""
-    steps, accepted = counts.verifying_row_steps, counts.accepted_tokens
-    return {
-        "rollout/spec/plans_share": counts.verifying_plans / max(counts.plans, 1),
-        "rollout/spec/accept_rate": accepted / max(counts.proposed_tokens, 1),
-        "rollout/spec/drafted_share": accepted / max(counts.busy_row_steps + accepted, 1),
-        "rollout/spec/tokens_per_step": 1.0 + accepted / max(steps, 1),
-        "rollout/spec/match_length": counts.matched_tokens / max(counts.proposed_row_steps, 1),
-    }
 
 
 def draft_config(config: Config, platform: str, costs: StepCosts | None = None) -> DraftConfig | None:

@@ -30,19 +30,23 @@ they add nothing to a priority here, and neither another occurrence nor a higher
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxrl.mechanisms.speculation import Speculation
+from jaxrl.scheduling.mechanism import RoundEnd, RoundInfo
 from jaxrl.scheduling.rounds.history import HistoryStore, PromptHistory
+from jaxrl.scheduling.tokens.plan import Request
+from jaxrl.scheduling.tokens.progress import Counters
+from jaxrl.types import Prompt
 
 if TYPE_CHECKING:
-    from jaxrl.mechanisms.speculation import Speculation
     from jaxrl.record.timeline import Timeline
 
 START = -2  # precedes the first token of a response, `max_prefix` times
@@ -287,3 +291,94 @@ class IndexBuilder:
                 raise
             self.build_s += self._clock() - began
             return built
+
+
+class SpeculationSession(Speculation):
+    """History speculation in a run. `builder`: None where lengths alone are kept.
+
+    A round's groups enter the history, and requests draft from indexes over it, which are built beside the update. Only
+    the responses are part of a checkpoint: a resumed run builds the indexes again. Where ranking groups are on and
+    drafts are off, it keeps the lengths alone.
+
+    Logical time: a request's index holds the groups of all rounds before its own, and of no other. A request that comes
+    before its index is ready waits (`rollout/spec/build_wait_s`). A build that fails ends the run.
+    """
+
+    def __init__(self, store: HistoryStore, builder: IndexBuilder | None = None) -> None:
+        self.store = store
+        self._builder = builder
+        self._indexes: dict[int, Future[DraftIndex]] = {}  # of the prompts that the store keeps
+        self._is_training = False  # the round under way is one of training
+        self._measured = (0.0, 0.0, 0)  # build_s, wait_s, num_evicted when the last round ended
+
+    # -- the backend's hooks -----------------------------------------------------------------------------------------
+
+    def round_begins(self, info: RoundInfo) -> None:
+        self._is_training = info.is_training
+
+    def on_request(self, request: Request, prompt: Prompt) -> Request:
+        building = self._indexes.get(prompt.index)
+        if self._builder is None or building is None or not self._is_training:
+            return request
+        return replace(request, history=self._builder.take(building))
+
+    def round_ends(self, end: RoundEnd) -> dict[str, float]:
+        """Takes in the scored groups of a round, and begins their indexes."""
+        if not self._is_training:
+            return {}
+        self._is_training = False
+        if self._builder is not None:  # the indexes of the round before: there since an update ago
+            for index in self.store.unsettled():
+                self.store.settle(index, self._builder.take(self._indexes[index]).num_bytes)
+        changed = self.store.add(end.scored)
+        if self._builder is None:
+            return {}
+        self._begin(changed)
+        before = self._measured
+        self._measured = now = (self._builder.build_s, self._builder.wait_s, self.store.num_evicted)
+        return spec_metrics(end.done) | {
+            "rollout/spec/index_bytes": float(self.store.num_bytes),
+            "rollout/spec/evicted_prompts": float(now[2] - before[2]),
+            "rollout/spec/build_s": now[0] - before[0],
+            "rollout/spec/build_wait_s": now[1] - before[1],
+        }
+
+    def round_cancelled(self) -> None:
+        self._is_training = False
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.store.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.store.load_state_dict(state)
+        self._begin(self.store.prompts())
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _begin(self, changed: Sequence[int]) -> None:
+        """Begins indexes, and drops those of prompts that the store no longer keeps."""
+        if self._builder is None:
+            return
+        kept = {*self.store.prompts()}.difference(changed)
+        for index in [index for index in self._indexes if index not in kept]:
+            self._indexes.pop(index).cancel()
+        for index in changed:
+            history = self.store.history(index)
+            assert history is not None, "an index of responses that are not kept"
+            self._indexes[index] = self._builder.begin(index, history)
+
+
+def spec_metrics(counts: Counters) -> dict[str, float]:
+    """A round's metrics: `plans_share`, plans that verified drafts; `accept_rate`, drafted tokens that were accepted;
+    `drafted_share`, decoded tokens that came from drafts; `tokens_per_step`, the gain of a row in a step of a plan that
+    verifies (1 where none did); `match_length`, tokens of the context by which a draft was found."""
+    steps, accepted = counts.verifying_row_steps, counts.accepted_tokens
+    return {
+        "rollout/spec/plans_share": counts.verifying_plans / max(counts.plans, 1),
+        "rollout/spec/accept_rate": accepted / max(counts.proposed_tokens, 1),
+        "rollout/spec/drafted_share": accepted / max(counts.busy_row_steps + accepted, 1),
+        "rollout/spec/tokens_per_step": 1.0 + accepted / max(steps, 1),
+        "rollout/spec/match_length": counts.matched_tokens / max(counts.proposed_row_steps, 1),
+    }

@@ -58,7 +58,7 @@ DONE_STEP = 0.05  # the share of a round's samples between two looks at whether 
 MAX_POINTS = 128  # points in time at which the projection is worked out
 DEVIATIONS = 2.0  # how far above the expected KV the projection is: at about the 98th percentile
 
-Refusal = Literal["", "workers", "rows", "kv"]
+Refusal = Literal["", "rows", "kv"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +91,13 @@ class WorkerLoad:
 def load_of(engine: Engine) -> WorkerLoad:
     """The state of a worker's engine, without what the plans in flight will bring."""
     batcher, capacity = engine.batcher, engine.batcher.capacity
-    requests: list[LeftRequest] = []
-    for request_id in batcher.live():
-        progress = batcher.progress(request_id)
-        request = progress.request
-        of_response = progress.num_tokens, request.params.max_tokens
-        left = LeftRequest(progress.num_prompt, *of_response, request.key.prompt_index)
-        requests.append(left)
+    requests = tuple(
+        LeftRequest(each.num_prompt, each.num_tokens, each.request.params.max_tokens, each.request.key.prompt_index)
+        for each in map(batcher.progress, batcher.live())
+    )
     blocks = capacity.num_groups * (capacity.num_blocks - 1)
     rooms = blocks * capacity.block_size, capacity.num_groups * capacity.num_slots
-    return WorkerLoad(tuple(requests), *rooms, capacity.stacks)
+    return WorkerLoad(requests, *rooms, capacity.stacks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +105,7 @@ class ScaleDownDecision:
     num_done: int  # of the round's requests, or prompts (`counts`)
     num_all: int
     freed: tuple[int, ...] = ()  # workers, ascending; none where `refusal` says why
-    refusal: Refusal = ""  # workers: no half of them is whole; rows: too few stay; kv: the projection does not fit
+    refusal: Refusal = ""  # rows: too few stay; kv: the projection does not fit
     num_left: int = 0  # requests that have not ended
     num_rows: int = 0  # of the workers that would stay
     moved_requests: int = 0  # of the workers that are, or would be, freed
@@ -130,10 +127,8 @@ class ScaleDownDecision:
 
 
 def halves(num_workers: int) -> tuple[tuple[int, ...], ...]:
-    """The first and the second half of the workers: halves of the mesh, which is cut along its major axes. None if the
-    number is odd."""
-    if num_workers < 2 or num_workers % 2:
-        return ()
+    """The first and the second half of the workers, an even number: halves of the mesh, which is cut along its major
+    axes."""
     middle = num_workers // 2
     return tuple(range(middle)), tuple(range(middle, num_workers))
 
@@ -230,10 +225,7 @@ class ScaleDown:
 
     def _decide(self, num_done: int, num_all: int, workers: Sequence[WorkerLoad]) -> ScaleDownDecision:
         requests = [request for worker in workers for request in worker.requests]
-        candidates = [freed for freed in self.candidates if 0 < len(freed) == len(workers) - len(freed)]
-        if not candidates:
-            return ScaleDownDecision(num_done, num_all, (), "workers", len(requests), counts=self.options.counts)
-        freed = min(candidates, key=lambda each: (sum(workers[i].num_tokens for i in each), each))
+        freed = min(self.candidates, key=lambda each: (sum(workers[i].num_tokens for i in each), each))
         stays = [worker for i, worker in enumerate(workers) if i not in freed]
         num_rows, pools = sum(worker.num_rows for worker in stays), sum(worker.kv_tokens for worker in stays)
         kv_tokens = int((1 - self.options.kv_margin) * pools)

@@ -12,10 +12,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, get_args
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 SCHEMA = 3
 MIN_CONTEXT, DENSE_BELOW = 8, 512  # tokens of a row: the shortest measured, and where points begin to thin out
@@ -112,39 +111,21 @@ class Profile:
     verify: tuple[VerifyMeasurement, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.source not in get_args(Source):
-            raise ValueError(f"profile: source {self.source!r} must be one of {', '.join(get_args(Source))}")
-        if self.identity.device_count < 1:
-            raise ValueError(f"profile: device_count ({self.identity.device_count}) must be >= 1")
-        for kind, entries in (("decode", self.decode), ("prefill", self.prefill), ("verify", self.verify)):
-            _refuse_repeated(kind, [entry.point for entry in entries])
-            for entry in entries:
-                self._refuse_degrees(kind, entry.tp)
-                if min(entry.batch, entry.context) < 1 or not 0 < entry.seconds < math.inf:
-                    raise ValueError(f"profile: {kind} {entry}: batch, context and seconds must be > 0, and finite")
-        pairs = {(entry.tp, entry.batch, entry.width) for entry in self.verify}
-        _refuse_repeated("verify", [f"tp {tp}, {batch} rows" for tp, batch, _ in pairs])
-        if any(entry.width < 1 for entry in self.verify):
-            raise ValueError("profile: verify entries: width must be >= 1")
-        _refuse_repeated("switch", [(cost.from_tp, cost.to_tp) for cost in self.switches])
+        for entry in (*self.decode, *self.prefill, *self.verify):
+            self._refuse_degrees(entry, entry.tp)
+            if min(entry.batch, entry.context) < 1 or not 0 < entry.seconds < math.inf:
+                raise ValueError(f"profile: {entry}: batch, context and seconds must be > 0, and finite")
         for cost in self.switches:
-            self._refuse_degrees("switch", cost.from_tp, cost.to_tp)
+            self._refuse_degrees(cost, cost.from_tp, cost.to_tp)
             seconds = (cost.weights_s, cost.kv_s_per_token, cost.fixed_s)
             if cost.from_tp == cost.to_tp or not all(0 <= s < math.inf for s in seconds):
                 raise ValueError(f"profile: {cost}: two different degrees, and seconds >= 0 and finite")
 
-        _refuse_repeated("row_sizes", [rows.tp for rows in self.row_sizes])
-        for rows in self.row_sizes:
-            self._refuse_degrees("row_sizes", rows.tp)
-            if not rows.sizes or rows.sizes[0] < 1 or list(rows.sizes) != sorted(set(rows.sizes)):
-                raise ValueError(f"profile: {rows}: sizes must be >= 1 and ascend, at least one of them")
-
-    def _refuse_degrees(self, kind: str, *degrees: int) -> None:
+    def _refuse_degrees(self, entry: object, *degrees: int) -> None:
         for tp in degrees:
             if tp < 1 or self.identity.device_count % tp:
                 raise ValueError(
-                    f"profile: {kind} entry with tp ({tp}): it must divide the number of devices "
-                    f"({self.identity.device_count})"
+                    f"profile: {entry}: tp ({tp}) must divide the number of devices ({self.identity.device_count})"
                 )
 
     @property
@@ -178,38 +159,13 @@ class Profile:
         schema = entry.get("schema")
         if schema != SCHEMA:
             raise ValueError(f"latency profile of schema {schema!r}: this version reads {SCHEMA}: {NEW_PROFILE}")
-        names = {"schema", *(each.name for each in fields(cls))}
-        if set(entry) != names:
-            raise ValueError(f"latency profile: its keys must be {sorted(names)}, and are {sorted(entry)}")
-        kinds = {"decode": Measurement, "prefill": Measurement, "verify": VerifyMeasurement}
-        kinds |= {"switches": SwitchCost, "row_sizes": RowSizes}
-        tables = {name: tuple(_read(kind, each, name) for each in entry[name]) for name, kind in kinds.items()}
-        return cls(_read(ProfileIdentity, entry["identity"], "identity"), source=entry["source"], **tables)
-
-
-_TYPES: Mapping[str, Any] = {"int": int, "float": (int, float), "str": str, "tuple[int, ...]": (list, tuple)}
-
-
-def _read(kind: Any, entry: Any, where: str) -> Any:
-    """Raises ValueError naming the field that is missing, unknown or of another type."""
-    wanted = {each.name: str(each.type) for each in fields(kind)}
-    if not isinstance(entry, Mapping) or set(entry) != set(wanted):
-        raise ValueError(f"latency profile, {where}: {entry!r} must have exactly the fields {sorted(wanted)}")
-    found = dict(entry)
-    for name, type_name in wanted.items():
-        value = entry[name]
-        fits = isinstance(value, _TYPES[type_name]) and not isinstance(value, bool)
-        if fits and isinstance(value, list | tuple):
-            fits, found[name] = all(type(each) is int for each in value), tuple(value)
-        if not fits:
-            raise ValueError(f"latency profile, {where}: {name} ({value!r}) must be of type {type_name}")
-    return kind(**found)
-
-
-def _refuse_repeated(kind: str, keys: Sequence[object]) -> None:
-    repeated = [str(key) for key, count in Counter(keys).items() if count > 1]
-    if repeated:
-        raise ValueError(f"profile: {kind} entries must differ, and these are there more than once: {repeated}")
+        kinds = {"decode": Measurement, "prefill": Measurement, "verify": VerifyMeasurement, "switches": SwitchCost}
+        try:
+            tables: dict[str, Any] = {name: tuple(kind(**each) for each in entry[name]) for name, kind in kinds.items()}
+            rows = tuple(RowSizes(each["tp"], tuple(each["sizes"])) for each in entry["row_sizes"])
+            return cls(ProfileIdentity(**entry["identity"]), row_sizes=rows, source=entry["source"], **tables)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"latency profile: a part is missing or wrong ({error}): {NEW_PROFILE}") from None
 
 
 def profile_points(

@@ -18,28 +18,26 @@ from collections.abc import Callable, Collection, Sequence
 from jaxrl.scheduling.layouts.latency import LatencyPredictor, causal_pairs
 from jaxrl.scheduling.layouts.relayout import How, LayoutExecutor, rows_of
 from jaxrl.scheduling.tokens.engine import Engine
+from jaxrl.scheduling.tokens.local_workers import Ticks
 from jaxrl.scheduling.tokens.progress import PlanTimes
 
 
-class PlanCostModel:
-    """Ticks of plans, in predicted nanoseconds, for workers with different layouts or rows
-    (`jaxrl.scheduling.tokens.local_workers.Ticks`). `predictor` is never corrected, because logical time may not depend
-    on a clock."""
+def plan_ticks(predictor: LatencyPredictor, engines: Sequence[Engine]) -> Ticks:
+    """Ticks of plans, in predicted nanoseconds, for workers with different layouts or rows: of a plan's prefill, as one
+    row in each dp group, and its decode steps. `predictor` is never corrected, because logical time may not depend on
+    a clock."""
 
-    def __init__(self, predictor: LatencyPredictor, engines: Sequence[Engine]) -> None:
-        self._predictor = predictor
-        self._engines = engines
-
-    def __call__(self, worker: int, times: PlanTimes) -> int:
-        """A plan's prefill, as one row in each dp group, and its decode steps."""
-        engine, seconds = self._engines[worker], 0.0
+    def ticks(worker: int, times: PlanTimes) -> int:
+        engine, seconds = engines[worker], 0.0
         tp = _degree(engine)
         if times.prefill_tokens:
             tokens = times.prefill_tokens / engine.batcher.capacity.num_groups
-            seconds += self._predictor.prefill_s(tp, tokens, causal_pairs(tokens))
+            seconds += predictor.prefill_s(tp, tokens, causal_pairs(tokens))
         if times.num_steps and times.batch:
-            seconds += times.num_steps * self._predictor.decode_step_s(tp, times.batch, times.context)
+            seconds += times.num_steps * predictor.decode_step_s(tp, times.batch, times.context)
         return round(seconds * 1e9)
+
+    return ticks
 
 
 def cheaper_move(predictor: LatencyPredictor, source: Engine, target: Engine, request_ids: Collection[int]) -> How:

@@ -72,19 +72,15 @@ class Relayout:
       rows: those that decode in the new layout without a prefill.
       seats: of the requests that keep their KV, by request id.
       evicted: requests without room in the new layout: they wait, and are recomputed.
-      num_live, num_tokens: rows before the change, and how many of their tokens had KV.
     """
 
     from_tp: int
     to_tp: int
-    how: How
     capacity: Capacity
     kv: KvPlan
     rows: tuple[ResidentRow, ...]
     seats: Mapping[int, Seat]
     evicted: tuple[int, ...]
-    num_live: int
-    num_tokens: int
     times: TimeTaken = TimeTaken()
 
     @property
@@ -149,14 +145,11 @@ def plan_relayout(batcher: Batcher, from_tp: int, to_tp: int, capacity: Capacity
     return Relayout(
         from_tp=from_tp,
         to_tp=to_tp,
-        how=how,
         capacity=capacity,
         kv=kv,
         rows=tuple(resident_row(by_id[i], seat) for i, seat in seats.items() if seat.decodes),
         seats=seats,
         evicted=tuple(evicted),
-        num_live=len(by_id),
-        num_tokens=sum(each.num_written for each in live.values()),
     )
 
 

@@ -24,8 +24,7 @@ from typing import Any, ClassVar, Protocol
 
 from jaxrl.scheduling.rounds.carried import as_carried, check_lengths, pack_groups, unpack_groups
 from jaxrl.scheduling.rounds.events import Outcome, PromptKey
-from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits, RacingGroup
-from jaxrl.scheduling.rounds.round import Round, RoundKind
+from jaxrl.scheduling.rounds.round import BatchSettings, PlannedGroup, RaceLimits, RacingGroup, Round, RoundKind
 from jaxrl.schema.limits import AtEnd
 from jaxrl.types import Group, Prompt, Sample, check_schema
 
@@ -55,7 +54,7 @@ class RoundTime:
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
     """A rule's decision about its next round. `num_kept`: prompts at the end of the queue that it leaves there; `due`:
-    as in `Race`."""
+    as in `Round`."""
 
     limits: RaceLimits
     kind: RoundKind = "plain"
@@ -123,10 +122,6 @@ class BatchRule:
         """Prompts taken from the source and still in the system: a run that ended now would leave them behind."""
         return len(self.queue)
 
-    @property
-    def max_under_way(self) -> tuple[int, int]:
-        return self.limits.max_under_way
-
     def ahead(self, prompts: PromptStream, time: RoundTime) -> Sequence[PlannedGroup]:
         """All that the round after the open one (`time` is that round's) will launch, taken from the source now. Empty
         where that is unknown, or where the batch depends on which of its responses end first: they may begin now, at a
@@ -146,8 +141,7 @@ class BatchRule:
             (prompt,) = prompts.next(1)
             return PlannedGroup.first(prompt, plan.limits.num_responses, time.step, self.num_rounds)
 
-        race = Race(plan.limits, supply, plan.due, self.filter)
-        current = Round((), self.batch.group_size, race, plan.kind)
+        current = Round(plan.limits, supply, plan.due, self.filter, plan.kind)
         self._open = current, time
         return current
 
@@ -161,30 +155,29 @@ class BatchRule:
         (planned, time), self._open = self._open, None
         assert planned is current, "a round is settled that is not the one planned last"
         assert current.done, "a round is settled before it is done"
-        race = current.race
-        self.filter = race.filter
-        left_over = [self._waiting(group, race) for group in race.left_over]
+        self.filter = current.filter
+        left_over = [self._waiting(group, current) for group in current.left_over]
         discarded = self._enqueue(left_over, time)
-        groups, filtered = current.groups(), _filtered(race)
+        groups, filtered = current.groups(), list(map(current.group, current.filtered))
         carried = [sample for group in self.queue for sample in group.samples if len(sample)]
-        lost = self._dropped_tokens + _lost_tokens(race, carried)
-        lost += sum(len(s) for group in discarded if group.key not in race.groups for s in group.samples)
+        lost = self._dropped_tokens + _lost_tokens(current, carried)
+        lost += sum(len(s) for group in discarded if group.key not in current.racing for s in group.samples)
         metrics = _round_metrics(current, time, groups, lost) | self._own_metrics(current, groups, len(left_over))
         if self.filter or self.has_queue:
             metrics |= _queue_metrics(self.queue, time.step, self.num_rounds)
         if self.filter or not self.has_queue:
             metrics["rollout/discarded_prompts"] = float(len(discarded))
-        left: dict[PromptKey, Outcome] = {**race.filtered, **{group.key: "filtered" for group in discarded}}
+        left: dict[PromptKey, Outcome] = {**current.filtered, **{group.key: "filtered" for group in discarded}}
         return RoundResult(current.kind, groups, left, metrics, filtered, carried)
 
     def _own_metrics(self, current: Round, groups: Sequence[Group], num_left_over: int) -> dict[str, float]:
         return {}
 
-    def _waiting(self, group: RacingGroup, race: Race) -> PlannedGroup:
+    def _waiting(self, group: RacingGroup, current: Round) -> PlannedGroup:
         planned = group.planned
-        if not race.limits.keep_unfinished:
+        if not current.limits.keep_unfinished:
             return planned.afresh(self._num_waiting_responses, planned.attempt + self.draws_anew)
-        keys, aborted = group.lowest(self.batch.group_size), race.ledger.aborted
+        keys, aborted = group.lowest(self.batch.group_size), current.aborted
         assert len(keys) == self.batch.group_size, f"{planned.key}: a response is missing"
         return replace(
             planned, samples=tuple(as_carried(group.kept[k]) if k in group.kept else aborted[k] for k in keys)
@@ -204,7 +197,7 @@ class BatchRule:
         """Of a rule whose prompts wait with their tokens."""
         import numpy as np
 
-        resumed = [sample for group in current.race.groups.values() for sample in group.launch.resumed]
+        resumed = [sample for group in current.racing.values() for sample in group.launch.resumed]
         own_versions = [sample.versions[sample.drawn] for group in groups for sample in group.samples]
         spans = [np.count_nonzero(np.diff(versions)) + (len(versions) > 0) for versions in own_versions]
         return {
@@ -286,7 +279,7 @@ class FreshBatches(BatchRule):
 
     def ahead(self, prompts: PromptStream, time: RoundTime) -> list[PlannedGroup]:
         batch = self.batch
-        if not self.begins_ahead or batch.group_filter or batch.max_active_requests:
+        if not self.begins_ahead or batch.group_filter:
             return []  # `jaxrl.mechanisms.is_timeless` says the same of a configuration
         missing = batch.num_prompts - len(self.queue)  # a resumed run with smaller batches may have some
         for prompt in prompts.next(max(missing, 0)):
@@ -325,37 +318,31 @@ def room_until_end(at_end: AtEnd, num_prompts: int, time: RoundTime, num_waiting
 # -- what a round was like ---------------------------------------------------------------------------------------------
 
 
-def _filtered(race: Race) -> list[Group]:
-    groups = (race.groups[prompt_key] for prompt_key in race.filtered)
-    return [Group(group.planned.prompt, [race.ledger.finished[key] for key in sorted(group.kept)]) for group in groups]
-
-
-def _lost_tokens(race: Race, carried: Iterable[Sample]) -> int:
+def _lost_tokens(current: Round, carried: Iterable[Sample]) -> int:
     """Tokens of responses that ended or were aborted in this round and are neither in the batch, in a filtered group,
     nor carried on."""
-    kept = {*race.chosen(), *(sample.key for sample in carried)}
-    for prompt_key in race.filtered:
-        kept |= race.groups[prompt_key].kept.keys()
-    ended = (*race.ledger.finished.values(), *race.ledger.aborted.values())
+    kept = {*current.chosen(), *(sample.key for sample in carried)}
+    for prompt_key in current.filtered:
+        kept |= current.racing[prompt_key].kept.keys()
+    ended = (*current.finished.values(), *current.aborted.values())
     return sum(len(sample) for sample in ended if sample.key not in kept)
 
 
 def _round_metrics(current: Round, time: RoundTime, groups: Sequence[Group], lost_tokens: int) -> dict[str, float]:
     import numpy as np
 
-    race = current.race
     samples = [sample for group in groups for sample in group.samples]
-    started = [key for group in race.groups.values() for key in group.launch.keys]
+    started = [key for group in current.racing.values() for key in group.launch.keys]
     # not the ledger's count: a response that ended while a verdict was awaited may end or be aborted there
-    counted = {key for group in race.groups.values() for key in group.kept}
-    outcomes = list(race.filtered.values())
-    filtered = [s for key in race.filtered for s in race.groups[key].kept.values()]
-    known = [*race.ledger.finished.values(), *race.ledger.aborted.values()]
+    counted = {key for group in current.racing.values() for key in group.kept}
+    outcomes = list(current.filtered.values())
+    filtered = [s for key in current.filtered for s in current.racing[key].kept.values()]
+    known = [*current.finished.values(), *current.aborted.values()]
     mean_tokens = [sum(map(len, each)) / max(len(each), 1) for each in (samples, known)]
-    ages = [time.step - race.groups[group.prompt.key].planned.first_step for group in groups]
+    ages = [time.step - current.racing[group.prompt.key].planned.first_step for group in groups]
     return {
         "rollout/long_round": float(current.kind == "long"),
-        "rollout/launched_prompts": float(len(race.groups)),
+        "rollout/launched_prompts": float(len(current.racing)),
         "rollout/launched_samples": float(len(started)),
         "rollout/kept_prompts": float(len(groups)),
         "rollout/kept_samples": float(len(samples)),
@@ -368,7 +355,7 @@ def _round_metrics(current: Round, time: RoundTime, groups: Sequence[Group], los
         "rollout/trained_age_steps/mean": float(np.mean(ages)),
         "rollout/trained_age_steps/max": float(max(ages)),
         "rollout/resumed_share": off_policy_share(samples, time.policy_version),
-        **({"rollout/filtered_share": race.filter.share} if race.filter else {}),
+        **({"rollout/filtered_share": current.filter.share} if current.filter else {}),
     }
 
 

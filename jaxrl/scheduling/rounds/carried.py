@@ -1,4 +1,7 @@
-"""Samples and groups packed for a checkpoint: prompts that wait for a round, and a batch that waits for its update."""
+"""Samples and groups packed for a checkpoint: prompts that wait for a round, and a batch that waits for its update.
+
+A checkpoint has digests, so what comes back is as it was packed.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from jaxrl.scheduling.rounds.race import PlannedGroup
+from jaxrl.scheduling.rounds.round import PlannedGroup
 from jaxrl.types import Episode, FinishReason, Group, Prompt, Sample, SampleKey, Turn
 
 _REASONS: tuple[FinishReason | None, ...] = (None, "stop", "length", "abort")
@@ -46,24 +49,13 @@ def pack_samples(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def unpack_samples(packed: Mapping[str, Any]) -> list[Sample]:
-    """Raises ValueError if the pieces do not fit together."""
     import numpy as np
 
     offsets, text_offsets, rewards = packed["offsets"], packed["text_offsets"], packed["rewards"]
-    count, total = len(packed["keys"]), int(offsets[-1])
-    lengths = {name: len(packed[name]) for name in _ARRAYS}
-    whole_texts = len(text_offsets) == count + 1 and len(packed["texts"]) == text_offsets[-1]
-    scored, infos = ~np.isnan(rewards), packed["reward_infos"]
-    whole_rewards = len(rewards) == count and len(infos) == np.count_nonzero(scored)
-    if len(offsets) != count + 1 or set(lengths.values()) != {total} or not whole_texts or not whole_rewards:
-        raise ValueError(
-            f"carried samples: {count} keys, {len(offsets)} offsets up to {total}, {len(text_offsets)} offsets of "
-            f"{len(packed['texts'])} bytes of text, {lengths}, {len(rewards)} rewards and {len(infos)} infos must fit "
-            "together"
-        )
+    scored = ~np.isnan(rewards)
     samples: list[Sample] = []
-    verdicts = iter(infos)
-    episodes = packed.get("episodes", [None] * count)
+    verdicts = iter(packed["reward_infos"])
+    episodes = packed.get("episodes", [None] * len(rewards))
     for i, (row, reason, episode) in enumerate(zip(packed["keys"], packed["finish_reasons"], episodes, strict=True)):
         start, stop = int(offsets[i]), int(offsets[i + 1])
         arrays = (np.array(packed[name][start:stop]) for name in _ARRAYS)
@@ -100,12 +92,8 @@ def pack_groups(groups: Iterable[Group | PlannedGroup]) -> dict[str, Any]:
 
 
 def unpack_groups(packed: Mapping[str, Any], get: Callable[[int, int], Prompt]) -> list[Group]:
-    """`get`: the prompt of an (epoch, index). Raises ValueError if the pieces do not fit together."""
-    samples = unpack_samples(packed["samples"])
-    sizes = [int(size) for *_, size in packed["groups"]]
-    if len(samples) != sum(sizes):
-        raise ValueError(f"groups that wait: {len(samples)} samples and groups of {sizes} must fit together")
-    left = iter(samples)
+    """`get`: the prompt of an (epoch, index)."""
+    left = iter(unpack_samples(packed["samples"]))
     return [
         Group(get(int(epoch), int(index)), [next(left) for _ in range(int(size))])
         for epoch, index, size in packed["groups"]

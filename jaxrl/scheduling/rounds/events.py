@@ -146,25 +146,4 @@ class AwaitVerdict:
     key: SampleKey
 
 
-@dataclass(frozen=True, slots=True)
-class NextRoundPrefetch:
-    """All launches of the next round, and the version of its weights, which are there: idle workers may start them."""
-
-    policy_version: int
-    launches: tuple[Launch, ...]
-
-
 Command = Launch | Score | Abort | CancelScore | AwaitVerdict
-
-
-@dataclass(slots=True)
-class RoundLedger:
-    """The state of a round so far: written by `Round`, read by its race. Dicts keep the order of events."""
-
-    prompts: dict[PromptKey, Prompt] = field(default_factory=dict)
-    launched: dict[SampleKey, Prompt] = field(default_factory=dict)
-    finished: dict[SampleKey, Sample] = field(default_factory=dict)  # with their rewards, once scored
-    scoring: dict[SampleKey, None] = field(default_factory=dict)  # sent to the reward pool, no verdict yet
-    verdicts: dict[SampleKey, Verdict] = field(default_factory=dict)
-    aborting: dict[SampleKey, bool] = field(default_factory=dict)  # asked to end, no event yet; whether tokens matter
-    aborted: dict[SampleKey, Sample] = field(default_factory=dict)  # with the tokens that they had

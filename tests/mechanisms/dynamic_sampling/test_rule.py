@@ -9,7 +9,7 @@ from rounds import START, Steps, batch_keys, filtering, finish, fresh_batches, k
 from jaxrl.mechanisms.dynamic_sampling import MOST_PER_MISSING, DynamicSampling
 from jaxrl.mechanisms.over_provisioning import OverProvisioning
 from jaxrl.scheduling.rounds.batches import RoundTime
-from jaxrl.scheduling.rounds.race import BatchSettings
+from jaxrl.scheduling.rounds.round import BatchSettings
 
 
 def test_the_share_follows_what_is_judged():

@@ -157,7 +157,7 @@ def begun(actor: Engine | LocalWorkers, judge: Judged) -> tuple[RolloutBackend, 
     backend = RolloutBackend(made_run(actor, ReplayWorkers(), judge, mechanisms=[Judge(judge.judge)]))
     backend.enter_rollout(0)
     backend.begin(RoundInfo(0), SamplingParams(max_tokens=64))
-    return backend, Round([Prompt(0, p, (1, 2), "?", "s") for p in range(2)], 4)
+    return backend, Round.of([Prompt(0, p, (1, 2), "?", "s") for p in range(2)], 4)
 
 
 def run_round(actor: Engine | LocalWorkers, judge: Judged) -> tuple[dict[SampleKey, float], dict[str, float]]:

@@ -9,7 +9,7 @@ from rounds import START, Steps, Table, aborted, batch_keys, check_table, finish
 
 from jaxrl.mechanisms.partial_rollout import PartialRollout
 from jaxrl.scheduling.rounds.batches import RoundTime
-from jaxrl.scheduling.rounds.race import BatchSettings
+from jaxrl.scheduling.rounds.round import BatchSettings
 from jaxrl.types import SampleKey
 
 

@@ -15,6 +15,7 @@ from jaxrl.mechanisms.speculation.index import (
     DraftIndex,
     DraftLengths,
     IndexBuilder,
+    SpeculationSession,
     build_index,
     history_store,
     index_bytes,
@@ -47,9 +48,9 @@ def group(index: int, epoch: int = 0, rewards: Sequence[float] = (1.0, 0.0)) -> 
 def sessions() -> Iterator[Any]:
     opened: list[IndexBuilder] = []
 
-    def build(options: Speculation.Options = ON) -> Speculation:
+    def build(options: Speculation.Options = ON) -> SpeculationSession:
         opened.append(IndexBuilder(None, map(float, itertools.count()).__next__))
-        return Speculation(history_store(options), opened[-1])
+        return SpeculationSession(history_store(options), opened[-1])
 
     yield build
     for builder in opened:
@@ -62,16 +63,16 @@ def same(index: DraftIndex | None, other: DraftIndex) -> bool:
     return all(np.array_equal(a, b) for a, b in pairs)
 
 
-def index_of(session: Speculation, of: Prompt) -> Any:
+def index_of(session: SpeculationSession, of: Prompt) -> Any:
     request = Request(0, SampleKey(of.epoch, of.index, 0), of.token_ids, SamplingParams(max_tokens=1))
     return session.on_request(request, of).history
 
 
-def end(session: Speculation, *groups: Group) -> dict[str, float]:
+def end(session: SpeculationSession, *groups: Group) -> dict[str, float]:
     return session.round_ends(RoundEnd([Counters()], RoundResult("plain", list(groups), {}, {}, [], [])))
 
 
-def play(session: Speculation, *groups: Group) -> dict[str, float]:
+def play(session: SpeculationSession, *groups: Group) -> dict[str, float]:
     session.round_begins(RoundInfo(1))
     return end(session, *groups)
 

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_runs import House, Killed, Metrics, check, make_config, make_workload, samples_of
 
-from jaxrl.mechanisms.stream_trainer import GradientStream, StreamTrainer
+from jaxrl.mechanisms.stream_trainer import StreamTrainer
 from jaxrl.record.journal import Journal
 from jaxrl.run.simulation import Simulation
 from jaxrl.types import Group, RunFailed, StreamFailed
@@ -56,7 +56,7 @@ class Mortal(Journal):
 class Watched:
     """A stream whose calls may fail; notes the groups of each call of the step under way."""
 
-    def __init__(self, run: Run, stream: GradientStream) -> None:
+    def __init__(self, run: Run, stream: Any) -> None:
         self._run, self._stream = run, stream
 
     def __getattr__(self, name: str) -> Any:

@@ -78,7 +78,6 @@ TWENTY = {"num_done": 20, "num_all": 100}
         # halves of the mesh only: 1 and 2 have fewest, but are no half
         (4, [load(99), load(20), load(20), load(98)], {}, {"freed": (2, 3), "moved_requests": 2, "moved_tokens": 118}),
         # no whole half
-        (3, [load(20)] * 3, {}, {"refusal": "workers", "num_left": 3}),
         # rows: three requests are left, and each worker has two rows, or three
         (2, [load(20, num_rows=2), load(20, 20, num_rows=2)], {}, {"refusal": "rows", "num_left": 3, "num_rows": 2}),
         (2, [load(20, num_rows=2), load(20, 20, num_rows=3)], {}, {"freed": (0,), "num_rows": 3}),

@@ -13,15 +13,15 @@ from sim_machine import ConstantCost, key
 from simulated_runs import played, samples_of
 
 from jaxrl.config import Config, from_mapping
-from jaxrl.mechanisms.stream_trainer import GradientStream, StreamTrainer
+from jaxrl.mechanisms.stream_trainer import StreamTrainer
 from jaxrl.sim.cost_model import CostModel
 from jaxrl.sim.hardware import H100
 from jaxrl.sim.trainer import load_of
-from jaxrl.sim.workload import Workload
+from jaxrl.sim.workload import ModelledWorkload
 from jaxrl.types import Group, TrainBatch
 
 
-def simulated(made: Config, cost: CostModel, workload: Workload, **more: Any) -> Any:
+def simulated(made: Config, cost: CostModel, workload: ModelledWorkload, **more: Any) -> Any:
     simulation, metrics, groups, saved = played(made, cost, workload, **more)
     return simulation, metrics, samples_of(groups), saved
 
@@ -85,7 +85,7 @@ COST = CostModel(LARGE, H100)
 
 
 class Listening:
-    def __init__(self, stream: GradientStream, given: list[list[Group]]) -> None:
+    def __init__(self, stream: Any, given: list[list[Group]]) -> None:
         self._stream, self._given = stream, given
 
     def __getattr__(self, name: str) -> Any:

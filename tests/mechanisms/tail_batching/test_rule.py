@@ -23,7 +23,7 @@ from rounds import (
 
 from jaxrl.mechanisms.tail_batching import TailBatching
 from jaxrl.scheduling.rounds.batches import RoundTime
-from jaxrl.scheduling.rounds.race import BatchSettings
+from jaxrl.scheduling.rounds.round import BatchSettings
 
 
 def tail_batching(num_prompts: int, group_size: int, *, shared: Any = None, **options: Any) -> TailBatching:

@@ -125,7 +125,7 @@ def backend_of(
 
 def round_of(backend: RolloutBackend, step: int = 1) -> dict[SampleKey, Sample]:
     backend.begin(RoundInfo(step), PARAMS)
-    current = Round(PROMPTS, 2)
+    current = Round.of(PROMPTS, 2)
     while not current.done:
         backend.apply(current.handle(backend.wait()))
     backend.end()
@@ -281,7 +281,7 @@ def test_a_trajectory_that_is_cut_off_goes_on_in_a_later_round(parts: Any, x64: 
         backend.cancel()
         if step == 2:  # held-out prompts may have the same keys: what is carried has nothing to do with them
             backend.begin(RoundInfo(step, 1, "eval"), PARAMS)
-            current = Round([PROMPTS[1]], 2)
+            current = Round.of([PROMPTS[1]], 2)
             while not current.done:
                 backend.apply(current.handle(backend.wait()))
             backend.end()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -185,10 +185,8 @@ def test_a_foreign_table_is_refused():
     ("changes", "message"),
     [
         ({"schema": 1}, r"schema 1: this version reads 3: make a new one with `jaxrl profile`"),
-        ({"decode": [{"tp": 1, "batch": 1, "context": 8}]}, r"decode: .* must have exactly the fields"),
-        ({"decode": [{"tp": 3, "batch": 1, "context": 8, "seconds": 1.0}]}, r"tp \(3\): it must divide .* \(8\)"),
-        ({"switches": [asdict(SWITCHES[0])] * 2}, r"more than once"),
-        ({"verify": [asdict(VERIFY[0]), asdict(replace(VERIFY[1], width=4))]}, r"verify entries must differ"),
+        ({"decode": [{"tp": 1, "batch": 1, "context": 8}]}, r"missing .* 'seconds'"),
+        ({"decode": [{"tp": 3, "batch": 1, "context": 8, "seconds": 1.0}]}, r"tp \(3\) must divide .* \(8\)"),
     ],
 )
 def test_a_malformed_table_is_refused(changes: dict[str, Any], message: str):

@@ -7,7 +7,7 @@ from checking import engine_in, make_request
 
 from jaxrl.scheduling.layouts.latency import LatencyPredictor
 from jaxrl.scheduling.layouts.latency_profile import Measurement, Profile, ProfileIdentity, SwitchCost
-from jaxrl.scheduling.layouts.plan_cost import PlanCostModel, across_s, cheaper_move, step_seconds
+from jaxrl.scheduling.layouts.plan_cost import across_s, cheaper_move, plan_ticks, step_seconds
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Capacity
 from jaxrl.scheduling.tokens.progress import PlanTimes
@@ -46,7 +46,7 @@ def engine(tp: int, lengths: dict) -> Engine:
 def test_ticks_are_predicted_nanoseconds(
     worker: int, steps: int, prefill: int, batch: int, context: float, seconds: float
 ):
-    ticks = PlanCostModel(LatencyPredictor(profile()), [engine(1, {}), engine(2, {})])
+    ticks = plan_ticks(LatencyPredictor(profile()), [engine(1, {}), engine(2, {})])
     for duration_s in (0.0, 7.0):  # what a clock measured does not count
         times = PlanTimes(0, steps, duration_s, prefill, batch, context, was_queued=True)
         assert ticks(worker, times) == pytest.approx(seconds * 1e9, abs=1)

@@ -12,7 +12,7 @@ from jaxrl.mechanisms.over_provisioning import OverProvisioning
 from jaxrl.mechanisms.partial_rollout import PartialRollout
 from jaxrl.mechanisms.tail_batching import TailBatching
 from jaxrl.scheduling.rounds.batches import RoundTime, room_until_end
-from jaxrl.scheduling.rounds.race import BatchSettings
+from jaxrl.scheduling.rounds.round import BatchSettings
 
 
 def test_over_provisioning_discards_those_that_lose():
@@ -69,7 +69,6 @@ def test_a_round_that_is_drawn_ahead_has_the_prompts_that_it_would_have():
             BatchSettings(4, 4), OverProvisioning.Options(enable=True, prompt_factor=1.25, response_factor=1.25)
         ),
         fresh_batches(4, 4, **filtering()),
-        fresh_batches(4, 4, max_active_requests=8),
         TailBatching(BatchSettings(4, 4), TailBatching.Options(enable=True)),
         PartialRollout(BatchSettings(4, 4), PartialRollout.Options(enable=True)),
     ],

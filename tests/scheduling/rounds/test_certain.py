@@ -13,8 +13,7 @@ from rounds import START, aborted, filtering, finish, fresh_batches, key, verdic
 
 from jaxrl.scheduling.rounds.batches import RoundTime
 from jaxrl.scheduling.rounds.events import Event
-from jaxrl.scheduling.rounds.race import BatchSettings, PlannedGroup, Race, RaceLimits
-from jaxrl.scheduling.rounds.round import Round
+from jaxrl.scheduling.rounds.round import BatchSettings, PlannedGroup, RaceLimits, Round
 from jaxrl.types import Group
 
 Told = list[tuple[Event, list[int]]]
@@ -25,8 +24,7 @@ def race(num_spare: int = 0, num_responses: int = 1, due: tuple[int, ...] = (), 
     limits = RaceLimits(BatchSettings(2, size, **shared), num_responses, num_spare)
     prompts = FakePrompts(100)
     supply = lambda: PlannedGroup.first(*prompts.next(1), num_responses, 1)  # noqa: E731
-    rule = Race(limits, supply, [(0, index) for index in due])
-    return Round((), size, rule)
+    return Round(limits, supply, [(0, index) for index in due])
 
 
 def is_scored(group: Group) -> bool:
@@ -44,7 +42,7 @@ def follow(current: Round, told: Told) -> None:
 def check(current: Round, told: Told, aborts_rest: bool = False) -> None:
     """The same; the round ends with the last event, or when what it aborts then has ended, and yields those."""
     follow(current, told)
-    for k in list(current.ledger.aborting) if aborts_rest else ():
+    for k in list(current.aborting) if aborts_rest else ():
         current.handle(aborted(k))
     assert current.done
     assert current.certain() == current.groups()
@@ -94,5 +92,5 @@ def test_with_dynamic_sampling_the_first_in_the_order_of_launch():
         *scored(2, None, [], [2]),  # at most 1 comes before it
     ]
     follow(current, told)
-    assert {k.prompt_index for k in current.ledger.launched} >= {0, 1, 2, 3}
+    assert {k.prompt_index for k in current.launched} >= {0, 1, 2, 3}
     check(current, scored(1, 1.0, [2], [2, 3]), aborts_rest=True)  # filtered
