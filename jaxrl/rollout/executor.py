@@ -296,7 +296,7 @@ class MeshExecutor:
         reshard.precompile(self._params, self._shardings(target.layout))
         if lanes.is_any:
             num_blocks = target.cache_shape.num_blocks
-            kv_migration.precompile(self.layout, target.layout, self._pool, num_blocks, [lanes.sizes])
+            kv_migration.precompile(self.layout, target.layout, self._pool, num_blocks, lanes.sizes)
         jax.block_until_ready((self._params, self._pool, self._state))
         ready = time.perf_counter()
         self._drop_histories()  # another layout has other places; histories come again with the plans that name them
