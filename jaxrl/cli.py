@@ -246,7 +246,6 @@ def _add_tune(sub: Parser) -> None:
     add(sub, "--seeds", whole(1, 1000), "simulated runs of each value (5)", default=5)
     add(sub, "--steps", whole(1, 100_000), "of each of them (default: the longest period twice)")
     add(sub, "--processes", whole(1, 256), "runs at the same time (1)", default=1)
-    add(sub, "--out", written, "also write the results as JSON", metavar="FILE")
 
 
 def _add_generate(sub: Parser) -> None:
@@ -341,7 +340,7 @@ def _tune(options: argparse.Namespace) -> None:
     from jaxrl.commands.tune import tune
 
     names = ("values", "seeds", "steps", "processes")
-    asked: dict[str, Any] = {name: getattr(options, name) for name in names} | {"out": options.out or ""}
+    asked: dict[str, Any] = {name: getattr(options, name) for name in names}
     with closing(ProgressCounter("runs", sys.stderr)) as counted:
         tune(options.run_dir, options.overrides, options.rule, **asked, progress=counted.show)
 
