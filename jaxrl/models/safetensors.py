@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -254,14 +253,11 @@ def export_hf(
     params: Mapping[str, Any],
     config: ModelConfig,
     folder: str | Path,
-    tokenizer_files: Sequence[str | Path] = (),
     dtype: Any = jnp.bfloat16,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Writes config.json, generation_config.json and safetensors files that transformers loads.
-
-    `params`: training form, on any sharding that this process can read whole. `tokenizer_files` are copied.
-    """
+    """Writes config.json, generation_config.json and safetensors files that transformers loads. `params`: training
+    form, on any sharding that this process can read whole."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     dtype = jnp.dtype(dtype)
@@ -286,8 +282,6 @@ def export_hf(
     _write_json(folder / "config.json", content)
     ids = {name: content[name] for name in ("bos_token_id", "eos_token_id") if content[name] is not None}
     _write_json(folder / "generation_config.json", ids)
-    for source in tokenizer_files:
-        shutil.copy(source, folder)
 
 
 def _pairs(table: Mapping[str, Any], params: Mapping[str, Any]) -> Iterator[tuple[Weight, Any]]:
