@@ -164,7 +164,6 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     add(sub, "source", filled, _SOURCE, metavar="RUN|MODEL")
     add(sub, "folder", filled, "where to write")
     add_switch(sub, "--merge", "with adapters (model.lora_rank): the whole model")
-    add(sub, "--base", filled, "of adapters: the model by which peft finds their base (model.path)", metavar="NAME")
     add_dtype(sub, "float32", "bfloat16", "float16", default="bfloat16")
 
     sub = command("replay", _replay, "Draw a recorded response again, and compare each token.")
@@ -399,8 +398,7 @@ def _score(options: argparse.Namespace) -> None:
 def _export(options: argparse.Namespace) -> None:
     from jaxrl.commands.export import export
 
-    asked = {"merge": options.merge, "base": options.base or ""}
-    for file in export(options.source, options.folder, options.dtype, **asked):
+    for file in export(options.source, options.folder, options.dtype, merge=options.merge):
         print(file)
 
 

@@ -73,7 +73,10 @@ def tune(
         raise ValueError(
             f"--steps ({steps}) must be above {search.of.warm_up}, which are left out while a buffer fills"
         )
-    devices = start_of(run_dir)["devices"]
+    start = recorded_start(run_dir)
+    if start is None:
+        raise ValueError(f"{run_dir} is not a run directory: it holds no {RUN_FILE}")
+    devices = start["devices"]
     given = [*_options_of_run(run_dir, devices, overrides), *overrides]
     config = _load(run_dir, given)
     prompts, n = config.data.train_batch_size, config.rollout.n
@@ -116,13 +119,6 @@ def tune(
     for line in ("", *table.rows(), "", *table.verdict(), f"options: {' '.join(table.chosen)}"):
         say(line)
     return table
-
-
-def start_of(run_dir: str) -> Mapping[str, Any]:
-    start = recorded_start(run_dir)
-    if start is None:
-        raise ValueError(f"{run_dir} is not a run directory: it holds no {RUN_FILE}")
-    return start
 
 
 def _load(run_dir: str, overrides: Sequence[str]) -> Config:
