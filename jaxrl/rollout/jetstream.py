@@ -1,13 +1,10 @@
 """The programs of the rollout as a JetStream engine: prefill, insert and generate of `jetstream.engine.engine_api`.
 
-`jaxrl serve --jetstream` is a server made of these parts; nothing else in jaxrl imports this module. `pip install
-'jaxrl[jetstream]'` brings google-jetstream 0.2.2, the last release on PyPI of an archived project. It also brings seqio
-and TensorFlow, which its `engine_api` imports. It was run with Python 3.11, jax 0.10.2 and with Python 3.12, jax 0.11.2
-(both with seqio 0.0.20, TensorFlow 2.21, protobuf 7.36).
+`jaxrl serve --jetstream` is a server made of these parts; nothing else in jaxrl imports this module.
 
-Source: google-jetstream 0.2.2, `engine/engine_api.py` and the way `core/orchestrator.py` drives it. There, prefill
-returns a prefix only, and `generate` returns every token of a response. (Later sources on GitHub return the first token
-from prefill: another interface, which the extra's version requirement excludes.)
+Source: google-jetstream 0.2.2 (the last release on PyPI of an archived project), `engine/engine_api.py` and the way
+`core/orchestrator.py` drives it. There, prefill returns a prefix only, and `generate` returns every token of a
+response.
 
 Departures:
 
