@@ -1,6 +1,6 @@
 """Arguments of the command line: their types with bounds, and a sentence for each mistake.
 
-A sentence begins with the command and the option: `generate --max-tokens: must be a whole number of at least 1, found
+A sentence begins with the command and the option: `generate: --max-tokens must be a whole number of at least 1, found
 0`.
 
 Only the standard library is imported at the top, so that help is immediate.
