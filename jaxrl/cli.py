@@ -9,7 +9,7 @@ Every command ends in one of these ways, with its sentences on stderr, but for a
 - 0: done, or a training run that was stopped and has saved; also when the reader of the output has gone (`| head`).
 - 1: it could not continue, though its input is right (no space on the disk, no memory, a run that has gone wrong, no
   progress); or a bug, with its traceback.
-- 2: its input is wrong: an argument, an option, a file. A sentence for each mistake names the place and the rule.
+- 2: its input is wrong: an argument, an option, a file. A sentence names the place and the rule.
 - 130, 143: ended by SIGINT or SIGTERM (`jaxrl.run.stop`).
 """
 
@@ -61,7 +61,6 @@ def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> in
     """Runs one command; returns the exit status. `stop`: the program's signals; without one they are the caller's."""
     logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs tracebacks of errors that it raises as well
-    options = None
     try:
         parser = _parser()
         if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow: `jaxrl completion`
@@ -89,12 +88,7 @@ def main(arguments: Sequence[str] | None = None, stop: Stop | None = None) -> in
         said = answer(error)
         if said is None:
             raise  # a bug
-        sentences, options = [said[0]], getattr(error, "options", options)
-        if said[1] == 2 and options is not None:
-            from jaxrl.commands.mistakes import all_mistakes
-
-            sentences = all_mistakes(options, error, _config)
-        for sentence in sentences:
+        for sentence in getattr(error, "problems", said[:1]):
             print(f"jaxrl: {one_line(sentence)}", file=sys.stderr)
         return said[1]
 
@@ -170,7 +164,6 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     add(sub, "source", filled, _SOURCE, metavar="RUN|MODEL")
     add(sub, "folder", filled, "where to write")
     add_switch(sub, "--merge", "with adapters (model.lora_rank): the whole model")
-    add(sub, "--base", filled, "of adapters: the model by which peft finds their base (model.path)", metavar="NAME")
     add_dtype(sub, "float32", "bfloat16", "float16", default="bfloat16")
 
     sub = command("replay", _replay, "Draw a recorded response again, and compare each token.")
@@ -252,7 +245,6 @@ def _add_tune(sub: Parser) -> None:
     add(sub, "--seeds", whole(1, 1000), "simulated runs of each value (5)", default=5)
     add(sub, "--steps", whole(1, 100_000), "of each of them (default: the longest period twice)")
     add(sub, "--processes", whole(1, 256), "runs at the same time (1)", default=1)
-    add(sub, "--out", written, "also write the results as JSON", metavar="FILE")
 
 
 def _add_generate(sub: Parser) -> None:
@@ -297,8 +289,8 @@ def _note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
 
 
-def _config(options: argparse.Namespace, note: Callable[[str], None] = _note) -> Config:
-    """The configuration of a command. `note`: called for each option that has no effect."""
+def _config(options: argparse.Namespace) -> Config:
+    """The configuration of a command; says which options have no effect."""
     from jaxrl.config.files import load
 
     file, overrides, reader = options.config, options.overrides, ""
@@ -317,11 +309,7 @@ def _config(options: argparse.Namespace, note: Callable[[str], None] = _note) ->
         case "explain-config":
             reader = _reader(options)
             overrides = [*overrides, *([f"model.path={options.shape}"] if options.shape else [])]
-    notes: list[str] = []
-    config = load(file, overrides, notes.append, reader, is_whole=options.is_whole)
-    for text in notes:
-        note(text)
-    return config
+    return load(file, overrides, _note, reader)
 
 
 def _writes(options: argparse.Namespace, file: str) -> None:
@@ -351,7 +339,7 @@ def _tune(options: argparse.Namespace) -> None:
     from jaxrl.commands.tune import tune
 
     names = ("values", "seeds", "steps", "processes")
-    asked: dict[str, Any] = {name: getattr(options, name) for name in names} | {"out": options.out or ""}
+    asked: dict[str, Any] = {name: getattr(options, name) for name in names}
     with closing(ProgressCounter("runs", sys.stderr)) as counted:
         tune(options.run_dir, options.overrides, options.rule, **asked, progress=counted.show)
 
@@ -410,8 +398,7 @@ def _score(options: argparse.Namespace) -> None:
 def _export(options: argparse.Namespace) -> None:
     from jaxrl.commands.export import export
 
-    asked = {"merge": options.merge, "base": options.base or ""}
-    for file in export(options.source, options.folder, options.dtype, **asked):
+    for file in export(options.source, options.folder, options.dtype, merge=options.merge):
         print(file)
 
 

@@ -73,10 +73,11 @@ class PagedAttention(NamedTuple):
 
             return invariant.paged_attention(*arrays, rule, sinks_H, self.parts)
         if self.implementation == "invariant_pallas":
-            from jaxrl.kernels import invariant_pallas  # here for the same reasons as below
+            from jaxrl.kernels import invariant_pallas, paged_pallas  # here for the same reasons as below
 
-            how = {"rule": rule, "sinks_H": sinks_H, "interpret": self.interpret}
-            return invariant_pallas.paged_attention(*arrays, **how)
+            tiles = invariant_pallas.sizes_of(q_RCHD.dtype)
+            how = {"rule": rule, "sinks_H": sinks_H, "tiles": tiles, "interpret": self.interpret}
+            return paged_pallas.paged_attention(*arrays, **how)
         if self.on_tpu:
             from jaxrl.kernels import paged_tpu  # here for the same reasons as below
 

@@ -48,15 +48,8 @@ class Part(struct.PyTreeNode):
         return self.replace(whole=self.whole.reshape(sizes), dim=dim)
 
 
-class Multiply(Protocol):
-    """`jaxrl.kernels.invariant_pallas.Product`, which a JAX without Pallas on Triton lacks. Hashable."""
-
-    def __call__(
-        self, x: jax.Array, matrix: jax.Array | Part, *, transposed: bool = False, dtype: Any = None
-    ) -> jax.Array: ...
-
-    @property
-    def experts(self) -> Callable[..., jax.Array]: ...
+Multiply = Any
+"""`jaxrl.kernels.invariant_pallas.Product`, which a JAX without Pallas on Triton lacks. Hashable."""
 
 
 class ByRows(Protocol):

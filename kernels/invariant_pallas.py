@@ -30,7 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from jaxrl.kernels import experts_pallas, paged_pallas
+from jaxrl.kernels import experts_pallas
 from jaxrl.kernels.by_rows import Part
 from jaxrl.kernels.packed import Runs
 from jaxrl.kernels.paged_pallas import (
@@ -42,14 +42,12 @@ from jaxrl.kernels.paged_pallas import (
     added,
     dot,
     load_rows,
-    refusal,
     seen,
     start_of,
     store_sums,
     tile_of,
     walk,
 )
-from jaxrl.kernels.reference import PLAIN, Rule
 
 MIN_INPUTS = 256  # of a share of a product: with fewer, adding shares costs as much as cutting gains
 
@@ -74,26 +72,6 @@ def _compiled(sizes: PagedTileSizes | ProductSizes, interpret: bool) -> dict[str
 # ---------------------------------------------------------------- attention
 
 
-def paged_attention(
-    q_RCHD: jax.Array,
-    k_KNPD: jax.Array,
-    v_KNPD: jax.Array,
-    tables_RW: jax.Array,
-    positions_RC: jax.Array,
-    *,
-    rule: Rule = PLAIN,
-    sinks_H: jax.Array | None = None,
-    sizes: PagedTileSizes | None = None,
-    interpret: bool = False,
-) -> jax.Array:
-    """`paged_pallas.paged_attention`; `sizes`: for tests, `sizes_of` if None."""
-    if reason := refusal(q_RCHD, k_KNPD, v_KNPD, k_KNPD.shape[0], rule.softcap):
-        raise ValueError(f"actor.numerics (invariant) must be fast on GPUs for this model: {reason}")
-    arrays = q_RCHD, k_KNPD, v_KNPD, tables_RW, positions_RC
-    how = {"rule": rule, "sinks_H": sinks_H, "tiles": sizes or sizes_of(q_RCHD.dtype), "interpret": interpret}
-    return paged_pallas.paged_attention(*arrays, **how)
-
-
 @partial(jax.jit, static_argnames=("sizes", "interpret"))
 def packed_attention(
     q: jax.Array,
@@ -107,8 +85,6 @@ def packed_attention(
 ) -> jax.Array:
     """`reference.packed_attention` of the rows of `runs`, without a gradient. `sizes`: for tests, `sizes_of` if
     None."""
-    if reason := refusal(q, k, v, k.shape[2]):
-        raise ValueError(f"actor.numerics (invariant) must be fast on GPUs for this model: {reason}")
     (rows, tokens, heads, dim), kv_heads = q.shape, k.shape[2]
     sizes, group = sizes or sizes_of(q.dtype), heads // kv_heads
     tiles = pl.cdiv(tokens * group, sizes.queries)

@@ -18,16 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-_CARRIED = (
-    "enable_x64",
-    "default_matmul_precision",
-    "default_prng_impl",
-    "numpy_dtype_promotion",
-    "threefry_partitionable",
-    "debug_nans",
-    "debug_infs",
-)
-"""The settings of jax that decide what a program is, and that `with` changes for one thread only."""
+_CARRIED = ("enable_x64", "default_matmul_precision")
+"""Settings of jax that decide what a program is, and that `with` changes for one thread only."""
 _MOST_THREADS = 8  # each holds a program's intermediate forms, of large models gigabytes
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -24,8 +23,7 @@ _NARROW, _WIDE = 2, 4  # weights cross in bfloat16, gradients in float32
 _BLOCK = 128  # `jaxrl.rollout.sampling.BLOCK`
 
 
-@dataclass(frozen=True, slots=True)
-class HeldRange:
+class HeldRange(NamedTuple):
     """A range of a dim, `stop` excluded, of which `num_padded` entries are padding."""
 
     start: int
@@ -37,23 +35,17 @@ class HeldRange:
         return ends + (f" ({self.num_padded} padded)" if self.num_padded else "")
 
 
-@dataclass(frozen=True, slots=True)
-class WeightShare:
+class WeightShare(NamedTuple):
     """A kind of weight: its rollout shape (of one layer), how it is split, and the shape that a device holds of it."""
 
     name: str
     shape: tuple[int, ...]
     split: str
     held: tuple[int, ...]
-    count: int  # copies of it: one per layer, or one
-
-    @property
-    def held_numbers(self) -> int:
-        return math.prod(self.held) * self.count
+    num_copies: int  # one per layer, or one
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceShare:
+class DeviceShare(NamedTuple):
     """One device's part of each dim that is split."""
 
     device: int
@@ -160,21 +152,18 @@ def device_share(config: Model, padded: Model, layout: Layout, number: int) -> D
 
 
 def _weight_table(shares: list[WeightShare]) -> list[str]:
-    rows = [("weight", "shape", "split", "on a device", "numbers on a device")]
-    for share in shares:
-        name = share.name if share.count == 1 else f"{share.name} (of {share.count} layers)"
-        rows.append((name, str([*share.shape]), share.split, str([*share.held]), f"{share.held_numbers:,}"))
-    rows.append(("all", "", "", "", f"{sum(share.held_numbers for share in shares):,}"))
-    return _table(rows)
+    rows, total = [("weight", "shape", "split", "on a device", "numbers on a device")], 0
+    for name, shape, split, held, num_copies in shares:
+        numbers = math.prod(held) * num_copies
+        total += numbers
+        of = name if num_copies == 1 else f"{name} (of {num_copies} layers)"
+        rows.append((of, str([*shape]), split, str([*held]), f"{numbers:,}"))
+    return _table([*rows, ("all", "", "", "", f"{total:,}")])
 
 
 def _device_table(shares: list[DeviceShare]) -> list[str]:
-    rows = [("device", "dp group", "tp rank", "query heads", "kv heads", "mlp columns", "vocabulary rows")]
-    rows += [
-        (str(d.device), str(d.dp_group), str(d.tp_rank), str(d.heads), str(d.kv_heads), str(d.mlp), str(d.vocab))
-        for d in shares
-    ]
-    return _table(rows)
+    head = ("device", "dp group", "tp rank", "query heads", "kv heads", "mlp columns", "vocabulary rows")
+    return _table([head, *(tuple(map(str, share)) for share in shares)])
 
 
 def _kv_sentence(padded: Model, layout: Layout) -> str:
@@ -202,8 +191,7 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
     return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Bytes of a microbatch that each device sends."""
 
     gathered: int  # of weights, among devices that have parts of them
@@ -229,8 +217,7 @@ def update_traffic(config: Model, num_devices: int, num_hosts: int = 1) -> Traff
     return Traffic(*map(round, (gathered, reduced, copied, into_host)))
 
 
-@dataclass(frozen=True, slots=True)
-class StepTraffic:
+class StepTraffic(NamedTuple):
     """The least traffic into each host that has a part of a rollout worker."""
 
     sums: int  # over all of the worker's devices in a step, one after another

@@ -74,24 +74,17 @@ def migrate(
     """Moves a pool's live blocks (`rollout.kv_cache`) into a new pool of `num_blocks`, the reserved one included, in a
     layout of the same mesh, and deletes the old pool. Blocks that are no lane's target are zero. `max_extra_bytes`: the
     most that a device may hold beyond the larger of the two pools; an array that needs more goes alone.
-
-    Raises ValueError, before anything moves, for another mesh, a pool that is not in `before`, and lanes or blocks that
-    do not fit.
     """
-    if before.mesh != after.mesh:
-        raise ValueError(
-            f"KV migration: the layouts are of two meshes ({_describe(before)}; {_describe(after)}): migrate moves "
-            "within one mesh, migrate_across between devices that are all others"
-        )
+    assert before.mesh == after.mesh, "between meshes: migrate_across"
     parts, structure = _parts(pool)
-    checked = [_checked(part, before, after, lanes, num_blocks, None) for part in parts]
+    shapes = [_sizes(part, before, after, num_blocks, *_most(lanes)) for part in parts]
+    moves = [_moves(shape, before, after, len(pool), max_extra_bytes) for shape in shapes]
     moved: list[Pool] = []
-    for part, (shape, index) in zip(parts, checked, strict=True):
-        chunks = _chunks(shape, before, after, 2 * len(part), max_extra_bytes)
-        programs = [_move(shape, before, after, count) for count in chunks]
+    for part, shape, programs in zip(parts, shapes, moves, strict=True):
+        index = _indices(lanes, before, after, shape)
         old, new = [array for layer in part for array in layer], []
         previous: Any = ()
-        for count, program in zip(chunks, programs, strict=True):
+        for count, program in programs:
             jax.block_until_ready(previous)  # or the chunks in flight would add up
             own = [old.pop(0) for _ in range(count)]
             previous = program(*own, *index)
@@ -102,29 +95,11 @@ def migrate(
     return _joined(moved, structure)
 
 
-def precompile(
-    before: Layout,
-    after: Layout,
-    pool: Pool,
-    num_blocks: int,
-    sizes: Sequence[tuple[int, int]],
-    *,
-    max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES,
-) -> list[Any]:
-    """Compiles what `migrate` between these layouts needs, moves nothing, and returns the compiled programs. The pool
-    may hold `jax.ShapeDtypeStruct`s. `sizes`: (M, G) of the lanes to compile for (rounded up as `lane_capacity`
-    does)."""
-    most = min(pool[0][0].shape[2], num_blocks) - 1
-    num_homes = min(before.dp, after.dp)
-    found: dict[tuple[_Sizes, int], Any] = {}
-    for places, guests in sorted({_places(*size, most, num_homes) for size in sizes}):
-        for part in _parts(pool)[0]:
-            heads, old_blocks, block_size, head_dim = part[0][0].shape[1:]
-            sized = heads, old_blocks, num_blocks, block_size, head_dim, part[0][0].dtype
-            shape = _Sizes(*sized, places, guests)
-            for count in _chunks(shape, before, after, 2 * len(pool), max_extra_bytes):
-                found[shape, count] = _move(shape, before, after, count)
-    return list(found.values())
+def precompile(before: Layout, after: Layout, pool: Pool, num_blocks: int, sizes: tuple[int, int]) -> None:
+    """Compiles what `migrate` between these layouts needs, and moves nothing. The pool may hold
+    `jax.ShapeDtypeStruct`s. `sizes`: (M, G) of the lanes."""
+    for part in _parts(pool)[0]:
+        _moves(_sizes(part, before, after, num_blocks, *sizes), before, after, len(pool), DEFAULT_MAX_EXTRA_BYTES)
 
 
 def migrate_across(
@@ -138,20 +113,15 @@ def migrate_across(
 ) -> Pool:
     """Moves live blocks to other devices: packs, copies by `jax.device_put` with the same spec, exchanges them there.
     The source pool stays as it is, because its other requests may continue. `into`: the target worker's pool, deleted
-    afterwards. Raises ValueError as `migrate`, and where the meshes share a device, or differ in shape."""
-    shared = {*before.mesh.devices.flat} & {*after.mesh.devices.flat}
-    if shared or before.mesh.shape != after.mesh.shape:
-        raise ValueError(
-            f"KV migration across: {_describe(before)} and {_describe(after)} must be meshes of equal shape without a "
-            f"common device, and have {len(shared)}: the same spec must exist on both sides"
-        )
+    afterwards. The meshes are of one shape, and share no device."""
+    assert before.mesh.shape == after.mesh.shape, "the same spec must exist on both sides"
     parts, structure = _parts(pool)
     landing = Layout(after.mesh, before.tp)
     both = [*zip(parts, _parts(into)[0], strict=True)]
-    num_blocks = into[0][0].shape[2]
-    checked = [_checked(part, before, after, lanes, num_blocks, target) for part, target in both]
+    shapes = [_sizes(part, before, after, into[0][0].shape[2], *_most(lanes)) for part in parts]
     moved: list[Pool] = []
-    for (part, target), (shape, (source_index, target_index)) in zip(both, checked, strict=True):
+    for (part, target), shape in zip(both, shapes, strict=True):
+        source_index, target_index = _indices(lanes, before, after, shape)
         chunks = _chunks(shape, landing, after, 2 * len(part), max_extra_bytes, makes_pool=False)
         packs = [_pack(shape, before, after, count) for count in chunks]
         unpacks = [_unpack(shape, landing, after, count) for count in chunks]
@@ -186,7 +156,7 @@ def _joined(pools: Sequence[Pool], structure: Any) -> Pool:
     return jax.tree.unflatten(structure, arrays)
 
 
-# ---------------------------------------------------------------- sizes and checks
+# ---------------------------------------------------------------- sizes
 
 
 def lane_capacity(num_blocks: int, most: int) -> int:
@@ -194,62 +164,36 @@ def lane_capacity(num_blocks: int, most: int) -> int:
     return min(max(MIN_LANE_BLOCKS, 1 << max(num_blocks - 1, 0).bit_length()), max(most, 1))
 
 
-def _places(own: int, guests: int, most: int, num_homes: int) -> tuple[int, int]:
-    """(places of a lane, those among them for the guests of each home), for the fullest lane and home."""
+def _most(lanes: Lanes) -> tuple[int, int]:
+    """(M, G)"""
+    return lanes[0].shape[-1], lanes[2].shape[-1]
+
+
+def _sizes(pool: Pool, before: Layout, after: Layout, num_blocks: int, own: int, guests: int) -> _Sizes:
+    """`own`, `guests`: blocks of the fullest lane, and of the fullest home's guests in it."""
+    heads, old_blocks, block_size, head_dim = pool[0][0].shape[1:]
+    most = min(old_blocks, num_blocks) - 1  # what fits into the smaller of a lane's pools
     each = lane_capacity(guests, most) if guests else 0
-    return lane_capacity(own, most) + num_homes * each, each
+    places = lane_capacity(own, most) + min(before.dp, after.dp) * each
+    return _Sizes(heads, old_blocks, num_blocks, block_size, head_dim, pool[0][0].dtype, places, each)
 
 
 def _pool_spec(layout: Layout, shape: _Sizes) -> PartitionSpec:
     return PartitionSpec(layout.dp_axes or None, layout.kv_axes(shape.num_kv_heads) or None)
 
 
-def _describe(layout: Layout) -> str:
-    return f"dp {layout.dp} × tp {layout.tp} on {layout.mesh.size} devices"
-
-
-def _checked(
-    pool: Pool, before: Layout, after: Layout, lanes: Lanes, num_blocks: int, into: Pool | None
-) -> tuple[_Sizes, tuple[np.ndarray, np.ndarray]]:
-    """The sizes, and the source and target blocks in the order in which devices stack their lanes, [lanes, places]
-    both."""
-    heads, old_blocks, block_size, head_dim = pool[0][0].shape[1:]
-    num_lanes, num_homes = max(before.dp, after.dp), min(before.dp, after.dp)
-    for sources, targets, dims in ((*lanes[:2], (num_lanes,)), (*lanes[2:], (num_lanes, num_homes))):
-        if sources.shape != targets.shape or sources.shape[:-1] != dims:
-            raise ValueError(
-                f"KV migration: sources {sources.shape} and targets {targets.shape} must both be "
-                f"{[*dims, 'M']} for dp {before.dp} to dp {after.dp}: lanes{', homes' * (len(dims) > 1)}, places"
-            )
-    most = min(old_blocks, num_blocks) - 1  # what fits into the smaller of a lane's pools
-    places, guests = _places(lanes[0].shape[-1], lanes[2].shape[-1], most, num_homes)
-    shape = _Sizes(heads, old_blocks, num_blocks, block_size, head_dim, pool[0][0].dtype, places, guests)
-    _check_pool("the pool", pool, before, shape, old_blocks)
-    if into is not None:
-        _check_pool("the pool to go into", into, after, shape, num_blocks)
-        if len(into) != len(pool):
-            raise ValueError(f"KV migration: the pools have {len(pool)} and {len(into)} layers")
-    starts, ends = (each.reshape(num_homes, num_lanes // num_homes, *each.shape[1:]) >= 0 for each in lanes[2:])
-    is_paired = np.array_equal(lanes[0] >= 0, lanes[1] >= 0) and np.array_equal(starts, ends.transpose(2, 1, 0, 3))
-    fits = (
-        max(each.max(initial=0) for each in lanes[::2]) < old_blocks and max(each.shape[-1] for each in lanes) <= most
-    )
-    fits = fits and max(each.max(initial=0) for each in lanes[1::2]) < num_blocks
-    if not (is_paired and fits) or any(np.any(each == 0) for each in lanes[1::2]):
-        raise ValueError(
-            f"KV migration: sources must be in [0, {old_blocks}) and targets in [1, {num_blocks}), each -1 where the "
-            f"other is, at most {most} in a lane: these pools have {old_blocks} and {num_blocks} blocks "
-            "(rollout.num_blocks)"
-        )
+def _indices(lanes: Lanes, before: Layout, after: Layout, shape: _Sizes) -> tuple[np.ndarray, np.ndarray]:
+    """The source and target blocks in the order in which devices stack their lanes, [lanes, places] both."""
     source_index, target_index = (_padded(lanes[i], lanes[i + 2], shape) for i in range(2))
-    order = _lane_order(before, after, heads)
-    own = (order + len(order) * np.arange(num_lanes // len(order))[:, None]).ravel()
+    order = _lane_order(before, after, shape.num_kv_heads)
+    own = (order + len(order) * np.arange(len(source_index) // len(order))[:, None]).ravel()
     # The side with several lanes per dp group stacks them; on the other side each lane is a group.
     if before.dp < after.dp:
         source_index = source_index[own]
     else:
         target_index = target_index[own]
-    return shape, (np.maximum(source_index, 0), np.where(target_index < 0, num_blocks, target_index).astype(np.int32))
+    targets = np.where(target_index < 0, shape.new_num_blocks, target_index).astype(np.int32)
+    return np.maximum(source_index, 0), targets
 
 
 def _padded(own: np.ndarray, guests: np.ndarray, shape: _Sizes) -> np.ndarray:
@@ -263,22 +207,19 @@ def _padded(own: np.ndarray, guests: np.ndarray, shape: _Sizes) -> np.ndarray:
     return index
 
 
-def _check_pool(name: str, pool: Pool, layout: Layout, shape: _Sizes, num_blocks: int) -> None:
-    dims = (layout.dp, shape.num_kv_heads, num_blocks, shape.block_size, shape.head_dim)
-    sharding = NamedSharding(layout.mesh, _pool_spec(layout, shape))
-    for array in (array for layer in pool for array in layer):
-        if (array.shape, array.dtype) != (dims, shape.dtype) or not array.sharding.is_equivalent_to(sharding, 5):
-            raise ValueError(
-                f"KV migration: {name} has an array {array.dtype}{array.shape} sharded as {array.sharding}, and "
-                f"{_describe(layout)} makes it {shape.dtype}{dims}, sharded as {sharding.spec}: name its own layout"
-            )
-
-
 def _layers(arrays: Sequence[jax.Array]) -> Pool:
     return list(zip(arrays[::2], arrays[1::2], strict=True))
 
 
 # ---------------------------------------------------------------- programs
+
+
+def _moves(
+    shape: _Sizes, before: Layout, after: Layout, num_layers: int, max_extra_bytes: int
+) -> list[tuple[int, Any]]:
+    """How many arrays each program moves, and the program."""
+    chunks = _chunks(shape, before, after, 2 * num_layers, max_extra_bytes)
+    return [(count, _move(shape, before, after, count)) for count in chunks]
 
 
 @lru_cache(maxsize=128)
@@ -436,8 +377,6 @@ def _chunks(
     shape: _Sizes, before: Layout, after: Layout, num_arrays: int, max_extra_bytes: int, *, makes_pool: bool = True
 ) -> tuple[int, ...]:
     """How many arrays move at once; `makes_pool`: whether the new pool's come into being beside the old ones."""
-    if max_extra_bytes < 1:
-        raise ValueError(f"KV migration: max_extra_bytes ({max_extra_bytes}) must be at least 1")
     pools = [_shard_bytes(before, shape, shape.num_blocks), _shard_bytes(after, shape, shape.new_num_blocks)]
     cost = _working_bytes(shape, before, after) + (min(pools) if makes_pool else 0)
     count = math.ceil(num_arrays / max(max_extra_bytes // cost, 1))

@@ -3,8 +3,8 @@ bound on the extra memory.
 
 - Within one set of devices, a jitted identity with `out_shardings` moves arrays; `jax.device_put` would go through the
   host and block (docs/architecture.md).
-- Across disjoint sets, and between device and host memory, `jax.device_put` moves arrays with the same spec on both
-  sides, and they are resharded on arrival. Sets that overlap without being equal are refused: there is no direct way.
+- Across disjoint sets, `jax.device_put` moves arrays with the same spec on both sides, and they are resharded before it
+  or on arrival. Sets that overlap without being equal are refused: there is no direct way.
 
 One chunk is in flight at a time; the last one is not waited for. Everything is checked, planned and compiled before
 anything moves, and cached. Leaves of equal shape, dtype and shardings form a class; a chunk holds whole classes if they
@@ -37,14 +37,9 @@ Shape = tuple[int, ...]
 class Leaf:
     """An array's path through shardings, from where it is to where it goes."""
 
-    name: str
     shape: Shape
     dtype: Any
     path: tuple[Sharding, ...]
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        return self.shape, self.dtype, self.path
 
     def bytes_on(self, hop: int) -> int:
         return math.prod(self.path[hop].shard_shape(self.shape)) * self.dtype.itemsize
@@ -85,14 +80,13 @@ def reshard(tree: Any, target: Any, *, max_extra_bytes: int = DEFAULT_MAX_EXTRA_
     return jax.tree.unflatten(structure, [moved[i] for i in slots])
 
 
-def precompile(tree: Any, target: Any, *, max_extra_bytes: int = DEFAULT_MAX_EXTRA_BYTES) -> list[Any]:
-    """Compiles what `reshard` with the same arguments would run, moves nothing, and returns the compiled programs. Safe
-    in a background thread. `tree` may hold `jax.ShapeDtypeStruct` with shardings."""
+def precompile(tree: Any, target: Any) -> None:
+    """Compiles what `reshard` with the same arguments would run, and moves nothing. Safe in a background thread. `tree`
+    may hold `jax.ShapeDtypeStruct` with shardings."""
     *_, leaves = _collect(tree, target)
-    chunks = make_plan(leaves, max_extra_bytes)
-    steps = dict.fromkeys(step for chunk in chunks for step in steps_of(leaves, chunk))
-    programs = {step: program_of(*step) for step in steps}
-    return [program for step, program in programs.items() if not is_put(step[1][0], step[2][0])]
+    for chunk in make_plan(leaves, DEFAULT_MAX_EXTRA_BYTES):
+        for step in steps_of(leaves, chunk):
+            program_of(*step)
 
 
 # ---------------------------------------------------------------- what is asked for
@@ -100,7 +94,7 @@ def precompile(tree: Any, target: Any, *, max_extra_bytes: int = DEFAULT_MAX_EXT
 
 def _collect(tree: Any, target: Any) -> tuple[list[Any], list[int], Any, tuple[Leaf, ...]]:
     """(distinct arrays, the index of the array at each place of the tree, the tree's structure, the arrays' paths)."""
-    shardings = _shardings(tree, target)
+    shardings = jax.tree.leaves(jax.tree.broadcast(target, tree))
     with_path, structure = jax.tree_util.tree_flatten_with_path(tree)
     arrays: list[Any] = []
     leaves: list[Leaf] = []
@@ -109,11 +103,6 @@ def _collect(tree: Any, target: Any) -> tuple[list[Any], list[int], Any, tuple[L
     targets: dict[int, Sharding] = {}
     for (path, array), sharding in zip(with_path, shardings, strict=True):
         name = jax.tree_util.keystr(path) or "the array"
-        if not isinstance(array, jax.Array | jax.ShapeDtypeStruct) or not isinstance(array.sharding, Sharding):
-            raise ValueError(
-                f"reshard: {name} is {type(array).__name__}, not an array on devices: put it there first "
-                "(jax.device_put of host data)"
-            )
         key = (id(array), sharding)
         if key not in known:
             if targets.setdefault(id(array), sharding) != sharding:
@@ -123,37 +112,12 @@ def _collect(tree: Any, target: Any) -> tuple[list[Any], list[int], Any, tuple[L
                 )
             known[key] = len(arrays)
             arrays.append(array)
-            leaves.append(Leaf(name, array.shape, array.dtype, way_of(name, array, sharding)))
+            leaves.append(Leaf(array.shape, array.dtype, way_of(name, array, sharding)))
         slots.append(known[key])
     return arrays, slots, structure, tuple(leaves)
 
 
-def _shardings(tree: Any, target: Any) -> list[Any]:
-    found: list[Any] = []
-    try:
-        jax.tree.map(
-            lambda one, part: found.extend([one] * len(jax.tree.leaves(part))),
-            target,
-            tree,
-            is_leaf=lambda x: isinstance(x, Sharding),
-        )
-    except ValueError as error:
-        raise ValueError(f"reshard: the target must be a tree of shardings like the tree of arrays: {error}") from None
-    strange = [one for one in found if not isinstance(one, NamedSharding)]
-    if strange:
-        raise ValueError(f"reshard: the target must be made of NamedSharding, found {strange[0]!r}")
-    return found
-
-
 # ---------------------------------------------------------------- the way of one array
-
-
-def _kind(sharding: Sharding) -> str:
-    return sharding.memory_kind or _default_kind(sharding)
-
-
-def _default_kind(sharding: Sharding) -> str:
-    return min(sharding.device_set, key=lambda device: device.id).default_memory().kind
 
 
 def way_of(name: str, array: Any, target: NamedSharding) -> tuple[Sharding, ...]:
@@ -166,33 +130,22 @@ def way_of(name: str, array: Any, target: NamedSharding) -> tuple[Sharding, ...]
             f"reshard: {name} has a {type(source).__name__}, and only named shardings can be moved between: make it "
             "with out_shardings, or put it there with jax.device_put"
         )
-    path = [source]
-
-    def go(sharding: NamedSharding) -> None:
-        if not path[-1].is_equivalent_to(sharding, ndim) or _kind(path[-1]) != _kind(sharding):
-            path.append(sharding)
-
-    default = _default_kind(source)
-    on_device = target.with_memory_kind(_default_kind(target))
-    if _kind(source) != default:
-        go(source.with_memory_kind(default))
     if source.device_set == target.device_set:
         if _order(source) != _order(target):
             raise ValueError(
                 f"reshard: {name} is on a mesh of the target's devices in another order: use one mesh for both"
             )
-    elif source.device_set & target.device_set:
+        return source, target
+    if both := source.device_set & target.device_set:
         raise ValueError(
             f"reshard: {name} is on {len(source.device_set)} devices and its target on {len(target.device_set)}, of "
-            f"which {len(source.device_set & target.device_set)} are the same: no program runs on two different sets "
-            "of devices, and a copy between them would go through the host. Move within one set, or between sets "
-            "that have no device in common"
+            f"which {len(both)} are the same: no program runs on two different sets of devices, and a copy between "
+            "them would go through the host. Move within one set, or between sets that have no device in common"
         )
-    else:
-        for sharding in _across(name, path[-1], on_device):
-            go(sharding)
-    go(on_device)
-    go(target)
+    path = [source]
+    for sharding in (*_across(name, source, target), target):
+        if not path[-1].is_equivalent_to(sharding, ndim):
+            path.append(sharding)
     return tuple(path)
 
 
@@ -206,7 +159,7 @@ def _across(name: str, here: NamedSharding, target: NamedSharding) -> tuple[Name
     if _has_axes(target, here):
         return (NamedSharding(target.mesh, here.spec),)
     if _has_axes(here, wanted):
-        return (NamedSharding(here.mesh, wanted.spec), target)
+        return (NamedSharding(here.mesh, wanted.spec),)
     raise ValueError(
         f"reshard: {name} goes from a mesh {dict(here.mesh.shape)} to one of other devices, {dict(target.mesh.shape)}: "
         f"neither has all axes, of the same size, of the spec on the other side ({here.spec}; {target.spec})"
@@ -226,8 +179,7 @@ def _without_ones(sharding: NamedSharding) -> NamedSharding:
     def kept(entry: Any) -> Any:
         return tuple(axis for axis in entry_axes(entry) if sharding.mesh.shape[axis] > 1) or None
 
-    spec = PartitionSpec(*(kept(entry) for entry in sharding.spec))
-    return NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+    return NamedSharding(sharding.mesh, PartitionSpec(*(kept(entry) for entry in sharding.spec)))
 
 
 # ---------------------------------------------------------------- chunks
@@ -256,8 +208,8 @@ def program_of(types: tuple[Any, ...], sources: tuple[Sharding, ...], targets: t
 
 
 def is_put(source: Sharding, target: Sharding) -> bool:
-    """Whether a hop is a `device_put`: to other devices or another kind of memory."""
-    return source.device_set != target.device_set or _kind(source) != _kind(target)
+    """Whether a hop is a `device_put`, to other devices."""
+    return source.device_set != target.device_set
 
 
 def gathers(shape: Shape, source: Sharding, target: Sharding) -> bool:
@@ -286,24 +238,21 @@ def _cost(leaf: Leaf) -> int:
 @lru_cache(maxsize=128)
 def make_plan(leaves: tuple[Leaf, ...], max_extra_bytes: int) -> list[list[int]]:
     """The chunks, as indices of leaves; of leaves that are in place already there are none."""
-    if max_extra_bytes < 1:
-        raise ValueError(f"reshard: max_extra_bytes ({max_extra_bytes}) must be at least 1")
-    classes: dict[tuple[Any, ...], list[int]] = {}
+    classes: dict[Leaf, list[int]] = {}
     for i, leaf in enumerate(leaves):
         if len(leaf.path) > 1:
-            classes.setdefault(leaf.kind, []).append(i)
+            classes.setdefault(leaf, []).append(i)
 
-    def order(kind: tuple[Any, ...]) -> tuple[Any, ...]:
-        leaf = leaves[classes[kind][0]]
-        # leaves that share a program agree in devices and memory at every hop
-        way = tuple((sorted(device.id for device in s.device_set), _kind(s)) for s in leaf.path)
+    def order(leaf: Leaf) -> tuple[Any, ...]:
+        # leaves that share a program agree in devices at every hop
+        way = tuple(sorted(device.id for device in sharding.device_set) for sharding in leaf.path)
         return leaf.bytes_on(len(leaf.path) - 1) > leaf.bytes_on(0), way
 
     chunks: list[list[int]] = []
     room, current = 0, None
-    for kind in sorted(classes, key=order):
-        members, cost = classes[kind], _cost(leaves[classes[kind][0]])
-        if order(kind) == current and len(members) * cost <= room:
+    for leaf in sorted(classes, key=order):
+        members, cost = classes[leaf], _cost(leaf)
+        if order(leaf) == current and len(members) * cost <= room:
             chunks[-1].extend(members)
             room -= len(members) * cost
             continue
@@ -311,5 +260,5 @@ def make_plan(leaves: tuple[Leaf, ...], max_extra_bytes: int) -> list[list[int]]
         size, larger = divmod(len(members), count)
         ends = [size * i + min(i, larger) for i in range(count + 1)]
         chunks += [members[start:end] for start, end in pairwise(ends)]
-        room, current = max_extra_bytes - len(chunks[-1]) * cost, order(kind)
+        room, current = max_extra_bytes - len(chunks[-1]) * cost, order(leaf)
     return chunks

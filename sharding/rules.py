@@ -233,25 +233,6 @@ def _groups(config: Model, max_tp: int) -> tuple[int, int]:
     return config.num_heads // config.num_kv_heads, after.num_heads // after.num_kv_heads
 
 
-def rollout_params_fn(
-    config: Model,
-    layout: Layout,
-    dtype: Any,
-    max_tp: int | None = None,
-    **form: Unpack[Form],
-) -> tuple[Callable[[Tree], Tree], Tree]:
-    """(function, shardings): unpadded training form to rollout form, for `jax.jit(function, out_shardings=shardings)`.
-    `to_rollout` does the same with a peak of a few layers."""
-    shardings = rollout_shardings(config, layout, max_tp, **form)
-    outer, layers = _converters(config, layout.mesh, _checked(layout, max_tp), dtype, **form)
-
-    def function(params: Tree) -> Tree:
-        rest = {name: value for name, value in params.items() if name != "layers"}
-        return outer(rest) | {"layers": layers(params["layers"], 0, config.num_layers)}
-
-    return function, shardings
-
-
 def _converters(
     config: Model,
     mesh: Mesh,

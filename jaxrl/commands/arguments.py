@@ -1,6 +1,6 @@
-"""Arguments of the command line: their types with bounds, and one sentence for each mistake.
+"""Arguments of the command line: their types with bounds, and a sentence for each mistake.
 
-A sentence begins with the command and the option: `generate --max-tokens: must be a whole number of at least 1, found
+A sentence begins with the command and the option: `generate: --max-tokens must be a whole number of at least 1, found
 0`.
 
 Only the standard library is imported at the top, so that help is immediate.
@@ -14,7 +14,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any, NoReturn
 
 MAX_TOKENS = 2**20  # the longest context of any model
@@ -24,20 +23,8 @@ _MAX_SHOWN = 60  # characters of a value that a sentence shows
 _CONFIG_FILES = (".yaml", ".yml", ".gin")
 
 
-class Refused(ValueError):
-    """A command line with mistakes. `options`: what is right of it; None stands for a value that is not."""
-
-    def __init__(self, problems: Sequence[str], options: argparse.Namespace) -> None:
-        super().__init__("\n".join(problems))
-        self.problems, self.options = problems, options
-
-
 class Parser(argparse.ArgumentParser):
-    """Collects mistakes as sentences in `wrong`, where argparse ends the process at the first."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings, exit_on_error=False)
-        self.wrong: list[str] = []
+    """Raises ValueError with a sentence about a mistake, where argparse ends the process."""
 
     @property
     def command(self) -> str:
@@ -45,33 +32,8 @@ class Parser(argparse.ArgumentParser):
         return self.prog.partition(" ")[2]
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{self.command}: {_in_our_words(message)}")
-
-    # the stub's overloads say more
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        namespace = argparse.Namespace() if namespace is None else namespace
-        try:
-            return super().parse_known_args(args, namespace)
-        except argparse.ArgumentError as error:
-            self._note(error)
-        except ValueError as error:  # of `error`
-            self.wrong.append(str(error))
-        return namespace, [text for text in args or () if text.startswith("--") and not self._knows(text)]
-
-    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        try:
-            return super()._get_value(action, arg_string)  # pyright: ignore[reportAttributeAccessIssue]
-        except argparse.ArgumentError as error:
-            self._note(error)
-            return None
-
-    def _note(self, error: argparse.ArgumentError) -> None:
-        option = (error.argument_name or "").split("/")[0]
-        self.wrong.append(f"{self.command}: {_of_option(option, error.message)}")
-
-    def _knows(self, text: str) -> bool:
-        name = text.partition("=")[0]
-        return any(each.startswith(name) for action in self._actions for each in action.option_strings)
+        of_option = re.sub("^argument (-[^:/]*)[^:]*: ", r"\1 ", message)
+        raise ValueError(f"{self.command}: {of_option}")
 
 
 def parse(parser: Parser, commands: Mapping[str, Parser], arguments: Sequence[str]) -> argparse.Namespace:
@@ -84,28 +46,20 @@ def parse(parser: Parser, commands: Mapping[str, Parser], arguments: Sequence[st
         found = f"unknown command {shown(first)}{near}" if first else "no command is given"
         raise ValueError(found if near else f"{found}: give one of {', '.join(commands)}")
     options, extra = parser.parse_known_args(arguments)
-    sub = commands.get(getattr(options, "command", ""), parser)
-    options.wrong = [*parser.wrong, *sub.wrong]
-    unknown = [text for text in extra if text.startswith("-") and text != "-"]
-    options.wrong += [_unknown(sub, text, arguments) for text in unknown]
-    following = {after for before, after in pairwise(arguments) if before in unknown and "=" not in after}
+    sub = commands[options.command]
+    unknown = next((text for text in extra if text.startswith("-") and text != "-"), None)
+    if unknown is not None:
+        raise ValueError(_unknown(sub, unknown, arguments))
     many = next((action.dest for action in sub._actions if action.nargs == "*"), None)
-    extra = [text for text in extra if text not in unknown]
     if many is not None:
-        setattr(options, many, [text for text in [*(getattr(options, many) or ()), *extra] if text not in following])
-    elif extra and not following:
-        options.wrong.append(f"{sub.command}: {shown(extra[0])} is one argument too many")
+        setattr(options, many, [*(getattr(options, many) or ()), *extra])
+    elif extra:
+        raise ValueError(f"{sub.command}: {shown(extra[0])} is one argument too many")
     if _takes(sub, "config") and options.config is None:
         file = next((text for text in options.overrides if "=" not in text and text.endswith(_CONFIG_FILES)), None)
         if file is not None:
             rule = "must have the form section.option=value"
-            options.wrong.append(f"{sub.command}: override {shown(file)} {rule}: did you mean --config {file}?")
-            options.overrides.remove(file)
-    # one of these would have given more options
-    meant = any(": write " in text or "--config" in text for text in options.wrong)
-    options.is_whole = not meant or getattr(options, "config", None) is not None
-    if options.wrong:
-        raise Refused(options.wrong, options)
+            raise ValueError(f"{sub.command}: override {shown(file)} {rule}: did you mean --config {file}?")
     return options
 
 
@@ -282,24 +236,3 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def shown(value: str) -> str:
     """A value as a sentence shows it: quoted, and cut where it is long."""
     return repr(value if len(value) <= _MAX_SHOWN else value[:_MAX_SHOWN] + "…")
-
-
-def _in_our_words(message: str) -> str:
-    """argparse's own sentences, of arguments that are missing or ambiguous."""
-    for pattern, ours in (
-        (r"the following arguments are required: (.*)", r"\1 must be given"),
-        (r"ambiguous option: (\S+) could match (.*)", r"\1 may mean \2"),
-    ):
-        if re.fullmatch(pattern, message):
-            return re.sub(pattern, ours, message)
-    return message
-
-
-def _of_option(option: str, message: str) -> str:
-    for ending, ours in (
-        ("expected one argument", f"{option} needs a value"),
-        ("ignored explicit argument ", f"{option} takes no value, found {{}}"),
-    ):
-        if message.startswith(ending):
-            return ours.format(message.removeprefix(ending))
-    return f"{option} {message}" if option else _in_our_words(message)

@@ -31,14 +31,12 @@ def export(
     say: Callable[[str], None] = print,
     *,
     merge: bool = False,
-    base: str = "",
 ) -> list[Path]:
     """Writes a run's last checkpoint, or any model that loads, as a Hugging Face folder; returns the files. A run that
     trains adapters gives a folder of peft's, with the adapters alone.
 
     A temporary folder is written and renamed at the end: a failed export leaves no partial folder, and of two into one
-    folder the second is refused. `merge` writes the whole model with a run's adapters in its weights; `base` is by what
-    peft finds the base of adapters, by default `model.path` where peft can load that.
+    folder the second is refused. `merge` writes the whole model with a run's adapters in its weights.
 
     Raises ValueError where `source` has no weights to export, or `folder` cannot be written or is not empty.
     """
@@ -59,7 +57,7 @@ def export(
     partial.mkdir(parents=True)
     try:
         if model.lora is not None:
-            export_adapter(params, model, partial, jnp.dtype(dtype), base or _base_of(source, path, say))
+            export_adapter(params, model, partial, jnp.dtype(dtype), _base_of(source, path, say))
         else:
             export_hf(params, model, partial, dtype=jnp.dtype(dtype))
         if tokenizer is not None:
@@ -87,26 +85,15 @@ def read_source(source: str, say: Callable[[str], None] = print, *, merge: bool)
             "model.lora_adapter_path"
         )
     if config is None or place is None:
-        path = _path_of(source)
+        path = resolve_path(source, weights=True)
+        if not os.path.lexists(path.removeprefix(RANDOM)):
+            raise ValueError(f"{source}: neither a run nor a model: there is no such file or folder")
         return path, *load_model(path, mesh)
     path = resolve_path(config.model.path)
     model = adapted(config, config_of(path))
     if merge:
         return path, model.base, merged_params(model, load_weights(config, model, mesh, place))
     return path, model, trained_weights(place, config, model, mesh)
-
-
-def _path_of(source: str) -> str:
-    path = resolve_path(source, weights=True)
-    if not os.path.lexists(path.removeprefix(RANDOM)):
-        raise ValueError(f"{source}: neither a run nor a model: there is no such file or folder")
-    return path
-
-
-def place_of(source: str) -> str:
-    """Where a model, or that of a run, lies. Raises ValueError for what cannot be exported."""
-    config = _config_of_run(source)
-    return _path_of(source if config is None else config.model.path)
 
 
 def _base_of(source: str, path: str, say: Callable[[str], None]) -> str:
@@ -116,8 +103,8 @@ def _base_of(source: str, path: str, say: Callable[[str], None]) -> str:
     given = "" if config is None else config.model.path.removeprefix(RANDOM)
     if path.endswith(".gguf") or ":" in given:
         say(
-            f"the adapters' base is {given}, which peft cannot load by itself: name the model that it was made from "
-            "with --base, or export the merged model (--merge)"
+            f"the adapters' base is {given}, which peft cannot load by itself: give it the model that this was made "
+            "from, or export the merged model (--merge)"
         )
         return ""
     return given if not os.path.exists(given) else os.path.abspath(given)

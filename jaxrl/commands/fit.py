@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 
 from jaxrl.config import Config
-from jaxrl.config.files import load
+from jaxrl.config.files import checked, put
+from jaxrl.config.inputs import Options
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import config_of, resolve_path
 from jaxrl.models.shapes import SHAPES
@@ -44,24 +45,26 @@ def fit(name: str, num_devices: int, gib: float, length: int) -> str:
     model = SHAPES.get(name) or config_of(resolve_path(name))
     memory = int(gib * SHARE * 2**30)
     for least, (way, options) in itertools.product((_LEAST_ROWS, 1), _WAYS):
-        for config in _tried(name, options, num_devices, length, least):
+        for given in _tried(name, options, num_devices, length, least):
+            config = checked(_options(given))
             plan = _plan(config, adapted(config, model), num_devices, memory)
             if plan is not None:
-                return _text(config, way, plan, num_devices, gib)
+                return _text(given, way, plan, num_devices, gib)
     raise ValueError(
         f"--fit: nothing fits {num_devices} × {gib:g} GiB for {name} with responses of {length} tokens: take more "
         "devices, a smaller model or a smaller --length"
     )
 
 
-def _tried(name: str, options: dict[str, Any], num_devices: int, length: int, least: int) -> Iterator[Config]:
+def _tried(name: str, options: dict[str, Any], num_devices: int, length: int, least: int) -> Iterator[dict[str, Any]]:
+    """Options by name."""
     degrees = [tp for tp in (1, 2, 4, 8) if num_devices % tp == 0]
     prompt = min(1024, length)
     tokens = 2 ** math.ceil(math.log2(prompt + length))
     for rows, tp, budget in itertools.product(_ROWS, degrees, (max(tokens, 16384), tokens)):
         if rows < least:
             return
-        given = {
+        yield {
             "model.path": name,
             "data.max_prompt_length": prompt,
             "data.max_response_length": length,
@@ -75,7 +78,6 @@ def _tried(name: str, options: dict[str, Any], num_devices: int, length: int, le
             "trainer.num_devices": num_devices,
             **options,
         }
-        yield load(None, [f"{option}={yaml.safe_dump(value).split(chr(10))[0]}" for option, value in given.items()])
 
 
 def _plan(config: Config, model: ModelConfig, num_devices: int, memory: int) -> Any:
@@ -88,29 +90,19 @@ def _plan(config: Config, model: ModelConfig, num_devices: int, memory: int) -> 
     return None if too_large or plan.pool_requests < typed.rollout.max_num_seqs // 4 else plan
 
 
-def _text(config: Config, way: str, plan: Any, num_devices: int, gib: float) -> str:
-    default, nested = Config().model_dump(), dict[str, Any]()
-    for section, values in config.model_dump().items():
-        changed = _changed(values, default[section])
-        if changed:
-            nested[section] = changed
-    nested["data"]["train_files"] = ["my_data.jsonl"]
-    nested["reward"] = {"kind": "math"}
-    nested["trainer"] |= {"run_dir": "runs/fit", "total_training_steps": 100}
+def _options(given: dict[str, Any]) -> Options:
+    options = Options()
+    for option, value in given.items():
+        put(options, option, value, "--fit")
+    return options
+
+
+def _text(given: dict[str, Any], way: str, plan: Any, num_devices: int, gib: float) -> str:
+    given = given | {"data.train_files": ["my_data.jsonl"], "reward.kind": "math"}
+    given |= {"trainer.run_dir": "runs/fit", "trainer.total_training_steps": 100}
     used = f"{plan.rollout_bytes / 2**30:.1f} GiB in the rollout, {plan.update_bytes / 2**30:.1f} in the update"
     return (
         f"# {way}; on each of {num_devices} × {gib:g} GiB: {used}, of {gib * SHARE:.1f} that JAX gets\n"
         f"# XLA_PYTHON_CLIENT_MEM_FRACTION={SHARE} jaxrl train --config FILE\n"
-        + yaml.safe_dump(nested, sort_keys=False, default_flow_style=False)
+        + yaml.safe_dump(_options(given).values, sort_keys=False, default_flow_style=False)
     )
-
-
-def _changed(values: dict[str, Any], default: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, dict) and isinstance(default.get(name), dict):
-            if inner := _changed(value, default[name]):
-                found[name] = inner
-        elif value != default.get(name):
-            found[name] = value
-    return found

@@ -19,7 +19,8 @@ from typing import Any, Literal
 
 import yaml
 
-from jaxrl.config.inputs import ConfigError
+from jaxrl.config.files import put
+from jaxrl.config.inputs import ConfigError, Options
 from jaxrl.config.mapping import by_path, from_mapping, is_section_path
 from jaxrl.config.verl_options import ABSENT, PREFIX, RENAMED, advice
 
@@ -90,15 +91,11 @@ class Ported:
 
     def _open(self) -> dict[str, list[str]]:
         """The remaining decisions, with every problem of the configuration."""
-        nested: dict[str, Any] = {}
+        options = Options()
         for option, (value, _) in self.values.items():
-            *sections, name = option.split(".")
-            node = nested
-            for section in sections:
-                node = node.setdefault(section, {})
-            node[name] = value
+            put(options, option, value, "port")
         try:
-            from_mapping(nested, self.command)
+            from_mapping(options.values, self.command)
         except ConfigError as error:
             problems = error.problems
         else:

@@ -153,10 +153,7 @@ def _key(address: Address) -> str | None:
                 "give a key with --api-key-file"
             )
         return None
-    return read_key(address.key_file)
-
-
-def read_key(file: str) -> str:
+    file = address.key_file
     with reading(file):
         key = Path(file).read_text(encoding="utf-8").strip()
     if not key or not key.isascii() or any(character.isspace() for character in key):

@@ -112,7 +112,7 @@ def simulate(config: Config, say: Callable[[str], None] = print, stop: Stop | No
             "report": str(report),
         }
         record.view.final_table(summary)
-        return RunOutcome(loop.step, finished, summary, report)
+        return RunOutcome(loop.step, finished, summary)
 
 
 def folder_of(config: Config) -> str:

@@ -15,7 +15,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,8 @@ from typing import Any
 from jaxrl.config import Config
 from jaxrl.config import files as config_files
 from jaxrl.mechanisms import MECHANISMS, batch_rule, enabled
-from jaxrl.record.files import to_json, write_whole
 from jaxrl.record.metrics import read_metrics
-from jaxrl.record.run_dir import CONFIG_FILE, RUN_FILE, SIMULATED, recorded_start, refuse_overwriting
+from jaxrl.record.run_dir import CONFIG_FILE, RUN_FILE, SIMULATED, recorded_start
 from jaxrl.run.simulation import build, rare_collections
 from jaxrl.run.stop import end_with_parent, ignored_by_children
 from jaxrl.scheduling.mechanism import UNFINISHED
@@ -64,21 +62,21 @@ def tune(
     seeds: int = 5,
     steps: int | None = None,
     processes: int = 1,
-    out: str = "",
     say: Callable[[str], None] = print,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Table:
     """Searches, and prints what it found. Raises ValueError for what a user can mend. `rule`: a name in `SEARCHES`;
     `values`: of all options of the rule together, empty for the default grid."""
-    if out:
-        refuse_overwriting(out, "--out")
     search = SEARCHES[rule]
     grid = search.together(values or search.of.values)
     if steps is not None and steps <= search.of.warm_up:
         raise ValueError(
             f"--steps ({steps}) must be above {search.of.warm_up}, which are left out while a buffer fills"
         )
-    devices = start_of(run_dir)["devices"]
+    start = recorded_start(run_dir)
+    if start is None:
+        raise ValueError(f"{run_dir} is not a run directory: it holds no {RUN_FILE}")
+    devices = start["devices"]
     given = [*_options_of_run(run_dir, devices, overrides), *overrides]
     config = _load(run_dir, given)
     prompts, n = config.data.train_batch_size, config.rollout.n
@@ -120,18 +118,7 @@ def tune(
     table = Table(search, plain, tuple(others))
     for line in ("", *table.rows(), "", *table.verdict(), f"options: {' '.join(table.chosen)}"):
         say(line)
-    if out:
-        record = {"written": datetime.now(UTC).isoformat(timespec="seconds"), "run": run_dir, "given": list(overrides)}
-        record |= {"seeds": seeds, "steps": steps, "costs": costs, "lengths": lengths, **table.to_json()}
-        write_whole(Path(out), to_json(record, indent=1) + "\n")
     return table
-
-
-def start_of(run_dir: str) -> Mapping[str, Any]:
-    start = recorded_start(run_dir)
-    if start is None:
-        raise ValueError(f"{run_dir} is not a run directory: it holds no {RUN_FILE}")
-    return start
 
 
 def _load(run_dir: str, overrides: Sequence[str]) -> Config:

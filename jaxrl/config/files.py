@@ -94,7 +94,7 @@ def checked(options: Options, say: Callable[[str], None] = lambda text: None, co
     try:
         config = from_mapping(options.values, command)
     except ConfigError as error:
-        raise ConfigError(*_placed(error, options), rest=error.rest) from None
+        raise ConfigError(*_placed(error, options)) from None
     for text in without_effect(unchecked(options.values), command):
         say(f"{text}{_place(text, options.places, most=1)}")
     return config

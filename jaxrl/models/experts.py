@@ -194,13 +194,11 @@ def over_devices(
 
 
 class _ExpertBlock(NamedTuple):
-    """One block: its expert, its (token, expert) pairs and tokens (out of range where the block is not full), and which
-    entries are real."""
+    """One block: its expert, its (token, expert) pairs and tokens (out of range where the block is not full)."""
 
     expert: jax.Array
     pairs: jax.Array
     tokens: jax.Array
-    is_pair: jax.Array
 
 
 def _step(blocks: ExpertGroups, i: jax.Array, block: int, chosen: int) -> _ExpertBlock:
@@ -211,7 +209,7 @@ def _step(blocks: ExpertGroups, i: jax.Array, block: int, chosen: int) -> _Exper
     pairs = blocks.order.at[blocks.starts[expert] + offset].get(mode="clip")
     missing = blocks.order.size + jnp.arange(block)  # each elsewhere: indices are unique
     pairs = jnp.where(is_pair, pairs, missing)
-    return _ExpertBlock(expert, pairs, jnp.where(is_pair, pairs // chosen, missing), is_pair)
+    return _ExpertBlock(expert, pairs, jnp.where(is_pair, pairs // chosen, missing))
 
 
 def _block(shape: ExpertSettings, x_BE: jax.Array, share_B: jax.Array, expert: Mapping[str, jax.Array]) -> jax.Array:

@@ -31,6 +31,7 @@ from jaxrl.models.rope import MAX_FACTOR, MAX_THETA, RopeScaling, yarn_attention
 from jaxrl.models.safetensors import OpenModel, Tensor, check_tensors
 from jaxrl.models.weights import Weight
 from jaxrl.schema.declared import shown
+from jaxrl.sharding.rules import map_weights
 
 SUPPORTED = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q4_K, Kind.Q6_K, Kind.MXFP4)
 FAMILIES = {
@@ -254,8 +255,8 @@ def open_gguf_model(file: str | Path) -> OpenModel:
     of_rope = (_ROPE_FACTORS, *_LONGROPE.values())
     tensors = {tensor.name: tensor for tensor in reader.tensors if tensor.name not in of_rope}
     shapes = {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in tensors.items()}
-    table = config.weights()
-    check_tensors(table, shapes, lambda _: file, kind="gguf")
+    table = map_weights(lambda weight: weight.in_gguf, config.weights())
+    check_tensors(table, shapes, lambda _: file)
     for name, tensor in tensors.items():
         if tensor.tensor_type not in SUPPORTED:
             raise ValueError(
@@ -264,7 +265,7 @@ def open_gguf_model(file: str | Path) -> OpenModel:
             )
 
     def of(weight: Weight) -> Callable[[int], Tensor]:
-        names = weight.names("gguf")
+        names = weight.names()
         heads = {"blk.{layer}.attn_q": config.num_heads, "blk.{layer}.attn_k": config.num_kv_heads}
         permuted = heads.get(weight.gguf_name.rsplit(".", 1)[0]) if config.family in _INTERLEAVED else None
         values: dict[int, np.ndarray] = {}
@@ -273,9 +274,7 @@ def open_gguf_model(file: str | Path) -> OpenModel:
             # Kept while the weight is being placed: every shard asks for it, and dequantising is the slow part.
             if index not in values:
                 tensor = tensors[names[index]]
-                array = np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32).reshape(
-                    weight.file_shape("gguf")
-                )
+                array = np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32).reshape(weight.file_shape)
                 array = array - 1 if weight.init == "less_one" else array
                 values[index] = array if permuted is None else unpermute(array, permuted)
             own = values[index]
@@ -283,4 +282,4 @@ def open_gguf_model(file: str | Path) -> OpenModel:
 
         return layer
 
-    return OpenModel(config, of, "gguf")
+    return OpenModel(config, table, of)

@@ -173,7 +173,7 @@ def _one_tensor(name: str, parts: Sequence[tuple[str, Weight, np.ndarray]], fold
     if weight.file_rows is None and all(np.array_equal(arrays[0], array) for array in arrays[1:]):
         return arrays[0]  # one matrix's, or the A of all
     whole = np.concatenate(arrays)
-    if weight.file_rows is None or whole.shape != weight.file_shape():
+    if weight.file_rows is None or whole.shape != weight.file_shape:
         held = ", ".join(part.removesuffix(A).removesuffix(B) for part, *_ in parts)
         rule = "their A must be one" if weight.file_rows is None else "all matrices of the tensor must have one"
         raise ValueError(

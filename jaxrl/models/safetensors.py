@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -24,7 +23,7 @@ from safetensors.numpy import save_file
 from jaxrl.config.inputs import reading, regular_size
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.fields import Fields, read_model_file
-from jaxrl.models.weights import Kind, Weight, leaves
+from jaxrl.models.weights import Weight, leaves
 from jaxrl.schema.declared import shown
 from jaxrl.sharding import rules
 
@@ -108,11 +107,9 @@ def _read_indexed(folder: Path, index: Path, packed: str) -> dict[str, Tensor]:
     return {name: files[file][name] for name, file in placed.items()}
 
 
-def check_tensors(
-    table: Mapping[str, Any], found: Mapping[str, tuple[int, ...]], where: Callable[[str], str], kind: Kind = "hf"
-) -> None:
+def check_tensors(table: Mapping[str, Any], found: Mapping[str, tuple[int, ...]], where: Callable[[str], str]) -> None:
     """Raises ValueError unless every weight is there in its shape, and nothing else is."""
-    expected = {name: weight.file_shape(kind) for weight in leaves(dict(table)) for name in weight.names(kind)}
+    expected = {name: weight.file_shape for weight in leaves(dict(table)) for name in weight.names()}
     for name, shape in expected.items():
         if name not in found:
             raise ValueError(f"{where(name)}: tensor {name} of shape {shape} is missing")
@@ -132,7 +129,6 @@ def place(
     tensor: Callable[[int], Tensor],
     dtype: Any,
     sharding: jax.sharding.Sharding | None,
-    kind: Kind = "hf",
 ) -> jax.Array:
     """One weight of the training form on its devices; `tensor`: by the index in `Weight.names`. Without a sharding it
     is on the first device."""
@@ -140,12 +136,12 @@ def place(
     dtype = jnp.dtype(dtype)
 
     def part(unit: int, index: tuple[slice, ...]) -> np.ndarray:
-        return _rounded(weight.from_file(tensor(unit).read, index, kind), dtype)
+        return _rounded(weight.from_file(tensor(unit).read, index), dtype)
 
     def layer(number: int, index: tuple[slice, ...]) -> np.ndarray:
-        if not weight.each_apart(kind):
+        if not weight.each_apart:
             return part(number, index)
-        first, experts = number * weight.units_per_layer(kind), range(*index[0].indices(weight.shape[1]))
+        first, experts = number * weight.units_per_layer, range(*index[0].indices(weight.shape[1]))
         return np.stack([part(first + expert, index[1:]) for expert in experts])
 
     def shard(index: tuple[slice, ...]) -> np.ndarray:
@@ -171,32 +167,32 @@ def shardings_of(config: ModelConfig, mesh: Mesh | None) -> dict[str, Any]:
 
 
 class OpenModel(NamedTuple):
-    """A model's checked files, of which no weight is read yet. `tensors`: of a declared weight, by the index in
-    `Weight.names`."""
+    """A model's checked files, of which no weight is read yet. `table`: the weights as these files have them;
+    `tensors`: of one, by the index in `Weight.names`."""
 
     config: ModelConfig
+    table: Mapping[str, Any]
     tensors: Callable[[Weight], Callable[[int], Tensor]]
-    kind: Kind = "hf"
 
     def load(self, mesh: Mesh | None, dtype: Any, *, with_layers: bool = True) -> Any:
         """The params in training form, on the mesh's train shardings."""
 
         def one(weight: Weight, sharding: Any) -> jax.Array:
-            return place(weight, self.tensors(weight), dtype, sharding, self.kind)
+            return place(weight, self.tensors(weight), dtype, sharding)
 
-        table = {name: weight for name, weight in self.config.weights().items() if with_layers or name != "layers"}
+        table = {name: weight for name, weight in self.table.items() if with_layers or name != "layers"}
         return rules.map_weights(one, table, shardings_of(self.config, mesh))
 
     def load_layer(self, index: int, mesh: Mesh | None, dtype: Any) -> Any:
         """The weights of one layer, stacked on a leading dim of 1."""
 
         def one(weight: Weight, sharding: Any) -> jax.Array:
-            tensors, first = self.tensors(weight), index * weight.units_per_layer(self.kind)
+            tensors, first = self.tensors(weight), index * weight.units_per_layer
             own = replace(weight, shape=(1, *weight.layer_shape))
-            return place(own, lambda i: tensors(first + i), dtype, sharding, self.kind)
+            return place(own, lambda i: tensors(first + i), dtype, sharding)
 
         shardings = shardings_of(replace(self.config, num_layers=1), mesh)
-        return rules.map_weights(one, self.config.weights()["layers"], shardings["layers"])
+        return rules.map_weights(one, self.table["layers"], shardings["layers"])
 
 
 def open_hf(folder: str | Path) -> OpenModel:
@@ -231,7 +227,7 @@ def open_hf(folder: str | Path) -> OpenModel:
         names = weight.names()
         return lambda unit: tensors[names[unit]]
 
-    return OpenModel(config, of)
+    return OpenModel(config, table, of)
 
 
 def _one_embedding(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -254,14 +250,11 @@ def export_hf(
     params: Mapping[str, Any],
     config: ModelConfig,
     folder: str | Path,
-    tokenizer_files: Sequence[str | Path] = (),
     dtype: Any = jnp.bfloat16,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Writes config.json, generation_config.json and safetensors files that transformers loads.
-
-    `params`: training form, on any sharding that this process can read whole. `tokenizer_files` are copied.
-    """
+    """Writes config.json, generation_config.json and safetensors files that transformers loads. `params`: training
+    form, on any sharding that this process can read whole."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     dtype = jnp.dtype(dtype)
@@ -286,8 +279,6 @@ def export_hf(
     _write_json(folder / "config.json", content)
     ids = {name: content[name] for name in ("bos_token_id", "eos_token_id") if content[name] is not None}
     _write_json(folder / "generation_config.json", ids)
-    for source in tokenizer_files:
-        shutil.copy(source, folder)
 
 
 def _pairs(table: Mapping[str, Any], params: Mapping[str, Any]) -> Iterator[tuple[Weight, Any]]:
@@ -309,7 +300,7 @@ def _split(
     groups: list[list[str]] = [[]]
     size = 0
     for name, ((weight, *_), *_) in arrays.items():
-        each = math.prod(weight.file_shape()) * itemsize
+        each = math.prod(weight.file_shape) * itemsize
         if groups[-1] and size + each > max_file_bytes:
             groups.append([])
             size = 0
@@ -323,7 +314,7 @@ def _in_file(parts: Sequence[tuple[Weight, Any, int]], dtype: np.dtype) -> np.nd
     found = [weight.to_file(np.asarray(weight.unit(array, number))) for weight, array, number in parts]
     if len(found) == 1:
         return np.ascontiguousarray(found[0], dtype)
-    whole = np.empty(parts[0][0].file_shape(), dtype)
+    whole = np.empty(parts[0][0].file_shape, dtype)
     for (weight, *_), part in zip(parts, found, strict=True):
         whole[weight.place_in_file()] = part
     return whole

@@ -9,11 +9,10 @@ one number of a reward model), `rank` (of an adapter).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Literal, NamedTuple
 
-Kind = Literal["hf", "gguf"]
 Init = Literal["normal", "ones", "less_one", "zeros", "inputs"]
 """`normal` has a standard deviation of 0.02; `less_one` are zeros, of norms that multiply by one plus the weight;
 `inputs` are uniform, at most one over the square root of the number of inputs."""
@@ -32,8 +31,8 @@ class Weight:
     """One weight of the training form.
 
     In its name in files `{layer}` is the layer's index, and `{expert}` the expert's if each has its own tensor; else
-    experts are a tensor's first dim. Files hold matrices as [out, in] where `transpose` says so, and experts' matrices
-    in GGUF files always; here a matrix is [in..., out...].
+    experts are a tensor's first dim. Files hold matrices as [out, in] where `transpose` says so; here a matrix is
+    [in..., out...]. Files are those of Hugging Face; `in_gguf` is the same weight in GGUF files.
     """
 
     shape: tuple[int, ...]  # the weights of layers are stacked on a leading dim
@@ -41,11 +40,10 @@ class Weight:
     init: Init
     hf_name: str
     gguf_name: str
-    hf_shape: tuple[int, ...]  # of one layer's tensor, or of one expert's part of it, in both kinds of files
+    hf_shape: tuple[int, ...]  # of one layer's tensor, or of one expert's part of it
     transpose: bool = False
     dtype: str = ""  # empty: as the others have
-    # where it is some outputs of a tensor that holds other weights as well (of GGUF's, unless it belongs to experts)
-    file_rows: FileRows | None = None
+    file_rows: FileRows | None = None  # where it is some outputs of a tensor that holds other weights as well
 
     def __post_init__(self) -> None:
         assert len(self.shape) == len(self.dims), (self.shape, self.dims)
@@ -102,52 +100,58 @@ class Weight:
         order, inputs = tuple(range(len(self.layer_shape))), self.num_inputs if self.is_linear else 0
         return order[inputs:] + order[:inputs]
 
-    def each_apart(self, kind: Kind = "hf") -> bool:
+    @property
+    def in_gguf(self) -> Weight:
+        """The same with GGUF's names: there experts' matrices are [out, in] always, in tensors of their own."""
+        if not self.has_experts:
+            return replace(self, hf_name=self.gguf_name)
+        shape = self.hf_shape if self.transpose else self.hf_shape[::-1]
+        return replace(self, hf_name=self.gguf_name, hf_shape=shape, transpose=len(shape) == 2, file_rows=None)
+
+    @property
+    def each_apart(self) -> bool:
         """Whether each expert has its own tensor in a file."""
-        return "{expert}" in (self.hf_name if kind == "hf" else self.gguf_name)
+        return "{expert}" in self.hf_name
 
-    def units_per_layer(self, kind: Kind = "hf") -> int:
-        return self.shape[1] if self.each_apart(kind) else 1
+    @property
+    def units_per_layer(self) -> int:
+        return self.shape[1] if self.each_apart else 1
 
-    def names(self, kind: Kind = "hf") -> list[str]:
+    def names(self) -> list[str]:
         """The names of its tensors in a file, layer by layer."""
-        name = self.hf_name if kind == "hf" else self.gguf_name
-        units = range(self.units_per_layer(kind))
-        return [name.format(layer=i, expert=x) for i in range(self.shape[0]) for x in units] if self.stacked else [name]
+        if not self.stacked:
+            return [self.hf_name]
+        units = range(self.units_per_layer)
+        return [self.hf_name.format(layer=i, expert=x) for i in range(self.shape[0]) for x in units]
 
-    def _rows(self, kind: Kind) -> FileRows | None:
-        return None if kind == "gguf" and self.has_experts else self.file_rows
-
-    def _transpose(self, kind: Kind) -> bool:
-        return self.transpose or (kind == "gguf" and self.has_experts and len(self.hf_shape) == 2)
-
-    def _experts_in(self, kind: Kind) -> tuple[int, ...]:
+    @property
+    def _experts_in(self) -> tuple[int, ...]:
         """The leading dim of a tensor that all experts share."""
-        return (self.shape[1],) if self.has_experts and not self.each_apart(kind) else ()
+        return (self.shape[1],) if self.has_experts and not self.each_apart else ()
 
-    def file_shape(self, kind: Kind = "hf") -> tuple[int, ...]:
+    @property
+    def file_shape(self) -> tuple[int, ...]:
         """The shape of the file's tensor, rows of other weights included."""
-        shape, rows = list(self.hf_shape), self._rows(kind)
-        if self._transpose(kind) and not self.transpose:
-            shape.reverse()
-        if rows is not None:
-            shape[self._outputs_dim(kind)] = rows.all
-        return (*self._experts_in(kind), *shape)
+        shape = list(self.hf_shape)
+        if self.file_rows is not None:
+            shape[self._outputs_dim] = self.file_rows.all
+        return (*self._experts_in, *shape)
 
-    def _outputs_dim(self, kind: Kind) -> int:
-        return 0 if self._transpose(kind) else -1
+    @property
+    def _outputs_dim(self) -> int:
+        return 0 if self.transpose else -1
 
-    def from_file(self, read: Callable[..., Any], index: tuple[slice, ...], kind: Kind = "hf") -> Any:
+    def from_file(self, read: Callable[..., Any], index: tuple[slice, ...]) -> Any:
         """The part `index` of one tensor's weight (a layer's, or an expert's) in the decoder's shape. `read` takes a
         slice for each dim of the file's tensor."""
-        lead = len(self._experts_in(kind))
+        lead = len(self._experts_in)
         sizes, shape, inside, cuts = self.unit_shape, list(self.unit_shape), list(index[lead:]), []
-        for first, *rest in self._file_dims(kind):  # the first of them is cut in the file, the others in what was read
+        for first, *rest in self._file_dims:  # the first of them is cut in the file, the others in what was read
             start, stop, _ = inside[first].indices(sizes[first])
             shape[first], inside[first] = stop - start, slice(None)
             each = prod(sizes[dim] for dim in rest)
             cuts.append(slice(start * each, stop * each))
-        rows, at = self._rows(kind), self._outputs_dim(kind)
+        rows, at = self.file_rows, self._outputs_dim
         if rows is not None and cuts:
             start, stop = cuts[at].start * rows.step + rows.first, (cuts[at].stop - 1) * rows.step + rows.first + 1
             cuts[at] = slice(start, max(stop, start))
@@ -156,41 +160,38 @@ class Weight:
             tensor = (
                 tensor[..., :: rows.step] if at else tensor[(slice(None),) * lead + (slice(None, None, rows.step),)]
             )
-        tensor = tensor.swapaxes(-1, -2) if self._transpose(kind) else tensor
+        tensor = tensor.swapaxes(-1, -2) if self.transpose else tensor
         return tensor.reshape(*tensor.shape[:lead], *shape)[(slice(None),) * lead + tuple(inside)]
 
-    def _file_dims(self, kind: Kind) -> tuple[tuple[int, ...], ...]:
+    @property
+    def _file_dims(self) -> tuple[tuple[int, ...], ...]:
         """For each dim of a file's tensor, the dims of a matrix that it holds."""
         order = tuple(range(len(self.unit_shape)))
         if self.transpose:
             return order[self.num_inputs :], order[: self.num_inputs]
-        if self._transpose(kind):
-            return tuple((dim,) for dim in order[::-1])
         return (order,) if len(self.hf_shape) == 1 else tuple((dim,) for dim in order)
 
-    def unit(self, array: Any, number: int, kind: Kind = "hf") -> Any:
+    def unit(self, array: Any, number: int) -> Any:
         """This weight's part of the tensor `names()[number]`, in the decoder's shape."""
         if not self.stacked:
             return array
-        layer, expert = divmod(number, self.units_per_layer(kind))
-        return array[layer][expert] if self.each_apart(kind) else array[layer]
+        layer, expert = divmod(number, self.units_per_layer)
+        return array[layer][expert] if self.each_apart else array[layer]
 
-    def to_file(self, array: Any, kind: Kind = "hf") -> Any:
+    def to_file(self, array: Any) -> Any:
         """One layer of this weight, or one expert, in the shape of files."""
         lead = array.shape[: array.ndim - len(self.unit_shape)]
-        if self._transpose(kind):
-            shape = self.hf_shape[::-1] if self.transpose else self.hf_shape
-            return array.reshape(*lead, *shape).swapaxes(-1, -2)
+        if self.transpose:
+            return array.reshape(*lead, *self.hf_shape[::-1]).swapaxes(-1, -2)
         return array.reshape(*lead, *self.hf_shape)
 
-    def place_in_file(self, kind: Kind = "hf") -> tuple[Any, ...]:
+    def place_in_file(self) -> tuple[Any, ...]:
         """The index of this weight in a tensor that it shares with others."""
-        rows = self._rows(kind)
-        if rows is None:
+        if (rows := self.file_rows) is None:
             return (...,)
         own = self.hf_shape[0] if self.transpose or len(self.hf_shape) == 1 else self.hf_shape[-1]
         part = slice(rows.first, rows.first + (own - 1) * rows.step + 1, rows.step)
-        behind = (slice(None),) * (len(self.hf_shape) - 1) if self._outputs_dim(kind) == 0 else ()
+        behind = (slice(None),) * (len(self.hf_shape) - 1) if self._outputs_dim == 0 else ()
         return (..., part, *behind)
 
 

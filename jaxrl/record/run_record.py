@@ -14,7 +14,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from jaxrl.config import Config, to_mapping
@@ -135,4 +134,3 @@ class RunOutcome:
     step: int
     finished: bool
     summary: Mapping[str, Any]
-    report: Path

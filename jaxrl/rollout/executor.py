@@ -129,7 +129,6 @@ class MeshExecutor:
         self.model = model
         self.config = config
         self.policy_version = 0
-        self.host_s = 0.0
         self._mesh = layout.mesh
         self.is_spread = len({device.process_index for device in layout.mesh.devices.flat}) > 1
         self.way_back: Callable[[], None] | None = None
@@ -296,7 +295,7 @@ class MeshExecutor:
         reshard.precompile(self._params, self._shardings(target.layout))
         if lanes.is_any:
             num_blocks = target.cache_shape.num_blocks
-            kv_migration.precompile(self.layout, target.layout, self._pool, num_blocks, [lanes.sizes])
+            kv_migration.precompile(self.layout, target.layout, self._pool, num_blocks, lanes.sizes)
         jax.block_until_ready((self._params, self._pool, self._state))
         ready = time.perf_counter()
         self._drop_histories()  # another layout has other places; histories come again with the plans that name them
@@ -390,8 +389,7 @@ class MeshExecutor:
         """Dispatches the plan's programs; no value is read."""
         if self._params is None or self._pool is None:
             raise RuntimeError("the executor has no weights or no KV pool: call sync_weights and allocate first")
-        began = self._timer.submits()
-        ticket = MeshTicket(plan.index, plan.rows, self.policy_version, submitted_s=began)
+        ticket = MeshTicket(plan.index, plan.rows, self.policy_version, submitted_s=self._timer.submits())
         for chunks, length in prefill_calls(plan.prefill, self._now):
             ticket.calls.append(self._submit_prefill(chunks, length, plan))
         if plan.num_decoding:
@@ -399,7 +397,6 @@ class MeshExecutor:
         for call in ticket.calls:
             for array in jax.tree.leaves(call.generated):
                 array.copy_to_host_async()
-        self.host_s += time.perf_counter() - began
         return ticket
 
     def collect(self, ticket: Ticket) -> PlanResult:

@@ -20,7 +20,7 @@ from jaxrl.sharding.rules import rollout_shardings, to_rollout
 class HostWeights:
     """The weights of an executor whose `resident_layers` is set, in its layout of now for all its life. `outer`,
     `layers`: in training form, on the executor's mesh (`jaxrl.models.loading.load_layerwise`); each layer is gone from
-    the devices when the next one comes. `host_bytes`: what the host keeps for one device."""
+    the devices when the next one comes."""
 
     def __init__(self, executor: MeshExecutor, outer: Mapping[str, Any], layers: Iterable[Mapping[str, Any]]) -> None:
         assert executor.config.resident_layers is not None, "an executor that streams nothing has weights on devices"
@@ -44,14 +44,9 @@ class HostWeights:
                 for layer, place in zip(each, places["layers"], strict=True)
             ]
         }
-        self.host_bytes = sum(shard_bytes(array) for array in jax.tree.leaves(self._host))
 
     def enter(self) -> None:
         executor = self._executor
         (programs,) = executor.programs_of([executor.tp])
         places = jax.tree.map(lambda x: x.sharding, programs.abstract_params())
         executor.take_weights(jax.device_put(self._host, places), executor.layout, 0)
-
-
-def shard_bytes(array: jax.Array) -> int:
-    return array.addressable_shards[0].data.nbytes

@@ -1,13 +1,10 @@
 """The programs of the rollout as a JetStream engine: prefill, insert and generate of `jetstream.engine.engine_api`.
 
-`jaxrl serve --jetstream` is a server made of these parts; nothing else in jaxrl imports this module. `pip install
-'jaxrl[jetstream]'` brings google-jetstream 0.2.2, the last release on PyPI of an archived project. It also brings seqio
-and TensorFlow, which its `engine_api` imports. It was run with Python 3.11, jax 0.10.2 and with Python 3.12, jax 0.11.2
-(both with seqio 0.0.20, TensorFlow 2.21, protobuf 7.36).
+`jaxrl serve --jetstream` is a server made of these parts; nothing else in jaxrl imports this module.
 
-Source: google-jetstream 0.2.2, `engine/engine_api.py` and the way `core/orchestrator.py` drives it. There, prefill
-returns a prefix only, and `generate` returns every token of a response. (Later sources on GitHub return the first token
-from prefill: another interface, which the extra's version requirement excludes.)
+Source: google-jetstream 0.2.2 (the last release on PyPI of an archived project), `engine/engine_api.py` and the way
+`core/orchestrator.py` drives it. There, prefill returns a prefix only, and `generate` returns every token of a
+response.
 
 Departures:
 
@@ -47,7 +44,6 @@ from jaxrl.models.config import ModelConfig
 from jaxrl.models.loading import RANDOM, check_length, check_vocabulary, load_model
 from jaxrl.rollout import kv_cache
 from jaxrl.rollout.programs import (
-    MAX_STOP_IDS,
     ExecutorConfig,
     Programs,
     RowState,
@@ -94,25 +90,6 @@ class JetStreamConfig:
     seed: int = 0
     sampling: SamplingParams = GREEDY
     max_tp: int = 1
-
-    def __post_init__(self) -> None:
-        if self.num_slots < 1:
-            raise ValueError(f"JetStreamConfig.num_slots ({self.num_slots}) must be >= 1")
-        if self.max_prefill_length not in PREFILL_LENGTHS:
-            raise ValueError(
-                f"JetStreamConfig.max_prefill_length ({self.max_prefill_length}) must be one of the lengths that "
-                f"JetStream pads to: {', '.join(map(str, PREFILL_LENGTHS))}"
-            )
-        if self.max_length <= self.max_prefill_length:
-            raise ValueError(
-                f"JetStreamConfig.max_length ({self.max_length}) must be above max_prefill_length "
-                f"({self.max_prefill_length}): it counts the response as well"
-            )
-        if self.sampling.stop_strings or len(self.sampling.stop_token_ids) > MAX_STOP_IDS:
-            raise ValueError(
-                f"JetStreamConfig.sampling must have no stop_strings, for which no driver looks, and at most "
-                f"{MAX_STOP_IDS} stop_token_ids, found {self.sampling}"
-            )
 
 
 class Prefix(NamedTuple):
@@ -194,11 +171,10 @@ class JetStreamEngine(engine_api.Engine):
 
     # -- JetStream's interface ---------------------------------------------------------------------------------------
 
-    def load_params(self, params: Any = None) -> Any:
-        """Weights for `prefill` and `generate`: those at the engine's path, or the given ones in training form."""
-        if params is None:
-            dtype = "float64" if jnp.dtype(self.config.dtype) == jnp.float64 else "float32"
-            params = load_model(self.path, self.mesh, dtype)[1]
+    def load_params(self) -> Any:
+        """The weights at the engine's path, for `prefill` and `generate`."""
+        dtype = "float64" if jnp.dtype(self.config.dtype) == jnp.float64 else "float32"
+        params = load_model(self.path, self.mesh, dtype)[1]
         form = self._programs.form
         return to_rollout(params, self.model, self.layout, self.config.dtype, self.config.max_tp, **form)
 
@@ -211,11 +187,6 @@ class JetStreamEngine(engine_api.Engine):
         """
         assert existing_prefix is None, "no prefix is continued"
         length, most = min(int(true_length), padded_tokens.shape[0]), self.config.max_length
-        if not 0 < length < most:
-            raise ValueError(
-                f"prefill: {length} tokens must be at least one, and below max_length ({most}), which counts the "
-                "response as well"
-            )
         sampling, row = self.config.sampling, host_rows(1, 1)
         key = SampleKey(0, next(self._num_requests), 0)
         fill_row(row, (0, 0), self.config.seed, key, sampling, min(length + sampling.max_tokens, most))
@@ -223,8 +194,6 @@ class JetStreamEngine(engine_api.Engine):
 
     def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
         """Puts a prefix into a slot and replaces its content. The given decode state is donated."""
-        if not 0 <= slot < self.max_concurrent_decodes:
-            raise ValueError(f"insert: slot ({slot}) must be in 0 .. {self.max_concurrent_decodes - 1}")
         return self._insert(decode_state, prefix, np.int32(slot))
 
     def generate(self, params: Any, decode_state: DecodeState) -> tuple[DecodeState, Any]:

@@ -25,7 +25,7 @@ from jaxrl.scheduling.tokens.plan import Capacity
 from jaxrl.sharding.compiled import CompiledPrograms, products_of
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.mesh import platform_of
-from jaxrl.sharding.rules import map_weights, pad_heads, rollout_params_fn
+from jaxrl.sharding.rules import map_weights, pad_heads, rollout_shardings, to_rollout
 
 if TYPE_CHECKING:
     from jaxrl.mechanisms.speculation.proposer import Drafting
@@ -234,11 +234,11 @@ class LayoutPrograms(CompiledPrograms):
 
     def abstract_params(self) -> Any:
         """The rollout weights' shapes, dtypes and shardings in this layout."""
-        form = self.programs.form
-        model = self.model.base  # a rollout knows no adapters, and nothing quantised
-        convert, shardings = rollout_params_fn(model, self.layout, self.dtype, self.config.max_tp, **form)
+        model, form = self.model.base, self.programs.form  # a rollout knows no adapters, and nothing quantised
         train = map_weights(lambda weight: jax.ShapeDtypeStruct(weight.shape, jnp.float32), model.weights())
-        shapes = jax.eval_shape(convert, train)
+        to = model, self.layout, self.dtype, self.config.max_tp
+        shapes = jax.eval_shape(lambda params: to_rollout(params, *to, **form), train)
+        shardings = rollout_shardings(model, self.layout, self.config.max_tp, **form)
         if self.config.resident_layers is not None:
             shardings = shardings | {"layers": on_host(shardings["layers"], self.config.resident_layers)}
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)

@@ -247,7 +247,7 @@ class Training:
             unused = f"; what has changed since has no effect: {'; '.join(self.changes)}" if self.changes else ""
             for line in (*self.said, f"{self.run_dir.path}: {of}: raise {option} to continue{unused}"):
                 self.say(line)
-        return RunOutcome(self.step, True, {"run": str(self.run_dir.path), "steps": of, "report": str(report)}, report)
+        return RunOutcome(self.step, True, {"run": str(self.run_dir.path), "steps": of, "report": str(report)})
 
     def _train(self, train: Callable[[ExitStack], Mapping[str, str]]) -> RunOutcome:
         with ExitStack() as stack:  # however the run ends, everything opened is closed, the last opened first
@@ -274,7 +274,7 @@ class Training:
             "report": str(report),
         }
         self.record.view.final_table(summary)
-        return RunOutcome(self.step, finished, summary, report)
+        return RunOutcome(self.step, finished, summary)
 
     @contextmanager
     def _failures(self) -> Iterator[None]:

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -36,12 +35,8 @@ class RuleSearch:
     others: tuple[str, ...] = ()
 
     @property
-    def rule(self) -> str:
-        return self.section.removeprefix("rollout.")
-
-    @property
     def name(self) -> str:
-        return self.rule.replace("_", " ")
+        return self.section.removeprefix("rollout.").replace("_", " ")
 
     def together(self, values: Sequence[float]) -> list[Factors]:
         return [(value,) * len(self.of.options) for value in values]
@@ -159,15 +154,6 @@ class Tried:
     def speedup(self, plain: Tried) -> Spread:
         return Spread.of(plain.values("step_s") / self.values("step_s"))
 
-    def to_json(self, plain: Tried, options: tuple[str, ...]) -> dict[str, Any]:
-        return {
-            "factors": dict(zip(options, self.factors, strict=bool(self.factors))),
-            "launched": list(self.launched),
-            "step_s": Spread.of(self.values("step_s")).to_json(),
-            "speedup": self.speedup(plain).to_json(),
-            "trials": [asdict(one) for one in self.trials],
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class Spread:
@@ -187,9 +173,6 @@ class Spread:
 
     def __str__(self) -> str:
         return f"{self.mean:.4g}" if math.isnan(self.deviation) else f"{self.mean:.4g} ± {self.deviation:.2g}"
-
-    def to_json(self) -> dict[str, float | None]:
-        return {"mean": self.mean, "deviation": None if math.isnan(self.deviation) else self.deviation}
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,19 +232,6 @@ class Table:
             listed = f"{', '.join(labels[:-1])} and {labels[-1]} are" if len(labels) > 1 else f"{labels[0]} is"
             said.append(f"{listed} within the noise of it: the lead is no larger than its own spread over the seeds")
         return said
-
-    def to_json(self) -> dict[str, Any]:
-        plain, *tried = (each.to_json(self.plain, self.search.of.options) for each in (self.plain, *self.tried))
-        factors = {each: entry["factors"] for each, entry in zip(self.tried, tried, strict=True)}
-        return {
-            "rule": self.search.rule,
-            "plain": plain,
-            "tried": tried,
-            "best": factors[self.best],
-            "as_good": [factors[each] for each in self.as_good],
-            "beats_plain": self.pays,
-            "overrides": self.chosen,
-        }
 
 
 _HEAD = (

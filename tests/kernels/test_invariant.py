@@ -249,8 +249,8 @@ def test_kernels_have_the_same_bits_in_prefill_decode_and_packed_rows(
     sinks = jnp.asarray(np.random.default_rng(9).normal(size=HEADS) * 2, dtype) if has_sinks else None
 
     def over_cache(q: Any, k: Any, v: Any, tables: Any, at: Any, rule: Rule, sinks: Any) -> jax.Array:
-        how = {"rule": rule, "sinks_H": sinks, "sizes": sizes, "interpret": True}
-        return invariant_pallas.paged_attention(q, k, v, tables, at, **how)
+        tiles = sizes or invariant_pallas.sizes_of(q.dtype)
+        return paged_pallas.paged_attention(q, k, v, tables, at, rule=rule, sinks_H=sinks, tiles=tiles, interpret=True)
 
     over_rows = partial(invariant_pallas.packed_attention, sizes=sizes, interpret=True)
     whole = packed(made, rule, sinks, shared=True, attend=over_rows)

@@ -54,14 +54,14 @@ def write(file, config: ModelConfig, params, kind=Kind.F32, *, arch=None, metada
     parts: dict[str, list[tuple[tuple[int, int], np.ndarray]]] = {}
     for (path, weight), param in zip(table, jax.tree.leaves(params), strict=True):
         kind_of_weight = jax.tree_util.keystr(path, simple=True, separator="/")
-        for i, name in enumerate(weight.names("gguf")):
-            tensor = np.asarray(weight.to_file(weight.unit(param, i, "gguf"), "gguf"), np.float32)
+        weight = weight.in_gguf
+        for i, name in enumerate(weight.names()):
+            tensor = np.asarray(weight.to_file(weight.unit(param, i)), np.float32)
             heads = {"layers/q": config.num_heads, "layers/k": config.num_kv_heads}.get(kind_of_weight)
             if config.family in ("llama", "smollm3", "granite", "mixtral", "granitemoe") and heads is not None:
                 tensor = permute(tensor, heads)
             tensor = tensor + 1 if weight.init == "less_one" else tensor
-            rows = None if weight.has_experts else weight.file_rows
-            parts.setdefault(name, []).append((rows or (0, 0), tensor))
+            parts.setdefault(name, []).append((weight.file_rows or (0, 0), tensor))
     for name, arrays in parts.items():
         tensor = np.concatenate([tensor for _, tensor in sorted(arrays, key=lambda part: part[0])])
         own = kind if tensor.ndim > 1 else Kind.F32
@@ -167,10 +167,10 @@ def test_names_are_those_of_llama_cpp(family):
     config = ModelConfig.from_hf(SIZES | {"model_type": family, "head_dim": 16})
     known = {f"{name}.{suffix}" for _, name in names.mapping.values() for suffix in ("weight", "bias")}
     for weight in leaves(config.weights()):
-        assert known.issuperset(weight.names("gguf")), weight.gguf_name
+        assert known.issuperset(weight.in_gguf.names()), weight.gguf_name
         if weight.has_experts or ".sinks" in weight.hf_name:
             continue  # the converter gives the map other names for them
-        for hf_name, gguf_name in zip(weight.names(), weight.names("gguf"), strict=True):
+        for hf_name, gguf_name in zip(weight.names(), weight.in_gguf.names(), strict=True):
             module, _, suffix = hf_name.rpartition(".")
             assert f"{names.get_name(module)}.{suffix}" == gguf_name
 

@@ -108,7 +108,7 @@ def write_fused(folder: Path, config: ModelConfig, **changes: object) -> dict[st
     for weight in config.weights()["layers"].values():
         for name in weight.names() if weight.is_linear and "down" not in weight.hf_name else ():
             module = f"base_model.model.{name.removesuffix('.weight')}"
-            outputs, inputs = weight.file_shape()
+            outputs, inputs = weight.file_shape
             tensors[f"{module}.lora_A.weight"] = random.normal(size=(3, inputs)).astype(np.float32)
             tensors[f"{module}.lora_B.weight"] = random.normal(size=(outputs, 3)).astype(np.float32)
     folder.mkdir()

@@ -38,7 +38,7 @@ def test_it_agrees_with_the_shardings(count):
         shardings = rollout_shardings(config, Layout(mesh, tp), most)
         layer = shardings["layers"][0]
         for share in weight_shares(config, padded, layout):
-            sharding = layer[share.name] if share.count > 1 else shardings[share.name]
+            sharding = layer[share.name] if share.num_copies > 1 else shardings[share.name]
             assert sharding.shard_shape(share.shape) == share.held
         groups = Layout(mesh, tp).sharding("dp").devices_indices_map((layout.dp,))
         sizes = padded.num_heads, padded.num_kv_heads, padded.intermediate_size, padded.vocab_size

@@ -183,10 +183,11 @@ def test_compiled_ahead_there_is_nothing_left_to_compile():
     layout = Layout(make_mesh(), 2)
     shape = kv_cache.CacheShape(2, 2, 4, 12, 4, jnp.dtype("float32"))
     abstract = jax.ShapeDtypeStruct((4, 2, 12, 4, 4), jnp.float32, sharding=kv_cache.pool_sharding(layout, shape))
-    sizes = [(own, guests) for own in range(1, 12) for guests in range(12)]
-    programs = kv_migration.precompile(layout, layout, [(abstract, abstract)] * 2, 30, sizes)
-    assert len(programs) == 6, "lanes of 8 and of 11, each with no guests, with 8 and with 11"
+    before = kv_migration._move.cache_info().misses
+    for sizes in itertools.product(range(1, 12), range(12)):
+        kv_migration.precompile(layout, layout, [(abstract, abstract)] * 2, 30, sizes)
     misses = kv_migration._move.cache_info().misses
+    assert misses == before + 6, "lanes of 8 and of 11, each with no guests, with 8 and with 11"
     for size, guests in ((0, 0), (3, 0), (8, 9), (9, 0), (11, 8), (0, 1)):
         pool = kv_cache.allocate(layout, shape)
         sources = np.tile(np.arange(1, size + 1, dtype=np.int32), (4, 1))

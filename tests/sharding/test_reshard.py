@@ -89,7 +89,7 @@ def test_precompiling_from_shapes_leaves_nothing_to_compile():
     tree = {"w": on(mesh, 8, "tp", shape=(16, 48)), "b": on(mesh, 8, "tp", shape=(8,))}
     target = {"w": Layout(mesh, 4).sharding(None, "tp"), "b": Layout(mesh, 2).sharding("tp")}
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
-    assert precompile(abstract, target)
+    precompile(abstract, target)
     misses = module.program_of.cache_info().misses
     moved = reshard(tree, target)
     assert module.program_of.cache_info().misses == misses
@@ -142,7 +142,7 @@ def test_what_gathers():
     assert between(8, 8, None, "tp"), "another dim"
 
 
-# ---------------------------------------------------------------- other devices, other memory
+# ---------------------------------------------------------------- other devices
 
 
 def halves():
@@ -161,18 +161,6 @@ def test_disjoint_devices(before, after):
     back = reshard(moved, Layout(left, before).sharding(None, "tp"))
     assert moved[0].is_deleted()
     np.testing.assert_array_equal(back[0], array)
-
-
-def test_host_memory_and_back():
-    mesh = make_mesh()
-    array = on(mesh, 4, "tp")
-    expected = np.asarray(array)
-    on_host = reshard(array, Layout(mesh, 2).sharding("tp").with_memory_kind("pinned_host"))
-    assert on_host.sharding.memory_kind == "pinned_host"
-    assert array.is_deleted()
-    back = reshard(on_host, Layout(mesh, 8).sharding(None, "tp"))
-    assert back.sharding.memory_kind == mesh.devices.flat[0].default_memory().kind
-    np.testing.assert_array_equal(back, expected)
 
 
 # ---------------------------------------------------------------- refusals

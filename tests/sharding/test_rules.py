@@ -132,8 +132,8 @@ def test_padded_rollout_has_equal_logits(heads, kv_heads, family, count, tp, x64
 def test_whole_and_chunked_conversion_agree():
     config, layout = tiny(), Layout(make_mesh(), 4)
     params = placed(normal_params(config, jnp.float32), config, layout.mesh)
-    function, shardings = rules.rollout_params_fn(config, layout, jnp.bfloat16, 8)
-    whole = jax.jit(function, out_shardings=shardings)(params)
+    shardings = rules.rollout_shardings(config, layout, 8)
+    whole = rules.to_rollout(params, config, layout, jnp.bfloat16, 8, layers_per_call=config.num_layers)
     chunked = rules.to_rollout(params, config, layout, jnp.bfloat16, 8, layers_per_call=2)
     assert jax.tree.structure(whole) == jax.tree.structure(chunked)
     for a, b, sharding in zip(*map(jax.tree.leaves, (whole, chunked, shardings)), strict=True):
