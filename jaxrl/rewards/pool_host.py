@@ -77,8 +77,8 @@ class Worker(Protocol):
 
     num_done: int
 
-    async def start(self) -> bool:
-        """Whether it has loaded jax. Raises StartFailed."""
+    async def start(self) -> None:
+        """Returns when it has loaded the scorer. Raises StartFailed."""
         ...
 
     async def ask(self, task: Task) -> Answer:
@@ -101,7 +101,7 @@ class Host:
     """Shares the tasks that come over a socket among workers, and answers each once.
 
     Messages are pickles. To the host: `("score", number, source, request)` and `("drop", number)`. From it: lists, in
-    part empty, as a sign of life, of `("ready", has_jax)`, `("failed", error)`, `("began", number)`,
+    part empty, as a sign of life, of `("ready",)`, `("failed", error)`, `("began", number)`,
     `("ended", number, scored)` and `("retried" | "restarted", why)`; and `("fatal", why)`, the last.
     """
 
@@ -241,7 +241,7 @@ class Host:
         for attempt in range(1, MAX_ATTEMPTS + 1):
             worker = self._make(self)
             try:
-                has_jax = await worker.start()
+                await worker.start()
             except StartFailed as found:
                 await worker.end()
                 if found.is_final or attempt == MAX_ATTEMPTS:
@@ -250,7 +250,7 @@ class Host:
             else:
                 self.num_ready += 1
                 self.was_ready = True
-                self.say("ready", has_jax)
+                self.say("ready")
                 return worker
         raise AssertionError
 

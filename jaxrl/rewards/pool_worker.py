@@ -134,7 +134,7 @@ class _Worker:
             problem = str(error) if is_users else f"{self._settings.loads} failed with {describe(error)}"
             self._send({"error": problem[:2000]})
             os._exit(0)
-        self._send({"ready": True, "has_jax": "jax" in sys.modules})
+        self._send({"ready": True})
         kept = descendants(self._pid)
         while (message := receive_message(self._sock)) is not None:
             answer = self._score(scorer, int.from_bytes(message[:NUMBER_BYTES]), message[NUMBER_BYTES:])

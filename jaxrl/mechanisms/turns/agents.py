@@ -30,7 +30,7 @@ from typing import Any
 
 from jaxrl.data.tool_calls import calls_in, seems_to_call
 from jaxrl.environments.env import Schema, is_answer
-from jaxrl.environments.worker import STARTED, AgentRequest
+from jaxrl.environments.worker import STARTED
 from jaxrl.mechanisms.turns.rule import Observed, row_of
 from jaxrl.rewards.pool import Pool
 from jaxrl.rewards.scorers import Scored
@@ -148,7 +148,7 @@ class AgentPool:
         row, secret = row_of(prompt), secrets.token_urlsafe(24)
         session = Session(key, secret, row["messages"], said)
         self._sessions[key] = self._by_secret[secret] = session
-        session.outcome = self._pool.submit(pickle.dumps(AgentRequest(row, self.base_url, secret)))
+        session.outcome = self._pool.submit(pickle.dumps(("run", row, self.base_url, secret)))
         return session
 
     def _end(self, session: Session) -> None:
