@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from jaxrl.config.rewards import CodeSection
 
 _MAX_ERROR = 500
-MAX_PROCESSES, MAX_FILE_MIB, MAX_OUTPUT_KIB = 32, 16, 256  # of one program
+MAX_PROCESSES, MAX_OUTPUT_KIB = 32, 256  # of one program
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ class CodeScorer:
     def load(self) -> None:
         """Starts the sandbox. Raises ValueError if this machine has none that `reward.code.sandbox` allows."""
         code = self.code
-        limits = Limits(code.max_memory_mib, MAX_PROCESSES, MAX_FILE_MIB, MAX_OUTPUT_KIB)
-        self._sandbox = Sandbox(limits, self.means, bubblewrap=code.sandbox == "bubblewrap")
+        limits = Limits(code.max_memory_mib, MAX_PROCESSES, MAX_OUTPUT_KIB)
+        self._sandbox = Sandbox(limits, self.means)
         there = self._sandbox.start()
         if self.means is None:
             self._sandbox.means = choose_means(code.sandbox, there, needs_files=bool(code.command))

@@ -311,8 +311,8 @@ def _environment(more: Mapping[str, str]) -> dict[str, str]:
 
 
 def _started(host: str, fd: int, stderr: IO[bytes], env: Mapping[str, str] | None) -> subprocess.Popen[bytes]:
-    """Starts a host in a new interpreter, since threads of jax or Ray do not survive a fork, and in a new session, which
-    a terminal's Ctrl-C does not reach. `fd`: a descriptor that it gets, under the same number."""
+    """Starts a host in a new interpreter, since threads of jax or Ray do not survive a fork, and in a new session, as a
+    terminal's Ctrl-C is not for it. `fd`: a descriptor that it gets, under the same number."""
     # -P: before the path is set, nothing comes from the working folder, such as a json.py of the user's
     path = [os.getcwd() if entry == "" else entry for entry in sys.path]
     return subprocess.Popen(

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxrl.config import Config, ConfigError
 from jaxrl.config.simulation import SimulatedTool
-from jaxrl.mechanisms.turns.rule import Conversation, Observed, TurnLimits
+from jaxrl.mechanisms.turns.rule import Conversation, Observed, max_trajectory_tokens
 from jaxrl.record.files import read_lines
 from jaxrl.record.samples import FILE_NAME as SAMPLES
 from jaxrl.sim.clock import SimulatedClock, SimulatedPhases, nanoseconds
@@ -127,7 +127,7 @@ def conversation(
 def turn_model(config: Config, workload: Workload) -> TurnModel:
     """Models the tools that `simulate.tool` describes, or those recorded by the run that lengths come from. Raises
     ValueError if that run had none."""
-    simulated, longest = config.simulate, TurnLimits.configured(config).max_trajectory_tokens
+    simulated, longest = config.simulate, max_trajectory_tokens(config)
     is_recorded = bool(simulated.recorded_run)
     tool = simulated.tool
     if is_recorded:

@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 
 from jaxrl.rewards.sandbox.locks import environment
 from jaxrl.rewards.sandbox.orders import Execution, Limits, Means, Order
-from jaxrl.rewards.sandbox.probe import bubblewrap
 
 _START_S = 60.0
 _CLOSE_S = 20.0  # for what a program left to be ended, on a loaded machine
@@ -33,13 +32,11 @@ class Sandbox:
 
     Attributes:
       means: what locks programs in; as long as there is nothing, nothing is run.
-      bubblewrap: whether the server, and all that it runs, is in bubblewrap's namespaces.
     """
 
-    def __init__(self, limits: Limits, means: Means | None = None, *, bubblewrap: bool = False):
+    def __init__(self, limits: Limits, means: Means | None = None):
         self.limits = limits
         self.means = means
-        self.bubblewrap = bubblewrap
         self._server: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._owner = 0
@@ -51,17 +48,12 @@ class Sandbox:
 
     def start(self) -> Means:
         """Starts the server, waits until it is warm, and returns what it finds on this machine to lock programs in.
-
-        Raises:
-          SandboxFailed: it does not start.
-          ValueError: bubblewrap cannot be had here.
-        """
+        Raises SandboxFailed where it does not start."""
         self.close()
-        wrapping, user = bubblewrap() if self.bubblewrap else ([], None)
         self._sock, theirs = socket.socketpair()
         self._owner = os.getpid()
         caged = "caged" if self.means is None or self.means.namespaces else "free"
-        command = [*wrapping, sys.executable, "-s", "-P", "-c", _BOOT, str(_ROOT), str(theirs.fileno()), caged]
+        command = [sys.executable, "-s", "-P", "-c", _BOOT, str(_ROOT), str(theirs.fileno()), caged]
         with theirs:
             try:
                 self._server = subprocess.Popen(
@@ -71,9 +63,6 @@ class Sandbox:
                     env=environment(),
                     cwd="/",
                     pass_fds=[theirs.fileno()],
-                    user=user,
-                    group=user,
-                    extra_groups=None if user is None else [],
                 )
             except OSError as error:
                 self._gone(error)

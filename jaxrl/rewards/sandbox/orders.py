@@ -13,7 +13,7 @@ class Means:
     landlock: int = 0  # its ABI; 0: none
     seccomp: bool = False
     user_ids: tuple[int, ...] = ()  # for root, the first and last of the ids that nothing has
-    namespaces: bool = False  # of mounts, for an ordinary user of users, and of processes where the kernel has them
+    namespaces: bool = False  # of processes, and for an ordinary user of users
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,6 @@ class Limits:
 
     memory_mib: int  # beyond what the fork server has mapped
     processes: int  # at once, threads counted
-    file_mib: int  # in a scratch folder; 0: it has none
     output_kib: int
 
 

@@ -1,6 +1,6 @@
-"""Calls into libc, process namespaces, and who descends from whom.
+"""Calls into libc, process namespaces, and the memory of processes.
 
-Source: prctl(2), proc(5), pid_namespaces(7).
+Source: proc(5), pid_namespaces(7).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from jaxrl.processes.process_tree import children, die_with_parent
+from jaxrl.processes.process_tree import die_with_parent
 
-NEW_MOUNTS, NEW_USERS, NEW_PROCESSES = 0x00020000, 0x10000000, 0x20000000
+NEW_USERS, NEW_PROCESSES = 0x10000000, 0x20000000
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -25,10 +25,6 @@ def libc(name: str, *arguments: object) -> int:
     if result < 0:
         raise OSError(ctypes.get_errno(), f"{name}: {os.strerror(ctypes.get_errno())}")
     return result
-
-
-def prctl(option: int, value: int) -> None:
-    libc("prctl", option, value, 0, 0, 0)
 
 
 def unshare(namespaces: int) -> None:
@@ -74,14 +70,6 @@ def make_cage() -> int:
         finally:
             os._exit(1)
     return first
-
-
-def descendants(pid: int) -> list[int]:
-    """Processes below `pid`, also those that have ended and that nobody has waited for."""
-    found = [pid]
-    for parent in found:
-        found += children(parent)
-    return found[1:]
 
 
 def resident(pid: int) -> int:

@@ -18,12 +18,12 @@ import socket
 import sys
 from typing import NoReturn
 
+from jaxrl.processes.process_tree import DEATH_SIGNAL, adopt_orphans, prctl
 from jaxrl.rewards.sandbox.orders import Order
 from jaxrl.rewards.sandbox.probe import find_means
-from jaxrl.rewards.sandbox.processes import make_cage, prctl
+from jaxrl.rewards.sandbox.processes import make_cage
 from jaxrl.rewards.sandbox.supervisor import Supervisor
 
-_DEATH_SIGNAL, _ADOPT_ORPHANS = 1, 36  # prctl's options
 _PRELOADED = """
     abc argparse array ast asyncio base64 bisect calendar cmath collections.abc concurrent.futures.thread contextlib
     copy csv ctypes dataclasses datetime decimal difflib enum fcntl fractions functools gc glob hashlib heapq html
@@ -35,8 +35,8 @@ _PRELOADED = """
 
 
 def main() -> NoReturn:
-    prctl(_DEATH_SIGNAL, signal.SIGKILL)
-    prctl(_ADOPT_ORPHANS, 1)
+    prctl(DEATH_SIGNAL, signal.SIGKILL)
+    adopt_orphans()
     sock, is_caged = socket.socket(fileno=int(sys.argv[2])), sys.argv[3] == "caged"
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -18,10 +18,11 @@ import socket
 import time
 from typing import Any
 
+from jaxrl.processes.process_tree import descendants, kill
 from jaxrl.rewards.sandbox import program, suites
 from jaxrl.rewards.sandbox.locks import MIB, lock_in, make_filter
 from jaxrl.rewards.sandbox.orders import Execution, Order
-from jaxrl.rewards.sandbox.processes import descendants, proportional, resident
+from jaxrl.rewards.sandbox.processes import proportional, resident
 
 _START_S = 60.0  # until a process is locked in: none of the program's time
 _PATIENCE_S = 5.0  # for killed processes to be gone
@@ -66,7 +67,7 @@ class Supervisor:
         order, (low, high) = self._order, self._order.means.user_ids or (0, 3)
         user = random.SystemRandom().randrange(low, high - 1) & ~1 if low else 0  # the next one is the checker's
         if order.means.seccomp:  # made here once, and not in each fork
-            make_filter(order.means, has_scratch=order.limits.file_mib > 0, execute=bool(order.command))
+            make_filter(order.means, execute=bool(order.command))
         out, err, null = self._pipe(self._output), self._pipe(self._errors), os.open(os.devnull, os.O_RDWR)
         ends = [text, data, out, err, null]
         fds = {0: data if order.role == "script" else null, 1: out, 2: err, program.JOB: text}
@@ -196,17 +197,15 @@ class Supervisor:
 
     def _end(self) -> None:
         for pid in reversed(self._pids):  # a checker that outlived the program would report its end as a result
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
+            kill(pid, group=True)
         deadline = time.monotonic() + _PATIENCE_S
         while (left := self._running()) and time.monotonic() < deadline:
             for pid in left:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
+                kill(pid)
             time.sleep(0.0005)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
         for fd in self._streams:
             while self._read(fd):  # what is left is there already, as all writers are gone
                 pass
