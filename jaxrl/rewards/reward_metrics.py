@@ -1,8 +1,6 @@
 """A step's counts of verdicts: in all, and by the domain of the prompt.
 
-`RewardMetrics` counts each verdict once, when the round receives it, replayed ones too: a step that runs again has the
-same counts. A reward that lacks a value which training takes apart or compares becomes a failed one here.
-
+Each verdict counts once, when the round receives it, replayed ones too: a step that runs again has the same counts.
 Departure: the seconds of a verdict from the journal are not known any more, and are in no percentile.
 """
 

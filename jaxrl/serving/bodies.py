@@ -2,9 +2,7 @@
 and the OpenAPI 3.1 document of the routes (`GET /openapi.json`), which follows from them.
 
 A name that is not listed is refused, and so is a value that would change what is sampled and that this server does not
-know. What changes nothing here (`user`, `metadata`) is ignored, and so is null under any name.
-
-A body with a million mistakes costs no more than one with a single mistake: lists end at their first wrong item.
+know. A body with a million mistakes costs no more than one with a single mistake: lists end at their first wrong item.
 
 Source: OpenAI's API reference; vLLM's names for what it adds (`top_k`, `min_p`, `return_token_ids`,
 `chat_template_kwargs`) and its route `/inference/v1/generate`.

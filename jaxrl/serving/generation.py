@@ -195,7 +195,7 @@ class ServedModel:
         session: str | None = None,
     ) -> Generation:
         """Submits `n` requests for each prompt, one prompt after another. With a seed a response depends on that, its
-        prompt and its place among these alone. Raises ValueError for more than can ever run or wait, or `Busy`."""
+        prompt and its place among these alone. Raises ValueError for more than can ever run or wait, or `Unserved`."""
         if len(prompts) * n > self.driver.most_at_once:
             raise ValueError(
                 f"{len(prompts) * n} responses are asked for at once, and this server takes "

@@ -21,7 +21,7 @@ from jaxrl.processes.process_tree import descendants
 from jaxrl.rewards.code import CodeScorer
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.rewards.sandbox.client import Sandbox, SandboxFailed
-from jaxrl.rewards.sandbox.orders import Limits, Means
+from jaxrl.rewards.sandbox.orders import Means
 from jaxrl.rewards.sandbox.probe import choose_means
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,8 +93,7 @@ def test_server_ends_with_its_client(tmp_path: Path):
     code = """
 import os, sys, threading, time
 from jaxrl.rewards.sandbox.client import Sandbox
-from jaxrl.rewards.sandbox.orders import Limits
-sandbox = Sandbox(Limits(256, 32, 64))
+sandbox = Sandbox(256)
 sandbox.means = sandbox.start()
 threading.Thread(target=sandbox.script, args=("import time; time.sleep(600)", "", 600.0), daemon=True).start()
 from jaxrl.processes.process_tree import descendants
@@ -141,7 +140,7 @@ else:
 
 @pytest.mark.parametrize("namespaces", [True, False])
 def test_programs_with_threads_leave_no_zombies(namespaces: bool):
-    with closing(Sandbox(Limits(256, 32, 64), None if namespaces else Means())) as sandbox:
+    with closing(Sandbox(256, None if namespaces else Means())) as sandbox:
         means = sandbox.start()
         sandbox.means = replace(means, namespaces=namespaces and means.namespaces)
         before = descendants(sandbox.pid)
@@ -168,8 +167,7 @@ import sys, threading
 from bench_sandbox import become, means_of
 become(sys.argv[1])
 from jaxrl.rewards.sandbox.client import Sandbox
-from jaxrl.rewards.sandbox.orders import Limits
-sandbox = Sandbox(Limits(256, 32, 64))
+sandbox = Sandbox(256)
 sandbox.start()
 sandbox.means = means_of("")
 print(sandbox.pid, int(sandbox.means.namespaces), flush=True)
@@ -214,7 +212,7 @@ def test_a_program_has_the_limits_that_it_is_given():
     """Each by itself: where memory is also counted for all processes of a program, no attack shows that one is gone."""
     program = "import resource as r; print(*(r.getrlimit(k)[1] for k in (r.RLIMIT_AS, r.RLIMIT_FSIZE, r.RLIMIT_CORE)))"
     for memory_mib in (256, 512):
-        with closing(Sandbox(Limits(memory_mib, 32, 64))) as sandbox:
+        with closing(Sandbox(memory_mib)) as sandbox:
             sandbox.means = choose_means("auto", sandbox.start())
             ran = sandbox.script(program, "", 20.0)
         assert ran.end == "exit", ran.errors
@@ -241,7 +239,7 @@ def test_nothing_is_run_where_nothing_locks_in():
 
 def test_an_unlocked_process_gives_no_verdict():
     """A lock that cannot be set is no wrong answer."""
-    with closing(Sandbox(Limits(256, 32, 64))) as sandbox:
+    with closing(Sandbox(256)) as sandbox:
         sandbox.means = Means(landlock=99, seccomp=True, user_ids=(-9, -3))
         sandbox.start()
         with pytest.raises(SandboxFailed, match="could not run a program"):

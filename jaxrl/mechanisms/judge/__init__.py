@@ -1,11 +1,9 @@
 """A judge: a language model, or a reward model, that scores beside the actor on the same devices, or at an endpoint.
 
-On the devices it has an engine like the actor's and takes turns with it. A turn is one plan of the judge. When it may
-take one follows from counts and never from clocks (`reward.judge.busy_share`): a plan of the actor and one of the
-judge alternate at the most, so neither starves. Once only verdicts are awaited it has the devices to itself.
+On the devices it has an engine like the actor's and takes turns with it, a plan each. When it may take one follows from
+counts and never from clocks (`reward.judge.busy_share`). Once only verdicts are awaited it has the devices to itself.
 
-A template is text with `{name}` where the value of a field goes; `{{name}}` is `{name}` itself. All other braces stay
-as they are, so that JSON and `\\boxed{}` can be written as they are.
+A template is text with `{name}` where the value of a field goes; `{{name}}` is `{name}` itself. All other braces stay.
 
 Source: RollPacker §4.3, which runs judge and actor at once and lets the GPU share itself out (MPS).
 

@@ -1,22 +1,15 @@
 """A judge on the rollout's devices: its sizes, how it is loaded, and the turns of its engine.
 
-Its engine is like the actor's, over an executor whose weights are streamed (`jaxrl.models.streaming`). It works when
-the backend gives it a turn, or where nothing else is left to do.
-
-`judge_memory` decides how many of a judge's layers stay resident and how large its KV pool is, from `reward.judge` and
-the judge's shapes alone, before anything is allocated. `jaxrl.run.memory` counts its parts with the rollout's, so
-the actor's KV pool takes what the judge leaves, and with those of gradients on freed devices.
+Its engine is like the actor's, over an executor whose weights are streamed (`jaxrl.models.streaming`). Its layout is
+one tensor-parallel group of all of the rollout's devices: each streams its own share of a layer, and the host keeps one
+copy of the model. `judge_memory` decides its sizes before anything is allocated; the actor's KV pool takes what it
+leaves.
 
 Source: RollPacker §4.3 (a judge beside the actor on the same devices, layers streamed from the host; the number of
 offloaded layers follows from memory and input lengths).
 
-The judge's layout is one tensor-parallel group of all of the rollout's devices: each streams its own share of a layer,
-over its own link, and the host keeps one copy of the model.
-
-A turn is one plan, which the host waits for, so no plan of the judge is in flight when the actor makes its next one.
-The host also sees the end of the actor's plan before the turn. So neither's seconds count as the other's (layouts learn
-from the actor's). The judge depends on no clock. Keys decide its tokens; its memory on the devices is allocated at the
-first turn of a rollout and freed before the update.
+A turn is one plan, which the host waits for. The host also sees the end of the actor's plan before the turn, so that
+neither's seconds count as the other's (layouts learn from the actor's). The judge depends on no clock.
 """
 
 from __future__ import annotations

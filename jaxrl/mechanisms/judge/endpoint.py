@@ -1,17 +1,12 @@
 """A judge at an OpenAI-compatible endpoint: it requests verdicts from a server.
 
-Source: RollPacker §4.3: a judge among the rewards. One thread sends the requests, at most `max_requests` at once and
-`requests_per_minute` in a minute (`jaxrl.processes.endpoint_client`), while the trainer computes.
+Source: RollPacker §4.3: a judge among the rewards. One thread sends the requests (`jaxrl.processes.endpoint_client`),
+while the trainer computes.
 
-Whatever the endpoint does costs the samples at hand, and never the run:
-
-- It cannot be reached, answers 5xx or 429, or closes: the request is sent again, then the verdict is a `crash`.
-- It does not answer in time: sent again, then a `timeout`.
-- It answers something that is no chat completion: sent again, then an `error`; 4xx: an `error` at once.
-- Its text holds no score: an `error`, counted as unparsed.
-
-Of a sample's several verdicts those that came count; a sample fails if none came. Each verdict says `outside` in its
-info: it depends on something outside the run, so it is journalled whole.
+Whatever the endpoint does costs the samples at hand, and never the run: after its retries a request is a `crash` (none
+was answered, 5xx, 429), a `timeout`, or an `error` (no chat completion, 4xx, a text without a score). Of a sample's
+several verdicts those that came count; a sample fails if none came. Each verdict says `outside` in its info: it depends
+on something outside the run, so it is journalled whole.
 """
 
 from __future__ import annotations

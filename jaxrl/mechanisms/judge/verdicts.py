@@ -1,10 +1,8 @@
 """The questions to a judge about a sample, and the verdict that its responses give.
 
 `JudgeText` is the text side, the same on the run's devices and at an endpoint. On the devices there are two kinds of
-judge: a model that writes verdicts (`WrittenVerdicts`), and a reward model with a scalar head (`Scalars`).
-
-A response is put into a message unchanged. A response that speaks to the judge ("give this a 10") can therefore only
-persuade it, never change what is asked or how the verdict is read. Special tokens that it spells out stay text.
+judge: a model that writes verdicts (`WrittenVerdicts`), and a reward model with a scalar head (`Scalars`). Special
+tokens that a response spells out stay text, so that it can only persuade a judge.
 
 Source: RollPacker §4.3 (LLM-as-a-judge among the rewards). The scalar is read as transformers'
 `...ForSequenceClassification` reads it: at the last token that is not the pad token.

@@ -3,12 +3,10 @@
 `environment.kind=openai` names a function that is run once for each trajectory, in a worker process, and calls
 `/v1/chat/completions` at the address that it is given. `AgentPool` is the server behind it. To the round it is like any
 other environment: what the model says answers the program's request, and the next request holds the environment's
-answer. A conversation continues behind what was said before, so nothing is retokenised.
+answer. Each trajectory has its own key, the program's `api_key`, which identifies its requests.
 
-Each trajectory has its own key, the program's `api_key`, which identifies its requests. They come one at a time and
-begin with the row's messages. Each is the one before it, followed by the answer and something new; anything else is
-answered with status 400 and the rule. A program's state is its own: after a resume, or where its process has died, it
-is run again from its beginning, and given what the model had said, turn by turn.
+A program's state is its own: after a resume, or where its process has died, it is run again from its beginning, and
+given what the model had said, turn by turn.
 """
 
 from __future__ import annotations

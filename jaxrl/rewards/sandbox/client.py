@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxrl.rewards.sandbox.locks import environment
-from jaxrl.rewards.sandbox.orders import Execution, Limits, Means, Order
+from jaxrl.rewards.sandbox.orders import Execution, Means, Order
 
 _START_S = 60.0
 _CLOSE_S = 20.0  # for what a program left to be ended, on a loaded machine
@@ -34,8 +34,8 @@ class Sandbox:
       means: what locks programs in; as long as there is nothing, nothing is run.
     """
 
-    def __init__(self, limits: Limits, means: Means | None = None):
-        self.limits = limits
+    def __init__(self, memory_mib: int, means: Means | None = None):
+        self._memory_mib = memory_mib
         self.means = means
         self._server: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
@@ -87,7 +87,7 @@ class Sandbox:
         fds = [_unnamed_file(text), _unnamed_file(data)]
         try:
             socket.send_fds(self._sock, [b"f"], fds)
-            self._sock.sendall(pickle.dumps(Order(means=self.means, limits=self.limits, **asked)))
+            self._sock.sendall(pickle.dumps(Order(means=self.means, memory_mib=self._memory_mib, **asked)))
         except OSError as error:
             self._gone(error)
         finally:

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from jaxrl.processes.process_tree import die_with_parent, prctl
 from jaxrl.rewards.sandbox.landlock import SIGNALS_ABI, restrict_files
-from jaxrl.rewards.sandbox.orders import Means, Order
+from jaxrl.rewards.sandbox.orders import MAX_PROCESSES, Means, Order
 from jaxrl.rewards.sandbox.processes import libc
 from jaxrl.rewards.sandbox.seccomp import Filter
 
@@ -96,13 +96,13 @@ def lock_in(order: Order, *, user_id: int, parent: int, mapped: int) -> None:
 
 
 def _set_limits(order: Order, mapped: int, *, is_alone: bool) -> None:
-    limits, others = order.limits, 0 if is_alone else _count_tasks(os.getuid())
+    others = 0 if is_alone else _count_tasks(os.getuid())
     for kind, most in (
-        (resource.RLIMIT_AS, mapped + limits.memory_mib * MIB),
+        (resource.RLIMIT_AS, mapped + order.memory_mib * MIB),
         (resource.RLIMIT_CPU, math.ceil(sum(order.limits_s) + order.default_limit_s) + 1),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_NOFILE, 64),
-        (resource.RLIMIT_NPROC, limits.processes + others),
+        (resource.RLIMIT_NPROC, MAX_PROCESSES + others),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_STACK, 64 * MIB),
         (resource.RLIMIT_MEMLOCK, 0),

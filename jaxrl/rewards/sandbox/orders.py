@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+MAX_PROCESSES, MAX_OUTPUT_KIB = 32, 256
+"""Of one program: processes at once, threads counted, and what it writes."""
+
 
 @dataclass(frozen=True)
 class Means:
@@ -17,15 +20,6 @@ class Means:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """The limits of one program."""
-
-    memory_mib: int  # beyond what the fork server has mapped
-    processes: int  # at once, threads counted
-    output_kib: int
-
-
-@dataclass(frozen=True)
 class Order:
     """An execution request."""
 
@@ -33,7 +27,7 @@ class Order:
     limits_s: Sequence[float]  # of each case; the last is of those beyond as well
     default_limit_s: float  # of a script, and of all cases where there are no limits of theirs
     means: Means
-    limits: Limits
+    memory_mib: int  # of one process, beyond what the fork server has mapped, and of all together
     command: Sequence[str] = ()  # what runs the program's text, in place of Python
     modules: Sequence[str] = ()  # that the tests import
 

@@ -21,7 +21,7 @@ from typing import Any
 from jaxrl.processes.process_tree import descendants, kill
 from jaxrl.rewards.sandbox import program, suites
 from jaxrl.rewards.sandbox.locks import MIB, lock_in, make_filter
-from jaxrl.rewards.sandbox.orders import Execution, Order
+from jaxrl.rewards.sandbox.orders import MAX_OUTPUT_KIB, Execution, Order
 from jaxrl.rewards.sandbox.processes import proportional, resident
 
 _START_S = 60.0  # until a process is locked in: none of the program's time
@@ -162,7 +162,7 @@ class Supervisor:
             data = os.read(fd, 1 << 16)
         except BlockingIOError:
             return False
-        into, most = self._streams[fd], self._order.limits.output_kib * 1024
+        into, most = self._streams[fd], MAX_OUTPUT_KIB * 1024
         into += data
         if into is self._report:
             *lines, into[:] = into.split(b"\n")
@@ -188,7 +188,7 @@ class Supervisor:
     def _look_at_memory(self) -> None:
         """One process keeps its limit itself; of several, the sum counts as well."""
         pids = set(self._running()) - set(self._pids[1:])
-        most = self._order.limits.memory_mib * MIB + self._mapped
+        most = self._order.memory_mib * MIB + self._mapped
         if len(pids) > 1 and sum(map(resident, pids)) > most and sum(map(proportional, pids)) > most:
             self._execution.end = self._execution.end or "memory"
 
