@@ -33,7 +33,6 @@ from jaxrl.serving.bodies import (
     GenerationRequest,
     StrictBody,
     first_mistake,
-    openapi_document,
 )
 from jaxrl.serving.driver import Unserved
 from jaxrl.serving.generation import Generation, ServedModel
@@ -73,7 +72,6 @@ class Routes:
             "/v1/models": self.models,
             "/v1/models/{name:path}": self.one_model,
             "/metrics": self.metrics,
-            "/openapi.json": self.openapi,
         }
         routes = [Route(path, self._answered(path, answer), methods=["POST"]) for path, answer in post.items()]
         routes += [Route(path, self._answered(path, answer), methods=["GET"]) for path, answer in get.items()]
@@ -92,9 +90,6 @@ class Routes:
 
     async def metrics(self, request: Request) -> Response:
         return Response(self.model.metrics.text(), media_type="text/plain; version=0.0.4")
-
-    async def openapi(self, request: Request) -> Response:
-        return JSONResponse(openapi_document())
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
