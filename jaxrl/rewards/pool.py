@@ -208,12 +208,13 @@ class Pool:
                 return False
             self._has_spoken = True
             sock.settimeout(SILENT_ON_RAY_S if self._settings.on_ray else SILENT_S)
-            for message in pickle.loads(payload):
-                self._handle(*message)
+            self._handle(*pickle.loads(payload))
         return False
 
     def _handle(self, kind: str, *values: Any) -> None:
         match kind, *values:
+            case ("alive",):
+                pass
             case "began", number:
                 with self._lock:
                     self._requests[number].has_begun = True
