@@ -5,8 +5,7 @@
     python scripts/bench_sandbox.py --json out.json
 
 A path is a user and what the kernel is asked for: `root`, or `user`, an ordinary user, to whom root changes; with
-`-without-landlock`, `-without-namespaces` or `-bare` (neither). Each runs in a process of its own. The hostile programs
-are in `scripts/bench/hostile/`.
+`-without-landlock`. Each runs in a process of its own. The hostile programs are in `scripts/bench/hostile/`.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _PRIVATE, _BIND = (1 << 18) | (1 << 14), (1 << 12) | (1 << 14)
 def paths() -> list[str]:
     """What there is to try here."""
     users = ["root", "user"] if os.geteuid() == 0 else ["user"]
-    ways = ["", "-without-landlock", "-without-namespaces", "-bare"]
+    ways = ["", "-without-landlock"]
     return [user + way for user in users for way in ways]
 
 
@@ -55,11 +54,7 @@ def scorer_of(path: str) -> CodeScorer:
 
 def means_of(way: str) -> Means:
     means = choose_means("auto", find_means())
-    if way in ("without-landlock", "bare"):
-        means = replace(means, landlock=0)
-    if way in ("without-namespaces", "bare"):
-        means = replace(means, namespaces=False)
-    return means
+    return replace(means, landlock=0) if way == "without-landlock" else means
 
 
 def open_python() -> None:

@@ -69,8 +69,7 @@ class CodeSection(Section):
     ] = "all"
     sandbox: Annotated[
         Literal["auto", "none"],
-        "What locks a program in; auto: seccomp, Landlock, namespaces and resource limits, as far as this machine has "
-        "them; none: nothing, for trusted programs alone.",
+        "What locks a program in; auto: seccomp, Landlock and resource limits; none: nothing, for trusted programs.",
     ] = "auto"
     timeout: Annotated[
         Literal["adaptive", "fixed"],

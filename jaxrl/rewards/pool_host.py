@@ -132,9 +132,9 @@ class FairQueue:
 class Host:
     """Shares the tasks that come over a socket among workers, and answers each once.
 
-    Messages are pickles. To the host: `("score", number, source, request)` and `("drop", number)`. From it: `("alive",)`
-    as a sign of life, `("ready",)`, `("failed", error)`, `("began", number)`, `("ended", number, scored)` and
-    `("retried" | "restarted", why)`; and `("fatal", why)`, the last.
+    Messages are pickles. To the host: `("score", number, source, request)` and `("drop", number)`. From it:
+    `("alive",)`, as a sign of life, `("ready",)`, `("failed", error)`, `("began", number)`,
+    `("ended", number, scored)` and `("retried" | "restarted", why)`; and `("fatal", why)`, the last.
     """
 
     def __init__(self, settings: PoolSettings, make: Callable[[Host], Worker], beat_s: float) -> None:

@@ -3,12 +3,10 @@
 import json
 import os
 import platform
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing, suppress
-from dataclasses import replace
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,7 @@ from bench.hostile import ATTACKS, Attack
 from ended import have_ended
 
 from jaxrl.config.rewards import CodeSection
-from jaxrl.processes.process_tree import descendants
+from jaxrl.processes.process_tree import children
 from jaxrl.rewards.code import CodeScorer
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.rewards.sandbox.client import Sandbox, SandboxFailed
@@ -75,7 +73,7 @@ def test_canaries_notice_what_nothing_holds(canaries: Canaries):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["", "-without-landlock", "-without-namespaces", "-bare"])
+@pytest.mark.parametrize("way", ["", "-without-landlock"])
 @pytest.mark.parametrize("user", ["root", "user"])
 def test_every_attack_on_every_path(user: str, way: str):
     if user == "root" and os.geteuid() != 0:
@@ -138,74 +136,14 @@ else:
 }
 
 
-@pytest.mark.parametrize("namespaces", [True, False])
-def test_programs_with_threads_leave_no_zombies(namespaces: bool):
-    with closing(Sandbox(256, None if namespaces else Means())) as sandbox:
-        means = sandbox.start()
-        sandbox.means = replace(means, namespaces=namespaces and means.namespaces)
-        before = descendants(sandbox.pid)
+def test_programs_with_threads_leave_no_zombies():
+    with closing(Sandbox(256)) as sandbox:
+        sandbox.means = sandbox.start()
+        before = children(sandbox.pid)
         for text in THREADS.values():
             for _ in range(3):
                 sandbox.script(text, "", 0.2)
-        assert descendants(sandbox.pid) == before
-
-
-ORPHANS = """
-import ctypes, os, time
-name = ctypes.CDLL(None).prctl
-name(15, b"a program")
-for _ in range(2):
-    if os.fork() == 0:
-        if os.fork() == 0:
-            name(15, b"an orphan")
-            time.sleep(600)
-        os._exit(0)
-time.sleep(600)
-"""
-CLIENT = """
-import sys, threading
-from bench_sandbox import become, means_of
-become(sys.argv[1])
-from jaxrl.rewards.sandbox.client import Sandbox
-sandbox = Sandbox(256)
-sandbox.start()
-sandbox.means = means_of("")
-print(sandbox.pid, int(sandbox.means.namespaces), flush=True)
-sandbox.script(sys.argv[2], "", 600.0)
-"""
-
-
-@pytest.mark.parametrize("user", ["root", "user"])
-def test_orphans_end_where_all_of_ours_is_killed_at_once(user: str):
-    """Each process of ours is stopped, then killed, so that none can end what a program left."""
-    if user == "root" and os.geteuid() != 0:
-        pytest.skip("needs root")
-    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}"}
-    words = [sys.executable, "-c", CLIENT, user, ORPHANS]
-    with subprocess.Popen(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True) as client:
-        assert client.stdout is not None
-        server, namespaces = map(int, client.stdout.readline().split())
-        names: dict[int, str] = {}
-        while list(names.values()).count("an orphan") < 2 or len(set(names.values())) < 3:
-            names = {pid: name_of(pid) for pid in descendants(server)}
-            assert client.poll() is None
-        ours = [client.pid, server, *(pid for pid, name in names.items() if name not in ("a program", "an orphan"))]
-        for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in ours:
-                os.kill(pid, number)
-    theirs = [pid for pid in names if pid not in ours]
-    is_over = have_ended(theirs, 20.0 if namespaces else 1.0)
-    for pid in theirs:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    assert is_over or not namespaces, "docs/code-rewards.md says so of machines without namespaces"
-
-
-def name_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""
+        assert children(sandbox.pid) == before
 
 
 def test_a_program_has_the_limits_that_it_is_given():

@@ -52,8 +52,7 @@ class Sandbox:
         self.close()
         self._sock, theirs = socket.socketpair()
         self._owner = os.getpid()
-        caged = "caged" if self.means is None or self.means.namespaces else "free"
-        command = [sys.executable, "-s", "-P", "-c", _BOOT, str(_ROOT), str(theirs.fileno()), caged]
+        command = [sys.executable, "-s", "-P", "-c", _BOOT, str(_ROOT), str(theirs.fileno())]
         with theirs:
             try:
                 self._server = subprocess.Popen(

@@ -6,8 +6,7 @@ process, and the execution is reported as one that the sandbox could not run, ne
 - Resource limits: memory, seconds of CPU, sizes of files, descriptors, processes, and more.
 - As root: a user and a group id that nothing else has, and no groups. If the running Python is in a folder of root's,
   the program keeps the right to read any file, which Landlock limits to Python's.
-- As an ordinary user: the server's user namespace where there is one. In it, as for a dedicated id, the limit of
-  processes counts this program and its server alone; else it is added to the user's tasks.
+- As an ordinary user: the limit of processes is added to the user's tasks.
 - Landlock: Python's own folders and libraries can be read, and nothing else be opened. Where the kernel has none, the
   filter lets no file be opened at all: such a program has the modules that the fork server has imported.
 - The filter of `seccomp`.
@@ -72,18 +71,18 @@ def lock_in(order: Order, *, user_id: int, parent: int, mapped: int) -> None:
 
     Args:
       user_id: the id that it takes; 0: it keeps its own.
-      parent: the process at whose end it ends; 0: one outside of its namespace.
+      parent: the process at whose end it ends.
       mapped: bytes that are mapped before the program has begun.
 
     Raises OSError: a lock cannot be set.
     """
     means, execute = order.means, bool(order.command)
-    _set_limits(order, mapped, is_alone=bool(user_id) or means.namespaces)
+    _set_limits(order, mapped, is_alone=user_id > 0)
     reads_all = user_id > 0 and means.landlock > 0 and python_is_closed()
     if user_id:
         prctl(_KEEP_CAPABILITIES, reads_all)
         take_user(user_id)
-    if means.seccomp:  # these capabilities and no others: not those of a user namespace either
+    if means.seccomp:  # these capabilities and no others
         bits = _READ_ALL if reads_all else 0
         libc("capset", struct.pack("=Ii", _CAPABILITY_VERSION, 0), struct.pack("=6I", bits, bits, 0, 0, 0, 0))
     die_with_parent(parent)

@@ -16,7 +16,6 @@ class Means:
     landlock: int = 0  # its ABI; 0: none
     seccomp: bool = False
     user_ids: tuple[int, ...] = ()  # for root, the first and last of the ids that nothing has
-    namespaces: bool = False  # of processes, and for an ordinary user of users
 
 
 @dataclass(frozen=True)

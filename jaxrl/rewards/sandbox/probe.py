@@ -15,7 +15,7 @@ from jaxrl.rewards.sandbox.locks import (
     take_user,
 )
 from jaxrl.rewards.sandbox.orders import Means
-from jaxrl.rewards.sandbox.processes import NEW_PROCESSES, unshare, works_in_fork
+from jaxrl.rewards.sandbox.processes import works_in_fork
 
 UNUSED_IDS = ((2_001_000_000, 2_147_483_646), (50_000, 59_999))
 """Ids that neither people, services, domains nor containers have; the second where a container has 65,536 in all."""
@@ -30,7 +30,6 @@ def find_means() -> Means:
         landlock=landlock_abi(),
         seccomp=works_in_fork(lambda: make_filter(Means(), execute=False).load()),
         user_ids=next((pair for pair in ids if works_in_fork(lambda p=pair: take_user(p[0]))), ()),
-        namespaces=works_in_fork(lambda: unshare(NEW_PROCESSES)),
     )
 
 

@@ -1,7 +1,7 @@
 """One execution: forks the program, and the checker where there is one, keeps the time, and leaves nothing behind.
 
 All of it runs in the fork server, as a server has one execution at a time. A program's orphans become children of the
-server, or of the first process of its namespace. A program cannot leave its process group, as the filter refuses
+server. A program cannot leave its process group, as the filter refuses
 `setsid` and `setpgid`: one signal to the group ends all of it at once.
 """
 
@@ -32,15 +32,10 @@ _LOCKED_IN = b"locked in"
 
 
 class Supervisor:
-    """Runs an order in this process, which has one thread.
+    """Runs an order in this process, which has one thread. `control`: the client's socket, whose end ends it."""
 
-    Args:
-      control: the client's socket: its end ends the execution.
-      first: the first process of the namespace that forks are born in; 0: there is none.
-    """
-
-    def __init__(self, order: Order, control: socket.socket, first: int):
-        self._order, self._control, self._first = order, control, first
+    def __init__(self, order: Order, control: socket.socket):
+        self._order, self._control = order, control
         with open("/proc/self/statm", "rb") as file:
             self._mapped = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         self._execution = Execution()
@@ -104,7 +99,7 @@ class Supervisor:
 
     def _fork(self, fds: dict[int, int], user: int, role: str) -> int:
         """Starts a process with these descriptors. Returns the one that says when it is locked in."""
-        parent = 0 if self._first else os.getpid()
+        server = os.getpid()
         ready, theirs = os.pipe()
         pid = os.fork()
         if pid == 0:
@@ -113,7 +108,7 @@ class Supervisor:
                 _arrange({**fds, program.READY: theirs})
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # which the server ignores
                     signal.signal(number, signal.SIG_DFL)
-                lock_in(self._order, user_id=user, parent=parent, mapped=self._mapped)
+                lock_in(self._order, user_id=user, parent=server, mapped=self._mapped)
                 os.write(program.READY, _LOCKED_IN)
                 os.close(program.READY)
                 if self._order.command:
@@ -187,19 +182,16 @@ class Supervisor:
 
     def _look_at_memory(self) -> None:
         """One process keeps its limit itself; of several, the sum counts as well."""
-        pids = set(self._running()) - set(self._pids[1:])
+        pids = set(descendants(os.getpid())) - set(self._pids[1:])
         most = self._order.memory_mib * MIB + self._mapped
         if len(pids) > 1 and sum(map(resident, pids)) > most and sum(map(proportional, pids)) > most:
             self._execution.end = self._execution.end or "memory"
-
-    def _running(self) -> list[int]:
-        return [pid for pid in descendants(os.getpid()) if pid != self._first]
 
     def _end(self) -> None:
         for pid in reversed(self._pids):  # a checker that outlived the program would report its end as a result
             kill(pid, group=True)
         deadline = time.monotonic() + _PATIENCE_S
-        while (left := self._running()) and time.monotonic() < deadline:
+        while (left := descendants(os.getpid())) and time.monotonic() < deadline:
             for pid in left:
                 kill(pid)
             time.sleep(0.0005)
