@@ -98,13 +98,8 @@ class EpisodeScorer:
     def turn(
         self, row: Mapping[str, Any], state: bytes | None, text: str, timeout_s: float
     ) -> tuple[float, dict[str, Any]]:
-        """Answers a turn.
-
-        Args:
-          row: of the data; its column `tools` names those that the model may call.
-          state: of the environment; None: the episode begins.
-          text: what the model said, without special tokens. timeout_s: of its calls.
-        """
+        """Answers a turn. `state`: of the environment; None: the episode begins. `text`: what the model said, without
+        special tokens. `timeout_s`: of its calls."""
         row = self._row(row)
         episodes = self._episodes(row.get("environment") or self.name)
         assert not isinstance(episodes, Program), "a program asks for turns itself"

@@ -61,13 +61,9 @@ class TimeoutRule:
 
 
 class AdaptiveTimeouts(Mechanism):
-    """Limits the test cases of training prompts (`jaxrl.scheduling.mechanism.ScoreLimits`).
-
-    Args:
-      has_tests: whether the prompts of a source have test cases.
-      max_anchors: test cases whose anchors are kept.
-      reference_time_key: what of a prompt's `extra` is the first anchor of its test cases, in seconds; empty: nothing.
-    """
+    """Limits the test cases of training prompts (`jaxrl.scheduling.mechanism.ScoreLimits`). `has_tests`: whether the
+    prompts of a source have any; `max_anchors`: test cases whose anchors are kept; `reference_time_key`: what of a
+    prompt's `extra` is the first anchor of its test cases, in seconds; empty: nothing."""
 
     name = "timeouts"
     title = "adaptive time limits"

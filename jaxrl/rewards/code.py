@@ -36,10 +36,8 @@ class _Case:
 
 @dataclass(slots=True)
 class CodeScorer:
-    """Runs a response's program against the prompt's tests.
-
-    Attributes:
-      means: what locks programs in; None for what `reward.code.sandbox` chooses on the machine that loads this.
+    """Runs a response's program against the prompt's tests. `means`: what locks programs in; None for what
+    `reward.code.sandbox` chooses on the machine that loads this.
 
     It records `passed` and `cases` (test cases), `correct` (all passed), and `case_s` (seconds of each case that ran,
     in order). `cut_off` counts cases that their time limit ended, `timeouts` the same by the kind of limit. `error`

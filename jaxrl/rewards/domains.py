@@ -49,12 +49,8 @@ class RewardPart:
 
 @dataclass(frozen=True, slots=True)
 class DomainScorer:
-    """Asks the scorer of a sample's domain, and for the parts.
-
-    Attributes:
-      by_source: that of other sources under the empty name; None: another place has it.
-      parts: by name.
-    """
+    """Asks the scorer of a sample's domain, and for the parts. `by_source`: that of other sources has the empty name;
+    None: another place has it."""
 
     by_source: Mapping[str, Scorer | None]
     parts: Mapping[str, RewardPart]

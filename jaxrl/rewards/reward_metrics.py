@@ -44,13 +44,8 @@ def describe_sample(key: SampleKey) -> str:
 
 
 class RewardMetrics:
-    """Counts verdicts since `take` was last called.
-
-    Args:
-      domains: by source, that of other sources under the empty name; none: nothing is counted by domain.
-      keys, metric: values that the reward of a training sample must have (`algorithm.gdpo_reward_keys`,
-        `algorithm.filter_groups.metric`).
-    """
+    """Counts verdicts since `take` was last called; without `domains` nothing by domain. `keys`, `metric`: values that
+    the reward of a training sample must have (`algorithm.gdpo_reward_keys`, `algorithm.filter_groups.metric`)."""
 
     def __init__(self, domains: Mapping[str, Domain] | None = None, keys: Sequence[str] = (), metric: str = "") -> None:
         self._keys, self._metric, self._failed = keys, metric, FailureWarnings()
@@ -137,10 +132,7 @@ class RewardMetrics:
 
 
 class FailureWarnings:
-    """Warns of failed samples: the 1st, 2nd, 4th, 8th, ... of each status.
-
-    `where`: how a warning names a sample.
-    """
+    """Warns of failed samples: the 1st, 2nd, 4th, 8th, ... of each status."""
 
     def __init__(self, where: Callable[[SampleKey], str] = describe_sample) -> None:
         self._where = where

@@ -77,13 +77,8 @@ class _Pending:
 
 
 class RewardPool:
-    """Scores samples in the background. Used from one thread.
-
-    Args:
-      domains: by source; that of sources without their own has the empty name.
-      parts: weights of the parts of a reward, whose values come from the workers.
-      where: how warnings name a sample whose reward failed. clock: stamps the verdicts.
-    """
+    """Scores samples in the background. Used from one thread. `domains`: by source; that of sources without their own
+    has the empty name. `parts`: weights. `where`: how warnings name a sample. `clock`: stamps the verdicts."""
 
     def __init__(
         self,
@@ -258,11 +253,8 @@ def build_pool(
     It begins to start the workers, and does not wait for them. Raises ValueError where `reward.env` names a variable
     that is not set, or ray is not installed.
 
-    Args:
-      scorer: of the worker processes (`jaxrl.rewards.domains.build_scorer`).
-      log: the file for what the scorer prints and for tracebacks, of which some MiB are kept; none: it is dropped.
-      where: how warnings name a sample whose reward failed.
-    """
+    `scorer`: of the worker processes (`jaxrl.rewards.domains.build_scorer`); `log`: the file for what it prints and for
+    tracebacks; none: it is dropped; `where`: how warnings name a sample whose reward failed."""
     reward = config.reward
     parts = {name: part.weight for name, part in reward.parts.items()}
     pool = RewardPool(domains(reward), parts=parts, where=where)

@@ -123,13 +123,8 @@ class ServerMetrics(Collector):
 
 @dataclass(slots=True)
 class Choice:
-    """A response.
-
-    Attributes:
-      prompt: the number of its prompt among those of its answer.
-      text: without stop strings and special tokens.
-      top: of each token's place the likeliest ones, as (token id, log-probability), where they were asked for.
-    """
+    """A response. `prompt`: the number of its prompt among those of its answer; `top`: of each token's place the
+    likeliest ones, as (token id, log-probability), where they were asked for."""
 
     index: int
     prompt: int

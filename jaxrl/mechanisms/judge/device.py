@@ -156,12 +156,8 @@ def _bytes(weight: Weight, num_devices: int, size: int) -> int:
 
 
 class JudgeMachine:
-    """The judge's weights and programs.
-
-    Args:
-      quiet: waits until nothing else runs on these devices: the actor's plans, and gradients on freed devices.
-      alone: whether no program of the judge may run beside one of the actor.
-    """
+    """The judge's weights and programs. `quiet`: waits until nothing else runs on these devices: the actor's plans, and
+    gradients on freed devices; `alone`: whether no program of the judge may run beside one of the actor."""
 
     def __init__(self, executor: MeshExecutor, weights: HostWeights, quiet: Callable[[], None], *, alone: bool) -> None:
         self._executor, self._weights, self._alone = executor, weights, alone

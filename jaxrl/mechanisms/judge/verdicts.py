@@ -119,12 +119,8 @@ _SEED = 0x6A75646765
 
 
 class Reading:
-    """How one kind of judge reads a sample, and how its responses become a reward.
-
-    Attributes:
-      num_samples: responses of the judge to each sample. params: how they are drawn.
-      writes: whether a response of the judge follows what it reads.
-    """
+    """How one kind of judge reads a sample, and how its responses, of which there are `num_samples`, become a reward.
+    `writes`: whether a response of the judge follows what it reads."""
 
     num_samples = 1
     params = SamplingParams(temperature=0.0, max_tokens=1)
@@ -171,11 +167,7 @@ class Reading:
 
 
 class WrittenVerdicts(Reading):
-    """A model that writes its verdicts (reward.kind=judge).
-
-    Args:
-      stop_token_ids: of the judge's model. seed: the run's.
-    """
+    """A model that writes its verdicts (reward.kind=judge)."""
 
     writes = True
 
@@ -197,10 +189,7 @@ class WrittenVerdicts(Reading):
 
 class Scalars(Reading):
     """A reward model (reward.kind=model): it reads question and response as a conversation; its number is the reward.
-
-    Args:
-      pad_id: tokens at a text's end that are not read; None: all are.
-    """
+    `pad_id`: tokens at a text's end that are not read; None: all are."""
 
     writes = False
 

@@ -45,14 +45,9 @@ _PLURAL = {"timeout": "timeouts", "crash": "crashes"}
 
 
 class EnvironmentPool:
-    """Implements `jaxrl.mechanisms.turns.rule.Acting`. Its processes begin to start when it is made.
-
-    Args:
-      log: the file for what environments print; None: it is dropped.
-
-    Raises:
-      ValueError: the file cannot be read, or `environment.env` names a variable that is not set.
-    """
+    """Implements `jaxrl.mechanisms.turns.rule.Acting`. Its processes begin to start when it is made. `log`: the file
+    for what environments print; None: it is dropped. Raises ValueError: the file cannot be read, or `environment.env`
+    names a variable that is not set."""
 
     keeps = True
 

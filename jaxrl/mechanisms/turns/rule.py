@@ -66,12 +66,8 @@ Compared = Callable[[Sequence[tuple[Prompt, "Sequence[Trajectory]"]]], Sequence[
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """How the turns of a run are answered, and how answers become tokens.
-
-    Attributes:
-      tokens_of: the tokens of an answer, given its messages and the tokens of the response; raises ValueError where the
-        chat template refuses it.
-    """
+    """How the turns of a run are answered, and how answers become tokens. `tokens_of`: the tokens of an answer, given
+    its messages and the tokens of the response; raises ValueError where the chat template refuses it."""
 
     acting: Acting
     has_turns: Callable[[Prompt], bool]  # whether a prompt has an environment

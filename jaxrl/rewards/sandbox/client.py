@@ -28,11 +28,8 @@ class SandboxFailed(Exception):
 
 
 class Sandbox:
-    """Runs programs, one at a time. Its server ends with `close`, or with this process.
-
-    Attributes:
-      means: what locks programs in; as long as there is nothing, nothing is run.
-    """
+    """Runs programs, one at a time. Its server ends with `close`, or with this process. `means`: what locks programs
+    in; as long as there is nothing, nothing is run."""
 
     def __init__(self, memory_mib: int, means: Means | None = None):
         self._memory_mib = memory_mib

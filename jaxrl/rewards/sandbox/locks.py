@@ -67,15 +67,9 @@ def make_filter(means: Means, *, execute: bool) -> Filter:
 
 
 def lock_in(order: Order, *, user_id: int, parent: int, mapped: int) -> None:
-    """Locks this process in; it has one thread, and is the first of its process group.
-
-    Args:
-      user_id: the id that it takes; 0: it keeps its own.
-      parent: the process at whose end it ends.
-      mapped: bytes that are mapped before the program has begun.
-
-    Raises OSError: a lock cannot be set.
-    """
+    """Locks this process in; it has one thread, and is the first of its process group. `user_id`: the id that it takes;
+    0: it keeps its own. `parent`: the process at whose end it ends. `mapped`: bytes that are mapped before the program
+    has begun. Raises OSError: a lock cannot be set."""
     means, execute = order.means, bool(order.command)
     _set_limits(order, mapped, is_alone=user_id > 0)
     reads_all = user_id > 0 and means.landlock > 0 and python_is_closed()

@@ -34,14 +34,8 @@ def find_means() -> Means:
 
 
 def choose_means(sandbox: str, there: Means, *, needs_files: bool = False) -> Means:
-    """The means that `reward.code.sandbox` selects on this machine.
-
-    Args:
-      there: what this machine has (`find_means`).
-      needs_files: whether programs are run by a command, which must read its own files.
-
-    Raises ValueError, with one sentence, if this machine does not support it.
-    """
+    """The means that `reward.code.sandbox` selects of what `there` is (`find_means`). `needs_files`: whether programs
+    are run by a command, which must read its own files. Raises ValueError if this machine does not support it."""
     if sandbox == "none":
         return Means()
     if not there.seccomp:

@@ -64,15 +64,9 @@ def _library() -> ctypes.CDLL:
 
 class Filter:
     """The system calls that a process and all its children may make. A filter made before a fork costs the fork
-    nothing.
-
-    Args:
-      files: whether it may open files, which Landlock decides.
-      execute: whether it may run other programs.
-      signals: whether it may signal any process that Landlock or its user lets it signal; else itself alone.
-
-    Raises OSError: there is no libseccomp, or it refuses.
-    """
+    nothing. `files`: whether it may open files, which Landlock decides; `signals`: whether it may signal any process
+    that Landlock or its user lets it signal; else itself alone. Raises OSError: there is no libseccomp, or it
+    refuses."""
 
     def __init__(self, *, files: bool, execute: bool, signals: bool):
         self._signals = signals

@@ -263,10 +263,7 @@ class _Names(dict[str, Any]):
 
     `math.isclose` is Python's, even if the program uses the name `math`: a name is a module if the module has the
     attributes that the tests use. A bare `isclose` is Python's as well, unless the tests call nothing else, which is
-    what they test.
-
-    Args:
-      entry: the function that is tested, where the tests say so.
+    what they test. `entry`: the function that is tested, where the tests say so.
     """
 
     def __init__(self, link: Link, tree: ast.Module, entry: str):

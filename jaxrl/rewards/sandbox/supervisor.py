@@ -1,8 +1,8 @@
 """One execution: forks the program, and the checker where there is one, keeps the time, and leaves nothing behind.
 
 All of it runs in the fork server, as a server has one execution at a time. A program's orphans become children of the
-server. A program cannot leave its process group, as the filter refuses
-`setsid` and `setpgid`: one signal to the group ends all of it at once.
+server. A program cannot leave its process group, as the filter refuses `setsid` and `setpgid`: one signal to the group
+ends all of it at once.
 """
 
 from __future__ import annotations
