@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -46,7 +46,6 @@ from jaxrl.scheduling.tokens.batcher import BatcherConfig
 from jaxrl.scheduling.tokens.engine import Engine
 from jaxrl.scheduling.tokens.plan import Request
 from jaxrl.schema.limits import BYTES
-from jaxrl.sharding.compiled import CompiledPrograms
 from jaxrl.sharding.layout import Layout
 from jaxrl.sharding.memory import host_bytes, in_bytes
 from jaxrl.sharding.mesh import platform_of
@@ -162,11 +161,6 @@ class JudgeMachine:
     def __init__(self, executor: MeshExecutor, weights: HostWeights, quiet: Callable[[], None], *, alone: bool) -> None:
         self._executor, self._weights, self._alone = executor, weights, alone
         self.wait_for_actor = quiet
-
-    @property
-    def programs(self) -> Sequence[CompiledPrograms]:
-        """To be compiled before the first turn."""
-        return self._executor.programs_of([self._executor.tp])
 
     @property
     def recompiles(self) -> int:
@@ -391,5 +385,5 @@ def build_judge(run: Run, mesh: Mesh) -> DeviceJudge:
     scoring = DeviceJudge(reading, engine, machine, judge)
     assert isinstance(pool, RewardPool), "a judge scores for a real run"
     pool.join("devices", scoring)
-    run.machine.add_programs(machine.programs, of_update=False)
+    run.machine.add_programs(executor.programs_of([executor.tp]), of_update=False)
     return scoring
