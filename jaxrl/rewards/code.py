@@ -18,7 +18,6 @@ from jaxrl.rewards.programs import Checks, checks_of, program_of, same_output
 from jaxrl.rewards.request import ScoreRequest
 from jaxrl.rewards.sandbox.client import Sandbox, SandboxFailed
 from jaxrl.rewards.sandbox.orders import MAX_OUTPUT_KIB, Execution, Means
-from jaxrl.rewards.sandbox.probe import choose_means
 
 if TYPE_CHECKING:
     from jaxrl.config.rewards import CodeSection
@@ -57,10 +56,8 @@ class CodeScorer:
     def load(self) -> None:
         """Starts the sandbox. Raises ValueError if this machine has none that `reward.code.sandbox` allows."""
         code = self.code
-        self._sandbox = Sandbox(code.max_memory_mib, self.means)
-        there = self._sandbox.start()
-        if self.means is None:
-            self._sandbox.means = choose_means(code.sandbox, there, needs_files=bool(code.command))
+        self._sandbox = Sandbox(code.max_memory_mib, code.sandbox, self.means, needs_files=bool(code.command))
+        self._sandbox.start()
 
     def close(self) -> None:
         if self._sandbox is not None:

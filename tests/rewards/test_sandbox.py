@@ -92,7 +92,7 @@ def test_server_ends_with_its_client(tmp_path: Path):
 import os, sys, threading, time
 from jaxrl.rewards.sandbox.client import Sandbox
 sandbox = Sandbox(256)
-sandbox.means = sandbox.start()
+sandbox.start()
 threading.Thread(target=sandbox.script, args=("import time; time.sleep(600)", "", 600.0), daemon=True).start()
 from jaxrl.processes.process_tree import descendants
 while len(found := descendants(sandbox.pid)) < 2:
@@ -138,7 +138,7 @@ else:
 
 def test_programs_with_threads_leave_no_zombies():
     with closing(Sandbox(256)) as sandbox:
-        sandbox.means = sandbox.start()
+        sandbox.start()
         before = children(sandbox.pid)
         for text in THREADS.values():
             for _ in range(3):
@@ -151,7 +151,7 @@ def test_a_program_has_the_limits_that_it_is_given():
     program = "import resource as r; print(*(r.getrlimit(k)[1] for k in (r.RLIMIT_AS, r.RLIMIT_FSIZE, r.RLIMIT_CORE)))"
     for memory_mib in (256, 512):
         with closing(Sandbox(memory_mib)) as sandbox:
-            sandbox.means = choose_means("auto", sandbox.start())
+            sandbox.start()
             ran = sandbox.script(program, "", 20.0)
         assert ran.end == "exit", ran.errors
         memory, size, core = map(int, ran.output.split())

@@ -7,11 +7,10 @@ the turn, and `SECONDS` a program.
 import threading
 
 from jaxrl.rewards.sandbox.client import Sandbox
-from jaxrl.rewards.sandbox.probe import choose_means
 
 SECONDS = 5.0
 _sandbox = Sandbox(memory_mib=512)
-_sandbox.means = choose_means("auto", _sandbox.start())
+_sandbox.start()
 _one_at_a_time = threading.Lock()
 
 
