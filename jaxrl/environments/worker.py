@@ -45,8 +45,6 @@ class EpisodeScorer:
     args: Mapping[str, Any]
     python: str = ""  # another Python to run it; empty: this one
     group: str = ""
-    max_calls: int = 0  # after this many this process is replaced; 0: never
-    _calls: int = 0
     _made: dict[str, Episodes | Program] = field(default_factory=dict)
 
     @property
@@ -55,8 +53,8 @@ class EpisodeScorer:
 
     @property
     def is_spent(self) -> bool:
-        """Whether a call that should have ended still runs in this process, or `max_calls` is reached."""
-        return 0 < self.max_calls <= self._calls or any(each.has_hung for each in self._made.values())
+        """Whether a call that should have ended still runs in this process."""
+        return any(each.has_hung for each in self._made.values())
 
     def load(self) -> None:
         if self.kind not in ("class", "native") or self.name:  # of which a file may have several
@@ -68,7 +66,6 @@ class EpisodeScorer:
 
     def __call__(self, request: tuple[Any, ...]) -> tuple[Any, dict[str, Any]]:
         name, *arguments = request
-        self._calls += name in ("turn", "run")
         return getattr(self, name)(*arguments)
 
     def _row(self, row: Mapping[str, Any]) -> dict[str, Any]:

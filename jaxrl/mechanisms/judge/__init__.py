@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
-from annotated_types import Ge, Interval
+from annotated_types import Ge, Gt, Interval
 
 from jaxrl.scheduling.mechanism import Mechanism, RolloutMemory, RoundState
 from jaxrl.schema.declared import Cap, Names, shown
@@ -37,7 +37,7 @@ _OF_DEVICES = frozenset(
         *("max_prompt_tokens", "dtype", "max_num_seqs", "max_memory_gib", "resident_layers", "busy_share"),
     ]
 )
-_OF_WORDS = frozenset({"prompt", "score_pattern", "min_score", "max_score", "num_samples", "temperature", "max_tokens"})
+_OF_WORDS = frozenset({"prompt", "score_pattern", "max_score", "num_samples", "temperature", "max_tokens"})
 SCORE = (  # a tag, a heading or a label; marks around the number; what makes it no score: a percentage, a range
     r"(?i)(?<!max[ _])(?<!maximum[ _])(?<!possible[ _])(?<![a-z])score"
     r"(?:>|[*_ \t]*+\n|[\s*_`\"']*+(?:\([^()\n]{0,40}\)[\s*_]*+)?[:=：])"
@@ -83,8 +83,9 @@ class Judge(Mechanism):
             "A regular expression whose last match in a verdict holds the score in its first group; empty: it reads "
             "`Score: 7`, as models write that.",
         ] = ""
-        min_score: Annotated[float, "The score that becomes reward 0."] = 0.0
-        max_score: Annotated[float, "The score that becomes reward 1; scores beyond are not verdicts."] = 10.0
+        max_score: Annotated[
+            float, Gt(0), "The score that becomes reward 1, as 0 becomes 0; scores beyond are not verdicts."
+        ] = 10.0
         num_samples: Annotated[
             int, Ge(1), Cap(64, "each is a response of the judge"), "Verdicts per sample; their mean."
         ] = 1
@@ -241,10 +242,6 @@ def _text_problem(judge: Judge.Options, has_answers: bool) -> str | None:
         return (
             f"reward.judge.score_pattern ({shown(judge.score_pattern)}) must have a group: the parentheses that hold "
             "the score"
-        )
-    if not judge.min_score < judge.max_score:
-        return (
-            f"reward.judge.min_score ({judge.min_score:g}) must be below reward.judge.max_score ({judge.max_score:g})"
         )
     if judge.num_samples > 1 and judge.temperature == 0:
         return (

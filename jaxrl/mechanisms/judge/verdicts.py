@@ -14,7 +14,6 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from math import isfinite
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxrl.config import Config, ConfigError
@@ -49,7 +48,7 @@ class JudgeText:
         return _conversation(self._judge, {"role": "user", "content": content})
 
     def score(self, text: str) -> float | None:
-        """The score of one verdict between 0 and 1; None if it holds none between min_score and max_score."""
+        """The score of one verdict between 0 and 1; None if it holds none from 0 to max_score."""
         last = None
         for last in self._pattern.finditer(text[-_MAX_READ_CHARS:]):  # noqa: B007  (of the matches, the last)
             pass
@@ -59,10 +58,10 @@ class JudgeText:
             score = float(last[1])
         except ValueError:
             return None
-        low, high = self._judge.min_score, self._judge.max_score
+        high = self._judge.max_score
         if float(last.groupdict().get("of") or high) != high:
             return None  # 4/5 is on another scale
-        return (score - low) / (high - low) if isfinite(score) and low <= score <= high else None
+        return score / high if 0 <= score <= high else None
 
     def read(self, texts: Sequence[str]) -> tuple[float, dict[str, Any]]:
         """(the reward, values to record) of a sample's verdicts: the mean of those that can be read. The values:

@@ -109,9 +109,6 @@ class Turns(Mechanism):
             float, Gt(0), MAX_WAIT, "Seconds until the calls of a turn are given up, each for itself."
         ] = 10.0
         num_workers: Annotated[int, Ge(1), _MAX_WORKERS, "Processes that answer turns, one at a time each."] = 8
-        max_calls_per_worker: Annotated[
-            int, Ge(0), "Turns, or programs, after which a process is replaced; 0: never."
-        ] = 0
         max_memory_gib: Annotated[float, Ge(0), MAX_GIB, "GiB that each of them may take; 0: no limit."] = 4.0
         env: Annotated[list[str], "Environment variables of the run that they get."] = []
         group: Annotated[

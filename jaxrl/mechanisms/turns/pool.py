@@ -61,9 +61,7 @@ class EnvironmentPool:
         if options.kind == "verifiers":
             args = {"id": options.id, "args": args}
         file, python = _file(options), str(Path(options.python).expanduser()) if options.python else ""
-        scorer = worker.EpisodeScorer(
-            options.kind, file, options.name, args, python, options.group, options.max_calls_per_worker
-        )
+        scorer = worker.EpisodeScorer(options.kind, file, options.name, args, python, options.group)
         of_turn, of_all = options.timeout_s + _SLACK_S, options.rollout_timeout_s
         limit = (of_all, "environment.rollout_timeout_s") if self._is_program else (of_turn, _TIMEOUT)
         settings = PoolSettings(
