@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from jaxrl.config import Config
 from jaxrl.mechanisms.judge import Judge
 from jaxrl.mechanisms.judge.verdicts import JudgeText
-from jaxrl.processes.endpoint_client import Client, Elapsed, EndpointRefused, RequestFailed, read_json
+from jaxrl.processes.endpoint_client import Client, EndpointRefused, RequestFailed, read_json
 from jaxrl.rewards.reward_pool import RewardPool
 from jaxrl.rewards.scorers import Scored, ScoreRequest, describe
 from jaxrl.types import Prompt, RunFailed, Sample, SampleKey
@@ -133,15 +133,14 @@ class EndpointJudge:
         body = request_body(judge, messages, judge.max_tokens) | {"temperature": judge.temperature}
         seeds = [verdict_seed(self._seed, key, i) if judge.temperature else None for i in range(judge.num_samples)]
         bodies = [body if seed is None else {**body, "seed": seed} for seed in seeds]
-        times = [Elapsed() for _ in bodies]
-        asked = (self._client.ask(each, under_way) for each, under_way in zip(bodies, times, strict=True))
-        came = await asyncio.gather(*asked, return_exceptions=True)
+        came = await asyncio.gather(*map(self._client.ask, bodies), return_exceptions=True)
         for each in came:
             if isinstance(each, BaseException) and not isinstance(each, RequestFailed):
                 raise each
-        texts = [self._client.hide(each) for each in came if isinstance(each, str)]
+        answered = [each for each in came if isinstance(each, tuple)]
         failed = [each for each in came if isinstance(each, RequestFailed)]
-        seconds = max(each.seconds for each in times)
+        texts = [self._client.hide(text) for text, _ in answered]
+        seconds = max([*(each_s for _, each_s in answered), *(each.seconds for each in failed)])
         late = sum(each.status == "timeout" for each in failed)
         outside = {"outside": True, **({"timeouts": {"endpoint": late}} if late else {})}
         if not texts:
