@@ -30,10 +30,7 @@ TIMEOUTS = {
     "endpoint": "the endpoint's limit",
     "watchdog": "a worker that was silent",
 }
-"""What limits are there, as `timeouts` of a verdict's info counts them: how often each ended something. `case`: of
-`reward.code`, below `max_timeout_s`; `case_max`: `max_timeout_s` itself; `program`: `reward.code.max_failing_s`;
-`sample`: `reward.timeout_s`, that of a domain or of math; `endpoint`: of a request to one; `watchdog`: the
-host of the workers, or an actor, said nothing."""
+"""What limits are there, as `timeouts` of a verdict's info counts them: how often each ended something."""
 _COUNTED_AS = {"error": "errors", "timeout": "time-outs", "crash": "crashes"}  # in warnings
 _COUNT_OF = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}
 
