@@ -95,7 +95,7 @@ sandbox = Sandbox(256)
 sandbox.start()
 threading.Thread(target=sandbox.script, args=("import time; time.sleep(600)", "", 600.0), daemon=True).start()
 from jaxrl.processes.process_tree import descendants
-while len(found := descendants(sandbox.pid)) < 2:
+while not (found := descendants(sandbox.pid)):
     time.sleep(0.01)
 print(sandbox.pid, *found, flush=True)
 os.kill(os.getpid(), 9)
@@ -104,7 +104,7 @@ os.kill(os.getpid(), 9)
         [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
     )
     pids = list(map(int, done.stdout.split()))
-    assert len(pids) >= 3
+    assert len(pids) >= 2
     assert have_ended(pids, 20.0)
 
 
