@@ -11,12 +11,10 @@ without a proxy. Its log repeats headers and reasons of an endpoint, so it is ke
 from __future__ import annotations
 
 import asyncio
-import email.utils
 import ipaddress
 import json
 import logging
 import os
-import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
@@ -87,7 +85,7 @@ class Client(Generic[T]):
     ) -> None:
         self._options, self._section, self._path, self._sleep = options, section, path, sleep
         self._read, self._trial, self._max_body_bytes = read, trial, max_body_bytes
-        self._key = api_key(section, options.api_key_env)
+        self._key = _api_key(section, options.api_key_env)
         self.hide = hider(self._key)  # for every text that comes from the endpoint
         self._url = options.endpoint.rstrip("/") + path
         self._http: httpx2.AsyncClient | None = None
@@ -252,15 +250,12 @@ def read_json(body: bytes) -> Any:
         raise RequestFailed("its answer is not JSON", "error") from None
 
 
-def api_key(section: str, variable: str, environment: Mapping[str, str] = os.environ) -> str:
+def _api_key(section: str, variable: str) -> str:
     """The key that an environment variable holds; empty where no variable is named."""
-    if not variable:
-        return ""
-    if variable not in environment:
-        raise ValueError(f"{section}.api_key_env: the environment has no variable {variable!r}")
-    key = environment[variable].strip()
-    if not key or not key.isascii() or not key.isprintable():
-        raise ValueError(f"{section}.api_key_env: the variable {variable!r} holds no key")  # which is never shown
+    key = os.environ.get(variable, "").strip() if variable else ""
+    if variable and not (key and key.isascii() and key.isprintable()):
+        what = "holds no key" if variable in os.environ else "is not in the environment"
+        raise ValueError(f"{section}.api_key_env: the variable {variable!r} {what}")  # which is never shown
     return key
 
 
@@ -287,10 +282,5 @@ def _is_loopback(url: str) -> bool:
 
 
 def _seconds(value: str) -> float:
-    """The seconds in a `Retry-After`, which may be a date; 0 for anything else."""
-    try:
-        if value.strip().replace(".", "", 1).isdigit():
-            return float(value)
-        return max(email.utils.parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
-    except (ValueError, TypeError, OverflowError):
-        return 0.0
+    """The seconds in a `Retry-After`; 0 for anything else."""
+    return float(value) if value.strip().replace(".", "", 1).isdigit() else 0.0
