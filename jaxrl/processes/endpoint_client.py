@@ -283,4 +283,4 @@ def _is_loopback(url: str) -> bool:
 
 def _seconds(value: str) -> float:
     """The seconds in a `Retry-After`; 0 for anything else."""
-    return float(value) if value.strip().replace(".", "", 1).isdigit() else 0.0
+    return float(value) if value.strip().replace(".", "", 1).isdecimal() else 0.0
