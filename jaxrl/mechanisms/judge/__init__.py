@@ -143,7 +143,7 @@ class Judge(Mechanism):
             elif self.endpoint:
                 yield "reward.judge", _OF_DEVICES, "an endpoint is the judge, and no model on the devices"
             else:
-                yield "reward.judge", PACE, "a model on the devices scores, and no endpoint"
+                yield "reward.judge", PACE | {"endpoint_model", "api_key_env"}, "reward.judge.endpoint is empty"
             if "model" in kinds:
                 yield "reward.judge", _OF_WORDS, "a reward model gives a number, and no text"
 
@@ -221,11 +221,7 @@ def _source_problem(judge: Judge.Options) -> str | None:
     if bool(judge.model) == bool(judge.endpoint):
         found = "both" if judge.model else "neither"
         return f"reward.kind=judge needs one of reward.judge.model and reward.judge.endpoint, found {found}"
-    if judge.model:
-        unread = {"endpoint_model": judge.endpoint_model, "api_key_env": judge.api_key_env}
-        name = next((name for name, value in unread.items() if value), None)
-        return name and f"reward.judge.{name} ({unread[name]}) needs reward.judge.endpoint, which is empty"
-    return endpoint_problem("reward.judge", judge)
+    return endpoint_problem("reward.judge", judge) if judge.endpoint else None
 
 
 def _text_problem(judge: Judge.Options, has_answers: bool) -> str | None:
